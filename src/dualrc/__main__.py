@@ -1,0 +1,5 @@
+"""`python -m dualrc` is the command line."""
+
+from dualrc.cli import main
+
+main()

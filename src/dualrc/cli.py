@@ -1,0 +1,295 @@
+"""The command line: parse and delegate."""
+
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dualrc import draw
+from dualrc.config import PRESETS
+from dualrc.errors import ConfigError, DualRCError, OutputError
+from dualrc.files import check_writable
+from dualrc.image import read
+from dualrc.matcher import Matcher, load
+from dualrc.matches import Matches
+
+app = typer.Typer(
+    name="dualrc",
+    help="Dense correspondences between photographs, by Dual-Resolution Correspondence Networks.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+screen = Console()
+messages = Console(stderr=True)
+
+PresetOption = Annotated[str, typer.Option(help=f"Network: {' or '.join(PRESETS)}.")]
+WeightsOption = Annotated[
+    Path | None, typer.Option(help="Weights file (.safetensors); without it, those inside the package.")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="cuda, mps or cpu; without it, the best there is.")]
+SizeOption = Annotated[
+    int | None,
+    typer.Option(help="Long side that the network sees, scaling up or down. More finds more detail and takes longer."),
+]
+
+
+@app.command()
+def match(
+    image0: Annotated[Path, typer.Argument(metavar="A", help="First picture.")],
+    image1: Annotated[Path, typer.Argument(metavar="B", help="Second picture.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Write the matches: FILE.npz, FILE.json or FILE.csv (x0, y0, x1, y1, score)."),
+    ] = None,
+    drawing: Annotated[
+        Path | None, typer.Option("--draw", help="Write a picture of the matches: FILE.png or FILE.jpg.")
+    ] = None,
+    top: Annotated[int | None, typer.Option(help="Keep only the best so many matches.")] = None,
+    min_score: Annotated[float, typer.Option(help="Keep only matches with at least this score.")] = 0.0,
+    size: SizeOption = None,
+    preset: PresetOption = "default",
+    weights: WeightsOption = None,
+    device: DeviceOption = None,
+    estimate: Annotated[
+        Literal["homography", "fundamental", "essential"] | None,
+        typer.Option(help="Fit a two-view model with RANSAC; its matrix and the inliers are saved with the matches."),
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="Inlier threshold of the fit, in pixels.")] = 2.0,
+    cameras: Annotated[
+        Path | None,
+        typer.Option(help="Cameras for --estimate essential: cameras.json or COLMAP's cameras.txt; else from EXIF."),
+    ] = None,
+) -> None:
+    """Match two pictures.
+
+    dualrc match a.jpg b.jpg -o matches.npz --draw matches.png
+
+    dualrc match a.jpg b.jpg --estimate homography --top 2000
+    """
+    _check_outputs(out, drawing)
+    if cameras is not None and estimate != "essential":
+        raise ConfigError("--cameras serves --estimate essential; add that, or leave the cameras out.")
+    with messages.status("Loading the network..."):
+        matcher = load(preset, weights=weights, device=device)
+    with messages.status("Matching..."):
+        start = time.perf_counter()
+        matches = matcher.match(image0, image1, size=size, top=top, min_score=min_score)
+        seconds = time.perf_counter() - start
+    if estimate is not None:
+        matches = _estimated(matches, estimate, threshold, (image0, image1), cameras)
+    if out is not None:
+        matches.save(out)
+    if drawing is not None:
+        colors: Literal["score", "inliers"] = "score" if matches.estimate is None else "inliers"
+        draw.save(draw.draw_matches(read(image0), read(image1), matches, colors=colors), drawing)
+    _print_matches(matcher, matches, seconds)
+    for path in (out, drawing):
+        if path is not None:
+            screen.print(f"Written: {path}")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and the summary.")] = Path("demo"),
+    device: DeviceOption = None,
+) -> None:
+    """Match two pictures of a made-up town, check against the exact truth, and leave pictures to look at."""
+    from dualrc.demo import run
+
+    with messages.status("Making two pictures, matching and drawing them..."):
+        summary = run(out, device=device)
+    table = _table(f"Demo: {summary['matches']:,} matches in {summary['seconds']:.2f} s on {summary['device']}")
+    for threshold, share in summary["correct_within_px"].items():
+        table.add_row(f"correct within {threshold} px", f"{share:.1%}")
+    table.add_row("matches checked", f"{summary['checked']:,}")
+    table.add_row("share of the overlap that is covered", f"{summary['coverage']:.0%}")
+    screen.print(table)
+    screen.print(f"Look at {out / 'matches.png'}; the figures are in {out / 'summary.json'}.")
+
+
+@app.command()
+def evaluate(
+    benchmark: Annotated[Literal["hpatches", "pose"], typer.Argument(help="What to evaluate.")],
+    roots: Annotated[list[Path], typer.Argument(metavar="ROOT...", help="Folders of the data set.")],
+    matcher: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="dualrc (if nothing is given), sift (RootSIFT, without and with the ratio test; needs OpenCV), or "
+            "FILE.py:function, a function of two paths that returns points0, points1, scores. Give it several times "
+            "to compare in one table."
+        ),
+    ] = None,
+    preset: PresetOption = "default",
+    weights: WeightsOption = None,
+    device: DeviceOption = None,
+    size: SizeOption = None,
+    top: Annotated[
+        int | None,
+        typer.Option(help="Score the best so many matches; without it, 1000 and 2000 for hpatches, 4000 for pose."),
+    ] = None,
+    crop: Annotated[
+        str | None,
+        typer.Option(
+            metavar="X,Y", help="hpatches: cut X columns and Y rows off pictures 2 to 6, on the left and top."
+        ),
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write all figures and the config here too.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder for matches, figures, results.json and report.html; a second run "
+            "goes on where the first stopped. Without it, evaluation-BENCHMARK.",
+        ),
+    ] = None,
+) -> None:
+    """Score matchers on HPatches or on two-view poses (MegaDepth-1500, ScanNet-1500, or folders with cameras.json).
+
+    dualrc evaluate hpatches data/hpatches --matcher dualrc --matcher sift --out hpatches
+
+    dualrc evaluate pose data/strecha --matcher mine.py:match
+    """
+    from dualrc.evaluation import EvaluationSettings, parse_crop
+    from dualrc.evaluation import evaluate as run
+
+    settings = EvaluationSettings(
+        benchmark=benchmark,
+        roots=tuple(roots),
+        matchers=tuple(matcher or ["dualrc"]),
+        preset=preset,
+        weights=weights,
+        device=device,
+        size=size,
+        top=top,
+        crop=None if crop is None else parse_crop(crop),
+        json=json,
+        out=out or Path(f"evaluation-{benchmark}"),
+    )
+    run(settings, screen=screen, messages=messages)
+
+
+@app.command()
+def convert(
+    published: Annotated[Path, typer.Argument(help="A published DualRC-Net checkpoint (.pth.tar).")],
+    out: Annotated[Path, typer.Argument(help="The weights file to write (.safetensors).")],
+) -> None:
+    """Turn a published DualRC-Net checkpoint into a weights file for the preset paper.
+
+    The checkpoint is read without running any code that it may hold.
+
+    dualrc convert dualrc-net.pth.tar paper.safetensors
+
+    dualrc match a.jpg b.jpg --preset paper --weights paper.safetensors
+    """
+    from dualrc.model.checkpoint import convert_published
+
+    check_writable(out)
+    with messages.status("Converting..."):
+        config = convert_published(published, out)
+    screen.print(f"Written: {out} (preset {config.preset}, {config.backbone}, {config.consensus})", highlight=False)
+
+
+@app.command()
+def info() -> None:
+    """Versions, devices, presets, weights and licence."""
+    import torch
+
+    from dualrc.model.checkpoint import bundled, file_hash
+
+    table = _table("dualrc")
+    for package in ("dualrc", "torch", "numpy", "poselib"):
+        table.add_row(package, metadata.version(package))
+    table.add_row("python", sys.version.split()[0])
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices.insert(0, f"cuda ({torch.cuda.get_device_name()})")
+    if torch.backends.mps.is_available():
+        devices.insert(0, "mps")
+    table.add_row("devices, best first", ", ".join(devices))
+    for name, (network, matcher) in PRESETS.items():
+        path = bundled(name)
+        weights = "give a file with --weights" if path is None else f"inside the package, {file_hash(path)}"
+        table.add_row(f"preset {name}", f"{network.backbone.kind}, at most {matcher.max_size} px; weights: {weights}")
+    table.add_row("licence", metadata.metadata("dualrc")["License-Expression"] or "Apache-2.0")
+    screen.print(table)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake prints one line and exits with 1."""
+    try:
+        app()
+    except DualRCError as error:
+        messages.print(f"Error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        messages.print("Stopped.")
+        sys.exit(130)
+
+
+def _check_outputs(out: Path | None, drawing: Path | None) -> None:
+    """Refuse what can't be written before any work is done."""
+    for path, endings in ((out, (".npz", ".json", ".csv")), (drawing, (".png", ".jpg", ".jpeg"))):
+        if path is None:
+            continue
+        if path.suffix.lower() not in endings:
+            raise OutputError(f"{path}: this is written as {', '.join(endings)}; choose one of these endings.")
+        check_writable(path)
+
+
+def _estimated(
+    matches: Matches,
+    kind: Literal["homography", "fundamental", "essential"],
+    threshold_px: float,
+    pictures: tuple[Path, Path],
+    cameras_file: Path | None,
+) -> Matches:
+    from dataclasses import replace
+
+    from dualrc import colmap, geometry
+
+    cameras: list[geometry.Camera | None] = [None, None]
+    if cameras_file is not None:
+        found = colmap.read_cameras(cameras_file, [str(path) for path in pictures])
+        cameras = [found[str(path)] for path in pictures]
+    elif kind == "essential":
+        cameras = [geometry.camera_from_exif(path) for path in pictures]
+    model = geometry.estimate(matches, kind, camera0=cameras[0], camera1=cameras[1], threshold_px=threshold_px)
+    return replace(matches, estimate=model)
+
+
+def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
+    table = _table(f"{len(matches):,} matches in {seconds:.2f} s on {matcher.device}")
+    for number, size in enumerate((matches.size0, matches.size1)):
+        seen = matches.info[f"network_size{number}"]
+        table.add_row(f"picture {number}", f"{size[0]}x{size[1]}, seen as {seen[0]}x{seen[1]}")
+    if len(matches):
+        table.add_row("scores", f"{matches.scores.max():.3g} to {matches.scores.min():.3g}")
+    if matches.estimate is not None:
+        model = matches.estimate
+        inliers = int(model.inliers.sum())
+        if model.matrix is None:
+            table.add_row(model.kind, f"none found: {model.info.get('reason', '')}")
+        else:
+            rows = "\n".join("  ".join(f"{value: .6g}" for value in row) for row in model.matrix)
+            table.add_row(model.kind, rows)
+        table.add_row(
+            "inliers", f"{inliers:,} of {len(matches):,}" + (f" ({inliers / len(matches):.0%})" if len(matches) else "")
+        )
+        if "cameras" in model.info:
+            table.add_row("cameras", str(model.info["cameras"]))
+    screen.print(table)
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table

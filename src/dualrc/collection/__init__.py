@@ -1,0 +1,1 @@
+"""Matches of whole collections of pictures."""

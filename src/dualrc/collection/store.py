@@ -1,0 +1,217 @@
+"""A crash-safe store of matches between pictures, keyed by their names: one SQLite file in WAL mode.
+
+A pair is there whole or not at all, whenever the process dies. One process at a time should write; any may read.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from dualrc.errors import DataError, OutputError
+from dualrc.matches import FloatArray, Matches
+
+Names = tuple[str, str]
+
+_FORMAT = "dualrc-matches-1"
+_BUSY_S = 60.0
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS pairs (
+    name0 TEXT NOT NULL, name1 TEXT NOT NULL,
+    width0 INTEGER NOT NULL, height0 INTEGER NOT NULL, width1 INTEGER NOT NULL, height1 INTEGER NOT NULL,
+    count INTEGER NOT NULL,
+    points0 BLOB NOT NULL, points1 BLOB NOT NULL, scores BLOB NOT NULL, -- little-endian float32, row by row
+    error TEXT, -- why there are no matches, where matching failed
+    info TEXT NOT NULL, -- JSON
+    UNIQUE (name0, name1)
+);
+"""
+_COLUMNS = "name0, name1, width0, height0, width1, height1, points0, points1, scores, error, info"
+_INSERT = (
+    "INSERT OR REPLACE INTO pairs "
+    "(name0, name1, width0, height0, width1, height1, count, points0, points1, scores, error, info) "
+    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+
+
+class MatchStore:
+    """Matches of many pairs, all made with one config; `with MatchStore(path, config) as store: ...`."""
+
+    def __init__(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
+        """Open the store, or make it; without a config it must exist, and any config in it will do.
+
+        The config holds everything that the matches depend on, the hash of the weights too, as plain JSON values.
+        """
+        self.path = Path(path)
+        if config is None and not self.path.is_file():
+            raise DataError(f"The store {self.path} does not exist; check the path, or match first.")
+        if not self.path.parent.is_dir():
+            raise OutputError(f"The folder {self.path.parent} does not exist; create it or write elsewhere.")
+        with self._errors():
+            # Autocommit: what is not inside an explicit transaction is durable when the call returns.
+            self._connection = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
+        try:
+            self._prepare(config)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def __enter__(self) -> "MatchStore":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the file; everything put is in it already."""
+        self._connection.close()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the matches were made with."""
+        return json.loads(self._meta("config") or "{}")
+
+    def put(self, name0: str, name1: str, matches: Matches) -> None:
+        """Keep a pair's matches, in place of what was there; `info["error"]` marks a pair that failed."""
+        self.put_many([(name0, name1, matches)])
+
+    def put_many(self, pairs: Iterable[tuple[str, str, Matches]]) -> None:
+        """Keep the matches of several pairs in one transaction: all or none of them survive a crash."""
+        rows = [_to_row(*pair) for pair in pairs]
+        with self._errors():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                self._connection.executemany(_INSERT, rows)
+                self._connection.execute("COMMIT")
+            except BaseException:
+                # A full disk may have rolled back by itself.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def get(self, name0: str, name1: str) -> Matches | None:
+        """A pair's matches; None if it is not there, no matches and `info["error"]` if it failed."""
+        with self._errors():
+            query = f"SELECT {_COLUMNS} FROM pairs WHERE name0 = ? AND name1 = ?"
+            row = self._connection.execute(query, (name0, name1)).fetchone()
+        return None if row is None else _from_row(row, self.path)
+
+    def __iter__(self) -> Iterator[tuple[Names, Matches]]:
+        """All pairs with their matches, in the order in which they came."""
+        for names in self.names():
+            matches = self.get(*names)
+            if matches is not None:
+                yield names, matches
+
+    def __len__(self) -> int:
+        with self._errors():
+            return int(self._connection.execute("SELECT COUNT(*) FROM pairs").fetchone()[0])
+
+    def names(self) -> list[Names]:
+        """The pairs that are there, failed ones too."""
+        with self._errors():
+            return self._connection.execute("SELECT name0, name1 FROM pairs ORDER BY rowid").fetchall()
+
+    def failures(self) -> dict[Names, str]:
+        """Why pairs failed."""
+        with self._errors():
+            rows = self._connection.execute(
+                "SELECT name0, name1, error FROM pairs WHERE error IS NOT NULL ORDER BY rowid"
+            )
+            return {(name0, name1): error for name0, name1, error in rows}
+
+    def missing(self, pairs: Iterable[Names]) -> list[Names]:
+        """Those of the pairs that are still to be matched, each once; failed ones are, as their cause may be mended."""
+        done = set(self.names()) - self.failures().keys()
+        return [pair for pair in dict.fromkeys(pairs) if pair not in done]
+
+    def _prepare(self, config: Mapping[str, Any] | None) -> None:
+        with self._errors():
+            if config is None:
+                self._check_format()
+                return
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            # In WAL mode this survives the death of the process; only a power cut can cost the latest pairs.
+            self._connection.execute("PRAGMA synchronous = NORMAL")
+            self._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+            text = json.dumps(config, sort_keys=True, allow_nan=False)
+            self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (_FORMAT,))
+            self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('config', ?)", (text,))
+        self._check_format()
+        if (difference := _difference(self.config, json.loads(text))) is not None:
+            raise DataError(
+                f"{self.path} holds matches made with another config ({difference}); "
+                "write to another place, delete the file to start over, or go back to its config."
+            )
+
+    def _check_format(self) -> None:
+        if (found := self._meta("format")) != _FORMAT:
+            raise DataError(
+                f"{self.path} is not a store of matches that this version reads ({found}); write elsewhere."
+            )
+
+    def _meta(self, key: str) -> str | None:
+        with self._errors():
+            row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Say in one line what SQLite can't do."""
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if "no such table" in str(error):
+                raise DataError(f"{self.path} is not a store of matches; give another path.") from error
+            remedy = "make room, or write elsewhere; what was stored is safe"
+            raise OutputError(f"The store {self.path} can't be used ({error}); {remedy}.") from error
+        except sqlite3.DatabaseError as error:
+            raise DataError(f"{self.path} is not a store of matches, or broken ({error}); delete it.") from error
+
+
+def _to_row(name0: str, name1: str, matches: Matches) -> tuple[Any, ...]:
+    info = dict(matches.info)
+    error = info.pop("error", None)
+    arrays = (
+        np.ascontiguousarray(a, dtype="<f4").tobytes() for a in (matches.points0, matches.points1, matches.scores)
+    )
+    return (name0, name1, *matches.size0, *matches.size1, len(matches), *arrays, error, json.dumps(info))
+
+
+def _from_row(row: tuple[Any, ...], path: Path) -> Matches:
+    name0, name1, width0, height0, width1, height1, points0, points1, scores, error, text = row
+
+    def array(blob: bytes) -> FloatArray:
+        return np.frombuffer(blob, dtype="<f4").copy()
+
+    try:
+        info = json.loads(text) | ({} if error is None else {"error": error})
+        return Matches(
+            points0=array(points0).reshape(-1, 2),
+            points1=array(points1).reshape(-1, 2),
+            scores=array(scores),
+            size0=(width0, height0),
+            size1=(width1, height1),
+            info=info,
+        )
+    except ValueError as damage:
+        raise DataError(f"{path}: the pair {name0}, {name1} is damaged ({damage}); delete the file.") from damage
+
+
+def _difference(there: Any, here: Any, where: str = "") -> str | None:
+    """The first setting in which two configs differ, in words."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in sorted(there.keys() | here.keys()):
+            found = _difference(there.get(key), here.get(key), f"{where}.{key}" if where else key)
+            if found is not None:
+                return found
+        return None
+    return None if there == here else f"{where} is {there!r} there and {here!r} now"

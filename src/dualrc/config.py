@@ -1,0 +1,200 @@
+"""Settings of the network and of the matcher: frozen dataclasses, TOML in and out, unknown keys refused."""
+
+import dataclasses
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union
+
+import tomlkit
+
+from dualrc.errors import ConfigError
+
+T = TypeVar("T")
+Fusion = Literal["a", "b", "c", "d", "e"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetConfig:
+    """The paper's backbone: ResNet-101 to conv4_23, with a top-down path to 1/4 of the picture."""
+
+    kind: Literal["resnet101"] = "resnet101"
+    # How the levels are joined: the five variants of the paper's appendix.
+    fusion: Fusion = "a"
+    # Channels that 1x1 convolutions bring every level to. With 1024, conv4 keeps its own.
+    channels: Literal[256, 1024] = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompactConfig:
+    """A small residual network for laptops, trained from scratch."""
+
+    kind: Literal["compact"] = "compact"
+    # Channels of the levels at 1/2, 1/4, 1/8, 1/16 and 1/32 of the picture.
+    widths: tuple[int, int, int, int, int] = (32, 64, 128, 256, 256)
+    # Residual blocks at 1/4, 1/8, 1/16 and 1/32.
+    depths: tuple[int, int, int, int] = (1, 1, 2, 2)
+    coarse_channels: int = 256
+    fine_channels: int = 96
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsensusConfig:
+    """The learnt 4D convolutions that refine the coarse correlation."""
+
+    kernel_sizes: tuple[int, ...] = (3, 3)
+    # Output channels of each 4D convolution; the last must be 1.
+    channels: tuple[int, ...] = (16, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineConfig:
+    """How the coarse tensor guides the search among fine cells."""
+
+    # Where fine cell i reads the coarse tensor: "corner" at i/4, as published; "center" where its centre is.
+    reading: Literal["corner", "center"] = "center"
+    # Share of picture 0's coarse cells, best first, whose fine cells are queried.
+    query_share: float = 1.0
+    # The fine score: the cosine itself if 0, else exp((cosine - 1) / temperature), which is sharper.
+    temperature: float = 0.0
+    # Sub-pixel refinement of both points of a match.
+    subpixel: bool = True
+    # Hidden units of the learnt correction and confidence beside the sub-pixel soft-argmax; 0: soft-argmax alone.
+    subpixel_hidden: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """A whole network; its weights file carries this."""
+
+    preset: str
+    backbone: ResNetConfig | CompactConfig
+    consensus: ConsensusConfig = field(default_factory=ConsensusConfig)
+    fine: FineConfig = field(default_factory=FineConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatcherConfig:
+    """What the matcher does with two pictures; every field can also be given to `dualrc.load`."""
+
+    # Longest side that the network sees where `size` is not given; larger pictures are scaled down to it.
+    max_size: int = 1024
+    # The exact long side the network sees, scaling up or down; None: the picture's own, at most max_size.
+    size: int | None = None
+    # Keep only the best so many matches; None: all.
+    top: int | None = None
+    # Keep only matches with at least this score.
+    min_score: float = 0.0
+    # Working memory in GiB that the coarse and fine search may take beside the features and the coarse tensor.
+    max_memory: float = 0.5
+
+
+PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
+    "default": (
+        NetworkConfig(preset="default", backbone=CompactConfig(), fine=FineConfig(subpixel_hidden=128)),
+        MatcherConfig(),
+    ),
+    "paper": (
+        NetworkConfig(
+            preset="paper",
+            backbone=ResNetConfig(),
+            fine=FineConfig(reading="corner", query_share=0.5, subpixel=False),
+        ),
+        MatcherConfig(max_size=1600),
+    ),
+}
+
+
+def preset(name: str) -> tuple[NetworkConfig, MatcherConfig]:
+    """The network and matcher settings of a preset."""
+    if name not in PRESETS:
+        raise ConfigError(f"There is no preset {name!r}; choose one of {', '.join(PRESETS)}.")
+    return PRESETS[name]
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as nested dictionaries; fields that are None are left out, as TOML has no null."""
+    return {key: value for key, value in _plain(config).items() if value is not None}
+
+
+def from_dict(kind: type[T], values: dict[str, Any], where: str = "") -> T:
+    """Build a config of this kind; unknown keys and values of the wrong type are refused by name."""
+    hints = typing.get_type_hints(kind)
+    for key in values:
+        if key not in hints:
+            raise ConfigError(f"Unknown setting {where}{key}; known here: {', '.join(hints)}.")
+    missing = [
+        f.name
+        for f in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"The setting {where}{missing[0]} is missing; add it.")
+    return kind(**{key: _convert(hints[key], value, where + key) for key, value in values.items()})
+
+
+def read_toml(kind: type[T], path: str | Path) -> T:
+    """Read a config of this kind from a TOML file."""
+    path = Path(path)
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read ({error.strerror}); check the path.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML ({error}); correct it.") from error
+    return from_dict(kind, values)
+
+
+def to_toml(config: Any) -> str:
+    """A config as TOML text."""
+    return tomlkit.dumps(to_dict(config))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    """Check a value from TOML or JSON against a field's type and bring it into that type."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(arguments, value, where)
+    if origin is Literal:
+        if any(value == choice and type(value) is type(choice) for choice in arguments):  # 256.0 is not 256
+            return value
+        raise ConfigError(f"{where} = {value!r} must be one of {', '.join(map(repr, arguments))}.")
+    if origin is tuple:
+        return _convert_tuple(arguments, value, where)
+    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
+        return from_dict(hint, value, where + ".")  # type: ignore[arg-type]
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{where} = {value!r} must be of type {hint.__name__}.")
+
+
+def _convert_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    options = tuple(option for option in options if option is not type(None))
+    if isinstance(value, dict):  # a choice of dataclasses is told apart by their field `kind`
+        kinds = {typing.get_args(typing.get_type_hints(option)["kind"])[0]: option for option in options}
+        if value.get("kind") not in kinds:
+            raise ConfigError(f"{where}.kind must be one of {', '.join(map(repr, kinds))}.")
+        return from_dict(kinds[value["kind"]], value, where + ".")
+    return _convert(options[0], value, where)
+
+
+def _convert_tuple(arguments: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{where} = {value!r} must be a list.")
+    if arguments[-1] is Ellipsis:
+        arguments = arguments[:1] * len(value)
+    if len(arguments) != len(value):
+        raise ConfigError(f"{where} = {value!r} must have {len(arguments)} entries.")
+    return tuple(_convert(kind, item, where) for kind, item in zip(arguments, value, strict=True))

@@ -1,0 +1,71 @@
+"""What light and cameras do to a picture: random changes made on the training device, (b 3 h w) in 0 to 1."""
+
+import math
+
+import torch
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+
+def relight(images: Tensor, random: Generator) -> Tensor:
+    """Another light, another camera: shadows, exposure, colour, night, blur, noise and compression."""
+    count, device = len(images), images.device
+
+    def uniform(low: float, high: float, *shape: int) -> Tensor:
+        return low + (high - low) * torch.rand(count, *shape or (1, 1, 1), generator=random, device=device)
+
+    def normal(deviation: float, *shape: int) -> Tensor:
+        return deviation * torch.randn(count, *shape or (1, 1, 1), generator=random, device=device)
+
+    def chance(probability: float) -> Tensor:
+        return torch.rand(count, 1, 1, 1, generator=random, device=device) < probability
+
+    linear = images.clamp(0, 1) ** 2.2
+    night = chance(0.12)
+    gain = torch.exp2(normal(0.6) - torch.where(night, uniform(1.5, 3.5), 0))
+    tint = torch.exp(normal(0.12, 3, 1, 1) * torch.where(night, 3.0, 1.0))
+    # Shadows and glows: a smooth field, sometimes with hard edges.
+    field = F.interpolate(normal(1.0, 1, 5, 5), size=images.shape[2:], mode="bicubic", align_corners=False)
+    field = torch.where(chance(0.3), (8 * field).tanh() * 0.5, field)
+    shade = torch.exp(field * uniform(0, 0.7) * chance(0.6))
+    linear = (linear * gain * tint * shade).clamp(0, 1)
+    images = linear ** (1 / (2.2 * torch.exp(normal(0.2))))
+    mean = images.mean((1, 2, 3), keepdim=True)
+    images = (images - mean) * torch.exp(normal(0.2)) + mean + normal(0.05)
+    images = torch.where(chance(0.1), images.mean(1, keepdim=True).expand_as(images), images)
+    images = _blurred(images, uniform(0, 1.8) * chance(0.5))
+    images = images + torch.randn(images.shape, generator=random, device=device) * (uniform(0, 0.05) * chance(0.7))
+    images = images.clamp(0, 1)
+    return torch.where(chance(0.35), _compressed(images, uniform(0.01, 0.12)), images)
+
+
+def _blurred(images: Tensor, sigma: Tensor) -> Tensor:
+    """Gaussian blur with a deviation in pixels for each picture (b 1 1 1); 0: none."""
+    reach = 4
+    axis = torch.arange(-reach, reach + 1, device=images.device)
+    kernel = torch.exp(-axis.square() / (2 * sigma.clamp(min=1e-3).square()))  # b 1 1 9
+    kernel = kernel / kernel.sum(3, keepdim=True)
+    height, width = images.shape[2:]
+    # Shifts and sums: a convolution with a kernel of its own for every picture is slower.
+    padded = F.pad(images, (reach, reach, 0, 0), mode="replicate")
+    images = sum((padded[..., i : i + width] * kernel[..., i : i + 1] for i in range(2 * reach + 1)), start=sigma * 0)
+    padded = F.pad(images, (0, 0, reach, reach), mode="replicate")
+    return sum((padded[:, :, i : i + height] * kernel[..., i : i + 1] for i in range(2 * reach + 1)), start=sigma * 0)
+
+
+def _compressed(images: Tensor, strength: Tensor) -> Tensor:
+    """Block transform and rounding, as in JPEG; `strength` (b 1 1 1) is the step of the middle frequencies."""
+    place = torch.arange(8, device=images.device)
+    basis = torch.cos(math.pi / 8 * (place[None] + 0.5) * place[:, None]) / 2
+    basis[0] /= math.sqrt(2)
+    waves = _by_blocks(images, basis)
+    frequency = place.repeat(images.shape[2] // 8)[:, None] + place.repeat(images.shape[3] // 8)
+    step = strength * (0.25 + frequency / 8)
+    return _by_blocks((waves / step).round() * step, basis.T).clamp(0, 1)
+
+
+def _by_blocks(images: Tensor, matrix: Tensor) -> Tensor:
+    """Apply a matrix (8 8) along the rows and the columns of every 8x8 block."""
+    for _ in range(2):
+        images = (images.unflatten(3, (-1, 8)) @ matrix.T).flatten(3).transpose(2, 3)
+    return images

@@ -1,0 +1,325 @@
+"""Pairs made from single photographs, on the training device: known motion, occlusion and light."""
+
+import io
+import itertools
+import math
+import tarfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Generator, Tensor
+from torch.nn import functional as F
+
+from dualrc.data.light import relight
+from dualrc.data.pairs import PairBatch
+from dualrc.errors import DataError, ImageError
+from dualrc.image import normalize_colors, read
+
+_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Photos:
+    """Photographs in the upper left corners of square canvases."""
+
+    canvases: Tensor  # n 3 s s uint8
+    sizes: Tensor  # n 2, (width, height)
+    broken: tuple[str, ...]  # names that could not be read
+
+
+def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | None = None) -> Photos:
+    """Photographs from folders and tar files; larger ones are scaled down to the canvas."""
+    images: list[npt.NDArray[np.uint8]] = []
+    sizes, broken = [], []
+    with ThreadPoolExecutor() as pool:  # decoding runs beside Python
+        sources = itertools.islice(_sources(roots), limit)
+        for name, pixels in pool.map(lambda source: (source[0], _read_small(source[1], canvas)), sources):
+            if pixels is None:
+                broken.append(name)
+                continue
+            height, width = pixels.shape[:2]
+            images.append(np.pad(pixels, ((0, canvas - height), (0, canvas - width), (0, 0)), mode="edge"))
+            sizes.append((width, height))
+    if not images:
+        raise DataError(f"No photographs could be read from {', '.join(map(str, roots))}; check the paths.")
+    canvases = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
+    return Photos(canvases=canvases, sizes=torch.tensor(sizes), broken=tuple(broken))
+
+
+def _read_small(source: Path | Image.Image, canvas: int) -> npt.NDArray[np.uint8] | None:
+    """A photograph scaled down to the canvas; None if it can't be read or is too small to cut views from."""
+    try:
+        pixels = read(source)
+    except (ImageError, OSError):
+        return None
+    height, width = pixels.shape[:2]
+    scale = canvas / max(height, width)
+    if scale < 1:
+        size = (round(width * scale), round(height * scale))
+        pixels = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS))
+    return pixels if min(pixels.shape[:2]) >= 64 else None
+
+
+def _sources(roots: Sequence[str | Path]) -> Iterator[tuple[str, Path | Image.Image]]:
+    """Names and pictures of folders and tar files, in the order of their names."""
+    for root in map(Path, roots):
+        if root.is_dir():
+            for path in sorted(root.rglob("*")):
+                if path.suffix.lower() in _ENDINGS:
+                    yield str(path), path
+        elif root.is_file():
+            with tarfile.open(root) as archive:
+                for member in archive:
+                    file = archive.extractfile(member) if member.name.lower().endswith(_ENDINGS) else None
+                    if file is not None:
+                        try:
+                            yield member.name, Image.open(io.BytesIO(file.read()))
+                        except OSError:
+                            yield member.name, Path(member.name)  # can't be read: reported by its name
+        else:
+            raise DataError(f"{root} does not exist; give a folder of photographs or a tar file.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhotoMotion:
+    """How far apart the two pictures of a pair may be."""
+
+    rotation_deg: float = 25.0  # deviation of the usual rotation
+    any_rotation: float = 0.3  # share of pairs turned by any angle
+    octaves: float = 0.7  # deviation of the change of scale, in octaves
+    perspective: float = 0.25
+    shift: float = 0.25  # of the picture's side
+    layers: int = 2  # occluding photographs with their own motion
+    bend: float = 0.5  # share of pairs whose background bends smoothly
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """One photograph seen in both pictures."""
+
+    canvases: Tensor  # b 3 s s, 0 to 1
+    sizes: Tensor  # b 2
+    photo_from_picture: tuple[Tensor, Tensor]  # b 3 3 each
+    # The outline: where angle-dependent radius ends; None for the background, which has no end.
+    center: Tensor | None  # b 2
+    radii: Tensor | None  # b 8: mean radius, then amplitudes and phases of three harmonics, and presence
+    # The bending of picture 1's background: b j 6, amplitude (2), frequency (2), phases (2); None: stiff.
+    waves: Tensor | None
+
+
+class PhotoPairs:
+    """Makes batches of pairs from photographs; the same generator state makes the same batch."""
+
+    def __init__(self, photos: Photos, *, size: int, points: int, motion: PhotoMotion, device: torch.device) -> None:
+        self.photos = photos
+        self.size = size
+        self.points = points
+        self.motion = motion
+        self.device = device
+        self.canvases = photos.canvases.to(device)
+        self.sizes = photos.sizes.to(device)
+
+    def make(self, count: int, random: Generator) -> PairBatch:
+        """A batch of `count` pairs."""
+        layers = [self._layer(count, random, background=True)]
+        layers += [self._layer(count, random, background=False) for _ in range(self.motion.layers)]
+        both = torch.cat([self._render(layers, number) for number in (0, 1)])
+        images = normalize_colors(relight(both, random)).split(count)
+        half = self.points // 2
+        # Half of the places are centres of fine cells of picture 0, half of picture 1.
+        here = self._cell_centers(count, half, random)
+        there, visible, absent = self._locate(layers, here, 0)
+        back = self._cell_centers(count, self.points - half, random)
+        origin, visible1, absent1 = self._locate(layers, back, 1)
+        nothing0, nothing1 = torch.zeros_like(absent), torch.zeros_like(absent1)
+        return PairBatch(
+            images0=images[0],
+            images1=images[1],
+            points0=torch.cat([here, origin], 1),
+            points1=torch.cat([there, back], 1),
+            valid=torch.cat([visible, visible1], 1),
+            absent0=torch.cat([absent, nothing1], 1),
+            absent1=torch.cat([nothing0, absent1], 1),
+        )
+
+    def _cell_centers(self, count: int, points: int, random: Generator) -> Tensor:
+        cells = torch.randint(self.size // 4, (count, points, 2), generator=random, device=self.device)
+        return (cells + 0.5) * 4 - 0.5
+
+    def _layer(self, count: int, random: Generator, *, background: bool) -> _Layer:
+        index = torch.randint(len(self.canvases), (count,), generator=random, device=self.device)
+        sizes = self.sizes[index].float()
+
+        def uniform(low: float, high: float, *shape: int) -> Tensor:
+            return low + (high - low) * torch.rand(count, *shape, generator=random, device=self.device)
+
+        def normal(deviation: float, *shape: int) -> Tensor:
+            return deviation * torch.randn(count, *shape, generator=random, device=self.device)
+
+        motion = self.motion
+        # Photo pixels per picture pixel: below 1 enlarges. The two pictures share their mean scale.
+        mean_scale = torch.exp2(uniform(-1.0, 0.2))
+        apart = normal(motion.octaves).clamp(-2.2, 2.2)
+        turn = torch.where(
+            uniform(0, 1) < motion.any_rotation,
+            uniform(-math.pi, math.pi),
+            normal(math.radians(motion.rotation_deg)),
+        )
+        focus = sizes * uniform(0.25, 0.75, 2)
+        middle = uniform(0.2, 0.8, 2) * self.size  # where an occluding layer stands in picture 0
+        transforms = []
+        for sign in (-0.5, 0.5):
+            scale = (mean_scale * torch.exp2(sign * apart)).clamp(0.2, 1.7)
+            stand = self.size / 2 if background else middle
+            place = stand + normal(motion.shift * self.size / 2, 2)
+            transforms.append(
+                _photo_from_picture(
+                    focus,
+                    place,
+                    scale,
+                    sign * turn + normal(0.1),
+                    normal(0.12, 2),
+                    normal(motion.perspective, 2),
+                    self.size,
+                )
+            )
+        waves = None
+        if background:
+            frequency = normal(1.0, 3, 2) * 2 * math.pi / 400
+            amplitude = normal(1.0, 3, 2) * 0.12 / frequency.norm(dim=2, keepdim=True).clamp(min=2e-3)
+            amplitude = amplitude * (uniform(0, 1) < motion.bend)[:, None, None]
+            waves = torch.cat([amplitude.clamp(-25, 25), frequency, uniform(0, 2 * math.pi, 3, 2)], 2)
+        shape = None
+        if not background:
+            radius = uniform(0.06, 0.3) * self.size * mean_scale
+            harmonics = normal(0.15, 3).clamp(-0.25, 0.25), uniform(0, 2 * math.pi, 3)
+            shape = torch.cat([radius[:, None], *harmonics, (uniform(0, 1) < 0.6).float()[:, None]], 1)
+        return _Layer(
+            canvases=self.canvases[index].float() / 255,
+            sizes=sizes,
+            photo_from_picture=(transforms[0], transforms[1]),
+            center=None if background else focus,
+            radii=shape,
+            waves=waves,
+        )
+
+    def _render(self, layers: list[_Layer], number: int) -> Tensor:
+        count = len(layers[0].sizes)
+        axis = torch.arange(self.size, device=self.device, dtype=torch.float32)
+        grid = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1).view(1, -1, 2).expand(count, -1, -1)
+        image = torch.zeros(count, 3, self.size, self.size, device=self.device)
+        for layer in layers:
+            places = _to_photo(layer, grid, number)
+            cover = _covers(layer, places).view(count, 1, self.size, self.size)
+            image = torch.where(cover, _sample(layer, places).view_as(image), image)
+        return image
+
+    def _locate(self, layers: list[_Layer], points: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Where places of one picture (b n 2) are in the other; whether visible there; whether surely not."""
+        other = 1 - number
+        top = _top_layer(layers, points, number)
+        result, known = torch.zeros_like(points), torch.zeros_like(top, dtype=torch.bool)
+        for rank, layer in enumerate(layers):
+            photo = _to_photo(layer, points, number)
+            mine = top == rank
+            result = torch.where(mine[..., None], _to_picture(layer, photo, other), result)
+            inside = ((photo >= 0) & (photo <= layer.sizes[:, None] - 1)).all(2)  # the rest is mirrored: ambiguous
+            known |= mine & inside
+        framed = ((result >= 0) & (result <= self.size - 1)).all(2)
+        visible = framed & (_top_layer(layers, result, other) == top)
+        return result, visible & known, known & ~visible
+
+
+def _photo_from_picture(
+    focus: Tensor, place: Tensor, scale: Tensor, turn: Tensor, stretch: Tensor, perspective: Tensor, size: int
+) -> Tensor:
+    """Homographies (b 3 3) that take `place` in the picture to `focus` in the photograph."""
+    cos, sin = torch.cos(turn), torch.sin(turn)
+    rotation = torch.stack([torch.stack([cos, -sin], 1), torch.stack([sin, cos], 1)], 1)
+    shear = torch.eye(2, device=focus.device) + torch.stack(
+        [stretch, torch.stack([stretch[:, 1], -stretch[:, 0]], 1)], 1
+    )
+    matrix = torch.zeros(len(focus), 3, 3, device=focus.device)
+    matrix[:, :2, :2] = scale[:, None, None] * rotation @ shear
+    matrix[:, 2, :2] = perspective.clamp(-0.5, 0.5) / size
+    matrix[:, 2, 2] = 1
+    before, after = torch.eye(3, device=focus.device).repeat(2, len(focus), 1, 1)
+    before[:, :2, 2] = -place
+    after[:, :2, 2] = focus
+    return after @ matrix @ before
+
+
+def _project(homography: Tensor, points: Tensor) -> Tensor:
+    """(b 3 3), (b n 2) -> (b n 2); places behind the horizon go far away."""
+    mapped = points @ homography[:, :, :2].transpose(1, 2) + homography[:, None, :, 2]
+    depth = mapped[..., 2:]
+    return torch.where(depth > 0.05, mapped[..., :2] / depth.clamp(min=0.05), -1e5)
+
+
+def _inverse(matrix: Tensor) -> Tensor:
+    """(b 3 3) by cross products: unlike the library's, it never waits for the GPU."""
+    a, b, c = matrix.unbind(2)
+    rows = torch.stack([torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)], dim=1)
+    return rows / (a * rows[:, 0]).sum(1)[:, None, None]
+
+
+def _bend(waves: Tensor, points: Tensor) -> Tensor:
+    amplitude, frequency, phase = waves[:, None].split(2, dim=3)  # b 1 j 2
+    angle = (points[:, :, None] * frequency).sum(3, keepdim=True)  # b n j 1
+    return (amplitude * torch.sin(angle + phase)).sum(2)
+
+
+def _to_photo(layer: _Layer, points: Tensor, number: int) -> Tensor:
+    """Places in picture `number` to the layer's photograph."""
+    places = _project(layer.photo_from_picture[number], points)
+    return places + _bend(layer.waves, places) if layer.waves is not None and number == 1 else places
+
+
+def _to_picture(layer: _Layer, places: Tensor, number: int) -> Tensor:
+    """Places in the layer's photograph to picture `number`."""
+    if layer.waves is not None and number == 1:
+        straight = places
+        for _ in range(12):  # the bending is a contraction, so this converges on its inverse
+            straight = places - _bend(layer.waves, straight)
+        places = straight
+    return _project(_inverse(layer.photo_from_picture[number]), places)
+
+
+def _covers(layer: _Layer, places: Tensor) -> Tensor:
+    """Whether the layer's outline holds these places of its photograph: (b n 2) -> (b n)."""
+    if layer.center is None or layer.radii is None:
+        return torch.ones_like(places[..., 0], dtype=torch.bool)
+    offset = places - layer.center[:, None]
+    angle = torch.atan2(offset[..., 1], offset[..., 0])[..., None] * torch.arange(2, 5, device=places.device)
+    radius, amplitude, phase, present = layer.radii[:, None].split((1, 3, 3, 1), dim=2)
+    edge = radius[..., 0] * (1 + (amplitude * torch.cos(angle + phase)).sum(2))
+    return (offset.norm(dim=2) < edge) & (present[..., 0] > 0)
+
+
+def _top_layer(layers: list[_Layer], points: Tensor, number: int) -> Tensor:
+    top = torch.zeros(points.shape[:2], dtype=torch.long, device=points.device)
+    for rank, layer in enumerate(layers[1:], start=1):
+        top = torch.where(_covers(layer, _to_photo(layer, points, number)), rank, top)
+    return top
+
+
+def _sample(layer: _Layer, places: Tensor) -> Tensor:
+    """Colours of the photograph, mirrored beyond its borders: (b n 2) -> (b 3 n)."""
+    sizes = layer.sizes[:, None]
+    period = 2 * (sizes - 1)
+    mirrored = (sizes - 1) - ((places.clamp(-1e4, 1e4) % period) - (sizes - 1)).abs()
+    side = layer.canvases.shape[2]
+    unit = (mirrored + 0.5) / side * 2 - 1
+    sharp = F.grid_sample(layer.canvases, unit[:, None], mode="bilinear", align_corners=False)[:, :, 0]
+    # Where the photograph is scaled down, its half-size version is read, so that nothing aliases.
+    small = F.avg_pool2d(layer.canvases, 2)
+    soft = F.grid_sample(small, unit[:, None], mode="bilinear", padding_mode="border", align_corners=False)[:, :, 0]
+    middle = places.shape[1] // 2 + math.isqrt(places.shape[1]) // 2
+    spacing = (places[:, middle + 1] - places[:, middle]).norm(dim=1)  # photo pixels per picture pixel
+    return torch.where((spacing > 1.25)[:, None, None], soft, sharp)

@@ -1,0 +1,380 @@
+"""Pictures of matches, warps and curves; pictures are uint8 arrays (height, width, 3)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+from dualrc.errors import DataError, ImageError, OutputError
+from dualrc.files import replacing
+from dualrc.geometry import apply_homography, homography_grid, on_picture, resize_homography, sample_bilinear
+from dualrc.matches import BoolArray, FloatArray, Matches, Size
+
+Picture = npt.NDArray[np.uint8]
+Color = tuple[int, int, int]
+
+_WIDTH_PX, _HEIGHT_PX = 2000, 2000  # the largest canvas, without its caption
+_SMALLEST_PX = 240  # tiny pictures are enlarged to this height, so that lines and caption stay readable
+_GAP_PX = 6
+_CAPTION_PX, _FONT_PX = 30, 16
+_PANORAMA = 2.0  # pictures at least this much wider than high are stacked
+# Lines are drawn on an enlarged canvas and averaged down, which smooths them. Pixels that no line touches stay exact.
+_OVERSAMPLING = 3
+_WHITE, _INK, _GOOD, _BAD = (255, 255, 255), (40, 40, 40), (46, 204, 64), (235, 40, 40)
+# Matplotlib's plasma from a quarter of its way on: the dark quarter can't be seen on a photograph.
+_SCORE_COLORS = ("7e03a8", "a01a9c", "bc3587", "d35171", "e66c5c", "f58b47", "fdac33", "fcd225", "f0f921")
+# Okabe and Ito's colours, which stay apart for colour-blind readers.
+_CURVE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Panel:
+    """Where one picture lies on the canvas."""
+
+    size: Size  # of the picture
+    box: tuple[int, int, int, int]  # left, top, width, height on the canvas
+
+    def place(self, points: FloatArray) -> FloatArray:
+        """Pixels of the picture (n, 2) to pixels of the canvas."""
+        left, top, width, height = self.box
+        return apply_homography(resize_homography(self.size, (width, height)), points) + np.array([left, top])
+
+
+def draw_matches(
+    image0: Picture,
+    image1: Picture,
+    matches: Matches,
+    *,
+    limit: int | None = 200,
+    colors: Literal["score", "inliers"] = "score",
+    line_px: float | None = None,
+) -> Picture:
+    """Both pictures with lines between corresponding points: at most `limit`, good ones from all over the picture.
+
+    `colors` is "score" (dark to bright) or "inliers" (green and red, where the matches have an estimate).
+    """
+    canvas, panels = _side_by_side([image0, image1], matches)
+    order = _spread(matches, _drawable(matches, panels), limit)
+    ends = [
+        panel.place(points[order]) for panel, points in zip(panels, (matches.points0, matches.points1), strict=True)
+    ]
+    scores = matches.scores[order]
+    if colors == "inliers":
+        if matches.estimate is None:
+            raise DataError("These matches have no estimate to color by; estimate a model first or use colors='score'.")
+        line_colors = [_GOOD if good else _BAD for good in matches.estimate.inliers[order]]
+    else:
+        line_colors = _score_colors(scores)
+    if line_px is None:
+        line_px = 2.0 if len(order) <= 50 else 1.3
+    pen = _Pen(canvas)
+    for start, end, color in zip(*ends, line_colors, strict=True):
+        pen.line(start, end, color, line_px)
+    # Lines let the photographs shine through, dots don't.
+    pen = _Pen(Image.blend(canvas, pen.finish(), 0.75))
+    for points in ends:
+        for point, color in zip(points, line_colors, strict=True):
+            pen.dot(point, color, 1.8 * line_px)
+    show_scale = colors == "score" and len(scores) > 1 and scores.min() < scores.max()
+    scale = (float(scores.min()), float(scores.max())) if show_scale else None
+    return _captioned(pen.finish(), _summary(matches, len(order)), scale)
+
+
+def draw_dots(
+    image0: Picture, image1: Picture, matches: Matches, correct: npt.ArrayLike, *, radius_px: float | None = None
+) -> Picture:
+    """Both pictures with a green dot for every correct match (n,) and a red one for every other."""
+    flags = np.asarray(correct, dtype=bool)
+    if flags.shape != (len(matches),):
+        raise DataError(f"`correct` has shape {flags.shape} for {len(matches)} matches; give one flag per match.")
+    canvas, panels = _side_by_side([image0, image1], matches)
+    drawable = _drawable(matches, panels)
+    if radius_px is None:
+        radius_px = 3.0 if len(flags) <= 2000 else 1.5
+    pen = _Pen(canvas)
+    for wanted, color in ((True, _GOOD), (False, _BAD)):  # wrong ones last: they are what one looks for
+        for panel, points in zip(panels, (matches.points0, matches.points1), strict=True):
+            for point in panel.place(points[drawable & (flags == wanted)]):
+                pen.dot(point, color, radius_px)
+    text = f"{int(flags.sum()):,}/{len(flags):,} correct" if len(flags) else "no matches"
+    return _captioned(pen.finish(), text)
+
+
+def draw_warp(
+    image0: Picture,
+    image1: Picture,
+    warp: npt.ArrayLike,
+    *,
+    certainty: npt.ArrayLike | None = None,
+    mode: Literal["blend", "checkerboard"] = "blend",
+) -> Picture:
+    """One picture laid over the other, half transparent or in the squares of a checkerboard.
+
+    A homography (3, 3) lays picture 0 over picture 1. Dense points (h, w, 2), for every pixel of picture 0 its place
+    in picture 1, lay picture 1 over picture 0, where the certainty (h, w) allows.
+    """
+    array = np.asarray(warp, dtype=np.float64)
+    if array.shape == (3, 3):
+        base, over = _checked(image1), _checked(image0)
+        size = _fitted(base.size, (_WIDTH_PX, _HEIGHT_PX))
+        grid = homography_grid(array, over.size, base.size, size)
+        weight: FloatArray = np.ones(grid.shape[:2])
+    else:
+        base, over = _checked(image0), _checked(image1)
+        grid, weight = _dense_grid(array, certainty, base.size)
+        size = (grid.shape[1], grid.shape[0])
+    below = np.asarray(_resized(base, size), dtype=np.float64)
+    above = _pulled(over, grid, base.size)
+    weight = weight * on_picture(grid, over.size)
+    if mode == "blend":
+        weight = 0.5 * weight
+    else:
+        side = max(max(size) // 8, 1)
+        weight = weight * (np.add.outer(np.arange(size[1]) // side, np.arange(size[0]) // side) % 2)
+    return _mixed(below, above, weight)
+
+
+def draw_flow(
+    image0: Picture, image1: Picture, points1: npt.ArrayLike, certainty: npt.ArrayLike | None = None
+) -> Picture:
+    """Picture 0, and beside it picture 1 pulled back into its frame, faded to white where the certainty is low.
+
+    `points1` (h, w, 2) are the places in picture 1 of picture 0's pixels, `certainty` (h, w) is between 0 and 1.
+    """
+    base, other = _checked(image0), _checked(image1)
+    grid, weight = _dense_grid(np.asarray(points1, dtype=np.float64), certainty, base.size)
+    pulled = _pulled(other, grid, base.size)
+    weight = weight * on_picture(grid, other.size)
+    faded = _mixed(np.full_like(pulled, 255), pulled, weight)
+    left = np.asarray(_resized(base, (grid.shape[1], grid.shape[0])))
+    canvas, _ = _side_by_side([left, faded])
+    return _captioned(canvas, f"picture 1 in the frame of picture 0, {weight.mean():.0%} certain on average")
+
+
+def draw_curves(
+    curves: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]],
+    *,
+    x_label: str = "",
+    y_label: str = "",
+    title: str = "",
+    y_range: tuple[float, float] | None = (0.0, 1.0),
+    size: Size = (960, 640),
+) -> Picture:
+    """A diagram of labelled curves (x, y), for example accuracy over thresholds."""
+    # Matplotlib is slow to import, and only curves need it. Its objects are used without pyplot's global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    dpi = 150
+    figure = Figure(figsize=(size[0] / dpi, size[1] / dpi), dpi=dpi, layout="constrained")
+    axes = figure.add_subplot()
+    for index, (label, (x, y)) in enumerate(curves.items()):
+        style = ("-", "--", ":")[index // len(_CURVE_COLORS) % 3]
+        axes.plot(x, y, style, color=_CURVE_COLORS[index % len(_CURVE_COLORS)], label=label, linewidth=1.8)
+    axes.set(xlabel=x_label, ylabel=y_label, title=title)
+    if y_range is not None:
+        axes.set_ylim(*y_range)
+    axes.margins(x=0)
+    axes.grid(color="0.88", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    if curves:
+        axes.legend(frameon=False)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]
+
+
+def save(picture: Picture, path: str | Path) -> None:
+    """Write .png or .jpg, whole or not at all."""
+    path = Path(path)
+    if path.suffix.lower() not in (".png", ".jpg", ".jpeg"):
+        raise OutputError(f"{path}: pictures are written as .png or .jpg; choose one of these endings.")
+    options: dict[str, Any] = {} if path.suffix.lower() == ".png" else {"quality": 92, "subsampling": 0}
+    with replacing(path) as temporary:
+        _checked(picture).save(temporary, **options)
+
+
+class _Pen:
+    """Draws smooth lines and dots on a canvas."""
+
+    def __init__(self, canvas: Image.Image) -> None:
+        width, height = canvas.size
+        self._large = canvas.resize((width * _OVERSAMPLING, height * _OVERSAMPLING), Image.Resampling.NEAREST)
+        self._draw = ImageDraw.Draw(self._large)
+
+    def line(self, start: FloatArray, end: FloatArray, color: Color, width_px: float) -> None:
+        ends = [*_enlarged(start), *_enlarged(end)]
+        self._draw.line(ends, fill=color, width=max(round(width_px * _OVERSAMPLING), 1))
+
+    def dot(self, point: FloatArray, color: Color, radius_px: float) -> None:
+        """A disc with a dark rim, which sets it off from a picture of its own color."""
+        x, y = _enlarged(point)
+        radius = radius_px * _OVERSAMPLING
+        self._draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=color, outline=_INK, width=1)
+
+    def finish(self) -> Image.Image:
+        return self._large.reduce(_OVERSAMPLING)
+
+
+def _enlarged(point: FloatArray) -> tuple[float, float]:
+    return float(point[0] + 0.5) * _OVERSAMPLING - 0.5, float(point[1] + 0.5) * _OVERSAMPLING - 0.5
+
+
+def _checked(picture: Picture) -> Image.Image:
+    array = np.asarray(picture)
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
+        raise ImageError(
+            f"A picture to draw is a uint8 array (height, width, 3), not {array.dtype} {array.shape}; convert it."
+        )
+    return Image.fromarray(array)
+
+
+def _side_by_side(pictures: Sequence[Picture], matches: Matches | None = None) -> tuple[Image.Image, list[_Panel]]:
+    """Pictures on one canvas at a common height, or stacked at a common width if all are panoramas."""
+    images = [_checked(picture) for picture in pictures]
+    if matches is not None:
+        for number, (image, size) in enumerate(zip(images, (matches.size0, matches.size1), strict=True)):
+            if 0 not in size and image.size != size:
+                raise DataError(
+                    f"Picture {number} has {image.width} x {image.height} pixels but the matches are for "
+                    f"{size[0]} x {size[1]}; give the picture that was matched, upright and in full size."
+                )
+    stacked = all(image.width >= _PANORAMA * image.height for image in images)
+    # In these terms pictures lie along one axis and share their extent across it.
+    along, across = (1, 0) if stacked else (0, 1)
+    ratios = [image.size[along] / image.size[across] for image in images]
+    largest = (_WIDTH_PX, _HEIGHT_PX)
+    extent = min(
+        max(_SMALLEST_PX, *(image.size[across] for image in images)),
+        largest[across],
+        (largest[along] - _GAP_PX * (len(images) - 1)) / sum(ratios),
+    )
+    lengths = [max(round(extent * ratio), 1) for ratio in ratios]
+    extent = max(round(extent), 1)
+    total = sum(lengths) + _GAP_PX * (len(images) - 1)
+    canvas = Image.new("RGB", (extent, total) if stacked else (total, extent), _WHITE)
+    panels, start = [], 0
+    for image, length in zip(images, lengths, strict=True):
+        box = (0, start, extent, length) if stacked else (start, 0, length, extent)
+        canvas.paste(_resized(image, box[2:]), box[:2])
+        panels.append(_Panel(size=image.size, box=box))
+        start += length + _GAP_PX
+    return canvas, panels
+
+
+def _resized(image: Image.Image, size: Size) -> Image.Image:
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC, reducing_gap=2.0)
+
+
+def _fitted(size: Size, largest: Size) -> Size:
+    """The size, shrunk in proportion to fit into the largest."""
+    ratio = min(1.0, largest[0] / size[0], largest[1] / size[1])
+    return max(round(size[0] * ratio), 1), max(round(size[1] * ratio), 1)
+
+
+def _drawable(matches: Matches, panels: Sequence[_Panel]) -> BoolArray:
+    inside = on_picture(matches.points0, panels[0].size) & on_picture(matches.points1, panels[1].size)
+    return inside & np.isfinite(matches.scores)
+
+
+def _spread(matches: Matches, drawable: BoolArray, limit: int | None) -> npt.NDArray[np.int64]:
+    """Indices of at most `limit` good matches from all over picture 0, the best last so that they lie on top."""
+    indices = np.flatnonzero(drawable)
+    indices = indices[np.argsort(-matches.scores[indices], kind="stable")]
+    if limit is None or len(indices) <= limit:
+        return indices[::-1]
+    # The best of every cell of a grid, then the second best of every cell, and so on.
+    points = matches.points0[indices]
+    extent = np.ptp(points, axis=0) + 1
+    cell_px = np.sqrt(extent.prod() / max(limit / 4, 1))
+    counts = np.maximum(np.round(extent / cell_px), 1)
+    column, row = np.floor((points - points.min(axis=0)) / extent * counts).T
+    cells = row * counts[0] + column
+    by_cell = np.argsort(cells, kind="stable")
+    starts = np.searchsorted(cells[by_cell], cells[by_cell])
+    rank = np.empty(len(indices), dtype=np.int64)
+    rank[by_cell] = np.arange(len(indices)) - starts
+    chosen = np.sort(np.argsort(rank, kind="stable")[: max(limit, 0)])
+    return indices[chosen][::-1]
+
+
+def _score_colors(scores: FloatArray) -> list[Color]:
+    """Colours from the lowest to the highest score; equal scores are all of the highest colour."""
+    if not len(scores):
+        return []
+    low, high = float(scores.min()), float(scores.max())
+    position = (scores - low) / (high - low) if high > low else np.ones(len(scores))
+    anchors = np.array([list(bytes.fromhex(color)) for color in _SCORE_COLORS], dtype=np.float64)
+    steps = np.linspace(0, 1, len(anchors))
+    channels = [np.interp(position, steps, anchors[:, channel]).round().astype(int).tolist() for channel in range(3)]
+    return list(zip(*channels, strict=True))
+
+
+def _captioned(canvas: Image.Image, text: str, scale: tuple[float, float] | None = None) -> Picture:
+    """The canvas with a strip below it: text on the left, the scale of the scores on the right where it fits."""
+    width, height = canvas.size
+    font = ImageFont.load_default(_FONT_PX)
+    result = Image.new("RGB", (max(width, round(font.getlength(text)) + 16), height + _CAPTION_PX), _WHITE)
+    result.paste(canvas)
+    draw = ImageDraw.Draw(result)
+    middle = height + _CAPTION_PX / 2
+    draw.text((8, middle), text, _INK, font, anchor="lm")
+    if scale is not None:
+        low, high = f"score {scale[0]:.3g}", f"{scale[1]:.3g}"
+        bar_px = 120
+        bar_left = result.width - 8 - font.getlength(high) - 8 - bar_px
+        if bar_left - 8 - font.getlength(low) > 8 + font.getlength(text) + 16:
+            for step, color in enumerate(_score_colors(np.arange(bar_px, dtype=np.float64))):
+                draw.line((bar_left + step, middle - 5, bar_left + step, middle + 5), fill=color)
+            draw.text((bar_left - 8, middle), low, _INK, font, anchor="rm")
+            draw.text((result.width - 8, middle), high, _INK, font, anchor="rm")
+    return np.asarray(result)
+
+
+def _summary(matches: Matches, drawn: int) -> str:
+    count = len(matches)
+    if not count:
+        return "no matches"
+    text = "1 match" if count == 1 else f"{count:,} matches"
+    if drawn < count:
+        text = f"{drawn:,} of {text}"
+    estimate = matches.estimate
+    if estimate is None:
+        return text
+    if estimate.matrix is None:
+        return f"{text}, no {estimate.kind} found"
+    return f"{text}, {int(estimate.inliers.sum()):,} agree with the {estimate.kind}"
+
+
+def _dense_grid(points1: FloatArray, certainty: npt.ArrayLike | None, size0: Size) -> tuple[FloatArray, FloatArray]:
+    """Dense points and certainty at the size in which picture 0 is shown: (h w 2), (h w)."""
+    if points1.ndim != 3 or points1.shape[2] != 2:
+        raise DataError(f"A warp is a homography (3, 3) or points (h, w, 2), not an array of shape {points1.shape}.")
+    weight = np.ones(points1.shape[:2]) if certainty is None else np.asarray(certainty, dtype=np.float64)
+    if weight.shape != points1.shape[:2]:
+        raise DataError(f"The certainty has shape {weight.shape} for points of shape {points1.shape}; give both alike.")
+    size = _fitted(size0, ((_WIDTH_PX - _GAP_PX) // 2, _HEIGHT_PX))
+    channels = [
+        np.asarray(Image.fromarray(channel.astype(np.float32)).resize(size, Image.Resampling.BILINEAR))
+        for channel in (points1[..., 0], points1[..., 1], weight)
+    ]
+    return np.stack(channels[:2], axis=-1).astype(np.float64), np.clip(np.nan_to_num(channels[2]), 0, 1)
+
+
+def _pulled(image: Image.Image, grid: FloatArray, shown_of: Size) -> FloatArray:
+    """Colours of an image at the places of a grid (h, w, 2) over a picture of the size `shown_of`: (h w 3)."""
+    # Shrunk as much as what it is shown with, so that thin structures don't alias.
+    ratio = min(1.0, grid.shape[1] / shown_of[0])
+    small = _resized(image, (max(round(image.width * ratio), 1), max(round(image.height * ratio), 1)))
+    points = apply_homography(resize_homography(image.size, small.size), grid.reshape(-1, 2))
+    return sample_bilinear(np.asarray(small), points.reshape(grid.shape))
+
+
+def _mixed(below: FloatArray, above: FloatArray, weight: FloatArray) -> Picture:
+    """Colours above over colours below, by weights (h, w) from 0 to 1."""
+    share = weight[..., None]
+    return np.clip(np.round(below * (1 - share) + above * share), 0, 255).astype(np.uint8)

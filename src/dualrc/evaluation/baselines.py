@@ -1,0 +1,154 @@
+"""What others offer, to compare with: RootSIFT and OpenCV's pose estimators. The one home of OpenCV, an extra."""
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import numpy as np
+
+from dualrc.errors import ConfigError
+from dualrc.geometry import Camera, apply_homography, resize_homography
+from dualrc.image import read
+from dualrc.matches import FloatArray, Matches, Size
+
+OpenCVMethod = Literal["RANSAC", "USAC_MAGSAC"]
+
+_KEPT_PICTURES = 32  # descriptors of this many pictures are kept: 2 MB each at most
+_CONFIDENCE = 0.99999
+
+
+def opencv() -> ModuleType:
+    """The module cv2."""
+    try:
+        import cv2
+    except ImportError as error:
+        remedy = "pip install 'dualrc[baselines]'"
+        raise ConfigError(f"OpenCV is not installed, and SIFT and OpenCV's estimators need it; {remedy}.") from error
+    return cv2
+
+
+def has_opencv() -> bool:
+    """Whether OpenCV is installed."""
+    try:
+        opencv()
+    except ConfigError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Described:
+    points: FloatArray  # (n, 2) in the picture's own pixels
+    descriptors: FloatArray  # (n, 128), of length 1
+    size: Size
+    seen: Size  # the size at which SIFT looked at it
+    seconds: float
+
+
+class RootSift:
+    """RootSIFT with mutual nearest neighbours and, unless `ratio` is None, the ratio test."""
+
+    def __init__(self, *, features: int, ratio: float | None, size: int | None = None) -> None:
+        self._cv2 = opencv()
+        self._ratio, self._size = ratio, size
+        self._sift = self._cv2.SIFT_create(nfeatures=features)
+        self._kept: OrderedDict[Path, _Described] = OrderedDict()
+        self.name = "sift-mutual" if ratio is None else "sift-ratio"
+        self.config: dict[str, Any] = {
+            "matcher": "RootSIFT, mutual" + ("" if ratio is None else " and ratio test"),
+            "features": features,
+            "ratio": ratio,
+            "size": size,
+            "opencv": self._cv2.__version__,
+        }
+
+    def match(self, path0: Path, path1: Path) -> Matches:
+        """The matches of two pictures, with the time that they would take alone."""
+        described0, described1 = self._describe(path0), self._describe(path1)
+        start = time.perf_counter()
+        index0, index1, scores = _mutual(described0.descriptors, described1.descriptors, self._ratio)
+        order = np.argsort(-scores, kind="stable")
+        seconds = time.perf_counter() - start + described0.seconds + described1.seconds
+        return Matches(
+            points0=described0.points[index0[order]],
+            points1=described1.points[index1[order]],
+            scores=scores[order],
+            size0=described0.size,
+            size1=described1.size,
+            info={"seconds": seconds, "seen0": described0.seen, "seen1": described1.seen},
+        )
+
+    def _describe(self, path: Path) -> _Described:
+        if path not in self._kept:
+            self._kept[path] = self._detect(path)
+            if len(self._kept) > _KEPT_PICTURES:
+                self._kept.popitem(last=False)
+        return self._kept[path]
+
+    def _detect(self, path: Path) -> _Described:
+        start = time.perf_counter()
+        gray = self._cv2.cvtColor(read(path), self._cv2.COLOR_RGB2GRAY)
+        own = seen = (gray.shape[1], gray.shape[0])
+        if self._size is not None:
+            seen = (max(round(own[0] * self._size / max(own)), 1), max(round(own[1] * self._size / max(own)), 1))
+            gray = self._cv2.resize(gray, seen, interpolation=self._cv2.INTER_AREA)
+        keypoints, descriptors = self._sift.detectAndCompute(gray, None)
+        points = np.array([keypoint.pt for keypoint in keypoints]).reshape(-1, 2)
+        if descriptors is None:
+            descriptors = np.zeros((0, 128), np.float32)
+        rooted = np.sqrt(descriptors / np.maximum(descriptors.sum(axis=1, keepdims=True), 1e-12))
+        return _Described(
+            points=apply_homography(resize_homography(seen, own), points),
+            descriptors=rooted,
+            size=own,
+            seen=seen,
+            seconds=time.perf_counter() - start,
+        )
+
+
+def _mutual(descriptors0: FloatArray, descriptors1: FloatArray, ratio: float | None) -> tuple[Any, Any, FloatArray]:
+    """Indices of mutual nearest neighbours that pass the ratio test in picture 1, and scores, higher is better."""
+    if not len(descriptors0) or len(descriptors1) < 2:
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, nothing, np.zeros(0, np.float32)
+    cosines = descriptors0 @ descriptors1.T
+    nearest1, nearest0 = cosines.argmax(axis=1), cosines.argmax(axis=0)
+    index0 = np.flatnonzero(nearest0[nearest1] == np.arange(len(descriptors0)))
+    index1 = nearest1[index0]
+    best_two = np.partition(cosines[index0], -2, axis=1)[:, -2:]
+    distances = np.sqrt(np.maximum(2 - 2 * best_two, 1e-12))  # the second nearest stands first
+    quotients = distances[:, 1] / distances[:, 0]
+    if ratio is None:
+        return index0, index1, best_two[:, 1]
+    passed = quotients < ratio
+    return index0[passed], index1[passed], 1 - quotients[passed]
+
+
+def opencv_relative_pose(
+    matches: Matches, camera0: Camera, camera1: Camera, *, method: OpenCVMethod, threshold_px: float
+) -> FloatArray | None:
+    """cam1_from_cam0 (3, 4) by OpenCV's essential matrix; None where it finds none."""
+    cv2 = opencv()
+    finite = np.isfinite(matches.points0).all(axis=1) & np.isfinite(matches.points1).all(axis=1)
+    rays0, rays1 = camera0.rays(matches.points0[finite])[:, :2], camera1.rays(matches.points1[finite])[:, :2]
+    if len(rays0) < 5:
+        return None
+    threshold = threshold_px / ((camera0.focal_px + camera1.focal_px) / 2)
+    cv2.setRNGSeed(0)
+    try:
+        essentials, mask = cv2.findEssentialMat(
+            rays0, rays1, np.eye(3), method=getattr(cv2, method), prob=_CONFIDENCE, threshold=threshold
+        )
+    except cv2.error:
+        return None  # it gives up on degenerate points this way
+    if essentials is None or essentials.shape[0] < 3:
+        return None
+    best, best_count = None, 0
+    for essential in np.split(essentials, len(essentials) // 3):  # five points leave up to ten solutions
+        count, R, t, _ = cv2.recoverPose(essential, rays0, rays1, np.eye(3), mask=mask.copy())
+        if count > best_count:
+            best, best_count = np.column_stack([R, t.ravel()]), count
+    return best

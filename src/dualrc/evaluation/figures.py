@@ -1,0 +1,60 @@
+"""Diagrams of several panels, with the published methods in the background."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dualrc.draw import Picture
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#000000")
+# Muted ones for what stands in the background; with two styles they tell 16 published methods apart.
+_MUTED = ("#7f8fa6", "#b08968", "#8ab17d", "#c38d9e", "#9a8cc0", "#d4a373", "#6db5c5", "#a3a380")
+_STYLES = ("-", "--", ":", "-.")
+_DPI = 150
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One diagram: curves of this run over those of others."""
+
+    title: str
+    x: Sequence[float]
+    ours: Mapping[str, Sequence[float]]
+    published: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+def curve_panels(panels: Sequence[Panel], *, title: str, x_label: str, note: str = "") -> Picture:
+    """Panels side by side that share their y from 0 to 1, with one legend below."""
+    # As in draw.py: imported late because it is slow, and used without pyplot's global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    names = list(dict.fromkeys(name for panel in panels for name in panel.ours))
+    others = list(dict.fromkeys(name for panel in panels for name in panel.published))
+    legend_rows = -(-(len(names) + len(others)) // 3)
+    width, height = max(4.3 * len(panels), 7.0), 3.9 + 0.19 * legend_rows
+    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    all_axes = np.atleast_1d(figure.subplots(1, len(panels), sharey=True))
+    for axes, panel in zip(all_axes, panels, strict=True):
+        for index, (name, y) in enumerate(panel.published.items()):
+            style = _STYLES[index // len(_MUTED) % len(_STYLES)]
+            axes.plot(panel.x, y, style, color=_MUTED[index % len(_MUTED)], linewidth=1.0, label=name)
+        for name, y in panel.ours.items():
+            index = names.index(name)
+            style, color = _STYLES[index // len(_COLORS) % len(_STYLES)], _COLORS[index % len(_COLORS)]
+            axes.plot(panel.x, y, style, color=color, linewidth=2.4, label=name, zorder=10)
+        axes.set(title=panel.title, xlabel=x_label, ylim=(0, 1), xlim=(min(panel.x), max(panel.x)))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 5, 10], nbins=10))
+        axes.grid(color="0.9", linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontweight="bold")
+    handles = {h.get_label(): h for axes in all_axes for h in axes.get_lines()}
+    ordered = [handles[name] for name in (*names, *others)]
+    # Placed outside of the panels, which constrained layout makes room for.
+    figure.legend(handles=ordered, loc="outside lower center", ncols=3, frameon=False, fontsize=8, title=note or None)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]

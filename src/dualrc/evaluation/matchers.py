@@ -1,0 +1,165 @@
+"""Matchers under evaluation: ours, baselines, and a user's function of two paths."""
+
+import hashlib
+import importlib.util
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from dualrc.errors import ConfigError, DataError
+from dualrc.evaluation.baselines import RootSift
+from dualrc.image import read
+from dualrc.matcher import Matcher, PictureFeatures, load
+from dualrc.matches import Matches
+
+_SIFT_RATIO = 0.8
+_KEPT_FEATURES = 4
+_KNOWN = "dualrc, sift, sift-mutual, sift-ratio or FILE.py:function"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatcherSettings:
+    """How matchers are made; recorded with every result."""
+
+    preset: str = "default"
+    weights: Path | None = None
+    device: str | None = None
+    # Long side that dualrc and SIFT see; a user's function decides for itself.
+    size: int | None = None
+    # The best so many matches of a pair are kept.
+    top: int = 4000
+    # SIFT's limit of features in a picture.
+    sift_features: int = 2000
+
+
+class PairMatcher(Protocol):
+    """Matches two picture files; info holds `seconds` and the sizes it looked at, `seen0` and `seen1`."""
+
+    name: str
+    config: dict[str, Any]  # everything that its matches depend on, as JSON values
+
+    def match(self, path0: Path, path1: Path) -> Matches:
+        """The pair's matches in the pictures' own pixels."""
+
+
+def make_matchers(specs: Sequence[str], settings: MatcherSettings) -> list[PairMatcher]:
+    """The matchers that the names ask for; "sift" stands for both of its variants."""
+    matchers: list[PairMatcher] = []
+    for spec in specs:
+        if spec == "dualrc":
+            matchers.append(DualRC(settings))
+        elif spec in ("sift", "sift-mutual", "sift-ratio"):
+            ratios = {"sift": (_SIFT_RATIO, None), "sift-ratio": (_SIFT_RATIO,), "sift-mutual": (None,)}[spec]
+            matchers += [RootSift(features=settings.sift_features, ratio=ratio, size=settings.size) for ratio in ratios]
+        elif ":" in spec:
+            matchers.append(UserFunction(spec))
+        else:
+            raise ConfigError(f"There is no matcher {spec!r}; choose {_KNOWN}.")
+    names = [matcher.name for matcher in matchers]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"The matcher {name} is asked for twice; name each once, and functions differently.")
+    return matchers
+
+
+class DualRC:
+    """Our matcher; a picture's features are made once for the pairs in a row that share it."""
+
+    def __init__(self, settings: MatcherSettings) -> None:
+        chosen: dict[str, Any] = {"top": settings.top} | ({} if settings.size is None else {"size": settings.size})
+        self._matcher: Matcher = load(settings.preset, weights=settings.weights, device=settings.device, **chosen)
+        self._kept: OrderedDict[Path, tuple[PictureFeatures, float]] = OrderedDict()
+        self.name = "dualrc" if settings.preset == "default" else f"dualrc-{settings.preset}"
+        self.config: dict[str, Any] = dict(self._matcher.info)
+
+    def match(self, path0: Path, path1: Path) -> Matches:
+        """The matches of two pictures, with the time that they would take alone."""
+        (features0, seconds0), (features1, seconds1) = self._features(path0), self._features(path1)
+        start = time.perf_counter()
+        found = self._matcher.match_features(features0, features1)
+        seconds = time.perf_counter() - start + seconds0 + seconds1
+        seen = {"seen0": features0.scale.network, "seen1": features1.scale.network}
+        return _with_info(found, {"seconds": seconds, **seen})
+
+    def _features(self, path: Path) -> tuple[PictureFeatures, float]:
+        if path not in self._kept:
+            start = time.perf_counter()
+            features = self._matcher.features(path)
+            self._kept[path] = (features, time.perf_counter() - start)
+            if len(self._kept) > _KEPT_FEATURES:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(path)
+        return self._kept[path]
+
+
+class UserFunction:
+    """A function of two paths that returns points0 (n, 2), points1 (n, 2) and scores (n,)."""
+
+    def __init__(self, spec: str) -> None:
+        file, _, name = spec.rpartition(":")
+        self._function = _load_function(Path(file), name)
+        self.name = f"{Path(file).stem}:{name}"
+        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+        self.config: dict[str, Any] = {"matcher": "function", "file": Path(file).name, "name": name, "sha256": digest}
+
+    def match(self, path0: Path, path1: Path) -> Matches:
+        """What the function returns for two pictures, checked."""
+        sizes = [read(path).shape[1::-1] for path in (path0, path1)]  # a broken picture is not the function's fault
+        start = time.perf_counter()
+        try:
+            returned = self._function(path0, path1)
+        except Exception as error:
+            raise DataError(f"{self.name} failed: {type(error).__name__}: {error}.") from error
+        seconds = time.perf_counter() - start
+        try:
+            points0, points1, scores = (_to_array(part) for part in returned)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{self.name} must return points0, points1, scores ({error}).") from error
+        info = {"seconds": seconds, "seen0": sizes[0], "seen1": sizes[1]}
+        return Matches(
+            points0=points0.reshape(-1, 2) if not points0.size else points0,
+            points1=points1.reshape(-1, 2) if not points1.size else points1,
+            scores=scores,
+            size0=sizes[0],
+            size1=sizes[1],
+            info=info,
+        )
+
+
+def _load_function(path: Path, name: str) -> Callable[[Path, Path], Any]:
+    if not path.is_file():
+        raise ConfigError(f"The matcher's file {path} does not exist; write FILE.py:function.")
+    spec = importlib.util.spec_from_file_location(f"dualrc_matcher_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} is not a Python file; write FILE.py:function.")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{path} can't be imported ({type(error).__name__}: {error}); mend it.") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{path} has no function {name!r}; write FILE.py:function.")
+    return function
+
+
+def _to_array(values: Any) -> Any:
+    if hasattr(values, "detach"):
+        values = values.detach().cpu()
+    return np.asarray(values, dtype=np.float32)
+
+
+def _with_info(matches: Matches, info: dict[str, Any]) -> Matches:
+    return Matches(
+        points0=matches.points0,
+        points1=matches.points1,
+        scores=matches.scores,
+        size0=matches.size0,
+        size1=matches.size1,
+        info=info,
+    )

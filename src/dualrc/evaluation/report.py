@@ -1,0 +1,187 @@
+"""Results for readers: tables on the screen, a JSON of everything, figures, and one page that holds them all."""
+
+import base64
+import dataclasses
+import html
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rich.box
+import rich.table
+from PIL import Image
+from rich.console import Console
+from rich.text import Text
+
+from dualrc.draw import Picture, save
+from dualrc.evaluation.benchmark import Table
+from dualrc.files import replacing
+
+_PICTURE_WIDTH, _FIGURE_WIDTH = 1100, 1600
+_STYLE = """
+:root { --ink: #1d2125; --soft: #5b6670; --line: #dfe3e8; --accent: #0072b2; }
+* { box-sizing: border-box; }
+body { margin: 0 auto; padding: 2.5rem 1.5rem 4rem; max-width: 72rem; color: var(--ink); background: #fff;
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 .3rem; }
+h2 { font-size: 1.2rem; margin: 2.6rem 0 .7rem; }
+p { margin: .4rem 0; } .soft, caption, figcaption { color: var(--soft); font-size: .88rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
+caption { caption-side: bottom; text-align: left; padding-top: .5rem; line-height: 1.4; }
+th, td { padding: .34rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th { font-weight: 600; border-bottom: 2px solid var(--ink); } tbody tr:hover { background: #f5f8fa; }
+th.text, td.text { text-align: left; }
+figure { margin: 1rem 0 1.6rem; } img { max-width: 100%; height: auto; display: block; }
+figcaption { margin-top: .35rem; } figcaption b { color: var(--ink); }
+ul { margin: .4rem 0; padding-left: 1.2rem; } .notes { border-left: 3px solid #d55e00; padding: .2rem 1rem; }
+details { margin-top: 2rem; } summary { cursor: pointer; color: var(--accent); }
+pre { font-size: .78rem; line-height: 1.4; background: #f5f8fa; padding: 1rem; overflow-x: auto; }
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A pair's picture with its caption."""
+
+    heading: str
+    caption: str
+    picture: Picture
+
+
+def print_tables(tables: Sequence[Table], notes: Sequence[str], console: Console) -> None:
+    """Tables and notes on the screen."""
+    for table in tables:
+        shown = rich.table.Table(
+            title=table.title,
+            caption=table.note or None,
+            title_justify="left",
+            caption_justify="left",
+            box=rich.box.SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, int(console.width >= 110)),  # a terminal of 80 columns has no room for more
+        )
+        words = _word_columns(table)
+        for index, column in enumerate(table.columns):
+            if index in words:
+                shown.add_column(Text(column), min_width=10, overflow="fold")
+            else:
+                shown.add_column(Text(column), justify="right", no_wrap=True)
+        for row in table.rows:
+            shown.add_row(*(Text(cell) for cell in row))
+        console.print(shown)
+    for note in notes:
+        console.print(Text(f"Note: {note}"), style="yellow")
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Plain JSON; numbers that it has not, infinite ones, become null."""
+    with replacing(path) as temporary:
+        text = json.dumps(to_json(content), indent=1, allow_nan=False, ensure_ascii=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def to_json(value: Any) -> Any:
+    """Dataclasses, tuples, paths and infinite numbers as JSON values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
+
+
+def write_figures(folder: Path, figures: Mapping[str, Picture]) -> list[Path]:
+    """Each figure as a PNG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, figure in figures.items():
+        paths.append(folder / f"{name}.png")
+        save(figure, paths[-1])
+    return paths
+
+
+def write_page(
+    path: Path,
+    *,
+    title: str,
+    tables: Sequence[Table],
+    figures: Mapping[str, Picture],
+    shown: Sequence[Shown],
+    notes: Sequence[str],
+    config: Any,
+) -> None:
+    """One HTML file that needs no other."""
+    parts = [f"<h1>{_escape(title)}</h1>"]
+    parts += [_table_html(tables[0])] if tables else []
+    if notes:
+        items = "".join(f"<li>{_escape(note)}</li>" for note in notes)
+        parts.append(f'<div class="notes"><b>To know</b><ul>{items}</ul></div>')
+    parts += [f"<figure>{_image(figure, _FIGURE_WIDTH, name)}</figure>" for name, figure in figures.items()]
+    parts += [_table_html(table) for table in tables[1:]]
+    heading = ""
+    for item in shown:
+        if item.heading != heading:
+            heading = item.heading
+            parts.append(f"<h2>{_escape(heading)}</h2>")
+        picture = _image(item.picture, _PICTURE_WIDTH, item.caption)
+        parts.append(f"<figure>{picture}<figcaption>{_escape(item.caption)}</figcaption></figure>")
+    text = json.dumps(to_json(config), indent=1, ensure_ascii=False)
+    parts.append(f"<details><summary>Config</summary><pre>{_escape(text)}</pre></details>")
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_escape(title)}</title><style>{_STYLE}</style></head><body>\n"
+        + "\n".join(parts)
+        + "\n</body></html>\n"
+    )
+    with replacing(path) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+
+
+def _table_html(table: Table) -> str:
+    words = _word_columns(table)
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "".join(
+            f"<{tag}{' class=text' if index in words else ''}>{_escape(cell)}</{tag}>" for index, cell in enumerate(row)
+        )
+
+    head = f"<thead><tr>{cells('th', table.columns)}</tr></thead>"
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in table.rows)
+    caption = f"<caption>{_escape(table.note)}</caption>" if table.note else ""
+    return f'<h2>{_escape(table.title)}</h2><div class="wide"><table>{caption}{head}<tbody>{body}</tbody></table></div>'
+
+
+def _word_columns(table: Table) -> set[int]:
+    """Columns of words, which are aligned to the left."""
+    words = ("matcher", "estimator", "sequence", "scene")
+    return {index for index, column in enumerate(table.columns) if column in words}
+
+
+def _image(picture: Picture, width: int, alt: str) -> str:
+    """A picture inside the page: diagrams as PNG with few colours, photographs as JPEG."""
+    image = Image.fromarray(picture)
+    if image.width > width:
+        image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
+    file = io.BytesIO()
+    if width == _FIGURE_WIDTH:
+        image.quantize(64).save(file, "PNG", optimize=True)
+        kind = "png"
+    else:
+        image.save(file, "JPEG", quality=80, optimize=True)
+        kind = "jpeg"
+    data = base64.b64encode(file.getvalue()).decode()
+    size = f'width="{image.width}" height="{image.height}"'
+    return f'<img src="data:image/{kind};base64,{data}" alt="{_escape(alt)}" {size}>'
+
+
+def _escape(text: str) -> str:
+    return html.escape(text, quote=True)

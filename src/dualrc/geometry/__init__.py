@@ -1,0 +1,49 @@
+"""Homographies, cameras and two-view geometry."""
+
+from dualrc.geometry.camera import (
+    Camera,
+    cam1_from_cam0,
+    camera_from_exif,
+    direction_error_deg,
+    read_cameras_json,
+    refuse_distortion,
+    rotation_error_deg,
+    transform_points,
+)
+from dualrc.geometry.dense import homography_grid, on_picture, pixel_grid, sample_bilinear
+from dualrc.geometry.homography import apply_homography, corner_error_px, crop_homography, resize_homography
+from dualrc.geometry.twoview import (
+    RelativePose,
+    epipolar_distance_px,
+    essential_from_pose,
+    estimate,
+    fundamental_from_pose,
+    relative_pose,
+    sampson_distance_px,
+)
+
+__all__ = [
+    "Camera",
+    "RelativePose",
+    "apply_homography",
+    "cam1_from_cam0",
+    "camera_from_exif",
+    "corner_error_px",
+    "crop_homography",
+    "direction_error_deg",
+    "epipolar_distance_px",
+    "essential_from_pose",
+    "estimate",
+    "fundamental_from_pose",
+    "homography_grid",
+    "on_picture",
+    "pixel_grid",
+    "read_cameras_json",
+    "refuse_distortion",
+    "relative_pose",
+    "resize_homography",
+    "rotation_error_deg",
+    "sample_bilinear",
+    "sampson_distance_px",
+    "transform_points",
+]

@@ -1,0 +1,205 @@
+"""Pinhole cameras and their poses, in our pixels: the centre of the first one is (0, 0)."""
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import ExifTags, Image, UnidentifiedImageError
+
+from dualrc.errors import DataError, ImageError
+from dualrc.geometry.homography import resize_homography, to_homogeneous
+from dualrc.matches import FloatArray, Size
+
+_FILM_DIAGONAL_MM = float(np.hypot(36, 24))
+_MM_PER_UNIT = {2: 25.4, 3: 10.0, 4: 1.0, 5: 0.001}  # EXIF's FocalPlaneResolutionUnit
+# A focal length outside of this range, in long sides of the picture, is a broken tag and not a lens.
+_PLAUSIBLE_FOCAL = (0.1, 100.0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Camera:
+    """A pinhole camera of the upright picture, without distortion."""
+
+    width: int
+    height: int
+    K: FloatArray  # 3x3, the centre of the first pixel at (0, 0)
+    source: str = "given"  # where it comes from, as reported to the user: "file", "exif", ...
+    cam_from_world: FloatArray | None = None  # 3x4 [R | t], where known
+
+    def __post_init__(self) -> None:
+        K = np.array(self.K, dtype=np.float64)
+        if K.shape != (3, 3) or not np.isfinite(K).all() or K[0, 0] <= 0 or K[1, 1] <= 0:
+            raise DataError("K is not a 3x3 matrix with positive focal lengths; write [[fx, 0, cx], [0, fy, cy], ...].")
+        if not np.array_equal(K[[1, 2, 2, 2], [0, 0, 1, 2]], [0, 0, 0, 1]):
+            raise DataError("K is not upper triangular with a 1 in its corner; divide it by its last element.")
+        if self.width <= 0 or self.height <= 0:
+            raise DataError(f"A camera of {self.width} x {self.height} pixels has no picture; give its true size.")
+        object.__setattr__(self, "K", K)
+        if self.cam_from_world is not None:
+            object.__setattr__(self, "cam_from_world", _as_pose(self.cam_from_world))
+
+    @staticmethod
+    def from_focal(size: Size, focal_px: float, *, source: str = "given") -> "Camera":
+        """A camera of a picture of `size` (width, height) with its principal point in the centre."""
+        width, height = size
+        K = np.array([[focal_px, 0, (width - 1) / 2], [0, focal_px, (height - 1) / 2], [0, 0, 1]])
+        return Camera(width=width, height=height, K=K, source=source)
+
+    @property
+    def size(self) -> Size:
+        """(width, height)."""
+        return self.width, self.height
+
+    @property
+    def focal_px(self) -> float:
+        """The mean of the focal lengths along x and y."""
+        return float(self.K[0, 0] + self.K[1, 1]) / 2
+
+    def resized(self, size: Size) -> "Camera":
+        """The camera of the same picture resized to `size` (width, height)."""
+        return replace(self, width=size[0], height=size[1], K=resize_homography(self.size, size) @ self.K)
+
+    def project(self, points_cam: npt.ArrayLike) -> FloatArray:
+        """Pixels of points in the camera's frame, (n, 3) -> (n, 2); NaN for points that are not in front of it."""
+        points = np.asarray(points_cam, dtype=np.float64).reshape(-1, 3)
+        depths = np.where(points[:, 2:] > 0, points[:, 2:], np.nan)
+        pixels: FloatArray = (points / depths @ self.K.T)[:, :2]
+        return pixels
+
+    def rays(self, points: npt.ArrayLike) -> FloatArray:
+        """Viewing directions of pixels, with depth 1: (n, 2) -> (n, 3)."""
+        return np.linalg.solve(self.K, to_homogeneous(points).T).T
+
+
+def read_cameras_json(path: str | Path) -> dict[str, Camera]:
+    """Read {name: {width, height, K, cam_from_world?}}."""
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist; check the path.") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not a JSON file ({error}); mend it or write it again.") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} does not hold cameras; write {{name: {{width, height, K}}}}.")
+    return {name: _camera_from_json(entry, f"{path}, {name}") for name, entry in content.items()}
+
+
+def camera_from_exif(path: str | Path) -> Camera | None:
+    """The camera that a photograph's EXIF data tells, of the upright picture; None where it doesn't tell."""
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            try:
+                exif = image.getexif()
+                orientation = exif.get(ExifTags.Base.Orientation, 1)
+                tags = exif.get_ifd(ExifTags.IFD.Exif)
+            except (OSError, SyntaxError, ValueError, KeyError, TypeError, struct.error):
+                return None  # Damaged EXIF data tells nothing; the picture may be fine.
+    except FileNotFoundError as error:
+        raise ImageError(f"{path} does not exist; check the path.") from error
+    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise ImageError(f"{path} can't be read as a picture ({error}); convert it to PNG or JPEG.") from error
+    focal_px = _focal_from_tags(tags, (width, height))
+    low, high = _PLAUSIBLE_FOCAL
+    if focal_px is None or not low <= focal_px / max(width, height) <= high:
+        return None
+    turned = orientation in (5, 6, 7, 8)
+    return Camera.from_focal((height, width) if turned else (width, height), focal_px, source="exif")
+
+
+def refuse_distortion(coefficients: Sequence[float], where: str) -> None:
+    """Raise DataError if any distortion coefficient is not zero."""
+    if any(value != 0 for value in coefficients):
+        raise DataError(f"{where}: lens distortion is not supported; undistort the pictures first.")
+
+
+def cam1_from_cam0(cam0_from_world: npt.ArrayLike, cam1_from_world: npt.ArrayLike) -> FloatArray:
+    """The relative pose (3, 4) of two cameras with poses (3, 4)."""
+    pose0, pose1 = _as_pose(cam0_from_world), _as_pose(cam1_from_world)
+    R = pose1[:, :3] @ pose0[:, :3].T
+    return np.column_stack([R, pose1[:, 3] - R @ pose0[:, 3]])
+
+
+def transform_points(target_from_source: npt.ArrayLike, points: npt.ArrayLike) -> FloatArray:
+    """Move points (n, 3) by a pose (3, 4)."""
+    pose = _as_pose(target_from_source)
+    moved: FloatArray = np.asarray(points, dtype=np.float64).reshape(-1, 3) @ pose[:, :3].T + pose[:, 3]
+    return moved
+
+
+def rotation_error_deg(R_a: npt.ArrayLike, R_b: npt.ArrayLike) -> float:
+    """The angle of the rotation between two rotations (3, 3), from 0 to 180 degrees."""
+    # |R_a - R_b| = 2 sqrt(2) sin(angle / 2); the familiar arccos of the trace loses small angles to rounding.
+    distance = float(np.linalg.norm(np.asarray(R_a, dtype=np.float64) - np.asarray(R_b, dtype=np.float64)))
+    return float(np.degrees(2 * np.arcsin(min(distance / np.sqrt(8), 1.0))))
+
+
+def direction_error_deg(t_a: npt.ArrayLike, t_b: npt.ArrayLike, *, either_sign: bool = False) -> float:
+    """The angle between two directions (3,), from 0 to 180 degrees; NaN if one is zero.
+
+    `either_sign` takes t and -t for the same, as evaluations of essential matrices do: 0 to 90 degrees.
+    """
+    a, b = np.asarray(t_a, dtype=np.float64).ravel(), np.asarray(t_b, dtype=np.float64).ravel()
+    if not a.any() or not b.any():
+        return float("nan")
+    angle = float(np.degrees(np.arctan2(np.linalg.norm(np.cross(a, b)), a @ b)))
+    return min(angle, 180 - angle) if either_sign else angle
+
+
+def _camera_from_json(entry: Any, where: str) -> Camera:
+    try:
+        refuse_distortion(np.ravel(entry.get("distortion", ())).tolist(), where)
+        return Camera(
+            width=int(entry["width"]),
+            height=int(entry["height"]),
+            K=np.array(entry["K"], dtype=np.float64),
+            source="file",
+            cam_from_world=entry.get("cam_from_world"),
+        )
+    except KeyError as error:
+        raise DataError(f"{where}: {error} is missing; a camera has width, height and K.") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(f"{where}: not a camera ({error}); write {{width, height, K}}.") from error
+    except DataError as error:
+        raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
+
+
+def _as_pose(pose: npt.ArrayLike) -> FloatArray:
+    array = np.asarray(pose, dtype=np.float64)
+    if array.shape == (4, 4):
+        array = array[:3]
+    if array.shape != (3, 4) or not np.isfinite(array).all():
+        raise DataError(f"A pose is a 3x4 matrix [R | t] of numbers, not an array of shape {array.shape}.")
+    return array
+
+
+def _focal_from_tags(tags: Mapping[int, Any], size: Size) -> float | None:
+    """Focal length in pixels of the stored picture."""
+    film_mm = _number(tags, ExifTags.Base.FocalLengthIn35mmFilm)
+    if film_mm:
+        # By the diagonal, as makers state it: a phone's 4:3 picture has another long side than film's 3:2 at the same
+        # diagonal, and the ratio of long sides would be off by 4 %.
+        return film_mm / _FILM_DIAGONAL_MM * float(np.hypot(*size))
+    focal_mm = _number(tags, ExifTags.Base.FocalLength)
+    per_unit = _number(tags, ExifTags.Base.FocalPlaneXResolution)
+    unit_mm = _MM_PER_UNIT.get(int(_number(tags, ExifTags.Base.FocalPlaneResolutionUnit) or 2))
+    if not focal_mm or not per_unit or not unit_mm:
+        return None
+    # The resolution is of the picture that the camera stored; this one may have been resized since.
+    ratio = size[0] / (_number(tags, ExifTags.Base.ExifImageWidth) or size[0])
+    return focal_mm * per_unit / unit_mm * ratio
+
+
+def _number(tags: Mapping[int, Any], tag: int) -> float | None:
+    """The tag as a positive finite number, or None."""
+    try:
+        value = float(tags[tag])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+    return value if np.isfinite(value) and value > 0 else None

@@ -1,0 +1,302 @@
+"""Two-view models from matches: the one door to robust estimators, which are PoseLib's."""
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+import poselib
+
+from dualrc.errors import ConfigError, DataError
+from dualrc.geometry.camera import Camera
+from dualrc.geometry.homography import to_homogeneous
+from dualrc.matches import BoolArray, Estimate, EstimateKind, FloatArray, Matches
+
+# The fewest matches that leave one model. (Solvers take less, and then choose among several that fit.)
+_FEWEST = {"homography": 4, "fundamental": 8, "essential": 6}
+_FEWEST_SHARED_FOCAL = 7
+_GUESSED_FOCAL = 1.2  # in long sides, as COLMAP guesses: about 45 degrees of view
+# An estimated focal length outside of this range, in long sides, is an artefact of a degenerate motion.
+_PLAUSIBLE_FOCAL = (0.3, 5.0)
+# A homography that flattens normalized points further than this is not one of a picture.
+_LARGEST_CONDITION = 1e7
+# Less than this is the rounding of coordinates, for example of a picture matched with itself.
+_SMALLEST_PARALLAX_PX = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativePose:
+    """Where camera 1 sees what camera 0 sees: x1 = R x0 + t, up to the unknown scale of t."""
+
+    R: FloatArray  # (3, 3)
+    t: FloatArray  # (3,), of length 1
+    inliers: BoolArray  # (n,), the matches that agree
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """What a solver found, with one flag per match that it was given."""
+
+    matrix: FloatArray
+    inliers: BoolArray
+    info: dict[str, Any]
+
+
+def estimate(
+    matches: Matches,
+    kind: EstimateKind,
+    *,
+    camera0: Camera | None = None,
+    camera1: Camera | None = None,
+    threshold_px: float = 2.0,
+    min_inliers: int | None = None,
+    max_iterations: int = 20_000,
+    seed: int = 0,
+) -> Estimate:
+    """Fit a model with LO-RANSAC; where none can be fitted, the matrix is None and info["reason"] says why.
+
+    `threshold_px` bounds the distance in picture 1 for a homography, else the Sampson distance. Cameras only serve
+    an essential matrix; info["cameras"] says which were used where they are not given.
+    """
+    if kind not in get_args(EstimateKind):
+        raise ConfigError(f"Unknown model {kind!r}; choose one of {', '.join(get_args(EstimateKind))}.")
+    if not threshold_px > 0:
+        raise ConfigError(f"threshold_px is {threshold_px}; give a positive number of pixels.")
+    fewest = _FEWEST[kind] if min_inliers is None else max(min_inliers, _FEWEST[kind])
+    options = {
+        "max_reproj_error": threshold_px,
+        "max_epipolar_error": threshold_px,
+        "max_iterations": max_iterations,
+        "min_iterations": min(1000, max_iterations),
+        "seed": seed,
+        # Samples come from the best matches first (PROSAC): with nine in ten matches wrong it finds a model in a tenth
+        # of the draws if the scores tell anything, and loses nothing if they don't.
+        "progressive_sampling": True,
+    }
+    info: dict[str, Any] = {"threshold_px": threshold_px, "seed": seed}
+    finite: BoolArray = np.all(np.isfinite(matches.points0) & np.isfinite(matches.points1), axis=1)
+    best_first = np.argsort(-matches.scores, kind="stable")
+    used = best_first[finite[best_first]]
+    points0 = matches.points0[used].astype(np.float64)
+    points1 = matches.points1[used].astype(np.float64)
+
+    def failed(reason: str) -> Estimate:
+        nothing = np.zeros(len(matches), dtype=bool)
+        return Estimate(kind=kind, matrix=None, inliers=nothing, info={**info, "reason": reason})
+
+    if kind == "essential":
+        for number, camera, size in ((0, camera0, matches.size0), (1, camera1, matches.size1)):
+            _check_size(number, camera, size)
+    if len(points0) < fewest:
+        return failed(f"{len(points0)} matches are too few: a model needs {fewest}")
+    if kind == "essential":
+        cameras = _known_cameras(matches, camera0, camera1)
+        fit = _fit_essential(points0, points1, cameras, matches, options)
+    else:
+        fit = _fit_matrix(points0, points1, kind, options)
+    supporting0, supporting1 = points0[fit.inliers], points1[fit.inliers]
+    if len(supporting0) < fewest or not np.isfinite(fit.matrix).all():
+        return failed(f"no model fits {fewest} matches or more")
+    if min(_distance_from_line_px(supporting0), _distance_from_line_px(supporting1)) <= threshold_px:
+        return failed("the matches lie on a line or in a point")
+    if kind == "homography" and _condition(fit.matrix, supporting0, supporting1) > _LARGEST_CONDITION:
+        return failed("the best homography is degenerate")
+    if fit.info.get("parallax_px", np.inf) < _SMALLEST_PARALLAX_PX:
+        return failed("the cameras share one centre, so there is no direction between them")
+    inliers = np.zeros(len(matches), dtype=bool)
+    inliers[used] = fit.inliers
+    return Estimate(kind=kind, matrix=fit.matrix, inliers=inliers, info={**info, **fit.info})
+
+
+def relative_pose(
+    matches: Matches, camera0: Camera, camera1: Camera, *, threshold_px: float = 2.0, seed: int = 0
+) -> RelativePose | None:
+    """The relative pose of two known cameras; None where it can't be estimated."""
+    found = estimate(matches, "essential", camera0=camera0, camera1=camera1, threshold_px=threshold_px, seed=seed)
+    if found.matrix is None:
+        return None
+    pose = np.array(found.info["cam1_from_cam0"])
+    return RelativePose(R=pose[:, :3], t=pose[:, 3], inliers=found.inliers)
+
+
+def essential_from_pose(cam1_from_cam0: npt.ArrayLike) -> FloatArray:
+    """E = [t]x R, with x1' E x0 = 0 for rays: (3, 4) -> (3, 3)."""
+    pose = np.asarray(cam1_from_cam0, dtype=np.float64)
+    x, y, z = pose[:, 3]
+    essential: FloatArray = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ pose[:, :3]
+    return essential
+
+
+def fundamental_from_pose(cam1_from_cam0: npt.ArrayLike, camera0: Camera, camera1: Camera) -> FloatArray:
+    """F of norm 1, with x1' F x0 = 0 for pixels; all zeros where the cameras share one centre."""
+    F = np.linalg.inv(camera1.K).T @ essential_from_pose(cam1_from_cam0) @ np.linalg.inv(camera0.K)
+    return F / (np.linalg.norm(F) or 1.0)
+
+
+def sampson_distance_px(F: npt.ArrayLike, points0: npt.ArrayLike, points1: npt.ArrayLike) -> FloatArray:
+    """To first order, how far both points (n, 2) together are from agreeing with F: (n,)."""
+    lines1, lines0 = _epipolar_lines(F, points0), _epipolar_lines(np.asarray(F).T, points1)
+    residuals = np.abs(np.sum(to_homogeneous(points1) * lines1, axis=1))
+    return _ratio(residuals, np.sqrt(np.sum(lines1[:, :2] ** 2, axis=1) + np.sum(lines0[:, :2] ** 2, axis=1)))
+
+
+def epipolar_distance_px(F: npt.ArrayLike, points0: npt.ArrayLike, points1: npt.ArrayLike) -> FloatArray:
+    """How far each point of picture 1 is from the epipolar line of its point in picture 0: (n,)."""
+    lines1 = _epipolar_lines(F, points0)
+    residuals = np.abs(np.sum(to_homogeneous(points1) * lines1, axis=1))
+    return _ratio(residuals, np.linalg.norm(lines1[:, :2], axis=1))
+
+
+def _fit_matrix(points0: FloatArray, points1: FloatArray, kind: EstimateKind, options: dict[str, Any]) -> _Fit:
+    solve = poselib.estimate_homography if kind == "homography" else poselib.estimate_fundamental
+    matrix, stats = solve(points0, points1, options, {})
+    matrix = np.array(matrix, dtype=np.float64)
+    # A homography is scaled as everybody writes it, unless the first pixel goes to (nearly) infinity.
+    scale = matrix[2, 2] if kind == "homography" else 0.0
+    norm = np.linalg.norm(matrix)
+    if np.isfinite(norm) and norm > 0:
+        matrix = matrix / (scale if abs(scale) > 1e-9 * norm else norm)
+    return _Fit(matrix=matrix, inliers=_flags(stats, len(points0)), info={"iterations": int(stats["iterations"])})
+
+
+def _fit_essential(
+    points0: FloatArray,
+    points1: FloatArray,
+    cameras: tuple[Camera, Camera] | None,
+    matches: Matches,
+    options: dict[str, Any],
+) -> _Fit:
+    if cameras is None:
+        cameras = _shared_focal_cameras(points0, points1, matches, options)
+    camera0, camera1 = cameras
+    rays0, rays1 = camera0.rays(points0)[:, :2], camera1.rays(points1)[:, :2]
+    # PoseLib has no pixel convention of its own: it subtracts the principal point that it is given. Handing it
+    # centred pixels of one focal length also covers a K with skew, which its models don't have.
+    pose, stats = poselib.estimate_relative_pose(
+        rays0 * camera0.focal_px, rays1 * camera1.focal_px, _plain(camera0), _plain(camera1), options, {}
+    )
+    R, t = np.array(pose.R), np.array(pose.t).ravel()
+    t = t / (np.linalg.norm(t) or 1.0)  # PoseLib's is of length 1 up to the steps of its refinement
+    cam1_from_cam0 = np.column_stack([R, t])
+    inliers = _flags(stats, len(points0))
+    sources = (camera0.source, camera1.source)
+    info = {
+        "iterations": int(stats["iterations"]),
+        "cameras": sources[0] if sources[0] == sources[1] else f"picture 0: {sources[0]}, picture 1: {sources[1]}",
+        "K0": camera0.K.tolist(),
+        "K1": camera1.K.tolist(),
+        "cam1_from_cam0": cam1_from_cam0.tolist(),
+        # What a rotation alone leaves over. Where it is not larger than the noise, t is arbitrary.
+        "parallax_px": _parallax_px(R, points0[inliers], points1[inliers], cameras),
+    }
+    return _Fit(matrix=essential_from_pose(cam1_from_cam0), inliers=inliers, info=info)
+
+
+def _check_size(number: int, camera: Camera | None, size: tuple[int, int]) -> None:
+    if camera is None and 0 in size:
+        raise DataError(
+            f"The size of picture {number} is not known, so its camera can't be guessed; give cameras or match again."
+        )
+    if camera is not None and 0 not in size and camera.size != size:
+        raise DataError(
+            f"The camera of picture {number} is for {camera.width} x {camera.height} pixels but the picture has "
+            f"{size[0]} x {size[1]}; give the camera of this picture, or use Camera.resized."
+        )
+
+
+def _known_cameras(matches: Matches, camera0: Camera | None, camera1: Camera | None) -> tuple[Camera, Camera] | None:
+    """The cameras to use; None where both are unknown and may share a focal length."""
+    size0, size1 = matches.size0, matches.size1
+    if camera0 is None and camera1 is None and sorted(size0) == sorted(size1):
+        return None
+    # Pictures of one size are taken to be of one camera.
+    if camera0 is None and camera1 is not None and camera1.size == size0:
+        camera0 = Camera(width=size0[0], height=size0[1], K=camera1.K, source="that of picture 1")
+    if camera1 is None and camera0 is not None and camera0.size == size1:
+        camera1 = Camera(width=size1[0], height=size1[1], K=camera0.K, source="that of picture 0")
+    return camera0 or _guessed(size0), camera1 or _guessed(size1)
+
+
+def _guessed(size: tuple[int, int]) -> Camera:
+    return Camera.from_focal(size, _GUESSED_FOCAL * max(size), source="guessed")
+
+
+def _shared_focal_cameras(
+    points0: FloatArray, points1: FloatArray, matches: Matches, options: dict[str, Any]
+) -> tuple[Camera, Camera]:
+    """Cameras with one estimated focal length, or with a guessed one where that fails."""
+    guessed0, guessed1 = _guessed(matches.size0), _guessed(matches.size1)
+    if len(points0) < _FEWEST_SHARED_FOCAL:
+        return guessed0, guessed1
+    pair, stats = poselib.estimate_shared_focal_relative_pose(
+        # Centred here and not by PoseLib, which takes one principal point: a turned picture has another one.
+        points0 - guessed0.K[:2, 2],
+        points1 - guessed1.K[:2, 2],
+        np.zeros(2),
+        options,
+        {},
+    )
+    if _flags(stats, len(points0)).sum() < _FEWEST_SHARED_FOCAL:
+        return guessed0, guessed1
+    focal_px = float(pair.camera1.focal())
+    low, high = _PLAUSIBLE_FOCAL
+    if not low <= focal_px / max(matches.size0) <= high:
+        return guessed0, guessed1
+    source = f"estimated focal length {focal_px:.0f} px"
+    return (
+        Camera.from_focal(matches.size0, focal_px, source=source),
+        Camera.from_focal(matches.size1, focal_px, source=source),
+    )
+
+
+def _plain(camera: Camera) -> dict[str, Any]:
+    """PoseLib's description of a camera whose pixels are centred and have one focal length."""
+    params = [camera.focal_px, 0.0, 0.0]
+    return {"model": "SIMPLE_PINHOLE", "width": camera.width, "height": camera.height, "params": params}
+
+
+def _flags(stats: dict[str, Any], count: int) -> BoolArray:
+    """Inlier flags; PoseLib returns an empty list when it did not start."""
+    flags = np.array(stats["inliers"], dtype=bool)
+    return flags if len(flags) == count else np.zeros(count, dtype=bool)
+
+
+def _parallax_px(R: FloatArray, points0: FloatArray, points1: FloatArray, cameras: tuple[Camera, Camera]) -> float:
+    """Median angle between rays of camera 0, rotated, and those of camera 1, in pixels at the centre of picture 1."""
+    if not len(points0):
+        return 0.0
+    rays0, rays1 = cameras[0].rays(points0) @ R.T, cameras[1].rays(points1)
+    angles = np.arctan2(np.linalg.norm(np.cross(rays0, rays1), axis=1), np.sum(rays0 * rays1, axis=1))
+    return float(np.median(angles)) * cameras[1].focal_px
+
+
+def _distance_from_line_px(points: FloatArray) -> float:
+    """The largest distance of a point (n, 2) from the line that fits them all best."""
+    centred = points - points.mean(axis=0)
+    normal = np.linalg.svd(centred.T @ centred)[0][:, 1]
+    return float(np.abs(centred @ normal).max())
+
+
+def _condition(H: FloatArray, points0: FloatArray, points1: FloatArray) -> float:
+    """The condition number of H between coordinates in which the points are centred and of unit spread."""
+    normalizing0, normalizing1 = _normalizing(points0), _normalizing(points1)
+    return float(np.linalg.cond(normalizing1 @ H @ np.linalg.inv(normalizing0)))
+
+
+def _normalizing(points: FloatArray) -> FloatArray:
+    scale = 1 / points.std()
+    x, y = points.mean(axis=0)
+    return np.array([[scale, 0, -scale * x], [0, scale, -scale * y], [0, 0, 1]])
+
+
+def _epipolar_lines(F: npt.ArrayLike, points: npt.ArrayLike) -> FloatArray:
+    """Lines (a, b, c) in the other picture with a x + b y + c = 0: (n, 2) -> (n, 3)."""
+    lines: FloatArray = to_homogeneous(points) @ np.asarray(F, dtype=np.float64).T
+    return lines
+
+
+def _ratio(numerators: FloatArray, denominators: FloatArray) -> FloatArray:
+    """Quotients; NaN where a line or a point leaves them undefined."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        quotients: FloatArray = numerators / denominators
+    return quotients

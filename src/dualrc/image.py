@@ -1,0 +1,217 @@
+"""Pictures from files and arrays to network inputs, and pixels back: the one home of the pixel convention.
+
+A pixel's centre is at integers, the first at (0, 0). A cell i of a map with stride s is centred at (i + 0.5) s - 0.5.
+Resizing by a ratio s maps x to (x + 0.5) s - 0.5, each axis with its own ratio.
+"""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+from torch.nn import functional as F
+
+from dualrc.errors import ImageError
+from dualrc.matches import BoolArray, FloatArray, Size
+
+Picture = str | Path | Image.Image | npt.NDArray[Any] | Tensor
+
+STRIDE = 16  # of the coarse map: network inputs are multiples of this
+MIN_SIDE = 32
+_MEAN = (0.485, 0.456, 0.406)
+_DEVIATION = (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """A resizing from a picture's size to the network's, both (width, height)."""
+
+    picture: Size
+    network: Size
+
+    def to_network(self, points: FloatArray) -> FloatArray:
+        """Picture pixels (... 2) to network-input pixels."""
+        return (points + 0.5) * (np.array(self.network) / np.array(self.picture)) - 0.5
+
+    def to_picture(self, points: FloatArray) -> FloatArray:
+        """Network-input pixels (... 2) to picture pixels."""
+        return (points + 0.5) * (np.array(self.picture) / np.array(self.network)) - 0.5
+
+
+def read(picture: Picture) -> npt.NDArray[np.uint8]:
+    """The upright picture as RGB, uint8 (height, width, 3).
+
+    Arrays are (h, w), (h, w, 1), (h, w, 3) or (h, w, 4); tensors (h, w) or (c, h, w); floats are in 0 to 1.
+    """
+    if isinstance(picture, (str, Path)):
+        return _read_file(Path(picture))
+    if isinstance(picture, Image.Image):
+        try:
+            return _to_rgb(picture, "The picture")
+        except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:  # it is decoded only now
+            raise ImageError(f"The picture can't be decoded ({error}); open it again or convert it to RGB.") from error
+    if isinstance(picture, Tensor):
+        array = picture.detach().cpu().numpy()
+        if array.ndim == 4 and len(array) == 1:
+            array = array[0]
+        return _from_array(array.transpose(1, 2, 0) if array.ndim == 3 else array)
+    if isinstance(picture, np.ndarray):
+        return _from_array(picture)
+    raise ImageError(f"A picture is a path, a PIL image, an array or a tensor, not {type(picture).__name__}.")
+
+
+def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:
+    """The (width, height) the network sees for a picture of this size."""
+    longest = max(size)
+    ratio = min(1.0, max_size / longest) if long_side is None else long_side / longest
+    # The small term keeps 1024/1024.0000001 from losing a whole cell.
+    width, height = (int(side * ratio + 1e-6) // STRIDE * STRIDE for side in size)
+    if min(size) < MIN_SIDE or min(width, height) < MIN_SIDE:
+        remedy = "use a larger picture" if min(size) < MIN_SIDE else "give a larger size"
+        raise ImageError(
+            f"The picture of {size[0]}x{size[1]} pixels is too small or too thin: the network would see "
+            f"{width}x{height}, and each side must be at least {MIN_SIDE}; {remedy}."
+        )
+    return width, height
+
+
+def to_input(picture: npt.NDArray[np.uint8], size: Size, device: torch.device) -> Tensor:
+    """Resize to (width, height) and normalize: uint8 (h, w, 3) to float32 (1, 3, height, width)."""
+    # uint8 travels to the device: a quarter of the bytes of floats.
+    tensor = torch.from_numpy(np.ascontiguousarray(picture)).to(device).permute(2, 0, 1)[None].float()
+    if tuple(tensor.shape[:1:-1]) != size:
+        tensor = F.interpolate(tensor, size=(size[1], size[0]), mode="bilinear", antialias=True, align_corners=False)
+    return normalize_colors(tensor / 255)
+
+
+def normalize_colors(images: Tensor) -> Tensor:
+    """Subtract ImageNet's mean and divide by its deviation: (b 3 h w) in 0 to 1."""
+    mean, deviation = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (_MEAN, _DEVIATION))
+    return (images - mean) / deviation
+
+
+def mask_to_cells(mask: npt.ArrayLike, picture: Size, network: Size, stride: int) -> BoolArray:
+    """Which cells of a map with this stride have their centre on a true pixel of the mask; (h, w) of the map."""
+    array = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask)
+    if array.shape != (picture[1], picture[0]):
+        raise ImageError(
+            f"The mask has shape {array.shape}; give one of the picture's (height, width), {(picture[1], picture[0])}."
+        )
+    scale = Scale(picture=picture, network=network)
+    axes = []
+    for axis in (0, 1):
+        cells = (np.arange(network[axis] // stride) + 0.5) * stride - 0.5
+        pixels = scale.to_picture(np.stack([cells, cells], axis=1))[:, axis]
+        axes.append(np.clip(np.floor(pixels + 0.5).astype(int), 0, picture[axis] - 1))
+    return (array != 0)[np.ix_(axes[1], axes[0])]
+
+
+def pixel_grid(size: Size) -> npt.NDArray[np.float32]:
+    """The coordinates of every pixel: (height, width, 2)."""
+    grid = np.meshgrid(np.arange(size[0]), np.arange(size[1]))
+    return np.stack(grid, axis=-1).astype(np.float32)
+
+
+def spread(
+    points: Tensor, certainty: Tensor, scale: Scale, stride: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Correspondences of cells (h w 2), in network pixels, to every pixel of the picture: (H W 2), certainty (H W).
+
+    Uncertain places are filled from coarser and coarser averages of certain ones around, and keep certainty 0.
+    """
+    height, width = certainty.shape
+    cells = (torch.from_numpy(pixel_grid((width, height))) + 0.5) * stride - 0.5
+    weight = (certainty > 0).float()[None, None]
+    # Motions are averaged rather than places, so that what is filled in moves with its surroundings.
+    motion = (points - cells).permute(2, 0, 1)[None] * weight
+    levels = [(motion, weight)]
+    while max(levels[-1][1].shape[2:]) > 1:
+        motion, weight = (F.avg_pool2d(x, 2, ceil_mode=True) for x in levels[-1])
+        levels.append((motion, weight))
+    filled = motion / weight.clamp(min=1e-6)
+    for motion, weight in reversed(levels[:-1]):
+        below = F.interpolate(filled, size=weight.shape[2:], mode="bilinear", align_corners=False)
+        filled = torch.where(weight > 0, motion / weight.clamp(min=1e-6), below)
+    # Each pixel of the picture reads the motion of the cells around it.
+    inputs = scale.to_network(pixel_grid(scale.picture)).astype(np.float32)
+    unit = (torch.from_numpy(inputs) + 0.5) / torch.tensor([width * stride, height * stride]) * 2 - 1
+    stacked = torch.cat([filled, certainty[None, None]], dim=1)
+    sampled = F.grid_sample(stacked, unit[None], mode="bilinear", padding_mode="border", align_corners=False)[0]
+    return inputs + sampled[:2].permute(1, 2, 0).numpy(), sampled[2].numpy()
+
+
+def _read_file(path: Path) -> npt.NDArray[np.uint8]:
+    try:
+        if path.is_dir():
+            raise ImageError(f"{path} is a folder; give a picture file.")
+        with warnings.catch_warnings():
+            # Pillow warns of damaged EXIF, and of large pictures, which are welcome here; it refuses giant ones.
+            warnings.simplefilter("ignore")
+            with Image.open(path) as image:
+                return _to_rgb(image, str(path))
+    except FileNotFoundError as error:
+        raise ImageError(f"{path} does not exist; check the path.") from error
+    except Image.DecompressionBombError as error:
+        raise ImageError(f"{path} has more pixels than can be decoded safely; scale it down first.") from error
+    except UnidentifiedImageError as error:
+        raise ImageError(f"{path} is empty or not a picture; give a JPEG, PNG or another picture file.") from error
+    except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:
+        raise ImageError(f"{path} can't be decoded ({error}); it may be truncated: copy it again.") from error
+
+
+def _to_rgb(image: Image.Image, name: str) -> npt.NDArray[np.uint8]:
+    image = ImageOps.exif_transpose(image)
+    if 0 in image.size:
+        raise ImageError(f"{name} has no pixels; give another picture.")
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        return _from_array(_unit_range(np.asarray(image), integer=image.mode != "F"))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return np.array(image.convert("RGB"))
+
+
+def _unit_range(array: npt.NDArray[Any], *, integer: bool) -> npt.NDArray[Any]:
+    """Deep grey values to 0..1: 16-bit integers by their full range, floats as they are or by their maximum."""
+    if integer:
+        return np.clip(array, 0, 65535).astype(np.float32) / 65535
+    array = array.astype(np.float32)
+    if not np.isfinite(array).all():
+        return array  # refused later
+    return np.clip(array / max(float(array.max()), 1.0), 0, 1)
+
+
+def _from_array(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    if array.ndim == 2:
+        array = array[:, :, None]
+    if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or 0 in array.shape:
+        raise ImageError(
+            f"An array of shape {array.shape} is not a picture; give (height, width) or (height, width, 3), "
+            "or a tensor (3, height, width)."
+        )
+    if array.dtype == np.bool_:
+        array = array.astype(np.uint8) * 255
+    elif array.dtype == np.uint16:
+        array = np.round(array / 257).astype(np.uint8)
+    elif np.issubdtype(array.dtype, np.floating):
+        array = _from_floats(array)
+    elif array.dtype != np.uint8:
+        raise ImageError(f"A picture of {array.dtype} is ambiguous; give uint8, uint16, or floats in 0 to 1.")
+    if array.shape[2] == 4:
+        alpha = array[:, :, 3:].astype(np.float32) / 255
+        array = np.round(array[:, :, :3] * alpha + 255 * (1 - alpha)).astype(np.uint8)
+    return np.repeat(array, 3, axis=2) if array.shape[2] == 1 else array
+
+
+def _from_floats(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    if not np.isfinite(array).all():
+        raise ImageError("The picture holds NaN or infinite values; replace them first.")
+    low, high = float(array.min()), float(array.max())
+    if low < -1e-3 or high > 1 + 1e-3:
+        raise ImageError(f"A picture of floats must lie in 0 to 1, not {low:g} to {high:g}; scale it, or give uint8.")
+    return np.round(np.clip(array, 0, 1) * 255).astype(np.uint8)

@@ -1,0 +1,394 @@
+"""The matcher: pictures in, Matches in their own pixels out."""
+
+import platform
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dualrc import config as configs
+from dualrc.config import MatcherConfig
+from dualrc.errors import ConfigError, DataError, ImageError, WeightsError
+from dualrc.image import MIN_SIDE, Picture, Scale, mask_to_cells, network_size, pixel_grid, read, spread, to_input
+from dualrc.matches import BoolArray, Matches, Size, Warp, inside_mask
+from dualrc.model.checkpoint import bundled, file_hash, load_weights
+from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features, NetworkMatches
+
+Precision = Literal["float32", "float16", "bfloat16"]
+# Pairs that go through the network together where there is a GPU; on a CPU one at a time is as fast.
+_BATCH = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureFeatures:
+    """A picture's features, ready to be matched with many others."""
+
+    network: Features  # batch of one
+    scale: Scale
+    mask: BoolArray | None
+
+    @property
+    def size(self) -> Size:
+        """The picture's (width, height)."""
+        return self.scale.picture
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the features take."""
+        return sum(t.numel() * t.element_size() for t in (self.network.coarse, self.network.fine))
+
+
+Matchable = Picture | PictureFeatures
+
+
+class Matcher:
+    """Finds correspondences between pictures; `dualrc.load` makes one.
+
+    Pictures are paths, PIL images, arrays or tensors, or what `features` gave for them.
+    """
+
+    def __init__(
+        self,
+        network: DualRCNet,
+        config: MatcherConfig,
+        *,
+        device: str | torch.device | None = None,
+        precision: Precision | None = None,
+        weights_hash: str | None = None,
+    ) -> None:
+        self.device = _choose_device(device)
+        self.precision = precision or ("float16" if self.device.type == "cuda" else "float32")
+        if self.precision not in ("float32", "float16", "bfloat16"):
+            raise ConfigError(f"Precision {self.precision!r} is not known; choose float32, float16 or bfloat16.")
+        self.config = _checked(config)
+        self.network = network.eval().to(self.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.weights_hash = weights_hash
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What is in force: versions, configs, device and weights; stored with every result."""
+        return {
+            "dualrc": metadata.version("dualrc"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "network": configs.to_dict(self.network.config),
+            "matcher": configs.to_dict(self.config),
+            "weights": self.weights_hash,
+            "device": str(self.device),
+            "precision": self.precision,
+        }
+
+    @torch.inference_mode()
+    def features(
+        self, picture: Picture, *, mask: npt.ArrayLike | None = None, size: int | None = None
+    ) -> PictureFeatures:
+        """Everything that matching needs to know of one picture; `mask` (height, width) says where to look."""
+        pixels = read(picture)
+        own = (pixels.shape[1], pixels.shape[0])
+        long_side = self.config.size if size is None else _checked_size(size)
+        scale = Scale(picture=own, network=network_size(own, long_side=long_side, max_size=self.config.max_size))
+        valid, array = None, None
+        if mask is not None:
+            array = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask) != 0
+            cells = mask_to_cells(array, scale.picture, scale.network, FINE_STRIDE)
+            valid = torch.from_numpy(cells)[None].to(self.device)
+        images = to_input(pixels, scale.network, self.device).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(
+            self.device.type, dtype=getattr(torch, self.precision), enabled=self.precision != "float32"
+        ):
+            features = self.network.extract(images)
+        return PictureFeatures(network=replace(features, valid=valid), scale=scale, mask=array)
+
+    def match(
+        self,
+        image0: Matchable,
+        image1: Matchable,
+        *,
+        mask0: npt.ArrayLike | None = None,
+        mask1: npt.ArrayLike | None = None,
+        size: int | None = None,
+        top: int | None = None,
+        min_score: float | None = None,
+    ) -> Matches:
+        """Corresponding points of two pictures, best first."""
+        features0, features1 = self._pair(image0, image1, mask0, mask1, size)
+        return self.match_features(features0, features1, top=top, min_score=min_score)
+
+    def match_features(
+        self,
+        features0: PictureFeatures,
+        features1: PictureFeatures,
+        *,
+        top: int | None = None,
+        min_score: float | None = None,
+    ) -> Matches:
+        """Match two pictures by features that were extracted before."""
+        return next(self._match_batch([(features0, features1)], top, min_score))
+
+    def match_many(
+        self,
+        pairs: Iterable[tuple[Picture, Picture]],
+        *,
+        size: int | None = None,
+        top: int | None = None,
+        min_score: float | None = None,
+        errors: Literal["raise", "empty"] = "raise",
+    ) -> Iterator[Matches]:
+        """Match many pairs, in order; a picture that stands in several pairs is usually read only once.
+
+        With errors="empty" a pair whose pictures can't be used gives no matches, with the reason in info["error"].
+        """
+        cache = _FeatureCache(self, size)
+        batch: list[tuple[PictureFeatures, PictureFeatures]] = []
+        for image0, image1 in pairs:
+            try:
+                pair = (cache.get(image0), cache.get(image1))
+            except ImageError as error:
+                if errors == "raise":
+                    raise
+                yield from self._match_batch(batch, top, min_score)
+                batch = []
+                yield _no_matches({**self.info, "error": str(error)})
+                continue
+            if batch and (_shapes(pair) != _shapes(batch[0]) or len(batch) == self._batch_size):
+                yield from self._match_batch(batch, top, min_score)
+                batch = []
+            batch.append(pair)
+        yield from self._match_batch(batch, top, min_score)
+
+    @torch.inference_mode()
+    def match_points(
+        self,
+        image0: Matchable,
+        image1: Matchable,
+        points0: npt.ArrayLike,
+        *,
+        mask0: npt.ArrayLike | None = None,
+        mask1: npt.ArrayLike | None = None,
+        size: int | None = None,
+    ) -> Matches:
+        """Where these points of picture 0 are in picture 1: one row per point, in order.
+
+        A point that has no counterpart, or lies outside the picture or its mask, has NaN for it and score 0.
+        """
+        points = np.asarray(points0, dtype=np.float32)
+        if points.ndim != 2 or points.shape[1] != 2:
+            raise DataError(f"Points have shape (n, 2), one (x, y) a row, not {points.shape}.")
+        features0, features1 = self._pair(image0, image1, mask0, mask1, size)
+        where = np.ones((features0.size[1], features0.size[0]), bool) if features0.mask is None else features0.mask
+        asked = inside_mask(points, where)
+        result, scores = np.full_like(points, np.nan), np.zeros(len(points), np.float32)
+        if asked.any():
+            inputs = torch.from_numpy(features0.scale.to_network(points[asked]).astype(np.float32)).to(self.device)
+            there, score = self.network.match_points(
+                features0.network, features1.network, inputs, max_memory=self.config.max_memory
+            )
+            result[asked] = features1.scale.to_picture(there.cpu().numpy())
+            scores[asked] = score.cpu().numpy()
+            if features1.mask is not None:
+                scores[~inside_mask(result, features1.mask)] = 0
+            result[scores == 0] = np.nan
+        return Matches(
+            points0=points,
+            points1=result,
+            scores=scores,
+            size0=features0.size,
+            size1=features1.size,
+            info=self.info,
+        )
+
+    @torch.inference_mode()
+    def warp(
+        self,
+        image0: Matchable,
+        image1: Matchable,
+        *,
+        mask0: npt.ArrayLike | None = None,
+        mask1: npt.ArrayLike | None = None,
+        size: int | None = None,
+    ) -> Warp:
+        """Where every pixel of picture 0 is in picture 1, with a certainty of 0 to 1."""
+        features0, features1 = self._pair(image0, image1, mask0, mask1, size)
+        points, certainty = self.network.warp(features0.network, features1.network, max_memory=self.config.max_memory)
+        places, sure = spread(points.cpu(), certainty.cpu(), features0.scale, FINE_STRIDE)
+        dense = features1.scale.to_picture(places.reshape(-1, 2)).reshape(places.shape)
+        width, height = features1.size
+        sure = sure * ((dense > -0.5) & (dense < (width - 0.5, height - 0.5))).all(2)
+        for features, points_there in ((features0, pixel_grid(features0.size)), (features1, dense)):
+            if features.mask is not None:
+                sure = sure * inside_mask(points_there.reshape(-1, 2), features.mask).reshape(sure.shape)
+        return Warp(points1=dense.astype(np.float32), certainty=sure.astype(np.float32), size1=features1.size)
+
+    @property
+    def _batch_size(self) -> int:
+        return _BATCH if self.device.type == "cuda" else 1
+
+    def _pair(
+        self,
+        image0: Matchable,
+        image1: Matchable,
+        mask0: npt.ArrayLike | None,
+        mask1: npt.ArrayLike | None,
+        size: int | None,
+    ) -> tuple[PictureFeatures, PictureFeatures]:
+        def get(image: Matchable, mask: npt.ArrayLike | None) -> PictureFeatures:
+            if not isinstance(image, PictureFeatures):
+                return self.features(image, mask=mask, size=size)
+            if mask is not None or size is not None:
+                raise ConfigError("Give mask and size to features(), where the picture's features are made.")
+            return image
+
+        return get(image0, mask0), get(image1, mask1)
+
+    @torch.inference_mode()
+    def _match_batch(
+        self,
+        batch: list[tuple[PictureFeatures, PictureFeatures]],
+        top: int | None,
+        min_score: float | None,
+    ) -> Iterator[Matches]:
+        """Match pairs of the same shapes together."""
+        if not batch:
+            return
+        top = self.config.top if top is None else _checked_top(top)
+        min_score = self.config.min_score if min_score is None else min_score
+        sides = [_stack([pair[side].network for pair in batch]) for side in (0, 1)]
+        # Masks may still reject some after refinement, so then the best are counted later.
+        masked = any(features.mask is not None for pair in batch for features in pair)
+        found = self.network.match(sides[0], sides[1], top=None if masked else top, max_memory=self.config.max_memory)
+        for number, pair in enumerate(batch):
+            matches = self._to_matches(found, number, *pair)
+            if masked:
+                matches = matches.inside(pair[0].mask, pair[1].mask)
+            matches = matches.above(min_score)
+            yield matches if top is None else matches[:top]
+
+    def _to_matches(
+        self, found: NetworkMatches, number: int, features0: PictureFeatures, features1: PictureFeatures
+    ) -> Matches:
+        chosen = found.pair == number
+        sizes = {"network_size0": features0.scale.network, "network_size1": features1.scale.network}
+        return Matches(
+            points0=features0.scale.to_picture(found.points0[chosen].cpu().numpy()),
+            points1=features1.scale.to_picture(found.points1[chosen].cpu().numpy()),
+            scores=found.scores[chosen].cpu().numpy(),
+            size0=features0.size,
+            size1=features1.size,
+            info={**self.info, **sizes},
+        )
+
+
+def load(
+    preset: str = "default",
+    *,
+    weights: str | Path | None = None,
+    device: str | torch.device | None = None,
+    precision: Precision | None = None,
+    **settings: Any,
+) -> Matcher:
+    """A matcher with the preset's bundled weights, or with a weights file of that preset, on the best device.
+
+    `settings` are fields of MatcherConfig: max_size, size, top, min_score, max_memory.
+    """
+    _, matcher_config = configs.preset(preset)
+    known = configs.to_dict(matcher_config) | settings
+    matcher_config = configs.from_dict(MatcherConfig, known)
+    path = Path(weights) if weights is not None else bundled(preset)
+    if path is None:
+        raise WeightsError(
+            f"The package carries no weights for the preset {preset!r}; give a file: load({preset!r}, weights=...)."
+        )
+    network = load_weights(path)
+    if network.config.preset != preset:
+        raise WeightsError(
+            f"{path} holds weights of the preset {network.config.preset!r}, not {preset!r}; "
+            f"load the preset {network.config.preset!r}, or give other weights."
+        )
+    return Matcher(network, matcher_config, device=device, precision=precision, weights_hash=file_hash(path))
+
+
+class _FeatureCache:
+    """Features of pictures given by path, the latest that fit into the matcher's memory, and at least two."""
+
+    def __init__(self, matcher: Matcher, size: int | None) -> None:
+        self._matcher = matcher
+        self._size = size
+        self._kept: OrderedDict[str, PictureFeatures] = OrderedDict()
+
+    def get(self, picture: Picture) -> PictureFeatures:
+        if not isinstance(picture, (str, Path)):
+            return self._matcher.features(picture, size=self._size)
+        key = str(picture)
+        if key not in self._kept:
+            self._kept[key] = self._matcher.features(picture, size=self._size)
+        self._kept.move_to_end(key)
+        limit = self._matcher.config.max_memory * 2**30
+        while len(self._kept) > 2 and sum(features.bytes for features in self._kept.values()) > limit:
+            self._kept.popitem(last=False)
+        return self._kept[key]
+
+
+def _choose_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"The device {device!r} can't be used ({reason}); choose cpu, cuda or mps.") from error
+    return chosen
+
+
+def _checked(config: MatcherConfig) -> MatcherConfig:
+    if config.size is not None:
+        _checked_size(config.size)
+    _checked_size(config.max_size)
+    if config.top is not None:
+        _checked_top(config.top)
+    if not config.max_memory > 0:
+        raise ConfigError(f"max_memory = {config.max_memory} must be above 0; it is in GiB.")
+    return config
+
+
+def _checked_size(size: int) -> int:
+    if size < MIN_SIDE:
+        raise ConfigError(f"size = {size} is too small; the long side must be at least {MIN_SIDE} pixels.")
+    return size
+
+
+def _checked_top(top: int) -> int:
+    if top < 0:
+        raise ConfigError(f"top = {top} must not be negative; leave it out to keep all matches.")
+    return top
+
+
+def _no_matches(info: dict[str, Any]) -> Matches:
+    empty = np.zeros((0, 2), np.float32)
+    return Matches(points0=empty, points1=empty, scores=empty[:, 0], size0=(0, 0), size1=(0, 0), info=info)
+
+
+def _shapes(pair: tuple[PictureFeatures, PictureFeatures]) -> tuple[Size, ...]:
+    return tuple(features.scale.network for features in pair)
+
+
+def _stack(features: list[Features]) -> Features:
+    """Pictures of the same shape as one batch."""
+    if len(features) == 1:
+        return features[0]
+    valid = None
+    if any(f.valid is not None for f in features):
+        whole = torch.ones_like(features[0].fine[:, 0], dtype=torch.bool)
+        valid = torch.cat([whole if f.valid is None else f.valid for f in features])
+    return Features(
+        coarse=torch.cat([f.coarse for f in features]), fine=torch.cat([f.fine for f in features]), valid=valid
+    )

@@ -1,0 +1,298 @@
+"""Matches between two pictures: the common currency of the package."""
+
+import csv
+import json
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc.errors import DataError, OutputError
+from dualrc.files import check_writable, replacing
+
+FloatArray = npt.NDArray[np.floating]
+BoolArray = npt.NDArray[np.bool_]
+Size = tuple[int, int]
+EstimateKind = Literal["homography", "fundamental", "essential"]
+
+# What reading a file that is not what it should be can raise.
+_BROKEN = (
+    DataError,
+    OSError,
+    LookupError,
+    ValueError,
+    EOFError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+    csv.Error,
+)
+_COLUMNS = ("x0", "y0", "x1", "y1", "score")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A two-view model fitted to matches, and which of them agree with it."""
+
+    kind: EstimateKind
+    # 3x3, maps picture 0 to picture 1: x1 ~ H x0, or x1' F x0 = 0. An essential matrix is for normalized rays.
+    # None when no model could be fitted.
+    matrix: FloatArray | None
+    inliers: BoolArray  # (n,)
+    # How it was obtained: threshold, cameras, relative pose where there is one. Plain JSON values.
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Matches:
+    """Corresponding points of two pictures in their own pixels, best first.
+
+    Points are (x, y) in the upright picture, the centre of its first pixel at (0, 0).
+    """
+
+    points0: FloatArray  # (n, 2) float32
+    points1: FloatArray  # (n, 2) float32
+    scores: FloatArray  # (n,) float32, higher is better
+    size0: Size  # (width, height); (0, 0) where a file did not tell
+    size1: Size
+    estimate: Estimate | None = None
+    # What made these matches: versions, config, hash of the weights. Plain JSON values.
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        count = len(self.scores)
+        for name, shape in (("points0", (count, 2)), ("points1", (count, 2)), ("scores", (count,))):
+            array = np.asarray(getattr(self, name), dtype=np.float32)
+            if array.shape != shape:
+                raise DataError(f"{name} has shape {array.shape}, not {shape}; give one row per match.")
+            object.__setattr__(self, name, array)
+        for name in ("size0", "size1"):
+            width, height = getattr(self, name)
+            object.__setattr__(self, name, (int(width), int(height)))
+        if self.estimate is not None and self.estimate.inliers.shape != (count,):
+            raise DataError(f"The estimate has {len(self.estimate.inliers)} inlier flags for {count} matches.")
+
+    def __len__(self) -> int:
+        return len(self.scores)
+
+    def __getitem__(self, index: slice | npt.NDArray[Any]) -> "Matches":
+        """The selected matches: a slice, a boolean mask or an array of indices."""
+        estimate = self.estimate
+        if estimate is not None:
+            estimate = replace(estimate, inliers=estimate.inliers[index])
+        return replace(
+            self,
+            points0=self.points0[index],
+            points1=self.points1[index],
+            scores=self.scores[index],
+            estimate=estimate,
+        )
+
+    def top(self, count: int) -> "Matches":
+        """The best `count` matches, or all if there are fewer."""
+        return self[np.argsort(-self.scores, kind="stable")[: max(count, 0)]]
+
+    def above(self, min_score: float) -> "Matches":
+        """Matches with at least this score."""
+        return self[self.scores >= min_score]
+
+    def inside(self, mask0: npt.ArrayLike | None = None, mask1: npt.ArrayLike | None = None) -> "Matches":
+        """Matches whose points fall on true pixels of the masks (height, width)."""
+        keep = np.ones(len(self), dtype=bool)
+        for mask, points in ((mask0, self.points0), (mask1, self.points1)):
+            if mask is not None:
+                keep &= inside_mask(points, np.asarray(mask, dtype=bool))
+        return self[keep]
+
+    def swapped(self) -> "Matches":
+        """The same matches with the two pictures exchanged; a fitted model is left behind."""
+        return replace(
+            self,
+            points0=self.points1,
+            points1=self.points0,
+            size0=self.size1,
+            size1=self.size0,
+            estimate=None,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The dictionary that other matching libraries expect."""
+        return {
+            "keypoints0": self.points0,
+            "keypoints1": self.points1,
+            "confidence": self.scores,
+            "image_size0": np.array(self.size0),
+            "image_size1": np.array(self.size1),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write .npz, .json or .csv, whole or not at all.
+
+        A .csv has the columns x0, y0, x1, y1, score (and inlier, where a model was fitted); sizes, model and info
+        go into a second file beside it, FILE.csv.json.
+        """
+        path = Path(path)
+        writer = _WRITERS.get(path.suffix.lower())
+        if writer is None:
+            raise OutputError(f"{path}: matches are written as .npz, .json or .csv; choose one of these endings.")
+        if path.suffix.lower() == ".csv":
+            check_writable(_beside(path))
+        with replacing(path) as temporary:
+            writer(self, temporary)
+        if path.suffix.lower() == ".csv":
+            with replacing(_beside(path)) as temporary:
+                temporary.write_text(json.dumps(self._header(), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> "Matches":
+        """Read what `save` wrote."""
+        path = Path(path)
+        reader = _READERS.get(path.suffix.lower())
+        if reader is None:
+            raise DataError(f"{path}: matches are read from .npz, .json or .csv files.")
+        try:
+            return reader(path)
+        except FileNotFoundError as error:
+            raise DataError(f"{path} does not exist; check the path.") from error
+        except _BROKEN as error:
+            raise DataError(f"{path} does not hold matches ({error}); write it again with Matches.save.") from error
+
+    def _header(self) -> dict[str, Any]:
+        """Everything but the arrays of one row per match."""
+        header: dict[str, Any] = {"size0": self.size0, "size1": self.size1, "info": dict(self.info)}
+        if self.estimate is not None:
+            matrix = self.estimate.matrix
+            header["estimate"] = {
+                "kind": self.estimate.kind,
+                "matrix": None if matrix is None else np.asarray(matrix, dtype=np.float64).tolist(),
+                "info": dict(self.estimate.info),
+            }
+        return header
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Warp:
+    """Where every pixel of picture 0 is in picture 1, and how sure that is."""
+
+    points1: FloatArray  # (height, width, 2) float32, finite everywhere
+    certainty: FloatArray  # (height, width) float32, 0 to 1; 0 where points1 is only filled in from around
+    size1: Size
+
+
+def inside_mask(points: FloatArray, mask: BoolArray) -> BoolArray:
+    """Which points (n, 2) fall on true pixels of a mask (height, width)."""
+    if mask.ndim != 2:
+        raise DataError(f"A mask has two axes (height, width), not shape {mask.shape}.")
+    height, width = mask.shape
+    # Beyond the picture is beyond it, however far: infinite values have no integer.
+    near = np.clip(np.nan_to_num(points, nan=-1), -1, max(height, width))
+    column, row = np.floor(near + 0.5).astype(np.int64).T
+    valid = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    inside = np.zeros(len(points), dtype=bool)
+    inside[valid] = mask[row[valid], column[valid]]
+    return inside
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + ".json")
+
+
+def _from_parts(header: Mapping[str, Any], rows: FloatArray, inliers: BoolArray | None) -> Matches:
+    estimate = None
+    if "estimate" in header and inliers is not None:
+        stored = header["estimate"]
+        matrix = None if stored["matrix"] is None else np.array(stored["matrix"], dtype=np.float64)
+        estimate = Estimate(kind=stored["kind"], matrix=matrix, inliers=inliers, info=stored["info"])
+    return Matches(
+        points0=rows[:, 0:2],
+        points1=rows[:, 2:4],
+        scores=rows[:, 4],
+        size0=tuple(header["size0"]),
+        size1=tuple(header["size1"]),
+        estimate=estimate,
+        info=header["info"],
+    )
+
+
+def _rows(matches: Matches) -> FloatArray:
+    return np.concatenate([matches.points0, matches.points1, matches.scores[:, None]], axis=1)
+
+
+def _write_npz(matches: Matches, path: Path) -> None:
+    arrays: dict[str, Any] = {
+        "points0": matches.points0,
+        "points1": matches.points1,
+        "scores": matches.scores,
+        "header": np.array(json.dumps(matches._header())),
+    }
+    if matches.estimate is not None:
+        arrays["inliers"] = matches.estimate.inliers
+        if matches.estimate.matrix is not None:
+            arrays["matrix"] = matches.estimate.matrix
+    with path.open("wb") as file:  # given a path, numpy would add .npz to a name that ends with .NPZ
+        np.savez_compressed(file, **arrays)
+
+
+def _read_npz(path: Path) -> Matches:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+        rows = np.concatenate([arrays["points0"], arrays["points1"], arrays["scores"][:, None]], axis=1)
+        inliers = arrays.get("inliers")
+        return _from_parts(json.loads(str(arrays["header"])), rows, inliers)
+
+
+def _write_json(matches: Matches, path: Path) -> None:
+    content = matches._header()
+    for name in ("points0", "points1", "scores"):
+        values = getattr(matches, name)
+        plain = values.astype(object)
+        plain[np.isnan(values)] = None  # JSON has no NaN, which stands for a point without counterpart
+        content[name] = plain.tolist()
+    if matches.estimate is not None:
+        content["inliers"] = matches.estimate.inliers.tolist()
+    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> Matches:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    columns = (
+        np.array(content["points0"], dtype=np.float32).reshape(-1, 2),
+        np.array(content["points1"], dtype=np.float32).reshape(-1, 2),
+        np.array(content["scores"], dtype=np.float32)[:, None],
+    )
+    inliers = np.array(content["inliers"], dtype=bool) if "inliers" in content else None
+    return _from_parts(content, np.concatenate(columns, axis=1), inliers)
+
+
+def _write_csv(matches: Matches, path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        estimate = matches.estimate
+        writer.writerow(_COLUMNS if estimate is None else (*_COLUMNS, "inlier"))
+        for index, row in enumerate(_rows(matches)):
+            # str of a float32 is the shortest text that reads back to the same float32.
+            values = [str(value) for value in row]
+            writer.writerow(values if estimate is None else [*values, int(estimate.inliers[index])])
+
+
+def _read_csv(path: Path) -> Matches:
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.reader(file)
+        columns = tuple(next(reader, ()))
+        if columns[:5] != _COLUMNS:
+            raise ValueError(f"its columns are not {', '.join(_COLUMNS)}")
+        table = np.array(list(reader), dtype=np.float32).reshape(-1, len(columns))
+    header: dict[str, Any] = {"size0": (0, 0), "size1": (0, 0), "info": {}}
+    if _beside(path).exists():
+        header = json.loads(_beside(path).read_text(encoding="utf-8"))
+    return _from_parts(header, table[:, :5], table[:, 5] != 0 if len(columns) > 5 else None)
+
+
+_WRITERS = {".npz": _write_npz, ".json": _write_json, ".csv": _write_csv}
+_READERS = {".npz": _read_npz, ".json": _read_json, ".csv": _read_csv}

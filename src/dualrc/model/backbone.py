@@ -1,0 +1,173 @@
+"""Backbones: a picture to its coarse map at 1/16 and its fine map at 1/4."""
+
+from typing import Self
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dualrc.config import CompactConfig, ResNetConfig
+
+
+class Bottleneck(nn.Module):
+    """ResNet's bottleneck block, with torchvision's parameter names."""
+
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(4 * width)
+        self.downsample: nn.Module | None = None
+        if inputs != 4 * width:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = F.relu(self.bn2(self.conv2(x)))
+        return F.relu(self.bn3(self.conv3(x)) + shortcut)
+
+
+class ResNet101(nn.Module):
+    """ResNet-101 to conv4_23, or to conv5_3, with torchvision's parameter names; frozen."""
+
+    def __init__(self, *, conv5: bool) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.layer1 = self._stage(64, 64, 3, 1)
+        self.layer2 = self._stage(256, 128, 4, 2)
+        self.layer3 = self._stage(512, 256, 23, 2)
+        self.layer4 = self._stage(1024, 512, 3, 2) if conv5 else None
+        self.requires_grad_(False)
+        self.train(False)
+
+    @staticmethod
+    def _stage(inputs: int, width: int, depth: int, stride: int) -> nn.Sequential:
+        blocks = [Bottleneck(inputs, width, stride)]
+        blocks += [Bottleneck(4 * width, width, 1) for _ in range(depth - 1)]
+        return nn.Sequential(*blocks)
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode: batch-norm statistics are never updated."""
+        return super().train(False)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        """(b 3 h w) -> conv2 (256, 1/4), conv3 (512, 1/8), conv4 (1024, 1/16) and, where built, conv5 (2048, 1/32)."""
+        x = F.max_pool2d(F.relu(self.bn1(self.conv1(images))), 3, 2, 1)
+        levels = []
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+            if stage is not None:
+                x = stage(x)
+                levels.append(x)
+        return levels
+
+
+def _upsample_to(x: Tensor, like: Tensor) -> Tensor:
+    # align_corners=True is what the published network was trained with.
+    return F.interpolate(x, size=like.shape[2:], mode="bilinear", align_corners=True)
+
+
+class PaperBackbone(nn.Module):
+    """ResNet-101 with a top-down path, in the five variants of the paper's appendix."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        c, fusion = config.channels, config.fusion
+        self.fusion = fusion
+        self.trunk = ResNet101(conv5=fusion == "e")
+        # conv4 has 1024 channels already, and variants (a) to (d) then use it as it is.
+        own_conv4 = c == 1024 and fusion != "e"
+        self.lateral5 = nn.Conv2d(2048, c, 1) if fusion == "e" else None
+        self.lateral4 = nn.Identity() if own_conv4 else nn.Conv2d(1024, c, 1)
+        self.lateral3 = nn.Conv2d(512, c, 1) if fusion != "b" else None
+        self.lateral2 = nn.Conv2d(256, c, 1)
+        self.smooth4 = nn.Conv2d(c, c, 3, padding=1) if fusion == "d" else nn.Identity()
+        self.smooth3 = nn.Conv2d(c, c, 3, padding=1) if fusion in ("c", "d") else nn.Identity()
+        self.coarse = nn.Conv2d(c, c, 3, padding=1) if c != 1024 else nn.Identity()
+        self.fine = nn.Conv2d(c, c, 3, padding=1)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(b 3 h w) -> coarse (b c h/16 w/16), fine (b c h/4 w/4), neither normalized."""
+        conv2, conv3, conv4, *conv5 = self.trunk(images)
+        top = self.lateral4(conv4)
+        if self.lateral5 is not None:
+            top = top + _upsample_to(self.lateral5(conv5[0]), conv4)
+        merged = self.smooth4(top)
+        # Added in place: at 1/4 of a large picture one map of 1024 channels is half a gigabyte.
+        if self.lateral3 is not None:
+            merged = self.smooth3(self.lateral3(conv3).add_(_upsample_to(merged, conv3)))
+        merged = self.lateral2(conv2).add_(_upsample_to(merged, conv2))
+        return self.coarse(top), self.fine(merged)
+
+
+def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
+    # Even kernels at stride 2 keep a cell's centre in the middle of the pixels that it covers.
+    padding = (kernel - 1) // 2
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
+    )
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        nn.init.zeros_(self.bn2.weight)  # a block starts as the identity
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + x)
+
+
+class CompactBackbone(nn.Module):
+    """A small residual network with a top-down path."""
+
+    def __init__(self, config: CompactConfig) -> None:
+        super().__init__()
+        w2, w4, w8, w16, w32 = config.widths
+        d4, d8, d16, d32 = config.depths
+        self.stem = _conv(3, w2, 4, 2)
+        self.level4 = self._level(w2, w4, 4, d4)
+        self.level8 = self._level(w4, w8, 2, d8)
+        self.level16 = self._level(w8, w16, 2, d16)
+        self.level32 = self._level(w16, w32, 2, d32)
+        self.down32 = nn.Conv2d(w32, w16, 1)
+        self.down16 = nn.Conv2d(w16, w8, 1)
+        self.down8 = nn.Conv2d(w8, w4, 1)
+        self.merge16 = _conv(w16, w16, 3)
+        self.merge8 = _conv(w8, w8, 3)
+        self.merge4 = _conv(w4, w4, 3)
+        self.coarse = nn.Conv2d(w16, config.coarse_channels, 1)
+        self.fine = nn.Conv2d(w4, config.fine_channels, 3, padding=1)
+
+    @staticmethod
+    def _level(inputs: int, width: int, kernel: int, depth: int) -> nn.Sequential:
+        return nn.Sequential(_conv(inputs, width, kernel, 2), *[ResidualBlock(width) for _ in range(depth)])
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(b 3 h w) -> coarse (b c h/16 w/16), fine (b c h/4 w/4), neither normalized."""
+        x4 = self.level4(self.stem(images))
+        x8 = self.level8(x4)
+        x16 = self.level16(x8)
+        # At 1/32 an odd map loses half a cell of context, so its last row and column are repeated.
+        odd = (0, x16.shape[3] % 2, 0, x16.shape[2] % 2)
+        x32 = self.level32(F.pad(x16, odd, mode="replicate"))
+        up32 = F.interpolate(self.down32(x32), scale_factor=2, mode="bilinear", align_corners=False)
+        x16 = self.merge16(x16 + up32[:, :, : x16.shape[2], : x16.shape[3]])
+        x8 = self.merge8(x8 + F.interpolate(self.down16(x16), scale_factor=2, mode="bilinear", align_corners=False))
+        x4 = self.merge4(x4 + F.interpolate(self.down8(x8), scale_factor=2, mode="bilinear", align_corners=False))
+        return self.coarse(x16), self.fine(x4)
+
+
+def make_backbone(config: ResNetConfig | CompactConfig) -> nn.Module:
+    """The backbone that a config describes, untrained."""
+    return PaperBackbone(config) if isinstance(config, ResNetConfig) else CompactBackbone(config)

@@ -1,0 +1,180 @@
+"""Weights files: safetensors with the network's config in the header; pickled files are only converted, safely."""
+
+import argparse
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dualrc.config import PRESETS, ConsensusConfig, NetworkConfig, ResNetConfig, from_dict, to_dict
+from dualrc.errors import ConfigError, WeightsError
+from dualrc.files import is_file, replacing
+from dualrc.model.backbone import ResNet101
+from dualrc.model.dualrc import DualRCNet, make_network
+
+_FORMAT = "dualrc-1"
+# The published network's names, as patterns, and ours.
+_PUBLISHED_NAMES = (
+    (r"FeatureExtraction\.extractor_list\.0\.0\.", "backbone.trunk.conv1."),
+    (r"FeatureExtraction\.extractor_list\.0\.1\.", "backbone.trunk.bn1."),
+    (r"FeatureExtraction\.extractor_list\.0\.4\.", "backbone.trunk.layer1."),
+    (r"FeatureExtraction\.extractor_list\.1\.0\.", "backbone.trunk.layer2."),
+    (r"FeatureExtraction\.extractor_list\.2\.0\.", "backbone.trunk.layer3."),
+    (r"FeatureExtraction\.(last|fine)_layer_block\.", "backbone.fine."),
+    (r"FeatureExtraction\.coarse_layer_block\.", "backbone.coarse."),
+)
+
+
+def bundled(preset: str) -> Path | None:
+    """The weights file of this preset inside the package, if it ships one."""
+    path = Path(str(resources.files("dualrc"))) / "weights" / f"{preset}.safetensors"
+    return path if path.is_file() else None
+
+
+def save_weights(network: DualRCNet, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
+    """Write a network and its config; with `dtype`, floating-point tensors are stored in it."""
+    state = {
+        name: (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous().cpu()
+        for name, tensor in network.state_dict().items()
+    }
+    metadata = {"format": _FORMAT, "network": json.dumps(to_dict(network.config))}
+    with replacing(path) as temporary:
+        save_file(state, str(temporary), metadata=metadata)
+
+
+def load_weights(path: str | Path) -> DualRCNet:
+    """Build the network that a weights file describes, in float32 on the CPU."""
+    path = Path(path)
+    config = read_config(path)
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            names = file.keys()
+            state = {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} is broken ({error}); copy it again.") from error
+    network = make_network(config)
+    _fill(network, state, str(path))
+    return network
+
+
+def read_config(path: str | Path) -> NetworkConfig:
+    """The network config in a weights file's header."""
+    path = Path(path)
+    if not is_file(path):
+        raise WeightsError(f"The weights file {path} does not exist; check the path.")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata: Mapping[str, str] = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        remedy = "convert a published checkpoint with `dualrc convert`, or copy the file again"
+        raise WeightsError(f"{path} is not a safetensors file, or broken ({error}); {remedy}.") from error
+    if metadata.get("format") != _FORMAT or "network" not in metadata:
+        raise WeightsError(f"{path} was not written by dualrc: its header has no config; train or convert one.")
+    try:
+        return from_dict(NetworkConfig, json.loads(metadata["network"]))
+    except (ConfigError, ValueError, TypeError) as error:
+        raise WeightsError(f"{path}: its config can't be used ({error}); a newer dualrc may read it.") from error
+
+
+def file_hash(path: str | Path) -> str:
+    """The first 16 hexadecimal digits of a file's SHA-256."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def load_imagenet_trunk(trunk: ResNet101, path: str | Path) -> None:
+    """Fill the trunk from torchvision's ResNet-101 file; the classifier, and conv5 where not used, are left out."""
+    state = _unpickle(path)
+    wanted = set(trunk.state_dict())
+    _fill(trunk, {name: t for name, t in state.items() if name in wanted and isinstance(t, Tensor)}, str(path))
+
+
+def convert_published(source: str | Path, target: str | Path) -> NetworkConfig:
+    """Turn a published DualRC-Net checkpoint into a weights file for the preset `paper`."""
+    content = _unpickle(source)
+    stored = content.get("state_dict")
+    if not isinstance(stored, Mapping) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
+        raise WeightsError(f"{source} has no state_dict of tensors: it is not a published DualRC-Net checkpoint.")
+    state = {str(name).removeprefix("module."): tensor for name, tensor in stored.items()}
+    config = _published_config(content.get("args"), state, source)
+    network = make_network(config)
+    _fill(network, dict(_renamed(name, tensor, config) for name, tensor in state.items()), str(source))
+    save_weights(network, target)
+    return config
+
+
+def _published_config(args: Any, state: Mapping[str, Tensor], source: str | Path) -> NetworkConfig:
+    settings = vars(args) if isinstance(args, argparse.Namespace) else {}
+    four_d = [name for name in state if re.fullmatch(r"NeighConsensus\.conv\.\d+\.weight", name)]
+    four_d.sort(key=lambda name: int(name.split(".")[2]))  # conv.10 comes after conv.8
+    fine = [name for name in state if re.search(r"\.(last|fine)_layer_block\.weight$", name)]
+    if not four_d or not fine:
+        raise WeightsError(f"{source} lacks the layers of DualRC-Net; known: backbone {settings.get('backbone')!r}.")
+    channels = int(state[fine[0]].shape[0])
+    if channels not in (256, 1024):
+        raise WeightsError(f"{source} has {channels} fine channels; only 256 and 1024 are known.")
+    consensus = ConsensusConfig(
+        kernel_sizes=tuple(int(state[name].shape[0]) for name in four_d),
+        channels=tuple(int(state[name].shape[1]) for name in four_d),
+    )
+    network = PRESETS["paper"][0]
+    backbone = ResNetConfig(fusion="a", channels=256 if channels == 256 else 1024)
+    return NetworkConfig(preset="paper", backbone=backbone, consensus=consensus, fine=network.fine)
+
+
+def _renamed(name: str, tensor: Tensor, config: NetworkConfig) -> tuple[str, Tensor]:
+    for pattern, ours in _PUBLISHED_NAMES:
+        renamed, count = re.subn("^" + pattern, ours, name)
+        if count:
+            return renamed, tensor
+    if match := re.fullmatch(r"FeatureExtraction\.inner_block_list\.(\d)\.(\w+)", name):
+        # From the coarsest level; with 1024 channels conv4 has no 1x1 convolution and the list starts at conv3.
+        top = 3 if config.backbone == ResNetConfig(channels=1024) else 4
+        return f"backbone.lateral{top - int(match[1])}.{match[2]}", tensor
+    if match := re.fullmatch(r"NeighConsensus\.conv\.(\d+)\.(\w+)", name):
+        layer = int(match[1]) // 2  # every other module is a ReLU
+        # Stored with the first kernel dimension in front: (k, out, in, k, k, k).
+        return (
+            (f"consensus.weights.{layer}", tensor.movedim(0, 2))
+            if match[2] == "weight"
+            else (f"consensus.biases.{layer}", tensor)
+        )
+    return name, tensor
+
+
+def _unpickle(path: str | Path) -> dict[str, Any]:
+    path = Path(path)
+    if not is_file(path):
+        raise WeightsError(f"The checkpoint {path} does not exist; check the path.")
+    try:
+        # The published files hold the training run's argparse namespace; nothing else beside tensors is let in.
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a file that is no checkpoint can fail in any way
+        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+        raise WeightsError(f"{path} can't be read as a checkpoint ({reason}); copy it again.") from error
+    if not isinstance(content, dict):
+        raise WeightsError(f"{path} does not hold a dictionary of weights; give another file.")
+    return content
+
+
+def _fill(module: torch.nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    """Load weights that must fit exactly, and say in one line what doesn't."""
+    expected = module.state_dict()
+    missing, unknown = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+    shapes = [name for name in expected.keys() & state.keys() if expected[name].shape != state[name].shape]
+    for label, names in (("lacks", missing), ("has the unknown", unknown), ("has another shape of", sorted(shapes))):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise WeightsError(f"{source} does not fit the network: it {label} {names[0]}{more}; give another file.")
+    module.load_state_dict(dict(state))

@@ -1,0 +1,187 @@
+"""The assembly: pictures to features, features to the refined coarse tensor, both to matches."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dualrc.config import CompactConfig, NetworkConfig
+from dualrc.model.backbone import make_backbone
+from dualrc.model.consensus import Consensus
+from dualrc.model.correlation import correlate, mutual_filter, normalize
+from dualrc.model.fine import RATIO, BothWays, FineMap, both_ways, cell_queries, point_queries, search
+from dualrc.model.subpixel import Subpixel, refine_both
+
+FINE_STRIDE = 4
+# A dense or asked-for point is trusted when the way back ends within so many fine cells of it: where one picture
+# is larger, several cells share their counterpart, and only one of them can be its first choice.
+_RETURN_CELLS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """What matching needs to know of a picture; depends on that picture alone."""
+
+    coarse: Tensor  # b c h w, at 1/16, as the backbone gives it
+    fine: Tensor  # b c 4h 4w, at 1/4, unit length
+    # Where to look: fine cells that may be matched, (b 4h 4w) bool; None: everywhere.
+    valid: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkMatches:
+    """Matches of a batch in network-input pixels, by pair and then best first."""
+
+    pair: Tensor  # n
+    points0: Tensor  # n 2, (x, y), the centre of the first pixel at (0, 0)
+    points1: Tensor  # n 2
+    scores: Tensor  # n, the sum of both directions' scores, 0 to 2
+
+
+class DualRCNet(nn.Module):
+    """The dual-resolution correspondence network."""
+
+    def __init__(
+        self, config: NetworkConfig, *, backbone: nn.Module, consensus: Consensus, subpixel: Subpixel | None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.backbone = backbone
+        self.consensus = consensus
+        self.subpixel = subpixel
+
+    def extract(self, images: Tensor) -> Features:
+        """Normalized pictures (b 3 h w), sides multiples of 16, to their features."""
+        coarse, fine = self.backbone(images)
+        return Features(coarse=coarse, fine=normalize(fine))
+
+    def coarse_tensor(self, features0: Features, features1: Features, max_memory: float = 0.5) -> Tensor:
+        """The refined coarse tensor, b h0 w0 h1 w1, in float32."""
+        scores = correlate(features0.coarse, features1.coarse).float()
+        for features, axes in ((features0, (1, 2)), (features1, (3, 4))):
+            if features.valid is not None:  # a cell outside the mask must not compete with those inside
+                cells = features.valid.unflatten(1, (-1, RATIO)).unflatten(3, (-1, RATIO)).any(4).any(2)
+                scores = scores * cells.view(*[n if i in (0, *axes) else 1 for i, n in enumerate(scores.shape)])
+        return self.refine(scores, max_memory)
+
+    def refine(self, scores: Tensor, max_memory: float = 0.5) -> Tensor:
+        """Mutual filter, consensus, mutual filter: b h0 w0 h1 w1 -> the same."""
+        scores = mutual_filter(scores)
+        return mutual_filter(self.consensus(scores, _values(max_memory)))
+
+    def match(
+        self, features0: Features, features1: Features, *, top: int | None = None, max_memory: float = 0.5
+    ) -> NetworkMatches:
+        """Mutual matches of every pair of a batch; the best `top` of each pair where given."""
+        fine0, fine1, found = self._both_ways(features0, features1, self.config.fine.query_share, max_memory)
+        mutual = found.back == found.index0
+        pair, index0, index1, scores = (x[mutual] for x in (found.pair, found.index0, found.index1, found.score))
+        cells0, cells1 = _cells(index0, fine0), _cells(index1, fine1)
+        if self.subpixel is not None:
+            offset0, offset1, trust = refine_both(self.subpixel, fine0, fine1, pair, index0, index1)
+            cells0, cells1, scores = cells0 + offset0, cells1 + offset1, scores * trust
+        keep = _best_first(pair, scores, top)
+        return NetworkMatches(
+            pair=pair[keep], points0=_pixels(cells0[keep]), points1=_pixels(cells1[keep]), scores=scores[keep]
+        )
+
+    def match_points(
+        self, features0: Features, features1: Features, points0: Tensor, *, max_memory: float = 0.5
+    ) -> tuple[Tensor, Tensor]:
+        """Where these points of picture 0 (n 2, network pixels) are in picture 1, and scores; score 0: nowhere."""
+        settings = self.config.fine
+        fine0, fine1 = FineMap.of(features0.fine, features0.valid), FineMap.of(features1.fine, features1.valid)
+        tensor = self.coarse_tensor(features0, features1, max_memory).flatten(3).flatten(1, 2)
+        pair = torch.zeros(len(points0), dtype=torch.long, device=points0.device)
+        cells0 = (points0 + 0.5) / FINE_STRIDE - 0.5
+        values = _values(max_memory)
+        queries = point_queries(fine0, pair, cells0, settings.reading)
+        there = search(tensor, queries, fine1, temperature=settings.temperature, max_values=values)
+        index1 = there.index[:, 0].clamp(min=0)
+        cell, place = fine1.split(index1)
+        answering, inverse = cell.unique(return_inverse=True)
+        turned = tensor.transpose(1, 2).contiguous()
+        questions = cell_queries(fine1, answering, settings.reading)
+        back = search(turned, questions, fine0, temperature=settings.temperature, max_values=values)
+        returned = _cells(back.index[inverse, place], fine0)
+        good = (there.index[:, 0] >= 0) & (back.index[inverse, place] >= 0)
+        good &= (returned - cells0).abs().amax(1) <= _RETURN_CELLS
+        cells1 = _cells(index1, fine1)
+        score = there.score[:, 0] + back.score[inverse, place]
+        if self.subpixel is not None:
+            refined = self.subpixel(queries.features[:, 0], fine1, pair, index1)
+            cells1, score = cells1 + refined.offset, score * refined.logit.sigmoid()
+        return _pixels(cells1), torch.where(good, score, 0)
+
+    def warp(self, features0: Features, features1: Features, *, max_memory: float = 0.5) -> tuple[Tensor, Tensor]:
+        """For every fine cell of picture 0: its place in picture 1 (4h 4w 2, network pixels), certainty (4h 4w)."""
+        fine0, fine1, found = self._both_ways(features0, features1, 1.0, max_memory)
+        cells0, cells1, returned = _cells(found.index0, fine0), _cells(found.index1, fine1), _cells(found.back, fine0)
+        score = found.score / 2
+        if self.subpixel is not None:
+            refined = self.subpixel(fine0.gather(found.pair, found.index0), fine1, found.pair, found.index1)
+            cells1, score = cells1 + refined.offset, score * refined.logit.sigmoid()
+        good = (found.back >= 0) & ((returned - cells0).abs().amax(1) <= _RETURN_CELLS)
+        height, width = features0.fine.shape[2:]
+        points = torch.zeros(height * width, 2, device=cells1.device)
+        certainty = torch.zeros(height * width, device=cells1.device)
+        points[found.index0] = _pixels(cells1)
+        certainty[found.index0] = torch.where(good, score, 0).clamp(max=1)
+        return points.view(height, width, 2), certainty.view(height, width)
+
+    def _both_ways(
+        self, features0: Features, features1: Features, query_share: float, max_memory: float
+    ) -> tuple[FineMap, FineMap, BothWays]:
+        settings = self.config.fine
+        tensor = self.coarse_tensor(features0, features1, max_memory).flatten(3).flatten(1, 2)
+        fine0, fine1 = FineMap.of(features0.fine, features0.valid), FineMap.of(features1.fine, features1.valid)
+        found = both_ways(
+            tensor,
+            fine0,
+            fine1,
+            reading=settings.reading,
+            query_share=query_share,
+            temperature=settings.temperature,
+            max_values=_values(max_memory),
+        )
+        return fine0, fine1, found
+
+
+def make_network(config: NetworkConfig) -> DualRCNet:
+    """The network that a config describes, untrained, in evaluation mode."""
+    backbone = config.backbone
+    channels = backbone.fine_channels if isinstance(backbone, CompactConfig) else backbone.channels
+    network = DualRCNet(
+        config,
+        backbone=make_backbone(backbone),
+        consensus=Consensus(config.consensus),
+        subpixel=Subpixel(channels, config.fine.subpixel_hidden) if config.fine.subpixel else None,
+    )
+    return network.eval()
+
+
+def _values(max_memory: float) -> int:
+    """How many float32 values fit into so many GiB."""
+    return int(max_memory * 2**30 / 4)
+
+
+def _best_first(pair: Tensor, scores: Tensor, top: int | None) -> Tensor:
+    """Indices of matches by pair and then by falling score, at most `top` of each pair."""
+    keep = scores.sort(descending=True, stable=True).indices
+    keep = keep[pair[keep].sort(stable=True).indices]
+    if top is not None:
+        counts = pair.bincount()
+        rank = torch.arange(len(keep), device=keep.device) - (counts.cumsum(0) - counts)[pair[keep]]
+        keep = keep[rank < top]
+    return keep
+
+
+def _cells(index: Tensor, fine: FineMap) -> Tensor:
+    """Row-major fine indices to (x, y) in fine cells."""
+    width = fine.width * RATIO
+    return torch.stack([index % width, index // width], dim=1).float()
+
+
+def _pixels(cells: Tensor) -> Tensor:
+    """Fine cells to network-input pixels."""
+    return (cells + 0.5) * FINE_STRIDE - 0.5

@@ -1,0 +1,37 @@
+"""The scene maker: procedural 3D scenes, pictures of them, and exactly which pixels correspond.
+
+The world is in metres with z up; a camera looks along its z with y down. Random choices are drawn with numpy from
+the seed, so a scene is the same on every device. Solids are convex and seen from outside.
+"""
+
+from dualrc.scenes.cast import View, look_at
+from dualrc.scenes.pairs import (
+    Correspondences,
+    ScenePair,
+    correspond,
+    correspond_all,
+    homography,
+    make_light,
+    make_pair,
+)
+from dualrc.scenes.render import Light, Rendering, render
+from dualrc.scenes.world import Scene, SceneKind, Solid, make_scene
+
+__all__ = [
+    "Correspondences",
+    "Light",
+    "Rendering",
+    "Scene",
+    "SceneKind",
+    "ScenePair",
+    "Solid",
+    "View",
+    "correspond",
+    "correspond_all",
+    "homography",
+    "look_at",
+    "make_light",
+    "make_pair",
+    "make_scene",
+    "render",
+]

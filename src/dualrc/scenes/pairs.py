@@ -1,0 +1,137 @@
+"""Pairs of pictures with exact ground truth."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dualrc.errors import ConfigError, DataError
+from dualrc.scenes.cast import as_like, eye_of, first_hit, look_at, point_windows, rays_through
+from dualrc.scenes.render import Light, Rendering, render
+from dualrc.scenes.world import Array, SceneKind, make_scene
+
+
+class ScenePair(NamedTuple):
+    """Two pictures of one scene."""
+
+    rendering0: Rendering
+    rendering1: Rendering
+
+
+class Correspondences(NamedTuple):
+    """Where points of picture 0 lie in picture 1."""
+
+    points1: Tensor  # (..., 2) float64; NaN where picture 0 shows nothing or the point is behind camera 1
+    visible: Tensor  # (...) inside picture 1 and not hidden there
+
+
+def correspond(rendering0: Rendering, rendering1: Rendering, points0: Any) -> Correspondences:
+    """Where points (..., 2) of picture 0 lie in picture 1, by casting rays in both; points may lie between pixels."""
+    scene, view0, view1 = rendering0.scene, rendering0.view, rendering1.view
+    points = torch.as_tensor(points0, dtype=torch.float64, device=scene.texels.device)
+    if points.shape[-1:] != (2,):
+        raise DataError(f"points0 has shape {tuple(points.shape)}; give (x, y) along its last axis.")
+    if rendering1.scene is not scene:
+        raise DataError("The two pictures show different scenes; render both from one Scene.")
+    places = points.reshape(-1, 2)
+    rays = rays_through(view0, *places.T)  # (3, n)
+    depth, _ = first_hit(scene, view0, rays[:, None], point_windows(scene, view0, places))
+    world, pose = as_like(eye_of(view0), rays) + rays * depth, as_like(view1.cam_from_world, rays)
+    cam1 = pose[:, :3] @ world + pose[:, 3:]
+    depth1 = torch.where((cam1[2] > 0) & depth[0].isfinite(), cam1[2], torch.nan)
+    points1 = (as_like(view1.K, rays) @ (cam1 / depth1))[:2].T
+    rays1 = (world - as_like(eye_of(view1), rays)) / depth1
+    first, _ = first_hit(scene, view1, rays1[:, None], point_windows(scene, view1, points1))
+    size = torch.tensor(view1.size, device=points.device)
+    # What hides a point is nearer by more than the rounding of its own distance.
+    visible = (first[0] > depth1 * (1 - 1e-9)) & ((points1 >= -0.5) & (points1 <= size - 0.5)).all(dim=-1)
+    return Correspondences(points1.reshape(points.shape), visible.reshape(points.shape[:-1]))
+
+
+def correspond_all(rendering0: Rendering, rendering1: Rendering) -> Correspondences:
+    """`correspond` for every pixel of picture 0: points1 (h, w, 2), visible (h, w)."""
+    width, height = rendering0.view.size
+    grid = torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy")
+    return correspond(rendering0, rendering1, torch.stack(grid, dim=-1))
+
+
+def homography(pair: ScenePair) -> Array:
+    """H1_from_0 (3, 3) between pictures of a scene of kind "plane", pixel to pixel."""
+    view0, view1, solids = pair.rendering0.view, pair.rendering1.view, pair.rendering0.scene.solids
+    if len(solids) != 1:
+        raise ConfigError('Only a plane has a homography; make the pair with kind="plane".')
+    plane = solids[0].planes[2]  # the side that faces the cameras, normal (0, -1, 0)
+    (R0, t0), (R1, t1) = ((v.cam_from_world[:, :3], v.cam_from_world[:, 3]) for v in (view0, view1))
+    normal, rotation = R0 @ plane[:3], R1 @ R0.T
+    H = rotation + np.outer(t1 - rotation @ t0, normal) / (plane[3] + normal @ t0)
+    H = view1.K @ H @ np.linalg.inv(view0.K)
+    return np.asarray(H / H[2, 2])
+
+
+def make_light(rng: np.random.Generator, base: Light, change: float, *, night: bool = False) -> Light:
+    """Another hour and another camera: `change` 0 keeps the light as it is, 1 is as different as days get."""
+    sun = np.array(base.to_sun) + change * rng.uniform((-1.2, -0.6, -0.3), (1.2, 0.6, 0.5))
+    strength = np.exp(change * rng.uniform(-0.9, 0.2))
+    light = replace(
+        base,
+        to_sun=tuple(sun.tolist()),
+        sun=tuple((np.array(base.sun) * strength).tolist()),
+        exposure=base.exposure * float(np.exp(change * rng.uniform(-0.4, 0.4)) * strength**-0.5),
+        gamma=float(np.exp(change * rng.uniform(-0.25, 0.25))),
+        cast=tuple(np.exp(change * rng.uniform(-0.15, 0.15, 3)).tolist()),
+        noise=4.0 * change,
+        noise_seed=int(rng.integers(1 << 31)),
+    )
+    if night:
+        light = replace(light, sun=(0.1, 0.13, 0.2), sky=(0.05, 0.07, 0.13), windows=1.0, noise=light.noise + 3)
+    return light
+
+
+def make_pair(
+    seed: int,
+    *,
+    kind: SceneKind = "square",
+    size: tuple[int, int] = (640, 480),
+    angle_deg: float = 20.0,
+    roll_deg: float = 5.0,
+    zoom: float = 1.2,
+    light_change: float = 0.5,
+    night: bool = False,
+    min_overlap: float = 0.4,
+    supersample: int = 2,
+    texture_size: int = 512,
+    device: Any = "cpu",
+) -> ScenePair:
+    """Two pictures of a random scene; of picture 0, at least `min_overlap` is visible in picture 1.
+
+    angle_deg: between the cameras, as seen from the scene, give or take a third.
+    roll_deg, zoom: the most that a camera is turned about its axis, and that its focal length is multiplied by.
+    light_change: how different the light and the exposure of picture 1 are, from 0 to 1.
+    """
+    if angle_deg < 0 or zoom < 1 or not 0 <= light_change <= 1 or not 0 <= min_overlap < 1:
+        raise ConfigError("Give angle_deg >= 0, zoom >= 1, light_change from 0 to 1 and min_overlap below 1.")
+    scene = make_scene(seed, kind=kind, texture_size=texture_size, device=device)
+    rng = np.random.default_rng([seed, 2])
+    light0 = make_light(rng, Light(), 0.3 if light_change else 0.0)
+    light1 = make_light(rng, light0, light_change, night=night) if light_change or night else light0
+    for _ in range(60):
+        middle, apart = rng.uniform(-100, -80), angle_deg * rng.uniform(0.67, 1.33) * rng.choice([-0.5, 0.5])
+        views = []
+        for azimuth in np.radians([middle - apart, middle + apart]):
+            elevation, distance = np.radians(rng.uniform(7, 22)), rng.uniform(10.5, 13.5)
+            target = np.array([0, 2.5, 1.8]) + rng.uniform(-0.7, 0.7, 3)
+            outward = [np.cos(azimuth) * np.cos(elevation), np.sin(azimuth) * np.cos(elevation), np.sin(elevation)]
+            fov_deg = 2 * np.degrees(np.arctan(np.tan(np.radians(32)) / zoom ** rng.uniform(0, 1)))
+            roll = roll_deg * rng.uniform(-1, 1)
+            eye = target + distance * np.array(outward)
+            views.append(look_at(eye, target, size=size, fov_deg=fov_deg, roll_deg=roll))
+        # A glance at a few points, without pictures, tells how much the two share and that nothing blocks the view.
+        blank = torch.empty(0)
+        glances = [Rendering(image=blank, depth=blank, view=v, scene=scene, light=light0) for v in views]
+        grid = np.stack(np.meshgrid(*(np.linspace(0, n - 1, 16) for n in size)), axis=-1)
+        if correspond(glances[0], glances[1], grid).visible.double().mean() >= min_overlap:
+            first = render(scene, views[0], light0, supersample=supersample)
+            return ScenePair(first, render(scene, views[1], light1, supersample=supersample))
+    raise ConfigError(f"No two views share {min_overlap:.0%} of the picture; lower min_overlap, angle_deg or zoom.")

@@ -1,0 +1,159 @@
+"""What the tests share: tiny inputs, and an oracle network that knows where every pixel is."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dualrc.config import CompactConfig, ConsensusConfig, FineConfig, MatcherConfig, NetworkConfig
+from dualrc.image import _DEVIATION, _MEAN
+from dualrc.matcher import Matcher
+from dualrc.model.consensus import Consensus
+from dualrc.model.dualrc import DualRCNet, make_network
+from dualrc.model.subpixel import Subpixel
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT.parent / "shared" / "data" / "golden"
+
+settings.register_profile("dualrc", deadline=None, derandomize=True, database=None)
+settings.load_profile("dualrc")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes minutes or gigabytes; run with --slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--slow"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: give --slow to run it"))
+
+
+def rand(seed: int, *shape: int) -> Tensor:
+    """Standard normal values that depend on the seed alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def texture(seed: int, width: int, height: int) -> np.ndarray:
+    """A picture of smooth blobs, uint8 (height, width, 3)."""
+    coarse = rand(seed, 1, 3, height // 6 + 2, width // 6 + 2)
+    smooth = F.interpolate(coarse, size=(height, width), mode="bicubic", align_corners=False)[0]
+    return (128 + 60 * smooth).clamp(0, 255).permute(1, 2, 0).byte().numpy()
+
+
+def tiny_config(preset: str = "default", **fine) -> NetworkConfig:
+    return NetworkConfig(
+        preset=preset,
+        backbone=CompactConfig(
+            widths=(4, 8, 8, 12, 12), depths=(1, 1, 1, 1), coarse_channels=12, fine_channels=16
+        ),
+        fine=FineConfig(**fine),
+    )
+
+
+def tiny_network(preset: str = "default", seed: int = 0, **fine) -> DualRCNet:
+    """A whole network of the preset `default`, a thousandth of the size, untrained."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return make_network(tiny_config(preset, **fine))
+
+
+def tiny_matcher(seed: int = 0, **matcher) -> Matcher:
+    return Matcher(tiny_network(seed=seed), MatcherConfig(**matcher), device="cpu")
+
+
+# The oracle. A scene is a plane with coordinates (X, Y) in 0 to SCENE; its colour there is red for X and green for Y.
+# A colour ramp stays a ramp under any resizing, so a cell's mean colour tells exactly where its centre is.
+
+SCENE = 400.0
+_LOW, _HIGH = 8.0, 248.0  # away from where colours are clipped
+
+
+@dataclass(frozen=True)
+class View:
+    """A picture of the scene: pixel (x, y) shows the scene at origin + step * (x, y)."""
+
+    width: int
+    height: int
+    origin: tuple[float, float] = (0.0, 0.0)
+    step: tuple[float, float] = (1.0, 1.0)
+
+    def picture(self, seed: int = 0) -> np.ndarray:
+        """uint8 (height, width, 3); noise before rounding makes the mean of many pixels finer than one level."""
+        x, y = np.meshgrid(np.arange(self.width), np.arange(self.height))
+        scene = self.to_scene(np.stack([x, y], axis=-1))
+        assert scene.min() >= 0 and scene.max() <= SCENE
+        colors = np.full((self.height, self.width, 3), 128.0)
+        colors[:, :, :2] = _LOW + (_HIGH - _LOW) * scene / SCENE
+        noise = np.random.default_rng(seed).uniform(-0.5, 0.5, colors.shape)
+        return np.round(colors + noise).astype(np.uint8)
+
+    def to_scene(self, points: np.ndarray) -> np.ndarray:
+        return np.asarray(points, dtype=np.float64) * self.step + self.origin
+
+    def from_scene(self, points: np.ndarray) -> np.ndarray:
+        return (np.asarray(points) - self.origin) / self.step
+
+
+class OracleBackbone(nn.Module):
+    """Features whose cosine is a Gaussian of the distance in the scene: random Fourier features of the position."""
+
+    def __init__(self, fine_length: float = 10.0, coarse_length: float = 20.0, count: int = 128) -> None:
+        super().__init__()
+        self.register_buffer("fine_waves", rand(1, count, 2) / fine_length)
+        self.register_buffer("coarse_waves", rand(2, count, 2) / coarse_length)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        mean, deviation = torch.tensor(_MEAN[:2]), torch.tensor(_DEVIATION[:2])
+        colors = (images[:, :2] * deviation.view(1, 2, 1, 1) + mean.view(1, 2, 1, 1)) * 255
+        places = (colors - _LOW) / (_HIGH - _LOW) * SCENE
+        maps = []
+        for waves, stride in ((self.coarse_waves, 16), (self.fine_waves, 4)):
+            phase = torch.einsum("kc,bchw->bkhw", waves, F.avg_pool2d(places, stride))
+            maps.append(torch.cat([phase.cos(), phase.sin()], dim=1) / math.sqrt(len(waves)))
+        return maps[0], maps[1]
+
+
+def plain_consensus() -> Consensus:
+    """A consensus that changes nothing but for a factor of 2."""
+    consensus = Consensus(ConsensusConfig(kernel_sizes=(1,), channels=(1,)))
+    nn.init.ones_(consensus.weights[0])
+    return consensus
+
+
+def oracle_matcher(*, subpixel: bool = True, **matcher) -> Matcher:
+    """A matcher that finds what View says; the sharper fine score keeps coarse cells from pulling at matches."""
+    config = tiny_config(temperature=0.05, subpixel=subpixel)
+    network = DualRCNet(
+        config,
+        backbone=OracleBackbone(),
+        consensus=plain_consensus(),
+        subpixel=Subpixel(256, 0) if subpixel else None,
+    )
+    return Matcher(network, MatcherConfig(**matcher), device="cpu")
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Matcher:
+    return oracle_matcher()
+
+
+def same_matches(a, b) -> bool:
+    """Equal to the bit."""
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("points0", "points1", "scores"))
+
+
+def match_set(matches, decimals: int = 3) -> set[tuple[float, ...]]:
+    rows = np.concatenate([matches.points0, matches.points1], axis=1)
+    return set(map(tuple, np.round(rows.astype(np.float64), decimals).tolist()))

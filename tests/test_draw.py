@@ -1,0 +1,249 @@
+"""Drawings keep their proportions, put things where they belong, and survive odd input."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dualrc import draw
+from dualrc.errors import DataError, ImageError, OutputError
+from dualrc.geometry import pixel_grid
+from dualrc.matches import Estimate, Matches
+
+CAPTION = draw._CAPTION_PX
+GAP = draw._GAP_PX
+
+
+def gray(width, height, value=128):
+    return np.full((height, width, 3), value, dtype=np.uint8)
+
+
+def texture(width, height, seed=0):
+    coarse = np.random.default_rng(seed).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+    return np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def make_matches(points0, points1, size0, size1, scores=None, estimate=None):
+    points0, points1 = np.reshape(points0, (-1, 2)), np.reshape(points1, (-1, 2))
+    scores = np.linspace(1, 0.1, len(points0)) if scores is None else scores
+    return Matches(points0=points0, points1=points1, scores=scores, size0=size0, size1=size1, estimate=estimate)
+
+
+def changed(picture, background=128):
+    """Which pixels of the canvas, without its caption, were drawn on."""
+    return np.any(picture[:-CAPTION] != background, axis=2)
+
+
+def test_a_match_is_drawn_between_its_points():
+    matches = make_matches([100, 120], [50, 200], (400, 300), (400, 300))
+    picture = draw.draw_matches(gray(400, 300), gray(400, 300), matches)
+    assert picture.shape == (300 + CAPTION, 400 + GAP + 400, 3)
+    assert picture.dtype == np.uint8
+    drawn = changed(picture)
+    drawn[:, 400 : 400 + GAP] = False
+    rows, columns = np.nonzero(drawn)
+    assert (columns.min(), columns.max()) == (pytest.approx(100, abs=5), pytest.approx(456, abs=5))
+    assert drawn[120, 100]
+    assert drawn[200, 406 + 50]
+    assert (rows.min(), rows.max()) == (pytest.approx(120, abs=5), pytest.approx(200, abs=5))
+
+
+def test_no_match_leaves_the_photographs_exactly_as_they_are():
+    image0, image1 = texture(400, 300), texture(300, 300, seed=1)
+    picture = draw.draw_matches(image0, image1, make_matches([], [], (400, 300), (300, 300)))
+    assert np.array_equal(picture[:300, :400], image0)
+    assert np.array_equal(picture[:300, 400 + GAP :], image1)
+    assert (picture[300:] < 128).any()  # the caption
+
+
+def test_different_sizes_share_a_height_without_distortion():
+    matches = make_matches([0, 0], [0, 0], (400, 300), (60, 90))
+    picture = draw.draw_matches(gray(400, 300), gray(60, 90), matches)
+    assert picture.shape == (300 + CAPTION, 400 + GAP + 200, 3)
+
+
+def test_panoramas_are_stacked():
+    picture = draw.draw_matches(gray(900, 300), gray(450, 150), make_matches([], [], (900, 300), (450, 150)))
+    assert picture.shape == (300 + GAP + 300 + CAPTION, 900, 3)
+
+
+@pytest.mark.parametrize("sizes", [((6000, 200), (200, 6000)), ((3000, 3000), (30, 20)), ((1, 1), (5000, 1))])
+def test_any_sizes_fit_the_canvas(sizes):
+    (width0, height0), (width1, height1) = sizes
+    matches = make_matches([0, 0], [0, 0], *sizes)
+    picture = draw.draw_matches(gray(width0, height0), gray(width1, height1), matches)
+    assert picture.shape[0] <= draw._HEIGHT_PX + CAPTION
+    assert picture.shape[1] <= draw._WIDTH_PX + 2
+    picture = draw.draw_matches(gray(width1, height1), gray(width0, height0), matches.swapped())
+    assert picture.shape[0] <= draw._HEIGHT_PX + CAPTION
+
+
+def test_points_that_are_nan_or_outside_are_left_out():
+    points = [[np.nan, 5], [-50, 5], [500, 5], [np.inf, 5]]
+    matches = make_matches(points, np.full((4, 2), 20), (400, 300), (400, 300))
+    picture = draw.draw_matches(gray(400, 300), gray(400, 300), matches)
+    assert not changed(picture)[:, :400].any()
+    dots = draw.draw_dots(gray(400, 300), gray(400, 300), matches, np.ones(4, dtype=bool))
+    assert not changed(dots)[:, :400].any()
+
+
+def test_the_limit_keeps_good_matches_from_all_over_the_picture():
+    rng = np.random.default_rng(0)
+    points = np.concatenate([rng.uniform(0, 50, (900, 2)), rng.uniform(350, 399, (100, 2))])
+    scores = np.concatenate([np.full(900, 0.9), np.full(100, 0.5)])
+    matches = make_matches(points, points, (400, 400), (400, 400), scores)
+    order = draw._spread(matches, np.ones(1000, dtype=bool), 20)
+    assert len(order) == len(set(order)) == 20
+    assert 5 <= np.sum(order >= 900) <= 15
+    assert np.all(np.diff(matches.scores[order]) >= 0)  # the best are drawn last
+    assert len(draw._spread(matches, np.ones(1000, dtype=bool), None)) == 1000
+    assert len(draw._spread(matches, np.ones(1000, dtype=bool), 0)) == 0
+
+
+def test_score_colors_run_from_the_first_to_the_last():
+    first, last = (tuple(bytes.fromhex(draw._SCORE_COLORS[index])) for index in (0, -1))
+    assert draw._score_colors(np.array([0.2, 0.8])) == [first, last]
+    assert draw._score_colors(np.array([0.3, 0.3])) == [last, last]
+    assert draw._score_colors(np.array([])) == []
+
+
+@pytest.mark.parametrize(
+    ("count", "drawn", "text"),
+    [(0, 0, "no matches"), (1, 1, "1 match"), (5, 5, "5 matches"), (20000, 200, "200 of 20,000 matches")],
+)
+def test_captions_count(count, drawn, text):
+    matches = make_matches(np.zeros((count, 2)), np.zeros((count, 2)), (9, 9), (9, 9))
+    assert draw._summary(matches, drawn) == text
+
+
+def test_inliers_are_green_and_outliers_red():
+    flags = np.array([True, False])
+    estimate = Estimate(kind="homography", matrix=np.eye(3), inliers=flags)
+    points = [[50, 50], [50, 250]]
+    matches = make_matches(points, points, (400, 300), (400, 300), estimate=estimate)
+    picture = draw.draw_matches(gray(400, 300), gray(400, 300), matches, colors="inliers").astype(int)
+    assert picture[50, 50, 1] > picture[50, 50, 0] + 50
+    assert picture[250, 50, 0] > picture[250, 50, 1] + 50
+    assert draw._summary(matches, 2) == "2 matches, 1 agree with the homography"
+    without = make_matches(points, points, (400, 300), (400, 300))
+    with pytest.raises(DataError, match="estimate a model first"):
+        draw.draw_matches(gray(400, 300), gray(400, 300), without, colors="inliers")
+
+
+def test_dots_are_green_and_red_in_both_pictures():
+    points = np.array([[50, 50], [200, 250]])
+    matches = make_matches(points, points, (400, 300), (400, 300))
+    picture = draw.draw_dots(gray(400, 300), gray(400, 300), matches, [True, False])
+    for left in (0, 400 + GAP):
+        assert tuple(picture[50, left + 50]) == draw._GOOD
+        assert tuple(picture[250, left + 200]) == draw._BAD
+    with pytest.raises(DataError, match="one flag per match"):
+        draw.draw_dots(gray(400, 300), gray(400, 300), matches, [True])
+    empty = make_matches([], [], (400, 300), (400, 300))
+    assert draw.draw_dots(gray(400, 300), gray(400, 300), empty, []).shape[1] == 806
+
+
+def test_the_picture_must_be_the_matched_one():
+    matches = make_matches([], [], (300, 400), (400, 300))
+    with pytest.raises(DataError, match="Picture 0 has 400 x 300 pixels but the matches are for 300 x 400"):
+        draw.draw_matches(gray(400, 300), gray(400, 300), matches)
+    unknown = make_matches([], [], (0, 0), (0, 0))
+    assert draw.draw_matches(gray(400, 300), gray(400, 300), unknown).size
+
+
+@pytest.mark.parametrize("picture", [np.zeros((9, 9, 3)), np.zeros((9, 9), dtype=np.uint8), gray(0, 5)])
+def test_other_arrays_are_no_pictures(picture):
+    with pytest.raises(ImageError, match="uint8 array"):
+        draw.draw_matches(picture, gray(9, 9), make_matches([], [], (0, 0), (0, 0)))
+
+
+SHIFT = np.array([[1, 0, 16], [0, 1, 8], [0, 0, 1.0]])  # picture 0 at (x, y) is picture 1 at (x + 16, y + 8)
+
+
+def shifted_pair():
+    large = texture(100, 80)
+    return large[8:, 16:], large
+
+
+@pytest.mark.parametrize("mode", ["blend", "checkerboard"])
+def test_a_true_homography_leaves_no_seam(mode):
+    image0, image1 = shifted_pair()
+    assert np.abs(draw.draw_warp(image0, image1, SHIFT, mode=mode).astype(int) - image1).max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["blend", "checkerboard"])
+def test_true_dense_points_leave_no_seam(mode):
+    image0, image1 = shifted_pair()
+    points1 = pixel_grid((84, 72)) + np.array([16, 8])
+    assert np.abs(draw.draw_warp(image0, image1, points1, mode=mode).astype(int) - image0).max() <= 1
+
+
+def test_blend_mixes_only_where_there_is_something_to_lay_over():
+    picture = draw.draw_warp(gray(50, 40, 200), gray(100, 80, 100), SHIFT)
+    assert (picture[8:48, 16:66] == 150).all()
+    assert (picture[:8] == 100).all()
+    assert (picture[:, 66:] == 100).all()
+
+
+def test_certainty_fades_and_nan_shows_nothing():
+    points1 = pixel_grid((300, 240))
+    points1[:, :10] = np.nan
+    certainty = np.ones((240, 300))
+    certainty[:100] = 0
+    picture = draw.draw_flow(gray(300, 240, 50), gray(300, 240, 80), points1, certainty)
+    assert (picture[:240, :300] == 50).all()
+    pulled = picture[:240, 300 + GAP :]
+    assert (pulled[:100] == 255).all()
+    assert (pulled[:, :10] == 255).all()
+    assert (pulled[100:, 10:] == 80).all()
+    over = draw.draw_warp(gray(300, 240, 50), gray(300, 240, 80), points1, certainty=certainty)
+    assert (over[:100] == 50).all()
+    assert (over[100:, 10:] == 65).all()
+
+
+def test_a_coarse_warp_is_shown_in_full_size():
+    image = texture(320, 256)
+    coarse = (pixel_grid((80, 64)) + 0.5) * 4 - 0.5
+    picture = draw.draw_flow(image, image, coarse)
+    inner = np.s_[8:248, 8:312]
+    assert np.abs(picture[:256, 320 + GAP :][inner].astype(int) - image[inner]).max() <= 2
+
+
+def test_warps_of_wrong_shape_are_refused():
+    with pytest.raises(DataError, match="homography"):
+        draw.draw_warp(gray(9, 9), gray(9, 9), np.zeros((4, 4)))
+    with pytest.raises(DataError, match="certainty"):
+        draw.draw_flow(gray(9, 9), gray(9, 9), np.zeros((9, 9, 2)), np.zeros((8, 9)))
+    with pytest.raises(DataError, match="singular"):
+        draw.draw_warp(gray(9, 9), gray(9, 9), np.zeros((3, 3)))
+
+
+def test_curves():
+    picture = draw.draw_curves({"a": ([1, 2, 3], [0.1, 0.5, 0.9]), "b": ([1, 2], [0.2, np.nan])}, x_label="px")
+    assert picture.shape == (640, 960, 3)
+    assert picture.dtype == np.uint8
+    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 10
+    assert draw.draw_curves({}, size=(300, 200)).shape == (200, 300, 3)
+
+
+def test_matplotlib_is_imported_for_curves_only():
+    code = "import sys, dualrc.draw; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.JPEG"])
+def test_save(tmp_path, name):
+    draw.save(gray(30, 20, 99), tmp_path / name)
+    with Image.open(tmp_path / name) as image:
+        assert image.size == (30, 20)
+        assert np.abs(np.asarray(image).astype(int) - 99).max() <= 1
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_save_refuses_other_endings_and_folders(tmp_path):
+    with pytest.raises(OutputError, match=r"\.png or \.jpg"):
+        draw.save(gray(3, 3), tmp_path / "a.gif")
+    with pytest.raises(OutputError, match="does not exist"):
+        draw.save(gray(3, 3), tmp_path / "none" / "a.png")

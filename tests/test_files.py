@@ -1,0 +1,70 @@
+"""Results appear whole or not at all."""
+
+import pytest
+
+from dualrc.errors import OutputError
+from dualrc.files import check_writable, is_file, replacing
+
+
+def test_a_new_file_appears(tmp_path):
+    path = tmp_path / "out.txt"
+    with replacing(path) as temporary:
+        assert temporary.parent == tmp_path and temporary.suffix == ".txt"
+        temporary.write_text("new")
+        assert not path.exists()
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_others_may_read_the_file(tmp_path):
+    ordinary = tmp_path / "ordinary"
+    ordinary.write_text("")
+    with replacing(tmp_path / "out") as temporary:
+        temporary.write_text("")
+    assert (tmp_path / "out").stat().st_mode == ordinary.stat().st_mode
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, ValueError])
+def test_a_failing_writer_leaves_the_old_content(tmp_path, error):
+    path = tmp_path / "out.txt"
+    path.write_text("old")
+
+    def write():
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise error
+
+    with pytest.raises(error):
+        write()
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path):
+    def write():
+        with replacing(tmp_path / "out.txt") as temporary:
+            temporary.write_text("half")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OutputError, match=r"out\.txt can't be written \(No space left on device\); make room"):
+        write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_written(tmp_path, monkeypatch):
+    with pytest.raises(OutputError, match="is a folder"):
+        check_writable(tmp_path)
+    with pytest.raises(OutputError, match="does not exist; create it"):
+        check_writable(tmp_path / "no" / "file.txt")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="does not exist"):
+        check_writable(tmp_path / "file" / "below.txt")
+    assert check_writable(str(tmp_path / "fine.txt")) == tmp_path / "fine.txt"
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere, so this is pretended
+    with pytest.raises(OutputError, match="not writable"):
+        check_writable(tmp_path / "fine.txt")
+
+
+def test_a_name_too_long(tmp_path):
+    with pytest.raises(OutputError, match="write elsewhere"), replacing(tmp_path / ("x" * 300)):
+        pass
+    assert not is_file(tmp_path / ("x" * 300))
+    assert not is_file(tmp_path)

@@ -1,0 +1,414 @@
+"""The matcher's contract: symmetry, batches, caches, masks and settings."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import View, match_set, oracle_matcher, same_matches, texture, tiny_matcher, tiny_network
+from PIL import Image
+
+from dualrc.config import MatcherConfig
+from dualrc.errors import ConfigError, DataError, ImageError
+from dualrc.image import pixel_grid
+from dualrc.matcher import Matcher
+from dualrc.model.dualrc import Features
+
+VIEW0, VIEW1 = View(203, 150, (60, 80)), View(190, 161, (66.4, 75.2), (0.95, 0.97))
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return VIEW0.picture(1), VIEW1.picture(2)
+
+
+@pytest.fixture(scope="module")
+def matches(oracle, pictures):
+    found = oracle.match(*pictures)
+    assert len(found) > 500
+    return found
+
+
+@pytest.fixture(scope="module")
+def blobs():
+    """A picture of blobs and another one that overlaps it, for networks that see more than colour ramps."""
+    wide = texture(5, 176, 128)
+    return wide[:96, :128], wide[8:120, 16:160]
+
+
+def test_matches_are_best_first(matches):
+    assert (np.diff(matches.scores) <= 0).all() and (matches.scores > 0).all()
+    assert matches.points0.dtype == matches.points1.dtype == matches.scores.dtype == np.float32
+    for points, view in ((matches.points0, VIEW0), (matches.points1, VIEW1)):
+        assert (points > -0.5).all() and (points < (view.width - 0.5, view.height - 0.5)).all()
+
+
+def test_info_is_plain_and_complete(matches):
+    info = json.loads(json.dumps(matches.info))
+    assert {"dualrc", "torch", "network", "matcher", "weights", "device", "precision"} <= info.keys()
+    assert info["network_size0"] == [192, 144] and info["network_size1"] == [176, 160]
+
+
+def test_symmetry_of_the_oracle(oracle, pictures, matches):
+    swapped = oracle.match(pictures[1], pictures[0])
+    a, b = match_set(matches), match_set(swapped.swapped())
+    assert len(a & b) >= 0.999 * len(a | b)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.1])
+def test_symmetry_of_a_network(blobs, temperature):
+    matcher = Matcher(tiny_network(temperature=temperature, subpixel_hidden=8), MatcherConfig(), device="cpu")
+    torch.nn.init.normal_(matcher.network.subpixel.correction[-1].weight, std=0.1)  # as if it had learnt something
+    there, back = matcher.match(*blobs), matcher.match(*blobs[::-1])
+    a, b = match_set(there), match_set(back.swapped())
+    assert len(a) > 30 and len(a & b) >= 0.999 * len(a | b)
+    assert np.allclose(np.sort(there.scores), np.sort(back.scores), atol=1e-5)
+
+
+def test_repetition_is_bit_identical(oracle, pictures, matches, blobs):
+    assert same_matches(matches, oracle.match(*pictures))
+    tiny = tiny_matcher()
+    assert same_matches(tiny.match(*blobs), tiny.match(*blobs))
+
+
+def test_another_process_gives_the_same(tmp_path, blobs):
+    for number, blob in enumerate(blobs):
+        Image.fromarray(blob).save(tmp_path / f"{number}.png")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from conftest import tiny_matcher; "
+        "tiny_matcher().match(sys.argv[2] + '/0.png', sys.argv[2] + '/1.png').save(sys.argv[2] + '/m.npz')"
+    )
+    from dualrc import Matches
+
+    subprocess.run([sys.executable, "-c", code, str(__import__("pathlib").Path(__file__).parent), tmp_path], check=True)
+    ours, theirs = tiny_matcher().match(*blobs), Matches.load(tmp_path / "m.npz")
+    assert len(match_set(ours) & match_set(theirs)) >= 0.999 * len(ours)
+
+
+def test_cached_features_give_the_same(oracle, pictures, matches):
+    features0, features1 = (oracle.features(picture) for picture in pictures)
+    assert features0.size == (203, 150) and features0.bytes > 0
+    assert same_matches(matches, oracle.match_features(features0, features1))
+    assert same_matches(matches, oracle.match(features0, features1))
+    assert same_matches(matches, oracle.match(features0, pictures[1]))
+    points = np.array([[50.0, 60.0]])
+    assert same_matches(oracle.match_points(features0, features1, points), oracle.match_points(*pictures, points))
+    assert np.array_equal(oracle.warp(features0, features1).points1, oracle.warp(*pictures).points1)
+    with pytest.raises(ConfigError, match=r"features\(\)"):
+        oracle.match(features0, features1, size=64)
+    with pytest.raises(ConfigError, match=r"features\(\)"):
+        oracle.match(features0, features1, mask0=np.ones((150, 203)))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_many_pairs_come_in_order(tmp_path, batch, monkeypatch):
+    matcher = tiny_matcher()
+    monkeypatch.setattr(Matcher, "_batch_size", batch)  # larger than 1 only where there is a GPU
+    sizes = [(96, 64), (96, 64), (64, 64), (96, 64), (96, 64)]
+    paths = [tmp_path / f"{number}.png" for number in range(5)]
+    for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
+        Image.fromarray(texture(number, *size)).save(path)
+    pairs = [(paths[0], paths[1]), (paths[1], paths[3]), (paths[3], paths[4]), (paths[4], paths[0]), (paths[0], paths[2])]
+    pairs.append((str(paths[2]), Image.open(paths[4])))
+    results = list(matcher.match_many(iter(pairs)))
+    pairs[-1][1].close()
+    assert len(results) == 6
+    for pair, result in zip(pairs[:5], results, strict=False):
+        alone = matcher.match(*pair)
+        assert match_set(result) == match_set(alone) and len(alone) > 0
+        assert result.scores == pytest.approx(alone.scores, abs=1e-5)
+
+
+def test_many_reads_each_picture_once(tmp_path, monkeypatch):
+    paths = [tmp_path / f"{number}.png" for number in range(3)]
+    for number, path in enumerate(paths):
+        Image.fromarray(texture(number, 64, 48)).save(path)
+    calls = []
+    original = Matcher.features
+    monkeypatch.setattr(Matcher, "features", lambda self, picture, **rest: calls.append(picture) or original(self, picture, **rest))
+    matcher = tiny_matcher()
+    assert len(list(matcher.match_many([(paths[0], paths[1]), (paths[0], paths[2]), (paths[1], paths[2])]))) == 3
+    assert calls == [paths[0], paths[1], paths[2]]
+    calls.clear()
+    small = tiny_matcher(max_memory=1e-9)  # only two are kept
+    assert len(list(small.match_many([(paths[0], paths[1]), (paths[0], paths[2]), (paths[1], paths[2])]))) == 3
+    assert len(calls) == 4
+
+
+def test_many_takes_features_and_their_masks(oracle, pictures, matches):
+    mask = np.zeros((150, 203), bool)
+    mask[:, :100] = True
+    features = [oracle.features(pictures[0], mask=mask), oracle.features(pictures[1])]
+    (masked,) = oracle.match_many([tuple(features)])
+    assert 0 < len(masked) < len(matches) and (masked.points0[:, 0] < 99.5).all()
+
+
+def test_many_with_a_bad_picture(tmp_path):
+    matcher = tiny_matcher()
+    good, bad = texture(0, 64, 48), tmp_path / "none.png"
+    pairs = [(good, good), (good, bad), (good, good)]
+    results = list(matcher.match_many(pairs, errors="empty"))
+    assert [len(r) > 0 for r in results] == [True, False, True]
+    assert "none.png does not exist" in results[1].info["error"] and "error" not in results[0].info
+    with pytest.raises(ImageError, match=r"none\.png"):
+        list(matcher.match_many(pairs))
+    assert list(matcher.match_many([])) == []
+
+
+def stacked(features: list) -> Features:
+    return Features(
+        coarse=torch.cat([f.network.coarse for f in features]), fine=torch.cat([f.network.fine for f in features])
+    )
+
+
+def test_a_stacked_batch_is_its_pairs(oracle):
+    views = [View(128, 96, (60 + 7 * i, 80 - 3 * i)) for i in range(4)]
+    features = [oracle.features(view.picture(i)) for i, view in enumerate(views)]
+    found = oracle.network.match(stacked(features[:3]), stacked(features[1:]))
+    assert found.pair.tolist() == sorted(found.pair.tolist())
+    for number in range(3):
+        alone = oracle.network.match(features[number].network, features[number + 1].network)
+        chosen = found.pair == number
+        rows = torch.cat([found.points0, found.points1], 1)[chosen]
+        single = torch.cat([alone.points0, alone.points1], 1)
+        ours, theirs = ({tuple(row) for row in (1000 * r).round().long().tolist()} for r in (rows, single))
+        assert len(ours & theirs) >= 0.999 * len(ours | theirs)
+        assert torch.allclose(found.scores[chosen].sort().values, alone.scores.sort().values, atol=1e-5)
+    few = oracle.network.match(stacked(features[:3]), stacked(features[1:]), top=7)
+    assert few.pair.bincount().tolist() == [7, 7, 7]
+
+
+def inside(points, mask):
+    column, row = np.floor(points + 0.5).astype(int).T
+    return mask[row, column]
+
+
+MASK0 = np.zeros((150, 203), bool)
+MASK0[20:130, 40:170] = True
+MASK1 = np.ones((161, 190), np.uint8)
+MASK1[60:100, 70:120] = 0
+
+
+def test_masks_in_match(oracle, pictures, matches):
+    masked = oracle.match(*pictures, mask0=MASK0, mask1=MASK1)
+    assert inside(masked.points0, MASK0).all() and inside(masked.points1, MASK1).all()
+    # Nearly everything that was inside is still there.
+    expected = (inside(matches.points0, MASK0) & (inside(matches.points1, MASK1) > 0)).sum()
+    assert 0.8 * expected < len(masked) <= 1.05 * expected < len(matches)
+    assert len(oracle.match(*pictures, mask0=MASK0, mask1=MASK1, top=10)) == 10
+    for one in ({"mask0": MASK0}, {"mask1": torch.from_numpy(MASK1)}):
+        assert 0 < len(oracle.match(*pictures, **one)) < len(matches)
+
+
+def test_masks_let_the_second_best_win():
+    """The only true counterpart is masked, so another place may answer, but never the masked one."""
+    matcher = tiny_matcher()
+    picture = texture(3, 96, 64)
+    mask = np.ones((64, 96), bool)
+    mask[:, :48] = False
+    found = matcher.match(picture, picture, mask1=mask)
+    assert (found.points1[:, 0] > 47.5).all()
+
+
+def test_masks_in_match_points(oracle, pictures):
+    points = pixel_grid((203, 150))[::7, ::7].reshape(-1, 2)
+    found = oracle.match_points(*pictures, points, mask0=MASK0, mask1=MASK1)
+    assert np.array_equal(found.points0, points)
+    there = found.scores > 0
+    assert there.sum() > 100
+    assert inside(points[there], MASK0).all() and inside(found.points1[there], MASK1).all()
+    assert np.isnan(found.points1[~there]).all() and not np.isnan(found.points1[there]).any()
+
+
+def test_masks_in_warp(oracle, pictures):
+    free, warp = oracle.warp(*pictures), oracle.warp(*pictures, mask0=MASK0, mask1=MASK1)
+    assert not warp.certainty[~MASK0].any()
+    sure = warp.certainty > 0
+    assert 0 < sure.sum() < (free.certainty > 0).sum()
+    assert inside(warp.points1[sure], MASK1).all()
+    assert np.isfinite(warp.points1).all()
+
+
+def test_masks_that_leave_nothing(oracle, pictures):
+    nothing = np.zeros_like(MASK0)
+    assert len(oracle.match(*pictures, mask0=nothing)) == 0
+    assert len(oracle.match(*pictures, mask1=np.zeros_like(MASK1))) == 0
+    assert not oracle.warp(*pictures, mask0=nothing).certainty.any()
+    assert not oracle.warp(*pictures, mask1=np.zeros_like(MASK1)).certainty.any()
+    found = oracle.match_points(*pictures, [[50, 60]], mask1=np.zeros_like(MASK1))
+    assert found.scores.tolist() == [0] and np.isnan(found.points1).all()
+
+
+def test_masks_of_another_size_are_refused(oracle, pictures):
+    for mask in (MASK1, np.ones((150, 203, 1)), np.ones(3)):
+        with pytest.raises(ImageError, match=r"mask has shape .*\(150, 203\)"):
+            oracle.match(*pictures, mask0=mask)
+
+
+def test_top_and_min_score(oracle, pictures, matches):
+    assert same_matches(oracle.match(*pictures, top=25), matches[:25])
+    assert len(oracle.match(*pictures, top=0)) == 0
+    assert same_matches(oracle.match(*pictures, top=10**6), matches)
+    middle = float(np.median(matches.scores))
+    above = oracle.match(*pictures, min_score=middle)
+    assert same_matches(above, matches[matches.scores >= middle]) and 0 < len(above) < len(matches)
+    few = oracle_matcher(top=5, min_score=middle)
+    assert same_matches(few.match(*pictures), matches[:5])
+    assert same_matches(few.match(*pictures, top=50, min_score=0.0), matches[:50])
+    assert same_matches(next(few.match_many([pictures])), matches[:5])
+
+
+def test_sizes(pictures):
+    def network_sizes(matcher, **options):
+        info = matcher.match(*pictures, **options).info
+        return info["network_size0"], info["network_size1"]
+
+    assert network_sizes(oracle_matcher(max_size=128)) == ((128, 80), (128, 96))
+    assert network_sizes(oracle_matcher(size=256)) == ((256, 176), (256, 208))  # enlarged, exactly
+    assert network_sizes(oracle_matcher(size=256), size=96) == ((96, 64), (96, 80))
+    assert network_sizes(oracle_matcher(max_size=100), size=160) == ((160, 112), (160, 128))
+
+
+def test_little_memory_gives_the_same(pictures, matches, blobs):
+    small = oracle_matcher(max_memory=1e-6)
+    assert match_set(small.match(*pictures)) == match_set(matches)
+    points = pixel_grid((203, 150))[::31, ::31].reshape(-1, 2)
+    few = small.match_points(*pictures, points)
+    many = oracle_matcher().match_points(*pictures, points)
+    assert np.allclose(few.points1, many.points1, atol=1e-3, equal_nan=True)
+    a, b = tiny_matcher().match(*blobs), tiny_matcher(max_memory=1e-6).match(*blobs)
+    assert len(match_set(a) & match_set(b)) >= 0.999 * len(a)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"size": 31}, {"max_size": 8}, {"top": -1}, {"max_memory": 0}, {"max_memory": -1.0}], ids=str
+)
+def test_settings_without_meaning_are_refused(settings):
+    with pytest.raises(ConfigError, match=next(iter(settings)).removeprefix("max_s")):
+        tiny_matcher(**settings)
+
+
+def test_arguments_without_meaning_are_refused(oracle, pictures):
+    with pytest.raises(ConfigError, match="top = -3"):
+        oracle.match(*pictures, top=-3)
+    with pytest.raises(ConfigError, match="size = 5"):
+        oracle.match(*pictures, size=5)
+    for points in ([1.0, 2.0], np.zeros((2, 3)), np.zeros((1, 2, 2))):
+        with pytest.raises(DataError, match=r"shape \(n, 2\)"):
+            oracle.match_points(*pictures, points)
+
+
+def test_points_keep_their_rows(oracle, pictures):
+    points = np.array([[100, 70], [-5, 3], [50.5, 60.25], [np.nan, 1], [202.6, 20], [np.inf, 5], [100, 70]], np.float32)
+    found = oracle.match_points(*pictures, points)
+    assert np.array_equal(found.points0, points, equal_nan=True)
+    there = [True, False, True, False, False, False, True]
+    assert (found.scores > 0).tolist() == there
+    assert np.isnan(found.points1).all(axis=1).tolist() == [not t for t in there]
+    assert (found.scores[[1, 3, 4, 5]] == 0).all()
+    assert np.array_equal(found.points1[0], found.points1[6])
+    expected = VIEW1.from_scene(VIEW0.to_scene(points[[0, 2]]))
+    assert np.abs(found.points1[[0, 2]] - expected).max() < 0.8
+    empty = oracle.match_points(*pictures, np.zeros((0, 2)))
+    assert len(empty) == 0 and empty.size0 == (203, 150)
+
+
+def test_points_seen_by_one_picture_only_have_none(oracle):
+    view0, view1 = View(128, 96, (20, 40)), View(128, 96, (84, 40))  # the right half of 0 is the left half of 1
+    points = pixel_grid((128, 96))[8:90:9, 4:124:4].reshape(-1, 2)
+    found = oracle.match_points(view0.picture(1), view1.picture(2), points)
+    there = found.scores > 0
+    assert not there[points[:, 0] < 40].any()
+    assert there[points[:, 0] > 76].mean() > 0.95
+
+
+def test_warp_of_a_picture_onto_itself(oracle):
+    picture = VIEW0.picture(1)
+    warp = oracle.warp(picture, picture)
+    assert warp.points1.shape == (150, 203, 2) and warp.certainty.shape == (150, 203)
+    assert warp.points1.dtype == warp.certainty.dtype == np.float32
+    assert np.abs(warp.points1 - pixel_grid((203, 150))).max() < 1e-2
+    assert warp.certainty.min() >= 0 and warp.certainty.max() <= 1 and (warp.certainty > 0).mean() > 0.99
+
+
+@pytest.mark.parametrize("value", [0, 128, 255])
+def test_constant_pictures_are_no_error(value):
+    matcher = tiny_matcher()
+    constant, other = np.full((48, 64, 3), value, np.uint8), texture(0, 80, 64)
+    for pair in ((constant, other), (other, constant), (constant, constant)):
+        matches = matcher.match(*pair)
+        # Features tie, so at most a few cells find each other.
+        assert len(matches) < 0.25 * 12 * 16
+        assert np.isfinite(matches.scores).all()
+        assert np.isfinite(matcher.warp(*pair).points1).all()
+        assert len(matcher.match_points(*pair, [[5, 6], [40, 30]])) == 2
+
+
+def test_a_network_that_sees_nothing():
+    """Features of length zero give no matches, and no NaN."""
+    network = tiny_network()
+    for parameter in network.backbone.parameters():
+        torch.nn.init.zeros_(parameter)
+    matcher = Matcher(network, MatcherConfig(), device="cpu")
+    pair = texture(0, 64, 48), texture(1, 48, 64)
+    assert len(matcher.match(*pair)) == 0
+    assert matcher.match_points(*pair, [[5, 6]]).scores.tolist() == [0]
+    warp = matcher.warp(*pair)
+    assert not warp.certainty.any() and np.isfinite(warp.points1).all()
+
+
+def test_a_picture_matches_itself():
+    picture = texture(1, 96, 80)
+    matches = tiny_matcher().match(picture, picture)
+    assert len(matches) > 100
+    still = np.abs(matches.points0 - matches.points1).max(axis=1) < 1e-3
+    assert still.mean() > 0.99
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_half_precision_is_close(pictures, precision):
+    matcher = Matcher(oracle_matcher().network, MatcherConfig(), device="cpu", precision=precision)
+    found = matcher.match(*pictures)
+    error = found.points1 - VIEW1.from_scene(VIEW0.to_scene(found.points0))
+    assert len(found) > 300 and np.abs(np.median(error, axis=0)).max() < 0.3
+    assert matcher.info["precision"] == precision
+
+
+MEMORY = """
+import resource, sys
+import numpy as np, torch
+from dualrc.config import preset
+from dualrc.matcher import Matcher
+from dualrc.model.dualrc import make_network
+
+class Planted(torch.nn.Module):
+    # The whole backbone runs; then its maps are overwritten, so that the search has something to find.
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, images):
+        maps = self.backbone(images)
+        for seed, values in enumerate(maps):
+            values.normal_(generator=torch.Generator().manual_seed(seed))
+        return maps
+
+network_config, matcher_config = preset("paper")
+network = make_network(network_config)
+network.backbone = Planted(network.backbone)
+picture = np.random.default_rng(0).integers(0, 256, (1200, 1600, 3), np.uint8)
+matches = Matcher(network, matcher_config, device="cpu").match(picture, picture)
+assert matches.info["network_size0"] == (1600, 1200)
+assert len(matches) > 50000 and np.array_equal(matches.points0, matches.points1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
+@pytest.mark.slow
+def test_a_large_pair_fits_into_four_gigabytes():
+    """1600x1200 with the preset `paper` on a CPU: minutes."""
+    done = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True)
+    print(f"{float(done.stdout):.2f} GiB resident at most")
+    assert float(done.stdout) < 4

@@ -1,0 +1,142 @@
+"""The plan of the rooms is kept, and importing the package does nothing."""
+
+import ast
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import dualrc
+
+PACKAGE = ROOT / "src" / "dualrc"
+# DESIGN.md's order: a room imports from itself and from what stands above it.
+ROOMS = [
+    "errors",
+    "files",
+    "config",
+    "matches",
+    "image",
+    "geometry",
+    "colmap",
+    "metrics",
+    "draw",
+    "scenes",
+    "kernels",
+    "model",
+    "matcher",
+    "losses",
+    "data",
+    "train",
+    "collection",
+    "localize",
+    "evaluation",
+    "bench",
+    "cli",
+    "web",
+]
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    return parts[0].removesuffix(".py")
+
+
+def imported_rooms(path) -> set[str]:
+    """Rooms of dualrc that a file imports, wherever in the file."""
+    rooms = set()
+    package = ("dualrc", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                module = ".".join([*package[: len(package) - node.level + 1], *([module] if module else [])])
+            names = [f"{module}.{alias.name}" for alias in node.names]
+        rooms |= {parts[1] for name in names if (parts := name.split("."))[0] == "dualrc" and len(parts) > 1}
+    return rooms
+
+
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def test_every_room_is_in_the_plan():
+    found = {room_of(path.relative_to(PACKAGE).parts) for path in FILES}
+    assert found <= set(ROOMS), found - set(ROOMS)
+    assert "model" in found and "utils" not in found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_rooms_import_only_what_stands_above(path):
+    room = room_of(path.relative_to(PACKAGE).parts)
+    allowed = set(ROOMS[: ROOMS.index(room) + 1])
+    assert imported_rooms(path) <= allowed, f"{room} imports {imported_rooms(path) - allowed}"
+
+
+def test_the_parser_of_imports_sees_them_all(tmp_path, monkeypatch):
+    """The guard guards: every way to import is seen."""
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "some.py"
+    file.write_text(
+        "import dualrc.cli\nfrom dualrc import train\nfrom dualrc.web.page import x\nfrom .. import bench\n"
+        "from ..data import y\nfrom . import z\ndef f():\n    from dualrc.draw import q\nimport torch\n"
+    )
+    assert imported_rooms(file) == {"cli", "train", "web", "bench", "data", "model", "draw"}
+
+
+def test_the_literal_definitions_share_nothing_with_the_fast_code():
+    assert imported_rooms(PACKAGE / "model" / "literal.py") == set()
+
+
+def test_public_names():
+    assert sorted(dualrc.__all__) == [
+        "ConfigError",
+        "DataError",
+        "DualRCError",
+        "Estimate",
+        "ImageError",
+        "Matcher",
+        "MatcherConfig",
+        "Matches",
+        "NetworkConfig",
+        "OutputError",
+        "PictureFeatures",
+        "Warp",
+        "WeightsError",
+        "load",
+    ]
+    assert all(hasattr(dualrc, name) for name in dualrc.__all__)
+
+
+def test_every_error_is_a_dualrc_error():
+    from dualrc import errors
+
+    kinds = [value for value in vars(errors).values() if isinstance(value, type)]
+    assert len(kinds) == 6 and all(issubclass(kind, dualrc.DualRCError) for kind in kinds)
+
+
+IMPORT = """
+import random, sys, warnings
+import numpy, torch
+random.seed(1); numpy.random.seed(1); torch.manual_seed(1)
+before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.is_grad_enabled(), torch.get_default_dtype()
+filters = list(warnings.filters)
+import dualrc
+assert before == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+assert settings == (
+    torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.is_grad_enabled(), torch.get_default_dtype()
+)
+assert filters == list(warnings.filters)
+heavy = {"matplotlib", "cv2", "pycolmap", "typer", "rich", "poselib", "scipy", "h5py"} & sys.modules.keys()
+assert not heavy, heavy
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_importing_does_nothing():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
