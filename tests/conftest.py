@@ -55,9 +55,7 @@ def texture(seed: int, width: int, height: int) -> np.ndarray:
 def tiny_config(preset: str = "default", **fine) -> NetworkConfig:
     return NetworkConfig(
         preset=preset,
-        backbone=CompactConfig(
-            widths=(4, 8, 8, 12, 12), depths=(1, 1, 1, 1), coarse_channels=12, fine_channels=16
-        ),
+        backbone=CompactConfig(widths=(4, 8, 8, 12, 12), depths=(1, 1, 1, 1), coarse_channels=12, fine_channels=16),
         fine=FineConfig(**fine),
     )
 

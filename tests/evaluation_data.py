@@ -18,7 +18,7 @@ SHARED = Path(__file__).parents[2] / "shared" / "data"
 SIZE = (320, 240)
 
 # Both are given to the command line as FILE.py:function. The oracle finds the truth in files beside the pictures.
-MATCHERS = '''
+MATCHERS = """
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +70,7 @@ def failing(path0, path1):
 
 def wrong_shape(path0, path1):
     return np.zeros((3, 2)), np.zeros((4, 2)), np.zeros(3)
-'''
+"""
 
 
 def write_matchers(folder: Path) -> Path:
@@ -86,7 +86,7 @@ def run_evaluation(benchmark, roots, out, matchers_folder, names, **settings):
     chosen = EvaluationSettings(benchmark=benchmark, roots=tuple(roots), matchers=matchers, out=out, **settings)
     printed = io.StringIO()
     console = Console(width=100, file=printed)
-    return evaluate(chosen, screen=console, messages=console), printed.getvalue()
+    return evaluate(chosen, screen=console, messages=console), " ".join(printed.getvalue().split())
 
 
 @cache

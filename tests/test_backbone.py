@@ -148,7 +148,9 @@ def test_fusion_variants_are_wired_as_designed(monkeypatch, fusion, channels):
     assert torch.allclose(coarse, expected_coarse, rtol=1e-4, atol=1e-5)
     assert torch.allclose(fine, expected_fine, rtol=1e-4, atol=1e-5)
     # No layer is there without being used.
-    used = {"a": {3, 2}, "b": {2}, "c": {3, 2}, "d": {3, 2}, "e": {5, 4, 3, 2}}[fusion] | ({4} if channels == 256 else set())
+    used = {"a": {3, 2}, "b": {2}, "c": {3, 2}, "d": {3, 2}, "e": {5, 4, 3, 2}}[fusion] | (
+        {4} if channels == 256 else set()
+    )
     assert {int(name[7]) for name in b.state_dict() if name.startswith("lateral")} == used
     assert {name.split(".")[0] for name in b.state_dict() if name.startswith("smooth")} == {
         "c": {"smooth3"},

@@ -82,7 +82,7 @@ def test_another_preset_is_an_error_that_names_both(file):
 
 
 def test_unknown_preset_and_settings_are_refused(file):
-    with pytest.raises(ConfigError, match="'nonsense'.*default, paper"):
+    with pytest.raises(ConfigError, match=r"'nonsense'.*default, paper"):
         dualrc.load("nonsense")
     with pytest.raises(ConfigError, match="Unknown setting topp"):
         dualrc.load(weights=file, topp=3)
@@ -96,7 +96,7 @@ def test_unknown_preset_and_settings_are_refused(file):
 
 def test_a_preset_without_weights_says_so():
     assert bundled("paper") is None
-    with pytest.raises(WeightsError, match="no weights for the preset 'paper'.*weights="):
+    with pytest.raises(WeightsError, match=r"no weights for the preset 'paper'.*weights="):
         dualrc.load("paper")
 
 
@@ -135,7 +135,7 @@ def test_broken_files(file, kind):
 )
 def test_headers_that_say_nothing(file, metadata):
     rewrite(file, metadata=metadata)
-    with pytest.raises(WeightsError, match="tiny.safetensors"):
+    with pytest.raises(WeightsError, match=r"tiny\.safetensors"):
         load_weights(file)
 
 

@@ -66,8 +66,16 @@ def test_configs_are_frozen_and_keyword_only():
     ("kind", "values", "message"),
     [
         (MatcherConfig, {"tops": 3}, "Unknown setting tops; known here: .*top"),
-        (NetworkConfig, {"preset": "x", "backbone": {"kind": "compact", "width": 3}}, r"Unknown setting backbone\.width"),
-        (NetworkConfig, {"preset": "x", "backbone": {"kind": "vgg"}}, "backbone.kind must be one of 'resnet101', 'compact'"),
+        (
+            NetworkConfig,
+            {"preset": "x", "backbone": {"kind": "compact", "width": 3}},
+            r"Unknown setting backbone\.width",
+        ),
+        (
+            NetworkConfig,
+            {"preset": "x", "backbone": {"kind": "vgg"}},
+            "backbone.kind must be one of 'resnet101', 'compact'",
+        ),
         (NetworkConfig, {"preset": "x", "backbone": {}}, "backbone.kind must be one of"),
         (NetworkConfig, {"preset": "x"}, "backbone is missing"),
         (NetworkConfig, {"preset": 3, "backbone": {"kind": "compact"}}, "preset = 3 must be of type str"),
@@ -98,7 +106,12 @@ def test_none_and_whole_numbers_are_taken():
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "can't be read"), (b"top = ", "not valid TOML"), (b"\xff", "not valid TOML"), (b"tops = 3", "Unknown setting tops")],
+    [
+        (None, "can't be read"),
+        (b"top = ", "not valid TOML"),
+        (b"\xff", "not valid TOML"),
+        (b"tops = 3", "Unknown setting tops"),
+    ],
 )
 def test_files_that_do_not_do(tmp_path, content, message):
     path = tmp_path / "config.toml"

@@ -52,9 +52,7 @@ def search_all(tensor, fine0, fine1, *, reading, temperature=0.0, valid1=None, m
     map0, map1 = FineMap.of(fine0), FineMap.of(fine1, valid1)
     cells = torch.arange(len(tensor) * map0.cells)
     queries = cell_queries(map0, cells, reading)
-    found = search(
-        tensor.flatten(3).flatten(1, 2), queries, map1, temperature=temperature, max_values=max_values
-    )
+    found = search(tensor.flatten(3).flatten(1, 2), queries, map1, temperature=temperature, max_values=max_values)
     where = map0.members(cells % map0.cells) + (queries.pair * map0.cells * 16)[:, None]
     index, score = torch.full_like(where.flatten(), -2), torch.empty(where.numel())
     index[where.flatten()], score[where.flatten()] = found.index.flatten(), found.score.flatten()
@@ -78,9 +76,7 @@ def search_literally(tensor, fine0, fine1, *, reading, temperature=0.0, valid1=N
 def match_literally(tensor, fine0, fine1, valid0=None, valid1=None, *, reading, temperature, query_share):
     """literal.match among allowed cells only."""
     if valid0 is None and valid1 is None:
-        return literal.match(
-            tensor, fine0, fine1, reading=reading, temperature=temperature, query_share=query_share
-        )
+        return literal.match(tensor, fine0, fine1, reading=reading, temperature=temperature, query_share=query_share)
     settings = {"reading": reading, "temperature": temperature}
     there, score, _ = search_literally(tensor, fine0, fine1, valid1=valid1, **settings)
     back, score_back, _ = search_literally(tensor.permute(2, 3, 0, 1), fine1, fine0, valid1=valid0, **settings)
@@ -185,7 +181,12 @@ def test_search_finds_the_argmax(kind, seed, shape0, shape1, reading, temperatur
             tensor, fine0, fine1, reading=reading, temperature=temperature, valid1=valid, max_values=max_values
         )
     expected, best, maps = search_literally(
-        tensor[0], fine0[0], fine1[0], reading=reading, temperature=temperature, valid1=None if valid is None else valid[0]
+        tensor[0],
+        fine0[0],
+        fine1[0],
+        reading=reading,
+        temperature=temperature,
+        valid1=None if valid is None else valid[0],
     )
     assert torch.allclose(score[0], best, rtol=1e-5, atol=1e-9)
     assert torch.equal(index[0] < 0, expected < 0)
@@ -213,9 +214,7 @@ def test_matches_are_those_of_the_definition(
     kind, seed, shape0, shape1, reading, temperature, query_share, block, max_values, masked
 ):
     tensor, fine0, fine1 = case(kind, seed, shape0, shape1)
-    valid0, valid1 = (
-        rand(seed + i, 1, *f.shape[2:]) > -0.3 if masked else None for i, f in enumerate((fine0, fine1))
-    )
+    valid0, valid1 = (rand(seed + i, 1, *f.shape[2:]) > -0.3 if masked else None for i, f in enumerate((fine0, fine1)))
     config = {"reading": reading, "temperature": temperature, "query_share": query_share}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fine, "_FIRST_BLOCK", block)
@@ -320,6 +319,13 @@ def test_the_search_stops_where_the_bound_allows():
     assert score == pytest.approx(40 / sum(coarse), rel=1e-6)
 
 
+def test_what_was_visited_does_not_hold_up_the_search():
+    # Sixteen equals fill the block, 2 * 0.5 each; what comes after could reach 0.25 at most.
+    coarse, cosine = [0.25] * 40, [0.5] * 40
+    coarse[20:36] = [2.0] * 16
+    assert one_query(coarse, cosine)[1::2] == (20, 16)
+
+
 def test_the_search_goes_on_until_the_bound_allows():
     coarse = [40.0 - cell for cell in range(40)]
     cosine = [0.1] * 40
@@ -371,6 +377,17 @@ def test_planted_matches_are_found_with_few_visits():
     tensor = torch.eye(108).view(1, *shape, *shape) + 1e-3
     index, _, visited = search_all(tensor, fine0, fine0, reading="center")
     assert torch.equal(index[0], torch.arange(36 * 48))
+    assert (visited == 16).all()
+
+
+def test_queries_that_read_only_zeros_cost_nothing():
+    """The left third of picture 0 has no coarse scores at all, and its groups mix it with the next cells."""
+    shape = (6, 9)
+    fine0 = normalize(rand(0, 1, 64, 24, 36))
+    tensor = torch.eye(54).view(1, *shape, *shape) + 1e-3
+    tensor[:, :, :3] = 0
+    index, _, visited = search_all(tensor, fine0, fine0, reading="center")
+    assert (index.view(24, 36)[:, :10] == -1).all() and (index.view(24, 36)[:, 10:] >= 0).all()
     assert (visited == 16).all()
 
 

@@ -53,6 +53,7 @@ def test_pictures_in_memory():
         torch.from_numpy(RGB).permute(2, 0, 1)[None].float() / 255,
         RGB[::-1][::-1],  # with negative strides on the way
         np.asfortranarray(RGB),
+        np.asarray(Image.fromarray(RGB)),
     ):
         assert np.array_equal(read(same), RGB)
     for grey in (Image.fromarray(GREY), GREY, GREY[:, :, None], torch.from_numpy(GREY), torch.from_numpy(GREY)[None]):
@@ -260,6 +261,19 @@ def test_pictures_too_small_for_the_network(size):
         matcher.match(small, RGB)
     with pytest.raises(ImageError, match="too small or too thin"):
         matcher.match(RGB, Image.fromarray(small))
+
+
+def test_half_precision_tensors():
+    tensor = torch.from_numpy(RGB).permute(2, 0, 1) / 255
+    assert np.array_equal(read(tensor.half()), RGB)
+    assert np.abs(read(tensor.bfloat16()).astype(int) - RGB).max() <= 1
+
+
+def test_read_only_arrays_give_no_warning():
+    frozen = RGB.copy()
+    frozen.flags.writeable = False
+    matcher = tiny_matcher()
+    assert len(matcher.match(frozen, np.broadcast_to(GREY[:, :, None], (48, 64, 3)))) >= 0
 
 
 def test_reading_does_not_change_the_picture():

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from dualrc import matches as module
 from dualrc.errors import DataError, OutputError
 from dualrc.matches import Estimate, Matches, Warp, inside_mask
 
@@ -182,7 +183,7 @@ def test_saving_replaces_the_old_file_whole_or_not_at_all(tmp_path, ending, monk
         temporary.write_text("half of the")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(__import__("dualrc.matches", fromlist=["x"])._WRITERS, ending, failing)
+    monkeypatch.setitem(module._WRITERS, ending, failing)
     with pytest.raises(OutputError, match="No space left"):
         make(6).save(path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
@@ -245,7 +246,12 @@ def test_the_dictionary_of_other_libraries():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"points0": np.zeros((6, 2))}, {"points1": np.zeros((7, 3))}, {"scores": np.zeros((7, 1))}, {"points0": np.zeros(7)}],
+    [
+        {"points0": np.zeros((6, 2))},
+        {"points1": np.zeros((7, 3))},
+        {"scores": np.zeros((7, 1))},
+        {"points0": np.zeros(7)},
+    ],
 )
 def test_shapes_are_checked(changes):
     with pytest.raises(DataError, match="shape"):

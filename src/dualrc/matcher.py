@@ -134,7 +134,7 @@ class Matcher:
 
     def match_many(
         self,
-        pairs: Iterable[tuple[Picture, Picture]],
+        pairs: Iterable[tuple[Matchable, Matchable]],
         *,
         size: int | None = None,
         top: int | None = None,
@@ -322,7 +322,9 @@ class _FeatureCache:
         self._size = size
         self._kept: OrderedDict[str, PictureFeatures] = OrderedDict()
 
-    def get(self, picture: Picture) -> PictureFeatures:
+    def get(self, picture: Matchable) -> PictureFeatures:
+        if isinstance(picture, PictureFeatures):
+            return picture
         if not isinstance(picture, (str, Path)):
             return self._matcher.features(picture, size=self._size)
         key = str(picture)
@@ -344,7 +346,7 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
         chosen = torch.device(device)
         torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"The device {device!r} can't be used ({reason}); choose cpu, cuda or mps.") from error
     return chosen
 

@@ -23,6 +23,9 @@ from dualrc.model.checkpoint import load_weights, save_weights
 from dualrc.model.correlation import normalize
 from dualrc.model.dualrc import DualRCNet, Features, make_network
 
+Precision = Literal["float32", "bfloat16"]
+_LOG_EVERY = 100  # steps
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -43,16 +46,15 @@ class TrainConfig:
     weight_decay: float = 0.01
     clip: float = 1.0  # norm of the gradient
     average: float = 0.999  # decay of the averaged weights
-    precision: Literal["float32", "bfloat16"] = "bfloat16"  # of the backbone
-    compile: bool = False
-    validate_every: int = 1000
+    precision: Precision = "bfloat16"  # of the backbone
+    validate_every: int = 1000  # steps, and so often the run is saved
     validation_batches: int = 8
 
 
 class TrainingStep(nn.Module):
     """Network and loss as one module, which is what gets distributed."""
 
-    def __init__(self, network: DualRCNet, precision: Literal["float32", "bfloat16"]) -> None:
+    def __init__(self, network: DualRCNet, precision: Precision) -> None:
         super().__init__()
         self.network = network
         self.precision = precision
@@ -62,17 +64,14 @@ class TrainingStep(nn.Module):
         names = [f.name for f in fields(PairBatch)]
         batch = PairBatch(**dict(zip(names, tensors, strict=True)))
         images = torch.cat([batch.images0, batch.images1]).contiguous(memory_format=torch.channels_last)
-        coarse, fine = self.network.backbone(images)
-        count = len(batch.images0)
-        # The rest is cheap, and cosines deserve their digits.
-        with torch.autocast(images.device.type, enabled=False):
-            fine = nn.functional.normalize(fine.float(), dim=1, eps=1e-3)
-            features = [
-                Features(coarse=c.float(), fine=f) for c, f in zip(coarse.split(count), fine.split(count), strict=True)
-            ]
-            losses = matching_losses(self.network, features[0], features[1], batch)
-            parts = {f.name: getattr(losses, f.name).detach() for f in fields(losses) if f.name != "accuracy"}
-            return losses.total(), {**parts, **{name: value.detach() for name, value in losses.accuracy.items()}}
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            coarse, fine = self.network.backbone(images)
+        coarse, fine = coarse.float(), normalize(fine.float())  # cosines deserve their digits
+        pictures = zip(coarse.chunk(2), fine.chunk(2), strict=True)
+        features0, features1 = (Features(coarse=c, fine=f) for c, f in pictures)
+        losses = matching_losses(self.network, features0, features1, batch)
+        parts = {f.name: getattr(losses, f.name).detach() for f in fields(losses) if f.name != "accuracy"}
+        return losses.total(), {**parts, **{name: value.detach() for name, value in losses.accuracy.items()}}
 
 
 def train(
@@ -80,73 +79,124 @@ def train(
 ) -> dict[str, float]:
     """Train, or go on with an unfinished run in `out`; leaves checkpoint.pt, log.csv and weights.safetensors there.
 
-    Stops after `minutes`, saving; the same call then continues as if it had never stopped.
+    Stops after `minutes`, saving; the same call then continues as if it had never stopped. Gives the figures on
+    held-out photographs.
     """
     from lightning.fabric import Fabric
 
-    started = time.monotonic()
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     torch.set_float32_matmul_precision("high")
-    accelerator = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    fabric = Fabric(accelerator=accelerator, devices=1, precision="32-true")
+    fabric = Fabric(accelerator=device or ("cuda" if torch.cuda.is_available() else "cpu"), devices=1)
     fabric.launch()
-    console = Console(stderr=True)
-    torch.manual_seed(config.seed)
-    network = load_weights(config.start_from) if config.start_from else make_network(config.network)
-    network.train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    average = copy.deepcopy(network).eval().to(fabric.device)
-    if config.compile:
-        network.backbone.compile()
-    decayed = [p for p in network.parameters() if p.ndim > 1]
-    others = [p for p in network.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=config.learning_rate,
-        betas=(0.9, 0.99),
-        fused=fabric.device.type == "cuda",
-    )
-    step_module, optimizer = fabric.setup(TrainingStep(network, config.precision), optimizer)
+    run = _Run(config, Path(out), fabric)
     training, held_out = _split(read_photos(config.photos))
-    maker = _maker(training, config, fabric.device)
+    next_batch = _batches(_maker(training, config, fabric.device), config.pairs, run.random)
     checker = _maker(held_out, config, fabric.device)
-    random = torch.Generator(device=fabric.device).manual_seed(config.seed)
-    step = _resume(out, config, network, average, optimizer, random)
-    next_batch = _batches(maker, config.pairs, random)
-    averaged = _floating(average), _floating(network)
-    log = _Log(out / "log.csv")
     figures: dict[str, float] = {}
-    since, last_step = time.monotonic(), step
-    while step < config.steps:
-        for group in optimizer.param_groups:
-            group["lr"] = config.learning_rate * _schedule(step, config)
-        batch = next_batch()
-        loss, parts = step_module(*(getattr(batch, f.name) for f in fields(batch)))
-        fabric.backward(loss)
-        fabric.clip_gradients(step_module, optimizer, max_norm=config.clip, error_if_nonfinite=False)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        step += 1
-        torch._foreach_lerp_(*averaged, 1 - min(config.average, (1 + step) / (10 + step)))
-        if step % 100 == 0:
-            values = {name: float(value) for name, value in parts.items()}
-            if not math.isfinite(float(loss)):
-                raise DataError(f"The loss is not finite at step {step}; lower learning_rate and resume from {out}.")
-            speed = (step - last_step) / (time.monotonic() - since)
-            since, last_step = time.monotonic(), step
-            log.write({"step": step, "steps_per_second": speed, **values})
-            text = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
-            left = (config.steps - step) / max(speed, 1e-6) / 60
-            console.print(f"{step}/{config.steps}  {text}  {speed:.1f} steps/s  {left:.1f} min left", highlight=False)
-        timed_out = minutes is not None and time.monotonic() - started > minutes * 60
-        if step % config.validate_every == 0 or step == config.steps or timed_out:
-            figures = _validate(average, checker, config)
-            log.write({"step": step, **{f"held_out_{name}": value for name, value in figures.items()}})
-            console.print("held out: " + "  ".join(f"{k} {v:.4f}" for k, v in figures.items()), style="bold")
-            _save(out, config, network, average, optimizer, random, step)
-        if timed_out:
+    while run.step < config.steps:
+        loss, parts = run.advance(next_batch())
+        if run.step % _LOG_EVERY == 0:
+            run.report(float(loss.detach()), parts)
+        late = time.monotonic() > deadline
+        if run.step % config.validate_every == 0 or run.step == config.steps or late:
+            figures = _validate(run.average, checker, config)
+            run.save(figures)
+        if late:
             break
     return figures
+
+
+class _Run:
+    """The state of a training run, and how it is advanced, reported and saved."""
+
+    def __init__(self, config: TrainConfig, out: Path, fabric: Any) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.config, self.out, self.fabric = config, out, fabric
+        torch.manual_seed(config.seed)
+        self.network = load_weights(config.start_from) if config.start_from else make_network(config.network)
+        self.network.train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.average = copy.deepcopy(self.network).eval().to(fabric.device)
+        parameters = list(self.network.parameters())
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+                {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=config.learning_rate,
+            betas=(0.9, 0.99),
+            fused=fabric.device.type == "cuda",
+        )
+        self.module, self.optimizer = fabric.setup(TrainingStep(self.network, config.precision), optimizer)
+        self.random = torch.Generator(device=fabric.device).manual_seed(config.seed)
+        self.step = 0
+        self._resume()
+        self._averaged = _floating(self.average), _floating(self.network)
+        self._console = Console(stderr=True)
+        self._since, self._last_step = time.monotonic(), self.step
+
+    def advance(self, batch: PairBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """One step of the optimizer; gives the loss and its parts."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * _schedule(self.step, self.config)
+        loss, parts = self.module(*(getattr(batch, f.name) for f in fields(batch)))
+        self.fabric.backward(loss)
+        self.fabric.clip_gradients(self.module, self.optimizer, max_norm=self.config.clip, error_if_nonfinite=False)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        decay = min(self.config.average, (1 + self.step) / (10 + self.step))
+        torch._foreach_lerp_(*self._averaged, 1 - decay)
+        return loss, parts
+
+    def report(self, loss: float, parts: dict[str, Tensor]) -> None:
+        """Say how it goes and how long it will take."""
+        if not math.isfinite(loss):
+            raise DataError(
+                f"The loss is not finite at step {self.step}; lower learning_rate and go on from {self.out}."
+            )
+        values = {name: float(value) for name, value in parts.items()}
+        speed = (self.step - self._last_step) / (time.monotonic() - self._since)
+        self._since, self._last_step = time.monotonic(), self.step
+        self._log({"steps_per_second": speed, "loss": loss, **values})
+        text = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
+        left = (self.config.steps - self.step) / max(speed, 1e-6) / 60
+        line = f"{self.step}/{self.config.steps}  {text}  {speed:.1f} steps/s  {left:.1f} min left"
+        self._console.print(line, highlight=False, soft_wrap=True)
+
+    def save(self, figures: dict[str, float]) -> None:
+        """Write the checkpoint and the averaged weights; the old ones stay until the new ones are whole."""
+        self._log({f"held_out_{name}": value for name, value in figures.items()})
+        line = "held out: " + "  ".join(f"{name} {value:.4f}" for name, value in figures.items())
+        self._console.print(line, style="bold", highlight=False, soft_wrap=True)
+        state = {
+            "config": to_toml(self.config),
+            "step": self.step,
+            "network": self.network.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "random": self.random.get_state(),
+        }
+        with replacing(self.out / "checkpoint.pt") as temporary:
+            torch.save(state, temporary)
+        save_weights(self.average, self.out / "weights.safetensors", dtype=torch.float16)
+
+    def _resume(self) -> None:
+        """Go on from a checkpoint of the same config, if there is one."""
+        path = self.out / "checkpoint.pt"
+        if not path.exists():
+            return
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        if state["config"] != to_toml(self.config):
+            raise ConfigError(f"{path} belongs to another config; choose another folder, or delete it to start over.")
+        self.network.load_state_dict(state["network"])
+        self.average.load_state_dict(state["average"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.random.set_state(state["random"])
+        self.step = int(state["step"])
+
+    def _log(self, values: dict[str, float]) -> None:
+        with (self.out / "log.csv").open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([self.step, name, f"{value:.6g}"] for name, value in values.items())
 
 
 def _maker(photos: Photos, config: TrainConfig, device: torch.device) -> PhotoPairs:
@@ -158,10 +208,11 @@ def _split(photos: Photos) -> tuple[Photos, Photos]:
     held_out = torch.arange(len(photos.sizes)) % 10 == 9
     if not held_out.any():
         return photos, photos
-    return tuple(  # type: ignore[return-value]
-        Photos(canvases=photos.canvases[chosen], sizes=photos.sizes[chosen], broken=photos.broken)
-        for chosen in (~held_out, held_out)
-    )
+
+    def part(chosen: Tensor) -> Photos:
+        return Photos(canvases=photos.canvases[chosen], sizes=photos.sizes[chosen], broken=photos.broken)
+
+    return part(~held_out), part(held_out)
 
 
 def _schedule(step: int, config: TrainConfig) -> float:
@@ -178,8 +229,12 @@ def _floating(network: nn.Module) -> list[Tensor]:
 
 
 def _batches(maker: PhotoPairs, pairs: int, random: torch.Generator) -> Callable[[], PairBatch]:
-    """Make batches; on a GPU as one recorded graph, because launching its many small steps takes longer than they do."""
-    make = torch.no_grad()(lambda: maker.make(pairs, random))
+    """Make batches; on a GPU as one recorded graph, because its many small steps take longer to launch than to run."""
+
+    @torch.no_grad()
+    def make() -> PairBatch:
+        return maker.make(pairs, random)
+
     if maker.device.type != "cuda":
         return make
     graph = torch.cuda.CUDAGraph()
@@ -214,59 +269,3 @@ def _validate(network: DualRCNet, maker: PhotoPairs, config: TrainConfig) -> dic
         for name, value in parts.items():
             totals[name] = totals.get(name, 0.0) + float(value) / config.validation_batches
     return totals
-
-
-def _save(
-    out: Path,
-    config: TrainConfig,
-    network: DualRCNet,
-    average: DualRCNet,
-    optimizer: Any,
-    random: torch.Generator,
-    step: int,
-) -> None:
-    """Write the checkpoint and the averaged weights; the old ones stay until the new ones are whole."""
-    state = {
-        "config": to_toml(config),
-        "step": step,
-        "network": network.state_dict(),
-        "average": average.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "random": random.get_state(),
-        "torch_random": torch.get_rng_state(),
-    }
-    with replacing(out / "checkpoint.pt") as temporary:
-        torch.save(state, temporary)
-    save_weights(average, out / "weights.safetensors", dtype=torch.float16)
-
-
-def _resume(
-    out: Path, config: TrainConfig, network: DualRCNet, average: DualRCNet, optimizer: Any, random: torch.Generator
-) -> int:
-    """Go on from a checkpoint of the same config, if there is one; the step to go on with."""
-    path = out / "checkpoint.pt"
-    if not path.exists():
-        return 0
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    if state["config"] != to_toml(config):
-        raise ConfigError(f"{path} belongs to another config; choose another folder, or delete it to start over.")
-    network.load_state_dict(state["network"])
-    average.load_state_dict(state["average"])
-    optimizer.load_state_dict(state["optimizer"])
-    random.set_state(state["random"])
-    torch.set_rng_state(state["torch_random"])
-    return int(state["step"])
-
-
-class _Log:
-    """Rows of named figures, appended to a CSV file; columns are fixed by the first row."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, row: dict[str, float]) -> None:
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            for name, value in row.items():
-                if name != "step":
-                    writer.writerow([int(row["step"]), name, f"{value:.6g}"])

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from dualrc.errors import ConfigError
 from dualrc.geometry import Camera, apply_homography, resize_homography
@@ -114,15 +115,15 @@ def _mutual(descriptors0: FloatArray, descriptors1: FloatArray, ratio: float | N
     if not len(descriptors0) or len(descriptors1) < 2:
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing, np.zeros(0, np.float32)
-    cosines = descriptors0 @ descriptors1.T
-    nearest1, nearest0 = cosines.argmax(axis=1), cosines.argmax(axis=0)
+    cosines = torch.from_numpy(descriptors0) @ torch.from_numpy(descriptors1).T
+    best_two, nearest_two = (values.numpy() for values in cosines.topk(2, dim=1))
+    nearest1, nearest0 = nearest_two[:, 0], cosines.argmax(dim=0).numpy()
     index0 = np.flatnonzero(nearest0[nearest1] == np.arange(len(descriptors0)))
     index1 = nearest1[index0]
-    best_two = np.partition(cosines[index0], -2, axis=1)[:, -2:]
-    distances = np.sqrt(np.maximum(2 - 2 * best_two, 1e-12))  # the second nearest stands first
-    quotients = distances[:, 1] / distances[:, 0]
+    distances = np.sqrt(np.maximum(2 - 2 * best_two[index0], 1e-12))
+    quotients = distances[:, 0] / distances[:, 1]
     if ratio is None:
-        return index0, index1, best_two[:, 1]
+        return index0, index1, best_two[index0, 0]
     passed = quotients < ratio
     return index0[passed], index1[passed], 1 - quotients[passed]
 

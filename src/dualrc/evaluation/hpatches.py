@@ -161,8 +161,8 @@ class HPatches(Benchmark):
             columns=["matcher", "top", *(f"H {t} px" for t in HOMOGRAPHY_PX), "correct", "cover", *COST_COLUMNS],
             rows=[[name, *_geometry_cells(scored), *cost] for name, scored, cost in _rows(results)],
             note=(
-                f"H: AUC of the corner error of homographies ({self.protocol['homography_estimator']}); correct matches "
-                f"({CORRECT_PX} px) a pair, and the share of a 10x10 grid over the overlap that they occupy."
+                f"H: AUC of the corner error of homographies ({self.protocol['homography_estimator']}); correct ones "
+                f"({CORRECT_PX} px) of a pair's matches, and the share of a 10x10 grid over the overlap they occupy."
             ),
         )
         return [accuracy, geometry, self._sequence_table(results)]

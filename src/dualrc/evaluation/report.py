@@ -6,6 +6,7 @@ import html
 import io
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,11 +100,11 @@ def to_json(value: Any) -> Any:
 
 
 def write_figures(folder: Path, figures: Mapping[str, Picture]) -> list[Path]:
-    """Each figure as a PNG."""
+    """Each figure as a PNG, its name made fit for any file system."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure in figures.items():
-        paths.append(folder / f"{name}.png")
+        paths.append(folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.png")
         save(figure, paths[-1])
     return paths
 

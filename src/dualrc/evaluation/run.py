@@ -192,9 +192,8 @@ def _report(
     write_json(settings.out / "results.json", content)
     if settings.json is not None:
         write_json(settings.json, content)
-    pictures = {f"{index:02d}_{item.heading}": item.picture for index, item in enumerate(shown, start=1)}
-    named = {name.replace(": ", "_").replace(" ", "_"): picture for name, picture in pictures.items()}
-    write_figures(settings.out / "figures", {**figures, **named})
+    pictures = {f"{index:02d} {item.heading}": item.picture for index, item in enumerate(shown, start=1)}
+    write_figures(settings.out / "figures", {**figures, **pictures})
     config = {key: content[key] for key in ("protocol", "settings", "versions")}
     config["matchers"] = {result.matcher: result.config for result in results}
     write_page(

@@ -183,8 +183,8 @@ def _visit(
     found.score[ids] = torch.where(positive, highest, 0)
     found.visited[ids] = block
     limit = rest[:, None] / total * _SLACK[candidates.dtype]
-    # A query that reads nothing has nothing to find, whatever its group's bound.
-    certain = (highest > limit) | (rest[:, None] <= 0) | (weights.sum(2) == 0)
+    # A query that reads nothing, or only zeros, has nothing to find, whatever its group's bound.
+    certain = (highest > limit) | (rest[:, None] <= 0) | (total <= 1e-15)
     return certain.all(1)
 
 

@@ -1,0 +1,57 @@
+"""The demo: a pair of pictures with exact ground truth, matched, checked and drawn."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualrc import draw
+from dualrc.errors import OutputError
+from dualrc.files import replacing
+from dualrc.matcher import load
+from dualrc.scenes import correspond, make_pair
+
+THRESHOLDS_PX = (1, 3, 5, 10)
+_SEED = 14
+_TOP = 2000
+
+
+def run(out: str | Path, *, device: str | None = None) -> dict[str, Any]:
+    """Match a made-up pair; leaves the pictures, drawings of the matches and summary.json in `out`."""
+    out = Path(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"The folder {out} can't be made ({error.strerror}); choose another with --out.") from error
+    pair = make_pair(_SEED, size=(800, 608), angle_deg=25)
+    image0, image1 = (rendering.image.cpu().numpy() for rendering in pair)
+    matcher = load(device=device)
+    matcher.match(image0, image1)  # the first call warms up
+    start = time.perf_counter()
+    matches = matcher.match(image0, image1, top=_TOP)
+    seconds = time.perf_counter() - start
+
+    truth = correspond(*pair, matches.points0)
+    points1, visible = truth.points1.cpu().numpy(), truth.visible.cpu().numpy()
+    # A point that can't be seen in picture 1 has no right answer: its match is wrong.
+    error_px = np.where(visible, np.linalg.norm(points1 - matches.points1, axis=1), np.inf)
+    summary = {
+        "matches": len(matches),
+        "correct_within_px": {px: float((error_px <= px).mean()) if len(error_px) else 0.0 for px in THRESHOLDS_PX},
+        "seconds": seconds,
+        "device": str(matcher.device),
+        "info": matcher.info,
+    }
+    for name, image in (("a.png", image0), ("b.png", image1)):
+        draw.save(image, out / name)
+    draw.save(draw.draw_matches(image0, image1, matches), out / "matches.png")
+    draw.save(draw.draw_dots(image0, image1, matches, error_px <= 3), out / "correct.png")
+    warp = matcher.warp(image0, image1)
+    draw.save(draw.draw_flow(image0, image1, warp.points1, warp.certainty), out / "warp.png")
+    matches.save(out / "matches.npz")
+    with replacing(out / "summary.json") as temporary:
+        temporary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    return summary
+

@@ -1,0 +1,232 @@
+"""The command line: what it writes, prints and refuses."""
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from dualrc import Matches, cli
+from dualrc.config import CompactConfig, FineConfig, NetworkConfig
+from dualrc.model.checkpoint import bundled, save_weights
+from dualrc.model.dualrc import make_network
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    """A tiny untrained network of the preset `default`."""
+    torch.manual_seed(0)
+    backbone = CompactConfig(widths=(8, 8, 16, 16, 16), depths=(1, 1, 1, 1), coarse_channels=16, fine_channels=16)
+    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    save_weights(make_network(NetworkConfig(preset="default", backbone=backbone, fine=FineConfig())), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> tuple[Path, Path]:
+    """A picture of smooth noise, and the same shifted by 16 pixels."""
+    folder = tmp_path_factory.mktemp("pictures")
+    noise = np.random.default_rng(0).integers(0, 255, (24, 30, 3), dtype=np.uint8)
+    large = Image.fromarray(noise).resize((176, 160), Image.Resampling.BICUBIC)
+    paths = folder / "a.png", folder / "b.png"
+    large.crop((0, 0, 160, 128)).save(paths[0])
+    large.crop((16, 0, 176, 128)).save(paths[1])
+    return paths
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line as a shell would; gives exit status, output and error output."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dualrc", *map(str, arguments)])
+        monkeypatch.setattr(cli, "screen", cli.Console(width=100))
+        monkeypatch.setattr(cli, "messages", cli.Console(stderr=True, width=100))
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        output = capsys.readouterr()
+        return int(stopped.value.code or 0), output.out, output.err
+
+    return call
+
+
+@pytest.mark.parametrize("ending", [".npz", ".json", ".csv"])
+def test_match_writes_and_draws(run, weights, pictures, tmp_path, ending):
+    out, drawing = tmp_path / f"m{ending}", tmp_path / "m.png"
+    status, screen, errors = run("match", *pictures, "-o", out, "--draw", drawing, "--weights", weights, "--top", 50)
+    assert status == 0, errors
+    matches = Matches.load(out)
+    assert 0 < len(matches) <= 50
+    assert matches.size0 == matches.size1 == (160, 128)
+    assert f"{len(matches)} matches" in screen
+    assert matches.info["network"]["preset"] == "default"
+    with Image.open(drawing) as picture:
+        assert picture.size[0] > 160
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".csv.json")) == sorted(
+        ["m.png", f"m{ending}"]
+    )
+
+
+def test_estimate_is_saved_with_the_matches(run, weights, pictures, tmp_path):
+    out = tmp_path / "m.json"
+    status, screen, errors = run("match", *pictures, "-o", out, "--weights", weights, "--estimate", "homography")
+    assert status == 0, errors
+    content = json.loads(out.read_text())
+    matrix = np.array(content["estimate"]["matrix"])
+    assert matrix.shape == (3, 3)
+    assert sum(content["inliers"]) > 10
+    assert "homography" in screen
+    assert "inliers" in screen
+    # The second picture is the first one shifted by 16 pixels.
+    moved = matrix @ [80, 64, 1]
+    assert moved[:2] / moved[2] == pytest.approx([64, 64], abs=1.0)
+
+
+def test_essential_takes_cameras(run, weights, pictures, tmp_path):
+    cameras = tmp_path / "cameras.json"
+    camera = {"width": 160, "height": 128, "K": [[150, 0, 80], [0, 150, 64], [0, 0, 1]]}
+    cameras.write_text(json.dumps({"a.png": camera, "b.png": camera}))
+    arguments = ("match", *pictures, "--weights", weights, "--cameras", cameras)
+    status, screen, errors = run(*arguments, "--estimate", "essential")
+    assert status == 0, errors
+    assert "essential" in screen
+    status, _, errors = run(*arguments)
+    assert status == 1
+    assert "--estimate essential" in errors
+
+
+def bad_inputs(folder: Path) -> dict[str, Path]:
+    (folder / "empty.jpg").write_bytes(b"")
+    (folder / "text.jpg").write_text("not a picture")
+    Image.fromarray(np.zeros((300, 300, 3), np.uint8)).save(folder / "whole.jpg")
+    (folder / "truncated.jpg").write_bytes((folder / "whole.jpg").read_bytes()[:400])
+    Image.fromarray(np.zeros((1, 1, 3), np.uint8)).save(folder / "dot.png")
+    Image.fromarray(np.zeros((15, 4000, 3), np.uint8)).save(folder / "thin.png")
+    names = ("missing.jpg", "empty.jpg", "text.jpg", "truncated.jpg", "dot.png", "thin.png")
+    return {**{name: folder / name for name in names}, "folder": folder}
+
+
+@pytest.mark.parametrize(
+    "name", ["missing.jpg", "empty.jpg", "text.jpg", "truncated.jpg", "dot.png", "thin.png", "folder"]
+)
+def test_a_bad_picture_is_one_clear_line(run, weights, pictures, tmp_path, name):
+    out = tmp_path / "m.npz"
+    status, _, errors = run("match", pictures[0], bad_inputs(tmp_path)[name], "-o", out, "--weights", weights)
+    assert status == 1
+    assert errors.startswith("Error: ")
+    assert errors.count("\n") == 1
+    assert "Traceback" not in errors
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("-o", "nowhere/m.npz"), "does not exist"),
+        (("-o", "m.xyz"), ".npz"),
+        (("--draw", "m.gif"), ".png"),
+        (("--weights", "missing.safetensors"), "does not exist"),
+        (("--preset", "paper"), "'paper'"),
+        (("--preset", "unknown"), "no preset"),
+        (("--device", "abacus"), "abacus"),
+        (("--size", "10"), "size"),
+        (("--top", "-1"), "top"),
+    ],
+)
+def test_bad_options_are_one_clear_line(run, weights, pictures, options, expected, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    arguments = options if "--weights" in options else (*options, "--weights", weights)
+    status, _, errors = run("match", *pictures, *arguments)
+    assert status == 1
+    assert errors.startswith("Error: ")
+    assert errors.count("\n") == 1
+    assert expected in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_of_another_preset_name_both(run, weights, pictures):
+    status, _, errors = run("match", *pictures, "--weights", weights, "--preset", "paper")
+    assert status == 1
+    assert "'default'" in errors
+    assert "'paper'" in errors
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_refused_before_matching(run, weights, pictures, tmp_path):
+    tmp_path.chmod(0o500)
+    status, _, errors = run("match", *pictures, "-o", tmp_path / "m.npz", "--weights", weights)
+    assert status == 1
+    assert "not writable" in errors
+
+
+def test_info_names_versions_presets_and_licence(run):
+    status, screen, _ = run("info")
+    assert status == 0
+    for word in ("torch", "preset default", "preset paper", "Apache-2.0", "cpu"):
+        assert word in screen
+
+
+@pytest.mark.parametrize("command", [(), ("match",), ("convert",), ("info",), ("demo",)])
+def test_help_teaches(run, command):
+    status, screen, _ = run(*command, "--help")
+    assert status == 0
+    assert "Usage" in screen
+
+
+def test_convert_refuses_what_is_no_checkpoint(run, tmp_path):
+    (tmp_path / "bad.pth.tar").write_bytes(b"nothing")
+    status, _, errors = run("convert", tmp_path / "bad.pth.tar", tmp_path / "out.safetensors")
+    assert status == 1
+    assert errors.startswith("Error: ")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.skipif(bundled("default") is None, reason="the package carries no weights yet")
+def test_the_demo_leaves_pictures_and_figures(run, tmp_path):
+    status, screen, errors = run("demo", "--out", tmp_path / "demo", "--device", "cpu")
+    assert status == 0, errors
+    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert summary["correct_within_px"]["5"] > 0.6
+    assert "correct within 3 px" in screen
+    for name in ("a.png", "b.png", "matches.png", "correct.png", "warp.png", "matches.npz"):
+        assert (tmp_path / "demo" / name).stat().st_size > 0
+
+
+def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
+    """Built, installed into an empty environment outside the checkout, and used from there."""
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--no-build-isolation", "-w"]
+    subprocess.run([*build, str(tmp_path), str(ROOT)], check=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("dualrc-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "dualrc/py.typed" in names
+    assert not any(name.startswith(("tests/", "docs/")) for name in names)
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    find = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    folder = Path(subprocess.run([python, "-c", find], check=True, capture_output=True, text=True).stdout.strip())
+    target = ["--no-deps", "--quiet", "--target", str(folder), str(wheel)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *target], check=True)
+    # The dependencies, torch above all, are borrowed from here; the package itself must come from the wheel.
+    here = subprocess.run([sys.executable, "-c", find], check=True, capture_output=True, text=True).stdout.strip()
+    (folder / "borrowed.pth").write_text(here + "\n")
+    code = (
+        "import dualrc, sys; m = dualrc.load(weights=sys.argv[1] or None, device='cpu')\n"
+        "print(dualrc.__file__); print(len(m.match(*sys.argv[2:4])))"
+    )
+    chosen = "" if bundled("default") else str(weights)
+    done = subprocess.run(
+        [python, "-c", code, chosen, *map(str, pictures)], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    location, count = done.stdout.split()
+    assert Path(location).is_relative_to(folder)
+    assert int(count) > 0
