@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 from rich.console import Console
 
@@ -98,7 +99,12 @@ def _scene() -> scenes.Scene:
 def _views() -> tuple[scenes.Rendering, ...]:
     eyes = ((-3.0, -9.0, 2.0), (-1.0, -9.5, 2.2), (1.0, -9.0, 1.8), (2.5, -8.5, 2.4))
     views = [scenes.look_at(eye, (0.5 * eye[0], 6.0, 2.0), size=SIZE, fov_deg=60) for eye in eyes]
-    return tuple(scenes.render(_scene(), view, supersample=1) for view in views)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # these small steps gain nothing from more, and lose much where cores are busy
+    try:
+        return tuple(scenes.render(_scene(), view, supersample=1) for view in views)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _write_picture(path: Path, rendering: scenes.Rendering) -> None:

@@ -117,7 +117,7 @@ def up(x, like):
 
 
 def wiring(b: PaperBackbone, fusion: str, channels: int):
-    """DESIGN.md's description of the variants, step by step."""
+    """The five variants, step by step."""
 
     def conv(layer, x, padding=0):
         return F.conv2d(x, layer.weight, layer.bias, padding=padding)

@@ -222,8 +222,8 @@ def strecha(tmp_path, scene):
     return content["results"][0].figures.overall
 
 
-def test_root_sift_on_herz_jesus(tmp_path, monkeypatch):
-    monkeypatch.setattr("dualrc.evaluation.pose.has_opencv", lambda: False)  # its estimators take most of the time
+@pytest.mark.slow
+def test_root_sift_on_herz_jesus(tmp_path):
     score = strecha(tmp_path, "Herz-Jesus-P8")
     assert score.pairs == 28
     assert score.auc[POSELIB][0] == pytest.approx(0.937, abs=0.02)

@@ -263,6 +263,16 @@ def test_a_masked_cell_is_never_returned():
     assert not all(allowed0[a] and allowed1[b] for a, b in open_matches)
 
 
+def test_a_masked_cell_never_asks():
+    tensor, fine0, fine1 = case("flat", 5, (3, 4), (4, 3))
+    valid0 = rand(0, 1, 12, 16) > 0
+    maps = FineMap.of(fine0, valid0), FineMap.of(fine1)
+    settings = {"reading": "center", "query_share": 1.0, "temperature": 0.0, "max_values": MANY}
+    found = both_ways(tensor.flatten(3).flatten(1, 2), *maps, **settings)
+    assert torch.equal(found.index0.sort().values, valid0.flatten().nonzero()[:, 0])
+    assert valid0.flatten()[found.back].all()
+
+
 def test_nothing_is_found_in_nothing():
     _, fine0, fine1 = case("flat", 0, (2, 2), (3, 2))
     zero = torch.zeros(1, 2, 2, 3, 2)

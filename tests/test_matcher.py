@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -218,6 +219,37 @@ def test_masks_let_the_second_best_win():
     mask[:, :48] = False
     found = matcher.match(picture, picture, mask1=mask)
     assert (found.points1[:, 0] > 47.5).all()
+
+
+def test_refined_points_stay_on_a_mask_of_stripes(oracle, pictures):
+    """Cells of 4 px on stripes of 5: many points would leave their stripe by refinement."""
+    stripes0, stripes1 = np.zeros((150, 203), bool), np.zeros((161, 190), bool)
+    stripes0[:, np.arange(203) // 5 % 2 == 0] = True
+    stripes1[np.arange(161) // 5 % 2 == 0] = True
+    masked = oracle.match(*pictures, mask0=stripes0, mask1=stripes1)
+    assert len(masked) > 50
+    assert inside(masked.points0, stripes0).all() and inside(masked.points1, stripes1).all()
+    # The best are counted after the mask has had its say.
+    assert same_matches(oracle.match(*pictures, mask0=stripes0, mask1=stripes1, top=len(masked)), masked)
+
+
+def test_masked_cells_do_not_compete(oracle, pictures):
+    """What stands in a masked coarse cell does not matter to the coarse scores of the others."""
+    mask = np.ones((150, 203), bool)
+    mask[:, :64] = False
+    features0, features1 = oracle.features(pictures[0], mask=mask).network, oracle.features(pictures[1]).network
+    hidden = ~features0.valid.unflatten(1, (-1, 4)).unflatten(3, (-1, 4)).any(4).any(2)  # coarse cells, all masked
+    assert 0 < hidden.sum() < hidden.numel()
+    changed = features0.coarse.clone()
+    changed[hidden[:, None].expand_as(changed)] = features1.coarse[:, :, 4, 6].mean()
+    for pair in ((0, 1), (1, 0)):
+        tensors = []
+        for coarse in (features0.coarse, changed):
+            sides = replace(features0, coarse=coarse), features1
+            tensors.append(oracle.network.coarse_tensor(*(sides[side] for side in pair)))
+        assert torch.equal(*tensors) and tensors[0].any()
+        by_cell = tensors[0] if pair == (0, 1) else tensors[0].permute(0, 3, 4, 1, 2)
+        assert not by_cell[hidden].any() and by_cell[~hidden].flatten(1).any(1).all()
 
 
 def test_masks_in_match_points(oracle, pictures):

@@ -175,6 +175,28 @@ def evaluate(
 
 
 @app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run; configs/default.toml is ours.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoint, log and weights.")] = Path(
+        "runs/train"
+    ),
+    minutes: Annotated[float | None, typer.Option(help="Save and stop after so long; run again to go on.")] = None,
+    device: DeviceOption = None,
+) -> None:
+    """Train a network on your own photographs; single ones are enough, pairs are made from them.
+
+    dualrc train configs/default.toml --out runs/mine
+
+    dualrc match a.jpg b.jpg --weights runs/mine/weights.safetensors
+    """
+    from dualrc import train as training
+    from dualrc.config import read_toml
+
+    training.train(read_toml(training.TrainConfig, config), out, minutes=minutes, device=device)
+    screen.print(f"Written: {out / 'weights.safetensors'}")
+
+
+@app.command()
 def convert(
     published: Annotated[Path, typer.Argument(help="A published DualRC-Net checkpoint (.pth.tar).")],
     out: Annotated[Path, typer.Argument(help="The weights file to write (.safetensors).")],

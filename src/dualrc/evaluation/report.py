@@ -168,13 +168,13 @@ def _word_columns(table: Table) -> set[int]:
 
 
 def _image(picture: Picture, width: int, alt: str) -> str:
-    """A picture inside the page: diagrams as PNG with few colours, photographs as JPEG."""
+    """A picture inside the page: diagrams as PNG, photographs as JPEG."""
     image = Image.fromarray(picture)
     if image.width > width:
         image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
     file = io.BytesIO()
     if width == _FIGURE_WIDTH:
-        image.quantize(64).save(file, "PNG", optimize=True)
+        image.save(file, "PNG", optimize=True)
         kind = "png"
     else:
         image.save(file, "JPEG", quality=80, optimize=True)

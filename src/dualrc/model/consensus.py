@@ -9,13 +9,14 @@ from torch.nn import functional as F
 from dualrc.config import ConsensusConfig
 from dualrc.errors import ConfigError
 
+_CACHE = 2**23  # values; on a CPU, slabs of about this size are fastest
+
 
 class Consensus(nn.Module):
     """4D convolutions with ReLU, applied in both matching directions and added.
 
-    The transposed direction is the same tensor convolved with transposed kernels, so one pass serves both: the
-    kernels of the two directions stand side by side as groups. The tensor is walked in slabs of picture 0's rows,
-    because the hidden channels of all of it would not fit.
+    The transposed direction is the same tensor convolved with transposed kernels, so nothing is ever transposed but
+    those. The tensor is walked in slabs of picture 0's rows, because the hidden channels of all of it would not fit.
     """
 
     def __init__(self, config: ConsensusConfig) -> None:
@@ -39,62 +40,67 @@ class Consensus(nn.Module):
         """(b h0 w0 h1 w1) -> the same; about `max_values` hidden values are held at a time."""
         height = scores.shape[1]
         rows = height
+        if not scores.is_cuda and not torch.is_grad_enabled():
+            max_values = min(max_values or _CACHE, _CACHE)
         if max_values is not None:
             rows = max(1, min(height, max_values // (scores[:, 0].numel() * self._values_per_entry())))
-        slabs = [self._rows(scores, len(self.weights), a, min(a + rows, height)) for a in range(0, height, rows)]
-        both = torch.cat(slabs, dim=1) if len(slabs) > 1 else slabs[0]
-        return both.sum(3)  # b h0 w0 2 h1 w1: the two directions added
+        slabs = []
+        for start in range(0, height, rows):
+            one, other = self._rows(scores, len(self.weights), start, min(start + rows, height))
+            slabs.append(one + other)
+        return (torch.cat(slabs, dim=1) if len(slabs) > 1 else slabs[0])[..., 0]
 
     def _values_per_entry(self) -> int:
-        """How many values a convolution holds at its widest for one entry of the tensor."""
+        """How many values the two directions hold at their widest for one entry of the tensor."""
         return max(2 * (w.shape[2] ** 2 * min(w.shape[:2]) + sum(w.shape[:2])) for w in self.weights)
 
-    def _rows(self, scores: Tensor, layers: int, start: int, stop: int) -> Tensor:
-        """Rows start to stop of picture 0 after so many layers: b rows w0 c h1 w1."""
+    def _rows(self, scores: Tensor, layers: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Rows start to stop of picture 0 after so many layers, in both directions: b rows w0 h1 w1 c each."""
         if layers == 0:
-            return scores[:, start:stop, :, None]
+            slab = scores[:, start:stop, ..., None]
+            return slab, slab
         weight, bias = self.weights[layers - 1], self.biases[layers - 1]
         halo = weight.shape[2] // 2
-        below, above = max(start - halo, 0), min(stop + halo, scores.shape[1])
-        inputs = self._rows(scores, layers - 1, below, above)
-        # Beyond the picture every layer sees zeros, not what the layer before would make of zeros.
-        missing = (below - (start - halo), (stop + halo) - above)
-        return F.relu(conv4d_pair(inputs, weight, bias, missing))
+        first, last = max(start - halo, 0), min(stop + halo, scores.shape[1])
+        one, other = self._rows(scores, layers - 1, first, last)
+        rows = (start - first, stop - first)
+        return (
+            conv4d(one, weight, bias, rows).relu_(),
+            conv4d(other, weight.permute(0, 1, 4, 5, 2, 3), bias, rows).relu_(),
+        )
 
 
-def conv4d_pair(inputs: Tensor, weight: Tensor, bias: Tensor, missing_rows: tuple[int, int]) -> Tensor:
-    """Convolve with a 4D kernel and with its transpose: (b r w0 c h1 w1), (o i k k k k), (o) -> (b r' w0 2o h1 w1).
+def conv4d(inputs: Tensor, weight: Tensor, bias: Tensor, rows: tuple[int, int]) -> Tensor:
+    """4D convolution with zero padding and channels last: (b r w0 h1 w1 i), (o i k k k k), (o) -> (b r' w0 h1 w1 o).
 
-    Either c = i, and both kernels see the same channels, or c = 2i, and each sees its own half. Columns and picture
-    1 are padded with zeros; rows only by `missing_rows`, so r' = r + sum(missing_rows) - k + 1.
+    Gives only the rows of picture 0 from rows[0] to rows[1]; what lies beyond the rows given counts as zero.
     """
-    batch, rows, columns, channels = inputs.shape[:4]
-    outputs, size = weight.shape[0], weight.shape[2]
-    groups = channels // weight.shape[1]
+    count, columns = rows[1] - rows[0], inputs.shape[2]
+    outputs, channels, size = weight.shape[:3]
     halo = size // 2
-    rows_out = rows + sum(missing_rows) - 2 * halo
-    kernels = torch.stack([weight, weight.permute(0, 1, 4, 5, 2, 3)])  # 2 o i k k k k
-    padded = F.pad(inputs, (0, 0, 0, 0, 0, 0, halo, halo, *missing_rows))
-    offsets = [(row, column) for row in range(size) for column in range(size)]
-
-    def shifted(values: Tensor, row: int, column: int) -> Tensor:
-        return values[:, row : row + rows_out, column : column + columns]
-
-    if channels <= 2 * outputs:
+    offsets = [(row - halo, column - halo) for row in range(size) for column in range(size)]
+    if channels <= outputs:
         # Picture 0's neighbours become channels of one 2D convolution over picture 1.
-        planes = torch.stack([shifted(padded, *offset) for offset in offsets], dim=4)  # b r w c kk h1 w1
-        kernel = kernels.flatten(3, 4).flatten(2, 3).flatten(0, 1)  # (2 o) (i kk) k k
-        result = F.conv2d(planes.flatten(3, 4).flatten(0, 2), kernel, bias.repeat(2), padding=halo, groups=groups)
-        return result.unflatten(0, (batch, rows_out, columns))
+        above, below = max(halo - rows[0], 0), max(rows[1] + halo - inputs.shape[1], 0)
+        padded = F.pad(inputs, (0, 0, 0, 0, 0, 0, halo, halo, above, below))
+        top = rows[0] + above
+        planes = torch.stack(
+            [padded[:, top + y : top + y + count, halo + x : halo + x + columns] for y, x in offsets], dim=5
+        )  # b r' w0 h1 w1 kk i
+        kernel = weight.permute(0, 2, 3, 1, 4, 5).flatten(1, 3)  # o (kk i) k k
+        result = F.conv2d(planes.flatten(5).flatten(0, 2).movedim(3, 1), kernel, bias, padding=halo)
+        return result.movedim(1, 3).unflatten(0, (-1, count, columns))
     # The other way round: one 2D convolution makes what each neighbour contributes, and the shifts are added.
-    kernel = kernels.permute(0, 3, 4, 1, 2, 5, 6).flatten(0, 3)  # (2 kk o) i k k
-    if groups == 2 and inputs.is_cuda:  # there, zeros cost less than groups do
-        one, other = kernel.chunk(2)
-        zeros = torch.zeros_like(one)
-        kernel, groups = torch.cat([torch.cat([one, zeros], 1), torch.cat([zeros, other], 1)]), 1
-    result = F.conv2d(padded.flatten(0, 2), kernel, padding=halo, groups=groups)
-    result = result.unflatten(1, (2, len(offsets), outputs)).unflatten(0, (batch, -1, columns + 2 * halo))
-    total = bias[:, None, None].expand(2, outputs, 1, 1)
-    for index, offset in enumerate(offsets):
-        total = total + shifted(result[:, :, :, :, index], *offset)  # b r w 2 o h1 w1
-    return total.flatten(3, 4)
+    kernel = weight.permute(2, 3, 0, 1, 4, 5).flatten(0, 2)  # (kk o) i k k
+    parts = F.conv2d(inputs.flatten(0, 2).movedim(3, 1), kernel, padding=halo)
+    parts = parts.movedim(1, 3).unflatten(0, inputs.shape[:3]).unflatten(5, (len(offsets), outputs))
+    total = bias.expand(len(inputs), count, *inputs.shape[2:5], outputs).clone()
+    for index, (y, x) in enumerate(offsets):
+        # Output row r, column c takes the part that input row rows[0] + r + y, column c + x has for it.
+        from_row, to_row = max(rows[0] + y, 0), min(rows[1] + y, inputs.shape[1])
+        from_column, to_column = max(x, 0), min(columns + x, columns)
+        if from_row < to_row and from_column < to_column:
+            skip = from_row - rows[0] - y
+            there = total[:, skip : skip + to_row - from_row, from_column - x : to_column - x]
+            there += parts[:, from_row:to_row, from_column:to_column, :, :, index]
+    return total
