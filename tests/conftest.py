@@ -30,6 +30,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # On tiny inputs threads mostly wait for each other, most of all where other work shares the cores.
+    torch.set_num_threads(1)
     config.addinivalue_line("markers", "slow: takes minutes or gigabytes; run with --slow")
 
 

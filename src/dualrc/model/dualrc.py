@@ -35,7 +35,8 @@ class NetworkMatches:
     pair: Tensor  # n
     points0: Tensor  # n 2, (x, y), the centre of the first pixel at (0, 0)
     points1: Tensor  # n 2
-    scores: Tensor  # n, the sum of both directions' scores, 0 to 2
+    # n: the sum of both directions' scores, 0 to 2, as published; with refinement, a confidence of 0 to 1.
+    scores: Tensor
 
 
 class DualRCNet(nn.Module):
@@ -79,7 +80,7 @@ class DualRCNet(nn.Module):
         cells0, cells1 = _cells(index0, fine0), _cells(index1, fine1)
         if self.subpixel is not None:
             offset0, offset1, trust = refine_both(self.subpixel, fine0, fine1, pair, index0, index1)
-            cells0, cells1, scores = cells0 + offset0, cells1 + offset1, scores * trust
+            cells0, cells1, scores = cells0 + offset0, cells1 + offset1, _confidence(scores, trust)
         keep = _best_first(pair, scores, top)
         return NetworkMatches(
             pair=pair[keep], points0=_pixels(cells0[keep]), points1=_pixels(cells1[keep]), scores=scores[keep]
@@ -110,7 +111,7 @@ class DualRCNet(nn.Module):
         score = there.score[:, 0] + back.score[inverse, place]
         if self.subpixel is not None:
             refined = self.subpixel(queries.features[:, 0], fine1, pair, index1)
-            cells1, score = cells1 + refined.offset, score * refined.logit.sigmoid()
+            cells1, score = cells1 + refined.offset, _confidence(score, refined.logit.sigmoid())
         return _pixels(cells1), torch.where(good, score, 0)
 
     def warp(self, features0: Features, features1: Features, *, max_memory: float = 0.5) -> tuple[Tensor, Tensor]:
@@ -120,7 +121,7 @@ class DualRCNet(nn.Module):
         score = found.score / 2
         if self.subpixel is not None:
             refined = self.subpixel(fine0.gather(found.pair, found.index0), fine1, found.pair, found.index1)
-            cells1, score = cells1 + refined.offset, score * refined.logit.sigmoid()
+            cells1, score = cells1 + refined.offset, _confidence(found.score, refined.logit.sigmoid())
         good = (found.back >= 0) & ((returned - cells0).abs().amax(1) <= _RETURN_CELLS)
         height, width = features0.fine.shape[2:]
         points = torch.zeros(height * width, 2, device=cells1.device)
@@ -163,6 +164,11 @@ def make_network(config: NetworkConfig) -> DualRCNet:
 def _values(max_memory: float) -> int:
     """How many float32 values fit into so many GiB."""
     return int(max_memory * 2**30 / 4)
+
+
+def _confidence(scores: Tensor, trust: Tensor) -> Tensor:
+    """Trust in the place, times a mild power of the coarse-times-fine score: what ranks held-out matches best."""
+    return trust * (scores / 2) ** 0.25
 
 
 def _best_first(pair: Tensor, scores: Tensor, top: int | None) -> Tensor:
