@@ -14,7 +14,7 @@ from dualrc.matcher import load
 from dualrc.scenes import correspond, make_pair
 
 THRESHOLDS_PX = (1, 3, 5, 10)
-_SEED = 14
+_SEED = 1
 _TOP = 2000
 
 
@@ -25,7 +25,7 @@ def run(out: str | Path, *, device: str | None = None) -> dict[str, Any]:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"The folder {out} can't be made ({error.strerror}); choose another with --out.") from error
-    pair = make_pair(_SEED, size=(800, 608), angle_deg=25)
+    pair = make_pair(_SEED, size=(800, 608))
     image0, image1 = (rendering.image.cpu().numpy() for rendering in pair)
     matcher = load(device=device)
     matcher.match(image0, image1)  # the first call warms up

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from dualrc.config import ConsensusConfig
 from dualrc.errors import ConfigError
 
-_CACHE = 2**23  # values; on a CPU, slabs of about this size are fastest
+_CPU_ROWS = 8  # fewer compute too much of the halo twice, more fall out of the cache
 
 
 class Consensus(nn.Module):
@@ -41,9 +41,9 @@ class Consensus(nn.Module):
         height = scores.shape[1]
         rows = height
         if not scores.is_cuda and not torch.is_grad_enabled():
-            max_values = min(max_values or _CACHE, _CACHE)
+            rows = min(rows, _CPU_ROWS)
         if max_values is not None:
-            rows = max(1, min(height, max_values // (scores[:, 0].numel() * self._values_per_entry())))
+            rows = max(1, min(rows, max_values // (scores[:, 0].numel() * self._values_per_entry())))
         slabs = []
         for start in range(0, height, rows):
             one, other = self._rows(scores, len(self.weights), start, min(start + rows, height))
