@@ -119,3 +119,9 @@ def test_files_that_do_not_do(tmp_path, content, message):
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         read_toml(MatcherConfig, path)
+
+
+@pytest.mark.parametrize("wrong", [{"query_share": 0.0}, {"query_share": 1.5}, {"temperature": -0.1}])
+def test_fine_settings_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        FineConfig(**wrong)

@@ -19,6 +19,14 @@ READINGS = ("corner", "center")
 MANY = 10**9  # values: all groups at once
 
 
+@pytest.fixture(autouse=True, scope="module")
+def first_block():
+    """The tests count visits in blocks of 16, whatever the code starts with."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fine, "_FIRST_BLOCK", 16)
+        yield
+
+
 def coarse_values(kind: str, seed: int, *shape: int) -> torch.Tensor:
     if kind == "exact":  # small integers, so that sums, mixtures and products have no rounding, and many ties
         return rand(seed, *shape).abs().mul(1.5).round()

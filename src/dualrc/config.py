@@ -64,6 +64,12 @@ class FineConfig:
     # Hidden units of the learnt correction and confidence beside the sub-pixel soft-argmax; 0: soft-argmax alone.
     subpixel_hidden: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 < self.query_share <= 1:
+            raise ConfigError(f"query_share = {self.query_share} must be above 0 and at most 1.")
+        if not self.temperature >= 0:
+            raise ConfigError(f"temperature = {self.temperature} must not be negative; 0 is the plain cosine.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:

@@ -113,8 +113,10 @@ class Matches:
 
     def swapped(self) -> "Matches":
         """The same matches with the two pictures exchanged; a fitted model is left behind."""
+        sizes = {"network_size0": "network_size1", "network_size1": "network_size0"}
         return replace(
             self,
+            info={sizes.get(key, key): value for key, value in self.info.items()},
             points0=self.points1,
             points1=self.points0,
             size0=self.size1,

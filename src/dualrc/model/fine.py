@@ -5,7 +5,7 @@ falling coarse score, a block at a time, until the best product found exceeds al
 fine correlation is never held, and the result is its argmax all the same (`literal.py` has the definition).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,7 +17,7 @@ RATIO = 4  # fine cells along each side of a coarse cell
 PLACES = RATIO * RATIO
 # A cosine of unit vectors may exceed 1 by rounding; the bound allows for it.
 _SLACK = {torch.float16: 1 + 4e-3, torch.bfloat16: 1 + 2e-2, torch.float32: 1 + 1e-5, torch.float64: 1 + 1e-9}
-_FIRST_BLOCK = 16  # coarse cells visited before the bound is first checked
+_FIRST_BLOCK = 8  # coarse cells visited before the bound is first checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,7 @@ class Queries:
     pair: Tensor  # n: which pair of the batch
     rows: Tensor  # n m: cells of the querying picture whose rows of the coarse tensor are read
     weights: Tensor  # n p m, or 1 p m: how they are mixed
+    wanted: Tensor | None = None  # n p: the queries whose answers will be used; None: all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ def search(tensor: Tensor, queries: Queries, fine: FineMap, *, temperature: floa
     candidates = tensor.shape[2]
     block = min(_FIRST_BLOCK, candidates)
     while len(open_groups):
-        per_group = (queries.rows.shape[1] + 2) * candidates + block * PLACES * (channels + 3 * places)
+        per_group = (queries.rows.shape[1] + places + 2) * candidates + block * PLACES * (channels + 3 * places)
         chunk = max(1, max_values // per_group)
         still_open = []
         for ids in open_groups.split(chunk):
@@ -151,20 +152,17 @@ def _visit(
     """Score the `block` most promising cells for these groups; true where no other cell can do better."""
     pair, rows = queries.pair[ids], queries.rows[ids]
     weights = queries.weights.expand(len(queries.features), -1, -1)[ids]  # g p m
-    values = tensor[pair[:, None], rows]  # g m candidates
-    # A mixture of rows is at most the largest of those that some query of the group mixes in.
-    used = (weights > 0).any(1)[:, :, None]
-    bound = torch.where(used, values, 0).amax(1)  # g candidates
+    total = torch.einsum("gpm,gm->gp", weights, sums[pair[:, None], rows]) + 1e-15
+    coarse = torch.bmm(weights, tensor[pair[:, None], rows]) / total[:, :, None]  # g p candidates
+    bound = coarse.amax(1)  # g candidates: no query of the group scores higher there
     if fine.valid is not None:
         empty = ~fine.valid[:, fine.members(torch.arange(fine.cells, device=ids.device))].any(2)  # b candidates
         bound = bound.masked_fill(empty[pair], 0)
     bounds, cells = bound.topk(min(block + 1, bound.shape[1]), dim=1)
     rest = bounds[:, block] if bounds.shape[1] > block else torch.zeros_like(bounds[:, 0])
     cells = cells[:, :block]
+    coarse = coarse.gather(2, cells[:, None].expand(-1, weights.shape[1], -1))  # g p k
 
-    total = torch.einsum("gpm,gm->gp", weights, sums[pair[:, None], rows]) + 1e-15
-    coarse = torch.einsum("gpm,gmk->gpk", weights, values.gather(2, cells[:, None].expand(-1, rows.shape[1], -1)))
-    coarse = coarse / total[:, :, None]
     index = fine.members(cells)  # g k 16
     candidates = fine.gather(pair, index)  # g k 16 c
     cosine = torch.einsum("gpc,gkqc->gpkq", queries.features[ids], candidates).float()
@@ -182,9 +180,11 @@ def _visit(
     found.index[ids] = torch.where(positive, first, -1)
     found.score[ids] = torch.where(positive, highest, 0)
     found.visited[ids] = block
-    limit = rest[:, None] / total * _SLACK[candidates.dtype]
+    rest = rest[:, None] * _SLACK[candidates.dtype]
     # A query that reads nothing, or only zeros, has nothing to find, whatever its group's bound.
-    certain = (highest > limit) | (rest[:, None] <= 0) | (total <= 1e-15)
+    certain = (highest > rest) | (rest <= 0) | (total <= 1e-15)
+    if queries.wanted is not None:
+        certain |= ~queries.wanted[ids]
     return certain.all(1)
 
 
@@ -224,7 +224,9 @@ def both_ways(
     cell, place = fine1.split(index1)
     # Only the cells that were found can answer, and each answers for all its queries at once.
     cells1, inverse = (cell + pair * count1).unique(return_inverse=True)
-    queries = cell_queries(fine1, cells1, reading)
+    wanted = torch.zeros(len(cells1), PLACES, dtype=torch.bool, device=tensor.device)
+    wanted[inverse, place] = True
+    queries = replace(cell_queries(fine1, cells1, reading), wanted=wanted)
     turned = tensor.transpose(1, 2).contiguous()
     backward = search(turned, queries, fine0, temperature=temperature, max_values=max_values)
     score = forward.score[keep] + backward.score[inverse, place]
