@@ -139,6 +139,8 @@ def test_a_bad_picture_is_one_clear_line(run, weights, pictures, tmp_path, name)
         (("--device", "abacus"), "abacus"),
         (("--size", "10"), "size"),
         (("--top", "-1"), "top"),
+        (("--estimate", "homography", "--threshold", "0"), "threshold"),
+        (("--estimate", "essential", "--cameras", "missing.json"), "missing.json"),
     ],
 )
 def test_bad_options_are_one_clear_line(run, weights, pictures, options, expected, monkeypatch, tmp_path):
@@ -150,6 +152,14 @@ def test_bad_options_are_one_clear_line(run, weights, pictures, options, expecte
     assert errors.count("\n") == 1
     assert expected in errors
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_is_not_overwritten_by_its_matches(run, weights, pictures):
+    before = pictures[0].read_bytes()
+    status, _, errors = run("match", *pictures, "--draw", pictures[0], "--weights", weights)
+    assert status == 1
+    assert "another file" in errors
+    assert pictures[0].read_bytes() == before
 
 
 def test_weights_of_another_preset_name_both(run, weights, pictures):

@@ -314,18 +314,20 @@ def test_queries_come_from_the_best_cells(share):
 # One query at a picture of one cell, against a picture of 5 x 8 cells: the bound at work.
 
 
-def one_query(coarse: list[float], cosine: list[float], *, norm: float = 1.0):
+def one_query(
+    coarse: list[float], cosine: list[float], *, norm: float = 1.0, temperature: float = 0.0, dtype=torch.float32
+):
     """Coarse scores and cosines of 40 cells, for one query; every fine cell of a cell has the cosine."""
     angle = torch.tensor(cosine).view(1, 1, 5, 8).repeat_interleave(4, 2).repeat_interleave(4, 3)
     fine1 = torch.cat([angle, (1 - angle.square()).clamp(min=0).sqrt()], dim=1) * norm
     queries = Queries(
-        features=torch.tensor([[[1.0, 0.0]]]),
+        features=torch.tensor([[[1.0, 0.0]]], dtype=dtype),
         pair=torch.tensor([0]),
         rows=torch.tensor([[0]]),
         weights=torch.ones(1, 1, 1),
     )
-    map1 = FineMap.of(fine1)
-    found = search(torch.tensor(coarse).view(1, 1, 40), queries, map1, temperature=0.0, max_values=MANY)
+    map1 = FineMap.of(fine1.to(dtype))
+    found = search(torch.tensor(coarse).view(1, 1, 40), queries, map1, temperature=temperature, max_values=MANY)
     cell, _ = map1.split(found.index)
     return found.index.item(), cell.item(), found.score.item(), found.visited.item()
 
@@ -374,6 +376,15 @@ def test_a_cosine_above_one_by_rounding_is_not_missed():
     coarse[3], cosine[3] = 1.0, 1.000002
     cosine[20] = 0.5000001  # just above what the bound without slack would ask
     assert one_query(coarse, cosine)[1] == 3
+
+
+def test_a_sharp_fine_score_exceeds_one_by_more():
+    """exp((cosine - 1) / 0.05) turns a cosine of 1.002, as half precision gives, into 1.04."""
+    coarse, cosine = [0.001] * 40, [0.0] * 40
+    for cell in range(20, 36):
+        coarse[cell], cosine[cell] = 1.02, 1.0
+    coarse[3], cosine[3] = 1.0, 1.002
+    assert one_query(coarse, cosine, temperature=0.05, dtype=torch.float16)[1] == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -99,10 +99,35 @@ def test_cached_features_give_the_same(oracle, pictures, matches):
     points = np.array([[50.0, 60.0]])
     assert same_matches(oracle.match_points(features0, features1, points), oracle.match_points(*pictures, points))
     assert np.array_equal(oracle.warp(features0, features1).points1, oracle.warp(*pictures).points1)
-    with pytest.raises(ConfigError, match=r"features\(\)"):
-        oracle.match(features0, features1, size=64)
-    with pytest.raises(ConfigError, match=r"features\(\)"):
-        oracle.match(features0, features1, mask0=np.ones((150, 203)))
+    # The size of features is fixed; a mask is not.
+    left = np.zeros((150, 203), bool)
+    left[:, :100] = True
+    masked = oracle.match_features(features0, features1, mask0=left)
+    assert same_matches(masked, oracle.match(features0, pictures[1], mask0=left))
+    assert same_matches(masked, oracle.match(*pictures, mask0=left))
+    assert 0 < len(masked) < len(matches)
+
+
+def test_features_of_other_weights_are_refused(oracle, pictures):
+    other = oracle_matcher().features(pictures[0])
+    with pytest.raises(ConfigError, match="other weights"):
+        oracle.match_features(other, oracle.features(pictures[1]))
+    with pytest.raises(ConfigError, match="other weights"):
+        oracle.warp(other, pictures[1])
+
+
+def test_running_out_of_memory_says_what_to_do(oracle):
+    with pytest.raises(ImageError, match="smaller size"):
+        oracle.features(np.zeros((64, 64, 3), np.uint8), size=2_000_000)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"size": "64"}, {"size": 64.5}, {"top": 5.0}, {"min_score": float("nan")}, {"size": 8}, {"top": -1}],
+)
+def test_wrong_settings_of_a_call_are_refused(oracle, pictures, wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        oracle.match(*pictures, **wrong)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

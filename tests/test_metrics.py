@@ -5,7 +5,7 @@ import pytest
 
 from dualrc.geometry import crop_homography
 from dualrc.matches import Matches
-from dualrc.metrics import area_under_curve, coverage, match_errors_px, matching_accuracy, pose_error_deg, recall
+from dualrc.metrics import area_under_curve, coverage, match_errors_px, pose_error_deg, share_within
 
 IDENTITY = np.eye(3)
 
@@ -29,13 +29,13 @@ def test_errors_of_points_that_are_nowhere_are_infinite():
     assert np.isinf(match_errors_px(matches([[0, 5]], [[0, 5]]), to_infinity)).all()
 
 
-def test_accuracy():
-    assert matching_accuracy([0.5, 1, 2.5, np.inf], [1, 2, 3]).tolist() == [0.5, 0.5, 0.75]
-    assert matching_accuracy([0], [1]).tolist() == [1]
-    assert matching_accuracy([1.01], [1]).tolist() == [0]
-    assert matching_accuracy([np.nan], [1]).tolist() == [0]
-    assert matching_accuracy([], [1, 3]).tolist() == [0, 0]
-    assert recall([1, np.inf], [5]).tolist() == [0.5]
+def test_shares_within_thresholds():
+    assert share_within([0.5, 1, 2.5, np.inf], [1, 2, 3]).tolist() == [0.5, 0.5, 0.75]
+    assert share_within([0], [1]).tolist() == [1]
+    assert share_within([1.01], [1]).tolist() == [0]
+    assert share_within([np.nan], [1]).tolist() == [0]
+    assert share_within([], [1, 3]).tolist() == [0, 0]
+    assert share_within([1, np.inf], [5]).tolist() == [0.5]
 
 
 def test_area_under_curve():

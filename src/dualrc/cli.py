@@ -2,9 +2,10 @@
 
 import sys
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -17,6 +18,9 @@ from dualrc.files import check_writable
 from dualrc.image import read
 from dualrc.matcher import Matcher, load
 from dualrc.matches import Matches
+
+if TYPE_CHECKING:
+    from dualrc.geometry import Camera
 
 app = typer.Typer(
     name="dualrc",
@@ -73,17 +77,25 @@ def match(
 
     dualrc match a.jpg b.jpg --estimate homography --top 2000
     """
-    _check_outputs(out, drawing)
+    _check_outputs(out, drawing, inputs=(image0, image1))
+    # What can be refused is refused before the long work.
     if cameras is not None and estimate != "essential":
         raise ConfigError("--cameras serves --estimate essential; add that, or leave the cameras out.")
+    if not 0 < threshold < float("inf"):
+        raise ConfigError(f"--threshold {threshold} must be a positive number of pixels.")
+    views = _cameras((image0, image1), cameras) if estimate == "essential" else (None, None)
     with messages.status("Loading the network..."):
-        matcher = load(preset, weights=weights, device=device)
+        matcher = load(preset, weights=weights, device=device, size=size, top=top, min_score=min_score)
     with messages.status("Matching..."):
         start = time.perf_counter()
-        matches = matcher.match(image0, image1, size=size, top=top, min_score=min_score)
+        matches = matcher.match(image0, image1)
         seconds = time.perf_counter() - start
     if estimate is not None:
-        matches = _estimated(matches, estimate, threshold, (image0, image1), cameras)
+        from dualrc import geometry
+
+        camera0, camera1 = views
+        model = geometry.estimate(matches, estimate, camera0=camera0, camera1=camera1, threshold_px=threshold)
+        matches = replace(matches, estimate=model)
     if out is not None:
         matches.save(out)
     if drawing is not None:
@@ -176,7 +188,7 @@ def evaluate(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run; configs/default.toml is ours.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run; configs/ has ours.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoint, log and weights.")] = Path(
         "runs/train"
     ),
@@ -185,7 +197,7 @@ def train(
 ) -> None:
     """Train a network on your own photographs; single ones are enough, pairs are made from them.
 
-    dualrc train configs/default.toml --out runs/mine
+    dualrc train configs/default-1.toml --out runs/mine
 
     dualrc match a.jpg b.jpg --weights runs/mine/weights.safetensors
     """
@@ -212,6 +224,8 @@ def convert(
     from dualrc.model.checkpoint import convert_published
 
     check_writable(out)
+    if out.suffix != ".safetensors" or out.resolve() == published.resolve():
+        raise OutputError(f"{out}: weights are written as .safetensors, beside the checkpoint; choose another name.")
     with messages.status("Converting..."):
         config = convert_published(published, out)
     screen.print(f"Written: {out} (preset {config.preset}, {config.backbone}, {config.consensus})", highlight=False)
@@ -254,35 +268,26 @@ def main() -> None:
         sys.exit(130)
 
 
-def _check_outputs(out: Path | None, drawing: Path | None) -> None:
-    """Refuse what can't be written before any work is done."""
+def _check_outputs(out: Path | None, drawing: Path | None, inputs: tuple[Path, ...]) -> None:
+    """Refuse what can't or shouldn't be written before any work is done."""
     for path, endings in ((out, (".npz", ".json", ".csv")), (drawing, (".png", ".jpg", ".jpeg"))):
         if path is None:
             continue
         if path.suffix.lower() not in endings:
             raise OutputError(f"{path}: this is written as {', '.join(endings)}; choose one of these endings.")
         check_writable(path)
+        if any(path.resolve() == picture.resolve() for picture in inputs):
+            raise OutputError(f"{path} is one of the pictures to match; write to another file.")
 
 
-def _estimated(
-    matches: Matches,
-    kind: Literal["homography", "fundamental", "essential"],
-    threshold_px: float,
-    pictures: tuple[Path, Path],
-    cameras_file: Path | None,
-) -> Matches:
-    from dataclasses import replace
-
+def _cameras(pictures: tuple[Path, Path], file: Path | None) -> "tuple[Camera | None, Camera | None]":
+    """The pictures' cameras from a file, else from EXIF, else None."""
     from dualrc import colmap, geometry
 
-    cameras: list[geometry.Camera | None] = [None, None]
-    if cameras_file is not None:
-        found = colmap.read_cameras(cameras_file, [str(path) for path in pictures])
-        cameras = [found[str(path)] for path in pictures]
-    elif kind == "essential":
-        cameras = [geometry.camera_from_exif(path) for path in pictures]
-    model = geometry.estimate(matches, kind, camera0=cameras[0], camera1=cameras[1], threshold_px=threshold_px)
-    return replace(matches, estimate=model)
+    if file is None:
+        return geometry.camera_from_exif(pictures[0]), geometry.camera_from_exif(pictures[1])
+    found = colmap.read_cameras(file, [str(path) for path in pictures])
+    return found[str(pictures[0])], found[str(pictures[1])]
 
 
 def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:

@@ -1,19 +1,28 @@
-"""COLMAP's files in our convention: the one home of its half pixel.
+"""COLMAP's files in our convention: the one home of its half pixel and of its pictures that lie on their side.
 
-COLMAP puts the centre of the first pixel at (0.5, 0.5), we put it at (0, 0).
+COLMAP puts the centre of the first pixel at (0.5, 0.5), we put it at (0, 0). COLMAP's cameras are for pictures as they
+are stored, ours for pictures that are turned upright as their EXIF orientation says.
 """
 
+import struct
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from PIL import ExifTags, Image
 
 from dualrc.errors import DataError
 from dualrc.geometry import Camera, read_cameras_json, refuse_distortion
-from dualrc.matches import FloatArray
+from dualrc.matches import FloatArray, Size
 
 _HALF_PX = 0.5
+# By EXIF orientation, how x and y of the stored picture's camera become those of the upright one's: turned by 180, by
+# 90 clockwise and by 90 counterclockwise.
+_TURNS = {3: ((-1, 0), (0, -1)), 6: ((0, -1), (1, 0)), 8: ((0, 1), (-1, 0))}
+_MIRRORED = (2, 4, 5, 7)
+_ON_ITS_SIDE = (5, 6, 7, 8)
 # Per model, how many focal lengths precede cx and cy, and how many distortion coefficients follow. Fisheye models are
 # missing because they are not pinholes even when their coefficients are zero.
 _MODELS = {
@@ -34,11 +43,43 @@ class _ImageEntry:
     cam_from_world: FloatArray  # (3, 4)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a picture file tells without being decoded."""
+
+    stored_size: Size
+    orientation: int  # EXIF's, 1 to 8
+
+    @property
+    def upright_size(self) -> Size:
+        """(width, height) of the picture as we read it."""
+        return self.stored_size[::-1] if self.orientation in _ON_ITS_SIDE else self.stored_size
+
+
+def read_header(path: str | Path) -> Header | None:
+    """Size and orientation of a picture file; None where there is none or it can't be read."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of damaged EXIF, and of large pictures
+            with Image.open(path) as image:
+                size, is_tiff = image.size, image.format == "TIFF"
+                try:
+                    orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+                except (OSError, SyntaxError, ValueError, KeyError, TypeError, struct.error):
+                    orientation = 1  # Damaged EXIF data tells nothing; the picture may be fine.
+    except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError):
+        return None
+    if is_tiff and orientation in _ON_ITS_SIDE:
+        size = size[::-1]  # of these Pillow tells the upright size
+    return Header(stored_size=size, orientation=orientation if orientation in range(1, 9) else 1)
+
+
 def read_cameras(path: str | Path, names: Sequence[str]) -> dict[str, Camera]:
     """The cameras of the named pictures, from our cameras.json or COLMAP's cameras.txt.
 
     An images.txt beside cameras.txt says which picture has which camera; without it one camera serves all pictures,
-    and two cameras serve two pictures in the order of their ids. A name is found with or without its folders.
+    and two cameras serve two pictures in the order of their ids. A name is found with or without its folders. Where a
+    name is that of a picture file, COLMAP's camera is turned upright with it.
     """
     path = Path(path)
     if path.suffix.lower() == ".json":
@@ -46,6 +87,11 @@ def read_cameras(path: str | Path, names: Sequence[str]) -> dict[str, Camera]:
         return {name: cameras[_find(name, list(cameras), path)] for name in names}
     if path.suffix.lower() != ".txt":
         raise DataError(f"{path}: cameras are read from cameras.json or COLMAP's cameras.txt; give one of these.")
+    return {name: _upright(camera, name) for name, camera in _read_colmap(path, names).items()}
+
+
+def _read_colmap(path: Path, names: Sequence[str]) -> dict[str, Camera]:
+    """The cameras of the named pictures as they are stored."""
     by_id = _read_cameras_txt(path)
     images_path = path.with_name("images.txt")
     if images_path.is_file():
@@ -65,6 +111,35 @@ def read_cameras(path: str | Path, names: Sequence[str]) -> dict[str, Camera]:
     raise DataError(
         f"{path} has {len(by_id)} cameras for {len(names)} pictures; "
         "put COLMAP's images.txt beside it, or keep one camera."
+    )
+
+
+def _upright(camera: Camera, name: str) -> Camera:
+    """The camera of the upright picture, from that of the stored one."""
+    header = read_header(name)
+    if header is None or header.orientation == 1:
+        return camera
+    if header.orientation in _MIRRORED:
+        remedy = "save it upright, without that tag, and run COLMAP on it again"
+        raise DataError(f"{name} is mirrored by its EXIF orientation {header.orientation}, as no camera is; {remedy}.")
+    width, height = camera.size
+    stored_width, stored_height = header.stored_size
+    if header.orientation in _ON_ITS_SIDE and (width - height) * (stored_width - stored_height) < 0:
+        return camera  # it lies the other way than the stored picture: COLMAP 3.7 turned pictures itself
+    target_from_source = np.eye(3)
+    target_from_source[:2, :2] = turn = np.array(_TURNS[header.orientation])
+    pixels = target_from_source.copy()
+    # A turn about the first pixel, then moved so that the picture begins at (0, 0) again.
+    pixels[:2, 2] = -np.minimum(turn @ (width - 1, height - 1), 0)
+    if header.orientation in _ON_ITS_SIDE:
+        width, height = height, width
+    pose = camera.cam_from_world
+    return replace(
+        camera,
+        width=width,
+        height=height,
+        K=pixels @ camera.K @ target_from_source.T,
+        cam_from_world=None if pose is None else target_from_source @ pose,
     )
 
 

@@ -1,6 +1,8 @@
 """Settings of the network and of the matcher: frozen dataclasses, TOML in and out, unknown keys refused."""
 
 import dataclasses
+import math
+import operator
 import tomllib
 import types
 import typing
@@ -14,6 +16,8 @@ from dualrc.errors import ConfigError
 
 T = TypeVar("T")
 Fusion = Literal["a", "b", "c", "d", "e"]
+
+MIN_SIDE = 32  # pixels of a picture, and of what the network sees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,25 @@ class MatcherConfig:
     min_score: float = 0.0
     # Working memory in GiB that the coarse and fine search may take beside the features and the coarse tensor.
     max_memory: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in ("max_size", "size", "top"):
+            value = getattr(self, name)
+            if value is None and name != "max_size":
+                continue
+            try:
+                object.__setattr__(self, name, operator.index(value))
+            except TypeError:
+                raise ConfigError(f"{name} = {value!r} must be a whole number.") from None
+        for name in ("max_size", "size"):
+            if getattr(self, name) is not None and getattr(self, name) < MIN_SIDE:
+                raise ConfigError(f"{name} = {getattr(self, name)} is too small; give at least {MIN_SIDE} pixels.")
+        if self.top is not None and self.top < 0:
+            raise ConfigError(f"top = {self.top} must not be negative; leave it out to keep all matches.")
+        if not math.isfinite(self.min_score):
+            raise ConfigError(f"min_score = {self.min_score} must be a number; 0 keeps all matches.")
+        if not 0 < self.max_memory < math.inf:
+            raise ConfigError(f"max_memory = {self.max_memory} must be above 0 and finite; it is in GiB.")
 
 
 PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {

@@ -54,4 +54,3 @@ def run(out: str | Path, *, device: str | None = None) -> dict[str, Any]:
     with replacing(out / "summary.json") as temporary:
         temporary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return summary
-

@@ -1,7 +1,7 @@
 """Results appear whole or not at all."""
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,18 +37,14 @@ def check_writable(path: str | Path) -> Path:
 def replacing(path: str | Path) -> Iterator[Path]:
     """Give a temporary path beside `path`; what the block wrote there takes its place when the block succeeds."""
     path = check_writable(path)
+    # The suffix is kept because writers such as numpy and Pillow choose the format by it.
+    temporary = path.with_name(f".{path.stem[:100]}-{secrets.token_hex(6)}{path.suffix}")
     try:
-        # The suffix is kept because writers such as numpy and Pillow choose the format by it.
-        handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+        temporary.touch(exist_ok=False)
     except OSError as error:
         raise OutputError(f"{path} can't be written ({error.strerror}); write elsewhere.") from error
-    os.close(handle)
-    temporary = Path(name)
     try:
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp makes the file private to its user
         temporary.replace(path)
     except OSError as error:
         reason = error.strerror or str(error)

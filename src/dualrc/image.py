@@ -16,13 +16,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
+from dualrc.config import MIN_SIDE
 from dualrc.errors import ImageError
 from dualrc.matches import BoolArray, FloatArray, Size
 
 Picture = str | Path | Image.Image | npt.NDArray[Any] | Tensor
 
 STRIDE = 16  # of the coarse map: network inputs are multiples of this
-MIN_SIDE = 32
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
 

@@ -1,15 +1,17 @@
-"""Training losses: the paper's, the published implementation's, and those that train `default`."""
+"""Training losses: those that train `default`, then the paper's and the published implementation's of keypoints."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc.data.pairs import PairBatch
+from dualrc.errors import ConfigError
 from dualrc.model.correlation import correlate
 from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features
-from dualrc.model.fine import RATIO, FineMap, Queries, point_queries
+from dualrc.model.fine import RATIO, FineMap, Queries, Reading, point_queries
+from dualrc.model.subpixel import Subpixel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +33,18 @@ class MatchingLosses:
 
 def matching_losses(network: DualRCNet, features0: Features, features1: Features, batch: PairBatch) -> MatchingLosses:
     """Both directions of a batch, averaged."""
+    if network.subpixel is None:
+        raise ConfigError("These losses train sub-pixel refinement; give a network with fine.subpixel = true.")
     raw = correlate(features0.coarse.float(), features1.coarse.float())
     # The 4D convolutions take a third of the time in half precision, and lose nothing that training would notice.
     with torch.autocast(raw.device.type, torch.bfloat16, enabled=raw.is_cuda):
         refined = network.refine(raw, max_memory=1e6)
     raw, refined = (t.flatten(3).flatten(1, 2) for t in (raw, refined))  # b n0 n1
-    one = _one_way(network, raw, refined, FineMap.of(features0.fine), FineMap.of(features1.fine), batch)
-    other = _one_way(
-        network,
-        raw.transpose(1, 2),
-        refined.transpose(1, 2),
-        FineMap.of(features1.fine),
-        FineMap.of(features0.fine),
-        batch.swapped(),
-    )
+    fine0, fine1 = FineMap.of(features0.fine), FineMap.of(features1.fine)
+    reading, back = network.config.fine.reading, batch.swapped()
+    one = _one_way(network.subpixel, raw, refined, fine1, _places(fine0, fine1, batch, reading))
+    turned = raw.transpose(1, 2), refined.transpose(1, 2)
+    other = _one_way(network.subpixel, *turned, fine0, _places(fine1, fine0, back, reading))
     return MatchingLosses(
         accuracy={name: (one.accuracy[name] + other.accuracy[name]) / 2 for name in one.accuracy},
         **{
@@ -54,70 +54,179 @@ def matching_losses(network: DualRCNet, features0: Features, features1: Features
     )
 
 
-def _one_way(
-    network: DualRCNet, raw: Tensor, refined: Tensor, fine0: FineMap, fine1: FineMap, batch: PairBatch
-) -> MatchingLosses:
-    """Places of picture 0 look for themselves in picture 1."""
+@dataclass(frozen=True, kw_only=True)
+class _Places:
+    """Places of picture 0 and where they truly are in picture 1, through the whole batch: n = b * points."""
+
+    queries: Queries
+    there: Tensor  # n 2, (x, y) in fine cells of picture 1
+    column: Tensor  # n: of the fine cell that holds it
+    row: Tensor
+    valid: Tensor  # n: the place is seen in both pictures
+    asked: Tensor  # n: valid, or known to be hidden
+
+
+def _places(fine0: FineMap, fine1: FineMap, batch: PairBatch, reading: Reading) -> _Places:
     count, points = batch.valid.shape
-    asked = batch.valid | batch.absent0
-    pair = torch.arange(count, device=raw.device).repeat_interleave(points)
+    pair = torch.arange(count, device=batch.valid.device).repeat_interleave(points)
     here, there = _to_cells(batch.points0).flatten(0, 1), _to_cells(batch.points1).flatten(0, 1)
-    queries = point_queries(fine0, pair, here, network.config.fine.reading)
-    valid = batch.valid.flatten()
-    weight = valid.float() / valid.sum().clamp(min=1)
+    return _Places(
+        queries=point_queries(fine0, pair, here, reading),
+        there=there,
+        column=(there[:, 0] + 0.5).floor().long().clamp(0, fine1.width * RATIO - 1),
+        row=(there[:, 1] + 0.5).floor().long().clamp(0, fine1.height * RATIO - 1),
+        valid=batch.valid.flatten(),
+        asked=(batch.valid | batch.absent0).flatten(),
+    )
 
-    width, height = fine1.width * RATIO, fine1.height * RATIO
-    column = (there[:, 0] + 0.5).floor().long().clamp(0, width - 1)
-    row = (there[:, 1] + 0.5).floor().long().clamp(0, height - 1)
-    cell = row // RATIO * fine1.width + column // RATIO
 
-    cosines = _read(raw, queries) / 0.05
-    coarse_raw = F.cross_entropy(cosines, cell, reduction="none")
-    scores = _read(refined, queries)
-    scores = scores / (scores.sum(1, keepdim=True) + 1e-9)
-    coarse = -torch.log(scores.gather(1, cell[:, None])[:, 0] + 1e-5)
-
-    features = queries.features[:, 0]
-    logits = torch.bmm(features.view(count, points, -1), fine1.features.transpose(1, 2)).flatten(0, 1).float() / 0.05
-    # Nearest up-sampling of the coarse scores to fine cells.
-    prior = torch.log(scores + 1e-6).view(-1, fine1.height, 1, fine1.width, 1)
-    prior = prior.expand(-1, -1, RATIO, -1, RATIO).reshape_as(logits)
-    joint_logits = logits + prior
-    fine_loss, joint_loss = (_soft_cross_entropy(x, there, height, width) for x in (logits, joint_logits))
-
-    # Sub-pixel: around the true cell or one beside it, as the search may end there.
-    # Places are random already, so which three in ten are moved may be fixed.
-    number = torch.arange(len(column), device=raw.device)
-    jitter = torch.stack([number // 10 % 3 - 1, number // 30 % 3 - 1]) * (number % 10 < 3)
-    near_column, near_row = (column + jitter[0]).clamp(0, width - 1), (row + jitter[1]).clamp(0, height - 1)
-    assert network.subpixel is not None, "these losses train a network with sub-pixel refinement"
-    refined_near = network.subpixel(features, fine1, pair, near_row * width + near_column)
-    target = there - torch.stack([near_column, near_row], 1)
-    inner = (near_column > 0) & (near_column < width - 1) & (near_row > 0) & (near_row < height - 1)
-    subpixel = F.smooth_l1_loss(refined_near.offset, target, reduction="none", beta=0.1).sum(1) * inner
-
-    # Confidence: is what the search finds right? Its features are not to be bent for that.
-    with torch.no_grad():
-        found = joint_logits.argmax(1)
-        detached = FineMap(features=fine1.features.detach(), height=fine1.height, width=fine1.width, valid=None)
-    refined_found = network.subpixel(features.detach(), detached, pair, found)
-    place = torch.stack([found % width, found // width], 1) + refined_found.offset.detach()
-    error_px = (place - there).norm(dim=1) * FINE_STRIDE
-    right = valid & (error_px < 1.5)
-    trust = F.binary_cross_entropy_with_logits(refined_found.logit, right.float(), reduction="none")
+def _one_way(subpixel: Subpixel, raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places) -> MatchingLosses:
+    """Places of picture 0 look for themselves in picture 1."""
+    weight = places.valid.float() / places.valid.sum().clamp(min=1)
 
     def mean(values: Tensor) -> Tensor:
         return (values.float() * weight).sum()
 
+    coarse_raw, coarse, scores = _coarse_losses(raw, refined, fine1, places)
+    fine, joint, found = _fine_losses(scores, fine1, places)
+    trust, error_px = _trust_losses(subpixel, fine1, places, found)
     return MatchingLosses(
         coarse_raw=mean(coarse_raw),
         coarse=mean(coarse),
-        fine=mean(fine_loss),
-        joint=mean(joint_loss),
-        subpixel=mean(subpixel),
-        trust=(trust * asked.flatten()).sum() / asked.sum().clamp(min=1),
+        fine=mean(fine),
+        joint=mean(joint),
+        subpixel=mean(_subpixel_losses(subpixel, fine1, places)),
+        trust=(trust * places.asked).sum() / places.asked.sum().clamp(min=1),
         accuracy={f"within_{px}px": mean(error_px < px) for px in (1, 3, 5)},
     )
+
+
+def _coarse_losses(raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses (n) of the coarse cosines and of the refined scores, and those scores, (n cells), of sum 1."""
+    cell = places.row // RATIO * fine1.width + places.column // RATIO
+    cosines = _read(raw, places.queries) / 0.05
+    scores = _read(refined, places.queries)
+    scores = scores / (scores.sum(1, keepdim=True) + 1e-9)
+    chosen = scores.gather(1, cell[:, None])[:, 0]
+    return F.cross_entropy(cosines, cell, reduction="none"), -torch.log(chosen + 1e-5), scores
+
+
+def _fine_losses(scores: Tensor, fine1: FineMap, places: _Places) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses (n) of the fine cosines and of coarse score times fine score, and the fine cells (n) that this finds."""
+    features = places.queries.features[:, 0].unflatten(0, (len(fine1.features), -1))  # b points c
+    logits = torch.bmm(features, fine1.features.transpose(1, 2)).flatten(0, 1).float() / 0.05
+    joint = logits + _to_fine(torch.log(scores + 1e-6), fine1)
+    size = fine1.height * RATIO, fine1.width * RATIO
+    fine_loss, joint_loss = (_soft_cross_entropy(x, places.there, *size) for x in (logits, joint))
+    return fine_loss, joint_loss, joint.detach().argmax(1)
+
+
+def _subpixel_losses(subpixel: Subpixel, fine1: FineMap, places: _Places) -> Tensor:
+    """How far (n) refinement ends from the truth, begun at the true cell or one beside it, as the search may end."""
+    height, width = fine1.height * RATIO, fine1.width * RATIO
+    # Places are random already, so which three in ten are moved may be fixed.
+    number = torch.arange(len(places.column), device=places.column.device)
+    jitter = torch.stack([number // 10 % 3 - 1, number // 30 % 3 - 1]) * (number % 10 < 3)
+    column, row = (places.column + jitter[0]).clamp(0, width - 1), (places.row + jitter[1]).clamp(0, height - 1)
+    refined = subpixel(places.queries.features[:, 0], fine1, places.queries.pair, row * width + column)
+    target = places.there - torch.stack([column, row], 1)
+    inner = (column > 0) & (column < width - 1) & (row > 0) & (row < height - 1)
+    return F.smooth_l1_loss(refined.offset, target, reduction="none", beta=0.1).sum(1) * inner
+
+
+def _trust_losses(subpixel: Subpixel, fine1: FineMap, places: _Places, found: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss (n) of the confidence in what the search found, and how many pixels (n) that is off."""
+    width = fine1.width * RATIO
+    # The features are not to be bent for the confidence.
+    query, detached = places.queries.features[:, 0].detach(), replace(fine1, features=fine1.features.detach())
+    refined = subpixel(query, detached, places.queries.pair, found)
+    end = torch.stack([found % width, found // width], 1) + refined.offset.detach()
+    error_px = (end - places.there).norm(dim=1) * FINE_STRIDE
+    right = places.valid & (error_px < 1.5)
+    return F.binary_cross_entropy_with_logits(refined.logit, right.float(), reduction="none"), error_px
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeypointMaps:
+    """What n keypoints of one picture score in the other, and what they should: both (n fine cells)."""
+
+    scores: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeypointLosses:
+    """A loss of keypoints and its parts, over both directions."""
+
+    total: Tensor
+    keypoint: Tensor  # L_k
+    orthogonal: Tensor  # L_o
+
+
+def keypoint_loss(one: KeypointMaps, other: KeypointMaps) -> Tensor:
+    """The paper's L_k: Frobenius norms of S - S_gt, of both directions."""
+    return sum((torch.linalg.matrix_norm(m.scores - m.target) for m in (one, other)), start=one.scores.new_zeros(()))
+
+
+def orthogonal_loss(one: KeypointMaps, other: KeypointMaps) -> Tensor:
+    """The paper's L_o: Frobenius norms of S S^T - S_gt S_gt^T, of both directions."""
+    differences = (m.scores @ m.scores.T - m.target @ m.target.T for m in (one, other))
+    return sum((torch.linalg.matrix_norm(d) for d in differences), start=one.scores.new_zeros(()))
+
+
+def paper_loss(
+    network: DualRCNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
+) -> KeypointLosses:
+    """The loss as the paper writes it, L_k + 0.05 L_o, of one pair; keypoints as in `keypoint_maps`."""
+    maps = keypoint_maps(network, features0, features1, points0, points1)
+    keypoint, orthogonal = keypoint_loss(*maps), orthogonal_loss(*maps)
+    return KeypointLosses(total=keypoint + 0.05 * orthogonal, keypoint=keypoint, orthogonal=orthogonal)
+
+
+def published_loss(
+    network: DualRCNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
+) -> KeypointLosses:
+    """The loss as it was published, 0.95 L_k + 0.05 L_o with means over keypoints, of one pair."""
+    maps = keypoint_maps(network, features0, features1, points0, points1)
+    rows = torch.stack([(m.scores - m.target).norm(dim=1).mean() for m in maps])
+    keypoint, orthogonal = rows.sum(), orthogonal_loss(*maps) / len(points0)
+    return KeypointLosses(total=0.95 * keypoint + 0.05 * orthogonal, keypoint=keypoint, orthogonal=orthogonal)
+
+
+def keypoint_maps(
+    network: DualRCNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
+) -> tuple[KeypointMaps, KeypointMaps]:
+    """Both directions of one pair; points (n 2) are (x, y) in network-input pixels and correspond by number."""
+    tensor = network.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)  # 1 n0 n1
+    fine0, fine1 = FineMap.of(features0.fine), FineMap.of(features1.fine)
+    cells0, cells1 = _to_cells(points0), _to_cells(points1)
+    return (
+        KeypointMaps(scores=_scores(tensor, fine0, fine1, cells0), target=_target(cells1, fine1)),
+        KeypointMaps(scores=_scores(tensor.transpose(1, 2), fine1, fine0, cells1), target=_target(cells0, fine0)),
+    )
+
+
+def _scores(tensor: Tensor, fine0: FineMap, fine1: FineMap, cells: Tensor) -> Tensor:
+    """Coarse score times fine cosine of places (n 2) of picture 0 with every fine cell of picture 1."""
+    # Facts of the published implementation: places are counted from the first cell's corner, half a cell off, in the
+    # coarse tensor as well as among the fine cells; and it is the nearest fine cell that asks.
+    corner, pair = cells + 0.5, torch.zeros(len(cells), dtype=torch.long, device=cells.device)
+    column, row = corner.round().long().unbind(1)
+    height, width = fine0.height * RATIO, fine0.width * RATIO
+    features = fine0.gather(pair, row.clamp(0, height - 1) * width + column.clamp(0, width - 1))
+    coarse = _read(tensor, point_queries(fine0, pair, corner, "corner"))
+    coarse = coarse / (coarse.sum(1, keepdim=True) + 1e-15)
+    return features @ fine1.features[0].T * _to_fine(coarse, fine1)
+
+
+def _target(cells: Tensor, fine: FineMap) -> Tensor:
+    """Bilinear weights of the four fine cells around places (n 2), blurred: (n fine cells)."""
+    height, width = fine.height * RATIO, fine.width * RATIO
+    index, weights = _four_cells(cells, height, width)
+    target = weights.new_zeros(len(cells), height * width).scatter_add_(1, index, weights)
+    axis = torch.tensor([0.25, 0.5, 0.25], device=cells.device)
+    kernel = (axis[:, None] * axis)[None, None]
+    return F.conv2d(target.view(-1, 1, height, width), kernel, padding=1).flatten(1)
 
 
 def _to_cells(points: Tensor) -> Tensor:
@@ -133,14 +242,25 @@ def _read(tensor: Tensor, queries: Queries) -> Tensor:
     return torch.bmm(mixing.view(count, -1, rows), tensor).flatten(0, 1)
 
 
+def _to_fine(values: Tensor, fine: FineMap) -> Tensor:
+    """Nearest up-sampling of coarse cells to fine ones: (n h*w) -> (n 4h*4w)."""
+    grid = values.view(-1, fine.height, 1, fine.width, 1).expand(-1, -1, RATIO, -1, RATIO)
+    return grid.reshape(len(values), -1)
+
+
 def _soft_cross_entropy(logits: Tensor, target: Tensor, height: int, width: int) -> Tensor:
     """Cross-entropy against the four cells around a place (n 2), by their bilinear weights."""
-    x, y = target[:, 0].clamp(0, width - 1), target[:, 1].clamp(0, height - 1)
+    index, weights = _four_cells(target, height, width)
+    return logits.logsumexp(1) - (weights * logits.gather(1, index)).sum(1)
+
+
+def _four_cells(places: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """The row-major indices (n 4) of the cells around places (n 2), and their bilinear weights (n 4)."""
+    x, y = places[:, 0].clamp(0, width - 1), places[:, 1].clamp(0, height - 1)
     left, top = x.floor().clamp(max=width - 2), y.floor().clamp(max=height - 2)
     share_x, share_y = x - left, y - top
     index = (top * width + left).long()
     weights = torch.stack(
         [(1 - share_x) * (1 - share_y), share_x * (1 - share_y), (1 - share_x) * share_y, share_x * share_y], dim=1
     )
-    corners = logits.gather(1, torch.stack([index, index + 1, index + width, index + width + 1], dim=1))
-    return logits.logsumexp(1) - (weights * corners).sum(1)
+    return torch.stack([index, index + 1, index + width, index + width + 1], dim=1), weights

@@ -3,7 +3,8 @@
 import platform
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from torch import Tensor
 from dualrc import config as configs
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError, WeightsError
-from dualrc.image import MIN_SIDE, Picture, Scale, mask_to_cells, network_size, pixel_grid, read, spread, to_input
+from dualrc.image import Picture, Scale, mask_to_cells, network_size, pixel_grid, read, spread, to_input
 from dualrc.matches import BoolArray, Matches, Size, Warp, inside_mask
 from dualrc.model.checkpoint import bundled, file_hash, load_weights
 from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features, NetworkMatches
@@ -26,13 +27,14 @@ Precision = Literal["float32", "float16", "bfloat16"]
 _BATCH = 8
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PictureFeatures:
     """A picture's features, ready to be matched with many others."""
 
     network: Features  # batch of one
     scale: Scale
     mask: BoolArray | None
+    made_by: str  # the weights; features of different networks can't be compared
 
     @property
     def size(self) -> Size:
@@ -67,9 +69,10 @@ class Matcher:
         self.precision = precision or ("float16" if self.device.type == "cuda" else "float32")
         if self.precision not in ("float32", "float16", "bfloat16"):
             raise ConfigError(f"Precision {self.precision!r} is not known; choose float32, float16 or bfloat16.")
-        self.config = _checked(config)
+        self.config = config
         self.network = network.eval().to(self.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.weights_hash = weights_hash
+        self._made_by = weights_hash or f"network {id(network)}"
 
     @property
     def info(self) -> dict[str, Any]:
@@ -92,19 +95,15 @@ class Matcher:
         """Everything that matching needs to know of one picture; `mask` (height, width) says where to look."""
         pixels = read(picture)
         own = (pixels.shape[1], pixels.shape[0])
-        long_side = self.config.size if size is None else _checked_size(size)
-        scale = Scale(picture=own, network=network_size(own, long_side=long_side, max_size=self.config.max_size))
-        valid, array = None, None
-        if mask is not None:
-            array = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask) != 0
-            cells = mask_to_cells(array, scale.picture, scale.network, FINE_STRIDE)
-            valid = torch.from_numpy(cells)[None].to(self.device)
-        images = to_input(pixels, scale.network, self.device).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(
-            self.device.type, dtype=getattr(torch, self.precision), enabled=self.precision != "float32"
-        ):
-            features = self.network.extract(images)
-        return PictureFeatures(network=replace(features, valid=valid), scale=scale, mask=array)
+        settings = self._settings(size=size)
+        scale = Scale(picture=own, network=network_size(own, long_side=settings.size, max_size=settings.max_size))
+        with _enough_memory():
+            images = to_input(pixels, scale.network, self.device).contiguous(memory_format=torch.channels_last)
+            precision = getattr(torch, self.precision)
+            with torch.autocast(self.device.type, dtype=precision, enabled=self.precision != "float32"):
+                features = self.network.extract(images)
+        result = PictureFeatures(network=features, scale=scale, mask=None, made_by=self._made_by)
+        return self._masked(result, mask)
 
     def match(
         self,
@@ -126,11 +125,14 @@ class Matcher:
         features0: PictureFeatures,
         features1: PictureFeatures,
         *,
+        mask0: npt.ArrayLike | None = None,
+        mask1: npt.ArrayLike | None = None,
         top: int | None = None,
         min_score: float | None = None,
     ) -> Matches:
         """Match two pictures by features that were extracted before."""
-        return next(self._match_batch([(features0, features1)], top, min_score))
+        pair = (self._masked(features0, mask0), self._masked(features1, mask1))
+        return next(self._match_batch([pair], self._settings(top=top, min_score=min_score)))
 
     def match_many(
         self,
@@ -145,6 +147,9 @@ class Matcher:
 
         With errors="empty" a pair whose pictures can't be used gives no matches, with the reason in info["error"].
         """
+        if errors not in ("raise", "empty"):
+            raise ConfigError(f"errors = {errors!r} is not known; choose raise or empty.")
+        settings = self._settings(top=top, min_score=min_score)
         cache = _FeatureCache(self, size)
         batch: list[tuple[PictureFeatures, PictureFeatures]] = []
         for image0, image1 in pairs:
@@ -153,15 +158,15 @@ class Matcher:
             except ImageError as error:
                 if errors == "raise":
                     raise
-                yield from self._match_batch(batch, top, min_score)
+                yield from self._match_batch(batch, settings)
                 batch = []
                 yield _no_matches({**self.info, "error": str(error)})
                 continue
             if batch and (_shapes(pair) != _shapes(batch[0]) or len(batch) == self._batch_size):
-                yield from self._match_batch(batch, top, min_score)
+                yield from self._match_batch(batch, settings)
                 batch = []
             batch.append(pair)
-        yield from self._match_batch(batch, top, min_score)
+        yield from self._match_batch(batch, settings)
 
     @torch.inference_mode()
     def match_points(
@@ -179,6 +184,7 @@ class Matcher:
         A point that has no counterpart, or lies outside the picture or its mask, has NaN for it and score 0.
         """
         points = np.asarray(points0, dtype=np.float32)
+        points = points.reshape(0, 2) if points.size == 0 else points
         if points.ndim != 2 or points.shape[1] != 2:
             raise DataError(f"Points have shape (n, 2), one (x, y) a row, not {points.shape}.")
         features0, features1 = self._pair(image0, image1, mask0, mask1, size)
@@ -187,9 +193,10 @@ class Matcher:
         result, scores = np.full_like(points, np.nan), np.zeros(len(points), np.float32)
         if asked.any():
             inputs = torch.from_numpy(features0.scale.to_network(points[asked]).astype(np.float32)).to(self.device)
-            there, score = self.network.match_points(
-                features0.network, features1.network, inputs, max_memory=self.config.max_memory
-            )
+            with _enough_memory():
+                there, score = self.network.match_points(
+                    features0.network, features1.network, inputs, max_memory=self.config.max_memory
+                )
             result[asked] = features1.scale.to_picture(there.cpu().numpy())
             scores[asked] = score.cpu().numpy()
             if features1.mask is not None:
@@ -216,7 +223,9 @@ class Matcher:
     ) -> Warp:
         """Where every pixel of picture 0 is in picture 1, with a certainty of 0 to 1."""
         features0, features1 = self._pair(image0, image1, mask0, mask1, size)
-        points, certainty = self.network.warp(features0.network, features1.network, max_memory=self.config.max_memory)
+        memory = self.config.max_memory
+        with _enough_memory():
+            points, certainty = self.network.warp(features0.network, features1.network, max_memory=memory)
         places, sure = spread(points.cpu(), certainty.cpu(), features0.scale, FINE_STRIDE)
         dense = features1.scale.to_picture(places.reshape(-1, 2)).reshape(places.shape)
         width, height = features1.size
@@ -239,35 +248,55 @@ class Matcher:
         size: int | None,
     ) -> tuple[PictureFeatures, PictureFeatures]:
         def get(image: Matchable, mask: npt.ArrayLike | None) -> PictureFeatures:
-            if not isinstance(image, PictureFeatures):
-                return self.features(image, mask=mask, size=size)
-            if mask is not None or size is not None:
-                raise ConfigError("Give mask and size to features(), where the picture's features are made.")
-            return image
+            if isinstance(image, PictureFeatures):  # they have their size already
+                return self._masked(image, mask)
+            return self.features(image, mask=mask, size=size)
 
-        return get(image0, mask0), get(image1, mask1)
+        pair = get(image0, mask0), get(image1, mask1)
+        self._check_makers(pair)
+        return pair
+
+    def _masked(self, features: PictureFeatures, mask: npt.ArrayLike | None) -> PictureFeatures:
+        """The same features, looked at only where a mask of the picture's size is true; None: as they are."""
+        if mask is None:
+            return features
+        array = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask) != 0
+        cells = mask_to_cells(array, features.scale.picture, features.scale.network, FINE_STRIDE)
+        valid = torch.from_numpy(cells)[None].to(self.device)
+        return replace(features, network=replace(features.network, valid=valid), mask=array)
+
+    def _check_makers(self, pair: tuple[PictureFeatures, PictureFeatures]) -> None:
+        if any(features.made_by != self._made_by for features in pair):
+            raise ConfigError("These features were made with other weights; make them with this matcher's features().")
+
+    def _settings(self, **changes: Any) -> MatcherConfig:
+        """The config with what a call asked for; checked as any config is."""
+        return replace(self.config, **{name: value for name, value in changes.items() if value is not None})
 
     @torch.inference_mode()
     def _match_batch(
         self,
         batch: list[tuple[PictureFeatures, PictureFeatures]],
-        top: int | None,
-        min_score: float | None,
+        settings: MatcherConfig,
     ) -> Iterator[Matches]:
         """Match pairs of the same shapes together."""
         if not batch:
             return
-        top = self.config.top if top is None else _checked_top(top)
-        min_score = self.config.min_score if min_score is None else min_score
+        for pair in batch:
+            self._check_makers(pair)
+        top = settings.top
         sides = [_stack([pair[side].network for pair in batch]) for side in (0, 1)]
         # Masks may still reject some after refinement, so then the best are counted later.
         masked = any(features.mask is not None for pair in batch for features in pair)
-        found = self.network.match(sides[0], sides[1], top=None if masked else top, max_memory=self.config.max_memory)
+        with _enough_memory():
+            found = self.network.match(
+                sides[0], sides[1], top=None if masked else top, max_memory=self.config.max_memory
+            )
         for number, pair in enumerate(batch):
             matches = self._to_matches(found, number, *pair)
             if masked:
                 matches = matches.inside(pair[0].mask, pair[1].mask)
-            matches = matches.above(min_score)
+            matches = matches.above(settings.min_score)
             yield matches if top is None else matches[:top]
 
     def _to_matches(
@@ -298,8 +327,11 @@ def load(
     `settings` are fields of MatcherConfig: max_size, size, top, min_score, max_memory.
     """
     _, matcher_config = configs.preset(preset)
-    known = configs.to_dict(matcher_config) | settings
-    matcher_config = configs.from_dict(MatcherConfig, known)
+    known = [field.name for field in fields(MatcherConfig)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"Unknown setting {name}; known here: {', '.join(known)}.")
+    matcher_config = replace(matcher_config, **settings)
     path = Path(weights) if weights is not None else bundled(preset)
     if path is None:
         raise WeightsError(
@@ -344,34 +376,22 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-        torch.empty(1, device=chosen)
-    except (RuntimeError, AssertionError) as error:
+        torch.empty(1, device=chosen).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"The device {device!r} can't be used ({reason}); choose cpu, cuda or mps.") from error
     return chosen
 
 
-def _checked(config: MatcherConfig) -> MatcherConfig:
-    if config.size is not None:
-        _checked_size(config.size)
-    _checked_size(config.max_size)
-    if config.top is not None:
-        _checked_top(config.top)
-    if not config.max_memory > 0:
-        raise ConfigError(f"max_memory = {config.max_memory} must be above 0; it is in GiB.")
-    return config
-
-
-def _checked_size(size: int) -> int:
-    if size < MIN_SIDE:
-        raise ConfigError(f"size = {size} is too small; the long side must be at least {MIN_SIDE} pixels.")
-    return size
-
-
-def _checked_top(top: int) -> int:
-    if top < 0:
-        raise ConfigError(f"top = {top} must not be negative; leave it out to keep all matches.")
-    return top
+@contextmanager
+def _enough_memory() -> Iterator[None]:
+    """Turn running out of memory into an error that says what to do."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
+            raise
+        raise ImageError("There is not enough memory for pictures of this size; give a smaller size.") from error
 
 
 def _no_matches(info: dict[str, Any]) -> Matches:

@@ -37,7 +37,7 @@ _BROKEN = (
 _COLUMNS = ("x0", "y0", "x1", "y1", "score")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Estimate:
     """A two-view model fitted to matches, and which of them agree with it."""
 
@@ -67,9 +67,12 @@ class Matches:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        count = len(self.scores)
+        count = len(np.atleast_1d(self.scores))
         for name, shape in (("points0", (count, 2)), ("points1", (count, 2)), ("scores", (count,))):
-            array = np.asarray(getattr(self, name), dtype=np.float32)
+            try:
+                array = np.asarray(getattr(self, name), dtype=np.float32)
+            except (TypeError, ValueError) as error:
+                raise DataError(f"{name} is not an array of numbers ({error}); give one row per match.") from error
             if array.shape != shape:
                 raise DataError(f"{name} has shape {array.shape}, not {shape}; give one row per match.")
             object.__setattr__(self, name, array)

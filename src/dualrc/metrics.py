@@ -1,4 +1,4 @@
-"""Accuracy, areas under curves, recall and coverage: pure functions of errors and points."""
+"""Accuracy and recall, areas under curves, and coverage: pure functions of errors and points."""
 
 from collections.abc import Sequence
 
@@ -20,18 +20,17 @@ def match_errors_px(matches: Matches, H: npt.ArrayLike) -> FloatArray:
     return np.where(np.isnan(errors), np.inf, errors)
 
 
-def matching_accuracy(errors_px: npt.ArrayLike, thresholds_px: Sequence[float]) -> FloatArray:
-    """The share of errors within each threshold, 0 where there are none: (k,); its mean over pairs is the MMA."""
-    errors = np.asarray(errors_px, dtype=np.float64).ravel()
-    if not len(errors):
-        return np.zeros(len(thresholds_px))
-    shares: FloatArray = (errors[:, None] <= np.asarray(thresholds_px)).mean(axis=0)
+def share_within(errors: npt.ArrayLike, thresholds: Sequence[float]) -> FloatArray:
+    """The share of errors within each threshold, 0 where there are none: (k,).
+
+    Of a pair's matches it is the matching accuracy, whose mean over pairs is the MMA; of pairs it is the recall.
+    Failures are infinite or NaN errors.
+    """
+    values = np.asarray(errors, dtype=np.float64).ravel()
+    if not len(values):
+        return np.zeros(len(thresholds))
+    shares: FloatArray = (values[:, None] <= np.asarray(thresholds)).mean(axis=0)
     return shares
-
-
-def recall(errors: npt.ArrayLike, thresholds: Sequence[float]) -> FloatArray:
-    """The share of cases with an error within each threshold; failures are infinite or NaN errors."""
-    return matching_accuracy(errors, thresholds)
 
 
 def area_under_curve(errors: npt.ArrayLike, thresholds: Sequence[float]) -> FloatArray:

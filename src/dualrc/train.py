@@ -2,10 +2,13 @@
 
 import copy
 import csv
+import json
 import math
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +19,9 @@ from torch import Tensor, nn
 from dualrc.config import PRESETS, NetworkConfig, to_toml
 from dualrc.data.pairs import PairBatch
 from dualrc.data.photos import PhotoMotion, PhotoPairs, Photos, read_photos
-from dualrc.errors import ConfigError, DataError
+from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import replacing
+from dualrc.image import STRIDE
 from dualrc.losses import matching_losses
 from dualrc.model.checkpoint import load_weights, save_weights
 from dualrc.model.correlation import normalize
@@ -50,6 +54,23 @@ class TrainConfig:
     validate_every: int = 1000  # steps, and so often the run is saved
     validation_batches: int = 8
 
+    def __post_init__(self) -> None:
+        if not self.photos:
+            raise ConfigError("photos is empty; name at least one folder or tar file.")
+        if self.size < 64 or self.size % STRIDE:
+            raise ConfigError(f"size = {self.size} must be a multiple of {STRIDE} and at least 64.")
+        for name in ("pairs", "points", "steps", "validate_every", "validation_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1.")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be above 0.")
+        for name in ("warm_up", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be 0 or more.")
+        if not 0 <= self.average < 1:
+            raise ConfigError(f"average = {self.average} must be at least 0 and below 1.")
+
 
 class TrainingStep(nn.Module):
     """Network and loss as one module, which is what gets distributed."""
@@ -79,17 +100,17 @@ def train(
 ) -> dict[str, float]:
     """Train, or go on with an unfinished run in `out`; leaves checkpoint.pt, log.csv and weights.safetensors there.
 
-    Stops after `minutes`, saving; the same call then continues as if it had never stopped. Gives the figures on
-    held-out photographs.
+    Beside them, config.toml and versions.json say what was run. Stops after `minutes`, saving; the same call then
+    continues as if it had never stopped. Gives the figures on held-out photographs.
     """
-    from lightning.fabric import Fabric
-
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    fabric = _fabric(device)
     torch.set_float32_matmul_precision("high")
-    fabric = Fabric(accelerator=device or ("cuda" if torch.cuda.is_available() else "cpu"), devices=1)
     fabric.launch()
     run = _Run(config, Path(out), fabric)
-    training, held_out = _split(read_photos(config.photos))
+    photos = read_photos(config.photos)
+    run.report_broken(photos)
+    training, held_out = _split(photos)
     next_batch = _batches(_maker(training, config, fabric.device), config.pairs, run.random)
     checker = _maker(held_out, config, fabric.device)
     figures: dict[str, float] = {}
@@ -106,14 +127,32 @@ def train(
     return figures
 
 
+def _fabric(device: str | None) -> Any:
+    """Lightning's Fabric on a device that is there."""
+    try:
+        from lightning.fabric import Fabric
+    except ImportError as error:
+        raise ConfigError(f"Training needs Lightning ({error}): pip install 'dualrc[train]'.") from error
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(1, device=chosen)
+        return Fabric(accelerator=chosen.type, devices=1 if chosen.index is None else [chosen.index])
+    except Exception as error:  # torch and Lightning refuse devices in many ways
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"The device {device!r} can't be used ({reason}); choose cpu, cuda or mps.") from error
+
+
 class _Run:
     """The state of a training run, and how it is advanced, reported and saved."""
 
     def __init__(self, config: TrainConfig, out: Path, fabric: Any) -> None:
-        out.mkdir(parents=True, exist_ok=True)
+        _make_folder(out)
         self.config, self.out, self.fabric = config, out, fabric
         torch.manual_seed(config.seed)
         self.network = load_weights(config.start_from) if config.start_from else make_network(config.network)
+        if self.network.subpixel is None:
+            source = config.start_from or "The config's network"
+            raise ConfigError(f"{source} has no sub-pixel refinement, which training needs; take another network.")
         self.network.train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.average = copy.deepcopy(self.network).eval().to(fabric.device)
         parameters = list(self.network.parameters())
@@ -130,6 +169,7 @@ class _Run:
         self.random = torch.Generator(device=fabric.device).manual_seed(config.seed)
         self.step = 0
         self._resume()
+        self._describe()
         self._averaged = _floating(self.average), _floating(self.network)
         self._console = Console(stderr=True)
         self._since, self._last_step = time.monotonic(), self.step
@@ -147,6 +187,13 @@ class _Run:
         decay = min(self.config.average, (1 + self.step) / (10 + self.step))
         torch._foreach_lerp_(*self._averaged, 1 - decay)
         return loss, parts
+
+    def report_broken(self, photos: Photos) -> None:
+        """Say which photographs are left out."""
+        if photos.broken:
+            names = ", ".join(photos.broken[:3]) + (", ..." if len(photos.broken) > 3 else "")
+            line = f"{len(photos.broken)} photographs are left out, unreadable or too small: {names}"
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def report(self, loss: float, parts: dict[str, Tensor]) -> None:
         """Say how it goes and how long it will take."""
@@ -185,18 +232,48 @@ class _Run:
         path = self.out / "checkpoint.pt"
         if not path.exists():
             return
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["config"] != to_toml(self.config):
-            raise ConfigError(f"{path} belongs to another config; choose another folder, or delete it to start over.")
-        self.network.load_state_dict(state["network"])
-        self.average.load_state_dict(state["average"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.random.set_state(state["random"])
-        self.step = int(state["step"])
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            if state["config"] == to_toml(self.config):
+                self.network.load_state_dict(state["network"])
+                self.average.load_state_dict(state["average"])
+                self.optimizer.load_state_dict(state["optimizer"])
+                self.random.set_state(state["random"])
+                self.step = int(state["step"])
+                return
+        except Exception as error:  # a broken file can fail in any way
+            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
+            raise DataError(f"{path} is broken ({reason}); delete it, or choose another folder.") from error
+        raise ConfigError(f"{path} belongs to another config; choose another folder, or delete it to start over.")
+
+    def _describe(self) -> None:
+        """Leave what is run, in words, in the folder."""
+        device = self.fabric.device
+        versions = {
+            "dualrc": metadata.version("dualrc"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+        }
+        for name, text in (("config.toml", to_toml(self.config)), ("versions.json", json.dumps(versions, indent=2))):
+            with replacing(self.out / name) as temporary:
+                temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
 
     def _log(self, values: dict[str, float]) -> None:
-        with (self.out / "log.csv").open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([self.step, name, f"{value:.6g}"] for name, value in values.items())
+        path = self.out / "log.csv"
+        try:
+            with path.open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([self.step, name, f"{value:.6g}"] for name, value in values.items())
+        except OSError as error:
+            raise OutputError(f"{path} can't be written ({error.strerror}); make room or write elsewhere.") from error
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = "it is a file" if path.is_file() else str(error)
+        raise OutputError(f"The folder {path} can't be made ({reason}); choose another one.") from error
 
 
 def _maker(photos: Photos, config: TrainConfig, device: torch.device) -> PhotoPairs:

@@ -20,9 +20,9 @@ Names = tuple[str, str]
 
 _FORMAT = "dualrc-matches-1"
 _BUSY_S = 60.0
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS pairs (
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    """CREATE TABLE IF NOT EXISTS pairs (
     name0 TEXT NOT NULL, name1 TEXT NOT NULL,
     width0 INTEGER NOT NULL, height0 INTEGER NOT NULL, width1 INTEGER NOT NULL, height1 INTEGER NOT NULL,
     count INTEGER NOT NULL,
@@ -30,8 +30,8 @@ CREATE TABLE IF NOT EXISTS pairs (
     error TEXT, -- why there are no matches, where matching failed
     info TEXT NOT NULL, -- JSON
     UNIQUE (name0, name1)
-);
-"""
+)""",
+)
 _COLUMNS = "name0, name1, width0, height0, width1, height1, points0, points1, scores, error, info"
 _INSERT = (
     "INSERT OR REPLACE INTO pairs "
@@ -54,6 +54,7 @@ class MatchStore:
         if not self.path.parent.is_dir():
             raise OutputError(f"The folder {self.path.parent} does not exist; create it or write elsewhere.")
         with self._errors():
+            self._refuse_foreign()
             # Autocommit: what is not inside an explicit transaction is durable when the call returns.
             self._connection = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
         try:
@@ -136,27 +137,42 @@ class MatchStore:
     def _prepare(self, config: Mapping[str, Any] | None) -> None:
         with self._errors():
             if config is None:
-                self._check_format()
                 return
             self._connection.execute("PRAGMA journal_mode = WAL")
             # In WAL mode this survives the death of the process; only a power cut can cost the latest pairs.
             self._connection.execute("PRAGMA synchronous = NORMAL")
-            self._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
             text = json.dumps(config, sort_keys=True, allow_nan=False)
+            # In one transaction, because tables without the format would be those of a foreign file.
+            self._connection.execute("BEGIN IMMEDIATE")
+            for statement in _SCHEMA:
+                self._connection.execute(statement)
             self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (_FORMAT,))
             self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('config', ?)", (text,))
-        self._check_format()
+            self._connection.execute("COMMIT")
         if (difference := _difference(self.config, json.loads(text))) is not None:
             raise DataError(
                 f"{self.path} holds matches made with another config ({difference}); "
                 "write to another place, delete the file to start over, or go back to its config."
             )
 
-    def _check_format(self) -> None:
-        if (found := self._meta("format")) != _FORMAT:
-            raise DataError(
-                f"{self.path} is not a store of matches that this version reads ({found}); write elsewhere."
-            )
+    def _refuse_foreign(self) -> None:
+        """Raise DataError if the file is not a store, such as COLMAP's database, before anything is changed in it."""
+        if not self.path.is_file():
+            return
+        # Immutable, because else SQLite makes files beside a database in WAL mode. Where they are, they must be read.
+        wal = self.path.with_name(self.path.name + "-wal")
+        how = "mode=ro" if wal.exists() else "mode=ro&immutable=1"
+        connection = sqlite3.connect(f"{self.path.resolve().as_uri()}?{how}", uri=True, timeout=_BUSY_S)
+        try:
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+            found = None
+            if "meta" in tables:
+                found = connection.execute("SELECT * FROM meta WHERE key = 'format'").fetchone()
+        finally:
+            connection.close()
+        if tables and (found is None or found[1] != _FORMAT):
+            version = "" if found is None else f" that this version reads ({found[1]})"
+            raise DataError(f"{self.path} is not a store of matches{version}; give another path.")
 
     def _meta(self, key: str) -> str | None:
         with self._errors():
@@ -174,7 +190,7 @@ class MatchStore:
             remedy = "make room, or write elsewhere; what was stored is safe"
             raise OutputError(f"The store {self.path} can't be used ({error}); {remedy}.") from error
         except sqlite3.DatabaseError as error:
-            raise DataError(f"{self.path} is not a store of matches, or broken ({error}); delete it.") from error
+            raise DataError(f"{self.path} is not a store of matches, or broken ({error}); give another path.") from error
 
 
 def _to_row(name0: str, name1: str, matches: Matches) -> tuple[Any, ...]:

@@ -2,12 +2,17 @@
 
 import io
 import itertools
+import lzma
 import math
 import tarfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +23,14 @@ from torch.nn import functional as F
 
 from dualrc.data.light import relight
 from dualrc.data.pairs import PairBatch
-from dualrc.errors import DataError, ImageError
+from dualrc.errors import DataError
 from dualrc.image import normalize_colors, read
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
+_AHEAD = 64  # photographs that wait for being decoded or taken: a whole tar file would fill the memory
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +39,18 @@ class Photos:
 
     canvases: Tensor  # n 3 s s uint8
     sizes: Tensor  # n 2, (width, height)
-    broken: tuple[str, ...]  # names that could not be read
+    broken: tuple[str, ...]  # names of those left out: they could not be read, or are too small
 
 
 def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | None = None) -> Photos:
     """Photographs from folders and tar files; larger ones are scaled down to the canvas."""
     images: list[npt.NDArray[np.uint8]] = []
     sizes, broken = [], []
-    with ThreadPoolExecutor() as pool:  # decoding runs beside Python
-        sources = itertools.islice(_sources(roots), limit)
-        for name, pixels in pool.map(lambda source: (source[0], _read_small(source[1], canvas)), sources):
+    sources = itertools.islice(_sources(roots), limit)
+    # Warnings are silenced out here because their filter belongs to all threads; Pillow's are of no use to training.
+    with warnings.catch_warnings(), ThreadPoolExecutor() as pool:  # decoding runs beside Python
+        warnings.simplefilter("ignore")
+        for name, pixels in _in_order(pool, lambda source: (source[0], _read_small(source[1], canvas)), sources):
             if pixels is None:
                 broken.append(name)
                 continue
@@ -52,38 +63,58 @@ def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | 
     return Photos(canvases=canvases, sizes=torch.tensor(sizes), broken=tuple(broken))
 
 
-def _read_small(source: Path | Image.Image, canvas: int) -> npt.NDArray[np.uint8] | None:
+def _in_order(
+    pool: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int = _AHEAD
+) -> Iterator[Result]:
+    """Like pool.map, but takes only so many items ahead."""
+    waiting: deque[Future[Result]] = deque()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) >= ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _read_small(source: Path | bytes, canvas: int) -> npt.NDArray[np.uint8] | None:
     """A photograph scaled down to the canvas; None if it can't be read or is too small to cut views from."""
     try:
-        pixels = read(source)
-    except (ImageError, OSError):
+        pixels = read(source) if isinstance(source, Path) else read(Image.open(io.BytesIO(source)))
+    except Exception:  # a damaged file can fail in any way, and one of many is no reason to stop
         return None
     height, width = pixels.shape[:2]
     scale = canvas / max(height, width)
     if scale < 1:
-        size = (round(width * scale), round(height * scale))
+        size = (max(1, round(width * scale)), max(1, round(height * scale)))
         pixels = np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.LANCZOS))
     return pixels if min(pixels.shape[:2]) >= 64 else None
 
 
-def _sources(roots: Sequence[str | Path]) -> Iterator[tuple[str, Path | Image.Image]]:
-    """Names and pictures of folders and tar files, in the order of their names."""
+def _sources(roots: Sequence[str | Path]) -> Iterator[tuple[str, Path | bytes]]:
+    """Names and pictures of folders and tar files, in the order of their names or of the file."""
     for root in map(Path, roots):
         if root.is_dir():
             for path in sorted(root.rglob("*")):
                 if path.suffix.lower() in _ENDINGS:
                     yield str(path), path
         elif root.is_file():
-            with tarfile.open(root) as archive:
-                for member in archive:
-                    file = archive.extractfile(member) if member.name.lower().endswith(_ENDINGS) else None
-                    if file is not None:
-                        try:
-                            yield member.name, Image.open(io.BytesIO(file.read()))
-                        except OSError:
-                            yield member.name, Path(member.name)  # can't be read: reported by its name
+            yield from _members(root)
         else:
             raise DataError(f"{root} does not exist; give a folder of photographs or a tar file.")
+
+
+def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                file = archive.extractfile(member) if member.name.lower().endswith(_ENDINGS) else None
+                if file is not None:
+                    yield member.name, file.read()
+    except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"{path} is not a folder or a whole tar file ({reason}); give a folder of photographs or a tar file."
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

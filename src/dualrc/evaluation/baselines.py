@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from dualrc.errors import ConfigError
+from dualrc.errors import ConfigError, ImageError
 from dualrc.geometry import Camera, apply_homography, resize_homography
 from dualrc.image import read
 from dualrc.matches import FloatArray, Matches, Size
@@ -19,6 +19,8 @@ OpenCVMethod = Literal["RANSAC", "USAC_MAGSAC"]
 
 _KEPT_PICTURES = 32  # descriptors of this many pictures are kept: 2 MB each at most
 _CONFIDENCE = 0.99999
+# In baselines, as in published evaluations: OpenCV's own limit of 50 takes points of far scenes for wrong ones.
+_MAX_DEPTH = 1e9
 
 
 def opencv() -> ModuleType:
@@ -96,7 +98,11 @@ class RootSift:
         if self._size is not None:
             seen = (max(round(own[0] * self._size / max(own)), 1), max(round(own[1] * self._size / max(own)), 1))
             gray = self._cv2.resize(gray, seen, interpolation=self._cv2.INTER_AREA)
-        keypoints, descriptors = self._sift.detectAndCompute(gray, None)
+        try:
+            keypoints, descriptors = self._sift.detectAndCompute(gray, None)
+        except self._cv2.error as error:
+            reason = " ".join(str(error).split())
+            raise ImageError(f"SIFT can't describe {path} ({reason}); give a smaller size.") from error
         points = np.array([keypoint.pt for keypoint in keypoints]).reshape(-1, 2)
         if descriptors is None:
             descriptors = np.zeros((0, 128), np.float32)
@@ -149,7 +155,9 @@ def opencv_relative_pose(
         return None
     best, best_count = None, 0
     for essential in np.split(essentials, len(essentials) // 3):  # five points leave up to ten solutions
-        count, R, t, _ = cv2.recoverPose(essential, rays0, rays1, np.eye(3), mask=mask.copy())
+        count, R, t, *_ = cv2.recoverPose(
+            essential, rays0, rays1, np.eye(3), distanceThresh=_MAX_DEPTH, mask=mask.copy()
+        )
         if count > best_count:
             best, best_count = np.column_stack([R, t.ravel()]), count
     return best

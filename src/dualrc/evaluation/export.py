@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dualrc.collection.store import MatchStore
 from dualrc.errors import DualRCError, ImageError, OutputError
 from dualrc.evaluation.matchers import PairMatcher
+from dualrc.files import replacing
 from dualrc.image import read
 from dualrc.matches import Matches
 
@@ -61,7 +62,7 @@ def export(
     console: Console,
 ) -> Exported:
     """Match the pairs that the store lacks; a pair that can't be matched is stored with the reason."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     whole = {**config, "matcher": matcher.config, "top": top}
     path = store_path(folder, matcher.name, whole)
     others = _other_stores(path)
@@ -73,6 +74,15 @@ def export(
             store.put(*names, _matched(by_names[names], matcher, top, crops))
             progress.advance(task)
     return Exported(store=path, config=whole, matched=len(missing), resumed=len(by_names) - len(missing), others=others)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder for results, unless it is there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        remedy = "move a file that is in its place, or write elsewhere"
+        raise OutputError(f"The folder {folder} can't be made ({error.strerror}); {remedy}.") from error
 
 
 def _other_stores(path: Path) -> tuple[str, ...]:
@@ -98,7 +108,7 @@ def _matched(pair: Pair, matcher: PairMatcher, top: int, crops: "_Crops") -> Mat
     try:
         return matcher.match(pair.path0, crops.path(pair.path1, pair.crop1)).top(top)
     except OutputError:
-        raise
+        raise  # a full disk is not the pair's fault, and would fail all that follow
     except DualRCError as error:
         nothing = np.zeros((0, 2), np.float32)
         info = {"error": str(error)}
@@ -117,7 +127,9 @@ class _Crops:
         name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
         copy = self._folder / f"{name}.png"
         if not copy.exists():
-            Image.fromarray(cropped(path, crop)).save(copy, compress_level=1)
+            pixels = cropped(path, crop)
+            with replacing(copy) as temporary:
+                Image.fromarray(pixels).save(temporary, compress_level=1)
         return copy
 
 

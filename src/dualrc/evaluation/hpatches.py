@@ -27,7 +27,7 @@ from dualrc.evaluation.figures import Panel, curve_panels
 from dualrc.geometry import corner_error_px, crop_homography, estimate
 from dualrc.image import read
 from dualrc.matches import FloatArray, Matches
-from dualrc.metrics import area_under_curve, coverage, match_errors_px, matching_accuracy
+from dualrc.metrics import area_under_curve, coverage, match_errors_px, share_within
 
 THRESHOLDS_PX = tuple(range(1, 11))
 CORRECT_PX = 3
@@ -137,7 +137,7 @@ class HPatches(Benchmark):
             name0=pair.name0,
             name1=pair.name1,
             sequence=pair.group,
-            accuracy=tuple(matching_accuracy(errors, THRESHOLDS_PX).tolist()),
+            accuracy=tuple(share_within(errors, THRESHOLDS_PX).tolist()),
             matches=len(matches),
             correct=int(correct.sum()),
             coverage=coverage(matches.points0[correct], H, matches.size0, matches.size1),

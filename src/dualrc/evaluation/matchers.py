@@ -2,10 +2,12 @@
 
 import hashlib
 import importlib.util
+import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,7 +86,7 @@ class DualRC:
         found = self._matcher.match_features(features0, features1)
         seconds = time.perf_counter() - start + seconds0 + seconds1
         seen = {"seen0": features0.scale.network, "seen1": features1.scale.network}
-        return _with_info(found, {"seconds": seconds, **seen})
+        return replace(found, info={"seconds": seconds, **seen})
 
     def _features(self, path: Path) -> tuple[PictureFeatures, float]:
         if path not in self._kept:
@@ -102,64 +104,80 @@ class UserFunction:
 
     def __init__(self, spec: str) -> None:
         file, _, name = spec.rpartition(":")
-        self._function = _load_function(Path(file), name)
-        self.name = f"{Path(file).stem}:{name}"
-        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
-        self.config: dict[str, Any] = {"matcher": "function", "file": Path(file).name, "name": name, "sha256": digest}
+        path = Path(file)
+        self._function, self._folder = _load_function(path, name), path.resolve().parent
+        self.name = f"{path.stem}:{name}"
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        self.config: dict[str, Any] = {"matcher": "function", "file": path.name, "name": name, "sha256": digest}
 
     def match(self, path0: Path, path1: Path) -> Matches:
         """What the function returns for two pictures, checked."""
         sizes = [read(path).shape[1::-1] for path in (path0, path1)]  # a broken picture is not the function's fault
         start = time.perf_counter()
         try:
-            returned = self._function(path0, path1)
-        except Exception as error:
-            raise DataError(f"{self.name} failed: {type(error).__name__}: {error}.") from error
+            with _importable(self._folder):  # it may import what stands beside it only when it is called
+                returned = self._function(path0, path1)
+        except (Exception, SystemExit) as error:
+            raise DataError(f"{self.name} failed ({_in_words(error)}); mend it.") from error
         seconds = time.perf_counter() - start
         try:
             points0, points1, scores = (_to_array(part) for part in returned)
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{self.name} must return points0, points1, scores ({error}).") from error
-        info = {"seconds": seconds, "seen0": sizes[0], "seen1": sizes[1]}
-        return Matches(
-            points0=points0.reshape(-1, 2) if not points0.size else points0,
-            points1=points1.reshape(-1, 2) if not points1.size else points1,
-            scores=scores,
-            size0=sizes[0],
-            size1=sizes[1],
-            info=info,
-        )
+            return Matches(
+                points0=points0 if points0.size else points0.reshape(-1, 2),
+                points1=points1 if points1.size else points1.reshape(-1, 2),
+                scores=scores if scores.size else scores.reshape(-1),
+                size0=sizes[0],
+                size1=sizes[1],
+                info={"seconds": seconds, "seen0": sizes[0], "seen1": sizes[1]},
+            )
+        except Exception as error:  # whatever it returned, the other pairs go on
+            shapes = "points0 (n, 2), points1 (n, 2) and scores (n,)"
+            raise DataError(f"{self.name} did not return {shapes} ({_in_words(error)}); mend it.") from error
 
 
 def _load_function(path: Path, name: str) -> Callable[[Path, Path], Any]:
     if not path.is_file():
         raise ConfigError(f"The matcher's file {path} does not exist; write FILE.py:function.")
-    spec = importlib.util.spec_from_file_location(f"dualrc_matcher_{path.stem}", path)
+    # The folder is in the name because matchers of the same name may stand in several.
+    folder = hashlib.sha256(str(path.resolve().parent).encode()).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"dualrc_matcher_{path.stem}_{folder}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file; write FILE.py:function.")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up there
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{path} can't be imported ({type(error).__name__}: {error}); mend it.") from error
+        with _importable(path.resolve().parent):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[spec.name]
+        raise DataError(f"{path} can't be imported ({_in_words(error)}); mend it.") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{path} has no function {name!r}; write FILE.py:function.")
     return function
 
 
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    """What stands in the folder can be imported, as it could if a script there were run."""
+    entry = str(folder)
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        if entry in sys.path:  # the user's file may have changed it
+            sys.path.remove(entry)
+
+
+def _in_words(error: BaseException) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def _to_array(values: Any) -> Any:
+    if values is None:
+        raise ValueError("one of them is None")
     if hasattr(values, "detach"):
         values = values.detach().cpu()
     return np.asarray(values, dtype=np.float32)
-
-
-def _with_info(matches: Matches, info: dict[str, Any]) -> Matches:
-    return Matches(
-        points0=matches.points0,
-        points1=matches.points1,
-        scores=matches.scores,
-        size0=matches.size0,
-        size1=matches.size1,
-        info=info,
-    )

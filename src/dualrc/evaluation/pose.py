@@ -28,7 +28,7 @@ from dualrc.evaluation.layouts import PoseData, PoseTruth, read_pose_data
 from dualrc.geometry import Camera, epipolar_distance_px, fundamental_from_pose, relative_pose
 from dualrc.image import read
 from dualrc.matches import Estimate, FloatArray, Matches
-from dualrc.metrics import area_under_curve, pose_error_deg, recall
+from dualrc.metrics import area_under_curve, pose_error_deg, share_within
 
 THRESHOLDS_DEG = (5, 10, 20)
 DEFAULT_TOP = 4000
@@ -180,7 +180,7 @@ class Pose(Benchmark):
         panels = []
         for estimator in self.estimators:
             ours = {
-                result.matcher: recall(
+                result.matcher: share_within(
                     [s.errors_deg[estimator] for s in result.figures.pairs], degrees.tolist()
                 ).tolist()
                 for result in results

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from dualrc.draw import Picture, save
 from dualrc.evaluation.benchmark import Table
+from dualrc.evaluation.export import make_folder
 from dualrc.files import replacing
 
 _PICTURE_WIDTH, _FIGURE_WIDTH = 1100, 1600
@@ -101,7 +102,7 @@ def to_json(value: Any) -> Any:
 
 def write_figures(folder: Path, figures: Mapping[str, Picture]) -> list[Path]:
     """Each figure as a PNG, its name made fit for any file system."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     paths = []
     for name, figure in figures.items():
         paths.append(folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.png")

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 from rich.console import Console
 
 from dualrc.collection.store import MatchStore
-from dualrc.errors import ConfigError, ImageError, OutputError
+from dualrc.errors import ConfigError, ImageError
 from dualrc.evaluation.benchmark import Benchmark, Result
-from dualrc.evaluation.export import Exported, Pair, export, progress_bar
+from dualrc.evaluation.export import Exported, Pair, export, make_folder, progress_bar
 from dualrc.evaluation.hpatches import DEFAULT_TOPS, HPatches
 from dualrc.evaluation.matchers import MatcherSettings, PairMatcher, make_matchers
 from dualrc.evaluation.pose import DEFAULT_TOP, Pose
@@ -26,6 +26,7 @@ BenchmarkName = Literal["hpatches", "pose"]
 _STORED = 4000
 _SIFT_FEATURES = {"hpatches": 2000, "pose": 4000}
 _BEST, _WORST = 2, 3
+_RESULTS, _PAGE, _FIGURES = "results.json", "report.html", "figures"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,9 @@ def evaluate(
     benchmark = _benchmark(settings)
     if settings.json is not None:
         check_writable(settings.json)
-    _make_folder(settings.out)
+    make_folder(settings.out / _FIGURES)
+    for name in (_RESULTS, _PAGE):
+        check_writable(settings.out / name)
     stored = max(_STORED, settings.top or 0)
     matchers = make_matchers(
         settings.matchers,
@@ -109,13 +112,6 @@ def _benchmark(settings: EvaluationSettings) -> Benchmark:
     if settings.crop is not None:
         raise ConfigError("--crop is for hpatches; leave it out.")
     return Pose(settings.roots, top=settings.top or DEFAULT_TOP)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"The folder {folder} can't be made ({error.strerror}); write elsewhere.") from error
 
 
 def _exported(
@@ -189,15 +185,15 @@ def _report(
         "results": results,
         "stores": [exported.store.name for exported in exports],
     }
-    write_json(settings.out / "results.json", content)
+    write_json(settings.out / _RESULTS, content)
     if settings.json is not None:
         write_json(settings.json, content)
     pictures = {f"{index:02d} {item.heading}": item.picture for index, item in enumerate(shown, start=1)}
-    write_figures(settings.out / "figures", {**figures, **pictures})
+    write_figures(settings.out / _FIGURES, {**figures, **pictures})
     config = {key: content[key] for key in ("protocol", "settings", "versions")}
     config["matchers"] = {result.matcher: result.config for result in results}
     write_page(
-        settings.out / "report.html",
+        settings.out / _PAGE,
         title=f"dualrc evaluate {benchmark.name}",
         tables=tables,
         figures=figures,
@@ -206,7 +202,7 @@ def _report(
         config=config,
     )
     print_tables(tables, notes, screen)
-    screen.print(f"Written: {settings.out / 'report.html'}, results.json, figures/", highlight=False, soft_wrap=True)
+    screen.print(f"Written: {settings.out / _PAGE}, {_RESULTS}, {_FIGURES}/", highlight=False, soft_wrap=True)
     return content
 
 

@@ -70,7 +70,7 @@ def read_config(path: str | Path) -> NetworkConfig:
     """The network config in a weights file's header."""
     path = Path(path)
     if not is_file(path):
-        raise WeightsError(f"The weights file {path} does not exist; check the path.")
+        raise WeightsError(f"The weights file {path} does not exist, or is a folder; check the path.")
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata: Mapping[str, str] = file.metadata() or {}
@@ -171,10 +171,12 @@ def _unpickle(path: str | Path) -> dict[str, Any]:
 def _fill(module: torch.nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     """Load weights that must fit exactly, and say in one line what doesn't."""
     expected = module.state_dict()
+    # A counter of training steps that older files don't have and that nothing reads.
+    state = {name: t for name, t in expected.items() if name.endswith("num_batches_tracked")} | dict(state)
     missing, unknown = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
     shapes = [name for name in expected.keys() & state.keys() if expected[name].shape != state[name].shape]
     for label, names in (("lacks", missing), ("has the unknown", unknown), ("has another shape of", sorted(shapes))):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise WeightsError(f"{source} does not fit the network: it {label} {names[0]}{more}; give another file.")
-    module.load_state_dict(dict(state))
+    module.load_state_dict(state)

@@ -18,7 +18,7 @@ FINE_STRIDE = 4
 _RETURN_CELLS = 2.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Features:
     """What matching needs to know of a picture; depends on that picture alone."""
 
@@ -28,7 +28,7 @@ class Features:
     valid: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class NetworkMatches:
     """Matches of a batch in network-input pixels, by pair and then best first."""
 

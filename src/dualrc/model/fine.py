@@ -5,6 +5,7 @@ falling coarse score, a block at a time, until the best product found exceeds al
 fine correlation is never held, and the result is its argmax all the same (`literal.py` has the definition).
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -15,8 +16,8 @@ Reading = Literal["corner", "center"]
 
 RATIO = 4  # fine cells along each side of a coarse cell
 PLACES = RATIO * RATIO
-# A cosine of unit vectors may exceed 1 by rounding; the bound allows for it.
-_SLACK = {torch.float16: 1 + 4e-3, torch.bfloat16: 1 + 2e-2, torch.float32: 1 + 1e-5, torch.float64: 1 + 1e-9}
+# A cosine of unit vectors may exceed 1 by so much in rounding; the bound allows for it.
+_EXCESS = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
 _FIRST_BLOCK = 8  # coarse cells visited before the bound is first checked
 
 
@@ -180,7 +181,8 @@ def _visit(
     found.index[ids] = torch.where(positive, first, -1)
     found.score[ids] = torch.where(positive, highest, 0)
     found.visited[ids] = block
-    rest = rest[:, None] * _SLACK[candidates.dtype]
+    excess = _EXCESS[candidates.dtype]
+    rest = rest[:, None] * (math.exp(excess / temperature) if temperature > 0 else 1 + excess)
     # A query that reads nothing, or only zeros, has nothing to find, whatever its group's bound.
     certain = (highest > rest) | (rest <= 0) | (total <= 1e-15)
     if queries.wanted is not None:
