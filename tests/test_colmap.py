@@ -4,9 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from PIL import ExifTags, Image, ImageOps
 
-from dualrc.colmap import read_cameras
+from dualrc.colmap import read_cameras, read_header
 from dualrc.errors import DataError
+from dualrc.geometry import transform_points
 
 HEADER = "# Camera list with one line of data per camera:\n#   CAMERA_ID, MODEL, WIDTH, HEIGHT, PARAMS[]\n"
 
@@ -119,3 +121,76 @@ def test_binary_content_in_a_text_file(tmp_path):
     path.write_bytes(b"\xff\xfe\x00\x81")
     with pytest.raises(DataError, match="as text"):
         read_cameras(path, ["a.jpg"])
+
+
+def write_oriented(path, orientation, size=(64, 48), dot=(50, 7)):
+    """A black picture with one white pixel, to be turned as its EXIF orientation says."""
+    picture = Image.new("RGB", size)
+    picture.putpixel(dot, (255, 255, 255))
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    picture.save(path, exif=exif)
+    return path
+
+
+def pixel_of(camera, point_world):
+    return camera.project(transform_points(camera.cam_from_world, [point_world]))[0]
+
+
+@pytest.mark.parametrize("ending", ["png", "tif"])
+@pytest.mark.parametrize(
+    ("orientation", "size", "pixel", "K"),
+    [
+        (1, (64, 48), (50, 7), [[100, 0, 29.5], [0, 110, 19.5], [0, 0, 1]]),
+        (3, (64, 48), (13, 40), [[100, 0, 33.5], [0, 110, 27.5], [0, 0, 1]]),
+        (6, (48, 64), (40, 50), [[110, 0, 27.5], [0, 100, 29.5], [0, 0, 1]]),
+        (8, (48, 64), (7, 13), [[110, 0, 19.5], [0, 100, 33.5], [0, 0, 1]]),
+    ],
+)
+def test_cameras_are_turned_upright_with_their_pictures(tmp_path, orientation, size, pixel, K, ending):
+    picture = write_oriented(tmp_path / f"a.{ending}", orientation)
+    path = cameras_txt(tmp_path, "1 PINHOLE 64 48 100 110 30 20")
+    (tmp_path / "images.txt").write_text(f"1 0.8 0.1 -0.5 0.3 0.2 -0.4 3 1 a.{ending}\n\n")
+    stored = read_cameras(path, [f"a.{ending}"])[f"a.{ending}"]  # not a file from here
+    point = np.linalg.solve(stored.cam_from_world[:, :3], 5 * stored.rays([(50, 7)])[0] - stored.cam_from_world[:, 3])
+    assert pixel_of(stored, point) == pytest.approx((50, 7))
+
+    camera = read_cameras(path, [str(picture)])[str(picture)]
+    assert camera.size == size == read_header(picture).upright_size
+    assert np.allclose(camera.K, K)
+    assert pixel_of(camera, point) == pytest.approx(pixel)
+    assert np.linalg.det(camera.cam_from_world[:, :3]) == pytest.approx(1)
+    # And that is where the white pixel is in the picture as everything here reads it.
+    with Image.open(picture) as image:
+        row, column = np.argwhere(np.asarray(ImageOps.exif_transpose(image))[..., 0])[0]
+    assert (column, row) == pixel
+
+
+def test_one_camera_serves_pictures_that_lie_differently(tmp_path):
+    upright, turned = write_oriented(tmp_path / "a.png", 1), write_oriented(tmp_path / "b.png", 6)
+    path = cameras_txt(tmp_path, "1 PINHOLE 64 48 100 110 30 20")
+    cameras = read_cameras(path, [str(upright), str(turned)])
+    assert [camera.size for camera in cameras.values()] == [(64, 48), (48, 64)]
+    assert cameras[str(turned)].cam_from_world is None
+
+
+@pytest.mark.parametrize("orientation", [2, 4, 5, 7])
+def test_mirrored_pictures_are_refused(tmp_path, orientation):
+    picture = write_oriented(tmp_path / "a.png", orientation)
+    with pytest.raises(DataError, match=rf"a\.png is mirrored by its EXIF orientation {orientation}.*save it upright"):
+        read_cameras(cameras_txt(tmp_path, "1 PINHOLE 64 48 100 110 30 20"), [str(picture)])
+
+
+def test_cameras_that_are_upright_already_stay(tmp_path):
+    picture = write_oriented(tmp_path / "a.png", 6)
+    camera = read_cameras(cameras_txt(tmp_path, "1 PINHOLE 48 64 110 100 28 30"), [str(picture)])[str(picture)]
+    assert np.array_equal(camera.K, [[110, 0, 27.5], [0, 100, 29.5], [0, 0, 1]])
+    K = [[110, 0, 27.5], [0, 100, 29.5], [0, 0, 1]]
+    (tmp_path / "cameras.json").write_text(json.dumps({"a.png": {"width": 48, "height": 64, "K": K}}))
+    assert np.array_equal(read_cameras(tmp_path / "cameras.json", [str(picture)])[str(picture)].K, K)
+
+
+def test_headers_of_files_that_are_no_pictures(tmp_path):
+    (tmp_path / "text.png").write_text("not a picture")
+    for path in (tmp_path / "text.png", tmp_path / "nowhere.png", tmp_path):
+        assert read_header(path) is None

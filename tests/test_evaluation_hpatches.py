@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -165,6 +166,14 @@ def test_settings_that_make_no_sense(data, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match="can't be made"):
         run(data, tmp_path / "file", "nothing")
+    for name in ("figures", "results.json/x", "report.html/x"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("")
+        words = r"figures can't be made .*; move a file that is in its place" if name == "figures" else "is a folder"
+        with pytest.raises(OutputError, match=words):
+            run(data, tmp_path / "out", "nothing")
+        assert not list((tmp_path / "out").glob("*.sqlite"))  # nothing was matched in vain
+        shutil.rmtree(tmp_path / "out")
     assert parse_crop("3,4") == (3, 4)
     for text in ("3", "3,x", "3,4,5", ""):
         with pytest.raises(ConfigError, match="X,Y"):

@@ -1,13 +1,22 @@
 """Matchers under evaluation: how they are named, made and checked."""
 
+import io
+import sys
+from typing import ClassVar
+
 import numpy as np
 import pytest
 from conftest import texture, tiny_network
 from evaluation_data import run_evaluation, write_hpatches, write_matchers
 from PIL import Image
+from rich.console import Console
 
-from dualrc.errors import ConfigError, WeightsError
+from dualrc.collection.store import MatchStore
+from dualrc.errors import ConfigError, DataError, DualRCError, ImageError, OutputError, WeightsError
+from dualrc.evaluation import EvaluationSettings, evaluate
+from dualrc.evaluation.export import Pair, export
 from dualrc.evaluation.matchers import MatcherSettings, make_matchers
+from dualrc.matches import Matches
 from dualrc.model.checkpoint import file_hash, save_weights
 
 
@@ -86,7 +95,7 @@ def test_names_that_are_none(tmp_path):
         (f"{tmp_path}/wrong.py:match", "can't be imported"),
         (f"{tmp_path}/text.txt:match", "not a Python file"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises((ConfigError, DataError), match=words):
             make_matchers([spec], MatcherSettings())
     with pytest.raises(ConfigError, match="twice"):
         make_matchers([f"{file}:broken", f"{file}:broken"], MatcherSettings())
@@ -101,3 +110,126 @@ def test_a_function_may_return_lists_or_tensors(tmp_path, pictures):
     lists, tensors = make_matchers([f"{tmp_path}/own.py:lists", f"{tmp_path}/own.py:tensors"], MatcherSettings())
     assert lists.match(*pictures).points1.tolist() == [[3, 4]]
     assert len(tensors.match(*pictures)) == 4
+
+
+OWN = """
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from beside import POINTS
+
+
+@dataclass
+class Config:
+    count: int = 2
+
+
+def match(a, b):
+    from lazy import SCORES
+
+    return POINTS, POINTS, SCORES[: Config().count]
+"""
+
+
+def test_a_file_may_hold_dataclasses_and_import_what_stands_beside_it(tmp_path, pictures):
+    before = list(sys.path)
+    for folder, count in (("one", 2), ("two", 1)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.py").write_text(
+            OWN.replace("= 2", f"= {count}").replace("beside", f"beside_{folder}")
+        )
+        (tmp_path / folder / f"beside_{folder}.py").write_text(f"POINTS = [[1, 2]] * {count}")
+        (tmp_path / folder / "lazy.py").write_text("SCORES = [0.5, 0.4]")
+        (matcher,) = make_matchers([f"{tmp_path}/{folder}/own.py:match"], MatcherSettings())
+        assert len(matcher.match(*pictures)) == count
+    assert sys.path == before
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("import sys\nsys.exit('give a\\ncheckpoint')", "SystemExit: give a checkpoint"),
+        ("raise RuntimeError", r"\(RuntimeError\)"),
+        ("import nowhere_at_all", "ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("def match(:", "SyntaxError"),
+    ],
+)
+def test_files_that_cannot_be_imported_are_told_in_one_line(tmp_path, text, words):
+    (tmp_path / "own.py").write_text(text)
+    before, known = list(sys.path), set(sys.modules)
+    with pytest.raises(DataError, match=rf"own\.py can't be imported.*{words}.*mend it") as caught:
+        make_matchers([f"{tmp_path}/own.py:match"], MatcherSettings())
+    assert "\n" not in str(caught.value)
+    assert sys.path == before
+    assert not any(name.startswith("dualrc_matcher_own") for name in set(sys.modules) - known)
+
+
+RETURNED = {
+    "no_scores": "points, points, None",
+    "flat_scores": "points, points, 0.5",
+    "column_scores": "points, points, points[:, :1]",
+    "flat_points": "points[:, 0], points[:, 0], scores",
+    "three_axes": "points[None], points[None], scores",
+    "fewer": "points, points[:2], scores",
+    "ragged": "[[1, 2], [3]], points, scores",
+    "words": "'points', points, scores",
+    "two": "points, points",
+    "none": "None",
+    "a_number": "3",
+    "a_dictionary": "{'points0': points, 'points1': points, 'scores': scores}",
+    "sudden_end": "sys.exit(1)",
+    "failing": "1 / 0",
+}
+
+
+def test_whatever_a_function_does_fails_its_pair_only(tmp_path):
+    lines = ["import sys", "import numpy as np"]
+    for name, expression in RETURNED.items():
+        lines += [f"def {name}(a, b):", "    points, scores = np.ones((3, 2)), np.ones(3)"]
+        lines += ["    if b.stem != '2':", "        return points, points, scores", f"    return {expression}"]
+    (tmp_path / "own.py").write_text("\n".join(lines))
+    root = write_hpatches(tmp_path / "h", ["v_wall"])
+    matchers = tuple(f"{tmp_path}/own.py:{name}" for name in RETURNED)
+    settings = EvaluationSettings(benchmark="hpatches", roots=(root,), matchers=matchers, out=tmp_path / "out")
+    console = Console(file=io.StringIO())
+    results = evaluate(settings, screen=console, messages=console)["results"]
+    for name, result in zip(RETURNED, results, strict=True):
+        assert list(result.failures) == ["v_wall/1.png v_wall/2.png"]
+        assert f"own:{name} " in next(iter(result.failures.values()))
+        assert result.figures[0].groups["overall"].pairs == 5
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DualRCError.__subclasses__() if kind is not OutputError])
+def test_every_error_of_a_pair_is_counted_and_the_run_goes_on(tmp_path, kind):
+    class Forgetful:
+        name = "forgetful"
+        config: ClassVar = {}
+
+        def match(self, path0, path1):
+            if path1.stem == "2":
+                raise kind("There is not enough memory; give a smaller size.")
+            points = np.ones((3, 2))
+            return Matches(points0=points, points1=points, scores=points[:, 0], size0=(9, 9), size1=(9, 9))
+
+    pairs = [
+        Pair(name0="1", name1=str(k), path0=tmp_path / "1.png", path1=tmp_path / f"{k}.png", group="g") for k in (2, 3)
+    ]
+    console = Console(file=io.StringIO())
+    exported = export(pairs, Forgetful(), tmp_path / "out", config={}, top=10, console=console)
+    with MatchStore(exported.store) as store:
+        assert store.failures() == {("1", "2"): "There is not enough memory; give a smaller size."}
+        assert len(store.get("1", "3")) == 3
+
+
+def test_sift_that_opencv_gives_up_on_is_an_error_of_the_picture(pictures):
+    cv2 = pytest.importorskip("cv2", reason="OpenCV is not installed")
+    (matcher,) = make_matchers(["sift-ratio"], MatcherSettings())
+
+    class NoMemory:
+        def detectAndCompute(self, picture, mask):  # noqa: N802
+            raise cv2.error("Failed to allocate\n9 bytes")
+
+    matcher._sift = NoMemory()
+    with pytest.raises(ImageError, match=r"can't describe .*a\.png \(.*9 bytes\); give a smaller size"):
+        matcher.match(*pictures)

@@ -16,10 +16,15 @@ from evaluation_data import (
     write_megadepth,
     write_scannet,
 )
+from PIL import ExifTags, Image
 
 from dualrc.errors import ConfigError, DataError
+from dualrc.evaluation.baselines import opencv_relative_pose
 from dualrc.evaluation.layouts import read_index, read_pose_data
 from dualrc.evaluation.pose import OPENCV_MAGSAC, OPENCV_RANSAC, POSELIB
+from dualrc.geometry import Camera, transform_points
+from dualrc.matches import Matches
+from dualrc.metrics import pose_error_deg
 
 WRITERS = {"cameras.json": write_cameras_json, "megadepth": write_megadepth, "scannet": write_scannet}
 
@@ -177,7 +182,7 @@ def test_incomplete_data_sets(data, tmp_path):
     with pytest.raises(DataError, match=r"no intrinsics\.npz"):
         read_pose_data(root)
     np.savez(root / "intrinsics.npz", scene0001_00=np.eye(3))
-    with pytest.raises(DataError, match="not a data set for poses"):
+    with pytest.raises(DataError, match=r"no pair that can be scored.*has no scene0707_00"):
         read_pose_data(root)
     np.savez(root / "test.npz", name=np.zeros((3, 2), int))
     with pytest.raises(DataError, match="name has 4 columns"):
@@ -200,6 +205,123 @@ def test_missing_pictures_and_entries_are_named_and_counted(data, tmp_path):
     assert "pair 0 4 is not scored: it has no picture" in text
     assert "1 of 4 pairs could not be matched" in text
     assert content["results"][0].figures.overall.auc[POSELIB][0] == pytest.approx(0.75, abs=0.01)
+
+
+def bad_matrices():
+    nan, zero = np.eye(3, 4), np.zeros((3, 4))
+    nan[1, 3] = np.nan
+    return {"nan": nan, "zero": zero, "mirrored": np.diag([-1.0, 1, 1, 1])[:3], "same place": np.eye(3, 4)}
+
+
+def test_bad_poses_are_found_when_reading(data, tmp_path):
+    root = write_scannet(tmp_path / "s")
+    with np.load(root / "test.npz") as arrays:
+        names, poses = arrays["name"], arrays["rel_pose"]
+    bad = list(bad_matrices().values())
+    np.savez(
+        root / "test.npz", name=np.concatenate([names] * 2), rel_pose=np.concatenate([[b.ravel() for b in bad], poses])
+    )
+    found = read_pose_data(root)
+    assert len(found.pairs) == 4 and len(found.notes) == 4
+    for note, words in zip(found.notes, ("not numbers", "no rotation", "no rotation", "no translation"), strict=True):
+        assert "scene0707_00/color/" in note and "is not scored: " in note and words in note
+    content, text = run(data, root, tmp_path / "out", "pose_oracle")
+    assert not content["results"][0].failures
+    assert content["results"][0].figures.overall.auc[POSELIB][0] > 0.98
+    assert "is not scored" in text
+
+
+@pytest.mark.parametrize("K", [np.full((3, 3), np.nan), np.zeros((3, 3)), np.diag([-1.0, 1, 1])])
+def test_bad_intrinsics_are_found_when_reading(tmp_path, K):
+    root = tmp_path / "m"
+    root.mkdir()
+    write_megadepth(root)
+    index = megadepth_index()
+    index["intrinsics"][3] = K
+    next(root.glob("*/*.npz")).write_bytes(pickle.dumps(index))
+    found = read_pose_data(root)
+    assert len(found.pairs) == 3
+    assert [note.split(":")[0] for note in found.notes] == ["0015_0.3_0.5.npz, pair 2 3 is not scored"]
+    np.savez(write_scannet(tmp_path / "s") / "intrinsics.npz", scene0707_00=K)
+    with pytest.raises(DataError, match=r"no pair that can be scored\. scene0707_00/color/15\.jpg .* is not scored: K"):
+        read_pose_data(tmp_path / "s")
+
+
+def test_pictures_of_another_shape_are_not_scored(data, tmp_path):
+    root = write_scannet(tmp_path)
+    picture = root / "scene0707_00" / "color" / "600.jpg"
+    with Image.open(picture) as image:
+        image.resize((320, 235)).save(picture)  # 2.1 %
+    found = read_pose_data(root)
+    assert len(found.pairs) == 3
+    assert "585.jpg scene0707_00/color/600.jpg is not scored: K is for a picture of 640x480" in found.notes[0]
+    with Image.open(picture) as image:
+        image.resize((1296, 968)).save(picture)  # as ScanNet's are
+    assert len(read_pose_data(root).pairs) == 4
+    truth = next(iter(found.pairs.values()))
+    with pytest.raises(DataError, match="another shape"):
+        truth.cameras((320, 240), (240, 320))
+    # A picture that lies on its side is as we read it.
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    with Image.open(picture) as image:
+        image.transpose(Image.Transpose.ROTATE_90).save(picture, exif=exif)
+    assert len(read_pose_data(root).pairs) == 4
+
+
+def corrupt(kind, path):
+    """An .npz file that is broken in a certain way."""
+    np.savez_compressed(path, pair_infos=np.arange(1000))
+    data = bytearray(path.read_bytes())
+    start = 30 + len("pair_infos.npy") + int.from_bytes(data[28:30], "little")  # of the compressed bytes
+    directory = data.index(b"PK\x01\x02")
+    if kind == "checksum":
+        data[directory + 16] ^= 0xFF
+    elif kind == "compressed":
+        data[start : start + 40] = b"\xff" * 40
+    elif kind == "method":
+        data[8], data[directory + 10] = 99, 99
+    elif kind == "encrypted":
+        data[6] |= 1
+        data[directory + 8] |= 1
+    elif kind == "header":
+        data[:4] = b"XXXX"
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["checksum", "compressed", "method", "encrypted", "header"])
+def test_a_broken_index_is_told_in_one_line_and_does_not_stop_other_layouts(data, tmp_path, kind):
+    path = corrupt(kind, tmp_path / "stray.npz")
+    with pytest.raises(DataError, match=r"stray\.npz is not an index, or broken") as caught:
+        read_index(path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match=r"stray\.npz is not an index, or broken"):
+        read_pose_data(tmp_path)
+    for write in (write_cameras_json, write_scannet):
+        found = read_pose_data(write(tmp_path))
+        assert len(found.pairs) in (4, 6)
+        assert "stray.npz" in found.notes[0]
+
+
+@pytest.mark.parametrize("method", ["RANSAC", "USAC_MAGSAC"])
+def test_poses_of_far_scenes_are_found(method):
+    pytest.importorskip("cv2", reason="OpenCV is not installed")
+    rng = np.random.default_rng(0)
+    camera = Camera.from_focal((4000, 3000), 4000)
+    truth = np.column_stack([np.eye(3), [-1, 0.1, 0.2]])
+    points = np.column_stack([rng.uniform(-0.4, 0.4, (500, 2)), np.ones(500)]) * rng.uniform(100, 400, (500, 1))
+    matches = Matches(
+        points0=camera.project(points),
+        points1=camera.project(transform_points(truth, points)),
+        scores=np.ones(500),
+        size0=camera.size,
+        size1=camera.size,
+    )
+    pose = opencv_relative_pose(matches, camera, camera, method=method, threshold_px=0.5)
+    assert pose is not None
+    assert pose_error_deg(pose, truth) < 1
+    assert pose[:, 3] @ truth[:, 3] > 0  # the points are in front of the cameras
 
 
 def test_pairs_may_be_chosen(tmp_path):

@@ -92,6 +92,49 @@ def test_files_that_are_not_stores(tmp_path):
         MatchStore(tmp_path / "folder.sqlite", {})
 
 
+COLMAP = "CREATE TABLE cameras (camera_id INTEGER PRIMARY KEY); CREATE TABLE images (name TEXT);"
+FOREIGN = {
+    "colmap": COLMAP,
+    "colmap_wal": f"PRAGMA journal_mode = WAL; {COLMAP}",
+    "meta": "CREATE TABLE meta (key TEXT, value TEXT); INSERT INTO meta VALUES ('version', '3');",
+    "other_meta": "CREATE TABLE meta (id INTEGER);",
+    "newer": "CREATE TABLE meta (key TEXT, value TEXT); INSERT INTO meta VALUES ('format', 'dualrc-matches-9');",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("config", [None, {"size": 640}])
+def test_a_foreign_database_is_refused_and_not_touched(tmp_path, name, config):
+    path = tmp_path / "database #1?.db"
+    foreign = sqlite3.connect(path)
+    foreign.executescript(FOREIGN[name])
+    foreign.close()
+    before = path.read_bytes()
+    with pytest.raises(DataError, match=r"not a store of matches.*give another path"):
+        MatchStore(path, config)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_foreign_database_in_use_is_refused_and_not_touched(tmp_path):
+    path = tmp_path / "database.db"
+    foreign = sqlite3.connect(path)
+    foreign.executescript(FOREIGN["colmap_wal"])  # the tables are in its -wal file only
+    before = {file.name: file.read_bytes() for file in (path, tmp_path / "database.db-wal")}
+    with pytest.raises(DataError, match="not a store of matches"):
+        MatchStore(path, {})
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    foreign.close()
+
+
+def test_an_empty_file_becomes_a_store(tmp_path):
+    (tmp_path / "m.sqlite").touch()
+    with pytest.raises(DataError, match="not a store"):
+        MatchStore(tmp_path / "m.sqlite")
+    with MatchStore(tmp_path / "m.sqlite", {}) as store:
+        assert len(store) == 0
+
+
 def test_a_full_disk_loses_nothing_that_was_stored(tmp_path):
     with MatchStore(tmp_path / "m.sqlite", {}) as store:
         store.put("a", "b", matches(1))

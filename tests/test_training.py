@@ -1,21 +1,37 @@
 """Training: pairs with true correspondences, losses that fall, runs that can be resumed."""
 
 import io
+import json
+import sys
 import tarfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import texture, tiny_config
+from conftest import GOLDEN, rand, texture, tiny_config, tiny_network
 from PIL import Image
+from test_golden import COUNTS, golden, reference
 from torch.nn import functional as F
 
 import dualrc.data.photos
-from dualrc.config import from_dict, to_dict
+from dualrc.config import from_dict, read_toml, to_dict
 from dualrc.data import PhotoPairs, read_photos
 from dualrc.data.light import relight
 from dualrc.data.photos import PhotoMotion
-from dualrc.errors import ConfigError, DataError
+from dualrc.errors import ConfigError, DataError, OutputError
+from dualrc.losses import (
+    KeypointMaps,
+    keypoint_loss,
+    keypoint_maps,
+    matching_losses,
+    orthogonal_loss,
+    paper_loss,
+    published_loss,
+)
+from dualrc.model.checkpoint import convert_published, load_weights, save_weights
 from dualrc.train import TrainConfig, train
 
 CPU = torch.device("cpu")
@@ -52,6 +68,49 @@ def test_no_photos_is_an_error_with_a_remedy(tmp_path):
         read_photos([tmp_path])
     with pytest.raises(DataError, match="does not exist"):
         read_photos([tmp_path / "missing"])
+    (tmp_path / "notes.tar").write_text("not a tar file")
+    with pytest.raises(DataError, match="neither a folder nor a whole tar file"):
+        read_photos([tmp_path / "notes.tar"])
+
+
+def test_a_tar_file_cut_short_is_an_error_with_a_remedy(folder, tmp_path):
+    with tarfile.open(tmp_path / "shard.tar.gz", "w:gz") as archive:
+        archive.add(folder, "photos")
+    data = (tmp_path / "shard.tar.gz").read_bytes()
+    (tmp_path / "shard.tar.gz").write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match="whole tar file"):
+        read_photos([tmp_path / "shard.tar.gz"])
+
+
+def test_damaged_pictures_in_a_tar_file_are_left_out(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300 * 300)
+    bomb = io.BytesIO()
+    Image.new("RGB", (640, 640)).save(bomb, "PNG")
+    whole = (folder / "00.png").read_bytes()
+    contents = {"bomb.png": bomb.getvalue(), "cut.png": whole[: len(whole) // 2], "empty.jpg": b"", "good.png": whole}
+    with tarfile.open(tmp_path / "shard.tar", "w") as archive:
+        for name, content in contents.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        link = tarfile.TarInfo("link.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "nowhere.png"
+        archive.addfile(link)
+    photos = read_photos([tmp_path / "shard.tar"], canvas=256)
+    assert photos.broken == ("bomb.png", "cut.png", "empty.jpg", "link.png")
+    assert len(photos.sizes) == 1
+
+
+def test_photos_are_taken_only_so_far_ahead():
+    taken = []
+    hold = threading.Event()
+    items = (taken.append(number) or number for number in range(20))
+    with ThreadPoolExecutor(2) as pool:
+        results = dualrc.data.photos._in_order(pool, lambda x: hold.wait(10) and x * x, items, ahead=5)
+        threading.Timer(0.05, hold.set).start()
+        assert next(results) == 0
+        assert taken == [0, 1, 2, 3, 4]
+        assert list(results) == [number**2 for number in range(1, 20)]
 
 
 @pytest.fixture
@@ -138,3 +197,134 @@ def test_a_checkpoint_of_another_config_is_refused(folder, tmp_path):
 def test_a_run_is_described_by_toml(folder):
     config = tiny_run(folder)
     assert from_dict(TrainConfig, to_dict(config)) == config
+
+
+def test_a_run_leaves_its_config_and_versions_and_says_what_it_left_out(folder, tmp_path, capsys):
+    config = tiny_run(folder)
+    train(config, tmp_path, device="cpu", minutes=0)
+    assert read_toml(TrainConfig, tmp_path / "config.toml") == config
+    versions = json.loads((tmp_path / "versions.json").read_text())
+    assert versions.keys() == {"dualrc", "torch", "python", "device"}
+    assert versions["device"] == "cpu"
+    assert f"too small: 1 ({folder / 'broken.jpg'})" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("photos", ()),
+        ("size", 100),
+        ("size", 48),
+        ("pairs", 0),
+        ("points", 0),
+        ("steps", 0),
+        ("validate_every", 0),
+        ("validation_batches", 0),
+        ("learning_rate", 0.0),
+        ("learning_rate", float("nan")),
+        ("clip", 0.0),
+        ("warm_up", -1),
+        ("weight_decay", -0.1),
+        ("average", 1.0),
+    ],
+)
+def test_settings_without_meaning_are_refused_by_name(folder, name, value):
+    with pytest.raises(ConfigError, match=name):
+        replace(tiny_run(folder), **{name: value})
+
+
+@pytest.mark.parametrize("device", ["tpux", "meta", "cuda:99"])
+def test_a_device_that_is_not_there(folder, tmp_path, device):
+    with pytest.raises(ConfigError, match=f"The device '{device}' can't be used .*; choose cpu, cuda or mps") as info:
+        train(tiny_run(folder), tmp_path, device=device)
+    assert "\n" not in str(info.value)
+
+
+def test_lightning_missing(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning.fabric", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dualrc\[train\]'"):
+        train(tiny_run(folder), tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing", None])
+def test_a_broken_checkpoint_is_named(folder, tmp_path, content):
+    if content is None:
+        torch.save({"step": 3}, tmp_path / "checkpoint.pt")
+    else:
+        (tmp_path / "checkpoint.pt").write_bytes(content)
+    with pytest.raises(DataError, match=r"checkpoint\.pt is broken .*; delete it, or choose another folder") as info:
+        train(tiny_run(folder), tmp_path, device="cpu")
+    assert "\n" not in str(info.value)
+
+
+def test_out_that_can_not_be_a_folder(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(OutputError, match=r"can't be made .*; choose another one"):
+            train(tiny_run(folder), out, device="cpu")
+
+
+def test_a_network_without_subpixel_refinement_can_not_be_trained(folder, tmp_path):
+    network = tiny_network(subpixel=False)
+    save_weights(network, tmp_path / "plain.safetensors")
+    with pytest.raises(ConfigError, match=r"plain\.safetensors has no sub-pixel"):
+        train(tiny_run(folder, start_from=str(tmp_path / "plain.safetensors")), tmp_path / "run", device="cpu")
+    batch = PhotoPairs(read_photos([folder], canvas=256), size=64, points=1, motion=PhotoMotion(), device=CPU).make(
+        1, torch.Generator().manual_seed(0)
+    )
+    with pytest.raises(ConfigError, match="sub-pixel"):
+        matching_losses(network, network.extract(batch.images0), network.extract(batch.images1), batch)
+
+
+def maps(scores, target) -> KeypointMaps:
+    return KeypointMaps(scores=torch.tensor(scores), target=torch.tensor(target))
+
+
+def test_the_papers_losses_of_known_maps():
+    perfect = maps([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    assert keypoint_loss(perfect, perfect) == 0
+    assert orthogonal_loss(perfect, perfect) == 0
+    # S - S_gt is (0 0 0), (1 -1 0), of norm sqrt 2; both keypoints claim the first cell, so S S^T is all ones.
+    twice = maps([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]], [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    assert keypoint_loss(twice, perfect) == pytest.approx(2**0.5)
+    assert orthogonal_loss(perfect, twice) == pytest.approx(2**0.5)
+    # The norm is of the whole matrix: two rows of norms 3 and 4 give 5 and not 7.
+    far = maps([[3.0, 0.0], [0.0, 4.0]], [[0.0, 0.0], [0.0, 0.0]])
+    assert keypoint_loss(far, far) == 10
+    assert orthogonal_loss(far, far) == pytest.approx(2 * (81 + 256) ** 0.5)
+
+
+def test_a_target_is_bilinear_and_blurred():
+    network = tiny_network()
+    features = network.extract(rand(0, 1, 3, 64, 64))
+    points = torch.tensor([[21.5, 13.5], [23.5, 13.5]])  # the centre of cell (5, 3); half a cell further right
+    one, other = keypoint_maps(network, features, features, points, points)
+    assert torch.equal(one.target, other.target)
+    target = one.target.view(2, 16, 16) * 16
+    kernel = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]])
+    assert torch.equal(target[0, 2:5, 4:7], kernel)
+    assert torch.equal(target[1, 2:5, 4:8], (F.pad(kernel, (0, 1)) + F.pad(kernel, (1, 0))) / 2)
+    assert target.sum((1, 2)).tolist() == [16, 16]
+    loss = paper_loss(network, features, features, points, points)
+    assert loss.total == loss.keypoint + 0.05 * loss.orthogonal
+    loss.total.backward()
+    assert all(p.grad.isfinite().all() for p in network.consensus.parameters())
+
+
+@pytest.mark.skipif(
+    not (GOLDEN / "reference.npz").exists(), reason=f"golden vectors are not at {GOLDEN}: ../shared is absent"
+)
+@pytest.mark.parametrize("tag", COUNTS)
+def test_the_published_loss(tag, tmp_path):
+    torch.save(golden().checkpoint(tag), tmp_path / "published.pth.tar")
+    convert_published(tmp_path / "published.pth.tar", tmp_path / "paper.safetensors")
+    (tmp_path / "published.pth.tar").unlink()  # hundreds of megabytes
+    network = load_weights(tmp_path / "paper.safetensors")
+    (tmp_path / "paper.safetensors").unlink()
+    # The vectors have the first pixel's corner at (0, 0), our pixels its centre.
+    points = [torch.from_numpy(reference()[f"{tag}_{name}"][:, :2]) - 0.5 for name in ("src", "dst")]
+    with torch.inference_mode():
+        features = [network.extract(golden().image(*image)) for image in (golden().IMAGE_A, golden().IMAGE_B)]
+        loss = published_loss(network, *features, *points)
+    values = [float(value) for value in (loss.total, loss.keypoint, loss.orthogonal)]
+    assert values == pytest.approx(reference()[f"{tag}_loss"], rel=1e-6)

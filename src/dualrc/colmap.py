@@ -125,7 +125,7 @@ def _upright(camera: Camera, name: str) -> Camera:
     width, height = camera.size
     stored_width, stored_height = header.stored_size
     if header.orientation in _ON_ITS_SIDE and (width - height) * (stored_width - stored_height) < 0:
-        return camera  # it lies the other way than the stored picture: COLMAP 3.7 turned pictures itself
+        return camera  # it lies as the upright picture does: some versions of COLMAP turned pictures themselves
     target_from_source = np.eye(3)
     target_from_source[:2, :2] = turn = np.array(_TURNS[header.orientation])
     pixels = target_from_source.copy()

@@ -20,7 +20,7 @@ from dualrc.config import PRESETS, NetworkConfig, to_toml
 from dualrc.data.pairs import PairBatch
 from dualrc.data.photos import PhotoMotion, PhotoPairs, Photos, read_photos
 from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.files import replacing
+from dualrc.files import is_file, replacing
 from dualrc.image import STRIDE
 from dualrc.losses import matching_losses
 from dualrc.model.checkpoint import load_weights, save_weights
@@ -133,8 +133,9 @@ def _fabric(device: str | None) -> Any:
         from lightning.fabric import Fabric
     except ImportError as error:
         raise ConfigError(f"Training needs Lightning ({error}): pip install 'dualrc[train]'.") from error
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        chosen = torch.device(device)
         torch.empty(1, device=chosen)
         return Fabric(accelerator=chosen.type, devices=1 if chosen.index is None else [chosen.index])
     except Exception as error:  # torch and Lightning refuse devices in many ways
@@ -192,7 +193,7 @@ class _Run:
         """Say which photographs are left out."""
         if photos.broken:
             names = ", ".join(photos.broken[:3]) + (", ..." if len(photos.broken) > 3 else "")
-            line = f"{len(photos.broken)} photographs are left out, unreadable or too small: {names}"
+            line = f"Photographs left out as unreadable or too small: {len(photos.broken)} ({names})"
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def report(self, loss: float, parts: dict[str, Tensor]) -> None:
@@ -230,9 +231,9 @@ class _Run:
     def _resume(self) -> None:
         """Go on from a checkpoint of the same config, if there is one."""
         path = self.out / "checkpoint.pt"
-        if not path.exists():
-            return
         try:
+            if not path.exists():
+                return
             state = torch.load(path, map_location="cpu", weights_only=True)
             if state["config"] == to_toml(self.config):
                 self.network.load_state_dict(state["network"])
@@ -242,8 +243,7 @@ class _Run:
                 self.step = int(state["step"])
                 return
         except Exception as error:  # a broken file can fail in any way
-            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-            raise DataError(f"{path} is broken ({reason}); delete it, or choose another folder.") from error
+            raise DataError(f"{path} is broken or can't be read; delete it, or choose another folder.") from error
         raise ConfigError(f"{path} belongs to another config; choose another folder, or delete it to start over.")
 
     def _describe(self) -> None:
@@ -272,7 +272,7 @@ def _make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        reason = "it is a file" if path.is_file() else str(error)
+        reason = "it is a file" if is_file(path) else str(error)
         raise OutputError(f"The folder {path} can't be made ({reason}); choose another one.") from error
 
 

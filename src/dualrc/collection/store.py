@@ -54,7 +54,7 @@ class MatchStore:
         if not self.path.parent.is_dir():
             raise OutputError(f"The folder {self.path.parent} does not exist; create it or write elsewhere.")
         with self._errors():
-            self._refuse_foreign()
+            self._refuse_foreign(may_be_empty=config is not None)
             # Autocommit: what is not inside an explicit transaction is durable when the call returns.
             self._connection = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
         try:
@@ -155,7 +155,7 @@ class MatchStore:
                 "write to another place, delete the file to start over, or go back to its config."
             )
 
-    def _refuse_foreign(self) -> None:
+    def _refuse_foreign(self, *, may_be_empty: bool) -> None:
         """Raise DataError if the file is not a store, such as COLMAP's database, before anything is changed in it."""
         if not self.path.is_file():
             return
@@ -164,14 +164,13 @@ class MatchStore:
         how = "mode=ro" if wal.exists() else "mode=ro&immutable=1"
         connection = sqlite3.connect(f"{self.path.resolve().as_uri()}?{how}", uri=True, timeout=_BUSY_S)
         try:
-            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
-            found = None
-            if "meta" in tables:
-                found = connection.execute("SELECT * FROM meta WHERE key = 'format'").fetchone()
+            if may_be_empty and connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone() == (0,):
+                return
+            found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
         finally:
             connection.close()
-        if tables and (found is None or found[1] != _FORMAT):
-            version = "" if found is None else f" that this version reads ({found[1]})"
+        if found != (_FORMAT,):
+            version = "" if found is None else f" that this version reads ({found[0]})"
             raise DataError(f"{self.path} is not a store of matches{version}; give another path.")
 
     def _meta(self, key: str) -> str | None:
@@ -185,12 +184,13 @@ class MatchStore:
         try:
             yield
         except sqlite3.OperationalError as error:
-            if "no such table" in str(error):
+            if "no such" in str(error):  # table or column
                 raise DataError(f"{self.path} is not a store of matches; give another path.") from error
             remedy = "make room, or write elsewhere; what was stored is safe"
             raise OutputError(f"The store {self.path} can't be used ({error}); {remedy}.") from error
         except sqlite3.DatabaseError as error:
-            raise DataError(f"{self.path} is not a store of matches, or broken ({error}); give another path.") from error
+            what = "not a store of matches, or broken"
+            raise DataError(f"{self.path} is {what} ({error}); give another path.") from error
 
 
 def _to_row(name0: str, name1: str, matches: Matches) -> tuple[Any, ...]:

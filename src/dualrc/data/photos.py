@@ -107,13 +107,15 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with tarfile.open(path) as archive:
             for member in archive:
-                file = archive.extractfile(member) if member.name.lower().endswith(_ENDINGS) else None
-                if file is not None:
-                    yield member.name, file.read()
+                if member.name.lower().endswith(_ENDINGS) and not member.isdir():
+                    try:
+                        file = archive.extractfile(member)
+                    except KeyError:  # a link to nowhere
+                        file = None
+                    yield member.name, b"" if file is None else file.read()
     except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"{path} is not a folder or a whole tar file ({reason}); give a folder of photographs or a tar file."
+            f"{path} is neither a folder nor a whole tar file; give a folder of photographs or another tar file."
         ) from error
 
 

@@ -339,5 +339,5 @@ def _camera(K: FloatArray, stated: Size | None, size: Size) -> Camera:
     stretch = (size[0] / width) / (size[1] / height)
     if not abs(np.log(stretch)) <= np.log1p(_MAX_STRETCH):
         there, here = f"{width}x{height}", f"{size[0]}x{size[1]}"
-        raise DataError(f"K is for a picture of {there} pixels, and this one, {here}, has another shape; get its own K.")
+        raise DataError(f"K is for a picture of {there}, and this one of {here} has another shape; get its own K.")
     return camera.resized(size)

@@ -149,7 +149,7 @@ def _load_function(path: Path, name: str) -> Callable[[Path, Path], Any]:
         with _importable(path.resolve().parent):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        del sys.modules[spec.name]
+        sys.modules.pop(spec.name, None)
         raise DataError(f"{path} can't be imported ({_in_words(error)}); mend it.") from error
     function = getattr(module, name, None)
     if not callable(function):
