@@ -135,9 +135,9 @@ class MatchStore:
         return [pair for pair in dict.fromkeys(pairs) if pair not in done]
 
     def _prepare(self, config: Mapping[str, Any] | None) -> None:
+        if config is None:
+            return
         with self._errors():
-            if config is None:
-                return
             self._connection.execute("PRAGMA journal_mode = WAL")
             # In WAL mode this survives the death of the process; only a power cut can cost the latest pairs.
             self._connection.execute("PRAGMA synchronous = NORMAL")

@@ -64,10 +64,11 @@ class Consensus(nn.Module):
         first, last = max(start - halo, 0), min(stop + halo, scores.shape[1])
         one, other = self._rows(scores, layers - 1, first, last)
         rows = (start - first, stop - first)
-        return (
-            conv4d(one, weight, bias, rows).relu_(),
-            conv4d(other, weight.permute(0, 1, 4, 5, 2, 3), bias, rows).relu_(),
-        )
+        turned = weight.permute(0, 1, 4, 5, 2, 3)
+        if one is other:  # the first layer: one convolution makes the channels of both directions
+            one, other = conv4d(one, torch.cat([weight, turned]), bias.repeat(2), rows).relu_().chunk(2, dim=5)
+            return one, other
+        return conv4d(one, weight, bias, rows).relu_(), conv4d(other, turned, bias, rows).relu_()
 
 
 def conv4d(inputs: Tensor, weight: Tensor, bias: Tensor, rows: tuple[int, int]) -> Tensor:
