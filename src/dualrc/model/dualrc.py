@@ -58,7 +58,7 @@ class DualRCNet(nn.Module):
 
     def coarse_tensor(self, features0: Features, features1: Features, max_memory: float = 0.5) -> Tensor:
         """The refined coarse tensor, b h0 w0 h1 w1, in float32."""
-        scores = correlate(features0.coarse, features1.coarse).float()
+        scores = correlate(features0.coarse.float(), features1.coarse.float())
         for features, axes in ((features0, (1, 2)), (features1, (3, 4))):
             if features.valid is not None:  # a cell outside the mask must not compete with those inside
                 cells = features.valid.unflatten(1, (-1, RATIO)).unflatten(3, (-1, RATIO)).any(4).any(2)
