@@ -150,11 +150,11 @@ class Pose(Benchmark):
                 rows.append([result.matcher, estimator, *aucs, failed, share(overall.epipolar_share), *cost])
         main = Table(
             title=f"Two-view pose: {len(self.pairs)} pairs ({', '.join(self.protocol['layouts'])})",
-            columns=["matcher", "estimator", "AUC 5°", "10°", "20°", "no pose", "epipolar", *COST_COLUMNS],
+            columns=["matcher", "estimator", "AUC 5°", "10°", "20°", "lost", "epipolar", *COST_COLUMNS],
             rows=rows,
             note=(
                 "Area under the recall curve of the larger of rotation and translation-direction error, up to 5, 10 "
-                "and 20 degrees; pairs without a pose count as infinite errors; epipolar: the share of the best "
+                "and 20 degrees; lost pairs, without a pose, count as infinite errors; epipolar: the share of the best "
                 f"{self.top} matches within {_EPIPOLAR_PX:g} px of the true epipolar line; matches and time a pair, "
                 "without the estimation."
             ),
