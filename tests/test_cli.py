@@ -177,6 +177,12 @@ def test_a_read_only_folder_is_refused_before_matching(run, weights, pictures, t
     assert "not writable" in errors
 
 
+def test_version(run):
+    status, screen, _ = run("--version")
+    assert status == 0
+    assert screen.startswith("dualrc ")
+
+
 def test_info_names_versions_presets_and_licence(run):
     status, screen, _ = run("info")
     assert status == 0

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 from dualrc import draw
-from dualrc.errors import DataError, ImageError, OutputError
+from dualrc.errors import ConfigError, DataError, ImageError, OutputError
 from dualrc.geometry import pixel_grid
-from dualrc.matches import Estimate, Matches
+from dualrc.matches import Estimate, Matches, Warp
 
 CAPTION = draw._CAPTION_PX
 GAP = draw._GAP_PX
@@ -128,7 +128,7 @@ def test_inliers_are_green_and_outliers_red():
     assert picture[250, 50, 0] > picture[250, 50, 1] + 50
     assert draw._summary(matches, 2) == "2 matches, 1 agree with the homography"
     without = make_matches(points, points, (400, 300), (400, 300))
-    with pytest.raises(DataError, match="estimate a model first"):
+    with pytest.raises(DataError, match="with_estimate"):
         draw.draw_matches(gray(400, 300), gray(400, 300), without, colors="inliers")
 
 
@@ -153,10 +153,27 @@ def test_the_picture_must_be_the_matched_one():
     assert draw.draw_matches(gray(400, 300), gray(400, 300), unknown).size
 
 
-@pytest.mark.parametrize("picture", [np.zeros((9, 9, 3)), np.zeros((9, 9), dtype=np.uint8), gray(0, 5)])
-def test_other_arrays_are_no_pictures(picture):
-    with pytest.raises(ImageError, match="uint8 array"):
-        draw.draw_matches(picture, gray(9, 9), make_matches([], [], (0, 0), (0, 0)))
+def test_pictures_are_whatever_the_matcher_takes(tmp_path):
+    matches = make_matches([[10, 20]], [[30, 40]], (400, 300), (400, 300))
+    expected = draw.draw_matches(gray(400, 300), gray(400, 300), matches)
+    Image.fromarray(gray(400, 300)).save(tmp_path / "a.png")
+    for picture in (tmp_path / "a.png", str(tmp_path / "a.png"), gray(400, 300)[:, :, 0], gray(400, 300) / 255):
+        assert np.array_equal(draw.draw_matches(picture, gray(400, 300), matches), expected)
+    with pytest.raises(ImageError, match="not a picture"):
+        draw.draw_matches(gray(0, 5), gray(9, 9), make_matches([], [], (0, 0), (0, 0)))
+
+
+def test_colors_are_known_ones():
+    with pytest.raises(ConfigError, match="score or inliers"):
+        draw.draw_matches(gray(9, 9), gray(9, 9), make_matches([], [], (0, 0), (0, 0)), colors="rainbow")
+
+
+def test_a_warp_is_drawn_as_it_is():
+    points = np.stack(np.meshgrid(np.arange(40.0), np.arange(30.0)), axis=-1)
+    warp = Warp(points1=points, certainty=np.ones((30, 40)), size1=(40, 30))
+    pictures = gray(40, 30), gray(40, 30)
+    assert np.array_equal(draw.draw_warp(*pictures, warp), draw.draw_warp(*pictures, points, certainty=warp.certainty))
+    assert np.array_equal(draw.draw_flow(*pictures, warp), draw.draw_flow(*pictures, points, warp.certainty))
 
 
 SHIFT = np.array([[1, 0, 16], [0, 1, 8], [0, 0, 1.0]])  # picture 0 at (x, y) is picture 1 at (x + 16, y + 8)

@@ -108,6 +108,28 @@ def test_cached_features_give_the_same(oracle, pictures, matches):
     assert 0 < len(masked) < len(matches)
 
 
+def test_what_came_before_a_broken_picture_is_not_lost(oracle, pictures, tmp_path):
+    (tmp_path / "text.jpg").write_text("nothing")
+    results = oracle.match_many([pictures, pictures, (pictures[0], tmp_path / "text.jpg"), pictures])
+    assert len(next(results)) == len(next(results)) > 0
+    with pytest.raises(ImageError, match=r"text\.jpg"):
+        next(results)
+
+
+def test_points_below_a_score_are_not_found(oracle, pictures):
+    points = np.array([[50.0, 60.0], [90.0, 70.0]])
+    score = oracle.match_points(*pictures, points).scores
+    assert (score > 0).all()
+    kept = oracle.match_points(*pictures, points, min_score=float(score.max()))
+    assert np.isnan(kept.points1).all(axis=1).tolist() == (score < score.max()).tolist()
+
+
+def test_reprs_fit_a_line(oracle, pictures, matches):
+    assert repr(matches).startswith(f"Matches({len(matches)} of 203x150 and ")
+    assert repr(oracle.features(pictures[0])) == "PictureFeatures(203x150, seen as 192x144)"
+    assert repr(oracle) == "Matcher('default' on cpu, float32)"
+
+
 def test_features_of_other_weights_are_refused(oracle, pictures):
     other = oracle_matcher().features(pictures[0])
     with pytest.raises(ConfigError, match="other weights"):

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -33,6 +33,22 @@ app = typer.Typer(
 screen = Console()
 messages = Console(stderr=True)
 
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        screen.print(f"dualrc {metadata.version('dualrc')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
 PresetOption = Annotated[str, typer.Option(help=f"Network: {' or '.join(PRESETS)}.")]
 WeightsOption = Annotated[
     Path | None, typer.Option(help="Weights file (.safetensors); without it, those inside the package.")
@@ -40,7 +56,9 @@ WeightsOption = Annotated[
 DeviceOption = Annotated[str | None, typer.Option(help="cuda, mps or cpu; without it, the best there is.")]
 SizeOption = Annotated[
     int | None,
-    typer.Option(help="Long side that the network sees, scaling up or down. More finds more detail and takes longer."),
+    typer.Option(
+        help="Long side that the network sees, in multiples of 16, scaling up or down. More finds more, for more time."
+    ),
 ]
 
 
@@ -50,7 +68,11 @@ def match(
     image1: Annotated[Path, typer.Argument(metavar="B", help="Second picture.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="Write the matches: FILE.npz, FILE.json or FILE.csv (x0, y0, x1, y1, score)."),
+        typer.Option(
+            "--out",
+            "-o",
+            help="Write the matches: FILE.npz, .json, or .csv with x0, y0, x1, y1, score (the rest: FILE.csv.json).",
+        ),
     ] = None,
     drawing: Annotated[
         Path | None, typer.Option("--draw", help="Write a picture of the matches: FILE.png or FILE.jpg.")
@@ -63,12 +85,15 @@ def match(
     device: DeviceOption = None,
     estimate: Annotated[
         Literal["homography", "fundamental", "essential"] | None,
-        typer.Option(help="Fit a two-view model with RANSAC; its matrix and the inliers are saved with the matches."),
+        typer.Option(
+            metavar="MODEL",
+            help="Fit a homography, fundamental or essential matrix with RANSAC; matrix and inliers are saved too.",
+        ),
     ] = None,
     threshold: Annotated[float, typer.Option(help="Inlier threshold of the fit, in pixels.")] = 2.0,
     cameras: Annotated[
         Path | None,
-        typer.Option(help="Cameras for --estimate essential: cameras.json or COLMAP's cameras.txt; else from EXIF."),
+        typer.Option(help="For --estimate essential: cameras.json or COLMAP's cameras.txt; else EXIF, else a guess."),
     ] = None,
 ) -> None:
     """Match two pictures.
@@ -303,18 +328,27 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
         if model.matrix is None:
             table.add_row(model.kind, f"none found: {model.info.get('reason', '')}")
         else:
-            rows = "\n".join("  ".join(f"{value: .6g}" for value in row) for row in model.matrix)
-            table.add_row(model.kind, rows)
-        table.add_row(
-            "inliers", f"{inliers:,} of {len(matches):,}" + (f" ({inliers / len(matches):.0%})" if len(matches) else "")
-        )
+            table.add_row(model.kind, _rows(model.matrix))
+        if "cam1_from_cam0" in model.info:
+            table.add_row("rotation, direction", _rows(model.info["cam1_from_cam0"]))
+        share = inliers / max(1, len(matches))
+        table.add_row("inliers", f"{inliers:,} of {len(matches):,} ({share:.0%})")
+        if model.matrix is not None and (inliers < 30 or share < 0.1):
+            table.add_row("beware", "few matches agree: the pictures may not show the same thing")
         if "cameras" in model.info:
             table.add_row("cameras", str(model.info["cameras"]))
     screen.print(table)
 
 
+def _rows(matrix: Any) -> str:
+    """A matrix as aligned lines."""
+    return "\n".join("".join(f"{value:>13.6g}" for value in row) for row in matrix)
+
+
 def _table(title: str) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, title_style="bold")
+    # Above the table rather than as its title, which would be wrapped to the table's width.
+    screen.print(title, style="bold", highlight=False)
+    table = Table(show_header=False)
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     return table

@@ -1,4 +1,4 @@
-"""Pictures of matches, warps and curves; pictures are uint8 arrays (height, width, 3)."""
+"""Pictures of matches, warps and curves; drawn from whatever the matcher takes, to uint8 (height, width, 3)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from dualrc.errors import DataError, ImageError, OutputError
+from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import replacing
 from dualrc.geometry import apply_homography, homography_grid, on_picture, resize_homography, sample_bilinear
-from dualrc.matches import BoolArray, FloatArray, Matches, Size
+from dualrc.image import Picture as AnyPicture
+from dualrc.image import read
+from dualrc.matches import BoolArray, FloatArray, Matches, Size, Warp
 
 Picture = npt.NDArray[np.uint8]
 Color = tuple[int, int, int]
@@ -45,8 +47,8 @@ class _Panel:
 
 
 def draw_matches(
-    image0: Picture,
-    image1: Picture,
+    image0: AnyPicture,
+    image1: AnyPicture,
     matches: Matches,
     *,
     limit: int | None = 200,
@@ -63,9 +65,11 @@ def draw_matches(
         panel.place(points[order]) for panel, points in zip(panels, (matches.points0, matches.points1), strict=True)
     ]
     scores = matches.scores[order]
+    if colors not in ("score", "inliers"):
+        raise ConfigError(f"colors = {colors!r} is not known; choose score or inliers.")
     if colors == "inliers":
         if matches.estimate is None:
-            raise DataError("These matches have no estimate to color by; estimate a model first or use colors='score'.")
+            raise DataError("These matches carry no model to color by; add one: matches.with_estimate(model).")
         line_colors = [_GOOD if good else _BAD for good in matches.estimate.inliers[order]]
     else:
         line_colors = _score_colors(scores)
@@ -85,7 +89,7 @@ def draw_matches(
 
 
 def draw_dots(
-    image0: Picture, image1: Picture, matches: Matches, correct: npt.ArrayLike, *, radius_px: float | None = None
+    image0: AnyPicture, image1: AnyPicture, matches: Matches, correct: npt.ArrayLike, *, radius_px: float | None = None
 ) -> Picture:
     """Both pictures with a green dot for every correct match (n,) and a red one for every other."""
     flags = np.asarray(correct, dtype=bool)
@@ -105,26 +109,28 @@ def draw_dots(
 
 
 def draw_warp(
-    image0: Picture,
-    image1: Picture,
-    warp: npt.ArrayLike,
+    image0: AnyPicture,
+    image1: AnyPicture,
+    warp: npt.ArrayLike | Warp,
     *,
     certainty: npt.ArrayLike | None = None,
     mode: Literal["blend", "checkerboard"] = "blend",
 ) -> Picture:
     """One picture laid over the other, half transparent or in the squares of a checkerboard.
 
-    A homography (3, 3) lays picture 0 over picture 1. Dense points (h, w, 2), for every pixel of picture 0 its place
-    in picture 1, lay picture 1 over picture 0, where the certainty (h, w) allows.
+    A homography (3, 3) lays picture 0 over picture 1. A Warp, or its points (h, w, 2), for every pixel of picture 0
+    its place in picture 1, lays picture 1 over picture 0, where the certainty (h, w) allows.
     """
+    if isinstance(warp, Warp):
+        certainty, warp = warp.certainty, warp.points1
     array = np.asarray(warp, dtype=np.float64)
     if array.shape == (3, 3):
-        base, over = _checked(image1), _checked(image0)
+        base, over = _opened(image1), _opened(image0)
         size = _fitted(base.size, (_WIDTH_PX, _HEIGHT_PX))
         grid = homography_grid(array, over.size, base.size, size)
         weight: FloatArray = np.ones(grid.shape[:2])
     else:
-        base, over = _checked(image0), _checked(image1)
+        base, over = _opened(image0), _opened(image1)
         grid, weight = _dense_grid(array, certainty, base.size)
         size = (grid.shape[1], grid.shape[0])
     below = np.asarray(_resized(base, size), dtype=np.float64)
@@ -139,13 +145,15 @@ def draw_warp(
 
 
 def draw_flow(
-    image0: Picture, image1: Picture, points1: npt.ArrayLike, certainty: npt.ArrayLike | None = None
+    image0: AnyPicture, image1: AnyPicture, points1: npt.ArrayLike | Warp, certainty: npt.ArrayLike | None = None
 ) -> Picture:
     """Picture 0, and beside it picture 1 pulled back into its frame, faded to white where the certainty is low.
 
-    `points1` (h, w, 2) are the places in picture 1 of picture 0's pixels, `certainty` (h, w) is between 0 and 1.
+    `points1` is a Warp, or the places (h, w, 2) in picture 1 of picture 0's pixels with `certainty` (h, w) in 0 to 1.
     """
-    base, other = _checked(image0), _checked(image1)
+    if isinstance(points1, Warp):
+        certainty, points1 = points1.certainty, points1.points1
+    base, other = _opened(image0), _opened(image1)
     grid, weight = _dense_grid(np.asarray(points1, dtype=np.float64), certainty, base.size)
     pulled = _pulled(other, grid, base.size)
     weight = weight * on_picture(grid, other.size)
@@ -195,7 +203,7 @@ def save(picture: Picture, path: str | Path) -> None:
         raise OutputError(f"{path}: pictures are written as .png or .jpg; choose one of these endings.")
     options: dict[str, Any] = {} if path.suffix.lower() == ".png" else {"quality": 92, "subsampling": 0}
     with replacing(path) as temporary:
-        _checked(picture).save(temporary, **options)
+        _opened(picture).save(temporary, **options)
 
 
 class _Pen:
@@ -224,18 +232,13 @@ def _enlarged(point: FloatArray) -> tuple[float, float]:
     return float(point[0] + 0.5) * _OVERSAMPLING - 0.5, float(point[1] + 0.5) * _OVERSAMPLING - 0.5
 
 
-def _checked(picture: Picture) -> Image.Image:
-    array = np.asarray(picture)
-    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or 0 in array.shape:
-        raise ImageError(
-            f"A picture to draw is a uint8 array (height, width, 3), not {array.dtype} {array.shape}; convert it."
-        )
-    return Image.fromarray(array)
+def _opened(picture: AnyPicture) -> Image.Image:
+    return Image.fromarray(read(picture))
 
 
-def _side_by_side(pictures: Sequence[Picture], matches: Matches | None = None) -> tuple[Image.Image, list[_Panel]]:
+def _side_by_side(pictures: Sequence[AnyPicture], matches: Matches | None = None) -> tuple[Image.Image, list[_Panel]]:
     """Pictures on one canvas at a common height, or stacked at a common width if all are panoramas."""
-    images = [_checked(picture) for picture in pictures]
+    images = [_opened(picture) for picture in pictures]
     if matches is not None:
         for number, (image, size) in enumerate(zip(images, (matches.size0, matches.size1), strict=True)):
             if 0 not in size and image.size != size:
@@ -345,9 +348,10 @@ def _summary(matches: Matches, drawn: int) -> str:
     estimate = matches.estimate
     if estimate is None:
         return text
+    name = estimate.kind if estimate.kind == "homography" else f"{estimate.kind} matrix"
     if estimate.matrix is None:
-        return f"{text}, no {estimate.kind} found"
-    return f"{text}, {int(estimate.inliers.sum()):,} agree with the {estimate.kind}"
+        return f"{text}, no {name} found"
+    return f"{text}, {int(estimate.inliers.sum()):,} agree with the {name}"
 
 
 def _dense_grid(points1: FloatArray, certainty: npt.ArrayLike | None, size0: Size) -> tuple[FloatArray, FloatArray]:

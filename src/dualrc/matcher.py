@@ -27,7 +27,7 @@ Precision = Literal["float32", "float16", "bfloat16"]
 _BATCH = 8
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PictureFeatures:
     """A picture's features, ready to be matched with many others."""
 
@@ -35,6 +35,9 @@ class PictureFeatures:
     scale: Scale
     mask: BoolArray | None
     made_by: str  # the weights; features of different networks can't be compared
+
+    def __repr__(self) -> str:
+        return "PictureFeatures({}x{}, seen as {}x{})".format(*self.scale.picture, *self.scale.network)
 
     @property
     def size(self) -> Size:
@@ -73,6 +76,9 @@ class Matcher:
         self.network = network.eval().to(self.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.weights_hash = weights_hash
         self._made_by = weights_hash or f"network {id(network)}"
+
+    def __repr__(self) -> str:
+        return f"Matcher({self.network.config.preset!r} on {self.device}, {self.precision})"
 
     @property
     def info(self) -> dict[str, Any]:
@@ -156,16 +162,19 @@ class Matcher:
             try:
                 pair = (cache.get(image0), cache.get(image1))
             except ImageError as error:
+                yield from self._match_batch(batch, settings)  # what came before is not lost
+                batch = []
                 if errors == "raise":
                     raise
-                yield from self._match_batch(batch, settings)
-                batch = []
                 yield _no_matches({**self.info, "error": str(error)})
                 continue
-            if batch and (_shapes(pair) != _shapes(batch[0]) or len(batch) == self._batch_size):
+            if batch and _shapes(pair) != _shapes(batch[0]):
                 yield from self._match_batch(batch, settings)
                 batch = []
             batch.append(pair)
+            if len(batch) == self._batch_size:
+                yield from self._match_batch(batch, settings)
+                batch = []
         yield from self._match_batch(batch, settings)
 
     @torch.inference_mode()
@@ -178,10 +187,12 @@ class Matcher:
         mask0: npt.ArrayLike | None = None,
         mask1: npt.ArrayLike | None = None,
         size: int | None = None,
+        min_score: float | None = None,
     ) -> Matches:
         """Where these points of picture 0 are in picture 1: one row per point, in order.
 
-        A point that has no counterpart, or lies outside the picture or its mask, has NaN for it and score 0.
+        A point that has no counterpart with at least `min_score`, or lies outside the picture or its mask, has NaN for
+        it and score 0.
         """
         points = np.asarray(points0, dtype=np.float32)
         points = points.reshape(0, 2) if points.size == 0 else points
@@ -201,6 +212,7 @@ class Matcher:
             scores[asked] = score.cpu().numpy()
             if features1.mask is not None:
                 scores[~inside_mask(result, features1.mask)] = 0
+            scores[scores < self._settings(min_score=min_score).min_score] = 0
             result[scores == 0] = np.nan
         return Matches(
             points0=points,
@@ -335,7 +347,8 @@ def load(
     path = Path(weights) if weights is not None else bundled(preset)
     if path is None:
         raise WeightsError(
-            f"The package carries no weights for the preset {preset!r}; give a file: load({preset!r}, weights=...)."
+            f"The package carries no weights for the preset {preset!r}; give a weights file (weights=..., or --weights "
+            "on the command line); `dualrc convert` makes one of a published checkpoint."
         )
     network = load_weights(path)
     if network.config.preset != preset:

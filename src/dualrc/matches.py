@@ -50,7 +50,7 @@ class Estimate:
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Matches:
     """Corresponding points of two pictures in their own pixels, best first.
 
@@ -85,6 +85,11 @@ class Matches:
     def __len__(self) -> int:
         return len(self.scores)
 
+    def __repr__(self) -> str:
+        scores = f", scores {self.scores.max():.3g} to {self.scores.min():.3g}" if len(self) else ""
+        sizes = " and ".join(f"{width}x{height}" for width, height in (self.size0, self.size1))
+        return f"Matches({len(self)} of {sizes}{scores})"
+
     def __getitem__(self, index: slice | npt.NDArray[Any]) -> "Matches":
         """The selected matches: a slice, a boolean mask or an array of indices."""
         estimate = self.estimate
@@ -113,6 +118,10 @@ class Matches:
             if mask is not None:
                 keep &= inside_mask(points, np.asarray(mask, dtype=bool))
         return self[keep]
+
+    def with_estimate(self, estimate: Estimate) -> "Matches":
+        """The same matches with a model that was fitted to them."""
+        return replace(self, estimate=estimate)
 
     def swapped(self) -> "Matches":
         """The same matches with the two pictures exchanged; a fitted model is left behind."""

@@ -161,8 +161,9 @@ def _unpickle(path: str | Path) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a file that is no checkpoint can fail in any way
-        reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-        raise WeightsError(f"{path} can't be read as a checkpoint ({reason}); copy it again.") from error
+        raise WeightsError(
+            f"{path} is not a PyTorch checkpoint, is broken, or holds more than weights; give another file."
+        ) from error
     if not isinstance(content, dict):
         raise WeightsError(f"{path} does not hold a dictionary of weights; give another file.")
     return content
