@@ -247,6 +247,17 @@ def test_bad_intrinsics_are_found_when_reading(tmp_path, K):
         read_pose_data(tmp_path / "s")
 
 
+def test_a_scene_with_bad_cameras_does_not_stop_the_others(tmp_path):
+    root = write_cameras_json(tmp_path)
+    whole = read_pose_data(root)
+    (root / "village").mkdir()
+    bad = {"0.png": {"width": 4, "height": 4, "K": [[0, 0, 0]] * 3}}
+    (root / "village" / "cameras.json").write_text(json.dumps(bad))
+    found = read_pose_data(root)
+    assert len(found.pairs) == len(whole.pairs)
+    assert "village is not scored: " in found.notes[0]
+
+
 def test_pictures_of_another_shape_are_not_scored(data, tmp_path):
     root = write_scannet(tmp_path)
     picture = root / "scene0707_00" / "color" / "600.jpg"

@@ -289,7 +289,12 @@ def _relative_from_files(folder: Path, frame0: int, frame1: int) -> FloatArray:
 def _cameras_json(root: Path, notes: list[str]) -> Iterator[tuple[Pair, PoseTruth]]:
     """Every pair of pictures of a scene, or those that its pairs.txt names, two a line."""
     for path in (*sorted(root.glob("cameras.json")), *sorted(root.glob("*/cameras.json"))):
-        folder, cameras = path.parent, read_cameras_json(path)
+        folder = path.parent
+        try:
+            cameras = read_cameras_json(path)
+        except DataError as error:  # one scene's mistake is not the others'
+            notes.append(_not_scored(folder.name, error))
+            continue
         names = sorted(name for name, camera in cameras.items() if camera.cam_from_world is not None)
         if unposed := sorted(cameras.keys() - set(names)):
             notes.append(f"{path}: {len(unposed)} pictures without cam_from_world are not used, such as {unposed[0]}.")
