@@ -237,15 +237,7 @@ def test_warps_of_wrong_shape_are_refused():
         draw.draw_warp(gray(9, 9), gray(9, 9), np.zeros((3, 3)))
 
 
-def test_curves():
-    picture = draw.draw_curves({"a": ([1, 2, 3], [0.1, 0.5, 0.9]), "b": ([1, 2], [0.2, np.nan])}, x_label="px")
-    assert picture.shape == (640, 960, 3)
-    assert picture.dtype == np.uint8
-    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 10
-    assert draw.draw_curves({}, size=(300, 200)).shape == (200, 300, 3)
-
-
-def test_matplotlib_is_imported_for_curves_only():
+def test_matplotlib_is_not_imported():
     code = "import sys, dualrc.draw; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

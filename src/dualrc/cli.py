@@ -156,7 +156,7 @@ def evaluate(
     matcher: Annotated[
         list[str] | None,
         typer.Option(
-            help="dualrc (if nothing is given), sift (RootSIFT, without and with the ratio test; needs OpenCV), or "
+            help="dualrc (if nothing is given), sift (RootSIFT with OpenCV: sift-ratio and sift-mutual), or "
             "FILE.py:function, a function of two paths that returns points0, points1, scores. Give it several times "
             "to compare in one table."
         ),

@@ -1,6 +1,6 @@
-"""Pictures of matches, warps and curves; drawn from whatever the matcher takes, to uint8 (height, width, 3)."""
+"""Pictures of matches and warps; drawn from whatever the matcher takes, to uint8 (height, width, 3)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,8 +29,6 @@ _OVERSAMPLING = 3
 _WHITE, _INK, _GOOD, _BAD = (255, 255, 255), (40, 40, 40), (46, 204, 64), (235, 40, 40)
 # Matplotlib's plasma from a quarter of its way on: the dark quarter can't be seen on a photograph.
 _SCORE_COLORS = ("7e03a8", "a01a9c", "bc3587", "d35171", "e66c5c", "f58b47", "fdac33", "fcd225", "f0f921")
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
-_CURVE_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,39 +159,6 @@ def draw_flow(
     left = np.asarray(_resized(base, (grid.shape[1], grid.shape[0])))
     canvas, _ = _side_by_side([left, faded])
     return _captioned(canvas, f"picture 1 in the frame of picture 0, {weight.mean():.0%} certain on average")
-
-
-def draw_curves(
-    curves: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]],
-    *,
-    x_label: str = "",
-    y_label: str = "",
-    title: str = "",
-    y_range: tuple[float, float] | None = (0.0, 1.0),
-    size: Size = (960, 640),
-) -> Picture:
-    """A diagram of labelled curves (x, y), for example accuracy over thresholds."""
-    # Matplotlib is slow to import, and only curves need it. Its objects are used without pyplot's global state.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    dpi = 150
-    figure = Figure(figsize=(size[0] / dpi, size[1] / dpi), dpi=dpi, layout="constrained")
-    axes = figure.add_subplot()
-    for index, (label, (x, y)) in enumerate(curves.items()):
-        style = ("-", "--", ":")[index // len(_CURVE_COLORS) % 3]
-        axes.plot(x, y, style, color=_CURVE_COLORS[index % len(_CURVE_COLORS)], label=label, linewidth=1.8)
-    axes.set(xlabel=x_label, ylabel=y_label, title=title)
-    if y_range is not None:
-        axes.set_ylim(*y_range)
-    axes.margins(x=0)
-    axes.grid(color="0.88", linewidth=0.8)
-    axes.spines[["top", "right"]].set_visible(False)
-    if curves:
-        axes.legend(frameon=False)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()  # type: ignore[no-untyped-call]
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]
 
 
 def save(picture: Picture, path: str | Path) -> None:

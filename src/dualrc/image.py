@@ -98,12 +98,11 @@ def normalize_colors(images: Tensor) -> Tensor:
     return torch.stack([(channel - mean) / deviation for channel, mean, deviation in channels], dim=1)
 
 
-def mask_to_cells(mask: npt.ArrayLike, picture: Size, network: Size, stride: int) -> BoolArray:
+def mask_to_cells(mask: BoolArray, picture: Size, network: Size, stride: int) -> BoolArray:
     """Which cells of a map with this stride have their centre on a true pixel of the mask; (h, w) of the map."""
-    array = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask)
-    if array.shape != (picture[1], picture[0]):
+    if mask.shape != (picture[1], picture[0]):
         raise ImageError(
-            f"The mask has shape {array.shape}; give one of the picture's (height, width), {(picture[1], picture[0])}."
+            f"The mask has shape {mask.shape}; give one of the picture's (height, width), {(picture[1], picture[0])}."
         )
     scale = Scale(picture=picture, network=network)
     axes = []
@@ -111,7 +110,7 @@ def mask_to_cells(mask: npt.ArrayLike, picture: Size, network: Size, stride: int
         cells = (np.arange(network[axis] // stride) + 0.5) * stride - 0.5
         pixels = scale.to_picture(np.stack([cells, cells], axis=1))[:, axis]
         axes.append(np.clip(np.floor(pixels + 0.5).astype(int), 0, picture[axis] - 1))
-    return (array != 0)[np.ix_(axes[1], axes[0])]
+    return mask[np.ix_(axes[1], axes[0])]
 
 
 def pixel_grid(size: Size) -> npt.NDArray[np.float32]:

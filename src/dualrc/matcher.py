@@ -166,7 +166,7 @@ class Matcher:
                 batch = []
                 if errors == "raise":
                     raise
-                yield _no_matches({**self.info, "error": str(error)})
+                yield Matches.none({**self.info, "error": str(error)})
                 continue
             if batch and _shapes(pair) != _shapes(batch[0]):
                 yield from self._match_batch(batch, settings)
@@ -405,11 +405,6 @@ def _enough_memory() -> Iterator[None]:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
             raise
         raise ImageError("There is not enough memory for pictures of this size; give a smaller size.") from error
-
-
-def _no_matches(info: dict[str, Any]) -> Matches:
-    empty = np.zeros((0, 2), np.float32)
-    return Matches(points0=empty, points1=empty, scores=empty[:, 0], size0=(0, 0), size1=(0, 0), info=info)
 
 
 def _shapes(pair: tuple[PictureFeatures, PictureFeatures]) -> tuple[Size, ...]:

@@ -82,6 +82,12 @@ class Matches:
         if self.estimate is not None and self.estimate.inliers.shape != (count,):
             raise DataError(f"The estimate has {len(self.estimate.inliers)} inlier flags for {count} matches.")
 
+    @staticmethod
+    def none(info: Mapping[str, Any]) -> "Matches":
+        """No matches, of pictures that could not even be looked at; `info` says why."""
+        empty = np.zeros((0, 2), np.float32)
+        return Matches(points0=empty, points1=empty, scores=empty[:, 0], size0=(0, 0), size1=(0, 0), info=info)
+
     def __len__(self) -> int:
         return len(self.scores)
 

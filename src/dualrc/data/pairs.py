@@ -1,8 +1,7 @@
 """The pair sample: two pictures, corresponding points, and which of them count."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -29,7 +28,3 @@ class PairBatch:
             absent0=self.absent1,
             absent1=self.absent0,
         )
-
-    def to(self, device: torch.device | str) -> "PairBatch":
-        """The batch on another device."""
-        return PairBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})

@@ -110,9 +110,7 @@ def _matched(pair: Pair, matcher: PairMatcher, top: int, crops: "_Crops") -> Mat
     except OutputError:
         raise  # a full disk is not the pair's fault, and would fail all that follow
     except DualRCError as error:
-        nothing = np.zeros((0, 2), np.float32)
-        info = {"error": str(error)}
-        return Matches(points0=nothing, points1=nothing, scores=nothing[:, 0], size0=(0, 0), size1=(0, 0), info=info)
+        return Matches.none({"error": str(error)})
 
 
 class _Crops:

@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from dualrc import image
 from dualrc.errors import DataError
 from dualrc.geometry.homography import apply_homography, resize_homography
 from dualrc.matches import BoolArray, FloatArray, Size
@@ -10,10 +11,9 @@ from dualrc.matches import BoolArray, FloatArray, Size
 
 def pixel_grid(size: Size, shown: Size | None = None) -> FloatArray:
     """The pixels (x, y) of a picture of `size`, at the pixels of its copy resized to `shown`: (h, w, 2)."""
-    width, height = shown or size
-    x, y = np.meshgrid(np.arange(width), np.arange(height))
-    points = apply_homography(resize_homography((width, height), size), np.stack([x, y], axis=-1).reshape(-1, 2))
-    return points.reshape(height, width, 2)
+    shown = shown or size
+    points = apply_homography(resize_homography(shown, size), image.pixel_grid(shown).reshape(-1, 2))
+    return points.reshape(shown[1], shown[0], 2)
 
 
 def homography_grid(H: npt.ArrayLike, size0: Size, size1: Size, shown: Size | None = None) -> FloatArray:
