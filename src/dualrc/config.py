@@ -122,7 +122,12 @@ class MatcherConfig:
 
 PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
     "default": (
-        NetworkConfig(preset="default", backbone=CompactConfig(), fine=FineConfig(subpixel_hidden=128)),
+        NetworkConfig(
+            preset="default",
+            backbone=CompactConfig(),
+            consensus=ConsensusConfig(channels=(8, 1)),
+            fine=FineConfig(subpixel_hidden=192),
+        ),
         MatcherConfig(),
     ),
     "paper": (

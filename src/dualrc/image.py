@@ -98,6 +98,13 @@ def normalize_colors(images: Tensor) -> Tensor:
     return torch.stack([(channel - mean) / deviation for channel, mean, deviation in channels], dim=1)
 
 
+def restore_colors(images: Tensor) -> npt.NDArray[np.uint8]:
+    """What `normalize_colors` was given, as pictures: (b 3 h w) to uint8 (b, h, w, 3)."""
+    channels = zip(images.unbind(1), _MEAN, _DEVIATION, strict=True)
+    colors = torch.stack([channel * deviation + mean for channel, mean, deviation in channels], dim=3)
+    return (colors.clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
+
+
 def mask_to_cells(mask: BoolArray, picture: Size, network: Size, stride: int) -> BoolArray:
     """Which cells of a map with this stride have their centre on a true pixel of the mask; (h, w) of the map."""
     if mask.shape != (picture[1], picture[0]):

@@ -1,6 +1,7 @@
 """Training losses: those that train `default`, then the paper's and the published implementation's of keypoints."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from dualrc.errors import ConfigError
 from dualrc.model.correlation import correlate
 from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features
 from dualrc.model.fine import RATIO, FineMap, Queries, Reading, point_queries
-from dualrc.model.subpixel import Subpixel
+from dualrc.model.subpixel import Subpixel, Windows, cell_windows, point_windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,10 @@ class MatchingLosses:
         """The sum that is minimized."""
         return 0.5 * self.coarse_raw + self.coarse + 0.5 * self.fine + self.joint + 2 * self.subpixel + self.trust
 
+    def logged(self) -> dict[str, Tensor]:
+        """The parts and the accuracy, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "accuracy"} | self.accuracy
+
 
 def matching_losses(network: DualRCNet, features0: Features, features1: Features, batch: PairBatch) -> MatchingLosses:
     """Both directions of a batch, averaged."""
@@ -42,9 +47,9 @@ def matching_losses(network: DualRCNet, features0: Features, features1: Features
     raw, refined = (t.flatten(3).flatten(1, 2) for t in (raw, refined))  # b n0 n1
     fine0, fine1 = FineMap.of(features0.fine), FineMap.of(features1.fine)
     reading, back = network.config.fine.reading, batch.swapped()
-    one = _one_way(network.subpixel, raw, refined, fine1, _places(fine0, fine1, batch, reading))
+    one = _one_way(network, raw, refined, fine1, _places(fine0, fine1, batch, reading))
     turned = raw.transpose(1, 2), refined.transpose(1, 2)
-    other = _one_way(network.subpixel, *turned, fine0, _places(fine1, fine0, back, reading))
+    other = _one_way(network, *turned, fine0, _places(fine1, fine0, back, reading))
     return MatchingLosses(
         accuracy={name: (one.accuracy[name] + other.accuracy[name]) / 2 for name in one.accuracy},
         **{
@@ -59,6 +64,7 @@ class _Places:
     """Places of picture 0 and where they truly are in picture 1, through the whole batch: n = b * points."""
 
     queries: Queries
+    windows: Windows
     there: Tensor  # n 2, (x, y) in fine cells of picture 1
     column: Tensor  # n: of the fine cell that holds it
     row: Tensor
@@ -72,6 +78,7 @@ def _places(fine0: FineMap, fine1: FineMap, batch: PairBatch, reading: Reading) 
     here, there = _to_cells(batch.points0).flatten(0, 1), _to_cells(batch.points1).flatten(0, 1)
     return _Places(
         queries=point_queries(fine0, pair, here, reading),
+        windows=point_windows(fine0, pair, here),
         there=there,
         column=(there[:, 0] + 0.5).floor().long().clamp(0, fine1.width * RATIO - 1),
         row=(there[:, 1] + 0.5).floor().long().clamp(0, fine1.height * RATIO - 1),
@@ -80,22 +87,24 @@ def _places(fine0: FineMap, fine1: FineMap, batch: PairBatch, reading: Reading) 
     )
 
 
-def _one_way(subpixel: Subpixel, raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places) -> MatchingLosses:
+def _one_way(network: DualRCNet, raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places) -> MatchingLosses:
     """Places of picture 0 look for themselves in picture 1."""
+    subpixel, temperature = network.subpixel, network.config.fine.temperature
+    assert subpixel is not None
     weight = places.valid.float() / places.valid.sum().clamp(min=1)
 
     def mean(values: Tensor) -> Tensor:
         return (values.float() * weight).sum()
 
     coarse_raw, coarse, scores = _coarse_losses(raw, refined, fine1, places)
-    fine, joint, found = _fine_losses(scores, fine1, places)
-    trust, error_px = _trust_losses(subpixel, fine1, places, found)
+    fine, joint, found, score = _fine_losses(scores, fine1, places, temperature)
+    trust, error_px = _trust_losses(subpixel, fine1, places, found, score)
     return MatchingLosses(
         coarse_raw=mean(coarse_raw),
         coarse=mean(coarse),
         fine=mean(fine),
         joint=mean(joint),
-        subpixel=mean(_subpixel_losses(subpixel, fine1, places)),
+        subpixel=mean(_subpixel_losses(subpixel, fine1, places, score)),
         trust=(trust * places.asked).sum() / places.asked.sum().clamp(min=1),
         accuracy={f"within_{px}px": mean(error_px < px) for px in (1, 3, 5)},
     )
@@ -111,35 +120,44 @@ def _coarse_losses(raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places
     return F.cross_entropy(cosines, cell, reduction="none"), -torch.log(chosen + 1e-5), scores
 
 
-def _fine_losses(scores: Tensor, fine1: FineMap, places: _Places) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses (n) of the fine cosines and of coarse score times fine score, and the fine cells (n) that this finds."""
+def _fine_losses(
+    scores: Tensor, fine1: FineMap, places: _Places, temperature: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Losses (n) of the fine cosines and of coarse score times fine score, and what the matcher finds: cells, scores."""
     features = places.queries.features[:, 0].unflatten(0, (len(fine1.features), -1))  # b points c
-    logits = torch.bmm(features, fine1.features.transpose(1, 2)).flatten(0, 1).float() / 0.05
+    cosines = torch.bmm(features, fine1.features.transpose(1, 2)).flatten(0, 1).float()
+    logits = cosines / 0.05
     joint = logits + _to_fine(torch.log(scores + 1e-6), fine1)
     size = fine1.height * RATIO, fine1.width * RATIO
     fine_loss, joint_loss = (_soft_cross_entropy(x, places.there, *size) for x in (logits, joint))
-    return fine_loss, joint_loss, joint.detach().argmax(1)
+    with torch.no_grad():
+        sharp = torch.exp((cosines - 1) / temperature) if temperature > 0 else cosines
+        score, found = (_to_fine(scores, fine1) * sharp).max(1)
+    return fine_loss, joint_loss, found, score
 
 
-def _subpixel_losses(subpixel: Subpixel, fine1: FineMap, places: _Places) -> Tensor:
+def _subpixel_losses(subpixel: Subpixel, fine1: FineMap, places: _Places, score: Tensor) -> Tensor:
     """How far (n) refinement ends from the truth, begun at the true cell or one beside it, as the search may end."""
     height, width = fine1.height * RATIO, fine1.width * RATIO
     # Places are random already, so which three in ten are moved may be fixed.
     number = torch.arange(len(places.column), device=places.column.device)
     jitter = torch.stack([number // 10 % 3 - 1, number // 30 % 3 - 1]) * (number % 10 < 3)
     column, row = (places.column + jitter[0]).clamp(0, width - 1), (places.row + jitter[1]).clamp(0, height - 1)
-    refined = subpixel(places.queries.features[:, 0], fine1, places.queries.pair, row * width + column)
+    answering = cell_windows(fine1, places.queries.pair, row * width + column)
+    refined = subpixel(places.windows, answering, score)
     target = places.there - torch.stack([column, row], 1)
     inner = (column > 0) & (column < width - 1) & (row > 0) & (row < height - 1)
     return F.smooth_l1_loss(refined.offset, target, reduction="none", beta=0.1).sum(1) * inner
 
 
-def _trust_losses(subpixel: Subpixel, fine1: FineMap, places: _Places, found: Tensor) -> tuple[Tensor, Tensor]:
+def _trust_losses(
+    subpixel: Subpixel, fine1: FineMap, places: _Places, found: Tensor, score: Tensor
+) -> tuple[Tensor, Tensor]:
     """Loss (n) of the confidence in what the search found, and how many pixels (n) that is off."""
     width = fine1.width * RATIO
     # The features are not to be bent for the confidence.
-    query, detached = places.queries.features[:, 0].detach(), replace(fine1, features=fine1.features.detach())
-    refined = subpixel(query, detached, places.queries.pair, found)
+    windows = places.windows, cell_windows(fine1, places.queries.pair, found)
+    refined = subpixel(*(Windows(w.features.detach(), w.whole) for w in windows), score)
     end = torch.stack([found % width, found // width], 1) + refined.offset.detach()
     error_px = (end - places.there).norm(dim=1) * FINE_STRIDE
     right = places.valid & (error_px < 1.5)
@@ -163,6 +181,56 @@ class KeypointLosses:
     orthogonal: Tensor  # L_o
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchKeypointLosses:
+    """The means of a batch's keypoint losses; `accuracy` are shares of keypoints, not losses."""
+
+    mean: KeypointLosses
+    accuracy: dict[str, Tensor]
+
+    def total(self) -> Tensor:
+        """What is minimized."""
+        return self.mean.total
+
+    def logged(self) -> dict[str, Tensor]:
+        """The parts and the accuracy, by name."""
+        return {"keypoint": self.mean.keypoint, "orthogonal": self.mean.orthogonal} | self.accuracy
+
+
+def keypoint_losses(
+    network: DualRCNet,
+    features0: Features,
+    features1: Features,
+    batch: PairBatch,
+    form: Literal["paper", "published"],
+) -> BatchKeypointLosses:
+    """The paper's or the published loss, averaged over the pairs of a batch; keypoints are its valid places."""
+    losses, errors_px = [], []
+    for number in range(len(batch.valid)):
+        valid = batch.valid[number]
+        if not valid.any():
+            continue
+        here = slice(number, number + 1)
+        pair = [Features(coarse=f.coarse[here], fine=f.fine[here]) for f in (features0, features1)]
+        points0, points1 = batch.points0[number][valid], batch.points1[number][valid]
+        maps = keypoint_maps(network, pair[0], pair[1], points0, points1)
+        losses.append(_paper_form(maps) if form == "paper" else _published_form(maps))
+        for found, there, features in ((maps[0], points1, pair[1]), (maps[1], points0, pair[0])):
+            index, width = found.scores.argmax(1), features.fine.shape[3]
+            cells = torch.stack([index % width, index // width], 1)
+            errors_px.append(((cells + 0.5) * FINE_STRIDE - 0.5 - there).norm(dim=1))
+    if not losses:  # nothing to learn from, but all parts of the network take part
+        nothing = features0.fine.sum() * 0 + features1.coarse.sum() * 0
+        losses, errors_px = [KeypointLosses(total=nothing, keypoint=nothing, orthogonal=nothing)], [nothing[None]]
+    error_px = torch.cat(errors_px)
+    return BatchKeypointLosses(
+        mean=KeypointLosses(
+            **{f.name: torch.stack([getattr(x, f.name) for x in losses]).mean() for f in fields(KeypointLosses)}
+        ),
+        accuracy={f"within_{px}px": (error_px < px).float().mean() for px in (1, 3, 5)},
+    )
+
+
 def keypoint_loss(one: KeypointMaps, other: KeypointMaps) -> Tensor:
     """The paper's L_k: Frobenius norms of S - S_gt, of both directions."""
     return sum((torch.linalg.matrix_norm(m.scores - m.target) for m in (one, other)), start=one.scores.new_zeros(()))
@@ -178,7 +246,10 @@ def paper_loss(
     network: DualRCNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
 ) -> KeypointLosses:
     """The loss as the paper writes it, L_k + 0.05 L_o, of one pair; keypoints as in `keypoint_maps`."""
-    maps = keypoint_maps(network, features0, features1, points0, points1)
+    return _paper_form(keypoint_maps(network, features0, features1, points0, points1))
+
+
+def _paper_form(maps: tuple[KeypointMaps, KeypointMaps]) -> KeypointLosses:
     keypoint, orthogonal = keypoint_loss(*maps), orthogonal_loss(*maps)
     return KeypointLosses(total=keypoint + 0.05 * orthogonal, keypoint=keypoint, orthogonal=orthogonal)
 
@@ -187,9 +258,12 @@ def published_loss(
     network: DualRCNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
 ) -> KeypointLosses:
     """The loss as it was published, 0.95 L_k + 0.05 L_o with means over keypoints, of one pair."""
-    maps = keypoint_maps(network, features0, features1, points0, points1)
+    return _published_form(keypoint_maps(network, features0, features1, points0, points1))
+
+
+def _published_form(maps: tuple[KeypointMaps, KeypointMaps]) -> KeypointLosses:
     rows = torch.stack([(m.scores - m.target).norm(dim=1).mean() for m in maps])
-    keypoint, orthogonal = rows.sum(), orthogonal_loss(*maps) / len(points0)
+    keypoint, orthogonal = rows.sum(), orthogonal_loss(*maps) / len(maps[0].scores)
     return KeypointLosses(total=0.95 * keypoint + 0.05 * orthogonal, keypoint=keypoint, orthogonal=orthogonal)
 
 

@@ -123,13 +123,17 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
 class PhotoMotion:
     """How far apart the two pictures of a pair may be."""
 
-    rotation_deg: float = 25.0  # deviation of the usual rotation
+    rotation_deg: float = 30.0  # deviation of the usual rotation
     any_rotation: float = 0.3  # share of pairs turned by any angle
-    octaves: float = 0.7  # deviation of the change of scale, in octaves
-    perspective: float = 0.25
+    octaves: float = 0.85  # deviation of the change of scale, in octaves
+    stretch: float = 0.16  # deviation of how much a view is longer one way than the other
+    perspective: float = 0.3
     shift: float = 0.25  # of the picture's side
     layers: int = 2  # occluding photographs with their own motion
     bend: float = 0.5  # share of pairs whose background bends smoothly
+    still: float = 0.15  # share of pairs whose background only shifts by a few pixels, as under another light
+    mosaic: float = 0.5  # share of pairs whose background is nine photographs, so that wide views stay sharp
+    unrelated: float = 0.06  # share of pairs that show different things: nothing there may be trusted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,13 +161,14 @@ class PhotoPairs:
         self.device = device
         self.canvases = photos.canvases.to(device)
         self.sizes = photos.sizes.to(device)
+        self.tiles = _middles(photos).to(device) if motion.mosaic else None
 
     def make(self, count: int, random: Generator) -> PairBatch:
         """A batch of `count` pairs."""
         layers = [self._layer(count, random, background=True)]
         layers += [self._layer(count, random, background=False) for _ in range(self.motion.layers)]
         both = torch.cat([self._render(layers, number) for number in (0, 1)])
-        images = normalize_colors(relight(both, random)).split(count)
+        images0, images1 = normalize_colors(relight(both, random)).split(count)
         half = self.points // 2
         # Half of the places are centres of fine cells of picture 0, half of picture 1.
         here = self._cell_centers(count, half, random)
@@ -171,14 +176,17 @@ class PhotoPairs:
         back = self._cell_centers(count, self.points - half, random)
         origin, visible1, absent1 = self._locate(layers, back, 1)
         nothing0, nothing1 = torch.zeros_like(absent), torch.zeros_like(absent1)
+        # The first pairs may show different things: their second picture is that of other pairs.
+        strangers = min(round(self.motion.unrelated * count), count // 2)
+        related = (torch.arange(count, device=self.device) >= strangers)[:, None]
         return PairBatch(
-            images0=images[0],
-            images1=images[1],
+            images0=images0,
+            images1=torch.cat([images1[strangers : 2 * strangers], images1[strangers:]]),
             points0=torch.cat([here, origin], 1),
             points1=torch.cat([there, back], 1),
-            valid=torch.cat([visible, visible1], 1),
-            absent0=torch.cat([absent, nothing1], 1),
-            absent1=torch.cat([nothing0, absent1], 1),
+            valid=torch.cat([visible, visible1], 1) & related,
+            absent0=torch.cat([absent, nothing1], 1) | ~related,
+            absent1=torch.cat([nothing0, absent1], 1) | ~related,
         )
 
     def _cell_centers(self, count: int, points: int, random: Generator) -> Tensor:
@@ -186,8 +194,8 @@ class PhotoPairs:
         return (cells + 0.5) * 4 - 0.5
 
     def _layer(self, count: int, random: Generator, *, background: bool) -> _Layer:
-        index = torch.randint(len(self.canvases), (count,), generator=random, device=self.device)
-        sizes = self.sizes[index].float()
+        nine = round(self.motion.mosaic * count) if background else 0
+        canvases, sizes = self._canvases(count, nine, random)
 
         def uniform(low: float, high: float, *shape: int) -> Tensor:
             return low + (high - low) * torch.rand(count, *shape, generator=random, device=self.device)
@@ -197,36 +205,35 @@ class PhotoPairs:
 
         motion = self.motion
         # Photo pixels per picture pixel: below 1 enlarges. The two pictures share their mean scale.
-        mean_scale = torch.exp2(uniform(-1.0, 0.2))
-        apart = normal(motion.octaves).clamp(-2.2, 2.2)
+        many = torch.arange(count, device=self.device) < nine
+        mean_scale = torch.exp2(uniform(-1.0, 0.2) + torch.where(many, 0.55, 0.0))
+        widest = torch.where(many, 2.6, 1.7)
+        still = (uniform(0, 1) < motion.still) & background
+        apart = normal(motion.octaves).clamp(-2.2, 2.2).where(~still, 0)
         turn = torch.where(
             uniform(0, 1) < motion.any_rotation,
             uniform(-math.pi, math.pi),
             normal(math.radians(motion.rotation_deg)),
-        )
+        ).where(~still, 0)
         focus = sizes * uniform(0.25, 0.75, 2)
         middle = uniform(0.2, 0.8, 2) * self.size  # where an occluding layer stands in picture 0
-        transforms = []
+        views = []
         for sign in (-0.5, 0.5):
-            scale = (mean_scale * torch.exp2(sign * apart)).clamp(0.2, 1.7)
+            scale = (mean_scale * torch.exp2(sign * apart)).clamp(min=0.2).minimum(widest)
             stand = self.size / 2 if background else middle
             place = stand + normal(motion.shift * self.size / 2, 2)
-            transforms.append(
-                _photo_from_picture(
-                    focus,
-                    place,
-                    scale,
-                    sign * turn + normal(0.1),
-                    normal(0.12, 2),
-                    normal(motion.perspective, 2),
-                    self.size,
-                )
-            )
+            tilt = normal(motion.stretch, 2), normal(motion.perspective, 2)
+            views.append((place, scale, sign * turn + normal(0.1), *tilt))
+        shifted = (views[0][0] + normal(6.0, 2), *views[0][1:])
+        views[1] = tuple(
+            torch.where(still.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(shifted, views[1], strict=True)
+        )
+        transforms = [_photo_from_picture(focus, *view, self.size) for view in views]
         waves = None
         if background:
             frequency = normal(1.0, 3, 2) * 2 * math.pi / 400
             amplitude = normal(1.0, 3, 2) * 0.12 / frequency.norm(dim=2, keepdim=True).clamp(min=2e-3)
-            amplitude = amplitude * (uniform(0, 1) < motion.bend)[:, None, None]
+            amplitude = amplitude * ((uniform(0, 1) < motion.bend) & ~still)[:, None, None]
             waves = torch.cat([amplitude.clamp(-25, 25), frequency, uniform(0, 2 * math.pi, 3, 2)], 2)
         shape = None
         if not background:
@@ -234,13 +241,26 @@ class PhotoPairs:
             harmonics = normal(0.15, 3).clamp(-0.25, 0.25), uniform(0, 2 * math.pi, 3)
             shape = torch.cat([radius[:, None], *harmonics, (uniform(0, 1) < 0.6).float()[:, None]], 1)
         return _Layer(
-            canvases=self.canvases[index].float() / 255,
+            canvases=canvases.float() / 255,
             sizes=sizes,
             photo_from_picture=(transforms[0], transforms[1]),
             center=None if background else focus,
             radii=shape,
             waves=waves,
         )
+
+    def _canvases(self, count: int, nine: int, random: Generator) -> tuple[Tensor, Tensor]:
+        """Photographs (b 3 s s) and their sizes (b 2), the first `nine` of them joined from the middles of nine."""
+        index = torch.randint(len(self.canvases), (count,), generator=random, device=self.device)
+        canvases, sizes = self.canvases.index_select(0, index), self.sizes.index_select(0, index).float()
+        if nine == 0 or self.tiles is None:
+            return canvases, sizes
+        index = torch.randint(len(self.tiles), (nine * 9,), generator=random, device=self.device)
+        tiles, tile = self.tiles.index_select(0, index).unflatten(0, (nine, 3, 3)), self.tiles.shape[3]
+        mosaics = tiles.permute(0, 3, 1, 4, 2, 5).reshape(nine, 3, 3 * tile, 3 * tile)
+        room = 3 * tile - canvases.shape[3]
+        canvases = torch.cat([mosaics, F.pad(canvases[nine:], (0, room, 0, room))])
+        return canvases, torch.cat([torch.full_like(sizes[:nine], 3 * tile), sizes[nine:]])
 
     def _render(self, layers: list[_Layer], number: int) -> Tensor:
         count = len(layers[0].sizes)
@@ -267,6 +287,15 @@ class PhotoPairs:
         framed = ((result >= 0) & (result <= self.size - 1)).all(2)
         visible = framed & (_top_layer(layers, result, other) == top)
         return result, visible & known, known & ~visible
+
+
+def _middles(photos: Photos) -> Tensor:
+    """Squares from the middles of the photographs, n 3 t t; of small ones the upper left corner of the canvas."""
+    tile = photos.canvases.shape[3] * 5 // 8
+    starts = ((photos.sizes - tile) // 2).clamp(min=0).tolist()
+    return torch.stack(
+        [canvas[:, y : y + tile, x : x + tile] for canvas, (x, y) in zip(photos.canvases, starts, strict=True)]
+    )
 
 
 def _photo_from_picture(
@@ -350,9 +379,11 @@ def _sample(layer: _Layer, places: Tensor) -> Tensor:
     side = layer.canvases.shape[2]
     unit = (mirrored + 0.5) / side * 2 - 1
     sharp = F.grid_sample(layer.canvases, unit[:, None], mode="bilinear", align_corners=False)[:, :, 0]
-    # Where the photograph is scaled down, its half-size version is read, so that nothing aliases.
-    small = F.avg_pool2d(layer.canvases, 2)
-    soft = F.grid_sample(small, unit[:, None], mode="bilinear", padding_mode="border", align_corners=False)[:, :, 0]
     middle = places.shape[1] // 2 + math.isqrt(places.shape[1]) // 2
     spacing = (places[:, middle + 1] - places[:, middle]).norm(dim=1)  # photo pixels per picture pixel
-    return torch.where((spacing > 1.25)[:, None, None], soft, sharp)
+    # Where the photograph is scaled down, its half-size or quarter-size version is read, so that nothing aliases.
+    for factor, from_spacing in ((2, 1.25), (4, 2.5)):
+        small = F.avg_pool2d(layer.canvases, factor)
+        soft = F.grid_sample(small, unit[:, None], mode="bilinear", padding_mode="border", align_corners=False)
+        sharp = torch.where((spacing > from_spacing)[:, None, None], soft[:, :, 0], sharp)
+    return sharp

@@ -10,7 +10,7 @@ from dualrc.model.backbone import make_backbone
 from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import correlate, mutual_filter, normalize
 from dualrc.model.fine import RATIO, BothWays, FineMap, both_ways, cell_queries, point_queries, search
-from dualrc.model.subpixel import Subpixel, refine_both
+from dualrc.model.subpixel import Subpixel, cell_windows, point_windows, refine_both
 
 FINE_STRIDE = 4
 # A dense or asked-for point is trusted when the way back ends within so many fine cells of it: where one picture
@@ -76,10 +76,13 @@ class DualRCNet(nn.Module):
         """Mutual matches of every pair of a batch; the best `top` of each pair where given."""
         fine0, fine1, found = self._both_ways(features0, features1, self.config.fine.query_share, max_memory)
         mutual = found.back == found.index0
-        pair, index0, index1, scores = (x[mutual] for x in (found.pair, found.index0, found.index1, found.score))
+        pair, index0, index1 = (x[mutual] for x in (found.pair, found.index0, found.index1))
+        score0, score1 = found.score[mutual], found.back_score[mutual]
+        scores = score0 + score1
         cells0, cells1 = _cells(index0, fine0), _cells(index1, fine1)
         if self.subpixel is not None:
-            offset0, offset1, trust = refine_both(self.subpixel, fine0, fine1, pair, index0, index1)
+            windows = cell_windows(fine0, pair, index0), cell_windows(fine1, pair, index1)
+            offset0, offset1, trust = refine_both(self.subpixel, *windows, score0, score1)
             cells0, cells1, scores = cells0 + offset0, cells1 + offset1, _confidence(scores, trust)
         keep = _best_first(pair, scores, top)
         return NetworkMatches(
@@ -110,7 +113,8 @@ class DualRCNet(nn.Module):
         cells1 = _cells(index1, fine1)
         score = there.score[:, 0] + back.score[inverse, place]
         if self.subpixel is not None:
-            refined = self.subpixel(queries.features[:, 0], fine1, pair, index1)
+            windows = point_windows(fine0, pair, cells0), cell_windows(fine1, pair, index1)
+            refined = self.subpixel(*windows, there.score[:, 0])
             cells1, score = cells1 + refined.offset, _confidence(score, refined.logit.sigmoid())
         return _pixels(cells1), torch.where(good, score, 0)
 
@@ -118,10 +122,11 @@ class DualRCNet(nn.Module):
         """For every fine cell of picture 0: its place in picture 1 (4h 4w 2, network pixels), certainty (4h 4w)."""
         fine0, fine1, found = self._both_ways(features0, features1, 1.0, max_memory)
         cells0, cells1, returned = _cells(found.index0, fine0), _cells(found.index1, fine1), _cells(found.back, fine0)
-        score = found.score / 2
+        score = (found.score + found.back_score) / 2
         if self.subpixel is not None:
-            refined = self.subpixel(fine0.gather(found.pair, found.index0), fine1, found.pair, found.index1)
-            cells1, score = cells1 + refined.offset, _confidence(found.score, refined.logit.sigmoid())
+            windows = cell_windows(fine0, found.pair, found.index0), cell_windows(fine1, found.pair, found.index1)
+            refined = self.subpixel(*windows, found.score)
+            cells1, score = cells1 + refined.offset, _confidence(2 * score, refined.logit.sigmoid())
         good = (found.back >= 0) & ((returned - cells0).abs().amax(1) <= _RETURN_CELLS)
         height, width = features0.fine.shape[2:]
         points = torch.zeros(height * width, 2, device=cells1.device)

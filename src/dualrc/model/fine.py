@@ -64,6 +64,13 @@ class FineMap:
         found = self.features.flatten(0, 1).index_select(0, index.flatten())
         return found.view(*index.shape, found.shape[1])
 
+    def sample(self, pair: Tensor, points: Tensor) -> Tensor:
+        """Unit features, float32, at any places, bilinear: pair (n), points (n 2), (x, y) in fine cells -> (n c)."""
+        row, column, share = _corners(points, self.height * RATIO, self.width * RATIO)
+        corners = self.gather(pair, row * self.width * RATIO + column)  # n 4 c
+        features = (corners.float() * share[:, :, None]).sum(1)
+        return features / features.norm(dim=1, keepdim=True).clamp(min=1e-6)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Queries:
@@ -198,7 +205,8 @@ class BothWays:
     index0: Tensor  # the query
     index1: Tensor  # its best
     back: Tensor  # the best of its best; the match is mutual where this is index0
-    score: Tensor  # the sum of both directions'
+    score: Tensor  # of the way there
+    back_score: Tensor  # of the way back
 
 
 def both_ways(
@@ -231,16 +239,19 @@ def both_ways(
     queries = replace(cell_queries(fine1, cells1, reading), wanted=wanted)
     turned = tensor.transpose(1, 2).contiguous()
     backward = search(turned, queries, fine0, temperature=temperature, max_values=max_values)
-    score = forward.score[keep] + backward.score[inverse, place]
-    return BothWays(pair=pair, index0=index0, index1=index1, back=backward.index[inverse, place], score=score)
+    return BothWays(
+        pair=pair,
+        index0=index0,
+        index1=index1,
+        back=backward.index[inverse, place],
+        score=forward.score[keep],
+        back_score=backward.score[inverse, place],
+    )
 
 
 def point_queries(fine: FineMap, pair: Tensor, points: Tensor, reading: Reading) -> Queries:
     """Queries at any places: `points` (n 2) are (x, y) in fine cells, the first cell's centre at (0, 0)."""
-    row, column, share = _corners(points, fine.height * RATIO, fine.width * RATIO)
-    corners = fine.gather(pair, row * fine.width * RATIO + column)  # n 4 c
-    features = (corners.float() * share[:, :, None]).sum(1)
-    features = features / features.norm(dim=1, keepdim=True).clamp(min=1e-6)
+    features = fine.sample(pair, points)
     coarse = points / RATIO if reading == "corner" else (points + 0.5) / RATIO - 0.5
     row, column, share = _corners(coarse, fine.height, fine.width)
     return Queries(

@@ -1,4 +1,4 @@
-"""Sub-pixel refinement: where, around a fine cell, a query fits best, and how far to trust that."""
+"""Sub-pixel refinement: where, around a fine cell, a place fits best, and how far to trust that."""
 
 import math
 from typing import NamedTuple
@@ -8,7 +8,16 @@ from torch import Tensor, nn
 
 from dualrc.model.fine import RATIO, FineMap
 
-_SIDE = 3  # of the window
+_SIDE = 3  # of the windows
+WINDOW = _SIDE**2
+_MIDDLE = WINDOW // 2
+
+
+class Windows(NamedTuple):
+    """Unit features of the 3x3 fine cells around places."""
+
+    features: Tensor  # n 9 c
+    whole: Tensor  # n: the window lies inside the picture
 
 
 class Refined(NamedTuple):
@@ -18,8 +27,38 @@ class Refined(NamedTuple):
     logit: Tensor  # n
 
 
+def cell_windows(fine: FineMap, pair: Tensor, index: Tensor) -> Windows:
+    """The windows around fine cells: pair (n), index (n)."""
+    height, width = fine.height * RATIO, fine.width * RATIO
+    columns, rows = _steps(index.device)
+    row, column = (index // width)[:, None] + rows, (index % width)[:, None] + columns
+    whole = ((row >= 0) & (row < height) & (column >= 0) & (column < width)).all(1)
+    index = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
+    return Windows(fine.gather(pair, index).float(), whole)
+
+
+def point_windows(fine: FineMap, pair: Tensor, points: Tensor) -> Windows:
+    """The windows around any places: pair (n), points (n 2), (x, y) in fine cells."""
+    steps = torch.stack(_steps(points.device), dim=1)
+    places = points[:, None] + steps  # n 9 2
+    limit = torch.tensor([fine.width * RATIO - 1, fine.height * RATIO - 1], device=points.device)
+    whole = ((places >= 0) & (places <= limit)).flatten(1).all(1)
+    features = fine.sample(pair.repeat_interleave(WINDOW), places.flatten(0, 1))
+    return Windows(features.unflatten(0, (-1, WINDOW)), whole)
+
+
+def _steps(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Columns and rows (9) of a window, from its middle."""
+    axis = torch.arange(_SIDE, device=device) - _SIDE // 2
+    return axis.repeat(_SIDE), axis.repeat_interleave(_SIDE)
+
+
 class Subpixel(nn.Module):
-    """A soft-argmax over the 3x3 fine cells around a match, with a learnt correction and a learnt confidence."""
+    """A soft-argmax over the 3x3 fine cells around a match, with a learnt correction and a learnt confidence.
+
+    Both are learnt from the features of the two cells, the cosines of all cells around one with all around the other,
+    and the score that the match was found with.
+    """
 
     def __init__(self, channels: int, hidden: int) -> None:
         super().__init__()
@@ -29,42 +68,38 @@ class Subpixel(nn.Module):
             last = nn.Linear(hidden, 3)
             nn.init.zeros_(last.weight)  # starts as the plain soft-argmax
             nn.init.zeros_(last.bias)
+            inputs = 2 * channels + WINDOW**2 + 1
             self.correction = nn.Sequential(
-                nn.Linear(2 * channels + _SIDE**2, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), last
+                nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), last
             )
 
-    def forward(self, query: Tensor, fine: FineMap, pair: Tensor, index: Tensor) -> Refined:
-        """Refine around fine cells: queries (n c), pair (n), index (n).
+    def forward(self, asking: Windows, answering: Windows, score: Tensor) -> Refined:
+        """Where the middle of each asking window lies in the answering one, found there with this score (n).
 
         Offsets are zero at the picture's border, where half a window would pull inwards.
         """
-        height, width = fine.height * RATIO, fine.width * RATIO
-        axis = torch.arange(_SIDE, device=query.device) - _SIDE // 2
-        rows, columns = axis.repeat_interleave(_SIDE), axis.repeat(_SIDE)
-        row, column = (index // width)[:, None] + rows, (index % width)[:, None] + columns
-        whole = ((row >= 0) & (row < height) & (column >= 0) & (column < width)).all(1)
-        window = fine.gather(pair, row.clamp(0, height - 1) * width + column.clamp(0, width - 1)).float()  # n 9 c
-        query = query.float()
-        cosine = torch.einsum("nc,nkc->nk", query, window)
-        weight = (cosine / self.log_temperature.exp()).softmax(1)
-        offset = torch.stack([weight @ columns.float(), weight @ rows.float()], dim=1)
+        cosine = torch.bmm(asking.features, answering.features.transpose(1, 2))  # n 9 9
+        weight = (cosine[:, _MIDDLE] / self.log_temperature.exp()).softmax(1)
+        offset = torch.stack([weight @ steps.float() for steps in _steps(weight.device)], dim=1)
         logit = torch.zeros_like(offset[:, 0])
         if self.correction is not None:
-            learnt = self.correction(torch.cat([query, window[:, _SIDE**2 // 2], 4 * cosine], dim=1)).float()
+            middles = asking.features[:, _MIDDLE], answering.features[:, _MIDDLE]
+            known = torch.log(score.float().clamp(min=0) + 1e-4) / 2
+            learnt = self.correction(torch.cat([*middles, 4 * cosine.flatten(1), known[:, None]], dim=1)).float()
             offset, logit = offset + learnt[:, :2], learnt[:, 2]
-        return Refined(torch.where(whole[:, None], offset, 0), logit)
+        return Refined(torch.where(answering.whole[:, None], offset, 0), logit)
 
 
 def refine_both(
-    subpixel: Subpixel, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor
+    subpixel: Subpixel, windows0: Windows, windows1: Windows, score0: Tensor, score1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Offsets for both points of matches, (n 2) each, and how far to trust them, (n) in 0 to 1.
 
-    Cell 0 fits at offset1 from cell 1, and cell 1 at offset0 from cell 0. To first order in any smooth motion, the
-    point half of offset0 from cell 0 corresponds to the point half of offset1 from cell 1; and exchanging the
-    pictures exchanges the two.
+    `score0` is what cell 0 found cell 1 with, `score1` the way back. Cell 0 fits at offset1 from cell 1, and cell 1 at
+    offset0 from cell 0. To first order in any smooth motion, the point half of offset0 from cell 0 corresponds to the
+    point half of offset1 from cell 1; and exchanging the pictures exchanges the two.
     """
-    in0 = subpixel(fine1.gather(pair, index1), fine0, pair, index0)
-    in1 = subpixel(fine0.gather(pair, index0), fine1, pair, index1)
+    in1 = subpixel(windows0, windows1, score0)
+    in0 = subpixel(windows1, windows0, score1)
     trust = (in0.logit.sigmoid() * in1.logit.sigmoid()).sqrt()
     return in0.offset / 2, in1.offset / 2, trust

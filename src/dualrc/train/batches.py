@@ -1,0 +1,89 @@
+"""The pairs of every step: drawn from the sources by their shares, made ahead where that takes long."""
+
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
+
+import torch
+from torch import Generator
+
+from dualrc.data import PairBatch, PairMaker, PhotoPairs
+
+_AHEAD = 2  # steps
+
+
+class Batches:
+    """A step's pairs, the same whenever that step is made, in whatever process.
+
+    They are made in parts, each from a seed of its own, so that one process which makes all of them and several which
+    make some of them each train on the same pairs.
+    """
+
+    def __init__(
+        self, makers: Sequence[PairMaker], shares: Sequence[float], *, seed: int, count: int, device: torch.device
+    ) -> None:
+        """`count`: pairs of a part."""
+        self._shares, self._seed, self._count = shares, seed, count
+        self._make = [_recorded(maker, count, device) for maker in makers]
+        # What a GPU makes in milliseconds is made when it is wanted.
+        self._slow = [not (isinstance(maker, PhotoPairs) and device.type == "cuda") for maker in makers]
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._ahead: dict[tuple[int, int], Future[PairBatch]] = {}
+
+    def get(self, step: int, parts: Sequence[int]) -> PairBatch:
+        """These parts of a step's pairs."""
+        for later in range(step, step + 1 + _AHEAD):
+            for part in parts:
+                self._prepare(later, part)
+        batches = []
+        for part in parts:
+            future = self._ahead.pop((step, part), None)
+            batches.append(self._part(step, part) if future is None else future.result())
+        if len(batches) == 1:
+            return batches[0]
+        return PairBatch(**{f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(PairBatch)})
+
+    def close(self) -> None:
+        """Stop what is being prepared."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _prepare(self, step: int, part: int) -> None:
+        source, _ = self._draw(step, part)
+        if self._slow[source] and (step, part) not in self._ahead:
+            self._ahead[step, part] = self._pool.submit(self._part, step, part)
+
+    def _draw(self, step: int, part: int) -> tuple[int, int]:
+        """Which source makes this part, and from which seed."""
+        rng = random.Random(f"{self._seed} {step} {part}")
+        return rng.choices(range(len(self._make)), self._shares)[0], rng.getrandbits(62)
+
+    @torch.no_grad()
+    def _part(self, step: int, part: int) -> PairBatch:
+        source, seed = self._draw(step, part)
+        return self._make[source](seed)
+
+
+def _recorded(maker: PairMaker, count: int, device: torch.device) -> Callable[[int], PairBatch]:
+    """Make batches from seeds; photographs on a GPU as one recorded graph, as launching its many steps takes longer."""
+    if not (isinstance(maker, PhotoPairs) and device.type == "cuda"):
+        return lambda seed: maker.make(count, Generator(device=device).manual_seed(seed))
+    generator = Generator(device=device)
+    graph = torch.cuda.CUDAGraph()
+    graph.register_generator_state(generator)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.no_grad():
+        for _ in range(3):
+            maker.make(count, generator)
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph), torch.no_grad():
+        batch = maker.make(count, generator)
+
+    def replay(seed: int) -> PairBatch:
+        generator.manual_seed(seed)
+        graph.replay()
+        # Another part may be made before this one is used.
+        return PairBatch(**{f.name: getattr(batch, f.name).clone() for f in fields(batch)})
+
+    return replay

@@ -1,0 +1,76 @@
+"""What a training run is."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dualrc.config import PRESETS, NetworkConfig, ResNetConfig
+from dualrc.data import DataConfig
+from dualrc.errors import ConfigError
+from dualrc.image import STRIDE
+
+Precision = Literal["float32", "bfloat16"]
+Loss = Literal["matching", "paper", "published"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A training run."""
+
+    # Where pairs come from; several are mixed by their shares. A tenth of each is held out for validation.
+    data: tuple[DataConfig, ...]
+    network: NetworkConfig = field(default_factory=lambda: PRESETS["default"][0])
+    start_from: str | None = None  # weights file to go on from
+    trunk: str | None = None  # torchvision's ResNet-101 file, for a network with that backbone
+    # "matching" trains `default`; "paper" is the paper's loss of keypoints, "published" what its code computes.
+    loss: Loss = "matching"
+    seed: int = 0
+    size: int = 320  # side of the pictures
+    pairs: int = 32  # a step, over all processes
+    parts: int = 1  # that a step's pairs are made in; several processes take a part each
+    points: int = 256  # places a pair
+    steps: int = 10_000
+    optimizer: Literal["adamw", "adam"] = "adamw"
+    learning_rate: float = 1e-3
+    warm_up: int = 500  # steps
+    # After warming up: half a cosine down to zero, or halved every so many steps, as the paper does; 0: the cosine.
+    halve_every: int = 0
+    weight_decay: float = 0.01  # of adamw
+    clip: float = 1.0  # norm of the gradient
+    average: float = 0.999  # decay of the averaged weights
+    precision: Precision = "bfloat16"  # of the backbone
+    validate_every: int = 1000  # steps, and so often the run is saved
+    validation_batches: int = 8
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ConfigError("data is empty; add at least one [[data]] table.")
+        if self.size < 64 or self.size % STRIDE:
+            raise ConfigError(f"size = {self.size} must be a multiple of {STRIDE} and at least 64.")
+        for name in ("pairs", "parts", "points", "steps", "validate_every", "validation_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1.")
+        if self.pairs % self.parts:
+            raise ConfigError(f"pairs = {self.pairs} can't be made in parts = {self.parts} of equal size.")
+        for name in ("learning_rate", "clip"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be above 0.")
+        for name in ("warm_up", "weight_decay", "halve_every"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be 0 or more.")
+        if not 0 <= self.average < 1:
+            raise ConfigError(f"average = {self.average} must be at least 0 and below 1.")
+        is_resnet = isinstance(self.network.backbone, ResNetConfig)
+        if self.trunk is not None and not is_resnet:
+            raise ConfigError("trunk is for a network with a ResNet-101 backbone; leave it out.")
+        if is_resnet and self.trunk is None and self.start_from is None:
+            raise ConfigError("The ResNet-101 backbone is not trained here; name torchvision's file as trunk = ...")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: a linear warm-up, then the schedule."""
+        if step < self.warm_up:
+            return self.learning_rate * (step + 1) / self.warm_up
+        if self.halve_every:
+            return self.learning_rate * 0.5 ** (step // self.halve_every)
+        progress = (step - self.warm_up) / max(1, self.steps - self.warm_up)
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))

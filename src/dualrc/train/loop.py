@@ -1,0 +1,339 @@
+"""The training loop."""
+
+import copy
+import csv
+import json
+import math
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from dualrc.config import to_toml
+from dualrc.data import PairBatch, PairMaker, open_pairs
+from dualrc.errors import ConfigError, DataError, OutputError
+from dualrc.files import is_file, replacing
+from dualrc.losses import keypoint_losses, matching_losses
+from dualrc.model.backbone import PaperBackbone
+from dualrc.model.checkpoint import load_imagenet_trunk, load_weights, save_weights
+from dualrc.model.correlation import normalize
+from dualrc.model.dualrc import DualRCNet, Features, make_network
+from dualrc.train.batches import Batches
+from dualrc.train.config import TrainConfig
+from dualrc.train.pictures import draw_pairs
+from dualrc.train.processes import share_batch_norm, stop_on_signals
+
+_LOG_EVERY = 100  # steps
+_SAY_EVERY_S = 30.0  # where steps are slow
+
+
+class TrainingStep(nn.Module):
+    """Network and loss as one module, which is what gets distributed."""
+
+    def __init__(self, network: DualRCNet, config: TrainConfig) -> None:
+        super().__init__()
+        self.network = network
+        self.config = config
+
+    def forward(self, parts: int, *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The fields of a PairBatch, which holds so many parts, to the loss and what is logged."""
+        names = [f.name for f in fields(PairBatch)]
+        batch = PairBatch(**dict(zip(names, tensors, strict=True)))
+        images = torch.cat([batch.images0, batch.images1]).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+            coarse, fine = self.network.backbone(images)
+        coarse, fine = coarse.float(), normalize(fine.float())  # cosines deserve their digits
+        # Each part's loss is a mean over its own places, so that it does not matter which process has it.
+        chunks = [t.chunk(parts) for t in (*coarse.chunk(2), *fine.chunk(2), *tensors)]
+        results = [self._loss(*chunk) for chunk in zip(*chunks, strict=True)]
+        logged = {name: torch.stack([r[1][name] for r in results]).mean() for name in results[0][1]}
+        return torch.stack([total for total, _ in results]).mean(), logged
+
+    def _loss(
+        self, coarse0: Tensor, coarse1: Tensor, fine0: Tensor, fine1: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        names = [f.name for f in fields(PairBatch)]
+        batch = PairBatch(**dict(zip(names, tensors, strict=True)))
+        features = Features(coarse=coarse0, fine=fine0), Features(coarse=coarse1, fine=fine1)
+        if self.config.loss == "matching":
+            losses = matching_losses(self.network, *features, batch)
+        else:
+            losses = keypoint_losses(self.network, *features, batch, self.config.loss)
+        return losses.total(), {name: value.detach() for name, value in losses.logged().items()}
+
+
+def train(
+    config: TrainConfig,
+    out: str | Path,
+    *,
+    minutes: float | None = None,
+    device: str | None = None,
+    devices: int = 1,
+    nodes: int = 1,
+) -> dict[str, float]:
+    """Train, or go on with an unfinished run in `out`; leaves checkpoint.pt, log.csv and weights.safetensors there.
+
+    Beside them, config.toml and versions.json say what was run, and pictures/ shows matches of held-out pairs. Stops
+    after `minutes` or on Ctrl-C, saving; the same call then continues as if it had never stopped. With several
+    `devices` or `nodes`, a step's pairs are divided among processes. Gives the figures on held-out pairs.
+    """
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    fabric = _fabric(device, devices, nodes)
+    torch.set_float32_matmul_precision("high")
+    fabric.launch()
+    if config.parts % fabric.world_size:
+        remedy = f"set parts to a multiple of {fabric.world_size}"
+        raise ConfigError(f"{fabric.world_size} processes can't share parts = {config.parts}; {remedy}.")
+    run = _Run(config, Path(out), fabric)
+    opened = [
+        open_pairs(d, size=config.size, points=config.points, seed=config.seed, device=fabric.device)
+        for d in config.data
+    ]
+    for line in (line for each in opened for line in each.notes):
+        run.say(line)
+    shares, count = [each.share for each in opened], config.pairs // config.parts
+    batches = Batches(
+        [each.training for each in opened], shares, seed=config.seed, count=count, device=fabric.device
+    )
+    held_out = [each.held_out for each in opened]
+    parts = range(fabric.global_rank, config.parts, fabric.world_size)
+    figures: dict[str, float] = {}
+    with stop_on_signals() as stop:
+        try:
+            while run.step < config.steps:
+                run.advance(batches.get(run.step, parts), len(parts))
+                ending = stop.agreed(time.monotonic() > deadline, fabric.device) or run.step == config.steps
+                if run.step % config.validate_every == 0 or ending:
+                    if stop.asked:
+                        run.say("Saving...")
+                    else:
+                        figures = run.validate(held_out)
+                    run.save()
+                if ending:
+                    break
+        finally:
+            batches.close()
+            for each in opened:
+                each.close()
+    if stop.asked:
+        run.say(f"Stopped at step {run.step} and saved; the same command goes on from there.")
+    return figures
+
+
+def _fabric(device: str | None, devices: int, nodes: int) -> Any:
+    """Lightning's Fabric on devices that are there."""
+    try:
+        from lightning.fabric import Fabric
+    except ImportError as error:
+        raise ConfigError(f"Training needs Lightning ({error}): pip install 'dualrc[train]'.") from error
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+        several = devices > 1 or nodes > 1
+        return Fabric(
+            accelerator=chosen.type,
+            devices=devices if chosen.index is None else [chosen.index],
+            num_nodes=nodes,
+            strategy="ddp" if several else "auto",
+        )
+    except Exception as error:  # torch and Lightning refuse devices in many ways
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"The device {device!r} can't be used ({reason}); choose cpu, cuda or mps.") from error
+
+
+class _Run:
+    """The state of a training run, and how it is advanced, checked, reported and saved."""
+
+    def __init__(self, config: TrainConfig, out: Path, fabric: Any) -> None:
+        self.config, self.out, self.fabric = config, out, fabric
+        self._console = Console(stderr=True)
+        self._is_first = fabric.global_rank == 0
+        if self._is_first:
+            _make_folder(out)
+        fabric.barrier()
+        torch.manual_seed(config.seed)
+        self.network = _network(config)
+        self.average = copy.deepcopy(self.network).eval().to(fabric.device)
+        if fabric.world_size > 1:
+            share_batch_norm(self.network)
+        self.module, self.optimizer = fabric.setup(
+            TrainingStep(self.network, config), _optimizer(self.network, config, fabric.device.type == "cuda")
+        )
+        self.step = 0
+        self._resume()
+        if self._is_first:
+            self._describe()
+        self._averaged = _floating(self.average), _floating(self.network)
+        self._skipped = torch.zeros((), device=fabric.device)
+        self._since, self._last_step = time.monotonic(), self.step
+
+    def advance(self, batch: PairBatch, parts: int) -> None:
+        """One step of the optimizer."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.rate(self.step)
+        loss, logged = self.module(parts, *(getattr(batch, f.name) for f in fields(batch)))
+        self.fabric.backward(loss)
+        self._drop_if_not_finite()
+        self.fabric.clip_gradients(self.module, self.optimizer, max_norm=self.config.clip, error_if_nonfinite=False)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        decay = min(self.config.average, (1 + self.step) / (10 + self.step))
+        torch._foreach_lerp_(*self._averaged, 1 - decay)
+        if self.step % min(_LOG_EVERY, self.config.validate_every) == 0:
+            self._report({"loss": loss.detach(), **logged}, log=True)
+        elif time.monotonic() - self._since > _SAY_EVERY_S:
+            self._report({"loss": loss.detach(), **logged}, log=False)
+
+    def validate(self, makers: Sequence[PairMaker]) -> dict[str, float]:
+        """Figures on held-out pairs, the same every time, and pictures of some."""
+        figures: dict[str, float] = {}
+        if self._is_first:
+            step = TrainingStep(self.average, self.config)
+            batches = self.config.validation_batches
+            with torch.no_grad():
+                for number in range(batches):
+                    random = torch.Generator(device=self.fabric.device).manual_seed(1 + number)
+                    batch = makers[number % len(makers)].make(self.config.pairs // self.config.parts, random)
+                    _, logged = step(1, *(getattr(batch, f.name) for f in fields(batch)))
+                    for name, value in logged.items():
+                        figures[name] = figures.get(name, 0.0) + float(value) / batches
+                    if number == 0:
+                        draw_pairs(self.average, batch, self.out / "pictures" / f"{self.step:07}.jpg")
+            self._log({f"held_out_{name}": value for name, value in figures.items()})
+            self.say("held out: " + "  ".join(f"{n} {v:.4f}" for n, v in figures.items()), style="bold")
+        self.fabric.barrier()
+        return figures
+
+    def save(self) -> None:
+        """Write the checkpoint and the averaged weights; the old ones stay until the new ones are whole."""
+        if self._is_first:
+            state = {
+                "config": to_toml(self.config),
+                "step": self.step,
+                "network": self.network.state_dict(),
+                "average": self.average.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+            }
+            with replacing(self.out / "checkpoint.pt") as temporary:
+                torch.save(state, temporary)
+            save_weights(self.average, self.out / "weights.safetensors", dtype=torch.float16)
+        self.fabric.barrier()
+
+    def say(self, line: str, style: str | None = None) -> None:
+        """Tell the user, once for all processes."""
+        if self._is_first:
+            self._console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    def _drop_if_not_finite(self) -> None:
+        """Take no step on a gradient that is not finite; without waiting for the GPU to tell."""
+        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
+        finite = torch.stack([g.sum() for g in gradients]).sum().isfinite()
+        for gradient in gradients:
+            gradient.copy_(torch.where(finite, gradient, 0))
+        self._skipped += ~finite
+
+    def _report(self, logged: dict[str, Tensor], *, log: bool) -> None:
+        """Say how it goes and how long it will take."""
+        values = {name: float(value) for name, value in logged.items()}
+        steps = self.step - self._last_step
+        speed = steps / (time.monotonic() - self._since)
+        skipped = int(self._skipped)
+        self._skipped.zero_()
+        self._since, self._last_step = time.monotonic(), self.step
+        if log and self._is_first:
+            self._log({"steps_per_second": speed, "learning_rate": self.config.rate(self.step - 1), **values})
+        text = "  ".join(f"{name} {value:.3f}" for name, value in values.items())
+        left = (self.config.steps - self.step) / max(speed, 1e-6) / 60
+        self.say(f"{self.step}/{self.config.steps}  {text}  {speed:.1f} steps/s  {left:.1f} min left")
+        if skipped:
+            self.say(f"The gradient was not finite in {skipped} of {steps} steps, which were left out.")
+        if skipped > steps / 2:
+            remedy = f"lower learning_rate and start from {self.out / 'weights.safetensors'}"
+            raise DataError(f"The loss is not finite in most steps up to {self.step}; {remedy}.")
+
+    def _resume(self) -> None:
+        """Go on from a checkpoint of the same config, if there is one."""
+        path = self.out / "checkpoint.pt"
+        try:
+            if not path.exists():
+                return
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            if state["config"] == to_toml(self.config):
+                self.network.load_state_dict(state["network"])
+                self.average.load_state_dict(state["average"])
+                self.optimizer.load_state_dict(state["optimizer"])
+                self.step = int(state["step"])
+                return
+        except Exception as error:  # a broken file can fail in any way
+            raise DataError(f"{path} is broken or can't be read; delete it, or choose another folder.") from error
+        raise ConfigError(f"{path} belongs to another config; choose another folder, or delete it to start over.")
+
+    def _describe(self) -> None:
+        """Leave what is run, in words, in the folder."""
+        device = self.fabric.device
+        versions = {
+            "dualrc": metadata.version("dualrc"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
+            "processes": self.fabric.world_size,
+        }
+        for name, text in (("config.toml", to_toml(self.config)), ("versions.json", json.dumps(versions, indent=2))):
+            with replacing(self.out / name) as temporary:
+                temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
+
+    def _log(self, values: dict[str, float]) -> None:
+        path = self.out / "log.csv"
+        try:
+            with path.open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([self.step, name, f"{value:.6g}"] for name, value in values.items())
+        except OSError as error:
+            raise OutputError(f"{path} can't be written ({error.strerror}); make room or write elsewhere.") from error
+
+
+def _network(config: TrainConfig) -> DualRCNet:
+    """The network to train, in training mode; a ResNet-101 trunk stays as it is."""
+    network = load_weights(config.start_from) if config.start_from else make_network(config.network)
+    if config.loss == "matching" and network.subpixel is None:
+        source = config.start_from or "The config's network"
+        remedy = 'take another network, or loss = "paper"'
+        raise ConfigError(f"{source} has no sub-pixel refinement, which the loss trains; {remedy}.")
+    network.train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if isinstance(network.backbone, PaperBackbone):
+        if config.trunk is not None:
+            load_imagenet_trunk(network.backbone.trunk, config.trunk)
+        network.backbone.trunk.eval().requires_grad_(False)
+    return network
+
+
+def _optimizer(network: nn.Module, config: TrainConfig, fused: bool) -> torch.optim.Optimizer:
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    if config.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=config.learning_rate, fused=fused)
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.99), fused=fused)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        (path / "pictures").mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = "it is a file" if is_file(path) else str(error)
+        raise OutputError(f"The folder {path} can't be made ({reason}); choose another one.") from error
+
+
+def _floating(network: nn.Module) -> list[Tensor]:
+    """Parameters and statistics, without gradients."""
+    return [tensor for tensor in network.state_dict().values() if tensor.is_floating_point()]

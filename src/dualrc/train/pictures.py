@@ -1,0 +1,29 @@
+"""Pictures of what a network in training finds."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dualrc import draw
+from dualrc.data import PairBatch
+from dualrc.image import restore_colors
+from dualrc.matches import Matches
+from dualrc.model.dualrc import DualRCNet
+
+_PAIRS = 4
+_TOP = 60  # matches drawn of a pair
+
+
+@torch.no_grad()
+def draw_pairs(network: DualRCNet, batch: PairBatch, path: Path) -> None:
+    """The best matches of the last pairs of a batch, one pair under the other."""
+    images0, images1 = batch.images0[-_PAIRS:], batch.images1[-_PAIRS:]  # the first ones may show different things
+    found = network.match(network.extract(images0), network.extract(images1), top=_TOP)
+    rows = []
+    for number, (picture0, picture1) in enumerate(zip(restore_colors(images0), restore_colors(images1), strict=True)):
+        chosen, size = found.pair == number, (picture0.shape[1], picture0.shape[0])
+        arrays = [t[chosen].cpu().numpy() for t in (found.points0, found.points1, found.scores)]
+        matches = Matches(points0=arrays[0], points1=arrays[1], scores=arrays[2], size0=size, size1=size)
+        rows.append(draw.draw_matches(picture0, picture1, matches))
+    draw.save(np.concatenate(rows), path)

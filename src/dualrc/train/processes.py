@@ -1,0 +1,82 @@
+"""What several processes share: batch statistics, and the wish to stop."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.nn import functional as across
+
+
+class SharedBatchNorm(nn.BatchNorm2d):
+    """Batch normalization over the pairs of all processes; torch's own works on GPUs only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b c h w) -> the same."""
+        if not self.training:
+            return super().forward(x)
+        values = x.float()
+        count = values.new_tensor([values.numel() / values.shape[1]])
+        sums = torch.cat([values.sum((0, 2, 3)), values.square().sum((0, 2, 3)), count])
+        sums = across.all_reduce(sums)
+        total = sums[-1]
+        mean, square = (sums[:-1] / total).chunk(2)
+        variance = (square - mean.square()).clamp(min=0)
+        with torch.no_grad():
+            assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * total / (total - 1), self.momentum)
+        scale = self.weight * torch.rsqrt(variance + self.eps)
+        shift = self.bias - mean * scale
+        return (values * scale[:, None, None] + shift[:, None, None]).to(x.dtype)
+
+
+def share_batch_norm(module: nn.Module) -> None:
+    """Let the batch normalization inside a module see the pairs of all processes, in place."""
+    for child in module.modules():
+        if type(child) is nn.BatchNorm2d:
+            child.__class__ = SharedBatchNorm
+
+
+class StopRequest:
+    """Whether Ctrl-C or a scheduler's SIGTERM asked for the end."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def agreed(self, late: bool, device: torch.device) -> bool:
+        """Whether any process wants to stop, by request or because it is late; all processes get the same answer."""
+        wish = self.asked or late
+        if distributed.is_available() and distributed.is_initialized():
+            votes = torch.tensor([float(wish)], device=device)
+            distributed.all_reduce(votes)
+            return bool(votes.item())
+        return wish
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """While the block runs, the first Ctrl-C or SIGTERM asks to stop; the second one kills, as ever."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request  # signals reach the main thread only
+        return
+    before = {}
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        request.asked = True
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, ask)
+    try:
+        yield request
+    finally:
+        restore()
