@@ -6,7 +6,7 @@ are stored, ours for pictures that are turned upright as their EXIF orientation 
 
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -208,6 +208,23 @@ def read_model(path: str | Path, images: str | Path | None = None) -> Model:
     return Model(images={image.name: _model_image(image, folder) for image in registered}, point_ids=point_ids, xyz=xyz)
 
 
+def posed_reconstruction(cameras: Mapping[str, Camera]) -> Any:
+    """pycolmap's Reconstruction of upright pictures with known cameras and poses, ready to be triangulated."""
+    pycolmap = _pycolmap()
+    made = pycolmap.Reconstruction()
+    for number, (name, camera) in enumerate(cameras.items(), start=1):
+        if camera.cam_from_world is None:
+            raise DataError(f"The camera of {name} has no pose; add its cam_from_world.")
+        K = camera.K
+        params = [K[0, 0], K[1, 1], K[0, 2] + _HALF_PX, K[1, 2] + _HALF_PX]
+        made.add_camera_with_trivial_rig(
+            pycolmap.Camera(camera_id=number, model="PINHOLE", width=camera.width, height=camera.height, params=params)
+        )
+        image = pycolmap.Image(name=name, camera_id=number, image_id=number)
+        made.add_image_with_trivial_frame(image, pycolmap.Rigid3d(camera.cam_from_world))
+    return made
+
+
 def _pycolmap() -> Any:
     try:
         import pycolmap
@@ -237,6 +254,13 @@ def _model_image(image: Any, folder: Path | None) -> ModelImage:
         cam_from_world=pose,
         camera=None if camera is None else replace(camera, cam_from_world=pose),
     )
+
+
+def from_colmap_pixels(K: npt.ArrayLike) -> FloatArray:
+    """COLMAP's K (3, 3) in our pixels."""
+    shifted = np.array(K, dtype=np.float64)
+    shifted[:2, 2] -= _HALF_PX
+    return shifted
 
 
 def _find(name: str, known: Sequence[str], path: Path) -> str:
@@ -297,7 +321,9 @@ def _read_images_txt(path: Path) -> dict[str, _ImageEntry]:
             continue
         fields = line.split(maxsplit=9)
         try:
-            pose = np.column_stack([_rotation([float(v) for v in fields[1:5]]), [float(v) for v in fields[5:8]]])
+            pose = np.column_stack(
+                [rotation_from_quaternion([float(v) for v in fields[1:5]]), [float(v) for v in fields[5:8]]]
+            )
             entries[fields[9]] = _ImageEntry(camera_id=int(fields[8]), cam_from_world=pose)
         except (ValueError, IndexError) as error:
             raise DataError(f"{path}, line {number}: not a picture; export the model from COLMAP again.") from error
@@ -316,7 +342,7 @@ def _lines(path: Path) -> list[tuple[int, str]]:
     return [(number, line) for number, line in numbered if not line.startswith("#")]
 
 
-def _rotation(quaternion: Sequence[float]) -> FloatArray:
+def rotation_from_quaternion(quaternion: Sequence[float]) -> FloatArray:
     """The rotation (3, 3) of a quaternion (w, x, y, z)."""
     norm = np.linalg.norm(quaternion)
     if not norm > 0:

@@ -1,5 +1,6 @@
 """Homographies, cameras and two-view geometry."""
 
+from dualrc.geometry.absolute import AbsolutePose, absolute_pose
 from dualrc.geometry.camera import (
     Camera,
     cam1_from_cam0,
@@ -32,10 +33,12 @@ from dualrc.geometry.twoview import (
 )
 
 __all__ = [
+    "AbsolutePose",
     "Camera",
     "RelativePose",
     "Reprojection",
     "RgbdFrame",
+    "absolute_pose",
     "apply_homography",
     "cam1_from_cam0",
     "camera_from_exif",
