@@ -1,13 +1,13 @@
 """Pairs files, as published with the paper: a line names two pictures and lists x0 y0 x1 y1 of each correspondence."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from dualrc.data.pairs import PairSample
+from dualrc.data.pairs import PairSample, PairSource
 from dualrc.data.views import CutConfig
 from dualrc.errors import DataError
 from dualrc.files import replacing
@@ -108,6 +108,34 @@ def write_pairs(path: str | Path, pairs: Iterable[PairLine]) -> int:
             file.write(format_line(pair) + "\n")
             count += 1
     return count
+
+
+def lines_of(
+    source: PairSource, images: str | Path, *, points: int, seed: int, skipped: dict[str, str]
+) -> Iterator[PairLine]:
+    """Lines for the pairs of a source, names from the folder `images`; what can't be used goes to `skipped`."""
+    for number in range(len(source)):
+        try:
+            sample = source.load(number)
+            if len(sample.points0) < points:
+                raise DataError(f"{len(sample.points0)} corresponding points are too few.")
+            chosen = np.random.default_rng([seed, number]).choice(len(sample.points0), points, replace=False)
+            names = []
+            for image in (sample.image0, sample.image1):
+                if not isinstance(image, Path) or not image.is_file():
+                    raise DataError(f"{image} does not exist; copy it there.")
+                names.append(image.relative_to(images).as_posix())
+            line = PairLine(
+                name0=names[0], name1=names[1], points0=sample.points0[chosen], points1=sample.points1[chosen]
+            )
+            format_line(line)
+        except DataError as error:
+            skipped[source.name(number)] = str(error)
+            continue
+        yield line
+    if len(skipped) == len(source):
+        name, reason = next(iter(skipped.items()))
+        raise DataError(f"None of the {len(source)} pairs can be used; mend the data. The first, {name}: {reason}")
 
 
 def _is_number(word: str) -> bool:

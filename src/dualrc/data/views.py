@@ -207,13 +207,12 @@ class FilePairs:
             known = known[np.all((known >= 0) & (known <= self.size - 1), axis=1)]
             # What the cut took from the other picture is absent there as well.
             lost = both[number][inside[number] & outside[1 - number]]
-            absent.append(_some(np.concatenate([known, lost]), int(self.points * _HIDDEN_SHARE), rng))
-        valid = np.flatnonzero(inside.all(axis=0))
-        valid = _some(valid, self.points - len(absent[0]) - len(absent[1]), rng)
+            absent.append(_some(np.concatenate([known, lost])[None], int(self.points * _HIDDEN_SHARE), rng)[0])
+        valid = _some(both[:, inside.all(axis=0)], self.points - len(absent[0]) - len(absent[1]), rng)
         points = np.zeros((2, self.points, 2), dtype=np.float32)
         flags = np.zeros((3, self.points), dtype=np.bool_)
-        points[:, : len(valid)], flags[0, : len(valid)] = both[:, valid], True
-        start = len(valid)
+        start = valid.shape[1]
+        points[:, :start], flags[0, :start] = valid, True
         for number, places in enumerate(absent):
             rows = slice(start, start + len(places))
             points[number, rows], flags[1 + number, rows] = places, True
@@ -239,9 +238,10 @@ def _draw(random: Generator) -> int:
     return int(torch.randint(1 << 62, (), generator=random, device=random.device))
 
 
-def _some(items: npt.NDArray[np.generic], count: int, rng: np.random.Generator) -> npt.NDArray[np.generic]:
-    """At most `count` of the items, at random."""
-    return items if len(items) <= count else items[rng.choice(len(items), count, replace=False)]
+def _some(points: FloatArray, count: int, rng: np.random.Generator) -> FloatArray:
+    """At most `count` of the points (k, n, 2), at random."""
+    number = points.shape[1]
+    return points if number <= count else points[:, rng.choice(number, count, replace=False)]
 
 
 def _to_view(points: FloatArray, box: _Box, size: float) -> FloatArray:
