@@ -22,6 +22,7 @@ from dualrc.matches import Matches
 if TYPE_CHECKING:
     from dualrc.data.pairs import PairSource
     from dualrc.geometry import Camera
+    from dualrc.localize import Localization, Localizer
 
 app = typer.Typer(
     name="dualrc",
@@ -332,6 +333,57 @@ def pairs_rgbd(
 
 
 @app.command()
+def localize(
+    queries: Annotated[Path, typer.Argument(metavar="QUERIES", help="Folder of pictures to localize, or one picture.")],
+    map: Annotated[
+        Path, typer.Option("--map", help="Folder of a COLMAP model, or of RGB-D frames (images, depth, K.txt, poses).")
+    ],
+    images: Annotated[Path | None, typer.Option(help="Folder of a COLMAP model's pictures.")] = None,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="Results: FILE.json, and the poses as name qw qx qy qz tx ty tz: FILE.txt."),
+    ] = Path("localization.json"),
+    cameras: Annotated[
+        Path | None,
+        typer.Option(help="The queries' cameras.json or cameras.txt; else EXIF, else the map's, else estimated."),
+    ] = None,
+    candidates: Annotated[int, typer.Option(help="Pictures of the map to match each query with.")] = 10,
+    threshold: Annotated[float, typer.Option(help="Inlier threshold, in pixels of the query.")] = 4.0,
+    size: SizeOption = None,
+    preset: PresetOption = "default",
+    weights: WeightsOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Find where pictures were taken in a map; a second run goes on where the first stopped.
+
+    dualrc localize queries --map sparse/0 --images images --out poses.json
+    """
+    from dualrc import colmap
+    from dualrc import localize as localization
+
+    config = localization.LocalizeConfig(candidates=candidates, threshold_px=threshold)
+    pictures = localization.find_queries(queries)
+    known = None
+    if cameras is not None:
+        by_path = colmap.read_cameras(cameras, [str(path) for path in pictures.values()])
+        known = {name: by_path[str(path)] for name, path in pictures.items()}
+    with messages.status("Reading the map and loading the network..."):
+        world = localization.read_map(map, images)
+        matcher = load(preset, weights=weights, device=device, size=size)
+    localizer = localization.Localizer(matcher, world, config)
+    results = localization.ResultsFile(out, localization.results_config(localizer), info=matcher.info)
+    with messages.status("Looking at the map's pictures...") as status:
+        todo = len(localization.missing(pictures, results))
+        ready = localization.localize_all(localizer, pictures, results, cameras=known)
+        for done, (name, found) in enumerate(ready, start=1):
+            what = f"{found.inliers:,} inliers" if found.reason is None else f"not localized: {found.reason}"
+            messages.print(f"{name}: {what}", highlight=False, markup=False, soft_wrap=True)
+            status.update(f"Localizing, {done} of {todo} done...")
+    _print_localizations(localizer, {name: results[name] for name in pictures})
+    screen.print(f"Written: {out}, {out.with_suffix('.txt')}")
+
+
+@app.command()
 def convert(
     published: Annotated[Path, typer.Argument(help="A published DualRC-Net checkpoint (.pth.tar).")],
     out: Annotated[Path, typer.Argument(help="The weights file to write (.safetensors).")],
@@ -451,6 +503,28 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
             table.add_row("beware", "few matches agree: the pictures may not show the same thing")
         if "cameras" in model.info:
             table.add_row("cameras", str(model.info["cameras"]))
+    screen.print(table)
+
+
+def _print_localizations(localizer: "Localizer", found: "dict[str, Localization]") -> None:
+    good = [one for one in found.values() if one.cam_from_world is not None]
+    table = _table(f"{len(good)} of {len(found)} pictures localized")
+    if good:
+        for label, values, unit in (
+            ("inliers", [float(one.inliers) for one in good], ""),
+            ("confidence", [one.confidence for one in good], ""),
+            ("deviation of the place", [one.position_deviation for one in good], " units of the map"),
+            ("deviation of the rotation", [one.rotation_deviation_deg for one in good], " degrees"),
+        ):
+            table.add_row(label, f"median {sorted(values)[len(values) // 2]:.3g}{unit}")
+    sources = sorted({one.camera.source for one in good if one.camera is not None})
+    table.add_row("cameras", ", ".join(sources) or "none")
+    for label, failures in (
+        ("not localized", {name: one.reason for name, one in found.items() if one.reason is not None}),
+        ("unusable in the map", localizer.broken),
+    ):
+        for name, reason in failures.items():
+            table.add_row(label, f"{name}: {reason}")
     screen.print(table)
 
 

@@ -3,6 +3,7 @@
 from dualrc.localize.localizer import Localization, LocalizeConfig, Localizer
 from dualrc.localize.maps import Correspondences, Map, ModelMap, RgbdMap, read_map
 from dualrc.localize.results import ResultsFile, read_poses, write_poses
+from dualrc.localize.run import find_queries, localize_all, missing, results_config
 
 __all__ = [
     "Correspondences",
@@ -13,7 +14,11 @@ __all__ = [
     "ModelMap",
     "ResultsFile",
     "RgbdMap",
+    "find_queries",
+    "localize_all",
+    "missing",
     "read_map",
     "read_poses",
+    "results_config",
     "write_poses",
 ]

@@ -1,9 +1,9 @@
 """Maps: pictures whose pixels have known places in the world."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -73,6 +73,10 @@ class Map(Protocol):
     def names(self) -> Sequence[str]:
         """The map's pictures."""
 
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What tells this map from others: plain JSON values."""
+
     def picture(self, name: str) -> Path:
         """The file of a picture."""
 
@@ -95,6 +99,10 @@ class ModelMap:
         self.names = [name for name, image in model.images.items() if len(image.points)]
         if not self.names:
             raise DataError("No picture of the model sees a 3D point; give a model with points.")
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {"kind": "COLMAP model", "pictures": len(self.names), "points": len(self.model.point_ids)}
 
     def picture(self, name: str) -> Path:
         return self.images / name
@@ -128,6 +136,10 @@ class RgbdMap:
         if not self.frames:
             raise DataError("The map has no pictures; give at least one with depth and pose.")
         self.names = list(self.frames)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return {"kind": "RGB-D", "pictures": len(self.names)}
 
     def picture(self, name: str) -> Path:
         return self.frames[name].image

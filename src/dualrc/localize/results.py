@@ -20,22 +20,28 @@ _FORMAT = "dualrc-localization-1"
 class ResultsFile:
     """Localizations by query name in FILE.json, whole after every query, and their poses in FILE.txt beside it."""
 
-    def __init__(self, path: str | Path, info: Mapping[str, Any]) -> None:
-        """Go on with the file if it is there; `info` is what the results depend on, as plain JSON values."""
+    def __init__(self, path: str | Path, config: Mapping[str, Any], *, info: Mapping[str, Any] | None = None) -> None:
+        """Go on with the file if it is there and was made with the same config.
+
+        The config is all that the results depend on, and `info` what else should stand in the file: plain JSON values.
+        """
         self.path = Path(path)
         if self.path.suffix.lower() != ".json":
             raise OutputError(f"{self.path}: results are written as .json; give such a name.")
         check_writable(self.path)
         # As JSON gives it back, where tuples are lists.
-        self._info = json.loads(json.dumps(dict(info)))
+        self._config = json.loads(json.dumps(dict(config)))
+        self._info = dict(info or {})
         self._entries: dict[str, Any] = {}
         if self.path.is_file():
             content = _read(self.path)
-            different = sorted(key for key in self._info if content["info"].get(key) != self._info[key])
+            there, here = _flat(content["config"]), _flat(self._config)
+            different = sorted(key for key in there | here if there.get(key) != here.get(key))
             if different:
+                key = different[0]
                 raise DataError(
-                    f"{self.path} was made with another {different[0]} ({content['info'].get(different[0])!r}); "
-                    "write to another file, or delete it to start over."
+                    f"{self.path} was made with another config ({key} is {there.get(key)!r} there and "
+                    f"{here.get(key)!r} now); write to another file, or delete this one to start over."
                 )
             self._entries = content["queries"]
 
@@ -58,7 +64,7 @@ class ResultsFile:
 
     def save(self) -> None:
         """Write both files as they should be now."""
-        content = {"format": _FORMAT, "info": self._info, "queries": self._entries}
+        content = {"format": _FORMAT, "config": self._config, "info": self._info, "queries": self._entries}
         with replacing(self.path) as temporary:
             temporary.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
         entries = self._entries.items()
@@ -111,6 +117,14 @@ def _quaternion(R: FloatArray) -> FloatArray:
     return quaternion if quaternion[0] >= 0 else -quaternion
 
 
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by their full names, such as localize.candidates."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def _to_entry(found: Localization) -> dict[str, Any]:
     camera = found.camera
     return {
@@ -152,9 +166,8 @@ def _from_entry(entry: Mapping[str, Any], where: str) -> Localization:
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != _FORMAT or not isinstance(content["queries"], dict):
+        if content["format"] != _FORMAT or not isinstance(content["queries"] | content["config"], dict):
             raise ValueError("another format")
-        content["info"].get("")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is not a file of localizations ({error}); write to another one.") from error
     return dict(content)
