@@ -20,7 +20,9 @@ from dualrc.matcher import Matcher, load
 from dualrc.matches import Matches
 
 if TYPE_CHECKING:
+    from dualrc.data.pairs import PairSource
     from dualrc.geometry import Camera
+    from dualrc.localize import Localization, Localizer
 
 app = typer.Typer(
     name="dualrc",
@@ -233,6 +235,154 @@ def train(
     screen.print(f"Written: {out / 'weights.safetensors'}")
 
 
+pairs_app = typer.Typer(
+    help="Write pairs files for training: a line a pair, `image0 image1 x0 y0 x1 y1 ...`, in pixels.",
+    no_args_is_help=True,
+)
+app.add_typer(pairs_app, name="pairs")
+PairPointsOption = Annotated[int, typer.Option(min=1, help="Random correspondences a pair; pairs with fewer are out.")]
+PairSeedOption = Annotated[int, typer.Option(help="Another number, another choice; the same number, the same file.")]
+PairsFileOption = Annotated[Path, typer.Option("--out", "-o", help="The pairs file to write.")]
+
+
+@pairs_app.command("megadepth")
+def pairs_megadepth(
+    root: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ROOT",
+            help="MegaDepth with D2-Net's preprocessing: scene_info/*.npz, and the pictures and depth maps they name.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the files; run again to go on.")],
+    seed: PairSeedOption = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes; each takes a scene at a time.")] = 1,
+) -> None:
+    """Write MegaDepth's training_pairs.txt and validation_pairs.txt by the paper's recipe.
+
+    Pairs of more than 50 % overlap, 128 correspondences each, checked by depth; 110 pairs of each scene that has more
+    than 500, and all pairs of the others for validation.
+
+    dualrc pairs megadepth data/MegaDepth --out data/MegaDepth/pairs --workers 8
+    """
+    from rich.progress import track
+
+    from dualrc.data.megadepth import MegaDepthRecipe, join_scenes, scene_files, write_scenes
+
+    results = []
+    scenes = write_scenes(root, out, MegaDepthRecipe(seed=seed), workers=workers)
+    for result in track(scenes, "Scenes", total=len(scene_files(root)), console=messages):
+        results.append(result)
+        if result.broken:
+            more = f" ({len(result.broken) - 1} more like it)" if len(result.broken) > 1 else ""
+            messages.print(f"{result.name}: {result.broken[0]}{more}", style="yellow", highlight=False, markup=False)
+    for split, pairs in join_scenes(out, results).items():
+        screen.print(f"Written: {out / f'{split}_pairs.txt'} ({pairs:,} pairs)", highlight=False, soft_wrap=True)
+    if broken := sum(bool(result.broken) for result in results):
+        screen.print(f"{broken} of {len(results)} scenes lack files; get those and run this again.")
+
+
+@pairs_app.command("colmap")
+def pairs_colmap(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder with cameras.bin, images.bin, points3D.bin.")],
+    images: Annotated[Path, typer.Option(help="Folder of the model's pictures.")],
+    out: PairsFileOption,
+    min_overlap: Annotated[float, typer.Option(help="Least share of 3D points that two pictures both see.")] = 0.2,
+    points: PairPointsOption = 128,
+    seed: PairSeedOption = 0,
+) -> None:
+    """Write the pairs of a COLMAP model whose pictures see the same 3D points.
+
+    dualrc pairs colmap sparse/0 --images images --out pairs.txt
+    """
+    from dualrc.data.colmap import ColmapPairs
+
+    check_writable(out)
+    with messages.status("Reading the model..."):
+        source = ColmapPairs(model, images, min_overlap=min_overlap, min_common=points)
+    _write_pairs(source, images, out, points, seed)
+
+
+@pairs_app.command("rgbd")
+def pairs_rgbd(
+    root: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ROOT",
+            help="Folder with images/NAME, depth/NAME.png (16 bits, millimetres, 0: none), K.txt (3x3) and "
+            "world_from_cam.txt (lines of a name and 16 numbers, row by row).",
+        ),
+    ],
+    out: PairsFileOption,
+    min_overlap: Annotated[float, typer.Option(help="Least share of each picture that the other one shows.")] = 0.3,
+    points: PairPointsOption = 128,
+    seed: PairSeedOption = 0,
+) -> None:
+    """Write the overlapping pairs of RGB-D frames with poses; names are those under ROOT/images.
+
+    dualrc pairs rgbd kitchen --out kitchen.txt
+    """
+    from dualrc.data.rgbd import RgbdPairs
+
+    check_writable(out)
+    with messages.status("Looking for pictures that overlap..."):
+        source = RgbdPairs(root, min_overlap=min_overlap)
+    for reason in source.broken.values():
+        messages.print(reason, style="yellow", highlight=False, markup=False)
+    _write_pairs(source, root / "images", out, points, seed)
+
+
+@app.command()
+def localize(
+    queries: Annotated[Path, typer.Argument(metavar="QUERIES", help="Folder of pictures to localize, or one picture.")],
+    map: Annotated[
+        Path, typer.Option("--map", help="Folder of a COLMAP model, or of RGB-D frames (images, depth, K.txt, poses).")
+    ],
+    images: Annotated[Path | None, typer.Option(help="Folder of a COLMAP model's pictures.")] = None,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="Results: FILE.json, and the poses as name qw qx qy qz tx ty tz: FILE.txt."),
+    ] = Path("localization.json"),
+    cameras: Annotated[
+        Path | None,
+        typer.Option(help="The queries' cameras.json or cameras.txt; else EXIF, else the map's, else estimated."),
+    ] = None,
+    candidates: Annotated[int, typer.Option(help="Pictures of the map to match each query with.")] = 10,
+    threshold: Annotated[float, typer.Option(help="Inlier threshold, in pixels of the query.")] = 4.0,
+    size: SizeOption = None,
+    preset: PresetOption = "default",
+    weights: WeightsOption = None,
+    device: DeviceOption = None,
+) -> None:
+    """Find where pictures were taken in a map; a second run goes on where the first stopped.
+
+    dualrc localize queries --map sparse/0 --images images --out poses.json
+    """
+    from dualrc import colmap
+    from dualrc import localize as localization
+
+    config = localization.LocalizeConfig(candidates=candidates, threshold_px=threshold)
+    pictures = localization.find_queries(queries)
+    known = None
+    if cameras is not None:
+        by_path = colmap.read_cameras(cameras, [str(path) for path in pictures.values()])
+        known = {name: by_path[str(path)] for name, path in pictures.items()}
+    with messages.status("Reading the map and loading the network..."):
+        world = localization.read_map(map, images)
+        matcher = load(preset, weights=weights, device=device, size=size)
+    localizer = localization.Localizer(matcher, world, config)
+    results = localization.ResultsFile(out, localization.results_config(localizer), info=matcher.info)
+    with messages.status("Looking at the map's pictures...") as status:
+        todo = len(localization.missing(pictures, results))
+        ready = localization.localize_all(localizer, pictures, results, cameras=known)
+        for done, (name, found) in enumerate(ready, start=1):
+            what = f"{found.inliers:,} inliers" if found.reason is None else f"not localized: {found.reason}"
+            messages.print(f"{name}: {what}", highlight=False, markup=False, soft_wrap=True)
+            status.update(f"Localizing, {done} of {todo} done...")
+    _print_localizations(localizer, {name: results[name] for name in pictures})
+    screen.print(f"Written: {out}, {out.with_suffix('.txt')}")
+
+
 @app.command()
 def convert(
     published: Annotated[Path, typer.Argument(help="A published DualRC-Net checkpoint (.pth.tar).")],
@@ -293,6 +443,22 @@ def main() -> None:
         sys.exit(130)
 
 
+def _write_pairs(source: "PairSource", images: Path, out: Path, points: int, seed: int) -> None:
+    """Write a source's pairs to a file, with progress, and say what was left out."""
+    from rich.progress import track
+
+    from dualrc.data.pairsfile import lines_of, write_pairs
+
+    skipped: dict[str, str] = {}
+    lines = lines_of(source, images, points=points, seed=seed, skipped=skipped)
+    count = write_pairs(out, track(lines, "Pairs", total=len(source), console=messages))
+    if skipped:
+        name, reason = next(iter(skipped.items()))
+        text = f"Left out: {len(skipped)} of {len(source)} pairs; the first, {name}: {reason}"
+        messages.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    screen.print(f"Written: {out} ({count:,} pairs)", highlight=False, soft_wrap=True)
+
+
 def _check_outputs(out: Path | None, drawing: Path | None, inputs: tuple[Path, ...]) -> None:
     """Refuse what can't or shouldn't be written before any work is done."""
     for path, endings in ((out, (".npz", ".json", ".csv")), (drawing, (".png", ".jpg", ".jpeg"))):
@@ -337,6 +503,28 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
             table.add_row("beware", "few matches agree: the pictures may not show the same thing")
         if "cameras" in model.info:
             table.add_row("cameras", str(model.info["cameras"]))
+    screen.print(table)
+
+
+def _print_localizations(localizer: "Localizer", found: "dict[str, Localization]") -> None:
+    good = [one for one in found.values() if one.cam_from_world is not None]
+    table = _table(f"{len(good)} of {len(found)} pictures localized")
+    if good:
+        for label, values, unit in (
+            ("inliers", [float(one.inliers) for one in good], ""),
+            ("confidence", [one.confidence for one in good], ""),
+            ("deviation of the place", [one.position_deviation for one in good], " units of the map"),
+            ("deviation of the rotation", [one.rotation_deviation_deg for one in good], " degrees"),
+        ):
+            table.add_row(label, f"median {sorted(values)[len(values) // 2]:.3g}{unit}")
+    sources = sorted({one.camera.source for one in good if one.camera is not None})
+    table.add_row("cameras", ", ".join(sources) or "none")
+    for label, failures in (
+        ("not localized", {name: one.reason for name, one in found.items() if one.reason is not None}),
+        ("unusable in the map", localizer.broken),
+    ):
+        for name, reason in failures.items():
+            table.add_row(label, f"{name}: {reason}")
     screen.print(table)
 
 

@@ -6,14 +6,16 @@ are stored, ours for pictures that are turned upright as their EXIF orientation 
 
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import ExifTags, Image
 
-from dualrc.errors import DataError
+from dualrc.errors import ConfigError, DataError
 from dualrc.geometry import Camera, read_cameras_json, refuse_distortion
 from dualrc.matches import FloatArray, Size
 
@@ -54,6 +56,39 @@ class Header:
     def upright_size(self) -> Size:
         """(width, height) of the picture as we read it."""
         return self.stored_size[::-1] if self.orientation in _ON_ITS_SIDE else self.stored_size
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelImage:
+    """A registered picture of a COLMAP model, upright."""
+
+    size: Size
+    points: FloatArray  # (n, 2) float64, the observations that have a 3D point
+    point_ids: npt.NDArray[np.int64]  # (n,)
+    cam_from_world: FloatArray  # (3, 4)
+    camera: Camera | None  # None where the lens distorts, or is no pinhole
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Model:
+    """A COLMAP model in our convention."""
+
+    images: dict[str, ModelImage]  # by name
+    point_ids: npt.NDArray[np.int64]  # (m,), ascending
+    xyz: FloatArray  # (m, 3)
+
+    def xyz_of(self, point_ids: npt.ArrayLike) -> FloatArray:
+        """The 3D points with these ids, (n,) -> (n, 3)."""
+        return self.xyz[np.searchsorted(self.point_ids, point_ids)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Turn:
+    """How a stored picture becomes the upright one."""
+
+    pixels: FloatArray  # (3, 3), upright from stored
+    camera: FloatArray  # (3, 3), upright from stored
+    size: Size  # of the upright picture
 
 
 def read_header(path: str | Path) -> Header | None:
@@ -116,31 +151,116 @@ def _read_colmap(path: Path, names: Sequence[str]) -> dict[str, Camera]:
 
 def _upright(camera: Camera, name: str) -> Camera:
     """The camera of the upright picture, from that of the stored one."""
-    header = read_header(name)
-    if header is None or header.orientation == 1:
+    return _turn_camera(camera, _find_turn(name, camera.size))
+
+
+def _turn_camera(camera: Camera, turn: _Turn | None) -> Camera:
+    if turn is None:
         return camera
-    if header.orientation in _MIRRORED:
-        remedy = "save it upright, without that tag, and run COLMAP on it again"
-        raise DataError(f"{name} is mirrored by its EXIF orientation {header.orientation}, as no camera is; {remedy}.")
-    width, height = camera.size
-    stored_width, stored_height = header.stored_size
-    if header.orientation in _ON_ITS_SIDE and (width - height) * (stored_width - stored_height) < 0:
-        return camera  # it lies as the upright picture does: some versions of COLMAP turned pictures themselves
-    target_from_source = np.eye(3)
-    target_from_source[:2, :2] = turn = np.array(_TURNS[header.orientation])
-    pixels = target_from_source.copy()
-    # A turn about the first pixel, then moved so that the picture begins at (0, 0) again.
-    pixels[:2, 2] = -np.minimum(turn @ (width - 1, height - 1), 0)
-    if header.orientation in _ON_ITS_SIDE:
-        width, height = height, width
     pose = camera.cam_from_world
     return replace(
         camera,
-        width=width,
-        height=height,
-        K=pixels @ camera.K @ target_from_source.T,
-        cam_from_world=None if pose is None else target_from_source @ pose,
+        width=turn.size[0],
+        height=turn.size[1],
+        K=turn.pixels @ camera.K @ turn.camera.T,
+        cam_from_world=None if pose is None else turn.camera @ pose,
     )
+
+
+def _find_turn(path: str | Path, size: Size) -> _Turn | None:
+    """How a picture file with a camera for `size` is to be turned; None where it is upright or can't be read."""
+    header = read_header(path)
+    if header is None or header.orientation == 1:
+        return None
+    if header.orientation in _MIRRORED:
+        remedy = "save it upright, without that tag, and run COLMAP on it again"
+        raise DataError(f"{path} is mirrored by its EXIF orientation {header.orientation}, as no camera is; {remedy}.")
+    width, height = size
+    stored_width, stored_height = header.stored_size
+    if header.orientation in _ON_ITS_SIDE and (width - height) * (stored_width - stored_height) < 0:
+        return None  # it lies as the upright picture does: some versions of COLMAP turned pictures themselves
+    camera = np.eye(3)
+    camera[:2, :2] = turn = np.array(_TURNS[header.orientation])
+    pixels = camera.copy()
+    # A turn about the first pixel, then moved so that the picture begins at (0, 0) again.
+    pixels[:2, 2] = -np.minimum(turn @ (width - 1, height - 1), 0)
+    upright = (height, width) if header.orientation in _ON_ITS_SIDE else size
+    return _Turn(pixels=pixels, camera=camera, size=upright)
+
+
+def read_model(path: str | Path, images: str | Path | None = None) -> Model:
+    """A COLMAP model, binary or text, from its folder; `images` is where its pictures are, to find their EXIF turns."""
+    pycolmap = _pycolmap()
+    path = Path(path)
+    if not path.is_dir():
+        raise DataError(f"{path} is not a folder; give the one that holds cameras.bin or cameras.txt.")
+    try:
+        model = pycolmap.Reconstruction(str(path))
+    except (ValueError, RuntimeError, IndexError, MemoryError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{path} does not hold a COLMAP model ({reason}); give the folder of cameras.bin.") from error
+    if not model.is_valid():
+        raise DataError(f"The COLMAP model {path} is damaged; copy or export it again.")
+    point_ids = np.array(sorted(model.points3D), dtype=np.int64)
+    xyz = np.array([model.points3D[point_id].xyz for point_id in point_ids.tolist()]).reshape(-1, 3)
+    registered = sorted((model.images[number] for number in model.reg_image_ids()), key=lambda image: image.name)
+    folder = None if images is None else Path(images)
+    return Model(images={image.name: _model_image(image, folder) for image in registered}, point_ids=point_ids, xyz=xyz)
+
+
+def posed_reconstruction(cameras: Mapping[str, Camera]) -> Any:
+    """pycolmap's Reconstruction of upright pictures with known cameras and poses, ready to be triangulated."""
+    pycolmap = _pycolmap()
+    made = pycolmap.Reconstruction()
+    for number, (name, camera) in enumerate(cameras.items(), start=1):
+        if camera.cam_from_world is None:
+            raise DataError(f"The camera of {name} has no pose; add its cam_from_world.")
+        K = camera.K
+        params = [K[0, 0], K[1, 1], K[0, 2] + _HALF_PX, K[1, 2] + _HALF_PX]
+        made.add_camera_with_trivial_rig(
+            pycolmap.Camera(camera_id=number, model="PINHOLE", width=camera.width, height=camera.height, params=params)
+        )
+        image = pycolmap.Image(name=name, camera_id=number, image_id=number)
+        made.add_image_with_trivial_frame(image, pycolmap.Rigid3d(camera.cam_from_world))
+    return made
+
+
+def _pycolmap() -> Any:
+    try:
+        import pycolmap
+    except ImportError as error:
+        raise ConfigError(f"COLMAP's models need pycolmap ({error}): pip install 'dualrc[colmap]'.") from error
+    return pycolmap
+
+
+def _model_image(image: Any, folder: Path | None) -> ModelImage:
+    """A registered picture of pycolmap's, upright."""
+    seen, size = image.get_observation_points2D(), (image.camera.width, image.camera.height)
+    points = np.array([point.xy for point in seen], dtype=np.float64).reshape(-1, 2) - _HALF_PX
+    pose = np.array(image.cam_from_world().matrix(), dtype=np.float64)
+    turn = None if folder is None else _find_turn(folder / image.name, size)
+    fields = [0, image.camera.model_name, *size, *image.camera.params]
+    try:
+        camera = _turn_camera(_camera([str(value) for value in fields], image.name), turn)
+    except DataError:
+        camera = None
+    if turn is not None:
+        points = points @ turn.pixels[:2, :2].T + turn.pixels[:2, 2]
+        pose, size = turn.camera @ pose, turn.size
+    return ModelImage(
+        size=size,
+        points=points,
+        point_ids=np.array([point.point3D_id for point in seen], dtype=np.int64),
+        cam_from_world=pose,
+        camera=None if camera is None else replace(camera, cam_from_world=pose),
+    )
+
+
+def from_colmap_pixels(K: npt.ArrayLike) -> FloatArray:
+    """COLMAP's K (3, 3) in our pixels."""
+    shifted = np.array(K, dtype=np.float64)
+    shifted[:2, 2] -= _HALF_PX
+    return shifted
 
 
 def _find(name: str, known: Sequence[str], path: Path) -> str:
@@ -201,7 +321,9 @@ def _read_images_txt(path: Path) -> dict[str, _ImageEntry]:
             continue
         fields = line.split(maxsplit=9)
         try:
-            pose = np.column_stack([_rotation([float(v) for v in fields[1:5]]), [float(v) for v in fields[5:8]]])
+            pose = np.column_stack(
+                [rotation_from_quaternion([float(v) for v in fields[1:5]]), [float(v) for v in fields[5:8]]]
+            )
             entries[fields[9]] = _ImageEntry(camera_id=int(fields[8]), cam_from_world=pose)
         except (ValueError, IndexError) as error:
             raise DataError(f"{path}, line {number}: not a picture; export the model from COLMAP again.") from error
@@ -220,7 +342,7 @@ def _lines(path: Path) -> list[tuple[int, str]]:
     return [(number, line) for number, line in numbered if not line.startswith("#")]
 
 
-def _rotation(quaternion: Sequence[float]) -> FloatArray:
+def rotation_from_quaternion(quaternion: Sequence[float]) -> FloatArray:
     """The rotation (3, 3) of a quaternion (w, x, y, z)."""
     norm = np.linalg.norm(quaternion)
     if not norm > 0:

@@ -1,8 +1,14 @@
 """The pair sample: two pictures, corresponding points, and which of them count."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
-from torch import Tensor
+import numpy as np
+import numpy.typing as npt
+from torch import Generator, Tensor
+
+from dualrc.matches import FloatArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,3 +34,35 @@ class PairBatch:
             absent0=self.absent1,
             absent1=self.absent0,
         )
+
+
+class PairMaker(Protocol):
+    """What training takes its batches from."""
+
+    def make(self, count: int, random: Generator) -> PairBatch:
+        """A batch of `count` pairs; the same generator state makes the same batch."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PairSample:
+    """Two pictures as they are, and what is known of their points, in their own pixels."""
+
+    image0: Path | npt.NDArray[np.uint8]
+    image1: Path | npt.NDArray[np.uint8]
+    points0: FloatArray  # (n, 2)
+    points1: FloatArray  # (n, 2), which show the same
+    # (m, 2) points of picture 0 that are known to be hidden in picture 1, or outside it, and (k, 2) of picture 1.
+    hidden0: FloatArray = field(default_factory=lambda: np.empty((0, 2)))
+    hidden1: FloatArray = field(default_factory=lambda: np.empty((0, 2)))
+
+
+class PairSource(Protocol):
+    """Pairs by number, read when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, number: int) -> str:
+        """What a report calls this pair."""
+
+    def load(self, number: int) -> PairSample:
+        """Read a pair; a DualRCError says what is wrong with it."""

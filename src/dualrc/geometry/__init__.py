@@ -1,5 +1,6 @@
 """Homographies, cameras and two-view geometry."""
 
+from dualrc.geometry.absolute import AbsolutePose, absolute_pose
 from dualrc.geometry.camera import (
     Camera,
     cam1_from_cam0,
@@ -11,6 +12,15 @@ from dualrc.geometry.camera import (
     transform_points,
 )
 from dualrc.geometry.dense import homography_grid, on_picture, pixel_grid, sample_bilinear
+from dualrc.geometry.depth import (
+    Reprojection,
+    RgbdFrame,
+    read_depth_m,
+    read_rgbd,
+    reproject,
+    sample_depth,
+    unproject,
+)
 from dualrc.geometry.homography import apply_homography, corner_error_px, crop_homography, resize_homography
 from dualrc.geometry.twoview import (
     RelativePose,
@@ -23,8 +33,12 @@ from dualrc.geometry.twoview import (
 )
 
 __all__ = [
+    "AbsolutePose",
     "Camera",
     "RelativePose",
+    "Reprojection",
+    "RgbdFrame",
+    "absolute_pose",
     "apply_homography",
     "cam1_from_cam0",
     "camera_from_exif",
@@ -39,11 +53,16 @@ __all__ = [
     "on_picture",
     "pixel_grid",
     "read_cameras_json",
+    "read_depth_m",
+    "read_rgbd",
     "refuse_distortion",
     "relative_pose",
+    "reproject",
     "resize_homography",
     "rotation_error_deg",
     "sample_bilinear",
+    "sample_depth",
     "sampson_distance_px",
     "transform_points",
+    "unproject",
 ]

@@ -1,0 +1,263 @@
+"""MegaDepth by the paper's recipe, from D2-Net's scene_info files and the undistorted depth maps."""
+
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc.colmap import from_colmap_pixels
+from dualrc.config import to_toml
+from dualrc.data.depth import DepthView, correspond_by_depth
+from dualrc.data.npz import read_arrays
+from dualrc.data.pairs import PairSample
+from dualrc.data.pairsfile import PairLine, write_pairs
+from dualrc.data.views import CutConfig
+from dualrc.errors import ConfigError, DataError, OutputError
+from dualrc.files import is_file, replacing
+from dualrc.geometry import Camera
+
+Split = Literal["training", "validation"]
+_ARRAYS = ("image_paths", "depth_paths", "intrinsics", "poses", "overlap_matrix")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegaDepthRecipe:
+    """Which pairs of MegaDepth are taken; the defaults are the paper's."""
+
+    min_overlap: float = 0.5  # share of picture 0's sparse points that picture 1 sees; pairs must exceed it
+    scene_pairs: int = 500  # scenes with more valid pairs are for training, the others for validation
+    pairs_per_scene: int = 110  # of a training scene; of a validation scene all are taken
+    points: int = 128  # correspondences a pair in the pairs files
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_overlap < 1:
+            raise ConfigError(f"min_overlap = {self.min_overlap} must be from 0 to below 1.")
+        for name in ("pairs_per_scene", "points"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegaDepthConfig(CutConfig):
+    """Pairs straight from MegaDepth, with new correspondences every time; needs no pairs file."""
+
+    root: str
+    split: Split = "training"
+    seed: int = 0  # of the choice of pairs
+    kind: Literal["megadepth"] = "megadepth"
+
+
+class MegaDepthScene:
+    """A scene and its valid pairs, in an order that depends on the recipe's seed and the scene's name alone."""
+
+    def __init__(self, root: str | Path, path: Path, recipe: MegaDepthRecipe) -> None:
+        self.root, self.path, self.name = Path(root), path, path.stem
+        info = read_arrays(path, _ARRAYS)
+        self._images, self._depths, self._intrinsics, self._poses, overlap = (info[name] for name in _ARRAYS)
+        count = len(self._images)
+        if any(len(info[name]) != count for name in _ARRAYS) or np.shape(overlap) != (count, count):
+            raise DataError(f"{path} has lists of different lengths; get the published file again.")
+        whole = np.array([all(x is not None for x in entries) for entries in zip(*self._entries(), strict=True)])
+        valid = (np.asarray(overlap) > recipe.min_overlap) & whole[:, None] & whole & ~np.eye(count, dtype=bool)
+        pairs = np.argwhere(valid)
+        rng = np.random.default_rng([recipe.seed, zlib.crc32(self.name.encode())])
+        # By direction, as the published matrix has them: (i, j) and (j, i) count apart.
+        self.pairs: list[tuple[int, int]] = [(int(i), int(j)) for i, j in rng.permutation(pairs)]
+        self.split: Split = "training" if len(pairs) > recipe.scene_pairs else "validation"
+        self._seed = recipe.seed
+
+    def pair_name(self, pair: tuple[int, int]) -> str:
+        """The names of both pictures."""
+        return f"{self._images[pair[0]]} {self._images[pair[1]]}"
+
+    def load(self, pair: tuple[int, int]) -> PairSample:
+        """Read a pair and find its correspondences."""
+        seed = [self._seed, zlib.crc32(self.name.encode()), *pair]
+        return correspond_by_depth(self._view(pair[0]), self._view(pair[1]), seed)
+
+    def line(self, pair: tuple[int, int], points: int) -> PairLine | None:
+        """The pair as a line of a pairs file with so many random correspondences; None if it has fewer."""
+        sample = self.load(pair)
+        for image in (sample.image0, sample.image1):
+            if not isinstance(image, Path) or not is_file(image):
+                raise DataError(f"{image} does not exist; download it again.")
+        if len(sample.points0) < points:
+            return None
+        rng = np.random.default_rng([self._seed, *pair])
+        chosen = rng.choice(len(sample.points0), points, replace=False)
+        name0, name1 = str(self._images[pair[0]]), str(self._images[pair[1]])
+        return PairLine(name0=name0, name1=name1, points0=sample.points0[chosen], points1=sample.points1[chosen])
+
+    def _entries(self) -> tuple[Any, ...]:
+        return self._images, self._depths, self._intrinsics, self._poses
+
+    def _view(self, number: int) -> DepthView:
+        depth = read_depth_h5(self.root / str(self._depths[number]))
+        height, width = depth.shape
+        try:
+            K = from_colmap_pixels(np.asarray(self._intrinsics[number], dtype=np.float64))
+            pose = np.asarray(self._poses[number], dtype=np.float64)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{self.path}: picture {number} has no camera ({error}); get the file again.") from error
+        camera = Camera(width=width, height=height, K=K, source="file", cam_from_world=pose)
+        return DepthView(image=self.root / str(self._images[number]), depth=depth, camera=camera)
+
+
+class MegaDepthPairs:
+    """The pairs of one split; scenes that can't be read are named in `broken`."""
+
+    def __init__(self, root: str | Path, split: Split, recipe: MegaDepthRecipe | None = None) -> None:
+        recipe = recipe or MegaDepthRecipe()
+        self.broken: dict[str, str] = {}
+        self._pairs: list[tuple[MegaDepthScene, tuple[int, int]]] = []
+        for path in scene_files(root):
+            try:
+                scene = MegaDepthScene(root, path, recipe)
+            except DataError as error:
+                self.broken[path.stem] = str(error)
+                continue
+            limit = recipe.pairs_per_scene if split == "training" else None
+            self._pairs += [(scene, pair) for pair in scene.pairs[:limit] if scene.split == split]
+        if not self._pairs:
+            reason = next(iter(self.broken.values()), "")
+            raise DataError(f"{root} has no pairs for {split}; download its other scenes. {reason}".strip())
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def name(self, number: int) -> str:
+        """The names of both pictures."""
+        scene, pair = self._pairs[number]
+        return scene.pair_name(pair)
+
+    def load(self, number: int) -> PairSample:
+        """Read a pair and find its correspondences."""
+        scene, pair = self._pairs[number]
+        return scene.load(pair)
+
+
+def scene_files(root: str | Path) -> list[Path]:
+    """The scene_info files of a MegaDepth folder."""
+    folder = Path(root) / "scene_info"
+    if not folder.is_dir():
+        raise DataError(f"{folder} does not exist; put the scene_info files of D2-Net's preprocessing there.")
+    files = sorted(folder.glob("*.npz"))
+    if not files:
+        raise DataError(f"{folder} holds no .npz file; put the scene_info files of D2-Net's preprocessing there.")
+    return files
+
+
+def read_depth_h5(path: Path) -> npt.NDArray[np.float32]:
+    """The depth map (h, w) of an HDF5 file, 0 where there is none."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise ConfigError(f"MegaDepth's depth maps need h5py ({error}): pip install 'dualrc[colmap]'.") from error
+    try:
+        with h5py.File(path, "r") as file:
+            depth = np.asarray(file["depth"], dtype=np.float32)
+    except FileNotFoundError as error:
+        raise DataError(f"The depth map {path} does not exist; download it again.") from error
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise DataError(f"The depth map {path} is broken ({error}); download it again.") from error
+    if depth.ndim != 2 or 0 in depth.shape:
+        raise DataError(f"{path} holds no depth map but an array of shape {depth.shape}; download it again.")
+    # Negative values mark order rather than depth in some of these files.
+    return np.where(np.isfinite(depth) & (depth > 0), depth, np.float32(0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SceneResult:
+    """What a scene gave to the pairs files."""
+
+    name: str
+    split: Split | None = None
+    pairs: int = 0
+    poor: int = 0  # pairs left out because their depth maps agree on too few points
+    broken: tuple[str, ...] = ()  # what could not be read
+    part: Path | None = None  # the lines
+
+
+def write_scenes(
+    root: str | Path, out: str | Path, recipe: MegaDepthRecipe, *, workers: int = 1
+) -> Iterator[SceneResult]:
+    """Write the lines of each scene to a file of its own in `out`/scenes; scenes that are whole there are kept."""
+    files, parts = scene_files(root), Path(out) / "scenes"
+    _begin(parts, recipe)
+    tasks = [(Path(root), path, parts, recipe) for path in files]
+    if workers == 1:
+        yield from map(_write_scene, tasks)
+        return
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(_write_scene, tasks)
+
+
+def join_scenes(out: str | Path, results: Iterable[SceneResult]) -> dict[Split, int]:
+    """Join the scenes' lines to training_pairs.txt and validation_pairs.txt; gives their numbers of pairs."""
+    parts, counts = list(results), {}
+    for split in get_args(Split):
+        chosen = [result for result in parts if result.split == split and result.part is not None]
+        with replacing(Path(out) / f"{split}_pairs.txt") as temporary, temporary.open("wb") as file:
+            for result in chosen:
+                assert result.part is not None
+                file.write(result.part.read_bytes())
+        counts[split] = sum(result.pairs for result in chosen)
+    return counts
+
+
+def _begin(parts: Path, recipe: MegaDepthRecipe) -> None:
+    """Make the folder of the scenes, for this recipe alone."""
+    note, text = parts / "recipe.toml", to_toml(recipe)
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+        known = note.read_text(encoding="utf-8") if note.exists() else text
+    except (OSError, ValueError) as error:
+        raise OutputError(f"The folder {parts} can't be used ({error}); choose another one.") from error
+    if known != text:
+        raise ConfigError(f"{parts} holds pairs of another recipe; choose another folder, or delete it.")
+    with replacing(note) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def _write_scene(task: tuple[Path, Path, Path, MegaDepthRecipe]) -> SceneResult:
+    root, path, parts, recipe = task
+    for split in get_args(Split):
+        part = parts / f"{path.stem}-{split}.txt"
+        if part.is_file():
+            with part.open("rb") as file:
+                return SceneResult(name=path.stem, split=split, pairs=sum(1 for _ in file), part=part)
+    try:
+        scene = MegaDepthScene(root, path, recipe)
+    except DataError as error:
+        return SceneResult(name=path.stem, broken=(str(error),))
+    lines, poor, broken = _scene_lines(scene, recipe)
+    # A scene with files missing is done again next time, when they may be there.
+    part = parts / f"{scene.name}-{scene.split}.{'partial' if broken else 'txt'}"
+    write_pairs(part, lines)
+    return SceneResult(name=scene.name, split=scene.split, pairs=len(lines), poor=poor, broken=tuple(broken), part=part)
+
+
+def _scene_lines(scene: MegaDepthScene, recipe: MegaDepthRecipe) -> tuple[list[PairLine], int, list[str]]:
+    """The lines of a scene, how many pairs were poor, and what was broken; those are replaced where there are more."""
+    wanted = recipe.pairs_per_scene if scene.split == "training" else len(scene.pairs)
+    lines: list[PairLine] = []
+    poor, broken = 0, dict[str, None]()
+    for pair in scene.pairs:
+        if len(lines) == wanted:
+            break
+        try:
+            line = scene.line(pair, recipe.points)
+            if line is not None:
+                lines.append(line)
+            else:
+                poor += 1
+        except DataError as error:
+            broken[str(error)] = None
+    return lines, poor, list(broken)

@@ -1,0 +1,158 @@
+"""Pairs files, as published with the paper: a line names two pictures and lists x0 y0 x1 y1 of each correspondence."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from dualrc.data.pairs import PairSample, PairSource
+from dualrc.data.views import CutConfig
+from dualrc.errors import DataError
+from dualrc.files import replacing
+from dualrc.matches import FloatArray
+
+_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
+_FORM = "write `image0 image1 x0 y0 x1 y1 ...`, four numbers a correspondence"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsFileConfig(CutConfig):
+    """Pairs from a file with a line `image0 image1 x0 y0 x1 y1 ...` each."""
+
+    file: str
+    images: str  # folder that the names in the file start from
+    kind: Literal["pairs"] = "pairs"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PairLine:
+    """One line of a pairs file."""
+
+    name0: str
+    name1: str
+    points0: FloatArray  # (n, 2) in the pixels of the picture as it is
+    points1: FloatArray
+
+
+class PairsFile:
+    """The pairs of a file; a line is looked at when its pair is asked for."""
+
+    def __init__(self, file: str | Path, images: str | Path) -> None:
+        self.file, self.images = Path(file), Path(images)
+        if not self.images.is_dir():
+            raise DataError(f"The folder of pictures {self.images} does not exist; check the path.")
+        try:
+            lines = self.file.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError as error:
+            raise DataError(f"The pairs file {self.file} does not exist; check the path.") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"The pairs file {self.file} can't be read as text ({error}); copy it again.") from error
+        self._lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+        if not self._lines:
+            raise DataError(f"The pairs file {self.file} is empty; {_FORM}.")
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def name(self, number: int) -> str:
+        """The line."""
+        return f"{self.file.name}, line {self._lines[number][0]}"
+
+    def load(self, number: int) -> PairSample:
+        """The pair of a line."""
+        line = parse_line(self._lines[number][1])
+        return PairSample(
+            image0=self.images / line.name0,
+            image1=self.images / line.name1,
+            points0=line.points0,
+            points1=line.points1,
+        )
+
+
+def parse_line(line: str) -> PairLine:
+    """The pair that a line tells; names may hold spaces if both end like pictures."""
+    words = line.split()
+    numbers = len(words)
+    while numbers and _is_number(words[numbers - 1]):
+        numbers -= 1
+    # Numbers that are left over from fours belong to the second name.
+    numbers += (len(words) - numbers) % 4
+    names = _split_names(words[:numbers])
+    values = np.array([float(word) for word in words[numbers:]]).reshape(-1, 2, 2)
+    if not np.isfinite(values).all():
+        raise DataError(f"A coordinate is not a finite number; {_FORM}.")
+    return PairLine(name0=names[0], name1=names[1], points0=values[:, 0], points1=values[:, 1])
+
+
+def format_line(pair: PairLine) -> str:
+    """The line of a pair."""
+    values = np.concatenate([pair.points0, pair.points1], axis=1).ravel().tolist()
+    line = " ".join([pair.name0, pair.name1, *(f"{value:.3f}" for value in values)])
+    try:
+        told = parse_line(line)
+        same = (told.name0, told.name1) == (pair.name0, pair.name1)
+    except DataError:
+        same = False
+    if not same or len(line.splitlines()) != 1:
+        raise DataError(f"{pair.name0} and {pair.name1} can't stand in a pairs file; rename them without spaces.")
+    return line
+
+
+def write_pairs(path: str | Path, pairs: Iterable[PairLine]) -> int:
+    """Write a pairs file, whole or not at all; gives the number of pairs."""
+    count = 0
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        for pair in pairs:
+            file.write(format_line(pair) + "\n")
+            count += 1
+    return count
+
+
+def lines_of(
+    source: PairSource, images: str | Path, *, points: int, seed: int, skipped: dict[str, str]
+) -> Iterator[PairLine]:
+    """Lines for the pairs of a source, names from the folder `images`; what can't be used goes to `skipped`."""
+    for number in range(len(source)):
+        try:
+            sample = source.load(number)
+            if len(sample.points0) < points:
+                raise DataError(f"{len(sample.points0)} corresponding points are too few.")
+            chosen = np.random.default_rng([seed, number]).choice(len(sample.points0), points, replace=False)
+            names = []
+            for image in (sample.image0, sample.image1):
+                if not isinstance(image, Path) or not image.is_file():
+                    raise DataError(f"{image} does not exist; copy it there.")
+                names.append(image.relative_to(images).as_posix())
+            line = PairLine(
+                name0=names[0], name1=names[1], points0=sample.points0[chosen], points1=sample.points1[chosen]
+            )
+            format_line(line)
+        except DataError as error:
+            skipped[source.name(number)] = str(error)
+            continue
+        yield line
+    if len(skipped) == len(source):
+        name, reason = next(iter(skipped.items()))
+        raise DataError(f"None of the {len(source)} pairs can be used; mend the data. The first, {name}: {reason}")
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _split_names(words: list[str]) -> tuple[str, str]:
+    """Two names from the words before the numbers."""
+    if len(words) == 2:
+        return words[0], words[1]
+    splits = [(" ".join(words[:i]), " ".join(words[i:])) for i in range(1, len(words))]
+    found = [names for names in splits if all(name.lower().endswith(_ENDINGS) for name in names)]
+    if len(found) == 1:
+        return found[0]
+    problem = "The names can't be told from one another or from the numbers" if len(words) > 2 else "A name is missing"
+    raise DataError(f"{problem}; {_FORM}.")

@@ -1,0 +1,124 @@
+"""Pairs from RGB-D frames with poses: points correspond by projection, checked with both depth maps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from dualrc.data.depth import DepthView, correspond_by_depth, points_with_depth
+from dualrc.data.pairs import PairSample
+from dualrc.data.views import CutConfig
+from dualrc.errors import ConfigError, DataError
+from dualrc.geometry import (
+    RgbdFrame,
+    on_picture,
+    read_depth_m,
+    read_rgbd,
+    reproject,
+    sample_depth,
+    transform_points,
+    unproject,
+)
+from dualrc.matches import FloatArray
+
+_GLANCE = 256  # points of each picture that tell how much two pictures share
+
+
+@dataclass(frozen=True, kw_only=True)
+class RgbdConfig(CutConfig):
+    """Pairs from a folder of RGB-D frames: images/, depth/, K.txt and world_from_cam.txt."""
+
+    root: str
+    # Pairs are taken if each picture shows at least this share of what the other one does.
+    min_overlap: float = 0.3
+    kind: Literal["rgbd"] = "rgbd"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.min_overlap < 1:
+            raise ConfigError(f"min_overlap = {self.min_overlap} must be from 0 to below 1.")
+
+
+class RgbdPairs:
+    """The pairs of an RGB-D folder that overlap enough; frames that can't be read are named in `broken`."""
+
+    def __init__(self, root: str | Path, *, min_overlap: float = 0.3) -> None:
+        self.frames: list[RgbdFrame] = []
+        self.broken: dict[str, str] = {}
+        glances = []
+        for frame in read_rgbd(root):
+            try:
+                glances.append(_Glance.at(frame))
+                self.frames.append(frame)
+            except DataError as error:
+                self.broken[frame.name] = str(error)
+        if not self.frames:
+            first = next(iter(self.broken.values()))
+            raise DataError(f"No frame of {root} can be used; copy the folder again. The first: {first}")
+        self.pairs = list(_overlapping(glances, min_overlap))
+        if not self.pairs:
+            raise DataError(f"No two pictures of {root} share {min_overlap:.0%}; lower min_overlap.")
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def name(self, number: int) -> str:
+        """The names of both pictures."""
+        return " ".join(self.frames[i].name for i in self.pairs[number])
+
+    def load(self, number: int) -> PairSample:
+        """Read a pair."""
+        views = [_view(self.frames[i]) for i in self.pairs[number]]
+        return correspond_by_depth(views[0], views[1], list(self.pairs[number]))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Glance:
+    """A few points of a picture, in it and in the world."""
+
+    frame: RgbdFrame
+    points: FloatArray  # (n, 2)
+    world: FloatArray  # (n, 3)
+
+    @staticmethod
+    def at(frame: RgbdFrame) -> "_Glance":
+        view = _view(frame)
+        points = points_with_depth(view, np.random.default_rng(0), _GLANCE)
+        if not len(points):
+            raise DataError(f"The depth map {frame.depth} is empty; leave this frame out.")
+        depths = sample_depth(view.depth, points, view.camera.size)
+        return _Glance(frame=frame, points=points, world=unproject(view.camera, points, depths))
+
+
+def _view(frame: RgbdFrame) -> DepthView:
+    return DepthView(image=frame.image, depth=read_depth_m(frame.depth), camera=frame.camera)
+
+
+def _overlapping(glances: list[_Glance], min_overlap: float) -> Iterator[tuple[int, int]]:
+    """Numbers of pairs in which each picture sees enough of the other's points."""
+    read = lru_cache(maxsize=64)(lambda number: _view(glances[number].frame))
+
+    def share(seer: int, seen: int) -> float:
+        view0, view1 = read(seen), read(seer)
+        found = reproject(glances[seen].points, view0.depth, view0.camera, view1.depth, view1.camera)
+        return float(found.seen.mean())
+
+    for first in range(len(glances)):
+        others = range(first + 1, len(glances))
+        # What would be seen if nothing stood in between is quickly told, and leaves few pairs to look at.
+        candidates = [i for i in others if min(_framed(glances[first], glances[i])) >= min_overlap]
+        yield from ((first, i) for i in candidates if min(share(first, i), share(i, first)) >= min_overlap)
+
+
+def _framed(a: _Glance, b: _Glance) -> tuple[float, float]:
+    """Shares of the points of each of two pictures that lie in the frame of the other."""
+    shares = []
+    for seer, seen in ((a, b), (b, a)):
+        camera = seer.frame.camera
+        assert camera.cam_from_world is not None  # read_rgbd gives poses
+        places = camera.project(transform_points(camera.cam_from_world, seen.world))
+        shares.append(float(on_picture(places, camera.size).mean()))
+    return shares[0], shares[1]

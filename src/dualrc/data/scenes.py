@@ -1,0 +1,199 @@
+"""Pairs of procedural scenes: real parallax and occlusion, exactly known, rendered ahead in processes of their own."""
+
+import os
+import signal
+import threading
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context, parent_process
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Generator
+
+from dualrc.data.pairs import PairBatch, PairSample
+from dualrc.data.views import CutConfig, FilePairs
+from dualrc.errors import ConfigError, DataError
+from dualrc.matches import FloatArray
+from dualrc.scenes import Rendering, ScenePair, correspond, make_pair
+
+_POINTS = 2048  # asked in each picture
+_MIN_OVERLAP = 0.25
+_TRIES = 20
+_FIRST = 16  # pairs before the first batch is made
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScenesConfig(CutConfig):
+    """Pairs of procedural scenes."""
+
+    kind: Literal["scenes"] = "scenes"
+    crop: float | None = 0.6
+    light: bool = True
+    # (width, height) of what is rendered and then cut.
+    picture: tuple[int, int] = (512, 400)
+    # The most of the angle between the cameras, of the camera's turn, of the zoom, and the share of pictures at night.
+    angle_deg: float = 45.0
+    roll_deg: float = 20.0
+    zoom: float = 2.0
+    night: float = 0.1
+    # Rendered pairs that are kept, and used again and again with other cuts and lights.
+    pool: int = 400
+    # Processes that render; they renew the pool, oldest first. 0: the pool is rendered once, here, before training.
+    workers: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if min(self.picture) < 64 or self.pool < 1 or self.workers < 0:
+            raise ConfigError("Scenes need pictures of 64 pixels or more a side, pool >= 1 and workers >= 0.")
+        if self.angle_deg < 0 or self.zoom < 1 or not 0 <= self.night <= 1:
+            raise ConfigError("Scenes need angle_deg >= 0, zoom >= 1, and night from 0 to 1.")
+
+
+def render_sample(config: ScenesConfig, number: int) -> PairSample:
+    """Pair `number` of the endless row of pairs that a config stands for."""
+    rng = np.random.default_rng([config.seed, number])
+    first, second = _draw_pair(config, rng)
+    points0, there0, hidden0 = _locate(first, second, rng)
+    points1, there1, hidden1 = _locate(second, first, rng)
+    return PairSample(
+        image0=first.image.cpu().numpy(),
+        image1=second.image.cpu().numpy(),
+        points0=np.concatenate([points0, there1]),
+        points1=np.concatenate([there0, points1]),
+        hidden0=hidden0,
+        hidden1=hidden1,
+    )
+
+
+def _draw_pair(config: ScenesConfig, rng: np.random.Generator) -> ScenePair:
+    for _ in range(_TRIES):
+        try:
+            return make_pair(
+                int(rng.integers(1 << 31)),
+                size=config.picture,
+                angle_deg=config.angle_deg * rng.uniform(),
+                roll_deg=config.roll_deg,
+                zoom=config.zoom ** rng.uniform(),
+                light_change=rng.uniform(),
+                night=bool(rng.uniform() < config.night),
+                min_overlap=_MIN_OVERLAP,
+            )
+        except ConfigError:
+            continue  # this scene has no two such views; an easier draw comes
+    raise ConfigError("No two views of a scene overlap; lower angle_deg or zoom.")
+
+
+def _locate(
+    rendering: Rendering, other: Rendering, rng: np.random.Generator
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Random points that the other picture sees, where it does, and random points that are hidden from it."""
+    points = rng.uniform(0, np.array(rendering.view.size) - 1, (_POINTS, 2))
+    found = correspond(rendering, other, points)
+    visible, there = found.visible.cpu().numpy(), found.points1.cpu().numpy()
+    shows = rendering.depth.cpu().numpy()[*np.round(points).astype(int).T[::-1]] > 0  # sky is nowhere for sure
+    return points[visible], there[visible], points[shows & ~visible]
+
+
+class ScenePairs:
+    """Makes batches from a pool of rendered pairs.
+
+    Without workers the pool is complete and fixed, and the same generator state makes the same batch. With workers the
+    pool changes with time, and so do the batches.
+    """
+
+    def __init__(self, config: ScenesConfig, *, size: int, points: int, device: torch.device | str = "cpu") -> None:
+        self.pool = _Pool(config)
+        self._pairs = FilePairs(self.pool, config, size=size, points=points, device=device)
+
+    def make(self, count: int, random: Generator) -> PairBatch:
+        """A batch of `count` pairs."""
+        self.pool.renew()
+        return self._pairs.make(count, random)
+
+    def report(self) -> str:
+        """One line about what went wrong so far; empty if nothing did."""
+        return self.pool.failure or self._pairs.report()
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self.pool.close()
+        self._pairs.close()
+
+
+class _Pool:
+    """Rendered pairs, renewed by processes."""
+
+    def __init__(self, config: ScenesConfig) -> None:
+        self.config, self.failure = config, ""
+        self._samples: list[PairSample] = []
+        self._next = 0  # the next pair to render
+        self._oldest = 0
+        self._pending: set[Future[PairSample]] = set()
+        self._executor: ProcessPoolExecutor | None = None
+        if not config.workers:
+            self._samples = [render_sample(config, number) for number in range(config.pool)]
+            return
+        # Forked processes could hang on locks that threads of this one hold.
+        context = get_context("spawn")
+        self._executor = ProcessPoolExecutor(config.workers, mp_context=context, initializer=_settle)
+        while len(self._samples) < min(config.pool, _FIRST):
+            self.renew(patient=True)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def name(self, number: int) -> str:
+        """The pair's place in the pool."""
+        return f"rendered pair {number}"
+
+    def load(self, number: int) -> PairSample:
+        """The pair that is there now."""
+        return self._samples[number]
+
+    def renew(self, *, patient: bool = False) -> None:
+        """Take in what is finished and order more; `patient` waits for at least one pair."""
+        if self._executor is None:
+            return
+        while len(self._pending) < 2 * self.config.workers:
+            self._pending.add(self._executor.submit(render_sample, self.config, self._next))
+            self._next += 1
+        done, self._pending = wait(self._pending, None if patient else 0, FIRST_COMPLETED)
+        try:
+            for future in done:
+                self._put(future.result())
+        except BrokenProcessPool as error:
+            self._executor.shutdown(cancel_futures=True)
+            self._executor = None
+            self.failure = "The processes that render scenes were killed; the pairs that they made are used on."
+            if not self._samples:
+                raise DataError("The processes that render scenes were killed; use fewer workers.") from error
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+            self._executor = None
+
+    def _put(self, sample: PairSample) -> None:
+        if len(self._samples) < self.config.pool:
+            self._samples.append(sample)
+        else:
+            self._samples[self._oldest] = sample
+            self._oldest = (self._oldest + 1) % self.config.pool
+
+
+def _settle() -> None:
+    """In a worker: one thread each, Ctrl-C is the parent's to handle, and the end of the parent ends it."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def leave() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=leave, daemon=True).start()

@@ -1,0 +1,261 @@
+"""Batches from pairs of pictures: cut, scaled to one size, decoded ahead in threads."""
+
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Generator, Tensor
+
+from dualrc.data.light import relight
+from dualrc.data.pairs import PairBatch, PairSample, PairSource
+from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
+from dualrc.image import normalize_colors, read
+from dualrc.matches import BoolArray, FloatArray
+
+_AHEAD = 2  # batches
+_MAX_MISSES = 3
+_TRIES = 8  # cuts, of which the first is taken that keeps enough points
+_HIDDEN_SHARE = 1 / 8  # of the places, for the hidden points of each picture
+_MARGIN_PX = 8  # this near to the border of a view, a point outside may still be seen by the network
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutConfig:
+    """How pairs of pictures become views of one size."""
+
+    # None: the whole picture, scaled to a square, as in the paper. Else a random square; this is the least share of
+    # the shorter side that it takes.
+    crop: float | None = None
+    # Change light, noise and compression at random, as for single photographs.
+    light: bool = False
+    # Pairs with fewer corresponding points are left out.
+    min_points: int = 8
+
+    def __post_init__(self) -> None:
+        if self.crop is not None and not 0 < self.crop <= 1:
+            raise ConfigError(f"crop = {self.crop} must be above 0 and at most 1; leave it out for whole pictures.")
+        if self.min_points < 1:
+            raise ConfigError(f"min_points = {self.min_points} must be at least 1.")
+
+
+class _Box(NamedTuple):
+    """A part of a picture, from its outer edge: pixel x covers x to x + 1."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+
+class _View(NamedTuple):
+    """One pair of a batch."""
+
+    images: npt.NDArray[np.uint8]  # (2, size, size, 3)
+    points: npt.NDArray[np.float32]  # (2, n, 2)
+    flags: BoolArray  # (3, n): valid, absent0, absent1
+
+
+class FilePairs:
+    """Makes batches from a source of pairs; pairs that can't be used are left out and remembered in `skipped`.
+
+    The same generator state makes the same batch. Each batch takes one number from the generator, so where nothing
+    else uses that generator, the batches to come are known and are prepared ahead.
+    """
+
+    def __init__(
+        self, source: PairSource, config: CutConfig, *, size: int, points: int, device: torch.device | str = "cpu"
+    ) -> None:
+        if config.light and size % 8:
+            raise ConfigError(f"size = {size} must be a multiple of 8 where the light is changed.")
+        if not len(source):
+            raise DataError("There are no pairs to train on; check the data.")
+        self.source, self.config = source, config
+        self.size, self.points, self.device = size, points, torch.device(device)
+        self.skipped: dict[str, str] = {}  # names of pairs to what is wrong with them
+        self._broken: set[int] = set()
+        self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="pairs")
+        self._ahead: dict[tuple[int, int], list[Future[_View]]] = {}
+        self._misses = 0
+
+    def make(self, count: int, random: Generator) -> PairBatch:
+        """A batch of `count` pairs."""
+        seed = _draw(random)
+        futures = self._take(seed, count)
+        self._look_ahead(count, random)
+        views = [future.result() for future in futures]
+        own = torch.Generator(device=self.device).manual_seed(seed)
+        images = torch.from_numpy(np.stack([view.images for view in views], axis=1)).to(self.device)  # 2 b s s 3
+        images = images.flatten(0, 1).permute(0, 3, 1, 2).float() / 255
+        images0, images1 = normalize_colors(relight(images, own) if self.config.light else images).split(count)
+        points0, points1 = self._tensor([view.points for view in views])
+        valid, absent0, absent1 = self._tensor([view.flags for view in views])
+        return PairBatch(
+            images0=images0,
+            images1=images1,
+            points0=points0,
+            points1=points1,
+            valid=valid,
+            absent0=absent0,
+            absent1=absent1,
+        )
+
+    def report(self) -> str:
+        """One line about what was left out so far; empty if nothing was."""
+        if not self.skipped:
+            return ""
+        few = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in list(self.skipped.items())[:3])
+        return f"Pairs left out: {len(self.skipped)} of {len(self.source)} ({few}{'; ...' * (len(self.skipped) > 3)})"
+
+    def close(self) -> None:
+        """Stop what is being prepared."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _tensor(self, arrays: list[npt.NDArray[np.generic]]) -> Tensor:
+        return torch.from_numpy(np.stack(arrays, axis=1)).to(self.device)
+
+    def _take(self, seed: int, count: int) -> list[Future[_View]]:
+        """The views of a batch, from those prepared ahead if it is one of them."""
+        futures = self._ahead.pop((seed, count), None)
+        if futures is not None:
+            self._misses = 0
+            return futures
+        if self._ahead:
+            self._misses += 1
+            for future in (future for futures in self._ahead.values() for future in futures):
+                future.cancel()
+            self._ahead.clear()
+        return self._submit(seed, count)
+
+    def _submit(self, seed: int, count: int) -> list[Future[_View]]:
+        return [self._pool.submit(self._view, seed, slot) for slot in range(count)]
+
+    def _look_ahead(self, count: int, random: Generator) -> None:
+        if self._misses >= _MAX_MISSES:
+            return  # the generator serves others too, so what comes is not known
+        copy = torch.Generator(device=random.device)
+        copy.set_state(random.get_state())
+        for _ in range(_AHEAD):
+            seed = _draw(copy)
+            if (seed, count) not in self._ahead:
+                self._ahead[seed, count] = self._submit(seed, count)
+
+    def _view(self, seed: int, slot: int) -> _View:
+        """The first pair that can be used, in an order that only depends on seed and slot."""
+        for number in np.random.default_rng([seed, slot]).permutation(len(self.source)).tolist():
+            if number in self._broken:
+                continue
+            try:
+                sample = self.source.load(number)
+                if len(sample.points0) < self.config.min_points:
+                    raise DataError(f"{len(sample.points0)} corresponding points are too few.")
+                return self._cut(sample, np.random.default_rng([seed, slot, number]))
+            except DualRCError as error:
+                self.skipped[self.source.name(number)] = str(error)
+                self._broken.add(number)
+        name, reason = next(iter(self.skipped.items()))
+        raise DataError(f"None of the {len(self.source)} pairs can be used; mend the data. The first, {name}: {reason}")
+
+    def _cut(self, sample: PairSample, rng: np.random.Generator) -> _View:
+        pictures = decode(sample.image0), decode(sample.image1)
+        whole = tuple(_Box(0, 0, picture.shape[1], picture.shape[0]) for picture in pictures)
+        boxes = self._boxes(sample, whole, rng)
+        if _common(sample, boxes).sum() < self.config.min_points:
+            boxes = whole
+        if (kept := int(_common(sample, boxes).sum())) < self.config.min_points:
+            raise DataError(f"{kept} corresponding points lie on the pictures, which is too few.")
+        images = [_scaled(picture, box, self.size) for picture, box in zip(pictures, boxes, strict=True)]
+        points, flags = self._places(sample, boxes, rng)
+        return _View(np.stack(images), points, flags)
+
+    def _boxes(self, sample: PairSample, whole: tuple[_Box, ...], rng: np.random.Generator) -> tuple[_Box, ...]:
+        """Parts of both pictures around one of the corresponding points."""
+        if self.config.crop is None:
+            return whole
+        best, most = whole, 0
+        for _ in range(_TRIES):
+            anchor, place = rng.integers(len(sample.points0)), rng.uniform(0.2, 0.8, 2)
+            boxes = []
+            for points, box in zip((sample.points0, sample.points1), whole, strict=True):
+                side = min(box.width, box.height) * rng.uniform(self.config.crop, 1)
+                corner = points[anchor] + 0.5 - side * (place + rng.normal(0, 0.1, 2))
+                left, top = np.clip(corner, 0, (box.width - side, box.height - side)).tolist()
+                boxes.append(_Box(left, top, side, side))
+            kept = int(_common(sample, tuple(boxes)).sum())
+            if kept > most:
+                best, most = tuple(boxes), kept
+            if most >= min(self.points, len(sample.points0) / 4):
+                break
+        return best
+
+    def _places(
+        self, sample: PairSample, boxes: tuple[_Box, ...], rng: np.random.Generator
+    ) -> tuple[npt.NDArray[np.float32], BoolArray]:
+        """So many places as asked: corresponding ones, hidden ones of either picture, and nothing where these end."""
+        both = np.stack([_to_view(p, b, 1.0) for p, b in zip((sample.points0, sample.points1), boxes, strict=True)])
+        both = both * self.size - 0.5  # 2 n 2
+        inside = np.all((both >= 0) & (both <= self.size - 1), axis=2)
+        outside = np.any((both < -_MARGIN_PX) | (both > self.size - 1 + _MARGIN_PX), axis=2)
+        absent = []
+        for number, hidden in enumerate((sample.hidden0, sample.hidden1)):
+            known = _to_view(hidden, boxes[number], 1.0) * self.size - 0.5
+            known = known[np.all((known >= 0) & (known <= self.size - 1), axis=1)]
+            # What the cut took from the other picture is absent there as well.
+            lost = both[number][inside[number] & outside[1 - number]]
+            absent.append(_some(np.concatenate([known, lost])[None], int(self.points * _HIDDEN_SHARE), rng)[0])
+        valid = _some(both[:, inside.all(axis=0)], self.points - len(absent[0]) - len(absent[1]), rng)
+        points = np.zeros((2, self.points, 2), dtype=np.float32)
+        flags = np.zeros((3, self.points), dtype=np.bool_)
+        start = valid.shape[1]
+        points[:, :start], flags[0, :start] = valid, True
+        for number, places in enumerate(absent):
+            rows = slice(start, start + len(places))
+            points[number, rows], flags[1 + number, rows] = places, True
+            start += len(places)
+        return points, flags
+
+
+def decode(picture: Path | npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """The upright picture, (h, w, 3)."""
+    if isinstance(picture, np.ndarray):
+        return picture
+    try:
+        # Opened here because `read` of a path silences warnings, whose filters belong to all threads.
+        with Image.open(picture) as image:
+            return read(image)
+    except FileNotFoundError as error:
+        raise ImageError(f"{picture} does not exist; check the path.") from error
+    except Exception as error:  # a damaged file can fail in any way
+        raise ImageError(f"{picture} can't be decoded ({error}); copy it again.") from error
+
+
+def _draw(random: Generator) -> int:
+    return int(torch.randint(1 << 62, (), generator=random, device=random.device))
+
+
+def _some(points: FloatArray, count: int, rng: np.random.Generator) -> FloatArray:
+    """At most `count` of the points (k, n, 2), at random."""
+    number = points.shape[1]
+    return points if number <= count else points[:, rng.choice(number, count, replace=False)]
+
+
+def _to_view(points: FloatArray, box: _Box, size: float) -> FloatArray:
+    """Points (n, 2) of a picture in a view of `size` that shows a box of it, from the view's outer edge."""
+    return (points + 0.5 - (box.left, box.top)) / (box.width, box.height) * size
+
+
+def _common(sample: PairSample, boxes: tuple[_Box, ...]) -> BoolArray:
+    """Which corresponding points lie in both boxes."""
+    places = [_to_view(p, b, 1.0) for p, b in zip((sample.points0, sample.points1), boxes, strict=True)]
+    inside: BoolArray = np.all([(p > 0) & (p < 1) for p in places], axis=(0, 2))
+    return inside
+
+
+def _scaled(picture: npt.NDArray[np.uint8], box: _Box, size: int) -> npt.NDArray[np.uint8]:
+    edges = (box.left, box.top, box.left + box.width, box.top + box.height)
+    return np.asarray(Image.fromarray(picture).resize((size, size), Image.Resampling.BILINEAR, box=edges))

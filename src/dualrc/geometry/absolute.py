@@ -1,0 +1,271 @@
+"""The pose of a camera from places in its picture and the 3D points that they show."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import poselib
+
+from dualrc.errors import DataError
+from dualrc.geometry.camera import Camera, transform_points
+from dualrc.matches import BoolArray, FloatArray, Size
+
+# A focal length outside of this range, in long sides of the picture, is an artefact of points in a plane.
+_PLAUSIBLE_FOCAL = (0.2, 10.0)
+_REFINEMENTS = 50
+_NEVER_MISS = 0.9999  # how sure to be that a sample without a wrong match was drawn
+# A standard deviation of the centre above this share of the distance to the points leaves the pose open.
+_LARGEST_DEVIATION = 0.5
+_ESTIMATED = "focal length estimated with the pose"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AbsolutePose:
+    """Where a camera stands, and which correspondences say so."""
+
+    inliers: BoolArray  # (n,)
+    cam_from_world: FloatArray | None = None  # (3, 4); None where there is no pose, and then `reason` says why
+    reason: str | None = None
+    camera: Camera | None = None  # the one used, with its estimated focal length where that was not known
+    # (6, 6) of a small rotation in radians about the camera's axes and of its centre in the world, as if the
+    # correspondences erred independently. Dense ones don't quite: it orders poses rather than bounding their errors.
+    covariance: FloatArray | None = None
+
+    @property
+    def center(self) -> FloatArray | None:
+        """The camera's place in the world (3,)."""
+        pose = self.cam_from_world
+        return None if pose is None else -pose[:, :3].T @ pose[:, 3]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _State:
+    """A pose and a camera on the way to the best."""
+
+    pose: FloatArray  # (3, 4)
+    K: FloatArray
+
+    def project(self, xyz: FloatArray) -> FloatArray:
+        """Pixels (n, 2); far away where a point is behind the camera."""
+        places = transform_points(self.pose, xyz)
+        ahead = places[:, 2:] > 1e-9
+        pixels: FloatArray = (places / np.where(ahead, places[:, 2:], 1.0) @ self.K.T)[:, :2]
+        return np.where(ahead, pixels, 1e12)
+
+    def residuals(self, points: FloatArray, xyz: FloatArray) -> FloatArray:
+        """How far points (n, 2) are from where they should be, in pixels: (n,)."""
+        return np.linalg.norm(self.project(xyz) - points, axis=1)
+
+
+def absolute_pose(
+    points: npt.ArrayLike,
+    xyz: npt.ArrayLike,
+    *,
+    camera: Camera | None = None,
+    size: Size | None = None,
+    scores: npt.ArrayLike | None = None,
+    threshold_px: float = 4.0,
+    min_inliers: int = 12,
+    max_iterations: int = 20_000,
+    seed: int = 0,
+) -> AbsolutePose:
+    """The pose of a camera that sees 3D points (n, 3) at pixels (n, 2), by LO-RANSAC and refinement.
+
+    Without a camera, the focal length of a picture of `size` is estimated with the pose. Better scores are tried first.
+    """
+    points, xyz = np.asarray(points, np.float64).reshape(-1, 2), np.asarray(xyz, np.float64).reshape(-1, 3)
+    if len(points) != len(xyz):
+        raise DataError(f"There are {len(points)} pixels for {len(xyz)} points; give one each.")
+    if camera is None and size is None:
+        raise DataError("Neither the camera nor the size of its picture is known; give one of them.")
+    good: BoolArray = np.all(np.isfinite(np.hstack([points, xyz])), axis=1)
+    order = np.argsort(-np.asarray(scores if scores is not None else np.zeros(len(points))), kind="stable")
+    used = order[good[order]]
+
+    def failed(reason: str) -> AbsolutePose:
+        return AbsolutePose(inliers=np.zeros(len(good), dtype=np.bool_), reason=reason)
+
+    fewest = max(min_inliers, 4 if camera is not None else 5)
+    if len(used) < fewest:
+        return failed(f"{len(used)} correspondences are too few: a pose needs {fewest}")
+    # The world may be far from its origin, where double precision gets thin.
+    middle = np.median(xyz[used], axis=0)
+    ours, theirs = points[used], xyz[used] - middle
+    options = {"max_reproj_error": threshold_px, "max_iterations": max_iterations, "seed": seed}
+    if camera is not None:
+        state = _with_camera(ours, theirs, camera, options)
+    else:
+        state = _with_focal(ours, theirs, size or (0, 0), threshold_px, max_iterations, seed)
+    if state is None or np.sum(state.residuals(ours, theirs) <= threshold_px) < fewest:
+        return failed(f"no pose agrees with {fewest} of {len(used)} correspondences")
+    state, covariance = _refine(state, ours, theirs, threshold_px, focal=camera is None)
+    near = state.residuals(ours, theirs) <= threshold_px
+    if near.sum() < fewest:
+        return failed(f"no pose agrees with {fewest} of {len(used)} correspondences")
+    distance = float(np.median(np.linalg.norm(transform_points(state.pose, theirs[near]), axis=1)))
+    deviation = np.sqrt(np.trace(covariance[3:, 3:])) if np.isfinite(covariance).all() else np.inf
+    if not deviation <= _LARGEST_DEVIATION * distance:
+        return failed("the correspondences leave the pose open: they lie on a line or in a point")
+    inliers = np.zeros(len(good), dtype=np.bool_)
+    inliers[used] = near
+    pose = np.column_stack([state.pose[:, :3], state.pose[:, 3] - state.pose[:, :3] @ middle])
+    if camera is None:
+        camera = Camera.from_focal(size or (0, 0), float(state.K[0, 0]), source=_ESTIMATED)
+    return AbsolutePose(
+        cam_from_world=pose,
+        inliers=inliers,
+        camera=replace(camera, cam_from_world=pose),
+        covariance=covariance[:6, :6],
+    )
+
+
+def _with_camera(points: FloatArray, xyz: FloatArray, camera: Camera, options: dict[str, Any]) -> _State | None:
+    # PoseLib has no pixel convention of its own; centred pixels of one focal length also cover a K with skew.
+    focal = camera.focal_px
+    plain = {"model": "SIMPLE_PINHOLE", "width": camera.width, "height": camera.height, "params": [focal, 0.0, 0.0]}
+    pose, _ = poselib.estimate_absolute_pose(
+        camera.rays(points)[:, :2] * focal,
+        xyz,
+        plain,
+        {**options, "min_iterations": min(1000, options["max_iterations"]), "progressive_sampling": True},
+        {},
+    )
+    matrix = np.array(pose.Rt, dtype=np.float64)
+    return _State(pose=matrix, K=camera.K) if np.isfinite(matrix).all() else None
+
+
+def _with_focal(
+    points: FloatArray, xyz: FloatArray, size: Size, threshold_px: float, max_iterations: int, seed: int
+) -> _State | None:
+    """RANSAC for pose and focal length, with local optimization of every new best; PoseLib has only the solver."""
+    center = Camera.from_focal(size, 1.0).K[:2, 2]
+    random = np.random.default_rng(seed)
+    best, best_cost, needed, tried = None, np.inf, float(max_iterations), 0
+    while tried < min(needed, max_iterations):
+        tried += 1
+        # The best scores first: the samples come from a growing head of the list.
+        head = max(4, min(len(points), 20 + len(points) * tried // 500))
+        sample = random.choice(head, 4, replace=False)
+        for state in _solutions(points[sample], xyz[sample], size, center):
+            cost = _cost(state, points, xyz, threshold_px)
+            if cost >= best_cost:
+                continue
+            refined, _ = _refine(state, points, xyz, threshold_px, focal=True, steps=10)
+            polished = _cost(refined, points, xyz, threshold_px)
+            best, best_cost = (refined, polished) if polished < cost else (state, cost)
+            share = np.clip(np.mean(best.residuals(points, xyz) <= threshold_px), 0.01, 0.99)
+            needed = max(100.0, np.log(1 - _NEVER_MISS) / np.log1p(-(share**4)))
+    return best
+
+
+def _solutions(points: FloatArray, xyz: FloatArray, size: Size, center: FloatArray) -> Iterator[_State]:
+    poses, focals = poselib.p4pf(list(points - center), list(xyz), True)
+    low, high = _PLAUSIBLE_FOCAL
+    for pose, focal in zip(poses, focals, strict=True):
+        matrix = np.array(pose.Rt, dtype=np.float64)
+        if low <= focal / max(size) <= high and np.isfinite(matrix).all():
+            yield _State(pose=matrix, K=Camera.from_focal(size, focal).K)
+
+
+def _cost(state: _State, points: FloatArray, xyz: FloatArray, threshold_px: float) -> float:
+    """Squared residuals, each at most that of the threshold."""
+    return float(np.minimum(state.residuals(points, xyz) ** 2, threshold_px**2).sum())
+
+
+def _refine(
+    state: _State, points: FloatArray, xyz: FloatArray, threshold_px: float, *, focal: bool, steps: int = _REFINEMENTS
+) -> tuple[_State, FloatArray]:
+    """Levenberg and Marquardt's descent on Cauchy's loss of the inliers, and the covariance of what it ends with.
+
+    The loss turns at the inliers' own spread, so that exact ones count more than those just below the threshold.
+    """
+    near = state.residuals(points, xyz) <= threshold_px
+    unknown = 7 if focal else 6
+    damping = 1e-4
+    spread = max(float(np.median(state.residuals(points[near], xyz[near]))) if near.any() else 0.0, 1e-6)
+    loss = _loss(state, points[near], xyz[near], spread)
+    for _ in range(steps):
+        normal, gradient = _normal_equations(state, points[near], xyz[near], spread, unknown)
+        try:
+            step = -np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-12), gradient)
+        except np.linalg.LinAlgError:
+            break
+        trial = _moved(state, step)
+        lower = _loss(trial, points[near], xyz[near], spread)
+        if not lower < loss:
+            damping *= 10
+            if damping > 1e8:
+                break
+            continue
+        small = loss - lower < 1e-10 * loss
+        state, loss, damping = trial, lower, max(damping / 10, 1e-12)
+        if small:
+            break
+    normal, _ = _normal_equations(state, points[near], xyz[near], spread, unknown)
+    return state, _covariance(normal, state.residuals(points[near], xyz[near]), spread, unknown)
+
+
+def _covariance(normal: FloatArray, residuals: FloatArray, spread: float, unknown: int) -> FloatArray:
+    """(unknown, unknown), from the weighted variance that the residuals show; NaN where the pose is open."""
+    weights = 1 / (1 + (residuals / spread) ** 2)
+    freedom = 2 * weights.sum() - unknown
+    try:
+        if freedom <= 0 or np.linalg.cond(normal) > 1e15:
+            return np.full((unknown, unknown), np.nan)
+        return np.linalg.inv(normal) * (weights * residuals**2).sum() / freedom
+    except np.linalg.LinAlgError:
+        return np.full((unknown, unknown), np.nan)
+
+
+def _loss(state: _State, points: FloatArray, xyz: FloatArray, spread: float) -> float:
+    return float(np.log1p((state.residuals(points, xyz) / spread) ** 2).sum())
+
+
+def _normal_equations(
+    state: _State, points: FloatArray, xyz: FloatArray, spread: float, unknown: int
+) -> tuple[FloatArray, FloatArray]:
+    """J' W J and J' W r, for a rotation about the camera's axes, its centre, and the logarithm of its focal length."""
+    R, K = state.pose[:, :3], state.K
+    places = transform_points(state.pose, xyz)
+    x, y, z = places.T
+    pixels = state.project(xyz)
+    # Pixels by places in the camera's frame, (n, 2, 3).
+    by_place = np.zeros((len(xyz), 2, 3))
+    by_place[:, :, :2] = K[:2, :2] / z[:, None, None]
+    by_place[:, :, 2] = -(places[:, :2] @ K[:2, :2].T) / (z**2)[:, None]
+    zero = np.zeros_like(x)
+    turned = np.stack([[zero, z, -y], [-z, zero, x], [y, -x, zero]]).transpose(2, 0, 1)  # -[place]x
+    J = np.zeros((len(xyz), 2, unknown))
+    J[:, :, :3] = by_place @ turned
+    J[:, :, 3:6] = -by_place @ R
+    if unknown == 7:
+        J[:, :, 6] = pixels - K[:2, 2]
+    residuals = pixels - points
+    weights = 1 / (1 + (np.linalg.norm(residuals, axis=1) / spread) ** 2)
+    weighted = J * weights[:, None, None]
+    normal: FloatArray = np.einsum("nij,nik->jk", weighted, J)
+    gradient: FloatArray = np.einsum("nij,ni->j", weighted, residuals)
+    return normal, gradient
+
+
+def _moved(state: _State, step: FloatArray) -> _State:
+    R, t = state.pose[:, :3], state.pose[:, 3]
+    center = -R.T @ t + step[3:6]
+    turned = _rotation(step[:3]) @ R
+    K = state.K.copy()
+    if len(step) == 7:
+        K[[0, 1], [0, 1]] *= np.exp(np.clip(step[6], -1, 1))
+    return _State(pose=np.column_stack([turned, -turned @ center]), K=K)
+
+
+def _rotation(vector: FloatArray) -> FloatArray:
+    """The rotation (3, 3) by |vector| radians about it."""
+    angle = float(np.linalg.norm(vector))
+    if angle < 1e-12:
+        return np.eye(3)
+    x, y, z = vector / angle
+    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+    rotation: FloatArray = np.eye(3) + np.sin(angle) * cross + (1 - np.cos(angle)) * cross @ cross
+    return rotation

@@ -1,0 +1,193 @@
+"""Depth maps: RGB-D folders, and where points with known depth lie in another picture."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, UnidentifiedImageError
+
+from dualrc.errors import DataError
+from dualrc.geometry.camera import Camera, transform_points
+from dualrc.geometry.dense import on_picture
+from dualrc.geometry.homography import apply_homography, resize_homography
+from dualrc.matches import BoolArray, FloatArray, Size
+
+# Neighbouring depths that differ by a larger share lie on two surfaces, and between them is nothing.
+_EDGE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RgbdFrame:
+    """A picture with a depth map of the same view, and its camera with its pose."""
+
+    name: str
+    image: Path
+    depth: Path
+    camera: Camera
+
+
+class Reprojection(NamedTuple):
+    """Where points of picture 0 lie in picture 1; a point that is neither seen nor hidden is not known."""
+
+    points1: FloatArray  # (n, 2); NaN without depth, or behind camera 1
+    seen: BoolArray  # (n,) both depth maps agree on it
+    hidden: BoolArray  # (n,) outside picture 1, or something stands before it there
+
+
+def read_rgbd(root: str | Path) -> list[RgbdFrame]:
+    """The frames of a folder with images/NAME, depth/NAME.png, K.txt and world_from_cam.txt (name, 16 values).
+
+    Whether a frame's files are whole shows when they are read: a folder may be half copied.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise DataError(f"The folder {root} does not exist; check the path.")
+    K = _numbers(root / "K.txt", 9).reshape(3, 3)
+    poses = dict(_read_poses(root / "world_from_cam.txt"))
+    if not poses:
+        raise DataError(f"{root / 'world_from_cam.txt'} is empty; write a name and 16 numbers a line.")
+    # One K serves all pictures, so they have one size, which any of them tells.
+    sizes = (size for name in poses if (size := _picture_size(root / "images" / name)) is not None)
+    size = next(sizes, None)
+    if size is None:
+        raise DataError(f"None of the pictures in {root / 'images'} can be read; copy the folder again.")
+    return [
+        RgbdFrame(
+            name=name,
+            image=root / "images" / name,
+            depth=(root / "depth" / name).with_suffix(".png"),
+            camera=Camera(width=size[0], height=size[1], K=K, source="file", cam_from_world=pose),
+        )
+        for name, pose in poses.items()
+    ]
+
+
+def read_depth_m(path: str | Path, *, unit_m: float = 0.001) -> npt.NDArray[np.float32]:
+    """A depth map (h, w) in metres from a 16-bit PNG, 0 where there is none; `unit_m` is what 1 stands for."""
+    try:
+        with Image.open(path) as image:
+            values = np.asarray(image)
+    except FileNotFoundError as error:
+        raise DataError(f"The depth map {path} does not exist; check the path.") from error
+    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, EOFError) as error:
+        raise DataError(f"The depth map {path} can't be read ({error}); copy it again.") from error
+    if values.ndim != 2 or values.dtype == np.uint8:
+        raise DataError(f"{path} is not a depth map; give a PNG of one channel of 16 bits.")
+    return (values * unit_m).astype(np.float32)
+
+
+def sample_depth(depth: npt.ArrayLike, points: npt.ArrayLike, size: Size) -> FloatArray:
+    """Depths (n,) at points (n, 2) of a picture of `size`; NaN where there is none and between two surfaces."""
+    values = np.asarray(depth, dtype=np.float64)
+    height, width = values.shape
+    places = apply_homography(resize_homography(size, (width, height)), points)
+    inside = on_picture(places, (width, height))
+    places = np.clip(np.where(inside[:, None], places, 0), 0, (width - 1, height - 1))
+    left, top = places.astype(np.int64).T
+    x, y = (places - np.column_stack([left, top])).T
+    # A neighbour without weight is not asked: the depth of a pixel's centre is the pixel's own.
+    right, below = left + (x > 0), top + (y > 0)
+    near = np.stack([values[row, column] for row in (top, below) for column in (left, right)])  # (4, n)
+    known = inside & np.all(np.isfinite(near) & (near > 0), axis=0)
+    near = np.where(known, near, 1.0)
+    known &= near.max(axis=0) <= (1 + _EDGE) * near.min(axis=0)
+    weights = np.stack([v * h for v in (1 - y, y) for h in (1 - x, x)])
+    # The inverse depth of a plane is linear in the picture; depth itself is not.
+    return np.where(known, 1 / (weights / near).sum(axis=0), np.nan)
+
+
+def unproject(camera: Camera, points: npt.ArrayLike, depths: npt.ArrayLike) -> FloatArray:
+    """Points (n, 2) with depths (n,) along the optical axis, to places in the world (n, 3)."""
+    pose = _pose(camera)
+    places = camera.rays(points) * np.asarray(depths, dtype=np.float64)[:, None]
+    world: FloatArray = (places - pose[:, 3]) @ pose[:, :3]
+    return world
+
+
+def reproject(
+    points0: npt.ArrayLike,
+    depth0: npt.ArrayLike,
+    camera0: Camera,
+    depth1: npt.ArrayLike,
+    camera1: Camera,
+    *,
+    tolerance: float = 0.05,
+    max_error_px: float = 2.0,
+) -> Reprojection:
+    """Where points (n, 2) of picture 0 lie in picture 1, with a check of both depth maps.
+
+    A point is seen if the depth at its place in picture 1 is its own up to a share of `tolerance`, and if the way back
+    with that depth ends within `max_error_px` of where it began.
+    """
+    points0 = np.asarray(points0, dtype=np.float64).reshape(-1, 2)
+    world = unproject(camera0, points0, sample_depth(depth0, points0, camera0.size))
+    places1 = transform_points(_pose(camera1), world)
+    with np.errstate(invalid="ignore"):
+        points1, expected = camera1.project(places1), places1[:, 2]
+        measured = sample_depth(depth1, points1, camera1.size)
+        back = camera0.project(transform_points(_pose(camera0), unproject(camera1, points1, measured)))
+        agrees = np.abs(measured - expected) <= tolerance * expected
+        seen = agrees & (np.linalg.norm(back - points0, axis=1) <= max_error_px)
+        outside = np.isfinite(expected) & ~on_picture(points1, camera1.size)
+        hidden = outside | (measured < (1 - tolerance) * expected)
+    return Reprojection(points1, seen, hidden)
+
+
+def _pose(camera: Camera) -> FloatArray:
+    if camera.cam_from_world is None:
+        raise DataError("The camera has no pose; give its cam_from_world.")
+    return camera.cam_from_world
+
+
+def _read_poses(path: Path) -> Iterator[tuple[str, FloatArray]]:
+    """Names and cam_from_world (3, 4), from lines with a name and world_from_cam, row by row."""
+    for number, line in enumerate(_text(path).splitlines(), start=1):
+        fields = line.rsplit(maxsplit=16)
+        if not fields or line.startswith("#"):
+            continue
+        try:
+            name, values = fields[0].strip(), [float(field) for field in fields[1:]]
+            world_from_cam = np.array(values).reshape(4, 4)
+            R = world_from_cam[:3, :3]
+            if not np.abs(R @ R.T - np.eye(3)).max() < 0.01 or np.linalg.det(R) < 0:
+                raise ValueError("its first three columns are not a rotation")
+            cam_from_world = np.linalg.inv(world_from_cam)[:3]
+            if not np.isfinite(cam_from_world).all():
+                raise ValueError("it is not finite")
+        except (ValueError, np.linalg.LinAlgError) as error:
+            raise DataError(
+                f"{path}, line {number}: not a pose ({error}); write a name and 16 numbers, world_from_cam by rows."
+            ) from error
+        yield name, cam_from_world
+
+
+def _numbers(path: Path, count: int) -> FloatArray:
+    try:
+        values = np.array([float(field) for field in _text(path).split()])
+    except ValueError as error:
+        raise DataError(f"{path} holds something else than numbers ({error}); write {count} of them.") from error
+    if len(values) != count:
+        raise DataError(f"{path} holds {len(values)} numbers; write {count} of them.")
+    return values
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{path} does not exist; an RGB-D folder has images, depth, K.txt, world_from_cam.txt."
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} can't be read as text ({error}); copy it again.") from error
+
+
+def _picture_size(path: Path) -> Size | None:
+    try:
+        with Image.open(path) as image:
+            return image.size
+    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, EOFError):
+        return None

@@ -1,0 +1,24 @@
+"""Where a camera stands in a map of pictures: candidates, then 2D-3D correspondences, then the pose."""
+
+from dualrc.localize.localizer import Localization, LocalizeConfig, Localizer
+from dualrc.localize.maps import Correspondences, Map, ModelMap, RgbdMap, read_map
+from dualrc.localize.results import ResultsFile, read_poses, write_poses
+from dualrc.localize.run import find_queries, localize_all, missing, results_config
+
+__all__ = [
+    "Correspondences",
+    "Localization",
+    "LocalizeConfig",
+    "Localizer",
+    "Map",
+    "ModelMap",
+    "ResultsFile",
+    "RgbdMap",
+    "find_queries",
+    "localize_all",
+    "missing",
+    "read_map",
+    "read_poses",
+    "results_config",
+    "write_poses",
+]

@@ -1,0 +1,201 @@
+"""The pose of a picture in a map, stage by stage."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from dualrc.collection.retrieval import global_descriptor, most_similar
+from dualrc.errors import ConfigError, DataError, DualRCError
+from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif
+from dualrc.localize.maps import Correspondences, Map
+from dualrc.matcher import Matcher, PictureFeatures
+from dualrc.matches import FloatArray, Size
+
+# The picture is parted into so many cells along its long side to tell how much of it supports a pose.
+_CELLS = 16
+# So many supporting cells are as good as any number.
+_ENOUGH_CELLS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalizeConfig:
+    """How a picture is localized."""
+
+    # Pictures of the map to match a query with, the most similar ones.
+    candidates: int = 10
+    # A correspondence supports a pose that puts it within so many pixels of its place in the query.
+    threshold_px: float = 4.0
+    # A pose with less support is none.
+    min_inliers: int = 12
+    # Memory in GiB for features of the map's pictures.
+    max_memory: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.candidates < 1 or self.min_inliers < 4:
+            raise ConfigError("A query needs at least 1 candidate and 4 inliers; give more.")
+        if not self.threshold_px > 0 or not self.max_memory >= 0:
+            raise ConfigError("threshold_px must be positive and max_memory at least 0; mend them.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Localization:
+    """Where a query was taken, and how sure that is."""
+
+    cam_from_world: FloatArray | None = None  # (3, 4); None where that failed, and then `reason` says why
+    reason: str | None = None
+    camera: Camera | None = None  # the one used; its `source` says where it comes from
+    candidates: dict[str, int] = field(default_factory=dict)  # the map's pictures looked at, and each one's inliers
+    correspondences: int = 0
+    inliers: int = 0
+    covariance: FloatArray | None = None  # (6, 6), as in AbsolutePose
+    confidence: float = 0.0  # 0 to 1
+    seconds: float = 0.0
+
+    @property
+    def position_deviation(self) -> float:
+        """Standard deviation of the camera's place, in the map's unit."""
+        return float("nan") if self.covariance is None else float(np.sqrt(np.trace(self.covariance[3:, 3:])))
+
+    @property
+    def rotation_deviation_deg(self) -> float:
+        """Standard deviation of the camera's orientation."""
+        if self.covariance is None:
+            return float("nan")
+        return float(np.degrees(np.sqrt(np.trace(self.covariance[:3, :3]))))
+
+
+class Localizer:
+    """Localizes pictures in a map; features of the map's pictures are kept for the next query."""
+
+    def __init__(self, matcher: Matcher, map: Map, config: LocalizeConfig | None = None) -> None:
+        self.matcher = matcher
+        self.map = map
+        self.config = config or LocalizeConfig()
+        # Pictures of the map that could not be used, and why.
+        self.broken: dict[str, str] = {}
+        self._descriptors: dict[str, FloatArray] = {}
+        self._kept: OrderedDict[str, PictureFeatures] = OrderedDict()
+
+    def localize(
+        self, query: Path | PictureFeatures, *, camera: Camera | None = None, candidates: Sequence[str] | None = None
+    ) -> Localization:
+        """The pose of one picture; what it can't be localized for is the result's `reason`.
+
+        Without a camera: EXIF's, else the one that the map's pictures of this size share, else an estimated one.
+        Without candidates: the most similar pictures of the map.
+        """
+        start = time.perf_counter()
+        try:
+            features = query if isinstance(query, PictureFeatures) else self.matcher.features(query)
+            if camera is None:
+                camera = self._find_camera(query, features.size)
+            _check_camera(camera, features.size)
+        except DualRCError as error:
+            return Localization(reason=str(error), seconds=time.perf_counter() - start)
+        names = list(candidates) if candidates is not None else self.candidates(features)
+        found = self.correspondences(features, names)
+        result = self.pose(found, features.size, camera=camera, names=names)
+        object.__setattr__(result, "seconds", time.perf_counter() - start)
+        return result
+
+    def candidates(self, query: PictureFeatures) -> list[str]:
+        """The map's pictures that are most similar to the query, best first."""
+        if len(self.map.names) <= self.config.candidates:
+            return list(self.map.names)
+        self.prepare()
+        names = list(self._descriptors)
+        if not names:
+            return []
+        database = np.stack([self._descriptors[name] for name in names])
+        best = most_similar(global_descriptor(query)[None], database, self.config.candidates)[0]
+        return [names[index] for index in best]
+
+    def prepare(self) -> None:
+        """Describe the map's pictures that are not described yet."""
+        for name in self.map.names:
+            if name not in self._descriptors and name not in self.broken:
+                features = self._features(name)
+                if features is not None:
+                    self._descriptors[name] = global_descriptor(features)
+
+    def correspondences(self, query: PictureFeatures, names: Iterable[str]) -> Correspondences:
+        """What the query sees of these pictures of the map, together."""
+        parts = []
+        for name in names:
+            features = self._features(name)
+            part = Correspondences.join([])
+            if features is not None:
+                try:
+                    part = self.map.correspond(self.matcher, name, features, query)
+                except DataError as error:
+                    self.broken[name] = str(error)
+            parts.append(part)
+        return Correspondences.join(parts).merged(self.config.threshold_px)
+
+    def pose(
+        self, found: Correspondences, size: Size, *, camera: Camera | None = None, names: Sequence[str] = ()
+    ) -> Localization:
+        """The pose that most correspondences agree with; `names` are the candidates that they come from."""
+        pose = absolute_pose(
+            found.points,
+            found.xyz,
+            camera=camera,
+            size=size,
+            scores=found.scores,
+            threshold_px=self.config.threshold_px,
+            min_inliers=self.config.min_inliers,
+        )
+        support = np.bincount(found.pictures[pose.inliers], minlength=len(names))
+        return Localization(
+            cam_from_world=pose.cam_from_world,
+            reason=pose.reason,
+            camera=pose.camera or camera,
+            candidates=dict(zip(names, support.tolist(), strict=False)),
+            correspondences=len(found),
+            inliers=int(pose.inliers.sum()),
+            covariance=pose.covariance,
+            confidence=_confidence(found, pose, size),
+        )
+
+    def _find_camera(self, query: Path | PictureFeatures, size: Size) -> Camera | None:
+        told = None if isinstance(query, PictureFeatures) else camera_from_exif(query)
+        return told or self.map.camera(size)
+
+    def _features(self, name: str) -> PictureFeatures | None:
+        """Features of a picture of the map, kept as long as they fit into memory; None where it is broken."""
+        if name in self.broken:
+            return None
+        if name not in self._kept:
+            try:
+                self._kept[name] = self.matcher.features(self.map.picture(name))
+            except DualRCError as error:
+                self.broken[name] = str(error)
+                return None
+        self._kept.move_to_end(name)
+        found = self._kept[name]
+        limit = self.config.max_memory * 2**30
+        while len(self._kept) > 1 and sum(features.bytes for features in self._kept.values()) > limit:
+            self._kept.popitem(last=False)
+        return found
+
+
+def _check_camera(camera: Camera | None, size: Size) -> None:
+    if camera is not None and camera.size != size:
+        raise DataError(
+            f"The camera is for {camera.width} x {camera.height} pixels but the picture has {size[0]} x {size[1]}; "
+            "give the camera of this picture, or use Camera.resized."
+        )
+
+
+def _confidence(found: Correspondences, pose: AbsolutePose, size: Size) -> float:
+    """How much of what matched supports the pose, by area, less where that is little."""
+    if pose.cam_from_world is None:
+        return 0.0
+    cells = (found.points / (max(size) / _CELLS)).astype(np.int64)
+    index = cells[:, 1] * 1000 + cells[:, 0]
+    matched, supporting = len(np.unique(index)), len(np.unique(index[pose.inliers]))
+    return supporting / matched * min(1.0, supporting / _ENOUGH_CELLS)

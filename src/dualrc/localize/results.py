@@ -1,0 +1,173 @@
+"""Results of localization: one file that grows query by query, and poses as others read them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualrc.colmap import rotation_from_quaternion
+from dualrc.errors import DataError, OutputError
+from dualrc.files import check_writable, replacing
+from dualrc.geometry import Camera
+from dualrc.localize.localizer import Localization
+from dualrc.matches import FloatArray
+
+_FORMAT = "dualrc-localization-1"
+
+
+class ResultsFile:
+    """Localizations by query name in FILE.json, whole after every query, and their poses in FILE.txt beside it."""
+
+    def __init__(self, path: str | Path, config: Mapping[str, Any], *, info: Mapping[str, Any] | None = None) -> None:
+        """Go on with the file if it is there and was made with the same config.
+
+        The config is all that the results depend on, and `info` what else should stand in the file: plain JSON values.
+        """
+        self.path = Path(path)
+        if self.path.suffix.lower() != ".json":
+            raise OutputError(f"{self.path}: results are written as .json; give such a name.")
+        check_writable(self.path)
+        # As JSON gives it back, where tuples are lists.
+        self._config = json.loads(json.dumps(dict(config)))
+        self._info = dict(info or {})
+        self._entries: dict[str, Any] = {}
+        if self.path.is_file():
+            content = _read(self.path)
+            there, here = _flat(content["config"]), _flat(self._config)
+            different = sorted(key for key in there | here if there.get(key) != here.get(key))
+            if different:
+                key = different[0]
+                raise DataError(
+                    f"{self.path} was made with another config ({key} is {there.get(key)!r} there and "
+                    f"{here.get(key)!r} now); write to another file, or delete this one to start over."
+                )
+            self._entries = content["queries"]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, name: str) -> Localization:
+        return _from_entry(self._entries[name], f"{self.path}, {name}")
+
+    def put(self, name: str, found: Localization) -> None:
+        """Keep a query's result; it is on disk when this returns."""
+        self._entries[name] = _to_entry(found)
+        self.save()
+
+    def save(self) -> None:
+        """Write both files as they should be now."""
+        content = {"format": _FORMAT, "config": self._config, "info": self._info, "queries": self._entries}
+        with replacing(self.path) as temporary:
+            temporary.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+        entries = self._entries.items()
+        poses = {name: np.array(entry["cam_from_world"]) for name, entry in entries if entry["cam_from_world"]}
+        write_poses(self.path.with_suffix(".txt"), poses)
+
+
+def write_poses(path: str | Path, poses: Mapping[str, FloatArray]) -> None:
+    """Write cam_from_world (3, 4) of each name as visuallocalization.net wants it: name qw qx qy qz tx ty tz."""
+    lines = []
+    for name, pose in poses.items():
+        values = [*_quaternion(np.asarray(pose)[:, :3]), *np.asarray(pose)[:, 3]]
+        lines.append(" ".join([name, *(f"{value:.12g}" for value in values)]))
+    with replacing(path) as temporary:
+        temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def read_poses(path: str | Path) -> dict[str, FloatArray]:
+    """cam_from_world (3, 4) by name, as `write_poses` writes them."""
+    poses = {}
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} can't be read ({error}); check the path.") from error
+    for number, line in enumerate(text.splitlines(), start=1):
+        fields = line.rsplit(maxsplit=7)
+        if not fields:
+            continue
+        try:
+            values = [float(value) for value in fields[1:]]
+            poses[fields[0]] = np.column_stack([rotation_from_quaternion(values[:4]), values[4:]])
+        except (ValueError, IndexError) as error:
+            raise DataError(f"{path}, line {number}: not a pose; write name qw qx qy qz tx ty tz.") from error
+    return poses
+
+
+def _quaternion(R: FloatArray) -> FloatArray:
+    """(w, x, y, z) with w >= 0, of a rotation (3, 3)."""
+    # The eigenvector of the largest eigenvalue needs none of the branches of the formulas near 180 degrees.
+    (xx, xy, xz), (yx, yy, yz), (zx, zy, zz) = R
+    symmetric = np.array(
+        [
+            [xx + yy + zz, zy - yz, xz - zx, yx - xy],
+            [zy - yz, xx - yy - zz, xy + yx, xz + zx],
+            [xz - zx, xy + yx, yy - xx - zz, yz + zy],
+            [yx - xy, xz + zx, yz + zy, zz - xx - yy],
+        ]
+    )
+    quaternion: FloatArray = np.linalg.eigh(symmetric)[1][:, -1]
+    return quaternion if quaternion[0] >= 0 else -quaternion
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by their full names, such as localize.candidates."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _to_entry(found: Localization) -> dict[str, Any]:
+    camera = found.camera
+    return {
+        "cam_from_world": None if found.cam_from_world is None else found.cam_from_world.tolist(),
+        "reason": found.reason,
+        "inliers": found.inliers,
+        "correspondences": found.correspondences,
+        "confidence": round(found.confidence, 6),
+        "position_deviation": None if found.covariance is None else found.position_deviation,
+        "rotation_deviation_deg": None if found.covariance is None else found.rotation_deviation_deg,
+        "covariance": None if found.covariance is None else found.covariance.tolist(),
+        "camera": camera
+        and {"width": camera.width, "height": camera.height, "K": camera.K.tolist(), "source": camera.source},
+        "candidates": found.candidates,
+        "seconds": round(found.seconds, 3),
+    }
+
+
+def _from_entry(entry: Mapping[str, Any], where: str) -> Localization:
+    def array(key: str) -> FloatArray | None:
+        return None if entry[key] is None else np.array(entry[key], dtype=np.float64)
+
+    try:
+        return Localization(
+            cam_from_world=array("cam_from_world"),
+            reason=entry["reason"],
+            camera=Camera(**{**entry["camera"], "K": np.array(entry["camera"]["K"])}) if entry["camera"] else None,
+            candidates=entry["candidates"],
+            correspondences=entry["correspondences"],
+            inliers=entry["inliers"],
+            covariance=array("covariance"),
+            confidence=entry["confidence"],
+            seconds=entry["seconds"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{where}: not a result ({error}); delete the file and localize again.") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != _FORMAT or not isinstance(content["queries"] | content["config"], dict):
+            raise ValueError("another format")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is not a file of localizations ({error}); write to another one.") from error
+    return dict(content)

@@ -1,0 +1,125 @@
+"""COLMAP's models in our convention."""
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image
+
+from dualrc.colmap import read_model
+from dualrc.errors import DataError
+from dualrc.geometry import transform_points
+
+pycolmap = pytest.importorskip("pycolmap", reason="pycolmap is not installed")
+
+SIZE = (64, 48)
+# Points of the stored picture in our pixels, and their depths.
+POINTS = np.array([(10.0, 5.0), (50.25, 7.5), (33.0, 40.0), (3.0, 44.0)])
+DEPTHS = np.array([4.0, 5.0, 6.0, 7.0])
+POSE = np.array([[0.6, -0.8, 0, 0.3], [0.8, 0.6, 0, -0.2], [0, 0, 1, 1.5]])
+K = np.array([[100.0, 0, 29.5], [0, 110, 19.5], [0, 0, 1]])
+WORLD = (np.c_[POINTS, np.ones(4)] @ np.linalg.inv(K).T * DEPTHS[:, None] - POSE[:, 3]) @ POSE[:, :3]
+
+
+def write_model(folder, *, names=("a.png",), binary=True, model="PINHOLE", params=(100, 110, 30, 20)):
+    """Pictures at one place that all see POINTS, written by pycolmap; the last two observations have no 3D point."""
+    folder.mkdir(exist_ok=True)
+    made = pycolmap.Reconstruction()
+    camera = pycolmap.Camera(camera_id=3, model=model, width=SIZE[0], height=SIZE[1], params=list(map(float, params)))
+    made.add_camera_with_trivial_rig(camera)
+    # COLMAP's half pixel, written out here.
+    keypoints = np.concatenate([POINTS + 0.5, [(20.0, 20.0), (21.0, 21.0)]])
+    for number, name in enumerate(names, start=1):
+        image = pycolmap.Image(name=name, keypoints=keypoints, camera_id=3, image_id=number)
+        made.add_image_with_trivial_frame(image, pycolmap.Rigid3d(POSE))
+    for index, place in enumerate(WORLD):
+        elements = [pycolmap.TrackElement(number + 1, index) for number in range(len(names))]
+        made.add_point3D(place, pycolmap.Track(elements))
+    (made.write_binary if binary else made.write_text)(str(folder))
+    return folder
+
+
+def write_picture(path, orientation=1):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.new("RGB", SIZE).save(path, exif=exif)
+
+
+@pytest.mark.parametrize("binary", [True, False], ids=["binary", "text"])
+def test_points_cameras_and_poses(tmp_path, binary):
+    model = read_model(write_model(tmp_path / "model", names=("b.png", "deep/a.png"), binary=binary))
+    assert list(model.images) == ["b.png", "deep/a.png"]
+    image = model.images["deep/a.png"]
+    assert image.size == image.camera.size == SIZE
+    assert np.allclose(image.points, POINTS, atol=1e-9) and image.points.dtype == np.float64
+    assert np.allclose(image.camera.K, K)
+    assert np.allclose(image.cam_from_world, POSE) and np.allclose(image.camera.cam_from_world, POSE)
+    assert image.point_ids.dtype == np.int64 and np.all(np.diff(model.point_ids) > 0)
+    assert np.allclose(model.xyz_of(image.point_ids), WORLD)
+    assert np.allclose(image.camera.project(transform_points(image.cam_from_world, model.xyz)), POINTS)
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_pictures_that_lie_on_their_side(tmp_path, orientation):
+    write_picture(tmp_path / "a.png", orientation)
+    model = read_model(write_model(tmp_path / "model"), images=tmp_path)
+    image = model.images["a.png"]
+    width, height = SIZE
+    x, y = POINTS.T
+    upright = {
+        1: (x, y),
+        3: (width - 1 - x, height - 1 - y),
+        6: (height - 1 - y, x),  # turned clockwise: the top row becomes the right column
+        8: (y, width - 1 - x),
+    }
+    assert image.size == image.camera.size == (SIZE if orientation in (1, 3) else SIZE[::-1])
+    assert np.allclose(image.points, np.stack(upright[orientation], axis=1))
+    seen = transform_points(image.cam_from_world, model.xyz_of(image.point_ids))
+    assert np.allclose(image.camera.project(seen), image.points)
+    assert np.allclose(image.camera.cam_from_world, image.cam_from_world)
+
+
+@pytest.mark.parametrize(
+    ("model", "params"),
+    [("SIMPLE_RADIAL", (100, 30, 20, 0.1)), ("OPENCV_FISHEYE", (100, 110, 30, 20, 0, 0, 0, 0))],
+)
+def test_a_lens_that_distorts_leaves_the_pose(tmp_path, model, params):
+    write_picture(tmp_path / "a.png", 6)
+    image = read_model(write_model(tmp_path / "model", model=model, params=params), images=tmp_path).images["a.png"]
+    assert image.camera is None and image.size == SIZE[::-1]
+    turn = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 1]])
+    assert np.allclose(image.cam_from_world, turn @ POSE)
+    assert np.allclose(image.points[0], (SIZE[1] - 1 - 5, 10))
+
+
+def test_only_registered_pictures(tmp_path):
+    made = pycolmap.Reconstruction(str(write_model(tmp_path / "model", names=("a.png", "b.png"))))
+    made.deregister_frame(made.images[2].frame_id)
+    made.write(str(tmp_path / "model"))
+    model = read_model(tmp_path / "model")
+    assert list(model.images) == ["a.png"]
+
+
+def test_pictures_that_are_missing_are_taken_as_stored(tmp_path):
+    model = read_model(write_model(tmp_path / "model"), images=tmp_path / "nowhere")
+    assert np.allclose(model.images["a.png"].points, POINTS)
+
+
+def test_a_model_without_points(tmp_path):
+    made = pycolmap.Reconstruction(str(write_model(tmp_path / "model")))
+    for number in list(made.points3D):
+        made.delete_point3D(number)
+    made.write(str(tmp_path / "model"))
+    model = read_model(tmp_path / "model")
+    assert model.xyz.shape == (0, 3) and model.images["a.png"].points.shape == (0, 2)
+
+
+def test_what_is_no_model(tmp_path):
+    with pytest.raises(DataError, match="not a folder; give the one that holds"):
+        read_model(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"does not hold a COLMAP model .*do not exist"):
+        read_model(tmp_path)
+    folder = write_model(tmp_path / "model")
+    whole = (folder / "images.bin").read_bytes()
+    for length, message in ((30, "does not hold a COLMAP model"), (len(whole) - 1, "is damaged; copy or export")):
+        (folder / "images.bin").write_bytes(whole[:length])
+        with pytest.raises(DataError, match=message):
+            read_model(folder)
