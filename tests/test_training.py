@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import dualrc.data.photos
 from dualrc.config import from_dict, read_toml, to_dict
-from dualrc.data import PhotoPairs, read_photos
+from dualrc.data import PhotoPairs, PhotosConfig, read_photos
 from dualrc.data.light import relight
 from dualrc.data.photos import PhotoMotion
 from dualrc.errors import ConfigError, DataError, OutputError
@@ -174,8 +174,9 @@ def test_light_changes_colours_and_not_places():
 def tiny_run(folder, **changes) -> TrainConfig:
     settings = {"size": 64, "pairs": 2, "points": 32, "steps": 6, "warm_up": 2, "validation_batches": 1}
     network = tiny_config(subpixel_hidden=16)
+    data = PhotosConfig(paths=(str(folder),), canvas=160)
     return TrainConfig(
-        photos=(str(folder),), network=network, precision="float32", validate_every=3, **{**settings, **changes}
+        data=(data,), network=network, precision="float32", validate_every=3, **{**settings, **changes}
     )
 
 
@@ -204,7 +205,7 @@ def test_a_run_leaves_its_config_and_versions_and_says_what_it_left_out(folder, 
     train(config, tmp_path, device="cpu", minutes=0)
     assert read_toml(TrainConfig, tmp_path / "config.toml") == config
     versions = json.loads((tmp_path / "versions.json").read_text())
-    assert versions.keys() == {"dualrc", "torch", "python", "device"}
+    assert versions.keys() == {"dualrc", "torch", "python", "device", "processes"}
     assert versions["device"] == "cpu"
     assert f"too small: 1 ({folder / 'broken.jpg'})" in capsys.readouterr().err
 
@@ -212,7 +213,7 @@ def test_a_run_leaves_its_config_and_versions_and_says_what_it_left_out(folder, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("photos", ()),
+        ("data", ()),
         ("size", 100),
         ("size", 48),
         ("pairs", 0),

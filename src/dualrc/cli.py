@@ -221,8 +221,12 @@ def train(
     ),
     minutes: Annotated[float | None, typer.Option(help="Save and stop after so long; run again to go on.")] = None,
     device: DeviceOption = None,
+    devices: Annotated[int, typer.Option(help="So many GPUs (or processes on a CPU) of this machine.")] = 1,
+    nodes: Annotated[int, typer.Option(help="So many machines; start the command on each, as Fabric expects it.")] = 1,
 ) -> None:
-    """Train a network on your own photographs; single ones are enough, pairs are made from them.
+    """Train a network on your own data: single photographs are enough, pairs are made from them.
+
+    Ctrl-C saves; the same command goes on from there. docs/training.md tells of all kinds of data.
 
     dualrc train configs/default-1.toml --out runs/mine
 
@@ -231,7 +235,8 @@ def train(
     from dualrc import train as training
     from dualrc.config import read_toml
 
-    training.train(read_toml(training.TrainConfig, config), out, minutes=minutes, device=device)
+    settings = read_toml(training.TrainConfig, config)
+    training.train(settings, out, minutes=minutes, device=device, devices=devices, nodes=nodes)
     screen.print(f"Written: {out / 'weights.safetensors'}")
 
 

@@ -150,7 +150,8 @@ def preset(name: str) -> tuple[NetworkConfig, MatcherConfig]:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """A config as nested dictionaries; fields that are None are left out, as TOML has no null."""
-    return {key: value for key, value in _plain(config).items() if value is not None}
+    plain: dict[str, Any] = _plain(config)
+    return plain
 
 
 def from_dict(kind: type[T], values: dict[str, Any], where: str = "") -> T:
@@ -188,8 +189,9 @@ def to_toml(config: Any) -> str:
 
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    return list(value) if isinstance(value, tuple) else value
+        values = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return {name: _plain(value) for name, value in values if value is not None}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

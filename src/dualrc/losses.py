@@ -123,7 +123,7 @@ def _coarse_losses(raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places
 def _fine_losses(
     scores: Tensor, fine1: FineMap, places: _Places, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses (n) of the fine cosines and of coarse score times fine score, and what the matcher finds: cells, scores."""
+    """Losses (n) of the fine cosines and of coarse score times fine score; the cells and scores the matcher finds."""
     features = places.queries.features[:, 0].unflatten(0, (len(fine1.features), -1))  # b points c
     cosines = torch.bmm(features, fine1.features.transpose(1, 2)).flatten(0, 1).float()
     logits = cosines / 0.05

@@ -2,21 +2,24 @@
 
 from dualrc.data.colmap import ColmapConfig
 from dualrc.data.megadepth import MegaDepthConfig
-from dualrc.data.open import PairsConfig, open_pairs
+from dualrc.data.open import DataConfig, Opened, open_pairs
 from dualrc.data.pairs import PairBatch, PairMaker
 from dualrc.data.pairsfile import PairsFileConfig
-from dualrc.data.photos import PhotoPairs, read_photos
+from dualrc.data.photos import PhotoMotion, PhotoPairs, PhotosConfig, read_photos
 from dualrc.data.rgbd import RgbdConfig
 from dualrc.data.scenes import ScenesConfig
 
 __all__ = [
     "ColmapConfig",
+    "DataConfig",
     "MegaDepthConfig",
+    "Opened",
     "PairBatch",
     "PairMaker",
-    "PairsConfig",
     "PairsFileConfig",
+    "PhotoMotion",
     "PhotoPairs",
+    "PhotosConfig",
     "RgbdConfig",
     "ScenesConfig",
     "open_pairs",

@@ -1,28 +1,65 @@
 """From a reader's config to batches: the one place that knows all readers of pairs."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dualrc.data.colmap import ColmapConfig, ColmapPairs
 from dualrc.data.megadepth import MegaDepthConfig, MegaDepthPairs, MegaDepthRecipe
-from dualrc.data.pairs import PairSource
+from dualrc.data.pairs import PairMaker, PairSample, PairSource
 from dualrc.data.pairsfile import PairsFile, PairsFileConfig
+from dualrc.data.photos import PhotoPairs, Photos, PhotosConfig, read_photos
 from dualrc.data.rgbd import RgbdConfig, RgbdPairs
 from dualrc.data.scenes import ScenePairs, ScenesConfig
 from dualrc.data.views import FilePairs
+from dualrc.errors import ConfigError
 
-PairsConfig = ScenesConfig | PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfig
+DataConfig = PhotosConfig | ScenesConfig | PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfig
+
+_HELD_OUT = 10  # every tenth
+_HELD_OUT_SCENES = 16
 
 
-def open_pairs(
-    config: PairsConfig, *, size: int, points: int, device: torch.device | str = "cpu"
-) -> FilePairs | ScenePairs:
-    """A maker of batches of `size` x `size` pictures with so many places each."""
-    settings: dict[str, Any] = {"size": size, "points": points, "device": device}
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """Makers of batches from one source, to train on and to check with."""
+
+    training: PairMaker
+    held_out: PairMaker
+
+    def report(self) -> list[str]:
+        """Lines about what could not be used so far."""
+        lines = (maker.report() for maker in (self.training, self.held_out))
+        return [line for line in dict.fromkeys(lines) if line]
+
+    def close(self) -> None:
+        """Stop what is being prepared."""
+        self.training.close()
+        self.held_out.close()
+
+
+def open_pairs(config: DataConfig, *, size: int, points: int, device: torch.device | str = "cpu") -> Opened:
+    """Makers of batches of `size` x `size` pictures with so many places each; every tenth picture or pair is held out.
+
+    Where there are fewer than ten, the same ones serve for both.
+    """
+    if not 0 < config.share < float("inf"):
+        raise ConfigError(f"share = {config.share} must be above 0.")
+    settings: dict[str, Any] = {"size": size, "points": points, "device": torch.device(device)}
+    if isinstance(config, PhotosConfig):
+        photos = read_photos(config.paths, canvas=config.canvas)
+        parts = (_some_photos(photos, numbers) for numbers in _split(len(photos.sizes)))
+        training, held_out = (PhotoPairs(part, motion=config.motion, **settings) for part in parts)
+        return Opened(training=training, held_out=held_out)
     if isinstance(config, ScenesConfig):
-        return ScenePairs(config, **settings)
-    return FilePairs(_source(config), config, **settings)
+        other = replace(config, seed=config.seed + 1, pool=min(config.pool, _HELD_OUT_SCENES), workers=0)
+        return Opened(training=ScenePairs(config, **settings), held_out=ScenePairs(other, **settings))
+    source = _source(config)
+    sources = (_Some(source, numbers) for numbers in _split(len(source)))
+    pairs, held_out_pairs = (FilePairs(some, config, **settings) for some in sources)
+    return Opened(training=pairs, held_out=held_out_pairs)
 
 
 def _source(config: PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfig) -> PairSource:
@@ -37,3 +74,33 @@ def _source(config: PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfi
             return MegaDepthPairs(config.root, config.split, MegaDepthRecipe(seed=config.seed))
         case RgbdConfig():
             return RgbdPairs(config.root, min_overlap=config.min_overlap)
+
+
+def _split(count: int) -> tuple[list[int], list[int]]:
+    """Numbers to train on and numbers to check with."""
+    held_out = list(range(_HELD_OUT - 1, count, _HELD_OUT))
+    if not held_out:
+        return list(range(count)), list(range(count))
+    return [number for number in range(count) if number % _HELD_OUT != _HELD_OUT - 1], held_out
+
+
+def _some_photos(photos: Photos, numbers: Sequence[int]) -> Photos:
+    return replace(photos, canvases=photos.canvases[numbers], sizes=photos.sizes[numbers])
+
+
+class _Some:
+    """Some pairs of a source."""
+
+    def __init__(self, source: PairSource, numbers: Sequence[int]) -> None:
+        self._source, self._numbers = source, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def name(self, number: int) -> str:
+        """What a report calls this pair."""
+        return self._source.name(self._numbers[number])
+
+    def load(self, number: int) -> PairSample:
+        """Read a pair."""
+        return self._source.load(self._numbers[number])

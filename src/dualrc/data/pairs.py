@@ -42,6 +42,12 @@ class PairMaker(Protocol):
     def make(self, count: int, random: Generator) -> PairBatch:
         """A batch of `count` pairs; the same generator state makes the same batch."""
 
+    def report(self) -> str:
+        """One line about what could not be used so far; empty if all could."""
+
+    def close(self) -> None:
+        """Stop what is being prepared."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairSample:

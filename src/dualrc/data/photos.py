@@ -10,9 +10,9 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from dualrc.data.light import relight
 from dualrc.data.pairs import PairBatch
-from dualrc.errors import DataError
+from dualrc.errors import ConfigError, DataError
 from dualrc.image import normalize_colors, read
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
@@ -137,6 +137,23 @@ class PhotoMotion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PhotosConfig:
+    """Pairs made from single photographs."""
+
+    kind: Literal["photos"] = "photos"
+    share: float = 1.0  # of the pairs, beside the other data
+    paths: tuple[str, ...]  # folders and tar files
+    motion: PhotoMotion = field(default_factory=PhotoMotion)
+    canvas: int = 512  # larger photographs are scaled down to this side
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise ConfigError("paths is empty; name at least one folder or tar file of photographs.")
+        if self.canvas < 64:
+            raise ConfigError(f"canvas = {self.canvas} must be at least 64.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Layer:
     """One photograph seen in both pictures."""
 
@@ -189,6 +206,17 @@ class PhotoPairs:
             absent1=torch.cat([nothing0, absent1], 1) | ~related,
         )
 
+    def report(self) -> str:
+        """One line about photographs that are left out; empty if none is."""
+        broken = self.photos.broken
+        if not broken:
+            return ""
+        names = ", ".join(broken[:3]) + (", ..." if len(broken) > 3 else "")
+        return f"Photographs left out as unreadable or too small: {len(broken)} ({names})"
+
+    def close(self) -> None:
+        """Nothing is being prepared."""
+
     def _cell_centers(self, count: int, points: int, random: Generator) -> Tensor:
         cells = torch.randint(self.size // 4, (count, points, 2), generator=random, device=self.device)
         return (cells + 0.5) * 4 - 0.5
@@ -217,7 +245,7 @@ class PhotoPairs:
         ).where(~still, 0)
         focus = sizes * uniform(0.25, 0.75, 2)
         middle = uniform(0.2, 0.8, 2) * self.size  # where an occluding layer stands in picture 0
-        views = []
+        views: list[tuple[Tensor, ...]] = []
         for sign in (-0.5, 0.5):
             scale = (mean_scale * torch.exp2(sign * apart)).clamp(min=0.2).minimum(widest)
             stand = self.size / 2 if background else middle
@@ -228,7 +256,7 @@ class PhotoPairs:
         views[1] = tuple(
             torch.where(still.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(shifted, views[1], strict=True)
         )
-        transforms = [_photo_from_picture(focus, *view, self.size) for view in views]
+        transforms = [_photo_from_picture(focus, *view, size=self.size) for view in views]
         waves = None
         if background:
             frequency = normal(1.0, 3, 2) * 2 * math.pi / 400
@@ -299,7 +327,7 @@ def _middles(photos: Photos) -> Tensor:
 
 
 def _photo_from_picture(
-    focus: Tensor, place: Tensor, scale: Tensor, turn: Tensor, stretch: Tensor, perspective: Tensor, size: int
+    focus: Tensor, place: Tensor, scale: Tensor, turn: Tensor, stretch: Tensor, perspective: Tensor, *, size: int
 ) -> Tensor:
     """Homographies (b 3 3) that take `place` in the picture to `focus` in the photograph."""
     cos, sin = torch.cos(turn), torch.sin(turn)

@@ -1,7 +1,7 @@
-"""Batches from pairs of pictures: cut, scaled to one size, decoded ahead in threads."""
+"""Batches from pairs of pictures: cut, scaled to one size, decoded in threads."""
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +18,6 @@ from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
 from dualrc.image import normalize_colors, read
 from dualrc.matches import BoolArray, FloatArray
 
-_AHEAD = 2  # batches
-_MAX_MISSES = 3
 _TRIES = 8  # cuts, of which the first is taken that keeps enough points
 _HIDDEN_SHARE = 1 / 8  # of the places, for the hidden points of each picture
 _MARGIN_PX = 8  # this near to the border of a view, a point outside may still be seen by the network
@@ -29,6 +27,7 @@ _MARGIN_PX = 8  # this near to the border of a view, a point outside may still b
 class CutConfig:
     """How pairs of pictures become views of one size."""
 
+    share: float = 1.0  # of the pairs, beside the other data
     # None: the whole picture, scaled to a square, as in the paper. Else a random square; this is the least share of
     # the shorter side that it takes.
     crop: float | None = None
@@ -64,8 +63,7 @@ class _View(NamedTuple):
 class FilePairs:
     """Makes batches from a source of pairs; pairs that can't be used are left out and remembered in `skipped`.
 
-    The same generator state makes the same batch. Each batch takes one number from the generator, so where nothing
-    else uses that generator, the batches to come are known and are prepared ahead.
+    The same generator state makes the same batch.
     """
 
     def __init__(
@@ -80,15 +78,11 @@ class FilePairs:
         self.skipped: dict[str, str] = {}  # names of pairs to what is wrong with them
         self._broken: set[int] = set()
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="pairs")
-        self._ahead: dict[tuple[int, int], list[Future[_View]]] = {}
-        self._misses = 0
 
     def make(self, count: int, random: Generator) -> PairBatch:
         """A batch of `count` pairs."""
         seed = _draw(random)
-        futures = self._take(seed, count)
-        self._look_ahead(count, random)
-        views = [future.result() for future in futures]
+        views = list(self._pool.map(lambda slot: self._view(seed, slot), range(count)))
         own = torch.Generator(device=self.device).manual_seed(seed)
         images = torch.from_numpy(np.stack([view.images for view in views], axis=1)).to(self.device)  # 2 b s s 3
         images = images.flatten(0, 1).permute(0, 3, 1, 2).float() / 255
@@ -118,32 +112,6 @@ class FilePairs:
 
     def _tensor(self, arrays: list[npt.NDArray[np.generic]]) -> Tensor:
         return torch.from_numpy(np.stack(arrays, axis=1)).to(self.device)
-
-    def _take(self, seed: int, count: int) -> list[Future[_View]]:
-        """The views of a batch, from those prepared ahead if it is one of them."""
-        futures = self._ahead.pop((seed, count), None)
-        if futures is not None:
-            self._misses = 0
-            return futures
-        if self._ahead:
-            self._misses += 1
-            for future in (future for futures in self._ahead.values() for future in futures):
-                future.cancel()
-            self._ahead.clear()
-        return self._submit(seed, count)
-
-    def _submit(self, seed: int, count: int) -> list[Future[_View]]:
-        return [self._pool.submit(self._view, seed, slot) for slot in range(count)]
-
-    def _look_ahead(self, count: int, random: Generator) -> None:
-        if self._misses >= _MAX_MISSES:
-            return  # the generator serves others too, so what comes is not known
-        copy = torch.Generator(device=random.device)
-        copy.set_state(random.get_state())
-        for _ in range(_AHEAD):
-            seed = _draw(copy)
-            if (seed, count) not in self._ahead:
-                self._ahead[seed, count] = self._submit(seed, count)
 
     def _view(self, seed: int, slot: int) -> _View:
         """The first pair that can be used, in an order that only depends on seed and slot."""

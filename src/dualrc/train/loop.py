@@ -17,10 +17,10 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from dualrc.config import to_toml
-from dualrc.data import PairBatch, PairMaker, open_pairs
+from dualrc.data import Opened, PairBatch, PairMaker, open_pairs
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import is_file, replacing
-from dualrc.losses import keypoint_losses, matching_losses
+from dualrc.losses import BatchKeypointLosses, MatchingLosses, keypoint_losses, matching_losses
 from dualrc.model.backbone import PaperBackbone
 from dualrc.model.checkpoint import load_imagenet_trunk, load_weights, save_weights
 from dualrc.model.correlation import normalize
@@ -63,7 +63,7 @@ class TrainingStep(nn.Module):
         batch = PairBatch(**dict(zip(names, tensors, strict=True)))
         features = Features(coarse=coarse0, fine=fine0), Features(coarse=coarse1, fine=fine1)
         if self.config.loss == "matching":
-            losses = matching_losses(self.network, *features, batch)
+            losses: MatchingLosses | BatchKeypointLosses = matching_losses(self.network, *features, batch)
         else:
             losses = keypoint_losses(self.network, *features, batch, self.config.loss)
         return losses.total(), {name: value.detach() for name, value in losses.logged().items()}
@@ -80,9 +80,10 @@ def train(
 ) -> dict[str, float]:
     """Train, or go on with an unfinished run in `out`; leaves checkpoint.pt, log.csv and weights.safetensors there.
 
-    Beside them, config.toml and versions.json say what was run, and pictures/ shows matches of held-out pairs. Stops
-    after `minutes` or on Ctrl-C, saving; the same call then continues as if it had never stopped. With several
-    `devices` or `nodes`, a step's pairs are divided among processes. Gives the figures on held-out pairs.
+    Beside them, config.toml and versions.json say what was run, and pictures/ shows matches of held-out pairs. Saves
+    and stops after `minutes`, or on Ctrl-C (which is then raised); the same call then continues as if it had never
+    stopped. With several `devices` or `nodes`, a step's pairs are divided among processes. Gives the figures on
+    held-out pairs.
     """
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     fabric = _fabric(device, devices, nodes)
@@ -92,17 +93,10 @@ def train(
         remedy = f"set parts to a multiple of {fabric.world_size}"
         raise ConfigError(f"{fabric.world_size} processes can't share parts = {config.parts}; {remedy}.")
     run = _Run(config, Path(out), fabric)
-    opened = [
-        open_pairs(d, size=config.size, points=config.points, seed=config.seed, device=fabric.device)
-        for d in config.data
-    ]
-    for line in (line for each in opened for line in each.notes):
-        run.say(line)
-    shares, count = [each.share for each in opened], config.pairs // config.parts
-    batches = Batches(
-        [each.training for each in opened], shares, seed=config.seed, count=count, device=fabric.device
-    )
-    held_out = [each.held_out for each in opened]
+    opened = [open_pairs(d, size=config.size, points=config.points, device=fabric.device) for d in config.data]
+    shares, count = [d.share for d in config.data], config.pairs // config.parts
+    batches = Batches([each.training for each in opened], shares, seed=config.seed, count=count, device=fabric.device)
+    run.say_once(opened)
     parts = range(fabric.global_rank, config.parts, fabric.world_size)
     figures: dict[str, float] = {}
     with stop_on_signals() as stop:
@@ -114,8 +108,9 @@ def train(
                     if stop.asked:
                         run.say("Saving...")
                     else:
-                        figures = run.validate(held_out)
+                        figures = run.validate([each.held_out for each in opened])
                     run.save()
+                    run.say_once(opened)
                 if ending:
                     break
         finally:
@@ -123,7 +118,8 @@ def train(
             for each in opened:
                 each.close()
     if stop.asked:
-        run.say(f"Stopped at step {run.step} and saved; the same command goes on from there.")
+        run.say(f"Saved at step {run.step}; the same command goes on from there.")
+        raise KeyboardInterrupt
     return figures
 
 
@@ -173,6 +169,7 @@ class _Run:
             self._describe()
         self._averaged = _floating(self.average), _floating(self.network)
         self._skipped = torch.zeros((), device=fabric.device)
+        self._said: set[str] = set()
         self._since, self._last_step = time.monotonic(), self.step
 
     def advance(self, batch: PairBatch, parts: int) -> None:
@@ -232,6 +229,13 @@ class _Run:
         """Tell the user, once for all processes."""
         if self._is_first:
             self._console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    def say_once(self, opened: Sequence[Opened]) -> None:
+        """Tell what data could not be used, if that was not told yet."""
+        for line in (line for each in opened for line in each.report()):
+            if line not in self._said:
+                self.say(line)
+                self._said.add(line)
 
     def _drop_if_not_finite(self) -> None:
         """Take no step on a gradient that is not finite; without waiting for the GPU to tell."""

@@ -1,0 +1,288 @@
+"""Whole training runs: they learn, can be interrupted and divided among processes, and follow the paper's recipe."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, texture, tiny_config, tiny_network
+from PIL import Image
+
+import dualrc.train.loop
+from dualrc.config import FineConfig, NetworkConfig, ResNetConfig, read_toml, to_toml
+from dualrc.data import PairBatch, PhotoMotion, PhotoPairs, PhotosConfig, ScenesConfig, read_photos
+from dualrc.errors import ConfigError, DataError
+from dualrc.losses import keypoint_losses, paper_loss, published_loss
+from dualrc.model.backbone import ResNet101
+from dualrc.model.checkpoint import load_weights
+from dualrc.model.dualrc import Features
+from dualrc.train import TrainConfig, train
+from dualrc.train.batches import Batches
+
+CPU = torch.device("cpu")
+CONFIGS = ROOT / "configs"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Thirty photographs of noise with structure at many scales."""
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(30):
+        Image.fromarray(texture(number, 160, 150)).save(folder / f"{number:02}.png")
+    return folder
+
+
+def tiny_run(folder, **changes) -> TrainConfig:
+    settings = {"size": 64, "pairs": 4, "points": 32, "steps": 6, "warm_up": 2, "precision": "float32"}
+    settings |= {"network": tiny_config(subpixel_hidden=16), "validate_every": 3, "validation_batches": 1}
+    return TrainConfig(data=(PhotosConfig(paths=(str(folder),), canvas=160),), **{**settings, **changes})
+
+
+def logged(folder, name: str) -> dict[int, float]:
+    """What log.csv says of one value, by step."""
+    with (folder / "log.csv").open() as file:
+        return {int(step): float(value) for step, key, value in csv.reader(file) if key == name}
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.name)
+def test_our_configs_can_be_read(path):
+    assert read_toml(TrainConfig, path).steps > 0
+
+
+def test_a_tiny_network_learns_on_a_cpu(folder, tmp_path):
+    config = read_toml(TrainConfig, CONFIGS / "tiny.toml")
+    config = replace(config, data=(replace(config.data[0], paths=(str(folder),)),), seed=1)
+    before = train(replace(config, learning_rate=1e-12), tmp_path / "before", device="cpu", minutes=0)
+    after = train(config, tmp_path / "after", device="cpu")
+    assert before["within_5px"] < 0.15
+    assert after["within_5px"] > before["within_5px"] + 0.3
+    assert after["within_3px"] > 3 * before["within_3px"]
+    assert logged(tmp_path / "after", "loss")[100] < 0.85 * logged(tmp_path / "after", "loss")[50]
+    with Image.open(tmp_path / "after" / "pictures" / "0000100.jpg") as picture:
+        assert np.asarray(picture).std() > 20
+    assert load_weights(tmp_path / "after" / "weights.safetensors").config == config.network
+
+
+def test_the_loss_curve_of_a_stopped_run_is_that_of_an_undisturbed_one(folder, tmp_path):
+    config = tiny_run(folder, validate_every=2)
+    train(config, tmp_path / "whole", device="cpu")
+    for _ in range(3):
+        train(config, tmp_path / "parts", device="cpu", minutes=0)  # one step each
+    train(config, tmp_path / "parts", device="cpu")
+    whole, parts = logged(tmp_path / "whole", "loss"), logged(tmp_path / "parts", "loss")
+    assert list(whole) == [2, 4, 6]
+    assert parts == pytest.approx(whole, rel=1e-5)
+
+
+def test_two_processes_train_as_one_with_the_same_pairs(folder, tmp_path):
+    config = tiny_run(folder, parts=2, steps=3)
+    (tmp_path / "run.toml").write_text(to_toml(config))
+    train(config, tmp_path / "one", device="cpu")
+    command = [sys.executable, "-m", "dualrc", "train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "two")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--device", "cpu", "--devices", "2"], check=True, timeout=120, env=environment)
+    one, two = (load_weights(tmp_path / name / "weights.safetensors").state_dict() for name in ("one", "two"))
+    for name, tensor in one.items():
+        assert torch.allclose(two[name].float(), tensor.float(), rtol=1e-3, atol=1e-4), name
+    assert logged(tmp_path / "two", "held_out_fine") == pytest.approx(logged(tmp_path / "one", "held_out_fine"), rel=1e-4)
+    untrained = train(replace(config, steps=1, learning_rate=1e-12), tmp_path / "none", device="cpu")
+    assert abs(untrained["fine"] - logged(tmp_path / "one", "held_out_fine")[3]) > 1e-2  # so the agreement says something
+
+
+def test_processes_that_can_not_share_the_pairs(folder, tmp_path):
+    with pytest.raises(ConfigError, match="pairs = 4 can't be made in parts = 3"):
+        tiny_run(folder, parts=3)
+    (tmp_path / "run.toml").write_text(to_toml(tiny_run(folder)))
+    command = [sys.executable, "-m", "dualrc", "train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]
+    result = subprocess.run(
+        [*command, "--device", "cpu", "--devices", "2"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode != 0
+    assert "set parts to a multiple of 2" in result.stderr
+
+
+def test_control_c_saves_and_the_same_command_goes_on(folder, tmp_path):
+    (tmp_path / "run.toml").write_text(to_toml(tiny_run(folder, steps=100_000, validate_every=5_000)))
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "dualrc", "train", str(tmp_path / "run.toml"), "--out", str(out), "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 100
+    while not (out / "log.csv").exists() and time.monotonic() < deadline:  # written at step 100
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "the same command goes on from there" in text
+    step = torch.load(out / "checkpoint.pt", weights_only=True)["step"]
+    assert step >= 100
+    config = read_toml(TrainConfig, out / "config.toml")
+    train(config, out, device="cpu", minutes=0)
+    assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == step + 1
+
+
+def test_a_step_whose_loss_is_not_finite_is_left_out(folder, tmp_path, monkeypatch, capsys):
+    whole = dualrc.train.loop.matching_losses
+    calls = []
+
+    def broken(*arguments):
+        calls.append(None)
+        losses = whole(*arguments)
+        return replace(losses, fine=losses.fine * (float("nan") if len(calls) == 2 else 1))
+
+    monkeypatch.setattr(dualrc.train.loop, "matching_losses", broken)
+    figures = train(tiny_run(folder), tmp_path / "once", device="cpu")
+    assert np.isfinite(list(figures.values())).all()
+    assert "not finite in 1 of 3 steps" in capsys.readouterr().err
+    assert all(t.isfinite().all() for t in load_weights(tmp_path / "once" / "weights.safetensors").state_dict().values())
+    monkeypatch.setattr(
+        dualrc.train.loop, "matching_losses", lambda *a: replace(whole(*a), fine=whole(*a).fine * float("nan"))
+    )
+    with pytest.raises(DataError, match="lower learning_rate"):
+        train(tiny_run(folder), tmp_path / "ever", device="cpu")
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(folder, tmp_path, monkeypatch):
+    config = tiny_run(folder)
+    train(config, tmp_path, device="cpu", minutes=0)
+    good = (tmp_path / "checkpoint.pt").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(dualrc.train.loop.OutputError, match="make room"):
+        train(config, tmp_path, device="cpu")
+    assert (tmp_path / "checkpoint.pt").read_bytes() == good
+
+
+def test_sources_are_mixed_by_their_shares_and_every_step_can_be_made_again():
+    class Numbered:
+        def __init__(self, number):
+            self.number = number
+
+        def make(self, count, random):
+            noise = torch.rand(count, 1, generator=random)
+            flags = torch.ones(count, 1, dtype=torch.bool)
+            images = torch.full((count, 3, 8, 8), float(self.number))
+            return PairBatch(
+                images0=images, images1=images, points0=noise, points1=noise, valid=flags, absent0=flags, absent1=flags
+            )
+
+    def batches():
+        return Batches([Numbered(0), Numbered(1)], [1.0, 3.0], seed=5, count=2, device=CPU)
+
+    made = [batches().get(step, [0, 1]) for step in range(100)]
+    share = float(np.mean([batch.images0.mean() for batch in made]))
+    assert share == pytest.approx(0.75, abs=0.1)
+    straight = batches()
+    for step, batch in enumerate(made):
+        assert torch.equal(straight.get(step, [0, 1]).points0, batch.points0)
+    halves = torch.cat([batches().get(7, [part]).points0 for part in (0, 1)])
+    assert torch.equal(halves, made[7].points0)
+    assert len({float(batch.points0[0]) for batch in made}) == 100
+
+
+def test_scenes_and_photographs_train_together(folder, tmp_path):
+    scenes = ScenesConfig(picture=(96, 80), pool=2, workers=0, min_points=4)
+    config = tiny_run(folder, size=64, steps=2, validation_batches=2)
+    config = replace(config, data=(*config.data, scenes))
+    assert read_toml(TrainConfig, _written(config, tmp_path / "run.toml")) == config
+    figures = train(config, tmp_path / "run", device="cpu")
+    assert np.isfinite(list(figures.values())).all()
+
+
+def _written(config, path):
+    path.write_text(to_toml(config))
+    return path
+
+
+def test_the_papers_schedule():
+    config = read_toml(TrainConfig, CONFIGS / "paper.toml")
+    epoch = 942  # 15,070 pairs, 16 a step
+    assert config.steps == 15 * epoch
+    assert [config.rate(n * epoch) for n in (0, 4, 5, 10, 14)] == [0.01, 0.01, 0.005, 0.0025, 0.0025]
+    assert read_toml(TrainConfig, CONFIGS / "published.toml").rate(0) == 0.001
+    ours = read_toml(TrainConfig, CONFIGS / "default-1.toml")
+    assert ours.rate(0) < ours.rate(ours.warm_up) == ours.learning_rate
+    assert ours.rate(ours.steps) == pytest.approx(0, abs=1e-9)
+
+
+def paper_run(folder, trunk, **changes) -> TrainConfig:
+    network = NetworkConfig(
+        preset="paper",
+        backbone=ResNetConfig(channels=256),
+        fine=FineConfig(reading="corner", query_share=0.5, subpixel=False),
+    )
+    return tiny_run(
+        folder, network=network, trunk=trunk, pairs=2, points=16, steps=2, optimizer="adam", average=0.0, **changes
+    )
+
+
+@pytest.mark.parametrize("loss", ["paper", "published"])
+def test_the_papers_network_trains_but_for_its_trunk(folder, tmp_path, loss):
+    torch.manual_seed(0)
+    trunk = ResNet101(conv5=False)
+    torch.save(trunk.state_dict() | {"fc.weight": torch.zeros(1)}, tmp_path / "resnet101.pth")
+    train(paper_run(folder, str(tmp_path / "resnet101.pth"), loss=loss), tmp_path / "run", device="cpu")
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["network"]
+    for name, tensor in trunk.state_dict().items():
+        assert torch.equal(state[f"backbone.trunk.{name}"], tensor), name
+    fresh = dualrc.train.loop._network(paper_run(folder, str(tmp_path / "resnet101.pth"), loss=loss))
+    moved = [n for n, p in fresh.named_parameters() if p.requires_grad and not torch.equal(p, state[n])]
+    assert {name.split(".")[0] for name in moved} == {"backbone", "consensus"}
+
+
+def test_the_papers_network_needs_its_trunk(folder):
+    with pytest.raises(ConfigError, match="torchvision's file"):
+        paper_run(folder, None)
+    with pytest.raises(ConfigError, match="trunk is for a network with a ResNet-101"):
+        tiny_run(folder, trunk="resnet101.pth")
+
+
+def test_keypoint_losses_are_means_over_pairs(folder):
+    network = tiny_network(subpixel=False)
+    maker = PhotoPairs(read_photos([folder], canvas=160), size=64, points=20, motion=PhotoMotion(), device=CPU)
+    batch = maker.make(4, torch.Generator().manual_seed(0))
+    batch = replace(batch, valid=batch.valid & (torch.arange(4) != 1)[:, None])  # one pair has nothing to learn from
+    features = [network.extract(images) for images in (batch.images0, batch.images1)]
+    for form, single in (("paper", paper_loss), ("published", published_loss)):
+        found = keypoint_losses(network, *features, batch, form)
+        totals = []
+        for number in (0, 2, 3):
+            valid = batch.valid[number]
+            pair = [Features(coarse=f.coarse[number, None], fine=f.fine[number, None]) for f in features]
+            points = batch.points0[number][valid], batch.points1[number][valid]
+            totals.append(single(network, *pair, *points).total)
+        assert found.total().item() == pytest.approx(torch.stack(totals).mean().item())
+        assert found.logged().keys() == {"keypoint", "orthogonal", "within_1px", "within_3px", "within_5px"}
+    nothing = keypoint_losses(network, *features, replace(batch, valid=batch.valid & False), "paper")
+    assert nothing.total() == 0
+
+
+def test_pairs_of_different_things_teach_only_distrust(folder):
+    maker = PhotoPairs(
+        read_photos([folder], canvas=160), size=64, points=40, motion=PhotoMotion(unrelated=0.25), device=CPU
+    )
+    batch = maker.make(8, torch.Generator().manual_seed(0))
+    assert not batch.valid[:2].any()
+    assert batch.absent0[:2].all() and batch.absent1[:2].all()
+    assert torch.equal(batch.images1[:2], batch.images1[2:4])
+    assert batch.valid[2:].any(1).all()
+
+
+def test_still_pairs_only_shift(folder):
+    motion = PhotoMotion(still=1.0, layers=0, unrelated=0.0)
+    maker = PhotoPairs(read_photos([folder], canvas=160), size=96, points=60, motion=motion, device=CPU)
+    batch = maker.make(6, torch.Generator().manual_seed(0))
+    for number in range(6):
+        shift = (batch.points1 - batch.points0)[number][batch.valid[number]]
+        assert len(shift) > 20
+        assert shift.std(0).max() < 1.0  # perspective makes it differ a little
+        assert shift.abs().max() < 40
