@@ -17,6 +17,7 @@ from PIL import Image
 import dualrc.train.loop
 from dualrc.config import FineConfig, NetworkConfig, ResNetConfig, read_toml, to_toml
 from dualrc.data import PairBatch, PhotoMotion, PhotoPairs, PhotosConfig, ScenesConfig, read_photos
+from dualrc.data.photos import Photos
 from dualrc.errors import ConfigError, DataError
 from dualrc.losses import keypoint_losses, paper_loss, published_loss
 from dualrc.model.backbone import ResNet101
@@ -286,3 +287,27 @@ def test_still_pairs_only_shift(folder):
         assert len(shift) > 20
         assert shift.std(0).max() < 1.0  # perspective makes it differ a little
         assert shift.abs().max() < 40
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_photographs_of_many_gigabytes_are_picked_right_on_a_gpu():
+    count, side = 2900, 512  # more than 2^31 pixels
+    canvases = torch.zeros(count, 3, side, side, dtype=torch.uint8)
+    canvases += torch.arange(count, dtype=torch.int64).remainder(251).to(torch.uint8)[:, None, None, None]
+    photos = Photos(canvases=canvases, sizes=torch.full((count, 2), side), broken=())
+    maker = PhotoPairs(photos, size=64, points=8, motion=PhotoMotion(), device=torch.device("cuda"))
+    random = torch.Generator(device="cuda").manual_seed(0)
+    index = torch.randint(count, (64,), generator=torch.Generator(device="cuda").manual_seed(0), device="cuda")
+    picked, _ = maker._canvases(64, 0, random)
+    assert torch.equal(picked[:, 0, 5, 7].long(), index % 251)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_recorded_batch_is_the_one_that_would_be_made(folder):
+    device = torch.device("cuda")
+    maker = PhotoPairs(read_photos([folder], canvas=160), size=64, points=8, motion=PhotoMotion(), device=device)
+    recorded = Batches([maker], [1.0], seed=3, count=4, device=device)
+    for step in range(3):
+        _, seed = recorded._draw(step, 0)
+        made = maker.make(4, torch.Generator(device=device).manual_seed(seed))
+        assert torch.allclose(recorded.get(step, [0]).images0, made.images0, atol=1e-5)

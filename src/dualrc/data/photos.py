@@ -149,8 +149,8 @@ class PhotosConfig:
     def __post_init__(self) -> None:
         if not self.paths:
             raise ConfigError("paths is empty; name at least one folder or tar file of photographs.")
-        if self.canvas < 64:
-            raise ConfigError(f"canvas = {self.canvas} must be at least 64.")
+        if self.canvas < 64 or self.canvas % 8:
+            raise ConfigError(f"canvas = {self.canvas} must be a multiple of 8 and at least 64.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,9 +176,9 @@ class PhotoPairs:
         self.points = points
         self.motion = motion
         self.device = device
-        self.canvases = photos.canvases.to(device)
         self.sizes = photos.sizes.to(device)
-        self.tiles = _middles(photos).to(device) if motion.mosaic else None
+        self.canvases = _packed(photos.canvases).to(device)
+        self.tiles = _packed(_middles(photos)).to(device) if motion.mosaic else None
 
     def make(self, count: int, random: Generator) -> PairBatch:
         """A batch of `count` pairs."""
@@ -280,12 +280,13 @@ class PhotoPairs:
     def _canvases(self, count: int, nine: int, random: Generator) -> tuple[Tensor, Tensor]:
         """Photographs (b 3 s s) and their sizes (b 2), the first `nine` of them joined from the middles of nine."""
         index = torch.randint(len(self.canvases), (count,), generator=random, device=self.device)
-        canvases, sizes = self.canvases.index_select(0, index), self.sizes.index_select(0, index).float()
+        canvases = self.canvases.index_select(0, index).view(torch.uint8)
+        sizes = self.sizes.index_select(0, index).float()
         if nine == 0 or self.tiles is None:
             return canvases, sizes
         index = torch.randint(len(self.tiles), (nine * 9,), generator=random, device=self.device)
-        tiles, tile = self.tiles.index_select(0, index).unflatten(0, (nine, 3, 3)), self.tiles.shape[3]
-        mosaics = tiles.permute(0, 3, 1, 4, 2, 5).reshape(nine, 3, 3 * tile, 3 * tile)
+        tiles, tile = self.tiles.index_select(0, index).view(torch.uint8), self.tiles.shape[2]
+        mosaics = tiles.unflatten(0, (nine, 3, 3)).permute(0, 3, 1, 4, 2, 5).reshape(nine, 3, 3 * tile, 3 * tile)
         room = 3 * tile - canvases.shape[3]
         canvases = torch.cat([mosaics, F.pad(canvases[nine:], (0, room, 0, room))])
         return canvases, torch.cat([torch.full_like(sizes[:nine], 3 * tile), sizes[nine:]])
@@ -317,9 +318,14 @@ class PhotoPairs:
         return result, visible & known, known & ~visible
 
 
+def _packed(pictures: Tensor) -> Tensor:
+    """Eight pixels of (n 3 h w) as one number: a GPU picks wrongly from tensors of more than 2^31 numbers."""
+    return pictures.contiguous().view(torch.int64)
+
+
 def _middles(photos: Photos) -> Tensor:
     """Squares from the middles of the photographs, n 3 t t; of small ones the upper left corner of the canvas."""
-    tile = photos.canvases.shape[3] * 5 // 8
+    tile = photos.canvases.shape[3] // 64 * 40
     starts = ((photos.sizes - tile) // 2).clamp(min=0).tolist()
     return torch.stack(
         [canvas[:, y : y + tile, x : x + tile] for canvas, (x, y) in zip(photos.canvases, starts, strict=True)]
@@ -347,7 +353,9 @@ def _photo_from_picture(
 
 def _project(homography: Tensor, points: Tensor) -> Tensor:
     """(b 3 3), (b n 2) -> (b n 2); places behind the horizon go far away."""
-    mapped = points @ homography[:, :, :2].transpose(1, 2) + homography[:, None, :, 2]
+    # Not as a product of matrices: on a GPU that may round its factors to 11 bits, which is a quarter of a pixel.
+    columns = homography[:, None].unbind(3)  # b 1 3 each
+    mapped = points[..., :1] * columns[0] + points[..., 1:] * columns[1] + columns[2]
     depth = mapped[..., 2:]
     return torch.where(depth > 0.05, mapped[..., :2] / depth.clamp(min=0.05), -1e5)
 
