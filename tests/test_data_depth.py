@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def write_scene_info(path, renderings, *, overlap, names, depths):
     intrinsics, poses = np.empty(count, dtype=object), np.empty(count, dtype=object)
     for i, name in enumerate(names):
         if name is not None:
-            intrinsics[i] = renderings[i].view.K + [[0, 0, 0.5], [0, 0, 0.5], [0, 0, 0]]
+            intrinsics[i] = renderings[i].view.K + np.array([[0, 0, 0.5], [0, 0, 0.5], [0, 0, 0]])
             poses[i] = np.vstack([renderings[i].view.cam_from_world, [0, 0, 0, 1]])
     np.savez(
         path,
@@ -104,9 +105,7 @@ def megadepth_master(renderings, tmp_path_factory):
                 file["depth"] = depth
         overlap = np.full((4, 4), 0.9 if scene == "0001" else 0.5)
         overlap[0, 1] = overlap[1, 0] = 0.8
-        write_scene_info(
-            root / "scene_info" / f"{scene}.npz", renderings, overlap=overlap, names=names, depths=depths
-        )
+        write_scene_info(root / "scene_info" / f"{scene}.npz", renderings, overlap=overlap, names=names, depths=depths)
     return root
 
 
@@ -281,7 +280,7 @@ def test_hololens_correspondences_look_alike():
     cv2 = pytest.importorskip("cv2")
     frames = read_rgbd(HOLOLENS)[:6]
     sift, matcher, errors = cv2.SIFT_create(), cv2.BFMatcher(), []
-    for frame0, frame1 in zip(frames[:-1], frames[1:], strict=True):
+    for frame0, frame1 in pairwise(frames):
         (keys0, words0), (keys1, words1) = (
             sift.detectAndCompute(cv2.imread(str(frame.image), 0), None) for frame in (frame0, frame1)
         )
@@ -315,7 +314,7 @@ def test_megadepth_splits(megadepth):
         "0002/images/0.jpg 0002/images/1.jpg",
         "0002/images/1.jpg 0002/images/0.jpg",
     ]
-    with pytest.raises(DataError, match="no pairs for training"):
+    with pytest.raises(DataError, match=r"no pairs for training"):
         MegaDepthPairs(megadepth, "training")  # by the paper's recipe these scenes are too small
     maker = open_pairs(MegaDepthConfig(root=str(megadepth), split="validation"), size=64, points=16)
     assert maker.make(2, torch.Generator().manual_seed(0)).valid.any(1).all()
@@ -373,10 +372,10 @@ def test_folders_that_are_not_megadepth(tmp_path):
     with pytest.raises(DataError, match="scene_info does not exist"):
         MegaDepthPairs(tmp_path, "training")
     (tmp_path / "scene_info").mkdir()
-    with pytest.raises(DataError, match="no .npz"):
+    with pytest.raises(DataError, match=r"no \.npz"):
         MegaDepthPairs(tmp_path, "training")
     np.savez(tmp_path / "scene_info" / "1.npz", image_paths=np.array(["a"]))
-    with pytest.raises(DataError, match="no pairs for training.*has no depth_paths"):
+    with pytest.raises(DataError, match=r"no pairs for training.*has no depth_paths"):
         MegaDepthPairs(tmp_path, "training")
     (tmp_path / "x.h5").write_bytes(b"")
     with pytest.raises(DataError, match="broken"):
