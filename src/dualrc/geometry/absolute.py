@@ -15,6 +15,7 @@ from dualrc.matches import BoolArray, FloatArray, Size
 # A focal length outside of this range, in long sides of the picture, is an artefact of points in a plane.
 _PLAUSIBLE_FOCAL = (0.2, 10.0)
 _REFINEMENTS = 50
+_BEST_FIRST = 500  # iterations until all correspondences are drawn alike
 _NEVER_MISS = 0.9999  # how sure to be that a sample without a wrong match was drawn
 # A standard deviation of the centre above this share of the distance to the points leaves the pose open.
 _LARGEST_DEVIATION = 0.5
@@ -131,7 +132,13 @@ def _with_camera(points: FloatArray, xyz: FloatArray, camera: Camera, options: d
         camera.rays(points)[:, :2] * focal,
         xyz,
         plain,
-        {**options, "min_iterations": min(1000, options["max_iterations"]), "progressive_sampling": True},
+        {
+            **options,
+            "min_iterations": min(1000, options["max_iterations"]),
+            # From the best scores first, but not for long: scores may mislead, and then no sample would be good.
+            "progressive_sampling": True,
+            "max_prosac_iterations": _BEST_FIRST,
+        },
         {},
     )
     matrix = np.array(pose.Rt, dtype=np.float64)
@@ -147,8 +154,7 @@ def _with_focal(
     best, best_cost, needed, tried = None, np.inf, float(max_iterations), 0
     while tried < min(needed, max_iterations):
         tried += 1
-        # The best scores first: the samples come from a growing head of the list.
-        head = max(4, min(len(points), 20 + len(points) * tried // 500))
+        head = max(4, min(len(points), 20 + len(points) * tried // _BEST_FIRST))
         sample = random.choice(head, 4, replace=False)
         for state in _solutions(points[sample], xyz[sample], size, center):
             cost = _cost(state, points, xyz, threshold_px)
