@@ -241,6 +241,9 @@ def test_half_copied_rgbd_folder(rgbd):
     pairs = RgbdPairs(rgbd, min_overlap=0.2)
     assert set(pairs.broken) == {NAMES[0], NAMES[3]}
     assert len(pairs) == 1 and pairs.name(0) == f"{NAMES[1]} {NAMES[2]}"
+    maker = open_pairs(RgbdConfig(root=str(rgbd), min_overlap=0.2), size=64, points=32)
+    assert "Left out as unusable: 2" in maker.report() and f"{NAMES[0]} does not exist" in maker.report()
+    maker.close()
     for name in NAMES:
         (rgbd / "depth" / name).unlink(missing_ok=True)
     with pytest.raises(DataError, match="No frame"):

@@ -248,7 +248,7 @@ def test_what_can_t_be_used_is_left_out_by_name_and_the_rest_goes_on(folder):
     assert "missing.png does not exist" in maker.skipped["pairs.txt, line 1"]
     assert "1 corresponding points are too few" in maker.skipped["pairs.txt, line 5"]
     assert "0 corresponding points lie on the pictures" in maker.skipped["pairs.txt, line 7"]
-    assert maker.report().startswith("Pairs left out: 6 of 7 (pairs.txt, line ")
+    assert maker.report().startswith("Left out as unusable: 6 (pairs.txt, line ")
     # What is known to be broken changes nothing about the batches.
     assert equal(batch, maker.make(16, random()))
     maker.close()

@@ -22,7 +22,11 @@ def open_pairs(
     settings: dict[str, Any] = {"size": size, "points": points, "device": device}
     if isinstance(config, ScenesConfig):
         return ScenePairs(config, **settings)
-    return FilePairs(_source(config), config, **settings)
+    source = _source(config)
+    maker = FilePairs(source, config, **settings)
+    if isinstance(source, (RgbdPairs, MegaDepthPairs)):
+        maker.skipped.update(source.broken)
+    return maker
 
 
 def _source(config: PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfig) -> PairSource:
