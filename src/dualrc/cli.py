@@ -214,6 +214,80 @@ def evaluate(
 
 
 @app.command()
+def collection(
+    images: Annotated[Path, typer.Argument(metavar="IMAGES", help="Folder of pictures; subfolders are searched too.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the matches; a second run goes on with it.")],
+    pairs: Annotated[
+        str,
+        typer.Option(
+            help="exhaustive, sequential, retrieval, a text file (two names a line), or the folder of a COLMAP model; "
+            "auto: exhaustive for few pictures, else retrieval."
+        ),
+    ] = "auto",
+    neighbors: Annotated[int, typer.Option(help="Retrieval and model: match each picture with so many.")] = 20,
+    overlap: Annotated[int, typer.Option(help="Sequential: match each picture with so many that follow.")] = 10,
+    loops: Annotated[int, typer.Option(help="Sequential: and with so many that look alike further away.")] = 2,
+    top: Annotated[int, typer.Option(help="Keep the best so many matches of each pair.")] = 4000,
+    min_score: Annotated[float, typer.Option(help="Keep only matches with at least this score.")] = 0.0,
+    size: SizeOption = None,
+    preset: PresetOption = "default",
+    weights: WeightsOption = None,
+    device: DeviceOption = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Processes of this machine, or a Ray cluster.")
+    ] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Workers; without it, one per GPU, else one per core, as far as memory allows.")
+    ] = None,
+    max_memory: Annotated[
+        float | None, typer.Option(help="GiB for all workers of a machine; without it, three quarters of what it has.")
+    ] = None,
+    cache: Annotated[float, typer.Option(help="How many GiB of that are for features kept for later pairs.")] = 4.0,
+) -> None:
+    """Match the pictures of a folder with each other, on one machine or many.
+
+    Matches go to OUT/matches.sqlite as they come: run the same command again after a crash, or with more pictures.
+
+    dualrc collection photos --out matched
+
+    dualrc collection frames --out matched --pairs sequential --engine ray --address auto
+    """
+    from dualrc.collection.config import CollectionConfig
+    from dualrc.collection.run import match_collection
+
+    config = CollectionConfig(
+        pairs=pairs,
+        neighbors=neighbors,
+        overlap=overlap,
+        loops=loops,
+        top=top,
+        min_score=min_score,
+        size=size,
+        preset=preset,
+        weights=weights,
+        device=device,
+        engine=engine,
+        address=address,
+        workers=workers,
+        max_memory=max_memory,
+        cache=cache,
+    )
+    result = match_collection(images, out, config)
+    table = _table(f"{result.matched:,} pairs matched in {result.seconds:.1f} s")
+    table.add_row("pictures", f"{len(result.names):,}")
+    table.add_row("pairs", f"{len(result.pairs):,}, of which {result.skipped:,} were there")
+    if result.broken:
+        table.add_row("pictures left out", f"{len(result.broken):,}: {', '.join(list(result.broken)[:5])}")
+    if result.failed:
+        table.add_row("pairs that failed", f"{len(result.failed):,}; the same command tries them again")
+    screen.print(table)
+    screen.print(f"Written: {result.store}")
+
+
+@app.command()
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run; configs/ has ours.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoint, log and weights.")] = Path(
