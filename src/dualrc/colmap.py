@@ -194,6 +194,7 @@ def read_model(path: str | Path, images: str | Path | None = None) -> Model:
     path = Path(path)
     if not path.is_dir():
         raise DataError(f"{path} is not a folder; give the one that holds cameras.bin or cameras.txt.")
+    _refuse_cut(path, pycolmap)
     try:
         model = pycolmap.Reconstruction(str(path))
     except (ValueError, RuntimeError, IndexError, MemoryError) as error:
@@ -223,6 +224,36 @@ def posed_reconstruction(cameras: Mapping[str, Camera]) -> Any:
         image = pycolmap.Image(name=name, camera_id=number, image_id=number)
         made.add_image_with_trivial_frame(image, pycolmap.Rigid3d(camera.cam_from_world))
     return made
+
+
+def _refuse_cut(path: Path, pycolmap: Any) -> None:
+    """Raise DataError if a binary file ends too early, as when a copy broke off; pycolmap may then read for ever."""
+
+    def after_camera(data: bytes, at: int) -> int:
+        (model,) = struct.unpack_from("<i", data, at + 4)
+        kind = pycolmap.CameraModelId(model)
+        return at + 24 + 8 * len(pycolmap.Camera.create_from_model_id(1, kind, 1.0, 1, 1).params)
+
+    def after_image(data: bytes, at: int) -> int:
+        name_end = data.index(b"\0", at + 64)  # after id, pose and camera
+        return name_end + 9 + 24 * int(struct.unpack_from("<Q", data, name_end + 1)[0])
+
+    def after_point(data: bytes, at: int) -> int:
+        return at + 51 + 8 * int(struct.unpack_from("<Q", data, at + 43)[0])
+
+    for name, after in (("cameras.bin", after_camera), ("images.bin", after_image), ("points3D.bin", after_point)):
+        if not (path / name).is_file():
+            continue
+        data, at = (path / name).read_bytes(), 8
+        try:
+            for _ in range(struct.unpack_from("<Q", data)[0]):
+                at = after(data, at)
+            if at > len(data):
+                raise ValueError("it ends too early")
+        except (struct.error, ValueError) as error:
+            raise DataError(
+                f"{path / name} is cut off or damaged ({error}); copy or export the model again."
+            ) from error
 
 
 def _pycolmap() -> Any:

@@ -3,7 +3,7 @@
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -99,8 +99,7 @@ class Localizer:
         names = list(candidates) if candidates is not None else self.candidates(features)
         found = self.correspondences(features, names)
         result = self.pose(found, features.size, camera=camera, names=names)
-        object.__setattr__(result, "seconds", time.perf_counter() - start)
-        return result
+        return replace(result, seconds=time.perf_counter() - start)
 
     def candidates(self, query: PictureFeatures) -> list[str]:
         """The map's pictures that are most similar to the query, best first."""
