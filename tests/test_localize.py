@@ -254,6 +254,24 @@ def test_candidates_by_retrieval_and_features_once(world, tmp_path):
     assert matcher.extracted.count("a.png") == 2  # nothing was kept
 
 
+def test_descriptors_of_the_map_are_kept(world, tmp_path):
+    file, one = tmp_path / "map.npz", LocalizeConfig(candidates=1)
+    first = Localizer(Oracle(), world, one, descriptors=file)
+    first.prepare()
+    assert first.matcher.extracted == list(NAMES)
+    for damage, again in ((lambda: None, []), (lambda: file.write_bytes(b"PK broken"), list(NAMES))):
+        damage()
+        localizer = Localizer(Oracle(), world, one, descriptors=file)
+        localizer.prepare()
+        assert localizer.matcher.extracted == again
+        query = localizer.matcher.features(tmp_path / "images" / "c.png")
+        assert localizer.candidates(query) == ["c.png"]
+    other = Oracle()
+    other.config = MatcherConfig(size=64)
+    Localizer(other, world, one, descriptors=file).prepare()
+    assert other.extracted == list(NAMES)  # those of another size are not mixed with these
+
+
 def test_points_seen_by_several_pictures_are_merged():
     found = Correspondences(
         points=np.array([(10.0, 10), (11, 10), (50, 50), (20, 20), (21, 20)]),
@@ -294,6 +312,9 @@ def test_results_are_kept_and_read_back(world, tmp_path):
     assert np.allclose(poses[QUERY], done[QUERY].cam_from_world, atol=1e-9)
     # A second run tries only what could not be read.
     assert missing(queries, again) == ["broken.jpg", "nowhere.png"]
+    (tmp_path / "out.txt").unlink()  # as if the process had died between its two files
+    assert list(dict(localize_all(localizer, queries, again))) == ["broken.jpg", "nowhere.png"]
+    assert list(read_poses(tmp_path / "out.txt")) == list(poses)
     with pytest.raises(DataError, match=r"another config \(localize\.candidates is 10 there and 3 now\); write to"):
         ResultsFile(out, results_config(Localizer(Oracle(), world, LocalizeConfig(candidates=3))))
 
@@ -338,6 +359,9 @@ def test_files_that_are_no_results(tmp_path):
         (tmp_path / name).write_text(text)
         with pytest.raises(DataError, match="not a file of localizations"):
             ResultsFile(tmp_path / name, {})
+    (tmp_path / "d.txt").write_text("somebody's list")
+    with pytest.raises(OutputError, match=r"d\.txt is there already"):
+        ResultsFile(tmp_path / "d.json", {})
     with pytest.raises(OutputError, match=r"written as \.json"):
         ResultsFile(tmp_path / "a.txt", {})
     with pytest.raises(OutputError, match="does not exist"):

@@ -435,6 +435,7 @@ def localize(
     from dualrc import colmap
     from dualrc import localize as localization
 
+    check_writable(out)
     config = localization.LocalizeConfig(candidates=candidates, threshold_px=threshold)
     pictures = localization.find_queries(queries)
     known = None
@@ -444,7 +445,7 @@ def localize(
     with messages.status("Reading the map and loading the network..."):
         world = localization.read_map(map, images)
         matcher = load(preset, weights=weights, device=device, size=size)
-    localizer = localization.Localizer(matcher, world, config)
+    localizer = localization.Localizer(matcher, world, config, descriptors=out.with_name(f"{out.stem}-map.npz"))
     results = localization.ResultsFile(out, localization.results_config(localizer), info=matcher.info)
     with messages.status("Looking at the map's pictures...") as status:
         todo = len(localization.missing(pictures, results))
@@ -454,7 +455,7 @@ def localize(
             messages.print(f"{name}: {what}", highlight=False, markup=False, soft_wrap=True)
             status.update(f"Localizing, {done} of {todo} done...")
     _print_localizations(localizer, {name: results[name] for name in pictures})
-    screen.print(f"Written: {out}, {out.with_suffix('.txt')}")
+    screen.print(f"Written: {out}, {results.poses_path}")
 
 
 @app.command()
