@@ -116,7 +116,8 @@ def write(tmp_path, text: str):
 
 def test_pairs_of_a_text_file(tmp_path):
     names = ["a.jpg", "b/it's é.jpg", "c d.jpg", "e.jpg"]
-    text = '# two a line\na.jpg e.jpg\n\n"c d.jpg" a.jpg\nb/it\'s é.jpg\tc d.jpg\r\n  e.jpg   "b/it\'s é.jpg"\ne.jpg a.jpg\n'
+    text = '# two a line\na.jpg e.jpg\n\n"c d.jpg" a.jpg\nb/it\'s é.jpg\tc d.jpg\r\n'
+    text += '  e.jpg   "b/it\'s é.jpg"\ne.jpg a.jpg\n'
     found = pairs.from_file(names, write(tmp_path, text))
     assert found == [
         ("a.jpg", "e.jpg"),
