@@ -108,7 +108,7 @@ def absolute_pose(
     if near.sum() < fewest:
         return failed(f"no pose agrees with {fewest} of {len(used)} correspondences")
     distance = float(np.median(np.linalg.norm(transform_points(state.pose, theirs[near]), axis=1)))
-    deviation = np.sqrt(np.trace(covariance[3:, 3:])) if np.isfinite(covariance).all() else np.inf
+    deviation = np.sqrt(np.trace(covariance[3:6, 3:6])) if np.isfinite(covariance).all() else np.inf
     if not deviation <= _LARGEST_DEVIATION * distance:
         return failed("the correspondences leave the pose open: they lie on a line or in a point")
     inliers = np.zeros(len(good), dtype=np.bool_)
