@@ -288,6 +288,77 @@ def collection(
 
 
 @app.command()
+def reconstruct(
+    images: Annotated[Path, typer.Argument(metavar="IMAGES", help="Folder of pictures; subfolders are searched too.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model; a second run goes on with it.")],
+    cameras: Annotated[
+        Path | None,
+        typer.Option(
+            help="cameras.json or COLMAP's cameras.txt, taken as they are; without it, focal lengths are refined from "
+            "EXIF, or from a guess for each picture size."
+        ),
+    ] = None,
+    pairs: Annotated[
+        str,
+        typer.Option(
+            help="exhaustive, sequential, retrieval, a text file (two names a line), or the folder of a COLMAP model; "
+            "auto: exhaustive for few pictures, else retrieval."
+        ),
+    ] = "auto",
+    top: Annotated[int, typer.Option(help="Keep the best so many matches of each pair; more give more points.")] = 4000,
+    size: SizeOption = None,
+    preset: PresetOption = "default",
+    weights: WeightsOption = None,
+    device: DeviceOption = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Match in processes of this machine, or on a Ray cluster.")
+    ] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
+    ] = None,
+    hloc: Annotated[bool, typer.Option("--hloc", help="Also write hloc's features.h5, matches.h5, pairs.txt.")] = False,
+) -> None:
+    """Reconstruct cameras and points from a folder of pictures.
+
+    OUT gets model (COLMAP's), points.ply, model.png, summary.json, and COLMAP's database.db. Matches are kept in
+    OUT/matches.sqlite: run the same command again after a crash, or with more pictures.
+
+    dualrc reconstruct photos --out town
+
+    dualrc reconstruct photos --out town --cameras cameras.txt --pairs sequential
+    """
+    from dualrc.collection.config import CollectionConfig
+    from dualrc.collection.reconstruct import ReconstructConfig
+    from dualrc.collection.reconstruct import reconstruct as run
+
+    matching = CollectionConfig(
+        pairs=pairs,
+        top=top,
+        size=size,
+        preset=preset,
+        weights=weights,
+        device=device,
+        engine=engine,
+        address=address,
+    )
+    summary = run(images, out, ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc))
+    table = _table(f"{summary.registered:,} of {summary.pictures:,} pictures placed")
+    table.add_row("points", f"{summary.points:,}")
+    table.add_row("track length, mean", f"{summary.track_length:.2f} pictures")
+    table.add_row("reprojection error, mean", f"{summary.reprojection_error_px:.2f} px")
+    table.add_row("cameras", summary.cameras)
+    moved = f"{summary.merging.moved_median_px:.2f} px (median), {summary.merging.moved_95_px:.2f} px (95 %)"
+    table.add_row("matches moved to keypoints by", moved)
+    if summary.left_out:
+        table.add_row("pictures left out", f"{len(summary.left_out):,}: {', '.join(summary.left_out[:5])}")
+    if summary.models > 1:
+        table.add_row("beware", f"{summary.models} models did not join; this is the largest. Match more pairs.")
+    table.add_row("time", ", ".join(f"{step} {seconds:.0f} s" for step, seconds in summary.seconds.items()))
+    screen.print(table)
+    screen.print(f"Written: {out / 'model'}; look at {out / 'model.png'}.")
+
+
+@app.command()
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run; configs/ has ours.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoint, log and weights.")] = Path(
