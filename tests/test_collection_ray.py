@@ -87,3 +87,10 @@ def test_ray_that_is_not_installed(images, config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'dualrc\[ray\]'"):
         match_collection(images, tmp_path / "out", replace(config, engine="ray"), quiet=True)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999999", "nowhere.invalid:6379", "ray://127.0.0.1:1"])
+def test_addresses_without_a_cluster(images, config, tmp_path, address):
+    pytest.importorskip("ray")
+    with pytest.raises(ConfigError, match=f"address {address}"):
+        match_collection(images, tmp_path / "out", replace(config, engine="ray", address=address), quiet=True)

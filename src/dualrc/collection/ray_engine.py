@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dualrc.collection.worker import Worker, WorkerSettings, at_once
 from dualrc.errors import ConfigError, DualRCError
 
 _GIB = 2**30
+_REACH_S = 10.0
 _UNREAD = 16  # results of a worker that wait to be stored, before it waits too
 
 
@@ -170,6 +172,8 @@ def _connect(ray: Any, address: str | None) -> None:
     """Join the cluster at the address, or start one on this machine that needs no network and tells nobody."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # without it, a warning of what will change
+    if address is not None:
+        _check_address(address)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address is None:
@@ -182,3 +186,19 @@ def _connect(ray: Any, address: str | None) -> None:
         raise ConfigError(
             f"The Ray cluster {where} ({reason}); check `ray status`, or choose --engine local."
         ) from error
+
+
+def _check_address(address: str) -> None:
+    """Refuse at once what Ray would try to reach for minutes."""
+    if "://" in address:
+        remedy = "run this on a machine of the cluster with --address auto, or give host:port"
+        raise ConfigError(
+            f"The address {address} is one of Ray's remote clients, which can't stream results; {remedy}."
+        )
+    host, _, port = address.rpartition(":")
+    if not host:  # auto, local
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(f"Nothing answers at the address {address} ({error}); check `ray status` there.") from error
