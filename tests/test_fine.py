@@ -13,7 +13,7 @@ from dualrc.model import fine, literal
 from dualrc.model.correlation import normalize
 from dualrc.model.dualrc import _best_first
 from dualrc.model.fine import FineMap, Queries, both_ways, cell_queries, point_queries, search
-from dualrc.model.subpixel import Subpixel, refine_both
+from dualrc.model.subpixel import Subpixel, cell_windows, point_windows, refine_both
 
 READINGS = ("corner", "center")
 MANY = 10**9  # values: all groups at once
@@ -110,7 +110,7 @@ def match_fast(tensor, fine0, fine1, valid0=None, valid1=None, *, max_values=MAN
         **config,
     )
     result: list[dict] = [{} for _ in tensor]
-    rows = zip(found.pair, found.index0, found.index1, found.back, found.score, strict=True)
+    rows = zip(found.pair, found.index0, found.index1, found.back, found.score + found.back_score, strict=True)
     for pair, index0, index1, back, score in rows:
         if back == index0:
             result[pair][index0.item(), index1.item()] = score.item()
@@ -472,8 +472,9 @@ def first_pair(count: int) -> torch.Tensor:
 def test_the_subpixel_offset_is_a_soft_argmax(refinement):
     fine0, fine1, subpixel = refinement
     index = torch.tensor([4 * 12 + 5, 12 + 10, 6 * 12 + 1])
-    query = fine0[0, :, 3, :3].T
-    offsets = subpixel(query, FineMap.of(fine1), first_pair(3), index).offset
+    query = fine0[0, :, 3, 1:4].T
+    asking = cell_windows(FineMap.of(fine0), first_pair(3), torch.tensor([3 * 8 + 1, 3 * 8 + 2, 3 * 8 + 3]))
+    offsets = subpixel(asking, cell_windows(FineMap.of(fine1), first_pair(3), index), torch.rand(3)).offset
     for number, (row, column) in enumerate([(4, 5), (1, 10), (6, 1)]):
         steps = list(itertools.product((-1, 0, 1), (-1, 0, 1)))
         weights = [math.exp(query[number] @ fine1[0, :, row + dy, column + dx] / 0.05) for dy, dx in steps]
@@ -486,7 +487,20 @@ def test_the_subpixel_offset_is_a_soft_argmax(refinement):
 def test_the_subpixel_offset_is_zero_at_the_border(refinement):
     fine0, fine1, subpixel = refinement
     index = torch.tensor([0, 5, 11, 12, 23, 7 * 12 + 4])
-    assert not subpixel(fine0[0, :, 0, :6].T, FineMap.of(fine1), first_pair(6), index).offset.any()
+    asking = cell_windows(FineMap.of(fine0), first_pair(6), torch.arange(6) + 3 * 8)
+    assert not subpixel(asking, cell_windows(FineMap.of(fine1), first_pair(6), index), torch.rand(6)).offset.any()
+
+
+def test_windows_between_cells_are_mixed_and_at_cells_are_theirs(refinement):
+    fine0, _, _ = refinement
+    fine, pair = FineMap.of(fine0), first_pair(2)
+    cells, places = torch.tensor([3 * 8 + 2, 0]), torch.tensor([[2.0, 3.0], [0.0, 0.0]])
+    at_cells, at_places = cell_windows(fine, pair, cells), point_windows(fine, pair, places)
+    assert torch.allclose(at_cells.features, at_places.features, atol=1e-6)
+    assert at_cells.whole.tolist() == at_places.whole.tolist() == [True, False]
+    between = point_windows(fine, first_pair(1), torch.tensor([[2.5, 3.0]])).features[0, 4]
+    mixed = fine0[0, :, 3, 2] + fine0[0, :, 3, 3]
+    assert torch.allclose(between, mixed / mixed.norm(), atol=1e-6)
 
 
 def test_refinement_moves_both_points_by_half(refinement):
@@ -494,11 +508,13 @@ def test_refinement_moves_both_points_by_half(refinement):
     torch.nn.init.normal_(subpixel.correction[-1].weight, generator=torch.Generator().manual_seed(0))
     map0, map1 = FineMap.of(fine0), FineMap.of(fine1)
     pair, index0, index1 = first_pair(1), torch.tensor([3 * 8 + 2]), torch.tensor([2 * 12 + 7])
-    offset0, offset1, trust = refine_both(subpixel, map0, map1, pair, index0, index1)
-    assert torch.allclose(offset0, subpixel(fine1[:, :, 2, 7], map0, pair, index0).offset / 2)
-    assert torch.allclose(offset1, subpixel(fine0[:, :, 3, 2], map1, pair, index1).offset / 2)
+    windows0, windows1 = cell_windows(map0, pair, index0), cell_windows(map1, pair, index1)
+    score0, score1 = torch.tensor([0.3]), torch.tensor([0.1])
+    offset0, offset1, trust = refine_both(subpixel, windows0, windows1, score0, score1)
+    assert torch.allclose(offset0, subpixel(windows1, windows0, score1).offset / 2)
+    assert torch.allclose(offset1, subpixel(windows0, windows1, score0).offset / 2)
     # The learnt part treats the pictures alike too.
-    swapped = refine_both(subpixel, map1, map0, pair, index1, index0)
+    swapped = refine_both(subpixel, windows1, windows0, score1, score0)
     assert torch.equal(swapped[0], offset1) and torch.equal(swapped[1], offset0) and torch.equal(swapped[2], trust)
     assert 0 < trust.item() < 1
 
@@ -506,5 +522,6 @@ def test_refinement_moves_both_points_by_half(refinement):
 def test_nothing_to_refine(refinement):
     fine0, fine1, subpixel = refinement
     none = first_pair(0)
-    offset0, offset1, trust = refine_both(subpixel, FineMap.of(fine0), FineMap.of(fine1), none, none, none)
+    windows = [cell_windows(FineMap.of(fine), none, none) for fine in (fine0, fine1)]
+    offset0, offset1, trust = refine_both(subpixel, *windows, torch.zeros(0), torch.zeros(0))
     assert offset0.shape == offset1.shape == (0, 2) and trust.shape == (0,)

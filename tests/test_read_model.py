@@ -117,9 +117,15 @@ def test_what_is_no_model(tmp_path):
         read_model(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"does not hold a COLMAP model .*do not exist"):
         read_model(tmp_path)
-    folder = write_model(tmp_path / "model")
-    whole = (folder / "images.bin").read_bytes()
-    for length, message in ((30, "does not hold a COLMAP model"), (len(whole) - 1, "is damaged; copy or export")):
-        (folder / "images.bin").write_bytes(whole[:length])
-        with pytest.raises(DataError, match=message):
-            read_model(folder)
+
+
+@pytest.mark.parametrize("name", ["cameras.bin", "images.bin", "points3D.bin"])
+def test_a_model_whose_copy_broke_off(tmp_path, name):
+    path = write_model(tmp_path / "model", names=("a.png", "b.png")) / name
+    whole = path.read_bytes()
+    for length in (0, 5, 8, 9, 20, 30, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DataError, match=rf"{name} is cut off or damaged .*copy or export"):
+            read_model(tmp_path / "model")
+    path.write_bytes(whole)
+    assert list(read_model(tmp_path / "model").images) == ["a.png", "b.png"]

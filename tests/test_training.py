@@ -175,9 +175,7 @@ def tiny_run(folder, **changes) -> TrainConfig:
     settings = {"size": 64, "pairs": 2, "points": 32, "steps": 6, "warm_up": 2, "validation_batches": 1}
     network = tiny_config(subpixel_hidden=16)
     data = PhotosConfig(paths=(str(folder),), canvas=160)
-    return TrainConfig(
-        data=(data,), network=network, precision="float32", validate_every=3, **{**settings, **changes}
-    )
+    return TrainConfig(data=(data,), network=network, precision="float32", validate_every=3, **{**settings, **changes})
 
 
 def test_a_stopped_run_goes_on_as_if_never_stopped(folder, tmp_path):

@@ -91,9 +91,13 @@ def test_two_processes_train_as_one_with_the_same_pairs(folder, tmp_path):
     one, two = (load_weights(tmp_path / name / "weights.safetensors").state_dict() for name in ("one", "two"))
     for name, tensor in one.items():
         assert torch.allclose(two[name].float(), tensor.float(), rtol=1e-3, atol=1e-4), name
-    assert logged(tmp_path / "two", "held_out_fine") == pytest.approx(logged(tmp_path / "one", "held_out_fine"), rel=1e-4)
+    assert logged(tmp_path / "two", "held_out_fine") == pytest.approx(
+        logged(tmp_path / "one", "held_out_fine"), rel=1e-4
+    )
     untrained = train(replace(config, steps=1, learning_rate=1e-12), tmp_path / "none", device="cpu")
-    assert abs(untrained["fine"] - logged(tmp_path / "one", "held_out_fine")[3]) > 1e-2  # so the agreement says something
+    assert (
+        abs(untrained["fine"] - logged(tmp_path / "one", "held_out_fine")[3]) > 1e-2
+    )  # so the agreement says something
 
 
 def test_processes_that_can_not_share_the_pairs(folder, tmp_path):
@@ -111,7 +115,17 @@ def test_processes_that_can_not_share_the_pairs(folder, tmp_path):
 def test_control_c_saves_and_the_same_command_goes_on(folder, tmp_path):
     (tmp_path / "run.toml").write_text(to_toml(tiny_run(folder, steps=100_000, validate_every=5_000)))
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "dualrc", "train", str(tmp_path / "run.toml"), "--out", str(out), "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "dualrc",
+        "train",
+        str(tmp_path / "run.toml"),
+        "--out",
+        str(out),
+        "--device",
+        "cpu",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 100
@@ -141,7 +155,9 @@ def test_a_step_whose_loss_is_not_finite_is_left_out(folder, tmp_path, monkeypat
     figures = train(tiny_run(folder), tmp_path / "once", device="cpu")
     assert np.isfinite(list(figures.values())).all()
     assert "not finite in 1 of 3 steps" in capsys.readouterr().err
-    assert all(t.isfinite().all() for t in load_weights(tmp_path / "once" / "weights.safetensors").state_dict().values())
+    assert all(
+        t.isfinite().all() for t in load_weights(tmp_path / "once" / "weights.safetensors").state_dict().values()
+    )
     monkeypatch.setattr(
         dualrc.train.loop, "matching_losses", lambda *a: replace(whole(*a), fine=whole(*a).fine * float("nan"))
     )

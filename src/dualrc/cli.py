@@ -214,6 +214,151 @@ def evaluate(
 
 
 @app.command()
+def collection(
+    images: Annotated[Path, typer.Argument(metavar="IMAGES", help="Folder of pictures; subfolders are searched too.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the matches; a second run goes on with it.")],
+    pairs: Annotated[
+        str,
+        typer.Option(
+            help="exhaustive, sequential, retrieval, a text file (two names a line), or the folder of a COLMAP model; "
+            "auto: exhaustive for few pictures, else retrieval."
+        ),
+    ] = "auto",
+    neighbors: Annotated[int, typer.Option(help="Retrieval and model: match each picture with so many.")] = 20,
+    overlap: Annotated[int, typer.Option(help="Sequential: match each picture with so many that follow.")] = 10,
+    loops: Annotated[int, typer.Option(help="Sequential: and with so many that look alike further away.")] = 2,
+    top: Annotated[int, typer.Option(help="Keep the best so many matches of each pair.")] = 4000,
+    min_score: Annotated[float, typer.Option(help="Keep only matches with at least this score.")] = 0.0,
+    size: SizeOption = None,
+    preset: PresetOption = "default",
+    weights: WeightsOption = None,
+    device: DeviceOption = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Processes of this machine, or a Ray cluster.")
+    ] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Workers; without it, one per GPU, else one per core, as far as memory allows.")
+    ] = None,
+    max_memory: Annotated[
+        float | None, typer.Option(help="GiB for all workers of a machine; without it, three quarters of what it has.")
+    ] = None,
+    cache: Annotated[float, typer.Option(help="How many GiB of that are for features kept for later pairs.")] = 4.0,
+) -> None:
+    """Match the pictures of a folder with each other, on one machine or many.
+
+    Matches go to OUT/matches.sqlite as they come: run the same command again after a crash, or with more pictures.
+
+    dualrc collection photos --out matched
+
+    dualrc collection frames --out matched --pairs sequential --engine ray --address auto
+    """
+    from dualrc.collection.config import CollectionConfig
+    from dualrc.collection.run import match_collection
+
+    config = CollectionConfig(
+        pairs=pairs,
+        neighbors=neighbors,
+        overlap=overlap,
+        loops=loops,
+        top=top,
+        min_score=min_score,
+        size=size,
+        preset=preset,
+        weights=weights,
+        device=device,
+        engine=engine,
+        address=address,
+        workers=workers,
+        max_memory=max_memory,
+        cache=cache,
+    )
+    result = match_collection(images, out, config)
+    table = _table(f"{result.matched:,} pairs matched in {result.seconds:.1f} s")
+    table.add_row("pictures", f"{len(result.names):,}")
+    table.add_row("pairs", f"{len(result.pairs):,}, of which {result.skipped:,} were there")
+    if result.broken:
+        table.add_row("pictures left out", f"{len(result.broken):,}: {', '.join(list(result.broken)[:5])}")
+    if result.failed:
+        table.add_row("pairs that failed", f"{len(result.failed):,}; the same command tries them again")
+    screen.print(table)
+    screen.print(f"Written: {result.store}")
+
+
+@app.command()
+def reconstruct(
+    images: Annotated[Path, typer.Argument(metavar="IMAGES", help="Folder of pictures; subfolders are searched too.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model; a second run goes on with it.")],
+    cameras: Annotated[
+        Path | None,
+        typer.Option(
+            help="cameras.json or COLMAP's cameras.txt, taken as they are; without it, focal lengths are refined from "
+            "EXIF, or from a guess for each picture size."
+        ),
+    ] = None,
+    pairs: Annotated[
+        str,
+        typer.Option(
+            help="exhaustive, sequential, retrieval, a text file (two names a line), or the folder of a COLMAP model; "
+            "auto: exhaustive for few pictures, else retrieval."
+        ),
+    ] = "auto",
+    top: Annotated[int, typer.Option(help="Keep the best so many matches of each pair; more give more points.")] = 4000,
+    size: SizeOption = None,
+    preset: PresetOption = "default",
+    weights: WeightsOption = None,
+    device: DeviceOption = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Match in processes of this machine, or on a Ray cluster.")
+    ] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
+    ] = None,
+    hloc: Annotated[bool, typer.Option("--hloc", help="Also write hloc's features.h5, matches.h5, pairs.txt.")] = False,
+) -> None:
+    """Reconstruct cameras and points from a folder of pictures.
+
+    OUT gets model (COLMAP's), points.ply, model.png, summary.json, and COLMAP's database.db. Matches are kept in
+    OUT/matches.sqlite: run the same command again after a crash, or with more pictures.
+
+    dualrc reconstruct photos --out town
+
+    dualrc reconstruct photos --out town --cameras cameras.txt --pairs sequential
+    """
+    from dualrc.collection.config import CollectionConfig
+    from dualrc.collection.reconstruct import ReconstructConfig
+    from dualrc.collection.reconstruct import reconstruct as run
+
+    matching = CollectionConfig(
+        pairs=pairs,
+        top=top,
+        size=size,
+        preset=preset,
+        weights=weights,
+        device=device,
+        engine=engine,
+        address=address,
+    )
+    summary = run(images, out, ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc))
+    table = _table(f"{summary.registered:,} of {summary.pictures:,} pictures placed")
+    table.add_row("points", f"{summary.points:,}")
+    table.add_row("track length, mean", f"{summary.track_length:.2f} pictures")
+    table.add_row("reprojection error, mean", f"{summary.reprojection_error_px:.2f} px")
+    table.add_row("cameras", summary.cameras)
+    moved = f"{summary.merging.moved_median_px:.2f} px (median), {summary.merging.moved_95_px:.2f} px (95 %)"
+    table.add_row("matches moved to keypoints by", moved)
+    if summary.left_out:
+        table.add_row("pictures left out", f"{len(summary.left_out):,}: {', '.join(summary.left_out[:5])}")
+    if summary.models > 1:
+        table.add_row("beware", f"{summary.models} models did not join; this is the largest. Match more pairs.")
+    table.add_row("time", ", ".join(f"{step} {seconds:.0f} s" for step, seconds in summary.seconds.items()))
+    screen.print(table)
+    screen.print(f"Written: {out / 'model'}; look at {out / 'model.png'}.")
+
+
+@app.command()
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run; configs/ has ours.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoint, log and weights.")] = Path(
@@ -366,6 +511,7 @@ def localize(
     from dualrc import colmap
     from dualrc import localize as localization
 
+    check_writable(out)
     config = localization.LocalizeConfig(candidates=candidates, threshold_px=threshold)
     pictures = localization.find_queries(queries)
     known = None
@@ -375,7 +521,7 @@ def localize(
     with messages.status("Reading the map and loading the network..."):
         world = localization.read_map(map, images)
         matcher = load(preset, weights=weights, device=device, size=size)
-    localizer = localization.Localizer(matcher, world, config)
+    localizer = localization.Localizer(matcher, world, config, descriptors=out.with_name(f"{out.stem}-map.npz"))
     results = localization.ResultsFile(out, localization.results_config(localizer), info=matcher.info)
     with messages.status("Looking at the map's pictures...") as status:
         todo = len(localization.missing(pictures, results))
@@ -385,7 +531,7 @@ def localize(
             messages.print(f"{name}: {what}", highlight=False, markup=False, soft_wrap=True)
             status.update(f"Localizing, {done} of {todo} done...")
     _print_localizations(localizer, {name: results[name] for name in pictures})
-    screen.print(f"Written: {out}, {out.with_suffix('.txt')}")
+    screen.print(f"Written: {out}, {results.poses_path}")
 
 
 @app.command()

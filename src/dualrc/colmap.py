@@ -6,7 +6,8 @@ are stored, ours for pictures that are turned upright as their EXIF orientation 
 
 import struct
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,12 +110,12 @@ def read_header(path: str | Path) -> Header | None:
     return Header(stored_size=size, orientation=orientation if orientation in range(1, 9) else 1)
 
 
-def read_cameras(path: str | Path, names: Sequence[str]) -> dict[str, Camera]:
+def read_cameras(path: str | Path, names: Sequence[str], root: str | Path = "") -> dict[str, Camera]:
     """The cameras of the named pictures, from our cameras.json or COLMAP's cameras.txt.
 
     An images.txt beside cameras.txt says which picture has which camera; without it one camera serves all pictures,
     and two cameras serve two pictures in the order of their ids. A name is found with or without its folders. Where a
-    name is that of a picture file, COLMAP's camera is turned upright with it.
+    name is that of a picture file under `root`, COLMAP's camera is turned upright with it.
     """
     path = Path(path)
     if path.suffix.lower() == ".json":
@@ -122,7 +123,7 @@ def read_cameras(path: str | Path, names: Sequence[str]) -> dict[str, Camera]:
         return {name: cameras[_find(name, list(cameras), path)] for name in names}
     if path.suffix.lower() != ".txt":
         raise DataError(f"{path}: cameras are read from cameras.json or COLMAP's cameras.txt; give one of these.")
-    return {name: _upright(camera, name) for name, camera in _read_colmap(path, names).items()}
+    return {name: _upright(camera, Path(root, name)) for name, camera in _read_colmap(path, names).items()}
 
 
 def _read_colmap(path: Path, names: Sequence[str]) -> dict[str, Camera]:
@@ -149,9 +150,9 @@ def _read_colmap(path: Path, names: Sequence[str]) -> dict[str, Camera]:
     )
 
 
-def _upright(camera: Camera, name: str) -> Camera:
+def _upright(camera: Camera, path: Path) -> Camera:
     """The camera of the upright picture, from that of the stored one."""
-    return _turn_camera(camera, _find_turn(name, camera.size))
+    return _turn_camera(camera, _find_turn(path, camera.size))
 
 
 def _turn_camera(camera: Camera, turn: _Turn | None) -> Camera:
@@ -190,10 +191,11 @@ def _find_turn(path: str | Path, size: Size) -> _Turn | None:
 
 def read_model(path: str | Path, images: str | Path | None = None) -> Model:
     """A COLMAP model, binary or text, from its folder; `images` is where its pictures are, to find their EXIF turns."""
-    pycolmap = _pycolmap()
+    pycolmap = import_pycolmap()
     path = Path(path)
     if not path.is_dir():
         raise DataError(f"{path} is not a folder; give the one that holds cameras.bin or cameras.txt.")
+    _refuse_cut(path, pycolmap)
     try:
         model = pycolmap.Reconstruction(str(path))
     except (ValueError, RuntimeError, IndexError, MemoryError) as error:
@@ -210,7 +212,7 @@ def read_model(path: str | Path, images: str | Path | None = None) -> Model:
 
 def posed_reconstruction(cameras: Mapping[str, Camera]) -> Any:
     """pycolmap's Reconstruction of upright pictures with known cameras and poses, ready to be triangulated."""
-    pycolmap = _pycolmap()
+    pycolmap = import_pycolmap()
     made = pycolmap.Reconstruction()
     for number, (name, camera) in enumerate(cameras.items(), start=1):
         if camera.cam_from_world is None:
@@ -225,12 +227,90 @@ def posed_reconstruction(cameras: Mapping[str, Camera]) -> Any:
     return made
 
 
-def _pycolmap() -> Any:
+def stored_points(points: npt.ArrayLike, path: str | Path) -> FloatArray:
+    """Upright points (n, 2) of a picture file in its pixels as they are stored, still in our convention."""
+    upright = np.asarray(points, dtype=np.float64).reshape(-1, 2)
+    turn = _stored_turn(path)
+    # The inverse of a turn is its transpose.
+    return upright if turn is None else (upright - turn.pixels[:2, 2]) @ turn.pixels[:2, :2]
+
+
+def colmap_points(points: npt.ArrayLike, path: str | Path) -> FloatArray:
+    """Upright points (n, 2) of a picture file as COLMAP counts its pixels."""
+    return stored_points(points, path) + _HALF_PX
+
+
+def colmap_camera(camera: Camera, path: str | Path, *, known: bool) -> Any:
+    """pycolmap's Camera of a picture file: a pinhole if it is known, else one focal length and one distortion."""
+    pycolmap = import_pycolmap()
+    turn = _stored_turn(path)
+    K, (width, height) = camera.K, camera.size
+    if turn is not None:
+        K = np.linalg.inv(turn.pixels) @ K @ turn.camera
+        # The same matrix turns a size, but for signs.
+        width, height = (int(abs(side)) for side in turn.pixels[:2, :2].T @ camera.size)
+    cx, cy = K[0, 2] + _HALF_PX, K[1, 2] + _HALF_PX
+    model, params = "PINHOLE", [K[0, 0], K[1, 1], cx, cy]
+    if not known:
+        model, params = "SIMPLE_RADIAL", [camera.focal_px, cx, cy, 0.0]
+    made = pycolmap.Camera(model=model, width=width, height=height, params=params)
+    made.has_prior_focal_length = camera.source in ("file", "exif")
+    return made
+
+
+def _stored_turn(path: str | Path) -> _Turn | None:
+    header = read_header(path)
+    return None if header is None else _find_turn(path, header.stored_size)
+
+
+def _refuse_cut(path: Path, pycolmap: Any) -> None:
+    """Raise DataError if a binary file ends too early, as when a copy broke off; pycolmap may then read for ever."""
+
+    def after_camera(data: bytes, at: int) -> int:
+        (model,) = struct.unpack_from("<i", data, at + 4)
+        kind = pycolmap.CameraModelId(model)
+        return at + 24 + 8 * len(pycolmap.Camera.create_from_model_id(1, kind, 1.0, 1, 1).params)
+
+    def after_image(data: bytes, at: int) -> int:
+        name_end = data.index(b"\0", at + 64)  # after id, pose and camera
+        return name_end + 9 + 24 * int(struct.unpack_from("<Q", data, name_end + 1)[0])
+
+    def after_point(data: bytes, at: int) -> int:
+        return at + 51 + 8 * int(struct.unpack_from("<Q", data, at + 43)[0])
+
+    for name, after in (("cameras.bin", after_camera), ("images.bin", after_image), ("points3D.bin", after_point)):
+        if not (path / name).is_file():
+            continue
+        data, at = (path / name).read_bytes(), 8
+        try:
+            for _ in range(struct.unpack_from("<Q", data)[0]):
+                at = after(data, at)
+            if at > len(data):
+                raise ValueError("it ends too early")
+        except (struct.error, ValueError) as error:
+            raise DataError(
+                f"{path / name} is cut off or damaged ({error}); copy or export the model again."
+            ) from error
+
+
+def import_pycolmap() -> Any:
+    """The module pycolmap, or an error that says how to get it."""
     try:
         import pycolmap
     except ImportError as error:
         raise ConfigError(f"COLMAP's models need pycolmap ({error}): pip install 'dualrc[colmap]'.") from error
     return pycolmap
+
+
+@contextmanager
+def quiet_colmap(pycolmap: Any) -> Iterator[None]:
+    """Keep COLMAP from writing its log to the screen; errors come as exceptions."""
+    before = pycolmap.logging.minloglevel
+    pycolmap.logging.minloglevel = int(pycolmap.logging.FATAL.value)
+    try:
+        yield
+    finally:
+        pycolmap.logging.minloglevel = before
 
 
 def _model_image(image: Any, folder: Path | None) -> ModelImage:

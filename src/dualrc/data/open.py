@@ -59,6 +59,8 @@ def open_pairs(config: DataConfig, *, size: int, points: int, device: torch.devi
     source = _source(config)
     sources = (_Some(source, numbers) for numbers in _split(len(source)))
     pairs, held_out_pairs = (FilePairs(some, config, **settings) for some in sources)
+    if isinstance(source, (RgbdPairs, MegaDepthPairs)):
+        pairs.skipped.update(source.broken)
     return Opened(training=pairs, held_out=held_out_pairs)
 
 

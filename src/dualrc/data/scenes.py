@@ -34,6 +34,8 @@ class ScenesConfig(CutConfig):
     light: bool = True
     # (width, height) of what is rendered and then cut.
     picture: tuple[int, int] = (512, 400)
+    # Texels along the side of a texture; a power of 2.
+    texture: int = 256
     # The most of the angle between the cameras, of the camera's turn, of the zoom, and the share of pictures at night.
     angle_deg: float = 45.0
     roll_deg: float = 20.0
@@ -49,6 +51,8 @@ class ScenesConfig(CutConfig):
         super().__post_init__()
         if min(self.picture) < 64 or self.pool < 1 or self.workers < 0:
             raise ConfigError("Scenes need pictures of 64 pixels or more a side, pool >= 1 and workers >= 0.")
+        if self.texture < 32 or self.texture & (self.texture - 1):
+            raise ConfigError(f"texture = {self.texture} must be a power of 2 from 32 on.")
         if self.angle_deg < 0 or self.zoom < 1 or not 0 <= self.night <= 1:
             raise ConfigError("Scenes need angle_deg >= 0, zoom >= 1, and night from 0 to 1.")
 
@@ -81,6 +85,7 @@ def _draw_pair(config: ScenesConfig, rng: np.random.Generator) -> ScenePair:
                 light_change=rng.uniform(),
                 night=bool(rng.uniform() < config.night),
                 min_overlap=_MIN_OVERLAP,
+                texture_size=config.texture,
             )
         except ConfigError:
             continue  # this scene has no two such views; an easier draw comes

@@ -75,7 +75,7 @@ class FilePairs:
             raise DataError("There are no pairs to train on; check the data.")
         self.source, self.config = source, config
         self.size, self.points, self.device = size, points, torch.device(device)
-        self.skipped: dict[str, str] = {}  # names of pairs to what is wrong with them
+        self.skipped: dict[str, str] = {}  # names of pairs, and of whole frames or scenes, to what is wrong with them
         self._broken: set[int] = set()
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="pairs")
 
@@ -104,7 +104,7 @@ class FilePairs:
         if not self.skipped:
             return ""
         few = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in list(self.skipped.items())[:3])
-        return f"Pairs left out: {len(self.skipped)} of {len(self.source)} ({few}{'; ...' * (len(self.skipped) > 3)})"
+        return f"Left out as unusable: {len(self.skipped)} ({few}{'; ...' * (len(self.skipped) > 3)})"
 
     def close(self) -> None:
         """Stop what is being prepared."""

@@ -15,9 +15,12 @@ from dualrc.matches import BoolArray, FloatArray, Size
 # A focal length outside of this range, in long sides of the picture, is an artefact of points in a plane.
 _PLAUSIBLE_FOCAL = (0.2, 10.0)
 _REFINEMENTS = 50
+_BEST_FIRST = 500  # iterations until all correspondences are drawn alike
 _NEVER_MISS = 0.9999  # how sure to be that a sample without a wrong match was drawn
 # A standard deviation of the centre above this share of the distance to the points leaves the pose open.
 _LARGEST_DEVIATION = 0.5
+# Correspondences whose pixels lie in one patch, of this share of what they all span, err together.
+_PATCH_SHARE = 1 / 16
 _ESTIMATED = "focal length estimated with the pose"
 
 
@@ -29,8 +32,8 @@ class AbsolutePose:
     cam_from_world: FloatArray | None = None  # (3, 4); None where there is no pose, and then `reason` says why
     reason: str | None = None
     camera: Camera | None = None  # the one used, with its estimated focal length where that was not known
-    # (6, 6) of a small rotation in radians about the camera's axes and of its centre in the world, as if the
-    # correspondences erred independently. Dense ones don't quite: it orders poses rather than bounding their errors.
+    # (6, 6) of a small rotation in radians about the camera's axes and of its centre in the world. It knows nothing of
+    # errors that all correspondences share, as those of the map's poses.
     covariance: FloatArray | None = None
 
     @property
@@ -105,7 +108,7 @@ def absolute_pose(
     if near.sum() < fewest:
         return failed(f"no pose agrees with {fewest} of {len(used)} correspondences")
     distance = float(np.median(np.linalg.norm(transform_points(state.pose, theirs[near]), axis=1)))
-    deviation = np.sqrt(np.trace(covariance[3:, 3:])) if np.isfinite(covariance).all() else np.inf
+    deviation = np.sqrt(np.trace(covariance[3:6, 3:6])) if np.isfinite(covariance).all() else np.inf
     if not deviation <= _LARGEST_DEVIATION * distance:
         return failed("the correspondences leave the pose open: they lie on a line or in a point")
     inliers = np.zeros(len(good), dtype=np.bool_)
@@ -129,7 +132,13 @@ def _with_camera(points: FloatArray, xyz: FloatArray, camera: Camera, options: d
         camera.rays(points)[:, :2] * focal,
         xyz,
         plain,
-        {**options, "min_iterations": min(1000, options["max_iterations"]), "progressive_sampling": True},
+        {
+            **options,
+            "min_iterations": min(1000, options["max_iterations"]),
+            # From the best scores first, but not for long: scores may mislead, and then no sample would be good.
+            "progressive_sampling": True,
+            "max_prosac_iterations": _BEST_FIRST,
+        },
         {},
     )
     matrix = np.array(pose.Rt, dtype=np.float64)
@@ -145,8 +154,7 @@ def _with_focal(
     best, best_cost, needed, tried = None, np.inf, float(max_iterations), 0
     while tried < min(needed, max_iterations):
         tried += 1
-        # The best scores first: the samples come from a growing head of the list.
-        head = max(4, min(len(points), 20 + len(points) * tried // 500))
+        head = max(4, min(len(points), 20 + len(points) * tried // _BEST_FIRST))
         sample = random.choice(head, 4, replace=False)
         for state in _solutions(points[sample], xyz[sample], size, center):
             cost = _cost(state, points, xyz, threshold_px)
@@ -182,18 +190,21 @@ def _refine(
     The loss turns at the inliers' own spread, so that exact ones count more than those just below the threshold.
     """
     near = state.residuals(points, xyz) <= threshold_px
+    points, xyz = points[near], xyz[near]
     unknown = 7 if focal else 6
-    damping = 1e-4
-    spread = max(float(np.median(state.residuals(points[near], xyz[near]))) if near.any() else 0.0, 1e-6)
-    loss = _loss(state, points[near], xyz[near], spread)
+    if 2 * len(points) <= unknown:
+        return state, np.full((unknown, unknown), np.nan)
+    spread = max(float(np.median(state.residuals(points, xyz))), 1e-6)
+    loss, damping = _loss(state, points, xyz, spread), 1e-4
     for _ in range(steps):
-        normal, gradient = _normal_equations(state, points[near], xyz[near], spread, unknown)
+        J, residuals, weights = _linearize(state, points, xyz, spread, unknown)
+        normal, gradient = _normal(J, weights), np.tensordot(J, weights[:, None] * residuals, axes=((0, 1), (0, 1)))
         try:
             step = -np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-12), gradient)
         except np.linalg.LinAlgError:
             break
         trial = _moved(state, step)
-        lower = _loss(trial, points[near], xyz[near], spread)
+        lower = _loss(trial, points, xyz, spread)
         if not lower < loss:
             damping *= 10
             if damping > 1e8:
@@ -203,33 +214,53 @@ def _refine(
         state, loss, damping = trial, lower, max(damping / 10, 1e-12)
         if small:
             break
-    normal, _ = _normal_equations(state, points[near], xyz[near], spread, unknown)
-    return state, _covariance(normal, state.residuals(points[near], xyz[near]), spread, unknown)
+    return state, _covariance(*_linearize(state, points, xyz, spread, unknown), points)
 
 
-def _covariance(normal: FloatArray, residuals: FloatArray, spread: float, unknown: int) -> FloatArray:
-    """(unknown, unknown), from the weighted variance that the residuals show; NaN where the pose is open."""
-    weights = 1 / (1 + (residuals / spread) ** 2)
-    freedom = 2 * weights.sum() - unknown
-    try:
-        if freedom <= 0 or np.linalg.cond(normal) > 1e15:
-            return np.full((unknown, unknown), np.nan)
-        return np.linalg.inv(normal) * (weights * residuals**2).sum() / freedom
-    except np.linalg.LinAlgError:
+def _covariance(J: FloatArray, residuals: FloatArray, weights: FloatArray, points: FloatArray) -> FloatArray:
+    """(unknown, unknown); NaN where the pose is open.
+
+    Neighbouring correspondences err together: all of a patch of the picture count as one observation, as far as their
+    errors have one direction (the sandwich estimator with clusters).
+    """
+    unknown = J.shape[2]
+    cell = _PATCH_SHARE * max(float(np.ptp(points, axis=0).max()), 1e-9)
+    _, patch = np.unique(np.floor(points / cell), axis=0, return_inverse=True)
+    count = int(patch.max()) + 1
+    gradients = (J * (weights[:, None] * residuals)[:, :, None]).sum(axis=1)
+    sums = np.stack([np.bincount(patch.ravel(), column, minlength=count) for column in gradients.T], axis=1)
+    # The mean slope of Cauchy's loss over the directions of a residual is its weight, squared.
+    normal = _normal(J, weights**2)
+    # Scaled to ones on the diagonal, because radians and metres don't compare.
+    scale = np.sqrt(np.diag(normal))
+    if count <= unknown or not np.all(scale > 0) or np.linalg.cond(normal / np.outer(scale, scale)) > 1e12:
         return np.full((unknown, unknown), np.nan)
+    inverse = np.linalg.inv(normal / np.outer(scale, scale)) / np.outer(scale, scale)
+    covariance: FloatArray = inverse @ (sums.T @ sums) @ inverse * count / (count - unknown)
+    return covariance
+
+
+def _normal(J: FloatArray, weights: FloatArray) -> FloatArray:
+    unknown = J.shape[2]
+    normal: FloatArray = (J * weights[:, None, None]).reshape(-1, unknown).T @ J.reshape(-1, unknown)
+    return normal
 
 
 def _loss(state: _State, points: FloatArray, xyz: FloatArray, spread: float) -> float:
     return float(np.log1p((state.residuals(points, xyz) / spread) ** 2).sum())
 
 
-def _normal_equations(
+def _linearize(
     state: _State, points: FloatArray, xyz: FloatArray, spread: float, unknown: int
-) -> tuple[FloatArray, FloatArray]:
-    """J' W J and J' W r, for a rotation about the camera's axes, its centre, and the logarithm of its focal length."""
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Derivatives of the pixels (n, 2, unknown), residuals (n, 2), and weights (n,) of Cauchy's loss.
+
+    Unknown are a rotation about the camera's axes, its centre, and perhaps the logarithm of its focal length.
+    """
     R, K = state.pose[:, :3], state.K
     places = transform_points(state.pose, xyz)
     x, y, z = places.T
+    z = np.maximum(z, 1e-9)
     pixels = state.project(xyz)
     # Pixels by places in the camera's frame, (n, 2, 3).
     by_place = np.zeros((len(xyz), 2, 3))
@@ -244,10 +275,7 @@ def _normal_equations(
         J[:, :, 6] = pixels - K[:2, 2]
     residuals = pixels - points
     weights = 1 / (1 + (np.linalg.norm(residuals, axis=1) / spread) ** 2)
-    weighted = J * weights[:, None, None]
-    normal: FloatArray = np.einsum("nij,nik->jk", weighted, J)
-    gradient: FloatArray = np.einsum("nij,ni->j", weighted, residuals)
-    return normal, gradient
+    return J, residuals, weights
 
 
 def _moved(state: _State, step: FloatArray) -> _State:

@@ -81,7 +81,7 @@ def read_depth_m(path: str | Path, *, unit_m: float = 0.001) -> npt.NDArray[np.f
 
 def sample_depth(depth: npt.ArrayLike, points: npt.ArrayLike, size: Size) -> FloatArray:
     """Depths (n,) at points (n, 2) of a picture of `size`; NaN where there is none and between two surfaces."""
-    values = np.asarray(depth, dtype=np.float64)
+    values = np.asarray(depth)
     height, width = values.shape
     places = apply_homography(resize_homography(size, (width, height)), points)
     inside = on_picture(places, (width, height))
@@ -90,7 +90,8 @@ def sample_depth(depth: npt.ArrayLike, points: npt.ArrayLike, size: Size) -> Flo
     x, y = (places - np.column_stack([left, top])).T
     # A neighbour without weight is not asked: the depth of a pixel's centre is the pixel's own.
     right, below = left + (x > 0), top + (y > 0)
-    near = np.stack([values[row, column] for row in (top, below) for column in (left, right)])  # (4, n)
+    near = np.stack([values[row, column] for row in (top, below) for column in (left, right)])
+    near = near.astype(np.float64)  # (4, n); here rather than before, because maps are large
     known = inside & np.all(np.isfinite(near) & (near > 0), axis=0)
     near = np.where(known, near, 1.0)
     known &= near.max(axis=0) <= (1 + _EDGE) * near.min(axis=0)

@@ -1,15 +1,18 @@
 """The pose of a picture in a map, stage by stage."""
 
+import json
 import time
+import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from dualrc.collection.retrieval import global_descriptor, most_similar
 from dualrc.errors import ConfigError, DataError, DualRCError
+from dualrc.files import replacing
 from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif
 from dualrc.localize.maps import Correspondences, Map
 from dualrc.matcher import Matcher, PictureFeatures
@@ -17,6 +20,7 @@ from dualrc.matches import FloatArray, Size
 
 # The picture is parted into so many cells along its long side to tell how much of it supports a pose.
 _CELLS = 16
+_SAVE_EVERY = 100  # pictures of the map
 # So many supporting cells are as good as any number.
 _ENOUGH_CELLS = 20
 
@@ -71,13 +75,17 @@ class Localization:
 class Localizer:
     """Localizes pictures in a map; features of the map's pictures are kept for the next query."""
 
-    def __init__(self, matcher: Matcher, map: Map, config: LocalizeConfig | None = None) -> None:
+    def __init__(
+        self, matcher: Matcher, map: Map, config: LocalizeConfig | None = None, *, descriptors: Path | None = None
+    ) -> None:
+        """`descriptors` is a file (.npz) that keeps what retrieval knows of the map's pictures for the next run."""
         self.matcher = matcher
         self.map = map
         self.config = config or LocalizeConfig()
         # Pictures of the map that could not be used, and why.
         self.broken: dict[str, str] = {}
         self._descriptors: dict[str, FloatArray] = {}
+        self._descriptors_file = descriptors
         self._kept: OrderedDict[str, PictureFeatures] = OrderedDict()
 
     def localize(
@@ -99,8 +107,7 @@ class Localizer:
         names = list(candidates) if candidates is not None else self.candidates(features)
         found = self.correspondences(features, names)
         result = self.pose(found, features.size, camera=camera, names=names)
-        object.__setattr__(result, "seconds", time.perf_counter() - start)
-        return result
+        return replace(result, seconds=time.perf_counter() - start)
 
     def candidates(self, query: PictureFeatures) -> list[str]:
         """The map's pictures that are most similar to the query, best first."""
@@ -116,11 +123,20 @@ class Localizer:
 
     def prepare(self) -> None:
         """Describe the map's pictures that are not described yet."""
+        if not self._descriptors:
+            self._read_descriptors()
+        new = 0
         for name in self.map.names:
-            if name not in self._descriptors and name not in self.broken:
-                features = self._features(name)
-                if features is not None:
-                    self._descriptors[name] = global_descriptor(features)
+            if name in self._descriptors or name in self.broken:
+                continue
+            features = self._features(name)
+            if features is not None:
+                self._descriptors[name] = global_descriptor(features)
+                new += 1
+                if new % _SAVE_EVERY == 0:
+                    self._write_descriptors()
+        if new % _SAVE_EVERY:
+            self._write_descriptors()
 
     def correspondences(self, query: PictureFeatures, names: Iterable[str]) -> Correspondences:
         """What the query sees of these pictures of the map, together."""
@@ -160,6 +176,31 @@ class Localizer:
             covariance=pose.covariance,
             confidence=_confidence(found, pose, size),
         )
+
+    def _read_descriptors(self) -> None:
+        """Take over those of the map's pictures, unless another network made them."""
+        path = self._descriptors_file
+        if path is None or not path.is_file():
+            return
+        try:
+            with np.load(path, allow_pickle=False) as content:
+                if str(content["made_by"]) == self._maker():
+                    known = dict(zip(content["names"].tolist(), content["vectors"], strict=True))
+                    self._descriptors = {name: known[name] for name in self.map.names if name in known}
+        except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile):
+            return  # they are made again, and the file with them
+
+    def _write_descriptors(self) -> None:
+        if self._descriptors_file is None:
+            return
+        names, vectors = np.array(list(self._descriptors)), np.stack(list(self._descriptors.values()))
+        with replacing(self._descriptors_file) as temporary:
+            np.savez(temporary, made_by=np.array(self._maker()), names=names, vectors=vectors)
+
+    def _maker(self) -> str:
+        """What descriptors depend on."""
+        info, config = self.matcher.info, self.matcher.config
+        return json.dumps([info["weights"], info["network"], config.size, config.max_size])
 
     def _find_camera(self, query: Path | PictureFeatures, size: Size) -> Camera | None:
         told = None if isinstance(query, PictureFeatures) else camera_from_exif(query)

@@ -54,7 +54,7 @@ class Correspondences:
         group = np.cumsum(first) - 1
         best = order[first]
         near = np.linalg.norm(self.points[order] - self.points[best][group], axis=1) <= radius_px
-        weights = np.where(near, self.scores[order], 0.0)
+        weights = np.where(near, np.maximum(self.scores[order], 1e-12), 0.0)
         total = np.bincount(group, weights, minlength=len(best))
         sums = np.stack([np.bincount(group, weights * self.points[order, axis]) for axis in (0, 1)], axis=1)
         return Correspondences(

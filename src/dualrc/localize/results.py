@@ -44,6 +44,13 @@ class ResultsFile:
                     f"{here.get(key)!r} now); write to another file, or delete this one to start over."
                 )
             self._entries = content["queries"]
+        elif self.poses_path.exists():
+            raise OutputError(f"{self.poses_path} is there already and is no part of {self.path}; write elsewhere.")
+
+    @property
+    def poses_path(self) -> Path:
+        """FILE.txt."""
+        return self.path.with_suffix(".txt")
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -69,7 +76,7 @@ class ResultsFile:
             temporary.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
         entries = self._entries.items()
         poses = {name: np.array(entry["cam_from_world"]) for name, entry in entries if entry["cam_from_world"]}
-        write_poses(self.path.with_suffix(".txt"), poses)
+        write_poses(self.poses_path, poses)
 
 
 def write_poses(path: str | Path, poses: Mapping[str, FloatArray]) -> None:

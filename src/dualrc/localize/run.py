@@ -37,6 +37,8 @@ def localize_all(
     candidates: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[tuple[str, Localization]]:
     """Localize the queries that the results lack, and give each as it is kept."""
+    if len(results):
+        results.save()  # an earlier run may have died between its two files
     for name in missing(queries, results):
         found = localizer.localize(
             queries[name],

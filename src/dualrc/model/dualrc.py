@@ -83,7 +83,7 @@ class DualRCNet(nn.Module):
         if self.subpixel is not None:
             windows = cell_windows(fine0, pair, index0), cell_windows(fine1, pair, index1)
             offset0, offset1, trust = refine_both(self.subpixel, *windows, score0, score1)
-            cells0, cells1, scores = cells0 + offset0, cells1 + offset1, _confidence(scores, trust)
+            cells0, cells1, scores = cells0 + offset0, cells1 + offset1, trust
         keep = _best_first(pair, scores, top)
         return NetworkMatches(
             pair=pair[keep], points0=_pixels(cells0[keep]), points1=_pixels(cells1[keep]), scores=scores[keep]
@@ -115,7 +115,7 @@ class DualRCNet(nn.Module):
         if self.subpixel is not None:
             windows = point_windows(fine0, pair, cells0), cell_windows(fine1, pair, index1)
             refined = self.subpixel(*windows, there.score[:, 0])
-            cells1, score = cells1 + refined.offset, _confidence(score, refined.logit.sigmoid())
+            cells1, score = cells1 + refined.offset, refined.logit.sigmoid()
         return _pixels(cells1), torch.where(good, score, 0)
 
     def warp(self, features0: Features, features1: Features, *, max_memory: float = 0.5) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ class DualRCNet(nn.Module):
         if self.subpixel is not None:
             windows = cell_windows(fine0, found.pair, found.index0), cell_windows(fine1, found.pair, found.index1)
             refined = self.subpixel(*windows, found.score)
-            cells1, score = cells1 + refined.offset, _confidence(2 * score, refined.logit.sigmoid())
+            cells1, score = cells1 + refined.offset, refined.logit.sigmoid()
         good = (found.back >= 0) & ((returned - cells0).abs().amax(1) <= _RETURN_CELLS)
         height, width = features0.fine.shape[2:]
         points = torch.zeros(height * width, 2, device=cells1.device)
@@ -169,11 +169,6 @@ def make_network(config: NetworkConfig) -> DualRCNet:
 def _values(max_memory: float) -> int:
     """How many float32 values fit into so many GiB."""
     return int(max_memory * 2**30 / 4)
-
-
-def _confidence(scores: Tensor, trust: Tensor) -> Tensor:
-    """Trust in the place, times a mild power of the coarse-times-fine score: what ranks held-out matches best."""
-    return trust * (scores / 2) ** 0.25
 
 
 def _best_first(pair: Tensor, scores: Tensor, top: int | None) -> Tensor:

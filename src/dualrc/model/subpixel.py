@@ -81,7 +81,7 @@ class Subpixel(nn.Module):
         cosine = torch.bmm(asking.features, answering.features.transpose(1, 2))  # n 9 9
         weight = (cosine[:, _MIDDLE] / self.log_temperature.exp()).softmax(1)
         offset = torch.stack([weight @ steps.float() for steps in _steps(weight.device)], dim=1)
-        logit = torch.zeros_like(offset[:, 0])
+        logit = torch.logit(score.float(), eps=1e-6)  # where nothing is learnt, the score is all the trust there is
         if self.correction is not None:
             middles = asking.features[:, _MIDDLE], answering.features[:, _MIDDLE]
             known = torch.log(score.float().clamp(min=0) + 1e-4) / 2

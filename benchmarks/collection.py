@@ -1,0 +1,133 @@
+"""Thousands of pairs of tiny pictures: does the cost of a pair stay flat, and the memory bounded?
+
+python benchmarks/collection.py [PICTURES] [local|ray] [WORKERS]
+"""
+
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from dualrc.collection.config import CollectionConfig
+from dualrc.collection.run import match_collection
+from dualrc.collection.store import MatchStore
+from dualrc.errors import DataError
+
+ROWS = 10
+SIZE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What was there at a moment."""
+
+    seconds: float
+    pairs: int
+    driver_mib: float
+    workers_mib: float
+
+
+def make_pictures(folder: Path, count: int) -> None:
+    """Parts of one large picture of smooth noise, so that neighbours overlap."""
+    rng = np.random.default_rng(0)
+    coarse = Image.fromarray(rng.integers(0, 256, (60, 20 + 4 * count, 3), dtype=np.uint8))
+    scene = coarse.resize((coarse.width * 4, coarse.height * 4), Image.Resampling.BICUBIC)
+    for number in range(count):
+        left = 16 * number % (scene.width - SIZE)
+        scene.crop((left, 40, left + SIZE, 40 + SIZE)).save(folder / f"{number:04d}.png")
+
+
+def resident_mib(process: str) -> float:
+    """Memory of a process, from /proc."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096 / 2**20
+    except (OSError, IndexError):
+        return 0.0
+
+
+def workers_mib() -> float:
+    """Memory of all workers: children of this process, or Ray's actors."""
+    total = 0.0
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"dualrc.collection.worker" in command or command.startswith(b"ray::_Actor"):
+            total += resident_mib(folder.name)
+    return total
+
+
+def watch(store: Path, samples: list[Sample], stop: threading.Event) -> None:
+    """Take a sample every so often."""
+    start = time.monotonic()
+    while not stop.wait(0.5):
+        try:
+            with MatchStore(store) as opened:
+                pairs = len(opened)
+        except DataError:  # not yet there
+            pairs = 0
+        samples.append(
+            Sample(
+                seconds=time.monotonic() - start,
+                pairs=pairs,
+                driver_mib=resident_mib("self"),
+                workers_mib=workers_mib(),
+            )
+        )
+
+
+def report(samples: list[Sample], total: int) -> None:
+    """A row for every tenth of the pairs."""
+    print("| pairs | ms a pair | driver MiB | workers MiB |\n|---|---|---|---|")
+    working = [sample for sample in samples if sample.pairs > 0]
+    last = working[0]
+    for row in range(1, ROWS + 1):
+        sample = next((sample for sample in working if sample.pairs >= total * row / ROWS), working[-1])
+        if sample.pairs > last.pairs:
+            each = (sample.seconds - last.seconds) / (sample.pairs - last.pairs) * 1000
+            print(f"| {sample.pairs} | {each:.1f} | {sample.driver_mib:.0f} | {sample.workers_mib:.0f} |")
+        last = sample
+
+
+def main() -> None:
+    """Match them all and print the table."""
+    pictures, engine, workers = [*sys.argv[1:], *["101", "local", "2"][len(sys.argv) - 1 :]]
+    with tempfile.TemporaryDirectory() as folder:
+        images, out = Path(folder) / "images", Path(folder) / "out"
+        images.mkdir()
+        make_pictures(images, int(pictures))
+        # A cache that holds a part of the pictures only: 0.07 MiB each.
+        config = CollectionConfig(
+            pairs="exhaustive",
+            size=SIZE,
+            engine="ray" if engine == "ray" else "local",
+            workers=int(workers),
+            cache=0.004,
+            device="cpu",
+        )
+        samples: list[Sample] = []
+        stop = threading.Event()
+        watcher = threading.Thread(target=watch, args=(out / "matches.sqlite", samples, stop))
+        watcher.start()
+        try:
+            result = match_collection(images, out, config)
+        finally:
+            stop.set()
+            watcher.join()
+        report(samples, len(result.pairs))
+        print(
+            f"\n{result.matched} pairs of {len(result.names)} pictures of {SIZE} px in {result.seconds:.0f} s, "
+            f"{engine}, {workers} workers; each picture read {result.extracted / len(result.names):.1f} times"
+        )
+
+
+if __name__ == "__main__":
+    main()

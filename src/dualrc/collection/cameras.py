@@ -1,0 +1,48 @@
+"""The cameras of a collection: from a file, else from EXIF, else one unknown focal length for each picture size."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from dualrc.colmap import read_cameras, read_header
+from dualrc.errors import DataError
+from dualrc.geometry import Camera, camera_from_exif
+
+_GUESSED_FOCAL = 1.2  # in long sides, as COLMAP guesses
+_FILE, _EXIF, _GUESS = "file", "exif", "guess"
+
+
+def choose_cameras(images: str | Path, names: Sequence[str], file: str | Path | None = None) -> dict[str, Camera]:
+    """The cameras of the pictures in a folder, upright; pictures that can't be read have none.
+
+    Each camera's `source` tells where it comes from.
+    """
+    images = Path(images)
+    sizes = {name: header.upright_size for name in names if (header := read_header(images / name)) is not None}
+    given = {} if file is None else read_cameras(file, list(sizes), images)
+    cameras = {}
+    for name, size in sizes.items():
+        if name in given:
+            if given[name].size != size:
+                there, here = ("{}x{}".format(*pixels) for pixels in (given[name].size, size))
+                raise DataError(f"{file}: the camera of {name} is for {there} pixels, not {here}; mend the file.")
+            cameras[name] = given[name]
+        else:
+            guess = Camera.from_focal(size, _GUESSED_FOCAL * max(size), source=_GUESS)
+            cameras[name] = camera_from_exif(images / name) or guess
+    return cameras
+
+
+def is_known(camera: Camera) -> bool:
+    """Whether a camera is to be taken as it is; others are refined."""
+    return camera.source not in (_EXIF, _GUESS)
+
+
+def describe_cameras(cameras: Mapping[str, Camera]) -> str:
+    """Where the cameras come from, in words."""
+    words = {
+        _EXIF: "focal length from EXIF, refined",
+        _GUESS: "unknown focal length, one for each picture size, refined",
+    }
+    counts = Counter(camera.source for camera in cameras.values())
+    return "; ".join(f"{count} {words.get(source, f'from the {source}')}" for source, count in counts.items())

@@ -1,0 +1,50 @@
+"""How a folder of pictures is matched."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from dualrc.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectionConfig:
+    """How a folder of pictures is matched."""
+
+    # exhaustive, sequential, retrieval, a text file (two names a line), or the folder of a COLMAP model; auto:
+    # exhaustive for few pictures, else retrieval.
+    pairs: str = "auto"
+    # Pictures that each is matched with: the most similar (retrieval), or those that share most points (model).
+    neighbors: int = 20
+    # sequential: each picture with so many that follow, and with so many that look alike further away.
+    overlap: int = 10
+    loops: int = 2
+    # The best so many matches of each pair are kept, with at least this score.
+    top: int = 4000
+    min_score: float = 0.0
+    # The network, as in dualrc.load.
+    size: int | None = None
+    preset: str = "default"
+    weights: Path | None = None
+    device: str | None = None
+    # Where it runs: in processes of this machine, or on a Ray cluster, which is started here if no address is given.
+    engine: Literal["local", "ray"] = "local"
+    address: str | None = None
+    # Workers; None: one per GPU, else one per core, as far as memory allows.
+    workers: int | None = None
+    # GiB that the workers of a machine may take together, about, and how much of that is for features that are kept.
+    max_memory: float | None = None  # None: three quarters of what the machine has
+    cache: float = 4.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("neighbors", 1), ("overlap", 1), ("top", 1), ("loops", 0), ("workers", 1), ("cache", 0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                raise ConfigError(f"{name} = {value} must be at least {least}.")
+        if self.max_memory is not None and not 0 < self.max_memory < math.inf:
+            raise ConfigError(f"max_memory = {self.max_memory} must be above 0; it is in GiB.")
+        if self.engine not in ("local", "ray"):
+            raise ConfigError(f"engine = {self.engine!r} is not known; choose local or ray.")
+        if self.address is not None and self.engine != "ray":
+            raise ConfigError("An address is for the engine ray; choose that engine, or leave the address out.")

@@ -1,0 +1,111 @@
+"""What other programs read: COLMAP's database and hloc's HDF5 files, from merged keypoints."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualrc.collection.cameras import is_known
+from dualrc.collection.keypoints import MergedMatches, Progress
+from dualrc.colmap import colmap_camera, colmap_points, import_pycolmap, quiet_colmap, read_header, stored_points
+from dualrc.errors import ConfigError, DataError
+from dualrc.files import replacing
+from dualrc.geometry import Camera
+
+_MAX_ERROR_PX = 4.0  # of a match from its pair's geometry, as COLMAP verifies
+
+
+def write_database(
+    path: str | Path,
+    merged: MergedMatches,
+    images: str | Path,
+    cameras: Mapping[str, Camera],
+    progress: Progress | None = None,
+) -> None:
+    """Write COLMAP's database: cameras, pictures, keypoints, matches and verified two-view geometries."""
+    pycolmap = import_pycolmap()
+    images, tell = Path(images), progress or (lambda *_: None)
+    with replacing(path) as temporary, quiet_colmap(pycolmap):
+        with pycolmap.Database.open(temporary) as database, pycolmap.DatabaseTransaction(database):
+            numbers = _write_pictures(database, merged, images, cameras, pycolmap)
+            for count, (name0, name1) in enumerate(merged.pairs, start=1):
+                indices = merged.indexed(name0, name1).indices
+                if len(indices):
+                    database.write_matches(numbers[name0], numbers[name1], indices.astype(np.uint32))
+                tell("Writing matches", count, len(merged.pairs))
+        tell("Verifying pairs", 0, 1)
+        options = pycolmap.TwoViewGeometryOptions()
+        options.ransac.max_error = _MAX_ERROR_PX
+        options.ransac.random_seed = 0
+        pycolmap.geometric_verification(temporary, two_view_geometry_options=options)
+        tell("Verifying pairs", 1, 1)
+
+
+def _write_pictures(
+    database: Any, merged: MergedMatches, images: Path, cameras: Mapping[str, Camera], pycolmap: Any
+) -> dict[str, int]:
+    """Write cameras, pictures and keypoints; the pictures' numbers by name."""
+    shared: dict[tuple[Any, ...], int] = {}
+    numbers = {}
+    for name in sorted(merged.keypoints):
+        known = is_known(cameras[name])
+        camera = colmap_camera(cameras[name], images / name, known=known)
+        # Pictures of one size and one focal length are taken to be of one camera.
+        key = (known, camera.width, camera.height, *camera.params)
+        if key not in shared:
+            shared[key] = database.write_camera(camera)
+        numbers[name] = database.write_image(pycolmap.Image(name=name, camera_id=shared[key]))
+        places = colmap_points(merged.keypoints[name].points, images / name)
+        database.write_keypoints(numbers[name], places.astype(np.float32))
+    return numbers
+
+
+def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, progress: Progress | None = None) -> None:
+    """Write hloc's features.h5, matches.h5 and pairs.txt: stored pixels, the centre of the first at (0, 0)."""
+    h5py = _h5py()
+    folder, images, tell = Path(folder), Path(images), progress or (lambda *_: None)
+    _refuse_ambiguous(merged)
+    with replacing(folder / "features.h5") as temporary, h5py.File(temporary, "w") as file:
+        for name, keypoints in merged.keypoints.items():
+            header = read_header(images / name)
+            group = file.create_group(name)
+            group["keypoints"] = stored_points(keypoints.points, images / name).astype(np.float32)
+            group["scores"] = keypoints.scores
+            group["image_size"] = np.array(keypoints.size if header is None else header.stored_size)
+    with replacing(folder / "matches.h5") as temporary, h5py.File(temporary, "w") as file:
+        for count, (name0, name1) in enumerate(merged.pairs, start=1):
+            found = merged.indexed(name0, name1)
+            # Wide numbers: a picture may have more than 32,767 keypoints.
+            matches0 = np.full(len(merged.keypoints[name0]), -1, np.int32)
+            scores0 = np.zeros(len(matches0), np.float32)
+            matches0[found.indices[:, 0]] = found.indices[:, 1]
+            scores0[found.indices[:, 0]] = found.scores
+            group = file.create_group(_pair_key(name0, name1))
+            group.create_dataset("matches0", data=matches0, compression="gzip", compression_opts=1)
+            group.create_dataset("matching_scores0", data=scores0, compression="gzip", compression_opts=1)
+            tell("Writing matches", count, len(merged.pairs))
+    with replacing(folder / "pairs.txt") as temporary:
+        lines = [f"{name0} {name1}\n" for name0, name1 in merged.pairs]
+        temporary.write_text("".join(lines), encoding="utf-8")
+
+
+def _pair_key(name0: str, name1: str) -> str:
+    return f"{name0.replace('/', '-')}/{name1.replace('/', '-')}"
+
+
+def _refuse_ambiguous(merged: MergedMatches) -> None:
+    """Raise DataError if two pictures have one name in hloc's pair keys."""
+    keys: dict[str, str] = {}
+    for name in merged.keypoints:
+        other = keys.setdefault(name.replace("/", "-"), name)
+        if other != name:
+            raise DataError(f"{other} and {name} are one name in hloc's matches.h5, which has - for /; rename one.")
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError as error:
+        raise ConfigError(f"hloc's files need h5py ({error}): pip install 'dualrc[colmap]'.") from error
+    return h5py

@@ -1,0 +1,87 @@
+"""A picture of a reconstruction: its points and cameras from the front and from above."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualrc.files import replacing
+from dualrc.matches import FloatArray
+
+_MARGIN = 0.06
+_CAMERA_SIZE = 0.035  # in widths of the scene
+_MOST_POINTS = 200_000
+
+
+def draw_reconstruction(model: Any, path: str | Path, title: str) -> None:
+    """Draw pycolmap's Reconstruction into a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    poses = [model.images[number].cam_from_world().matrix() for number in sorted(model.reg_image_ids())]
+    shapes = [model.images[number].camera for number in sorted(model.reg_image_ids())]
+    points = list(model.points3D.values())[:: 1 + model.num_points3D() // _MOST_POINTS]
+    xyz = np.array([point.xyz for point in points]).reshape(-1, 3)
+    colors = np.array([point.color for point in points]).reshape(-1, 3) / 255
+    centers = np.array([-pose[:, :3].T @ pose[:, 3] for pose in poses])
+    axes = _viewing_axes(poses)
+    xyz, centers = xyz @ axes.T, centers @ axes.T  # right, down, forward
+    low, high = _extent(xyz, centers)
+    inside = ((xyz >= low) & (xyz <= high)).all(1)
+    xyz, colors = xyz[inside], colors[inside]
+    figure = Figure(figsize=(13, 6.2), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    reach = _CAMERA_SIZE * float((high - low).max())
+    # Far points first, so that near ones hide them.
+    views = (("from the front", (0, 1), np.argsort(-xyz[:, 2])), ("from above", (0, 2), np.argsort(-xyz[:, 1])))
+    for number, (name, (across, along), order) in enumerate(views, start=1):
+        axis = figure.add_subplot(1, 2, number)
+        size = np.clip(40_000 / max(len(xyz), 1), 0.4, 6)
+        axis.scatter(xyz[order, across], xyz[order, along], s=size, c=colors[order], linewidths=0, rasterized=True)
+        for pose, shape in zip(poses, shapes, strict=True):
+            corners = _frustum(pose, shape, reach) @ axes.T
+            axis.plot(corners[:, across], corners[:, along], color="#d62728", linewidth=0.9)
+        axis.plot(centers[:, across], centers[:, along], ".", color="#d62728", markersize=4)
+        axis.set_xlim(low[across], high[across])
+        axis.set_ylim(*((high[along], low[along]) if along == 1 else (low[along], high[along])))
+        axis.set_aspect("equal")
+        axis.set_title(name, fontsize=11)
+        axis.set_xticks([])
+        axis.set_yticks([])
+    figure.suptitle(title, fontsize=13)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=130)
+
+
+def _viewing_axes(poses: list[FloatArray]) -> FloatArray:
+    """A frame (3, 3) of rows right, down and forward, as the cameras look on average, with the horizon level."""
+    # Where cameras look all around, their mean direction means little, but what is down still shows.
+    down = _unit(np.mean([pose[1, :3] for pose in poses], axis=0), np.array([0.0, 1.0, 0.0]))
+    forward = np.mean([pose[2, :3] for pose in poses], axis=0)
+    sideways = np.array(poses[0][2, :3])
+    forward, sideways = (vector - down * (down @ vector) for vector in (forward, sideways))
+    forward = _unit(forward, _unit(sideways, np.roll(down, 1)))
+    return np.stack([np.cross(down, forward), down, forward])
+
+
+def _unit(vector: FloatArray, otherwise: FloatArray) -> FloatArray:
+    length = float(np.linalg.norm(vector))
+    return vector / length if length > 1e-6 else otherwise
+
+
+def _extent(points: FloatArray, centers: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """A box with all cameras and all but the most distant points."""
+    low, high = (np.percentile(points, share, axis=0) for share in (2, 98)) if len(points) else (centers[0], centers[0])
+    low, high = np.minimum(low, centers.min(0)), np.maximum(high, centers.max(0))
+    margin = _MARGIN * float((high - low).max()) + 1e-9
+    return low - margin, high + margin
+
+
+def _frustum(pose: FloatArray, camera: Any, reach: float) -> FloatArray:
+    """A camera's pyramid as one line (n, 3) in the world."""
+    focal = camera.mean_focal_length()
+    x, y = camera.width / focal / 2 * reach, camera.height / focal / 2 * reach
+    tip, corners = [0.0, 0.0, 0.0], [[-x, -y, reach], [x, -y, reach], [x, y, reach], [-x, y, reach]]
+    a, b, c, d = corners
+    line = np.array([tip, a, b, tip, c, b, c, d, tip, d, a])
+    return (line - pose[:, 3]) @ pose[:, :3]

@@ -1,0 +1,321 @@
+"""Keypoints for a collection: the matches of all pairs, each with its own points, share keypoints in every picture.
+
+Keypoints are the places of a picture where its matches gather. A match hardly ever ends exactly there, but it tells
+how its surroundings move, so it also tells where one picture's keypoint is in the other; each keypoint is placed
+where all of its matches put it, in a few sweeps over the pictures. So a track is one point in all of its pictures.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc import geometry
+from dualrc.collection.store import MatchStore, Names
+from dualrc.errors import ConfigError, DataError
+from dualrc.matches import BoolArray, FloatArray, Matches, Size
+
+IntArray = npt.NDArray[np.int64]
+# Told of each step's name, how much of it is done, and of how much.
+Progress = Callable[[str, int, int], None]
+
+_CELL = 4.0  # network pixels of the matcher's fine cells: how far apart the matches of one pair are
+_SAMPLE = 2000  # matches of a pair that its geometry is estimated from
+_BINS = 4  # per radius, where the density of matches is counted
+_PER_PX, _LARGEST_MOVE = 100, 100  # bins per pixel, and pixels, in which moves are counted
+_NEIGHBORS = 9  # matches that tell how the surroundings of one move, itself included
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig:
+    """How the matches of a collection share keypoints."""
+
+    # Matches this near to a keypoint, in fine cells of the matcher, belong to it.
+    radius: float = 0.5
+    # Matches further than this from the best epipolar geometry of their pair, in fine cells, are left out.
+    max_error: float = 0.35
+    # How often each keypoint is placed anew by what its matches say of the others'.
+    sweeps: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("radius", "max_error"):
+            if not 0 < getattr(self, name) <= 2:
+                raise ConfigError(f"{name} = {getattr(self, name)} must be above 0 and at most 2 cells.")
+        if self.sweeps < 0:
+            raise ConfigError(f"sweeps = {self.sweeps} must not be negative.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Keypoints:
+    """The keypoints of one picture, in its upright pixels."""
+
+    points: FloatArray  # (k, 2) float32
+    scores: FloatArray  # (k,) float32, the sum over the supporting matches
+    size: Size
+    centers: FloatArray  # (k, 2) float64, of the clusters; the matches within the radius belong to them
+    radius_px: float
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IndexedMatches:
+    """Matches of a pair as numbers of keypoints, one-to-one, best first."""
+
+    indices: IntArray  # (n, 2)
+    scores: FloatArray  # (n,)
+    rows: IntArray  # (n,), of the pair's matches that they are
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What merging came to."""
+
+    keypoints: int
+    matches: int
+    pictures_per_keypoint: float  # in how many pictures one is seen on average, its own among them
+    moved_median_px: float  # from the matches' own points to their keypoints
+    moved_95_px: float  # 95 % moved no further
+
+
+class MergedMatches:
+    """Keypoints of all pictures of a store, and its matches between them; `merge` makes it."""
+
+    def __init__(self, store: MatchStore, config: MergeConfig) -> None:
+        self.config = config
+        self.keypoints: dict[str, Keypoints] = {}
+        self.pairs: list[Names] = []
+        self._store = store
+        self._verified: dict[Names, npt.NDArray[np.uint8]] = {}  # a bit per match
+        failed, seen = store.failures(), set()
+        for names in store.names():
+            if names not in failed and names[0] != names[1] and names[::-1] not in seen:
+                self.pairs.append(names)
+                seen.add(names)
+
+    def indexed(self, name0: str, name1: str) -> IndexedMatches:
+        """A pair's matches as numbers of keypoints."""
+        return self._assign(self._load((name0, name1)), name0, name1)
+
+    def matches(self, name0: str, name1: str) -> Matches:
+        """A pair's matches, from keypoint to keypoint."""
+        kept = self._load((name0, name1))
+        found = self._assign(kept, name0, name1)
+        index0, index1 = found.indices.T
+        return replace(
+            kept,
+            points0=self.keypoints[name0].points[index0],
+            points1=self.keypoints[name1].points[index1],
+            scores=found.scores,
+        )
+
+    def statistics(self) -> Statistics:
+        """How much is shared, and how far the matches' points are from their keypoints."""
+        counts, matches = np.zeros(_LARGEST_MOVE * _PER_PX, np.int64), 0
+        for names in self.pairs:
+            pair = self._load(names)
+            found = self._assign(pair, *names)
+            matches += len(found.rows)
+            for side, points in enumerate((pair.points0, pair.points1)):
+                keypoints = self.keypoints[names[side]].points[found.indices[:, side]]
+                moved = np.linalg.norm(points[found.rows] - keypoints, axis=1) * _PER_PX
+                counts += np.bincount(np.minimum(moved.astype(np.int64), len(counts) - 1), minlength=len(counts))
+        keypoints_in_all = sum(len(keypoints) for keypoints in self.keypoints.values())
+        share = np.cumsum(counts) / max(counts.sum(), 1)
+        median, most = ((int(np.searchsorted(share, level)) + 0.5) / _PER_PX for level in (0.5, 0.95))
+        return Statistics(
+            keypoints=keypoints_in_all,
+            matches=matches,
+            pictures_per_keypoint=1 + 2 * matches / max(keypoints_in_all, 1),
+            moved_median_px=median,
+            moved_95_px=most,
+        )
+
+    def _load(self, names: Names) -> Matches:
+        """A pair's matches, those of the pair the other way round among them, best first."""
+        pair, other = self._store.get(*names), self._store.get(*names[::-1])
+        if pair is None:
+            raise DataError(f"The pair {names[0]}, {names[1]} is not in the store; match it first.")
+        if other is not None and len(other):
+            other = other.swapped()
+            pair = replace(
+                pair,
+                points0=np.concatenate([pair.points0, other.points0]),
+                points1=np.concatenate([pair.points1, other.points1]),
+                scores=np.concatenate([pair.scores, other.scores]),
+            )
+        if names not in self._verified:
+            self._verified[names] = np.packbits(_verify(pair, self.config.max_error))
+        return pair[np.unpackbits(self._verified[names], count=len(pair)).astype(bool)].top(len(pair))
+
+    def _assign(self, matches: Matches, name0: str, name1: str) -> IndexedMatches:
+        """Of the matches, best first, one for each keypoint on either side."""
+        index0 = _nearest(matches.points0, self.keypoints[name0])
+        index1 = _nearest(matches.points1, self.keypoints[name1])
+        rows = np.flatnonzero((index0 >= 0) & (index1 >= 0))
+        for index in (index0, index1):
+            rows = rows[np.sort(np.unique(index[rows], return_index=True)[1])]
+        return IndexedMatches(
+            indices=np.stack([index0[rows], index1[rows]], axis=1), scores=matches.scores[rows], rows=rows
+        )
+
+
+def merge(store: MatchStore, config: MergeConfig | None = None, progress: Progress | None = None) -> MergedMatches:
+    """Find the keypoints that the matches of a store share; the store must stay open."""
+    merged = MergedMatches(store, config or MergeConfig())
+    partners: dict[str, list[Names]] = defaultdict(list)
+    for names in merged.pairs:
+        for name in names:
+            partners[name].append(names)
+    tell = progress or (lambda *_: None)
+    for count, (name, pairs) in enumerate(partners.items()):
+        merged.keypoints[name] = _gather(merged, name, pairs)
+        tell("Finding keypoints", count + 1, len(partners))
+    total = merged.config.sweeps * len(partners)
+    for sweep in range(merged.config.sweeps):
+        for count, (name, pairs) in enumerate(partners.items()):
+            merged.keypoints[name] = _place(merged, name, pairs)
+            tell("Placing keypoints", sweep * len(partners) + count + 1, total)
+    return merged
+
+
+def _verify(matches: Matches, max_error: float) -> BoolArray:
+    """Which matches agree with the epipolar geometry that most of them share."""
+    threshold_px = max_error * (_cell_px(matches, 0) + _cell_px(matches, 1)) / 2
+    # A sample of the best tells the geometry as well as all.
+    fit = geometry.estimate(matches.top(_SAMPLE), "fundamental", threshold_px=threshold_px)
+    if fit.matrix is None:
+        return np.zeros(len(matches), dtype=bool)
+    distance = geometry.sampson_distance_px(fit.matrix, matches.points0, matches.points1)
+    agree: BoolArray = distance <= threshold_px  # false for NaN
+    return agree
+
+
+def _cell_px(matches: Matches, side: int) -> float:
+    """The matcher's fine cell in pixels of a picture."""
+    size = (matches.size0, matches.size1)[side]
+    network = matches.info.get(f"network_size{side}", size)
+    return _CELL * max(size) / max(*network, 1)
+
+
+def _gather(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoints:
+    """The clusters of a picture's matches."""
+    points, scores, size, cells = [], [], (0, 0), []
+    for names in pairs:
+        side = names.index(name)
+        matches = merged._load(names)
+        points.append((matches.points0, matches.points1)[side])
+        scores.append(matches.scores)
+        size = (matches.size0, matches.size1)[side]
+        cells.append(_cell_px(matches, side))
+    radius = merged.config.radius * float(np.median(cells))
+    places, weights = np.concatenate(points).astype(np.float64), np.concatenate(scores).astype(np.float64)
+    centers = _cluster(places, weights, radius)
+    found = Keypoints(
+        points=centers.astype(np.float32), scores=np.zeros(0), size=size, centers=centers, radius_px=radius
+    )
+    index = _nearest(places, found)
+    support = np.bincount(index[index >= 0], weights[index >= 0], minlength=len(centers))
+    return replace(found, scores=support.astype(np.float32))
+
+
+def _cluster(points: FloatArray, weights: FloatArray, radius: float) -> FloatArray:
+    """Centres of clusters, at places where the weight of the points around is highest within the radius."""
+    from scipy.ndimage import gaussian_filter, maximum_filter
+
+    if not len(points):
+        return np.zeros((0, 2))
+    step = radius / _BINS
+    origin = points.min(0)
+    column, row = np.floor((points - origin) / step).astype(np.int64).T
+    shape = (int(row.max()) + 1, int(column.max()) + 1)
+    bins = np.ravel_multi_index((row, column), shape)
+    density = np.bincount(bins, weights + 1e-6, minlength=shape[0] * shape[1]).reshape(shape)
+    smooth = gaussian_filter(density, _BINS / 2, truncate=2.5, mode="constant")
+    # Where two places are equal the earlier wins.
+    smooth *= 1 - 1e-9 * np.arange(smooth.size).reshape(shape) / smooth.size
+    peak = (smooth == maximum_filter(smooth, size=2 * _BINS + 1, mode="constant")) & (smooth > 1e-9)
+    centers = np.argwhere(peak)[:, ::-1] * step + step / 2 + origin
+    for _ in range(2):
+        centers = _robust_means(points, weights, _nearest_within(points, centers, radius), centers, radius / 2)
+    return centers
+
+
+def _place(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoints:
+    """The keypoints of a picture where its matches put them, given those of the other pictures."""
+    mine = merged.keypoints[name]
+    places, weights, owners = [], [], []
+    for names in pairs:
+        matches = merged._load(names)
+        found = merged._assign(matches, *names)
+        side = names.index(name)
+        here, there = (matches.points0, matches.points1)[:: 1 - 2 * side]
+        index, other = found.indices.T[:: 1 - 2 * side]
+        theirs = merged.keypoints[names[1 - side]]
+        motion = _local_motion(there.astype(np.float64), here.astype(np.float64), found.rows)
+        apart = theirs.points[other].astype(np.float64) - there[found.rows]
+        places.append(here[found.rows] + np.einsum("nij,nj->ni", motion, apart))
+        weights.append(found.scores.astype(np.float64))
+        owners.append(index)
+    points, owner = np.concatenate(places), np.concatenate(owners)
+    near = np.linalg.norm(points - mine.centers[owner], axis=1) < 2 * mine.radius_px
+    owner = np.where(near, owner, -1)
+    start = mine.points.astype(np.float64)
+    means = _robust_means(points, np.concatenate(weights), owner, start, mine.radius_px / 4)
+    return replace(mine, points=means.astype(np.float32))
+
+
+def _local_motion(source: FloatArray, target: FloatArray, rows: IntArray) -> FloatArray:
+    """Jacobians (n, 2, 2) of the motion from source to target points around the given ones."""
+    from scipy.spatial import cKDTree
+
+    count = min(_NEIGHBORS, len(source))
+    if count < 2:
+        return np.tile(np.eye(2), (len(rows), 1, 1))
+    _, near = cKDTree(source).query(source[rows], k=count)
+    before, after = source[near] - source[rows, None], target[near] - target[rows, None]  # (n, k, 2)
+    reach = np.median(np.linalg.norm(before[:, 1:], axis=2)) + 1e-9
+    # Neighbours that move otherwise lie on another surface, or are wrong.
+    stray = np.linalg.norm(after - before, axis=2)
+    weight = 1 / (1 + (np.linalg.norm(before, axis=2) / (2 * reach)) ** 4)
+    jacobian = np.tile(np.eye(2), (len(rows), 1, 1))
+    for _ in range(2):
+        moment = np.einsum("nk,nki,nkj->nij", weight, before, before) + 0.5 * reach**2 * np.eye(2)
+        mixed = np.einsum("nk,nki,nkj->nij", weight, after, before) + 0.5 * reach**2 * np.eye(2)
+        jacobian = mixed @ np.linalg.inv(moment)
+        stray = np.linalg.norm(after - np.einsum("nij,nkj->nki", jacobian, before), axis=2)
+        weight = 1 / (1 + (stray / (0.25 * reach)) ** 2)
+    return jacobian
+
+
+def _robust_means(
+    points: FloatArray, weights: FloatArray, owner: IntArray, start: FloatArray, scale: float
+) -> FloatArray:
+    """Weighted means of the points of each owner, of which far ones count less; `start` where there are none."""
+    rows = owner >= 0
+    points, weights, owner = points[rows], weights[rows] + 1e-6, owner[rows]
+    means = start
+    for step in range(3):
+        far = np.linalg.norm(points - means[owner], axis=1) / scale
+        weight = weights if step == 0 else weights / (1 + far**2)
+        total = np.bincount(owner, weight, minlength=len(start))
+        sums = [np.bincount(owner, weight * points[:, axis], minlength=len(start)) for axis in (0, 1)]
+        means = np.where(total[:, None] > 0, np.stack(sums, axis=1) / np.maximum(total, 1e-30)[:, None], start)
+    return means
+
+
+def _nearest(points: FloatArray, keypoints: Keypoints) -> IntArray:
+    """The number of the keypoint that each point belongs to, or -1."""
+    return _nearest_within(points, keypoints.centers, keypoints.radius_px)
+
+
+def _nearest_within(points: FloatArray, centers: FloatArray, radius: float) -> IntArray:
+    from scipy.spatial import cKDTree
+
+    if not len(centers) or not len(points):
+        return np.full(len(points), -1, np.int64)
+    _, index = cKDTree(centers).query(points, distance_upper_bound=radius)
+    return np.where(index < len(centers), index, -1)

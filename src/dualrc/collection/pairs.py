@@ -1,0 +1,132 @@
+"""Which pictures of a collection are matched with which: each unordered pair once, names in sorted order."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from dualrc.collection.retrieval import most_similar
+from dualrc.collection.store import Names
+from dualrc.errors import ConfigError, DataError
+from dualrc.matches import FloatArray
+
+_FEW = 60  # pictures: so many are matched exhaustively where nothing else is asked for
+_NAME = re.compile(r'"([^"]*)"|(\S+)')
+
+
+def choose(
+    names: Sequence[str],
+    how: str,
+    *,
+    neighbors: int,
+    overlap: int,
+    loops: int,
+    describe: Callable[[], dict[str, FloatArray]],
+) -> list[Names]:
+    """The pairs that `how` asks for: auto, exhaustive, sequential, retrieval, a text file, or a COLMAP model's folder.
+
+    `describe` gives the descriptors of the pictures that can be read; it is called only where they are needed.
+    """
+    if how == "auto":
+        how = "exhaustive" if len(names) <= _FEW else "retrieval"
+    if how == "exhaustive":
+        return exhaustive(names)
+    if how == "sequential" and (loops == 0 or len(names) <= overlap + 1):
+        return sequential(names, overlap)
+    if how in ("sequential", "retrieval"):
+        described = describe()
+        if len(described) < 2:
+            return []
+        usable, vectors = [*described], np.stack([*described.values()])
+        if how == "sequential":
+            return sequential(usable, overlap, vectors, loops)
+        return retrieval(usable, vectors, neighbors)
+    if Path(how).is_dir():
+        return covisible(names, how, neighbors)
+    if Path(how).is_file():
+        return from_file(names, how)
+    known = "auto, exhaustive, sequential, retrieval, a text file or the folder of a COLMAP model"
+    raise ConfigError(f"There is no way {how!r} to choose pairs, nor a file of that name; give {known}.")
+
+
+def exhaustive(names: Sequence[str]) -> list[Names]:
+    """Every picture with every other."""
+    ordered = sorted(set(names))
+    return [(name0, name1) for index, name0 in enumerate(ordered) for name1 in ordered[index + 1 :]]
+
+
+def sequential(
+    names: Sequence[str], overlap: int, descriptors: FloatArray | None = None, loops: int = 0
+) -> list[Names]:
+    """Every picture with the next `overlap`, in the order given; and with `loops` that are alike but not near.
+
+    The second closes the loop where a camera comes back to a place; it needs a descriptor per picture.
+    """
+    near = [(names[i], names[j]) for i in range(len(names)) for j in range(i + 1, min(i + overlap + 1, len(names)))]
+    if descriptors is None or loops <= 0:
+        return _once(near)
+    far = []
+    for index, alike in enumerate(most_similar(descriptors, descriptors, loops + 2 * overlap + 1)):
+        distant = [other for other in alike.tolist() if abs(other - index) > overlap]
+        far += [(names[index], names[other]) for other in distant[:loops]]
+    return _once(near + far)
+
+
+def retrieval(names: Sequence[str], descriptors: FloatArray, k: int) -> list[Names]:
+    """Every picture with the `k` most similar others."""
+    pairs = []
+    for index, alike in enumerate(most_similar(descriptors, descriptors, k + 1)):
+        others = [other for other in alike.tolist() if other != index]
+        pairs += [(names[index], names[other]) for other in others[:k]]
+    return _once(pairs)
+
+
+def covisible(names: Iterable[str], model: str | Path, k: int) -> list[Names]:
+    """Every picture of a COLMAP model with the `k` others that share most 3D points with it, if any do."""
+    from dualrc.colmap import read_model
+
+    images = read_model(model).images
+    known = sorted(images.keys() & set(names))
+    if not known:
+        raise DataError(f"The folder has none of the pictures of the model {model}; give the folder that it is of.")
+    seen_by: dict[int, list[str]] = {}
+    for name in known:
+        for point in np.unique(images[name].point_ids).tolist():
+            seen_by.setdefault(point, []).append(name)
+    pairs = []
+    for name in known:
+        points = np.unique(images[name].point_ids).tolist()
+        shared = Counter(other for point in points for other in seen_by[point] if other != name)
+        pairs += [(name, other) for other in sorted(shared, key=lambda other: (-shared[other], other))[:k]]
+    return _once(pairs)
+
+
+def from_file(names: Iterable[str], path: str | Path) -> list[Names]:
+    """The pairs of a text file, `name0 name1` a line; around spaces in names double quotes, or a tab between names."""
+    known, pairs = set(names), []
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"The list of pairs {path} can't be read ({error}); check it.") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        found = line.split("\t") if "\t" in line else [quoted or plain for quoted, plain in _NAME.findall(line)]
+        pair = [name.strip().strip('"') for name in found]
+        if len(pair) != 2 or pair[0] == pair[1]:
+            remedy = 'write two names, those with spaces as "name"'
+            raise DataError(f"{path}, line {number}: {line.strip()!r} is not a pair of pictures; {remedy}.")
+        for name in pair:
+            if name not in known:
+                raise DataError(f"{path}, line {number}: {name!r} is not in the folder; names are relative to it.")
+        pairs.append((pair[0], pair[1]))
+    if not pairs:
+        raise DataError(f"{path} lists no pairs; write two names a line.")
+    return _once(pairs)
+
+
+def _once(pairs: Iterable[Names]) -> list[Names]:
+    """Each unordered pair once, in the order in which they come."""
+    return list(dict.fromkeys((min(pair), max(pair)) for pair in pairs))

@@ -1,0 +1,124 @@
+"""What is matched when, and by whom: blocks of pairs that share pictures, and what to do when a worker dies."""
+
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from dualrc.collection.store import Names
+
+# What a worker is asked for: a pair to match, or a single picture to describe.
+Item = tuple[str, ...]
+
+_DEATHS = 3  # workers that one item may cost
+_AHEAD = 32  # waiting blocks among which a worker's next one is chosen
+
+
+def in_blocks(pairs: Collection[Names], size: int) -> list[list[Item]]:
+    """The pairs in blocks of at most `size`, such that a block's pairs, and the next block's, share pictures."""
+    rank = _breadth_first(pairs)
+    side = max(1, math.isqrt(size))
+    tiles: dict[tuple[int, int], list[Item]] = {}  # squares of the matrix of all pairs
+    for pair in pairs:
+        row, column = sorted((rank[pair[0]], rank[pair[1]]))
+        tiles.setdefault((row // side, column // side), []).append(pair)
+    blocks: list[list[Item]] = [[]]
+    # Every other row of tiles backwards, so that a row begins with the pictures with which the last one ended.
+    for _, tile in sorted(tiles.items(), key=lambda at: (at[0][0], at[0][1] if at[0][0] % 2 == 0 else -at[0][1])):
+        if len(blocks[-1]) + len(tile) > size:
+            blocks.append([])
+        blocks[-1] += tile
+    return [block for block in blocks if block]
+
+
+def in_chunks(names: Sequence[str], size: int) -> list[list[Item]]:
+    """Single pictures in blocks of at most `size`."""
+    return [[(name,) for name in names[start : start + size]] for start in range(0, len(names), size)]
+
+
+def _breadth_first(pairs: Iterable[Names]) -> dict[str, int]:
+    """A place for every picture, such that those with common partners stand near each other."""
+    partners: dict[str, list[str]] = {}
+    for name0, name1 in sorted(pairs):
+        partners.setdefault(name0, []).append(name1)
+        partners.setdefault(name1, []).append(name0)
+    rank: dict[str, int] = {}
+    for first in sorted(partners):
+        if first in rank:
+            continue
+        rank[first] = len(rank)
+        queue = deque([first])
+        while queue:
+            for partner in partners[queue.popleft()]:
+                if partner not in rank:
+                    rank[partner] = len(rank)
+                    queue.append(partner)
+    return rank
+
+
+@dataclass(kw_only=True, eq=False)
+class _Block:
+    items: dict[Item, None]  # those still to do, in order
+    pictures: set[str]
+    deaths: int  # of workers that had it
+
+    @staticmethod
+    def of(items: Iterable[Item], deaths: int = 0) -> "_Block":
+        ordered = dict.fromkeys(items)
+        return _Block(items=ordered, pictures={name for item in ordered for name in item}, deaths=deaths)
+
+
+class Plan:
+    """Gives blocks to workers, by number, until every item is done or has failed."""
+
+    def __init__(self, blocks: Iterable[Iterable[Item]], *, at_once: int) -> None:
+        """`at_once` says how many items a worker has in work: when it dies, one of the first so many is to blame."""
+        self._waiting = deque(_Block.of(block) for block in blocks)
+        self._given: dict[int, _Block] = {}
+        self._latest: dict[int, set[str]] = {}  # pictures that a worker probably still has
+        self._at_once = at_once
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing waits and nothing is in work."""
+        return not self._waiting and not self._given
+
+    def next(self, worker: int) -> list[Item]:
+        """A block for this worker, with pictures that it has if possible; empty if nothing waits."""
+        if not self._waiting:
+            return []
+        known = self._latest.get(worker, set())
+        near = [len(block.pictures & known) for block, _ in zip(self._waiting, range(_AHEAD), strict=False)]
+        index = near.index(max(near))
+        block = self._waiting[index]
+        del self._waiting[index]
+        self._given[worker] = block
+        self._latest[worker] = block.pictures
+        return list(block.items)
+
+    def done(self, worker: int, item: Item) -> None:
+        """An item's result has come."""
+        self._given[worker].items.pop(item, None)
+
+    def returned(self, worker: int) -> None:
+        """A worker has nothing in work, or no more."""
+        block = self._given.pop(worker, None)
+        if block is not None and block.items:
+            self._waiting.appendleft(block)
+
+    def died(self, worker: int) -> list[Item]:
+        """Take a dead worker's block back; gives the items that are given up because they killed too many."""
+        self._latest.pop(worker, None)
+        block = self._given.pop(worker, None)
+        if block is None or not block.items:
+            return []
+        items, deaths = list(block.items), block.deaths + 1
+        if len(items) == 1 and deaths >= _DEATHS:
+            return items
+        suspects, others = items[: self._at_once], items[self._at_once :]
+        if others:
+            self._waiting.appendleft(_Block.of(others, block.deaths))
+        # Suspects are tried again at once and, the second time, each alone, so that only the guilty is given up.
+        alone = [suspects] if deaths < _DEATHS - 1 else [[item] for item in suspects]
+        self._waiting.extendleft(_Block.of(part, deaths) for part in reversed(alone))
+        return []

@@ -1,0 +1,189 @@
+"""A folder of pictures to a COLMAP model: matching, shared keypoints, and pycolmap's incremental mapping."""
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dualrc import config as configs
+from dualrc.collection.cameras import choose_cameras, describe_cameras, is_known
+from dualrc.collection.config import CollectionConfig
+from dualrc.collection.export import write_database, write_hloc
+from dualrc.collection.figure import draw_reconstruction
+from dualrc.collection.keypoints import MergeConfig, Statistics, merge
+from dualrc.collection.keypoints import Progress as Tell
+from dualrc.collection.pictures import find_pictures
+from dualrc.collection.run import match_collection
+from dualrc.collection.store import MatchStore
+from dualrc.colmap import import_pycolmap, quiet_colmap
+from dualrc.errors import DataError, OutputError
+from dualrc.files import replacing
+from dualrc.geometry import Camera
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReconstructConfig:
+    """How a folder of pictures becomes a model."""
+
+    collection: CollectionConfig = field(default_factory=CollectionConfig)
+    keypoints: MergeConfig = field(default_factory=MergeConfig)
+    # cameras.json or COLMAP's cameras.txt; None: EXIF, else unknown focal lengths.
+    cameras: Path | None = None
+    # Also write hloc's features.h5, matches.h5 and pairs.txt.
+    hloc: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a reconstruction came to."""
+
+    registered: int  # pictures
+    pictures: int  # in the folder
+    points: int
+    observations: int
+    track_length: float  # mean
+    reprojection_error_px: float  # mean
+    models: int  # that did not join; the largest is kept
+    cameras: str  # where they come from
+    left_out: tuple[str, ...]  # pictures that are not registered
+    merging: Statistics
+    seconds: dict[str, float]  # of each step
+
+
+def reconstruct(images: str | Path, out: str | Path, config: ReconstructConfig, *, quiet: bool = False) -> Summary:
+    """Reconstruct a folder of pictures into `out`: model, database.db, points.ply, model.png and summary.json.
+
+    Matches are kept in `out`/matches.sqlite, so that a second run goes on where the first stopped.
+    """
+    images, out = Path(images), Path(out)
+    pycolmap = import_pycolmap()  # what is missing is said before the long work
+    # So is what is wrong with the cameras.
+    cameras = choose_cameras(images, find_pictures(images), config.cameras)
+    clock = _Clock()
+    matched = match_collection(images, out, config.collection, quiet=quiet)
+    clock.lap("matching")
+    cameras = {name: camera for name, camera in cameras.items() if name not in matched.broken}
+    with _progress(quiet) as tell, MatchStore(matched.store) as store:
+        merged = merge(store, config.keypoints, tell)
+        merging = merged.statistics()
+        clock.lap("keypoints")
+        write_database(out / "database.db", merged, images, cameras, tell)
+        clock.lap("database")
+        if config.hloc:
+            write_hloc(out, merged, images, tell)
+            clock.lap("hloc")
+        model, models = _map(out, images, cameras, tell, pycolmap)
+        clock.lap("mapping")
+        made_with = store.config
+    names = {model.images[number].name for number in model.reg_image_ids()}
+    summary = Summary(
+        registered=len(names),
+        pictures=len(matched.names),
+        points=model.num_points3D(),
+        observations=model.compute_num_observations(),
+        track_length=model.compute_mean_track_length(),
+        reprojection_error_px=model.compute_mean_reprojection_error(),
+        models=models,
+        cameras=describe_cameras(cameras),
+        left_out=tuple(name for name in matched.names if name not in names),
+        merging=merging,
+        seconds=clock.seconds,
+    )
+    _write(model, out, summary, {"config": configs.to_dict(config), "matches": made_with})
+    return summary
+
+
+def _map(out: Path, images: Path, cameras: dict[str, Camera], tell: Tell, pycolmap: Any) -> tuple[Any, int]:
+    """The largest model that COLMAP makes of the database, and how many it made."""
+    options = pycolmap.IncrementalPipelineOptions()
+    options.min_model_size = 2
+    options.random_seed = 0
+    if all(is_known(camera) for camera in cameras.values()):
+        options.ba_refine_focal_length = options.ba_refine_extra_params = False
+        options.mapper.abs_pose_refine_focal_length = options.mapper.abs_pose_refine_extra_params = False
+    registered = 0
+
+    def count(pictures: int) -> None:
+        nonlocal registered
+        registered += pictures
+        tell("Mapping", min(registered, len(cameras)), len(cameras))
+
+    tell("Mapping", 0, len(cameras))
+    with tempfile.TemporaryDirectory(dir=out, prefix=".mapping-") as folder, quiet_colmap(pycolmap):
+        models = pycolmap.incremental_mapping(
+            out / "database.db",
+            images,
+            folder,
+            options=options,
+            initial_image_pair_callback=lambda: count(2),
+            next_image_callback=lambda: count(1),
+        )
+    if not models:
+        raise DataError(
+            f"No two pictures of {images} could be placed together; give pictures that overlap more and are taken from "
+            "different places, match more pairs (--pairs exhaustive), or give the cameras (--cameras)."
+        )
+    return max(models.values(), key=lambda model: (model.num_reg_images(), model.num_points3D())), len(models)
+
+
+def _write(model: Any, out: Path, summary: Summary, made_with: dict[str, Any]) -> None:
+    """Write the model and what is told of it; each appears whole or not at all."""
+    _write_model(model, out / "model")
+    with replacing(out / "points.ply") as temporary:
+        model.export_PLY(temporary)
+    title = f"{summary.registered} of {summary.pictures} pictures, {summary.points:,} points"
+    draw_reconstruction(model, out / "model.png", title)
+    versions = {package: metadata.version(package) for package in ("dualrc", "pycolmap", "numpy", "torch", "poselib")}
+    content = {**asdict(summary), **made_with, "versions": versions}
+    with replacing(out / "summary.json") as temporary:
+        temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+
+
+def _write_model(model: Any, folder: Path) -> None:
+    """Write COLMAP's binary files, in place of a model that was there."""
+    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".model-") as temporary:
+            new, old = Path(temporary, "new"), Path(temporary, "old")
+            new.mkdir()
+            model.write_binary(new)
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+    except OSError as error:
+        raise OutputError(f"{folder} can't be written ({error.strerror}); make room or write elsewhere.") from error
+
+
+class _Clock:
+    """Seconds of each step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._start = time.monotonic()
+
+    def lap(self, step: str) -> None:
+        now = time.monotonic()
+        self.seconds[step] = round(now - self._start, 2)
+        self._start = now
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Tell]:
+    """A line for each step with how much of it is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True, quiet=quiet)) as progress:
+        tasks: dict[str, Any] = {}
+
+        def tell(step: str, done: int, total: int) -> None:
+            if step not in tasks:
+                tasks[step] = progress.add_task(step, total=total)
+            progress.update(tasks[step], completed=done, total=total)
+
+        yield tell

@@ -1,0 +1,231 @@
+"""A folder of pictures to a store of matches; a second run does what the first did not get to."""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from dualrc.collection import pairs
+from dualrc.collection.config import CollectionConfig
+from dualrc.collection.descriptors import read_descriptors, write_descriptors
+from dualrc.collection.engine import Engine, carry_out
+from dualrc.collection.engines import start_engine
+from dualrc.collection.pictures import find_pictures
+from dualrc.collection.plan import Item, Plan, in_blocks, in_chunks
+from dualrc.collection.store import MatchStore, Names
+from dualrc.collection.worker import Failure, Result
+from dualrc.errors import DataError, OutputError
+from dualrc.files import check_writable
+from dualrc.matcher import Matcher, load
+from dualrc.matches import FloatArray, Matches
+
+_BLOCK = 256  # pairs
+_SHARE = 8  # blocks per worker, at least: the last one to finish must not keep all others waiting
+_SAVE_EVERY_S = 30.0  # descriptors
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectionResult:
+    """Where the matches are, and what was done for them."""
+
+    store: Path
+    names: tuple[str, ...]  # all pictures of the folder
+    pairs: tuple[Names, ...]  # all pairs that were asked for
+    broken: dict[str, str]  # pictures that can't be used, and why
+    failed: dict[Names, str]  # pairs that failed for another reason, and why
+    matched: int  # pairs matched now
+    skipped: int  # pairs that were there
+    extracted: int  # how often features of a picture were made
+    seconds: float
+
+
+def match_collection(
+    images: str | Path, out: str | Path, config: CollectionConfig, *, quiet: bool = False
+) -> CollectionResult:
+    """Match the pictures of a folder into `out`/matches.sqlite, but for what is there already."""
+    start = time.monotonic()
+    images, out = Path(images), Path(out)
+    names = find_pictures(images)
+    if len(names) < 2:
+        raise DataError(f"{images} holds one picture only; give a folder with at least two.")
+    # On the CPU, only to check the settings and to say what matches depend on; each worker has its own.
+    settings: dict[str, Any] = {"size": config.size, "top": config.top, "min_score": config.min_score}
+    matcher = load(config.preset, weights=config.weights, device="cpu", **settings)
+    _make_folder(out)
+    run = _Run(images, names, config, matcher, Console(stderr=True, quiet=quiet))
+    with MatchStore(out / "matches.sqlite", run.depends_on) as store, run:
+        chosen = pairs.choose(
+            names,
+            config.pairs,
+            neighbors=config.neighbors,
+            overlap=config.overlap,
+            loops=config.loops,
+            describe=lambda: run.describe(names, out / "descriptors.npz"),
+        )
+        if not chosen:
+            raise DataError(f"{images} has no two pictures to match ({_first(run.broken)}); mend or add some.")
+        missing = store.missing(chosen)
+        run.match(missing, store, total=len(chosen))
+    failed = len(run.failed)
+    return CollectionResult(
+        store=store.path,
+        names=tuple(names),
+        pairs=tuple(chosen),
+        broken=run.broken,
+        failed={pair: reason for pair, reason in run.failed.items() if not run.broken.keys() & set(pair)},
+        matched=len(missing) - failed,
+        skipped=len(chosen) - len(missing),
+        extracted=run.extracted,
+        seconds=time.monotonic() - start,
+    )
+
+
+class _Run:
+    """The workers, once there is something for them to do, and what went wrong."""
+
+    def __init__(
+        self, images: Path, names: Sequence[str], config: CollectionConfig, matcher: Matcher, console: Console
+    ) -> None:
+        self.images, self.names = images, names
+        self.config, self.matcher, self.console = config, matcher, console
+        self.broken: dict[str, str] = {}
+        self.failed: dict[Names, str] = {}
+        self.extracted = 0
+        self._engine: Engine | None = None
+        self._idle: set[int] = set()
+
+    @property
+    def depends_on(self) -> dict[str, Any]:
+        """All that matches depend on, but for the kind of device, which each pair's info tells."""
+        info = self.matcher.info
+        fields = {key: value for key, value in info["matcher"].items() if key != "max_memory"}
+        return {"weights": info["weights"], "network": info["network"], "matcher": fields}
+
+    def __enter__(self) -> "_Run":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._engine is not None:
+            self._engine.close()
+
+    def describe(self, names: Sequence[str], file: Path) -> dict[str, FloatArray]:
+        """Descriptors of the pictures that can be read, kept in a file."""
+        found = {name: vector for name, vector in read_descriptors(file, self.depends_on).items() if name in set(names)}
+        missing = [name for name in names if name not in found]
+        saved = time.monotonic()
+
+        def handle(item: Item, result: Result) -> None:
+            nonlocal saved
+            if isinstance(result, Failure):
+                self._report(item, result)
+            elif not isinstance(result, Matches):
+                found[item[0]] = result
+            if time.monotonic() - saved > _SAVE_EVERY_S:
+                write_descriptors(file, self.depends_on, found)
+                saved = time.monotonic()
+
+        with self._progress("Describing", total=len(names), done=len(found)) as advance:
+            self._carry_out(lambda size: in_chunks(missing, size), len(missing), handle, advance)
+        if missing:
+            write_descriptors(file, self.depends_on, found)
+        return {name: found[name] for name in names if name in found}
+
+    def match(self, missing: Sequence[Names], store: MatchStore, *, total: int) -> None:
+        """Match these pairs into the store."""
+
+        def handle(item: Item, result: Result) -> None:
+            pair = (item[0], item[1])
+            if isinstance(result, Failure):
+                self._report(item, result)
+                self.failed[pair] = result.reason
+                result = Matches.none({"error": result.reason})
+            assert isinstance(result, Matches)
+            store.put(*pair, result)
+
+        with self._progress("Matching", total=total, done=total - len(missing)) as advance:
+            self._carry_out(lambda size: in_blocks(missing, size), len(missing), handle, advance)
+
+    def _carry_out(
+        self,
+        blocks: Callable[[int], list[list[Item]]],
+        count: int,
+        handle: Callable[[Item, Result], None],
+        advance: Callable[[], None],
+    ) -> None:
+        """Let the workers do `count` items in blocks of a fitting size."""
+        if count == 0:
+            return
+        if self._engine is None:
+            self._engine = start_engine(self.images, self.names, self.config, self.matcher)
+
+        def each(item: Item, result: Result) -> None:
+            handle(item, result)
+            advance()
+
+        size = min(_BLOCK, math.ceil(count / (_SHARE * self._engine.count)))
+        plan = Plan(blocks(size), at_once=self._engine.at_once)
+        self.extracted += carry_out(self._engine, plan, self._idle, each)
+
+    def _report(self, item: Item, failure: Failure) -> None:
+        """Say once what is wrong with a picture, and with a pair that fails for another reason."""
+        if failure.picture is None:
+            self.console.print(f"{' and '.join(item)} failed: {failure.reason}", style="yellow", markup=False)
+        elif failure.picture not in self.broken:
+            self.broken[failure.picture] = failure.reason
+            self.console.print(f"Left out: {failure.reason}", style="yellow", markup=False, highlight=False)
+
+    @contextmanager
+    def _progress(self, what: str, *, total: int, done: int) -> Iterator[Callable[[], None]]:
+        """A line with what is done, how fast, and how long the rest will take; gives what advances it."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            _Speed(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self.console, speed_estimate_period=300) as progress:
+            task = progress.add_task(what, total=total, completed=done)
+            yield lambda: progress.advance(task)
+
+
+class _Speed(ProgressColumn):
+    """Pairs or pictures a second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:.3g}/s")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        remedy = "move a file that is in its place, or write elsewhere"
+        raise OutputError(f"The folder {folder} can't be made ({error.strerror}); {remedy}.") from error
+    check_writable(folder / "matches.sqlite")
+
+
+def _first(reasons: dict[str, str]) -> str:
+    """The first of several reasons."""
+    return next(iter(reasons.values()), "none were chosen").rstrip(".")

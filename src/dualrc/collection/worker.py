@@ -1,0 +1,191 @@
+"""A worker: one matcher and a cache of features, the same in a process on this machine and in an actor of Ray's."""
+
+import os
+import pickle
+import queue
+import signal
+import sys
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from dualrc.collection.plan import Item
+from dualrc.collection.retrieval import global_descriptor
+from dualrc.errors import DualRCError, ImageError, WeightsError
+from dualrc.matcher import Matcher, PictureFeatures, load
+from dualrc.matches import FloatArray, Matches
+
+# What is kept of a match's info: the rest is the same for all pairs, and stands in the store's config.
+_INFO = ("device", "precision", "network_size0", "network_size1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """All that a worker needs to know, on whatever machine it runs."""
+
+    images: str  # the folder of the pictures
+    preset: str
+    weights: bytes | None  # the content of a weights file; None: those inside the package
+    weights_hash: str
+    device: str
+    matcher: Mapping[str, Any]  # fields of MatcherConfig
+    cache_bytes: int  # of features kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why an item has no result."""
+
+    reason: str
+    picture: str | None = None  # the picture that is to blame, if it is one
+
+
+Result = Matches | FloatArray | Failure
+
+
+def at_once(device: str) -> int:
+    """How many pairs a worker on this device matches together."""
+    return 8 if device.startswith("cuda") else 1
+
+
+class Worker:
+    """Matches pairs and describes pictures."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.images = Path(settings.images)
+        self.matcher = _load(settings)
+        if self.matcher.device.type == "cpu":
+            # One thread, so that as many workers as cores don't get in each other's way, and results are the same.
+            torch.set_num_threads(1)
+        self.at_once = at_once(settings.device)
+        self.extracted = 0
+        self._limit = settings.cache_bytes
+        if self.matcher.device.type == "cuda":
+            self._limit = min(self._limit, torch.cuda.mem_get_info(self.matcher.device)[0] // 2)
+        self._kept: OrderedDict[str, PictureFeatures | ImageError] = OrderedDict()
+
+    def sees(self, sizes: Mapping[str, int]) -> bool:
+        """Whether these pictures are in the folder on this machine too, with so many bytes."""
+        try:
+            return all((self.images / name).stat().st_size == size for name, size in sizes.items())
+        except OSError:
+            return False
+
+    def work(self, items: Sequence[Item], contents: Mapping[str, bytes] | None = None) -> Iterator[tuple[Item, Result]]:
+        """The items' results as they come, in order; `contents` are the picture files, where they can't be seen."""
+        with tempfile.TemporaryDirectory(prefix="dualrc-") as folder:
+            paths = {name: self.images / name for item in items for name in item}
+            for number, (name, content) in enumerate((contents or {}).items()):
+                paths[name] = Path(folder) / str(number)
+                paths[name].write_bytes(content)
+            for start in range(0, len(items), self.at_once):
+                yield from self._batch(items[start : start + self.at_once], paths)
+
+    def _batch(self, items: Sequence[Item], paths: Mapping[str, Path]) -> Iterator[tuple[Item, Result]]:
+        ready: dict[Item, list[PictureFeatures]] = {}
+        for item in items:
+            found = [self._features(name, paths[name]) for name in item]
+            broken = [(name, error) for name, error in zip(item, found, strict=True) if isinstance(error, ImageError)]
+            if broken:
+                name, error = broken[0]
+                yield item, Failure(reason=str(error), picture=name)
+            else:
+                ready[item] = [features for features in found if isinstance(features, PictureFeatures)]
+        for item in [item for item in ready if len(item) == 1]:
+            yield item, global_descriptor(ready.pop(item)[0])
+        pairs = [(features[0], features[1]) for features in ready.values()]
+        try:
+            results: list[Result] = [_slim(matches) for matches in self.matcher.match_many(pairs)]
+        except ImageError:  # too little memory for all of them together
+            results = [self._alone(*pair) for pair in pairs]
+        yield from zip(ready, results, strict=True)
+
+    def _alone(self, features0: PictureFeatures, features1: PictureFeatures) -> Result:
+        try:
+            return _slim(self.matcher.match_features(features0, features1))
+        except ImageError as error:
+            return Failure(reason=str(error))
+
+    def _features(self, name: str, path: Path) -> PictureFeatures | ImageError:
+        """A picture's features, from the cache if they are there, or why it has none."""
+        if name not in self._kept:
+            self.extracted += 1
+            try:
+                self._kept[name] = self.matcher.features(path)
+            except ImageError as error:
+                # Said of the user's file, wherever its content came from.
+                self._kept[name] = ImageError(str(error).replace(str(path), str(self.images / name)))
+        self._kept.move_to_end(name)
+        while len(self._kept) > 2 and sum(map(_bytes, self._kept.values())) > self._limit:
+            self._kept.popitem(last=False)
+        return self._kept[name]
+
+
+def _bytes(kept: PictureFeatures | ImageError) -> int:
+    return kept.bytes if isinstance(kept, PictureFeatures) else 0
+
+
+def _slim(matches: Matches) -> Matches:
+    return replace(matches, info={key: matches.info[key] for key in _INFO})
+
+
+def _load(settings: WorkerSettings) -> Matcher:
+    with tempfile.TemporaryDirectory(prefix="dualrc-") as folder:
+        path = None
+        if settings.weights is not None:
+            path = Path(folder) / "weights.safetensors"
+            path.write_bytes(settings.weights)
+        matcher = load(settings.preset, weights=path, device=settings.device, **settings.matcher)
+    if matcher.weights_hash != settings.weights_hash:
+        raise WeightsError(
+            f"A worker's package carries other weights ({matcher.weights_hash}) than this one's "
+            f"({settings.weights_hash}); install the same version of dualrc on all machines."
+        )
+    return matcher
+
+
+# A worker in a process of its own: pickled messages come by standard input and go by standard output; our own
+# program is at both ends.
+
+
+def main() -> None:
+    """Work for the process that started this one, and end with it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with answers
+    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(sys.stdin.buffer, tasks), daemon=True).start()
+    try:
+        worker = Worker(tasks.get())
+    except DualRCError as error:
+        _answer(answers, "refused", error)
+        return
+    _answer(answers, "ready", 0)
+    while True:
+        before = worker.extracted
+        for answer in worker.work(tasks.get()):
+            _answer(answers, "result", answer)
+        _answer(answers, "ready", worker.extracted - before)
+
+
+def _listen(stream: BinaryIO, tasks: "queue.SimpleQueue[Any]") -> None:
+    """Put messages into the queue, until the other end is gone and there is nobody to work for."""
+    try:
+        while True:
+            tasks.put(pickle.load(stream))
+    except (EOFError, OSError, pickle.UnpicklingError):
+        os._exit(0)
+
+
+def _answer(stream: BinaryIO, kind: str, value: Any) -> None:
+    try:
+        pickle.dump((kind, value), stream, protocol=pickle.HIGHEST_PROTOCOL)
+        stream.flush()
+    except OSError:
+        os._exit(0)

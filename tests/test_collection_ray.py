@@ -1,0 +1,96 @@
+"""The same on a Ray cluster, though one of its machines dies."""
+
+import itertools
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from conftest import texture, tiny_network
+from PIL import Image
+
+from dualrc.collection.config import CollectionConfig
+from dualrc.collection.engine import Event
+from dualrc.collection.ray_engine import RayEngine
+from dualrc.collection.run import match_collection
+from dualrc.collection.store import MatchStore
+from dualrc.errors import ConfigError
+from dualrc.model.checkpoint import save_weights
+
+
+def content(store) -> dict:
+    with MatchStore(store) as opened:
+        return {
+            names: (*(getattr(m, key).tobytes() for key in ("points0", "points1", "scores")), m.size0, m.size1, m.info)
+            for names, m in opened
+        }
+
+
+@pytest.fixture
+def images(tmp_path):
+    (tmp_path / "images").mkdir()
+    for number in range(12):
+        Image.fromarray(texture(number, 96, 64)).save(tmp_path / "images" / f"{number}.png")
+    (tmp_path / "images" / "broken.png").write_text("no picture")
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def config(tmp_path):
+    save_weights(tiny_network(), tmp_path / "tiny.safetensors")
+    return CollectionConfig(weights=tmp_path / "tiny.safetensors", size=160, top=200, device="cpu", workers=1)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves files and processes to the interpreter's end
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_cluster_gives_the_same_though_a_node_dies(images, config, tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    from ray.cluster_utils import Cluster
+
+    expected = content(match_collection(images, tmp_path / "local", config, quiet=True).store)
+    node = {"num_cpus": 1, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        second = cluster.add_node(num_cpus=1)
+        events = []
+        next_event = RayEngine.next
+
+        def watched_next(engine: RayEngine) -> Event:
+            if not events:  # nothing begins before both nodes take part
+                engine._ray.wait(list(engine._awaited), num_returns=2)
+            events.append(next_event(engine))
+            return events[-1]
+
+        def kill_a_node() -> None:
+            while len({event.worker for event in events if event.kind == "result"}) < 2 or len(events) < 15:
+                time.sleep(0.005)
+            cluster.remove_node(second, allow_graceful=False)
+
+        monkeypatch.setattr(RayEngine, "next", watched_next)
+        killer = threading.Thread(target=kill_a_node)
+        killer.start()
+        ray_config = replace(config, engine="ray", address=cluster.address, workers=None)
+        result = match_collection(images, tmp_path / "ray", ray_config, quiet=True)
+        killer.join()
+    finally:
+        cluster.shutdown()
+    assert [event.kind for event in events].count("died") == 1
+    assert content(result.store) == expected
+    assert (list(result.broken), result.failed) == (["broken.png"], {})
+    assert result.matched == len(list(itertools.combinations(range(12), 2)))
+
+
+def test_ray_that_is_not_installed(images, config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dualrc\[ray\]'"):
+        match_collection(images, tmp_path / "out", replace(config, engine="ray"), quiet=True)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999999", "nowhere.invalid:6379", "ray://127.0.0.1:1"])
+def test_addresses_without_a_cluster(images, config, tmp_path, address):
+    pytest.importorskip("ray")
+    with pytest.raises(ConfigError, match=f"address {address}"):
+        match_collection(images, tmp_path / "out", replace(config, engine="ray", address=address), quiet=True)

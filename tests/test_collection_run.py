@@ -1,0 +1,331 @@
+"""Folders of pictures to stores of matches, in real processes: complete, always the same, and never lost."""
+
+import itertools
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import texture, tiny_network
+from PIL import Image
+from typer.testing import CliRunner
+
+import dualrc
+from dualrc import cli
+from dualrc.collection.config import CollectionConfig
+from dualrc.collection.descriptors import read_descriptors
+from dualrc.collection.run import CollectionResult, match_collection
+from dualrc.collection.store import MatchStore
+from dualrc.collection.worker import Failure, Worker, WorkerSettings
+from dualrc.errors import ConfigError, DataError, OutputError, WeightsError
+from dualrc.model.checkpoint import file_hash, save_weights
+
+GOOD = ["a/1.png", "a/é ü.png", "b/1.png", "b/with space.jpg", "c.png", "d.png", "e.png"]
+BROKEN = ["broken.jpg", "text.jpg", "thin.png"]
+
+
+def content(store: Path) -> dict:
+    """All that a store holds, but for the order in which it came."""
+    with MatchStore(store) as opened:
+        return {
+            names: (*(getattr(m, key).tobytes() for key in ("points0", "points1", "scores")), m.size0, m.size1, m.info)
+            for names, m in opened
+        }
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    save_weights(tiny_network(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def config(weights) -> CollectionConfig:
+    return CollectionConfig(weights=weights, size=96, top=200, device="cpu", workers=1)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    """Pictures of several shapes, of which three are broken in their own ways."""
+    root = tmp_path_factory.mktemp("images")
+    for number, name in enumerate(GOOD):
+        (root / name).parent.mkdir(exist_ok=True)
+        Image.fromarray(texture(number, 96 - 16 * (number % 2), 64)).save(root / name)
+    whole = (root / "b" / "with space.jpg").read_bytes()
+    (root / "broken.jpg").write_bytes(whole[: len(whole) // 2])
+    (root / "text.jpg").write_text("this is no picture")
+    Image.fromarray(texture(0, 96, 8)).save(root / "thin.png")
+    (root / "notes.txt").write_text("left alone")
+    return root
+
+
+@pytest.fixture(scope="module")
+def undisturbed(images, config, tmp_path_factory) -> CollectionResult:
+    return match_collection(images, tmp_path_factory.mktemp("out") / "new" / "folder", config, quiet=True)
+
+
+def test_every_pair_is_matched_as_the_matcher_does_it(images, config, weights, undisturbed):
+    assert undisturbed.names == tuple(sorted(GOOD + BROKEN))
+    assert undisturbed.pairs == tuple(itertools.combinations(sorted(GOOD + BROKEN), 2))
+    assert (undisturbed.matched, undisturbed.skipped, undisturbed.extracted) == (21, 0, 10)  # each picture once
+    matcher = dualrc.load(weights=weights, device="cpu", size=config.size, top=config.top)
+    with MatchStore(undisturbed.store) as store:
+        assert len(store) == 45
+        for name0, name1 in itertools.combinations(sorted(GOOD), 2):
+            found, expected = store.get(name0, name1), matcher.match(images / name0, images / name1)
+            assert 0 < len(found) <= config.top and found.size0 == expected.size0
+            assert all(
+                (getattr(found, key) == getattr(expected, key)).all() for key in ("points0", "points1", "scores")
+            )
+            assert found.info["network_size0"] == list(expected.info["network_size0"])
+        assert store.config["weights"] == file_hash(weights)
+
+
+def test_broken_pictures_are_reported_and_left_out(images, undisturbed):
+    assert sorted(undisturbed.broken) == BROKEN and undisturbed.failed == {}
+    assert "truncated" in undisturbed.broken["broken.jpg"] and "too thin" in undisturbed.broken["thin.png"]
+    assert str(images / "text.jpg") in undisturbed.broken["text.jpg"]
+    with MatchStore(undisturbed.store) as store:
+        assert all(set(pair) & set(BROKEN) for pair in store.failures()) and len(store.failures()) == 24
+
+
+def test_several_processes_give_the_same(images, config, undisturbed, tmp_path):
+    result = match_collection(images, tmp_path, replace(config, workers=2, cache=0.0), quiet=True)
+    assert content(result.store) == content(undisturbed.store)
+    assert sorted(result.broken) == BROKEN
+
+
+def test_a_second_run_does_what_is_missing(images, config, undisturbed, tmp_path):
+    some = tmp_path / "images"
+    shutil.copytree(images, some)
+    for name in ("broken.jpg", "thin.png", "d.png", "e.png"):
+        (some / name).unlink()
+    first = match_collection(some, tmp_path / "out", config, quiet=True)
+    assert (first.matched, first.skipped, list(first.broken)) == (10, 0, ["text.jpg"])
+    shutil.copy(images / "d.png", some)
+    Image.fromarray(texture(9, 96, 64)).save(some / "text.jpg")  # mended
+    more = match_collection(some, tmp_path / "out", config, quiet=True)
+    assert (more.matched, more.skipped, more.broken) == (5 + 6, 10, {})
+    again = match_collection(some, tmp_path / "out", config, quiet=True)
+    assert (again.matched, again.skipped, again.extracted) == (0, 21, 0)
+    found, expected = content(more.store), content(undisturbed.store)
+    old = [*itertools.combinations(sorted(GOOD[:6]), 2)]
+    assert {pair: found[pair] for pair in old} == {pair: expected[pair] for pair in old}
+    assert len(found) == 21 and not any("error" in str(row[-1]) for row in found.values())
+
+
+def test_pairs_by_retrieval_keep_their_descriptors(images, config, undisturbed, tmp_path):
+    chosen = replace(config, pairs="retrieval", neighbors=1)
+    result = match_collection(images, tmp_path, chosen, quiet=True)
+    assert 4 <= len(result.pairs) <= 7 and all(set(pair) <= set(GOOD) for pair in result.pairs)
+    assert result.extracted == 10 and sorted(result.broken) == BROKEN  # described and matched: still once each
+    expected = content(undisturbed.store)
+    assert content(result.store) == {pair: expected[pair] for pair in result.pairs}
+    with MatchStore(result.store) as store:
+        assert sorted(read_descriptors(tmp_path / "descriptors.npz", store.config)) == sorted(GOOD)
+        assert read_descriptors(tmp_path / "descriptors.npz", {**store.config, "weights": "other"}) == {}
+        (tmp_path / "broken.npz").write_bytes(b"broken")
+        assert read_descriptors(tmp_path / "broken.npz", store.config) == {}
+
+
+def run_to_be_killed(images: Path, out: Path, config: CollectionConfig) -> None:
+    match_collection(images, out, config, quiet=True)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started; Linux only."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def stored(out: Path) -> int:
+    """How many pairs a store has, while another process writes it."""
+    try:
+        with MatchStore(out / "matches.sqlite") as store:
+            return len(store)
+    except DataError:  # not yet there, or not yet a store
+        return 0
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_kill_9_at_ten_random_moments_loses_nothing(images, config, undisturbed, tmp_path):
+    rng = random.Random(0)
+    # The parent is forked from a process that has everything imported; the workers start afresh, as always.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["test_collection_run"])
+    total, counts = len(undisturbed.pairs), []
+    for number in range(10):
+        process = processes.Process(target=run_to_be_killed, args=(images, tmp_path, config))
+        process.start()
+        # Every other time while it starts; else when some pairs more are there, so that each gets a little further.
+        before, soon = stored(tmp_path), rng.uniform(0, 1.5)
+        wanted = before + rng.randint(1, 6) if number % 2 else total
+        deadline = time.monotonic() + (60 if number % 2 else soon)
+        while time.monotonic() < deadline and stored(tmp_path) < wanted and process.is_alive():
+            time.sleep(0.02)
+        workers = children(process.pid)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode in (-signal.SIGKILL, 0)
+        deadline = time.monotonic() + 10
+        while not all(map(gone, workers)):  # workers end with their parent
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        counts.append(stored(tmp_path))
+    assert counts == sorted(counts) and 0 < counts[-1] < total, counts
+    result = match_collection(images, tmp_path, config, quiet=True)
+    assert content(result.store) == content(undisturbed.store)
+    assert result.matched + result.skipped == 21 and result.skipped > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_worker_that_is_killed_is_replaced(images, config, undisturbed, tmp_path):
+    def kill_one() -> None:
+        while stored(tmp_path) < 3:
+            time.sleep(0.01)
+        os.kill(children(os.getpid())[-1], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    result = match_collection(images, tmp_path, config, quiet=True)
+    killer.join()
+    assert content(result.store) == content(undisturbed.store)
+    assert result.failed == {} and result.extracted < 20
+
+
+def test_other_settings_are_refused_with_the_remedy(images, config, undisturbed, tmp_path):
+    with pytest.raises(DataError, match=r"matcher\.size is 96 there and 64 now.*write to another place"):
+        match_collection(images, undisturbed.store.parent, replace(config, size=64), quiet=True)
+    other = tmp_path / "other.safetensors"
+    save_weights(tiny_network(seed=1), other)
+    with pytest.raises(DataError, match=f"weights is '{file_hash(config.weights)}' there and '{file_hash(other)}' now"):
+        match_collection(images, undisturbed.store.parent, replace(config, weights=other), quiet=True)
+
+
+def test_folders_that_can_not_be_matched(config, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no pictures"):
+        match_collection(tmp_path / "empty", tmp_path / "out", config, quiet=True)
+    Image.fromarray(texture(0, 64, 64)).save(tmp_path / "empty" / "one.png")
+    with pytest.raises(DataError, match="one picture only; give a folder with at least two"):
+        match_collection(tmp_path / "empty", tmp_path / "out", config, quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_without_meaning():
+    for changes in ({"top": 0}, {"workers": 0}, {"cache": -1.0}, {"max_memory": 0.0}, {"engine": "x"}, {"loops": -1}):
+        with pytest.raises(ConfigError, match=next(iter(changes))):
+            CollectionConfig(**changes)
+    with pytest.raises(ConfigError, match="engine ray"):
+        CollectionConfig(address="auto")
+
+
+def test_out_that_is_a_file(images, config, tmp_path):
+    (tmp_path / "out").write_text("in the way")
+    with pytest.raises(OutputError, match="write elsewhere"):
+        match_collection(images, tmp_path / "out", config, quiet=True)
+
+
+@contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    """A file system of its own, where that is allowed."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk can't be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_read_only_folder(images, config, tmp_path):
+    with (
+        small_disk(tmp_path / "disk", "ro") as disk,
+        pytest.raises(OutputError, match="not writable; write elsewhere"),
+    ):
+        match_collection(images, disk, config, quiet=True)
+
+
+def test_a_full_disk_loses_nothing(images, config, undisturbed, tmp_path):
+    with small_disk(tmp_path / "disk", "size=160k") as disk:
+        with pytest.raises(OutputError, match=r"make room, or write elsewhere; what was stored is safe"):
+            match_collection(images, disk, config, quiet=True)
+        assert 0 < stored(disk) < len(undisturbed.pairs)
+        subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
+        result = match_collection(images, disk, config, quiet=True)
+        assert result.skipped > 0 and content(result.store) == content(undisturbed.store)
+
+
+def settings(images: Path, weights: Path, **changes) -> WorkerSettings:
+    known = {
+        "images": str(images),
+        "preset": "default",
+        "weights": weights.read_bytes(),
+        "weights_hash": file_hash(weights),
+        "device": "cpu",
+        "matcher": {"size": 96, "top": 200},
+        "cache_bytes": 2**20,
+    }
+    return WorkerSettings(**(known | changes))
+
+
+def test_a_worker_that_does_not_see_the_folder_gets_the_files(images, weights, tmp_path):
+    items = [("c.png", "d.png"), ("c.png", "text.jpg"), ("c.png",), ("c.png", "missing.png")]
+    here, elsewhere = Worker(settings(images, weights)), Worker(settings(tmp_path, weights))
+    sizes = {"c.png": (images / "c.png").stat().st_size}
+    assert here.sees(sizes) and not elsewhere.sees(sizes) and not here.sees({"c.png": 1})
+    contents = {name: (images / name).read_bytes() for name in ("c.png", "d.png", "text.jpg")}
+    found, expected = dict(elsewhere.work(items, contents)), dict(here.work(items))
+    assert (found[items[0]].points0 == expected[items[0]].points0).all() and len(found[items[0]])
+    assert (found[items[2]] == expected[items[2]]).all()
+    assert found[items[1]] == Failure(
+        picture="text.jpg", reason=expected[items[1]].reason.replace(str(images), str(tmp_path))
+    )
+    assert "does not exist" in found[items[3]].reason
+
+
+def test_a_worker_keeps_what_fits(images, weights):
+    pairs = [*itertools.combinations(["a/1.png", "b/1.png", "c.png"], 2)] * 2
+    for limit, extracted in ((0, 8), (2**20, 3)):
+        worker = Worker(settings(images, weights, cache_bytes=limit))
+        assert len(list(worker.work(pairs))) == 6
+        assert worker.extracted == extracted
+    assert torch.get_num_threads() == 1
+
+
+def test_a_worker_with_other_weights_refuses(images, weights):
+    with pytest.raises(WeightsError, match="same version of dualrc on all machines"):
+        Worker(settings(images, weights, weights_hash="0123"))
+
+
+def test_what_a_worker_refuses_is_said_once(images, config, tmp_path):
+    with pytest.raises(ConfigError, match="device 'abacus' can't be used"):
+        match_collection(images, tmp_path, replace(config, device="abacus"), quiet=True)
+
+
+def test_the_command(images, config, undisturbed, tmp_path):
+    arguments = ["collection", str(images), "--out", str(undisturbed.store.parent), "--size", "96", "--top", "200"]
+    pairs = tmp_path / "pairs.txt"
+    pairs.write_text('c.png d.png\n"a/é ü.png" e.png\n', encoding="utf-8")
+    arguments += ["--weights", str(config.weights), "--device", "cpu", "--pairs", str(pairs)]
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == 0 and "2, of which 2 were there" in done.stdout, done.output
