@@ -1,0 +1,131 @@
+"""Dense pose verification: a pose is good if the scan, seen from there, looks like the photograph."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional
+
+from dualrc.draw import Picture
+from dualrc.geometry import Camera
+from dualrc.matches import BoolArray, FloatArray
+
+_LONG_SIDE = 504  # an eighth of a photograph of 4032 pixels, as in InLoc's protocol
+_NEAREST_M = 0.05
+# Descriptors: RootSIFT of 4 x 4 cells of this many pixels, every so many pixels.
+_CELL, _STEP = 8, 4
+_ORIENTATIONS = 8
+_LOWEST_CONTRAST = 0.02  # of a mean gradient, in standard deviations of the picture
+
+
+def verify(
+    photograph: Picture,
+    camera: Camera,
+    cam_from_scan: FloatArray,
+    xyz: npt.NDArray[np.float32],
+    rgb: npt.NDArray[np.uint8],
+) -> float:
+    """How alike a photograph and the scan's points (n, 3) look from a pose: 1 / median distance of descriptors.
+
+    It is 0 where the pose sees nothing of the scan.
+    """
+    longest = max(camera.size)
+    scale = min(_LONG_SIDE / longest, 1.0)
+    small = camera.resized((max(round(camera.width * scale), 1), max(round(camera.height * scale), 1)))
+    query = Image.fromarray(photograph).resize(small.size, Image.Resampling.BOX)
+    seen_picture, seen = render_points(xyz, rgb, small, cam_from_scan)
+    return similarity(np.asarray(query), seen_picture, seen)
+
+
+def render_points(
+    xyz: npt.NDArray[np.float32], rgb: npt.NDArray[np.uint8], camera: Camera, cam_from_points: FloatArray
+) -> tuple[Picture, BoolArray]:
+    """A picture (h, w, 3) of coloured points, the nearest one in each pixel, and which pixels have one (h, w)."""
+    pose = cam_from_points.astype(np.float32)
+    places = xyz @ pose[:, :3].T + pose[:, 3]
+    ahead = places[:, 2] > _NEAREST_M
+    places, colors = places[ahead], rgb[ahead]
+    pixels = places @ camera.K.astype(np.float32).T
+    column, row = np.floor(pixels[:, :2] / pixels[:, 2:] + 0.5).clip(-1, 1e6).astype(np.int64).T
+    inside = (column >= 0) & (row >= 0) & (column < camera.width) & (row < camera.height)
+    order = np.argsort(-places[inside, 2], kind="stable")
+    index = (row * camera.width + column)[inside][order]
+    picture = np.zeros((camera.height * camera.width, 3), dtype=np.uint8)
+    seen = np.zeros(len(picture), dtype=np.bool_)
+    picture[index] = colors[inside][order]  # far to near: the last one stays
+    seen[index] = True
+    shape = (camera.height, camera.width)
+    return picture.reshape(*shape, 3), seen.reshape(shape)
+
+
+def similarity(picture0: Picture, picture1: Picture, seen1: BoolArray) -> float:
+    """1 / median distance of dense descriptors, where picture 1 shows something; 0 if it shows nothing."""
+    margin = 3 * _CELL // 2
+    known = torch.from_numpy(seen1)[margin : margin + seen1.shape[0] - 3 * _CELL : _STEP]
+    known = known[:, margin : margin + seen1.shape[1] - 3 * _CELL : _STEP]
+    if min(seen1.shape) <= 3 * _CELL or not known.any():
+        return 0.0
+    mask = torch.from_numpy(seen1)
+    grays = (_normalized(_gray(picture0), mask), _normalized(_filled(_gray(picture1), mask), mask))
+    descriptors0, descriptors1 = (_descriptors(gray) for gray in grays)
+    distances = (descriptors0 - descriptors1).norm(dim=0)[known]
+    return 1 / max(float(distances.median()), 1e-6)
+
+
+def _gray(picture: Picture) -> Tensor:
+    weights = torch.tensor([0.299, 0.587, 0.114])
+    return torch.from_numpy(np.array(picture)).float() @ weights
+
+
+def _filled(gray: Tensor, mask: Tensor) -> Tensor:
+    """Holes take the mean of what is known around them, from as far as is needed."""
+    if mask.all() or min(gray.shape) < 2:
+        return gray
+    known = mask.float()[None, None]
+    weight = functional.avg_pool2d(known, 2, ceil_mode=True)
+    mean = functional.avg_pool2d(gray[None, None] * known, 2, ceil_mode=True) / weight.clamp(min=1e-6)
+    coarse = _filled(mean[0, 0], weight[0, 0] > 0)
+    wide = functional.interpolate(coarse[None, None], size=tuple(gray.shape), mode="bilinear", align_corners=False)
+    return torch.where(mask, gray, wide[0, 0])
+
+
+def _normalized(gray: Tensor, mask: Tensor) -> Tensor:
+    """Mean 0 and deviation 1 where it is known: exposures differ."""
+    values = gray[mask]
+    deviation = values.std() if len(values) > 1 else torch.tensor(1.0)
+    return (gray - values.mean()) / deviation.clamp(min=1e-6)
+
+
+def _descriptors(gray: Tensor) -> Tensor:
+    """RootSIFT (128, h, w) at every fourth pixel that has all its cells in the picture."""
+    smooth = _separable(gray[None, None], _gaussian(_CELL / 6))
+    dy, dx = torch.gradient(smooth[0, 0])
+    position = torch.atan2(dy, dx) * (_ORIENTATIONS / (2 * math.pi))
+    away = (position - torch.arange(_ORIENTATIONS)[:, None, None]).abs() % _ORIENTATIONS
+    shares = (1 - torch.minimum(away, _ORIENTATIONS - away)).clamp(min=0)
+    maps = (shares * torch.hypot(dx, dy))[:, None]  # (8, 1, h, w)
+    triangle = 1 - torch.arange(1 - _CELL, _CELL).abs() / _CELL
+    cells = _separable(maps, triangle / triangle.sum())[:, 0]
+    height, width = (length - 3 * _CELL for length in gray.shape)
+    starts = [(row * _CELL, column * _CELL) for row in range(4) for column in range(4)]
+    stacked = torch.cat([cells[:, y : y + height : _STEP, x : x + width : _STEP] for y, x in starts])
+    total = stacked.sum(dim=0)
+    # Where a wall is blank there is only noise to compare, and all of it is alike.
+    contrast = total / (16 * _LOWEST_CONTRAST)
+    return torch.where(contrast < 1, 0.0, (stacked / total.clamp(min=1e-9)).sqrt())
+
+
+def _gaussian(sigma: float) -> Tensor:
+    radius = math.ceil(3 * sigma)
+    kernel = torch.exp(-0.5 * (torch.arange(-radius, radius + 1) / sigma) ** 2)
+    return kernel / kernel.sum()
+
+
+def _separable(maps: Tensor, kernel: Tensor) -> Tensor:
+    """Maps (b, 1, h, w) convolved along both axes, their edges repeated."""
+    radius = len(kernel) // 2
+    maps = functional.pad(maps, (radius, radius, radius, radius), mode="replicate")
+    return functional.conv2d(functional.conv2d(maps, kernel.view(1, 1, 1, -1)), kernel.view(1, 1, -1, 1))
