@@ -236,8 +236,8 @@ class InLoc(Benchmark):
             rows=rows,
             note=(
                 f"Within a distance and {WITHIN_DEG:g} degrees of the reference pose. Lost: queries without a pose; "
-                f"they count as failures, as do poses on another floor. Candidates are ranked by {order}; matches and time "
-                "a pair, without the estimation."
+                f"they count as failures, as do poses on another floor. Candidates are ranked by {order}; matches and "
+                "time a pair, without the estimation."
             ),
         )
         return [main, self._comparison(results)] if self._published() else [main]
