@@ -1,0 +1,198 @@
+"""What a pair costs: its time, and the peak memory of a fresh process, by network and picture size."""
+
+import hashlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from dualrc.collection.machine import cores
+from dualrc.draw import Picture
+from dualrc.errors import DataError, DualRCError
+from dualrc.evaluation.report import write_json
+from dualrc.matcher import load
+from dualrc.model.checkpoint import file_hash
+
+_FILE = "costs.json"
+_START = "from dualrc.evaluation.costs import main; main()"
+_REPEATS = 3
+_DPI = 150
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A network, a picture size, and the pair to match."""
+
+    preset: str
+    weights: str
+    device: str
+    size: int
+    top: int
+    path0: str
+    path1: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What matching a pair took, from files to matches."""
+
+    seconds: float  # the median of several, after a warm-up
+    memory_bytes: int  # peak: of the process, or on a GPU of what torch had allocated there
+    loaded_bytes: int  # of these, before the first pair: libraries and network, on a GPU the network
+    seen: tuple[int, int]  # picture 0 as the network saw it
+    threads: int
+    machine: str
+
+
+def measure_all(tasks: Sequence[Task], folder: Path, messages: Console) -> tuple[list[Measured | None], list[str]]:
+    """Measure each task in a process of its own, but for those in the folder's costs.json; with notes of failures."""
+    path = folder / _FILE
+    known, measured, notes = _read(path, messages), list[Measured | None](), list[str]()
+    for task in tasks:
+        key = _key(task)
+        if key not in known:
+            with messages.status(f"Time and memory of {Path(task.weights).name} at {task.size} px..."):
+                try:
+                    known[key] = measure(task)
+                except DataError as error:
+                    notes.append(f"Time and memory of {task.weights} at {task.size} px: {error}")
+                else:
+                    write_json(path, known)
+        measured.append(known.get(key))
+    return measured, notes
+
+
+def measure(task: Task) -> Measured:
+    """Match the pair in a new process, which nothing else has filled with memory."""
+    package = str(Path(__file__).parents[2])  # the child finds this very package, wherever it was imported from
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", _START],
+        input=json.dumps(asdict(task)),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    if done.returncode < 0:
+        raise DataError(f"the process was killed (signal {-done.returncode}), perhaps for memory; give smaller sizes.")
+    if done.returncode:
+        words = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise DataError(f"the process failed ({words}).")
+    return _measured(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """In the new process: read the task from standard input, and print what it took."""
+    try:
+        print(json.dumps(asdict(_run(Task(**json.load(sys.stdin))))))
+    except DualRCError as error:
+        sys.exit(str(error))
+
+
+def _run(task: Task) -> Measured:
+    matcher = load(task.preset, weights=task.weights, device=task.device, size=task.size, top=task.top)
+    on_gpu = matcher.device.type == "cuda"
+    _forget_peak(on_gpu)  # reading the weights takes more than keeping them, and is not matching
+    loaded = torch.cuda.memory_allocated() if on_gpu else _memory("VmRSS")
+    features = matcher.features(task.path0)
+    seen = features.scale.network
+    del features
+    times = []
+    for _ in range(1 + _REPEATS):
+        start = time.perf_counter()
+        matcher.match(task.path0, task.path1)  # ends with numbers in host memory, so a GPU has finished too
+        times.append(time.perf_counter() - start)
+    return Measured(
+        seconds=statistics.median(times[1:]),
+        memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else _memory("VmHWM"),
+        loaded_bytes=loaded,
+        seen=seen,
+        threads=torch.get_num_threads(),
+        machine=torch.cuda.get_device_name() if on_gpu else f"CPU, {cores()} cores",
+    )
+
+
+def _memory(key: str) -> int:
+    """This process' memory in bytes now (VmRSS) or at most (VmHWM)."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:  # not Linux
+        import resource
+
+        # There it counts what the parent held when it started this process, and on a Mac in bytes.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return int(peak if sys.platform == "darwin" else 1024 * peak)
+    found = re.search(rf"^{key}:\s+(\d+) kB", status, re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def _forget_peak(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:  # not Linux, or not allowed: then the peak may be that of reading the weights
+        return
+
+
+def _key(task: Task) -> str:
+    """A digest of all that the figures depend on."""
+    hashes = [file_hash(path) for path in (task.weights, task.path0, task.path1)]
+    machine = [cores(), os.environ.get("OMP_NUM_THREADS"), torch.__version__, metadata.version("dualrc")]
+    text = json.dumps([hashes, task.device, task.size, task.top, machine])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read(path: Path, messages: Console) -> dict[str, Measured]:
+    if not path.exists():
+        return {}
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return {key: _measured(values) for key, values in stored.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        messages.print(f"{path} can't be read; time and memory are measured again.", style="yellow")
+        return {}
+
+
+def _measured(values: Mapping[str, Any]) -> Measured:
+    return Measured(**{**values, "seen": tuple(values["seen"])})
+
+
+def cost_figure(rows: Mapping[str, Sequence[tuple[int, Measured]]], *, title: str) -> Picture:
+    """Time and memory over the picture's long side, a line for each network."""
+    # As in draw.py: imported late because it is slow, and used without pyplot's global state.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 3.9 + 0.19 * -(-len(rows) // 3)), dpi=_DPI, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, points in rows.items():
+        sizes = [size for size, _ in points]
+        left.plot(sizes, [cost.seconds for _, cost in points], "o-", linewidth=2, label=name)
+        right.plot(sizes, [cost.memory_bytes / 2**30 for _, cost in points], "o-", linewidth=2, label=name)
+    for axes, label in ((left, "seconds a pair"), (right, "peak memory (GiB)")):
+        axes.set(title=label, xlabel="long side of the picture (px)")
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        axes.set_xticks(sorted({size for points in rows.values() for size, _ in points}))
+        axes.grid(color="0.9", linewidth=0.7)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontweight="bold")
+    figure.legend(handles=left.get_lines(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]

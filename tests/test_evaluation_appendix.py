@@ -1,0 +1,445 @@
+"""The paper's appendix: its tables hold HPatches' own scores, what is missing is said, and nothing is done twice."""
+
+import html
+import io
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny_network
+from evaluation_data import run_evaluation, write_hpatches, write_matchers
+from PIL import Image
+from rich.console import Console
+
+from dualrc import cli
+from dualrc.collection.store import MatchStore
+from dualrc.config import PRESETS, ResNetConfig
+from dualrc.draw import _BAD, _GOOD
+from dualrc.errors import ConfigError, DataError, OutputError, WeightsError
+from dualrc.evaluation import costs
+from dualrc.evaluation.appendix import AppendixSettings, evaluate_appendix, read_networks
+from dualrc.evaluation.benchmark import share
+from dualrc.evaluation.comparisons import Network, compare_channels, compare_costs, compare_fusion, compare_sizes
+from dualrc.evaluation.hpatches import HPatches, published
+from dualrc.matches import Matches
+from dualrc.metrics import match_errors_px
+from dualrc.model.checkpoint import save_weights
+from dualrc.model.dualrc import make_network
+
+SIZES = (128, 64)
+PAIRS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Data, a user's matchers, and weights: of two tiny networks, and of two of the paper's variants, untrained."""
+    folder = tmp_path_factory.mktemp("appendix")
+    write_matchers(folder)
+    write_hpatches(folder / "data")
+    for name in ("i_day", "v_wall"):
+        for k in (3, 4, 5):  # two pairs of each sequence will do
+            (folder / "data" / name / f"H_1_{k}").unlink()
+    for seed in (0, 1):
+        save_weights(tiny_network(seed=seed), folder / f"tiny{seed}.safetensors")
+    for fusion in ("a", "e"):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            config = replace(PRESETS["paper"][0], backbone=ResNetConfig(fusion=fusion, channels=256))
+            save_weights(make_network(config), folder / f"{fusion}256.safetensors", dtype=torch.float16)
+    return folder
+
+
+def run(folder, out, *weights, **settings):
+    """What is in results.json, and all that was printed."""
+    printed = io.StringIO()
+    console = Console(width=140, file=printed)
+    paths = tuple(folder / f"{name}.safetensors" for name in weights)
+    chosen = AppendixSettings(**{"roots": (folder / "data",), "weights": paths, "out": out, **settings})
+    return evaluate_appendix(chosen, screen=console, messages=console), " ".join(printed.getvalue().split())
+
+
+def page_tables(out) -> dict[str, list[list[str]]]:
+    """The tables of report.html by title, without their heads."""
+    page = (out / "report.html").read_text()
+    found = re.findall(r"<h2>([^<]*)</h2><div class=\"wide\">.*?<tbody>(.*?)</tbody>", page, re.DOTALL)
+    rows = {title: re.findall(r"<tr>(.*?)</tr>", body) for title, body in found}
+    return {
+        html.unescape(title): [[html.unescape(cell) for cell in re.findall(r"<td[^>]*>([^<]*)</td>", row)] for row in r]
+        for title, r in rows.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def sized(folder, tmp_path_factory):
+    """A tiny network at two sizes beside an oracle."""
+    out = tmp_path_factory.mktemp("sized")
+    oracle = f"{folder / 'matchers.py'}:homography_oracle"
+    content, text = run(folder, out, "tiny0", sizes=SIZES, matchers=(oracle,), json=out / "copy.json")
+    return out, content, text
+
+
+@pytest.fixture(scope="module")
+def varied(folder, tmp_path_factory):
+    """Two of the paper's variants at one size."""
+    out = tmp_path_factory.mktemp("varied")
+    content, text = run(folder, out, "a256", "e256", sizes=(64,))
+    return out, content, text
+
+
+def test_sizes_hold_the_scores_of_hpatches_itself(folder, sized, tmp_path):
+    out, content, _ = sized
+    rows = page_tables(out)["Picture size and map size, best 2000 matches"]
+    for row, result, size in zip(rows, content["results"], SIZES, strict=False):
+        weights = folder / "tiny0.safetensors"
+        own, _ = run_evaluation("hpatches", [folder / "data"], tmp_path, folder, ["dualrc"], weights=weights, size=size)
+        groups = own["results"][0].figures[1].groups
+        assert result.figures[1].groups == groups
+        mma = groups["overall"].mma
+        expected = [share(mma[px - 1]) for px in (1, 3, 5, 10)]
+        expected += [share(groups[kind].mma[2]) for kind in ("illumination", "viewpoint")]
+        assert row[:3] == [f"default, {size} px", str(size), str(size // 4)]
+        assert row[3:9] == expected
+        assert row[9] == f"{groups['overall'].matches:.0f}"
+    assert 0 < mma[9] < 1  # the figures could differ
+    assert rows[2][0] == "matchers:homography_oracle"
+    assert rows[2][3:7] == ["1.000"] * 4
+
+
+def test_variants_hold_the_scores_of_hpatches_itself(folder, varied, tmp_path):
+    out, content, text = varied
+    tables = page_tables(out)
+    fusion, channels = tables["Fusion variants, 256 channels, 64 px"], tables["256 against 1024 channels, 64 px"]
+    assert [row[0] for row in fusion] == [f"({letter}) 256" for letter in "abcde"]
+    assert [row[0] for row in channels] == ["(a) 1024", "(a) 256", "(e) 1024", "(e) 256"]
+    settings = {"preset": "paper", "weights": folder / "e256.safetensors", "size": 64}
+    own, _ = run_evaluation("hpatches", [folder / "data"], tmp_path, folder, ["dualrc"], top=1000, **settings)
+    mma = own["results"][0].figures[0].groups["overall"].mma
+    assert fusion[4][1:6] == channels[3][1:6] == ["1000", *(share(mma[px - 1]) for px in (1, 3, 5, 10))]
+    assert content["results"][1].figures[0].groups["overall"].mma == mma
+    assert fusion[0][1:6] != fusion[4][1:6]
+    for row in (*fusion[1:4], channels[0], channels[2]):
+        assert row[1:] == ["missing", *["-"] * 9]
+    assert "Fusion variants, 256 channels, 64 px: no weights were given for (b) 256, (c) 256, (d) 256." in text
+    assert "no weights were given for (a) 1024, (e) 1024." in text
+    assert [network.variant for network in content["networks"]] == [("a", 256), ("e", 256)]
+
+
+def test_everything_is_on_the_page_and_in_files(sized, varied):
+    out = sized[0]
+    page = (out / "report.html").read_text()
+    assert len(page_tables(out)) == 4
+    # Three plots of sizes and one of costs; two pairs, 500 and 6000 matches, of the network and of the oracle.
+    assert page.count("<img") == 4 + 8
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    figures = {path.stem for path in (out / "figures").iterdir()}
+    assert {"sizes_same_picture", "sizes_same_map", "sizes_smaller", "costs"} <= figures
+    assert "01_best500_i_day_1-6_default_128_px" in figures
+    assert "08_best6000_v_wall_1-6_matchers_homography_oracle" in figures
+    written = json.loads((out / "results.json").read_text())
+    assert written == json.loads((out / "copy.json").read_text())
+    assert [result["matcher"] for result in written["results"]] == [
+        *(f"default, {size} px" for size in SIZES),
+        "matchers:homography_oracle",
+    ]
+    assert written["networks"][0]["weights_hash"] == written["results"][0]["config"]["weights"]
+    assert len(written["stores"]) == 3
+    for plot in ("fusion", "channels", "costs"):
+        with Image.open(varied[0] / "figures" / f"{plot}.png") as image:
+            assert image.width > 800 and len(image.getcolors(1 << 20)) > 20
+    assert not (out / "figures" / "fusion.png").exists()  # there was nothing to draw
+
+
+def test_pictures_show_right_and_wrong_matches(folder, sized):
+    out, content, _ = sized
+    H = np.loadtxt(folder / "data" / "v_wall" / "H_1_6")
+    with MatchStore(out / content["stores"][0]) as store:
+        matches = store.get("v_wall/1.png", "v_wall/6.png")
+    page = (out / "report.html").read_text()
+    for count, number in ((500, 3), (6000, 7)):
+        best = matches.top(count)
+        correct = int((match_errors_px(best, H) <= 3).sum())
+        assert 0 < correct < len(best)
+        words = f"default, 128 px, v_wall/1.png and v_wall/6.png: {correct}/{len(best)} correct within 3 px"
+        assert words in page
+        with Image.open(out / "figures" / f"{number:02d}_best{count}_v_wall_1-6_default_128_px.png") as image:
+            assert count_color(image, _GOOD) > 10 and count_color(image, _BAD) > 10
+    # The oracle has nothing wrong.
+    with Image.open(out / "figures" / "04_best500_v_wall_1-6_matchers_homography_oracle.png") as image:
+        assert count_color(image, _GOOD) > 1000 and count_color(image, _BAD) == 0
+
+
+def count_color(image, color) -> int:
+    return int((np.asarray(image.convert("RGB")) == color).all(axis=-1).sum())
+
+
+def test_costs_are_of_each_network_and_size(sized, varied):
+    rows = page_tables(sized[0])["Time and memory"]
+    assert [row[:3] for row in rows[:2]] == [["default", str(size), str(size // 4)] for size in SIZES]
+    assert [row[-1] for row in rows[:2]] == ["128x96", "64x48"]
+    assert rows[2] == ["DualRC-Net, published", "800", "200", "2.05 s", "1.20 GiB", "-", ""]
+    for content in (sized[1], varied[1]):
+        for entry in content["costs"]:
+            measured = entry["measured"]
+            assert 0 < measured.seconds < 60
+            assert 50 * 2**20 < measured.loaded_bytes < measured.memory_bytes < 4 * 2**30
+    # ResNet-101's weights alone are 100 MiB and more.
+    tiny, large = sized[1]["costs"][0]["measured"], varied[1]["costs"][0]["measured"]
+    assert large.loaded_bytes > tiny.loaded_bytes + 80 * 2**20
+
+
+def test_nothing_is_matched_or_measured_twice(folder, sized, monkeypatch):
+    out, before, _ = sized
+    known = json.loads((out / "costs.json").read_text())
+    tasks, real = [], costs.measure
+    monkeypatch.setattr(costs, "measure", lambda task: tasks.append(task) or real(task))
+    content, text = run(folder, out, "tiny0", "tiny1", sizes=SIZES[:1])
+    assert f"{PAIRS} pairs were in" in text and "0 new" in text
+    assert "another config" not in text  # other sizes are no older results of this one
+    assert [Path(task.weights).stem for task in tasks] == ["tiny1"]
+    assert content["results"][0].figures == before["results"][0].figures
+    again = json.loads((out / "costs.json").read_text())
+    assert len(again) == 3 and all(again[key] == known[key] for key in known)
+    # Two files of one kind are told apart by their paths.
+    names = [result.matcher for result in content["results"]]
+    assert names[0].endswith("tiny0.safetensors, 128 px") and names[1].endswith("tiny1.safetensors")
+    assert names[1].startswith("default, ")
+    assert "The same map size is not compared: that needs 128 and 64 px; add --size 64." in text
+    assert "Smaller pictures are not compared" in text
+
+
+def test_weights_that_won_t_do_are_refused_before_anything_is_matched(folder, tmp_path):
+    whole = (folder / "tiny0.safetensors").read_bytes()
+    (tmp_path / "cut.safetensors").write_bytes(whole[:-100])
+    (tmp_path / "text.safetensors").write_text("not weights")
+    changed = whole.replace(rb"\"fine_channels\": 16", rb"\"fine_channels\": 24")
+    assert changed != whole
+    (tmp_path / "other.safetensors").write_bytes(changed)
+    for name, words in (
+        ("cut", "broken"),
+        ("text", "not a safetensors file"),
+        ("nowhere", "does not exist"),
+        ("other", "does not fit the network"),
+    ):
+        bad = (folder / "tiny0.safetensors", tmp_path / f"{name}.safetensors")
+        with pytest.raises(WeightsError, match=words):
+            run(folder, tmp_path / "out", sizes=SIZES, weights=bad)
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(whole)
+    with pytest.raises(ConfigError, match="hold the same weights; give each once"):
+        run(folder, tmp_path / "out", weights=(folder / "tiny0.safetensors", copy))
+    with pytest.raises(WeightsError, match="carries no weights for the preset 'paper'; give files with --weights"):
+        run(folder, tmp_path / "out", preset="paper")
+    assert not list((tmp_path / "out").glob("*.sqlite"))
+
+
+def test_without_weights_the_package_s_own_are_compared():
+    (network,) = read_networks(())
+    assert network.label == "default" and network.variant is None
+
+
+def test_data_and_settings_that_won_t_do(folder, tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        run(folder, tmp_path, "tiny0", roots=(tmp_path / "nowhere",))
+    with pytest.raises(DataError, match=r"no sequences i_\* or v_\*"):
+        run(folder, tmp_path, "tiny0", roots=(tmp_path,))
+    for wrong, words in (
+        ({"roots": ()}, "Give the folder"),
+        ({"top": 0}, "leaves nothing to score"),
+        ({"sizes": (128, 16)}, "at least 32"),
+        ({"sizes": ()}, "at least 32"),
+        ({"matchers": ("dualrc",)}, "give --weights"),
+        ({"device": "toaster"}, "toaster"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run(folder, tmp_path, "tiny0", **wrong)
+    with pytest.raises(OutputError, match="does not exist"):
+        run(folder, tmp_path, "tiny0", json=tmp_path / "nowhere" / "x.json")
+    for text, words in (
+        ("v_wall/1.png v_wall/9.png", "line 1: 'v_wall/9.png' is not in the folder"),
+        ("v_wall/2.png v_wall/6.png", "v_wall/2.png and v_wall/6.png have no homography"),
+        ("", "lists no pairs"),
+    ):
+        (tmp_path / "pairs.txt").write_text(text)
+        with pytest.raises(DataError, match=words):
+            run(folder, tmp_path, "tiny0", pairs=tmp_path / "pairs.txt")
+    assert not list(tmp_path.glob("*.sqlite"))
+
+
+def test_broken_pictures_are_counted_and_the_rest_goes_on(folder, tmp_path):
+    root = write_hpatches(tmp_path / "data")
+    (root / "i_day" / "1.png").write_text("not a picture")
+    (root / "v_wall" / "H_1_4").unlink()
+    (tmp_path / "pairs.txt").write_text("i_day/1.png i_day/2.png\nv_wall/1.png v_wall/3.png\n")
+    settings = {"roots": (root,), "sizes": (64,), "pairs": tmp_path / "pairs.txt"}
+    content, text = run(folder, tmp_path / "out", "tiny0", **settings)
+    assert len(content["results"][0].failures) == 5
+    assert content["results"][0].figures[0].groups["illumination"].mma == (0.0,) * 10
+    assert "5 of 9 pairs could not be matched" in text
+    assert "v_wall 1-4 is not scored" in text
+    assert "i_day/1.png and i_day/2.png are not drawn" in text
+    assert content["costs"][0]["measured"] is not None  # of a pair that could be matched
+    drawn = sorted(path.stem for path in (tmp_path / "out" / "figures").glob("0*"))
+    assert drawn == ["01_best500_v_wall_1-3_default_64_px", "02_best6000_v_wall_1-3_default_64_px"]
+
+
+# The comparisons themselves, of scores made by known matches.
+
+
+@pytest.fixture(scope="module")
+def benchmark(folder):
+    return HPatches([folder / "data"])
+
+
+def scores(benchmark, error_px: float, name: str):
+    """Scores of matches that are all wrong by so much."""
+
+    def get(pair):
+        x, y = np.meshgrid(np.arange(40, 280, 40.0), np.arange(40, 200, 40.0))
+        points0 = np.stack([x.ravel(), y.ravel()], axis=1)
+        there = np.c_[points0, np.ones(len(points0))] @ benchmark.homographies[pair].T
+        points1 = there[:, :2] / there[:, 2:] + [error_px, 0]
+        return Matches(
+            points0=points0.astype(np.float32),
+            points1=points1.astype(np.float32),
+            scores=np.ones(len(points0), np.float32),
+            size0=(320, 240),
+            size1=(320, 240),
+        )
+
+    return replace(benchmark.score(name, get), matcher=name)
+
+
+def network(fusion: str, channels: int, name: str = "") -> Network:
+    config = replace(PRESETS["paper"][0], backbone=ResNetConfig(fusion=fusion, channels=channels))
+    label = f"({fusion}) {channels}{name}"
+    return Network(label=label, config=config, weights=Path(f"{label}.safetensors"), weights_hash=label)
+
+
+def test_the_paper_s_whole_set_of_variants(benchmark):
+    given = [network(letter, 1024) for letter in "edcba"] + [network("a", 256), network("e", 256)]
+    results = {n: scores(benchmark, 0.5 + index, n.label) for index, n in enumerate(given)}
+    fusion = compare_fusion(benchmark, results, 1600)
+    assert fusion.table.title == "Fusion variants, 1024 channels, 1600 px"
+    assert [row[0] for row in fusion.table.rows] == [f"({letter}) 1024" for letter in "abcde"]
+    # Wrong by 0.5 px for (e) to 4.5 px for (a): right from the next whole threshold on.
+    assert [row[2:6] for row in fusion.table.rows] == [
+        [".000", ".000", "1.000", "1.000"],
+        [".000", ".000", "1.000", "1.000"],
+        [".000", "1.000", "1.000", "1.000"],
+        [".000", "1.000", "1.000", "1.000"],
+        ["1.000", "1.000", "1.000", "1.000"],
+    ]
+    channels = compare_channels(benchmark, results, 1600)
+    assert [row[0] for row in channels.table.rows] == ["(a) 1024", "(a) 256", "(e) 1024", "(e) 256"]
+    assert [row[5] for row in channels.table.rows] == ["1.000"] * 4
+    assert fusion.notes == channels.notes == []
+    assert list(fusion.figures) == ["fusion"] and list(channels.figures) == ["channels"]
+
+
+def test_which_variants_are_compared(benchmark):
+    two_runs = [network("a", 1024, ", x/weights"), network("a", 1024, ", y/weights")]
+    given = [*two_runs, network("c", 1024), network("c", 256)]
+    results = {n: scores(benchmark, 0, n.label) for n in given}
+    rows = [row[0] for row in compare_fusion(benchmark, results, 800).table.rows]
+    assert rows == ["(a) 1024, x/weights", "(a) 1024, y/weights", "(b) 1024", "(c) 1024", "(d) 1024", "(e) 1024"]
+    # (c) is given with both numbers of channels; (a) and (e) are those of the paper.
+    channels = compare_channels(benchmark, results, 800)
+    assert [row[0][:8].strip(",") for row in channels.table.rows] == [
+        *("(a) 1024", "(a) 1024", "(a) 256"),
+        *("(c) 1024", "(c) 256", "(e) 1024", "(e) 256"),
+    ]
+    assert channels.notes == [
+        "256 against 1024 channels, 800 px: no weights were given for (a) 256, (e) 1024, (e) 256."
+    ]
+    nothing = compare_fusion(benchmark, {}, 800)
+    assert [row[1] for row in nothing.table.rows] == ["missing"] * 5 and nothing.figures == {}
+
+
+def test_published_curves_stand_beside_the_paper_s_sizes(benchmark):
+    by_size = {size: scores(benchmark, 0, f"default, {size} px") for size in (1600, 1200, 800)}
+    compared = compare_sizes(benchmark, by_size, [])
+    rows = {row[0]: row for row in compared.table.rows}
+    sparse = "Sparse-NCNet, 1600 px, hard + soft, best 2000"
+    curves = published()[sparse]
+    assert rows[f"{sparse}, published"][1:9] == [
+        *("1600", "200"),
+        *(share(curves["overall"][px - 1]) for px in (1, 3, 5, 10)),
+        *(share(curves[kind][2]) for kind in ("illumination", "viewpoint")),
+    ]
+    assert [name for name in rows if "800 px" in name] == ["default, 800 px"]  # those maps are others
+    assert list(compared.figures) == ["sizes_same_picture", "sizes_same_map", "sizes_smaller"]
+    assert compared.notes == [
+        "NCNet, 3200 px (a map of 200 cells) is missing beside our sizes: we have no published curve of it."
+    ]
+    # At half the size other published curves fit, and what can't be compared is left out.
+    compared = compare_sizes(benchmark, {800: by_size[800]}, [])
+    assert {row[0] for row in compared.table.rows[1:]} == {
+        *("NCNet, 800 px, best 2000, published", "Sparse-NCNet, 800 px, best 2000, published"),
+        "NCNet, 1600 px, relocalized, best 2000, published",
+    }
+    assert list(compared.figures) == ["sizes_same_picture"]
+
+
+def test_costs_that_could_not_be_measured(folder):
+    compared = compare_costs({(network("a", 1024), 1600): None})
+    assert compared.table.rows[0] == ["(a) 1024", "1600", "400", "failed", "-", "-", "-"]
+    assert compared.figures == {}
+
+
+@pytest.fixture
+def task(folder):
+    pictures = {f"path{i}": str(folder / "data" / "v_wall" / f"{i + 1}.png") for i in (0, 1)}
+    weights = str(folder / "tiny0.safetensors")
+    return costs.Task(preset="default", weights=weights, device="cpu", size=64, top=100, **pictures)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process can't tell its own peak from its parent's")
+def test_memory_is_that_of_the_new_process_alone(task):
+    ballast = np.ones(2**30, dtype=np.uint8)  # 1 GiB, which a fork would count too
+    measured = costs.measure(task)
+    assert measured.memory_bytes < 0.9 * 2**30 < ballast.nbytes
+    assert measured.seen == (64, 48)
+
+
+def test_processes_that_fail_are_named_and_the_others_go_on(task, tmp_path, monkeypatch):
+    broken = replace(task, path0=str(tmp_path / "broken.png"))
+    (tmp_path / "broken.png").write_text("not a picture")
+    console = Console(file=io.StringIO())
+    (tmp_path / "costs.json").write_text("{")
+    measured, notes = costs.measure_all([broken], tmp_path, console)
+    assert measured == [None]
+    assert "costs.json can't be read; time and memory are measured again" in " ".join(console.file.getvalue().split())
+    assert "at 64 px: the process failed" in notes[0] and "broken.png" in notes[0]
+    assert (tmp_path / "costs.json").read_text() == "{"  # nothing was kept: it is tried again next time
+    (tmp_path / "sitecustomize.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(DataError, match=r"killed \(signal 9\), perhaps for memory; give smaller sizes"):
+        costs.measure(task)
+
+
+def test_the_command_line(folder, tmp_path, monkeypatch, capsys):
+    def call(*arguments) -> str:
+        monkeypatch.setattr(sys, "argv", ["dualrc", "evaluate", *map(str, arguments)])
+        monkeypatch.setattr(cli, "messages", Console(stderr=True, width=200))
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert stopped.value.code == 1
+        error = capsys.readouterr().err.strip()
+        assert error.count("\n") == 0
+        return error
+
+    data, weights = folder / "data", folder / "tiny0.safetensors"
+    both = ("--weights", weights, "--weights", folder / "nowhere.safetensors")
+    out = ("--out", tmp_path / "out")
+    assert "nowhere.safetensors does not exist" in call("appendix", data, *both, *out)
+    assert "--weights is given 2 times; here it is taken once" in call("hpatches", data, *both, *out)
+    assert "--size is given 2 times" in call("hpatches", data, "--size", 64, "--size", 96, *out)
+    assert "--pairs is for appendix" in call("hpatches", data, "--pairs", "x.txt", *out)
+    assert "--crop is for hpatches" in call("appendix", data, "--crop", "1,1", *out)
+    assert "at least 32" in call("appendix", data, "--size", 64, "--size", 16, *out)
+    assert "does not exist" in call("appendix", tmp_path / "nowhere", *out)
