@@ -1,0 +1,126 @@
+"""A map of pictures with known poses: merged matches, and the 3D points that pycolmap triangulates from them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualrc.collection.keypoints import IntArray, MergedMatches, Progress
+from dualrc.colmap import colmap_points, import_pycolmap, posed_reconstruction, quiet_colmap
+from dualrc.errors import DataError
+from dualrc.geometry import Camera, cam1_from_cam0, fundamental_from_pose, sampson_distance_px
+from dualrc.localize import Correspondences
+from dualrc.matches import FloatArray
+
+_MAX_ERROR_PX = 4.0  # of a match from the epipolar line that the poses put it on, as COLMAP verifies
+_MIN_MATCHES = 15  # of a pair, as in COLMAP; fewer are chance
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PosedMap:
+    """3D points, and which keypoint of which picture shows which."""
+
+    xyz: FloatArray  # (m, 3)
+    rows: dict[str, IntArray]  # by picture, for each of its keypoints a row of xyz, or -1
+    track_length: float  # mean number of pictures that a point is seen in
+    error_px: float  # mean distance of a keypoint from its point's projection
+
+    def correspond(self, merged: MergedMatches, query: str, name: str) -> Correspondences:
+        """What a query, as picture 0, sees of one of the map's pictures."""
+        found = merged.indexed(query, name)
+        mine, theirs = found.indices.T
+        rows = self.rows[name][theirs] if name in self.rows else np.full(len(theirs), -1)
+        seen = rows >= 0
+        return Correspondences(
+            points=merged.keypoints[query].points[mine[seen]].astype(np.float64),
+            xyz=self.xyz[rows[seen]],
+            scores=found.scores[seen].astype(np.float64),
+            point_ids=rows[seen],
+            pictures=np.zeros(int(seen.sum()), np.int64),
+        )
+
+
+def triangulate(
+    cameras: Mapping[str, Camera], merged: MergedMatches, work: Path, progress: Progress | None = None
+) -> PosedMap:
+    """Triangulate the matches between pictures whose cameras have poses; `work` is an empty folder for COLMAP."""
+    pycolmap = import_pycolmap()
+    tell = progress or (lambda *_: None)
+    names = sorted(name for name in cameras if name in merged.keypoints)
+    made = posed_reconstruction({name: cameras[name] for name in names})
+    numbers = {image.name: number for number, image in made.images.items()}
+    with quiet_colmap(pycolmap):
+        with pycolmap.Database.open(work / "database.db") as database, pycolmap.DatabaseTransaction(database):
+            _write_pictures(database, made, merged)
+            verified = _write_matches(database, cameras, merged, numbers, tell, pycolmap)
+        tell("Triangulating", 0, 1)
+        if verified:
+            made = _triangulated(made, work, pycolmap)
+        tell("Triangulating", 1, 1)
+    point_ids = sorted(made.points3D)
+    rows = {name: np.full(len(merged.keypoints[name]), -1, np.int64) for name in names}
+    by_number = {number: rows[name] for name, number in numbers.items()}
+    for row, point_id in enumerate(point_ids):
+        for element in made.points3D[point_id].track.elements:
+            by_number[element.image_id][element.point2D_idx] = row
+    return PosedMap(
+        xyz=np.array([made.points3D[point_id].xyz for point_id in point_ids]).reshape(-1, 3),
+        rows=rows,
+        track_length=made.compute_mean_track_length() if point_ids else 0.0,
+        error_px=made.compute_mean_reprojection_error() if point_ids else 0.0,
+    )
+
+
+def _triangulated(made: Any, work: Path, pycolmap: Any) -> Any:
+    options = pycolmap.IncrementalPipelineOptions()
+    options.min_num_matches = _MIN_MATCHES
+    options.extract_colors = False
+    options.random_seed = 0
+    (work / "model").mkdir()
+    try:
+        return pycolmap.triangulate_points(made, work / "database.db", work, work / "model", options=options)
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"COLMAP can't triangulate the matches ({reason}); check the reference model.") from error
+
+
+def _write_pictures(database: Any, made: Any, merged: MergedMatches) -> None:
+    """Cameras, pictures and keypoints, numbered as in the reconstruction."""
+    for camera in made.cameras.values():
+        database.write_camera(camera, use_camera_id=True)
+    for rig in made.rigs.values():
+        database.write_rig(rig, use_rig_id=True)
+    for frame in made.frames.values():
+        database.write_frame(frame, use_frame_id=True)
+    for number, image in made.images.items():
+        database.write_image(image, use_image_id=True)
+        database.write_keypoints(number, colmap_points(merged.keypoints[image.name].points).astype(np.float32))
+
+
+def _write_matches(
+    database: Any,
+    cameras: Mapping[str, Camera],
+    merged: MergedMatches,
+    numbers: Mapping[str, int],
+    tell: Progress,
+    pycolmap: Any,
+) -> int:
+    """Matches that agree with the poses, and how many pairs have enough of them."""
+    pairs = [pair for pair in merged.pairs if pair[0] in numbers and pair[1] in numbers]
+    verified = 0
+    for count, (name0, name1) in enumerate(pairs, start=1):
+        camera0, camera1 = cameras[name0], cameras[name1]
+        assert camera0.cam_from_world is not None and camera1.cam_from_world is not None  # see posed_reconstruction
+        F = fundamental_from_pose(cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world), camera0, camera1)
+        indices = merged.indexed(name0, name1).indices
+        points0, points1 = (merged.keypoints[name].points[indices[:, side]] for side, name in enumerate((name0, name1)))
+        agree = sampson_distance_px(F, points0, points1) <= _MAX_ERROR_PX
+        geometry = pycolmap.TwoViewGeometry()
+        geometry.config = pycolmap.TwoViewGeometryConfiguration.CALIBRATED
+        geometry.inlier_matches = indices[agree].astype(np.uint32)
+        database.write_two_view_geometry(numbers[name0], numbers[name1], geometry)
+        verified += int(agree.sum() >= _MIN_MATCHES)
+        tell("Verifying pairs", count, len(pairs))
+    return verified
