@@ -235,9 +235,10 @@ def stored_points(points: npt.ArrayLike, path: str | Path) -> FloatArray:
     return upright if turn is None else (upright - turn.pixels[:2, 2]) @ turn.pixels[:2, :2]
 
 
-def colmap_points(points: npt.ArrayLike, path: str | Path) -> FloatArray:
-    """Upright points (n, 2) of a picture file as COLMAP counts its pixels."""
-    return stored_points(points, path) + _HALF_PX
+def colmap_points(points: npt.ArrayLike, path: str | Path | None = None) -> FloatArray:
+    """Upright points (n, 2) of a picture file as COLMAP counts its pixels; without a file they are not turned."""
+    places = np.asarray(points, dtype=np.float64).reshape(-1, 2) if path is None else stored_points(points, path)
+    return places + _HALF_PX
 
 
 def colmap_camera(camera: Camera, path: str | Path, *, known: bool) -> Any:
@@ -256,6 +257,11 @@ def colmap_camera(camera: Camera, path: str | Path, *, known: bool) -> Any:
     made = pycolmap.Camera(model=model, width=width, height=height, params=params)
     made.has_prior_focal_length = camera.source in ("file", "exif")
     return made
+
+
+def refuse_mirrored(path: str | Path) -> None:
+    """Raise DataError if a picture file is mirrored by its EXIF orientation."""
+    _stored_turn(path)
 
 
 def _stored_turn(path: str | Path) -> _Turn | None:
@@ -295,6 +301,7 @@ def _refuse_cut(path: Path, pycolmap: Any) -> None:
 
 def import_pycolmap() -> Any:
     """The module pycolmap, or an error that says how to get it."""
+    # Pillow must come first, as it does at the top of this file: the other way round its PNG writer breaks.
     try:
         import pycolmap
     except ImportError as error:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dualrc.colmap import read_cameras, read_header
+from dualrc.colmap import read_cameras, read_header, refuse_mirrored
 from dualrc.errors import DataError
 from dualrc.geometry import Camera, camera_from_exif
 
@@ -22,6 +22,7 @@ def choose_cameras(images: str | Path, names: Sequence[str], file: str | Path | 
     given = {} if file is None else read_cameras(file, list(sizes), images)
     cameras = {}
     for name, size in sizes.items():
+        refuse_mirrored(images / name)
         if name in given:
             if given[name].size != size:
                 there, here = ("{}x{}".format(*pixels) for pixels in (given[name].size, size))

@@ -31,11 +31,13 @@ def draw_reconstruction(model: Any, path: str | Path, title: str) -> None:
     xyz, colors = xyz[inside], colors[inside]
     figure = Figure(figsize=(13, 6.2), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
+    width, height, depth = high - low
+    grid = figure.add_gridspec(1, 2, width_ratios=np.clip([width / height, width / depth], 0.5, 3))
     reach = _CAMERA_SIZE * float((high - low).max())
     # Far points first, so that near ones hide them.
     views = (("from the front", (0, 1), np.argsort(-xyz[:, 2])), ("from above", (0, 2), np.argsort(-xyz[:, 1])))
-    for number, (name, (across, along), order) in enumerate(views, start=1):
-        axis = figure.add_subplot(1, 2, number)
+    for column, (name, (across, along), order) in enumerate(views):
+        axis = figure.add_subplot(grid[0, column])
         size = np.clip(40_000 / max(len(xyz), 1), 0.4, 6)
         axis.scatter(xyz[order, across], xyz[order, along], s=size, c=colors[order], linewidths=0, rasterized=True)
         for pose, shape in zip(poses, shapes, strict=True):
@@ -50,7 +52,7 @@ def draw_reconstruction(model: Any, path: str | Path, title: str) -> None:
         axis.set_yticks([])
     figure.suptitle(title, fontsize=13)
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=130)
+        figure.savefig(temporary, dpi=130, bbox_inches="tight", pad_inches=0.15)
 
 
 def _viewing_axes(poses: list[FloatArray]) -> FloatArray:

@@ -23,9 +23,14 @@ Progress = Callable[[str, int, int], None]
 
 _CELL = 4.0  # network pixels of the matcher's fine cells: how far apart the matches of one pair are
 _SAMPLE = 2000  # matches of a pair that its geometry is estimated from
+_ITERATIONS = 5000
+_ROUNDS, _LOSS = 8, 0.005  # of clustering, until all but this share of the matches have a cluster
+_LEAST = 1e-6  # weight of a match, so that those with score 0 count too
 _BINS = 4  # per radius, where the density of matches is counted
 _PER_PX, _LARGEST_MOVE = 100, 100  # bins per pixel, and pixels, in which moves are counted
 _NEIGHBORS = 9  # matches that tell how the surroundings of one move, itself included
+_STRAY = 0.25  # in distances of neighbours: one that is off by this counts half
+_PRIOR = 0.5  # neighbours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +191,8 @@ def _verify(matches: Matches, max_error: float) -> BoolArray:
     """Which matches agree with the epipolar geometry that most of them share."""
     threshold_px = max_error * (_cell_px(matches, 0) + _cell_px(matches, 1)) / 2
     # A sample of the best tells the geometry as well as all.
-    fit = geometry.estimate(matches.top(_SAMPLE), "fundamental", threshold_px=threshold_px)
+    sample = matches.top(_SAMPLE)
+    fit = geometry.estimate(sample, "fundamental", threshold_px=threshold_px, max_iterations=_ITERATIONS)
     if fit.matrix is None:
         return np.zeros(len(matches), dtype=bool)
     distance = geometry.sampson_distance_px(fit.matrix, matches.points0, matches.points1)
@@ -223,25 +229,34 @@ def _gather(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoin
 
 
 def _cluster(points: FloatArray, weights: FloatArray, radius: float) -> FloatArray:
-    """Centres of clusters, at places where the weight of the points around is highest within the radius."""
+    """Centres of clusters: where the points weigh most within the radius, then where most of the rest do, and so on."""
+    centers, left = np.zeros((0, 2)), np.arange(len(points))
+    for _ in range(_ROUNDS):
+        if len(left) <= _LOSS * len(points):
+            break
+        peaks = _peaks(points[left], weights[left], radius)
+        centers = np.concatenate([centers, peaks])
+        left = left[_nearest_within(points[left], peaks, radius) < 0]
+    for _ in range(2):
+        centers = _robust_means(points, weights, _nearest_within(points, centers, radius), centers, radius / 2)
+    return centers
+
+
+def _peaks(points: FloatArray, weights: FloatArray, radius: float) -> FloatArray:
+    """Places where the points around weigh more than anywhere else within the radius."""
     from scipy.ndimage import gaussian_filter, maximum_filter
 
-    if not len(points):
-        return np.zeros((0, 2))
     step = radius / _BINS
     origin = points.min(0)
     column, row = np.floor((points - origin) / step).astype(np.int64).T
     shape = (int(row.max()) + 1, int(column.max()) + 1)
     bins = np.ravel_multi_index((row, column), shape)
-    density = np.bincount(bins, weights + 1e-6, minlength=shape[0] * shape[1]).reshape(shape)
-    smooth = gaussian_filter(density, _BINS / 2, truncate=2.5, mode="constant")
-    # Where two places are equal the earlier wins.
-    smooth *= 1 - 1e-9 * np.arange(smooth.size).reshape(shape) / smooth.size
-    peak = (smooth == maximum_filter(smooth, size=2 * _BINS + 1, mode="constant")) & (smooth > 1e-9)
-    centers = np.argwhere(peak)[:, ::-1] * step + step / 2 + origin
-    for _ in range(2):
-        centers = _robust_means(points, weights, _nearest_within(points, centers, radius), centers, radius / 2)
-    return centers
+    density = np.bincount(bins, weights + _LEAST, minlength=shape[0] * shape[1]).reshape(shape)
+    density = gaussian_filter(density, _BINS / 2, truncate=2.5, mode="constant")
+    # Equal places are told apart by chance; by their order, a row of them would have its only peak at the start.
+    density *= 1 + 1e-9 * np.random.default_rng(0).random(shape)
+    peak = (density == maximum_filter(density, size=2 * _BINS + 1, mode="constant")) & (density > _LEAST / 100)
+    return np.argwhere(peak)[:, ::-1] * step + step / 2 + origin
 
 
 def _place(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoints:
@@ -277,17 +292,17 @@ def _local_motion(source: FloatArray, target: FloatArray, rows: IntArray) -> Flo
         return np.tile(np.eye(2), (len(rows), 1, 1))
     _, near = cKDTree(source).query(source[rows], k=count)
     before, after = source[near] - source[rows, None], target[near] - target[rows, None]  # (n, k, 2)
-    reach = np.median(np.linalg.norm(before[:, 1:], axis=2)) + 1e-9
-    # Neighbours that move otherwise lie on another surface, or are wrong.
-    stray = np.linalg.norm(after - before, axis=2)
-    weight = 1 / (1 + (np.linalg.norm(before, axis=2) / (2 * reach)) ** 4)
+    reach = float(np.median(np.linalg.norm(before[:, 1:], axis=2))) + 1e-9
+    weight = np.ones(near.shape)
     jacobian = np.tile(np.eye(2), (len(rows), 1, 1))
+    # As if some neighbours had moved along without any change of shape, in case there are too few true ones.
+    prior = _PRIOR * reach**2 * np.eye(2)
     for _ in range(2):
-        moment = np.einsum("nk,nki,nkj->nij", weight, before, before) + 0.5 * reach**2 * np.eye(2)
-        mixed = np.einsum("nk,nki,nkj->nij", weight, after, before) + 0.5 * reach**2 * np.eye(2)
-        jacobian = mixed @ np.linalg.inv(moment)
-        stray = np.linalg.norm(after - np.einsum("nij,nkj->nki", jacobian, before), axis=2)
-        weight = 1 / (1 + (stray / (0.25 * reach)) ** 2)
+        weighted = (before * weight[:, :, None]).swapaxes(1, 2)  # (n, 2, k)
+        jacobian = ((weighted @ after).swapaxes(1, 2) + prior) @ np.linalg.inv(weighted @ before + prior)
+        # Neighbours that move otherwise lie on another surface, or are wrong.
+        stray = np.linalg.norm(after - before @ jacobian.swapaxes(1, 2), axis=2)
+        weight = 1 / (1 + (stray / (_STRAY * reach)) ** 2)
     return jacobian
 
 
@@ -296,7 +311,7 @@ def _robust_means(
 ) -> FloatArray:
     """Weighted means of the points of each owner, of which far ones count less; `start` where there are none."""
     rows = owner >= 0
-    points, weights, owner = points[rows], weights[rows] + 1e-6, owner[rows]
+    points, weights, owner = points[rows], weights[rows] + _LEAST, owner[rows]
     means = start
     for step in range(3):
         far = np.linalg.norm(points - means[owner], axis=1) / scale

@@ -1,8 +1,10 @@
 """A folder of pictures to a COLMAP model: matching, shared keypoints, and pycolmap's incremental mapping."""
 
+import copy
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -27,6 +29,9 @@ from dualrc.colmap import import_pycolmap, quiet_colmap
 from dualrc.errors import DataError, OutputError
 from dualrc.files import replacing
 from dualrc.geometry import Camera
+
+_FEWEST_VIEWS = 5  # pictures of a camera, to refine its principal point
+_LARGEST_SHIFT = 0.05  # of a principal point, in long sides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +111,8 @@ def _map(out: Path, images: Path, cameras: dict[str, Camera], tell: Tell, pycolm
     options = pycolmap.IncrementalPipelineOptions()
     options.min_model_size = 2
     options.random_seed = 0
-    if all(is_known(camera) for camera in cameras.values()):
+    known = all(is_known(camera) for camera in cameras.values())
+    if known:
         options.ba_refine_focal_length = options.ba_refine_extra_params = False
         options.mapper.abs_pose_refine_focal_length = options.mapper.abs_pose_refine_extra_params = False
     registered = 0
@@ -131,7 +137,35 @@ def _map(out: Path, images: Path, cameras: dict[str, Camera], tell: Tell, pycolm
             f"No two pictures of {images} could be placed together; give pictures that overlap more and are taken from "
             "different places, match more pairs (--pairs exhaustive), or give the cameras (--cameras)."
         )
-    return max(models.values(), key=lambda model: (model.num_reg_images(), model.num_points3D())), len(models)
+    best = max(models.values(), key=lambda model: (model.num_reg_images(), model.num_points3D()))
+    if not known:
+        tell("Refining", 0, 1)
+        with quiet_colmap(pycolmap):
+            best = _refine_principal_points(best, pycolmap)
+        tell("Refining", 1, 1)
+    return best, len(models)
+
+
+def _refine_principal_points(model: Any, pycolmap: Any) -> Any:
+    """The model with principal points that fit it best, or as it was where pictures don't tell enough of them."""
+    users = Counter(model.images[number].camera_id for number in model.reg_image_ids())
+    if min(users.values()) < _FEWEST_VIEWS:
+        return model
+    refined = copy.deepcopy(model)
+    options = pycolmap.BundleAdjustmentOptions()
+    options.refine_principal_point, options.print_summary = True, False
+    pycolmap.bundle_adjustment(refined, options)
+    refined.update_point_3d_errors()
+    for number in users:
+        before, after = model.cameras[number], refined.cameras[number]
+        moved = max(
+            abs(after.principal_point_x - before.principal_point_x),
+            abs(after.principal_point_y - before.principal_point_y),
+        )
+        # A lens sits nearly straight; what ends far from the middle was not to be seen in these pictures.
+        if not moved < _LARGEST_SHIFT * max(before.width, before.height):
+            return model
+    return refined
 
 
 def _write(model: Any, out: Path, summary: Summary, made_with: dict[str, Any]) -> None:

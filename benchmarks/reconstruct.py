@@ -1,0 +1,136 @@
+"""Reconstruction of scenes with known cameras, beside COLMAP's own pipeline with SIFT.
+
+    python benchmarks/reconstruct.py DATA/strecha --work /tmp/reconstruct
+
+A scene is a folder with images and cameras.json. Each is reconstructed with the file's cameras and without any. The
+model is aligned to the truth by a similarity, whose rotation fits the cameras' rotations: centres alone leave it free
+to turn about cameras that stand in a row. Matches are kept in the work folder, and a second run goes on from there.
+"""
+
+import argparse
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from dualrc.collection.config import CollectionConfig
+from dualrc.collection.reconstruct import ReconstructConfig, reconstruct
+from dualrc.colmap import colmap_camera, import_pycolmap, quiet_colmap, read_model
+from dualrc.geometry import Camera, read_cameras_json, rotation_error_deg
+from dualrc.matches import FloatArray
+
+pycolmap = import_pycolmap()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One reconstruction beside the truth."""
+
+    registered: int
+    points: int
+    track_length: float
+    reprojection_px: float
+    rotation_deg: float  # median
+    position: float  # median, share of the largest distance between cameras
+    seconds: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", type=Path, help="folder of scenes")
+    parser.add_argument("--work", type=Path, required=True, help="folder for matches and models")
+    parser.add_argument("--top", type=int, default=CollectionConfig().top, help="matches kept of each pair")
+    args = parser.parse_args()
+    table = Table(
+        "scene", "cameras", "method", "placed", "points", "track", "error, px", "rotation, deg", "position, %"
+    )
+    table.add_column("time, s")
+    for scene in sorted(path.parent for path in args.root.glob("*/cameras.json")):
+        truth = read_cameras_json(scene / "cameras.json")
+        for cameras in ("file", "none"):
+            for method, run in (("dualrc", run_dualrc), ("SIFT", run_sift)):
+                work = args.work / f"{scene.name}-{method}"
+                row = run(scene, work, truth, known=cameras == "file", top=args.top)
+                figures = (
+                    f"{row.registered} of {len(truth)}",
+                    f"{row.points:,}",
+                    f"{row.track_length:.2f}",
+                    f"{row.reprojection_px:.2f}",
+                    f"{row.rotation_deg:.3f}",
+                    f"{row.position:.3%}".rstrip("%"),
+                    f"{row.seconds:.0f}",
+                )
+                table.add_row(scene.name, cameras, method, *figures)
+    Console(width=130).print(table)
+
+
+def run_dualrc(scene: Path, work: Path, truth: dict[str, Camera], *, known: bool, top: int) -> Row:
+    start = time.monotonic()
+    config = ReconstructConfig(
+        collection=CollectionConfig(pairs="exhaustive", top=top), cameras=scene / "cameras.json" if known else None
+    )
+    reconstruct(scene / "images", work, config)
+    return score(work / "model", truth, time.monotonic() - start)
+
+
+def run_sift(scene: Path, work: Path, truth: dict[str, Camera], *, known: bool, top: int) -> Row:
+    """COLMAP with its own features, one camera for all pictures as we assume too; `top` has no meaning here."""
+    start = time.monotonic()
+    images, options = scene / "images", pycolmap.IncrementalPipelineOptions()
+    options.min_model_size, options.random_seed = 2, 0
+    reader = pycolmap.ImageReaderOptions()
+    if known:
+        name, camera = next(iter(truth.items()))
+        made = colmap_camera(camera, images / name, known=True)
+        reader.camera_model, reader.camera_params = made.model_name, made.params_to_string()
+        options.ba_refine_focal_length = options.ba_refine_extra_params = False
+        options.mapper.abs_pose_refine_focal_length = options.mapper.abs_pose_refine_extra_params = False
+    work.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, quiet_colmap(pycolmap):
+        database = Path(folder, "database.db")
+        pycolmap.extract_features(database, images, camera_mode=pycolmap.CameraMode.SINGLE, reader_options=reader)
+        pycolmap.match_exhaustive(database)
+        models = pycolmap.incremental_mapping(database, images, folder, options=options)
+    max(models.values(), key=lambda model: model.num_reg_images()).write_binary(work)
+    return score(work, truth, time.monotonic() - start)
+
+
+def score(folder: Path, truth: dict[str, Camera], seconds: float) -> Row:
+    """A model's figures, after a similarity alignment to the true cameras."""
+    model: Any = pycolmap.Reconstruction(folder)
+    found = {name: image.cam_from_world for name, image in read_model(folder).images.items()}
+    wanted = {name: truth[name].cam_from_world for name in found}
+    rotation = nearest_rotation(sum(wanted[name][:, :3].T @ found[name][:, :3] for name in found))
+    ours = np.array([center_of(found[name]) @ rotation.T for name in found])
+    true = np.array([center_of(wanted[name]) for name in found])
+    ours, true_moved = ours - ours.mean(0), true - true.mean(0)
+    scale = float((ours * true_moved).sum() / (ours**2).sum())
+    extent = max(float(np.linalg.norm(a - b)) for a in true for b in true)
+    turned = [rotation_error_deg(found[name][:, :3] @ rotation.T, wanted[name][:, :3]) for name in found]
+    return Row(
+        registered=len(found),
+        points=model.num_points3D(),
+        track_length=model.compute_mean_track_length(),
+        reprojection_px=model.compute_mean_reprojection_error(),
+        rotation_deg=float(np.median(turned)),
+        position=float(np.median(np.linalg.norm(scale * ours - true_moved, axis=1))) / extent,
+        seconds=seconds,
+    )
+
+
+def nearest_rotation(matrix: FloatArray) -> FloatArray:
+    u, _, vt = np.linalg.svd(matrix)
+    return u @ np.diag([1, 1, np.linalg.det(u @ vt)]) @ vt
+
+
+def center_of(cam_from_world: FloatArray) -> FloatArray:
+    return -cam_from_world[:, :3].T @ cam_from_world[:, 3]
+
+
+if __name__ == "__main__":
+    main()
