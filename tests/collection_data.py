@@ -32,7 +32,7 @@ def make_scene(names, count=300, size=(320, 240), seed=0) -> Scene:
     cameras = {}
     for name, angle in zip(names, np.radians(np.linspace(-25, 25, len(names))), strict=True):
         view = look_at((12 * np.sin(angle), -12 * np.cos(angle), 2), (0, 0, 0), size=size)
-        K = view.K + [[0, 0, 3.3], [0, 0, -2.2], [0, 0, 0]]
+        K = view.K + np.array([[0, 0, 3.3], [0, 0, -2.2], [0, 0, 0]])
         cameras[name] = Camera(width=size[0], height=size[1], K=K, cam_from_world=view.cam_from_world)
     return Scene(rng.uniform((-4, -3, -2.5), (4, 3, 2.5), (count, 3)), cameras)
 
