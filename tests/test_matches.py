@@ -269,3 +269,13 @@ def test_arrays_become_float32():
 def test_warp_holds_its_arrays():
     warp = Warp(points1=np.zeros((2, 3, 2)), certainty=np.zeros((2, 3)), size1=(4, 5))
     assert warp.size1 == (4, 5)
+
+
+def test_a_pair_is_judged_by_its_best_hundred():
+    def pair(scores):
+        points = np.zeros((len(scores), 2))
+        return Matches(points0=points, points1=points, scores=scores, size0=(9, 9), size1=(9, 9))
+
+    assert Matches.none({}).pair_score == 0
+    assert pair([0.2] * 300 + [0.7] * 100).pair_score == pytest.approx(0.7)
+    assert pair([0.5] * 10).pair_score == pytest.approx(0.05)

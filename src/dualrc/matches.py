@@ -36,6 +36,8 @@ _BROKEN = (
 )
 _COLUMNS = ("x0", "y0", "x1", "y1", "score")
 
+_PAIR_TOP = 100  # matches that a pair is judged by
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Estimate:
@@ -108,6 +110,11 @@ class Matches:
             scores=self.scores[index],
             estimate=estimate,
         )
+
+    @property
+    def pair_score(self) -> float:
+        """How sure it is that the pictures show the same thing: the mean of the best 100 scores, 0 for each missing."""
+        return float(np.sort(self.scores)[::-1][:_PAIR_TOP].sum() / _PAIR_TOP)
 
     def top(self, count: int) -> "Matches":
         """The best `count` matches, or all if there are fewer."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from dualrc.matches import Matches
 
 _SIFT_RATIO = 0.8
 _KEPT_FEATURES = 4
-_KNOWN = "dualrc, sift, sift-mutual, sift-ratio or FILE.py:function"
+_KNOWN = "dualrc, dualrc-high, sift, sift-mutual, sift-ratio or FILE.py:function"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ def make_matchers(specs: Sequence[str], settings: MatcherSettings) -> list[PairM
     """The matchers that the names ask for; "sift" stands for both of its variants."""
     matchers: list[PairMatcher] = []
     for spec in specs:
-        if spec == "dualrc":
-            matchers.append(DualRC(settings))
+        if spec in ("dualrc", "dualrc-high"):
+            matchers.append(DualRC(settings, quality="high" if spec == "dualrc-high" else "standard"))
         elif spec in ("sift", "sift-mutual", "sift-ratio"):
             ratios = {"sift": (_SIFT_RATIO, None), "sift-ratio": (_SIFT_RATIO,), "sift-mutual": (None,)}[spec]
             matchers += [RootSift(features=settings.sift_features, ratio=ratio, size=settings.size) for ratio in ratios]
@@ -72,15 +72,22 @@ def make_matchers(specs: Sequence[str], settings: MatcherSettings) -> list[PairM
 class DualRC:
     """Our matcher; a picture's features are made once for the pairs in a row that share it."""
 
-    def __init__(self, settings: MatcherSettings) -> None:
-        chosen: dict[str, Any] = {"top": settings.top} | ({} if settings.size is None else {"size": settings.size})
+    def __init__(self, settings: MatcherSettings, *, quality: Literal["standard", "high"] = "standard") -> None:
+        chosen: dict[str, Any] = {"top": settings.top, "quality": quality}
+        chosen |= {} if settings.size is None else {"size": settings.size}
         self._matcher: Matcher = load(settings.preset, weights=settings.weights, device=settings.device, **chosen)
         self._kept: OrderedDict[Path, tuple[PictureFeatures, float]] = OrderedDict()
         self.name = "dualrc" if settings.preset == "default" else f"dualrc-{settings.preset}"
+        self.name += "-high" if quality == "high" else ""
         self.config: dict[str, Any] = dict(self._matcher.info)
 
     def match(self, path0: Path, path1: Path) -> Matches:
         """The matches of two pictures, with the time that they would take alone."""
+        if self._matcher.config.quality == "high":
+            start = time.perf_counter()
+            found = self._matcher.match(path0, path1)
+            seen = {f"seen{n}": found.info[f"network_size{n}"] for n in (0, 1)}
+            return replace(found, info={"seconds": time.perf_counter() - start, **seen})
         (features0, seconds0), (features1, seconds1) = self._features(path0), self._features(path1)
         start = time.perf_counter()
         found = self._matcher.match_features(features0, features1)

@@ -1,0 +1,136 @@
+"""What the shipped weights promise: a second look at turned and zoomed pictures, two motions at once, a pair's score."""
+
+import numpy as np
+import pytest
+from conftest import View, oracle_matcher, texture
+
+import dualrc
+from dualrc.errors import ConfigError
+from dualrc.geometry import apply_homography
+from dualrc.matcher import second
+from dualrc.matches import Matches
+from dualrc.scenes import Light, look_at, make_scene, render
+
+
+def similarity(center, degrees: float, scale: float, to) -> np.ndarray:
+    """The homography that turns and scales about `center` and moves it `to`."""
+    angle = np.radians(degrees)
+    H = np.eye(3)
+    H[:2, :2] = scale * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    H[:2, 2] = np.array(to) - H[:2, :2] @ center
+    return H
+
+
+def made_matches(H, size=(300, 200), outliers: float = 0.5, count: int = 800) -> Matches:
+    rng = np.random.default_rng(0)
+    points0 = rng.uniform(0, size, (count, 2))
+    points1 = np.asarray(apply_homography(H, points0))
+    wrong = rng.uniform(size=count) < outliers
+    points1[wrong] = rng.uniform(0, size, (int(wrong.sum()), 2))
+    scores = np.where(wrong, 0.3, 0.6) * rng.uniform(0.5, 1.5, count)
+    return Matches(points0=points0, points1=points1, scores=scores, size0=size, size1=size)
+
+
+def test_the_motion_that_matches_share():
+    H = similarity((150, 100), 40, 0.5, (140, 90))
+    motion = second.shared_motion(made_matches(H))
+    assert motion.enlarges == pytest.approx(0.5, rel=1e-3)
+    assert np.allclose(motion.frame1_from_0 / motion.frame1_from_0[2, 2], H, atol=1e-2)
+
+
+def test_matches_that_share_no_motion():
+    assert second.shared_motion(made_matches(np.eye(3), outliers=1.0)) is None
+    assert second.shared_motion(made_matches(np.eye(3), count=20)) is None
+    assert second.shared_motion(Matches.none({})) is None
+    mirror = np.array([[-1.0, 0, 300], [0, 1, 0], [0, 0, 1]])
+    assert second.shared_motion(made_matches(mirror, outliers=0.0)) is None
+
+
+@pytest.mark.parametrize("scale", [0.6, 1.0, 2.5])
+def test_a_picture_is_brought_into_a_frame(scale):
+    x, y = np.meshgrid(np.arange(240), np.arange(180))
+    picture = np.stack([x, y, 100 + 0 * x], axis=-1).astype(np.uint8)  # colours tell the place
+    picture_from_frame = similarity((50, 40), 30, scale, (120, 90))
+    seen, where = second.bring(picture, picture_from_frame, (100, 80), scale)
+    assert seen.shape == (80, 100, 3) and where.shape == (80, 100)
+    frame = np.stack(np.meshgrid(np.arange(100), np.arange(80)), axis=-1)
+    places = apply_homography(picture_from_frame, frame.reshape(-1, 2)).reshape(80, 100, 2)
+    inner = np.all((places > 5) & (places < (234, 174)), axis=2)
+    assert inner.sum() > 500 and where[inner].all()
+    assert np.abs(seen[inner][:, :2] - places[inner]).max() < 1.5
+    assert not where[np.any((places < -3) | (places > (243, 183)), axis=2)].any()
+
+
+def test_the_first_look_stands_where_the_second_found_nothing():
+    def at(points, score):
+        points = np.array(points, dtype=np.float32).reshape(-1, 2)
+        return Matches(
+            points0=points, points1=points, scores=np.full(len(points), score), size0=(500, 400), size1=(500, 400)
+        )
+
+    both = second.joined(at([[10, 10], [200, 200]], 0.5), at([[11, 11], [300, 50], [480, 390]], 0.7))
+    assert both.points0.tolist() == [[300, 50], [480, 390], [10, 10], [200, 200]]
+    assert len(second.joined(at([], 0.5), at([[11, 11]], 0.7))) == 1
+
+
+def test_a_second_look_keeps_pixels_masks_and_limits():
+    view0, view1 = View(203, 150, (60, 80)), View(300, 260, (60, 80), (0.7, 0.6))
+    matcher, pictures = oracle_matcher(), (view0.picture(1), view1.picture(2))
+    found = matcher.match(*pictures, quality="high")
+    error = np.linalg.norm(view1.from_scene(view0.to_scene(found.points0)) - found.points1, axis=1)
+    assert len(found) > 500 and np.median(error) < 0.7
+    assert (np.diff(found.scores) <= 0).all() and found.size1 == (300, 260)
+    assert len(matcher.match(*pictures, quality="high", top=50)) == 50
+    mask0, mask1 = np.zeros((150, 203), bool), np.ones((260, 300), bool)
+    mask0[:, :100], mask1[:130] = True, False
+    inside = matcher.match(*pictures, quality="high", mask0=mask0, mask1=mask1)
+    assert len(inside) > 20
+    assert (inside.points0[:, 0] < 100.5).all() and (inside.points1[:, 1] > 129.5).all()
+    many = list(oracle_matcher(quality="high").match_many([pictures, ("missing.jpg", pictures[1])], errors="empty"))
+    assert np.array_equal(many[0].points0, found.points0) and "missing.jpg" in many[1].info["error"]
+
+
+def test_a_second_look_needs_pictures():
+    matcher, picture = oracle_matcher(), View(64, 64).picture()
+    with pytest.raises(ConfigError, match="give pictures instead of features"):
+        matcher.match(matcher.features(picture), picture, quality="high")
+    with pytest.raises(ConfigError, match="choose standard or high"):
+        matcher.match(picture, picture, quality="best")
+
+
+@pytest.fixture(scope="module")
+def photograph():
+    """A picture of a made-up town."""
+    view = look_at((4.0, -9.0, 3.0), (0.0, 2.5, 1.8), size=(480, 360), fov_deg=50)
+    return np.asarray(render(make_scene(3, texture_size=256), view, Light(), supersample=1).image)
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return dualrc.load(device="cpu")
+
+
+def share_right(matches, H, px: float = 3.0) -> float:
+    return float(np.mean(np.linalg.norm(apply_homography(H, matches.points0) - matches.points1, axis=1) < px))
+
+
+def test_a_second_look_at_a_turned_and_zoomed_picture(photograph, shipped):
+    there = similarity((240, 180), 35, 0.5, (130, 100))
+    small, _ = second.bring(photograph, np.linalg.inv(there), (260, 200), 2.0)
+    standard = shipped.match(photograph, small, top=300)
+    high = shipped.match(photograph, small, top=300, quality="high")
+    assert share_right(high, there) > max(0.9, share_right(standard, there))
+
+
+@pytest.mark.parametrize("quality", ["standard", "high"])
+def test_two_motions_at_once(photograph, shipped, quality):
+    """Nothing in the matcher fits one motion to all: both halves keep their matches."""
+    shifts = np.array([(14.0, 9.0), (-17.0, -6.0)])
+    moved = texture(1, 480, 360)
+    for half, (x, y) in zip((slice(30, 210), slice(270, 450)), shifts.astype(int), strict=True):
+        moved[30 + y : 330 + y, half.start + x : half.stop + x] = photograph[30:330, half]
+    found = shipped.match(photograph, moved, top=1000, quality=quality)
+    for half, shift in ((found.points0[:, 0] < 240, shifts[0]), (found.points0[:, 0] >= 240, shifts[1])):
+        error = np.linalg.norm(found.points0 + shift - found.points1, axis=1)[half]
+        assert half.sum() > 50
+        assert np.mean(error < 2) > 0.8
