@@ -1,4 +1,4 @@
-"""What the shipped weights promise: a second look at turned and zoomed pictures, two motions at once, a pair's score."""
+"""A second look at turned and zoomed pictures, and two motions at once."""
 
 import numpy as np
 import pytest

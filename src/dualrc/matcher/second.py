@@ -27,6 +27,8 @@ class Motion:
 
 def shared_motion(matches: Matches) -> Motion | None:
     """The homography that most matches share, if there is one."""
+    if len(matches) < _FEWEST:
+        return None
     threshold_px = _THRESHOLD * max(matches.size1)
     fit = geometry.estimate(
         matches.top(_SAMPLE), "homography", threshold_px=threshold_px, min_inliers=_FEWEST, max_iterations=_ITERATIONS
