@@ -169,6 +169,13 @@ def test_a_pair_the_other_way_round_is_the_same_pair(tmp_path):
         assert len(merged.indexed("a", "b").indices) == len(here)
 
 
+def test_only_the_named_pairs_are_merged(tmp_path):
+    with fill_store(tmp_path / "m.sqlite", apart(make_scene(NAMES, count=100), 8)) as store:
+        merged = merge(store, pairs=[("a.jpg", "b.jpg"), ("a.jpg", "gone.jpg"), ("a.jpg", "b.jpg")])
+    assert merged.pairs == [("a.jpg", "b.jpg")]
+    assert set(merged.keypoints) == {"a.jpg", "b.jpg"}
+
+
 def test_points_that_are_no_numbers_are_left_out(tmp_path):
     scene = apart(make_scene(("a", "b"), count=100), 8)
     here = scene.pixels["a"].copy()

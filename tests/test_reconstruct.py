@@ -144,6 +144,13 @@ def test_a_broken_picture_is_left_out_and_named(tmp_path, scene, weights):
     assert (summary.registered, summary.pictures, summary.left_out) == (6, 7, ("text.jpg",))
 
 
+def test_a_picture_taken_out_after_matching_is_not_missed(tmp_path, scene, weights):
+    images, out = prepare(tmp_path, scene, weights)
+    (images / NAMES[2]).unlink()
+    summary = reconstruct(images, out, settings(weights), quiet=True)
+    assert (summary.registered, summary.pictures) == (5, 5)
+
+
 def test_bad_cameras_are_refused_before_any_work(tmp_path, scene, weights):
     images, out = prepare(tmp_path, scene, weights)
     (tmp_path / "cameras.json").write_text("{}")

@@ -89,15 +89,15 @@ class Statistics:
 class MergedMatches:
     """Keypoints of all pictures of a store, and its matches between them; `merge` makes it."""
 
-    def __init__(self, store: MatchStore, config: MergeConfig) -> None:
+    def __init__(self, store: MatchStore, config: MergeConfig, wanted: Iterable[Names]) -> None:
         self.config = config
         self.keypoints: dict[str, Keypoints] = {}
         self.pairs: list[Names] = []
         self._store = store
         self._verified: dict[Names, npt.NDArray[np.uint8]] = {}  # a bit per match
-        failed, seen = store.failures(), set()
-        for names in store.names():
-            if names not in failed and names[0] != names[1] and names[::-1] not in seen:
+        usable, seen = set(store.names()) - store.failures().keys(), set()
+        for names in wanted:
+            if names in usable and names[0] != names[1] and not seen & {names, names[::-1]}:
                 self.pairs.append(names)
                 seen.add(names)
 
@@ -168,21 +168,30 @@ class MergedMatches:
         )
 
 
-def merge(store: MatchStore, config: MergeConfig | None = None, progress: Progress | None = None) -> MergedMatches:
-    """Find the keypoints that the matches of a store share; the store must stay open."""
-    merged = MergedMatches(store, config or MergeConfig())
+def merge(
+    store: MatchStore,
+    config: MergeConfig | None = None,
+    progress: Progress | None = None,
+    *,
+    pairs: Iterable[Names] | None = None,
+) -> MergedMatches:
+    """Find the keypoints that the matches of these pairs share, of all in the store if none are named.
+
+    The store must stay open. Pairs that are not there, or failed, are left out.
+    """
+    merged = MergedMatches(store, config or MergeConfig(), store.names() if pairs is None else pairs)
     partners: dict[str, list[Names]] = defaultdict(list)
     for names in merged.pairs:
         for name in names:
             partners[name].append(names)
     tell = progress or (lambda *_: None)
-    for count, (name, pairs) in enumerate(partners.items()):
-        merged.keypoints[name] = _gather(merged, name, pairs)
+    for count, (name, its_pairs) in enumerate(partners.items()):
+        merged.keypoints[name] = _gather(merged, name, its_pairs)
         tell("Finding keypoints", count + 1, len(partners))
     total = merged.config.sweeps * len(partners)
     for sweep in range(merged.config.sweeps):
-        for count, (name, pairs) in enumerate(partners.items()):
-            merged.keypoints[name] = _place(merged, name, pairs)
+        for count, (name, its_pairs) in enumerate(partners.items()):
+            merged.keypoints[name] = _place(merged, name, its_pairs)
             tell("Placing keypoints", sweep * len(partners) + count + 1, total)
     return merged
 

@@ -77,7 +77,9 @@ def reconstruct(images: str | Path, out: str | Path, config: ReconstructConfig, 
     clock.lap("matching")
     cameras = {name: camera for name, camera in cameras.items() if name not in matched.broken}
     with _progress(quiet) as tell, MatchStore(matched.store) as store:
-        merged = merge(store, config.keypoints, tell)
+        # The store may hold pictures that have been taken out since.
+        pairs = [names for names in matched.pairs if cameras.keys() >= set(names)]
+        merged = merge(store, config.keypoints, tell, pairs=pairs)
         merging = merged.statistics()
         clock.lap("keypoints")
         write_database(out / "database.db", merged, images, cameras, tell)
