@@ -440,6 +440,6 @@ def test_the_command_line(folder, tmp_path, monkeypatch, capsys):
     assert "--weights is given 2 times; here it is taken once" in call("hpatches", data, *both, *out)
     assert "--size is given 2 times" in call("hpatches", data, "--size", 64, "--size", 96, *out)
     assert "--pairs is for appendix" in call("hpatches", data, "--pairs", "x.txt", *out)
-    assert "--crop is for hpatches" in call("appendix", data, "--crop", "1,1", *out)
+    assert "--results are not for appendix" in call("appendix", data, "--crop", "1,1", *out)
     assert "at least 32" in call("appendix", data, "--size", 64, "--size", 16, *out)
     assert "does not exist" in call("appendix", tmp_path / "nowhere", *out)

@@ -52,7 +52,6 @@ class Measured:
     memory_bytes: int  # peak: of the process, or on a GPU of what torch had allocated there
     loaded_bytes: int  # of these, before the first pair: libraries and network, on a GPU the network
     seen: tuple[int, int]  # picture 0 as the network saw it
-    threads: int
     machine: str
 
 
@@ -91,7 +90,10 @@ def measure(task: Task) -> Measured:
     if done.returncode:
         words = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise DataError(f"the process failed ({words}).")
-    return _measured(json.loads(done.stdout.splitlines()[-1]))
+    try:
+        return _measured(json.loads(done.stdout.splitlines()[-1]))
+    except (ValueError, TypeError, LookupError) as error:
+        raise DataError(f"the process gave no figures ({error}).") from error
 
 
 def main() -> None:
@@ -120,8 +122,7 @@ def _run(task: Task) -> Measured:
         memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else _memory("VmHWM"),
         loaded_bytes=loaded,
         seen=seen,
-        threads=torch.get_num_threads(),
-        machine=torch.cuda.get_device_name() if on_gpu else f"CPU, {cores()} cores",
+        machine=torch.cuda.get_device_name() if on_gpu else f"a CPU (threads: {torch.get_num_threads()})",
     )
 
 

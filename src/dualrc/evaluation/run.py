@@ -1,30 +1,33 @@
 """A whole evaluation: find the data, match what is missing, score, and report."""
 
 import platform
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rich.console import Console
+from rich.progress import Progress
 
 from dualrc.collection.store import MatchStore
 from dualrc.errors import ConfigError, ImageError
+from dualrc.evaluation import aachen
 from dualrc.evaluation.benchmark import Benchmark, Result
 from dualrc.evaluation.export import Exported, Pair, export, make_folder, progress_bar
 from dualrc.evaluation.hpatches import DEFAULT_TOPS, HPatches
+from dualrc.evaluation.inloc import InLoc, InLocSettings
 from dualrc.evaluation.matchers import MatcherSettings, PairMatcher, make_matchers
 from dualrc.evaluation.pose import DEFAULT_TOP, Pose
 from dualrc.evaluation.report import Shown, print_tables, write_figures, write_json, write_page
 from dualrc.files import check_writable
 from dualrc.matches import Matches
 
-BenchmarkName = Literal["hpatches", "pose"]
+BenchmarkName = Literal["hpatches", "pose", "inloc", "aachen"]
 
 # Stored for every pair, so that the usual limits on the number of matches can be scored from one export.
 _STORED = 4000
-_SIFT_FEATURES = {"hpatches": 2000, "pose": 4000}
+_SIFT_FEATURES = {"hpatches": 2000, "pose": 4000, "inloc": 8000, "aachen": 8000}
 _BEST, _WORST = 2, 3
 _RESULTS, _PAGE, _FIGURES = "results.json", "report.html", "figures"
 
@@ -42,10 +45,13 @@ class EvaluationSettings:
     device: str | None = None
     # Long side that dualrc and SIFT see.
     size: int | None = None
-    # Score the best so many matches; None: 1000 and 2000 for hpatches, 4000 for pose.
+    # Score the best so many matches; None: 1000 and 2000 for hpatches, 4000 for the others.
     top: int | None = None
     # Columns and rows that pictures 2 to 6 of a sequence lose on the left and at the top.
     crop: tuple[int, int] | None = None
+    # True poses of Aachen's queries: name qw qx qy qz tx ty tz; InLoc's reference poses: .mat.
+    truth: Path | None = None
+    inloc: InLocSettings = field(default_factory=InLocSettings)
     out: Path
     json: Path | None = None
 
@@ -66,7 +72,7 @@ def evaluate(
         check_writable(settings.out / name)
     stored = max(_STORED, settings.top or 0)
     matchers = make_matchers(
-        settings.matchers,
+        settings.matchers if settings.roots else (),
         MatcherSettings(
             preset=settings.preset,
             weights=settings.weights,
@@ -78,12 +84,14 @@ def evaluate(
     )
     results, exports, shown = [], [], []
     for matcher in matchers:
-        exported = _exported(benchmark, matcher, settings, stored, messages)
+        exported = match_missing(benchmark, matcher, settings, stored, messages)
         with MatchStore(exported.store) as store:
-            result = _scored(benchmark, matcher, store, messages)
+            result = score_stored(benchmark, matcher, store, messages)
             shown += _best_and_worst(benchmark, result, store)
         results.append(result)
         exports.append(exported)
+    if isinstance(benchmark, InLoc):
+        results += benchmark.score_lists()
     return _report(benchmark, settings, results, exports, shown, screen)
 
 
@@ -100,10 +108,14 @@ def _benchmark(settings: EvaluationSettings) -> Benchmark:
     if settings.benchmark not in get_args(BenchmarkName):
         known = ", ".join(get_args(BenchmarkName))
         raise ConfigError(f"There is no benchmark {settings.benchmark!r}; choose one of {known}.")
-    if not settings.roots:
+    if not settings.roots and not settings.inloc.results:
         raise ConfigError("Give the folder of the data set.")
     if settings.top is not None and settings.top < 1:
         raise ConfigError(f"top = {settings.top} leaves nothing to score; give 1 or more.")
+    if settings.truth is not None and settings.benchmark not in ("aachen", "inloc"):
+        raise ConfigError("--truth is for aachen and inloc; leave it out.")
+    if settings.inloc != InLocSettings() and settings.benchmark != "inloc":
+        raise ConfigError("--shortlist, --candidates, --verify and --results are for inloc; leave them out.")
     if settings.crop is not None and min(settings.crop) < 0:
         raise ConfigError(f"A crop of {settings.crop[0]},{settings.crop[1]} is not one; give two numbers from 0 on.")
     if settings.benchmark == "hpatches":
@@ -111,12 +123,19 @@ def _benchmark(settings: EvaluationSettings) -> Benchmark:
         return HPatches(settings.roots, tops=tops, crop=settings.crop)
     if settings.crop is not None:
         raise ConfigError("--crop is for hpatches; leave it out.")
+    if settings.benchmark == "inloc":
+        top = settings.top or DEFAULT_TOP
+        return InLoc(settings.roots, settings.inloc, truth=settings.truth, top=top, out=settings.out)
+    if settings.benchmark == "aachen":
+        top = settings.top or aachen.DEFAULT_TOP
+        return aachen.open_aachen(settings.roots, out=settings.out, truth=settings.truth, top=top)
     return Pose(settings.roots, top=settings.top or DEFAULT_TOP)
 
 
-def _exported(
+def match_missing(
     benchmark: Benchmark, matcher: PairMatcher, settings: EvaluationSettings, stored: int, messages: Console
 ) -> Exported:
+    """Match what a matcher's store lacks, and say what was there."""
     config = {
         "benchmark": benchmark.name,
         "roots": [str(root.resolve()) for root in settings.roots],
@@ -132,7 +151,8 @@ def _exported(
     return exported
 
 
-def _scored(benchmark: Benchmark, matcher: PairMatcher, store: MatchStore, messages: Console) -> Result:
+def score_stored(benchmark: Benchmark, matcher: PairMatcher, store: MatchStore, messages: Console) -> Result:
+    """A matcher's scores by its store."""
     with progress_bar(messages) as progress:
         task = progress.add_task(f"{matcher.name}, scoring", total=len(benchmark.pairs))
 
@@ -140,7 +160,20 @@ def _scored(benchmark: Benchmark, matcher: PairMatcher, store: MatchStore, messa
             progress.advance(task)
             return _get(store, pair)
 
+        benchmark.tell = _steps(progress)
         return replace(benchmark.score(matcher.name, get), config=matcher.config)
+
+
+def _steps(progress: Progress) -> Callable[[str, int, int], None]:
+    """Shows the steps of a long score, each in a line."""
+    tasks: dict[str, Any] = {}
+
+    def tell(step: str, done: int, total: int) -> None:
+        if step not in tasks:
+            tasks[step] = progress.add_task(step, total=total)
+        progress.update(tasks[step], completed=done, total=total)
+
+    return tell
 
 
 def _get(store: MatchStore, pair: Pair) -> Matches:
@@ -174,13 +207,13 @@ def _report(
     shown: Sequence[Shown],
     screen: Console,
 ) -> dict[str, Any]:
-    tables, notes = benchmark.tables(results), [*benchmark.notes, *_failure_notes(benchmark, results)]
+    tables, notes = benchmark.tables(results), [*benchmark.notes, *failure_notes(benchmark, results)]
     figures = benchmark.curves(results)
     content = {
         "benchmark": benchmark.name,
         "protocol": benchmark.protocol,
         "settings": settings,
-        "versions": _versions(),
+        "versions": versions(),
         "notes": notes,
         "results": results,
         "stores": [exported.store.name for exported in exports],
@@ -206,7 +239,8 @@ def _report(
     return content
 
 
-def _failure_notes(benchmark: Benchmark, results: Sequence[Result]) -> list[str]:
+def failure_notes(benchmark: Benchmark, results: Sequence[Result]) -> list[str]:
+    """How many pairs each matcher could not match, with an example."""
     notes = []
     for result in results:
         if result.failures:
@@ -218,11 +252,12 @@ def _failure_notes(benchmark: Benchmark, results: Sequence[Result]) -> list[str]
     return notes
 
 
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
+def versions() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    found = {"python": platform.python_version()}
     for package in ("dualrc", "torch", "numpy", "poselib", "opencv-python-headless"):
         try:
-            versions[package] = metadata.version(package)
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return versions
+    return found
