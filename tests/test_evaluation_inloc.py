@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 from dualrc.cli import app
 from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation import InLocSettings
-from dualrc.evaluation.inloc import ALL, CURVE_M, THRESHOLDS_M, InLoc, published
+from dualrc.evaluation.inloc import InLoc
 from dualrc.evaluation.inloc_files import (
     Ranked,
     find_folders,
-    places_at,
     read_alignment,
     read_candidates,
     read_cutout,
@@ -26,7 +25,8 @@ from dualrc.evaluation.inloc_files import (
     read_scan,
     write_result_list,
 )
-from dualrc.evaluation.inloc_poses import CandidatePoses, Tried, pose_rows
+from dualrc.evaluation.inloc_poses import CandidatePoses, Tried, places_at, pose_rows
+from dualrc.evaluation.inloc_scores import ALL, CURVE_M, THRESHOLDS_M, published
 from dualrc.evaluation.inloc_verify import render_points, verify
 from dualrc.geometry import Camera
 from dualrc.image import read
@@ -72,13 +72,17 @@ def first_candidate(root):
     return query, next(name for name in ranked.candidates if name.startswith("DUC1"))
 
 
+def score_list(path, truth=None):
+    return InLoc((), InLocSettings(results=(path,)), truth=truth)
+
+
 @pytest.mark.parametrize("method", PUBLISHED)
 def test_published_results_to_the_digit(method):
     if not (SHARED / "inloc").is_dir():
         pytest.skip("the published lists are not in ../shared/data/inloc")
     name, *expected = PUBLISHED[method]
-    benchmark = InLoc((), InLocSettings(), truth=SHARED / "inloc" / "DUC_refposes_all.mat")
-    floors = benchmark.score_list(SHARED / "inloc" / f"{name}.mat").figures.floors
+    benchmark = score_list(SHARED / "inloc" / f"{name}.mat", SHARED / "inloc" / "DUC_refposes_all.mat")
+    floors = benchmark.score_lists()[0].figures.floors
     assert [floors[floor].queries for floor in ("DUC1", "DUC2", ALL)] == [198, 131, 329]
     for floor, percents in zip(FLOORS, expected, strict=True):
         assert tuple(round(100 * share, 1) for share in floors[floor].within) == percents
@@ -127,13 +131,13 @@ def test_what_counts_as_localized(tmp_path):
         for query, pose in poses.items()
     }
     write_result_list(tmp_path / "mine.mat", results)
-    benchmark = InLoc((), InLocSettings(), truth=tmp_path / "ref.mat")
-    figures = benchmark.score_list(tmp_path / "mine.mat").figures
+    benchmark = score_list(tmp_path / "mine.mat", tmp_path / "ref.mat")
+    figures = benchmark.score_lists()[0].figures
     assert figures.floors["DUC1"].within == pytest.approx((1 / 6, 1 / 6, 2 / 6))
     assert figures.floors["DUC1"].without_pose == 2
     assert {s.query for s in figures.queries if np.isfinite(s.error_m)} == {"near", "far"}
     assert "1 queries are not in the list and count as failures: missing" in benchmark.notes[0]
-    benchmark.tables([benchmark.score_list(tmp_path / "mine.mat")])
+    assert len(benchmark.tables(benchmark.score_lists())) == 1  # nothing published is comparable
 
 
 def test_a_list_survives_writing(tmp_path):
@@ -459,15 +463,22 @@ def test_queries_beyond_the_list_and_the_references_are_named(data, changed, tmp
     assert content["results"][0].figures.floors["DUC1"].within == pytest.approx((2 / 3, 2 / 3, 2 / 3))
 
 
-def test_stored_results_need_references_and_poses(data, tmp_path):
+def test_stored_results_need_references_and_poses(data, changed, tmp_path):
     path, truth = data / "data" / LIST, data / "data" / "DUC_refposes_all.mat"
     with pytest.raises(ConfigError, match=r"--truth DUC_refposes_all\.mat"):
-        InLoc((), InLocSettings()).score_list(path)
+        score_list(path)
     write_references(tmp_path / "ref.mat", {"DUC1": {"other.JPG": pose_at(0.0)}})
     with pytest.raises(DataError, match="none of the queries"):
-        InLoc((), InLocSettings(), truth=tmp_path / "ref.mat").score_list(path)
+        score_list(path, tmp_path / "ref.mat")
     with pytest.raises(DataError, match=r"not a list of candidates \(ImgList\)"):
-        InLoc((), InLocSettings(), truth=truth).score_list(truth)
+        score_list(truth, truth)
+    with pytest.raises(DataError, match="does not exist"):
+        score_list(tmp_path / "gone.mat", truth)
+    write_result_list(tmp_path / "bare.mat", {"IMG_0731.JPG": Ranked(candidates=("DUC1/001/DUC_cutout_001_0_0.jpg",))})
+    with pytest.raises(DataError, match="candidates without poses"):
+        score_list(tmp_path / "bare.mat", truth)
+    with pytest.raises(ConfigError, match="rename one"):
+        InLoc((), InLocSettings(results=(path, changed / LIST)), truth=truth)
 
 
 def test_options_of_inloc_are_refused_elsewhere(data, tmp_path):

@@ -47,7 +47,7 @@ def curve_panels(panels: Sequence[Panel], *, title: str, x_label: str, note: str
             style, color = _STYLES[index // len(_COLORS) % len(_STYLES)], _COLORS[index % len(_COLORS)]
             axes.plot(panel.x, y, style, color=color, linewidth=2.4, label=name, zorder=10)
         axes.set(title=panel.title, xlabel=x_label, ylim=(0, 1), xlim=(min(panel.x), max(panel.x)))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 5, 10], nbins=10))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=max(panel.x) > 2, steps=[1, 5, 10], nbins=10))
         axes.grid(color="0.9", linewidth=0.7)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontweight="bold")

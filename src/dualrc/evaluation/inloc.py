@@ -1,11 +1,9 @@
 """InLoc: photographs localized indoors by their matches with cut-outs of laser scans, whose pixels have 3D points."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from importlib import resources
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -26,16 +24,22 @@ from dualrc.evaluation.inloc_files import (
     write_result_list,
 )
 from dualrc.evaluation.inloc_poses import MIN_INLIERS, RANSAC_DEG, CandidatePoses, Tried, pose_rows
-from dualrc.geometry import rotation_error_deg
+from dualrc.evaluation.inloc_scores import (
+    ALL,
+    CURVE_M,
+    THRESHOLDS_M,
+    WITHIN_DEG,
+    QueryScore,
+    Scores,
+    floor_score,
+    in_words,
+    published,
+    query_score,
+)
 from dualrc.image import read
 from dualrc.localize.results import write_poses
-from dualrc.matches import FloatArray, Matches
+from dualrc.matches import Matches
 
-THRESHOLDS_M = (0.25, 0.5, 1.0)
-# Where the published curves have their dots.
-CURVE_M = (*(step / 16 for step in range(17)), *(1 + step / 8 for step in range(1, 9)))
-WITHIN_DEG = 10.0
-ALL = "all"
 DEFAULT_TOP = 4000
 _NO_POSE = np.full((3, 4), np.nan)
 
@@ -52,46 +56,6 @@ class InLocSettings:
     verify: bool = False
     # Stored lists of results (.mat), scored beside the matchers, or alone where there is no root.
     results: tuple[Path, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class QueryScore:
-    """One query; errors are inf without a pose, or with one on another floor."""
-
-    query: str
-    floor: str | None  # None: it has no reference pose and is not scored
-    distance_m: float = float("inf")
-    rotation_deg: float = float("inf")
-    candidates: tuple[Tried, ...] = ()  # best first
-
-    @property
-    def lost(self) -> bool:
-        """Whether there is no pose."""
-        return not self.candidates or self.candidates[0].cam_from_world is None
-
-    @property
-    def error_m(self) -> float:
-        """The distance, if the rotation is right."""
-        return self.distance_m if self.rotation_deg <= WITHIN_DEG else float("inf")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FloorScore:
-    """The queries of a floor, or all."""
-
-    queries: int
-    without_pose: int
-    within: tuple[float, ...]  # shares at 0.25, 0.5 and 1 m
-    curve: tuple[float, ...]  # shares at CURVE_M
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scores:
-    """All figures of a matcher or of a stored list."""
-
-    floors: dict[str, FloorScore]  # and "all"
-    matches: float  # a pair
-    queries: tuple[QueryScore, ...]
 
 
 class InLoc(Benchmark):
@@ -122,6 +86,11 @@ class InLoc(Benchmark):
             self._poses = CandidatePoses(folders, None if out is None else out / "poses.jsonl")
         self.references = {} if truth is None else read_references(truth)
         self._check(truth)
+        # Read before the long work, so that a list that can't be scored costs nothing.
+        self._lists = {path: self._read_list(path) for path in dict.fromkeys(settings.results)}
+        for name in (stems := [path.stem for path in self._lists]):
+            if stems.count(name) > 1:
+                raise ConfigError(f"Two lists of results are called {name}; rename one of them.")
         self.protocol = {
             "candidates": settings.candidates,
             "top": top,
@@ -186,8 +155,21 @@ class InLoc(Benchmark):
             _write_results(self._out, matcher, best_first)
         return Result(matcher=matcher, cost=Cost.of(infos), failures=failures(self.pairs, infos), figures=figures)
 
-    def score_list(self, path: Path) -> Result:
-        """Score a stored list of results, as published or as this benchmark writes it."""
+    def score_lists(self) -> list[Result]:
+        """Score the stored lists of results, as published or as this benchmark writes them."""
+        cost = Cost(seconds_per_pair=None, resolution="")
+        return [
+            Result(
+                matcher=path.stem,
+                cost=cost,
+                failures={},
+                figures=self._scored({query: _stored(ranked) for query, ranked in listed.items()}, float("nan")),
+                config={"results": path.name},
+            )
+            for path, listed in self._lists.items()
+        ]
+
+    def _read_list(self, path: Path) -> dict[str, Ranked]:
         if not self.references:
             raise ConfigError("Results are scored against reference poses; give --truth DUC_refposes_all.mat.")
         listed = read_result_list(path)
@@ -200,20 +182,17 @@ class InLoc(Benchmark):
             self.notes.append(
                 f"{path.stem}: {len(missing)} queries are not in the list and count as failures: {_some(missing)}."
             )
-        tried = {query: _stored(ranked) for query, ranked in listed.items()}
-        figures = self._scored(tried, float("nan"))
-        cost = Cost(seconds_per_pair=None, resolution="")
-        return Result(matcher=path.stem, cost=cost, failures={}, figures=figures, config={"results": path.name})
+        return listed
 
     def _scored(self, tried: Mapping[str, tuple[Tried, ...]], matches: float) -> Scores:
         scores = []
         for floor, poses in self.references.items():
             for query, reference in poses.items():
-                scores.append(_query_score(query, floor, reference, tried.get(query, ())))
+                scores.append(query_score(query, floor, reference, tried.get(query, ())))
         scored = {score.query for score in scores}
-        floors = {floor: _floor_score([s for s in scores if s.floor == floor]) for floor in self.references}
+        floors = {floor: floor_score([s for s in scores if s.floor == floor]) for floor in self.references}
         if self.references:
-            floors[ALL] = _floor_score(scores)
+            floors[ALL] = floor_score(scores)
         rest = [QueryScore(query=q, floor=None, candidates=found) for q, found in tried.items() if q not in scored]
         return Scores(floors=floors, matches=matches, queries=(*scores, *rest))
 
@@ -276,7 +255,7 @@ class InLoc(Benchmark):
         for score in sorted(scores, key=lambda s: (s.error_m, s.distance_m, -s.candidates[0].inliers)):
             pair = by_names.get((score.query, score.candidates[0].candidate))
             if pair is not None:
-                found.append((pair, _in_words(score)))
+                found.append((pair, in_words(score)))
         return found
 
     def draw(self, pair: Pair, matches: Matches) -> Picture:
@@ -287,13 +266,6 @@ class InLoc(Benchmark):
             with suppress(DataError):  # where the points can't be read, nothing agrees
                 agree = self._poses.inliers(pair, best)
         return draw_dots(read(pair.path0), read(pair.path1), best, agree)
-
-
-def published() -> dict[str, dict[str, list[float]]]:
-    """Published curves: method -> DUC1, DUC2 or all -> share of queries at CURVE_M."""
-    text = (resources.files("dualrc.evaluation") / "inloc_published.json").read_text(encoding="utf-8")
-    methods: dict[str, dict[str, list[float]]] = json.loads(text)["methods"]
-    return methods
 
 
 def _shortlist(root: Path, given: Path | None) -> dict[str, Ranked]:
@@ -333,41 +305,9 @@ def _order(one: Tried) -> tuple[bool, float, int]:
     return one.cam_from_world is None, -(one.verified or 0.0), -one.inliers
 
 
-def _query_score(query: str, floor: str, reference: FloatArray, tried: tuple[Tried, ...]) -> QueryScore:
-    score = QueryScore(query=query, floor=floor, candidates=tried)
-    pose = tried[0].pose if tried else None
-    # Each floor has a frame of its own, so a pose on another one is wrong wherever it is.
-    if pose is None or tried[0].candidate.split("/", maxsplit=1)[0] != floor:
-        return score
-    centers = [-pose[:, :3].T @ pose[:, 3] for pose in (pose, reference)]
-    return replace(
-        score,
-        distance_m=float(np.linalg.norm(centers[0] - centers[1])),
-        rotation_deg=rotation_error_deg(pose[:, :3], reference[:, :3]),
-    )
-
-
-def _floor_score(scores: Sequence[QueryScore]) -> FloorScore:
-    errors = np.array([score.error_m for score in scores])
-
-    def within(thresholds: Sequence[float]) -> tuple[float, ...]:
-        return tuple(float(np.mean(errors < threshold)) if len(errors) else 0.0 for threshold in thresholds)
-
-    lost = sum(score.lost for score in scores)
-    return FloorScore(queries=len(scores), without_pose=lost, within=within(THRESHOLDS_M), curve=within(CURVE_M))
-
-
 def _percent(shares: Sequence[float]) -> str:
     return " / ".join(f"{100 * share:.1f}" for share in shares)
 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def _in_words(score: QueryScore) -> str:
-    best = score.candidates[0]
-    if best.pose is None:
-        return f"no pose: {best.reason}"
-    where = f"{score.distance_m:.2f} m, {score.rotation_deg:.1f}°" if np.isfinite(score.distance_m) else "another floor"
-    return f"{where}, {best.inliers} of {best.correspondences} inliers"

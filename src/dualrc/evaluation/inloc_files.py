@@ -12,14 +12,12 @@ import numpy.typing as npt
 from dualrc.errors import ConfigError, DataError, DualRCError
 from dualrc.evaluation.hpatches import looks_like_hpatches
 from dualrc.files import replacing
-from dualrc.geometry import Camera, apply_homography, on_picture, read_cameras_json, resize_homography, transform_points
+from dualrc.geometry import Camera, read_cameras_json
 from dualrc.matches import FloatArray, Size
 
 # Of iPhone 7's lens, which is all that InLoc knows of it: 28 mm for a film of 36 mm.
 _FOCAL = 28 / 36
 _MAX_SKEW = 0.05  # of a rotation matrix; alignments are text
-# Neighbouring points whose distances from the scanner differ by a larger share lie on two surfaces.
-_EDGE = 0.1
 T = TypeVar("T")
 Poses = dict[str, FloatArray]  # cam_from_world (3, 4) by query
 
@@ -203,33 +201,6 @@ def read_scan(folders: Folders, cutout: str) -> tuple[npt.NDArray[np.float32], n
     return xyz[known], rgb[known]
 
 
-def places_at(xyz: npt.NDArray[np.float32], points: npt.ArrayLike, size: Size) -> FloatArray:
-    """3D points (n, 3) at pixels (n, 2) of a cut-out of `size`; NaN where the scan has none.
-
-    On one surface they are interpolated; at its edge the nearest one is taken.
-    """
-    height, width = xyz.shape[:2]
-    places = apply_homography(resize_homography(size, (width, height)), points)
-    inside = on_picture(places, (width, height))
-    places = np.clip(np.where(inside[:, None], places, 0), 0, (width - 1, height - 1))
-    left, top = places.astype(np.int64).T
-    x, y = (places - np.column_stack([left, top])).T
-    right, below = np.minimum(left + 1, width - 1), np.minimum(top + 1, height - 1)
-    near = np.stack([xyz[row, column] for row in (top, below) for column in (left, right)]).astype(np.float64)
-    weights = np.stack([v * h for v in (1 - y, y) for h in (1 - x, x)])
-    ranges = np.linalg.norm(near, axis=-1)  # (4, n)
-    smooth = np.isfinite(ranges).all(axis=0) & (ranges.max(axis=0) <= (1 + _EDGE) * ranges.min(axis=0))
-    nearest = near[weights.argmax(axis=0), np.arange(len(places))]
-    found = np.where(smooth[:, None], (weights[..., None] * near).sum(axis=0), nearest)
-    return np.where(inside[:, None], found, np.nan)
-
-
-def floor_places(folders: Folders, cutout: str, points: npt.ArrayLike, size: Size) -> FloatArray:
-    """3D points (n, 3) in the floor's frame at pixels (n, 2) of a cut-out; NaN where there is none."""
-    floor_from_scan = read_alignment(folders.alignment(cutout))
-    return transform_points(floor_from_scan, places_at(read_cutout(folders.points(cutout)), points, size))
-
-
 def scipy_io() -> ModuleType:
     """The module scipy.io."""
     try:
@@ -323,8 +294,10 @@ def _scan_columns(cells: Any) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.u
 
 def _read_mat(path: Path, *names: str) -> dict[str, Any]:
     """Variables of a .mat file; those of version 7.3 are HDF5."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
     try:
-        content: dict[str, Any] = scipy_io().loadmat(path, variable_names=names or None)
+        content: dict[str, Any] = scipy_io().loadmat(path, appendmat=False, variable_names=names or None)
     except NotImplementedError:
         content = _read_hdf5(path, names)
     for name in names:

@@ -9,18 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dualrc.draw import Picture
 from dualrc.errors import DualRCError, OutputError
 from dualrc.evaluation.export import Pair
-from dualrc.evaluation.inloc_files import Folders, floor_places, read_alignment, read_scan
+from dualrc.evaluation.inloc_files import Folders, read_alignment, read_cutout, read_scan
 from dualrc.evaluation.inloc_verify import verify
-from dualrc.geometry import AbsolutePose, absolute_pose
+from dualrc.geometry import (
+    AbsolutePose,
+    absolute_pose,
+    apply_homography,
+    on_picture,
+    resize_homography,
+    transform_points,
+)
 from dualrc.image import read
-from dualrc.matches import BoolArray, FloatArray, Matches
+from dualrc.matches import BoolArray, FloatArray, Matches, Size
 
 RANSAC_DEG = 0.2  # as in the published evaluations of NCNet and of those that followed
 MIN_INLIERS = 6
+# Neighbouring points whose distances from the scanner differ by a larger share lie on two surfaces.
+_EDGE = 0.1
 _VERSION = 1  # of the estimation: results of another are not used
 
 
@@ -137,6 +147,33 @@ class CandidatePoses:
                 raise
             self.broken[str(file.name)] = str(error)
             return 0.0
+
+
+def places_at(xyz: npt.NDArray[np.float32], points: npt.ArrayLike, size: Size) -> FloatArray:
+    """3D points (n, 3) at pixels (n, 2) of a cut-out of `size`; NaN where the scan has none.
+
+    On one surface they are interpolated; at its edge the nearest one is taken.
+    """
+    height, width = xyz.shape[:2]
+    places = apply_homography(resize_homography(size, (width, height)), points)
+    inside = on_picture(places, (width, height))
+    places = np.clip(np.where(inside[:, None], places, 0), 0, (width - 1, height - 1))
+    left, top = places.astype(np.int64).T
+    x, y = (places - np.column_stack([left, top])).T
+    right, below = np.minimum(left + 1, width - 1), np.minimum(top + 1, height - 1)
+    near = np.stack([xyz[row, column] for row in (top, below) for column in (left, right)]).astype(np.float64)
+    weights = np.stack([v * h for v in (1 - y, y) for h in (1 - x, x)])
+    ranges = np.linalg.norm(near, axis=-1)  # (4, n)
+    smooth = np.isfinite(ranges).all(axis=0) & (ranges.max(axis=0) <= (1 + _EDGE) * ranges.min(axis=0))
+    nearest = near[weights.argmax(axis=0), np.arange(len(places))]
+    found = np.where(smooth[:, None], (weights[..., None] * near).sum(axis=0), nearest)
+    return np.where(inside[:, None], found, np.nan)
+
+
+def floor_places(folders: Folders, cutout: str, points: npt.ArrayLike, size: Size) -> FloatArray:
+    """3D points (n, 3) in the floor's frame at pixels (n, 2) of a cut-out; NaN where there is none."""
+    floor_from_scan = read_alignment(folders.alignment(cutout))
+    return transform_points(floor_from_scan, places_at(read_cutout(folders.points(cutout)), points, size))
 
 
 class _Lazy:
