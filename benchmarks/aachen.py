@@ -3,23 +3,26 @@
     python benchmarks/aachen.py DATA/strecha --work /tmp/aachen
 
 A scene is a folder with images and cameras.json. All pairs of a scene are matched once, into the work folder.
-Then each camera is a query and all others are the database with its known poses: their matches are merged into
-keypoints and triangulated, and the query's give its pose. A second run goes on where the first stopped.
+Their matches are merged into keypoints. Then each camera is a query and all others are the database with its known
+poses: it is triangulated, and the query's matches give its pose. A second run goes on where the first stopped.
 """
 
 import argparse
+import tempfile
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from dualrc.collection.keypoints import merge
 from dualrc.collection.store import MatchStore
 from dualrc.evaluation.aachen import Aachen
 from dualrc.evaluation.aachen_layout import AachenData, Lens, Query
-from dualrc.evaluation.aachen_scores import Scores
+from dualrc.evaluation.aachen_scores import QueryScore
 from dualrc.evaluation.export import Pair, export
 from dualrc.evaluation.matchers import MatcherSettings, make_matchers
+from dualrc.evaluation.posed_map import PosedMap
 from dualrc.geometry import Camera, read_cameras_json
 from dualrc.matches import Matches
 
@@ -47,76 +50,71 @@ def main() -> None:
         cameras = dict(sorted(read_cameras_json(scene / "cameras.json").items()))
         config = {"benchmark": "aachen", "scenes": str(args.root.resolve())}
         exported = export(pairs_of(scene, cameras), matcher, args.work, config=config, top=TOP, console=console)
-        with MatchStore(exported.store) as store:
-            scores = [leave_out(scene, cameras, name, store, args.work, console) for name in cameras]
-        add_row(table, scene.name, scores)
+        add_row(table, scene.name, localize(scene, cameras, exported.store, args.work, console))
     console.print(table)
     limits = " and ".join(f"{metres:g} m, {degrees:g} deg" for metres, degrees in RECALL)
     console.print(f"Medians; recall within {limits}.")
 
 
-def pairs_of(scene: Path, cameras: dict[str, Camera], query: str | None = None) -> list[Pair]:
-    """All pairs, by names that hold in all scenes; those of the query have it as picture 0."""
-    pairs = []
-    names = list(cameras)
-    for index, name in enumerate(names):
-        for other in names[index + 1 :]:
-            a, b = (other, name) if other == query else (name, other)
-            pairs.append(
-                Pair(
-                    name0=f"{scene.name}/{a}",
-                    name1=f"{scene.name}/{b}",
-                    path0=scene / "images" / a,
-                    path1=scene / "images" / b,
-                    group=scene.name,
-                )
-            )
-    return pairs
+def pairs_of(scene: Path, cameras: dict[str, Camera]) -> list[Pair]:
+    """All pairs, by names that hold in all scenes."""
+    images, names = scene / "images", list(cameras)
+    return [
+        Pair(
+            name0=f"{scene.name}/{name}",
+            name1=f"{scene.name}/{other}",
+            path0=images / name,
+            path1=images / other,
+            group=scene.name,
+        )
+        for index, name in enumerate(names)
+        for other in names[index + 1 :]
+    ]
 
 
-def leave_out(
-    scene: Path, cameras: dict[str, Camera], query: str, store: MatchStore, work: Path, console: Console
-) -> Scores:
-    """Localize one camera in a map of the others."""
+def leave_out(scene: Path, cameras: dict[str, Camera], query: str, work: Path) -> Aachen:
+    """One camera as the query, the others as the database."""
     lenses = {f"{scene.name}/{name}": Lens.pinhole(camera) for name, camera in cameras.items()}
     asked = f"{scene.name}/{query}"
-    database = {name: lens for name, lens in lenses.items() if name != asked}
-    candidate = Query(
-        condition="left out", path=scene / "images" / query, lens=lenses[asked], candidates=tuple(database)
-    )
-    data = AachenData(
-        version=f"{scene.name}-{Path(query).stem}",
-        database=database,
-        queries={asked: candidate},
-        pairs=pairs_of(scene, cameras, query),
-        notes=[],
-    )
+    lens = lenses.pop(asked)
+    entry = Query(condition="left out", path=scene / "images" / query, lens=lens, candidates=tuple(lenses))
+    pairs = pairs_of(scene, cameras)
+    data = AachenData(version=scene.name, database=lenses, queries={asked: entry}, pairs=pairs, notes=[])
     truth = cameras[query].cam_from_world
     assert truth is not None
-
-    def get(pair: Pair) -> Matches:
-        found, turned = store.get(pair.name0, pair.name1), store.get(pair.name1, pair.name0)
-        if found is not None:
-            return found
-        assert turned is not None  # every pair was exported
-        info = {**turned.info, "seen0": turned.info["seen1"], "seen1": turned.info["seen0"]}
-        matches = turned.swapped()
-        return Matches(
-            points0=matches.points0,
-            points1=matches.points1,
-            scores=matches.scores,
-            size0=matches.size0,
-            size1=matches.size1,
-            info=info,
-        )
-
-    scores: Scores = Aachen(data, out=work / "poses", truth={asked: truth}, top=TOP).score(query, get).figures
-    console.print(f"{scene.name}: {scores.queries[0]}")
-    return scores
+    return Aachen(data, out=work, truth={asked: truth}, top=TOP)
 
 
-def add_row(table: Table, name: str, scores: list[Scores]) -> None:
-    queries = [score.queries[0] for score in scores]
+def localize(
+    scene: Path, cameras: dict[str, Camera], exported: Path, work: Path, console: Console
+) -> list[tuple[QueryScore, PosedMap]]:
+    """Every camera in a map of the others; their keypoints are the same, whichever is left out."""
+    benchmarks = {name: leave_out(scene, cameras, name, work) for name in cameras}
+    found = []
+    with (
+        tempfile.TemporaryDirectory(dir=work) as folder,
+        MatchStore(exported) as store,
+        MatchStore(Path(folder, "matches.sqlite"), {}) as undistorted,
+    ):
+
+        def get(pair: Pair) -> Matches:
+            matches = store.get(pair.name0, pair.name1)
+            assert matches is not None  # every pair was exported
+            return matches
+
+        next(iter(benchmarks.values())).undistort(get, undistorted)
+        merged = merge(undistorted)
+        for name, benchmark in benchmarks.items():
+            with tempfile.TemporaryDirectory(dir=work) as own:
+                world, located = benchmark.locate(merged, Path(own))
+            score, _ = located[f"{scene.name}/{name}"]
+            console.print(f"{score.name}: {score.in_words()}")
+            found.append((score, world))
+    return found
+
+
+def add_row(table: Table, name: str, found: list[tuple[QueryScore, PosedMap]]) -> None:
+    queries = [query for query, _ in found]
     metres, degrees = (np.array([getattr(query, key) for query in queries]) for key in ("error_m", "error_deg"))
     recall = [np.mean((metres <= most_m) & (degrees <= most_deg)) for most_m, most_deg in RECALL]
     table.add_row(
@@ -127,7 +125,7 @@ def add_row(table: Table, name: str, scores: list[Scores]) -> None:
         f"{np.median(metres):.4f}",
         f"{degrees.max():.3f}, {metres.max():.3f}",
         f"{np.median([query.inliers for query in queries]):.0f}",
-        f"{np.median([score.map.points for score in scores]):.0f}",
+        f"{np.median([len(world.xyz) for _, world in found]):.0f}",
         " / ".join(f"{share:.1%}" for share in recall),
     )
 

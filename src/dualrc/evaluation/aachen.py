@@ -46,6 +46,9 @@ _FILE = {"v1.0": "Aachen_eval", "v1.1": "Aachen_v1_1_eval"}
 _EPIPOLAR_PX = 2.0
 
 
+Located = tuple[QueryScore, FloatArray | None]  # a query's score and its pose
+
+
 class Aachen(Benchmark):
     """Queries with candidates in a database of pictures with known poses."""
 
@@ -59,7 +62,7 @@ class Aachen(Benchmark):
         self.data, self.out, self.top = data, out, top
         self.pairs, self.notes = data.pairs, list(data.notes)
         self.config = LocalizeConfig()
-        self.truth = self._match_truth(truth or {})
+        self.truth = {} if truth is None else self._match_truth(truth)
         self.protocol = {
             "version": data.version,
             "database": len(data.database),
@@ -76,8 +79,6 @@ class Aachen(Benchmark):
         """The true poses of the queries by their full names."""
         by_file = {Path(name).name: pose for name, pose in truth.items()}
         found = {name: by_file[Path(name).name] for name in self.data.queries if Path(name).name in by_file}
-        if not truth:
-            return {}
         if not found:
             raise DataError("The file of true poses has none of the queries; give that of this data set.")
         unknown = [name for name in self.data.queries if name not in found]
@@ -100,11 +101,9 @@ class Aachen(Benchmark):
             with tempfile.TemporaryDirectory(dir=self.out, prefix=".scoring-") as folder:
                 work = Path(folder)
                 with MatchStore(work / "matches.sqlite", {}) as store:
-                    infos, counts = self._undistort(get, store)
+                    infos, counts = self.undistort(get, store)
                     merged = merge(store, progress=self.tell)
-                    cameras = {name: lens.camera for name, lens in self.data.database.items()}
-                    world = triangulate(cameras, merged, work, self.tell)
-                    located = self._localize_all(merged, world)
+                    world, located = self.locate(merged, work)
         except OSError as error:
             remedy = "make room or write elsewhere"
             raise OutputError(f"The folder {self.out} can't be written ({error.strerror}); {remedy}.") from error
@@ -124,7 +123,7 @@ class Aachen(Benchmark):
         )
         return Result(matcher=matcher, cost=Cost.of(infos), failures=failures(self.pairs, infos), figures=figures)
 
-    def _undistort(self, get: GetMatches, store: MatchStore) -> tuple[list[Mapping[str, Any]], list[int]]:
+    def undistort(self, get: GetMatches, store: MatchStore) -> tuple[list[Mapping[str, Any]], list[int]]:
         """Put all matches that there are into the store, as pinholes see them; their infos and numbers."""
         infos, counts = [], []
         for pair in self.pairs:
@@ -154,24 +153,22 @@ class Aachen(Benchmark):
     def _lens(self, name: str) -> Any:
         return self.data.queries[name].lens if name in self.data.queries else self.data.database[name]
 
-    def _localize_all(self, merged: MergedMatches, world: PosedMap) -> dict[str, tuple[QueryScore, FloatArray | None]]:
-        located = {}
+    def locate(self, merged: MergedMatches, work: Path) -> tuple[PosedMap, dict[str, Located]]:
+        """The map of the database, and the queries in it; `work` is an empty folder."""
+        cameras = {name: lens.camera for name, lens in self.data.database.items()}
+        world = triangulate(cameras, merged, work, self.tell)
+        located, matched = {}, set(merged.pairs)
         for count, (name, query) in enumerate(self.data.queries.items(), start=1):
-            located[name] = self._localize(name, query, merged, world)
+            pairs = [pair for other in query.candidates for pair in ((name, other), (other, name)) if pair in matched]
+            found = Correspondences.join([world.correspond(merged, pair, name) for pair in pairs])
+            reason = query.reason or (None if pairs else "None of its pairs could be matched.")
+            located[name] = self._localize(name, query, found.merged(self.config.threshold_px), reason)
             self.tell("Localizing", count, len(self.data.queries))
-        return located
+        return world, located
 
-    def _localize(
-        self, name: str, query: Query, merged: MergedMatches, world: PosedMap
-    ) -> tuple[QueryScore, FloatArray | None]:
-        """A query's score and pose, which is None where it could not be estimated."""
-        matched = set(merged.pairs)
-        usable = [candidate for candidate in query.candidates if (name, candidate) in matched]
-        found = Correspondences.join([world.correspond(merged, name, candidate) for candidate in usable])
-        found = found.merged(self.config.threshold_px)
-        pose, inliers, reason = None, 0, query.reason
-        if reason is None and not usable:
-            reason = "None of its pairs could be matched."
+    def _localize(self, name: str, query: Query, found: Correspondences, reason: str | None) -> Located:
+        """A query's score and pose, which is None where there is a reason why it can't be estimated."""
+        pose, inliers = None, 0
         if reason is None and query.lens is not None:
             estimated = absolute_pose(
                 found.points,

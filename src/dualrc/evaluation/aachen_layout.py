@@ -102,9 +102,14 @@ def read_aachen(root: Path) -> AachenData:
     if not any(path.is_file() for path in paths.values()):
         raise DataError(f"{folders[0]} has none of the pictures, such as {next(iter(paths))}; unpack them there.")
     usable = _without_misfits(database, paths, notes)
+    for name, query in queries.items():
+        if query.lens is not None and (wrong := _misfit(query.lens, query.path)) is not None:
+            queries[name] = replace(query, reason=wrong)
     candidates, pairs = _pairs(names, usable, queries, paths, notes)
     for name, query in queries.items():
-        queries[name] = _checked(query, tuple(candidates.get(name, ())), paths[name])
+        found = tuple(candidates.get(name, ()))
+        alone = None if found else "No pair of the lists has it with a picture of the database; add candidates."
+        queries[name] = replace(query, candidates=found, reason=query.reason or alone)
     return AachenData(
         version=version, database=usable, queries=_with_candidates(queries, version, notes), pairs=pairs, notes=notes
     )
@@ -279,7 +284,7 @@ def _misfit(lens: Lens, path: Path) -> str | None:
     if header is None or header.stored_size == camera.size:
         return None
     there, here = f"{camera.width}x{camera.height}", "{}x{}".format(*header.stored_size)
-    return f"its intrinsics are for {there} pixels and {path} has {here}; get the published files."
+    return f"The intrinsics are for {there} pixels and {path} has {here}; get the published files."
 
 
 def _without_misfits(database: Mapping[str, Lens], paths: Mapping[str, Path], notes: list[str]) -> dict[str, Lens]:
@@ -290,15 +295,6 @@ def _without_misfits(database: Mapping[str, Lens], paths: Mapping[str, Path], no
         else:
             notes.append(f"The database picture {name} is not used: {wrong}")
     return usable
-
-
-def _checked(query: Query, candidates: tuple[str, ...], path: Path) -> Query:
-    reason = query.reason
-    if query.lens is not None and (wrong := _misfit(query.lens, path)) is not None:
-        reason = wrong[0].upper() + wrong[1:]
-    if reason is None and not candidates:
-        reason = "No pair of the lists has it with a picture of the database; add candidates."
-    return replace(query, candidates=candidates, reason=reason)
 
 
 def _pairs(
@@ -319,8 +315,8 @@ def _pairs(
         name0, name1 = (asked[0], pair[pair[0] == asked[0]]) if asked else pair
         if asked:
             candidates.setdefault(name0, []).append(name1)
-            if queries[name0].lens is None:
-                continue  # the pair could help nobody
+            if queries[name0].reason is not None:
+                continue  # it would be matched in vain
         group = queries[name0].condition if asked else "database"
         pairs.append(Pair(name0=name0, name1=name1, path0=paths[name0], path1=paths[name1], group=group))
     if strange:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dualrc.collection.keypoints import IntArray, MergedMatches, Progress
+from dualrc.collection.store import Names
 from dualrc.colmap import colmap_points, import_pycolmap, posed_reconstruction, quiet_colmap
 from dualrc.errors import DataError
 from dualrc.geometry import Camera, cam1_from_cam0, fundamental_from_pose, sampson_distance_px
@@ -27,10 +28,10 @@ class PosedMap:
     track_length: float  # mean number of pictures that a point is seen in
     error_px: float  # mean distance of a keypoint from its point's projection
 
-    def correspond(self, merged: MergedMatches, query: str, name: str) -> Correspondences:
-        """What a query, as picture 0, sees of one of the map's pictures."""
-        found = merged.indexed(query, name)
-        mine, theirs = found.indices.T
+    def correspond(self, merged: MergedMatches, pair: Names, query: str) -> Correspondences:
+        """What a query sees of the map's picture that it makes a pair with."""
+        found, side = merged.indexed(*pair), pair.index(query)
+        name, mine, theirs = pair[1 - side], found.indices[:, side], found.indices[:, 1 - side]
         rows = self.rows[name][theirs] if name in self.rows else np.full(len(theirs), -1)
         seen = rows >= 0
         return Correspondences(
