@@ -125,6 +125,7 @@ class CandidatePoses:
             for query, index in places:
                 one = verified[query][index]
                 verified[query][index] = replace(one, verified=self._verified(query, one, scan, photograph))
+        tell("verifying, scans", len(by_scan), len(by_scan))
         return verified
 
     def _verified(self, query: str, one: Tried, scan: "_Lazy", photograph: "_Lazy") -> float:
