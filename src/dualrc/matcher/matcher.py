@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,13 @@ from torch import Tensor
 from dualrc import config as configs
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError, WeightsError
-from dualrc.geometry import apply_homography
 from dualrc.image import Picture, Scale, mask_to_cells, network_size, pixel_grid, read, spread, to_input
-from dualrc.matcher import second
 from dualrc.matches import BoolArray, Matches, Size, Warp, inside_mask
 from dualrc.model.checkpoint import bundled, file_hash, load_weights
 from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features, NetworkMatches
+
+if TYPE_CHECKING:
+    from dualrc.matcher.second import Motion
 
 Precision = Literal["float32", "float16", "bfloat16"]
 # Pairs that go through the network together where there is a GPU; on a CPU one at a time is as fast.
@@ -212,6 +213,8 @@ class Matcher:
         settings: MatcherConfig,
     ) -> Matches:
         """Match, then bring the picture that shows things larger into the frame of the other and match again."""
+        from dualrc.matcher import second  # brings the estimators, which no other call needs
+
         if isinstance(image0, PictureFeatures) or isinstance(image1, PictureFeatures):
             raise ConfigError('quality = "high" looks at the pictures again; give pictures instead of features.')
         pictures = read(image0), read(image1)
@@ -234,15 +237,18 @@ class Matcher:
         self,
         pictures: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]],
         features: tuple[PictureFeatures, PictureFeatures],
-        motion: second.Motion,
+        motion: "Motion",
         settings: MatcherConfig,
     ) -> Matches:
         """Match one picture as it is with the other in its frame."""
+        from dualrc.geometry import apply_homography
+        from dualrc.matcher.second import bring
+
         moves0 = motion.enlarges < 1  # picture 0 is the larger one
         to_own = motion.frame1_from_0 if not moves0 else np.linalg.inv(motion.frame1_from_0)
         still, moving = features[moves0], int(not moves0)
         shrinks = 1 / motion.enlarges if moves0 else motion.enlarges
-        picture, seen = second.bring(pictures[moving], to_own, still.size, shrinks)
+        picture, seen = bring(pictures[moving], to_own, still.size, shrinks)
         moved = self.features(picture, mask=seen, size=max(still.scale.network))
         found = next(self._match_batch([(moved, still) if moves0 else (still, moved)], settings))
         points = [found.points0, found.points1]
