@@ -95,7 +95,7 @@ class MergedMatches:
         self.pairs: list[Names] = []
         self._store = store
         self._verified: dict[Names, npt.NDArray[np.uint8]] = {}  # a bit per match
-        usable, seen = set(store.names()) - store.failures().keys(), set()
+        usable, seen = set(store.names()) - store.failures().keys(), set[Names]()
         for names in wanted:
             if names in usable and names[0] != names[1] and not seen & {names, names[::-1]}:
                 self.pairs.append(names)
@@ -179,6 +179,7 @@ def merge(
 
     The store must stay open. Pairs that are not there, or failed, are left out.
     """
+    _check_scipy()
     merged = MergedMatches(store, config or MergeConfig(), store.names() if pairs is None else pairs)
     partners: dict[str, list[Names]] = defaultdict(list)
     for names in merged.pairs:
@@ -239,7 +240,8 @@ def _gather(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoin
 
 def _cluster(points: FloatArray, weights: FloatArray, radius: float) -> FloatArray:
     """Centres of clusters: where the points weigh most within the radius, then where most of the rest do, and so on."""
-    centers, left = np.zeros((0, 2)), np.arange(len(points))
+    centers: FloatArray = np.zeros((0, 2))
+    left = np.arange(len(points))
     for _ in range(_ROUNDS):
         if len(left) <= _LOSS * len(points):
             break
@@ -343,3 +345,10 @@ def _nearest_within(points: FloatArray, centers: FloatArray, radius: float) -> I
         return np.full(len(points), -1, np.int64)
     _, index = cKDTree(centers).query(points, distance_upper_bound=radius)
     return np.where(index < len(centers), index, -1)
+
+
+def _check_scipy() -> None:
+    try:
+        import scipy  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"Keypoints of a collection need scipy ({error}): pip install 'dualrc[colmap]'.") from error
