@@ -66,6 +66,8 @@ class Benchmark(ABC):
     pairs: list[Pair]
     notes: list[str]  # what a reader of the results must know: sequences left out, pairs without ground truth
     protocol: dict[str, Any]  # thresholds and settings of the score, as JSON values
+    # Told of the steps of a long score: each one's name, how much of it is done, and of how much.
+    tell: Callable[[str, int, int], None] = staticmethod(lambda step, done, total: None)
 
     @abstractmethod
     def score(self, matcher: str, get: GetMatches) -> Result:

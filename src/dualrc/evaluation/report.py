@@ -60,7 +60,7 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], console: Console
     for table in tables:
         shown = rich.table.Table(
             title=table.title,
-            caption=table.note or None,
+            caption=Text(table.note, style="table.caption") if table.note else None,
             title_justify="left",
             caption_justify="left",
             box=rich.box.SIMPLE_HEAD,
@@ -164,7 +164,7 @@ def _table_html(table: Table) -> str:
 
 def _word_columns(table: Table) -> set[int]:
     """Columns of words, which are aligned to the left."""
-    words = ("matcher", "estimator", "sequence", "scene")
+    words = ("matcher", "estimator", "sequence", "scene", "condition", "query", "reason")
     return {index for index, column in enumerate(table.columns) if column in words}
 
 
