@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +22,9 @@ from dualrc.matches import BoolArray, Matches, Size, Warp, inside_mask
 from dualrc.model.checkpoint import bundled, file_hash, load_weights
 from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features, NetworkMatches
 
-if TYPE_CHECKING:
-    from dualrc.matcher.second import Motion
-
 Precision = Literal["float32", "float16", "bfloat16"]
 # Pairs that go through the network together where there is a GPU; on a CPU one at a time is as fast.
 _BATCH = 8
-_LOOKS = 2  # after the first
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -129,10 +125,16 @@ class Matcher:
     ) -> Matches:
         """Corresponding points of two pictures, best first; quality "high" looks again, and needs pictures."""
         settings = self._settings(top=top, min_score=min_score, quality=quality)
-        if settings.quality == "high":
-            return self._look_again(image0, image1, mask0, mask1, size, settings)
-        features0, features1 = self._pair(image0, image1, mask0, mask1, size)
-        return self.match_features(features0, features1, top=top, min_score=min_score)
+        if settings.quality == "standard":
+            features0, features1 = self._pair(image0, image1, mask0, mask1, size)
+            return self.match_features(features0, features1, top=top, min_score=min_score)
+        from dualrc.matcher.second import match_twice  # brings the estimators, which no other call needs
+
+        if isinstance(image0, PictureFeatures) or isinstance(image1, PictureFeatures):
+            raise ConfigError('quality = "high" looks at the pictures again; give pictures instead of features.')
+        pictures = read(image0), read(image1)
+        features = self._pair(*pictures, mask0, mask1, size)
+        return match_twice(self, pictures, features, top=settings.top, min_score=settings.min_score)
 
     def match_features(
         self,
@@ -164,20 +166,23 @@ class Matcher:
         if errors not in ("raise", "empty"):
             raise ConfigError(f"errors = {errors!r} is not known; choose raise or empty.")
         settings = self._settings(top=top, min_score=min_score)
-        if settings.quality == "high":
-            yield from self._match_many_again(pairs, size, settings, errors)
-            return
         cache = _FeatureCache(self, size)
         batch: list[tuple[PictureFeatures, PictureFeatures]] = []
         for image0, image1 in pairs:
             try:
-                pair = (cache.get(image0), cache.get(image1))
+                if settings.quality == "high":  # each pair for itself
+                    found = self.match(image0, image1, size=size, top=top, min_score=min_score)
+                else:
+                    pair = (cache.get(image0), cache.get(image1))
             except ImageError as error:
                 yield from self._match_batch(batch, settings)  # what came before is not lost
                 batch = []
                 if errors == "raise":
                     raise
                 yield Matches.none({**self.info, "error": str(error)})
+                continue
+            if settings.quality == "high":
+                yield found
                 continue
             if batch and _shapes(pair) != _shapes(batch[0]):
                 yield from self._match_batch(batch, settings)
@@ -187,74 +192,6 @@ class Matcher:
                 yield from self._match_batch(batch, settings)
                 batch = []
         yield from self._match_batch(batch, settings)
-
-    def _match_many_again(
-        self,
-        pairs: Iterable[tuple[Matchable, Matchable]],
-        size: int | None,
-        settings: MatcherConfig,
-        errors: Literal["raise", "empty"],
-    ) -> Iterator[Matches]:
-        for image0, image1 in pairs:
-            try:
-                yield self._look_again(image0, image1, None, None, size, settings)
-            except ImageError as error:
-                if errors == "raise":
-                    raise
-                yield Matches.none({**self.info, "error": str(error)})
-
-    def _look_again(
-        self,
-        image0: Matchable,
-        image1: Matchable,
-        mask0: npt.ArrayLike | None,
-        mask1: npt.ArrayLike | None,
-        size: int | None,
-        settings: MatcherConfig,
-    ) -> Matches:
-        """Match, then bring the picture that shows things larger into the frame of the other and match again."""
-        from dualrc.matcher import second  # brings the estimators, which no other call needs
-
-        if isinstance(image0, PictureFeatures) or isinstance(image1, PictureFeatures):
-            raise ConfigError('quality = "high" looks at the pictures again; give pictures instead of features.')
-        pictures = read(image0), read(image1)
-        features = self._pair(*pictures, mask0, mask1, size)
-        every = replace(settings, top=None)
-        best = first = next(self._match_batch([features], every))
-        for _ in range(_LOOKS):
-            motion = second.shared_motion(best)
-            if motion is None:
-                break
-            again = self._match_moved(pictures, features, motion, every)
-            if second.weight(again) <= second.weight(best):
-                break
-            best = again
-        found = first if best is first else second.joined(best, first)
-        found = found.inside(features[0].mask, features[1].mask)
-        return found if settings.top is None else found[: settings.top]
-
-    def _match_moved(
-        self,
-        pictures: tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]],
-        features: tuple[PictureFeatures, PictureFeatures],
-        motion: "Motion",
-        settings: MatcherConfig,
-    ) -> Matches:
-        """Match one picture as it is with the other in its frame."""
-        from dualrc.geometry import apply_homography
-        from dualrc.matcher.second import bring
-
-        moves0 = motion.enlarges < 1  # picture 0 is the larger one
-        to_own = motion.frame1_from_0 if not moves0 else np.linalg.inv(motion.frame1_from_0)
-        still, moving = features[moves0], int(not moves0)
-        shrinks = 1 / motion.enlarges if moves0 else motion.enlarges
-        picture, seen = bring(pictures[moving], to_own, still.size, shrinks)
-        moved = self.features(picture, mask=seen, size=max(still.scale.network))
-        found = next(self._match_batch([(moved, still) if moves0 else (still, moved)], settings))
-        points = [found.points0, found.points1]
-        points[moving] = apply_homography(to_own, points[moving]).astype(np.float32)
-        found = replace(found, points0=points[0], points1=points[1], size0=features[0].size, size1=features[1].size)
-        return found.inside(*(np.ones((f.size[1], f.size[0]), bool) if f.mask is None else f.mask for f in features))
 
     @torch.inference_mode()
     def match_points(

@@ -1,6 +1,7 @@
 """A second look: one picture is brought into the frame of the other by the motion that most first matches share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -9,12 +10,64 @@ from PIL import Image
 from dualrc import geometry
 from dualrc.matches import BoolArray, FloatArray, Matches, Size
 
+if TYPE_CHECKING:
+    from dualrc.matcher.matcher import Matcher, PictureFeatures
+
+Picture = npt.NDArray[np.uint8]
+
+_LOOKS = 2  # after the first
+_ALL = 1 << 30  # matches
 _SAMPLE = 3000  # matches that the motion is estimated from
 _THRESHOLD = 0.006  # of picture 1's long side: scenes are not planes, and a rough motion will do
 _FEWEST = 30  # matches that must share the motion
 _ITERATIONS = 5000
 _TOP = 1000  # matches by whose scores two looks are compared
 _SPACING = 0.02  # of picture 0's long side: where the second look found nothing this near, the first one stands
+
+
+def match_twice(
+    matcher: "Matcher",
+    pictures: tuple[Picture, Picture],
+    features: "tuple[PictureFeatures, PictureFeatures]",
+    *,
+    top: int | None,
+    min_score: float,
+) -> Matches:
+    """Match, then bring the picture that shows things larger into the frame of the other and match again."""
+    best = first = matcher.match_features(*features, top=_ALL, min_score=min_score)
+    for _ in range(_LOOKS):
+        motion = shared_motion(best)
+        if motion is None:
+            break
+        again = _match_moved(matcher, pictures, features, motion, min_score)
+        if weight(again) <= weight(best):
+            break
+        best = again
+    found = first if best is first else joined(best, first)
+    return found if top is None else found[:top]
+
+
+def _match_moved(
+    matcher: "Matcher",
+    pictures: tuple[Picture, Picture],
+    features: "tuple[PictureFeatures, PictureFeatures]",
+    motion: "Motion",
+    min_score: float,
+) -> Matches:
+    """Match one picture as it is with the other in its frame."""
+    moves0 = motion.enlarges < 1  # picture 0 is the larger one
+    own_from_frame = np.linalg.inv(motion.frame1_from_0) if moves0 else motion.frame1_from_0
+    shrinks = 1 / motion.enlarges if moves0 else motion.enlarges
+    still, moving = features[moves0], int(not moves0)
+    picture, seen = bring(pictures[moving], own_from_frame, still.size, shrinks)
+    moved = matcher.features(picture, mask=seen, size=max(still.scale.network))
+    pair = (moved, still) if moves0 else (still, moved)
+    found = matcher.match_features(*pair, top=_ALL, min_score=min_score)
+    points = [found.points0, found.points1]
+    points[moving] = geometry.apply_homography(own_from_frame, points[moving]).astype(np.float32)
+    found = replace(found, points0=points[0], points1=points[1], size0=features[0].size, size1=features[1].size)
+    whole = (np.ones((f.size[1], f.size[0]), dtype=bool) if f.mask is None else f.mask for f in features)
+    return found.inside(*whole)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,9 +97,7 @@ def shared_motion(matches: Matches) -> Motion | None:
     return Motion(frame1_from_0=fit.matrix, enlarges=float(np.sqrt(area)))
 
 
-def bring(
-    picture: npt.NDArray[np.uint8], picture_from_frame: FloatArray, frame: Size, shrinks: float
-) -> tuple[npt.NDArray[np.uint8], BoolArray]:
+def bring(picture: Picture, picture_from_frame: FloatArray, frame: Size, shrinks: float) -> tuple[Picture, BoolArray]:
     """The picture as it looks in a frame of this size, where it is so many times smaller, and where that shows it."""
     size = (picture.shape[1], picture.shape[0])
     if shrinks > 1:  # scaled down first, so that nothing aliases
