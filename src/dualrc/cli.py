@@ -84,6 +84,10 @@ def match(
     top: Annotated[int | None, typer.Option(help="Keep only the best so many matches.")] = None,
     min_score: Annotated[float, typer.Option(help="Keep only matches with at least this score.")] = 0.0,
     size: SizeOption = None,
+    quality: Annotated[
+        Literal["standard", "high"],
+        typer.Option(help="high looks again: better if pictures are turned, zoomed or seen from the side, and slower."),
+    ] = "standard",
     preset: PresetOption = "default",
     weights: WeightsOption = None,
     device: DeviceOption = None,
@@ -114,7 +118,8 @@ def match(
         raise ConfigError(f"--threshold {threshold} must be a positive number of pixels.")
     views = _cameras((image0, image1), cameras) if estimate == "essential" else (None, None)
     with messages.status("Loading the network..."):
-        matcher = load(preset, weights=weights, device=device, size=size, top=top, min_score=min_score)
+        settings: dict[str, Any] = {"size": size, "top": top, "min_score": min_score, "quality": quality}
+        matcher = load(preset, weights=weights, device=device, **settings)
     with messages.status("Matching..."):
         start = time.perf_counter()
         matches = matcher.match(image0, image1)
@@ -719,6 +724,7 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
         table.add_row(f"picture {number}", f"{size[0]}x{size[1]}, seen as {seen[0]}x{seen[1]}")
     if len(matches):
         table.add_row("scores", f"{matches.scores.max():.3g} to {matches.scores.min():.3g}")
+        table.add_row("pair score", f"{matches.pair_score:.2f}")
     if matches.estimate is not None:
         model = matches.estimate
         inliers = int(model.inliers.sum())
