@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any, TypeVar
@@ -195,7 +196,7 @@ def read_scan(folders: Folders, cutout: str) -> tuple[npt.NDArray[np.float32], n
     if scan.is_file():
         xyz, rgb = _reading(scan, "a scan (A)", lambda: _scan_columns(_read_mat(scan, "A")["A"]))
     else:
-        parts = [_reading(path, "a cut-out", lambda path=path: _colored(path)) for path in _siblings(folders, cutout)]
+        parts = [_reading(path, "a cut-out", partial(_colored, path)) for path in _siblings(folders, cutout)]
         xyz, rgb = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
     known = np.isfinite(xyz).all(axis=1)
     return xyz[known], rgb[known]
