@@ -29,10 +29,12 @@ def draw_reconstruction(model: Any, path: str | Path, title: str) -> None:
     low, high = _extent(xyz, centers)
     inside = ((xyz >= low) & (xyz <= high)).all(1)
     xyz, colors = xyz[inside], colors[inside]
-    figure = Figure(figsize=(13, 6.2), facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     width, height, depth = high - low
-    grid = figure.add_gridspec(1, 2, width_ratios=np.clip([width / height, width / depth], 0.5, 3))
+    ratios = np.clip([width / height, width / depth], 0.5, 3)
+    # As high as both views side by side, and a line for the titles.
+    figure = Figure(figsize=(13, 13 / float(ratios.sum()) + 0.9), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(1, 2, width_ratios=ratios)
     reach = _CAMERA_SIZE * float((high - low).max())
     # Far points first, so that near ones hide them.
     views = (("from the front", (0, 1), np.argsort(-xyz[:, 2])), ("from above", (0, 2), np.argsort(-xyz[:, 1])))
