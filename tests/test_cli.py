@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 from dualrc import Matches, cli
 from dualrc.config import CompactConfig, FineConfig, NetworkConfig
@@ -48,8 +49,8 @@ def run(monkeypatch, capsys):
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["dualrc", *map(str, arguments)])
-        monkeypatch.setattr(cli, "screen", cli.Console(width=100))
-        monkeypatch.setattr(cli, "messages", cli.Console(stderr=True, width=100))
+        monkeypatch.setattr(cli.common, "screen", Console(width=100))
+        monkeypatch.setattr(cli.common, "messages", Console(stderr=True, width=100))
         with pytest.raises(SystemExit) as stopped:
             cli.main()
         output = capsys.readouterr()

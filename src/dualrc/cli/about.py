@@ -1,0 +1,36 @@
+"""The command that tells what is here."""
+
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from dualrc.cli import common
+from dualrc.config import PRESETS
+
+if TYPE_CHECKING:
+    pass
+
+
+@common.app.command()
+def info() -> None:
+    """Versions, devices, presets, weights and licence."""
+    import torch
+
+    from dualrc.model.checkpoint import bundled, file_hash
+
+    table = common.table("dualrc")
+    for package in ("dualrc", "torch", "numpy", "poselib"):
+        table.add_row(package, metadata.version(package))
+    table.add_row("python", sys.version.split()[0])
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices.insert(0, f"cuda ({torch.cuda.get_device_name()})")
+    if torch.backends.mps.is_available():
+        devices.insert(0, "mps")
+    table.add_row("devices, best first", ", ".join(devices))
+    for name, (network, matcher) in PRESETS.items():
+        path = bundled(name)
+        weights = "give a file with --weights" if path is None else f"inside the package, {file_hash(path)}"
+        table.add_row(f"preset {name}", f"{network.backbone.kind}, at most {matcher.max_size} px; weights: {weights}")
+    table.add_row("licence", metadata.metadata("dualrc")["License-Expression"] or "Apache-2.0")
+    common.screen.print(table)

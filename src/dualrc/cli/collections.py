@@ -1,0 +1,232 @@
+"""Commands for folders of pictures."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from dualrc.cli import common
+from dualrc.files import check_writable
+from dualrc.matcher import load
+
+if TYPE_CHECKING:
+    from dualrc.localize import Localization, Localizer
+
+
+@common.app.command()
+def collection(
+    images: Annotated[Path, typer.Argument(metavar="IMAGES", help="Folder of pictures; subfolders are searched too.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the matches; a second run goes on with it.")],
+    pairs: Annotated[
+        str,
+        typer.Option(
+            help="exhaustive, sequential, retrieval, a text file (two names a line), or the folder of a COLMAP model; "
+            "auto: exhaustive for few pictures, else retrieval."
+        ),
+    ] = "auto",
+    neighbors: Annotated[int, typer.Option(help="Retrieval and model: match each picture with so many.")] = 20,
+    overlap: Annotated[int, typer.Option(help="Sequential: match each picture with so many that follow.")] = 10,
+    loops: Annotated[int, typer.Option(help="Sequential: and with so many that look alike further away.")] = 2,
+    top: Annotated[int, typer.Option(help="Keep the best so many matches of each pair.")] = 4000,
+    min_score: Annotated[float, typer.Option(help="Keep only matches with at least this score.")] = 0.0,
+    size: common.SizeOption = None,
+    preset: common.PresetOption = "default",
+    weights: common.WeightsOption = None,
+    device: common.DeviceOption = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Processes of this machine, or a Ray cluster.")
+    ] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Workers; without it, one per GPU, else one per core, as far as memory allows.")
+    ] = None,
+    max_memory: Annotated[
+        float | None, typer.Option(help="GiB for all workers of a machine; without it, three quarters of what it has.")
+    ] = None,
+    cache: Annotated[float, typer.Option(help="How many GiB of that are for features kept for later pairs.")] = 4.0,
+) -> None:
+    """Match the pictures of a folder with each other, on one machine or many.
+
+    Matches go to OUT/matches.sqlite as they come: run the same command again after a crash, or with more pictures.
+
+    dualrc collection photos --out matched
+
+    dualrc collection frames --out matched --pairs sequential --engine ray --address auto
+    """
+    from dualrc.collection.config import CollectionConfig
+    from dualrc.collection.run import match_collection
+
+    config = CollectionConfig(
+        pairs=pairs,
+        neighbors=neighbors,
+        overlap=overlap,
+        loops=loops,
+        top=top,
+        min_score=min_score,
+        size=size,
+        preset=preset,
+        weights=weights,
+        device=device,
+        engine=engine,
+        address=address,
+        workers=workers,
+        max_memory=max_memory,
+        cache=cache,
+    )
+    result = match_collection(images, out, config)
+    table = common.table(f"{result.matched:,} pairs matched in {result.seconds:.1f} s")
+    table.add_row("pictures", f"{len(result.names):,}")
+    table.add_row("pairs", f"{len(result.pairs):,}, of which {result.skipped:,} were there")
+    if result.broken:
+        table.add_row("pictures left out", f"{len(result.broken):,}: {', '.join(list(result.broken)[:5])}")
+    if result.failed:
+        table.add_row("pairs that failed", f"{len(result.failed):,}; the same command tries them again")
+    common.screen.print(table)
+    common.screen.print(f"Written: {result.store}")
+
+
+@common.app.command()
+def reconstruct(
+    images: Annotated[Path, typer.Argument(metavar="IMAGES", help="Folder of pictures; subfolders are searched too.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model; a second run goes on with it.")],
+    cameras: Annotated[
+        Path | None,
+        typer.Option(
+            help="cameras.json or COLMAP's cameras.txt, taken as they are; without it, focal lengths are refined from "
+            "EXIF, or from a guess for each picture size."
+        ),
+    ] = None,
+    pairs: Annotated[
+        str,
+        typer.Option(
+            help="exhaustive, sequential, retrieval, a text file (two names a line), or the folder of a COLMAP model; "
+            "auto: exhaustive for few pictures, else retrieval."
+        ),
+    ] = "auto",
+    top: Annotated[int, typer.Option(help="Keep the best so many matches of each pair; more give more points.")] = 4000,
+    size: common.SizeOption = None,
+    preset: common.PresetOption = "default",
+    weights: common.WeightsOption = None,
+    device: common.DeviceOption = None,
+    engine: Annotated[
+        Literal["local", "ray"], typer.Option(help="Match in processes of this machine, or on a Ray cluster.")
+    ] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
+    ] = None,
+    hloc: Annotated[bool, typer.Option("--hloc", help="Also write hloc's features.h5, matches.h5, pairs.txt.")] = False,
+) -> None:
+    """Reconstruct cameras and points from a folder of pictures.
+
+    OUT gets model (COLMAP's), points.ply, model.png, summary.json, and COLMAP's database.db. Matches are kept in
+    OUT/matches.sqlite: run the same command again after a crash, or with more pictures.
+
+    dualrc reconstruct photos --out town
+
+    dualrc reconstruct photos --out town --cameras cameras.txt --pairs sequential
+    """
+    from dualrc.collection.config import CollectionConfig
+    from dualrc.collection.reconstruct import ReconstructConfig
+    from dualrc.collection.reconstruct import reconstruct as run
+
+    matching = CollectionConfig(
+        pairs=pairs,
+        top=top,
+        size=size,
+        preset=preset,
+        weights=weights,
+        device=device,
+        engine=engine,
+        address=address,
+    )
+    summary = run(images, out, ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc))
+    table = common.table(f"{summary.registered:,} of {summary.pictures:,} pictures placed")
+    table.add_row("points", f"{summary.points:,}")
+    table.add_row("track length, mean", f"{summary.track_length:.2f} pictures")
+    table.add_row("reprojection error, mean", f"{summary.reprojection_error_px:.2f} px")
+    table.add_row("cameras", summary.cameras)
+    moved = f"{summary.merging.moved_median_px:.2f} px (median), {summary.merging.moved_95_px:.2f} px (95 %)"
+    table.add_row("matches moved to keypoints by", moved)
+    if summary.left_out:
+        table.add_row("pictures left out", f"{len(summary.left_out):,}: {', '.join(summary.left_out[:5])}")
+    if summary.models > 1:
+        table.add_row("beware", f"{summary.models} models did not join; this is the largest. Match more pairs.")
+    table.add_row("time", ", ".join(f"{step} {seconds:.0f} s" for step, seconds in summary.seconds.items()))
+    common.screen.print(table)
+    common.screen.print(f"Written: {out / 'model'}; look at {out / 'model.png'}.")
+
+
+@common.app.command()
+def localize(
+    queries: Annotated[Path, typer.Argument(metavar="QUERIES", help="Folder of pictures to localize, or one picture.")],
+    map: Annotated[
+        Path, typer.Option("--map", help="Folder of a COLMAP model, or of RGB-D frames (images, depth, K.txt, poses).")
+    ],
+    images: Annotated[Path | None, typer.Option(help="Folder of a COLMAP model's pictures.")] = None,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="Results: FILE.json, and the poses as name qw qx qy qz tx ty tz: FILE.txt."),
+    ] = Path("localization.json"),
+    cameras: Annotated[
+        Path | None,
+        typer.Option(help="The queries' cameras.json or cameras.txt; else EXIF, else the map's, else estimated."),
+    ] = None,
+    candidates: Annotated[int, typer.Option(help="Pictures of the map to match each query with.")] = 10,
+    threshold: Annotated[float, typer.Option(help="Inlier threshold, in pixels of the query.")] = 4.0,
+    size: common.SizeOption = None,
+    preset: common.PresetOption = "default",
+    weights: common.WeightsOption = None,
+    device: common.DeviceOption = None,
+) -> None:
+    """Find where pictures were taken in a map; a second run goes on where the first stopped.
+
+    dualrc localize queries --map sparse/0 --images images --out poses.json
+    """
+    from dualrc import colmap
+    from dualrc import localize as localization
+
+    check_writable(out)
+    config = localization.LocalizeConfig(candidates=candidates, threshold_px=threshold)
+    pictures = localization.find_queries(queries)
+    known = None
+    if cameras is not None:
+        by_path = colmap.read_cameras(cameras, [str(path) for path in pictures.values()])
+        known = {name: by_path[str(path)] for name, path in pictures.items()}
+    with common.messages.status("Reading the map and loading the network..."):
+        world = localization.read_map(map, images)
+        matcher = load(preset, weights=weights, device=device, size=size)
+    localizer = localization.Localizer(matcher, world, config, descriptors=out.with_name(f"{out.stem}-map.npz"))
+    results = localization.ResultsFile(out, localization.results_config(localizer), info=matcher.info)
+    with common.messages.status("Looking at the map's pictures...") as status:
+        todo = len(localization.missing(pictures, results))
+        ready = localization.localize_all(localizer, pictures, results, cameras=known)
+        for done, (name, found) in enumerate(ready, start=1):
+            what = f"{found.inliers:,} inliers" if found.reason is None else f"not localized: {found.reason}"
+            common.messages.print(f"{name}: {what}", highlight=False, markup=False, soft_wrap=True)
+            status.update(f"Localizing, {done} of {todo} done...")
+    _print_localizations(localizer, {name: results[name] for name in pictures})
+    common.screen.print(f"Written: {out}, {results.poses_path}")
+
+
+def _print_localizations(localizer: "Localizer", found: "dict[str, Localization]") -> None:
+    good = [one for one in found.values() if one.cam_from_world is not None]
+    table = common.table(f"{len(good)} of {len(found)} pictures localized")
+    if good:
+        for label, values, unit in (
+            ("inliers", [float(one.inliers) for one in good], ""),
+            ("confidence", [one.confidence for one in good], ""),
+            ("deviation of the place", [one.position_deviation for one in good], " units of the map"),
+            ("deviation of the rotation", [one.rotation_deviation_deg for one in good], " degrees"),
+        ):
+            table.add_row(label, f"median {sorted(values)[len(values) // 2]:.3g}{unit}")
+    sources = sorted({one.camera.source for one in good if one.camera is not None})
+    table.add_row("cameras", ", ".join(sources) or "none")
+    for label, failures in (
+        ("not localized", {name: one.reason for name, one in found.items() if one.reason is not None}),
+        ("unusable in the map", localizer.broken),
+    ):
+        for name, reason in failures.items():
+            table.add_row(label, f"{name}: {reason}")
+    common.screen.print(table)

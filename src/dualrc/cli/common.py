@@ -1,0 +1,69 @@
+"""What the commands share: the program, its two consoles, options and tables."""
+
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dualrc.config import PRESETS
+from dualrc.errors import ConfigError
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    name="dualrc",
+    help="Dense correspondences between photographs, by Dual-Resolution Correspondence Networks.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+screen = Console()
+messages = Console(stderr=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        screen.print(f"dualrc {metadata.version('dualrc')}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+PresetOption = Annotated[str, typer.Option(help=f"Network: {' or '.join(PRESETS)}.")]
+WeightsOption = Annotated[
+    Path | None, typer.Option(help="Weights file (.safetensors); without it, those inside the package.")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="cuda, mps or cpu; without it, the best there is.")]
+SizeOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Long side that the network sees, in multiples of 16, scaling up or down. More finds more, for more time."
+    ),
+]
+
+
+def at_most_one(values: list[T] | None, option: str) -> T | None:
+    """The value of an option that only `evaluate appendix` takes several times."""
+    if values and len(values) > 1:
+        raise ConfigError(f"{option} is given {len(values)} times; here it is taken once.")
+    return values[0] if values else None
+
+
+def table(title: str) -> Table:
+    # Above the table rather than as its title, which would be wrapped to the table's width.
+    screen.print(title, style="bold", highlight=False)
+    result = Table(show_header=False)
+    result.add_column(style="cyan", no_wrap=True)
+    result.add_column(overflow="fold")
+    return result

@@ -1,0 +1,164 @@
+"""Commands for two pictures."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from dualrc import draw
+from dualrc.cli import common
+from dualrc.errors import ConfigError, OutputError
+from dualrc.files import check_writable
+from dualrc.image import read
+from dualrc.matcher import Matcher, load
+from dualrc.matches import Matches
+
+if TYPE_CHECKING:
+    from dualrc.geometry import Camera
+
+
+@common.app.command()
+def match(
+    image0: Annotated[Path, typer.Argument(metavar="A", help="First picture.")],
+    image1: Annotated[Path, typer.Argument(metavar="B", help="Second picture.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Write the matches: FILE.npz, .json, or .csv with x0, y0, x1, y1, score (the rest: FILE.csv.json).",
+        ),
+    ] = None,
+    drawing: Annotated[
+        Path | None, typer.Option("--draw", help="Write a picture of the matches: FILE.png or FILE.jpg.")
+    ] = None,
+    top: Annotated[int | None, typer.Option(help="Keep only the best so many matches.")] = None,
+    min_score: Annotated[float, typer.Option(help="Keep only matches with at least this score.")] = 0.0,
+    size: common.SizeOption = None,
+    quality: Annotated[
+        Literal["standard", "high"],
+        typer.Option(help="high looks again: better if pictures are turned, zoomed or seen from the side, and slower."),
+    ] = "standard",
+    preset: common.PresetOption = "default",
+    weights: common.WeightsOption = None,
+    device: common.DeviceOption = None,
+    estimate: Annotated[
+        Literal["homography", "fundamental", "essential"] | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Fit a homography, fundamental or essential matrix with RANSAC; matrix and inliers are saved too.",
+        ),
+    ] = None,
+    threshold: Annotated[float, typer.Option(help="Inlier threshold of the fit, in pixels.")] = 2.0,
+    cameras: Annotated[
+        Path | None,
+        typer.Option(help="For --estimate essential: cameras.json or COLMAP's cameras.txt; else EXIF, else a guess."),
+    ] = None,
+) -> None:
+    """Match two pictures.
+
+    dualrc match a.jpg b.jpg -o matches.npz --draw matches.png
+
+    dualrc match a.jpg b.jpg --estimate homography --top 2000
+    """
+    _check_outputs(out, drawing, inputs=(image0, image1))
+    # What can be refused is refused before the long work.
+    if cameras is not None and estimate != "essential":
+        raise ConfigError("--cameras serves --estimate essential; add that, or leave the cameras out.")
+    if not 0 < threshold < float("inf"):
+        raise ConfigError(f"--threshold {threshold} must be a positive number of pixels.")
+    views = _cameras((image0, image1), cameras) if estimate == "essential" else (None, None)
+    with common.messages.status("Loading the network..."):
+        settings: dict[str, Any] = {"size": size, "top": top, "min_score": min_score, "quality": quality}
+        matcher = load(preset, weights=weights, device=device, **settings)
+    with common.messages.status("Matching..."):
+        start = time.perf_counter()
+        matches = matcher.match(image0, image1)
+        seconds = time.perf_counter() - start
+    if estimate is not None:
+        from dualrc import geometry
+
+        camera0, camera1 = views
+        model = geometry.estimate(matches, estimate, camera0=camera0, camera1=camera1, threshold_px=threshold)
+        matches = replace(matches, estimate=model)
+    if out is not None:
+        matches.save(out)
+    if drawing is not None:
+        colors: Literal["score", "inliers"] = "score" if matches.estimate is None else "inliers"
+        draw.save(draw.draw_matches(read(image0), read(image1), matches, colors=colors), drawing)
+    _print_matches(matcher, matches, seconds)
+    for path in (out, drawing):
+        if path is not None:
+            common.screen.print(f"Written: {path}")
+
+
+@common.app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and the summary.")] = Path("demo"),
+    device: common.DeviceOption = None,
+) -> None:
+    """Match two pictures of a made-up town, check against the exact truth, and leave pictures to look at."""
+    from dualrc.demo import run
+
+    with common.messages.status("Making two pictures, matching and drawing them..."):
+        summary = run(out, device=device)
+    table = common.table(f"Demo: {summary['matches']:,} matches in {summary['seconds']:.2f} s on {summary['device']}")
+    for threshold, share in summary["correct_within_px"].items():
+        table.add_row(f"correct within {threshold} px", f"{share:.1%}")
+    common.screen.print(table)
+    common.screen.print(f"Look at {out / 'matches.png'}; the figures are in {out / 'summary.json'}.")
+
+
+def _check_outputs(out: Path | None, drawing: Path | None, inputs: tuple[Path, ...]) -> None:
+    """Refuse what can't or shouldn't be written before any work is done."""
+    for path, endings in ((out, (".npz", ".json", ".csv")), (drawing, (".png", ".jpg", ".jpeg"))):
+        if path is None:
+            continue
+        if path.suffix.lower() not in endings:
+            raise OutputError(f"{path}: this is written as {', '.join(endings)}; choose one of these endings.")
+        check_writable(path)
+        if any(path.resolve() == picture.resolve() for picture in inputs):
+            raise OutputError(f"{path} is one of the pictures to match; write to another file.")
+
+
+def _cameras(pictures: tuple[Path, Path], file: Path | None) -> "tuple[Camera | None, Camera | None]":
+    """The pictures' cameras from a file, else from EXIF, else None."""
+    from dualrc import colmap, geometry
+
+    if file is None:
+        return geometry.camera_from_exif(pictures[0]), geometry.camera_from_exif(pictures[1])
+    found = colmap.read_cameras(file, [str(path) for path in pictures])
+    return found[str(pictures[0])], found[str(pictures[1])]
+
+
+def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
+    table = common.table(f"{len(matches):,} matches in {seconds:.2f} s on {matcher.device}")
+    for number, size in enumerate((matches.size0, matches.size1)):
+        seen = matches.info[f"network_size{number}"]
+        table.add_row(f"picture {number}", f"{size[0]}x{size[1]}, seen as {seen[0]}x{seen[1]}")
+    if len(matches):
+        table.add_row("scores", f"{matches.scores.max():.3g} to {matches.scores.min():.3g}")
+        table.add_row("pair score", f"{matches.pair_score:.2f}")
+    if matches.estimate is not None:
+        model = matches.estimate
+        inliers = int(model.inliers.sum())
+        if model.matrix is None:
+            table.add_row(model.kind, f"none found: {model.info.get('reason', '')}")
+        else:
+            table.add_row(model.kind, _rows(model.matrix))
+        if "cam1_from_cam0" in model.info:
+            table.add_row("rotation, direction", _rows(model.info["cam1_from_cam0"]))
+        share = inliers / max(1, len(matches))
+        table.add_row("inliers", f"{inliers:,} of {len(matches):,} ({share:.0%})")
+        if model.matrix is not None and (inliers < 30 or share < 0.1):
+            table.add_row("beware", "few matches agree: the pictures may not show the same thing")
+        if "cameras" in model.info:
+            table.add_row("cameras", str(model.info["cameras"]))
+    common.screen.print(table)
+
+
+def _rows(matrix: Any) -> str:
+    """A matrix as aligned lines."""
+    return "\n".join("".join(f"{value:>13.6g}" for value in row) for row in matrix)

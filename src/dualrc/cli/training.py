@@ -1,0 +1,180 @@
+"""Commands that make networks."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dualrc.cli import common
+from dualrc.errors import OutputError
+from dualrc.files import check_writable
+
+if TYPE_CHECKING:
+    from dualrc.data.pairs import PairSource
+
+
+@common.app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run; configs/ has ours.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoint, log and weights.")] = Path(
+        "runs/train"
+    ),
+    minutes: Annotated[float | None, typer.Option(help="Save and stop after so long; run again to go on.")] = None,
+    device: common.DeviceOption = None,
+    devices: Annotated[int, typer.Option(help="So many GPUs (or processes on a CPU) of this machine.")] = 1,
+    nodes: Annotated[int, typer.Option(help="So many machines; start the command on each, as Fabric expects it.")] = 1,
+) -> None:
+    """Train a network on your own data: single photographs are enough, pairs are made from them.
+
+    Ctrl-C saves; the same command goes on from there. docs/training.md tells of all kinds of data.
+
+    dualrc train configs/default-1.toml --out runs/mine
+
+    dualrc match a.jpg b.jpg --weights runs/mine/weights.safetensors
+    """
+    from dualrc import train as training
+    from dualrc.config import read_toml
+
+    settings = read_toml(training.TrainConfig, config)
+    training.train(settings, out, minutes=minutes, device=device, devices=devices, nodes=nodes)
+    common.screen.print(f"Written: {out / 'weights.safetensors'}")
+
+
+pairs_app = typer.Typer(
+    help="Write pairs files for training: a line a pair, `image0 image1 x0 y0 x1 y1 ...`, in pixels.",
+    no_args_is_help=True,
+)
+common.app.add_typer(pairs_app, name="pairs")
+PairPointsOption = Annotated[int, typer.Option(min=1, help="Random correspondences a pair; pairs with fewer are out.")]
+PairSeedOption = Annotated[int, typer.Option(help="Another number, another choice; the same number, the same file.")]
+PairsFileOption = Annotated[Path, typer.Option("--out", "-o", help="The pairs file to write.")]
+
+
+@pairs_app.command("megadepth")
+def pairs_megadepth(
+    root: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ROOT",
+            help="MegaDepth with D2-Net's preprocessing: scene_info/*.npz, and the pictures and depth maps they name.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the files; run again to go on.")],
+    seed: PairSeedOption = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes; each takes a scene at a time.")] = 1,
+) -> None:
+    """Write MegaDepth's training_pairs.txt and validation_pairs.txt by the paper's recipe.
+
+    Pairs of more than 50 % overlap, 128 correspondences each, checked by depth; 110 pairs of each scene that has more
+    than 500, and all pairs of the others for validation.
+
+    dualrc pairs megadepth data/MegaDepth --out data/MegaDepth/pairs --workers 8
+    """
+    from rich.progress import track
+
+    from dualrc.data.megadepth import MegaDepthRecipe, join_scenes, scene_files, write_scenes
+
+    results = []
+    scenes = write_scenes(root, out, MegaDepthRecipe(seed=seed), workers=workers)
+    for result in track(scenes, "Scenes", total=len(scene_files(root)), console=common.messages):
+        results.append(result)
+        if result.broken:
+            more = f" ({len(result.broken) - 1} more like it)" if len(result.broken) > 1 else ""
+            common.messages.print(
+                f"{result.name}: {result.broken[0]}{more}", style="yellow", highlight=False, markup=False
+            )
+    for split, pairs in join_scenes(out, results).items():
+        common.screen.print(f"Written: {out / f'{split}_pairs.txt'} ({pairs:,} pairs)", highlight=False, soft_wrap=True)
+    if broken := sum(bool(result.broken) for result in results):
+        common.screen.print(f"{broken} of {len(results)} scenes lack files; get those and run this again.")
+
+
+@pairs_app.command("colmap")
+def pairs_colmap(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder with cameras.bin, images.bin, points3D.bin.")],
+    images: Annotated[Path, typer.Option(help="Folder of the model's pictures.")],
+    out: PairsFileOption,
+    min_overlap: Annotated[float, typer.Option(help="Least share of 3D points that two pictures both see.")] = 0.2,
+    points: PairPointsOption = 128,
+    seed: PairSeedOption = 0,
+) -> None:
+    """Write the pairs of a COLMAP model whose pictures see the same 3D points.
+
+    dualrc pairs colmap sparse/0 --images images --out pairs.txt
+    """
+    from dualrc.data.colmap import ColmapPairs
+
+    check_writable(out)
+    with common.messages.status("Reading the model..."):
+        source = ColmapPairs(model, images, min_overlap=min_overlap, min_common=points)
+    _write_pairs(source, images, out, points, seed)
+
+
+@pairs_app.command("rgbd")
+def pairs_rgbd(
+    root: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ROOT",
+            help="Folder with images/NAME, depth/NAME.png (16 bits, millimetres, 0: none), K.txt (3x3) and "
+            "world_from_cam.txt (lines of a name and 16 numbers, row by row).",
+        ),
+    ],
+    out: PairsFileOption,
+    min_overlap: Annotated[float, typer.Option(help="Least share of each picture that the other one shows.")] = 0.3,
+    points: PairPointsOption = 128,
+    seed: PairSeedOption = 0,
+) -> None:
+    """Write the overlapping pairs of RGB-D frames with poses; names are those under ROOT/images.
+
+    dualrc pairs rgbd kitchen --out kitchen.txt
+    """
+    from dualrc.data.rgbd import RgbdPairs
+
+    check_writable(out)
+    with common.messages.status("Looking for pictures that overlap..."):
+        source = RgbdPairs(root, min_overlap=min_overlap)
+    for reason in source.broken.values():
+        common.messages.print(reason, style="yellow", highlight=False, markup=False)
+    _write_pairs(source, root / "images", out, points, seed)
+
+
+@common.app.command()
+def convert(
+    published: Annotated[Path, typer.Argument(help="A published DualRC-Net checkpoint (.pth.tar).")],
+    out: Annotated[Path, typer.Argument(help="The weights file to write (.safetensors).")],
+) -> None:
+    """Turn a published DualRC-Net checkpoint into a weights file for the preset paper.
+
+    The checkpoint is read without running any code that it may hold.
+
+    dualrc convert dualrc-net.pth.tar paper.safetensors
+
+    dualrc match a.jpg b.jpg --preset paper --weights paper.safetensors
+    """
+    from dualrc.model.checkpoint import convert_published
+
+    check_writable(out)
+    if out.suffix != ".safetensors" or out.resolve() == published.resolve():
+        raise OutputError(f"{out}: weights are written as .safetensors, beside the checkpoint; choose another name.")
+    with common.messages.status("Converting..."):
+        config = convert_published(published, out)
+    common.screen.print(
+        f"Written: {out} (preset {config.preset}, {config.backbone}, {config.consensus})", highlight=False
+    )
+
+
+def _write_pairs(source: "PairSource", images: Path, out: Path, points: int, seed: int) -> None:
+    """Write a source's pairs to a file, with progress, and say what was left out."""
+    from rich.progress import track
+
+    from dualrc.data.pairsfile import lines_of, write_pairs
+
+    skipped: dict[str, str] = {}
+    lines = lines_of(source, images, points=points, seed=seed, skipped=skipped)
+    count = write_pairs(out, track(lines, "Pairs", total=len(source), console=common.messages))
+    if skipped:
+        name, reason = next(iter(skipped.items()))
+        text = f"Left out: {len(skipped)} of {len(source)} pairs; the first, {name}: {reason}"
+        common.messages.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    common.screen.print(f"Written: {out} ({count:,} pairs)", highlight=False, soft_wrap=True)
