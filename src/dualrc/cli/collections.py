@@ -116,6 +116,12 @@ def reconstruct(
     address: Annotated[
         str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
     ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Workers; without it, one per GPU, else one per core, as far as memory allows.")
+    ] = None,
+    max_memory: Annotated[
+        float | None, typer.Option(help="GiB for all workers of a machine; without it, three quarters of what it has.")
+    ] = None,
     hloc: Annotated[bool, typer.Option("--hloc", help="Also write hloc's features.h5, matches.h5, pairs.txt.")] = False,
 ) -> None:
     """Reconstruct cameras and points from a folder of pictures.
@@ -140,6 +146,8 @@ def reconstruct(
         device=device,
         engine=engine,
         address=address,
+        workers=workers,
+        max_memory=max_memory,
     )
     summary = run(images, out, ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc))
     table = common.table(f"{summary.registered:,} of {summary.pictures:,} pictures placed")
