@@ -1,6 +1,7 @@
 """Arrays of others' .npz files, also those of Python objects, without running code that a file may hold."""
 
 import pickle
+import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -11,7 +12,23 @@ import numpy as np
 
 from dualrc.errors import DataError
 
-_BROKEN = (OSError, ValueError, LookupError, TypeError, EOFError, AttributeError, ImportError, MemoryError)
+# What reading a file that is not what it should be can raise.
+BROKEN = (
+    OSError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    ArithmeticError,
+    MemoryError,  # broken lengths ask for anything
+    RuntimeError,  # encrypted, or compressed in a way that is not known here
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+)
 
 
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -24,40 +41,56 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
             arrays = {}
             for name in names:
                 with archive.open(f"{name}.npy") as file:
-                    arrays[name] = _read_array(file)
+                    arrays[name] = read_array(file)
             return arrays
-    except (*_BROKEN, zipfile.BadZipFile, zlib.error, pickle.UnpicklingError) as error:
+    except DataError:
+        raise
+    except BROKEN as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{path} is missing or broken ({reason}); get the published file again.") from error
 
 
-def _read_array(file: IO[bytes]) -> Any:
+def read_array(file: IO[bytes]) -> Any:
+    """One array of an .npz file; objects in it are let in only if they are arrays and plain values."""
     version = np.lib.format.read_magic(file)
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read_header(file)
     if dtype.hasobject:
-        return _Unpickler(file, encoding="latin1").load()
+        return ArrayUnpickler(file, encoding="latin1").load()
     values = np.frombuffer(file.read(), dtype=dtype)
     return values.reshape(shape, order="F" if fortran else "C")
 
 
-class _Unpickler(pickle.Unpickler):
+class ArrayUnpickler(pickle.Unpickler):
     """Reads numpy arrays in plain containers, and refuses everything else by its name."""
 
     def find_class(self, module: str, name: str) -> Any:
-        array: Any = np.zeros(1)
-        allowed = {
-            ("numpy", "ndarray"): np.ndarray,
-            ("numpy", "dtype"): np.dtype,
-            ("numpy.core.multiarray", "_reconstruct"): array.__reduce__()[0],
-            ("numpy.core.multiarray", "scalar"): np.float64(0).__reduce__()[0],
-            ("numpy.core.numeric", "_frombuffer"): array.__reduce_ex__(5)[0],
-            ("_codecs", "encode"): _latin1,
-        }
-        found = allowed.get((module.replace("numpy._core", "numpy.core"), name))
-        if found is None:
+        allowed = _allowed().get((module.replace("numpy._core", "numpy.core"), name))
+        if allowed is None:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not allowed here")
-        return found
+        return allowed
+
+
+def _allowed() -> dict[tuple[str, str], Any]:
+    # The functions that numpy's own pickles name, whose places differ between its versions.
+    array: Any = np.zeros(1).__reduce__()
+    array_from_5: Any = np.zeros(1).__reduce_ex__(5)  # how pickles of protocol 5 store it
+    scalar: Any = np.float64(0).__reduce__()
+    return {
+        ("numpy", "ndarray"): np.ndarray,
+        ("numpy", "dtype"): np.dtype,
+        ("numpy.core.multiarray", "_reconstruct"): array[0],
+        ("numpy.core.multiarray", "scalar"): scalar[0],
+        ("numpy.core.numeric", "_frombuffer"): array_from_5[0],
+        ("_codecs", "encode"): _latin1,
+        ("builtins", "bytes"): _no_bytes,
+        ("__builtin__", "bytes"): _no_bytes,
+    }
+
+
+def _no_bytes() -> bytes:
+    """How old pickles store no bytes at all; with an argument it could be asked for terabytes."""
+    return b""
 
 
 def _latin1(text: str, encoding: str) -> bytes:

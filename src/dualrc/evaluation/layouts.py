@@ -1,10 +1,7 @@
 """Data sets for two-view pose: MegaDepth-1500 and ScanNet-1500 as LoFTR published them, and cameras.json folders."""
 
 import io
-import pickle
-import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dualrc.colmap import read_header
+from dualrc.data.npz import BROKEN, ArrayUnpickler, read_array
 from dualrc.errors import DataError
 from dualrc.evaluation.export import Pair
 from dualrc.geometry import Camera, cam1_from_cam0, read_cameras_json
@@ -22,23 +20,6 @@ _SCANNET_SIZE = (640, 480)  # of the pictures for which ScanNet-1500's intrinsic
 _INDEX_KEYS = ("pair_infos", "name")  # MegaDepth-1500's and ScanNet-1500's
 _MAX_STRETCH = 0.02  # ScanNet's own pictures of 1296 x 968 are stretched by 0.4 % to 640 x 480
 _MAX_SKEW = 1e-2  # of a rotation matrix; indexes hold them in float32 and in text
-# What reading a file that is not what it should be can raise.
-_BROKEN = (
-    OSError,
-    ValueError,
-    EOFError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ImportError,
-    ArithmeticError,
-    MemoryError,  # broken lengths ask for anything
-    RuntimeError,  # encrypted, or compressed in a way that is not known here
-    struct.error,
-    zlib.error,
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,66 +91,15 @@ def read_index(path: Path) -> dict[str, Any]:
         data = path.read_bytes()
         if zipfile.is_zipfile(io.BytesIO(data)):
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                return {name.removesuffix(".npy"): _read_npy(archive.read(name)) for name in archive.namelist()}
-        content = _Unpickler(io.BytesIO(data), encoding="latin1").load()
-    except _BROKEN as error:
+                names = archive.namelist()
+                return {name.removesuffix(".npy"): read_array(io.BytesIO(archive.read(name))) for name in names}
+        content = ArrayUnpickler(io.BytesIO(data), encoding="latin1").load()
+    except BROKEN as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{path} is not an index, or broken ({reason}); get the published file.") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} does not hold a dictionary; get the published file.")
     return content
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads pickles of numpy arrays in dictionaries and lists, and refuses everything else by its name."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = _allowed().get((module.replace("numpy._core", "numpy.core"), name))
-        if allowed is None:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is not allowed here")
-        return allowed
-
-
-def _allowed() -> dict[tuple[str, str], Any]:
-    # The functions that numpy's own pickles name, whose places differ between its versions.
-    array: Any = np.zeros(1).__reduce__()
-    array_from_5: Any = np.zeros(1).__reduce_ex__(5)  # how pickles of protocol 5 store it
-    scalar: Any = np.float64(0).__reduce__()
-    return {
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
-        ("numpy.core.multiarray", "_reconstruct"): array[0],
-        ("numpy.core.multiarray", "scalar"): scalar[0],
-        ("numpy.core.numeric", "_frombuffer"): array_from_5[0],
-        ("_codecs", "encode"): _latin1,
-        ("builtins", "bytes"): _no_bytes,
-        ("__builtin__", "bytes"): _no_bytes,
-    }
-
-
-def _no_bytes() -> bytes:
-    """How old pickles store no bytes at all; with an argument it could be asked for terabytes."""
-    return b""
-
-
-def _latin1(text: str, encoding: str) -> bytes:
-    """How old pickles store bytes."""
-    if encoding != "latin1":
-        raise pickle.UnpicklingError(f"it asks for the encoding {encoding!r}, which is not allowed here")
-    return text.encode("latin1")
-
-
-def _read_npy(data: bytes) -> Any:
-    """One array of an .npz file; objects in it go through the same door as bare pickles."""
-    file = io.BytesIO(data)
-    version = np.lib.format.read_magic(file)
-    read_header: Any = np.lib.format.read_array_header_1_0
-    if version != (1, 0):
-        read_header = np.lib.format.read_array_header_2_0
-    _, _, dtype = read_header(file)
-    if dtype.hasobject:
-        return _Unpickler(file, encoding="latin1").load()
-    return np.load(io.BytesIO(data), allow_pickle=False)
 
 
 def _read_indexes(root: Path) -> tuple[dict[Path, dict[str, Any]], list[str]]:
