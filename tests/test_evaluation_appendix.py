@@ -425,7 +425,7 @@ def test_processes_that_fail_are_named_and_the_others_go_on(task, tmp_path, monk
 def test_the_command_line(folder, tmp_path, monkeypatch, capsys):
     def call(*arguments) -> str:
         monkeypatch.setattr(sys, "argv", ["dualrc", "evaluate", *map(str, arguments)])
-        monkeypatch.setattr(cli, "messages", Console(stderr=True, width=200))
+        monkeypatch.setattr(cli.common, "messages", Console(stderr=True, width=200))
         with pytest.raises(SystemExit) as stopped:
             cli.main()
         assert stopped.value.code == 1
