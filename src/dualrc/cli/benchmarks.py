@@ -21,7 +21,7 @@ def evaluate(
     matcher: Annotated[
         list[str] | None,
         typer.Option(
-            help="dualrc (if nothing is given), sift (RootSIFT with OpenCV: sift-ratio and sift-mutual), or "
+            help="dualrc (if nothing is given), dualrc-high (a second look), sift (RootSIFT with OpenCV: sift-ratio and sift-mutual), or "
             "FILE.py:function, a function of two paths that returns points0, points1, scores. Give it several times "
             "to compare in one table."
         ),
@@ -84,9 +84,11 @@ def evaluate(
         ),
     ] = None,
 ) -> None:
-    """Score matchers on HPatches or on two-view poses (MegaDepth-1500, ScanNet-1500, or folders with cameras.json).
+    """Score matchers on HPatches, two-view poses, InLoc, Aachen Day-Night, and as the paper's appendix does.
 
     dualrc evaluate hpatches data/hpatches --matcher dualrc --matcher sift --out hpatches
+
+    pose takes MegaDepth-1500, ScanNet-1500, or folders with cameras.json.
 
     dualrc evaluate pose data/strecha --matcher mine.py:match
 
