@@ -21,9 +21,9 @@ def evaluate(
     matcher: Annotated[
         list[str] | None,
         typer.Option(
-            help="dualrc (if nothing is given), dualrc-high (a second look), sift (RootSIFT with OpenCV: sift-ratio and sift-mutual), or "
-            "FILE.py:function, a function of two paths that returns points0, points1, scores. Give it several times "
-            "to compare in one table."
+            help="dualrc (if nothing is given), dualrc-high (a second look), sift (RootSIFT with OpenCV: sift-ratio and "
+            "sift-mutual), or FILE.py:function, a function of two paths that returns points0, points1, scores. Give it "
+            "several times to compare in one table."
         ),
     ] = None,
     preset: common.PresetOption = "default",
