@@ -21,7 +21,7 @@ def evaluate(
     matcher: Annotated[
         list[str] | None,
         typer.Option(
-            help="dualrc (if nothing is given), dualrc-high (a second look), sift (RootSIFT with OpenCV: sift-ratio and "
+            help="dualrc (if nothing is given), dualrc-high (a second look), sift (RootSIFT by OpenCV: sift-ratio and "
             "sift-mutual), or FILE.py:function, a function of two paths that returns points0, points1, scores. Give it "
             "several times to compare in one table."
         ),
