@@ -12,18 +12,35 @@ from dualrc.matcher import load
 if TYPE_CHECKING:
     from dualrc.localize import Localization, Localizer
 
+ImagesArgument = Annotated[
+    Path, typer.Argument(metavar="IMAGES", help="Folder of pictures; subfolders are searched too.")
+]
+PairsOption = Annotated[
+    str,
+    typer.Option(
+        help="exhaustive, sequential, retrieval, a text file (two names a line), or the folder of a COLMAP model; "
+        "auto: exhaustive for few pictures, else retrieval."
+    ),
+]
+AddressOption = Annotated[
+    str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(help="Workers; without it, one per GPU, else one per core, as far as memory allows.")
+]
+MemoryOption = Annotated[
+    float | None, typer.Option(help="GiB for all workers of a machine; without it, three quarters of what it has.")
+]
+EngineOption = Annotated[
+    Literal["local", "ray"], typer.Option(help="Match in processes of this machine, or on a Ray cluster.")
+]
+
 
 @common.app.command()
 def collection(
-    images: Annotated[Path, typer.Argument(metavar="IMAGES", help="Folder of pictures; subfolders are searched too.")],
+    images: ImagesArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the matches; a second run goes on with it.")],
-    pairs: Annotated[
-        str,
-        typer.Option(
-            help="exhaustive, sequential, retrieval, a text file (two names a line), or the folder of a COLMAP model; "
-            "auto: exhaustive for few pictures, else retrieval."
-        ),
-    ] = "auto",
+    pairs: PairsOption = "auto",
     neighbors: Annotated[int, typer.Option(help="Retrieval and model: match each picture with so many.")] = 20,
     overlap: Annotated[int, typer.Option(help="Sequential: match each picture with so many that follow.")] = 10,
     loops: Annotated[int, typer.Option(help="Sequential: and with so many that look alike further away.")] = 2,
@@ -33,18 +50,10 @@ def collection(
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
-    engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="Processes of this machine, or a Ray cluster.")
-    ] = "local",
-    address: Annotated[
-        str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Workers; without it, one per GPU, else one per core, as far as memory allows.")
-    ] = None,
-    max_memory: Annotated[
-        float | None, typer.Option(help="GiB for all workers of a machine; without it, three quarters of what it has.")
-    ] = None,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
+    workers: WorkersOption = None,
+    max_memory: MemoryOption = None,
     cache: Annotated[float, typer.Option(help="How many GiB of that are for features kept for later pairs.")] = 4.0,
 ) -> None:
     """Match the pictures of a folder with each other, on one machine or many.
@@ -89,7 +98,7 @@ def collection(
 
 @common.app.command()
 def reconstruct(
-    images: Annotated[Path, typer.Argument(metavar="IMAGES", help="Folder of pictures; subfolders are searched too.")],
+    images: ImagesArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model; a second run goes on with it.")],
     cameras: Annotated[
         Path | None,
@@ -98,30 +107,16 @@ def reconstruct(
             "EXIF, or from a guess for each picture size."
         ),
     ] = None,
-    pairs: Annotated[
-        str,
-        typer.Option(
-            help="exhaustive, sequential, retrieval, a text file (two names a line), or the folder of a COLMAP model; "
-            "auto: exhaustive for few pictures, else retrieval."
-        ),
-    ] = "auto",
+    pairs: PairsOption = "auto",
     top: Annotated[int, typer.Option(help="Keep the best so many matches of each pair; more give more points.")] = 4000,
     size: common.SizeOption = None,
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
-    engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="Match in processes of this machine, or on a Ray cluster.")
-    ] = "local",
-    address: Annotated[
-        str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Workers; without it, one per GPU, else one per core, as far as memory allows.")
-    ] = None,
-    max_memory: Annotated[
-        float | None, typer.Option(help="GiB for all workers of a machine; without it, three quarters of what it has.")
-    ] = None,
+    engine: EngineOption = "local",
+    address: AddressOption = None,
+    workers: WorkersOption = None,
+    max_memory: MemoryOption = None,
     hloc: Annotated[bool, typer.Option("--hloc", help="Also write hloc's features.h5, matches.h5, pairs.txt.")] = False,
 ) -> None:
     """Reconstruct cameras and points from a folder of pictures.
