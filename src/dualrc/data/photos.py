@@ -319,7 +319,7 @@ class PhotoPairs:
 
 
 def _packed(pictures: Tensor) -> Tensor:
-    """Eight pixels of (n 3 h w) as one number: a GPU picks wrongly from tensors of more than 2^31 numbers."""
+    """Eight pixels of (n 3 h w) as one number: training went wrong on a GPU with more than 2^31 numbers in a tensor."""
     return pictures.contiguous().view(torch.int64)
 
 
