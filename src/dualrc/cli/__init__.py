@@ -10,7 +10,7 @@ from dualrc.errors import DualRCError
 __all__ = ["app", "main"]
 
 # Each adds its commands, in the order in which the help lists them.
-for _name in ("pair", "collections", "benchmarks", "training", "about"):
+for _name in ("pair", "collections", "benchmarks", "bench", "training", "about"):
     import_module(f"dualrc.cli.{_name}")
 
 

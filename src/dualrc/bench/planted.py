@@ -1,0 +1,110 @@
+"""Planted features: what a trained network would give for two views of one thing, made without any network.
+
+The search prunes by the coarse tensor, and with untrained weights that is flat: nothing can be left out, and the time
+says nothing of real pairs. So the search is timed on features with a known motion between the pictures, and with
+noise that makes the refined tensor as peaked as trained networks make it on photographs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dualrc.model.dualrc import FINE_STRIDE, Features
+
+# Chosen so that about as many coarse cells have to be visited for a query as with the bundled weights on photographs.
+_FACTORS = 64  # what features depend on; channels are mixtures of these, as those of a network are
+_COMMON, _AROUND = 0.1, 0.3  # parts of a feature's energy: shared by all cells, by those around; the rest is its own
+_AROUND_CELLS = 6  # how far "around" reaches, in cells of the map
+# Deviation of the noise, where a feature's is 1: it varies over the picture, as some places are harder than others.
+_NOISE = (0.3, 4.0)
+_CHUNK = 64  # channels that are mixed at a time, so that making a map takes little more memory than the map
+
+
+@dataclass(frozen=True, kw_only=True)
+class Motion:
+    """An affine motion in units of half a picture, from its middle: u1 = matrix u0 + shift."""
+
+    matrix: tuple[tuple[float, float], tuple[float, float]] = ((0.9, -0.12), (0.1, 0.92))
+    shift: tuple[float, float] = (0.07, -0.05)
+
+    def __call__(self, places: Tensor) -> Tensor:
+        """(... 2) to (... 2)."""
+        return places @ places.new_tensor(self.matrix).T + places.new_tensor(self.shift)
+
+    def points1(self, points0: Tensor, size0: tuple[int, int], size1: tuple[int, int]) -> Tensor:
+        """Where network-input pixels (... 2) of picture 0 are in picture 1; sizes are (width, height)."""
+        unit = (points0 + 0.5) / points0.new_tensor(size0) * 2 - 1
+        return (self(unit) + 1) / 2 * points0.new_tensor(size1) - 0.5
+
+
+@torch.inference_mode()
+def plant(
+    features0: Features, features1: Features, *, motion: Motion | None = None, seed: int = 0
+) -> tuple[Features, Features]:
+    """Features of the same shapes, types and layouts that correspond by the motion."""
+    motion = motion or Motion()
+    coarse0, coarse1 = _plant_maps(features0.coarse, features1.coarse, motion, seed)
+    fine0, fine1 = _plant_maps(features0.fine, features1.fine, motion, seed + 1)
+    return Features(coarse=coarse0, fine=fine0), Features(coarse=coarse1, fine=fine1)
+
+
+def input_size(features: Features) -> tuple[int, int]:
+    """The (width, height) of the network's input that has maps of these shapes."""
+    return FINE_STRIDE * features.fine.shape[3], FINE_STRIDE * features.fine.shape[2]
+
+
+def _plant_maps(like0: Tensor, like1: Tensor, motion: Motion, seed: int) -> tuple[Tensor, Tensor]:
+    """Unit maps (b c h w) of both pictures; picture 0 shows what picture 1 has where the motion leads."""
+    random = torch.Generator(like0.device).manual_seed(seed)
+    batch, channels = like0.shape[:2]
+    factors = min(_FACTORS, channels)
+    (height0, width0), (height1, width1) = like0.shape[2:], like1.shape[2:]
+    field1 = _field(batch, factors, height1, width1, random)
+    there = motion(_cell_places(height0, width0, like0.device)).expand(batch, -1, -1, -1)
+    field0 = F.grid_sample(field1, there, mode="bilinear", padding_mode="border", align_corners=False)
+    # What picture 1 does not show is something else, not its border again.
+    outside = (there.abs() > 1).any(-1)[:, None]
+    field0 = torch.where(outside, _field(batch, factors, height0, width0, random), field0)
+    field0 += _noise(batch, factors, height0, width0, random)
+    mixing = torch.randn(channels, factors, generator=random, device=like0.device)
+    mixing = torch.linalg.qr(mixing).Q  # orthonormal: cosines of mixtures are those of the factors
+    return _mixed(F.normalize(field0), mixing, like0), _mixed(F.normalize(field1), mixing, like1)
+
+
+def _mixed(field: Tensor, mixing: Tensor, like: Tensor) -> Tensor:
+    """Channels (b c h w) from factors (b f h w)."""
+    result = torch.empty_like(like)
+    for start in range(0, like.shape[1], _CHUNK):
+        part = slice(start, start + _CHUNK)
+        result[:, part] = torch.einsum("cf,bfhw->bchw", mixing[part], field)
+    return result
+
+
+def _field(batch: int, factors: int, height: int, width: int, random: torch.Generator) -> Tensor:
+    """Random values (b f h w) that neighbours partly share."""
+    around = _smooth(batch, factors, height, width, random)
+    own = torch.randn(batch, factors, height, width, generator=random, device=random.device)
+    return own.mul_((1 - _COMMON - _AROUND) ** 0.5).add_(around, alpha=_AROUND**0.5).add_(_COMMON**0.5)
+
+
+def _noise(batch: int, factors: int, height: int, width: int, random: torch.Generator) -> Tensor:
+    """Noise (b f h w) that is stronger in some places."""
+    low, high = _NOISE
+    where = torch.special.ndtr(_smooth(batch, 1, height, width, random))  # 0 to 1
+    noise = torch.randn(batch, factors, height, width, generator=random, device=random.device)
+    return noise * (low * (high / low) ** where)
+
+
+def _smooth(batch: int, factors: int, height: int, width: int, random: torch.Generator) -> Tensor:
+    """Random values (b f h w) that change slowly."""
+    rows, columns = height // _AROUND_CELLS + 2, width // _AROUND_CELLS + 2
+    values = torch.randn(batch, factors, rows, columns, generator=random, device=random.device)
+    return F.interpolate(values, size=(height, width), mode="bicubic", align_corners=False)
+
+
+def _cell_places(height: int, width: int, device: torch.device) -> Tensor:
+    """Centres of a map's cells in units of half a picture, from its middle: (1 h w 2)."""
+    y, x = ((torch.arange(n, device=device) + 0.5) / n * 2 - 1 for n in (height, width))
+    return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)[None]

@@ -1,0 +1,65 @@
+"""Which kernels really ran, and for how long, as torch's profiler saw them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dualrc.bench.clock import Run, synchronize
+
+_KEPT = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel of a GPU, or an operation on a CPU, and its share of the run's time."""
+
+    name: str
+    share: float
+
+
+def kernel_seconds(run: Run, device: torch.device) -> dict[str, float]:
+    """Seconds by kernel (on a CPU by operation) in one run; empty where the profiler is not to be had."""
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    try:
+        with _quiet(), profile(activities=activities) as seen:
+            run()
+            synchronize(device)
+    except RuntimeError:  # some machines don't let processes look at the GPU's counters
+        return {}
+    seconds: dict[str, float] = {}
+    for event in seen.key_averages():
+        if event.device_type.name == ("CUDA" if on_gpu else "CPU") and not getattr(event, "is_user_annotation", False):
+            spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            seconds[event.key] = seconds.get(event.key, 0.0) + spent / 1e6
+    return seconds
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop what is written to standard error, where the profiler's library logs its start and stop by itself."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def beyond(seconds: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    """What a run spent in kernels beyond another that is a part of it."""
+    left = {name: spent - other.get(name, 0.0) for name, spent in seconds.items()}
+    return {name: spent for name, spent in left.items() if spent > 0}
+
+
+def top(seconds: dict[str, float]) -> tuple[Kernel, ...]:
+    """The kernels that took most of the time."""
+    total = sum(seconds.values())
+    ranked = sorted(seconds.items(), key=lambda item: -item[1])[:_KEPT]
+    return tuple(Kernel(name=name, share=spent / total) for name, spent in ranked if spent > 0)

@@ -1,0 +1,128 @@
+"""A benchmark's results on the screen: the stages, and how they grow."""
+
+from collections.abc import Sequence
+
+import rich.box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dualrc.bench.results import DeviceResult, Growth, Row, SizeResult
+
+_NAME = 44  # characters of a kernel's name: enough to tell which it is
+_WIDE = 170  # columns that the table needs; where output is not a terminal, lines are as long as they have to be
+
+
+def show(result: DeviceResult, console: Console) -> None:
+    """Print the tables of one device."""
+    if not console.is_terminal:
+        console = Console(file=console.file, width=max(console.width, _WIDE), highlight=False)
+    rates = result.rates
+    heading = (
+        f"{result.preset} ({result.weights}), {result.device}, {result.precision}: {result.machine['processor']}, "
+        f"{result.machine['threads']} threads; matrix products {_engineering(rates.operations_per_s)}op/s, "
+        f"copies {_engineering(rates.bytes_per_s)}B/s"
+    )
+    console.print(Text(heading, style="bold"), soft_wrap=True)
+    console.print(_stages(result.sizes))
+    for size in result.sizes:
+        for line in (*_search_lines(size), *(f"Note: {note}" for note in size.notes)):
+            console.print(Text(line), soft_wrap=True)
+    if result.growth:
+        console.print(_growth(result.growth))
+
+
+def _stages(sizes: Sequence[SizeResult]) -> Table:
+    table = _table("size", "method", "stage")
+    for name in ("median", "middle half", "peak memory", "of matrix rate", "of bandwidth"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("what ran", overflow="fold")
+    for size in sizes:
+        for number, row in enumerate(size.rows):
+            first = f"{size.size[0]}x{size.size[1]}" if number == 0 else ""
+            cells = (first, row.method, _stage_name(row), *_time_cells(row), _bytes(row.peak_bytes))
+            shares = (_percent(row.matrix_share), _percent(row.bandwidth_share))
+            table.add_row(*(Text(cell) for cell in (*cells, *shares, _ran(row))))
+        table.add_section()
+    return table
+
+
+def _growth(growths: Sequence[Growth]) -> Table:
+    table = _table("method", "stage", "sizes")
+    for name in ("side", "time", "per doubling", "working memory", "per doubling"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for item in growths:
+        sizes = f"{item.size0[0]}x{item.size0[1]} to {item.size1[0]}x{item.size1[1]}"
+        times = (item.time_factor, _doubling(item.time_power))
+        factors = (item.side_factor, *times, item.memory_factor, _doubling(item.memory_power))
+        table.add_row(item.method, item.stage, sizes, *("" if f is None else f"x {f:.2f}" for f in factors))
+    return table
+
+
+def _table(*words: str) -> Table:
+    table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for word in words:
+        table.add_column(word, no_wrap=True)
+    return table
+
+
+def _search_lines(size: SizeResult) -> list[str]:
+    search = size.search
+    if search is None:
+        return []
+    line = f"Search at {size.size[0]}x{size.size[1]} on {search.on}: {search.matches:,} matches"
+    if search.planted_correct is not None:
+        line += f", {search.planted_correct:.1%} as planted"
+    if search.visited_share is not None:
+        line += f"; {search.visited_cells:.1f} coarse cells visited by a group of queries, {search.visited_share:.2%}"
+    if search.widened_groups is not None:
+        line += f"; {search.widened_groups:,} of {search.groups:,} groups had to look further"
+    return [line + "."]
+
+
+def _stage_name(row: Row) -> str:
+    return row.stage if row.matches is None else f"{row.stage} ({row.matches:,} matches)"
+
+
+def _time_cells(row: Row) -> tuple[str, str]:
+    if row.timing is None:
+        return "", ""
+    median = _milliseconds(row.timing.median_s)
+    if row.pairs_per_s is not None:
+        median += f" ({row.pairs_per_s:,.1f} pairs/s)"
+    return median, f"{_milliseconds(row.timing.low_s)} to {_milliseconds(row.timing.high_s)}"
+
+
+def _ran(row: Row) -> str:
+    kernels = ", ".join(f"{_short(kernel.name)} {kernel.share:.0%}" for kernel in row.kernels[:1])
+    return ": ".join(filter(None, [row.ran, kernels]))
+
+
+def _short(name: str) -> str:
+    name = name.removeprefix("void ").removeprefix("aten::")
+    return name if len(name) <= _NAME else name[: _NAME - 1] + "…"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:,.{0 if seconds >= 1 else 1 if seconds >= 0.01 else 2}f} ms"
+
+
+def _bytes(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{count / 2**20:,.0f} MiB" if count < 2**30 else f"{count / 2**30:,.2f} GiB"
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+
+
+def _doubling(power: float | None) -> float | None:
+    return None if power is None else 2.0**power
+
+
+def _engineering(value: float) -> str:
+    for factor, letter in ((1e12, "T"), (1e9, "G")):
+        if value >= factor:
+            return f"{value / factor:.3g} {letter}"
+    return f"{value / 1e6:.3g} M"

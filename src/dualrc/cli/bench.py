@@ -1,0 +1,93 @@
+"""The command that measures speed and memory."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dualrc.cli import common
+
+
+@common.app.command()
+def bench(
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WxH",
+            help="Size of both pictures, which is also what the network sees (in multiples of 16). Give it several "
+            "times, such as 400x304, 800x608 and 1600x1216, to see how time and memory grow; without it, 320x240 and "
+            "640x480.",
+        ),
+    ] = None,
+    device: Annotated[
+        list[str] | None, typer.Option(help="cuda, mps or cpu, also several times; without it, the best there is.")
+    ] = None,
+    preset: common.PresetOption = "default",
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            help="Weights file (.safetensors); without it, those inside the package. A preset that has none there is "
+            "timed with generated weights, and its search on planted features."
+        ),
+    ] = None,
+    precision: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        typer.Option(help="Of the network; without it, float16 on a GPU, else float32."),
+    ] = None,
+    pair: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(metavar="A B", help="Two pictures, scaled to each size; without them, a made-up town."),
+    ] = None,
+    others: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            help="Beside it, in turn with it: literal (the formulas as written, small sizes only), loftr (kornia's, "
+            "weights generated), sift (OpenCV's, brute-force matching). Several times.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Pairs that are matched as one batch; without it, 32 on a GPU, else 4; 0: no batches."),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(help="Runs of each stage after warming up; without it, 20 on a GPU, else 5; 0: memory alone."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write all figures, machine and versions here: FILE.json.")
+    ] = None,
+) -> None:
+    """Time each stage of matching and the whole, with peak memory, and how both grow with the picture.
+
+    dualrc bench --size 320x240 --size 640x480 --with sift --out bench.json
+
+    Times are medians, with the middle half of the runs beside them. A further pair is one whose pictures have their
+    features already; a whole pair goes from decoded pictures to matches. On a CPU the peak is the resident memory of a
+    fresh process. The share of the matrix rate says how near a stage comes to what this device reaches on a large
+    product of matrices, that of the bandwidth to a large copy; the larger of the two tells how much is left to gain.
+
+    The paper's network on a GPU, without trained weights:
+
+    dualrc bench --preset paper --device cuda --size 800x592 --size 1600x1200
+
+    Beside others on two cores, compared in one run:
+
+    OMP_NUM_THREADS=2 dualrc bench --device cpu --size 640x480 --with loftr --with sift
+    """
+    from dualrc.bench import BenchSettings, others_of, sizes_of
+    from dualrc.bench import bench as run
+
+    settings = BenchSettings(
+        sizes=sizes_of(size or ()),
+        devices=tuple(dict.fromkeys(device or ())),
+        preset=preset,
+        weights=weights,
+        precision=precision,
+        pair=pair,
+        batch=batch,
+        others=others_of(others or ()),
+        repeats=repeats,
+        out=out,
+    )
+    run(settings, screen=common.screen, messages=common.messages)
