@@ -24,6 +24,7 @@ class Peaks:
 
     loaded: int  # before the first pair: libraries and network, on a GPU the network
     stages: dict[str, int] = field(default_factory=dict)
+    failure: str | None = None  # why there are no more stages
 
 
 def measure_peaks(task: Task) -> Peaks | None:
@@ -77,7 +78,13 @@ def _peaks_here(task: Task) -> Peaks:
         synchronize(device)
         return _peak(device)
 
-    return Peaks(loaded=loaded, stages=method.peaks(peak))
+    stages: dict[str, int] = {}
+    failure = None
+    try:
+        stages.update(method.peaks(peak))
+    except (DualRCError, RuntimeError, MemoryError) as error:  # what was found before is kept
+        failure = (str(error) or type(error).__name__).splitlines()[0]
+    return Peaks(loaded=loaded, stages=stages, failure=failure)
 
 
 def _forget_peak(device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 import importlib.util
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -80,9 +80,9 @@ class Method(ABC):
     def runs(self) -> dict[str, Run]:
         """What is timed, by stage."""
 
-    def peaks(self, peak: Peak) -> dict[str, int]:
-        """Peak memory in bytes, by stage."""
-        return {WHOLE: peak(self.runs()[WHOLE])}
+    def peaks(self, peak: Peak) -> Iterator[tuple[str, int]]:
+        """Stages and their peak memory in bytes, as they are found."""
+        yield WHOLE, peak(self.runs()[WHOLE])
 
 
 class Dualrc(Method):
@@ -164,24 +164,26 @@ class Dualrc(Method):
         }
         return runs | ({BATCH: self.batched} if self.task.batch else {})
 
-    def peaks(self, peak: Peak) -> dict[str, int]:
+    def peaks(self, peak: Peak) -> Iterator[tuple[str, int]]:
         """Of the whole first, where nothing is left over from its parts."""
-        peaks = {} if self.task.generated else {WHOLE: peak(self.whole)}
+        if not self.task.generated:
+            yield WHOLE, peak(self.whole)
         kept: list[PictureFeatures] = []
-        peaks[FEATURES] = peak(lambda: kept.extend(self.matcher.features(image) for image in self.images))
+        features = peak(lambda: kept.extend(self.matcher.features(image) for image in self.images))
+        yield FEATURES, features
         kept.clear()
         _ = self.pair
-        peaks[COARSE] = peak(self.coarse)
-        peaks[SEARCH] = peak(self.match)
-        peaks[FURTHER] = peak(self.further)
+        yield COARSE, peak(self.coarse)
+        yield SEARCH, peak(self.match)
+        further = peak(self.further)
+        yield FURTHER, further
         if self.task.generated:
-            peaks[WHOLE] = max(peaks[FEATURES], peaks[FURTHER])
+            yield WHOLE, max(features, further)
         if self.task.batch:
             _ = self._many_pairs
             if not self.task.generated:
                 del self.pair  # a batch of pictures needs no features of before
-            peaks[BATCH] = peak(self.batched)
-        return peaks
+            yield BATCH, peak(self.batched)
 
 
 class LiteralDefinition(Method):
@@ -219,9 +221,9 @@ class LiteralDefinition(Method):
         """A pair by its features: it has no backbone of its own."""
         return {FURTHER: self.match}
 
-    def peaks(self, peak: Peak) -> dict[str, int]:
-        """Beside the network that made the features."""
-        return {FURTHER: peak(self.match)}
+    def peaks(self, peak: Peak) -> Iterator[tuple[str, int]]:
+        """Of the match; the network that made the features is gone."""
+        yield FURTHER, peak(self.match)
 
 
 class Loftr(Method):

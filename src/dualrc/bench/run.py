@@ -1,13 +1,10 @@
 """The benchmark: what each stage takes in time and memory, for given sizes and devices."""
 
 import gc
-import os
-import platform
 import re
 import tempfile
-from collections.abc import Sequence, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +14,13 @@ from rich.console import Console
 
 from dualrc import config as configs
 from dualrc.bench import counts, profiler
+from dualrc.bench.accounts import trace_search, with_work, work_of
 from dualrc.bench.clock import Rates, Timing, measure_rates, time_interleaved
-from dualrc.bench.counts import Work
+from dualrc.bench.machine import machine_of, versions
 from dualrc.bench.memory import Peaks, measure_peaks
 from dualrc.bench.methods import (
     BATCH,
     COARSE,
-    FEATURES,
     FURTHER,
     MATCH,
     PICTURES,
@@ -38,28 +35,23 @@ from dualrc.bench.methods import (
     make_method,
     why_not,
 )
-from dualrc.bench.planted import Motion
 from dualrc.bench.report import show
-from dualrc.bench.results import DeviceResult, Row, Search, SizeResult, growth
-from dualrc.collection.machine import cores
+from dualrc.bench.results import DeviceResult, Row, SizeResult, growth
 from dualrc.config import MIN_SIDE
-from dualrc.errors import ConfigError, DataError
+from dualrc.errors import ConfigError, DualRCError
 from dualrc.evaluation.report import write_json
 from dualrc.files import check_writable
 from dualrc.image import read
 from dualrc.matcher import Matcher, Precision
 from dualrc.matches import Size
-from dualrc.model import trace
 from dualrc.scenes import make_pair
 
 FORMAT = "dualrc-bench-1"
 _SCENE = 1
 _LARGEST_SCENE = 1600  # px of the long side that are rendered; larger pictures are scaled up from these
-_BATCH_REPEATS = 3
+_BATCH_PIXELS = 1024 * 768  # of larger pictures, batches are measured only where asked for
 _LIMIT_S = 20.0  # of a stage in all; slower ones are repeated less often
-_NEAR_PX = 8.0  # two fine cells
 _OTHERS: tuple[MethodName, ...] = ("literal", "loftr", "sift")
-_NOTED = {FEATURES: "kernel.backbone", COARSE: "kernel.consensus", SEARCH: "kernel.search"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +64,7 @@ class BenchSettings:
     weights: Path | None = None
     precision: Precision | None = None
     pair: tuple[Path, Path] | None = None  # None: a rendered scene
-    batch: int | None = None  # pairs; None: 32 on a GPU, 4 elsewhere; 0: no batches
+    batch: int | None = None  # pairs; None: 32 on a GPU, 4 elsewhere, of pictures that are not large; 0: no batches
     others: tuple[MethodName, ...] = ()
     repeats: int | None = None  # None: 20 on a GPU, 5 elsewhere; 0: memory alone
     out: Path | None = None
@@ -82,16 +74,18 @@ def bench(settings: BenchSettings, *, screen: Console, messages: Console) -> dic
     """Measure, print the tables and write the JSON; gives what the JSON holds."""
     settings = replace(settings, devices=settings.devices or (_best_device(),))
     _check(settings)
-    results = []
+    results: dict[str, DeviceResult] = {}
+    content = {"format": FORMAT, "settings": asdict(settings), "versions": versions(), "devices": results}
     with tempfile.TemporaryDirectory(prefix="dualrc-bench-") as folder:
         with messages.status("Making the pictures..."):
             _write_pictures(settings, Path(folder))
         for device in settings.devices:
-            results.append(_measure_device(settings, device, Path(folder), messages))
-            show(results[-1], screen)
-    content = {"format": FORMAT, "settings": asdict(settings), "versions": _versions(), "devices": results}
+            for found in _measure_device(settings, device, Path(folder), messages):
+                results[device] = found
+                if settings.out is not None:  # after every size, so that little is lost if a later one fails
+                    write_json(settings.out, content)
+            show(results[device], screen)
     if settings.out is not None:
-        write_json(settings.out, content)
         screen.print(f"Written: {settings.out}", highlight=False, soft_wrap=True)
     return content
 
@@ -124,7 +118,10 @@ def _check(settings: BenchSettings) -> None:
 
 
 def _task(settings: BenchSettings, method: MethodName, device: str, size: Size, folder: Path) -> Task:
-    batch = settings.batch if settings.batch is not None else 32 if device.startswith("cuda") else 4
+    batch = settings.batch
+    if batch is None:
+        small = size[0] * size[1] <= _BATCH_PIXELS
+        batch = (32 if device.startswith("cuda") else 4) if small else 0
     return Task(
         method=method,
         preset=settings.preset,
@@ -154,25 +151,29 @@ def _write_pictures(settings: BenchSettings, folder: Path) -> None:
             image.resize(size, Image.Resampling.LANCZOS).save(place / name, quality=95)
 
 
-def _measure_device(settings: BenchSettings, device: str, folder: Path, messages: Console) -> DeviceResult:
+def _measure_device(settings: BenchSettings, device: str, folder: Path, messages: Console) -> Iterator[DeviceResult]:
+    """What is known after each size, the smallest first."""
     matcher = make_matcher(_task(settings, "dualrc", device, settings.sizes[0], folder))
+    precision, info, place = matcher.precision, matcher.info, matcher.device
+    del matcher  # or its weights would count in every peak
     with messages.status(f"What {device} can do..."):
-        rates = measure_rates(matcher.device, matcher.precision)
-    sizes = []
+        rates = measure_rates(place, precision)
+    _release()
+    sizes: list[SizeResult] = []
     for size in sorted(set(settings.sizes), key=lambda size: size[0] * size[1]):
         with messages.status(f"{size[0]}x{size[1]} on {device}..."):
             sizes.append(_measure_size(settings, device, size, folder, rates))
-    return DeviceResult(
-        device=device,
-        precision=matcher.precision,
-        machine=_machine(matcher.device),
-        preset=settings.preset,
-        weights=matcher.weights_hash or "generated",
-        config=matcher.info,
-        rates=rates,
-        sizes=tuple(sizes),
-        growth=growth(sizes),
-    )
+        yield DeviceResult(
+            device=device,
+            precision=precision,
+            machine=machine_of(place),
+            preset=settings.preset,
+            weights=info["weights"] or "generated",
+            config=info,
+            rates=rates,
+            sizes=tuple(sizes),
+            growth=growth(sizes),
+        )
 
 
 def _measure_size(settings: BenchSettings, device: str, size: Size, folder: Path, rates: Rates) -> SizeResult:
@@ -188,9 +189,11 @@ def _measure_size(settings: BenchSettings, device: str, size: Size, folder: Path
     peaks: dict[str, Peaks | None] = {}
     for task in tasks:  # before anything is built here that would count too
         try:
-            peaks[task.method] = measure_peaks(task)
-        except (DataError, RuntimeError) as error:
+            found = peaks[task.method] = measure_peaks(task)
+        except (DualRCError, RuntimeError) as error:
             notes.append(f"Memory of {task.method}: {error}")
+        else:
+            notes += [f"Memory of {task.method}: {found.failure}"] if found and found.failure else []
         _release()
     rows, search = list[Row](), None
     if settings.repeats != 0:
@@ -198,19 +201,19 @@ def _measure_size(settings: BenchSettings, device: str, size: Size, folder: Path
         fast = methods["dualrc"]
         assert isinstance(fast, Dualrc)
         timings = _time(methods, fast.matcher, settings, notes)
-        search, ran = _trace(fast, notes)
+        search, ran = trace_search(fast, notes)
         rows = [
             _row(method, stage, timing, methods[method], ran)
             for (method, stage), timing in timings.items()
             if stage != MATCH
         ]
-        work = _work(fast, search)
-        rows = [_with_work(row, work, rates) for row in rows]
+        work = work_of(fast, search)
+        rows = [with_work(row, work, rates) for row in rows]
     else:
         rows = [
             Row(method=method, stage=stage, timing=None)
-            for method, found in peaks.items()
-            for stage in (found.stages if found else ())
+            for method, measured in peaks.items()
+            for stage in (measured.stages if measured else ())
         ]
     _release()
     seen = tasks[0].seen
@@ -231,13 +234,10 @@ def _time(
     device = matcher.device
     repeats = settings.repeats or (20 if device.type == "cuda" else 5)
     runs = {(name, stage): run for name, method in methods.items() for stage, run in method.runs().items()}
-    batches = {key: run for key, run in runs.items() if key[1] == BATCH}
-    single = {key: run for key, run in runs.items() if key not in batches}
-    timings, failures = time_interleaved(single, device, repeats=repeats, limit_s=_LIMIT_S)
-    found, failed = time_interleaved(batches, device, repeats=min(repeats, _BATCH_REPEATS), limit_s=_LIMIT_S)
-    notes += [f"{method}, {stage}: {reason}" for (method, stage), reason in (failures | failed).items()]
+    timings, failures = time_interleaved(runs, device, repeats=repeats, limit_s=_LIMIT_S)
+    notes += [f"{method}, {stage}: {reason}" for (method, stage), reason in failures.items()]
     result: dict[tuple[MethodName, str], Timing] = {}
-    for (method, stage), timing in (timings | found).items():
+    for (method, stage), timing in timings.items():
         result[method, stage] = timing
         if stage == MATCH and (method, COARSE) in timings:
             result[method, SEARCH] = timing.minus(timings[method, COARSE])
@@ -266,68 +266,6 @@ def _count(result: object) -> int | None:
     return len(result) if isinstance(result, Sized) else None
 
 
-def _trace(method: Dualrc, notes: list[str]) -> tuple[Search | None, dict[str, str]]:
-    """What the network tells of its search, and of what it ran, by stage."""
-    try:
-        with trace.recording() as seen:
-            method.features()
-            found = method.match()
-    except RuntimeError as error:  # reported as the stages' failures too
-        notes.append(f"Search: {str(error).splitlines()[0]}")
-        return None, {}
-    noted = seen.notes
-    ran = {
-        stage: ", ".join(sorted({str(name) for name in noted[key]})) for stage, key in _NOTED.items() if key in noted
-    }
-    search = Search(on="planted features" if method.task.generated else "pictures", matches=len(found.scores))
-    if method.task.generated:
-        true = Motion().points1(found.points0, method.task.seen, method.task.seen)
-        near = (true - found.points1).norm(dim=1) <= _NEAR_PX
-        search = replace(search, planted_correct=float(near.float().mean()) if len(near) else 0.0)
-    if "search.visited" not in noted:
-        return search, ran
-    groups, candidates = ([int(count) for count in noted[f"search.{key}"]] for key in ("groups", "candidates"))
-    visited = sum(float(count) for count in noted["search.visited"])
-    possible = sum(group * cells for group, cells in zip(groups, candidates, strict=True))
-    return replace(
-        search,
-        groups=sum(groups),
-        visited_cells=visited / max(1, sum(groups)),
-        visited_share=visited / max(1, possible),
-        widened_groups=sum(int(count) for count in noted["search.widened"]) if "search.widened" in noted else None,
-    ), ran
-
-
-def _with_work(row: Row, stages: dict[str, Work], rates: Rates) -> Row:
-    """What the stage had to do, and how near to the device's limits it did that."""
-    work = stages.get(row.stage)
-    if work is None or row.timing is None or row.method != "dualrc":
-        return row
-    seconds = row.timing.median_s
-    return replace(
-        row,
-        work=work,
-        matrix_share=work.operations / seconds / rates.operations_per_s if seconds else None,
-        bandwidth_share=work.bytes / seconds / rates.bytes_per_s if seconds else None,
-    )
-
-
-def _work(fast: Dualrc, search: Search | None) -> dict[str, Work]:
-    """The least that each stage has to do; the search's is known only where it tells what it visited."""
-    config, seen = fast.matcher.network.config, fast.task.seen
-    value_bytes = getattr(torch, fast.matcher.precision).itemsize
-    features = counts.features_work(config, seen, value_bytes)
-    coarse = counts.coarse_work(config, seen, seen, value_bytes)
-    work = {FEATURES: features, COARSE: coarse}
-    if search is None or search.visited_cells is None or search.groups is None:
-        return work
-    visited = search.visited_cells * search.groups
-    work[SEARCH] = counts.search_work(config, seen, seen, value_bytes, visited=visited, matches=search.matches)
-    work[FURTHER] = coarse + work[SEARCH]
-    work[WHOLE] = features + features + work[FURTHER]
-    return work
-
-
 def _with_peak(row: Row, peaks: Peaks | None) -> Row:
     if peaks is None or row.stage not in peaks.stages:
         return row
@@ -345,39 +283,6 @@ def _release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _machine(device: torch.device) -> dict[str, Any]:
-    machine = {
-        "system": platform.platform(),
-        "processor": _processor(),
-        "cores": cores(),
-        "threads": torch.get_num_threads(),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        machine |= {"cpu": machine["processor"], "processor": properties.name, "gpu_memory": properties.total_memory}
-    return machine
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
-
-
-def _versions() -> dict[str, str | None]:
-    packages = ("dualrc", "torch", "triton", "numpy", "kornia", "opencv-python-headless")
-    versions: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in packages:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    versions["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS")
-    return versions
 
 
 def others_of(names: Sequence[str]) -> tuple[MethodName, ...]:
