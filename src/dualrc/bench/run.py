@@ -51,6 +51,10 @@ _SCENE = 1
 _LARGEST_SCENE = 1600  # px of the long side that are rendered; larger pictures are scaled up from these
 _BATCH_PIXELS = 1024 * 768  # of larger pictures, batches are measured only where asked for
 _LIMIT_S = 20.0  # of a stage in all; slower ones are repeated less often
+_PLANTED = (
+    f"there are no trained weights of this preset: features are made with generated ones; {COARSE}, search, {FURTHER} "
+    f"and {BATCH} are of planted features, and {WHOLE} is making features of both pictures, then the {FURTHER}."
+)
 _OTHERS: tuple[MethodName, ...] = ("literal", "loftr", "sift")
 
 
@@ -141,9 +145,8 @@ def _write_pictures(settings: BenchSettings, folder: Path) -> None:
     else:
         largest = max(settings.sizes, key=max)
         ratio = min(1.0, _LARGEST_SCENE / max(largest))
-        device = "cuda" if any(name.startswith("cuda") for name in settings.devices) else "cpu"
-        pair = make_pair(_SCENE, size=(round(largest[0] * ratio), round(largest[1] * ratio)), device=device)
-        images = [Image.fromarray(rendering.image.cpu().numpy()) for rendering in pair]
+        pair = make_pair(_SCENE, size=(round(largest[0] * ratio), round(largest[1] * ratio)))
+        images = [Image.fromarray(rendering.image.numpy()) for rendering in pair]
     for size in settings.sizes:
         place = folder / f"{size[0]}x{size[1]}"
         place.mkdir(exist_ok=True)
@@ -179,6 +182,8 @@ def _measure_device(settings: BenchSettings, device: str, folder: Path, messages
 def _measure_size(settings: BenchSettings, device: str, size: Size, folder: Path, rates: Rates) -> SizeResult:
     names: tuple[MethodName, ...] = ("dualrc", *settings.others)
     notes, tasks = list[str](), list[Task]()
+    if _task(settings, "dualrc", device, size, folder).generated:
+        notes.append(_PLANTED)
     for name in names:
         task = _task(settings, name, device, size, folder)
         reason = why_not(task)

@@ -1,0 +1,438 @@
+"""The benchmark: what it counts and times, what it writes, and that planted features are what they claim."""
+
+import json
+import math
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import plain_consensus, rand, texture, tiny_network
+from PIL import Image
+from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
+
+from dualrc import ConfigError, DataError, cli
+from dualrc.bench import accounts, clock, counts, memory, methods, others_of, profiler, results, sizes_of
+from dualrc.bench.clock import Rates, Timing
+from dualrc.bench.counts import Work
+from dualrc.bench.methods import BATCH, COARSE, FEATURES, FURTHER, MATCH, SEARCH, WHOLE, Task
+from dualrc.bench.planted import Motion, input_size, plant
+from dualrc.config import PRESETS, ConsensusConfig
+from dualrc.model import trace
+from dualrc.model.backbone import make_backbone
+from dualrc.model.checkpoint import save_weights
+from dualrc.model.dualrc import Features
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    save_weights(tiny_network(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """A folder with a picture and the same shifted by 16 pixels, as the benchmark names them."""
+    folder = tmp_path_factory.mktemp("pictures")
+    large = texture(3, 176, 128)
+    for name, start in zip(methods.PICTURES, (0, 16), strict=True):
+        Image.fromarray(large[:, start : start + 160]).save(folder / name, quality=95)
+    return folder
+
+
+@pytest.fixture
+def task(weights, pictures) -> Task:
+    return Task(
+        method="dualrc",
+        preset="default",
+        weights=str(weights),
+        device="cpu",
+        precision=None,
+        size=(160, 128),
+        batch=0,
+        folder=str(pictures),
+    )
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run `dualrc bench` as a shell would; gives exit status, output and error output."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dualrc", "bench", *map(str, arguments)])
+        monkeypatch.setattr(cli.common, "screen", Console(width=100))
+        monkeypatch.setattr(cli.common, "messages", Console(stderr=True, width=100))
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        output = capsys.readouterr()
+        return int(stopped.value.code or 0), output.out, output.err
+
+    return call
+
+
+# The trace.
+
+
+def test_notes_are_kept_only_where_asked_for():
+    trace.note("lost", 0)
+    assert not trace.is_recording()
+    with trace.recording() as outer:
+        trace.note("one", 1)
+        with trace.recording() as inner:
+            trace.note("two", 2)
+        trace.note("one", 3)
+        assert trace.is_recording()
+    trace.note("lost", 4)
+    assert outer.notes == {"one": [1, 3]} and inner.notes == {"two": [2]}
+
+
+# Planted features.
+
+
+def empty_features(width: int, height: int, dtype: torch.dtype = torch.float32, channels: int = 48) -> Features:
+    def map_of(stride: int) -> torch.Tensor:
+        shape = (1, channels, height // stride, width // stride)
+        return torch.empty(shape, dtype=dtype).to(memory_format=torch.channels_last)
+
+    return Features(coarse=map_of(16), fine=map_of(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_planted_features_have_the_layout_of_those_they_stand_for(dtype):
+    like0, like1 = empty_features(160, 128, dtype), empty_features(128, 96, dtype)
+    for made, like in zip(plant(like0, like1), (like0, like1), strict=True):
+        for one, other in ((made.coarse, like.coarse), (made.fine, like.fine)):
+            assert one.shape == other.shape and one.dtype == dtype and one.stride() == other.stride()
+        assert torch.allclose(made.fine.float().norm(dim=1), torch.ones(1), atol=2e-3)
+    assert input_size(like0) == (160, 128) and input_size(like1) == (128, 96)
+
+
+def test_planted_features_depend_on_the_seed_alone():
+    like = empty_features(64, 64)
+    first, again, other = plant(like, like), plant(like, like), plant(like, like, seed=7)
+    assert torch.equal(first[0].fine, again[0].fine) and torch.equal(first[1].coarse, again[1].coarse)
+    assert not torch.equal(first[0].fine, other[0].fine)
+
+
+@pytest.mark.parametrize("motion", [Motion(), Motion(matrix=((1.0, 0.0), (0.0, 1.0)), shift=(0.25, 0.0))])
+def test_the_search_finds_the_planted_motion(motion):
+    network = tiny_network(subpixel=False)
+    network.consensus = plain_consensus()
+    size0, size1 = (320, 240), (288, 256)
+    planted = plant(empty_features(*size0), empty_features(*size1), motion=motion)
+    with torch.inference_mode():
+        found = network.match(*planted)
+    error_px = (motion.points1(found.points0, size0, size1) - found.points1).norm(dim=1)
+    assert len(error_px) > 300
+    assert (error_px <= 8).float().mean() > 0.85
+    assert error_px.median() < 4
+    # What is not planted is not found: the same features against others.
+    stranger = plant(empty_features(*size0), empty_features(*size1), motion=motion, seed=50)
+    with torch.inference_mode():
+        found = network.match(planted[0], stranger[1])
+    error_px = (motion.points1(found.points0, size0, size1) - found.points1).norm(dim=1)
+    assert (error_px <= 8).float().mean() < 0.1
+
+
+def test_motion_maps_pixels():
+    motion = Motion(matrix=((1.0, 0.0), (0.0, 1.0)), shift=(0.5, 0.0))
+    # Half of half a picture to the right: 160 of 640 pixels.
+    there = motion.points1(torch.tensor([[0.0, 0.0], [10.0, 20.0]]), (640, 480), (640, 480))
+    assert torch.allclose(there, torch.tensor([[160.0, 0.0], [170.0, 20.0]]), atol=1e-3)
+    # Into a picture of half the size, pixel centres are at (x + 0.5) / 2 - 0.5.
+    there = Motion(matrix=((1.0, 0.0), (0.0, 1.0)), shift=(0.0, 0.0)).points1(torch.zeros(1, 2), (640, 480), (320, 240))
+    assert torch.allclose(there, torch.full((1, 2), -0.25), atol=1e-4)
+
+
+# Counting.
+
+
+@pytest.mark.parametrize("preset", ["default", "paper"])
+def test_operations_of_the_backbone_are_those_that_torch_counts(preset):
+    config = PRESETS[preset][0]
+    with torch.device("meta"):
+        backbone = make_backbone(config.backbone)
+        with FlopCounterMode(display=False) as counter:
+            backbone(torch.empty(1, 3, 96, 160))
+    work = counts.features_work(config, (160, 96), 2)
+    assert work.operations == counter.get_total_flops()
+    assert counts.features_work(config, (160, 96), 4).bytes == 2 * work.bytes
+
+
+def test_operations_of_the_consensus():
+    assert counts.consensus_operations(ConsensusConfig()) == 2 * (2 * 81 * 16 + 2 * 81 * 16)
+    assert counts.consensus_operations(ConsensusConfig(kernel_sizes=(5, 3, 3), channels=(2, 4, 1))) == 2 * 2 * (
+        625 * 2 + 81 * 8 + 81 * 4
+    )
+
+
+def test_operations_of_coarse_tensor_and_search():
+    config = PRESETS["default"][0]
+    entries = (40 * 30) ** 2
+    work = counts.coarse_work(config, (640, 480), (640, 480), 2)
+    assert work.operations == entries * (2 * 256 + 10368)
+    assert work.bytes == 2 * (5 * entries + 2 * 1200 * 256)
+    searching = counts.search_work(config, (640, 480), (640, 480), 2, visited=1000, matches=0)
+    assert searching.operations == 1000 * 16 * 16 * 2 * 96
+    refined = counts.search_work(config, (640, 480), (640, 480), 2, visited=1000, matches=10)
+    inputs = 2 * 96 + 81 + 1
+    layers = inputs * 192 + 192 * 192 + 192 * 3
+    assert refined.operations - searching.operations == 10 * 2 * (2 * 96 * 81 + 2 * layers)
+    assert counts.refinement_operations(PRESETS["paper"][0]) == 0
+
+
+def test_shares_of_the_rates():
+    row = results.Row(method="dualrc", stage=COARSE, timing=Timing.of([2.0]))
+    rates = Rates(operations_per_s=100.0, bytes_per_s=40.0)
+    shared = accounts.with_work(row, {COARSE: Work(operations=50.0, bytes=8.0)}, rates)
+    assert (shared.matrix_share, shared.bandwidth_share) == (0.25, 0.1)
+    assert accounts.with_work(row, {}, rates) is row
+    other = replace(row, method="literal")
+    assert accounts.with_work(other, {COARSE: Work(operations=50.0, bytes=8.0)}, rates) is other
+
+
+# Timing.
+
+
+def test_median_and_quartiles():
+    timing = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert (timing.low_s, timing.median_s, timing.high_s) == (2.0, 3.0, 4.0)
+    assert timing.samples_s == (5.0, 1.0, 3.0, 2.0, 4.0)
+    assert Timing.of([2.0]) == Timing(median_s=2.0, low_s=2.0, high_s=2.0, samples_s=(2.0,))
+    assert Timing.of([3.0, 4.0]).minus(Timing.of([1.0, 5.0])).samples_s == (2.0, 0.0)
+
+
+def test_runs_take_turns_and_failures_are_told():
+    calls = []
+
+    def failing():
+        calls.append("failing")
+        raise RuntimeError("no room\nand more")
+
+    runs = {"a": lambda: calls.append("a"), "failing": failing, "b": lambda: calls.append("b")}
+    timings, failures = clock.time_interleaved(runs, CPU, repeats=3, limit_s=10)
+    assert calls == ["a", "failing", "b", "a", "b", "a", "b", "a", "b"]  # the first of each warms up
+    assert failures == {"failing": "no room"}
+    assert {name: len(timing.samples_s) for name, timing in timings.items()} == {"a": 3, "b": 3}
+
+
+def test_slow_runs_are_repeated_less():
+    timings, _ = clock.time_interleaved(
+        {"slow": lambda: time.sleep(0.02), "quick": lambda: None}, CPU, repeats=8, limit_s=0.03
+    )
+    assert len(timings["slow"].samples_s) == 3 and len(timings["quick"].samples_s) == 8
+    assert 0.02 <= timings["slow"].median_s < 1
+
+
+def test_rates_are_of_this_world():
+    rates = clock.measure_rates(CPU, "float32")
+    assert 1e8 < rates.operations_per_s < 1e14
+    assert 1e8 < rates.bytes_per_s < 1e13
+
+
+def test_the_profiler_tells_what_ran():
+    one = rand(0, 300, 300)
+    small = profiler.kernel_seconds(lambda: one @ one, CPU)
+    both = profiler.kernel_seconds(lambda: (one @ one).cumsum(0).cumsum(1), CPU)
+    assert profiler.top(small)[0].name == "aten::mm"
+    assert "aten::cumsum" in both
+    assert profiler.beyond({"a": 3.0, "b": 1.0}, {"a": 1.0, "b": 2.0}) == {"a": 2.0}
+    assert [k.name for k in profiler.top({"a": 1.0, "b": 3.0})] == ["b", "a"]
+    assert profiler.top({"a": 1.0, "b": 3.0})[0].share == 0.75
+    assert profiler.top({}) == ()
+
+
+# Memory.
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone lets a peak be forgotten")
+def test_peaks_are_forgotten_between_stages():
+    memory._forget_peak(CPU)
+    before = memory._peak(CPU)
+    torch.ones(50_000_000)  # 200 MB, gone at once
+    assert memory._peak(CPU) > before + 150e6
+    memory._forget_peak(CPU)
+    assert memory._peak(CPU) < before + 50e6
+
+
+def test_a_process_that_fails_says_why(task, tmp_path):
+    with pytest.raises(DataError, match="does not exist"):
+        memory.measure_peaks(replace(task, folder=str(tmp_path)))
+
+
+def test_peaks_found_before_a_failure_are_kept(task, monkeypatch):
+    def fail(self):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(methods.Dualrc, "match", fail)
+    peaks = memory._peaks_here(task)
+    assert peaks.failure == "out of memory"
+    assert list(peaks.stages) == [WHOLE, FEATURES, COARSE]
+
+
+# Growth.
+
+
+def size_result(side: int, seconds: float | None, working: int | None) -> results.SizeResult:
+    timing = None if seconds is None else Timing.of([seconds])
+    row = results.Row(method="dualrc", stage=COARSE, timing=timing, working_bytes=working)
+    return results.SizeResult(
+        size=(side, side), network_size=(side, side), tensor_entries=0, search=None, rows=(row,), notes=()
+    )
+
+
+def test_growth_between_neighbouring_sizes():
+    found = results.growth([size_result(128, 16.0, 400), size_result(64, 1.0, 100), size_result(512, 64.0, None)])
+    assert [(item.size0[0], item.size1[0]) for item in found] == [(64, 128), (128, 512)]
+    first, second = found
+    assert (first.side_factor, first.time_factor, first.memory_factor) == (2.0, 16.0, 4.0)
+    assert math.isclose(first.time_power, 4.0) and math.isclose(first.memory_power, 2.0)
+    assert (second.side_factor, second.time_factor, second.memory_factor) == (4.0, 4.0, None)
+    assert math.isclose(second.time_power, 1.0) and second.memory_power is None
+
+
+def test_nothing_grows_from_one_size():
+    assert results.growth([size_result(64, 1.0, 1)]) == ()
+    assert results.growth([size_result(64, 1.0, 1), size_result(64, 2.0, 1)]) == ()
+    assert results.growth([size_result(64, None, 0), size_result(128, 2.0, 8)])[0].time_factor is None
+
+
+# Methods.
+
+
+def test_the_literal_definition_finds_as_many_matches(task):
+    found = methods.make_method(task).further()
+    literal = methods.make_method(replace(task, method="literal"))
+    assert list(literal.runs()) == [FURTHER]
+    assert len(literal.match()) == len(found) > 20
+
+
+def test_generated_weights_are_timed_on_planted_features(pictures):
+    task = Task(
+        method="dualrc",
+        preset="paper",
+        weights=None,
+        device="cpu",
+        precision=None,
+        size=(160, 128),
+        batch=1,
+        folder=str(pictures),
+    )
+    assert task.generated
+    method = methods.make_method(task)
+    assert list(method.runs()) == [methods.DECODE, FEATURES, COARSE, MATCH, FURTHER, WHOLE, BATCH]
+    notes: list[str] = []
+    search, _ = accounts.trace_search(method, notes)
+    assert search.on == "planted features" and search.planted_correct > 0.7 and not notes
+    assert len(method.whole()) == len(method.further()) == search.matches == len(method.batched()[0])
+
+
+def test_what_does_not_fit_is_left_out_with_a_reason(task):
+    assert methods.why_not(replace(task, method="literal", size=(320, 240))) is None
+    assert "1,440,000 entries" in methods.why_not(replace(task, method="literal", size=(640, 480)))
+    assert "GiB" in methods.why_not(replace(task, method="loftr", size=(16000, 12000)))
+    assert methods.why_not(replace(task, size=(16000, 12000))) is None
+
+
+def test_loftr_runs(task):
+    pytest.importorskip("kornia")
+    assert methods.make_method(replace(task, method="loftr")).whole().shape[1] == 4
+
+
+def test_sift_finds_the_shift(task):
+    pytest.importorskip("cv2")
+    assert len(methods.make_method(replace(task, method="sift")).whole()) > 0
+
+
+# The command.
+
+STAGES = [methods.DECODE, FEATURES, COARSE, SEARCH, FURTHER, WHOLE, BATCH]
+
+
+def test_the_command_prints_tables_and_writes_json(run, weights, pictures, tmp_path):
+    out = tmp_path / "bench.json"
+    pair = [pictures / name for name in methods.PICTURES]
+    status, screen, errors = run(
+        *("--weights", weights, "--pair", *pair, "--device", "cpu", "--size", "128x96", "--size", "64x48"),
+        *("--repeats", 2, "--batch", 2, "--with", "literal", "-o", out),
+    )
+    assert status == 0, errors
+    assert "of matrix rate" in screen and "per doubling" in screen and f"Written: {out}" in screen
+    content = json.loads(out.read_text())
+    assert content["format"] == "dualrc-bench-1"
+    assert content["versions"]["torch"] == torch.__version__ and content["settings"]["repeats"] == 2
+    device = content["devices"]["cpu"]
+    assert len(device["weights"]) == 16 and device["precision"] == "float32"
+    assert device["config"]["network"]["backbone"]["kind"] == "compact"
+    assert device["rates"]["operations_per_s"] > 0 and device["machine"]["cores"] >= 1
+    assert [size["size"] for size in device["sizes"]] == [[64, 48], [128, 96]]
+    for size, cells in zip(device["sizes"], (12, 48), strict=True):
+        assert size["tensor_entries"] == cells**2
+        assert size["search"]["on"] == "pictures" and size["search"]["planted_correct"] is None
+        rows = {(row["method"], row["stage"]): row for row in size["rows"]}
+        assert list(rows) == [("dualrc", stage) for stage in STAGES[:6]] + [("dualrc", BATCH), ("literal", FURTHER)]
+        for (method, stage), row in rows.items():
+            assert len(row["timing"]["samples_s"]) == 2, (method, stage)
+            assert stage == methods.DECODE or row["peak_bytes"] > 50e6
+        assert rows["dualrc", COARSE]["matrix_share"] > 0 and rows["dualrc", COARSE]["kernels"]
+        assert rows["dualrc", FURTHER]["matches"] == rows["literal", FURTHER]["matches"] == size["search"]["matches"]
+        median_s = rows["dualrc", BATCH]["timing"]["median_s"]
+        assert math.isclose(rows["dualrc", BATCH]["pairs_per_s"], 2 / median_s)
+    growth = {(item["method"], item["stage"]): item for item in device["growth"]}
+    assert growth["dualrc", COARSE]["side_factor"] == 2.0 and growth["literal", FURTHER]["time_factor"] > 4
+
+
+def test_memory_alone_of_a_rendered_pair(run, weights, tmp_path):
+    out = tmp_path / "bench.json"
+    arguments = ("--weights", weights, "--device", "cpu", "--size", "64x64")
+    status, screen, errors = run(*arguments, "--repeats", 0, "--batch", 0, "-o", out)
+    assert status == 0, errors
+    rows = json.loads(out.read_text())["devices"]["cpu"]["sizes"][0]["rows"]
+    assert {row["stage"] for row in rows} == {FEATURES, COARSE, SEARCH, FURTHER, WHOLE}
+    assert all(row["timing"] is None and row["peak_bytes"] > 0 for row in rows)
+    assert "MiB" in screen
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--size", "640"), "WIDTHxHEIGHT"),
+        (("--size", "16x640"), "too small"),
+        (("--with", "surf"), "literal, loftr, sift"),
+        (("--batch", -1), "must not be negative"),
+        (("--repeats", -2), "must not be negative"),
+        (("--preset", "large"), "no preset"),
+        (("--weights", "nowhere.safetensors"), "does not exist"),
+        (("--device", "abacus"), "can't be used"),
+        (("--out", "nowhere/bench.json"), "does not exist"),
+        (("--pair", "nowhere.jpg", "nothing.jpg"), "does not exist"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(run, weights, arguments, words):
+    given = ("--weights", weights) if "--weights" not in arguments and "--preset" not in arguments else ()
+    device = ("--device", "cpu") if "--device" not in arguments else ()
+    status, _, errors = run(*given, *device, *arguments)
+    assert status == 1
+    assert words in errors and "Traceback" not in errors
+
+
+def test_sizes_and_others():
+    assert sizes_of(["640x480", "32X32", "640x480"]) == ((640, 480), (32, 32))
+    assert len(sizes_of([])) == 2
+    assert others_of(["sift", "literal", "sift"]) == ("literal", "sift")
+
+
+def test_what_is_not_installed_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(methods.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"kornia.*pip install 'dualrc\[baselines\]'"):
+        methods.check_installed("loftr")
+    monkeypatch.setattr(methods, "has_opencv", lambda: False)
+    with pytest.raises(ConfigError, match="OpenCV"):
+        methods.check_installed("sift")
+    methods.check_installed("literal")
