@@ -1,0 +1,248 @@
+"""Neighbourhood consensus on the GPU: two layers of 4D convolutions in both directions, the hidden one in registers.
+
+The sums over the 81 neighbours are split. A walk down picture 1's rows adds up three of them in registers, in both
+layers, so that a hidden value is made once and never leaves its program. What it gives to the other 27 neighbours is
+written, and a second kernel adds that up. Those shares are what takes memory, 54 values for each entry of the tensor;
+they are held for a few rows of picture 0 at a time, in slots that are used in turn, so that no row is made twice.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dualrc.kernels import usable
+
+CHANNELS = (8, 16, 32)
+SHARES = 54  # of a hidden position, for 27 neighbours in two directions
+SLAB_BYTES = 2**29  # of shares where no limit is given
+_PROGRAMS = 2000  # enough to keep a large GPU busy; more halos are made twice with more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How the work is cut; the results don't depend on it."""
+
+    positions: int = 64  # hidden positions of a program
+    warps: int = 4
+    unroll: int = 3
+    collected: int = 256  # results of a program that adds shares
+    collect_warps: int = 4
+    # Rows of picture 1 that a program walks; 0: chosen to fill the GPU.
+    steps: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The weights of both layers and directions as the kernels read them."""
+
+    weight1: Tensor  # 3 32 2C: shift in picture 1's rows; the other shifts, 27 of 32; channels of both directions
+    bias1: Tensor  # 2C, float32
+    weight2: Tensor  # 3 2C 64: 27 of 32 results for each direction
+    bias2: Tensor  # 1, float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slab:
+    """A part of the work whose shares fit into memory."""
+
+    pairs: range
+    region: range  # rows of picture 1
+    slots: int  # rows of picture 0 whose shares are kept
+    rows: int  # results made at a time
+
+
+def supported(scores: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether `consensus` can do what Consensus.forward does with these scores and weights."""
+    channels = weights[0].shape[0]
+    return (
+        usable(scores)
+        and scores.dtype in (torch.float16, torch.float32)
+        and len(weights) == 2
+        and channels in CHANNELS
+        and weights[0].shape == (channels, 1, 3, 3, 3, 3)
+        and weights[1].shape == (1, channels, 3, 3, 3, 3)
+        and SHARES * scores.shape[2] * (scores.shape[4] + 2) < 2**31
+        and not (torch.is_grad_enabled() and (scores.requires_grad or weights[0].requires_grad))
+    )
+
+
+def prepare(weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dtype) -> Prepared:
+    """Weights (C 1 3 3 3 3), (1 C 3 3 3 3) and their biases, for scores of this dtype."""
+    first, second = weights[0].detach()[:, 0], weights[1].detach()[0]
+    channels = len(first)
+    both = torch.cat([first, first.permute(0, 3, 4, 1, 2)])  # 2C di dj dk dl
+    weight1 = F.pad(both.permute(3, 1, 2, 4, 0).reshape(3, 27, 2 * channels), (0, 0, 0, 5))
+    weight2 = second.new_zeros(3, 2, channels, 2, 32)
+    for direction, kernel in enumerate((second, second.permute(0, 3, 4, 1, 2))):
+        # Each direction's channels give to that direction's results only.
+        weight2[:, direction, :, direction, :27] = kernel.permute(3, 0, 1, 2, 4).reshape(3, channels, 27)
+    return Prepared(
+        weight1=weight1.to(dtype).contiguous(),
+        bias1=biases[0].detach().float().repeat(2),
+        weight2=weight2.reshape(3, 2 * channels, 64).to(dtype),
+        bias2=biases[1].detach().float().reshape(1).contiguous(),
+    )
+
+
+def consensus(
+    scores: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], max_values: int | None = None
+) -> Tensor:
+    """What Consensus.forward gives: (b h0 w0 h1 w1) -> the same; holds about `max_values` float32 values."""
+    return apply(scores, prepare(weights, biases, scores.dtype), max_values)
+
+
+def apply(
+    scores: Tensor,
+    prepared: Prepared,
+    max_values: int | None = None,
+    *,
+    maxima: tuple[Tensor, Tensor] | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """The same with prepared weights; with `maxima` (from `maxima_of`), of the mutually filtered scores."""
+    scores = scores.contiguous()
+    results = torch.empty_like(scores)
+    if scores.numel() == 0:
+        return results
+    limit = SLAB_BYTES if max_values is None else 4 * max_values
+    run = _Run(scores, prepared, maxima, results, tiles or Tiles())
+    for slab in plan(tuple(scores.shape), scores.element_size(), limit):
+        run.slab(slab)
+    return results
+
+
+def maxima_of(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The maxima that the mutual filter divides by: over picture 0 (b h1*w1) and over picture 1 (b h0*w0)."""
+    flat = scores.flatten(3).flatten(1, 2)
+    return flat.amax(1), flat.amax(2)
+
+
+def mutual_filter(scores: Tensor, maxima: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """What model.correlation.mutual_filter gives, worked out in float32, with one reading after the maxima."""
+    from dualrc.kernels.consensus_jit import filter_scores
+
+    scores = scores.contiguous()
+    results = torch.empty_like(scores)
+    if scores.numel() == 0:
+        return results
+    best0, best1 = maxima_of(scores) if maxima is None else maxima
+    count0, count1 = best1.shape[1], best0.shape[1]
+    grid = (len(scores) * count0, _parts(count1, 1024))
+    filter_scores[grid](scores, best0, best1, results, count0, count1, POSITIONS=1024)
+    return results
+
+
+def plan(shape: tuple[int, ...], item: int, limit: int) -> Iterator[Slab]:
+    """Cut the work so that the shares take at most `limit` bytes where that is possible at all."""
+    batch, h0, w0, h1, w1 = shape
+    plane = w0 * (w1 + 2) * SHARES  # values for a row of picture 0 and a row of picture 1
+    tall = max(1, min(h1, (2**31 - 1) // plane))  # the kernels count in 32 bits within a row of picture 0
+    fitting = limit // (plane * item)  # such rows that may be held
+    if fitting >= h0 * h1 and tall == h1:
+        together = min(batch, fitting // (h0 * h1))
+        for start in range(0, batch, together):
+            pairs = range(start, min(start + together, batch))
+            yield Slab(pairs=pairs, region=range(h1), slots=h0, rows=h0)
+        return
+    # Results of a row need three; a little more saves launches.
+    least = min(h0, 3)
+    region = max(1, min(tall, fitting // least))
+    slots = max(least, min(h0, fitting // region))
+    rows = h0 if slots == h0 else slots - 2
+    for pair in range(batch):
+        for start in range(0, h1, region):
+            yield Slab(
+                pairs=range(pair, pair + 1), region=range(start, min(start + region, h1)), slots=slots, rows=rows
+            )
+
+
+class _Run:
+    """The launches for one tensor."""
+
+    def __init__(
+        self,
+        scores: Tensor,
+        prepared: Prepared,
+        maxima: tuple[Tensor, Tensor] | None,
+        results: Tensor,
+        tiles: Tiles,
+    ) -> None:
+        self.scores, self.prepared, self.maxima, self.results, self.tiles = scores, prepared, maxima, results, tiles
+        self.shares = scores.new_empty(0)
+        self.padded = scores.new_empty(0)
+
+    def slab(self, slab: Slab) -> None:
+        """Make the results of a slab, some rows of picture 0 at a time."""
+        h0, w0, h1, w1 = self.scores.shape[1:]
+        pairs = len(slab.pairs)
+        values = pairs * slab.slots * SHARES * len(slab.region) * w0 * (w1 + 2)
+        if len(self.shares) < values:
+            self.shares = self.scores.new_empty(values)
+        most = min(slab.rows + 1, h0)  # rows of hidden positions made at a time
+        values = pairs * (most + 2) * h1 * (w0 + 2) * (w1 + 2)
+        if len(self.padded) < values:
+            self.padded = self.scores.new_empty(values)
+        made = 0
+        for start in range(0, h0, slab.rows):
+            stop = min(start + slab.rows, h0)
+            needed = min(stop + 1, h0)
+            if made < needed:
+                self._lay_out(slab, made - 1, needed + 1)
+                self._contribute(slab, made, needed)
+                made = needed
+            self._collect(slab, start, stop)
+
+    def _lay_out(self, slab: Slab, start: int, stop: int) -> None:
+        from dualrc.kernels.consensus_jit import lay_out
+
+        h0, w0, h1, w1 = self.scores.shape[1:]
+        best0, best1 = self.maxima if self.maxima is not None else (self.scores, self.scores)
+        rows = stop - start
+        grid = (_parts((w0 + 2) * (w1 + 2), 1024), h1, len(slab.pairs) * rows)
+        lay_out[grid](
+            self.scores, best0, best1, self.padded, slab.pairs.start, start, rows, h0, w0, h1, w1,
+            FILTERED=self.maxima is not None, POSITIONS=1024,
+        )  # fmt: skip
+
+    def _contribute(self, slab: Slab, start: int, stop: int) -> None:
+        from dualrc.kernels.consensus_jit import contribute
+
+        _, w0, h1, w1 = self.scores.shape[1:]
+        prepared, tiles, region, rows = self.prepared, self.tiles, slab.region, stop - start
+        half = self.scores.dtype == torch.float16
+        positions = tiles.positions if half else min(32, tiles.positions)  # float32 takes twice the registers
+        across = _parts(w0 * (w1 + 2), positions)
+        steps = tiles.steps or _steps(len(region), across * len(slab.pairs) * rows)
+        # In float32 every product is kept whole: the GPU's tensor cores would round the factors.
+        grid = (across, _parts(len(region), steps), len(slab.pairs) * rows)
+        contribute[grid](
+            self.padded, self.shares, prepared.weight1, prepared.bias1, prepared.weight2,
+            start, rows, slab.slots, region.start, region.stop, steps, w0, h1, w1,
+            HIDDEN=prepared.weight1.shape[2], POSITIONS=positions,
+            UNROLL=tiles.unroll if half else 1, PRECISION="ieee", num_warps=tiles.warps,
+        )  # fmt: skip
+
+    def _collect(self, slab: Slab, start: int, stop: int) -> None:
+        from dualrc.kernels.consensus_jit import collect
+
+        h0, w0, h1, w1 = self.scores.shape[1:]
+        rows, region = stop - start, slab.region
+        grid = (_parts(w0 * (w1 + 2), self.tiles.collected), len(region), len(slab.pairs) * rows)
+        collect[grid](
+            self.shares, self.prepared.bias2, self.results, slab.pairs.start, start, rows, slab.slots,
+            region.start, len(region), h0, w0, h1, w1,
+            POSITIONS=self.tiles.collected, num_warps=self.tiles.collect_warps,
+        )  # fmt: skip
+
+
+def _steps(rows: int, programs: int) -> int:
+    """How many rows a program walks: all, unless that leaves the GPU idle; four more are read at the ends."""
+    walks = max(1, min(_parts(_PROGRAMS, programs), rows // 12))
+    return _parts(rows, walks)
+
+
+def _parts(total: int, size: int) -> int:
+    return -(-total // size)

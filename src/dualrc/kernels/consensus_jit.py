@@ -1,0 +1,206 @@
+"""Kernels of the consensus; `consensus.py` has the plan they follow.
+
+A condition on one number joins a mask as a limit that is 0 where it fails, because Triton's interpreter mistakes the
+type of a single truth value that is spread over a block.
+"""
+
+import triton.language as tl
+
+from dualrc.kernels.jit import kernel
+
+
+@kernel
+def lay_out(
+    scores: tl.tensor,  # b h0 w0 h1 w1
+    best0: tl.tensor,  # b h1*w1: over picture 0; read where FILTERED
+    best1: tl.tensor,  # b h0*w0: over picture 1
+    padded: tl.tensor,  # pairs rows h1 (w0+2)*(w1+2)
+    first_pair: tl.tensor,
+    first_row: tl.tensor,  # of picture 0; may be -1, and the last may be h0: rows of zeros
+    rows: tl.tensor,
+    h0: tl.tensor,
+    w0: tl.tensor,
+    h1: tl.tensor,
+    w1: tl.tensor,
+    FILTERED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+) -> None:
+    """Rows of picture 0 with the columns of both pictures side by side and a frame of zeros, filtered on the way."""
+    plane = (w0 + 2) * (w1 + 2)
+    place = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
+    k = tl.program_id(1)
+    slab_row = tl.program_id(2)
+    pair, i = (first_pair + slab_row // rows).to(tl.int64), first_row + slab_row % rows
+    j, col = place // (w1 + 2) - 1, place % (w1 + 2) - 1
+    inside = (j >= 0) & (j < w0) & (col >= 0) & (col < tl.where((i >= 0) & (i < h0), w1, 0))
+    source = scores + (pair * h0 + i) * w0 * h1 * w1
+    value = tl.load(source + j * (h1 * w1) + (k * w1 + col), mask=inside, other=0.0)
+    if FILTERED:
+        value = value.to(tl.float32)
+        over0 = tl.load(best0 + pair * h1 * w1 + k * w1 + col, mask=inside, other=1.0).to(tl.float32) + 1e-5
+        over1 = tl.load(best1 + (pair * h0 + i) * w0 + j, mask=inside, other=1.0).to(tl.float32) + 1e-5
+        value = value * (value / over0) * (value / over1)
+    target = padded + (slab_row.to(tl.int64) * h1 + k) * plane + place
+    tl.store(target, value.to(padded.dtype.element_ty), mask=place < plane)
+
+
+@kernel
+def _three(pointers: tl.tensor, apart: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The weights for the row above, the row itself and the row below."""
+    return tl.load(pointers), tl.load(pointers + apart), tl.load(pointers + 2 * apart)
+
+
+@kernel
+def contribute(
+    padded: tl.tensor,  # pairs rows+2 h1 (w0+2)*(w1+2)
+    shares: tl.tensor,  # pairs slots 2*27 region w0*(w1+2)
+    weight1: tl.tensor,  # 3 32 HIDDEN: by shift in picture 1's rows, then by the other three
+    bias1: tl.tensor,  # HIDDEN
+    weight2: tl.tensor,  # 3 HIDDEN 64
+    first_row: tl.tensor,
+    rows: tl.tensor,
+    slots: tl.tensor,
+    region_start: tl.tensor,  # rows of picture 1 that results are wanted for
+    region_stop: tl.tensor,
+    steps: tl.tensor,  # how many of them one program walks
+    w0: tl.tensor,
+    h1: tl.tensor,
+    w1: tl.tensor,
+    HIDDEN: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    UNROLL: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """What each hidden position gives to its 27 neighbours in picture 0's coordinates and picture 1's columns.
+
+    A program walks down picture 1's rows. Each row of scores is read once and gives to the hidden rows above, at and
+    below it; each hidden row is finished in registers and gives to three rows of results in the same way.
+    """
+    wide = w1 + 2
+    plane, padded_plane = w0 * wide, (w0 + 2) * wide
+    region = region_stop - region_start
+    place = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
+    start = region_start + tl.program_id(1) * steps
+    stop = tl.minimum(start + steps, region_stop)
+    slab_row = tl.program_id(2)
+    pair, row = (slab_row // rows).to(tl.int64), slab_row % rows
+    # Positions in the frame between the columns count as outside the picture, where the hidden layer is zero.
+    column = tl.where(place < plane, place % wide, wide)
+    inside = column < w1
+
+    tap = tl.arange(0, 32)
+    shift = (tap // 9) * (h1 * padded_plane) + (tap // 3 % 3) * wide + tap % 3
+    source = padded + (pair * (rows + 2) + row) * h1 * padded_plane
+    # Taps first, so that neighbours in memory go to neighbouring threads; 32 bits, because pointers take twice the
+    # registers.
+    sources = shift[:, None] + place[None, :]
+    readable = (tap < 27)[:, None] & inside[None, :]
+
+    channel, result = tl.arange(0, HIDDEN), tl.arange(0, 64)
+    weights1 = weight1 + tap[:, None] * HIDDEN + channel[None, :]
+    above1, here1, below1 = _three(weights1, 32 * HIDDEN)
+    weights2 = weight2 + channel[:, None] * 64 + result[None, :]
+    above2, here2, below2 = _three(weights2, HIDDEN * 64)
+    bias = tl.load(bias1 + channel)
+
+    slot = (first_row + row) % slots
+    number = result // 32 * 27 + result % 32  # both directions' 27 results stand in 32 columns each
+    target = shares + (pair * slots + slot) * 54 * region * plane
+    targets = number[:, None] * (region * plane) + place[None, :]
+
+    hidden_kind = weight2.dtype.element_ty
+    at = tl.maximum(start - 2, 0)
+    hidden_a = tl.zeros((POSITIONS, HIDDEN), tl.float32)  # of the row above the one being read, so far
+    hidden_b = tl.zeros((POSITIONS, HIDDEN), tl.float32)  # of that row
+    result_a = tl.zeros((POSITIONS, 64), tl.float32)  # of the row two above the one being read, so far
+    result_b = tl.zeros((POSITIONS, 64), tl.float32)  # of the row one above it
+    following = tl.load((source + at * padded_plane) + sources, mask=readable, other=0.0)
+    for base in range(at, stop + 2, UNROLL):
+        for step in tl.static_range(UNROLL):  # unrolled by three, the accumulators come back to their registers
+            y = base + step
+            scores = tl.trans(following)
+            taps = tl.where(y + 1 < h1, 27, 0)
+            readable = (tap < taps)[:, None] & inside[None, :]
+            following = tl.load((source + (y + 1) * padded_plane) + sources, mask=readable, other=0.0)
+            done = tl.dot(scores, below1, hidden_a, input_precision=PRECISION)
+            hidden_a = tl.dot(scores, here1, hidden_b, input_precision=PRECISION)
+            hidden_b = tl.dot(scores, above1, input_precision=PRECISION)
+            exists = column < tl.where((y >= 1) & (y <= h1), w1, 0)
+            hidden = tl.where(exists[:, None], tl.maximum(done + bias[None, :], 0.0), 0.0).to(hidden_kind)
+            complete = tl.dot(hidden, below2, result_a, input_precision=PRECISION)
+            result_a = tl.dot(hidden, here2, result_b, input_precision=PRECISION)
+            result_b = tl.dot(hidden, above2, input_precision=PRECISION)
+            wanted = tl.where((y - 2 >= start) & (y - 2 < stop), 27, 0)
+            writable = (result % 32 < wanted)[:, None] & (place < plane)[None, :]
+            values = tl.trans(complete.to(shares.dtype.element_ty))
+            tl.store((target + (y - 2 - region_start) * plane) + targets, values, mask=writable)
+
+
+@kernel
+def collect(
+    shares: tl.tensor,  # pairs slots 2*27 region w0*(w1+2)
+    bias2: tl.tensor,  # 1
+    results: tl.tensor,  # b h0 w0 h1 w1
+    first_pair: tl.tensor,
+    first_row: tl.tensor,
+    rows: tl.tensor,
+    slots: tl.tensor,
+    region_start: tl.tensor,
+    region: tl.tensor,
+    h0: tl.tensor,
+    w0: tl.tensor,
+    h1: tl.tensor,
+    w1: tl.tensor,
+    POSITIONS: tl.constexpr,
+) -> None:
+    """Add what the 27 neighbours gave to each position, in both directions, and finish the second layer."""
+    wide = w1 + 2
+    plane = w0 * wide
+    place = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
+    step = tl.program_id(1)
+    slab_row = tl.program_id(2)
+    pair, i = (slab_row // rows).to(tl.int64), first_row + slab_row % rows
+    bias = tl.load(bias2)
+    one = tl.zeros((POSITIONS,), tl.float32) + bias
+    other = tl.zeros((POSITIONS,), tl.float32) + bias
+    for di in tl.static_range(3):
+        row = i + di - 1
+        end = tl.where((row >= 0) & (row < h0), plane, 0)
+        slot = (row + slots) % slots
+        source = shares + ((pair * slots + slot) * 54 * region + step) * plane
+        for dj in tl.static_range(3):
+            for dl in tl.static_range(3):
+                # Beyond a row's ends lies the frame, which holds zeros.
+                neighbour = place + ((dj - 1) * wide + (dl - 1))
+                readable = (neighbour >= 0) & (neighbour < end)
+                tap = di * 9 + dj * 3 + dl
+                one += tl.load(source + tap * (region * plane) + neighbour, mask=readable, other=0.0).to(tl.float32)
+                other += tl.load(source + (27 + tap) * (region * plane) + neighbour, mask=readable, other=0.0).to(
+                    tl.float32
+                )
+    value = tl.maximum(one, 0.0) + tl.maximum(other, 0.0)
+    j, col = place // wide, place % wide
+    target = results + ((first_pair + pair) * h0 + i) * w0 * h1 * w1 + (region_start + step) * w1
+    tl.store(target + j * (h1 * w1) + col, value.to(results.dtype.element_ty), mask=(place < plane) & (col < w1))
+
+
+@kernel
+def filter_scores(
+    scores: tl.tensor,  # b n0 n1
+    best0: tl.tensor,  # b n1
+    best1: tl.tensor,  # b n0
+    results: tl.tensor,  # b n0 n1
+    n0: tl.tensor,
+    n1: tl.tensor,
+    POSITIONS: tl.constexpr,
+) -> None:
+    """Each score times its share of the maxima of its row and of its column."""
+    place = tl.program_id(1) * POSITIONS + tl.arange(0, POSITIONS)
+    row = tl.program_id(0).to(tl.int64)
+    pair = row // n0
+    inside = place < n1
+    value = tl.load(scores + row * n1 + place, mask=inside, other=0.0).to(tl.float32)
+    over0 = tl.load(best0 + pair * n1 + place, mask=inside, other=1.0).to(tl.float32) + 1e-5
+    over1 = tl.load(best1 + row).to(tl.float32) + 1e-5
+    value = value * (value / over0) * (value / over1)
+    tl.store(results + row * n1 + place, value.to(results.dtype.element_ty), mask=inside)
