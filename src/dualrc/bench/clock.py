@@ -17,7 +17,6 @@ Key = TypeVar("Key")
 _MATRIX_SIDE = {"cuda": 8192, "cpu": 1536}
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 _RATE_REPEATS = 8
-_LEAST_REPEATS = 3  # of a slow run, where the others get more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ def time_interleaved(
 ) -> tuple[dict[Key, Timing], dict[Key, str]]:
     """Time runs in turn, round by round, so that what else the machine does slows all alike; with reasons of failures.
 
-    A run that has taken `limit_s` in all is not repeated further, once there are enough figures for a median.
+    A run that has taken `limit_s` in all is not repeated further.
     """
     samples: dict[Key, list[float]] = {name: [] for name in runs}
     failures: dict[Key, str] = {}
@@ -80,7 +79,7 @@ def time_interleaved(
     for number in range(-warmups, repeats):
         for name, run in runs.items():
             taken = samples[name]
-            if name in failures or (len(taken) >= _LEAST_REPEATS and sum(taken) > limit_s):
+            if name in failures or sum(taken) > limit_s:
                 continue
             try:
                 seconds = time_once(run, device)

@@ -41,7 +41,7 @@ BATCH = "batch of pairs"
 MATCH = "coarse tensor and search"  # of which the search is what the coarse tensor does not take
 
 PICTURES = ("picture0.jpg", "picture1.jpg")
-_LITERAL_ENTRIES = 100_000  # of the coarse tensor; it takes some 50 microseconds for each
+_LITERAL_ENTRIES = 30_000  # of the coarse tensor; it takes some 150 microseconds for each
 _LOFTR_COPIES = 4  # of its coarse similarity, which it holds at a time
 
 
@@ -320,7 +320,7 @@ def why_not(task: Task) -> str | None:
     """Why a method is not run at this size, if there is a reason."""
     entries = cells(task.seen) ** 2
     if task.method == "literal" and entries > _LITERAL_ENTRIES:
-        limit = "it takes every entry for itself; up to 320x240 it is done in seconds"
+        limit = "it takes every entry for itself; up to 240x176 it is done in seconds"
         return f"literal is left out at {task.size[0]}x{task.size[1]}: {entries:,} entries, and {limit}."
     similarity = _LOFTR_COPIES * 4 * (task.size[0] // 8 * (task.size[1] // 8)) ** 2
     if task.method == "loftr" and task.device == "cpu" and similarity > memory() / 2:

@@ -5,6 +5,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from dualrc import config as configs
 from dualrc.bench import counts, profiler
 from dualrc.bench.accounts import trace_search, with_work, work_of
-from dualrc.bench.clock import Rates, Timing, measure_rates, time_interleaved
+from dualrc.bench.clock import Rates, Run, measure_rates, time_interleaved
 from dualrc.bench.machine import machine_of, versions
 from dualrc.bench.memory import Peaks, measure_peaks
 from dualrc.bench.methods import (
@@ -42,7 +43,7 @@ from dualrc.errors import ConfigError, DualRCError
 from dualrc.evaluation.report import write_json
 from dualrc.files import check_writable
 from dualrc.image import read
-from dualrc.matcher import Matcher, Precision
+from dualrc.matcher import Precision
 from dualrc.matches import Size
 from dualrc.scenes import make_pair
 
@@ -205,13 +206,9 @@ def _measure_size(settings: BenchSettings, device: str, size: Size, folder: Path
         methods = {task.method: make_method(task) for task in tasks}
         fast = methods["dualrc"]
         assert isinstance(fast, Dualrc)
-        timings = _time(methods, fast.matcher, settings, notes)
+        rows = _time(methods, fast.matcher.device, settings, notes)
         search, ran = trace_search(fast, notes)
-        rows = [
-            _row(method, stage, timing, methods[method], ran)
-            for (method, stage), timing in timings.items()
-            if stage != MATCH
-        ]
+        rows = [_with_kernels(row, fast, ran) if row.method == "dualrc" else row for row in rows]
         work = work_of(fast, search)
         rows = [with_work(row, work, rates) for row in rows]
     else:
@@ -233,42 +230,45 @@ def _measure_size(settings: BenchSettings, device: str, size: Size, folder: Path
 
 
 def _time(
-    methods: dict[MethodName, Method], matcher: Matcher, settings: BenchSettings, notes: list[str]
-) -> dict[tuple[MethodName, str], Timing]:
-    """Medians of every stage of every method, by (method, stage)."""
-    device = matcher.device
+    methods: dict[MethodName, Method], device: torch.device, settings: BenchSettings, notes: list[str]
+) -> list[Row]:
+    """Every stage of every method with its times."""
     repeats = settings.repeats or (20 if device.type == "cuda" else 5)
-    runs = {(name, stage): run for name, method in methods.items() for stage, run in method.runs().items()}
+    found: dict[tuple[str, str], int | None] = {}
+    runs = {
+        (name, stage): partial(_keep_count, found, (name, stage), run)
+        for name, method in methods.items()
+        for stage, run in method.runs().items()
+    }
     timings, failures = time_interleaved(runs, device, repeats=repeats, limit_s=_LIMIT_S)
     notes += [f"{method}, {stage}: {reason}" for (method, stage), reason in failures.items()]
-    result: dict[tuple[MethodName, str], Timing] = {}
+    rows = []
     for (method, stage), timing in timings.items():
-        result[method, stage] = timing
-        if stage == MATCH and (method, COARSE) in timings:
-            result[method, SEARCH] = timing.minus(timings[method, COARSE])
-    return result
+        if stage != MATCH:
+            rows.append(Row(method=method, stage=stage, timing=timing, matches=found[method, stage]))
+        elif (method, COARSE) in timings:
+            rows.append(Row(method=method, stage=SEARCH, timing=timing.minus(timings[method, COARSE])))
+    return rows
 
 
-def _row(method: str, stage: str, timing: Timing, runs: Method, ran: dict[str, str]) -> Row:
-    """A stage with its kernels; the profiler looks at one more run."""
-    row = Row(method=method, stage=stage, timing=timing)
-    if method != "dualrc":
-        return replace(row, matches=_count(runs.runs()[stage]()))
-    assert isinstance(runs, Dualrc)
-    device, available = runs.matcher.device, runs.runs()
-    if stage == SEARCH:
-        both = profiler.kernel_seconds(available[MATCH], device)
-        seconds = profiler.beyond(both, profiler.kernel_seconds(available[COARSE], device))
-    elif stage == BATCH:
-        return replace(row, pairs_per_s=runs.task.batch / timing.median_s)
+def _keep_count(found: dict[tuple[str, str], int | None], key: tuple[str, str], run: Run) -> None:
+    """Run, and keep the number of matches where the stage ends with such; not the matches, which take memory."""
+    result = run()
+    found[key] = len(result) if key[1] in (FURTHER, WHOLE) and isinstance(result, Sized) else None
+
+
+def _with_kernels(row: Row, method: Dualrc, ran: dict[str, str]) -> Row:
+    """A stage with what it ran; the profiler looks at one more run."""
+    device, runs = method.matcher.device, method.runs()
+    if row.stage == BATCH:
+        assert row.timing is not None
+        return replace(row, pairs_per_s=method.task.batch / row.timing.median_s)
+    if row.stage == SEARCH:
+        both = profiler.kernel_seconds(runs[MATCH], device)
+        seconds = profiler.beyond(both, profiler.kernel_seconds(runs[COARSE], device))
     else:
-        seconds = profiler.kernel_seconds(available[stage], device)
-    matches = _count(available[stage]()) if stage in (WHOLE, FURTHER) else None
-    return replace(row, ran=ran.get(stage), kernels=profiler.top(seconds), matches=matches)
-
-
-def _count(result: object) -> int | None:
-    return len(result) if isinstance(result, Sized) else None
+        seconds = profiler.kernel_seconds(runs[row.stage], device)
+    return replace(row, ran=ran.get(row.stage), kernels=profiler.top(seconds))
 
 
 def _with_peak(row: Row, peaks: Peaks | None) -> Row:
