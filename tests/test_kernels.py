@@ -1,36 +1,33 @@
-"""The GPU kernels against the plain definitions: in Triton's interpreter, and on a GPU where there is one."""
+"""The GPU kernels against the plain definitions: on a GPU where there is one, else in Triton's interpreter."""
 
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import rand
 
-from dualrc import kernels
 from dualrc.config import ConsensusConfig
 from dualrc.kernels import consensus as fast
+from dualrc.kernels import search as fast_search
 from dualrc.model.consensus import Consensus
-from dualrc.model.correlation import mutual_filter
+from dualrc.model.correlation import mutual_filter, normalize
+from dualrc.model.fine import FineMap, Found, cell_queries, search
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 KINDS = {"float32": (torch.float32, 1e-5), "float16": (torch.float16, 4e-3)}
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    """Kernels that are imported in a test run in Python; those of other tests don't."""
-
-    def forget():
-        for name in ("jit", "consensus_jit", "search_jit"):
-            sys.modules.pop(f"dualrc.kernels.{name}", None)
-            kernels.__dict__.pop(name, None)
-
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    forget()
-    yield
-    forget()
+    """Without a GPU, kernels run in Python."""
+    if DEVICE == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def make(channels: int, sizes=(3, 3)) -> Consensus:
@@ -43,11 +40,15 @@ def make(channels: int, sizes=(3, 3)) -> Consensus:
     return consensus.requires_grad_(False)
 
 
+def on_device(consensus: Consensus) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return [weight.to(DEVICE) for weight in consensus.weights], [bias.to(DEVICE) for bias in consensus.biases]
+
+
 def check_consensus(consensus: Consensus, scores: torch.Tensor, tolerance: float, max_values: int | None = None):
-    weights, biases = list(consensus.weights), list(consensus.biases)
-    assert fast.supported(scores, weights)
+    weights, biases = on_device(consensus)
+    assert fast.supported(scores.to(DEVICE), weights)
     expected = consensus(scores.float())
-    found = fast.consensus(scores, weights, biases, max_values)
+    found = fast.consensus(scores.to(DEVICE), weights, biases, max_values).cpu()
     assert found.dtype == scores.dtype and found.shape == scores.shape
     assert expected.abs().max() > 0.1
     assert torch.allclose(found.float(), expected, rtol=tolerance, atol=tolerance)
@@ -74,18 +75,19 @@ def test_consensus_in_slabs(max_values):
 def test_walks_that_meet():
     """Long rows are walked by several programs, which must agree at their ends."""
     consensus, scores = make(16), rand(4, 1, 1, 2, 9, 3)
-    prepared = fast.prepare(list(consensus.weights), list(consensus.biases), torch.float32)
+    prepared = fast.prepare(*on_device(consensus), torch.float32)
     for steps in (1, 2, 5):
-        found = fast.apply(scores, prepared, tiles=fast.Tiles(steps=steps))
+        found = fast.apply(scores.to(DEVICE), prepared, tiles=fast.Tiles(steps=steps)).cpu()
         assert torch.allclose(found, consensus(scores), rtol=1e-5, atol=1e-5)
 
 
 def test_accumulators_in_turn():
-    """Unrolled by three, as on the GPU."""
+    """The walk does not depend on how it is unrolled."""
     consensus, scores = make(16), rand(4, 1, 1, 2, 5, 3).half()
-    prepared = fast.prepare(list(consensus.weights), list(consensus.biases), torch.float16)
-    found = fast.apply(scores, prepared, tiles=fast.Tiles(unroll=3))
-    assert torch.allclose(found.float(), consensus(scores.float()), rtol=4e-3, atol=4e-3)
+    prepared = fast.prepare(*on_device(consensus), torch.float16)
+    for unroll in (1, 2, 3):
+        found = fast.apply(scores.to(DEVICE), prepared, tiles=fast.Tiles(unroll=unroll)).cpu()
+        assert torch.allclose(found.float(), consensus(scores.float()), rtol=4e-3, atol=4e-3)
 
 
 def test_the_plan_covers_everything_once_and_keeps_to_its_limit():
@@ -109,14 +111,16 @@ def test_the_mutual_filter_is_the_plain_one(kind):
     dtype, tolerance = KINDS[kind]
     scores = rand(5, 2, 2, 3, 2, 4).abs().to(dtype)
     expected = mutual_filter(scores.float())
-    assert torch.allclose(fast.mutual_filter(scores).float(), expected, rtol=tolerance, atol=tolerance)
+    there = scores.to(DEVICE)
+    assert torch.allclose(fast.mutual_filter(there).cpu().float(), expected, rtol=tolerance, atol=tolerance)
     consensus = make(8)
-    prepared = fast.prepare(list(consensus.weights), list(consensus.biases), dtype)
-    found = fast.apply(scores, prepared, maxima=fast.maxima_of(scores))
+    prepared = fast.prepare(*on_device(consensus), dtype)
+    found = fast.apply(there, prepared, maxima=fast.maxima_of(there)).cpu()
     assert torch.allclose(found.float(), consensus(expected), rtol=tolerance, atol=tolerance)
 
 
 def test_what_is_not_supported(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     scores = rand(0, 1, 2, 2, 2, 2)
     assert fast.supported(scores, list(make(16).weights))
     assert not fast.supported(scores.double(), list(make(16).weights))
@@ -130,6 +134,170 @@ def test_what_is_not_supported(monkeypatch):
 
 
 def test_nothing_of_triton_is_imported_with_the_package():
-    code = "import sys, dualrc, dualrc.kernels.consensus; assert 'triton' not in sys.modules"
+    code = "import sys, dualrc, dualrc.kernels.consensus, dualrc.kernels.search; assert 'triton' not in sys.modules"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def case(kind: str, seed: int, shape0, shape1, *, batch=1, channels=20, dtype=torch.float32, masked=False):
+    """A coarse tensor (b n m) and the fine features of both pictures."""
+    count0, count1 = shape0[0] * shape0[1], shape1[0] * shape1[1]
+    if kind == "flat":
+        tensor = 0.9 + 0.1 * rand(seed, batch, count0, count1).sigmoid()
+    elif kind == "sparse":  # many zeros, whole rows of them too
+        tensor = (rand(seed, batch, count0, count1) - 1.5).clamp(min=0)
+    else:  # a peak in every row
+        noise = rand(seed, batch, count0, count1)
+        tensor = torch.where(noise == noise.amax(2, keepdim=True), 1.0, 0.003 * noise.abs())
+    fines = []
+    for side, (height, width) in enumerate((shape0, shape1)):
+        features = normalize(0.3 + rand(seed + side + 1, batch, channels, 4 * height, 4 * width)).to(dtype)
+        valid = rand(seed + 5, batch, 4 * height, 4 * width) > 0.8 if masked and side == 1 else None
+        fines.append(FineMap.of(features, valid))
+    return tensor, fines[0], fines[1]
+
+
+def map_on_device(fine: FineMap) -> FineMap:
+    valid = None if fine.valid is None else fine.valid.to(DEVICE)
+    return replace(fine, features=fine.features.to(DEVICE), valid=valid)
+
+
+def both_searches(tensor, fine0, fine1, cells, *, reading, temperature=0.0, k=8):
+    """The kernels' answers, and those of the plain search."""
+    excess = {torch.float32: 1e-5, torch.float16: 4e-3}[fine0.features.dtype]
+    there0, there1 = map_on_device(fine0), map_on_device(fine1)
+    assert fast_search.supported(tensor.to(DEVICE), there0, there1)
+    found = fast_search.search_cells(
+        tensor.to(DEVICE), cells.to(DEVICE), there0, there1, reading, temperature, k, excess=excess
+    )
+    found = replace(found, index=found.index.cpu(), score=found.score.cpu(), certain=found.certain.cpu())
+    queries = cell_queries(fine0, cells, reading)
+    return found, search(tensor.float(), queries, fine1, temperature=temperature, max_values=10**9)
+
+
+def assert_answers(found: fast_search.Answers, expected: Found):
+    """What is certain is what the plain search finds."""
+    sure = found.certain
+    assert torch.equal(found.index[sure], expected.index[sure])
+    assert torch.allclose(found.score[sure], expected.score[sure], rtol=1e-5, atol=1e-7)
+    assert (found.score <= expected.score * (1 + 1e-5) + 1e-7).all()
+
+
+@pytest.mark.parametrize("reading", ["corner", "center"])
+@pytest.mark.parametrize("kind", ["peaked", "sparse", "flat"])
+def test_search_is_the_plain_one(reading, kind):
+    tensor, fine0, fine1 = case(kind, 1, (2, 3), (9, 8), batch=2)  # two blocks of candidates
+    cells = torch.tensor([0, 4, 5, 6, 11])  # of both pairs
+    found, expected = both_searches(tensor, fine0, fine1, cells, reading=reading)
+    assert_answers(found, expected)
+    share = found.certain.float().mean()
+    assert share == 0 if kind == "flat" and reading == "center" else share < 0.1 if kind == "flat" else share > 0.7
+    assert (expected.index[found.certain] >= 0).any() or kind == "flat"
+
+
+@pytest.mark.parametrize("reading", ["corner", "center"])
+@pytest.mark.parametrize(("temperature", "masked"), [(0.0, False), (0.1, True)])
+def test_search_is_certain_when_it_visits_all(reading, temperature, masked):
+    tensor, fine0, fine1 = case("sparse", 2, (2, 2), (2, 4), channels=7, masked=masked)
+    settings = {"reading": reading, "temperature": temperature}
+    found, expected = both_searches(tensor, fine0, fine1, torch.arange(4), **settings)
+    assert found.certain.all()
+    assert_answers(found, expected)
+    if masked:
+        assert fine1.valid is not None and fine1.valid[0][found.index[found.index >= 0]].all()
+    if reading == "corner":
+        assert found.index[0, 0] == -1 and found.score[0, 0] == 0
+
+
+def test_search_takes_few_candidates_and_few_visits():
+    tensor, fine0, fine1 = case("peaked", 3, (1, 2), (1, 3))
+    for k in (1, 2, 8):
+        found, expected = both_searches(tensor, fine0, fine1, torch.arange(2), reading="center", k=k)
+        assert_answers(found, expected)
+    assert found.certain.all()
+    found, _ = both_searches(tensor, fine0, fine1, torch.arange(0), reading="center")
+    assert found.index.shape == (0, 16)
+
+
+def test_a_mask_hides_the_best_cell():
+    tensor, fine0, fine1 = case("peaked", 4, (1, 2), (9, 8), masked=True)
+    best = tensor[0, 0].argmax()
+    fine1.valid[0, fine1.members(best)] = False
+    found, expected = both_searches(tensor, fine0, fine1, torch.arange(2), reading="corner")
+    assert_answers(found, expected)
+    assert not torch.isin(fine1.split(found.index[0])[0], best).any()
+
+
+def test_among_equals_the_first_wins():
+    tensor, fine0, _ = case("peaked", 5, (1, 2), (2, 3), channels=4)
+    # Four halves have length 1, and their products are exact.
+    same = FineMap.of(torch.full((1, 4, 8, 12), 0.5))
+    fine0 = replace(fine0, features=torch.full_like(fine0.features, 0.5))
+    found, expected = both_searches(torch.ones_like(tensor), fine0, same, torch.arange(2), reading="center")
+    assert (found.index == 0).all() and torch.equal(found.index, expected.index)
+
+
+def test_search_in_half_precision():
+    tensor, fine0, fine1 = case("peaked", 6, (2, 2), (5, 8), channels=70, dtype=torch.float16)
+    found, _ = both_searches(tensor.half(), fine0, fine1, torch.arange(4), reading="center")
+    exact0, exact1 = (
+        FineMap.of(f.features.float().movedim(2, 1).unflatten(2, (4 * f.height, -1))) for f in (fine0, fine1)
+    )
+    _, expected = both_searches(tensor.half(), exact0, exact1, torch.arange(4), reading="center")
+    assert found.certain.float().mean() > 0.7
+    assert torch.equal(found.index[found.certain], expected.index[found.certain])
+    assert torch.allclose(found.score[found.certain], expected.score[found.certain], rtol=1e-3)
+
+
+COMPILE = """
+import importlib, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+module, name, pointers = sys.argv[1:]
+function = getattr(importlib.import_module(f"dualrc.kernels.{module}"), name)
+known = dict(
+    FILTERED=True, POSITIONS=64, HIDDEN=32, UNROLL=3, PRECISION="ieee", CORNER=False, MASKED=True, BLOCK=64,
+    AT_ONCE=16, BLOCKS=128, VISITED=8, TAKEN=16, SHARP=True, CHANNELS=64,
+)
+types = {}
+for group in pointers.split("; "):
+    arguments, kind = group.split(": ")
+    types.update(dict.fromkeys(arguments.split(), kind))
+constants = {key: known[key] for key in function.arg_names if key in known}
+signature = {key: "constexpr" if key in constants else types.get(key, "i32") for key in function.arg_names}
+source = ASTSource(fn=function, signature=signature, constexprs=constants)
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name", "pointers", "product"),
+    [
+        ("consensus_jit", "lay_out", "scores best0 best1 padded: *fp16", None),
+        ("consensus_jit", "contribute", "padded shares weight1 weight2: *fp16; bias1: *fp32", "wgmma"),
+        ("consensus_jit", "collect", "shares results: *fp16; bias2: *fp32", None),
+        ("consensus_jit", "filter_scores", "scores best0 best1 results: *fp16", None),
+        ("search_jit", "block_maxima", "coarse: *fp16; sums maxima: *fp32; cells: *i64; usable: *u8", None),
+        (
+            "search_jit",
+            "choose",
+            "coarse: *fp16; sums maxima rest: *fp32; cells: *i64; usable: *u8; chosen: *i32",
+            None,
+        ),
+        (
+            "search_jit",
+            "score_cells",
+            "coarse query searched: *fp16; sums rest score: *fp32; cells index: *i64; chosen: *i32; valid: *u8; "
+            "certain: *i8; temperature slack: fp32",
+            "mma.sync",
+        ),
+    ],
+)
+def test_kernels_compile_for_a_gpu(module, name, pointers, product, monkeypatch):
+    """As for an H100 or H200, without one; the products go to its tensor cores. The interpreter spoils a process."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    command = [sys.executable, "-c", COMPILE, module, name, pointers]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {kind for kind in ("wgmma", "mma.sync") if kind in done.stdout} == ({product} if product else set())

@@ -1,0 +1,151 @@
+"""The fine search from whole coarse cells on the GPU: three kernels, and nothing that the host waits for.
+
+The first bounds every candidate cell by the highest share that any of a cell's 16 queries reads there, and keeps only
+the maxima of blocks of candidates. The k + 1 highest bounds lie in the k + 1 blocks with the highest maxima, so the
+second works the bounds of those blocks out again and picks the k best cells. The third scores their fine cells, and
+says for each query whether the bound of the next cell proves its answer best.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from dualrc.kernels import usable
+
+Reading = Literal["corner", "center"]
+
+PLACES = 16
+VISITED = (1, 2, 4, 8, 16, 32)  # numbers of cells that can be visited
+_BLOCK = 64  # candidates
+_MOST_BLOCKS = 1024
+
+
+class FineCells(Protocol):
+    """What is read of model.fine.FineMap."""
+
+    @property
+    def features(self) -> Tensor:
+        """(b 16*h*w c), row-major."""
+
+    @property
+    def height(self) -> int:
+        """In coarse cells."""
+
+    @property
+    def width(self) -> int:
+        """In coarse cells."""
+
+    @property
+    def valid(self) -> Tensor | None:
+        """(b 16*h*w) bool."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """How the work is cut; the results don't depend on it."""
+
+    at_once: int = 1024  # candidates that are bounded at a time
+    bound_warps: int = 4
+    choose_warps: int = 4
+    channels: int = 64  # that are multiplied at a time
+    score_warps: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """The best candidate of each query: its row-major fine index, -1 where nothing visited scores above zero."""
+
+    index: Tensor  # n 16, int64
+    score: Tensor  # n 16, float32
+    certain: Tensor  # n 16, bool: no cell that wasn't visited can do better
+
+
+def supported(tensor: Tensor, fine_query: FineCells, fine_searched: FineCells) -> bool:
+    """Whether `search_cells` can work with these."""
+    return (
+        usable(tensor)
+        and tensor.dtype in (torch.float16, torch.float32)
+        and fine_query.features.dtype == fine_searched.features.dtype
+        and fine_query.features.dtype in (torch.float16, torch.float32)
+        and tensor.shape[2] < 2**26  # fine indices have 32 bits
+    )
+
+
+def search_cells(
+    tensor: Tensor,
+    cells: Tensor,
+    fine_query: FineCells,
+    fine_searched: FineCells,
+    reading: Reading,
+    temperature: float,
+    k: int = 8,
+    *,
+    excess: float,
+    tiles: Tiles | None = None,
+) -> Answers:
+    """Search from all 16 fine cells of each of these cells, visiting the k most promising cells of the other picture.
+
+    `tensor` (b n m) holds no negative values; `cells` count through the batch, b * n; a cosine may exceed 1 by
+    `excess`. For the way back give the transpose: it is copied, because columns can't be read fast. Where an answer is
+    certain it is what model.fine.search finds.
+    """
+    from dualrc.kernels.search_jit import block_maxima, choose, score_cells
+
+    assert k in VISITED, k
+    tiles = tiles or Tiles()
+    tensor = tensor.contiguous()
+    candidates, groups, device = tensor.shape[2], len(cells), tensor.device
+    answers = Answers(
+        index=torch.empty(groups, PLACES, dtype=torch.int64, device=device),
+        score=torch.empty(groups, PLACES, dtype=torch.float32, device=device),
+        certain=torch.empty(groups, PLACES, dtype=torch.bool, device=device),
+    )
+    if groups == 0:
+        return answers
+    block = _BLOCK
+    while candidates > block * _MOST_BLOCKS:
+        block *= 2
+    blocks = -(-candidates // block)
+    valid, allowed = _masks(fine_searched)
+    size = fine_query.height, fine_query.width
+    flags: dict[str, Any] = {"CORNER": reading == "corner", "MASKED": fine_searched.valid is not None}
+
+    sums = tensor.sum(2, dtype=torch.float32)
+    maxima = torch.empty(groups, blocks, device=device)
+    block_maxima[(groups,)](
+        tensor, sums, cells, allowed, maxima, *size, candidates, blocks,
+        BLOCK=block, AT_ONCE=max(1, tiles.at_once // block), num_warps=tiles.bound_warps, **flags,
+    )  # fmt: skip
+    chosen = torch.empty(groups, k, dtype=torch.int32, device=device)
+    rest = torch.empty(groups, device=device)
+    choose[(groups,)](
+        tensor, sums, cells, allowed, maxima, chosen, rest, *size, candidates, blocks,
+        BLOCK=block, BLOCKS=_power(blocks), VISITED=k, TAKEN=2 * k, num_warps=tiles.choose_warps, **flags,
+    )  # fmt: skip
+    features = fine_query.features.contiguous(), fine_searched.features.contiguous()
+    # What the bound leaves out of account: a cosine that is a little more than 1.
+    slack = math.exp(excess / temperature) if temperature > 0 else 1 + excess
+    score_cells[(groups,)](
+        tensor, sums, cells, chosen, rest, *features, valid,
+        answers.index, answers.score, answers.certain.view(torch.int8),
+        *size, fine_searched.width, candidates, features[0].shape[2], temperature or 1.0, slack,
+        SHARP=temperature > 0, VISITED=k, CHANNELS=tiles.channels, PRECISION="ieee",
+        num_warps=tiles.score_warps, **flags,
+    )  # fmt: skip
+    return answers
+
+
+def _masks(fine: FineCells) -> tuple[Tensor, Tensor]:
+    """Which fine cells count, and which coarse cells hold one that does; anything at all where all do."""
+    if fine.valid is None:
+        return fine.features, fine.features
+    valid = fine.valid.contiguous().view(torch.uint8)
+    return valid, valid.view(len(valid), fine.height, 4, fine.width, 4).amax(4).amax(2).contiguous()
+
+
+def _power(number: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << (number - 1).bit_length()
