@@ -9,7 +9,7 @@ import triton.language as tl
 from dualrc.kernels.jit import kernel
 
 
-@kernel
+@kernel("first_pair", "first_row", "rows", "h0", "w0", "h1", "w1")
 def lay_out(
     scores: tl.tensor,  # b h0 w0 h1 w1
     best0: tl.tensor,  # b h1*w1: over picture 0; read where FILTERED
@@ -44,13 +44,13 @@ def lay_out(
     tl.store(target, value.to(padded.dtype.element_ty), mask=place < plane)
 
 
-@kernel
+@kernel()
 def _three(pointers: tl.tensor, apart: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The weights for the row above, the row itself and the row below."""
     return tl.load(pointers), tl.load(pointers + apart), tl.load(pointers + 2 * apart)
 
 
-@kernel
+@kernel("first_row", "rows", "slots", "region_start", "region_stop", "steps", "w0", "h1", "w1")
 def contribute(
     padded: tl.tensor,  # pairs rows+2 h1 (w0+2)*(w1+2)
     shares: tl.tensor,  # pairs slots 2*27 region w0*(w1+2)
@@ -136,7 +136,7 @@ def contribute(
             tl.store((target + (y - 2 - region_start) * plane) + targets, values, mask=writable)
 
 
-@kernel
+@kernel("first_pair", "first_row", "rows", "slots", "region_start", "region", "h0", "w0", "h1", "w1")
 def collect(
     shares: tl.tensor,  # pairs slots 2*27 region w0*(w1+2)
     bias2: tl.tensor,  # 1
@@ -184,7 +184,7 @@ def collect(
     tl.store(target + j * (h1 * w1) + col, value.to(results.dtype.element_ty), mask=(place < plane) & (col < w1))
 
 
-@kernel
+@kernel("n0", "n1")
 def filter_scores(
     scores: tl.tensor,  # b n0 n1
     best0: tl.tensor,  # b n1

@@ -6,6 +6,13 @@ from typing import Any
 import triton
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """A function in Triton's language, compiled at its first launch; typed, as Triton's own decorator is not."""
-    return triton.jit(function)
+def kernel(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
+    """Mark a function in Triton's language, which is compiled at its first launch.
+
+    The arguments named are numbers that vary: Triton would compile anew for some of their values.
+    """
+
+    def mark(function: Callable[..., Any]) -> Any:
+        return triton.jit(function, do_not_specialize=list(numbers))
+
+    return mark

@@ -5,7 +5,7 @@ import triton.language as tl
 from dualrc.kernels.jit import kernel
 
 
-@kernel
+@kernel()
 def _neighbours(at: tl.tensor, size: tl.tensor, CORNER: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The three cells along an axis that the four places of a cell lie between; with corners, the third is unused."""
     first = at if CORNER else tl.maximum(at - 1, 0)
@@ -14,7 +14,7 @@ def _neighbours(at: tl.tensor, size: tl.tensor, CORNER: tl.constexpr) -> tuple[t
     return first, second, third
 
 
-@kernel
+@kernel()
 def _places(
     first: tl.tensor, second: tl.tensor, third: tl.tensor, CORNER: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
@@ -32,7 +32,7 @@ def _places(
     return a, b, c, d
 
 
-@kernel
+@kernel()
 def _line(
     row: tl.tensor,  # pointers into the first cell of a row of cells
     left: tl.tensor,  # offsets of the three cells
@@ -48,7 +48,7 @@ def _line(
     return _places(first, second, third, CORNER)
 
 
-@kernel
+@kernel()
 def _line_of_sums(
     row: tl.tensor, left: tl.tensor, middle: tl.tensor, right: tl.tensor, CORNER: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
@@ -57,7 +57,7 @@ def _line_of_sums(
     return _places(first, second, third, CORNER)
 
 
-@kernel
+@kernel()
 def _highest(
     above: tl.tensor,
     here: tl.tensor,
@@ -76,7 +76,7 @@ def _highest(
     return tl.maximum(upper, lower)
 
 
-@kernel
+@kernel()
 def _bounds(
     coarse: tl.tensor,  # pointer to the pair's n m
     sums: tl.tensor,  # pointer to the pair's n
@@ -112,7 +112,7 @@ def _bounds(
     return tl.where(highest > 0, highest, 0.0)  # never -0, whose bits would order below 0
 
 
-@kernel
+@kernel("height", "width", "candidates", "blocks")
 def block_maxima(
     coarse: tl.tensor,  # b n m
     sums: tl.tensor,  # b n
@@ -145,19 +145,19 @@ def block_maxima(
         tl.store(maxima + group.to(tl.int64) * blocks + block, tl.max(bounds, axis=1), mask=block < blocks)
 
 
-@kernel
+@kernel()
 def _keys(values: tl.tensor, numbers: tl.tensor, exists: tl.tensor) -> tl.tensor:
     """Integers that order as the values do, none negative, and among equals by falling number; -1 for what isn't."""
     bits = values.to(tl.int32, bitcast=True).to(tl.int64)
     return tl.where(exists, (bits << 32) + (0x7FFFFFFF - numbers).to(tl.int64), -1)
 
 
-@kernel
+@kernel()
 def _number(key: tl.tensor, otherwise: tl.tensor) -> tl.tensor:
     return tl.where(key >= 0, 0x7FFFFFFF - (key & 0x7FFFFFFF), otherwise).to(tl.int32)
 
 
-@kernel
+@kernel("height", "width", "candidates", "blocks")
 def choose(
     coarse: tl.tensor,  # b n m
     sums: tl.tensor,  # b n
@@ -207,20 +207,20 @@ def choose(
     tl.store(rest + group, tl.where(best >= 0, highest, 0.0))
 
 
-@kernel
+@kernel()
 def _weight(place: tl.tensor, offset: tl.constexpr, CORNER: tl.constexpr) -> tl.tensor:
     """How much each of the four places along an axis takes of the cell that lies so far from its own."""
     at = place * 0.25 if CORNER else place * 0.25 - 0.375
     return tl.maximum(1.0 - tl.abs(at - offset), 0.0)
 
 
-@kernel
+@kernel()
 def _members(cell: tl.tensor, place: tl.tensor, width: tl.tensor) -> tl.tensor:
     """The row-major fine index of a place (0 to 15) of a cell."""
     return (cell // width * 4 + place // 4) * (4 * width) + cell % width * 4 + place % 4
 
 
-@kernel
+@kernel()
 def _read(
     coarse: tl.tensor,  # pointer to the pair's n m
     sums: tl.tensor,
@@ -251,7 +251,7 @@ def _read(
     return mixture / total[:, None], total
 
 
-@kernel
+@kernel("height", "width", "searched_width", "candidates")
 def score_cells(
     coarse: tl.tensor,  # b n m
     sums: tl.tensor,  # b n
