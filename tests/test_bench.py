@@ -15,7 +15,7 @@ from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
 from dualrc import ConfigError, DataError, cli
-from dualrc.bench import accounts, clock, counts, memory, methods, others_of, profiler, results, sizes_of
+from dualrc.bench import accounts, clock, counts, machine, memory, methods, others_of, profiler, results, sizes_of
 from dualrc.bench.clock import Rates, Timing
 from dualrc.bench.counts import Work
 from dualrc.bench.methods import BATCH, COARSE, FEATURES, FURTHER, MATCH, SEARCH, WHOLE, Task
@@ -246,6 +246,16 @@ def test_the_profiler_tells_what_ran():
     assert [k.name for k in profiler.top({"a": 1.0, "b": 3.0})] == ["b", "a"]
     assert profiler.top({"a": 1.0, "b": 3.0})[0].share == 0.75
     assert profiler.top({}) == ()
+
+
+def test_a_busy_machine_is_told_of(monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 4)
+    monkeypatch.setattr(machine, "load", lambda: 1.0)
+    assert machine.busy() is None
+    monkeypatch.setattr(machine, "load", lambda: 2.5)
+    assert "load 2.5, 4 cores" in machine.busy()
+    monkeypatch.setattr(machine, "load", lambda: None)
+    assert machine.busy() is None
 
 
 # Memory.

@@ -17,7 +17,7 @@ from dualrc import config as configs
 from dualrc.bench import counts, profiler
 from dualrc.bench.accounts import trace_search, with_work, work_of
 from dualrc.bench.clock import Rates, Run, measure_rates, time_interleaved
-from dualrc.bench.machine import machine_of, versions
+from dualrc.bench.machine import busy, machine_of, versions
 from dualrc.bench.memory import Peaks, measure_peaks
 from dualrc.bench.methods import (
     BATCH,
@@ -79,6 +79,8 @@ def bench(settings: BenchSettings, *, screen: Console, messages: Console) -> dic
     """Measure, print the tables and write the JSON; gives what the JSON holds."""
     settings = replace(settings, devices=settings.devices or (_best_device(),))
     _check(settings)
+    if (warning := busy()) is not None:
+        messages.print(f"Note: {warning}", style="yellow", highlight=False, soft_wrap=True)
     results: dict[str, DeviceResult] = {}
     content = {"format": FORMAT, "settings": asdict(settings), "versions": versions(), "devices": results}
     with tempfile.TemporaryDirectory(prefix="dualrc-bench-") as folder:
