@@ -19,6 +19,7 @@ from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError, WeightsError
 from dualrc.image import Picture, Scale, mask_to_cells, network_size, pixel_grid, read, spread, to_input
 from dualrc.matches import BoolArray, Matches, Size, Warp, inside_mask
+from dualrc.model.backbone import fold_batch_norm
 from dualrc.model.checkpoint import bundled, file_hash, load_weights
 from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features, NetworkMatches
 
@@ -372,6 +373,7 @@ def load(
             f"{path} holds weights of the preset {network.config.preset!r}, not {preset!r}; "
             f"load the preset {network.config.preset!r}, or give other weights."
         )
+    fold_batch_norm(network)
     return Matcher(network, matcher_config, device=device, precision=precision, weights_hash=file_hash(path))
 
 

@@ -1,9 +1,11 @@
 """Backbones: a picture to its coarse map at 1/16 and its fine map at 1/4."""
 
+from itertools import pairwise
 from typing import Self
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from dualrc.config import CompactConfig, ResNetConfig
 
@@ -27,9 +29,9 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = F.relu(self.bn2(self.conv2(x)))
-        return F.relu(self.bn3(self.conv3(x)) + shortcut)
+        x = F.relu_(self.bn1(self.conv1(x)))
+        x = F.relu_(self.bn2(self.conv2(x)))
+        return F.relu_(self.bn3(self.conv3(x)) + shortcut)
 
 
 class ResNet101(nn.Module):
@@ -58,7 +60,7 @@ class ResNet101(nn.Module):
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """(b 3 h w) -> conv2 (256, 1/4), conv3 (512, 1/8), conv4 (1024, 1/16) and, where built, conv5 (2048, 1/32)."""
-        x = F.max_pool2d(F.relu(self.bn1(self.conv1(images))), 3, 2, 1)
+        x = F.max_pool2d(F.relu_(self.bn1(self.conv1(images))), 3, 2, 1)
         levels = []
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             if stage is not None:
@@ -109,7 +111,7 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequent
     # Even kernels at stride 2 keep a cell's centre in the middle of the pixels that it covers.
     padding = (kernel - 1) // 2
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
+        nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
     )
 
 
@@ -125,7 +127,7 @@ class ResidualBlock(nn.Module):
         nn.init.zeros_(self.bn2.weight)  # a block starts as the identity
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + x)
+        return F.relu_(self.bn2(self.conv2(F.relu_(self.bn1(self.conv1(x))))) + x)
 
 
 class CompactBackbone(nn.Module):
@@ -166,6 +168,17 @@ class CompactBackbone(nn.Module):
         x8 = self.merge8(x8 + F.interpolate(self.down16(x16), scale_factor=2, mode="bilinear", align_corners=False))
         x4 = self.merge4(x4 + F.interpolate(self.down8(x8), scale_factor=2, mode="bilinear", align_corners=False))
         return self.coarse(x16), self.fine(x4)
+
+
+def fold_batch_norm(module: nn.Module) -> None:
+    """Fold every batch norm into the convolution before it; for inference, which it does not change."""
+    children = list(module.named_children())
+    for (name, convolution), (next_name, norm) in pairwise(children):
+        if isinstance(convolution, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
+            setattr(module, name, fuse_conv_bn_eval(convolution, norm))
+            setattr(module, next_name, nn.Identity())
+    for _, child in children:
+        fold_batch_norm(child)
 
 
 def make_backbone(config: ResNetConfig | CompactConfig) -> nn.Module:

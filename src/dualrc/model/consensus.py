@@ -1,15 +1,22 @@
 """Neighbourhood consensus: learnt 4D convolutions over the correlation tensor, N(C) + N(C^T)^T."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import dualrc.kernels.consensus as kernel
 from dualrc.config import ConsensusConfig
 from dualrc.errors import ConfigError
+from dualrc.model import trace
+from dualrc.model.correlation import mutual_filter
 
 _CPU_ROWS = 8  # fewer compute too much of the halo twice, more fall out of the cache
+_CPU_VALUES = 2**21  # hidden values of a walk's slab, near the cache's size
+_ABREAST = 2  # columns of picture 0 that share one convolution, whose vectors would else be half empty
 
 
 class Consensus(nn.Module):
@@ -29,6 +36,7 @@ class Consensus(nn.Module):
             )
         self.weights = nn.ParameterList()  # out in k k k k: picture 0's rows and columns, then picture 1's
         self.biases = nn.ParameterList()
+        self._for_kernels: tuple[tuple[Any, ...], kernel.Prepared] | None = None
         for size, inputs, outputs in zip(sizes, (1, *channels[:-1]), channels, strict=True):
             bound = 0.5 / math.sqrt(inputs * size**4)
             weight = torch.empty(outputs, inputs, *[size] * 4).uniform_(-bound, bound)
@@ -38,17 +46,44 @@ class Consensus(nn.Module):
 
     def forward(self, scores: Tensor, max_values: int | None = None) -> Tensor:
         """(b h0 w0 h1 w1) -> the same; about `max_values` hidden values are held at a time."""
+        if kernel.supported(scores, list(self.weights)):
+            trace.note("kernel.consensus", "triton")
+            return kernel.apply(scores, self._prepared(scores.dtype), max_values)
+        if not scores.is_cuda and not torch.is_grad_enabled() and self._is_plain():
+            trace.note("kernel.consensus", "walk")
+            return torch.stack([_walk(one, list(self.weights), list(self.biases), max_values) for one in scores])
         height = scores.shape[1]
         rows = height
         if not scores.is_cuda and not torch.is_grad_enabled():
             rows = min(rows, _CPU_ROWS)
         if max_values is not None:
             rows = max(1, min(rows, max_values // (scores[:, 0].numel() * self._values_per_entry())))
+        trace.note("kernel.consensus", f"slabs of {rows} rows")
         slabs = []
         for start in range(0, height, rows):
             one, other = self._rows(scores, len(self.weights), start, min(start + rows, height))
             slabs.append(one + other)
         return (torch.cat(slabs, dim=1) if len(slabs) > 1 else slabs[0])[..., 0]
+
+    def filtered(self, scores: Tensor, max_values: int | None = None) -> Tensor:
+        """Mutual filter, consensus, mutual filter: (b h0 w0 h1 w1) -> the same."""
+        if kernel.supported(scores, list(self.weights)):
+            trace.note("kernel.consensus", "triton")
+            prepared = self._prepared(scores.dtype)
+            return kernel.mutual_filter(kernel.apply(scores, prepared, max_values, maxima=kernel.maxima_of(scores)))
+        return mutual_filter(self(mutual_filter(scores), max_values))
+
+    def _prepared(self, dtype: torch.dtype) -> kernel.Prepared:
+        """The weights as the kernels read them, made once for as long as they don't change."""
+        weights, biases = list(self.weights), list(self.biases)
+        state = (dtype, *((id(p), p.device, p._version) for p in weights + biases))
+        if self._for_kernels is None or self._for_kernels[0] != state:
+            self._for_kernels = state, kernel.prepare(weights, biases, dtype)
+        return self._for_kernels[1]
+
+    def _is_plain(self) -> bool:
+        """Whether this is the paper's two layers of kernel 3."""
+        return [w.shape[2] for w in self.weights] == [3, 3]
 
     def _values_per_entry(self) -> int:
         """How many values the two directions hold at their widest for one entry of the tensor."""
@@ -105,3 +140,69 @@ def conv4d(inputs: Tensor, weight: Tensor, bias: Tensor, rows: tuple[int, int]) 
             there = total[:, skip : skip + to_row - from_row, from_column - x : to_column - x]
             there += parts[:, from_row:to_row, from_column:to_column, :, :, index]
     return total
+
+
+def _walk(scores: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], max_values: int | None = None) -> Tensor:
+    """Two layers of kernel 3 in both directions over one tensor (h0 w0 h1 w1), for a CPU.
+
+    Walks over the rows of picture 0. Each slab of hidden rows is made once, adds what it has for the rows around it,
+    and is forgotten; a row is finished when the slab below has added its part.
+    """
+    height, width, *there = scores.shape
+    first, second = _abreast(weights[0]), _abreast_back(weights[1])
+    bias = biases[0].repeat(2 * _ABREAST)
+    blocks = math.ceil(width / _ABREAST)
+    columns = blocks * _ABREAST
+    offsets = [(row, column) for row in range(3) for column in range(_ABREAST + 2)]
+    per_row = columns * there[0] * there[1] * 2 * len(biases[0])
+    rows = max(1, min(height, min(_CPU_VALUES, max_values or _CPU_VALUES) // per_row))
+    result = torch.empty_like(scores)
+    sums = scores.new_zeros(2, rows + 2, columns + 2, *there)  # of both directions, with a margin of one cell
+
+    def finish(start: int, count: int) -> None:
+        """Rows of the result whose sums begin at the first row of `sums`."""
+        skip = max(0, -start)
+        one, other = (sums[:, skip:count, 1 : 1 + width] + biases[1]).relu_()
+        torch.add(one, other, out=result[start + skip : start + count])
+
+    for start in range(0, height, rows):
+        count = min(rows, height - start)
+        above, below = min(start, 1), min(height - start - count, 1)
+        slab = scores[start - above : start + count + below]
+        slab = F.pad(slab, (0, 0, 0, 0, 1, columns + 1 - width, 1 - above, 1 - below))
+        planes = torch.stack([slab[y : y + count, x : x + columns : _ABREAST] for y, x in offsets], dim=4)
+        hidden = F.conv2d(planes.flatten(0, 1).movedim(3, 1), first, bias, padding=1).relu_()
+        if columns > width:  # columns beyond the picture count as zero
+            spare = hidden.unflatten(0, (count, blocks)).unflatten(2, (2, _ABREAST, -1))
+            spare[:, -1, :, width - columns :] = 0
+        parts = F.conv2d(hidden, second, padding=1, groups=2)
+        parts = parts.unflatten(0, (count, blocks)).unflatten(2, (2, len(offsets)))
+        for number, (y, x) in enumerate(offsets):
+            sums[:, y : y + count, x : x + columns : _ABREAST] += parts[:, :, :, number].movedim(2, 0)
+        finish(start - 1, count)
+        sums[:, :2] = sums[:, count : count + 2].clone()
+        sums[:, 2:] = 0
+    finish(height - 1, 1)
+    return result
+
+
+def _abreast(weight: Tensor) -> Tensor:
+    """The first layer for columns abreast: (c 1 3 3 3 3) -> (2 directions * columns * c, 3 * (columns + 2), 3, 3)."""
+    kernel = weight.new_zeros(2, _ABREAST, len(weight), 3, _ABREAST + 2, 3, 3)
+    for direction, turned in enumerate((weight, weight.permute(0, 1, 4, 5, 2, 3))):
+        for column in range(_ABREAST):
+            kernel[direction, column, :, :, column : column + 3] = turned[:, 0]
+    return kernel.flatten(3, 4).flatten(0, 2)
+
+
+def _abreast_back(weight: Tensor) -> Tensor:
+    """The second layer as what columns abreast add to the rows and columns around them.
+
+    (1 c 3 3 3 3) -> (2 directions * 3 * (columns + 2), columns * c, 3, 3), the directions being groups.
+    """
+    kernel = weight.new_zeros(2, 3, _ABREAST + 2, _ABREAST, weight.shape[1], 3, 3)
+    for direction, turned in enumerate((weight, weight.permute(0, 1, 4, 5, 2, 3))):
+        for column in range(_ABREAST):
+            # What lies one row above adds to this row by the kernel's row below, and so on.
+            kernel[direction, :, column : column + 3, column] = turned[0].flip(1, 2).movedim(0, 2)
+    return kernel.flatten(3, 4).flatten(0, 2)

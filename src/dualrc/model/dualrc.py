@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from dualrc.config import CompactConfig, NetworkConfig
+from dualrc.kernels import usable
 from dualrc.model.backbone import make_backbone
 from dualrc.model.consensus import Consensus
-from dualrc.model.correlation import correlate, mutual_filter, normalize
+from dualrc.model.correlation import correlate, normalize
 from dualrc.model.fine import RATIO, BothWays, FineMap, both_ways, cell_queries, point_queries, search
 from dualrc.model.subpixel import Subpixel, cell_windows, point_windows, refine_both
+from dualrc.model.support import support
 
 FINE_STRIDE = 4
 # A dense or asked-for point is trusted when the way back ends within so many fine cells of it: where one picture
@@ -35,7 +37,8 @@ class NetworkMatches:
     pair: Tensor  # n
     points0: Tensor  # n 2, (x, y), the centre of the first pixel at (0, 0)
     points1: Tensor  # n 2
-    # n: the sum of both directions' scores, 0 to 2, as published; with refinement, a confidence of 0 to 1.
+    # n: the sum of both directions' scores, 0 to 2, as published; with refinement, a confidence of 0 to 1, times the
+    # root of the share of the matches around that agree.
     scores: Tensor
 
 
@@ -57,8 +60,11 @@ class DualRCNet(nn.Module):
         return Features(coarse=coarse, fine=normalize(fine))
 
     def coarse_tensor(self, features0: Features, features1: Features, max_memory: float = 0.5) -> Tensor:
-        """The refined coarse tensor, b h0 w0 h1 w1, in float32."""
-        scores = correlate(features0.coarse.float(), features1.coarse.float())
+        """The refined coarse tensor, b h0 w0 h1 w1: in float32, or in half precision where a GPU works in that."""
+        coarse = features0.coarse, features1.coarse
+        if not (usable(coarse[0]) and coarse[0].dtype == coarse[1].dtype == torch.float16):
+            coarse = coarse[0].float(), coarse[1].float()
+        scores = correlate(*coarse)
         for features, axes in ((features0, (1, 2)), (features1, (3, 4))):
             if features.valid is not None:  # a cell outside the mask must not compete with those inside
                 cells = features.valid.unflatten(1, (-1, RATIO)).unflatten(3, (-1, RATIO)).any(4).any(2)
@@ -67,8 +73,7 @@ class DualRCNet(nn.Module):
 
     def refine(self, scores: Tensor, max_memory: float = 0.5) -> Tensor:
         """Mutual filter, consensus, mutual filter: b h0 w0 h1 w1 -> the same."""
-        scores = mutual_filter(scores)
-        return mutual_filter(self.consensus(scores, _values(max_memory)))
+        return self.consensus.filtered(scores, _values(max_memory))
 
     def match(
         self, features0: Features, features1: Features, *, top: int | None = None, max_memory: float = 0.5
@@ -83,7 +88,11 @@ class DualRCNet(nn.Module):
         if self.subpixel is not None:
             windows = cell_windows(fine0, pair, index0), cell_windows(fine1, pair, index1)
             offset0, offset1, trust = refine_both(self.subpixel, *windows, score0, score1)
-            cells0, cells1, scores = cells0 + offset0, cells1 + offset1, trust
+            cells0, cells1 = cells0 + offset0, cells1 + offset1
+            shapes = [(len(fine.features), fine.height * RATIO, fine.width * RATIO) for fine in (fine0, fine1)]
+            support0 = support(index0, cells0, cells1, trust, pair, shapes[0])
+            support1 = support(index1, cells1, cells0, trust, pair, shapes[1])
+            scores = trust * (support0 * support1) ** 0.25
         keep = _best_first(pair, scores, top)
         return NetworkMatches(
             pair=pair[keep], points0=_pixels(cells0[keep]), points1=_pixels(cells1[keep]), scores=scores[keep]

@@ -7,10 +7,13 @@ fine correlation is never held, and the result is its argmax all the same (`lite
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+import dualrc.kernels.search as kernel
+from dualrc.model import trace
 
 Reading = Literal["corner", "center"]
 
@@ -19,6 +22,9 @@ PLACES = RATIO * RATIO
 # A cosine of unit vectors may exceed 1 by so much in rounding; the bound allows for it.
 _EXCESS = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
 _FIRST_BLOCK = 8  # coarse cells visited before the bound is first checked
+_SHORTLIST = 3  # times as many are read exactly, to choose those
+_WIDEN = 2  # times as many are visited where the bound did not hold
+_CPU_VALUES = 2**22  # values held at a time on a CPU, near its cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +58,11 @@ class FineMap:
         row = (cell // self.width * RATIO)[..., None] + place // RATIO
         return row * (self.width * RATIO) + (cell % self.width * RATIO)[..., None] + place % RATIO
 
+    def member(self, cell: Tensor, place: Tensor) -> Tensor:
+        """The row-major fine index of one place (0 to 15) of coarse cells."""
+        row, column = cell // self.width * RATIO, cell % self.width * RATIO
+        return (row + place // RATIO) * (self.width * RATIO) + column + place % RATIO
+
     def split(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """The coarse cell of a row-major fine index and its place (0 to 15) among the members."""
         row, column = index // (self.width * RATIO), index % (self.width * RATIO)
@@ -63,6 +74,14 @@ class FineMap:
         index = index + offset.view(-1, *[1] * (index.ndim - 1))
         found = self.features.flatten(0, 1).index_select(0, index.flatten())
         return found.view(*index.shape, found.shape[1])
+
+    def gather_cells(self, pair: Tensor, cells: Tensor) -> Tensor:
+        """Features of all members of coarse cells: pair (n), cells (n k) -> (n k 16 c)."""
+        # Four members side by side lie together in memory.
+        lines = self.features.flatten(0, 1).unflatten(0, (-1, RATIO)).flatten(1)  # b*H*w 4c
+        line = cells // self.width * (RATIO * self.width) + cells % self.width + pair[:, None] * (self.cells * RATIO)
+        line = line[:, :, None] + self.width * torch.arange(RATIO, device=cells.device)
+        return lines.index_select(0, line.flatten()).view(*cells.shape, PLACES, self.features.shape[2])
 
     def sample(self, pair: Tensor, points: Tensor) -> Tensor:
         """Unit features, float32, at any places, bilinear: pair (n), points (n 2), (x, y) in fine cells -> (n c)."""
@@ -115,10 +134,11 @@ def cell_queries(fine: FineMap, cells: Tensor, reading: Reading) -> Queries:
         # A fact of the published implementation: a query at exactly (0, 0) reads nothing.
         weights = weights.expand(len(cells), -1, -1).clone()
         weights[cell == 0, 0] = 0
-    features = fine.gather(pair, fine.members(cell))
+    features = fine.gather_cells(pair, cell[:, None])[:, 0]
     return Queries(features=features, pair=pair, rows=row * fine.width + column, weights=weights)
 
 
+@torch.no_grad()
 def search(tensor: Tensor, queries: Queries, fine: FineMap, *, temperature: float, max_values: int) -> Found:
     """The best fine cell of the searched picture for every query.
 
@@ -126,7 +146,7 @@ def search(tensor: Tensor, queries: Queries, fine: FineMap, *, temperature: floa
     `max_values` values are held at a time.
     """
     groups, places, channels = queries.features.shape
-    sums = tensor.sum(2)  # b n
+    sums = tensor.sum(2, dtype=torch.float32)  # b n
     found = Found(
         index=torch.full((groups, places), -1, device=tensor.device),
         score=torch.zeros(groups, places, device=tensor.device),
@@ -134,16 +154,55 @@ def search(tensor: Tensor, queries: Queries, fine: FineMap, *, temperature: floa
     )
     open_groups = torch.arange(groups, device=tensor.device)
     candidates = tensor.shape[2]
+    if not tensor.is_cuda:
+        max_values = min(max_values, _CPU_VALUES)
     block = min(_FIRST_BLOCK, candidates)
     while len(open_groups):
-        per_group = (queries.rows.shape[1] + places + 2) * candidates + block * PLACES * (channels + 3 * places)
-        chunk = max(1, max_values // per_group)
+        shortlist = min(_SHORTLIST * block, candidates)
+        per_group = 3 * candidates + 3 * places * shortlist + block * PLACES * (channels + 2 * places)
         still_open = []
-        for ids in open_groups.split(chunk):
+        for ids in open_groups.split(max(1, max_values // per_group)):
             done = _visit(tensor, sums, queries, ids, fine, block, temperature, found)
             still_open.append(ids[~done])
         open_groups = torch.cat(still_open)
-        block = min(4 * block, candidates)
+        block = min(_WIDEN * block, candidates)
+    return found
+
+
+def search_from_cells(
+    tensor: Tensor,
+    asking: FineMap,
+    cells: Tensor,
+    fine: FineMap,
+    *,
+    reading: Reading,
+    temperature: float,
+    max_values: int,
+    wanted: Tensor | None = None,
+) -> Found:
+    """`search` from all 16 fine cells of each of these cells, which count through the batch; `wanted` as in Queries."""
+    if kernel.supported(tensor, asking, fine):
+        trace.note("kernel.search", "triton")
+        excess = _EXCESS[fine.features.dtype]
+        answers = kernel.search_cells(tensor, cells, asking, fine, reading, temperature, _FIRST_BLOCK, excess=excess)
+        visited = torch.full((len(cells),), _FIRST_BLOCK, device=cells.device)
+        found = Found(index=answers.index, score=answers.score, visited=visited)
+        certain = answers.certain if wanted is None else answers.certain | ~wanted
+        ids = (~certain.all(1)).nonzero()[:, 0]
+        if len(ids):  # the few for which the bound did not hold look further
+            queries = cell_queries(asking, cells[ids], reading)
+            queries = queries if wanted is None else replace(queries, wanted=wanted[ids])
+            wider = search(tensor, queries, fine, temperature=temperature, max_values=max_values)
+            found.index[ids], found.score[ids], found.visited[ids] = wider.index, wider.score, wider.visited
+    else:
+        trace.note("kernel.search", "blocks")
+        queries = replace(cell_queries(asking, cells, reading), wanted=wanted)
+        found = search(tensor, queries, fine, temperature=temperature, max_values=max_values)
+    if trace.is_recording():
+        trace.note("search.groups", len(cells))
+        trace.note("search.candidates", tensor.shape[2])
+        trace.note("search.visited", found.visited.sum())
+        trace.note("search.widened", (found.visited > _FIRST_BLOCK).sum())
     return found
 
 
@@ -158,43 +217,64 @@ def _visit(
     found: Found,
 ) -> Tensor:
     """Score the `block` most promising cells for these groups; true where no other cell can do better."""
-    pair, rows = queries.pair[ids], queries.rows[ids]
+    pair = queries.pair[ids]
+    rows = queries.rows[ids] + pair[:, None] * tensor.shape[1]  # g m, of all pairs
     weights = queries.weights.expand(len(queries.features), -1, -1)[ids]  # g p m
-    total = torch.einsum("gpm,gm->gp", weights, sums[pair[:, None], rows]) + 1e-15
-    coarse = torch.bmm(weights, tensor[pair[:, None], rows]) / total[:, :, None]  # g p candidates
-    bound = coarse.amax(1)  # g candidates: no query of the group scores higher there
+    total = torch.bmm(weights, sums.flatten()[rows][:, :, None])[:, :, 0] + 1e-15  # g p
+    limits = _limits(tensor.flatten(0, 1), sums.flatten(), rows)  # g candidates
     if fine.valid is not None:
         empty = ~fine.valid[:, fine.members(torch.arange(fine.cells, device=ids.device))].any(2)  # b candidates
-        bound = bound.masked_fill(empty[pair], 0)
-    bounds, cells = bound.topk(min(block + 1, bound.shape[1]), dim=1)
-    rest = bounds[:, block] if bounds.shape[1] > block else torch.zeros_like(bounds[:, 0])
-    cells = cells[:, :block]
-    coarse = coarse.gather(2, cells[:, None].expand(-1, weights.shape[1], -1))  # g p k
+        limits.masked_fill_(empty[pair], 0)
+    # What the cheap limit leaves is read exactly, and the best of that are visited.
+    candidates = limits.shape[1]
+    limit, cells = limits.topk(min(_SHORTLIST * block + 1, candidates), dim=1)
+    rest = limit[:, _SHORTLIST * block] if limit.shape[1] > _SHORTLIST * block else torch.zeros_like(limit[:, 0])
+    cells = cells[:, : _SHORTLIST * block]
+    read = tensor.flatten()[rows[:, :, None] * candidates + cells[:, None]].float()  # g m s
+    coarse = torch.bmm(weights, read) / total[:, :, None]  # g p s
+    bounds, order = torch.where(limit[:, : cells.shape[1]] > 0, coarse.amax(1), 0).topk(min(block + 1, cells.shape[1]))
+    if bounds.shape[1] > block:
+        rest = torch.maximum(rest, bounds[:, block])
+    order = order[:, :block]
+    cells = cells.gather(1, order)
+    coarse = coarse.gather(2, order[:, None].expand(-1, coarse.shape[1], -1))  # g p k
 
-    index = fine.members(cells)  # g k 16
-    candidates = fine.gather(pair, index)  # g k 16 c
-    cosine = torch.einsum("gpc,gkqc->gpkq", queries.features[ids], candidates).float()
-    fine_score = torch.exp((cosine - 1) / temperature) if temperature > 0 else cosine
-    score = coarse[:, :, :, None] * fine_score
+    candidate = fine.gather_cells(pair, cells)  # g k 16 c
+    cosine = (
+        torch.bmm(queries.features[ids], candidate.flatten(1, 2).transpose(1, 2)).float().unflatten(2, (-1, PLACES))
+    )
     if fine.valid is not None:
-        score = torch.where(fine.valid[pair[:, None, None], index][:, None], score, 0)
-    score = score.flatten(2)  # g p (k 16)
+        cosine = torch.where(fine.valid[pair[:, None, None], fine.members(cells)][:, None], cosine, -math.inf)
+    cosine, place = cosine.max(3)  # within a cell the coarse score is the same
+    score = coarse * (torch.exp((cosine - 1) / temperature) if temperature > 0 else cosine.clamp(min=0))  # g p k
 
     highest = score.amax(2)
     # Among equals the first in the picture wins, whatever the order of the visit.
-    equal = score == highest[:, :, None]
-    first = torch.where(equal, index.flatten(1)[:, None], torch.iinfo(index.dtype).max).amin(2)
+    index = fine.member(cells[:, None], place)
+    first = torch.where(score == highest[:, :, None], index, torch.iinfo(index.dtype).max).amin(2)
     positive = highest > 0
     found.index[ids] = torch.where(positive, first, -1)
     found.score[ids] = torch.where(positive, highest, 0)
     found.visited[ids] = block
-    excess = _EXCESS[candidates.dtype]
+    excess = _EXCESS[candidate.dtype]
     rest = rest[:, None] * (math.exp(excess / temperature) if temperature > 0 else 1 + excess)
     # A query that reads nothing, or only zeros, has nothing to find, whatever its group's bound.
     certain = (highest > rest) | (rest <= 0) | (total <= 1e-15)
     if queries.wanted is not None:
         certain |= ~queries.wanted[ids]
     return certain.all(1)
+
+
+def _limits(tensor: Tensor, sums: Tensor, rows: Tensor) -> Tensor:
+    """What no query that mixes these rows (g m) of the coarse tensor can exceed: (g candidates).
+
+    A query reads sum(w t) / sum(w s) over its rows t with their sums s, and that is no more than the largest t / s.
+    """
+    scale = torch.where(sums > 0, (1 + 1e-5) / sums, 0)  # and a little for rounding
+    limits = tensor.index_select(0, rows[:, 0]).float() * scale[rows[:, 0], None]
+    for row in rows.T[1:]:
+        torch.maximum(limits, tensor.index_select(0, row).float().mul_(scale[row, None]), out=limits)
+    return limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,24 +301,26 @@ def both_ways(
 ) -> BothWays:
     """Search from the best coarse cells of picture 0, and from what they find back; `tensor` is (b n0 n1)."""
     batch, count0, count1 = tensor.shape
-    best = tensor.amax(2).sort(dim=1, descending=True, stable=True).indices[:, : int(query_share * count0)]
-    cells0 = (best + count0 * torch.arange(batch, device=tensor.device)[:, None]).flatten().sort().values
-    queries = cell_queries(fine0, cells0, reading)
-    forward = search(tensor, queries, fine1, temperature=temperature, max_values=max_values)
+    settings: dict[str, Any] = {"reading": reading, "temperature": temperature, "max_values": max_values}
+    if query_share < 1:
+        best = tensor.amax(2).sort(dim=1, descending=True, stable=True).indices[:, : int(query_share * count0)]
+        cells0 = (best + count0 * torch.arange(batch, device=tensor.device)[:, None]).flatten().sort().values
+    else:
+        cells0 = torch.arange(batch * count0, device=tensor.device)
+    forward = search_from_cells(tensor, fine0, cells0, fine1, **settings)
     keep = forward.index >= 0
-    index0 = fine0.members(cells0 % count0)
+    pair, index0 = cells0 // count0, fine0.members(cells0 % count0)
     if fine0.valid is not None:
-        keep &= fine0.valid[queries.pair[:, None], index0]
-    pair, index0, index1 = queries.pair[:, None].expand_as(keep)[keep], index0[keep], forward.index[keep]
+        keep &= fine0.valid[pair[:, None], index0]
+    pair, index0, index1 = pair[:, None].expand_as(keep)[keep], index0[keep], forward.index[keep]
 
     cell, place = fine1.split(index1)
     # Only the cells that were found can answer, and each answers for all its queries at once.
     cells1, inverse = (cell + pair * count1).unique(return_inverse=True)
     wanted = torch.zeros(len(cells1), PLACES, dtype=torch.bool, device=tensor.device)
     wanted[inverse, place] = True
-    queries = replace(cell_queries(fine1, cells1, reading), wanted=wanted)
     turned = tensor.transpose(1, 2).contiguous()
-    backward = search(turned, queries, fine0, temperature=temperature, max_values=max_values)
+    backward = search_from_cells(turned, fine1, cells1, fine0, wanted=wanted, **settings)
     return BothWays(
         pair=pair,
         index0=index0,

@@ -1,0 +1,50 @@
+"""Support: whether the matches around a match move as it does."""
+
+import torch
+from torch import Tensor
+
+_STEP = 3  # fine cells between the neighbours that are asked
+_REACH = 3  # steps to each side: 48 neighbours in a window of 19 x 19 cells
+_SIGMA = 0.25  # fine cells that a neighbour may stray
+_CPU_VALUES, _GPU_VALUES = 2**16, 2**24  # neighbours looked at together; on a CPU they stay in its cache
+
+
+def support(index: Tensor, here: Tensor, there: Tensor, trust: Tensor, pair: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """How well the neighbours of each match agree with it: (n) in 0 to 1.
+
+    `index` (n) are the row-major fine cells of this picture that are matched, each once; `here` and `there` (n 2) where
+    exactly the matches lie in both pictures, in fine cells; `pair` (n) which pair of the batch they belong to. `shape`
+    is (pairs, height, width). Through each match goes the affine motion that fits its neighbours best, weighted by
+    their trust, and the support is the trusted share of the 48 neighbours that this motion explains.
+    """
+    pairs, height, width = shape
+    margin = _STEP * _REACH
+    row_length = width + margin  # one margin serves as the right one of a row and the left one of the next
+    at = (pair * (height + margin) + index // width + margin) * row_length + index % width + margin
+    known = torch.cat([here.T, there.T, trust[None]])  # 5 n
+    maps = known.new_zeros(5, ((pairs * (height + margin)) + margin) * row_length + margin)
+    maps[:, at] = known
+    axis = torch.arange(-_REACH, _REACH + 1, device=index.device) * _STEP
+    offsets = (axis[:, None] * row_length + axis).flatten()
+    offsets = offsets[offsets != 0]  # a match is no witness for itself
+    chunk = max(1, (_GPU_VALUES if index.is_cuda else _CPU_VALUES) // len(offsets))
+    shares = [
+        _explained(maps.index_select(1, (offsets[:, None] + places).flatten()).unflatten(1, (len(offsets), -1)), match)
+        for places, match in zip(at.split(chunk), known.split(chunk, dim=1), strict=True)
+    ]
+    return torch.cat(shares)
+
+
+def _explained(around: Tensor, match: Tensor) -> Tensor:
+    """The trusted share of neighbours (5 k n) that move with matches (5 n): (n)."""
+    x, y, u, v = (around[:4] - match[:4, None]).unbind(0)  # relative to the match
+    weight = around[4]
+    wx, wy = weight * x, weight * y
+    xx, xy, yy = (wx * x).sum(0) + 1e-3, (wx * y).sum(0), (wy * y).sum(0) + 1e-3
+    inverse = 1 / (xx * yy - xy * xy)
+    stray = torch.zeros_like(weight)
+    for value in (u, v):
+        along_x, along_y = (wx * value).sum(0), (wy * value).sum(0)
+        a, b = (yy * along_x - xy * along_y) * inverse, (xx * along_y - xy * along_x) * inverse
+        stray += (value - a * x).sub_(b * y).square_()
+    return weight.mul(stray.mul_(-0.5 / _SIGMA**2).exp_()).mean(0)
