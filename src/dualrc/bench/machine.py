@@ -41,8 +41,8 @@ def busy() -> str | None:
     if wanted is None or wanted < cores() / 2:
         return None
     return (
-        f"the machine was busy when this began (load {wanted:.1f}, {cores()} cores): times are too long, and with several "
-        "threads far too long; trust ratios at most."
+        f"the machine was busy when this began (load {wanted:.1f}, {cores()} cores): times are too long, and with "
+        "several threads far too long; trust ratios at most."
     )
 
 

@@ -265,6 +265,7 @@ class Sift(Method):
 
     def __init__(self, task: Task) -> None:
         self._cv2 = opencv()
+        self._cv2.setNumThreads(torch.get_num_threads())  # as many as the others have
         self._images = task.pictures()
         self._sift, self._matcher = self._cv2.SIFT_create(), self._cv2.BFMatcher(self._cv2.NORM_L2, crossCheck=True)
 
