@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualrc.kernels import usable
+from dualrc.kernels import device_of, usable
 
 CHANNELS = (8, 16, 32)
 SHARES = 54  # of a hidden position, for 27 neighbours in two directions
@@ -38,9 +38,9 @@ class Tiles:
 class Prepared:
     """The weights of both layers and directions as the kernels read them."""
 
-    weight1: Tensor  # 3 32 2C: shift in picture 1's rows; the other shifts, 27 of 32; channels of both directions
+    weight1: Tensor  # 3 2C 32: shift in picture 1's rows; channels of both directions; the other shifts, 27 of 32
     bias1: Tensor  # 2C, float32
-    weight2: Tensor  # 3 2C 64: 27 of 32 results for each direction
+    weight2: Tensor  # 3 64 2C: 27 of 32 results for each direction
     bias2: Tensor  # 1, float32
 
 
@@ -64,7 +64,7 @@ def supported(scores: Tensor, weights: Sequence[Tensor]) -> bool:
         and channels in CHANNELS
         and weights[0].shape == (channels, 1, 3, 3, 3, 3)
         and weights[1].shape == (1, channels, 3, 3, 3, 3)
-        and SHARES * scores.shape[2] * (scores.shape[4] + 2) < 2**31
+        and SHARES * pitch(scores.shape[2], scores.shape[4]) < 2**31
         and not (torch.is_grad_enabled() and (scores.requires_grad or weights[0].requires_grad))
     )
 
@@ -74,15 +74,15 @@ def prepare(weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dt
     first, second = weights[0].detach()[:, 0], weights[1].detach()[0]
     channels = len(first)
     both = torch.cat([first, first.permute(0, 3, 4, 1, 2)])  # 2C di dj dk dl
-    weight1 = F.pad(both.permute(3, 1, 2, 4, 0).reshape(3, 27, 2 * channels), (0, 0, 0, 5))
-    weight2 = second.new_zeros(3, 2, channels, 2, 32)
+    weight1 = F.pad(both.permute(3, 0, 1, 2, 4).reshape(3, 2 * channels, 27), (0, 5))
+    weight2 = second.new_zeros(3, 2, 32, 2, channels)
     for direction, kernel in enumerate((second, second.permute(0, 3, 4, 1, 2))):
         # Each direction's channels give to that direction's results only.
-        weight2[:, direction, :, direction, :27] = kernel.permute(3, 0, 1, 2, 4).reshape(3, channels, 27)
+        weight2[:, direction, :27, direction] = kernel.permute(3, 1, 2, 4, 0).reshape(3, 27, channels)
     return Prepared(
         weight1=weight1.to(dtype).contiguous(),
         bias1=biases[0].detach().float().repeat(2),
-        weight2=weight2.reshape(3, 2 * channels, 64).to(dtype),
+        weight2=weight2.reshape(3, 64, 2 * channels).to(dtype),
         bias2=biases[1].detach().float().reshape(1).contiguous(),
     )
 
@@ -109,8 +109,9 @@ def apply(
         return results
     limit = SLAB_BYTES if max_values is None else 4 * max_values
     run = _Run(scores, prepared, maxima, results, tiles or Tiles())
-    for slab in plan(tuple(scores.shape), scores.element_size(), limit):
-        run.slab(slab)
+    with device_of(scores):
+        for slab in plan(tuple(scores.shape), scores.element_size(), limit):
+            run.slab(slab)
     return results
 
 
@@ -131,14 +132,20 @@ def mutual_filter(scores: Tensor, maxima: tuple[Tensor, Tensor] | None = None) -
     best0, best1 = maxima_of(scores) if maxima is None else maxima
     count0, count1 = best1.shape[1], best0.shape[1]
     grid = (len(scores) * count0, _parts(count1, 1024))
-    filter_scores[grid](scores, best0, best1, results, count0, count1, POSITIONS=1024)
+    with device_of(scores):
+        filter_scores[grid](scores, best0, best1, results, count0, count1, POSITIONS=1024)
     return results
+
+
+def pitch(w0: int, w1: int) -> int:
+    """Values that a share takes for a row of picture 0 and a row of picture 1."""
+    return _parts(w0 * (w1 + 2), 8) * 8
 
 
 def plan(shape: tuple[int, ...], item: int, limit: int) -> Iterator[Slab]:
     """Cut the work so that the shares take at most `limit` bytes where that is possible at all."""
     batch, h0, w0, h1, w1 = shape
-    plane = w0 * (w1 + 2) * SHARES  # values for a row of picture 0 and a row of picture 1
+    plane = SHARES * pitch(w0, w1)  # values for a row of picture 0 and a row of picture 1
     tall = max(1, min(h1, (2**31 - 1) // plane))  # the kernels count in 32 bits within a row of picture 0
     fitting = limit // (plane * item)  # such rows that may be held
     if fitting >= h0 * h1 and tall == h1:
@@ -178,7 +185,7 @@ class _Run:
         """Make the results of a slab, some rows of picture 0 at a time."""
         h0, w0, h1, w1 = self.scores.shape[1:]
         pairs = len(slab.pairs)
-        values = pairs * slab.slots * SHARES * len(slab.region) * w0 * (w1 + 2)
+        values = pairs * slab.slots * SHARES * len(slab.region) * pitch(w0, w1)
         if len(self.shares) < values:
             self.shares = self.scores.new_empty(values)
         most = min(slab.rows + 1, h0)  # rows of hidden positions made at a time
@@ -221,7 +228,7 @@ class _Run:
         contribute[grid](
             self.padded, self.shares, prepared.weight1, prepared.bias1, prepared.weight2,
             start, rows, slab.slots, region.start, region.stop, steps, w0, h1, w1,
-            HIDDEN=prepared.weight1.shape[2], POSITIONS=positions,
+            HIDDEN=prepared.weight1.shape[1], POSITIONS=positions,
             UNROLL=tiles.unroll if half else 1, PRECISION="ieee", num_warps=tiles.warps,
         )  # fmt: skip
 

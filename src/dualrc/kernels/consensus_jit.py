@@ -46,17 +46,18 @@ def lay_out(
 
 @kernel()
 def _three(pointers: tl.tensor, apart: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The weights for the row above, the row itself and the row below."""
-    return tl.load(pointers), tl.load(pointers + apart), tl.load(pointers + 2 * apart)
+    """The weights for the row above, the row itself and the row below, inputs first."""
+    above, here, below = tl.load(pointers), tl.load(pointers + apart), tl.load(pointers + 2 * apart)
+    return tl.trans(above), tl.trans(here), tl.trans(below)
 
 
 @kernel("first_row", "rows", "slots", "region_start", "region_stop", "steps", "w0", "h1", "w1")
 def contribute(
     padded: tl.tensor,  # pairs rows+2 h1 (w0+2)*(w1+2)
-    shares: tl.tensor,  # pairs slots 2*27 region w0*(w1+2)
-    weight1: tl.tensor,  # 3 32 HIDDEN: by shift in picture 1's rows, then by the other three
+    shares: tl.tensor,  # pairs slots 2*27 region pitch, which is w0*(w1+2) rounded up to a multiple of 8
+    weight1: tl.tensor,  # 3 HIDDEN 32: by shift in picture 1's rows; the other three shifts last
     bias1: tl.tensor,  # HIDDEN
-    weight2: tl.tensor,  # 3 HIDDEN 64
+    weight2: tl.tensor,  # 3 64 HIDDEN
     first_row: tl.tensor,
     rows: tl.tensor,
     slots: tl.tensor,
@@ -78,6 +79,7 @@ def contribute(
     """
     wide = w1 + 2
     plane, padded_plane = w0 * wide, (w0 + 2) * wide
+    pitch = (plane + 7) // 8 * 8  # so that eight values are written at once
     region = region_stop - region_start
     place = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     start = region_start + tl.program_id(1) * steps
@@ -97,18 +99,18 @@ def contribute(
     readable = (tap < 27)[:, None] & inside[None, :]
 
     channel, result = tl.arange(0, HIDDEN), tl.arange(0, 64)
-    weights1 = weight1 + tap[:, None] * HIDDEN + channel[None, :]
+    # Outputs first: in the shape of the scores' tiles, they would be read in one layout with these, a bad one for both.
+    weights1 = weight1 + channel[:, None] * 32 + tap[None, :]
     above1, here1, below1 = _three(weights1, 32 * HIDDEN)
-    weights2 = weight2 + channel[:, None] * 64 + result[None, :]
+    weights2 = weight2 + result[:, None] * HIDDEN + channel[None, :]
     above2, here2, below2 = _three(weights2, HIDDEN * 64)
     bias = tl.load(bias1 + channel)
 
     slot = (first_row + row) % slots
     number = result // 32 * 27 + result % 32  # both directions' 27 results stand in 32 columns each
-    target = shares + (pair * slots + slot) * 54 * region * plane
-    targets = number[:, None] * (region * plane) + place[None, :]
+    target = shares + (pair * slots + slot) * 54 * region * pitch
+    targets = number[:, None] * (region * pitch) + place[None, :]
 
-    hidden_kind = weight2.dtype.element_ty
     at = tl.maximum(start - 2, 0)
     hidden_a = tl.zeros((POSITIONS, HIDDEN), tl.float32)  # of the row above the one being read, so far
     hidden_b = tl.zeros((POSITIONS, HIDDEN), tl.float32)  # of that row
@@ -119,26 +121,26 @@ def contribute(
         for step in tl.static_range(UNROLL):  # unrolled by three, the accumulators come back to their registers
             y = base + step
             scores = tl.trans(following)
-            taps = tl.where(y + 1 < h1, 27, 0)
-            readable = (tap < taps)[:, None] & inside[None, :]
+            readable = (tap < tl.where(y + 1 < h1, 27, 0))[:, None] & inside[None, :]
             following = tl.load((source + (y + 1) * padded_plane) + sources, mask=readable, other=0.0)
             done = tl.dot(scores, below1, hidden_a, input_precision=PRECISION)
             hidden_a = tl.dot(scores, here1, hidden_b, input_precision=PRECISION)
             hidden_b = tl.dot(scores, above1, input_precision=PRECISION)
             exists = column < tl.where((y >= 1) & (y <= h1), w1, 0)
-            hidden = tl.where(exists[:, None], tl.maximum(done + bias[None, :], 0.0), 0.0).to(hidden_kind)
+            hidden = tl.where(exists[:, None], tl.maximum(done + bias[None, :], 0.0), 0.0)
+            hidden = hidden.to(weight2.dtype.element_ty)
             complete = tl.dot(hidden, below2, result_a, input_precision=PRECISION)
             result_a = tl.dot(hidden, here2, result_b, input_precision=PRECISION)
             result_b = tl.dot(hidden, above2, input_precision=PRECISION)
             wanted = tl.where((y - 2 >= start) & (y - 2 < stop), 27, 0)
-            writable = (result % 32 < wanted)[:, None] & (place < plane)[None, :]
+            writable = (result % 32 < wanted)[:, None] & (place < pitch)[None, :]
             values = tl.trans(complete.to(shares.dtype.element_ty))
-            tl.store((target + (y - 2 - region_start) * plane) + targets, values, mask=writable)
+            tl.store((target + (y - 2 - region_start) * pitch) + targets, values, mask=writable)
 
 
 @kernel("first_pair", "first_row", "rows", "slots", "region_start", "region", "h0", "w0", "h1", "w1")
 def collect(
-    shares: tl.tensor,  # pairs slots 2*27 region w0*(w1+2)
+    shares: tl.tensor,  # pairs slots 2*27 region pitch, which is w0*(w1+2) rounded up to a multiple of 8
     bias2: tl.tensor,  # 1
     results: tl.tensor,  # b h0 w0 h1 w1
     first_pair: tl.tensor,
@@ -156,10 +158,13 @@ def collect(
     """Add what the 27 neighbours gave to each position, in both directions, and finish the second layer."""
     wide = w1 + 2
     plane = w0 * wide
+    pitch = (plane + 7) // 8 * 8
     place = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     step = tl.program_id(1)
     slab_row = tl.program_id(2)
     pair, i = (slab_row // rows).to(tl.int64), first_row + slab_row % rows
+    # Neighbours count from the first: tiles that are known to be aligned would get another layout than the rest.
+    first = place - wide - 1
     bias = tl.load(bias2)
     one = tl.zeros((POSITIONS,), tl.float32) + bias
     other = tl.zeros((POSITIONS,), tl.float32) + bias
@@ -167,15 +172,15 @@ def collect(
         row = i + di - 1
         end = tl.where((row >= 0) & (row < h0), plane, 0)
         slot = (row + slots) % slots
-        source = shares + ((pair * slots + slot) * 54 * region + step) * plane
+        source = shares + ((pair * slots + slot) * 54 * region + step) * pitch
         for dj in tl.static_range(3):
             for dl in tl.static_range(3):
                 # Beyond a row's ends lies the frame, which holds zeros.
-                neighbour = place + ((dj - 1) * wide + (dl - 1))
+                neighbour = first + (dj * wide + dl)
                 readable = (neighbour >= 0) & (neighbour < end)
                 tap = di * 9 + dj * 3 + dl
-                one += tl.load(source + tap * (region * plane) + neighbour, mask=readable, other=0.0).to(tl.float32)
-                other += tl.load(source + (27 + tap) * (region * plane) + neighbour, mask=readable, other=0.0).to(
+                one += tl.load(source + tap * (region * pitch) + neighbour, mask=readable, other=0.0).to(tl.float32)
+                other += tl.load(source + (27 + tap) * (region * pitch) + neighbour, mask=readable, other=0.0).to(
                     tl.float32
                 )
     value = tl.maximum(one, 0.0) + tl.maximum(other, 0.0)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from dualrc.kernels import usable
+from dualrc.kernels import device_of, usable
 
 Reading = Literal["corner", "center"]
 
@@ -92,11 +92,25 @@ def search_cells(
     `excess`. For the way back give the transpose: it is copied, because columns can't be read fast. Where an answer is
     certain it is what model.fine.search finds.
     """
+    assert k in VISITED, k
+    with device_of(tensor):
+        return _search(tensor.contiguous(), cells, fine_query, fine_searched, reading, temperature, k, excess, tiles)
+
+
+def _search(
+    tensor: Tensor,
+    cells: Tensor,
+    fine_query: FineCells,
+    fine_searched: FineCells,
+    reading: Reading,
+    temperature: float,
+    k: int,
+    excess: float,
+    tiles: Tiles | None,
+) -> Answers:
     from dualrc.kernels.search_jit import block_maxima, choose, score_cells
 
-    assert k in VISITED, k
     tiles = tiles or Tiles()
-    tensor = tensor.contiguous()
     candidates, groups, device = tensor.shape[2], len(cells), tensor.device
     answers = Answers(
         index=torch.empty(groups, PLACES, dtype=torch.int64, device=device),
