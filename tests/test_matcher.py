@@ -14,8 +14,8 @@ from PIL import Image
 
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
-from dualrc.image import pixel_grid
-from dualrc.matcher import Matcher
+from dualrc.image import pixel_grid, read
+from dualrc.matcher import Matcher, ahead
 from dualrc.matches import Matches
 from dualrc.model.dualrc import Features
 
@@ -155,7 +155,7 @@ def test_wrong_settings_of_a_call_are_refused(oracle, pictures, wrong):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_many_pairs_come_in_order(tmp_path, batch, monkeypatch):
     matcher = tiny_matcher()
-    monkeypatch.setattr(Matcher, "_batch_size", batch)  # larger than 1 only where there is a GPU
+    monkeypatch.setattr(Matcher, "_batch_size", lambda self, pair: batch)  # larger than 1 only where there is a GPU
     sizes = [(96, 64), (96, 64), (64, 64), (96, 64), (96, 64)]
     paths = [tmp_path / f"{number}.png" for number in range(5)]
     for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
@@ -182,10 +182,7 @@ def test_many_reads_each_picture_once(tmp_path, monkeypatch):
     for number, path in enumerate(paths):
         Image.fromarray(texture(number, 64, 48)).save(path)
     calls = []
-    original = Matcher.features
-    monkeypatch.setattr(
-        Matcher, "features", lambda self, picture, **rest: calls.append(picture) or original(self, picture, **rest)
-    )
+    monkeypatch.setattr(ahead, "read", lambda path: calls.append(path) or read(path))
     matcher = tiny_matcher()
     assert len(list(matcher.match_many([(paths[0], paths[1]), (paths[0], paths[2]), (paths[1], paths[2])]))) == 3
     assert calls == [paths[0], paths[1], paths[2]]
@@ -471,7 +468,7 @@ MEMORY = """
 import resource, sys
 import numpy as np, torch
 from dualrc.config import preset
-from dualrc.matcher import Matcher
+from dualrc.matcher import Matcher, ahead
 from dualrc.model.dualrc import make_network
 
 class Planted(torch.nn.Module):

@@ -81,14 +81,18 @@ def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:
     return width, height
 
 
-def to_input(picture: npt.NDArray[np.uint8], size: Size, device: torch.device) -> Tensor:
-    """Resize to (width, height) and normalize: uint8 (h, w, 3) to float32 (1, 3, height, width)."""
-    # uint8 travels to the device: a quarter of the bytes of floats.
+def to_tensor(picture: npt.NDArray[np.uint8]) -> Tensor:
+    """A picture as a tensor that shares its memory where it may."""
     # A read-only array, such as np.asarray(PIL image), is copied: torch would warn of it.
-    tensor = torch.from_numpy(np.require(picture, requirements=["C", "W"])).to(device).permute(2, 0, 1)[None].float()
-    if tuple(tensor.shape[:1:-1]) != size:
-        tensor = F.interpolate(tensor, size=(size[1], size[0]), mode="bilinear", antialias=True, align_corners=False)
-    return normalize_colors(tensor / 255)
+    return torch.from_numpy(np.require(picture, requirements=["C", "W"]))
+
+
+def to_input(pixels: Tensor, size: Size) -> Tensor:
+    """Resize to (width, height) and normalize: uint8 (b h w 3), or one without b, to float32 (b 3 height width)."""
+    images = pixels.view(-1, *pixels.shape[-3:]).permute(0, 3, 1, 2).float()
+    if tuple(images.shape[:1:-1]) != size:
+        images = F.interpolate(images, size=(size[1], size[0]), mode="bilinear", antialias=True, align_corners=False)
+    return normalize_colors(images / 255)
 
 
 def normalize_colors(images: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from dualrc.bench.planted import plant
 from dualrc.collection.machine import memory
 from dualrc.errors import ConfigError
 from dualrc.evaluation.baselines import has_opencv, opencv
-from dualrc.image import network_size, read, to_input
+from dualrc.image import network_size, read, to_input, to_tensor
 from dualrc.matcher import Matcher, PictureFeatures, Precision, load
 from dualrc.matches import Matches, Size
 from dualrc.model import literal
@@ -104,7 +104,8 @@ class Dualrc(Method):
 
     def decode(self) -> object:
         """A picture from its file to the network's input."""
-        return to_input(read(Path(self.task.folder) / PICTURES[0]), self.task.seen, self.matcher.device)
+        pixels = to_tensor(read(Path(self.task.folder) / PICTURES[0])).to(self.matcher.device)
+        return to_input(pixels, self.task.seen)
 
     def features(self) -> object:
         """One picture on the host to its features on the device."""

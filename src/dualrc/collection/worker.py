@@ -19,10 +19,12 @@ from dualrc.collection.plan import Item
 from dualrc.collection.retrieval import global_descriptor
 from dualrc.errors import DualRCError, ImageError, WeightsError
 from dualrc.matcher import Matcher, PictureFeatures, load
+from dualrc.matcher.ahead import ReadAhead
 from dualrc.matches import FloatArray, Matches
 
 # What is kept of a match's info: the rest is the same for all pairs, and stands in the store's config.
 _INFO = ("device", "precision", "network_size0", "network_size1")
+_READERS = 4  # threads that read pictures beside a GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +86,19 @@ class Worker:
             for number, (name, content) in enumerate((contents or {}).items()):
                 paths[name] = Path(folder) / str(number)
                 paths[name].write_bytes(content)
-            for start in range(0, len(items), self.at_once):
-                yield from self._batch(items[start : start + self.at_once], paths)
+            with ReadAhead(_READERS) as reader:
+                if self.matcher.device.type == "cuda":  # decoding runs beside the GPU
+                    for name in {name: None for item in items for name in item if name not in self._kept}:
+                        reader.ask(paths[name])
+                for start in range(0, len(items), self.at_once):
+                    yield from self._batch(items[start : start + self.at_once], paths, reader)
 
-    def _batch(self, items: Sequence[Item], paths: Mapping[str, Path]) -> Iterator[tuple[Item, Result]]:
+    def _batch(
+        self, items: Sequence[Item], paths: Mapping[str, Path], reader: ReadAhead
+    ) -> Iterator[tuple[Item, Result]]:
         ready: dict[Item, list[PictureFeatures]] = {}
         for item in items:
-            found = [self._features(name, paths[name]) for name in item]
+            found = [self._features(name, paths[name], reader) for name in item]
             broken = [(name, error) for name, error in zip(item, found, strict=True) if isinstance(error, ImageError)]
             if broken:
                 name, error = broken[0]
@@ -112,12 +120,12 @@ class Worker:
         except ImageError as error:
             return Failure(reason=str(error))
 
-    def _features(self, name: str, path: Path) -> PictureFeatures | ImageError:
+    def _features(self, name: str, path: Path, reader: ReadAhead) -> PictureFeatures | ImageError:
         """A picture's features, from the cache if they are there, or why it has none."""
         if name not in self._kept:
             self.extracted += 1
             try:
-                self._kept[name] = self.matcher.features(path)
+                self._kept[name] = self.matcher.features(reader.take(path))
             except ImageError as error:
                 # Said of the user's file, wherever its content came from.
                 self._kept[name] = ImageError(str(error).replace(str(path), str(self.images / name)))

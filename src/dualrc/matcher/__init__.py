@@ -1,5 +1,6 @@
 """Pictures in, Matches out."""
 
-from dualrc.matcher.matcher import Matcher, PictureFeatures, Precision, load
+from dualrc.matcher.features import PictureFeatures
+from dualrc.matcher.matcher import Matcher, Precision, load
 
 __all__ = ["Matcher", "PictureFeatures", "Precision", "load"]

@@ -1,10 +1,10 @@
 """The matcher: pictures in, Matches in their own pixels out."""
 
+import itertools
 import platform
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -17,41 +17,31 @@ from torch import Tensor
 from dualrc import config as configs
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError, WeightsError
-from dualrc.image import Picture, Scale, mask_to_cells, network_size, pixel_grid, read, spread, to_input
-from dualrc.matches import BoolArray, Matches, Size, Warp, inside_mask
+from dualrc.image import (
+    STRIDE,
+    Picture,
+    Scale,
+    mask_to_cells,
+    network_size,
+    pixel_grid,
+    read,
+    spread,
+    to_input,
+    to_tensor,
+)
+from dualrc.matcher.ahead import ReadAhead, look_ahead
+from dualrc.matcher.features import FeatureCache, Item, Matchable, PictureFeatures, chunks, shapes, stack
+from dualrc.matcher.recorded import Recorded
+from dualrc.matches import Matches, Size, Warp, inside_mask
 from dualrc.model.backbone import fold_batch_norm
 from dualrc.model.checkpoint import bundled, file_hash, load_weights
-from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features, NetworkMatches
+from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features
 
 Precision = Literal["float32", "float16", "bfloat16"]
-# Pairs that go through the network together where there is a GPU; on a CPU one at a time is as fast.
-_BATCH = 8
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class PictureFeatures:
-    """A picture's features, ready to be matched with many others."""
-
-    network: Features  # batch of one
-    scale: Scale
-    mask: BoolArray | None
-    made_by: str  # the weights; features of different networks can't be compared
-
-    def __repr__(self) -> str:
-        return "PictureFeatures({}x{}, seen as {}x{})".format(*self.scale.picture, *self.scale.network)
-
-    @property
-    def size(self) -> Size:
-        """The picture's (width, height)."""
-        return self.scale.picture
-
-    @property
-    def bytes(self) -> int:
-        """Memory that the features take."""
-        return sum(t.numel() * t.element_size() for t in (self.network.coarse, self.network.fine))
-
-
-Matchable = Picture | PictureFeatures
+# Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
+# coarse tensor than this; on a CPU one at a time is as fast.
+_BATCH, _ENTRIES = 32, 50_000_000
+_READERS = 4  # threads that read pictures beside a GPU
 
 
 class Matcher:
@@ -77,14 +67,12 @@ class Matcher:
         self.network = network.eval().to(self.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.weights_hash = weights_hash
         self._made_by = weights_hash or f"network {id(network)}"
-
-    def __repr__(self) -> str:
-        return f"Matcher({self.network.config.preset!r} on {self.device}, {self.precision})"
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """What is in force: versions, configs, device and weights; stored with every result."""
-        return {
+        half = self.precision != "float32"
+        if half and self.device.type == "cuda":
+            self.network.backbone.to(getattr(torch, self.precision))
+        self._autocast = half and self.device.type != "cuda"
+        self._recorded = Recorded(self._extract)
+        self._info = {
             "dualrc": metadata.version("dualrc"),
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -95,22 +83,60 @@ class Matcher:
             "precision": self.precision,
         }
 
+    def __repr__(self) -> str:
+        return f"Matcher({self.network.config.preset!r} on {self.device}, {self.precision})"
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What is in force: versions, configs, device and weights; stored with every result."""
+        return dict(self._info)
+
     @torch.inference_mode()
     def features(
         self, picture: Picture, *, mask: npt.ArrayLike | None = None, size: int | None = None
     ) -> PictureFeatures:
         """Everything that matching needs to know of one picture; `mask` (height, width) says where to look."""
-        pixels = read(picture)
+        item = self._item(read(picture), size)
+        self._extract_items([item])
+        return self._masked(item.known(), mask)
+
+    def _item(self, pixels: npt.NDArray[np.uint8], size: int | None) -> Item:
         own = (pixels.shape[1], pixels.shape[0])
         settings = self._settings(size=size)
-        scale = Scale(picture=own, network=network_size(own, long_side=settings.size, max_size=settings.max_size))
-        with _enough_memory():
-            images = to_input(pixels, scale.network, self.device).contiguous(memory_format=torch.channels_last)
-            precision = getattr(torch, self.precision)
-            with torch.autocast(self.device.type, dtype=precision, enabled=self.precision != "float32"):
-                features = self.network.extract(images)
-        result = PictureFeatures(network=features, scale=scale, mask=None, made_by=self._made_by)
-        return self._masked(result, mask)
+        network = network_size(own, long_side=settings.size, max_size=settings.max_size)
+        return Item(scale=Scale(picture=own, network=network), pixels=pixels)
+
+    @torch.inference_mode()
+    def _extract_items(self, items: Iterable[Item]) -> None:
+        """Give features to those that have none, pictures of the same size together."""
+        groups: dict[tuple[Size, Size], list[Item]] = {}
+        for item in items:
+            if item.features is None:
+                groups.setdefault((item.scale.picture, item.scale.network), []).append(item)
+        for group in groups.values():
+            together = {id(item): item for item in group}.values()
+            most = 1 if self.device.type != "cuda" else _BATCH
+            for chunk in chunks(list(together), most):
+                pixels = [to_tensor(item.pixels) for item in chunk if item.pixels is not None]
+                size = chunk[0].scale.network
+                with _enough_memory():
+                    if len(chunk) == 1 and self.device.type == "cuda":
+                        features = self._recorded(pixels[0], size, self.device)
+                    else:
+                        features = self._extract(torch.stack(pixels).to(self.device), size)
+                for number, item in enumerate(chunk):
+                    one = Features(coarse=features.coarse[number : number + 1], fine=features.fine[number : number + 1])
+                    item.features = PictureFeatures(network=one, scale=item.scale, mask=None, made_by=self._made_by)
+                    item.pixels = None
+
+    def _extract(self, pixels: Tensor, size: Size) -> Features:
+        """Features of pictures on the device: uint8 (b h w 3), or one without b."""
+        images = to_input(pixels, size).contiguous(memory_format=torch.channels_last)
+        precision = getattr(torch, self.precision)
+        if self.device.type == "cuda":
+            images = images.to(precision)
+        with torch.autocast(self.device.type, dtype=precision, enabled=self._autocast):
+            return self.network.extract(images)
 
     def match(
         self,
@@ -167,32 +193,47 @@ class Matcher:
         if errors not in ("raise", "empty"):
             raise ConfigError(f"errors = {errors!r} is not known; choose raise or empty.")
         settings = self._settings(top=top, min_score=min_score)
-        cache = _FeatureCache(self, size)
-        batch: list[tuple[PictureFeatures, PictureFeatures]] = []
-        for image0, image1 in pairs:
-            try:
-                if settings.quality == "high":  # each pair for itself
-                    found = self.match(image0, image1, size=size, top=top, min_score=min_score)
-                else:
-                    pair = (cache.get(image0), cache.get(image1))
-            except ImageError as error:
-                yield from self._match_batch(batch, settings)  # what came before is not lost
-                batch = []
-                if errors == "raise":
-                    raise
-                yield Matches.none({**self.info, "error": str(error)})
-                continue
-            if settings.quality == "high":
-                yield found
-                continue
-            if batch and _shapes(pair) != _shapes(batch[0]):
-                yield from self._match_batch(batch, settings)
-                batch = []
-            batch.append(pair)
-            if len(batch) == self._batch_size:
-                yield from self._match_batch(batch, settings)
-                batch = []
-        yield from self._match_batch(batch, settings)
+        if settings.quality == "high":  # each pair for itself
+            for image0, image1 in pairs:
+                try:
+                    yield self.match(image0, image1, size=size, top=top, min_score=min_score, quality="high")
+                except ImageError as error:
+                    if errors == "raise":
+                        raise
+                    yield self._nothing(error)
+            return
+        on_gpu = self.device.type == "cuda"
+        with ReadAhead(_READERS) as reader:
+            cache = FeatureCache(lambda pixels: self._item(pixels, size), reader, self.config.max_memory * 2**30)
+            batch: list[tuple[Item, Item]] = []
+            for pair, coming in look_ahead(pairs, 2 * _BATCH if on_gpu else 0):
+                if on_gpu:
+                    for picture in itertools.chain.from_iterable(coming):
+                        cache.ask(picture)
+                try:
+                    items = (cache.get(pair[0]), cache.get(pair[1]))
+                except ImageError as error:
+                    yield from self._match_items(batch, settings)  # what came before is not lost
+                    batch = []
+                    if errors == "raise":
+                        raise
+                    yield self._nothing(error)
+                    continue
+                if batch and shapes(items) != shapes(batch[0]):
+                    yield from self._match_items(batch, settings)
+                    batch = []
+                batch.append(items)
+                if len(batch) >= self._batch_size(items):
+                    yield from self._match_items(batch, settings)
+                    batch = []
+            yield from self._match_items(batch, settings)
+
+    def _match_items(self, batch: list[tuple[Item, Item]], settings: MatcherConfig) -> Iterator[Matches]:
+        self._extract_items(item for pair in batch for item in pair)
+        yield from self._match_batch([(item0.known(), item1.known()) for item0, item1 in batch], settings)
+
+    def _nothing(self, error: ImageError) -> Matches:
+        return Matches.none({**self.info, "error": str(error)})
 
     @torch.inference_mode()
     def match_points(
@@ -264,9 +305,12 @@ class Matcher:
                 sure = sure * inside_mask(points_there.reshape(-1, 2), features.mask).reshape(sure.shape)
         return Warp(points1=dense.astype(np.float32), certainty=sure.astype(np.float32), size1=features1.size)
 
-    @property
-    def _batch_size(self) -> int:
-        return _BATCH if self.device.type == "cuda" else 1
+    def _batch_size(self, pair: tuple[Item, Item]) -> int:
+        """How many pairs like this one go through the network together."""
+        if self.device.type != "cuda":
+            return 1
+        cells = [(item.scale.network[0] // STRIDE) * (item.scale.network[1] // STRIDE) for item in pair]
+        return max(1, min(_BATCH, _ENTRIES // (cells[0] * cells[1])))
 
     def _pair(
         self,
@@ -314,32 +358,34 @@ class Matcher:
         for pair in batch:
             self._check_makers(pair)
         top = settings.top
-        sides = [_stack([pair[side].network for pair in batch]) for side in (0, 1)]
+        sides = [stack([pair[side].network for pair in batch]) for side in (0, 1)]
         # Masks may still reject some after refinement, so then the best are counted later.
         masked = any(features.mask is not None for pair in batch for features in pair)
         with _enough_memory():
             found = self.network.match(
                 sides[0], sides[1], top=None if masked else top, max_memory=self.config.max_memory
             )
-        for number, pair in enumerate(batch):
-            matches = self._to_matches(found, number, *pair)
+        # All results travel at once, and are told apart here.
+        columns = torch.cat([found.points0, found.points1, found.scores[:, None]], dim=1).cpu().numpy()
+        ends = found.pair.bincount(minlength=len(batch)).cumsum(0).tolist()
+        for start, end, pair in zip([0, *ends], ends, batch, strict=False):
+            matches = self._to_matches(columns[start:end], *pair)
             if masked:
                 matches = matches.inside(pair[0].mask, pair[1].mask)
             matches = matches.above(settings.min_score)
             yield matches if top is None else matches[:top]
 
     def _to_matches(
-        self, found: NetworkMatches, number: int, features0: PictureFeatures, features1: PictureFeatures
+        self, columns: npt.NDArray[np.float32], features0: PictureFeatures, features1: PictureFeatures
     ) -> Matches:
-        chosen = found.pair == number
         sizes = {"network_size0": features0.scale.network, "network_size1": features1.scale.network}
         return Matches(
-            points0=features0.scale.to_picture(found.points0[chosen].cpu().numpy()),
-            points1=features1.scale.to_picture(found.points1[chosen].cpu().numpy()),
-            scores=found.scores[chosen].cpu().numpy(),
+            points0=features0.scale.to_picture(columns[:, :2]),
+            points1=features1.scale.to_picture(columns[:, 2:4]),
+            scores=columns[:, 4],
             size0=features0.size,
             size1=features1.size,
-            info={**self.info, **sizes},
+            info={**self._info, **sizes},
         )
 
 
@@ -377,29 +423,6 @@ def load(
     return Matcher(network, matcher_config, device=device, precision=precision, weights_hash=file_hash(path))
 
 
-class _FeatureCache:
-    """Features of pictures given by path, the latest that fit into the matcher's memory, and at least two."""
-
-    def __init__(self, matcher: Matcher, size: int | None) -> None:
-        self._matcher = matcher
-        self._size = size
-        self._kept: OrderedDict[str, PictureFeatures] = OrderedDict()
-
-    def get(self, picture: Matchable) -> PictureFeatures:
-        if isinstance(picture, PictureFeatures):
-            return picture
-        if not isinstance(picture, (str, Path)):
-            return self._matcher.features(picture, size=self._size)
-        key = str(picture)
-        if key not in self._kept:
-            self._kept[key] = self._matcher.features(picture, size=self._size)
-        self._kept.move_to_end(key)
-        limit = self._matcher.config.max_memory * 2**30
-        while len(self._kept) > 2 and sum(features.bytes for features in self._kept.values()) > limit:
-            self._kept.popitem(last=False)
-        return self._kept[key]
-
-
 def _choose_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         if torch.cuda.is_available():
@@ -423,20 +446,3 @@ def _enough_memory() -> Iterator[None]:
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
             raise
         raise ImageError("There is not enough memory for pictures of this size; give a smaller size.") from error
-
-
-def _shapes(pair: tuple[PictureFeatures, PictureFeatures]) -> tuple[Size, ...]:
-    return tuple(features.scale.network for features in pair)
-
-
-def _stack(features: list[Features]) -> Features:
-    """Pictures of the same shape as one batch."""
-    if len(features) == 1:
-        return features[0]
-    valid = None
-    if any(f.valid is not None for f in features):
-        whole = torch.ones_like(features[0].fine[:, 0], dtype=torch.bool)
-        valid = torch.cat([whole if f.valid is None else f.valid for f in features])
-    return Features(
-        coarse=torch.cat([f.coarse for f in features]), fine=torch.cat([f.fine for f in features]), valid=valid
-    )

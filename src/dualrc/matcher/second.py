@@ -11,7 +11,8 @@ from dualrc import geometry
 from dualrc.matches import BoolArray, FloatArray, Matches, Size
 
 if TYPE_CHECKING:
-    from dualrc.matcher.matcher import Matcher, PictureFeatures
+    from dualrc.matcher.features import PictureFeatures
+    from dualrc.matcher.matcher import Matcher
 
 Picture = npt.NDArray[np.uint8]
 

@@ -1,0 +1,58 @@
+"""Pictures read before they are needed, so that decoding runs beside the GPU."""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc.image import read
+
+Item = TypeVar("Item")
+
+
+class ReadAhead:
+    """Reads the pictures that it is told of in threads."""
+
+    def __init__(self, threads: int) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
+        self._waiting: dict[Path, Future[npt.NDArray[np.uint8]]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def ask(self, path: Path) -> None:
+        """This picture will be taken soon."""
+        if path not in self._waiting:
+            self._waiting[path] = self._pool.submit(read, path)
+
+    def take(self, path: Path) -> npt.NDArray[np.uint8]:
+        """The picture, read by now or read here; raises what reading it raised."""
+        future = self._waiting.pop(path, None)
+        return read(path) if future is None else future.result()
+
+    def drop(self, path: Path) -> None:
+        """The picture is not needed after all."""
+        future = self._waiting.pop(path, None)
+        if future is not None:
+            future.cancel()
+
+
+def look_ahead(items: Iterable[Item], count: int) -> Iterator[tuple[Item, list[Item]]]:
+    """Each item with those that newly come into view when `count` more are seen ahead of it; the first sees all."""
+    rest = iter(items)
+    seen = list(islice(rest, count + 1))
+    new = seen
+    while seen:
+        yield seen[0], new
+        new = list(islice(rest, 1))
+        seen = seen[1:] + new

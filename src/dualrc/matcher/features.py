@@ -1,0 +1,108 @@
+"""Pictures on their way to features, and the features."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dualrc.image import Picture, Scale, read
+from dualrc.matcher.ahead import ReadAhead
+from dualrc.matches import BoolArray, Size
+from dualrc.model.dualrc import Features
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class PictureFeatures:
+    """A picture's features, ready to be matched with many others."""
+
+    network: Features  # batch of one
+    scale: Scale
+    mask: BoolArray | None
+    made_by: str  # the weights; features of different networks can't be compared
+
+    def __repr__(self) -> str:
+        return "PictureFeatures({}x{}, seen as {}x{})".format(*self.scale.picture, *self.scale.network)
+
+    @property
+    def size(self) -> Size:
+        """The picture's (width, height)."""
+        return self.scale.picture
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the features take."""
+        return sum(t.numel() * t.element_size() for t in (self.network.coarse, self.network.fine))
+
+
+Matchable = Picture | PictureFeatures
+
+
+@dataclass(kw_only=True, eq=False)
+class Item:
+    """A picture on its way to its features."""
+
+    scale: Scale
+    pixels: npt.NDArray[np.uint8] | None = None
+    features: PictureFeatures | None = None
+
+    def known(self) -> PictureFeatures:
+        """The features, which it has by now."""
+        assert self.features is not None
+        return self.features
+
+
+class FeatureCache:
+    """Pictures given by path and their features, the latest that fit into the matcher's memory, and at least two."""
+
+    def __init__(self, make: Callable[[npt.NDArray[np.uint8]], Item], reader: ReadAhead, max_bytes: float) -> None:
+        self._make, self._reader, self._max_bytes = make, reader, max_bytes
+        self._kept: OrderedDict[Path, Item] = OrderedDict()
+
+    def ask(self, picture: Matchable) -> None:
+        """This picture will be asked for soon."""
+        if isinstance(picture, (str, Path)) and Path(picture) not in self._kept:
+            self._reader.ask(Path(picture))
+
+    def get(self, picture: Matchable) -> Item:
+        """The picture, read now if it has to be; its features come later."""
+        if isinstance(picture, PictureFeatures):
+            return Item(scale=picture.scale, features=picture)
+        if not isinstance(picture, (str, Path)):
+            return self._make(read(picture))
+        key = Path(picture)
+        if key in self._kept:
+            self._reader.drop(key)
+        else:
+            self._kept[key] = self._make(self._reader.take(key))
+        self._kept.move_to_end(key)
+        while len(self._kept) > 2 and self._bytes() > self._max_bytes:
+            self._kept.popitem(last=False)
+        return self._kept[key]
+
+    def _bytes(self) -> int:
+        return sum(item.features.bytes for item in self._kept.values() if item.features is not None)
+
+
+def shapes(pair: tuple[Item, Item]) -> tuple[Size, ...]:
+    return tuple(item.scale.network for item in pair)
+
+
+def chunks(items: list[Item], size: int) -> Iterator[list[Item]]:
+    return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def stack(features: list[Features]) -> Features:
+    """Pictures of the same shape as one batch."""
+    if len(features) == 1:
+        return features[0]
+    valid = None
+    if any(f.valid is not None for f in features):
+        whole = torch.ones_like(features[0].fine[:, 0], dtype=torch.bool)
+        valid = torch.cat([whole if f.valid is None else f.valid for f in features])
+    return Features(
+        coarse=torch.cat([f.coarse for f in features]), fine=torch.cat([f.fine for f in features]), valid=valid
+    )
