@@ -169,12 +169,12 @@ def test_to_input_keeps_the_center_and_normalizes():
     picture = np.zeros((64, 96, 3), np.uint8)
     picture[:, :, 0] = np.arange(96) * 2  # red grows by 2 a pixel
     picture[:, :, 1] = np.arange(64)[:, None]
-    same = to_input(torch.from_numpy(picture), (96, 64))
+    same = to_input(torch.from_numpy(picture)[None], (96, 64))
     assert same.shape == (1, 3, 64, 96)
     red = same[0, 0] * 0.229 * 255 + 0.485 * 255
     assert torch.allclose(red[10], torch.arange(96) * 2.0, atol=1e-3)
     assert torch.allclose(same[0, 2], torch.tensor(-0.406 / 0.225).expand(64, 96), atol=1e-5)
-    half = to_input(torch.from_numpy(picture), (48, 32))
+    half = to_input(torch.from_numpy(picture)[None], (48, 32))
     red = half[0, 0] * 0.229 * 255 + 0.485 * 255
     # Network pixel x lies at (x + 0.5) * 2 - 0.5 in the picture.
     assert torch.allclose(red[5, 4:-4], 2 * ((torch.arange(48) + 0.5) * 2 - 0.5)[4:-4], atol=1e-3)

@@ -88,8 +88,8 @@ def to_tensor(picture: npt.NDArray[np.uint8]) -> Tensor:
 
 
 def to_input(pixels: Tensor, size: Size) -> Tensor:
-    """Resize to (width, height) and normalize: uint8 (b h w 3), or one without b, to float32 (b 3 height width)."""
-    images = pixels.view(-1, *pixels.shape[-3:]).permute(0, 3, 1, 2).float()
+    """Resize to (width, height) and normalize: uint8 (b h w 3) to float32 (b 3 height width)."""
+    images = pixels.permute(0, 3, 1, 2).float()
     if tuple(images.shape[:1:-1]) != size:
         images = F.interpolate(images, size=(size[1], size[0]), mode="bilinear", antialias=True, align_corners=False)
     return normalize_colors(images / 255)

@@ -105,7 +105,7 @@ class Dualrc(Method):
     def decode(self) -> object:
         """A picture from its file to the network's input."""
         pixels = to_tensor(read(Path(self.task.folder) / PICTURES[0])).to(self.matcher.device)
-        return to_input(pixels, self.task.seen)
+        return to_input(pixels[None], self.task.seen)
 
     def features(self) -> object:
         """One picture on the host to its features on the device."""

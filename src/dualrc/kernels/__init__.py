@@ -1,6 +1,7 @@
 """Fast GPU twins of operations in `model/`, written in Triton, which is imported only where they are used."""
 
 import os
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -14,6 +15,19 @@ def _installed() -> bool:
     return find_spec("triton") is not None
 
 
+@cache
+def _works(device: torch.device) -> bool:
+    """Whether a kernel can be compiled and run there: Triton needs a C compiler, and not too old a GPU."""
+    from dualrc.kernels.consensus import mutual_filter
+
+    try:
+        return bool(mutual_filter(torch.ones(1, 1, 1, 1, 1, device=device)).isfinite().all())
+    except Exception as error:  # compilers fail in many ways
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        warnings.warn(f"Triton can't be used here ({reason}); matching is slower without it.", stacklevel=2)
+        return False
+
+
 def interpreted() -> bool:
     """Whether Triton runs its kernels in Python, which they do on any device, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -21,7 +35,7 @@ def interpreted() -> bool:
 
 def usable(tensor: Tensor) -> bool:
     """Whether kernels can work on this tensor's device."""
-    return _installed() and (tensor.device.type == "cuda" or interpreted())
+    return _installed() and (interpreted() or (tensor.device.type == "cuda" and _works(tensor.device)))
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:

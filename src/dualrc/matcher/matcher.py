@@ -5,6 +5,7 @@ import platform
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -31,11 +32,11 @@ from dualrc.image import (
 )
 from dualrc.matcher.ahead import ReadAhead, look_ahead
 from dualrc.matcher.features import FeatureCache, Item, Matchable, PictureFeatures, chunks, shapes, stack
-from dualrc.matcher.recorded import Recorded
 from dualrc.matches import Matches, Size, Warp, inside_mask
 from dualrc.model.backbone import fold_batch_norm
 from dualrc.model.checkpoint import bundled, file_hash, load_weights
 from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features
+from dualrc.model.record import Recorder
 
 Precision = Literal["float32", "float16", "bfloat16"]
 # Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
@@ -71,7 +72,7 @@ class Matcher:
         if half and self.device.type == "cuda":
             self.network.backbone.to(getattr(torch, self.precision))
         self._autocast = half and self.device.type != "cuda"
-        self._recorded = Recorded(self._extract)
+        self._record = Recorder()
         self._info = {
             "dualrc": metadata.version("dualrc"),
             "torch": torch.__version__,
@@ -117,26 +118,25 @@ class Matcher:
             together = {id(item): item for item in group}.values()
             most = 1 if self.device.type != "cuda" else _BATCH
             for chunk in chunks(list(together), most):
-                pixels = [to_tensor(item.pixels) for item in chunk if item.pixels is not None]
+                pixels = torch.stack([to_tensor(item.pixels) for item in chunk if item.pixels is not None])
                 size = chunk[0].scale.network
                 with _enough_memory():
-                    if len(chunk) == 1 and self.device.type == "cuda":
-                        features = self._recorded(pixels[0], size, self.device)
-                    else:
-                        features = self._extract(torch.stack(pixels).to(self.device), size)
+                    extract = partial(self._extract, size=size)
+                    coarse, fine = self._record(size, extract, pixels, device=self.device)
                 for number, item in enumerate(chunk):
-                    one = Features(coarse=features.coarse[number : number + 1], fine=features.fine[number : number + 1])
+                    one = Features(coarse=coarse[number : number + 1], fine=fine[number : number + 1])
                     item.features = PictureFeatures(network=one, scale=item.scale, mask=None, made_by=self._made_by)
                     item.pixels = None
 
-    def _extract(self, pixels: Tensor, size: Size) -> Features:
-        """Features of pictures on the device: uint8 (b h w 3), or one without b."""
+    def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, Tensor]:
+        """Coarse and fine features of pictures on the device, uint8 (b h w 3)."""
         images = to_input(pixels, size).contiguous(memory_format=torch.channels_last)
         precision = getattr(torch, self.precision)
         if self.device.type == "cuda":
             images = images.to(precision)
         with torch.autocast(self.device.type, dtype=precision, enabled=self._autocast):
-            return self.network.extract(images)
+            features = self.network.extract(images)
+        return features.coarse, features.fine
 
     def match(
         self,
@@ -372,7 +372,8 @@ class Matcher:
             matches = self._to_matches(columns[start:end], *pair)
             if masked:
                 matches = matches.inside(pair[0].mask, pair[1].mask)
-            matches = matches.above(settings.min_score)
+            if settings.min_score > 0:
+                matches = matches.above(settings.min_score)
             yield matches if top is None else matches[:top]
 
     def _to_matches(

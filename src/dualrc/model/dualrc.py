@@ -1,9 +1,11 @@
 """The assembly: pictures to features, features to the refined coarse tensor, both to matches."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dualrc.config import CompactConfig, NetworkConfig
 from dualrc.kernels import usable
@@ -11,6 +13,7 @@ from dualrc.model.backbone import make_backbone
 from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import correlate, normalize
 from dualrc.model.fine import RATIO, BothWays, FineMap, both_ways, cell_queries, point_queries, search
+from dualrc.model.record import Recorder
 from dualrc.model.subpixel import Subpixel, cell_windows, point_windows, refine_both
 from dualrc.model.support import support
 
@@ -53,6 +56,7 @@ class DualRCNet(nn.Module):
         self.backbone = backbone
         self.consensus = consensus
         self.subpixel = subpixel
+        self._record = Recorder()
 
     def extract(self, images: Tensor) -> Features:
         """Normalized pictures (b 3 h w), sides multiples of 16, to their features."""
@@ -64,12 +68,20 @@ class DualRCNet(nn.Module):
         coarse = features0.coarse, features1.coarse
         if not (usable(coarse[0]) and coarse[0].dtype == coarse[1].dtype == torch.float16):
             coarse = coarse[0].float(), coarse[1].float()
+        if features0.valid is None and features1.valid is None:
+            (refined,) = self._record(
+                ("coarse", max_memory), partial(self._refined, max_memory=max_memory), *coarse, device=coarse[0].device
+            )
+            return refined
         scores = correlate(*coarse)
         for features, axes in ((features0, (1, 2)), (features1, (3, 4))):
             if features.valid is not None:  # a cell outside the mask must not compete with those inside
                 cells = features.valid.unflatten(1, (-1, RATIO)).unflatten(3, (-1, RATIO)).any(4).any(2)
                 scores = scores * cells.view(*[n if i in (0, *axes) else 1 for i, n in enumerate(scores.shape)])
         return self.refine(scores, max_memory)
+
+    def _refined(self, coarse0: Tensor, coarse1: Tensor, *, max_memory: float) -> tuple[Tensor]:
+        return (self.refine(correlate(coarse0, coarse1), max_memory),)
 
     def refine(self, scores: Tensor, max_memory: float = 0.5) -> Tensor:
         """Mutual filter, consensus, mutual filter: b h0 w0 h1 w1 -> the same."""
@@ -80,23 +92,47 @@ class DualRCNet(nn.Module):
     ) -> NetworkMatches:
         """Mutual matches of every pair of a batch; the best `top` of each pair where given."""
         fine0, fine1, found = self._both_ways(features0, features1, self.config.fine.query_share, max_memory)
-        mutual = found.back == found.index0
-        pair, index0, index1 = (x[mutual] for x in (found.pair, found.index0, found.index1))
-        score0, score1 = found.score[mutual], found.back_score[mutual]
-        scores = score0 + score1
-        cells0, cells1 = _cells(index0, fine0), _cells(index1, fine1)
+        mutual = (found.back == found.index0).nonzero()[:, 0]
+        found = BothWays(**{name: values[mutual] for name, values in vars(found).items()})
+        pair, scores = found.pair, found.score + found.back_score
+        cells0, cells1 = _cells(found.index0, fine0), _cells(found.index1, fine1)
         if self.subpixel is not None:
-            windows = cell_windows(fine0, pair, index0), cell_windows(fine1, pair, index1)
-            offset0, offset1, trust = refine_both(self.subpixel, *windows, score0, score1)
-            cells0, cells1 = cells0 + offset0, cells1 + offset1
-            shapes = [(len(fine.features), fine.height * RATIO, fine.width * RATIO) for fine in (fine0, fine1)]
-            support0 = support(index0, cells0, cells1, trust, pair, shapes[0])
-            support1 = support(index1, cells1, cells0, trust, pair, shapes[1])
-            scores = trust * (support0 * support1) ** 0.25
+            cells0, cells1, scores = self._refine(fine0, fine1, found)
         keep = _best_first(pair, scores, top)
         return NetworkMatches(
             pair=pair[keep], points0=_pixels(cells0[keep]), points1=_pixels(cells1[keep]), scores=scores[keep]
         )
+
+    def _refine(self, fine0: FineMap, fine1: FineMap, found: BothWays) -> tuple[Tensor, Tensor, Tensor]:
+        """Where the matches really lie in both pictures, (n 2) each in fine cells, and their scores (n)."""
+        count = len(found.pair)
+        columns = torch.stack([found.pair, found.index0, found.index1])
+        scores = torch.stack([found.score, found.back_score])
+        if columns.is_cuda:  # few different lengths, so that recordings fit
+            spare = (1 << max(count - 1, 1023).bit_length()) - count
+            columns, scores = F.pad(columns, (0, spare), value=-1), F.pad(scores, (0, spare))
+        refine = partial(self._refine_columns, fine0, fine1)
+        name = ("refine", fine0.width, fine1.width)
+        inputs = fine0.features, fine1.features, columns, scores
+        cells0, cells1, refined = self._record(name, refine, *inputs, device=columns.device)
+        return cells0[:count], cells1[:count], refined[:count]
+
+    def _refine_columns(
+        self, fine0: FineMap, fine1: FineMap, features0: Tensor, features1: Tensor, columns: Tensor, scores: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same from pairs and indices (3 n) and scores (2 n); where a pair is -1 there is no match."""
+        assert self.subpixel is not None
+        fine0, fine1 = replace(fine0, features=features0), replace(fine1, features=features1)
+        is_match = columns[0] >= 0
+        pair, index0, index1 = columns.clamp(min=0)
+        windows = cell_windows(fine0, pair, index0), cell_windows(fine1, pair, index1)
+        offset0, offset1, trust = refine_both(self.subpixel, *windows, scores[0], scores[1])
+        cells0, cells1 = _cells(index0, fine0) + offset0, _cells(index1, fine1) + offset1
+        shapes = [(len(fine.features), fine.height * RATIO, fine.width * RATIO) for fine in (fine0, fine1)]
+        pair = torch.where(is_match, pair, -1)
+        support0 = support(index0, cells0, cells1, trust, pair, shapes[0])
+        support1 = support(index1, cells1, cells0, trust, pair, shapes[1])
+        return cells0, cells1, trust * (support0 * support1) ** 0.25
 
     def match_points(
         self, features0: Features, features1: Features, points0: Tensor, *, max_memory: float = 0.5
@@ -158,6 +194,7 @@ class DualRCNet(nn.Module):
             query_share=query_share,
             temperature=settings.temperature,
             max_values=_values(max_memory),
+            record=self._record,
         )
         return fine0, fine1, found
 

@@ -7,6 +7,7 @@ fine correlation is never held, and the result is its argmax all the same (`lite
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import dualrc.kernels.search as kernel
 from dualrc.model import trace
+from dualrc.model.record import Recorder
 
 Reading = Literal["corner", "center"]
 
@@ -23,7 +25,8 @@ PLACES = RATIO * RATIO
 _EXCESS = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
 _FIRST_BLOCK = 8  # coarse cells visited before the bound is first checked
 _SHORTLIST = 3  # times as many are read exactly, to choose those
-_WIDEN = 2  # times as many are visited where the bound did not hold
+_WIDEN, _GPU_WIDEN = 2, 4  # times as many are visited where the bound did not hold; on a GPU more work is cheap
+_KERNEL_BLOCKS = (_FIRST_BLOCK, 32)  # the same for the kernels
 _CPU_VALUES = 2**22  # values held at a time on a CPU, near its cache
 
 
@@ -139,11 +142,19 @@ def cell_queries(fine: FineMap, cells: Tensor, reading: Reading) -> Queries:
 
 
 @torch.no_grad()
-def search(tensor: Tensor, queries: Queries, fine: FineMap, *, temperature: float, max_values: int) -> Found:
+def search(
+    tensor: Tensor,
+    queries: Queries,
+    fine: FineMap,
+    *,
+    temperature: float,
+    max_values: int,
+    visits: int | None = None,
+) -> Found:
     """The best fine cell of the searched picture for every query.
 
     `tensor` is the coarse tensor, (b n m): cells of the querying picture times cells of the searched one. About
-    `max_values` values are held at a time.
+    `max_values` values are held at a time. `visits` are the coarse cells visited before the bound is first checked.
     """
     groups, places, channels = queries.features.shape
     sums = tensor.sum(2, dtype=torch.float32)  # b n
@@ -156,7 +167,7 @@ def search(tensor: Tensor, queries: Queries, fine: FineMap, *, temperature: floa
     candidates = tensor.shape[2]
     if not tensor.is_cuda:
         max_values = min(max_values, _CPU_VALUES)
-    block = min(_FIRST_BLOCK, candidates)
+    block = min(visits or _FIRST_BLOCK, candidates)
     while len(open_groups):
         shortlist = min(_SHORTLIST * block, candidates)
         per_group = 3 * candidates + 3 * places * shortlist + block * PLACES * (channels + 2 * places)
@@ -165,7 +176,7 @@ def search(tensor: Tensor, queries: Queries, fine: FineMap, *, temperature: floa
             done = _visit(tensor, sums, queries, ids, fine, block, temperature, found)
             still_open.append(ids[~done])
         open_groups = torch.cat(still_open)
-        block = min(_WIDEN * block, candidates)
+        block = min((_GPU_WIDEN if tensor.is_cuda else _WIDEN) * block, candidates)
     return found
 
 
@@ -179,21 +190,12 @@ def search_from_cells(
     temperature: float,
     max_values: int,
     wanted: Tensor | None = None,
+    record: Recorder | None = None,
 ) -> Found:
     """`search` from all 16 fine cells of each of these cells, which count through the batch; `wanted` as in Queries."""
     if kernel.supported(tensor, asking, fine):
         trace.note("kernel.search", "triton")
-        excess = _EXCESS[fine.features.dtype]
-        answers = kernel.search_cells(tensor, cells, asking, fine, reading, temperature, _FIRST_BLOCK, excess=excess)
-        visited = torch.full((len(cells),), _FIRST_BLOCK, device=cells.device)
-        found = Found(index=answers.index, score=answers.score, visited=visited)
-        certain = answers.certain if wanted is None else answers.certain | ~wanted
-        ids = (~certain.all(1)).nonzero()[:, 0]
-        if len(ids):  # the few for which the bound did not hold look further
-            queries = cell_queries(asking, cells[ids], reading)
-            queries = queries if wanted is None else replace(queries, wanted=wanted[ids])
-            wider = search(tensor, queries, fine, temperature=temperature, max_values=max_values)
-            found.index[ids], found.score[ids], found.visited[ids] = wider.index, wider.score, wider.visited
+        found = _search_by_kernels(tensor, asking, cells, fine, reading, temperature, max_values, wanted, record)
     else:
         trace.note("kernel.search", "blocks")
         queries = replace(cell_queries(asking, cells, reading), wanted=wanted)
@@ -203,6 +205,49 @@ def search_from_cells(
         trace.note("search.candidates", tensor.shape[2])
         trace.note("search.visited", found.visited.sum())
         trace.note("search.widened", (found.visited > _FIRST_BLOCK).sum())
+    return found
+
+
+def _search_by_kernels(
+    tensor: Tensor,
+    asking: FineMap,
+    cells: Tensor,
+    fine: FineMap,
+    reading: Reading,
+    temperature: float,
+    max_values: int,
+    wanted: Tensor | None,
+    record: Recorder | None,
+) -> Found:
+    """`search_from_cells` on a GPU: kernels visit a few cells, then some more, and what is still open goes on here."""
+    excess = _EXCESS[fine.features.dtype]
+
+    def answer(tensor: Tensor, cells: Tensor, mine: Tensor, theirs: Tensor, visits: int) -> tuple[Tensor, ...]:
+        maps = replace(asking, features=mine), replace(fine, features=theirs)
+        answers = kernel.search_cells(tensor, cells, *maps, reading, temperature, visits, excess=excess)
+        return answers.index, answers.score, answers.certain
+
+    inputs = tensor, cells, asking.features, fine.features
+    if record is None or fine.valid is not None:
+        index, score, certain = answer(*inputs, _KERNEL_BLOCKS[0])
+    else:
+        name = ("search", reading, temperature, asking.width, fine.width)
+        index, score, certain = record(name, partial(answer, visits=_KERNEL_BLOCKS[0]), *inputs, device=tensor.device)
+    found = Found(index=index, score=score, visited=torch.full_like(cells, _KERNEL_BLOCKS[0]))
+    unsure = ~certain if wanted is None else ~certain & wanted
+    ids = unsure.any(1).nonzero()[:, 0]
+    for visits in _KERNEL_BLOCKS[1:]:
+        if len(ids):
+            index, score, certain = answer(tensor, cells[ids], asking.features, fine.features, visits)
+            found.index[ids], found.score[ids], found.visited[ids] = index, score, visits
+            unsure = ~certain if wanted is None else ~certain & wanted[ids]
+            ids = ids[unsure.any(1)]
+    if len(ids):
+        queries = cell_queries(asking, cells[ids], reading)
+        queries = queries if wanted is None else replace(queries, wanted=wanted[ids])
+        visits = _GPU_WIDEN * _KERNEL_BLOCKS[-1]
+        wider = search(tensor, queries, fine, temperature=temperature, max_values=max_values, visits=visits)
+        found.index[ids], found.score[ids], found.visited[ids] = wider.index, wider.score, wider.visited
     return found
 
 
@@ -298,10 +343,16 @@ def both_ways(
     query_share: float,
     temperature: float,
     max_values: int,
+    record: Recorder | None = None,
 ) -> BothWays:
     """Search from the best coarse cells of picture 0, and from what they find back; `tensor` is (b n0 n1)."""
     batch, count0, count1 = tensor.shape
-    settings: dict[str, Any] = {"reading": reading, "temperature": temperature, "max_values": max_values}
+    settings: dict[str, Any] = {
+        "reading": reading,
+        "temperature": temperature,
+        "max_values": max_values,
+        "record": record,
+    }
     if query_share < 1:
         best = tensor.amax(2).sort(dim=1, descending=True, stable=True).indices[:, : int(query_share * count0)]
         cells0 = (best + count0 * torch.arange(batch, device=tensor.device)[:, None]).flatten().sort().values
@@ -312,22 +363,30 @@ def both_ways(
     pair, index0 = cells0 // count0, fine0.members(cells0 % count0)
     if fine0.valid is not None:
         keep &= fine0.valid[pair[:, None], index0]
-    pair, index0, index1 = pair[:, None].expand_as(keep)[keep], index0[keep], forward.index[keep]
+    asked = keep.flatten().nonzero()[:, 0]
+    pair, index0, index1 = pair[asked // PLACES], index0.flatten()[asked], forward.index.flatten()[asked]
 
+    # Only what was found answers, each coarse cell for all its queries at once.
     cell, place = fine1.split(index1)
-    # Only the cells that were found can answer, and each answers for all its queries at once.
-    cells1, inverse = (cell + pair * count1).unique(return_inverse=True)
-    wanted = torch.zeros(len(cells1), PLACES, dtype=torch.bool, device=tensor.device)
-    wanted[inverse, place] = True
+    answering = (cell + pair * count1) * PLACES + place
+    wanted = torch.zeros(batch * count1 * PLACES, dtype=torch.bool, device=tensor.device)
+    wanted[answering] = True
+    wanted = wanted.view(-1, PLACES)
+    cells1 = torch.arange(len(wanted), device=tensor.device)
+    if not tensor.is_cuda:  # on a GPU it is faster to ask all than to choose
+        cells1 = wanted.any(1).nonzero()[:, 0]
+        wanted, number = wanted[cells1], torch.zeros_like(wanted[:, 0], dtype=torch.long)
+        number[cells1] = torch.arange(len(cells1))
+        answering = number[answering // PLACES] * PLACES + place
     turned = tensor.transpose(1, 2).contiguous()
     backward = search_from_cells(turned, fine1, cells1, fine0, wanted=wanted, **settings)
     return BothWays(
         pair=pair,
         index0=index0,
         index1=index1,
-        back=backward.index[inverse, place],
-        score=forward.score[keep],
-        back_score=backward.score[inverse, place],
+        back=backward.index.flatten()[answering],
+        score=forward.score.flatten()[asked],
+        back_score=backward.score.flatten()[answering],
     )
 
 

@@ -13,20 +13,24 @@ def support(index: Tensor, here: Tensor, there: Tensor, trust: Tensor, pair: Ten
     """How well the neighbours of each match agree with it: (n) in 0 to 1.
 
     `index` (n) are the row-major fine cells of this picture that are matched, each once; `here` and `there` (n 2) where
-    exactly the matches lie in both pictures, in fine cells; `pair` (n) which pair of the batch they belong to. `shape`
-    is (pairs, height, width). Through each match goes the affine motion that fits its neighbours best, weighted by
-    their trust, and the support is the trusted share of the 48 neighbours that this motion explains.
+    exactly the matches lie in both pictures, in fine cells; `pair` (n) which pair of the batch they belong to, -1 where
+    there is no match. `shape` is (pairs, height, width). Through each match goes the affine motion that fits its
+    neighbours best, weighted by their trust, and the support is the trusted share of the 48 neighbours that this motion
+    explains.
     """
     pairs, height, width = shape
     margin = _STEP * _REACH
     row_length = width + margin  # one margin serves as the right one of a row and the left one of the next
     at = (pair * (height + margin) + index // width + margin) * row_length + index % width + margin
     known = torch.cat([here.T, there.T, trust[None]])  # 5 n
-    maps = known.new_zeros(5, ((pairs * (height + margin)) + margin) * row_length + margin)
-    maps[:, at] = known
+    places = (pairs * (height + margin) + margin) * row_length + margin
+    maps = known.new_zeros(5, places + 1)  # one more for what is no match
+    maps[:, torch.where(pair >= 0, at, places)] = known
+    maps[4, places] = 0
+    at = at.clamp(min=margin * (row_length + 1))
     axis = torch.arange(-_REACH, _REACH + 1, device=index.device) * _STEP
     offsets = (axis[:, None] * row_length + axis).flatten()
-    offsets = offsets[offsets != 0]  # a match is no witness for itself
+    offsets = torch.cat([offsets[: len(offsets) // 2], offsets[len(offsets) // 2 + 1 :]])  # it is no witness for itself
     chunk = max(1, (_GPU_VALUES if index.is_cuda else _CPU_VALUES) // len(offsets))
     shares = [
         _explained(maps.index_select(1, (offsets[:, None] + places).flatten()).unflatten(1, (len(offsets), -1)), match)

@@ -1,0 +1,85 @@
+"""Work on a GPU, recorded once per shape and replayed: launching its many small steps takes longer than they do."""
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualrc.model import trace
+
+_KEPT = 16  # recordings; each holds the memory of a pass
+_VALUES = 16_000_000  # of input; larger work keeps the GPU busy by itself
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+class Recorder:
+    """Calls functions from tensors to tensors, whose work depends on nothing but their shapes.
+
+    What comes for the second time is recorded, and from then on replayed. Elsewhere than on a GPU, while gradients are
+    wanted, and where recording fails, functions are called as they are.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._recordings: OrderedDict[Any, _Recording | None] = OrderedDict()
+        self._fails = False
+
+    def __call__(self, name: Any, function: Function, *tensors: Tensor, device: torch.device) -> tuple[Tensor, ...]:
+        """function(*tensors), all on `device`; `name` stands for the function and all else that it depends on."""
+        too_large = sum(tensor.numel() for tensor in tensors) > _VALUES
+        if device.type != "cuda" or torch.is_grad_enabled() or too_large or self._fails:
+            return function(*(tensor.to(device) for tensor in tensors))
+        key = (name, device, *((tensor.shape, tensor.dtype) for tensor in tensors))
+        with self._lock:
+            if key not in self._recordings:
+                self._recordings[key] = None  # seen once
+                while len(self._recordings) > _KEPT:
+                    self._recordings.popitem(last=False)
+                return function(*(tensor.to(device) for tensor in tensors))
+            self._recordings.move_to_end(key)
+            recording = self._recordings[key]
+            if recording is None:
+                try:
+                    recording = self._recordings[key] = _Recording(function, tensors, device)
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    self._fails = True
+                    warnings.warn(f"Work on the GPU can't be recorded ({error}); it is slower so.", stacklevel=2)
+                    return function(*(tensor.to(device) for tensor in tensors))
+            return recording.replay(tensors)
+
+    def __deepcopy__(self, memo: Any) -> "Recorder":
+        return Recorder()
+
+    def __reduce__(self) -> tuple[type["Recorder"], tuple[()]]:
+        return Recorder, ()
+
+
+class _Recording:
+    def __init__(self, function: Function, tensors: tuple[Tensor, ...], device: torch.device) -> None:
+        self._inputs = [tensor.to(device, copy=True) for tensor in tensors]
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):  # kernels are compiled and chosen before anything is recorded
+            for _ in range(2):
+                function(*self._inputs)
+        torch.cuda.current_stream(device).wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with trace.recording() as seen, torch.cuda.graph(self._graph):
+            self._outputs = function(*self._inputs)
+        self._notes = seen.notes
+
+    def replay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for mine, given in zip(self._inputs, tensors, strict=True):
+            mine.copy_(given, non_blocking=True)
+        self._graph.replay()
+        for key, values in self._notes.items():
+            for value in values:
+                trace.note(key, value)
+        return tuple(output.clone() for output in self._outputs)
