@@ -62,10 +62,13 @@ def bench(
 
     dualrc bench --size 320x240 --size 640x480 --with sift --out bench.json
 
-    Times are medians, with the middle half of the runs beside them. A further pair is one whose pictures have their
-    features already; a whole pair goes from decoded pictures to matches. On a CPU the peak is the resident memory of a
-    fresh process. The share of the matrix rate says how near a stage comes to what this device reaches on a large
-    product of matrices, that of the bandwidth to a large copy; the larger of the two tells how much is left to gain.
+    Times are medians, with the middle half of the runs beside them; all stages and methods take turns.
+
+    A whole pair goes from decoded pictures to matches; a further pair has the features of its pictures already.
+
+    Peak memory is what torch allocated on a GPU; on a CPU, the resident memory of a fresh process.
+
+    Shares compare a stage with a large product of matrices, and a large copy, on this device: the larger one counts.
 
     The paper's network on a GPU, without trained weights:
 
