@@ -142,11 +142,13 @@ def _search(
     features = fine_query.features.contiguous(), fine_searched.features.contiguous()
     # What the bound leaves out of account: a cosine that is a little more than 1.
     slack = math.exp(excess / temperature) if temperature > 0 else 1 + excess
+    # What is multiplied at a time must fit into the shared memory, in whatever type.
+    channels = max(16, tiles.channels * 16 // (max(k, 8) * features[0].element_size()))
     score_cells[(groups,)](
         tensor, sums, cells, chosen, rest, *features, valid,
         answers.index, answers.score, answers.certain.view(torch.int8),
         *size, fine_searched.width, candidates, features[0].shape[2], temperature or 1.0, slack,
-        SHARP=temperature > 0, VISITED=k, CHANNELS=tiles.channels, PRECISION="ieee",
+        SHARP=temperature > 0, VISITED=k, CHANNELS=channels, PRECISION="ieee",
         num_warps=tiles.score_warps, **flags,
     )  # fmt: skip
     return answers

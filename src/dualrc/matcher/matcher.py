@@ -114,15 +114,16 @@ class Matcher:
         for item in items:
             if item.features is None:
                 groups.setdefault((item.scale.picture, item.scale.network), []).append(item)
-        for group in groups.values():
-            together = {id(item): item for item in group}.values()
+        for members in groups.values():
+            group = list({id(item): item for item in members}.values())  # one may stand in several pairs
             most = 1 if self.device.type != "cuda" else _BATCH
-            for chunk in chunks(list(together), most):
-                pixels = torch.stack([to_tensor(item.pixels) for item in chunk if item.pixels is not None])
+            for chunk in chunks(group, most):
+                pixels = [to_tensor(item.pixels) for item in chunk if item.pixels is not None]
                 size = chunk[0].scale.network
+                together = torch.stack(pixels) if len(pixels) > 1 else pixels[0][None]
                 with _enough_memory():
                     extract = partial(self._extract, size=size)
-                    coarse, fine = self._record(size, extract, pixels, device=self.device)
+                    coarse, fine = self._record(size, extract, together, device=self.device)
                 for number, item in enumerate(chunk):
                     one = Features(coarse=coarse[number : number + 1], fine=fine[number : number + 1])
                     item.features = PictureFeatures(network=one, scale=item.scale, mask=None, made_by=self._made_by)
@@ -367,7 +368,8 @@ class Matcher:
             )
         # All results travel at once, and are told apart here.
         columns = torch.cat([found.points0, found.points1, found.scores[:, None]], dim=1).cpu().numpy()
-        ends = found.pair.bincount(minlength=len(batch)).cumsum(0).tolist()
+        counts = found.pair.bincount(minlength=len(batch)).tolist() if len(batch) > 1 else [len(columns)]
+        ends = list(itertools.accumulate(counts))
         for start, end, pair in zip([0, *ends], ends, batch, strict=False):
             matches = self._to_matches(columns[start:end], *pair)
             if masked:

@@ -98,7 +98,7 @@ class DualRCNet(nn.Module):
         cells0, cells1 = _cells(found.index0, fine0), _cells(found.index1, fine1)
         if self.subpixel is not None:
             cells0, cells1, scores = self._refine(fine0, fine1, found)
-        keep = _best_first(pair, scores, top)
+        keep = _best_first(pair, scores, top, len(fine0.features))
         return NetworkMatches(
             pair=pair[keep], points0=_pixels(cells0[keep]), points1=_pixels(cells1[keep]), scores=scores[keep]
         )
@@ -129,7 +129,7 @@ class DualRCNet(nn.Module):
         offset0, offset1, trust = refine_both(self.subpixel, *windows, scores[0], scores[1])
         cells0, cells1 = _cells(index0, fine0) + offset0, _cells(index1, fine1) + offset1
         shapes = [(len(fine.features), fine.height * RATIO, fine.width * RATIO) for fine in (fine0, fine1)]
-        pair = torch.where(is_match, pair, -1)
+        pair = pair.masked_fill(~is_match, -1)
         support0 = support(index0, cells0, cells1, trust, pair, shapes[0])
         support1 = support(index1, cells1, cells0, trust, pair, shapes[1])
         return cells0, cells1, trust * (support0 * support1) ** 0.25
@@ -217,9 +217,11 @@ def _values(max_memory: float) -> int:
     return int(max_memory * 2**30 / 4)
 
 
-def _best_first(pair: Tensor, scores: Tensor, top: int | None) -> Tensor:
-    """Indices of matches by pair and then by falling score, at most `top` of each pair."""
+def _best_first(pair: Tensor, scores: Tensor, top: int | None, pairs: int) -> Tensor:
+    """Indices of matches by pair and then by falling score, at most `top` of each of so many pairs."""
     keep = scores.sort(descending=True, stable=True).indices
+    if pairs == 1:
+        return keep[:top]
     keep = keep[pair[keep].sort(stable=True).indices]
     if top is not None:
         counts = pair.bincount()

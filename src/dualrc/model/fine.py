@@ -7,7 +7,7 @@ fine correlation is never held, and the result is its argmax all the same (`lite
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -114,6 +114,8 @@ class Found:
     visited: Tensor  # n: coarse cells that were visited for the group
 
 
+@cache
+@torch.inference_mode(False)
 def reading_weights(reading: Reading, device: torch.device) -> tuple[Tensor, Tensor]:
     """How the 16 fine cells of a coarse cell read its neighbours: offsets (m 2) in cells, weights (16 m)."""
     # Fine cell d of a coarse cell reads at d/4 from the cell ("corner"), or where its centre lies ("center").
@@ -277,7 +279,7 @@ def _visit(
     cells = cells[:, : _SHORTLIST * block]
     read = tensor.flatten()[rows[:, :, None] * candidates + cells[:, None]].float()  # g m s
     coarse = torch.bmm(weights, read) / total[:, :, None]  # g p s
-    bounds, order = torch.where(limit[:, : cells.shape[1]] > 0, coarse.amax(1), 0).topk(min(block + 1, cells.shape[1]))
+    bounds, order = coarse.amax(1).masked_fill_(limit[:, : cells.shape[1]] <= 0, 0).topk(min(block + 1, cells.shape[1]))
     if bounds.shape[1] > block:
         rest = torch.maximum(rest, bounds[:, block])
     order = order[:, :block]
@@ -289,17 +291,17 @@ def _visit(
         torch.bmm(queries.features[ids], candidate.flatten(1, 2).transpose(1, 2)).float().unflatten(2, (-1, PLACES))
     )
     if fine.valid is not None:
-        cosine = torch.where(fine.valid[pair[:, None, None], fine.members(cells)][:, None], cosine, -math.inf)
+        cosine = cosine.masked_fill(~fine.valid[pair[:, None, None], fine.members(cells)][:, None], -math.inf)
     cosine, place = cosine.max(3)  # within a cell the coarse score is the same
     score = coarse * (torch.exp((cosine - 1) / temperature) if temperature > 0 else cosine.clamp(min=0))  # g p k
 
     highest = score.amax(2)
     # Among equals the first in the picture wins, whatever the order of the visit.
     index = fine.member(cells[:, None], place)
-    first = torch.where(score == highest[:, :, None], index, torch.iinfo(index.dtype).max).amin(2)
+    first = index.masked_fill(score != highest[:, :, None], torch.iinfo(index.dtype).max).amin(2)
     positive = highest > 0
-    found.index[ids] = torch.where(positive, first, -1)
-    found.score[ids] = torch.where(positive, highest, 0)
+    found.index[ids] = first.masked_fill(~positive, -1)
+    found.score[ids] = highest.masked_fill(~positive, 0)
     found.visited[ids] = block
     excess = _EXCESS[candidate.dtype]
     rest = rest[:, None] * (math.exp(excess / temperature) if temperature > 0 else 1 + excess)
@@ -315,7 +317,7 @@ def _limits(tensor: Tensor, sums: Tensor, rows: Tensor) -> Tensor:
 
     A query reads sum(w t) / sum(w s) over its rows t with their sums s, and that is no more than the largest t / s.
     """
-    scale = torch.where(sums > 0, (1 + 1e-5) / sums, 0)  # and a little for rounding
+    scale = ((1 + 1e-5) / sums).masked_fill_(sums <= 0, 0)  # and a little for rounding
     limits = tensor.index_select(0, rows[:, 0]).float() * scale[rows[:, 0], None]
     for row in rows.T[1:]:
         torch.maximum(limits, tensor.index_select(0, row).float().mul_(scale[row, None]), out=limits)

@@ -87,7 +87,7 @@ class Subpixel(nn.Module):
             known = torch.log(score.float().clamp(min=0) + 1e-4) / 2
             learnt = self.correction(torch.cat([*middles, 4 * cosine.flatten(1), known[:, None]], dim=1)).float()
             offset, logit = offset + learnt[:, :2], learnt[:, 2]
-        return Refined(torch.where(answering.whole[:, None], offset, 0), logit)
+        return Refined(offset.masked_fill(~answering.whole[:, None], 0), logit)
 
 
 def refine_both(

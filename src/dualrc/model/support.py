@@ -25,7 +25,7 @@ def support(index: Tensor, here: Tensor, there: Tensor, trust: Tensor, pair: Ten
     known = torch.cat([here.T, there.T, trust[None]])  # 5 n
     places = (pairs * (height + margin) + margin) * row_length + margin
     maps = known.new_zeros(5, places + 1)  # one more for what is no match
-    maps[:, torch.where(pair >= 0, at, places)] = known
+    maps[:, at.masked_fill(pair < 0, places)] = known
     maps[4, places] = 0
     at = at.clamp(min=margin * (row_length + 1))
     axis = torch.arange(-_REACH, _REACH + 1, device=index.device) * _STEP
