@@ -204,3 +204,21 @@ def test_make_backbone(monkeypatch):
     monkeypatch.setattr(backbones, "ResNet101", StubTrunk)
     assert isinstance(make_backbone(ResNetConfig(channels=256)), PaperBackbone)
     assert isinstance(make_backbone(SMALL), CompactBackbone)
+
+
+@pytest.mark.parametrize("config", [CompactConfig(), ResNetConfig(channels=256, fusion="e")], ids=["compact", "resnet"])
+def test_folding_batch_norms_changes_nothing(config):
+    network = make_backbone(config).eval()
+    for number, module in enumerate(network.modules()):
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean = 0.1 * rand(number, module.num_features)
+            module.running_var = rand(number + 1, module.num_features).square() + 0.5
+            module.weight.data = 1 + 0.2 * rand(number + 2, module.num_features)
+            module.bias.data = 0.2 * rand(number + 3, module.num_features)
+    images = rand(0, 1, 3, 64, 96)
+    with torch.no_grad():
+        before = network(images)
+        backbones.fold_batch_norm(network)
+        assert not any(isinstance(module, nn.BatchNorm2d) for module in network.modules())
+        for one, other in zip(before, network(images), strict=True):
+            assert torch.allclose(one, other, rtol=1e-3, atol=1e-4 * one.abs().max().item())

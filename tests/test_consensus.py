@@ -8,7 +8,7 @@ from conftest import rand
 
 from dualrc.config import ConsensusConfig
 from dualrc.errors import ConfigError
-from dualrc.model import literal
+from dualrc.model import literal, trace
 from dualrc.model.consensus import Consensus
 
 LAYERS = [((3, 3), (16, 1)), ((5, 5, 5), (16, 16, 1)), ((3, 3, 3), (10, 10, 1)), ((3,), (1,)), ((1, 5), (3, 1))]
@@ -103,3 +103,19 @@ def test_it_can_be_trained():
 def test_layers_that_make_no_sense_are_refused(sizes, channels):
     with pytest.raises(ConfigError, match="odd sizes"):
         Consensus(ConsensusConfig(kernel_sizes=sizes, channels=channels))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 3, 4), (5, 6, 4, 7), (4, 9, 2, 3), (7, 2, 3, 5)], ids=str)
+@pytest.mark.parametrize("channels", [1, 8, 16])
+def test_the_walk_is_the_definition(shape, channels):
+    """On a CPU, without gradients, rows are walked over: even and odd widths, and slabs of every height."""
+    consensus = make((3, 3), (channels, 1))
+    scores = rand(6, 1, *shape)
+    expected = by_definition(consensus, scores)
+    per_row = (shape[1] + shape[1] % 2) * shape[2] * shape[3] * 2 * channels
+    with torch.no_grad(), trace.recording() as seen:
+        for rows in (1, 2, 3, 100):
+            assert torch.allclose(consensus(scores, rows * per_row), expected, rtol=1e-4, atol=1e-5), rows
+    assert seen.notes["kernel.consensus"] == ["walk"] * 4
+    scores.requires_grad_()
+    assert consensus(scores).requires_grad

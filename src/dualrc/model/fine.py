@@ -241,7 +241,8 @@ def _search_by_kernels(
     for visits in _KERNEL_BLOCKS[1:]:
         if len(ids):
             index, score, certain = answer(tensor, cells[ids], asking.features, fine.features, visits)
-            found.index[ids], found.score[ids], found.visited[ids] = index, score, visits
+            found.index[ids], found.score[ids] = index, score
+            found.visited.index_fill_(0, ids, visits)
             unsure = ~certain if wanted is None else ~certain & wanted[ids]
             ids = ids[unsure.any(1)]
     if len(ids):
@@ -302,7 +303,7 @@ def _visit(
     positive = highest > 0
     found.index[ids] = first.masked_fill(~positive, -1)
     found.score[ids] = highest.masked_fill(~positive, 0)
-    found.visited[ids] = block
+    found.visited.index_fill_(0, ids, block)
     excess = _EXCESS[candidate.dtype]
     rest = rest[:, None] * (math.exp(excess / temperature) if temperature > 0 else 1 + excess)
     # A query that reads nothing, or only zeros, has nothing to find, whatever its group's bound.
@@ -372,7 +373,7 @@ def both_ways(
     cell, place = fine1.split(index1)
     answering = (cell + pair * count1) * PLACES + place
     wanted = torch.zeros(batch * count1 * PLACES, dtype=torch.bool, device=tensor.device)
-    wanted[answering] = True
+    wanted.index_fill_(0, answering, True)
     wanted = wanted.view(-1, PLACES)
     cells1 = torch.arange(len(wanted), device=tensor.device)
     if not tensor.is_cuda:  # on a GPU it is faster to ask all than to choose

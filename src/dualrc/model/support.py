@@ -26,7 +26,7 @@ def support(index: Tensor, here: Tensor, there: Tensor, trust: Tensor, pair: Ten
     places = (pairs * (height + margin) + margin) * row_length + margin
     maps = known.new_zeros(5, places + 1)  # one more for what is no match
     maps[:, at.masked_fill(pair < 0, places)] = known
-    maps[4, places] = 0
+    maps[4, places].zero_()
     at = at.clamp(min=margin * (row_length + 1))
     axis = torch.arange(-_REACH, _REACH + 1, device=index.device) * _STEP
     offsets = (axis[:, None] * row_length + axis).flatten()

@@ -1,0 +1,119 @@
+"""Support of matches by those around them: against plain loops, and what it tells apart."""
+
+import numpy as np
+import pytest
+import torch
+from conftest import rand
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dualrc.model.support import support
+
+
+def by_loops(index, here, there, trust, height, width) -> np.ndarray:
+    """The definition for one pair, with numpy's least squares for the affine motion."""
+    at = {int(i): n for n, i in enumerate(index)}
+    result = []
+    for n, i in enumerate(index):
+        row, column = divmod(int(i), width)
+        around = []
+        for y in range(-9, 10, 3):
+            for x in range(-9, 10, 3):
+                inside = 0 <= row + y < height and 0 <= column + x < width
+                other = at.get((row + y) * width + column + x) if inside else None
+                if other is not None and other != n:
+                    around.append(other)
+        if not around:
+            result.append(0.0)
+            continue
+        a, b, w = here[around] - here[n], there[around] - there[n], trust[around]
+        # As the code has it, a motion of nothing is preferred ever so slightly.
+        rows = np.concatenate([a * np.sqrt(w)[:, None], np.eye(2) * 1e-3**0.5])
+        motion = np.linalg.lstsq(rows, np.concatenate([b * np.sqrt(w)[:, None], np.zeros((2, 2))]), rcond=None)[0]
+        stray = ((b - a @ motion) ** 2).sum(1)
+        result.append((w * np.exp(-0.5 * stray / 0.25**2)).sum() / 48)
+    return np.array(result)
+
+
+def made(seed: int, height: int, width: int, share: float):
+    """Matches from a share of the cells, most by one affine motion, some anywhere."""
+    rng = np.random.default_rng(seed)
+    index = rng.permutation(height * width)[: int(share * height * width)]
+    here = np.stack([index % width, index // width], 1) + rng.uniform(-0.4, 0.4, (len(index), 2))
+    there = here @ np.array([[0.9, 0.3], [-0.2, 1.1]]) + [3, 5] + rng.normal(0, 0.1, here.shape)
+    wrong = rng.uniform(size=len(index)) < 0.3
+    there[wrong] = rng.uniform(0, width, (int(wrong.sum()), 2))
+    return index, here, there, rng.uniform(0, 1, len(index)), wrong
+
+
+def tensors(*arrays):
+    return [torch.from_numpy(a) if a.dtype == np.int64 else torch.from_numpy(a).float() for a in arrays]
+
+
+@pytest.mark.parametrize(("height", "width", "share"), [(20, 28, 0.6), (7, 5, 1.0), (1, 30, 0.5), (40, 3, 0.02)])
+def test_support_is_its_definition(height, width, share):
+    index, here, there, trust, _ = made(1, height, width, share)
+    expected = by_loops(index, here, there, trust, height, width)
+    pair = torch.zeros(len(index), dtype=torch.long)
+    found = support(*tensors(index, here, there, trust), pair, (1, height, width))
+    assert found.numpy() == pytest.approx(expected, abs=2e-3)
+
+
+def test_right_matches_have_more_support():
+    index, here, there, trust, wrong = made(2, 40, 50, 0.7)
+    pair = torch.zeros(len(index), dtype=torch.long)
+    trust = np.where(wrong, 0.2, 0.8)  # what lies around has been told apart to some degree
+    found = support(*tensors(index, here, there, trust), pair, (1, 40, 50)).numpy()
+    right = found[~wrong][:, None] > found[wrong][None]
+    assert right.mean() > 0.98  # the area under the ROC curve
+
+
+def test_pairs_of_a_batch_and_missing_matches_keep_apart():
+    one, other = made(3, 12, 16, 0.6), made(4, 12, 16, 0.5)
+    columns = [np.concatenate([a, b]) for a, b in zip(one[:4], other[:4], strict=True)]
+    pair = torch.tensor([0] * len(one[0]) + [1] * len(other[0]))
+    both = support(*tensors(*columns), pair, (2, 12, 16))
+    for number, each in enumerate((one, other)):
+        alone = support(*tensors(*each[:4]), torch.zeros(len(each[0]), dtype=torch.long), (1, 12, 16))
+        assert torch.allclose(both[pair == number], alone, atol=1e-6)
+    missing = [np.concatenate([c, c[:3]]) for c in columns]
+    padded = support(*tensors(*missing), torch.cat([pair, torch.tensor([-1] * 3)]), (2, 12, 16))
+    assert torch.allclose(padded[:-3], both, atol=1e-6)
+    nothing = support(*[t[:0] for t in tensors(*columns)], pair[:0], (2, 12, 16))
+    assert nothing.shape == (0,)
+
+
+class FromTheHost(TorchDispatchMode):
+    """Counts values that come from Python: while GPU work is recorded that can't be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "lift_fresh" in str(function) or "item" in str(function) or "nonzero" in str(function):
+            self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_refinement_can_be_recorded():
+    from conftest import tiny_network
+
+    from dualrc.model.fine import BothWays, FineMap
+
+    network = tiny_network()
+    fine = [FineMap.of(torch.nn.functional.normalize(rand(n, 1, 96, 16, 20))) for n in (0, 1)]
+    index = torch.arange(0, 320, 7)
+    found = BothWays(
+        pair=torch.zeros_like(index),
+        index0=index,
+        index1=index.flip(0),
+        back=index,
+        score=torch.rand(len(index)),
+        back_score=torch.rand(len(index)),
+    )
+    with torch.inference_mode(), FromTheHost() as mode:
+        network._refine(*fine, found)
+    assert mode.seen == []
+    with FromTheHost() as mode:
+        torch.zeros(3)[1] = 0
+    assert mode.seen  # such an assignment would be seen
