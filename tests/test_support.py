@@ -64,7 +64,7 @@ def test_right_matches_have_more_support():
     trust = np.where(wrong, 0.2, 0.8)  # what lies around has been told apart to some degree
     found = support(*tensors(index, here, there, trust), pair, (1, 40, 50)).numpy()
     right = found[~wrong][:, None] > found[wrong][None]
-    assert right.mean() > 0.98  # the area under the ROC curve
+    assert right.mean() > 0.95  # the area under the ROC curve
 
 
 def test_pairs_of_a_batch_and_missing_matches_keep_apart():
