@@ -130,6 +130,7 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
         NetworkConfig(
             preset="default",
             backbone=CompactConfig(),
+            consensus=ConsensusConfig(channels=(8, 1)),
             fine=FineConfig(subpixel_hidden=192),
         ),
         MatcherConfig(),

@@ -15,7 +15,7 @@ from dualrc.model import trace
 from dualrc.model.correlation import mutual_filter
 
 _CPU_ROWS = 8  # fewer compute too much of the halo twice, more fall out of the cache
-_CPU_VALUES = 2**21  # hidden values of a walk's slab, near the cache's size
+_CPU_VALUES = 2**20  # hidden values of a walk's slab for each thread, near the cache's size
 _ABREAST = 2  # columns of picture 0 that share one convolution, whose vectors would else be half empty
 
 
@@ -155,7 +155,8 @@ def _walk(scores: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], m
     columns = blocks * _ABREAST
     offsets = [(row, column) for row in range(3) for column in range(_ABREAST + 2)]
     per_row = columns * there[0] * there[1] * 2 * len(biases[0])
-    rows = max(1, min(height, min(_CPU_VALUES, max_values or _CPU_VALUES) // per_row))
+    most = _CPU_VALUES * torch.get_num_threads()
+    rows = max(1, min(height, min(most, max_values or most) // per_row))
     result = torch.empty_like(scores)
     sums = scores.new_zeros(2, rows + 2, columns + 2, *there)  # of both directions, with a margin of one cell
 
@@ -175,7 +176,7 @@ def _walk(scores: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], m
         if columns > width:  # columns beyond the picture count as zero
             spare = hidden.unflatten(0, (count, blocks)).unflatten(2, (2, _ABREAST, -1))
             spare[:, -1, :, width - columns :] = 0
-        parts = F.conv2d(hidden, second, padding=1, groups=2)
+        parts = F.conv2d(hidden, second, padding=1, groups=2).contiguous()  # planes of their own add up faster
         parts = parts.unflatten(0, (count, blocks)).unflatten(2, (2, len(offsets)))
         for number, (y, x) in enumerate(offsets):
             sums[:, y : y + count, x : x + columns : _ABREAST] += parts[:, :, :, number].movedim(2, 0)

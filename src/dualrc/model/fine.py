@@ -27,7 +27,7 @@ _FIRST_BLOCK = 8  # coarse cells visited before the bound is first checked
 _SHORTLIST = 3  # times as many are read exactly, to choose those
 _WIDEN, _GPU_WIDEN = 2, 4  # times as many are visited where the bound did not hold; on a GPU more work is cheap
 _KERNEL_BLOCKS = (_FIRST_BLOCK, 32)  # the same for the kernels
-_CPU_VALUES = 2**22  # values held at a time on a CPU, near its cache
+_CPU_VALUES = 2**22  # values held at a time by each thread of a CPU, near its cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ def search(
     open_groups = torch.arange(groups, device=tensor.device)
     candidates = tensor.shape[2]
     if not tensor.is_cuda:
-        max_values = min(max_values, _CPU_VALUES)
+        max_values = min(max_values, _CPU_VALUES * torch.get_num_threads())
     block = min(visits or _FIRST_BLOCK, candidates)
     while len(open_groups):
         shortlist = min(_SHORTLIST * block, candidates)
