@@ -29,6 +29,7 @@ from dualrc.collection.run import CollectionResult, match_collection
 from dualrc.collection.store import MatchStore
 from dualrc.collection.worker import Failure, Worker, WorkerSettings
 from dualrc.errors import ConfigError, DataError, OutputError, WeightsError
+from dualrc.matches import Matches
 from dualrc.model.checkpoint import file_hash, save_weights
 
 GOOD = ["a/1.png", "a/é ü.png", "b/1.png", "b/with space.jpg", "c.png", "d.png", "e.png"]
@@ -310,6 +311,21 @@ def test_a_worker_keeps_what_fits(images, weights):
         assert len(list(worker.work(pairs))) == 6
         assert worker.extracted == extracted
     assert torch.get_num_threads() == 1
+
+
+def test_reading_ahead_changes_nothing(images, weights):
+    """What a worker does beside a GPU: batches, and pictures read by threads before they are needed."""
+    items = [*itertools.combinations(["a/1.png", "b/1.png", "c.png", "text.jpg", "d.png"], 2), ("c.png",)]
+    plain, ahead = Worker(settings(images, weights)), Worker(settings(images, weights))
+    ahead.reads_ahead, ahead.at_once = True, 3
+    expected, found = dict(plain.work(items)), dict(ahead.work(items))
+    assert list(expected) == items and set(found) == set(items)
+    for item in items:
+        if isinstance(expected[item], Matches):
+            assert (found[item].points1 == expected[item].points1).all() and len(found[item])
+        elif isinstance(expected[item], Failure):
+            assert found[item] == expected[item]
+    assert ahead.extracted == plain.extracted == 5
 
 
 def test_a_worker_with_other_weights_refuses(images, weights):

@@ -1,8 +1,10 @@
 """The matcher's contract: symmetry, batches, caches, masks and settings."""
 
+import itertools
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -190,6 +192,34 @@ def test_many_reads_each_picture_once(tmp_path, monkeypatch):
     small = tiny_matcher(max_memory=1e-9)  # only two are kept
     assert len(list(small.match_many([(paths[0], paths[1]), (paths[0], paths[2]), (paths[1], paths[2])]))) == 3
     assert len(calls) == 4
+
+
+def test_many_reads_ahead_beside_a_gpu(tmp_path, monkeypatch):
+    """Threads read the coming pictures, and those of one size are extracted and matched together."""
+    paths = [tmp_path / f"{number}.png" for number in range(4)]
+    for number, path in enumerate(paths):
+        Image.fromarray(texture(number, 64 if number < 3 else 96, 48)).save(path)
+    paths.append(tmp_path / "none.png")
+    pairs = [*itertools.combinations(paths, 2)]
+    matcher = tiny_matcher()
+    expected = list(matcher.match_many(pairs, errors="empty"))
+    monkeypatch.setattr(Matcher, "_pairs_ahead", 3)
+    monkeypatch.setattr(Matcher, "_batch_size", lambda self, pair: 3)
+    readers = []
+    monkeypatch.setattr(ahead, "read", lambda path: readers.append(threading.current_thread().name) or read(path))
+    found = list(matcher.match_many(iter(pairs), errors="empty"))
+    assert any(name.startswith("read") for name in readers)
+    assert [len(f) for f in found] == [len(f) for f in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.info.get("error") == other.info.get("error")
+        assert one.points1 == pytest.approx(other.points1, abs=1e-3)
+
+
+def test_pictures_come_into_view_once():
+    seen = list(ahead.look_ahead(range(5), 2))
+    assert seen == [(0, [0, 1, 2]), (1, [3]), (2, [4]), (3, []), (4, [])]
+    assert list(ahead.look_ahead([], 2)) == []
+    assert list(ahead.look_ahead([7, 8], 0)) == [(7, [7]), (8, [8])]
 
 
 def test_many_takes_features_and_their_masks(oracle, pictures, matches):

@@ -1,5 +1,6 @@
 """A worker: one matcher and a cache of features, the same in a process on this machine and in an actor of Ray's."""
 
+import itertools
 import os
 import pickle
 import queue
@@ -66,6 +67,7 @@ class Worker:
             # One thread, so that as many workers as cores don't get in each other's way, and results are the same.
             torch.set_num_threads(1)
         self.at_once = at_once(settings.device)
+        self.reads_ahead = self.matcher.device.type == "cuda"  # decoding runs beside a GPU
         self.extracted = 0
         self._limit = settings.cache_bytes
         if self.matcher.device.type == "cuda":
@@ -87,10 +89,11 @@ class Worker:
                 paths[name] = Path(folder) / str(number)
                 paths[name].write_bytes(content)
             with ReadAhead(_READERS) as reader:
-                if self.matcher.device.type == "cuda":  # decoding runs beside the GPU
-                    for name in {name: None for item in items for name in item if name not in self._kept}:
-                        reader.ask(paths[name])
                 for start in range(0, len(items), self.at_once):
+                    if self.reads_ahead:
+                        for name in itertools.chain.from_iterable(items[start : start + 2 * self.at_once]):
+                            if name not in self._kept:
+                                reader.ask(paths[name])
                     yield from self._batch(items[start : start + self.at_once], paths, reader)
 
     def _batch(

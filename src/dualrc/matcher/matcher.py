@@ -1,6 +1,7 @@
 """The matcher: pictures in, Matches in their own pixels out."""
 
 import itertools
+import math
 import platform
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -42,7 +43,8 @@ Precision = Literal["float32", "float16", "bfloat16"]
 # Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
 # coarse tensor than this; on a CPU one at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
-_READERS = 4  # threads that read pictures beside a GPU
+_PIXELS = 100_000_000  # and no more pixels than these wait for being matched together
+_READERS, _AHEAD = 4, 8  # beside a GPU so many threads read the pictures of so many pairs ahead
 
 
 class Matcher:
@@ -203,14 +205,13 @@ class Matcher:
                         raise
                     yield self._nothing(error)
             return
-        on_gpu = self.device.type == "cuda"
+        ahead = self._pairs_ahead
         with ReadAhead(_READERS) as reader:
             cache = FeatureCache(lambda pixels: self._item(pixels, size), reader, self.config.max_memory * 2**30)
             batch: list[tuple[Item, Item]] = []
-            for pair, coming in look_ahead(pairs, 2 * _BATCH if on_gpu else 0):
-                if on_gpu:
-                    for picture in itertools.chain.from_iterable(coming):
-                        cache.ask(picture)
+            for pair, coming in look_ahead(pairs, ahead):
+                for picture in itertools.chain.from_iterable(coming if ahead else ()):
+                    cache.ask(picture)
                 try:
                     items = (cache.get(pair[0]), cache.get(pair[1]))
                 except ImageError as error:
@@ -306,12 +307,17 @@ class Matcher:
                 sure = sure * inside_mask(points_there.reshape(-1, 2), features.mask).reshape(sure.shape)
         return Warp(points1=dense.astype(np.float32), certainty=sure.astype(np.float32), size1=features1.size)
 
+    @property
+    def _pairs_ahead(self) -> int:
+        return _AHEAD if self.device.type == "cuda" else 0
+
     def _batch_size(self, pair: tuple[Item, Item]) -> int:
         """How many pairs like this one go through the network together."""
         if self.device.type != "cuda":
             return 1
-        cells = [(item.scale.network[0] // STRIDE) * (item.scale.network[1] // STRIDE) for item in pair]
-        return max(1, min(_BATCH, _ENTRIES // (cells[0] * cells[1])))
+        cells = [math.prod(side // STRIDE for side in item.scale.network) for item in pair]
+        pixels = sum(math.prod(item.scale.picture) for item in pair)
+        return max(1, min(_BATCH, _ENTRIES // math.prod(cells), _PIXELS // pixels))
 
     def _pair(
         self,
