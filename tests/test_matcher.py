@@ -215,6 +215,28 @@ def test_many_reads_ahead_beside_a_gpu(tmp_path, monkeypatch):
         assert one.points1 == pytest.approx(other.points1, abs=1e-3)
 
 
+def test_many_pairs_fall_back_to_single_ones(monkeypatch):
+    """Where a batch does not fit into memory its pairs are matched one by one, and what does not fit alone is said."""
+    matcher = tiny_matcher()
+    pictures = [texture(number, 64, 48) for number in range(4)]
+    pairs = [(pictures[0], picture) for picture in pictures[1:]]
+    expected = list(matcher.match_many(pairs))
+    match, sizes = matcher.network.match, []
+
+    def short_of_memory(features0, features1, **rest):
+        sizes.append(len(features0.coarse))
+        if sizes[-1] > 1 or len(sizes) == 3:
+            raise MemoryError
+        return match(features0, features1, **rest)
+
+    monkeypatch.setattr(matcher.network, "match", short_of_memory)
+    monkeypatch.setattr(Matcher, "_batch_size", lambda self, pair: 3)
+    found = list(matcher.match_many(pairs, errors="empty"))
+    assert sizes == [3, 1, 1, 1]
+    assert [len(f) for f in found] == [len(expected[0]), 0, len(expected[2])]
+    assert "not enough memory" in found[1].info["error"]
+
+
 def test_pictures_come_into_view_once():
     seen = list(ahead.look_ahead(range(5), 2))
     assert seen == [(0, [0, 1, 2]), (1, [3]), (2, [4]), (3, []), (4, [])]

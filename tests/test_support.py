@@ -6,7 +6,7 @@ import torch
 from conftest import rand
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dualrc.model.support import support
+from dualrc.model.support import crowd, support
 
 
 def by_loops(index, here, there, trust, height, width) -> np.ndarray:
@@ -30,7 +30,7 @@ def by_loops(index, here, there, trust, height, width) -> np.ndarray:
         rows = np.concatenate([a * np.sqrt(w)[:, None], np.eye(2) * 1e-3**0.5])
         motion = np.linalg.lstsq(rows, np.concatenate([b * np.sqrt(w)[:, None], np.zeros((2, 2))]), rcond=None)[0]
         stray = ((b - a @ motion) ** 2).sum(1)
-        result.append((w * np.exp(-0.5 * stray / 0.25**2)).sum() / 48)
+        result.append((w * np.exp(-0.5 * stray / 0.25**2)).sum() / (w.sum() + 4))
     return np.array(result)
 
 
@@ -80,6 +80,19 @@ def test_pairs_of_a_batch_and_missing_matches_keep_apart():
     assert torch.allclose(padded[:-3], both, atol=1e-6)
     nothing = support(*[t[:0] for t in tensors(*columns)], pair[:0], (2, 12, 16))
     assert nothing.shape == (0,)
+
+
+def test_a_crowd_is_counted():
+    index, pair = torch.from_numpy(np.random.default_rng(0).permutation(500)), torch.arange(500) % 3 - 1
+    score = rand(5, 500).mul(4).round() / 4  # with ties
+    height, width = 20, 25
+    found = crowd(index, score, pair, (2, height, width))
+    square = torch.stack([pair, index // width // 8, index % width // 8])
+    for n in range(500):
+        near = (square == square[:, n : n + 1]).all(0)
+        better = near & ((score > score[n]) | ((score == score[n]) & (torch.arange(500) < n)))
+        assert found[n] == better.sum()
+    assert crowd(index[:0], score[:0], pair[:0], (2, height, width)).shape == (0,)
 
 
 class FromTheHost(TorchDispatchMode):

@@ -88,10 +88,12 @@ class FeatureCache:
 
 
 def shapes(pair: tuple[Item, Item]) -> tuple[Size, ...]:
+    """The sizes that the network sees; pairs with the same can be matched together."""
     return tuple(item.scale.network for item in pair)
 
 
 def chunks(items: list[Item], size: int) -> Iterator[list[Item]]:
+    """So many at a time."""
     return (items[start : start + size] for start in range(0, len(items), size))
 
 

@@ -215,24 +215,38 @@ class Matcher:
                 try:
                     items = (cache.get(pair[0]), cache.get(pair[1]))
                 except ImageError as error:
-                    yield from self._match_items(batch, settings)  # what came before is not lost
+                    yield from self._match_items(batch, settings, errors)  # what came before is not lost
                     batch = []
                     if errors == "raise":
                         raise
                     yield self._nothing(error)
                     continue
                 if batch and shapes(items) != shapes(batch[0]):
-                    yield from self._match_items(batch, settings)
+                    yield from self._match_items(batch, settings, errors)
                     batch = []
                 batch.append(items)
                 if len(batch) >= self._batch_size(items):
-                    yield from self._match_items(batch, settings)
+                    yield from self._match_items(batch, settings, errors)
                     batch = []
-            yield from self._match_items(batch, settings)
+            yield from self._match_items(batch, settings, errors)
 
-    def _match_items(self, batch: list[tuple[Item, Item]], settings: MatcherConfig) -> Iterator[Matches]:
-        self._extract_items(item for pair in batch for item in pair)
-        yield from self._match_batch([(item0.known(), item1.known()) for item0, item1 in batch], settings)
+    def _match_items(
+        self, batch: list[tuple[Item, Item]], settings: MatcherConfig, errors: Literal["raise", "empty"]
+    ) -> Iterator[Matches]:
+        """Match pairs together, or one by one where there is too little memory for that."""
+        try:
+            self._extract_items(item for pair in batch for item in pair)
+            pairs = [(item0.known(), item1.known()) for item0, item1 in batch]
+            found = list(self._match_batch(pairs, settings))
+        except ImageError as error:
+            if len(batch) > 1:
+                for pair in batch:
+                    yield from self._match_items([pair], settings, errors)
+                return
+            if errors == "raise":
+                raise
+            found = [self._nothing(error)]
+        yield from found
 
     def _nothing(self, error: ImageError) -> Matches:
         return Matches.none({**self.info, "error": str(error)})

@@ -15,12 +15,13 @@ from dualrc.model.correlation import correlate, normalize
 from dualrc.model.fine import RATIO, BothWays, FineMap, both_ways, cell_queries, point_queries, search
 from dualrc.model.record import Recorder
 from dualrc.model.subpixel import Subpixel, cell_windows, point_windows, refine_both
-from dualrc.model.support import support
+from dualrc.model.support import crowd, support
 
 FINE_STRIDE = 4
 # A dense or asked-for point is trusted when the way back ends within so many fine cells of it: where one picture
 # is larger, several cells share their counterpart, and only one of them can be its first choice.
 _RETURN_CELLS = 2.0
+_CROWD = 8  # better matches in the same place that halve a score, if it is so in both pictures
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,8 +41,8 @@ class NetworkMatches:
     pair: Tensor  # n
     points0: Tensor  # n 2, (x, y), the centre of the first pixel at (0, 0)
     points1: Tensor  # n 2
-    # n: the sum of both directions' scores, 0 to 2, as published; with refinement, a confidence of 0 to 1, times the
-    # root of the share of the matches around that agree.
+    # n: the sum of both directions' scores, 0 to 2, as published; with refinement, a confidence of 0 to 1 times the
+    # share of the matches around that agree, lowered where many better ones lie.
     scores: Tensor
 
 
@@ -132,7 +133,10 @@ class DualRCNet(nn.Module):
         pair = pair.masked_fill(~is_match, -1)
         support0 = support(index0, cells0, cells1, trust, pair, shapes[0])
         support1 = support(index1, cells1, cells0, trust, pair, shapes[1])
-        return cells0, cells1, trust * (support0 * support1) ** 0.25
+        score = trust * (support0 * support1).sqrt()
+        crowd0, crowd1 = crowd(index0, score, pair, shapes[0]), crowd(index1, score, pair, shapes[1])
+        # The best matches lie close together; what would follow there comes after what stands alone elsewhere.
+        return cells0, cells1, score * ((1 + crowd0 / _CROWD) * (1 + crowd1 / _CROWD)).rsqrt()
 
     def match_points(
         self, features0: Features, features1: Features, points0: Tensor, *, max_memory: float = 0.5

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dualrc.model import trace
 
-_KEPT = 16  # recordings; each holds the memory of a pass
+_KEPT = 8  # recordings
 _VALUES = 16_000_000  # of input; larger work keeps the GPU busy by itself
 
 Function = Callable[..., tuple[Tensor, ...]]
@@ -28,6 +28,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._recordings: OrderedDict[Any, _Recording | None] = OrderedDict()
         self._fails = False
+        self._pool: Any = None  # memory that all recordings work in, one after the other
 
     def __call__(self, name: Any, function: Function, *tensors: Tensor, device: torch.device) -> tuple[Tensor, ...]:
         """function(*tensors), all on `device`; `name` stands for the function and all else that it depends on."""
@@ -45,7 +46,8 @@ class Recorder:
             recording = self._recordings[key]
             if recording is None:
                 try:
-                    recording = self._recordings[key] = _Recording(function, tensors, device)
+                    self._pool = self._pool or torch.cuda.graph_pool_handle()
+                    recording = self._recordings[key] = _Recording(function, tensors, device, self._pool)
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:
@@ -62,7 +64,7 @@ class Recorder:
 
 
 class _Recording:
-    def __init__(self, function: Function, tensors: tuple[Tensor, ...], device: torch.device) -> None:
+    def __init__(self, function: Function, tensors: tuple[Tensor, ...], device: torch.device, pool: Any) -> None:
         self._inputs = [tensor.to(device, copy=True) for tensor in tensors]
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
@@ -71,7 +73,7 @@ class _Recording:
                 function(*self._inputs)
         torch.cuda.current_stream(device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with trace.recording() as seen, torch.cuda.graph(self._graph):
+        with trace.recording() as seen, torch.cuda.graph(self._graph, pool=pool):
             self._outputs = function(*self._inputs)
         self._notes = seen.notes
 

@@ -1,4 +1,4 @@
-"""Support: whether the matches around a match move as it does."""
+"""How matches are ranked beside their trust: whether those around move along, and how many better ones are near."""
 
 import torch
 from torch import Tensor
@@ -6,6 +6,8 @@ from torch import Tensor
 _STEP = 3  # fine cells between the neighbours that are asked
 _REACH = 3  # steps to each side: 48 neighbours in a window of 19 x 19 cells
 _SIGMA = 0.25  # fine cells that a neighbour may stray
+_DOUBT = 4.0  # neighbours that speak against every match, so that a lonely one has little support
+_CROWD_CELLS = 8  # fine cells along each side of the squares in which matches are counted
 _CPU_VALUES, _GPU_VALUES = 2**16, 2**24  # neighbours looked at together; on a CPU they stay in its cache
 
 
@@ -15,8 +17,7 @@ def support(index: Tensor, here: Tensor, there: Tensor, trust: Tensor, pair: Ten
     `index` (n) are the row-major fine cells of this picture that are matched, each once; `here` and `there` (n 2) where
     exactly the matches lie in both pictures, in fine cells; `pair` (n) which pair of the batch they belong to, -1 where
     there is no match. `shape` is (pairs, height, width). Through each match goes the affine motion that fits its
-    neighbours best, weighted by their trust, and the support is the trusted share of the 48 neighbours that this motion
-    explains.
+    neighbours best, weighted by their trust, and the support is the trusted share of them that this motion explains.
     """
     pairs, height, width = shape
     margin = _STEP * _REACH
@@ -40,7 +41,7 @@ def support(index: Tensor, here: Tensor, there: Tensor, trust: Tensor, pair: Ten
 
 
 def _explained(around: Tensor, match: Tensor) -> Tensor:
-    """The trusted share of neighbours (5 k n) that move with matches (5 n): (n)."""
+    """The trusted share of neighbours (5 k n), and of those in doubt, that move with matches (5 n): (n)."""
     x, y, u, v = (around[:4] - match[:4, None]).unbind(0)  # relative to the match
     weight = around[4]
     wx, wy = weight * x, weight * y
@@ -51,4 +52,16 @@ def _explained(around: Tensor, match: Tensor) -> Tensor:
         along_x, along_y = (wx * value).sum(0), (wy * value).sum(0)
         a, b = (yy * along_x - xy * along_y) * inverse, (xx * along_y - xy * along_x) * inverse
         stray += (value - a * x).sub_(b * y).square_()
-    return weight.mul(stray.mul_(-0.5 / _SIGMA**2).exp_()).mean(0)
+    return weight.mul(stray.mul_(-0.5 / _SIGMA**2).exp_()).sum(0) / (weight.sum(0) + _DOUBT)
+
+
+def crowd(index: Tensor, score: Tensor, pair: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """How many matches with a higher score lie in the same 8x8 fine cells of this picture: (n); as for `support`."""
+    _, height, width = shape
+    rows, columns = -(-height // _CROWD_CELLS), -(-width // _CROWD_CELLS)
+    square = (pair + 1) * rows + index // width // _CROWD_CELLS
+    square = square * columns + index % width // _CROWD_CELLS
+    best_first = score.sort(descending=True, stable=True).indices
+    squares, order = square[best_first].sort(stable=True)
+    rank = torch.arange(len(index), device=index.device) - torch.searchsorted(squares, squares)
+    return torch.empty_like(score).index_copy_(0, best_first[order], rank.to(score.dtype))
