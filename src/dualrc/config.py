@@ -98,7 +98,7 @@ class MatcherConfig:
     # Keep only matches with at least this score.
     min_score: float = 0.0
     # "high" looks again, at one picture brought into the frame of the other by the motion that most matches share: far
-    # better where pictures are turned, zoomed or seen from the side, for three to four times the time.
+    # better where pictures are turned, zoomed or seen from the side, for about five times the time.
     quality: Literal["standard", "high"] = "standard"
     # Working memory in GiB that the coarse and fine search may take beside the features and the coarse tensor.
     max_memory: float = 0.5
