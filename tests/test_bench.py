@@ -176,7 +176,7 @@ def test_operations_of_coarse_tensor_and_search():
     config = PRESETS["default"][0]
     entries = (40 * 30) ** 2
     work = counts.coarse_work(config, (640, 480), (640, 480), 2)
-    assert work.operations == entries * (2 * 256 + 10368)
+    assert work.operations == entries * (2 * 256 + 5184)
     assert work.bytes == 2 * (5 * entries + 2 * 1200 * 256)
     searching = counts.search_work(config, (640, 480), (640, 480), 2, visited=1000, matches=0)
     assert searching.operations == 1000 * 16 * 16 * 2 * 96
