@@ -1,5 +1,7 @@
 """What the tests share: tiny inputs, and an oracle network that knows where every pixel is."""
 
+import importlib
+import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,11 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # On tiny inputs threads mostly wait for each other, most of all where other work shares the cores.
     torch.set_num_threads(1)
+    if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+        # Triton's own functions are made for its interpreter, or not, when it is imported; torch imports it at times.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            importlib.import_module("triton.language")
     config.addinivalue_line("markers", "slow: takes minutes or gigabytes; run with --slow")
 
 
