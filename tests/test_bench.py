@@ -21,6 +21,7 @@ from dualrc.bench.counts import Work
 from dualrc.bench.methods import BATCH, COARSE, FEATURES, FURTHER, MATCH, SEARCH, WHOLE, Task
 from dualrc.bench.planted import Motion, input_size, plant
 from dualrc.config import PRESETS, ConsensusConfig
+from dualrc.evaluation import fresh
 from dualrc.model import trace
 from dualrc.model.backbone import make_backbone
 from dualrc.model.checkpoint import save_weights
@@ -263,12 +264,12 @@ def test_a_busy_machine_is_told_of(monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone lets a peak be forgotten")
 def test_peaks_are_forgotten_between_stages():
-    memory._forget_peak(CPU)
-    before = memory._peak(CPU)
+    fresh.forget_peak(CPU)
+    before = fresh.peak(CPU)
     torch.ones(50_000_000)  # 200 MB, gone at once
-    assert memory._peak(CPU) > before + 150e6
-    memory._forget_peak(CPU)
-    assert memory._peak(CPU) < before + 50e6
+    assert fresh.peak(CPU) > before + 150e6
+    fresh.forget_peak(CPU)
+    assert fresh.peak(CPU) < before + 50e6
 
 
 def test_a_process_that_fails_says_why(task, tmp_path):

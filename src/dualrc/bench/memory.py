@@ -2,18 +2,15 @@
 
 import gc
 import json
-import os
-import re
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 
 from dualrc.bench.clock import Run, synchronize
 from dualrc.bench.methods import Task, make_method
-from dualrc.errors import DataError, DualRCError
+from dualrc.errors import DualRCError
+from dualrc.evaluation.fresh import forget_peak, in_a_process, peak
 
 _START = "from dualrc.bench.memory import main; main()"
 
@@ -46,70 +43,27 @@ def main() -> None:
 
 
 def _peaks_in_a_process(task: Task) -> Peaks:
-    package = str(Path(__file__).parents[2])  # the child finds this very package, wherever it was imported from
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", _START],
-        input=json.dumps({**asdict(task), "threads": torch.get_num_threads()}),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    if done.returncode < 0:
-        raise DataError(f"the process was killed (signal {-done.returncode}), perhaps for memory; give smaller sizes.")
-    if done.returncode:
-        words = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise DataError(f"the process failed ({words}).")
-    return Peaks(**json.loads(done.stdout.splitlines()[-1]))
+    return Peaks(**json.loads(in_a_process(_START, {**asdict(task), "threads": torch.get_num_threads()})))
 
 
 def _peaks_here(task: Task) -> Peaks:
     device = torch.device(task.device)
     method = make_method(task)
     gc.collect()
-    _forget_peak(device)  # reading the weights takes more than keeping them, and is not matching
-    loaded = _peak(device)
+    forget_peak(device)  # reading the weights takes more than keeping them, and is not matching
+    loaded = peak(device)
 
-    def peak(run: Run) -> int:
+    def peak_of(run: Run) -> int:
         gc.collect()
-        _forget_peak(device)
+        forget_peak(device)
         run()
         synchronize(device)
-        return _peak(device)
+        return peak(device)
 
     stages: dict[str, int] = {}
     failure = None
     try:
-        stages.update(method.peaks(peak))
+        stages.update(method.peaks(peak_of))
     except (DualRCError, RuntimeError, MemoryError) as error:  # what was found before is kept
         failure = (str(error) or type(error).__name__).splitlines()[0]
     return Peaks(loaded=loaded, stages=stages, failure=failure)
-
-
-def _forget_peak(device: torch.device) -> None:
-    """Let the peak start again from what is held now."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:  # not Linux, or not allowed: then a stage's peak may be that of one before
-        return
-
-
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:  # not Linux
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return int(peak if sys.platform == "darwin" else 1024 * peak)  # a Mac counts in bytes
-    # Not ru_maxrss: that starts with what the parent held.
-    found = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found[1])

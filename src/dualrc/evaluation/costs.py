@@ -3,9 +3,7 @@
 import hashlib
 import json
 import os
-import re
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +19,7 @@ from rich.console import Console
 from dualrc.collection.machine import cores
 from dualrc.draw import Picture
 from dualrc.errors import DataError, DualRCError
+from dualrc.evaluation.fresh import forget_peak, held, in_a_process, peak
 from dualrc.evaluation.report import write_json
 from dualrc.matcher import load
 from dualrc.model.checkpoint import file_hash
@@ -75,23 +74,9 @@ def measure_all(tasks: Sequence[Task], folder: Path, messages: Console) -> tuple
 
 def measure(task: Task) -> Measured:
     """Match the pair in a new process, which nothing else has filled with memory."""
-    package = str(Path(__file__).parents[2])  # the child finds this very package, wherever it was imported from
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", _START],
-        input=json.dumps(asdict(task)),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    if done.returncode < 0:
-        raise DataError(f"the process was killed (signal {-done.returncode}), perhaps for memory; give smaller sizes.")
-    if done.returncode:
-        words = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise DataError(f"the process failed ({words}).")
+    line = in_a_process(_START, asdict(task))
     try:
-        return _measured(json.loads(done.stdout.splitlines()[-1]))
+        return _measured(json.loads(line))
     except (ValueError, TypeError, LookupError) as error:
         raise DataError(f"the process gave no figures ({error}).") from error
 
@@ -107,8 +92,8 @@ def main() -> None:
 def _run(task: Task) -> Measured:
     matcher = load(task.preset, weights=task.weights, device=task.device, size=task.size, top=task.top)
     on_gpu = matcher.device.type == "cuda"
-    _forget_peak(on_gpu)  # reading the weights takes more than keeping them, and is not matching
-    loaded = torch.cuda.memory_allocated() if on_gpu else _memory("VmRSS")
+    forget_peak(matcher.device)  # reading the weights takes more than keeping them, and is not matching
+    loaded = held(matcher.device)
     features = matcher.features(task.path0)
     seen = features.scale.network
     del features
@@ -119,36 +104,11 @@ def _run(task: Task) -> Measured:
         times.append(time.perf_counter() - start)
     return Measured(
         seconds=statistics.median(times[1:]),
-        memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else _memory("VmHWM"),
+        memory_bytes=peak(matcher.device),
         loaded_bytes=loaded,
         seen=seen,
         machine=torch.cuda.get_device_name() if on_gpu else f"a CPU (threads: {torch.get_num_threads()})",
     )
-
-
-def _memory(key: str) -> int:
-    """This process' memory in bytes now (VmRSS) or at most (VmHWM)."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:  # not Linux
-        import resource
-
-        # There it counts what the parent held when it started this process, and on a Mac in bytes.
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return int(peak if sys.platform == "darwin" else 1024 * peak)
-    found = re.search(rf"^{key}:\s+(\d+) kB", status, re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found[1])
-
-
-def _forget_peak(on_gpu: bool) -> None:
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-        return
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:  # not Linux, or not allowed: then the peak may be that of reading the weights
-        return
 
 
 def _key(task: Task) -> str:
