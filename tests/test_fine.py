@@ -23,7 +23,7 @@ MANY = 10**9  # values: all groups at once
 def first_block():
     """The tests count visits in blocks of 16, whatever the code starts with."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fine, "_FIRST_BLOCK", 16)
+        patch.setattr(fine, "FIRST_BLOCK", 16)
         yield
 
 
@@ -184,7 +184,7 @@ def test_search_finds_the_argmax(kind, seed, shape0, shape1, reading, temperatur
     tensor, fine0, fine1 = case(kind, seed, shape0, shape1)
     valid = rand(seed, 1, *fine1.shape[2:]) > 0 if masked else None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fine, "_FIRST_BLOCK", block)
+        patch.setattr(fine, "FIRST_BLOCK", block)
         index, score, _ = search_all(
             tensor, fine0, fine1, reading=reading, temperature=temperature, valid1=valid, max_values=max_values
         )
@@ -225,7 +225,7 @@ def test_matches_are_those_of_the_definition(
     valid0, valid1 = (rand(seed + i, 1, *f.shape[2:]) > -0.3 if masked else None for i, f in enumerate((fine0, fine1)))
     config = {"reading": reading, "temperature": temperature, "query_share": query_share}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fine, "_FIRST_BLOCK", block)
+        patch.setattr(fine, "FIRST_BLOCK", block)
         (fast,) = match_fast(tensor, fine0, fine1, valid0, valid1, max_values=max_values, **config)
     valid = [None if v is None else v[0] for v in (valid0, valid1)]
     assert_same_matches(fast, match_literally(tensor[0], fine0[0], fine1[0], *valid, **config))

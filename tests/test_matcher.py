@@ -66,10 +66,13 @@ def test_symmetry_of_the_oracle(oracle, pictures, matches):
 def test_symmetry_of_a_network(blobs, temperature):
     matcher = Matcher(tiny_network(temperature=temperature, subpixel_hidden=8), MatcherConfig(), device="cpu")
     torch.nn.init.normal_(matcher.network.subpixel.correction[-1].weight, std=0.1)  # as if it had learnt something
-    there, back = matcher.match(*blobs), matcher.match(*blobs[::-1])
-    a, b = match_set(there), match_set(back.swapped())
-    assert len(a) > 30 and len(a & b) >= 0.999 * len(a | b)
+    features = [matcher.features(picture) for picture in blobs]
+    there, back = matcher.match_features(*features), matcher.match_features(*features[::-1])
     assert np.allclose(np.sort(there.scores), np.sort(back.scores), atol=1e-5)
+    # The last alignment moves points of picture 1 alone; all before it is symmetric.
+    features = [replace(f, network=replace(f.network, light=None)) for f in features]
+    a, b = match_set(matcher.match_features(*features)), match_set(matcher.match_features(*features[::-1]).swapped())
+    assert len(a) > 30 and len(a & b) >= 0.999 * len(a | b)
 
 
 def test_repetition_is_bit_identical(oracle, pictures, matches, blobs):
@@ -266,7 +269,9 @@ def test_many_with_a_bad_picture(tmp_path):
 
 def stacked(features: list) -> Features:
     return Features(
-        coarse=torch.cat([f.network.coarse for f in features]), fine=torch.cat([f.network.fine for f in features])
+        coarse=torch.cat([f.network.coarse for f in features]),
+        fine=torch.cat([f.network.fine for f in features]),
+        light=torch.cat([f.network.light for f in features]),
     )
 
 

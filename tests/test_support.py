@@ -6,6 +6,7 @@ import torch
 from conftest import rand
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dualrc.model.align import brightness
 from dualrc.model.support import crowd, support
 
 
@@ -54,7 +55,7 @@ def test_support_is_its_definition(height, width, share):
     index, here, there, trust, _ = made(1, height, width, share)
     expected = by_loops(index, here, there, trust, height, width)
     pair = torch.zeros(len(index), dtype=torch.long)
-    found = support(*tensors(index, here, there, trust), pair, (1, height, width))
+    found, _ = support(*tensors(index, here, there, trust), pair, (1, height, width))
     assert found.numpy() == pytest.approx(expected, abs=2e-3)
 
 
@@ -62,7 +63,7 @@ def test_right_matches_have_more_support():
     index, here, there, trust, wrong = made(2, 40, 50, 0.7)
     pair = torch.zeros(len(index), dtype=torch.long)
     trust = np.where(wrong, 0.2, 0.8)  # what lies around has been told apart to some degree
-    found = support(*tensors(index, here, there, trust), pair, (1, 40, 50)).numpy()
+    found = support(*tensors(index, here, there, trust), pair, (1, 40, 50))[0].numpy()
     right = found[~wrong][:, None] > found[wrong][None]
     assert right.mean() > 0.95  # the area under the ROC curve
 
@@ -71,15 +72,15 @@ def test_pairs_of_a_batch_and_missing_matches_keep_apart():
     one, other = made(3, 12, 16, 0.6), made(4, 12, 16, 0.5)
     columns = [np.concatenate([a, b]) for a, b in zip(one[:4], other[:4], strict=True)]
     pair = torch.tensor([0] * len(one[0]) + [1] * len(other[0]))
-    both = support(*tensors(*columns), pair, (2, 12, 16))
+    both, _ = support(*tensors(*columns), pair, (2, 12, 16))
     for number, each in enumerate((one, other)):
-        alone = support(*tensors(*each[:4]), torch.zeros(len(each[0]), dtype=torch.long), (1, 12, 16))
+        alone, _ = support(*tensors(*each[:4]), torch.zeros(len(each[0]), dtype=torch.long), (1, 12, 16))
         assert torch.allclose(both[pair == number], alone, atol=1e-6)
     missing = [np.concatenate([c, c[:3]]) for c in columns]
-    padded = support(*tensors(*missing), torch.cat([pair, torch.tensor([-1] * 3)]), (2, 12, 16))
+    padded, _ = support(*tensors(*missing), torch.cat([pair, torch.tensor([-1] * 3)]), (2, 12, 16))
     assert torch.allclose(padded[:-3], both, atol=1e-6)
-    nothing = support(*[t[:0] for t in tensors(*columns)], pair[:0], (2, 12, 16))
-    assert nothing.shape == (0,)
+    nothing, motion = support(*[t[:0] for t in tensors(*columns)], pair[:0], (2, 12, 16))
+    assert nothing.shape == (0,) and motion.shape == (0, 2, 2)
 
 
 def test_a_crowd_is_counted():
@@ -123,9 +124,11 @@ def test_refinement_can_be_recorded():
         back=index,
         score=torch.rand(len(index)),
         back_score=torch.rand(len(index)),
+        visited=index,
+        visited_back=index,
     )
     with torch.inference_mode(), FromTheHost() as mode:
-        network._refine(*fine, found)
+        network._refine(*fine, found, *(brightness(rand(n, 1, 3, 64, 80)) for n in (2, 3)))
     assert mode.seen == []
     with FromTheHost() as mode:
         torch.zeros(3)[1] = 0

@@ -1,6 +1,7 @@
 """What light and cameras do to a picture: random changes made on the training device, (b 3 h w) in 0 to 1."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Generator, Tensor
@@ -21,9 +22,13 @@ def relight(images: Tensor, random: Generator) -> Tensor:
         return torch.rand(count, 1, 1, 1, generator=random, device=device) < probability
 
     linear = images.clamp(0, 1) ** 2.2
-    night = chance(0.12)
-    gain = torch.exp2(normal(0.6) - torch.where(night, uniform(1.5, 3.5), 0))
+    night = chance(0.22)
+    gain = torch.exp2(normal(0.6) - torch.where(night, uniform(2, 8), 0))
     tint = torch.exp(normal(0.12, 3, 1, 1) * torch.where(night, 3.0, 1.0))
+    # Lamps of other colours make other surfaces bright.
+    mixing = torch.eye(3, device=device) + normal(0.08, 3, 3) * torch.where(night, 3.0, 1.0)[..., 0]
+    linear = torch.einsum("bij,bjhw->bihw", mixing, linear).clamp(0, 1)
+    linear = linear * torch.where(night, _lamps(uniform, linear), 1)
     # Shadows and glows: a smooth field, sometimes with hard edges.
     field = F.interpolate(normal(1.0, 1, 5, 5), size=images.shape[2:], mode="bicubic", align_corners=False)
     field = torch.where(chance(0.3), (8 * field).tanh() * 0.5, field)
@@ -37,6 +42,18 @@ def relight(images: Tensor, random: Generator) -> Tensor:
     images = images + torch.randn(images.shape, generator=random, device=device) * (uniform(0, 0.05) * chance(0.7))
     images = images.clamp(0, 1)
     return torch.where(chance(0.35), _compressed(images, uniform(0.01, 0.12)), images)
+
+
+def _lamps(uniform: Callable[..., Tensor], images: Tensor) -> Tensor:
+    """The light of coloured lamps on pictures (b 3 h w): where they stand they outshine the night many times."""
+    y, x = (torch.linspace(0, 1, side, device=images.device) for side in images.shape[2:])
+    light = torch.ones_like(images)
+    for _ in range(8):
+        column, row, reach = uniform(0, 1), uniform(0, 1), torch.exp2(uniform(-6, -3))
+        distance = (x - column).square() + (y[:, None] - row).square()
+        color = torch.exp2(uniform(-2, 5, 3, 1, 1)) * (uniform(0, 1) < 0.6)
+        light = light + color / (1 + distance / reach.square())
+    return light
 
 
 def _blurred(images: Tensor, sigma: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
-"""The fine search from whole coarse cells on the GPU: three kernels, and nothing that the host waits for.
+"""The fine search from whole coarse cells on the GPU: four kernels, and nothing that the host waits for.
 
 The first bounds every candidate cell by the highest share that any of a cell's 16 queries reads there, and keeps only
 the maxima of blocks of candidates. The k + 1 highest bounds lie in the k + 1 blocks with the highest maxima, so the
 second works the bounds of those blocks out again and picks the k best cells. The third scores their fine cells, and
-says for each query whether the bound of the next cell proves its answer best.
+says for each query whether the bound of the next cell proves its answer best. For the few cells with a query that is
+unsure, the fourth goes through the blocks whose maxima leave room for better, and scores every cell in which a query
+reads as much as it has found so far.
 """
 
 import math
@@ -18,7 +20,7 @@ from dualrc.kernels import device_of, usable
 Reading = Literal["corner", "center"]
 
 PLACES = 16
-VISITED = (1, 2, 4, 8, 16, 32)  # numbers of cells that can be visited
+VISITED = (1, 2, 4, 8, 16, 32)  # numbers of cells that can be visited at first
 _BLOCK = 64  # candidates
 _MOST_BLOCKS = 1024
 
@@ -52,15 +54,17 @@ class Tiles:
     choose_warps: int = 4
     channels: int = 64  # that are multiplied at a time
     score_warps: int = 4
+    abreast: int = 4  # further cells that are scored together
+    parts: int = 4  # programs that share a cell's further search
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answers:
-    """The best candidate of each query: its row-major fine index, -1 where nothing visited scores above zero."""
+    """The best candidate of each query: its row-major fine index, -1 where nothing scores above zero."""
 
     index: Tensor  # n 16, int64
     score: Tensor  # n 16, float32
-    certain: Tensor  # n 16, bool: no cell that wasn't visited can do better
+    visited: Tensor  # n, int32: cells that were scored; for a cell whose bound held at first, k
 
 
 def supported(tensor: Tensor, fine_query: FineCells, fine_searched: FineCells) -> bool:
@@ -84,17 +88,20 @@ def search_cells(
     k: int = 8,
     *,
     excess: float,
+    wanted: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Answers:
-    """Search from all 16 fine cells of each of these cells, visiting the k most promising cells of the other picture.
+    """What model.fine.search finds from all 16 fine cells of each of these cells; the k most promising come first.
 
     `tensor` (b n m) holds no negative values; `cells` count through the batch, b * n; a cosine may exceed 1 by
-    `excess`. For the way back give the transpose: it is copied, because columns can't be read fast. Where an answer is
-    certain it is what model.fine.search finds.
+    `excess`. For the way back give the transpose: it is copied, because columns can't be read fast. `wanted` (n 16) are
+    the queries whose answers will be used; others get the best of the first k.
     """
     assert k in VISITED, k
     with device_of(tensor):
-        return _search(tensor.contiguous(), cells, fine_query, fine_searched, reading, temperature, k, excess, tiles)
+        return _search(
+            tensor.contiguous(), cells, fine_query, fine_searched, reading, temperature, k, excess, wanted, tiles
+        )
 
 
 def _search(
@@ -106,19 +113,17 @@ def _search(
     temperature: float,
     k: int,
     excess: float,
+    wanted: Tensor | None,
     tiles: Tiles | None,
 ) -> Answers:
-    from dualrc.kernels.search_jit import block_maxima, choose, score_cells
+    from dualrc.kernels.search_jit import block_maxima, choose, look_further, score_cells
 
     tiles = tiles or Tiles()
     candidates, groups, device = tensor.shape[2], len(cells), tensor.device
-    answers = Answers(
-        index=torch.empty(groups, PLACES, dtype=torch.int64, device=device),
-        score=torch.empty(groups, PLACES, dtype=torch.float32, device=device),
-        certain=torch.empty(groups, PLACES, dtype=torch.bool, device=device),
-    )
+    visited = torch.full((groups,), min(k, candidates), dtype=torch.int32, device=device)
+    best = torch.empty(groups, PLACES, dtype=torch.int64, device=device)
     if groups == 0:
-        return answers
+        return _answers(best, visited)
     block = _BLOCK
     while candidates > block * _MOST_BLOCKS:
         block *= 2
@@ -142,16 +147,33 @@ def _search(
     features = fine_query.features.contiguous(), fine_searched.features.contiguous()
     # What the bound leaves out of account: a cosine that is a little more than 1.
     slack = math.exp(excess / temperature) if temperature > 0 else 1 + excess
-    # What is multiplied at a time must fit into the shared memory, in whatever type.
-    channels = max(16, tiles.channels * 16 // (max(k, 8) * features[0].element_size()))
+    unsure = torch.empty(groups, PLACES, dtype=torch.int8, device=device)
+    flags |= {"SHARP": temperature > 0, "PRECISION": "ieee", "num_warps": tiles.score_warps}
+
+    def channels(cells: int) -> int:
+        """What is multiplied at a time must fit into the shared memory, in whatever type."""
+        return max(16, tiles.channels * 16 // (max(cells, 8) * features[0].element_size()))
+
     score_cells[(groups,)](
         tensor, sums, cells, chosen, rest, *features, valid,
-        answers.index, answers.score, answers.certain.view(torch.int8),
+        unsure if wanted is None else wanted.contiguous().view(torch.int8), best, unsure,
         *size, fine_searched.width, candidates, features[0].shape[2], temperature or 1.0, slack,
-        SHARP=temperature > 0, VISITED=k, CHANNELS=channels, PRECISION="ieee",
-        num_warps=tiles.score_warps, **flags,
+        SOME=wanted is not None, VISITED=k, CHANNELS=channels(k), **flags,
     )  # fmt: skip
-    return answers
+    look_further[(groups, tiles.parts)](
+        tensor, sums, cells, allowed, maxima, chosen, *features, valid, unsure, best, visited,
+        *size, fine_searched.width, candidates, blocks, features[0].shape[2], temperature or 1.0, slack,
+        BLOCK=block, VISITED=k, ABREAST=tiles.abreast, PARTS=tiles.parts, CHANNELS=channels(tiles.abreast), **flags,
+    )  # fmt: skip
+    return _answers(best, visited)
+
+
+def _answers(best: Tensor, visited: Tensor) -> Answers:
+    """Keys taken apart: the bits of a score above 0x7FFFFFFF less the index; negative where there is nothing."""
+    nothing = best < 0
+    index = (0x7FFFFFFF - (best & 0x7FFFFFFF)).masked_fill_(nothing, -1)
+    score = (best >> 32).to(torch.int32).view(torch.float32).masked_fill(nothing, 0)
+    return Answers(index=index, score=score, visited=visited)
 
 
 def _masks(fine: FineCells) -> tuple[Tensor, Tensor]:

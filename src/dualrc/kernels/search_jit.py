@@ -251,6 +251,56 @@ def _read(
     return mixture / total[:, None], total
 
 
+@kernel()
+def _score_keys(
+    coarse: tl.tensor,  # pointer to the pair's n m
+    sums: tl.tensor,  # pointer to the pair's n
+    query: tl.tensor,  # pointer to the pair's n*16 c
+    searched: tl.tensor,  # pointer to the pair's m*16 c
+    valid: tl.tensor,  # pointer to the pair's m*16; read where MASKED
+    cell: tl.tensor,
+    offer: tl.tensor,  # COLUMNS: candidate cells, each 16 times; `candidates` where there is none
+    height: tl.tensor,
+    width: tl.tensor,
+    searched_width: tl.tensor,
+    candidates: tl.tensor,
+    channels: tl.tensor,
+    temperature: tl.tensor,
+    CORNER: tl.constexpr,
+    MASKED: tl.constexpr,
+    SHARP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The best of the offered cells for each of a cell's 16 queries, as keys, and the totals that these read."""
+    place, column = tl.arange(0, 16), tl.arange(0, COLUMNS)
+    member = _members(offer, column % 16, searched_width)
+    exists = offer < candidates
+    asking = query + _members(cell, place, width) * channels
+    offered = searched + member.to(tl.int64) * channels
+    cosine = tl.zeros((16, COLUMNS), tl.float32)
+    for start in range(0, channels, CHANNELS):
+        channel = start + tl.arange(0, CHANNELS)
+        some = channel < channels
+        asked = tl.load(asking[:, None] + channel[None, :], mask=some[None, :], other=0.0)
+        found = tl.load(offered[:, None] + channel[None, :], mask=exists[:, None] & some[None, :], other=0.0)
+        cosine = tl.dot(asked, tl.trans(found), cosine, input_precision=PRECISION)
+    shares, total = _read(coarse, sums, cell, height, width, candidates, offer, CORNER, COLUMNS)
+    scores = shares * (tl.exp((cosine - 1.0) / temperature) if SHARP else cosine)
+    if MASKED:
+        allowed = tl.load(valid + member, mask=exists, other=0)
+        scores = tl.where((allowed != 0)[None, :], scores, 0.0)
+    # Among equals the first in the picture wins, whatever the order of the visit.
+    return tl.max(_keys(scores, member[None, :], scores > 0), axis=1), total
+
+
+@kernel()
+def _value(key: tl.tensor) -> tl.tensor:
+    """What a key was made of; 0 for what isn't."""
+    return tl.where(key >= 0, (key >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+
+
 @kernel("height", "width", "searched_width", "candidates")
 def score_cells(
     coarse: tl.tensor,  # b n m
@@ -261,9 +311,9 @@ def score_cells(
     query: tl.tensor,  # b n*16 c
     searched: tl.tensor,  # b m*16 c
     valid: tl.tensor,  # b m*16; read where MASKED
-    index: tl.tensor,  # groups 16: results
-    score: tl.tensor,
-    certain: tl.tensor,
+    wanted: tl.tensor,  # groups 16; read where SOME
+    best: tl.tensor,  # groups 16: results, keys of the best
+    unsure: tl.tensor,  # groups 16: results, whether an answer that is wanted might be found elsewhere
     height: tl.tensor,
     width: tl.tensor,
     searched_width: tl.tensor,
@@ -273,6 +323,7 @@ def score_cells(
     slack: tl.tensor,  # how much more than its bound a candidate may reach by rounding
     CORNER: tl.constexpr,
     MASKED: tl.constexpr,
+    SOME: tl.constexpr,
     SHARP: tl.constexpr,
     VISITED: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -283,34 +334,107 @@ def score_cells(
     number = tl.load(cells + group)
     count = height * width
     pair, cell = number // count, number % count
-    coarse += pair * count * candidates
-    sums += pair * count
-
     place, column = tl.arange(0, 16), tl.arange(0, VISITED * 16)
     offer = tl.load(chosen + group * VISITED + column // 16)
-    member = _members(offer, column % 16, searched_width)
-    exists = offer < candidates
-    asking = query + (pair * count * 16 + _members(cell, place, width)) * channels
-    offered = searched + (pair * candidates * 16 + member) * channels
-    cosine = tl.zeros((16, VISITED * 16), tl.float32)
-    for start in range(0, channels, CHANNELS):
-        channel = start + tl.arange(0, CHANNELS)
-        some = channel < channels
-        asked = tl.load(asking[:, None] + channel[None, :], mask=some[None, :], other=0.0)
-        found = tl.load(offered[:, None] + channel[None, :], mask=exists[:, None] & some[None, :], other=0.0)
-        cosine = tl.dot(asked, tl.trans(found), cosine, input_precision=PRECISION)
-    shares, total = _read(coarse, sums, cell, height, width, candidates, offer, CORNER, VISITED * 16)
-    scores = shares * (tl.exp((cosine - 1.0) / temperature) if SHARP else cosine)
-    if MASKED:
-        allowed = tl.load(valid + pair * candidates * 16 + member, mask=exists, other=0)
-        scores = tl.where((allowed != 0)[None, :], scores, 0.0)
-    highest = tl.max(scores, axis=1)
-    # Among equals the first in the picture wins, whatever the order of the visit.
-    first = tl.min(tl.where(scores == highest[:, None], member[None, :], 0x7FFFFFFF), axis=1)
-    positive = highest > 0
+    keys, total = _score_keys(
+        coarse + pair * count * candidates, sums + pair * count,
+        query + pair * count * 16 * channels, searched + pair * candidates * 16 * channels,
+        valid + pair * candidates * 16, cell, offer, height, width, searched_width, candidates, channels, temperature,
+        CORNER, MASKED, SHARP, VISITED * 16, CHANNELS, PRECISION,
+    )  # fmt: skip
     target = group * 16 + place
-    tl.store(index + target, tl.where(positive, first, -1).to(tl.int64))
-    tl.store(score + target, tl.where(positive, highest, 0.0))
+    tl.store(best + target, keys)
     others = tl.zeros((16,), tl.float32) + tl.load(rest + group) * slack
-    sure = (highest > others) | (others <= 0) | (total <= 1e-15)
-    tl.store(certain + target, sure.to(tl.int8))
+    # A query that reads nothing, or only zeros, has nothing to find, whatever its group's bound.
+    doubt = (_value(keys) <= others) & (others > 0) & (total > 1e-15)
+    if SOME:
+        doubt = doubt & (tl.load(wanted + target) != 0)
+    tl.store(unsure + target, doubt.to(tl.int8))
+
+
+@kernel("height", "width", "searched_width", "candidates", "blocks")
+def look_further(
+    coarse: tl.tensor,  # b n m
+    sums: tl.tensor,  # b n
+    cells: tl.tensor,  # groups
+    usable: tl.tensor,  # b m; read where MASKED
+    maxima: tl.tensor,  # groups blocks
+    chosen: tl.tensor,  # groups VISITED: cells that were scored before
+    query: tl.tensor,  # b n*16 c
+    searched: tl.tensor,  # b m*16 c
+    valid: tl.tensor,  # b m*16; read where MASKED
+    unsure: tl.tensor,  # groups 16
+    best: tl.tensor,  # groups 16: keys, which are raised
+    visited: tl.tensor,  # groups: raised by the cells that are scored
+    height: tl.tensor,
+    width: tl.tensor,
+    searched_width: tl.tensor,
+    candidates: tl.tensor,
+    blocks: tl.tensor,
+    channels: tl.tensor,
+    temperature: tl.tensor,
+    slack: tl.tensor,
+    CORNER: tl.constexpr,
+    MASKED: tl.constexpr,
+    SHARP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VISITED: tl.constexpr,
+    ABREAST: tl.constexpr,  # cells that are scored together
+    PARTS: tl.constexpr,  # programs that share a group's blocks
+    CHANNELS: tl.constexpr,
+    PRECISION: tl.constexpr,
+) -> None:
+    """Where an answer is unsure, score every other cell in which one of the queries could find better."""
+    group = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, 16)
+    doubt = tl.load(unsure + group * 16 + place) != 0
+    if tl.max(doubt.to(tl.int32), axis=0) > 0:
+        number = tl.load(cells + group)
+        count = height * width
+        pair, cell = number // count, number % count
+        coarse += pair * count * candidates
+        sums += pair * count
+        query += pair * count * 16 * channels
+        searched += pair * candidates * 16 * channels
+        valid += pair * candidates * 16
+        before = tl.load(chosen + group * VISITED + tl.arange(0, VISITED))
+        keys = tl.load(best + group * 16 + place)
+        scored = 0
+        for block in range(tl.program_id(1), blocks, PARTS):
+            # What a cell must offer a query to be of interest to it.
+            needed = tl.where(doubt, _value(keys) / slack, float("inf"))
+            highest = tl.load(maxima + group * blocks + block)
+            if (highest > 0) & (highest >= tl.min(needed, axis=0) * (1.0 - 1e-5)):
+                candidate = block * BLOCK + tl.arange(0, BLOCK)
+                shares, _ = _read(coarse, sums, cell, height, width, candidates, candidate, CORNER, BLOCK)
+                new = (candidate < candidates) & (
+                    tl.max((before[:, None] == candidate[None, :]).to(tl.int32), axis=0) == 0
+                )
+                if MASKED:
+                    allowed = tl.load(usable + pair * candidates + candidate, mask=candidate < candidates, other=0)
+                    new = new & (allowed != 0)
+                left = new & _is_needed(shares, needed)
+                while tl.max(left.to(tl.int32), axis=0) > 0:
+                    column = tl.arange(0, ABREAST * 16)
+                    offer = tl.zeros((ABREAST * 16,), tl.int32) + candidates
+                    for turn in tl.static_range(ABREAST):
+                        first = tl.min(tl.where(left, candidate, candidates), axis=0)
+                        offer = tl.where(column // 16 == turn, first, offer)
+                        scored += tl.where(first < candidates, 1, 0)
+                        left = left & (candidate != first)
+                    found, _ = _score_keys(
+                        coarse, sums, query, searched, valid, cell, offer,
+                        height, width, searched_width, candidates, channels, temperature,
+                        CORNER, MASKED, SHARP, ABREAST * 16, CHANNELS, PRECISION,
+                    )  # fmt: skip
+                    keys = tl.maximum(keys, found)
+                    left = left & _is_needed(shares, tl.where(doubt, _value(keys) / slack, float("inf")))
+        tl.atomic_max(best + group * 16 + place, keys, mask=doubt)
+        tl.atomic_add(visited + group, scored)
+
+
+@kernel()
+def _is_needed(shares: tl.tensor, needed: tl.tensor) -> tl.tensor:
+    """Which candidates offer one of the queries enough: (16 k), (16) -> (k)."""
+    enough = (shares > 0) & (shares >= needed[:, None])
+    return tl.max(enough.to(tl.int32), axis=0) > 0

@@ -35,7 +35,9 @@ class PictureFeatures:
     @property
     def bytes(self) -> int:
         """Memory that the features take."""
-        return sum(t.numel() * t.element_size() for t in (self.network.coarse, self.network.fine))
+        network = self.network
+        tensors = (network.coarse, network.fine, *(() if network.light is None else (network.light,)))
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 Matchable = Picture | PictureFeatures
@@ -105,6 +107,10 @@ def stack(features: list[Features]) -> Features:
     if any(f.valid is not None for f in features):
         whole = torch.ones_like(features[0].fine[:, 0], dtype=torch.bool)
         valid = torch.cat([whole if f.valid is None else f.valid for f in features])
+    lights = [f.light for f in features if f.light is not None]
     return Features(
-        coarse=torch.cat([f.coarse for f in features]), fine=torch.cat([f.fine for f in features]), valid=valid
+        coarse=torch.cat([f.coarse for f in features]),
+        fine=torch.cat([f.fine for f in features]),
+        valid=valid,
+        light=torch.cat(lights) if len(lights) == len(features) else None,
     )

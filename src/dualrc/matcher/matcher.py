@@ -120,26 +120,35 @@ class Matcher:
             group = list({id(item): item for item in members}.values())  # one may stand in several pairs
             most = 1 if self.device.type != "cuda" else _BATCH
             for chunk in chunks(group, most):
-                pixels = [to_tensor(item.pixels) for item in chunk if item.pixels is not None]
                 size = chunk[0].scale.network
-                together = torch.stack(pixels) if len(pixels) > 1 else pixels[0][None]
                 with _enough_memory():
+                    together = self._upload([to_tensor(item.pixels) for item in chunk if item.pixels is not None])
                     extract = partial(self._extract, size=size)
-                    coarse, fine = self._record(size, extract, together, device=self.device)
+                    found = self._record(size, extract, together, device=self.device)
                 for number, item in enumerate(chunk):
-                    one = Features(coarse=coarse[number : number + 1], fine=fine[number : number + 1])
+                    coarse, fine, *light = (tensor[number : number + 1] for tensor in found)
+                    one = Features(coarse=coarse, fine=fine, light=light[0] if light else None)
                     item.features = PictureFeatures(network=one, scale=item.scale, mask=None, made_by=self._made_by)
                     item.pixels = None
 
-    def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, Tensor]:
-        """Coarse and fine features of pictures on the device, uint8 (b h w 3)."""
+    def _upload(self, pixels: list[Tensor]) -> Tensor:
+        """Pictures of the same size, uint8 (h w 3), as one tensor on the device."""
+        if self.device.type != "cuda":
+            return torch.stack(pixels).to(self.device) if len(pixels) > 1 else pixels[0][None].to(self.device)
+        # By way of memory that the GPU reads itself; torch keeps it for the next time.
+        shelf = torch.empty(len(pixels), *pixels[0].shape, dtype=torch.uint8, pin_memory=True)
+        return torch.stack(pixels, out=shelf).to(self.device, non_blocking=True)
+
+    def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, ...]:
+        """Coarse and fine features of pictures on the device, uint8 (b h w 3), and their brightness if it is used."""
         images = to_input(pixels, size).contiguous(memory_format=torch.channels_last)
         precision = getattr(torch, self.precision)
         if self.device.type == "cuda":
             images = images.to(precision)
         with torch.autocast(self.device.type, dtype=precision, enabled=self._autocast):
             features = self.network.extract(images)
-        return features.coarse, features.fine
+        light = () if features.light is None else (features.light,)
+        return features.coarse, features.fine, *light
 
     def match(
         self,
@@ -341,12 +350,14 @@ class Matcher:
         mask1: npt.ArrayLike | None,
         size: int | None,
     ) -> tuple[PictureFeatures, PictureFeatures]:
-        def get(image: Matchable, mask: npt.ArrayLike | None) -> PictureFeatures:
-            if isinstance(image, PictureFeatures):  # they have their size already
-                return self._masked(image, mask)
-            return self.features(image, mask=mask, size=size)
-
-        pair = get(image0, mask0), get(image1, mask1)
+        items = [
+            Item(scale=image.scale, features=image)  # they have their size already
+            if isinstance(image, PictureFeatures)
+            else self._item(read(image), size)
+            for image in (image0, image1)
+        ]
+        self._extract_items(items)
+        pair = self._masked(items[0].known(), mask0), self._masked(items[1].known(), mask1)
         self._check_makers(pair)
         return pair
 

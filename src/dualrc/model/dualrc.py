@@ -9,10 +9,13 @@ from torch.nn import functional as F
 
 from dualrc.config import CompactConfig, NetworkConfig
 from dualrc.kernels import usable
+from dualrc.kernels.search import supported
+from dualrc.model import trace
+from dualrc.model.align import align, brightness
 from dualrc.model.backbone import make_backbone
 from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import correlate, normalize
-from dualrc.model.fine import RATIO, BothWays, FineMap, both_ways, cell_queries, point_queries, search
+from dualrc.model.fine import FIRST_BLOCK, RATIO, BothWays, FineMap, both_ways, cell_queries, point_queries, search
 from dualrc.model.record import Recorder
 from dualrc.model.subpixel import Subpixel, cell_windows, point_windows, refine_both
 from dualrc.model.support import crowd, support
@@ -32,6 +35,7 @@ class Features:
     fine: Tensor  # b c 4h 4w, at 1/4, unit length
     # Where to look: fine cells that may be matched, (b 4h 4w) bool; None: everywhere.
     valid: Tensor | None = None
+    light: Tensor | None = None  # b 16h 16w: the brightness by which matches are aligned, if they are
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +66,8 @@ class DualRCNet(nn.Module):
     def extract(self, images: Tensor) -> Features:
         """Normalized pictures (b 3 h w), sides multiples of 16, to their features."""
         coarse, fine = self.backbone(images)
-        return Features(coarse=coarse, fine=normalize(fine))
+        light = None if self.subpixel is None else brightness(images)
+        return Features(coarse=coarse, fine=normalize(fine), light=light)
 
     def coarse_tensor(self, features0: Features, features1: Features, max_memory: float = 0.5) -> Tensor:
         """The refined coarse tensor, b h0 w0 h1 w1: in float32, or in half precision where a GPU works in that."""
@@ -93,18 +98,19 @@ class DualRCNet(nn.Module):
     ) -> NetworkMatches:
         """Mutual matches of every pair of a batch; the best `top` of each pair where given."""
         fine0, fine1, found = self._both_ways(features0, features1, self.config.fine.query_share, max_memory)
-        mutual = (found.back == found.index0).nonzero()[:, 0]
-        found = BothWays(**{name: values[mutual] for name, values in vars(found).items()})
+        found = found.of((found.back == found.index0).nonzero()[:, 0])
         pair, scores = found.pair, found.score + found.back_score
         cells0, cells1 = _cells(found.index0, fine0), _cells(found.index1, fine1)
         if self.subpixel is not None:
-            cells0, cells1, scores = self._refine(fine0, fine1, found)
+            cells0, cells1, scores = self._refine(fine0, fine1, found, features0.light, features1.light)
         keep = _best_first(pair, scores, top, len(fine0.features))
         return NetworkMatches(
             pair=pair[keep], points0=_pixels(cells0[keep]), points1=_pixels(cells1[keep]), scores=scores[keep]
         )
 
-    def _refine(self, fine0: FineMap, fine1: FineMap, found: BothWays) -> tuple[Tensor, Tensor, Tensor]:
+    def _refine(
+        self, fine0: FineMap, fine1: FineMap, found: BothWays, light0: Tensor | None, light1: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Where the matches really lie in both pictures, (n 2) each in fine cells, and their scores (n)."""
         count = len(found.pair)
         columns = torch.stack([found.pair, found.index0, found.index1])
@@ -113,13 +119,23 @@ class DualRCNet(nn.Module):
             spare = (1 << max(count - 1, 1023).bit_length()) - count
             columns, scores = F.pad(columns, (0, spare), value=-1), F.pad(scores, (0, spare))
         refine = partial(self._refine_columns, fine0, fine1)
+        inputs = [fine0.features, fine1.features, columns, scores]
+        if light0 is not None and light1 is not None:
+            inputs += [light0, light1]
         name = ("refine", fine0.width, fine1.width)
-        inputs = fine0.features, fine1.features, columns, scores
         cells0, cells1, refined = self._record(name, refine, *inputs, device=columns.device)
         return cells0[:count], cells1[:count], refined[:count]
 
     def _refine_columns(
-        self, fine0: FineMap, fine1: FineMap, features0: Tensor, features1: Tensor, columns: Tensor, scores: Tensor
+        self,
+        fine0: FineMap,
+        fine1: FineMap,
+        features0: Tensor,
+        features1: Tensor,
+        columns: Tensor,
+        scores: Tensor,
+        light0: Tensor | None = None,
+        light1: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same from pairs and indices (3 n) and scores (2 n); where a pair is -1 there is no match."""
         assert self.subpixel is not None
@@ -130,13 +146,16 @@ class DualRCNet(nn.Module):
         offset0, offset1, trust = refine_both(self.subpixel, *windows, scores[0], scores[1])
         cells0, cells1 = _cells(index0, fine0) + offset0, _cells(index1, fine1) + offset1
         shapes = [(len(fine.features), fine.height * RATIO, fine.width * RATIO) for fine in (fine0, fine1)]
-        pair = pair.masked_fill(~is_match, -1)
-        support0 = support(index0, cells0, cells1, trust, pair, shapes[0])
-        support1 = support(index1, cells1, cells0, trust, pair, shapes[1])
+        known = pair.masked_fill(~is_match, -1)
+        support0, motion = support(index0, cells0, cells1, trust, known, shapes[0])
+        support1, _ = support(index1, cells1, cells0, trust, known, shapes[1])
         score = trust * (support0 * support1).sqrt()
-        crowd0, crowd1 = crowd(index0, score, pair, shapes[0]), crowd(index1, score, pair, shapes[1])
+        crowd0, crowd1 = crowd(index0, score, known, shapes[0]), crowd(index1, score, known, shapes[1])
         # The best matches lie close together; what would follow there comes after what stands alone elsewhere.
-        return cells0, cells1, score * ((1 + crowd0 / _CROWD) * (1 + crowd1 / _CROWD)).rsqrt()
+        score = score * ((1 + crowd0 / _CROWD) * (1 + crowd1 / _CROWD)).rsqrt()
+        if light0 is not None and light1 is not None:
+            cells1 = _from_pixels(align(light0, light1, pair, _pixels(cells0), _pixels(cells1), motion))
+        return cells0, cells1, score
 
     def match_points(
         self, features0: Features, features1: Features, points0: Tensor, *, max_memory: float = 0.5
@@ -146,7 +165,7 @@ class DualRCNet(nn.Module):
         fine0, fine1 = FineMap.of(features0.fine, features0.valid), FineMap.of(features1.fine, features1.valid)
         tensor = self.coarse_tensor(features0, features1, max_memory).flatten(3).flatten(1, 2)
         pair = torch.zeros(len(points0), dtype=torch.long, device=points0.device)
-        cells0 = (points0 + 0.5) / FINE_STRIDE - 0.5
+        cells0 = _from_pixels(points0)
         values = _values(max_memory)
         queries = point_queries(fine0, pair, cells0, settings.reading)
         there = search(tensor, queries, fine1, temperature=settings.temperature, max_values=values)
@@ -170,6 +189,7 @@ class DualRCNet(nn.Module):
     def warp(self, features0: Features, features1: Features, *, max_memory: float = 0.5) -> tuple[Tensor, Tensor]:
         """For every fine cell of picture 0: its place in picture 1 (4h 4w 2, network pixels), certainty (4h 4w)."""
         fine0, fine1, found = self._both_ways(features0, features1, 1.0, max_memory)
+        found = found.of(found.index1 >= 0)
         cells0, cells1, returned = _cells(found.index0, fine0), _cells(found.index1, fine1), _cells(found.back, fine0)
         score = (found.score + found.back_score) / 2
         if self.subpixel is not None:
@@ -187,19 +207,34 @@ class DualRCNet(nn.Module):
     def _both_ways(
         self, features0: Features, features1: Features, query_share: float, max_memory: float
     ) -> tuple[FineMap, FineMap, BothWays]:
-        settings = self.config.fine
-        tensor = self.coarse_tensor(features0, features1, max_memory).flatten(3).flatten(1, 2)
         fine0, fine1 = FineMap.of(features0.fine, features0.valid), FineMap.of(features1.fine, features1.valid)
-        found = both_ways(
-            tensor,
-            fine0,
-            fine1,
+        settings = self.config.fine
+        search = partial(
+            both_ways,
             reading=settings.reading,
             query_share=query_share,
             temperature=settings.temperature,
             max_values=_values(max_memory),
-            record=self._record,
         )
+
+        def search_maps(tensor: Tensor, features0: Tensor, features1: Tensor) -> BothWays:
+            return search(tensor, replace(fine0, features=features0), replace(fine1, features=features1))
+
+        tensor = self.coarse_tensor(features0, features1, max_memory).flatten(3).flatten(1, 2)
+        by_kernels = supported(tensor, fine0, fine1)
+        if by_kernels and fine0.valid is None and fine1.valid is None:
+            name = ("both ways", query_share, fine0.width, fine1.width)
+            inputs = tensor, fine0.features, fine1.features
+            found = BothWays(*self._record(name, search_maps, *inputs, device=tensor.device))
+        else:
+            found = search(tensor, fine0, fine1)
+        if trace.is_recording():
+            trace.note("kernel.search", "triton" if by_kernels else "blocks")
+            for visited, candidates in ((found.visited, fine1.cells), (found.visited_back, fine0.cells)):
+                trace.note("search.groups", len(visited))
+                trace.note("search.candidates", candidates)
+                trace.note("search.visited", visited.sum())
+                trace.note("search.widened", (visited > FIRST_BLOCK).sum())
         return fine0, fine1, found
 
 
@@ -243,3 +278,8 @@ def _cells(index: Tensor, fine: FineMap) -> Tensor:
 def _pixels(cells: Tensor) -> Tensor:
     """Fine cells to network-input pixels."""
     return (cells + 0.5) * FINE_STRIDE - 0.5
+
+
+def _from_pixels(points: Tensor) -> Tensor:
+    """Network-input pixels to fine cells."""
+    return (points + 0.5) / FINE_STRIDE - 0.5

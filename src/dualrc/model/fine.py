@@ -7,15 +7,13 @@ fine correlation is never held, and the result is its argmax all the same (`lite
 
 import math
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 import dualrc.kernels.search as kernel
-from dualrc.model import trace
-from dualrc.model.record import Recorder
 
 Reading = Literal["corner", "center"]
 
@@ -23,10 +21,9 @@ RATIO = 4  # fine cells along each side of a coarse cell
 PLACES = RATIO * RATIO
 # A cosine of unit vectors may exceed 1 by so much in rounding; the bound allows for it.
 _EXCESS = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
-_FIRST_BLOCK = 8  # coarse cells visited before the bound is first checked
+FIRST_BLOCK = 8  # coarse cells visited before the bound is first checked
 _SHORTLIST = 3  # times as many are read exactly, to choose those
 _WIDEN, _GPU_WIDEN = 2, 4  # times as many are visited where the bound did not hold; on a GPU more work is cheap
-_KERNEL_BLOCKS = (_FIRST_BLOCK, 32)  # the same for the kernels
 _CPU_VALUES = 2**22  # values held at a time by each thread of a CPU, near its cache
 
 
@@ -169,7 +166,7 @@ def search(
     candidates = tensor.shape[2]
     if not tensor.is_cuda:
         max_values = min(max_values, _CPU_VALUES * torch.get_num_threads())
-    block = min(visits or _FIRST_BLOCK, candidates)
+    block = min(visits or FIRST_BLOCK, candidates)
     while len(open_groups):
         shortlist = min(_SHORTLIST * block, candidates)
         per_group = 3 * candidates + 3 * places * shortlist + block * PLACES * (channels + 2 * places)
@@ -192,66 +189,16 @@ def search_from_cells(
     temperature: float,
     max_values: int,
     wanted: Tensor | None = None,
-    record: Recorder | None = None,
 ) -> Found:
     """`search` from all 16 fine cells of each of these cells, which count through the batch; `wanted` as in Queries."""
     if kernel.supported(tensor, asking, fine):
-        trace.note("kernel.search", "triton")
-        found = _search_by_kernels(tensor, asking, cells, fine, reading, temperature, max_values, wanted, record)
-    else:
-        trace.note("kernel.search", "blocks")
-        queries = replace(cell_queries(asking, cells, reading), wanted=wanted)
-        found = search(tensor, queries, fine, temperature=temperature, max_values=max_values)
-    if trace.is_recording():
-        trace.note("search.groups", len(cells))
-        trace.note("search.candidates", tensor.shape[2])
-        trace.note("search.visited", found.visited.sum())
-        trace.note("search.widened", (found.visited > _FIRST_BLOCK).sum())
-    return found
-
-
-def _search_by_kernels(
-    tensor: Tensor,
-    asking: FineMap,
-    cells: Tensor,
-    fine: FineMap,
-    reading: Reading,
-    temperature: float,
-    max_values: int,
-    wanted: Tensor | None,
-    record: Recorder | None,
-) -> Found:
-    """`search_from_cells` on a GPU: kernels visit a few cells, then some more, and what is still open goes on here."""
-    excess = _EXCESS[fine.features.dtype]
-
-    def answer(tensor: Tensor, cells: Tensor, mine: Tensor, theirs: Tensor, visits: int) -> tuple[Tensor, ...]:
-        maps = replace(asking, features=mine), replace(fine, features=theirs)
-        answers = kernel.search_cells(tensor, cells, *maps, reading, temperature, visits, excess=excess)
-        return answers.index, answers.score, answers.certain
-
-    inputs = tensor, cells, asking.features, fine.features
-    if record is None or fine.valid is not None:
-        index, score, certain = answer(*inputs, _KERNEL_BLOCKS[0])
-    else:
-        name = ("search", reading, temperature, asking.width, fine.width)
-        index, score, certain = record(name, partial(answer, visits=_KERNEL_BLOCKS[0]), *inputs, device=tensor.device)
-    found = Found(index=index, score=score, visited=torch.full_like(cells, _KERNEL_BLOCKS[0]))
-    unsure = ~certain if wanted is None else ~certain & wanted
-    ids = unsure.any(1).nonzero()[:, 0]
-    for visits in _KERNEL_BLOCKS[1:]:
-        if len(ids):
-            index, score, certain = answer(tensor, cells[ids], asking.features, fine.features, visits)
-            found.index[ids], found.score[ids] = index, score
-            found.visited.index_fill_(0, ids, visits)
-            unsure = ~certain if wanted is None else ~certain & wanted[ids]
-            ids = ids[unsure.any(1)]
-    if len(ids):
-        queries = cell_queries(asking, cells[ids], reading)
-        queries = queries if wanted is None else replace(queries, wanted=wanted[ids])
-        visits = _GPU_WIDEN * _KERNEL_BLOCKS[-1]
-        wider = search(tensor, queries, fine, temperature=temperature, max_values=max_values, visits=visits)
-        found.index[ids], found.score[ids], found.visited[ids] = wider.index, wider.score, wider.visited
-    return found
+        excess = _EXCESS[fine.features.dtype]
+        answers = kernel.search_cells(
+            tensor, cells, asking, fine, reading, temperature, FIRST_BLOCK, excess=excess, wanted=wanted
+        )
+        return Found(index=answers.index, score=answers.score, visited=answers.visited)
+    queries = replace(cell_queries(asking, cells, reading), wanted=wanted)
+    return search(tensor, queries, fine, temperature=temperature, max_values=max_values)
 
 
 def _visit(
@@ -325,16 +272,25 @@ def _limits(tensor: Tensor, sums: Tensor, rows: Tensor) -> Tensor:
     return limits
 
 
-@dataclass(frozen=True, kw_only=True)
-class BothWays:
-    """What fine cells of picture 0 prefer in picture 1, and what that prefers in picture 0; all n long, row-major."""
+class BothWays(NamedTuple):
+    """What fine cells of picture 0 prefer in picture 1, and what that prefers in picture 0; n long, row-major.
+
+    Cells that find nothing may be among them, or be left out.
+    """
 
     pair: Tensor
     index0: Tensor  # the query
-    index1: Tensor  # its best
-    back: Tensor  # the best of its best; the match is mutual where this is index0
+    index1: Tensor  # its best; -1: nothing
+    back: Tensor  # the best of its best, -1: nothing; the match is mutual where this is index0
     score: Tensor  # of the way there
     back_score: Tensor  # of the way back
+    # Coarse cells that were visited for each coarse cell that asked, on the way there and on the way back.
+    visited: Tensor
+    visited_back: Tensor
+
+    def of(self, chosen: Tensor) -> "BothWays":
+        """These alone, by indices or by a mask."""
+        return self._replace(**{name: getattr(self, name)[chosen] for name in self._fields[:6]})
 
 
 def both_ways(
@@ -346,40 +302,40 @@ def both_ways(
     query_share: float,
     temperature: float,
     max_values: int,
-    record: Recorder | None = None,
 ) -> BothWays:
-    """Search from the best coarse cells of picture 0, and from what they find back; `tensor` is (b n0 n1)."""
+    """Search from the best coarse cells of picture 0, and from what they find back; `tensor` is (b n0 n1).
+
+    Where the kernels search, nothing here depends on what is found but the values: the work can be recorded.
+    """
     batch, count0, count1 = tensor.shape
-    settings: dict[str, Any] = {
-        "reading": reading,
-        "temperature": temperature,
-        "max_values": max_values,
-        "record": record,
-    }
+    by_kernels = kernel.supported(tensor, fine0, fine1)
+    settings: dict[str, Any] = {"reading": reading, "temperature": temperature, "max_values": max_values}
     if query_share < 1:
         best = tensor.amax(2).sort(dim=1, descending=True, stable=True).indices[:, : int(query_share * count0)]
         cells0 = (best + count0 * torch.arange(batch, device=tensor.device)[:, None]).flatten().sort().values
     else:
         cells0 = torch.arange(batch * count0, device=tensor.device)
     forward = search_from_cells(tensor, fine0, cells0, fine1, **settings)
-    keep = forward.index >= 0
-    pair, index0 = cells0 // count0, fine0.members(cells0 % count0)
+    pair = (cells0 // count0).repeat_interleave(PLACES)
+    index0, index1, score = fine0.members(cells0 % count0).flatten(), forward.index.flatten(), forward.score.flatten()
     if fine0.valid is not None:
-        keep &= fine0.valid[pair[:, None], index0]
-    asked = keep.flatten().nonzero()[:, 0]
-    pair, index0, index1 = pair[asked // PLACES], index0.flatten()[asked], forward.index.flatten()[asked]
+        index1 = index1.masked_fill(~fine0.valid[pair, index0], -1)
+    if not by_kernels:
+        asked = (index1 >= 0).nonzero()[:, 0]
+        pair, index0, index1, score = pair[asked], index0[asked], index1[asked], score[asked]
 
     # Only what was found answers, each coarse cell for all its queries at once.
-    cell, place = fine1.split(index1)
+    found = index1 >= 0
+    cell, place = fine1.split(index1.clamp(min=0))
+    nobody = batch * count1 * PLACES
     answering = (cell + pair * count1) * PLACES + place
-    wanted = torch.zeros(batch * count1 * PLACES, dtype=torch.bool, device=tensor.device)
-    wanted.index_fill_(0, answering, True)
-    wanted = wanted.view(-1, PLACES)
+    wanted = torch.zeros(nobody + 1, dtype=torch.bool, device=tensor.device)
+    wanted = wanted.index_fill_(0, answering.masked_fill(~found, nobody), True)[:nobody].view(-1, PLACES)
     cells1 = torch.arange(len(wanted), device=tensor.device)
-    if not tensor.is_cuda:  # on a GPU it is faster to ask all than to choose
+    if not by_kernels:  # they choose for themselves
         cells1 = wanted.any(1).nonzero()[:, 0]
         wanted, number = wanted[cells1], torch.zeros_like(wanted[:, 0], dtype=torch.long)
-        number[cells1] = torch.arange(len(cells1))
+        number[cells1] = torch.arange(len(cells1), device=tensor.device)
         answering = number[answering // PLACES] * PLACES + place
     turned = tensor.transpose(1, 2).contiguous()
     backward = search_from_cells(turned, fine1, cells1, fine0, wanted=wanted, **settings)
@@ -387,9 +343,11 @@ def both_ways(
         pair=pair,
         index0=index0,
         index1=index1,
-        back=backward.index.flatten()[answering],
-        score=forward.score.flatten()[asked],
+        back=backward.index.flatten()[answering].masked_fill(~found, -1),
+        score=score,
         back_score=backward.score.flatten()[answering],
+        visited=forward.visited,
+        visited_back=backward.visited,
     )
 
 

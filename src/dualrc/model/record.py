@@ -3,7 +3,7 @@
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dualrc.model import trace
 
-_KEPT = 8  # recordings
-_VALUES = 16_000_000  # of input; larger work keeps the GPU busy by itself
+_KEPT = 64  # recordings, and what has been seen once
+_VALUES = 96_000_000  # of input; larger work keeps the GPU busy by itself
+_ALL_VALUES = 160_000_000  # of the inputs of all recordings, which are kept with them
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -32,15 +33,14 @@ class Recorder:
 
     def __call__(self, name: Any, function: Function, *tensors: Tensor, device: torch.device) -> tuple[Tensor, ...]:
         """function(*tensors), all on `device`; `name` stands for the function and all else that it depends on."""
-        too_large = sum(tensor.numel() for tensor in tensors) > _VALUES
+        too_large = _count(tensors) > _VALUES
         if device.type != "cuda" or torch.is_grad_enabled() or too_large or self._fails:
             return function(*(tensor.to(device) for tensor in tensors))
         key = (name, device, *((tensor.shape, tensor.dtype) for tensor in tensors))
         with self._lock:
             if key not in self._recordings:
                 self._recordings[key] = None  # seen once
-                while len(self._recordings) > _KEPT:
-                    self._recordings.popitem(last=False)
+                self._forget()
                 return function(*(tensor.to(device) for tensor in tensors))
             self._recordings.move_to_end(key)
             recording = self._recordings[key]
@@ -54,7 +54,15 @@ class Recorder:
                     self._fails = True
                     warnings.warn(f"Work on the GPU can't be recorded ({error}); it is slower so.", stacklevel=2)
                     return function(*(tensor.to(device) for tensor in tensors))
+            self._forget()
             return recording.replay(tensors)
+
+    def _forget(self) -> None:
+        """Let the recordings go that were not used for longest, if there are too many."""
+        values = sum(_count(recording.inputs) for recording in self._recordings.values() if recording)
+        while len(self._recordings) > 1 and (len(self._recordings) > _KEPT or values > _ALL_VALUES):
+            _, oldest = self._recordings.popitem(last=False)
+            values -= _count(oldest.inputs) if oldest else 0
 
     def __deepcopy__(self, memo: Any) -> "Recorder":
         return Recorder()
@@ -63,22 +71,26 @@ class Recorder:
         return Recorder, ()
 
 
+def _count(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
 class _Recording:
     def __init__(self, function: Function, tensors: tuple[Tensor, ...], device: torch.device, pool: Any) -> None:
-        self._inputs = [tensor.to(device, copy=True) for tensor in tensors]
+        self.inputs = [tensor.to(device, copy=True) for tensor in tensors]
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):  # kernels are compiled and chosen before anything is recorded
             for _ in range(2):
-                function(*self._inputs)
+                function(*self.inputs)
         torch.cuda.current_stream(device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         with trace.recording() as seen, torch.cuda.graph(self._graph, pool=pool):
-            self._outputs = function(*self._inputs)
+            self._outputs = function(*self.inputs)
         self._notes = seen.notes
 
     def replay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        for mine, given in zip(self._inputs, tensors, strict=True):
+        for mine, given in zip(self.inputs, tensors, strict=True):
             mine.copy_(given, non_blocking=True)
         self._graph.replay()
         for key, values in self._notes.items():

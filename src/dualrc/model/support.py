@@ -11,13 +11,16 @@ _CROWD_CELLS = 8  # fine cells along each side of the squares in which matches a
 _CPU_VALUES, _GPU_VALUES = 2**16, 2**24  # neighbours looked at together; on a CPU they stay in its cache
 
 
-def support(index: Tensor, here: Tensor, there: Tensor, trust: Tensor, pair: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """How well the neighbours of each match agree with it: (n) in 0 to 1.
+def support(
+    index: Tensor, here: Tensor, there: Tensor, trust: Tensor, pair: Tensor, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """How well the neighbours of each match agree with it, (n) in 0 to 1, and how they move, (n 2 2).
 
     `index` (n) are the row-major fine cells of this picture that are matched, each once; `here` and `there` (n 2) where
     exactly the matches lie in both pictures, in fine cells; `pair` (n) which pair of the batch they belong to, -1 where
     there is no match. `shape` is (pairs, height, width). Through each match goes the affine motion that fits its
     neighbours best, weighted by their trust, and the support is the trusted share of them that this motion explains.
+    The motion's matrix takes what is near here to what is near there.
     """
     pairs, height, width = shape
     margin = _STEP * _REACH
@@ -33,26 +36,29 @@ def support(index: Tensor, here: Tensor, there: Tensor, trust: Tensor, pair: Ten
     offsets = (axis[:, None] * row_length + axis).flatten()
     offsets = torch.cat([offsets[: len(offsets) // 2], offsets[len(offsets) // 2 + 1 :]])  # it is no witness for itself
     chunk = max(1, (_GPU_VALUES if index.is_cuda else _CPU_VALUES) // len(offsets))
-    shares = [
+    parts = [
         _explained(maps.index_select(1, (offsets[:, None] + places).flatten()).unflatten(1, (len(offsets), -1)), match)
         for places, match in zip(at.split(chunk), known.split(chunk, dim=1), strict=True)
     ]
-    return torch.cat(shares)
+    return torch.cat([share for share, _ in parts]), torch.cat([motion for _, motion in parts])
 
 
-def _explained(around: Tensor, match: Tensor) -> Tensor:
-    """The trusted share of neighbours (5 k n), and of those in doubt, that move with matches (5 n): (n)."""
+def _explained(around: Tensor, match: Tensor) -> tuple[Tensor, Tensor]:
+    """The trusted share of neighbours (5 k n), and of those in doubt, that move with matches (5 n), and how they do."""
     x, y, u, v = (around[:4] - match[:4, None]).unbind(0)  # relative to the match
     weight = around[4]
     wx, wy = weight * x, weight * y
     xx, xy, yy = (wx * x).sum(0) + 1e-3, (wx * y).sum(0), (wy * y).sum(0) + 1e-3
     inverse = 1 / (xx * yy - xy * xy)
     stray = torch.zeros_like(weight)
+    motion = []
     for value in (u, v):
         along_x, along_y = (wx * value).sum(0), (wy * value).sum(0)
         a, b = (yy * along_x - xy * along_y) * inverse, (xx * along_y - xy * along_x) * inverse
         stray += (value - a * x).sub_(b * y).square_()
-    return weight.mul(stray.mul_(-0.5 / _SIGMA**2).exp_()).sum(0) / (weight.sum(0) + _DOUBT)
+        motion += [a, b]
+    share = weight.mul(stray.mul_(-0.5 / _SIGMA**2).exp_()).sum(0) / (weight.sum(0) + _DOUBT)
+    return share, torch.stack(motion, dim=1).unflatten(1, (2, 2))
 
 
 def crowd(index: Tensor, score: Tensor, pair: Tensor, shape: tuple[int, ...]) -> Tensor:
