@@ -11,11 +11,15 @@ from conftest import rand
 
 from dualrc.config import ConsensusConfig
 from dualrc.kernels import consensus as fast
+from dualrc.kernels import refine as fast_refine
 from dualrc.kernels import search as fast_search
 from dualrc.model import literal
+from dualrc.model.align import align
 from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import mutual_filter, normalize
 from dualrc.model.fine import FineMap, Found, cell_queries, search
+from dualrc.model.subpixel import cell_windows, cells_meet, meet
+from dualrc.model.support import support
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 KINDS = {"float32": (torch.float32, 1e-5), "float16": (torch.float16, 4e-3)}
@@ -144,7 +148,9 @@ def test_what_is_not_supported(monkeypatch):
 
 
 def test_nothing_of_triton_is_imported_with_the_package():
-    code = "import sys, dualrc, dualrc.kernels.consensus, dualrc.kernels.search; assert 'triton' not in sys.modules"
+    code = (
+        "import sys, dualrc; from dualrc.kernels import consensus, refine, search; assert 'triton' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -277,6 +283,55 @@ def test_search_in_half_precision():
     assert torch.allclose(found.score, expected.score, rtol=1e-3)
 
 
+def refinement_case(dtype=torch.float32):
+    """Matches of two small pictures of a batch of two, some at borders, some missing."""
+    features = [normalize(0.3 + rand(n, 2, 40, 24, 28)).to(dtype) for n in (0, 1)]
+    index0 = torch.randperm(24 * 28, generator=torch.Generator().manual_seed(0))[:200]
+    index1 = torch.randperm(24 * 28, generator=torch.Generator().manual_seed(1))[:200]
+    index0[:2], index1[:2] = torch.tensor([0, 671]), torch.tensor([27, 5])
+    return [FineMap.of(f) for f in features], index0, index1, torch.arange(200) % 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cosines_around_matches_are_the_plain_ones(kind):
+    dtype, _ = KINDS[kind]
+    fine, index0, index1, pair = refinement_case(dtype)
+    expected = meet(cell_windows(fine[0], pair, index0), cell_windows(fine[1], pair, index1))
+    there = [value.to(DEVICE) for value in (pair, index0, index1)]
+    found = cells_meet(*(map_on_device(f) for f in fine), *there)
+    for mine, plain in zip(found, expected, strict=True):
+        assert mine.dtype == plain.dtype and torch.allclose(mine.cpu().float(), plain.float(), atol=1e-5)
+
+
+def test_support_by_kernels_is_the_plain_one(monkeypatch):
+    _, index0, _, pair = refinement_case()
+    here = torch.stack([index0 % 28, index0 // 28], 1) + 0.2 * rand(3, 200, 2)
+    there = here @ torch.tensor([[0.9, 0.2], [-0.1, 1.1]]) + 0.3 * rand(4, 200, 2)
+    columns = index0, here, there, rand(5, 200).sigmoid(), pair
+    found = support(*(column.to(DEVICE) for column in columns), (2, 24, 28))
+    monkeypatch.setattr(fast_refine, "supported", lambda features: False)
+    expected = support(*columns, (2, 24, 28))
+    assert expected[0].max() > 0.05
+    for mine, plain in zip(found, expected, strict=True):
+        assert torch.allclose(mine.cpu(), plain, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_alignment_by_kernels_is_the_plain_one(kind, monkeypatch):
+    dtype, _ = KINDS[kind]
+    smooth = [torch.nn.functional.avg_pool2d(rand(n, 2, 1, 70, 90), 7, stride=1)[:, 0].to(dtype) for n in (0, 0)]
+    points0 = torch.rand(101, 2, generator=torch.Generator().manual_seed(2)) * torch.tensor([83.0, 63.0])
+    points1, pair = points0 + 0.6 * rand(3, 101, 2), torch.arange(101) % 2
+    motion = torch.eye(2) + 0.05 * rand(4, 101, 2, 2)
+    motion[:3] = torch.tensor([[0.0, 0.0], [float("nan"), 0.0]])
+    columns = *smooth, pair, points0, points1, motion
+    found = align(*(column.to(DEVICE) for column in columns)).cpu()
+    monkeypatch.setattr(fast_refine, "supported", lambda features: False)
+    expected = align(*columns)
+    assert (expected != points1).any(1).float().mean() > 0.3
+    assert torch.allclose(found, expected, atol=2e-3)
+
+
 COMPILE = """
 import importlib, sys, triton
 from triton.backends.compiler import GPUTarget
@@ -286,6 +341,8 @@ function = getattr(importlib.import_module(f"dualrc.kernels.{module}"), name)
 known = dict(
     FILTERED=True, POSITIONS=64, HIDDEN=32, UNROLL=3, PRECISION="ieee", CORNER=False, MASKED=True, BLOCK=64,
     AT_ONCE=16, BLOCKS=128, VISITED=8, TAKEN=16, SHARP=True, CHANNELS=64, SOME=True, ABREAST=4, PARTS=4,
+    STEP=2, REACH=12, SHARPNESS=8.0, DOUBT=4.0, MATCHES=2, NEIGHBOURS=64, ROUNDS=2, DAMPING=0.01, LONGEST=1.0,
+    FARTHEST=3.0, LEAST=0.5, GAIN=1e-4, LARGEST=16.0, PLACES=256,
 )
 types = {}
 for group in pointers.split("; "):
@@ -326,6 +383,19 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
             "coarse query searched: *fp16; sums maxima: *fp32; cells best: *i64; chosen visited: *i32; "
             "usable valid: *u8; unsure: *i8; temperature slack: fp32",
             "mma.sync",
+        ),
+        (
+            "refine_jit",
+            "window_products",
+            "features0 features1: *fp16; pair index0 index1: *i64; result: *fp32",
+            "mma.sync",
+        ),
+        ("refine_jit", "explain", "maps known share motion: *fp32; at: *i64", None),
+        (
+            "refine_jit",
+            "fit_windows",
+            "light0 light1: *fp16; pair: *i64; points0 points1 motion result: *fp32",
+            None,
         ),
     ],
 )

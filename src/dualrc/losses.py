@@ -12,7 +12,7 @@ from dualrc.errors import ConfigError
 from dualrc.model.correlation import correlate
 from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features
 from dualrc.model.fine import RATIO, FineMap, Queries, Reading, point_queries
-from dualrc.model.subpixel import Subpixel, Windows, cell_windows, point_windows
+from dualrc.model.subpixel import Subpixel, Windows, cell_windows, meet, point_windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ def _subpixel_losses(subpixel: Subpixel, fine1: FineMap, places: _Places, score:
     jitter = torch.stack([number // 10 % 3 - 1, number // 30 % 3 - 1]) * (number % 10 < 3)
     column, row = (places.column + jitter[0]).clamp(0, width - 1), (places.row + jitter[1]).clamp(0, height - 1)
     answering = cell_windows(fine1, places.queries.pair, row * width + column)
-    refined = subpixel(places.windows, answering, score)
+    refined = subpixel(meet(places.windows, answering), score)
     target = places.there - torch.stack([column, row], 1)
     inner = (column > 0) & (column < width - 1) & (row > 0) & (row < height - 1)
     return F.smooth_l1_loss(refined.offset, target, reduction="none", beta=0.1).sum(1) * inner
@@ -157,7 +157,7 @@ def _trust_losses(
     width = fine1.width * RATIO
     # The features are not to be bent for the confidence.
     windows = places.windows, cell_windows(fine1, places.queries.pair, found)
-    refined = subpixel(*(Windows(w.features.detach(), w.whole) for w in windows), score)
+    refined = subpixel(meet(*(Windows(w.features.detach(), w.whole) for w in windows)), score)
     end = torch.stack([found % width, found // width], 1) + refined.offset.detach()
     error_px = (end - places.there).norm(dim=1) * FINE_STRIDE
     right = places.valid & (error_px < 1.5)

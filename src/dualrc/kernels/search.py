@@ -56,6 +56,7 @@ class Tiles:
     score_warps: int = 4
     abreast: int = 4  # further cells that are scored together
     parts: int = 4  # programs that share a cell's further search
+    further_warps: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ def _search(
     # What the bound leaves out of account: a cosine that is a little more than 1.
     slack = math.exp(excess / temperature) if temperature > 0 else 1 + excess
     unsure = torch.empty(groups, PLACES, dtype=torch.int8, device=device)
-    flags |= {"SHARP": temperature > 0, "PRECISION": "ieee", "num_warps": tiles.score_warps}
+    flags |= {"SHARP": temperature > 0, "PRECISION": "ieee"}
 
     def channels(cells: int) -> int:
         """What is multiplied at a time must fit into the shared memory, in whatever type."""
@@ -158,12 +159,13 @@ def _search(
         tensor, sums, cells, chosen, rest, *features, valid,
         unsure if wanted is None else wanted.contiguous().view(torch.int8), best, unsure,
         *size, fine_searched.width, candidates, features[0].shape[2], temperature or 1.0, slack,
-        SOME=wanted is not None, VISITED=k, CHANNELS=channels(k), **flags,
+        SOME=wanted is not None, VISITED=k, CHANNELS=channels(k), num_warps=tiles.score_warps, **flags,
     )  # fmt: skip
     look_further[(groups, tiles.parts)](
         tensor, sums, cells, allowed, maxima, chosen, *features, valid, unsure, best, visited,
         *size, fine_searched.width, candidates, blocks, features[0].shape[2], temperature or 1.0, slack,
-        BLOCK=block, VISITED=k, ABREAST=tiles.abreast, PARTS=tiles.parts, CHANNELS=channels(tiles.abreast), **flags,
+        BLOCK=block, VISITED=k, ABREAST=tiles.abreast, PARTS=tiles.parts, CHANNELS=channels(tiles.abreast),
+        num_warps=tiles.further_warps, **flags,
     )  # fmt: skip
     return _answers(best, visited)
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import dualrc.kernels.refine as kernel
+
 _REACH = 12  # pixels from a match to the edge of its window
 _STEP = 2  # pixels between the places of a window that are compared
 _ROUNDS = 2
@@ -36,9 +38,25 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
 
     `motion` (n 2 2) takes what is near a point of picture 0 to picture 1.
     """
+    matches = pair, points0.nan_to_num(), points1.nan_to_num(), motion.nan_to_num()
+    if kernel.supported(light0):
+        return points1 + kernel.moves(
+            light0,
+            light1,
+            *matches,
+            REACH=_REACH,
+            STEP=_STEP,
+            ROUNDS=_ROUNDS,
+            DAMPING=_DAMPING,
+            LONGEST=_LONGEST,
+            FARTHEST=_FARTHEST,
+            LEAST=_LEAST,
+            GAIN=_GAIN,
+            LARGEST=_LARGEST,
+        )
     pictures = _Pixels.of(light0), _Pixels.of(light1)
     chunk = max(1, (_GPU_VALUES if pair.is_cuda else _CPU_VALUES) // (_REACH // _STEP * 2 + 1) ** 2)
-    columns = (column.split(chunk) for column in (pair, *(c.nan_to_num() for c in (points0, points1, motion))))
+    columns = (column.split(chunk) for column in matches)
     return points1 + torch.cat([_moves(*pictures, *some) for some in zip(*columns, strict=True)])
 
 

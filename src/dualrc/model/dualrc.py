@@ -17,7 +17,7 @@ from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import correlate, normalize
 from dualrc.model.fine import FIRST_BLOCK, RATIO, BothWays, FineMap, both_ways, cell_queries, point_queries, search
 from dualrc.model.record import Recorder
-from dualrc.model.subpixel import Subpixel, cell_windows, point_windows, refine_both
+from dualrc.model.subpixel import Subpixel, cell_windows, cells_meet, meet, point_windows, refine_both
 from dualrc.model.support import crowd, support
 
 FINE_STRIDE = 4
@@ -142,8 +142,8 @@ class DualRCNet(nn.Module):
         fine0, fine1 = replace(fine0, features=features0), replace(fine1, features=features1)
         is_match = columns[0] >= 0
         pair, index0, index1 = columns.clamp(min=0)
-        windows = cell_windows(fine0, pair, index0), cell_windows(fine1, pair, index1)
-        offset0, offset1, trust = refine_both(self.subpixel, *windows, scores[0], scores[1])
+        seen = cells_meet(fine0, fine1, pair, index0, index1)
+        offset0, offset1, trust = refine_both(self.subpixel, seen, scores[0], scores[1])
         cells0, cells1 = _cells(index0, fine0) + offset0, _cells(index1, fine1) + offset1
         shapes = [(len(fine.features), fine.height * RATIO, fine.width * RATIO) for fine in (fine0, fine1)]
         known = pair.masked_fill(~is_match, -1)
@@ -181,8 +181,8 @@ class DualRCNet(nn.Module):
         cells1 = _cells(index1, fine1)
         score = there.score[:, 0] + back.score[inverse, place]
         if self.subpixel is not None:
-            windows = point_windows(fine0, pair, cells0), cell_windows(fine1, pair, index1)
-            refined = self.subpixel(*windows, there.score[:, 0])
+            seen = meet(point_windows(fine0, pair, cells0), cell_windows(fine1, pair, index1))
+            refined = self.subpixel(seen, there.score[:, 0])
             cells1, score = cells1 + refined.offset, refined.logit.sigmoid()
         return _pixels(cells1), torch.where(good, score, 0)
 
@@ -193,8 +193,7 @@ class DualRCNet(nn.Module):
         cells0, cells1, returned = _cells(found.index0, fine0), _cells(found.index1, fine1), _cells(found.back, fine0)
         score = (found.score + found.back_score) / 2
         if self.subpixel is not None:
-            windows = cell_windows(fine0, found.pair, found.index0), cell_windows(fine1, found.pair, found.index1)
-            refined = self.subpixel(*windows, found.score)
+            refined = self.subpixel(cells_meet(fine0, fine1, found.pair, found.index0, found.index1), found.score)
             cells1, score = cells1 + refined.offset, refined.logit.sigmoid()
         good = (found.back >= 0) & ((returned - cells0).abs().amax(1) <= _RETURN_CELLS)
         height, width = features0.fine.shape[2:]

@@ -1,7 +1,11 @@
 """How matches are ranked beside their trust: whether those around move along, and how many better ones are near."""
 
+import math
+
 import torch
 from torch import Tensor
+
+import dualrc.kernels.refine as kernel
 
 _STEP = 3  # fine cells between the neighbours that are asked
 _REACH = 3  # steps to each side: 48 neighbours in a window of 19 x 19 cells
@@ -32,6 +36,8 @@ def support(
     maps[:, at.masked_fill(pair < 0, places)] = known
     maps[4, places].zero_()
     at = at.clamp(min=margin * (row_length + 1))
+    if kernel.supported(maps):
+        return kernel.explained(maps, at, known, row_length, step=_STEP, reach=_REACH, sigma=_SIGMA, doubt=_DOUBT)
     axis = torch.arange(-_REACH, _REACH + 1, device=index.device) * _STEP
     offsets = (axis[:, None] * row_length + axis).flatten()
     offsets = torch.cat([offsets[: len(offsets) // 2], offsets[len(offsets) // 2 + 1 :]])  # it is no witness for itself
@@ -62,12 +68,18 @@ def _explained(around: Tensor, match: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def crowd(index: Tensor, score: Tensor, pair: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """How many matches with a higher score lie in the same 8x8 fine cells of this picture: (n); as for `support`."""
-    _, height, width = shape
-    rows, columns = -(-height // _CROWD_CELLS), -(-width // _CROWD_CELLS)
-    square = (pair + 1) * rows + index // width // _CROWD_CELLS
-    square = square * columns + index % width // _CROWD_CELLS
-    best_first = score.sort(descending=True, stable=True).indices
-    squares, order = square[best_first].sort(stable=True)
-    rank = torch.arange(len(index), device=index.device) - torch.searchsorted(squares, squares)
-    return torch.empty_like(score).index_copy_(0, best_first[order], rank.to(score.dtype))
+    """How many matches with a higher score lie in the same 8x8 fine cells of this picture: (n); as for `support`.
+
+    Among equals the first in the picture counts as higher.
+    """
+    pairs, height, width = shape
+    side = _CROWD_CELLS
+    rows, columns = -(-height // side), -(-width // side)
+    row, column = index // width, index % width
+    square = ((pair * rows + row // side) * columns + column // side).masked_fill(pair < 0, pairs * rows * columns)
+    place = row % side * side + column % side
+    squares = score.new_full((pairs * rows * columns + 1, side * side), -math.inf)
+    squares.view(-1)[square * (side * side) + place] = score
+    around, mine = squares.index_select(0, square), score[:, None]
+    first = torch.arange(side * side, device=index.device) < place[:, None]
+    return ((around > mine) | ((around == mine) & first)).sum(1).to(score.dtype)

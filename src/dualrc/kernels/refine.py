@@ -1,0 +1,85 @@
+"""Refinement of matches on the GPU: what torch does in hundreds of small steps, one kernel each.
+
+Each is the twin of plain code: `cosines` of model.subpixel.meet, `explained` of model.support, `moves` of model.align.
+"""
+
+import torch
+from torch import Tensor
+
+from dualrc.kernels import device_of, usable
+
+WINDOW = 9  # fine cells around a match
+
+
+def supported(features: Tensor) -> bool:
+    """Whether the kernels can work with these."""
+    return usable(features) and features.dtype in (torch.float16, torch.float32)
+
+
+def cosines(
+    features0: Tensor, features1: Tensor, pair: Tensor, index0: Tensor, index1: Tensor, widths: tuple[int, int]
+) -> Tensor:
+    """Products of the features (b h*w c) of the 3x3 fine cells around matched ones, (n 9 9), float32.
+
+    `pair` (n) and row-major indices (n) say which cells are matched; `widths` are those of the maps, in fine cells.
+    """
+    from dualrc.kernels.refine_jit import window_products
+
+    result = torch.empty(len(pair), WINDOW, WINDOW, device=pair.device)
+    if len(pair):
+        with device_of(pair):
+            window_products[(len(pair),)](
+                features0.contiguous(), features1.contiguous(), pair, index0, index1, result,
+                features0.shape[1], features1.shape[1], *widths, features0.shape[2],
+                CHANNELS=32, num_warps=1,
+            )  # fmt: skip
+    return result
+
+
+def explained(
+    maps: Tensor, at: Tensor, known: Tensor, row_length: int, *, step: int, reach: int, sigma: float, doubt: float
+) -> tuple[Tensor, Tensor]:
+    """The share of neighbours that move with matches, (n), and how they do, (n 2 2).
+
+    `maps` (5 p) hold x, y, u, v and trust of matches by place, zero where there is none; `known` (5 n) those of the
+    matches themselves and `at` (n) their places. Neighbours lie every `step` places, `reach` steps to each side.
+    """
+    from dualrc.kernels.refine_jit import explain
+
+    count = len(at)
+    share = torch.empty(count, device=at.device)
+    motion = torch.empty(count, 2, 2, device=at.device)
+    if count:
+        matches = 8
+        with device_of(at):
+            explain[(-(-count // matches),)](
+                maps.contiguous(), at, known.contiguous(), share, motion, count, maps.shape[1], row_length,
+                STEP=step, REACH=reach, SHARPNESS=0.5 / sigma**2, DOUBT=doubt,
+                MATCHES=matches, NEIGHBOURS=_power((2 * reach + 1) ** 2), num_warps=4,
+            )  # fmt: skip
+    return share, motion
+
+
+def moves(
+    light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor, **limits: float
+) -> Tensor:
+    """How far points of picture 1 must move for their windows to look like those of picture 0: (n 2)."""
+    from dualrc.kernels.refine_jit import fit_windows
+
+    count = len(pair)
+    result = torch.empty(count, 2, device=pair.device)
+    if count:
+        matches = 2
+        places = (2 * int(limits["REACH"]) // int(limits["STEP"]) + 1) ** 2
+        with device_of(pair):
+            fit_windows[(-(-count // matches),)](
+                light0.contiguous(), light1.contiguous(), pair, points0.contiguous(), points1.contiguous(),
+                motion.contiguous(), result, count, *light0.shape[1:], *light1.shape[1:],
+                MATCHES=matches, PLACES=_power(places), num_warps=4, **limits,
+            )  # fmt: skip
+    return result
+
+
+def _power(number: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << (number - 1).bit_length()
