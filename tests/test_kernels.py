@@ -7,16 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import rand
+from conftest import rand, texture, tiny_network
 
 from dualrc.config import ConsensusConfig
 from dualrc.kernels import consensus as fast
 from dualrc.kernels import refine as fast_refine
 from dualrc.kernels import search as fast_search
-from dualrc.model import literal
+from dualrc.model import dualrc as assembly
+from dualrc.model import literal, trace
 from dualrc.model.align import align
 from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import mutual_filter, normalize
+from dualrc.model.dualrc import Features
 from dualrc.model.fine import FineMap, Found, cell_queries, search
 from dualrc.model.subpixel import cell_windows, cells_meet, meet
 from dualrc.model.support import support
@@ -182,7 +184,7 @@ def both_searches(tensor, fine0, fine1, cells, *, reading, temperature=0.0, k=8,
     """The kernels' answers, and those of the plain search."""
     excess = {torch.float32: 1e-5, torch.float16: 4e-3}[fine0.features.dtype]
     there0, there1 = map_on_device(fine0), map_on_device(fine1)
-    assert fast_search.supported(tensor.to(DEVICE), there0, there1)
+    assert fast_search.supported(there0, there1)
     settings = {"excess": excess, "wanted": None if wanted is None else wanted.to(DEVICE), "tiles": tiles}
     found = fast_search.search_cells(
         tensor.to(DEVICE), cells.to(DEVICE), there0, there1, reading, temperature, k, **settings
@@ -330,6 +332,32 @@ def test_alignment_by_kernels_is_the_plain_one(kind, monkeypatch):
     expected = align(*columns)
     assert (expected != points1).any(1).float().mean() > 0.3
     assert torch.allclose(found, expected, atol=2e-3)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_whole_match_by_kernels_is_the_plain_one(share, monkeypatch):
+    network = tiny_network(subpixel_hidden=8, query_share=share)
+    wide = torch.from_numpy(texture(3, 96, 80)).permute(2, 0, 1)[None] / 255
+    with torch.inference_mode():
+        plain = [network.extract(wide[:, :, :64, :80]), network.extract(wide[:, :, 16:, 6:70])]
+        for module in (fast, fast_search, fast_refine, assembly):
+            monkeypatch.setattr(module, "usable", lambda tensor: False)
+        expected = network.match(*plain)
+        monkeypatch.undo()
+        if DEVICE == "cpu":
+            monkeypatch.setenv("TRITON_INTERPRET", "1")
+        there = [
+            Features(**{name: value.to(DEVICE) for name, value in vars(f).items() if value is not None}) for f in plain
+        ]
+        with trace.recording() as seen:
+            found = network.to(DEVICE).match(*there)
+    assert seen.notes["kernel.search"] == ["triton"] and len(expected.scores) > 15
+    rows, wanted = (
+        torch.cat([m.points0, m.points1], 1).cpu()[m.points0.cpu()[:, 0].argsort(stable=True)]
+        for m in (found, expected)
+    )
+    assert torch.allclose(rows, wanted, atol=0.01)
+    assert torch.allclose(found.scores.cpu(), expected.scores, atol=1e-4)
 
 
 COMPILE = """

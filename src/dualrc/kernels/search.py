@@ -54,9 +54,9 @@ class Tiles:
     choose_warps: int = 4
     channels: int = 64  # that are multiplied at a time
     score_warps: int = 4
-    abreast: int = 4  # further cells that are scored together
+    abreast: int = 1  # further cells that are scored together
     parts: int = 4  # programs that share a cell's further search
-    further_warps: int = 4
+    further_warps: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +68,13 @@ class Answers:
     visited: Tensor  # n, int32: cells that were scored; for a cell whose bound held at first, k
 
 
-def supported(tensor: Tensor, fine_query: FineCells, fine_searched: FineCells) -> bool:
-    """Whether `search_cells` can work with these."""
+def supported(fine0: FineCells, fine1: FineCells) -> bool:
+    """Whether `search_cells` can work with these, in either direction."""
     return (
-        usable(tensor)
-        and tensor.dtype in (torch.float16, torch.float32)
-        and fine_query.features.dtype == fine_searched.features.dtype
-        and fine_query.features.dtype in (torch.float16, torch.float32)
-        and tensor.shape[2] < 2**26  # fine indices have 32 bits
+        usable(fine0.features)
+        and fine0.features.dtype == fine1.features.dtype
+        and fine0.features.dtype in (torch.float16, torch.float32)
+        and max(fine.height * fine.width for fine in (fine0, fine1)) < 2**26  # fine indices have 32 bits
     )
 
 
@@ -98,7 +97,7 @@ def search_cells(
     `excess`. For the way back give the transpose: it is copied, because columns can't be read fast. `wanted` (n 16) are
     the queries whose answers will be used; others get the best of the first k.
     """
-    assert k in VISITED, k
+    assert k in VISITED and tensor.dtype in (torch.float16, torch.float32), (k, tensor.dtype)
     with device_of(tensor):
         return _search(
             tensor.contiguous(), cells, fine_query, fine_searched, reading, temperature, k, excess, wanted, tiles

@@ -71,9 +71,7 @@ class DualRCNet(nn.Module):
 
     def coarse_tensor(self, features0: Features, features1: Features, max_memory: float = 0.5) -> Tensor:
         """The refined coarse tensor, b h0 w0 h1 w1: in float32, or in half precision where a GPU works in that."""
-        coarse = features0.coarse, features1.coarse
-        if not (usable(coarse[0]) and coarse[0].dtype == coarse[1].dtype == torch.float16):
-            coarse = coarse[0].float(), coarse[1].float()
+        coarse = self._coarse(features0, features1)
         if features0.valid is None and features1.valid is None:
             (refined,) = self._record(
                 ("coarse", max_memory), partial(self._refined, max_memory=max_memory), *coarse, device=coarse[0].device
@@ -85,6 +83,13 @@ class DualRCNet(nn.Module):
                 cells = features.valid.unflatten(1, (-1, RATIO)).unflatten(3, (-1, RATIO)).any(4).any(2)
                 scores = scores * cells.view(*[n if i in (0, *axes) else 1 for i, n in enumerate(scores.shape)])
         return self.refine(scores, max_memory)
+
+    def _coarse(self, features0: Features, features1: Features) -> tuple[Tensor, Tensor]:
+        """The coarse features in the precision that the coarse tensor is made in."""
+        coarse = features0.coarse, features1.coarse
+        if usable(coarse[0]) and coarse[0].dtype == coarse[1].dtype == torch.float16:
+            return coarse
+        return coarse[0].float(), coarse[1].float()
 
     def _refined(self, coarse0: Tensor, coarse1: Tensor, *, max_memory: float) -> tuple[Tensor]:
         return (self.refine(correlate(coarse0, coarse1), max_memory),)
@@ -216,17 +221,18 @@ class DualRCNet(nn.Module):
             max_values=_values(max_memory),
         )
 
-        def search_maps(tensor: Tensor, features0: Tensor, features1: Tensor) -> BothWays:
-            return search(tensor, replace(fine0, features=features0), replace(fine1, features=features1))
+        def from_features(coarse0: Tensor, coarse1: Tensor, features0: Tensor, features1: Tensor) -> BothWays:
+            (tensor,) = self._refined(coarse0, coarse1, max_memory=max_memory)
+            maps = replace(fine0, features=features0), replace(fine1, features=features1)
+            return search(tensor.flatten(3).flatten(1, 2), *maps)
 
-        tensor = self.coarse_tensor(features0, features1, max_memory).flatten(3).flatten(1, 2)
-        by_kernels = supported(tensor, fine0, fine1)
+        by_kernels = supported(fine0, fine1)
         if by_kernels and fine0.valid is None and fine1.valid is None:
-            name = ("both ways", query_share, fine0.width, fine1.width)
-            inputs = tensor, fine0.features, fine1.features
-            found = BothWays(*self._record(name, search_maps, *inputs, device=tensor.device))
+            name = ("both ways", query_share, max_memory, fine0.width, fine1.width)
+            inputs = *self._coarse(features0, features1), fine0.features, fine1.features
+            found = BothWays(*self._record(name, from_features, *inputs, device=fine0.features.device))
         else:
-            found = search(tensor, fine0, fine1)
+            found = search(self.coarse_tensor(features0, features1, max_memory).flatten(3).flatten(1, 2), fine0, fine1)
         if trace.is_recording():
             trace.note("kernel.search", "triton" if by_kernels else "blocks")
             for visited, candidates in ((found.visited, fine1.cells), (found.visited_back, fine0.cells)):

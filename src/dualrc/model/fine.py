@@ -191,7 +191,7 @@ def search_from_cells(
     wanted: Tensor | None = None,
 ) -> Found:
     """`search` from all 16 fine cells of each of these cells, which count through the batch; `wanted` as in Queries."""
-    if kernel.supported(tensor, asking, fine):
+    if kernel.supported(asking, fine):
         excess = _EXCESS[fine.features.dtype]
         answers = kernel.search_cells(
             tensor, cells, asking, fine, reading, temperature, FIRST_BLOCK, excess=excess, wanted=wanted
@@ -308,7 +308,7 @@ def both_ways(
     Where the kernels search, nothing here depends on what is found but the values: the work can be recorded.
     """
     batch, count0, count1 = tensor.shape
-    by_kernels = kernel.supported(tensor, fine0, fine1)
+    by_kernels = kernel.supported(fine0, fine1)
     settings: dict[str, Any] = {"reading": reading, "temperature": temperature, "max_values": max_values}
     if query_share < 1:
         best = tensor.amax(2).sort(dim=1, descending=True, stable=True).indices[:, : int(query_share * count0)]

@@ -5,6 +5,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Recorder:
         self._recordings: OrderedDict[Any, _Recording | None] = OrderedDict()
         self._fails = False
         self._pool: Any = None  # memory that all recordings work in, one after the other
+        _all.add(self)
 
     def __call__(self, name: Any, function: Function, *tensors: Tensor, device: torch.device) -> tuple[Tensor, ...]:
         """function(*tensors), all on `device`; `name` stands for the function and all else that it depends on."""
@@ -64,11 +66,26 @@ class Recorder:
             _, oldest = self._recordings.popitem(last=False)
             values -= _count(oldest.inputs) if oldest else 0
 
+    def clear(self) -> None:
+        """Let the recordings go, with the memory that they work in."""
+        with self._lock:
+            self._recordings.clear()
+            self._pool = None
+
     def __deepcopy__(self, memo: Any) -> "Recorder":
         return Recorder()
 
     def __reduce__(self) -> tuple[type["Recorder"], tuple[()]]:
         return Recorder, ()
+
+
+_all: "WeakSet[Recorder]" = WeakSet()
+
+
+def clear_all() -> None:
+    """Let all recordings of this process go, where memory is short."""
+    for recorder in list(_all):
+        recorder.clear()
 
 
 def _count(tensors: Sequence[Tensor]) -> int:
