@@ -321,8 +321,8 @@ def test_support_by_kernels_is_the_plain_one(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_alignment_by_kernels_is_the_plain_one(kind, monkeypatch):
     dtype, _ = KINDS[kind]
-    smooth = [torch.nn.functional.avg_pool2d(rand(n, 2, 1, 70, 90), 7, stride=1)[:, 0].to(dtype) for n in (0, 0)]
-    points0 = torch.rand(101, 2, generator=torch.Generator().manual_seed(2)) * torch.tensor([83.0, 63.0])
+    smooth = [torch.nn.functional.avg_pool2d(rand(n, 2, 1, 110, 130), 7, stride=1)[:, 0].to(dtype) for n in (0, 0)]
+    points0 = torch.rand(101, 2, generator=torch.Generator().manual_seed(2)) * torch.tensor([123.0, 103.0])
     points1, pair = points0 + 0.6 * rand(3, 101, 2), torch.arange(101) % 2
     motion = torch.eye(2) + 0.05 * rand(4, 101, 2, 2)
     motion[:3] = torch.tensor([[0.0, 0.0], [float("nan"), 0.0]])

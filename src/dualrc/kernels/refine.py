@@ -69,7 +69,7 @@ def moves(
     count = len(pair)
     result = torch.empty(count, 2, device=pair.device)
     if count:
-        matches = 2
+        matches = 4
         places = (2 * int(limits["REACH"]) // int(limits["STEP"]) + 1) ** 2
         with device_of(pair):
             fit_windows[(-(-count // matches),)](

@@ -100,8 +100,8 @@ def _look(
     width: tl.tensor,
     x: tl.tensor,  # matches places
     y: tl.tensor,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Brightness between the pixels, and how it changes across and down."""
+) -> tl.tensor:
+    """Brightness between the pixels."""
     x = tl.minimum(tl.maximum(x, 0.0), (width - 1).to(tl.float32))
     y = tl.minimum(tl.maximum(y, 0.0), (height - 1).to(tl.float32))
     left, top = x.to(tl.int32), y.to(tl.int32)
@@ -111,9 +111,8 @@ def _look(
     c = tl.load(light + bottom * width + left).to(tl.float32)
     d = tl.load(light + bottom * width + right).to(tl.float32)
     x, y = x - left.to(tl.float32), y - top.to(tl.float32)
-    upper, lower = b - a, d - c
-    above, below = a + upper * x, c + lower * x
-    return above + (below - above) * y, upper + (lower - upper) * y, below - above
+    above, below = a + (b - a) * x, c + (d - c) * x
+    return above + (below - above) * y
 
 
 @kernel()
@@ -132,7 +131,7 @@ def _slope(change: tl.tensor, spread: tl.tensor, template: tl.tensor, weights: t
 
 
 @kernel("count", "height0", "width0", "height1", "width1")
-def fit_windows(
+def fit_windows(  # noqa: PLR0915
     light0: tl.tensor,  # b height0 width0
     light1: tl.tensor,  # b height1 width1
     pair: tl.tensor,  # count
@@ -180,16 +179,19 @@ def fit_windows(
 
     pixels0 = light0 + (number * height0 * width0)[:, None]
     pixels1 = light1 + (number * height1 * width1)[:, None]
-    template, across, down = _look(pixels0, height0, width0, x0[:, None] + dx, y0[:, None] + dy)
+    at_x, at_y = x0[:, None] + dx, y0[:, None] + dy
+    template = _look(pixels0, height0, width0, at_x, at_y)
+    across = _look(pixels0, height0, width0, at_x + 1, at_y) - _look(pixels0, height0, width0, at_x - 1, at_y)
+    down = _look(pixels0, height0, width0, at_x, at_y + 1) - _look(pixels0, height0, width0, at_x, at_y - 1)
     template, spread = _normalized(template, weights)
-    slope_x, slope_y = _slope(across, spread, template, weights), _slope(down, spread, template, weights)
+    slope_x, slope_y = _slope(across / 2, spread, template, weights), _slope(down / 2, spread, template, weights)
     xx = tl.sum(slope_x * slope_x * weights, axis=1) + DAMPING
     yy = tl.sum(slope_y * slope_y * weights, axis=1) + DAMPING
     xy = tl.sum(slope_x * slope_y * weights, axis=1)
     inverse = 1.0 / (xx * yy - xy * xy)
     offset_x, offset_y = a[:, None] * dx + b[:, None] * dy, c[:, None] * dx + d[:, None] * dy
     move_x, move_y = tl.zeros((MATCHES,), tl.float32), tl.zeros((MATCHES,), tl.float32)
-    window, _, _ = _look(pixels1, height1, width1, x1[:, None] + offset_x, y1[:, None] + offset_y)
+    window = _look(pixels1, height1, width1, x1[:, None] + offset_x, y1[:, None] + offset_y)
     window, _ = _normalized(window, weights)
     before = tl.sum(window * template * weights, axis=1)
     alike = before
@@ -202,16 +204,15 @@ def fit_windows(
         length = tl.maximum(tl.sqrt(step_x * step_x + step_y * step_y) / LONGEST, 1.0)
         step_x, step_y = step_x / length, step_y / length
         move_x, move_y = move_x - (a * step_x + b * step_y), move_y - (c * step_x + d * step_y)
-        window, _, _ = _look(
-            pixels1, height1, width1, (x1 + move_x)[:, None] + offset_x, (y1 + move_y)[:, None] + offset_y
-        )
+        window = _look(pixels1, height1, width1, (x1 + move_x)[:, None] + offset_x, (y1 + move_y)[:, None] + offset_y)
         window, _ = _normalized(window, weights)
         alike = tl.sum(window * template * weights, axis=1)
     area = a * d - b * c
     good = (alike > before + GAIN) & (alike > LEAST) & (area > 1.0 / LARGEST) & (area < LARGEST)
     good = good & (move_x * move_x + move_y * move_y < FARTHEST * FARTHEST)
-    good = good & (x0 >= REACH) & (y0 >= REACH) & (x0 + REACH <= width0 - 1) & (y0 + REACH <= height0 - 1)
-    reach_x, reach_y = (tl.abs(a) + tl.abs(b)) * REACH, (tl.abs(c) + tl.abs(d)) * REACH
+    reach = REACH + 1
+    good = good & (x0 >= reach) & (y0 >= reach) & (x0 + reach <= width0 - 1) & (y0 + reach <= height0 - 1)
+    reach_x, reach_y = (tl.abs(a) + tl.abs(b)) * REACH + FARTHEST, (tl.abs(c) + tl.abs(d)) * REACH + FARTHEST
     good = good & (x1 >= reach_x) & (y1 >= reach_y) & (x1 + reach_x <= width1 - 1) & (y1 + reach_y <= height1 - 1)
     tl.store(result + 2 * match, tl.where(good, move_x, 0.0), mask=exists)
     tl.store(result + 2 * match + 1, tl.where(good, move_y, 0.0), mask=exists)

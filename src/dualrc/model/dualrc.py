@@ -17,13 +17,14 @@ from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import correlate, normalize
 from dualrc.model.fine import FIRST_BLOCK, RATIO, BothWays, FineMap, both_ways, cell_queries, point_queries, search
 from dualrc.model.record import Recorder
-from dualrc.model.subpixel import Subpixel, cell_windows, cells_meet, meet, point_windows, refine_both
+from dualrc.model.subpixel import Meeting, Subpixel, cell_windows, cells_meet, meet, point_windows, refine_both
 from dualrc.model.support import crowd, support
 
 FINE_STRIDE = 4
 # A dense or asked-for point is trusted when the way back ends within so many fine cells of it: where one picture
 # is larger, several cells share their counterpart, and only one of them can be its first choice.
 _RETURN_CELLS = 2.0
+_CPU_WINDOWS = 2**11  # matches whose windows of features are held together
 _CROWD = 8  # better matches in the same place that halve a score, if it is so in both pictures
 
 
@@ -147,7 +148,7 @@ class DualRCNet(nn.Module):
         fine0, fine1 = replace(fine0, features=features0), replace(fine1, features=features1)
         is_match = columns[0] >= 0
         pair, index0, index1 = columns.clamp(min=0)
-        seen = cells_meet(fine0, fine1, pair, index0, index1)
+        seen = _meet(fine0, fine1, pair, index0, index1)
         offset0, offset1, trust = refine_both(self.subpixel, seen, scores[0], scores[1])
         cells0, cells1 = _cells(index0, fine0) + offset0, _cells(index1, fine1) + offset1
         shapes = [(len(fine.features), fine.height * RATIO, fine.width * RATIO) for fine in (fine0, fine1)]
@@ -198,7 +199,7 @@ class DualRCNet(nn.Module):
         cells0, cells1, returned = _cells(found.index0, fine0), _cells(found.index1, fine1), _cells(found.back, fine0)
         score = (found.score + found.back_score) / 2
         if self.subpixel is not None:
-            refined = self.subpixel(cells_meet(fine0, fine1, found.pair, found.index0, found.index1), found.score)
+            refined = self.subpixel(_meet(fine0, fine1, found.pair, found.index0, found.index1), found.score)
             cells1, score = cells1 + refined.offset, refined.logit.sigmoid()
         good = (found.back >= 0) & ((returned - cells0).abs().amax(1) <= _RETURN_CELLS)
         height, width = features0.fine.shape[2:]
@@ -254,6 +255,15 @@ def make_network(config: NetworkConfig) -> DualRCNet:
         subpixel=Subpixel(channels, config.fine.subpixel_hidden) if config.fine.subpixel else None,
     )
     return network.eval()
+
+
+def _meet(fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> Meeting:
+    """`cells_meet`, some at a time on a CPU, where it holds whole windows of features."""
+    if pair.is_cuda:
+        return cells_meet(fine0, fine1, pair, index0, index1)
+    columns = (column.split(_CPU_WINDOWS) for column in (pair, index0, index1))
+    parts = [cells_meet(fine0, fine1, *some) for some in zip(*columns, strict=True)]
+    return Meeting(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
 def _values(max_memory: float) -> int:
