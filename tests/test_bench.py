@@ -410,10 +410,22 @@ def test_memory_alone_of_a_rendered_pair(run, weights, tmp_path):
     assert "MiB" in screen
 
 
+def test_a_size_that_does_not_fit_is_measured_smaller(run, weights, tmp_path):
+    out = tmp_path / "bench.json"
+    arguments = ("--weights", weights, "--device", "cpu", "--size", "1024x1024", "--max-memory", 0.06)
+    status, screen, errors = run(*arguments, "--repeats", 0, "--batch", 0, "-o", out)
+    assert status == 0, errors
+    (size,) = json.loads(out.read_text())["devices"]["cpu"]["sizes"]
+    width, height = size["network_size"]
+    assert width == height < 1024 and size["tensor_entries"] == (width // 16) ** 4
+    assert f"does not fit into the memory; what is measured is {width}x{height}" in " ".join(screen.split())
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (("--size", "640"), "WIDTHxHEIGHT"),
+        (("--max-memory", 0), "must be above 0"),
         (("--size", "16x640"), "too small"),
         (("--with", "surf"), "literal, loftr, sift"),
         (("--batch", -1), "must not be negative"),

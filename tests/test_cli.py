@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -74,6 +75,24 @@ def test_match_writes_and_draws(run, weights, pictures, tmp_path, ending):
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".csv.json")) == sorted(
         ["m.png", f"m{ending}"]
     )
+
+
+def test_match_in_little_memory(run, weights, pictures, tmp_path):
+    out = tmp_path / "m.json"
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        status, screen, errors = run(
+            "match", *pictures, "-o", out, "--weights", weights, "--size", 1600, "--max-memory", 0.1
+        )
+    assert status == 0, errors
+    width, height = Matches.load(out).info["network_size0"]
+    assert width < 1600 and f"seen as {width}x{height}" in screen
+    note = " ".join(errors.split())
+    assert f"Note: A pair of 1600x1280 does not fit into 0.1 GiB of memory; it is matched at {width}x{height}." in note
+    status, _, errors = run("match", *pictures, "--weights", weights, "--max-memory", 0.0001)
+    assert status == 1 and "give more max_memory" in errors
+    status, _, errors = run("match", *pictures, "--weights", weights, "--max-memory", 0)
+    assert status == 1 and "must be above 0" in errors
 
 
 def test_estimate_is_saved_with_the_matches(run, weights, pictures, tmp_path):

@@ -22,7 +22,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import dualrc
-from dualrc import cli
+from dualrc import cli, machine
+from dualrc.collection import engines
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.descriptors import read_descriptors
 from dualrc.collection.run import CollectionResult, match_collection
@@ -345,3 +346,16 @@ def test_the_command(images, config, undisturbed, tmp_path):
     arguments += ["--weights", str(config.weights), "--device", "cpu", "--pairs", str(pairs)]
     done = CliRunner().invoke(cli.app, arguments)
     assert done.exit_code == 0 and "2, of which 2 were there" in done.stdout, done.output
+
+
+def test_workers_share_the_memory(images, config, weights, monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 4)
+    monkeypatch.setattr(engines, "LocalEngine", lambda settings: settings)
+    matcher = dualrc.load(weights=weights, device="cpu", size=1024)
+    need = engines._worker_bytes(matcher) / 2**30
+    for limit, count in ((9 * need, 4), (2.5 * need, 2), (0.8 * need, 1), (0.1, 1)):
+        settings = engines.start_engine(images, [], replace(config, workers=None, max_memory=limit, cache=0.0), matcher)
+        assert len(settings) == count
+        # Torch and the network are half a GiB; what is left is for matching, at a smaller size where it has to be.
+        given = [one.matcher["max_memory"] for one in settings]
+        assert given == pytest.approx([max(limit / count - 0.5, limit / count / 4)] * count)

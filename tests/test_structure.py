@@ -14,6 +14,7 @@ PACKAGE = ROOT / "src" / "dualrc"
 ROOMS = [
     "errors",
     "files",
+    "machine",
     "config",
     "matches",
     "image",

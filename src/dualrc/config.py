@@ -100,8 +100,9 @@ class MatcherConfig:
     # "high" looks again, at one picture brought into the frame of the other by the motion that most matches share: far
     # better where pictures are turned, zoomed or seen from the side, for about five times the time.
     quality: Literal["standard", "high"] = "standard"
-    # Working memory in GiB that the coarse and fine search may take beside the features and the coarse tensor.
-    max_memory: float = 0.5
+    # GiB that matching a pair may take on the device beside the weights; None: most of what is free there. Pictures
+    # that don't fit are seen smaller, with a warning.
+    max_memory: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_size", "size", "top"):
@@ -121,7 +122,7 @@ class MatcherConfig:
             raise ConfigError(f"min_score = {self.min_score} must be a number; 0 keeps all matches.")
         if self.quality not in ("standard", "high"):
             raise ConfigError(f"quality = {self.quality!r} is not known; choose standard or high.")
-        if not 0 < self.max_memory < math.inf:
+        if self.max_memory is not None and not 0 < self.max_memory < math.inf:
             raise ConfigError(f"max_memory = {self.max_memory} must be above 0 and finite; it is in GiB.")
 
 

@@ -31,7 +31,7 @@ def trace_search(method: Dualrc, notes: list[str]) -> tuple[Search | None, dict[
     }
     search = Search(on="planted features" if method.task.generated else "pictures", matches=len(found.scores))
     if method.task.generated:
-        true = Motion().points1(found.points0, method.task.seen, method.task.seen)
+        true = Motion().points1(found.points0, method.seen, method.seen)
         near = (true - found.points1).norm(dim=1) <= _NEAR_PX
         search = replace(search, planted_correct=float(near.float().mean()) if len(near) else 0.0)
     if "search.visited" not in noted:
@@ -64,7 +64,7 @@ def with_work(row: Row, stages: dict[str, Work], rates: Rates) -> Row:
 
 def work_of(fast: Dualrc, search: Search | None) -> dict[str, Work]:
     """The least that each stage has to do; the search's is known only where it tells what it visited."""
-    config, seen = fast.matcher.network.config, fast.task.seen
+    config, seen = fast.matcher.network.config, fast.seen
     value_bytes = getattr(torch, fast.matcher.precision).itemsize
     features = counts.features_work(config, seen, value_bytes)
     coarse = counts.coarse_work(config, seen, seen, value_bytes)

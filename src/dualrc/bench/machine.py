@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dualrc.collection.machine import cores
+from dualrc.machine import cores
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from dualrc import config as configs
 from dualrc.bench.clock import Run
 from dualrc.bench.counts import cells
 from dualrc.bench.planted import plant
-from dualrc.collection.machine import memory
 from dualrc.errors import ConfigError
 from dualrc.evaluation.baselines import has_opencv, opencv
 from dualrc.image import network_size, read, to_input, to_tensor
+from dualrc.machine import memory
 from dualrc.matcher import Matcher, PictureFeatures, Precision, load
 from dualrc.matches import Matches, Size
 from dualrc.model import literal
@@ -57,6 +57,7 @@ class Task:
     size: Size  # of the pictures, (width, height)
     batch: int  # pairs; 0: no batches
     folder: str  # with the PICTURES
+    max_memory: float | None = None  # GiB; as in MatcherConfig
 
     def pictures(self) -> tuple[Pixels, Pixels]:
         """The pair, decoded."""
@@ -64,7 +65,7 @@ class Task:
 
     @property
     def seen(self) -> Size:
-        """The size that the network sees."""
+        """The size that the network sees, if there is memory for it."""
         return network_size(self.size, long_side=max(self.size), max_size=max(self.size))
 
     @property
@@ -102,10 +103,19 @@ class Dualrc(Method):
         network0, network1 = plant(pair[0].network, pair[1].network)
         return replace(pair[0], network=network0), replace(pair[1], network=network1)
 
+    @property
+    def seen(self) -> Size:
+        """The size that the network really sees."""
+        return self.pair[0].scale.network
+
+    @property
+    def _working(self) -> float:
+        return self.matcher.budget.working((self.pair[0].scale, self.pair[1].scale))
+
     def decode(self) -> object:
         """A picture from its file to the network's input."""
         pixels = to_tensor(read(Path(self.task.folder) / PICTURES[0])).to(self.matcher.device)
-        return to_input(pixels[None], self.task.seen)
+        return to_input(pixels[None], self.seen)
 
     def features(self) -> object:
         """One picture on the host to its features on the device."""
@@ -115,17 +125,13 @@ class Dualrc(Method):
     def coarse(self) -> object:
         """Features to the refined coarse tensor."""
         features0, features1 = self.pair
-        return self.matcher.network.coarse_tensor(
-            features0.network, features1.network, max_memory=self.matcher.config.max_memory
-        )
+        return self.matcher.network.coarse_tensor(features0.network, features1.network, max_memory=self._working)
 
     @torch.inference_mode()
     def match(self) -> NetworkMatches:
         """Features to matches, all on the device."""
         features0, features1 = self.pair
-        return self.matcher.network.match(
-            features0.network, features1.network, max_memory=self.matcher.config.max_memory
-        )
+        return self.matcher.network.match(features0.network, features1.network, max_memory=self._working)
 
     def further(self) -> Matches:
         """Features on the device to matches on the host."""
@@ -298,14 +304,14 @@ def make_method(task: Task) -> Method:
 
 def make_matcher(task: Task) -> Matcher:
     """The preset's matcher, with generated weights where it has no others."""
-    size = max(task.size)
+    settings: dict[str, Any] = {"size": max(task.size), "max_memory": task.max_memory}
     if not task.generated:
-        return load(task.preset, weights=task.weights, device=task.device, precision=task.precision, size=size)
+        return load(task.preset, weights=task.weights, device=task.device, precision=task.precision, **settings)
     network_config, matcher_config = configs.preset(task.preset)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = make_network(network_config)
-    return Matcher(network, replace(matcher_config, size=size), device=task.device, precision=task.precision)
+    return Matcher(network, replace(matcher_config, **settings), device=task.device, precision=task.precision)
 
 
 def check_installed(method: MethodName) -> None:

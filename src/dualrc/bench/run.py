@@ -42,8 +42,9 @@ from dualrc.config import MIN_SIDE
 from dualrc.errors import ConfigError, DualRCError
 from dualrc.evaluation.report import write_json
 from dualrc.files import check_writable
-from dualrc.image import read
+from dualrc.image import Scale, read
 from dualrc.matcher import Precision
+from dualrc.matcher.budget import Budget
 from dualrc.matches import Size
 from dualrc.scenes import make_pair
 
@@ -68,6 +69,7 @@ class BenchSettings:
     preset: str = "default"
     weights: Path | None = None
     precision: Precision | None = None
+    max_memory: float | None = None  # GiB for a pair; None: most of what is free
     pair: tuple[Path, Path] | None = None  # None: a rendered scene
     batch: int | None = None  # pairs; None: 32 on a GPU, 4 elsewhere, of pictures that are not large; 0: no batches
     others: tuple[MethodName, ...] = ()
@@ -138,6 +140,7 @@ def _task(settings: BenchSettings, method: MethodName, device: str, size: Size, 
         size=size,
         batch=batch,
         folder=str(folder / f"{size[0]}x{size[1]}"),
+        max_memory=settings.max_memory,
     )
 
 
@@ -160,7 +163,7 @@ def _write_pictures(settings: BenchSettings, folder: Path) -> None:
 def _measure_device(settings: BenchSettings, device: str, folder: Path, messages: Console) -> Iterator[DeviceResult]:
     """What is known after each size, the smallest first."""
     matcher = make_matcher(_task(settings, "dualrc", device, settings.sizes[0], folder))
-    precision, info, place = matcher.precision, matcher.info, matcher.device
+    precision, info, place, budget = matcher.precision, matcher.info, matcher.device, matcher.budget
     del matcher  # or its weights would count in every peak
     with messages.status(f"What {device} can do..."):
         rates = measure_rates(place, precision)
@@ -168,7 +171,7 @@ def _measure_device(settings: BenchSettings, device: str, folder: Path, messages
     sizes: list[SizeResult] = []
     for size in sorted(set(settings.sizes), key=lambda size: size[0] * size[1]):
         with messages.status(f"{size[0]}x{size[1]} on {device}..."):
-            sizes.append(_measure_size(settings, device, size, folder, rates))
+            sizes.append(_measure_size(settings, device, size, folder, rates, budget))
         yield DeviceResult(
             device=device,
             precision=precision,
@@ -182,7 +185,9 @@ def _measure_device(settings: BenchSettings, device: str, folder: Path, messages
         )
 
 
-def _measure_size(settings: BenchSettings, device: str, size: Size, folder: Path, rates: Rates) -> SizeResult:
+def _measure_size(
+    settings: BenchSettings, device: str, size: Size, folder: Path, rates: Rates, budget: Budget
+) -> SizeResult:
     names: tuple[MethodName, ...] = ("dualrc", *settings.others)
     notes, tasks = list[str](), list[Task]()
     if _task(settings, "dualrc", device, size, folder).generated:
@@ -194,6 +199,10 @@ def _measure_size(settings: BenchSettings, device: str, size: Size, folder: Path
             tasks.append(task)
         else:
             notes.append(reason)
+    scale = Scale(picture=size, network=tasks[0].seen)
+    seen = budget.fitted((scale, scale))[0].network
+    if seen != tasks[0].seen:
+        notes.append(f"{size[0]}x{size[1]} does not fit into the memory; what is measured is {seen[0]}x{seen[1]}.")
     peaks: dict[str, Peaks | None] = {}
     for task in tasks:  # before anything is built here that would count too
         try:
@@ -220,7 +229,6 @@ def _measure_size(settings: BenchSettings, device: str, size: Size, folder: Path
             for stage in (measured.stages if measured else ())
         ]
     _release()
-    seen = tasks[0].seen
     return SizeResult(
         size=size,
         network_size=seen,

@@ -1,6 +1,7 @@
 """The command line: parse and delegate."""
 
 import sys
+import warnings
 from importlib import import_module
 
 from dualrc.cli import common
@@ -16,6 +17,9 @@ for _name in ("pair", "collections", "benchmarks", "bench", "training", "about")
 
 def main() -> None:
     """Run the command line; a user's mistake prints one line and exits with 1."""
+    warnings.showwarning = lambda message, *_, **__: common.messages.print(
+        f"Note: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True
+    )
     try:
         common.app()
     except DualRCError as error:

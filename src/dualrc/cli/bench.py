@@ -34,6 +34,7 @@ def bench(
         Literal["float32", "float16", "bfloat16"] | None,
         typer.Option(help="Of the network; without it, float16 on a GPU, else float32."),
     ] = None,
+    max_memory: common.MaxMemoryOption = None,
     pair: Annotated[
         tuple[Path, Path] | None,
         typer.Option(metavar="A B", help="Two pictures, scaled to each size; without them, a made-up town."),
@@ -87,6 +88,7 @@ def bench(
         preset=preset,
         weights=weights,
         precision=precision,
+        max_memory=max_memory,
         pair=pair,
         batch=batch,
         others=others_of(others or ()),

@@ -52,6 +52,15 @@ SizeOption = Annotated[
     ),
 ]
 
+MaxMemoryOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="GIB",
+        help="Memory that matching a pair may take on the device beside the network; without it, most of what is free. "
+        "Pictures that don't fit are seen smaller, and a note says so.",
+    ),
+]
+
 
 def at_most_one(values: list[T] | None, option: str) -> T | None:
     """The value of an option that only `evaluate appendix` takes several times."""

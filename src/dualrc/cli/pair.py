@@ -44,6 +44,7 @@ def match(
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
+    max_memory: common.MaxMemoryOption = None,
     estimate: Annotated[
         Literal["homography", "fundamental", "essential"] | None,
         typer.Option(
@@ -72,7 +73,7 @@ def match(
     views = _cameras((image0, image1), cameras) if estimate == "essential" else (None, None)
     with common.messages.status("Loading the network..."):
         settings: dict[str, Any] = {"size": size, "top": top, "min_score": min_score, "quality": quality}
-        matcher = load(preset, weights=weights, device=device, **settings)
+        matcher = load(preset, weights=weights, device=device, max_memory=max_memory, **settings)
     with common.messages.status("Matching..."):
         start = time.perf_counter()
         matches = matcher.match(image0, image1)

@@ -1,39 +1,39 @@
 """Which workers a collection gets: how many, on which devices, with how much memory."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from dualrc.collection import machine
+from dualrc import machine
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.engine import Engine
 from dualrc.collection.local import LocalEngine
 from dualrc.collection.ray_engine import RayEngine
 from dualrc.collection.worker import WorkerSettings
 from dualrc.config import to_dict
+from dualrc.image import STRIDE, Scale
 from dualrc.matcher import Matcher
 
 _GIB = 2**30
 _SHARE = 0.75  # of the machine's memory that workers may take
-# What a worker takes at most, as measured: torch, the network and a decoded picture, 1.2 times the search's working
-# memory, and five times the coarse tensor.
-_BASE = 0.5 * _GIB
-_TENSORS = 5
+_BASE = 0.5 * _GIB  # what a worker takes beside matching, as measured: torch, the network and a decoded picture
 _SAMPLE = 3  # pictures by which a machine tells whether it sees the same folder
 
 
 def start_engine(images: Path, names: Sequence[str], config: CollectionConfig, matcher: Matcher) -> Engine:
     """Workers that match as this matcher does."""
 
-    def settings(device: str, cache_bytes: float) -> WorkerSettings:
+    def settings(device: str, cache_bytes: float, match_bytes: float | None = None) -> WorkerSettings:
+        memory = matcher.config.max_memory if match_bytes is None else match_bytes / _GIB
         return WorkerSettings(
             images=str(images.resolve()),
             preset=config.preset,
             weights=None if config.weights is None else Path(config.weights).read_bytes(),
             weights_hash=str(matcher.weights_hash),
             device=device,
-            matcher=to_dict(matcher.config),
+            matcher=to_dict(replace(matcher.config, max_memory=memory)),
             cache_bytes=int(cache_bytes),
         )
 
@@ -48,7 +48,9 @@ def start_engine(images: Path, names: Sequence[str], config: CollectionConfig, m
     limit = machine.memory() * _SHARE if config.max_memory is None else config.max_memory * _GIB
     count = max(1, min(config.workers or machine.cores(), int(limit // need)))
     cache = min(config.cache * _GIB, max(0.0, limit - count * need))
-    return LocalEngine([settings("cpu", cache / count)] * count)
+    # Where not even one worker has what it needs, it sees the pictures smaller.
+    share = (limit - cache) / count
+    return LocalEngine([settings("cpu", cache / count, max(share - _BASE, share / 4))] * count)
 
 
 def _devices(config: CollectionConfig) -> list[str]:
@@ -61,5 +63,6 @@ def _devices(config: CollectionConfig) -> list[str]:
 
 def _worker_bytes(matcher: Matcher) -> float:
     """Memory that a worker on a CPU needs at most, beside the features that it keeps."""
-    cells = ((matcher.config.size or matcher.config.max_size) // 16) ** 2
-    return _BASE + 1.2 * matcher.config.max_memory * _GIB + _TENSORS * 4 * cells**2
+    side = (matcher.config.size or matcher.config.max_size) // STRIDE * STRIDE
+    square = Scale(picture=(side, side), network=(side, side))  # no picture has more cells
+    return _BASE + matcher.budget.need((square, square))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dualrc.collection import machine
+from dualrc import machine
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.engine import Event
 from dualrc.collection.plan import Item

@@ -113,7 +113,9 @@ class _Run:
 
     @property
     def depends_on(self) -> dict[str, Any]:
-        """All that matches depend on, but for the kind of device, which each pair's info tells."""
+        """All that matches depend on, but for the kind of device, and for memory, without which a run can't go on
+        elsewhere: where it makes pictures be seen smaller, each pair's info tells, as it does of the device.
+        """
         info = self.matcher.info
         fields = {key: value for key, value in info["matcher"].items() if key != "max_memory"}
         return {"weights": info["weights"], "network": info["network"], "matcher": fields}

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from dualrc.collection.machine import cores
 from dualrc.draw import Picture
 from dualrc.errors import DataError, DualRCError
 from dualrc.evaluation.fresh import forget_peak, held, in_a_process, peak
 from dualrc.evaluation.report import write_json
+from dualrc.machine import cores
 from dualrc.matcher import load
 from dualrc.model.checkpoint import file_hash
 

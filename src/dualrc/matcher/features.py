@@ -51,6 +51,13 @@ class Item:
     pixels: npt.NDArray[np.uint8] | None = None
     features: PictureFeatures | None = None
 
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        return (0 if self.pixels is None else self.pixels.nbytes) + (
+            0 if self.features is None else self.features.bytes
+        )
+
     def known(self) -> PictureFeatures:
         """The features, which it has by now."""
         assert self.features is not None
@@ -58,10 +65,10 @@ class Item:
 
 
 class FeatureCache:
-    """Pictures given by path and their features, the latest that fit into the matcher's memory, and at least two."""
+    """Pictures given by path and their features, the latest ones."""
 
-    def __init__(self, make: Callable[[npt.NDArray[np.uint8]], Item], reader: ReadAhead, max_bytes: float) -> None:
-        self._make, self._reader, self._max_bytes = make, reader, max_bytes
+    def __init__(self, make: Callable[[npt.NDArray[np.uint8]], Item], reader: ReadAhead) -> None:
+        self._make, self._reader = make, reader
         self._kept: OrderedDict[Path, Item] = OrderedDict()
 
     def ask(self, picture: Matchable) -> None:
@@ -81,12 +88,12 @@ class FeatureCache:
         else:
             self._kept[key] = self._make(self._reader.take(key))
         self._kept.move_to_end(key)
-        while len(self._kept) > 2 and self._bytes() > self._max_bytes:
-            self._kept.popitem(last=False)
         return self._kept[key]
 
-    def _bytes(self) -> int:
-        return sum(item.features.bytes for item in self._kept.values() if item.features is not None)
+    def shrink(self, max_bytes: float) -> None:
+        """Keep only the latest that fit into so many bytes, and at least two."""
+        while len(self._kept) > 2 and sum(item.bytes for item in self._kept.values()) > max_bytes:
+            self._kept.popitem(last=False)
 
 
 def shapes(pair: tuple[Item, Item]) -> tuple[Size, ...]:

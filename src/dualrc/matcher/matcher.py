@@ -3,13 +3,13 @@
 import itertools
 import math
 import platform
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +32,15 @@ from dualrc.image import (
     to_tensor,
 )
 from dualrc.matcher.ahead import ReadAhead, look_ahead
+from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.features import FeatureCache, Item, Matchable, PictureFeatures, chunks, shapes, stack
-from dualrc.matches import Matches, Size, Warp, inside_mask
+from dualrc.matches import FloatArray, Matches, Size, Warp, inside_mask
 from dualrc.model.backbone import fold_batch_norm
 from dualrc.model.checkpoint import bundled, file_hash, load_weights
 from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features
 from dualrc.model.record import Recorder
 
+T = TypeVar("T")
 Precision = Literal["float32", "float16", "bfloat16"]
 # Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
 # coarse tensor than this; on a CPU one at a time is as fast.
@@ -74,6 +76,8 @@ class Matcher:
         if half and self.device.type == "cuda":
             self.network.backbone.to(getattr(torch, self.precision))
         self._autocast = half and self.device.type != "cuda"
+        held_as = getattr(torch, self.precision) if self.device.type == "cuda" else torch.float32
+        self.budget = Budget(self.network.config, self.device, held_as, config.max_memory)
         self._record = Recorder()
         self._info = {
             "dualrc": metadata.version("dualrc"),
@@ -100,8 +104,7 @@ class Matcher:
     ) -> PictureFeatures:
         """Everything that matching needs to know of one picture; `mask` (height, width) says where to look."""
         item = self._item(read(picture), size)
-        self._extract_items([item])
-        return self._masked(item.known(), mask)
+        return self._in_memory([item], lambda features: self._masked(features, mask))
 
     def _item(self, pixels: npt.NDArray[np.uint8], size: int | None) -> Item:
         own = (pixels.shape[1], pixels.shape[0])
@@ -118,10 +121,11 @@ class Matcher:
                 groups.setdefault((item.scale.picture, item.scale.network), []).append(item)
         for members in groups.values():
             group = list({id(item): item for item in members}.values())  # one may stand in several pairs
-            most = 1 if self.device.type != "cuda" else _BATCH
+            scale = group[0].scale
+            size = scale.network
+            most = min(_BATCH, self.budget.together((scale, scale))) if self.device.type == "cuda" else 1
             for chunk in chunks(group, most):
-                size = chunk[0].scale.network
-                with _enough_memory():
+                with enough_memory():
                     together = self._upload([to_tensor(item.pixels) for item in chunk if item.pixels is not None])
                     extract = partial(self._extract, size=size)
                     found = self._record(size, extract, together, device=self.device)
@@ -165,15 +169,15 @@ class Matcher:
         """Corresponding points of two pictures, best first; quality "high" looks again, and needs pictures."""
         settings = self._settings(top=top, min_score=min_score, quality=quality)
         if settings.quality == "standard":
-            features0, features1 = self._pair(image0, image1, mask0, mask1, size)
-            return self.match_features(features0, features1, top=top, min_score=min_score)
+            match = partial(self.match_features, top=top, min_score=min_score)
+            return self._with_pair(match, image0, image1, mask0, mask1, size)
         from dualrc.matcher.second import match_twice  # brings the estimators, which no other call needs
 
         if isinstance(image0, PictureFeatures) or isinstance(image1, PictureFeatures):
             raise ConfigError('quality = "high" looks at the pictures again; give pictures instead of features.')
         pictures = read(image0), read(image1)
-        features = self._pair(*pictures, mask0, mask1, size)
-        return match_twice(self, pictures, features, top=settings.top, min_score=settings.min_score)
+        again = partial(match_twice, self, pictures, top=settings.top, min_score=settings.min_score)
+        return self._with_pair(again, *pictures, mask0, mask1, size)
 
     def match_features(
         self,
@@ -205,57 +209,72 @@ class Matcher:
         if errors not in ("raise", "empty"):
             raise ConfigError(f"errors = {errors!r} is not known; choose raise or empty.")
         settings = self._settings(top=top, min_score=min_score)
-        if settings.quality == "high":  # each pair for itself
-            for image0, image1 in pairs:
-                try:
-                    yield self.match(image0, image1, size=size, top=top, min_score=min_score, quality="high")
-                except ImageError as error:
-                    if errors == "raise":
-                        raise
-                    yield self._nothing(error)
+        alone = partial(self._match_alone, size=size, settings=settings, errors=errors)
+        if settings.quality == "high":
+            for pair in pairs:
+                yield alone(pair)
             return
         ahead = self._pairs_ahead
         with ReadAhead(_READERS) as reader:
-            cache = FeatureCache(lambda pixels: self._item(pixels, size), reader, self.config.max_memory * 2**30)
-            batch: list[tuple[Item, Item]] = []
+            cache = FeatureCache(lambda pixels: self._item(pixels, size), reader)
+            batch: list[tuple[tuple[Matchable, Matchable], tuple[Item, Item]]] = []
             for pair, coming in look_ahead(pairs, ahead):
                 for picture in itertools.chain.from_iterable(coming if ahead else ()):
                     cache.ask(picture)
                 try:
                     items = (cache.get(pair[0]), cache.get(pair[1]))
+                    cache.shrink(self.budget.spare((items[0].scale, items[1].scale)))
+                    fits = self.budget.fits((items[0].scale, items[1].scale))
                 except ImageError as error:
-                    yield from self._match_items(batch, settings, errors)  # what came before is not lost
+                    yield from self._match_items(batch, settings, alone)  # what came before is not lost
                     batch = []
                     if errors == "raise":
                         raise
                     yield self._nothing(error)
                     continue
-                if batch and shapes(items) != shapes(batch[0]):
-                    yield from self._match_items(batch, settings, errors)
+                if batch and (not fits or shapes(items) != shapes(batch[0][1])):
+                    yield from self._match_items(batch, settings, alone)
                     batch = []
-                batch.append(items)
+                if not fits:
+                    yield alone(pair)
+                    continue
+                batch.append((pair, items))
                 if len(batch) >= self._batch_size(items):
-                    yield from self._match_items(batch, settings, errors)
+                    yield from self._match_items(batch, settings, alone)
                     batch = []
-            yield from self._match_items(batch, settings, errors)
+            yield from self._match_items(batch, settings, alone)
 
     def _match_items(
-        self, batch: list[tuple[Item, Item]], settings: MatcherConfig, errors: Literal["raise", "empty"]
+        self,
+        batch: list[tuple[tuple[Matchable, Matchable], tuple[Item, Item]]],
+        settings: MatcherConfig,
+        alone: Callable[[tuple[Matchable, Matchable]], Matches],
     ) -> Iterator[Matches]:
         """Match pairs together, or one by one where there is too little memory for that."""
+        found: list[Matches] = []
+        with suppress(NoMemoryError):
+            self._extract_items(item for _, items in batch for item in items)
+            found = list(self._match_batch([(one.known(), other.known()) for _, (one, other) in batch], settings))
+        if batch and not found:
+            let_go()
+        yield from found or (alone(pair) for pair, _ in batch)
+
+    def _match_alone(
+        self,
+        pair: tuple[Matchable, Matchable],
+        *,
+        size: int | None,
+        settings: MatcherConfig,
+        errors: Literal["raise", "empty"],
+    ) -> Matches:
+        """Match a pair for itself, at a smaller size where it has to be."""
+        options: dict[str, Any] = {"top": settings.top, "min_score": settings.min_score, "quality": settings.quality}
         try:
-            self._extract_items(item for pair in batch for item in pair)
-            pairs = [(item0.known(), item1.known()) for item0, item1 in batch]
-            found = list(self._match_batch(pairs, settings))
+            return self.match(*pair, size=size, **options)
         except ImageError as error:
-            if len(batch) > 1:
-                for pair in batch:
-                    yield from self._match_items([pair], settings, errors)
-                return
             if errors == "raise":
                 raise
-            found = [self._nothing(error)]
-        yield from found
+            return self._nothing(error)
 
     def _nothing(self, error: ImageError) -> Matches:
         return Matches.none({**self.info, "error": str(error)})
@@ -281,15 +300,21 @@ class Matcher:
         points = points.reshape(0, 2) if points.size == 0 else points
         if points.ndim != 2 or points.shape[1] != 2:
             raise DataError(f"Points have shape (n, 2), one (x, y) a row, not {points.shape}.")
-        features0, features1 = self._pair(image0, image1, mask0, mask1, size)
+        find = partial(self._match_points, points=points, min_score=min_score)
+        return self._with_pair(find, image0, image1, mask0, mask1, size)
+
+    def _match_points(
+        self, features0: PictureFeatures, features1: PictureFeatures, points: FloatArray, min_score: float | None
+    ) -> Matches:
         where = np.ones((features0.size[1], features0.size[0]), bool) if features0.mask is None else features0.mask
         asked = inside_mask(points, where)
         result, scores = np.full_like(points, np.nan), np.zeros(len(points), np.float32)
         if asked.any():
             inputs = torch.from_numpy(features0.scale.to_network(points[asked]).astype(np.float32)).to(self.device)
-            with _enough_memory():
+            memory = self.budget.working((features0.scale, features1.scale))
+            with enough_memory():
                 there, score = self.network.match_points(
-                    features0.network, features1.network, inputs, max_memory=self.config.max_memory
+                    features0.network, features1.network, inputs, max_memory=memory
                 )
             result[asked] = features1.scale.to_picture(there.cpu().numpy())
             scores[asked] = score.cpu().numpy()
@@ -303,7 +328,7 @@ class Matcher:
             scores=scores,
             size0=features0.size,
             size1=features1.size,
-            info=self.info,
+            info={**self._info, **_seen(features0, features1)},
         )
 
     @torch.inference_mode()
@@ -317,9 +342,11 @@ class Matcher:
         size: int | None = None,
     ) -> Warp:
         """Where every pixel of picture 0 is in picture 1, with a certainty of 0 to 1."""
-        features0, features1 = self._pair(image0, image1, mask0, mask1, size)
-        memory = self.config.max_memory
-        with _enough_memory():
+        return self._with_pair(self._warp, image0, image1, mask0, mask1, size)
+
+    def _warp(self, features0: PictureFeatures, features1: PictureFeatures) -> Warp:
+        memory = self.budget.working((features0.scale, features1.scale))
+        with enough_memory():
             points, certainty = self.network.warp(features0.network, features1.network, max_memory=memory)
         places, sure = spread(points.cpu(), certainty.cpu(), features0.scale, FINE_STRIDE)
         dense = features1.scale.to_picture(places.reshape(-1, 2)).reshape(places.shape)
@@ -340,26 +367,46 @@ class Matcher:
             return 1
         cells = [math.prod(side // STRIDE for side in item.scale.network) for item in pair]
         pixels = sum(math.prod(item.scale.picture) for item in pair)
-        return max(1, min(_BATCH, _ENTRIES // math.prod(cells), _PIXELS // pixels))
+        most = self.budget.together((pair[0].scale, pair[1].scale))
+        return max(1, min(_BATCH, most, _ENTRIES // math.prod(cells), _PIXELS // pixels))
 
-    def _pair(
+    def _with_pair(
         self,
+        use: Callable[[PictureFeatures, PictureFeatures], T],
         image0: Matchable,
         image1: Matchable,
         mask0: npt.ArrayLike | None,
         mask1: npt.ArrayLike | None,
         size: int | None,
-    ) -> tuple[PictureFeatures, PictureFeatures]:
+    ) -> T:
+        """What `use` makes of the features of two pictures, at the largest size that there is memory for."""
         items = [
             Item(scale=image.scale, features=image)  # they have their size already
             if isinstance(image, PictureFeatures)
             else self._item(read(image), size)
             for image in (image0, image1)
         ]
-        self._extract_items(items)
-        pair = self._masked(items[0].known(), mask0), self._masked(items[1].known(), mask1)
-        self._check_makers(pair)
-        return pair
+
+        def with_masks(features0: PictureFeatures, features1: PictureFeatures) -> T:
+            pair = self._masked(features0, mask0), self._masked(features1, mask1)
+            self._check_makers(pair)
+            return use(*pair)
+
+        return self._in_memory(items, with_masks)
+
+    def _in_memory(self, items: list[Item], use: Callable[..., T]) -> T:
+        """The same for the features of one item or two; a single one counts as a pair of its like."""
+        wanted = items[0].scale, items[-1].scale
+        fixed = items[0].features is not None, items[-1].features is not None
+        for sizes in self.budget.sizes(wanted, fixed):
+            tried = [replace(item, scale=scale) for item, scale in zip(items, sizes, strict=False)]
+            with suppress(NoMemoryError):
+                self._extract_items(tried)
+                result = use(*(item.known() for item in tried))
+                self.budget.tell(wanted, sizes)
+                return result
+            let_go()
+        raise NoMemoryError
 
     def _masked(self, features: PictureFeatures, mask: npt.ArrayLike | None) -> PictureFeatures:
         """The same features, looked at only where a mask of the picture's size is true; None: as they are."""
@@ -393,10 +440,9 @@ class Matcher:
         sides = [stack([pair[side].network for pair in batch]) for side in (0, 1)]
         # Masks may still reject some after refinement, so then the best are counted later.
         masked = any(features.mask is not None for pair in batch for features in pair)
-        with _enough_memory():
-            found = self.network.match(
-                sides[0], sides[1], top=None if masked else top, max_memory=self.config.max_memory
-            )
+        memory = self.budget.working((batch[0][0].scale, batch[0][1].scale), len(batch))
+        with enough_memory():
+            found = self.network.match(sides[0], sides[1], top=None if masked else top, max_memory=memory)
         # All results travel at once, and are told apart here.
         columns = torch.cat([found.points0, found.points1, found.scores[:, None]], dim=1).cpu().numpy()
         counts = found.pair.bincount(minlength=len(batch)).tolist() if len(batch) > 1 else [len(columns)]
@@ -412,15 +458,18 @@ class Matcher:
     def _to_matches(
         self, columns: npt.NDArray[np.float32], features0: PictureFeatures, features1: PictureFeatures
     ) -> Matches:
-        sizes = {"network_size0": features0.scale.network, "network_size1": features1.scale.network}
         return Matches(
             points0=features0.scale.to_picture(columns[:, :2]),
             points1=features1.scale.to_picture(columns[:, 2:4]),
             scores=columns[:, 4],
             size0=features0.size,
             size1=features1.size,
-            info={**self._info, **sizes},
+            info={**self._info, **_seen(features0, features1)},
         )
+
+
+def _seen(features0: PictureFeatures, features1: PictureFeatures) -> dict[str, Size]:
+    return {"network_size0": features0.scale.network, "network_size1": features1.scale.network}
 
 
 def load(
@@ -469,14 +518,3 @@ def _choose_device(device: str | torch.device | None) -> torch.device:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"The device {device!r} can't be used ({reason}); choose cpu, cuda or mps.") from error
     return chosen
-
-
-@contextmanager
-def _enough_memory() -> Iterator[None]:
-    """Turn running out of memory into an error that says what to do."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
-            raise
-        raise ImageError("There is not enough memory for pictures of this size; give a smaller size.") from error

@@ -29,8 +29,7 @@ _SPACING = 0.02  # of picture 0's long side: where the second look found nothing
 def match_twice(
     matcher: "Matcher",
     pictures: tuple[Picture, Picture],
-    features: "tuple[PictureFeatures, PictureFeatures]",
-    *,
+    *features: "PictureFeatures",
     top: int | None,
     min_score: float,
 ) -> Matches:
@@ -51,7 +50,7 @@ def match_twice(
 def _match_moved(
     matcher: "Matcher",
     pictures: tuple[Picture, Picture],
-    features: "tuple[PictureFeatures, PictureFeatures]",
+    features: "tuple[PictureFeatures, ...]",
     motion: "Motion",
     min_score: float,
 ) -> Matches:
@@ -61,9 +60,17 @@ def _match_moved(
     shrinks = 1 / motion.enlarges if moves0 else motion.enlarges
     still, moving = features[moves0], int(not moves0)
     picture, seen = bring(pictures[moving], own_from_frame, still.size, shrinks)
-    moved = matcher.features(picture, mask=seen, size=max(still.scale.network))
-    pair = (moved, still) if moves0 else (still, moved)
-    found = matcher.match_features(*pair, top=_ALL, min_score=min_score)
+    pair = (picture, still) if moves0 else (still, picture)
+    masks = (seen, None) if moves0 else (None, seen)
+    found = matcher.match(
+        *pair,
+        mask0=masks[0],
+        mask1=masks[1],
+        size=max(still.scale.network),
+        top=_ALL,
+        min_score=min_score,
+        quality="standard",
+    )
     points = [found.points0, found.points1]
     points[moving] = geometry.apply_homography(own_from_frame, points[moving]).astype(np.float32)
     found = replace(found, points0=points[0], points1=points[1], size0=features[0].size, size1=features[1].size)

@@ -1,9 +1,11 @@
 """What this machine has to offer, inside a container too."""
 
 import os
+import re
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMORY = Path("/proc/meminfo")
 
 
 def cores() -> int:
@@ -23,6 +25,23 @@ def memory() -> int:
     except (AttributeError, ValueError, OSError):
         physical = 8 * 2**30
     return min([physical, *_limit("memory.max")])
+
+
+def free_memory() -> int:
+    """Bytes of memory that this process can still take, as far as the system tells."""
+    free = [memory()] + [1024 * size for size in _amounts(_MEMORY, "MemAvailable:")]
+    # Files that were read lately count as used there, but make room when it is needed.
+    files = sum(_amounts(_CGROUP / "memory.stat", "(?:in)?active_file"))
+    free += [limit - used + files for limit in _limit("memory.max") for used in _limit("memory.current")]
+    return max(0, min(free))
+
+
+def _amounts(file: Path, key: str) -> list[int]:
+    """The numbers of this key in a file of keys and numbers; none where there is no such file."""
+    try:
+        return [int(found) for found in re.findall(rf"^{key}\s+(\d+)", file.read_text(encoding="ascii"), re.MULTILINE)]
+    except OSError:
+        return []
 
 
 def _limit(name: str) -> list[int]:

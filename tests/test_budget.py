@@ -1,0 +1,280 @@
+"""The memory budget: what a pair takes is known beforehand, and what does not fit is seen smaller."""
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import View, match_set, oracle_matcher, same_matches, texture, tiny_matcher
+from PIL import Image
+
+from dualrc import machine
+from dualrc.config import preset
+from dualrc.errors import ImageError
+from dualrc.evaluation.fresh import in_a_process
+from dualrc.image import Scale
+from dualrc.matcher import Matcher
+from dualrc.matcher.budget import Budget, NoMemoryError
+
+GIB = 2**30
+VIEW0, VIEW1 = View(320, 240, (20, 60)), View(304, 256, (30, 50), (0.95, 0.97))
+
+MEASURE = """
+import gc, json, sys
+import numpy as np, torch
+from PIL import Image
+from dualrc import load
+from dualrc.evaluation.fresh import forget_peak, held, peak
+
+torch.set_num_threads(1)
+width, height = json.load(sys.stdin)["size"]
+matcher, cpu = load(device="cpu"), torch.device("cpu")
+noise = np.random.default_rng(0).integers(0, 256, (height // 8, width // 8, 3), np.uint8)
+picture = np.array(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
+matcher.match(picture[:64, :64], picture[:64, :64])  # what is made once
+gc.collect()
+forget_peak(cpu)
+before = held(cpu)
+count = len(matcher.match(picture, picture))
+print(json.dumps([count, peak(cpu) - before]))
+"""
+
+
+def seen_as(width, height):
+    return Scale(picture=(width, height), network=(width, height))
+
+
+def budget_of(name, max_memory=1.0, device="cpu"):
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    return Budget(preset(name)[0], torch.device(device), dtype, max_memory)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are Linux's")
+@pytest.mark.parametrize("size", [(640, 480), (832, 320)])
+def test_the_estimate_is_what_is_measured(size):
+    """Of a picture with itself, where every cell is matched; the least working memory comes on top."""
+    count, measured = json.loads(in_a_process(MEASURE, {"size": size}))
+    assert count > 0.9 * size[0] * size[1] / 16
+    pair = (seen_as(*size), seen_as(*size))
+    assert measured < budget_of("default").least(pair) < 1.3 * measured + 40 * 2**20
+
+
+# GiB that torch had allocated at most on a GPU in half precision, with half a GiB of working memory.
+GPU = [
+    ("default", (640, 480), 0.26),
+    ("default", (1600, 1200), 1.92),
+    ("paper", (800, 592), 0.51),
+    ("paper", (1600, 1200), 1.32),
+    ("paper", (3200, 2400), 8.46),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "measured"), GPU)
+def test_the_estimate_for_a_gpu(name, size, measured):
+    budget = budget_of(name, device="cuda")
+    pair = (seen_as(*size), seen_as(*size))
+    cells = size[0] // 16 * (size[1] // 16)
+    shares = min(0.5, 2 * 54 * cells**2 / GIB)  # what consensus really takes of its working memory
+    assert measured < budget.least(pair) / GIB + shares < 1.35 * measured + 0.1
+
+
+def test_larger_pairs_need_more():
+    for name in ("default", "paper"):
+        for device in ("cpu", "cuda"):
+            budget = budget_of(name, device=device)
+            needs = [budget.least((seen_as(64, 64), seen_as(64, side))) for side in range(32, 640, 32)]
+            assert needs == sorted(needs) and budget.need((seen_as(64, 64),) * 2) > needs[1]
+            # Two pictures that each fit with their like fit together.
+            wide, tall = seen_as(640, 320), seen_as(320, 480)
+            assert budget.least((wide, tall)) <= max(budget.least((one, one)) for one in (wide, tall))
+
+
+def test_working_memory_depends_on_the_sizes_alone():
+    budget, pair = budget_of("default", max_memory=0.5), (seen_as(640, 480), seen_as(640, 480))
+    assert budget.working(pair) == budget.working(pair) < 0.5
+    assert budget.working(pair) + budget.least(pair) / GIB == pytest.approx(0.5 + 32 / 1024, abs=1e-6)
+    assert budget.working(pair, 2) < budget.working(pair)
+    assert budget_of("default", max_memory=64.0).working(pair) == 0.5
+    assert budget_of("default", max_memory=64.0, device="cuda").working(pair) == 2.0
+    assert budget_of("default", max_memory=1e-3).working(pair) > 0
+    assert 1 <= budget.together(pair) < budget_of("default", max_memory=64.0).together(pair)
+
+
+def test_without_a_budget_it_is_most_of_what_is_free(monkeypatch):
+    monkeypatch.setattr(machine, "free_memory", lambda: 10 * GIB)
+    budget = budget_of("default", max_memory=None)
+    assert budget.total == 8 * GIB
+    monkeypatch.setattr(machine, "free_memory", lambda: 1)
+    assert budget.total == 8 * GIB  # looked up once
+
+
+def test_free_memory(tmp_path, monkeypatch):
+    assert 0 < machine.free_memory() <= machine.memory()
+    monkeypatch.setattr(machine, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("100000\n")
+    assert machine.free_memory() == 100_000 == machine.memory()
+    (tmp_path / "memory.current").write_text("70000\n")
+    (tmp_path / "memory.stat").write_text("anon 30000\nfile 40000\ninactive_file 25000\nactive_file 5000\n")
+    assert machine.free_memory() == 60_000
+    (tmp_path / "memory.max").write_text("max\n")
+    monkeypatch.setattr(machine, "_MEMORY", tmp_path / "meminfo")
+    assert machine.free_memory() == machine.memory()
+    (tmp_path / "meminfo").write_text("MemTotal: 90 kB\nMemAvailable:     50 kB\n")
+    assert machine.free_memory() == 50 * 1024
+
+
+def least(matcher, size, own=None):
+    """GiB with which a pair of this size just fits."""
+    scale = Scale(picture=own or size, network=size)
+    return matcher.budget.least((scale, scale)) / GIB
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return VIEW0.picture(1), VIEW1.picture(2)
+
+
+def test_what_fits_is_not_changed(oracle, pictures):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tight = oracle_matcher(max_memory=least(oracle, (320, 256)) * 1.1)
+        assert same_matches(tight.match(*pictures), oracle.match(*pictures))
+        assert tight.features(pictures[0]).scale.network == (320, 240)
+
+
+def test_a_small_budget_makes_pictures_smaller(oracle, pictures):
+    small = oracle_matcher(max_memory=least(oracle, (160, 128), (320, 256)))
+    with pytest.warns(UserWarning, match=r"A pair of 320x240 and 304x256 does not fit .* matched at .* max_memory"):
+        found = small.match(*pictures)
+    sizes = found.info["network_size0"], found.info["network_size1"]
+    assert all(32 <= side < 240 and side % 16 == 0 for size in sizes for side in size)
+    assert small.budget.fits(tuple(Scale(picture=v, network=s) for v, s in zip(((320, 240),) * 2, sizes, strict=True)))
+    assert found.size0 == (320, 240) and len(found) > 100
+    error = found.points1 - VIEW1.from_scene(VIEW0.to_scene(found.points0))
+    assert np.median(np.abs(error)) < 3  # of picture pixels: a cell has eight
+    # Told once for each size.
+    assert same_matches(small.match(*pictures), found)
+    with pytest.warns(UserWarning, match="A pair of 320x240 does not fit"):
+        features = small.features(pictures[0])
+    assert max(features.scale.network) < 320
+    # All that takes pictures does the same; a size that is asked for is no exception.
+    assert len(small.match_points(*pictures, [[160, 120]])) == 1
+    assert small.warp(*pictures).certainty.shape == (240, 320)
+    with pytest.warns(UserWarning, match="does not fit"):
+        asked = small.match(*pictures, size=480)
+    assert asked.info["network_size0"] <= sizes[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert small.match(*pictures, size=96).info["network_size0"] == (96, 64)
+
+
+def test_the_largest_size_that_fits():
+    budget = budget_of("default", max_memory=0.3)
+    pair = seen_as(6000, 4000), seen_as(3008, 2000)
+    pair = tuple(replace(scale, picture=(640, 480)) for scale in pair)
+    fitted = budget.fitted(pair)
+    (w0, h0), (w1, h1) = (scale.network for scale in fitted)
+    assert budget.fits(fitted) and w0 % 16 == h0 % 16 == w1 % 16 == h1 % 16 == 0
+    assert w0 / h0 == pytest.approx(1.5, abs=0.1) and w0 / w1 == pytest.approx(2, abs=0.1)
+    larger = tuple(replace(s, network=(s.network[0] + 32, s.network[1] + 32)) for s in fitted)
+    assert not budget.fits(larger)
+    # Features stay as they are, and the other picture makes room.
+    half = budget.fitted((fitted[0], pair[1]), (True, False))
+    assert half[0] == fitted[0] and budget.fits(half) and half[1].network < pair[1].network
+    assert budget.fitted(pair, (True, True)) == pair
+    # A thin picture does not become thinner than the network can see.
+    thin = budget.fitted((Scale(picture=(64, 64), network=(40_000, 48)),) * 2)
+    assert thin[0].network[1] == 32 and budget.fits(thin)
+
+
+def test_where_not_even_the_smallest_fits(pictures):
+    with pytest.raises(ImageError, match=r"Not even the smallest .* 32x32 takes .* give more max_memory"):
+        tiny_matcher(max_memory=1e-6).match(*pictures)
+    none = list(tiny_matcher(max_memory=1e-6).match_many([pictures], errors="empty"))
+    assert len(none) == 1 and "Not even the smallest" in none[0].info["error"]
+
+
+def short_of_memory(matcher, monkeypatch, longest, error=torch.OutOfMemoryError):
+    """Let the network run out of memory for more than so many cells along a side, or for batches."""
+    match, tried = matcher.network.match, []
+
+    def raising(features0, features1, **rest):
+        tried.append((len(features0.coarse), max(*features0.coarse.shape[2:], *features1.coarse.shape[2:])))
+        if tried[-1][1] > longest or tried[-1][0] > 1:
+            raise error("can't allocate memory")
+        return match(features0, features1, **rest)
+
+    monkeypatch.setattr(matcher.network, "match", raising)
+    return tried
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, RuntimeError])
+@pytest.mark.parametrize("quality", ["standard", "high"])
+def test_a_device_that_runs_out_of_memory(pictures, monkeypatch, error, quality):
+    matcher = oracle_matcher()
+    tried = short_of_memory(matcher, monkeypatch, 14, error)
+    with pytest.warns(UserWarning, match="does not fit into the memory that the device has left; it is matched at"):
+        found = matcher.match(*pictures, quality=quality)
+    assert [side for _, side in tried[:3]] == [20, 16, 12]
+    assert found.info["network_size0"] == (192, 144) and len(found) > 100
+    features = matcher.features(pictures[0]), matcher.features(pictures[1])
+    with pytest.raises(ImageError, match="smaller size"):  # features have the size that they have
+        matcher.match_features(*features)
+    with pytest.raises(NoMemoryError):
+        matcher.match(*features)
+    # One of them can still make room, if that is enough; here it is not.
+    with pytest.raises(ImageError, match="smaller size"):
+        matcher.match(features[0], pictures[1])
+
+
+def test_a_device_without_any_memory(pictures, monkeypatch):
+    matcher = tiny_matcher()
+    tried = short_of_memory(matcher, monkeypatch, 0)
+    with pytest.raises(ImageError, match=r"not enough memory .* smaller size"):
+        matcher.match(*pictures)
+    assert tried[-1] == (1, 2)
+    monkeypatch.setattr(matcher.network, "extract", lambda images: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(ImageError, match="smaller size"):
+        matcher.features(pictures[0])
+
+    def broken(images):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(matcher.network, "extract", broken)
+    with pytest.raises(RuntimeError, match="something else"):
+        matcher.features(pictures[0])
+
+
+def test_many_pairs_with_a_giant(tmp_path, monkeypatch):
+    paths = [tmp_path / f"{number}.png" for number in range(4)]
+    for number, path in enumerate(paths):
+        Image.fromarray(texture(number, *((96, 64) if number < 3 else (960, 640)))).save(path)
+    pairs = [
+        (paths[0], paths[1]),
+        (paths[1], paths[2]),
+        (paths[2], paths[3]),
+        (paths[3], paths[3]),
+        (paths[2], paths[0]),
+    ]
+    large, one_by_one = tiny_matcher(), [0, 1, 4]
+    expected = [large.match(*pair) for pair in pairs]
+    small = tiny_matcher(max_memory=least(large, (480, 320), (960, 640)))
+    monkeypatch.setattr(Matcher, "_batch_size", lambda self, pair: 2)
+    with pytest.warns(UserWarning, match=r"A pair of (96x64 and )?960x640 does not fit"):
+        found = list(small.match_many(pairs))
+    for number in one_by_one:
+        assert len(match_set(found[number]) & match_set(expected[number])) >= 0.999 * len(expected[number])
+    assert max(found[3].info["network_size0"]) <= 496 and len(found[3]) > 100
+    # The device may run out of memory all the same: first batches become single pairs, then these smaller.
+    matcher = tiny_matcher()
+    tried = short_of_memory(matcher, monkeypatch, 50)
+    with pytest.warns(UserWarning, match="device has left"):
+        found = list(matcher.match_many(pairs))
+    assert [count for count, _ in tried[:3]] == [2, 1, 1]
+    assert [len(one) > 0 for one in found] == [True] * 5
+    assert found[3].info["network_size0"] == (768, 512)
+    for number in one_by_one:
+        assert len(match_set(found[number]) & match_set(expected[number])) >= 0.999 * len(expected[number])
