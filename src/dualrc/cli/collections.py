@@ -29,7 +29,11 @@ WorkersOption = Annotated[
     int | None, typer.Option(help="Workers; without it, one per GPU, else one per core, as far as memory allows.")
 ]
 MemoryOption = Annotated[
-    float | None, typer.Option(help="GiB for all workers of a machine; without it, three quarters of what it has.")
+    float | None,
+    typer.Option(
+        help="GiB for all workers of a machine; without it, three quarters of what it has. Pictures that don't fit are "
+        "seen smaller, and a warning says so."
+    ),
 ]
 EngineOption = Annotated[
     Literal["local", "ray"], typer.Option(help="Match in processes of this machine, or on a Ray cluster.")

@@ -20,7 +20,7 @@ from dualrc.model.record import clear_all
 _GIB = 2**30
 _SHARE = 0.8  # of what is free on the device, where no budget is given
 _LEAST = 32 * 2**20  # bytes that consensus and search work in, at least
-_MOST, _GPU_MOST = _GIB // 2, 2 * _GIB  # and at most; more is no faster
+_MOST, _GPU_MOST = _GIB // 2, 3 * _GIB // 2  # and at most; more brings little
 _KNOWN = 1000  # estimates that are kept
 _SMALLER = 0.8  # of both sides, where the device has less than it said
 
@@ -57,8 +57,8 @@ def let_go() -> None:
 class Budget:
     """What matching a pair may take on a device beside the weights.
 
-    The estimates are calibrated (docs/speed.md): at most a third too high on a CPU, and not too low. They depend on
-    the sizes alone, so that work recorded for a size is not recorded anew.
+    The estimates are calibrated (docs/speed.md) for pictures of which every cell is matched: on a CPU they are at most
+    a third too high, and not too low. They depend on the sizes alone, so that work is not recorded anew for a size.
     """
 
     def __init__(
@@ -122,10 +122,12 @@ class Budget:
         if seen == wanted or wanted in self._told:
             return
         self._told.add(wanted)
-        where = "the memory that the device has left" if self.fits(wanted) else f"{_gib(self.total)} of memory"
+        where, remedy = f"{_gib(self.total)} of memory", "Give more max_memory"
+        if self.fits(wanted):
+            where, remedy = "the memory that the device has left", "Free some"
         warnings.warn(
-            f"A pair of {_sizes(wanted)} does not fit into {where}; it is matched at {_sizes(seen)}. Give more "
-            "max_memory, or a smaller size to silence this.",
+            f"A pair of {_sizes(wanted)} does not fit into {where}; it is matched at {_sizes(seen)}. {remedy}, or give "
+            "a smaller size to silence this.",
             stacklevel=5,
         )
 
