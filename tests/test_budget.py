@@ -98,7 +98,7 @@ def test_working_memory_depends_on_the_sizes_alone():
     assert budget.working(pair) + budget.least(pair) / GIB == pytest.approx(0.5 + 32 / 1024, abs=1e-6)
     assert budget.working(pair, 2) < budget.working(pair)
     assert budget_of("default", max_memory=64.0).working(pair) == 0.5
-    assert budget_of("default", max_memory=64.0, device="cuda").working(pair) == 2.0
+    assert budget_of("default", max_memory=64.0, device="cuda").working(pair) == 1.0
     assert budget_of("default", max_memory=1e-3).working(pair) > 0
     assert 1 <= budget.together(pair) < budget_of("default", max_memory=64.0).together(pair)
 

@@ -20,7 +20,7 @@ from dualrc.model.record import clear_all
 _GIB = 2**30
 _SHARE = 0.8  # of what is free on the device, where no budget is given
 _LEAST = 32 * 2**20  # bytes that consensus and search work in, at least
-_MOST, _GPU_MOST = _GIB // 2, 3 * _GIB // 2  # and at most; more brings little
+_MOST, _GPU_MOST = _GIB // 2, _GIB  # and at most; more brings little
 _KNOWN = 1000  # estimates that are kept
 _SMALLER = 0.8  # of both sides, where the device has less than it said
 

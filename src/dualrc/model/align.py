@@ -33,6 +33,7 @@ def brightness(images: Tensor) -> Tensor:
     return gray
 
 
+@torch.no_grad()
 def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor) -> Tensor:
     """Where the points (n 2) of picture 1 fit best, in pixels of pictures with this brightness (b h w).
 

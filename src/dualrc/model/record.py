@@ -13,7 +13,7 @@ from torch import Tensor
 from dualrc.model import trace
 
 _KEPT = 64  # recordings, and what has been seen once
-_VALUES = 96_000_000  # of input; larger work keeps the GPU busy by itself
+_VALUES = 48_000_000  # of input; larger work keeps the GPU busy by itself
 _ALL_VALUES = 160_000_000  # of the inputs of all recordings, which are kept with them
 
 Function = Callable[..., tuple[Tensor, ...]]
