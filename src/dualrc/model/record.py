@@ -50,13 +50,13 @@ class Recorder:
                 try:
                     self._pool = self._pool or torch.cuda.graph_pool_handle()
                     recording = self._recordings[key] = _Recording(function, tensors, device, self._pool)
+                    self._forget()
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:
                     self._fails = True
                     warnings.warn(f"Work on the GPU can't be recorded ({error}); it is slower so.", stacklevel=2)
                     return function(*(tensor.to(device) for tensor in tensors))
-            self._forget()
             return recording.replay(tensors)
 
     def _forget(self) -> None:
