@@ -6,7 +6,7 @@ Each is the twin of plain code: `cosines` of model.subpixel.meet, `explained` of
 import torch
 from torch import Tensor
 
-from dualrc.kernels import device_of, usable
+from dualrc.kernels import device_of, power_above, usable
 
 WINDOW = 9  # fine cells around a match
 
@@ -55,7 +55,7 @@ def explained(
             explain[(-(-count // matches),)](
                 maps.contiguous(), at, known.contiguous(), share, motion, count, maps.shape[1], row_length,
                 STEP=step, REACH=reach, SHARPNESS=0.5 / sigma**2, DOUBT=doubt,
-                MATCHES=matches, NEIGHBOURS=_power((2 * reach + 1) ** 2), num_warps=4,
+                MATCHES=matches, NEIGHBOURS=power_above((2 * reach + 1) ** 2), num_warps=4,
             )  # fmt: skip
     return share, motion
 
@@ -75,11 +75,6 @@ def moves(
             fit_windows[(-(-count // matches),)](
                 light0.contiguous(), light1.contiguous(), pair, points0.contiguous(), points1.contiguous(),
                 motion.contiguous(), result, count, *light0.shape[1:], *light1.shape[1:],
-                MATCHES=matches, PLACES=_power(places), num_warps=4, **limits,
+                MATCHES=matches, PLACES=power_above(places), num_warps=4, **limits,
             )  # fmt: skip
     return result
-
-
-def _power(number: int) -> int:
-    """The smallest power of two that is no smaller."""
-    return 1 << (number - 1).bit_length()

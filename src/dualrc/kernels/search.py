@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from dualrc.kernels import device_of, usable
+from dualrc.kernels import device_of, power_above, usable
 
 Reading = Literal["corner", "center"]
 
@@ -142,7 +142,7 @@ def _search(
     rest = torch.empty(groups, device=device)
     choose[(groups,)](
         tensor, sums, cells, allowed, maxima, chosen, rest, *size, candidates, blocks,
-        BLOCK=block, BLOCKS=_power(blocks), VISITED=k, TAKEN=2 * k, num_warps=tiles.choose_warps, **flags,
+        BLOCK=block, BLOCKS=power_above(blocks), VISITED=k, TAKEN=2 * k, num_warps=tiles.choose_warps, **flags,
     )  # fmt: skip
     features = fine_query.features.contiguous(), fine_searched.features.contiguous()
     # What the bound leaves out of account: a cosine that is a little more than 1.
@@ -183,8 +183,3 @@ def _masks(fine: FineCells) -> tuple[Tensor, Tensor]:
         return fine.features, fine.features
     valid = fine.valid.contiguous().view(torch.uint8)
     return valid, valid.view(len(valid), fine.height, 4, fine.width, 4).amax(4).amax(2).contiguous()
-
-
-def _power(number: int) -> int:
-    """The smallest power of two that is no smaller."""
-    return 1 << (number - 1).bit_length()
