@@ -21,7 +21,7 @@ _LEAST = 0.5  # as does one around which the pictures are not that alike (their 
 _GAIN = 1e-4  # and one around which they would hardly be more alike
 _LITTLE = 1e-6  # added to variances, which may be zero
 _LARGEST = 16.0  # times that things may be larger in one of the pictures, by area
-_CPU_VALUES, _GPU_VALUES = 2**15, 2**24  # places compared together; on a CPU they stay in its cache
+_CPU_VALUES, _GPU_VALUES = 2**17, 2**24  # places compared together; on a CPU they stay near its cache
 
 
 def brightness(images: Tensor) -> Tensor:
