@@ -148,12 +148,11 @@ def search(
     *,
     temperature: float,
     max_values: int,
-    visits: int | None = None,
 ) -> Found:
     """The best fine cell of the searched picture for every query.
 
     `tensor` is the coarse tensor, (b n m): cells of the querying picture times cells of the searched one. About
-    `max_values` values are held at a time. `visits` are the coarse cells visited before the bound is first checked.
+    `max_values` values are held at a time.
     """
     groups, places, channels = queries.features.shape
     sums = tensor.sum(2, dtype=torch.float32)  # b n
@@ -166,7 +165,7 @@ def search(
     candidates = tensor.shape[2]
     if not tensor.is_cuda:
         max_values = min(max_values, _CPU_VALUES * torch.get_num_threads())
-    block = min(visits or FIRST_BLOCK, candidates)
+    block = min(FIRST_BLOCK, candidates)
     while len(open_groups):
         shortlist = min(_SHORTLIST * block, candidates)
         per_group = 3 * candidates + 3 * places * shortlist + block * PLACES * (channels + 2 * places)
