@@ -104,7 +104,7 @@ def main() -> None:
         images, out = Path(folder) / "images", Path(folder) / "out"
         images.mkdir()
         make_pictures(images, int(pictures))
-        # A cache that holds a part of the pictures only: 0.11 MiB each.
+        # A cache that holds a part of the pictures only: 16 for each of two workers.
         config = CollectionConfig(
             pairs="exhaustive",
             size=SIZE,

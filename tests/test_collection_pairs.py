@@ -198,6 +198,20 @@ def test_blocks_hold_every_pair_once_and_share_pictures(size, kind):
         assert pictures < 0.45 * len(asked)
 
 
+@pytest.mark.parametrize("kept", [6, 16, 40])
+def test_whatever_the_number_of_pictures_kept_few_are_read_twice(kept):
+    asked = pairs.exhaustive([f"{number:03d}" for number in range(100)])
+    latest: dict[str, None] = {}
+    reads = 0
+    for name in itertools.chain(*itertools.chain(*in_blocks(asked, 64))):
+        reads += name not in latest
+        latest.pop(name, None)
+        latest[name] = None
+        if len(latest) > kept:
+            del latest[next(iter(latest))]
+    assert reads < 3 * len(asked) / kept
+
+
 def test_chunks():
     assert in_chunks(["a", "b", "c"], 2) == [[("a",), ("b",)], [("c",)]]
     assert in_chunks([], 2) == []

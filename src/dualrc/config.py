@@ -42,6 +42,8 @@ class CompactConfig:
     depths: tuple[int, int, int, int] = (1, 1, 2, 2)
     coarse_channels: int = 256
     fine_channels: int = 96
+    # Whether it also sees the contrast around each pixel, by which the dark looks like the bright.
+    contrast: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """What is matched when, and by whom: blocks of pairs that share pictures, and what to do when a worker dies."""
 
-import math
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,20 +14,33 @@ _AHEAD = 32  # waiting blocks among which a worker's next one is chosen
 
 
 def in_blocks(pairs: Collection[Names], size: int) -> list[list[Item]]:
-    """The pairs in blocks of at most `size`, such that a block's pairs, and the next block's, share pictures."""
+    """The pairs in blocks of at most `size`, in an order in which those near each other share pictures.
+
+    They follow Hilbert's curve through the matrix of all pairs: whatever number of pictures is kept, the curve stays
+    for long in a square of that side.
+    """
     rank = _breadth_first(pairs)
-    side = max(1, math.isqrt(size))
-    tiles: dict[tuple[int, int], list[Item]] = {}  # squares of the matrix of all pairs
-    for pair in pairs:
+    side = 1 << (len(rank) - 1).bit_length()
+
+    def place(pair: Names) -> int:
         row, column = sorted((rank[pair[0]], rank[pair[1]]))
-        tiles.setdefault((row // side, column // side), []).append(pair)
-    blocks: list[list[Item]] = [[]]
-    # Every other row of tiles backwards, so that a row begins with the pictures with which the last one ended.
-    for _, tile in sorted(tiles.items(), key=lambda at: (at[0][0], at[0][1] if at[0][0] % 2 == 0 else -at[0][1])):
-        if len(blocks[-1]) + len(tile) > size:
-            blocks.append([])
-        blocks[-1] += tile
-    return [block for block in blocks if block]
+        return _along_curve(row, column, side)
+
+    ordered = sorted(pairs, key=place)
+    return [list(ordered[start : start + size]) for start in range(0, len(ordered), size)]
+
+
+def _along_curve(row: int, column: int, side: int) -> int:
+    """How far along Hilbert's curve a place of a square is, whose side is a power of two."""
+    distance = 0
+    while side > 1:
+        side //= 2
+        low, right = row >= side, column >= side
+        distance = 4 * distance + (3 * low ^ right)
+        row, column = row % side, column % side
+        if not right:
+            row, column = (side - 1 - column, side - 1 - row) if low else (column, row)
+    return distance
 
 
 def in_chunks(names: Sequence[str], size: int) -> list[list[Item]]:
@@ -118,7 +130,10 @@ class Plan:
         suspects, others = items[: self._at_once], items[self._at_once :]
         if others:
             self._waiting.appendleft(_Block.of(others, block.deaths))
-        # Suspects are tried again at once and, the second time, each alone, so that only the guilty is given up.
-        alone = [suspects] if deaths < _DEATHS - 1 else [[item] for item in suspects]
-        self._waiting.extendleft(_Block.of(part, deaths) for part in reversed(alone))
+        # Suspects are tried again at once and, the second time, each alone, so that only the guilty is given up: for
+        # that, two deaths in company count as one.
+        parts = [suspects]
+        if len(suspects) > 1 and deaths >= _DEATHS - 1:
+            parts, deaths = [[item] for item in suspects], deaths - 1
+        self._waiting.extendleft(_Block.of(part, deaths) for part in reversed(parts))
         return []

@@ -22,13 +22,16 @@ def relight(images: Tensor, random: Generator) -> Tensor:
         return torch.rand(count, 1, 1, 1, generator=random, device=device) < probability
 
     linear = images.clamp(0, 1) ** 2.2
-    night = chance(0.22)
-    gain = torch.exp2(normal(0.6) - torch.where(night, uniform(2, 8), 0))
+    night = chance(0.3)
+    gain = torch.exp2(normal(0.6) - torch.where(night, uniform(0, 8), 0))
     tint = torch.exp(normal(0.12, 3, 1, 1) * torch.where(night, 3.0, 1.0))
     # Lamps of other colours make other surfaces bright.
     mixing = torch.eye(3, device=device) + normal(0.08, 3, 3) * torch.where(night, 3.0, 1.0)[..., 0]
     linear = torch.einsum("bij,bjhw->bihw", mixing, linear).clamp(0, 1)
     linear = linear * torch.where(night, _lamps(uniform, linear), 1)
+    # Surfaces answer other lamps differently: what was the brighter one by day may be the darker one at night.
+    wave = (images.clamp(0, 1) * normal(5.0, 3, 1, 1)).sum(1, keepdim=True) + uniform(0, 2 * math.pi)
+    linear = linear * torch.exp(wave.sin() * torch.where(night, uniform(0, 2.5), uniform(0, 0.8) * chance(0.3)))
     # Shadows and glows: a smooth field, sometimes with hard edges.
     field = F.interpolate(normal(1.0, 1, 5, 5), size=images.shape[2:], mode="bicubic", align_corners=False)
     field = torch.where(chance(0.3), (8 * field).tanh() * 0.5, field)

@@ -3,11 +3,15 @@
 from itertools import pairwise
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from dualrc.config import CompactConfig, ResNetConfig
+
+_SQUARE = 8  # pixels along each side of the squares whose contrast is measured
+_FAINT = 0.002  # added to variances: what varies less, by two or three of 255 levels, is taken for noise
 
 
 class Bottleneck(nn.Module):
@@ -130,6 +134,19 @@ class ResidualBlock(nn.Module):
         return F.relu_(self.bn2(self.conv2(F.relu_(self.bn1(self.conv1(x))))) + x)
 
 
+def local_contrast(images: Tensor) -> Tensor:
+    """How the brightness of each pixel compares with that around: (b 3 h w) -> (b 1 h w), in deviations.
+
+    Around is a smooth window of some 24 px, by the means of squares of 8 px.
+    """
+    gray = images.float().mean(1, keepdim=True)
+    sums = F.avg_pool2d(torch.cat([gray, gray.square()], dim=1), _SQUARE)
+    sums = F.avg_pool2d(sums, 3, 1, 1, count_include_pad=False)
+    mean, square = F.interpolate(sums, scale_factor=_SQUARE, mode="bilinear", align_corners=False).split(1, dim=1)
+    deviation = (square - mean.square()).clamp(min=0).add(_FAINT).sqrt()
+    return ((gray - mean) / deviation).to(images.dtype)
+
+
 class CompactBackbone(nn.Module):
     """A small residual network with a top-down path."""
 
@@ -137,7 +154,8 @@ class CompactBackbone(nn.Module):
         super().__init__()
         w2, w4, w8, w16, w32 = config.widths
         d4, d8, d16, d32 = config.depths
-        self.stem = _conv(3, w2, 4, 2)
+        self.contrast = config.contrast
+        self.stem = _conv(4 if config.contrast else 3, w2, 4, 2)
         self.level4 = self._level(w2, w4, 4, d4)
         self.level8 = self._level(w4, w8, 2, d8)
         self.level16 = self._level(w8, w16, 2, d16)
@@ -157,6 +175,8 @@ class CompactBackbone(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(b 3 h w) -> coarse (b c h/16 w/16), fine (b c h/4 w/4), neither normalized."""
+        if self.contrast:
+            images = torch.cat([images, local_contrast(images)], dim=1).contiguous(memory_format=torch.channels_last)
         x4 = self.level4(self.stem(images))
         x8 = self.level8(x4)
         x16 = self.level16(x8)
