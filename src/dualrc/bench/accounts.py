@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import torch
-
 from dualrc.bench import counts
 from dualrc.bench.clock import Rates
 from dualrc.bench.counts import Work
@@ -65,7 +63,7 @@ def with_work(row: Row, stages: dict[str, Work], rates: Rates) -> Row:
 def work_of(fast: Dualrc, search: Search | None) -> dict[str, Work]:
     """The least that each stage has to do; the search's is known only where it tells what it visited."""
     config, seen = fast.matcher.network.config, fast.seen
-    value_bytes = getattr(torch, fast.matcher.precision).itemsize
+    value_bytes = fast.matcher.dtype.itemsize
     features = counts.features_work(config, seen, value_bytes)
     coarse = counts.coarse_work(config, seen, seen, value_bytes)
     work = {FEATURES: features, COARSE: coarse}

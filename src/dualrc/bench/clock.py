@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 
 from dualrc.errors import DualRCError
-from dualrc.matcher import Precision
 
 Run = Callable[[], object]
 Key = TypeVar("Key")
@@ -91,10 +90,10 @@ def time_interleaved(
     return {name: Timing.of(taken) for name, taken in samples.items() if name not in failures}, failures
 
 
-def measure_rates(device: torch.device, precision: Precision) -> Rates:
-    """The best of several large products in this precision, and of several large copies."""
+def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
+    """The best of several large products of this type, and of several large copies."""
     kind = device.type if device.type in _MATRIX_SIDE else "cpu"
-    side, dtype = _MATRIX_SIDE[kind], getattr(torch, precision)
+    side = _MATRIX_SIDE[kind]
     one, other = (torch.rand(side, side, device=device).to(dtype) for _ in range(2))
     product = torch.empty_like(one)
     seconds = _best(lambda: torch.mm(one, other, out=product), device)

@@ -164,9 +164,10 @@ def _measure_device(settings: BenchSettings, device: str, folder: Path, messages
     """What is known after each size, the smallest first."""
     matcher = make_matcher(_task(settings, "dualrc", device, settings.sizes[0], folder))
     precision, info, place, budget = matcher.precision, matcher.info, matcher.device, matcher.budget
+    dtype = matcher.dtype
     del matcher  # or its weights would count in every peak
     with messages.status(f"What {device} can do..."):
-        rates = measure_rates(place, precision)
+        rates = measure_rates(place, dtype)
     _release()
     sizes: list[SizeResult] = []
     for size in sorted(set(settings.sizes), key=lambda size: size[0] * size[1]):

@@ -31,8 +31,8 @@ def bench(
         ),
     ] = None,
     precision: Annotated[
-        Literal["float32", "float16", "bfloat16"] | None,
-        typer.Option(help="Of the network; without it, float16 on a GPU, else float32."),
+        Literal["float32", "float16", "bfloat16", "int8"] | None,
+        typer.Option(help="Of the backbone; without it, float16 on a GPU, int8 on a CPU that has VNNI, else float32."),
     ] = None,
     max_memory: common.MaxMemoryOption = None,
     pair: Annotated[

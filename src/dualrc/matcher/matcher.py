@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -35,13 +35,14 @@ from dualrc.matcher.ahead import ReadAhead, look_ahead
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.features import FeatureCache, Item, Matchable, PictureFeatures, chunks, shapes, stack
 from dualrc.matches import FloatArray, Matches, Size, Warp, inside_mask
-from dualrc.model.backbone import fold_batch_norm
+from dualrc.model import int8
+from dualrc.model.backbone import CompactBackbone, fold_batch_norm
 from dualrc.model.checkpoint import bundled, file_hash, load_weights
 from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features
 from dualrc.model.record import Recorder
 
 T = TypeVar("T")
-Precision = Literal["float32", "float16", "bfloat16"]
+Precision = Literal["float32", "float16", "bfloat16", "int8"]
 # Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
 # coarse tensor than this; on a CPU one at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
@@ -66,18 +67,24 @@ class Matcher:
     ) -> None:
         self.device = _choose_device(device)
         self.precision = precision or ("float16" if self.device.type == "cuda" else "float32")
-        if self.precision not in ("float32", "float16", "bfloat16"):
-            raise ConfigError(f"Precision {self.precision!r} is not known; choose float32, float16 or bfloat16.")
+        if self.precision not in get_args(Precision):
+            raise ConfigError(f"Precision {self.precision!r} is not known; choose {', '.join(get_args(Precision))}.")
         self.config = config
         self.network = network.eval().to(self.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.weights_hash = weights_hash
         self._made_by = weights_hash or f"network {id(network)}"
-        half = self.precision != "float32"
-        if half and self.device.type == "cuda":
-            self.network.backbone.to(getattr(torch, self.precision))
-        self._autocast = half and self.device.type != "cuda"
-        held_as = getattr(torch, self.precision) if self.device.type == "cuda" else torch.float32
-        self.budget = Budget(self.network.config, self.device, held_as, config.max_memory)
+        if self.precision == "int8":
+            if not _multiplies_bytes(network, self.device):
+                raise ConfigError("Precision int8 needs a compact network and a CPU with VNNI; choose float32.")
+            int8.convert(network.backbone)
+        self.dtype: torch.dtype = torch.float32 if self.precision == "int8" else getattr(torch, self.precision)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            self.network.backbone.to(self.dtype)
+        self._autocast = self.dtype != torch.float32 and not on_gpu
+        self.budget = Budget(
+            self.network.config, self.device, self.dtype if on_gpu else torch.float32, config.max_memory
+        )
         self._record = Recorder()
         self._info = {
             "dualrc": metadata.version("dualrc"),
@@ -146,10 +153,9 @@ class Matcher:
     def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, ...]:
         """Coarse and fine features of pictures on the device, uint8 (b h w 3), and their brightness if it is used."""
         images = to_input(pixels, size).contiguous(memory_format=torch.channels_last)
-        precision = getattr(torch, self.precision)
         if self.device.type == "cuda":
-            images = images.to(precision)
-        with torch.autocast(self.device.type, dtype=precision, enabled=self._autocast):
+            images = images.to(self.dtype)
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocast):
             features = self.network.extract(images)
         light = () if features.light is None else (features.light,)
         return features.coarse, features.fine, *light
@@ -482,6 +488,7 @@ def load(
 ) -> Matcher:
     """A matcher with the preset's bundled weights, or with a weights file of that preset, on the best device.
 
+    `precision` is that of the backbone: float16 on a GPU, int8 on a CPU that is made for it, else float32.
     `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_memory.
     """
     _, matcher_config = configs.preset(preset)
@@ -503,7 +510,13 @@ def load(
             f"load the preset {network.config.preset!r}, or give other weights."
         )
     fold_batch_norm(network)
+    if precision is None and _multiplies_bytes(network, _choose_device(device)):
+        precision = "int8"
     return Matcher(network, matcher_config, device=device, precision=precision, weights_hash=file_hash(path))
+
+
+def _multiplies_bytes(network: DualRCNet, device: torch.device) -> bool:
+    return device.type == "cpu" and isinstance(network.backbone, CompactBackbone) and int8.works()
 
 
 def _choose_device(device: str | torch.device | None) -> torch.device:

@@ -1,0 +1,105 @@
+"""A backbone in 8 bits against the same in float32."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from conftest import texture, tiny_network
+
+import dualrc
+from dualrc.config import CompactConfig, MatcherConfig
+from dualrc.errors import ConfigError
+from dualrc.matcher import Matcher
+from dualrc.model import int8
+from dualrc.model.backbone import CompactBackbone
+from dualrc.scenes import make_pair
+
+needs_bytes = pytest.mark.skipif(not int8.works(), reason="this CPU does not multiply bytes exactly")
+
+
+def channels_last(*shape, seed=0):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return values.contiguous(memory_format=torch.channels_last)
+
+
+def rounded(values, low, high):
+    """Values as 8 bits tell them."""
+    step = (high - low) / 255
+    zero = int(-low / step)
+    return ((values / step + zero + 0.5).floor().clamp(0, 255) - zero) * step
+
+
+@needs_bytes
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 1, 1), (1, 1, 0), (4, 2, 1), (2, 2, 0)])
+@pytest.mark.parametrize("size", [(1, 1), (7, 5), (16, 33)])
+def test_a_convolution_is_that_of_the_rounded_numbers(signed, kernel, stride, padding, size):
+    if min(size) + 2 * padding < kernel:
+        pytest.skip("the picture is smaller than the kernel")
+    convolution = torch.nn.Conv2d(24, 40, kernel, stride, padding)
+    x = 3 * channels_last(1, 24, *size, seed=1)
+    x = x if signed else x.relu()
+    scale = convolution.weight.abs().amax((1, 2, 3), keepdim=True) / 127
+    weight = (convolution.weight / scale).round() * scale
+    known = rounded(x, min(0.0, x.min().item()), x.max().item())
+    expected = torch.nn.functional.conv2d(known, weight, convolution.bias, stride, padding)
+    with torch.no_grad():
+        plain = int8.Int8Conv(convolution, relu=False, signed=signed)(x)
+        shortcut = channels_last(*expected.shape, seed=2)
+        added = int8.Int8Conv(convolution, relu=True, signed=signed)(x, onto=shortcut.clone())
+    torch.testing.assert_close(plain, expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(added, (expected + shortcut).relu(), atol=1e-3, rtol=1e-3)
+
+
+@needs_bytes
+@pytest.mark.parametrize("size", [(16, 16), (48, 80), (112, 64)])
+@pytest.mark.parametrize("contrast", [False, True])
+def test_a_backbone_is_nearly_the_same(size, contrast):
+    backbone = CompactBackbone(CompactConfig(widths=(8, 16, 24, 32, 32), contrast=contrast)).eval()
+    for module in backbone.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):  # as after training
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+            torch.nn.init.normal_(module.running_mean, std=0.1)
+    images = channels_last(1, 3, *size)
+    quick = copy.deepcopy(backbone)
+    int8.convert(quick)
+    with torch.no_grad():
+        for one, other in zip(backbone(images), quick(images), strict=True):
+            assert torch.nn.functional.cosine_similarity(one, other).min() > 0.98
+            assert not torch.equal(one, other)
+        black = quick(torch.zeros(1, 3, *size).contiguous(memory_format=torch.channels_last))
+    assert all(torch.isfinite(features).all() for features in black)
+
+
+@needs_bytes
+def test_the_shipped_matcher_finds_the_same_in_8_bits():
+    pair = make_pair(3, size=(320, 240))
+    pictures = [rendering.image.numpy() for rendering in pair]
+    quick, plain = dualrc.load(device="cpu"), dualrc.load(device="cpu", precision="float32")
+    assert (quick.precision, plain.precision) == ("int8", "float32")
+    found, expected = quick.match(*pictures, top=500), plain.match(*pictures, top=500)
+    shift = np.abs(found.points0[:, None] - expected.points0).max(2)
+    nearest = shift.argmin(1)
+    same = shift.min(1) < 4
+    assert same.mean() > 0.9
+    apart = np.linalg.norm(found.points1[same] - expected.points1[nearest[same]], axis=1)
+    assert np.mean(apart < 4) > 0.97
+    for other in (copy.deepcopy(quick), pickle.loads(pickle.dumps(quick))):
+        np.testing.assert_array_equal(other.match(*pictures, top=500).points1, found.points1)
+
+
+def test_without_such_a_cpu_it_is_float32_and_asking_is_refused(monkeypatch):
+    monkeypatch.setattr(int8, "works", lambda: False)
+    assert dualrc.load(device="cpu").precision == "float32"
+    with pytest.raises(ConfigError, match="choose float32"):
+        Matcher(tiny_network(), MatcherConfig(), device="cpu", precision="int8")
+
+
+@needs_bytes
+def test_a_matcher_of_ones_own_network_in_8_bits():
+    picture = texture(1, 96, 80)
+    matches = Matcher(tiny_network(), MatcherConfig(), device="cpu", precision="int8").match(picture, picture)
+    still = np.abs(matches.points0 - matches.points1).max(axis=1) < 1e-3
+    assert len(matches) > 100 and still.mean() > 0.9
