@@ -10,10 +10,10 @@ from dualrc.model.align import brightness
 from dualrc.model.support import crowd, support
 
 
-def by_loops(index, here, there, trust, height, width) -> np.ndarray:
-    """The definition for one pair, with numpy's least squares for the affine motion."""
+def by_loops(index, here, there, trust, height, width) -> tuple[np.ndarray, np.ndarray]:
+    """The definition of share and shift for one pair, with numpy's least squares for the affine motion."""
     at = {int(i): n for n, i in enumerate(index)}
-    result = []
+    shares, shifts = [], []
     for n, i in enumerate(index):
         row, column = divmod(int(i), width)
         around = []
@@ -24,15 +24,19 @@ def by_loops(index, here, there, trust, height, width) -> np.ndarray:
                 if other is not None and other != n:
                     around.append(other)
         if not around:
-            result.append(0.0)
+            shares.append(0.0)
+            shifts.append([0.0, 0.0])
             continue
         a, b, w = here[around] - here[n], there[around] - there[n], trust[around]
         # As the code has it, a motion of nothing is preferred ever so slightly.
         rows = np.concatenate([a * np.sqrt(w)[:, None], np.eye(2) * 1e-3**0.5])
         motion = np.linalg.lstsq(rows, np.concatenate([b * np.sqrt(w)[:, None], np.zeros((2, 2))]), rcond=None)[0]
-        stray = ((b - a @ motion) ** 2).sum(1)
-        result.append((w * np.exp(-0.5 * stray / 0.25**2)).sum() / (w.sum() + 4))
-    return np.array(result)
+        left = b - a @ motion
+        stray = (left**2).sum(1)
+        shares.append((w * np.exp(-0.5 * stray / 0.25**2)).sum() / (w.sum() + 4))
+        voice = w * np.exp(-0.5 * stray)
+        shifts.append((voice[:, None] * left).sum(0) / (voice.sum() + 1))
+    return np.array(shares), np.array(shifts)
 
 
 def made(seed: int, height: int, width: int, share: float):
@@ -53,34 +57,49 @@ def tensors(*arrays):
 @pytest.mark.parametrize(("height", "width", "share"), [(20, 28, 0.6), (7, 5, 1.0), (1, 30, 0.5), (40, 3, 0.02)])
 def test_support_is_its_definition(height, width, share):
     index, here, there, trust, _ = made(1, height, width, share)
-    expected = by_loops(index, here, there, trust, height, width)
+    share, shift = by_loops(index, here, there, trust, height, width)
     pair = torch.zeros(len(index), dtype=torch.long)
-    found, _ = support(*tensors(index, here, there, trust), pair, (1, height, width))
-    assert found.numpy() == pytest.approx(expected, abs=2e-3)
+    found = support(*tensors(index, here, there, trust), pair, (1, height, width))
+    assert found.share.numpy() == pytest.approx(share, abs=2e-3)
+    assert found.shift.numpy() == pytest.approx(shift, abs=2e-3)
 
 
 def test_right_matches_have_more_support():
     index, here, there, trust, wrong = made(2, 40, 50, 0.7)
     pair = torch.zeros(len(index), dtype=torch.long)
     trust = np.where(wrong, 0.2, 0.8)  # what lies around has been told apart to some degree
-    found = support(*tensors(index, here, there, trust), pair, (1, 40, 50))[0].numpy()
+    found = support(*tensors(index, here, there, trust), pair, (1, 40, 50)).share.numpy()
     right = found[~wrong][:, None] > found[wrong][None]
     assert right.mean() > 0.95  # the area under the ROC curve
+
+
+def test_matches_that_stray_are_shifted_to_where_the_others_are_and_two_planes_keep_apart():
+    index, here, _, trust, _ = made(5, 40, 50, 0.7)
+    right = here[:, 0] > 25  # another plane, which moves by two and a half cells more
+    truth = here @ np.array([[0.9, 0.3], [-0.2, 1.1]]) + np.where(right[:, None], [5.5, 5], [3, 5])
+    there = truth + np.random.default_rng(6).normal(0, 0.3, here.shape)
+    pair = torch.zeros(len(index), dtype=torch.long)
+    shift = support(*tensors(index, here, there, trust), pair, (1, 40, 50)).shift.numpy()
+    before, after = (np.linalg.norm(places - truth, axis=1) for places in (there, there + shift))
+    inside = np.abs(here[:, 0] - 25) > 9
+    assert after[inside].mean() < 0.6 * before[inside].mean()
+    assert after[~inside].mean() < 1.3 * before[~inside].mean()
 
 
 def test_pairs_of_a_batch_and_missing_matches_keep_apart():
     one, other = made(3, 12, 16, 0.6), made(4, 12, 16, 0.5)
     columns = [np.concatenate([a, b]) for a, b in zip(one[:4], other[:4], strict=True)]
     pair = torch.tensor([0] * len(one[0]) + [1] * len(other[0]))
-    both, _ = support(*tensors(*columns), pair, (2, 12, 16))
+    both = support(*tensors(*columns), pair, (2, 12, 16))
     for number, each in enumerate((one, other)):
-        alone, _ = support(*tensors(*each[:4]), torch.zeros(len(each[0]), dtype=torch.long), (1, 12, 16))
-        assert torch.allclose(both[pair == number], alone, atol=1e-6)
+        alone = support(*tensors(*each[:4]), torch.zeros(len(each[0]), dtype=torch.long), (1, 12, 16))
+        for found, expected in zip(both, alone, strict=True):
+            assert torch.allclose(found[pair == number], expected, atol=1e-5)
     missing = [np.concatenate([c, c[:3]]) for c in columns]
-    padded, _ = support(*tensors(*missing), torch.cat([pair, torch.tensor([-1] * 3)]), (2, 12, 16))
-    assert torch.allclose(padded[:-3], both, atol=1e-6)
-    nothing, motion = support(*[t[:0] for t in tensors(*columns)], pair[:0], (2, 12, 16))
-    assert nothing.shape == (0,) and motion.shape == (0, 2, 2)
+    padded = support(*tensors(*missing), torch.cat([pair, torch.tensor([-1] * 3)]), (2, 12, 16))
+    assert all(torch.allclose(found[:-3], expected, atol=1e-5) for found, expected in zip(padded, both, strict=True))
+    nothing = support(*[t[:0] for t in tensors(*columns)], pair[:0], (2, 12, 16))
+    assert [tuple(column.shape) for column in nothing] == [(0,), (0, 2, 2), (0, 2)]
 
 
 def test_a_crowd_is_counted():

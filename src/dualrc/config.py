@@ -132,7 +132,7 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
     "default": (
         NetworkConfig(
             preset="default",
-            backbone=CompactConfig(),
+            backbone=CompactConfig(contrast=True),
             consensus=ConsensusConfig(channels=(8, 1)),
             fine=FineConfig(subpixel_hidden=192),
         ),

@@ -131,7 +131,7 @@ class PhotoMotion:
     shift: float = 0.25  # of the picture's side
     layers: int = 2  # occluding photographs with their own motion
     bend: float = 0.5  # share of pairs whose background bends smoothly
-    still: float = 0.35  # share of pairs whose background only shifts by a few pixels, as under another light
+    still: float = 0.2  # share of pairs whose background only shifts by a few pixels, as under another light
     mosaic: float = 0.5  # share of pairs whose background is nine photographs, so that wide views stay sharp
     unrelated: float = 0.06  # share of pairs that show different things: nothing there may be trusted
 

@@ -37,9 +37,19 @@ def cosines(
 
 
 def explained(
-    maps: Tensor, at: Tensor, known: Tensor, row_length: int, *, step: int, reach: int, sigma: float, doubt: float
-) -> tuple[Tensor, Tensor]:
-    """The share of neighbours that move with matches, (n), and how they do, (n 2 2).
+    maps: Tensor,
+    at: Tensor,
+    known: Tensor,
+    row_length: int,
+    *,
+    step: int,
+    reach: int,
+    sigma: float,
+    doubt: float,
+    near: float,
+    own: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The share of neighbours that move with matches, (n), how they do, (n 2 2), and where they would have it, (n 2).
 
     `maps` (5 p) hold x, y, u, v and trust of matches by place, zero where there is none; `known` (5 n) those of the
     matches themselves and `at` (n) their places. Neighbours lie every `step` places, `reach` steps to each side.
@@ -48,16 +58,16 @@ def explained(
 
     count = len(at)
     share = torch.empty(count, device=at.device)
-    motion = torch.empty(count, 2, 2, device=at.device)
+    motion, shift = torch.empty(count, 2, 2, device=at.device), torch.empty(count, 2, device=at.device)
     if count:
         matches = 8
         with device_of(at):
             explain[(-(-count // matches),)](
-                maps.contiguous(), at, known.contiguous(), share, motion, count, maps.shape[1], row_length,
-                STEP=step, REACH=reach, SHARPNESS=0.5 / sigma**2, DOUBT=doubt,
+                maps.contiguous(), at, known.contiguous(), share, motion, shift, count, maps.shape[1],
+                row_length, STEP=step, REACH=reach, SHARPNESS=0.5 / sigma**2, DOUBT=doubt, NEAR=0.5 / near**2, OWN=own,
                 MATCHES=matches, NEIGHBOURS=power_above((2 * reach + 1) ** 2), num_warps=4,
             )  # fmt: skip
-    return share, motion
+    return share, motion, shift
 
 
 def moves(

@@ -51,6 +51,7 @@ def explain(
     known: tl.tensor,  # 5 count
     share: tl.tensor,  # count: results
     motion: tl.tensor,  # count 2 2
+    shift: tl.tensor,  # count 2
     count: tl.tensor,
     places: tl.tensor,
     row_length: tl.tensor,
@@ -58,6 +59,8 @@ def explain(
     REACH: tl.constexpr,
     SHARPNESS: tl.constexpr,
     DOUBT: tl.constexpr,
+    NEAR: tl.constexpr,
+    OWN: tl.constexpr,
     MATCHES: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
 ) -> None:
@@ -84,8 +87,12 @@ def explain(
     a, b = (yy * ux - xy * uy) * inverse, (xx * uy - xy * ux) * inverse
     c, d = (yy * vx - xy * vy) * inverse, (xx * vy - xy * vx) * inverse
     stray_u, stray_v = u - a[:, None] * x - b[:, None] * y, v - c[:, None] * x - d[:, None] * y
-    moves_along = tl.exp(-SHARPNESS * (stray_u * stray_u + stray_v * stray_v))
-    agreed = tl.sum(weight * moves_along, axis=1) / (tl.sum(weight, axis=1) + DOUBT)
+    stray = stray_u * stray_u + stray_v * stray_v
+    agreed = tl.sum(weight * tl.exp(-SHARPNESS * stray), axis=1) / (tl.sum(weight, axis=1) + DOUBT)
+    voice = weight * tl.exp(-NEAR * stray)
+    voices = tl.sum(voice, axis=1) + OWN
+    tl.store(shift + match * 2, tl.sum(voice * stray_u, axis=1) / voices, mask=exists)
+    tl.store(shift + match * 2 + 1, tl.sum(voice * stray_v, axis=1) / voices, mask=exists)
     tl.store(share + match, agreed, mask=exists)
     tl.store(motion + match * 4, a, mask=exists)
     tl.store(motion + match * 4 + 1, b, mask=exists)

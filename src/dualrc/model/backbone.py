@@ -139,12 +139,13 @@ def local_contrast(images: Tensor) -> Tensor:
 
     Around is a smooth window of some 24 px, by the means of squares of 8 px.
     """
-    gray = images.float().mean(1, keepdim=True)
+    red, green, blue = images.float().split(1, dim=1)
+    gray = (red + green + blue) / 3
     sums = F.avg_pool2d(torch.cat([gray, gray.square()], dim=1), _SQUARE)
     sums = F.avg_pool2d(sums, 3, 1, 1, count_include_pad=False)
     mean, square = F.interpolate(sums, scale_factor=_SQUARE, mode="bilinear", align_corners=False).split(1, dim=1)
-    deviation = (square - mean.square()).clamp(min=0).add(_FAINT).sqrt()
-    return ((gray - mean) / deviation).to(images.dtype)
+    deviation = (square - mean.square()).clamp_(min=0).add_(_FAINT).sqrt_()
+    return (gray - mean).div_(deviation).to(images.dtype)
 
 
 class CompactBackbone(nn.Module):

@@ -153,14 +153,15 @@ class DualRCNet(nn.Module):
         cells0, cells1 = _cells(index0, fine0) + offset0, _cells(index1, fine1) + offset1
         shapes = [(len(fine.features), fine.height * RATIO, fine.width * RATIO) for fine in (fine0, fine1)]
         known = pair.masked_fill(~is_match, -1)
-        support0, motion = support(index0, cells0, cells1, trust, known, shapes[0])
-        support1, _ = support(index1, cells1, cells0, trust, known, shapes[1])
-        score = trust * (support0 * support1).sqrt()
+        around0 = support(index0, cells0, cells1, trust, known, shapes[0])
+        around1 = support(index1, cells1, cells0, trust, known, shapes[1])
+        score = trust * (around0.share * around1.share).sqrt()
         crowd0, crowd1 = crowd(index0, score, known, shapes[0]), crowd(index1, score, known, shapes[1])
         # The best matches lie close together; what would follow there comes after what stands alone elsewhere.
         score = score * ((1 + crowd0 / _CROWD) * (1 + crowd1 / _CROWD)).rsqrt()
         if light0 is not None and light1 is not None:
-            cells1 = _from_pixels(align(light0, light1, pair, _pixels(cells0), _pixels(cells1), motion))
+            places = _pixels(cells0), _pixels(cells1 + around0.shift)
+            cells1 = _from_pixels(align(light0, light1, pair, *places, around0.motion))
         return cells0, cells1, score
 
     def match_points(

@@ -1,6 +1,7 @@
-"""How matches are ranked beside their trust: whether those around move along, and how many better ones are near."""
+"""What matches tell of those around: whether they move along, where they should lie, how many better ones are near."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,21 +11,29 @@ import dualrc.kernels.refine as kernel
 _STEP = 3  # fine cells between the neighbours that are asked
 _REACH = 3  # steps to each side: 48 neighbours in a window of 19 x 19 cells
 _SIGMA = 0.25  # fine cells that a neighbour may stray
+_NEAR = 1.0  # fine cells within which neighbours have a say in where a match lies,
+_OWN = 1.0  # against its own word, which counts as that many
 _DOUBT = 4.0  # neighbours that speak against every match, so that a lonely one has little support
 _CROWD_CELLS = 8  # fine cells along each side of the squares in which matches are counted
 _CPU_VALUES, _GPU_VALUES = 2**16, 2**24  # neighbours looked at together; on a CPU they stay in its cache
 
 
-def support(
-    index: Tensor, here: Tensor, there: Tensor, trust: Tensor, pair: Tensor, shape: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    """How well the neighbours of each match agree with it, (n) in 0 to 1, and how they move, (n 2 2).
+class Support(NamedTuple):
+    """What the neighbours of matches tell."""
+
+    share: Tensor  # n: how well they agree with it, 0 to 1
+    motion: Tensor  # n 2 2: how they move; takes what is near here to what is near there
+    shift: Tensor  # n 2: how far from where it lies there they would have it, in fine cells
+
+
+def support(index: Tensor, here: Tensor, there: Tensor, trust: Tensor, pair: Tensor, shape: tuple[int, ...]) -> Support:
+    """What is told by the neighbours of each match.
 
     `index` (n) are the row-major fine cells of this picture that are matched, each once; `here` and `there` (n 2) where
     exactly the matches lie in both pictures, in fine cells; `pair` (n) which pair of the batch they belong to, -1 where
     there is no match. `shape` is (pairs, height, width). Through each match goes the affine motion that fits its
-    neighbours best, weighted by their trust, and the support is the trusted share of them that this motion explains.
-    The motion's matrix takes what is near here to what is near there.
+    neighbours best, weighted by their trust, and the share is the trusted part of them that this motion explains. The
+    shift is the mean of what it leaves over, of those that nearly follow it.
     """
     pairs, height, width = shape
     margin = _STEP * _REACH
@@ -37,7 +46,8 @@ def support(
     maps[4, places].zero_()
     at = at.clamp(min=margin * (row_length + 1))
     if kernel.supported(maps):
-        return kernel.explained(maps, at, known, row_length, step=_STEP, reach=_REACH, sigma=_SIGMA, doubt=_DOUBT)
+        limits = {"sigma": _SIGMA, "doubt": _DOUBT, "near": _NEAR, "own": _OWN}
+        return Support(*kernel.explained(maps, at, known, row_length, step=_STEP, reach=_REACH, **limits))
     axis = torch.arange(-_REACH, _REACH + 1, device=index.device) * _STEP
     offsets = (axis[:, None] * row_length + axis).flatten()
     offsets = torch.cat([offsets[: len(offsets) // 2], offsets[len(offsets) // 2 + 1 :]])  # it is no witness for itself
@@ -46,25 +56,27 @@ def support(
         _explained(maps.index_select(1, (offsets[:, None] + places).flatten()).unflatten(1, (len(offsets), -1)), match)
         for places, match in zip(at.split(chunk), known.split(chunk, dim=1), strict=True)
     ]
-    return torch.cat([share for share, _ in parts]), torch.cat([motion for _, motion in parts])
+    return Support(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _explained(around: Tensor, match: Tensor) -> tuple[Tensor, Tensor]:
-    """The trusted share of neighbours (5 k n), and of those in doubt, that move with matches (5 n), and how they do."""
+def _explained(around: Tensor, match: Tensor) -> Support:
+    """What neighbours (5 k n), and those that speak against it, tell of matches (5 n)."""
     x, y, u, v = (around[:4] - match[:4, None]).unbind(0)  # relative to the match
     weight = around[4]
     wx, wy = weight * x, weight * y
     xx, xy, yy = (wx * x).sum(0) + 1e-3, (wx * y).sum(0), (wy * y).sum(0) + 1e-3
     inverse = 1 / (xx * yy - xy * xy)
-    stray = torch.zeros_like(weight)
-    motion = []
+    motion, left = [], []
     for value in (u, v):
         along_x, along_y = (wx * value).sum(0), (wy * value).sum(0)
         a, b = (yy * along_x - xy * along_y) * inverse, (xx * along_y - xy * along_x) * inverse
-        stray += (value - a * x).sub_(b * y).square_()
+        left.append((value - a * x).sub_(b * y))
         motion += [a, b]
+    stray = left[0].square().add_(left[1].square())
+    voice = weight * (stray * (-0.5 / _NEAR**2)).exp_()
+    shift = torch.stack([(voice * value).sum(0) for value in left], dim=1) / (voice.sum(0) + _OWN)[:, None]
     share = weight.mul(stray.mul_(-0.5 / _SIGMA**2).exp_()).sum(0) / (weight.sum(0) + _DOUBT)
-    return share, torch.stack(motion, dim=1).unflatten(1, (2, 2))
+    return Support(share, torch.stack(motion, dim=1).unflatten(1, (2, 2)), shift)
 
 
 def crowd(index: Tensor, score: Tensor, pair: Tensor, shape: tuple[int, ...]) -> Tensor:
