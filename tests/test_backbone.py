@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from dualrc.config import CompactConfig, ResNetConfig
 from dualrc.errors import WeightsError
 from dualrc.model import backbone as backbones
-from dualrc.model.backbone import CompactBackbone, PaperBackbone, ResNet101, make_backbone
+from dualrc.model.backbone import CompactBackbone, PaperBackbone, ResNet101, local_contrast, make_backbone
 from dualrc.model.checkpoint import load_imagenet_trunk
 
 LEVELS = ((256, 8, 12), (512, 4, 6), (1024, 2, 3), (2048, 1, 2))  # conv2 to conv5 of a picture of 32 x 48
@@ -198,6 +198,22 @@ def test_compact_maps_move_with_the_picture():
         coarse1, fine1 = backbone(wide[..., 32:])
     assert torch.allclose(coarse0[:, :, 12:16, 14:16], coarse1[:, :, 12:16, 12:14], atol=1e-5)
     assert torch.allclose(fine0[:, :, 54:58, 56:64], fine1[:, :, 54:58, 48:56], atol=1e-5)
+
+
+def test_contrast_is_that_of_the_surroundings_and_knows_no_gain_or_level():
+    images = torch.rand(2, 3, 48, 64, generator=torch.Generator().manual_seed(0))
+    found = local_contrast(images)
+    assert found.shape == (2, 1, 48, 64)
+    # Where four squares' windows meet, the four count alike; and each is the mean of three by three squares of 8 px.
+    gray = images.mean(1)
+    windows = [gray[0, y : y + 24, x : x + 24] for y in (8, 16) for x in (8, 16)]
+    mean, square = (torch.stack([power(w) for w in windows]).mean() for power in (torch.mean, lambda w: (w**2).mean()))
+    spread = (square - mean**2 + 0.002).sqrt()
+    middle = (gray[0, 23:25, 23:25] - mean) / spread  # the four pixels around that place
+    assert torch.allclose(found[0, 0, 23:25, 23:25], middle, atol=0.05)
+    assert torch.allclose(local_contrast(3 * images + 1), found, atol=0.01, rtol=0.05)
+    assert local_contrast(torch.full((1, 3, 16, 16), 0.7)).abs().max() < 1e-2
+    assert torch.allclose(local_contrast(images.half()).float(), found, atol=0.02)
 
 
 def test_make_backbone(monkeypatch):

@@ -22,7 +22,7 @@ from dualrc.bench.methods import BATCH, COARSE, FEATURES, FURTHER, MATCH, SEARCH
 from dualrc.bench.planted import Motion, input_size, plant
 from dualrc.config import PRESETS, ConsensusConfig
 from dualrc.evaluation import fresh
-from dualrc.model import trace
+from dualrc.model import int8, trace
 from dualrc.model.backbone import make_backbone
 from dualrc.model.checkpoint import save_weights
 from dualrc.model.dualrc import Features
@@ -379,7 +379,7 @@ def test_the_command_prints_tables_and_writes_json(run, weights, pictures, tmp_p
     assert content["format"] == "dualrc-bench-1"
     assert content["versions"]["torch"] == torch.__version__ and content["settings"]["repeats"] == 2
     device = content["devices"]["cpu"]
-    assert len(device["weights"]) == 16 and device["precision"] == "float32"
+    assert len(device["weights"]) == 16 and device["precision"] == ("int8" if int8.works() else "float32")
     assert device["config"]["network"]["backbone"]["kind"] == "compact"
     assert device["rates"]["operations_per_s"] > 0 and device["machine"]["cores"] >= 1
     assert [size["size"] for size in device["sizes"]] == [[64, 48], [128, 96]]

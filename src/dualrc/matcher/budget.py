@@ -175,8 +175,8 @@ class Budget:
         queries = max(pixels) / 16
         searching = kept + 2 * entries * (item if by_kernels else 4) + queries * (features * 16 * item + 256)
         match = 4 * (4 * _fine_channels(config.backbone) + 5 * 81 + 4 * config.fine.subpixel_hidden)
-        # On a GPU their number is rounded up to a power of two; on a CPU some memory is lost between the steps.
-        refining = kept + (queries * match * (2 if self._on_gpu else 1.5) if config.fine.subpixel else 0)
+        # On a GPU kernels need less of it, but their number is rounded up; on a CPU some is lost between the steps.
+        refining = kept + (queries * match * (1.3 if self._on_gpu else 1.5) if config.fine.subpixel else 0)
         return int(max(extracting, coarse, searching, refining))
 
 
