@@ -278,4 +278,5 @@ def test_a_pair_is_judged_by_its_best_hundred():
 
     assert Matches.none({}).pair_score == 0
     assert pair([0.2] * 300 + [0.7] * 100).pair_score == pytest.approx(0.7)
-    assert pair([0.5] * 10).pair_score == pytest.approx(0.05)
+    assert pair([0.5] * 10).pair_score == pytest.approx(0.005)
+    assert pair([0.25] * 50 + [0.01] * 50).pair_score == pytest.approx(0.09)

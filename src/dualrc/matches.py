@@ -113,8 +113,12 @@ class Matches:
 
     @property
     def pair_score(self) -> float:
-        """How sure it is that the pictures show the same thing: the mean of the best 100 scores, 0 for each missing."""
-        return float(np.sort(self.scores)[::-1][:_PAIR_TOP].sum() / _PAIR_TOP)
+        """How sure it is that the pictures show the same thing, 0 to 1.
+
+        The squared mean of the square roots of the best 100 scores, 0 for each missing: many count more than a few.
+        """
+        best = np.sort(self.scores)[::-1][:_PAIR_TOP]
+        return float((np.sqrt(best.clip(min=0)).sum() / _PAIR_TOP) ** 2)
 
     def top(self, count: int) -> "Matches":
         """The best `count` matches, or all if there are fewer."""
