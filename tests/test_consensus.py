@@ -8,7 +8,7 @@ from conftest import rand
 
 from dualrc.config import ConsensusConfig
 from dualrc.errors import ConfigError
-from dualrc.model import literal, trace
+from dualrc.model import int8, literal, trace
 from dualrc.model.consensus import Consensus
 
 LAYERS = [((3, 3), (16, 1)), ((5, 5, 5), (16, 16, 1)), ((3, 3, 3), (10, 10, 1)), ((3,), (1,)), ((1, 5), (3, 1))]
@@ -119,3 +119,23 @@ def test_the_walk_is_the_definition(shape, channels):
     assert seen.notes["kernel.consensus"] == ["walk"] * 4
     scores.requires_grad_()
     assert consensus(scores).requires_grad
+
+
+@pytest.mark.skipif(not int8.works(), reason="this CPU does not multiply bytes exactly")
+@pytest.mark.parametrize("shape", [(5, 4, 3, 6), (4, 7, 5, 3), (1, 1, 2, 2)], ids=str)
+@pytest.mark.parametrize("order", ["as it comes", "strongest last", "strongest first"])
+def test_the_walk_in_8_bits_is_nearly_the_definition(shape, order):
+    """Also where a slab holds far more than those before it, which its range was taken from."""
+    consensus = make((3, 3), (8, 1))
+    consensus.in_bytes = True
+    scores = rand(5, 2, *shape)
+    if order != "as it comes":
+        strength = torch.linspace(-2, 0, shape[0]).exp()
+        scores *= (strength if order == "strongest last" else strength.flip(0))[:, None, None, None]
+    expected = by_definition(consensus, scores)
+    with torch.no_grad(), trace.recording() as seen:
+        for max_values in (None, 1, 40 * scores[0, 0].numel()):
+            found = consensus(scores, max_values)
+            assert not torch.equal(found, expected)
+            assert (found - expected).abs().max() < 0.03 * expected.max(), max_values
+    assert seen.notes["kernel.consensus"] == ["walk in 8 bits"] * 3

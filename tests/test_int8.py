@@ -31,6 +31,26 @@ def rounded(values, low, high):
     return ((values / step + zero + 0.5).floor().clamp(0, 255) - zero) * step
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 1, 1), (2, 5, 7, 9), (1, 64, 8, 8)])
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_numbers_in_bytes_are_the_nearest_of_256(shape, signed, at_once, monkeypatch):
+    if at_once and not int8._rounds_at_once():
+        pytest.skip("this torch does not round at once")
+    monkeypatch.setattr(int8, "_rounds_at_once", lambda: at_once)
+    x = 3 * channels_last(*shape, seed=4)
+    x = x if signed else x.abs()
+    values, scale, zero = int8.Bytes.of(x, signed=signed)
+    assert values.dtype == torch.uint8 and values.stride() == x.stride()
+    wrong = ((values.float() - zero) * scale - x).abs() / scale
+    assert (
+        wrong[x > x.min() + scale] < 0.51
+    ).all() and wrong.max() < 1.01  # zero is a number too, which costs the least
+    assert scale <= (x.max() - min(0.0, x.min())) / 255 + 1e-6
+    nothing = int8.Bytes.of(torch.zeros(shape), signed=signed)
+    assert (nothing.values == nothing.zero).all()
+
+
 @needs_bytes
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize(("kernel", "stride", "padding"), [(3, 1, 1), (1, 1, 0), (4, 2, 1), (2, 2, 0)])
@@ -46,9 +66,9 @@ def test_a_convolution_is_that_of_the_rounded_numbers(signed, kernel, stride, pa
     known = rounded(x, min(0.0, x.min().item()), x.max().item())
     expected = torch.nn.functional.conv2d(known, weight, convolution.bias, stride, padding)
     with torch.no_grad():
-        plain = int8.Int8Conv(convolution, relu=False, signed=signed)(x)
+        plain = int8.Int8Conv.of(convolution, relu=False, signed=signed)(x)
         shortcut = channels_last(*expected.shape, seed=2)
-        added = int8.Int8Conv(convolution, relu=True, signed=signed)(x, onto=shortcut.clone())
+        added = int8.Int8Conv.of(convolution, relu=True, signed=signed)(x, onto=shortcut.clone())
     torch.testing.assert_close(plain, expected, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(added, (expected + shortcut).relu(), atol=1e-3, rtol=1e-3)
 

@@ -77,6 +77,7 @@ class Matcher:
             if not _multiplies_bytes(network, self.device):
                 raise ConfigError("Precision int8 needs a compact network and a CPU with VNNI; choose float32.")
             int8.convert(network.backbone)
+            network.consensus.in_bytes = True
         self.dtype: torch.dtype = torch.float32 if self.precision == "int8" else getattr(torch, self.precision)
         on_gpu = self.device.type == "cuda"
         if on_gpu:

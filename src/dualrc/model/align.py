@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dualrc.kernels.refine as kernel
+from dualrc.model.backbone import to_gray
 
 _REACH = 12  # pixels from a match to the edge of its window
 _STEP = 3  # pixels between the places of a window that are compared
@@ -26,7 +27,7 @@ _CPU_VALUES, _GPU_VALUES = 2**17, 2**24  # places compared together; on a CPU th
 
 def brightness(images: Tensor) -> Tensor:
     """What is aligned, of normalized pictures (b 3 h w): (b h w), with a little blur against noise."""
-    gray = F.pad(images.mean(1, keepdim=True), (2, 2, 2, 2), mode="replicate")[:, 0]
+    gray = F.pad(to_gray(images), (2, 2, 2, 2), mode="replicate")[:, 0]
     for _ in range(4):  # together 1 4 6 4 1 along each axis, a deviation of one pixel
         gray = torch.lerp(gray[:, 1:], gray[:, :-1], 0.5)
         gray = torch.lerp(gray[:, :, 1:], gray[:, :, :-1], 0.5)
@@ -87,7 +88,8 @@ def _moves(maps0: Tensor, maps1: Tensor, pair: Tensor, points0: Tensor, points1:
     inverse = 1 / (xx * yy - xy * xy)
     # Template and slopes have no mean and nothing in common, so the other window need not be normalized first.
     readings = torch.stack([torch.ones_like(template), template, *slopes], dim=1) * weights  # n 4 k
-    offsets = window @ _scaled(maps1, motion).transpose(1, 2)  # n k 2
+    across, down = _scaled(maps1, motion)[:, None, None].unbind(4)  # n 1 1 2
+    offsets = (across * axis[:, None] + down * axis[:, None, None]).flatten(1, 2)  # n k 2
     move = torch.zeros_like(points1)
     alike = []
     for turn in range(_ROUNDS + 1):

@@ -13,6 +13,7 @@ from dualrc.config import ConsensusConfig
 from dualrc.errors import ConfigError
 from dualrc.model import trace
 from dualrc.model.correlation import mutual_filter
+from dualrc.model.int8 import Bytes, Int8Conv
 
 _CPU_ROWS = 8  # fewer compute too much of the halo twice, more fall out of the cache
 _CPU_VALUES = 2**20  # hidden values of a walk's slab for each thread, near the cache's size
@@ -36,6 +37,7 @@ class Consensus(nn.Module):
             )
         self.weights = nn.ParameterList()  # out in k k k k: picture 0's rows and columns, then picture 1's
         self.biases = nn.ParameterList()
+        self.in_bytes = False  # whether a CPU rounds to 8 bits what it convolves
         self._for_kernels: tuple[tuple[Any, ...], kernel.Prepared] | None = None
         for size, inputs, outputs in zip(sizes, (1, *channels[:-1]), channels, strict=True):
             bound = 0.5 / math.sqrt(inputs * size**4)
@@ -50,8 +52,9 @@ class Consensus(nn.Module):
             trace.note("kernel.consensus", "triton")
             return kernel.apply(scores, self._prepared(scores.dtype), max_values)
         if not scores.is_cuda and not torch.is_grad_enabled() and self._is_plain():
-            trace.note("kernel.consensus", "walk")
-            return torch.stack([_walk(one, list(self.weights), list(self.biases), max_values) for one in scores])
+            trace.note("kernel.consensus", "walk in 8 bits" if self.in_bytes else "walk")
+            layers = list(self.weights), list(self.biases)
+            return torch.stack([_walk(one, *layers, max_values, in_bytes=self.in_bytes) for one in scores])
         height = scores.shape[1]
         rows = height
         if not scores.is_cuda and not torch.is_grad_enabled():
@@ -142,15 +145,23 @@ def conv4d(inputs: Tensor, weight: Tensor, bias: Tensor, rows: tuple[int, int]) 
     return total
 
 
-def _walk(scores: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], max_values: int | None = None) -> Tensor:
+def _walk(
+    scores: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    max_values: int | None = None,
+    *,
+    in_bytes: bool = False,
+) -> Tensor:
     """Two layers of kernel 3 in both directions over one tensor (h0 w0 h1 w1), for a CPU.
 
     Walks over the rows of picture 0. Each slab of hidden rows is made once, adds what it has for the rows around it,
     and is forgotten; a row is finished when the slab below has added its part.
     """
     height, width, *there = scores.shape
-    first, second = _abreast(weights[0]), _abreast_back(weights[1])
-    bias = biases[0].repeat(2 * _ABREAST)
+    first, bias, second = _abreast(weights[0]), biases[0].repeat(2 * _ABREAST), _abreast_back(weights[1])
+    seen, scale, zero = Bytes.of(scores, signed=True) if in_bytes else (scores, 1.0, 0)
+    in_8_bits = _TwoInBytes(first, bias, second) if in_bytes else None
     blocks = math.ceil(width / _ABREAST)
     columns = blocks * _ABREAST
     offsets = [(row, column) for row in range(3) for column in range(_ABREAST + 2)]
@@ -169,14 +180,20 @@ def _walk(scores: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], m
     for start in range(0, height, rows):
         count = min(rows, height - start)
         above, below = min(start, 1), min(height - start - count, 1)
-        slab = scores[start - above : start + count + below]
-        slab = F.pad(slab, (0, 0, 0, 0, 1, columns + 1 - width, 1 - above, 1 - below))
+        slab = seen[start - above : start + count + below]
+        slab = F.pad(slab, (0, 0, 0, 0, 1, columns + 1 - width, 1 - above, 1 - below), value=zero)
         planes = torch.stack([slab[y : y + count, x : x + columns : _ABREAST] for y, x in offsets], dim=4)
-        hidden = F.conv2d(planes.flatten(0, 1).movedim(3, 1), first, bias, padding=1).relu_()
+        planes = planes.flatten(0, 1).movedim(3, 1)
+        if in_8_bits is None:
+            hidden = F.conv2d(planes, first, bias, padding=1).relu_()
+        else:
+            rounded = in_8_bits.first(Bytes(planes, scale, zero))
+            hidden = rounded.values
         if columns > width:  # columns beyond the picture count as zero
             spare = hidden.unflatten(0, (count, blocks)).unflatten(2, (2, _ABREAST, -1))
             spare[:, -1, :, width - columns :] = 0
-        parts = F.conv2d(hidden, second, padding=1, groups=2).contiguous()  # planes of their own add up faster
+        parts = F.conv2d(hidden, second, padding=1, groups=2) if in_8_bits is None else in_8_bits.second(rounded)
+        parts = parts.contiguous()  # planes of their own add up faster
         parts = parts.unflatten(0, (count, blocks)).unflatten(2, (2, len(offsets)))
         for number, (y, x) in enumerate(offsets):
             sums[:, y : y + count, x : x + columns : _ABREAST] += parts[:, :, :, number].movedim(2, 0)
@@ -185,6 +202,29 @@ def _walk(scores: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], m
         sums[:, 2:] = 0
     finish(height - 1, 1)
     return result
+
+
+class _TwoInBytes:
+    """The two convolutions of a walk in 8 bits. What lies between goes by the largest that any slab had so far."""
+
+    def __init__(self, first: Tensor, bias: Tensor, second: Tensor) -> None:
+        self._first = Int8Conv(first, bias, padding=1, relu=True)
+        self._second = Int8Conv(second, None, padding=1, groups=2, relu=False)
+        self._most = 0.0
+
+    def first(self, planes: Bytes) -> Bytes:
+        """The hidden channels of a slab."""
+        if self._most > 0:
+            hidden = self._first.to_bytes(planes, self._most)
+            if hidden.values.amax() < 255:
+                return hidden
+        whole = self._first.of_bytes(planes)
+        self._most = max(self._most, 1.1 * whole.amax().item())  # a little more, as others may have a little more
+        return Bytes.of(whole, signed=False)
+
+    def second(self, hidden: Bytes) -> Tensor:
+        """What they add to the rows and columns around."""
+        return self._second.of_bytes(hidden)
 
 
 def _abreast(weight: Tensor) -> Tensor:

@@ -213,8 +213,10 @@ def _visit(
     """Score the `block` most promising cells for these groups; true where no other cell can do better."""
     pair = queries.pair[ids]
     rows = queries.rows[ids] + pair[:, None] * tensor.shape[1]  # g m, of all pairs
-    weights = queries.weights.expand(len(queries.features), -1, -1)[ids]  # g p m
-    total = torch.bmm(weights, sums.flatten()[rows][:, :, None])[:, :, 0] + 1e-15  # g p
+    # Places of a group come last, so that what is done for each of them is done for all at once.
+    weights = queries.weights.transpose(1, 2)  # g m p, or 1 m p where all groups mix their rows in the same way
+    weights = weights[0] if len(weights) == 1 else weights[ids]
+    total = torch.matmul(sums.flatten()[rows][:, None], weights) + 1e-15  # g 1 p
     limits = _limits(tensor.flatten(0, 1), sums.flatten(), rows)  # g candidates
     if fine.valid is not None:
         empty = ~fine.valid[:, fine.members(torch.arange(fine.cells, device=ids.device))].any(2)  # b candidates
@@ -224,36 +226,39 @@ def _visit(
     limit, cells = limits.topk(min(_SHORTLIST * block + 1, candidates), dim=1)
     rest = limit[:, _SHORTLIST * block] if limit.shape[1] > _SHORTLIST * block else torch.zeros_like(limit[:, 0])
     cells = cells[:, : _SHORTLIST * block]
-    read = tensor.flatten()[rows[:, :, None] * candidates + cells[:, None]].float()  # g m s
-    coarse = torch.bmm(weights, read) / total[:, :, None]  # g p s
-    bounds, order = coarse.amax(1).masked_fill_(limit[:, : cells.shape[1]] <= 0, 0).topk(min(block + 1, cells.shape[1]))
+    read = tensor.flatten()[rows[:, None] * candidates + cells[:, :, None]].float()  # g s m
+    coarse = torch.matmul(read, weights) / total  # g s p
+    bounds, order = coarse.amax(2).masked_fill_(limit[:, : cells.shape[1]] <= 0, 0).topk(min(block + 1, cells.shape[1]))
     if bounds.shape[1] > block:
         rest = torch.maximum(rest, bounds[:, block])
     order = order[:, :block]
     cells = cells.gather(1, order)
-    coarse = coarse.gather(2, order[:, None].expand(-1, coarse.shape[1], -1))  # g p k
+    coarse = coarse.gather(1, order[:, :, None].expand(-1, -1, coarse.shape[2]))  # g k p
 
     candidate = fine.gather_cells(pair, cells)  # g k 16 c
-    cosine = (
-        torch.bmm(queries.features[ids], candidate.flatten(1, 2).transpose(1, 2)).float().unflatten(2, (-1, PLACES))
-    )
+    cosine = torch.bmm(candidate.flatten(1, 2), queries.features[ids].transpose(1, 2)).float()
+    cosine = cosine.unflatten(1, (-1, PLACES))  # g k 16 p
     if fine.valid is not None:
-        cosine = cosine.masked_fill(~fine.valid[pair[:, None, None], fine.members(cells)][:, None], -math.inf)
-    cosine, place = cosine.max(3)  # within a cell the coarse score is the same
-    score = coarse * (torch.exp((cosine - 1) / temperature) if temperature > 0 else cosine.clamp(min=0))  # g p k
+        cosine = cosine.masked_fill(~fine.valid[pair[:, None, None], fine.members(cells)][..., None], -math.inf)
+    best = cosine.amax(2)  # within a cell the coarse score is the same
+    score = coarse * (torch.exp((best - 1) / temperature) if temperature > 0 else best.clamp(min=0))  # g k p
 
-    highest = score.amax(2)
-    # Among equals the first in the picture wins, whatever the order of the visit.
-    index = fine.member(cells[:, None], place)
-    first = index.masked_fill(score != highest[:, :, None], torch.iinfo(index.dtype).max).amin(2)
+    highest, winner = score.max(1)  # g p
+    place = cosine.gather(1, winner[:, None, None].expand(-1, -1, PLACES, -1))[:, 0].max(1).indices
+    index = fine.member(cells.gather(1, winner), place)
+    equal = (score == highest[:, None]) & (highest > 0)[:, None]
+    if (equal.sum(1) > 1).any():
+        # Among equals the first in the picture wins, whatever the order of the visit.
+        indices = fine.members(cells).gather(2, cosine.max(2).indices)
+        index = indices.masked_fill(~equal, torch.iinfo(indices.dtype).max).amin(1)
     positive = highest > 0
-    found.index[ids] = first.masked_fill(~positive, -1)
+    found.index[ids] = index.masked_fill(~positive, -1)
     found.score[ids] = highest.masked_fill(~positive, 0)
     found.visited.index_fill_(0, ids, block)
     excess = _EXCESS[candidate.dtype]
     rest = rest[:, None] * (math.exp(excess / temperature) if temperature > 0 else 1 + excess)
     # A query that reads nothing, or only zeros, has nothing to find, whatever its group's bound.
-    certain = (highest > rest) | (rest <= 0) | (total <= 1e-15)
+    certain = (highest > rest) | (rest <= 0) | (total[:, 0] <= 1e-15)
     if queries.wanted is not None:
         certain |= ~queries.wanted[ids]
     return certain.all(1)

@@ -108,7 +108,7 @@ class Subpixel(nn.Module):
             nn.init.zeros_(last.bias)
             inputs = 2 * channels + WINDOW**2 + 1
             self.correction = nn.Sequential(
-                nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), last
+                nn.Linear(inputs, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, hidden), nn.ReLU(inplace=True), last
             )
 
     def forward(self, seen: Meeting, score: Tensor) -> Refined:

@@ -73,10 +73,15 @@ def _explained(around: Tensor, match: Tensor) -> Support:
         left.append((value - a * x).sub_(b * y))
         motion += [a, b]
     stray = left[0].square().add_(left[1].square())
-    voice = weight * (stray * (-0.5 / _NEAR**2)).exp_()
+    voice = weight * _fading(stray, _NEAR)
     shift = torch.stack([(voice * value).sum(0) for value in left], dim=1) / (voice.sum(0) + _OWN)[:, None]
-    share = weight.mul(stray.mul_(-0.5 / _SIGMA**2).exp_()).sum(0) / (weight.sum(0) + _DOUBT)
+    share = (weight * _fading(stray, _SIGMA)).sum(0) / (weight.sum(0) + _DOUBT)
     return Support(share, torch.stack(motion, dim=1).unflatten(1, (2, 2)), shift)
+
+
+def _fading(squares: Tensor, deviation: float) -> Tensor:
+    # On a CPU, exp takes thirty times as long where nothing is left.
+    return (squares * (-0.5 / deviation**2)).clamp_(min=-80).exp_()
 
 
 def crowd(index: Tensor, score: Tensor, pair: Tensor, shape: tuple[int, ...]) -> Tensor:
