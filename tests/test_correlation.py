@@ -7,6 +7,7 @@ import torch
 from conftest import rand
 
 from dualrc.model import literal
+from dualrc.model import correlation
 from dualrc.model.correlation import correlate, mutual_filter, normalize
 
 
@@ -48,6 +49,15 @@ def test_mutual_filter_is_its_definition(shape):
     filtered = mutual_filter(scores)
     for alone, result in zip(scores, filtered, strict=True):
         assert torch.allclose(result, literal.mutual_filter(alone), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("values", [1, 7, 2**20])
+def test_without_gradients_the_mutual_filter_holds_less_and_gives_the_same(values, monkeypatch):
+    monkeypatch.setattr(correlation, "_VALUES", values)
+    scores = rand(4, 2, 3, 5, 2, 4)
+    with torch.no_grad():
+        lean = mutual_filter(scores)
+    assert torch.equal(lean, mutual_filter(scores))
 
 
 def test_mutual_filter_known_answer():

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+_VALUES = 2**20  # worked on together, which stay in a CPU's cache
+
 
 def normalize(features: Tensor) -> Tensor:
     """Unit features: (b c h w) divided by sqrt(sum of squares + 1e-6) over channels, as published."""
@@ -20,4 +22,12 @@ def mutual_filter(scores: Tensor) -> Tensor:
     flat = scores.flatten(3).flatten(1, 2)  # b n0 n1
     best0 = flat.amax(1, keepdim=True) + 1e-5  # over picture 0, for each cell of picture 1
     best1 = flat.amax(2, keepdim=True) + 1e-5
-    return (flat * (flat / best0) * (flat / best1)).view_as(scores)
+    if torch.is_grad_enabled():
+        return (flat * (flat / best0) * (flat / best1)).view_as(scores)
+    # The same, holding the tensor once more and not three times.
+    result = (flat / best0).mul_(flat)
+    rows = max(1, _VALUES // (len(flat) * flat.shape[2]))
+    for start in range(0, flat.shape[1], rows):
+        some = slice(start, start + rows)
+        result[:, some] *= flat[:, some] / best1[:, some]
+    return result.view_as(scores)
