@@ -6,8 +6,7 @@ import pytest
 import torch
 from conftest import rand
 
-from dualrc.model import literal
-from dualrc.model import correlation
+from dualrc.model import correlation, literal
 from dualrc.model.correlation import correlate, mutual_filter, normalize
 
 
