@@ -122,20 +122,25 @@ def test_the_walk_is_the_definition(shape, channels):
 
 
 @pytest.mark.skipif(not int8.works(), reason="this CPU does not multiply bytes exactly")
-@pytest.mark.parametrize("shape", [(5, 4, 3, 6), (4, 7, 5, 3), (1, 1, 2, 2)], ids=str)
-@pytest.mark.parametrize("order", ["as it comes", "strongest last", "strongest first"])
-def test_the_walk_in_8_bits_is_nearly_the_definition(shape, order):
+@pytest.mark.parametrize("shape", [(5, 4, 3, 6), (4, 7, 5, 3), (1, 1, 2, 2), (1, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["any", "strongest last", "strongest first", "negative", "zero"])
+def test_the_walk_in_8_bits_is_nearly_the_definition(shape, kind, monkeypatch):
     """Also where a slab holds far more than those before it, which its range was taken from."""
     consensus = make((3, 3), (8, 1))
     consensus.in_bytes = True
     scores = rand(5, 2, *shape)
-    if order != "as it comes":
+    if kind in ("strongest last", "strongest first"):
         strength = torch.linspace(-2, 0, shape[0]).exp()
-        scores *= (strength if order == "strongest last" else strength.flip(0))[:, None, None, None]
+        scores *= (strength if kind == "strongest last" else strength.flip(0))[:, None, None, None]
+    if kind == "negative":
+        scores = -scores.abs() - 0.5
+    if kind == "zero":
+        scores = scores * 0
     expected = by_definition(consensus, scores)
     with torch.no_grad(), trace.recording() as seen:
-        for max_values in (None, 1, 40 * scores[0, 0].numel()):
-            found = consensus(scores, max_values)
-            assert not torch.equal(found, expected)
-            assert (found - expected).abs().max() < 0.03 * expected.max(), max_values
-    assert seen.notes["kernel.consensus"] == ["walk in 8 bits"] * 3
+        for values in (1, 100, 2**20):  # every row on its own, some, and all at once
+            monkeypatch.setattr("dualrc.model.consensus._CPU_VALUES", values)
+            found = consensus(scores)
+            assert (found - expected).abs().max() < 0.03 * expected.max(), values
+            assert torch.equal(consensus(scores, 1), found)  # memory decides nothing
+    assert seen.notes["kernel.consensus"] == ["walk in 8 bits"] * 6

@@ -10,9 +10,9 @@ from conftest import texture, tiny_network
 
 import dualrc
 from dualrc.config import CompactConfig, MatcherConfig
-from dualrc.errors import ConfigError
+from dualrc.errors import ConfigError, WeightsError
 from dualrc.matcher import Matcher
-from dualrc.model import int8
+from dualrc.model import int8, trace
 from dualrc.model.backbone import CompactBackbone
 from dualrc.scenes import make_pair
 
@@ -34,7 +34,7 @@ def rounded(values, low, high):
 @pytest.mark.parametrize("shape", [(1, 3, 1, 1), (2, 5, 7, 9), (1, 64, 8, 8)])
 @pytest.mark.parametrize("signed", [False, True])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_numbers_in_bytes_are_the_nearest_of_256(shape, signed, at_once, monkeypatch):
+def test_numbers_in_bytes_are_nearly_the_same(shape, signed, at_once, monkeypatch):
     if at_once and not int8._rounds_at_once():
         pytest.skip("this torch does not round at once")
     monkeypatch.setattr(int8, "_rounds_at_once", lambda: at_once)
@@ -47,6 +47,26 @@ def test_numbers_in_bytes_are_the_nearest_of_256(shape, signed, at_once, monkeyp
     assert scale <= (x.max() - min(0.0, x.min())) / 255 + 1e-6
     nothing = int8.Bytes.of(torch.zeros(shape), signed=signed)
     assert (nothing.values == nothing.zero).all()
+    if signed:
+        for negative in (-x.abs() - 1, torch.full(shape, -3.0)):
+            values, scale, zero = int8.Bytes.of(negative, signed=True)
+            assert ((values.float() - zero) * scale - negative).abs().max() < 1.01 * scale
+    with pytest.raises(WeightsError, match="not finite"):
+        int8.Bytes.of(torch.full(shape, torch.nan), signed=signed)
+
+
+@needs_bytes
+def test_a_result_in_bytes_ends_at_the_most_that_was_given():
+    convolution = torch.nn.Conv2d(8, 12, 3, padding=1)
+    x = int8.Bytes.of(channels_last(1, 8, 9, 7).relu(), signed=False)
+    with torch.no_grad():
+        quick = int8.Int8Conv.of(convolution, relu=True)
+        exactly = quick.of_bytes(x)
+        most = exactly.max().item() / 2
+        rounded = quick.to_bytes(x, most)
+    assert rounded.values.dtype == torch.uint8 and rounded.zero == 0
+    assert (rounded.values * rounded.scale - exactly.clamp(max=most)).abs().max() < 0.51 * rounded.scale
+    assert (rounded.values[exactly > most] == 255).all()
 
 
 @needs_bytes
@@ -97,7 +117,9 @@ def test_the_shipped_matcher_finds_the_same_in_8_bits():
     pictures = [rendering.image.numpy() for rendering in pair]
     quick, plain = dualrc.load(device="cpu"), dualrc.load(device="cpu", precision="float32")
     assert (quick.precision, plain.precision) == ("int8", "float32")
-    found, expected = quick.match(*pictures, top=500), plain.match(*pictures, top=500)
+    with trace.recording() as seen:
+        found, expected = quick.match(*pictures, top=500), plain.match(*pictures, top=500)
+    assert seen.notes["kernel.consensus"] == ["walk in 8 bits", "walk"]
     shift = np.abs(found.points0[:, None] - expected.points0).max(2)
     nearest = shift.argmin(1)
     same = shift.min(1) < 4
@@ -121,3 +143,21 @@ def test_a_matcher_of_ones_own_network_in_8_bits():
     matches = Matcher(tiny_network(), MatcherConfig(), device="cpu", precision="int8").match(picture, picture)
     apart = np.abs(matches.points0 - matches.points1).max(axis=1)
     assert len(matches) > 100 and np.mean(apart < 0.5) > 0.9
+
+
+@needs_bytes
+def test_a_network_in_8_bits_stays_so():
+    network = tiny_network()
+    first, second = (Matcher(network, MatcherConfig(), device="cpu", precision="int8") for _ in range(2))
+    picture = texture(1, 96, 80)
+    np.testing.assert_array_equal(first.match(picture, picture).points1, second.match(picture, picture).points1)
+    with pytest.raises(ConfigError, match="load it again"):
+        Matcher(network, MatcherConfig(), device="cpu", precision="float32")
+
+
+@needs_bytes
+def test_a_pair_that_has_nothing_in_common_and_few_cells():
+    red = np.zeros((32, 32, 3), np.uint8)
+    red[..., 0] = 255
+    gray = np.repeat(np.linspace(0, 255, 32).astype(np.uint8)[None, :, None], 32, axis=0).repeat(3, axis=2)
+    assert len(dualrc.load(device="cpu").match(red, gray)) <= 64

@@ -32,7 +32,10 @@ def bench(
     ] = None,
     precision: Annotated[
         Literal["float32", "float16", "bfloat16", "int8"] | None,
-        typer.Option(help="Of the backbone; without it, float16 on a GPU, int8 on a CPU that has VNNI, else float32."),
+        typer.Option(
+            help="Of the backbone (int8: and of the consensus); without it, float16 on a GPU, int8 on a CPU that "
+            "has VNNI, else float32."
+        ),
     ] = None,
     max_memory: common.MaxMemoryOption = None,
     pair: Annotated[

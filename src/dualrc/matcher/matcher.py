@@ -76,8 +76,11 @@ class Matcher:
         if self.precision == "int8":
             if not _multiplies_bytes(network, self.device):
                 raise ConfigError("Precision int8 needs a compact network and a CPU with VNNI; choose float32.")
-            int8.convert(network.backbone)
-            network.consensus.in_bytes = True
+            if not int8.is_converted(network.backbone):
+                int8.convert(network.backbone)
+        elif int8.is_converted(network.backbone):
+            raise ConfigError(f"This network works in 8 bits already; load it again to match in {self.precision}.")
+        network.consensus.in_bytes = self.precision == "int8"
         self.dtype: torch.dtype = torch.float32 if self.precision == "int8" else getattr(torch, self.precision)
         on_gpu = self.device.type == "cuda"
         if on_gpu:
@@ -489,7 +492,8 @@ def load(
 ) -> Matcher:
     """A matcher with the preset's bundled weights, or with a weights file of that preset, on the best device.
 
-    `precision` is that of the backbone: float16 on a GPU, int8 on a CPU that is made for it, else float32.
+    `precision` is that of the backbone, and in int8 of the consensus too: float16 on a GPU, int8 on a CPU that is
+    made for it, else float32.
     `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_memory.
     """
     _, matcher_config = configs.preset(preset)

@@ -53,8 +53,10 @@ class Consensus(nn.Module):
             return kernel.apply(scores, self._prepared(scores.dtype), max_values)
         if not scores.is_cuda and not torch.is_grad_enabled() and self._is_plain():
             trace.note("kernel.consensus", "walk in 8 bits" if self.in_bytes else "walk")
-            layers = list(self.weights), list(self.biases)
-            return torch.stack([_walk(one, *layers, max_values, in_bytes=self.in_bytes) for one in scores])
+            result = torch.empty_like(scores)
+            for one, out in zip(scores, result, strict=True):
+                _walk(one, list(self.weights), list(self.biases), max_values, in_bytes=self.in_bytes, out=out)
+            return result
         height = scores.shape[1]
         rows = height
         if not scores.is_cuda and not torch.is_grad_enabled():
@@ -149,51 +151,43 @@ def _walk(
     scores: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
-    max_values: int | None = None,
+    max_values: int | None,
     *,
-    in_bytes: bool = False,
-) -> Tensor:
+    in_bytes: bool,
+    out: Tensor,
+) -> None:
     """Two layers of kernel 3 in both directions over one tensor (h0 w0 h1 w1), for a CPU.
 
     Walks over the rows of picture 0. Each slab of hidden rows is made once, adds what it has for the rows around it,
     and is forgotten; a row is finished when the slab below has added its part.
     """
     height, width, *there = scores.shape
-    first, bias, second = _abreast(weights[0]), biases[0].repeat(2 * _ABREAST), _abreast_back(weights[1])
-    seen, scale, zero = Bytes.of(scores, signed=True) if in_bytes else (scores, 1.0, 0)
-    in_8_bits = _TwoInBytes(first, bias, second) if in_bytes else None
+    kernels = _abreast(weights[0]), biases[0].repeat(2 * _ABREAST), _abreast_back(weights[1])
+    layers = _InBytes(scores, *kernels) if in_bytes else _InFloats(scores, *kernels)
     blocks = math.ceil(width / _ABREAST)
     columns = blocks * _ABREAST
     offsets = [(row, column) for row in range(3) for column in range(_ABREAST + 2)]
     per_row = columns * there[0] * there[1] * 2 * len(biases[0])
-    most = _CPU_VALUES * torch.get_num_threads()
-    rows = max(1, min(height, min(most, max_values or most) // per_row))
-    result = torch.empty_like(scores)
+    rows = max(1, min(height, layers.most_values(max_values) // per_row))
     sums = scores.new_zeros(2, rows + 2, columns + 2, *there)  # of both directions, with a margin of one cell
 
     def finish(start: int, count: int) -> None:
         """Rows of the result whose sums begin at the first row of `sums`."""
         skip = max(0, -start)
         one, other = (sums[:, skip:count, 1 : 1 + width] + biases[1]).relu_()
-        torch.add(one, other, out=result[start + skip : start + count])
+        torch.add(one, other, out=out[start + skip : start + count])
 
     for start in range(0, height, rows):
         count = min(rows, height - start)
         above, below = min(start, 1), min(height - start - count, 1)
-        slab = seen[start - above : start + count + below]
-        slab = F.pad(slab, (0, 0, 0, 0, 1, columns + 1 - width, 1 - above, 1 - below), value=zero)
+        slab = layers.scores[start - above : start + count + below]
+        slab = F.pad(slab, (0, 0, 0, 0, 1, columns + 1 - width, 1 - above, 1 - below), value=layers.zero)
         planes = torch.stack([slab[y : y + count, x : x + columns : _ABREAST] for y, x in offsets], dim=4)
-        planes = planes.flatten(0, 1).movedim(3, 1)
-        if in_8_bits is None:
-            hidden = F.conv2d(planes, first, bias, padding=1).relu_()
-        else:
-            rounded = in_8_bits.first(Bytes(planes, scale, zero))
-            hidden = rounded.values
+        hidden = layers.first(planes.flatten(0, 1).movedim(3, 1))
         if columns > width:  # columns beyond the picture count as zero
             spare = hidden.unflatten(0, (count, blocks)).unflatten(2, (2, _ABREAST, -1))
             spare[:, -1, :, width - columns :] = 0
-        parts = F.conv2d(hidden, second, padding=1, groups=2) if in_8_bits is None else in_8_bits.second(rounded)
-        parts = parts.contiguous()  # planes of their own add up faster
+        parts = layers.second(hidden).contiguous()  # planes of their own add up faster
         parts = parts.unflatten(0, (count, blocks)).unflatten(2, (2, len(offsets)))
         for number, (y, x) in enumerate(offsets):
             sums[:, y : y + count, x : x + columns : _ABREAST] += parts[:, :, :, number].movedim(2, 0)
@@ -201,30 +195,62 @@ def _walk(
         sums[:, :2] = sums[:, count : count + 2].clone()
         sums[:, 2:] = 0
     finish(height - 1, 1)
-    return result
 
 
-class _TwoInBytes:
-    """The two convolutions of a walk in 8 bits. What lies between goes by the largest that any slab had so far."""
+class _InFloats:
+    """The two convolutions of a walk, as they are."""
 
-    def __init__(self, first: Tensor, bias: Tensor, second: Tensor) -> None:
-        self._first = Int8Conv(first, bias, padding=1, relu=True)
-        self._second = Int8Conv(second, None, padding=1, groups=2, relu=False)
-        self._most = 0.0
+    zero = 0  # what stands for 0 in the scores
 
-    def first(self, planes: Bytes) -> Bytes:
+    def __init__(self, scores: Tensor, first: Tensor, bias: Tensor, second: Tensor) -> None:
+        self.scores = scores
+        self._first, self._bias, self._second = first, bias, second
+
+    def most_values(self, limit: int | None) -> int:
+        """Hidden values of a slab, where no more than `limit` may be held."""
+        most = _CPU_VALUES * torch.get_num_threads()
+        return min(most, limit or most)
+
+    def first(self, planes: Tensor) -> Tensor:
         """The hidden channels of a slab."""
-        if self._most > 0:
-            hidden = self._first.to_bytes(planes, self._most)
-            if hidden.values.amax() < 255:
-                return hidden
-        whole = self._first.of_bytes(planes)
-        self._most = max(self._most, 1.1 * whole.amax().item())  # a little more, as others may have a little more
-        return Bytes.of(whole, signed=False)
+        return F.conv2d(planes, self._first, self._bias, padding=1).relu_()
 
-    def second(self, hidden: Bytes) -> Tensor:
+    def second(self, hidden: Tensor) -> Tensor:
         """What they add to the rows and columns around."""
-        return self._second.of_bytes(hidden)
+        return F.conv2d(hidden, self._second, padding=1, groups=2)
+
+
+class _InBytes:
+    """The same in 8 bits. Hidden channels are rounded by the most that any slab had so far.
+
+    So results depend, by less than a hundredth, on how slabs are cut, and that on nothing but the tensor's shape.
+    """
+
+    def __init__(self, scores: Tensor, first: Tensor, bias: Tensor, second: Tensor) -> None:
+        self.scores, self._scale, self.zero = Bytes.of(scores, signed=True)
+        self._first = Int8Conv(first, bias, padding=(1, 1), relu=True)
+        self._second = Int8Conv(second, None, padding=(1, 1), groups=2, relu=False)
+        self._most = 0.0
+        self._hidden_scale = 0.0  # of what `first` gave last
+
+    def most_values(self, limit: int | None) -> int:
+        """Hidden values of a slab: always as many, as they take little."""
+        return 2 * _CPU_VALUES
+
+    def first(self, planes: Tensor) -> Tensor:
+        """The hidden channels of a slab."""
+        seen = Bytes(planes, self._scale, self.zero)
+        hidden = self._first.to_bytes(seen, self._most) if self._most > 0 else None
+        if hidden is None or hidden.values.amax() == 255:
+            exactly = self._first.of_bytes(seen)
+            self._most = max(self._most, 1.1 * exactly.amax().item())  # others may have a little more
+            hidden = Bytes.of(exactly, signed=False)
+        self._hidden_scale = hidden.scale
+        return hidden.values
+
+    def second(self, hidden: Tensor) -> Tensor:
+        """What they, as `first` gave them, add to the rows and columns around."""
+        return self._second.of_bytes(Bytes(hidden, self._hidden_scale, 0))
 
 
 def _abreast(weight: Tensor) -> Tensor:

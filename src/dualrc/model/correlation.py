@@ -26,7 +26,7 @@ def mutual_filter(scores: Tensor) -> Tensor:
         return (flat * (flat / best0) * (flat / best1)).view_as(scores)
     # The same, holding the tensor once more and not three times.
     result = (flat / best0).mul_(flat)
-    rows = max(1, _VALUES // (len(flat) * flat.shape[2]))
+    rows = max(1, _VALUES // max(1, len(flat) * flat.shape[2]))
     for start in range(0, flat.shape[1], rows):
         some = slice(start, start + rows)
         result[:, some] *= flat[:, some] / best1[:, some]

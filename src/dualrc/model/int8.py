@@ -1,16 +1,21 @@
-"""A backbone in 8 bits, for CPUs that multiply bytes: four times as fast as in float32.
+"""Convolutions in 8 bits, for CPUs that multiply bytes: four times as fast as in float32.
 
 Weights are rounded once, each output channel by its own range; what goes into a convolution is rounded by the range
-that it has just then, so nothing has to be calibrated. Sums are exact; results, shortcuts and upsampling are float32.
+that it has just then, or that its like had just before, so nothing has to be calibrated. Sums are exact; shortcuts,
+upsampling and, unless bytes are asked for, results are float32.
 """
 
+import math
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from dualrc.errors import WeightsError
 from dualrc.model.backbone import ResidualBlock, fold_batch_norm
 
 _MOST, _MOST_WEIGHT = 255, 127
@@ -18,7 +23,7 @@ _TINY = 1e-12  # the least range
 
 
 class Bytes(NamedTuple):
-    """Numbers in 8 bits: (values - zero) * scale, by the range that they have."""
+    """Numbers in 8 bits: (values - zero) * scale."""
 
     values: Tensor  # uint8
     scale: float
@@ -26,17 +31,19 @@ class Bytes(NamedTuple):
 
     @staticmethod
     def of(x: Tensor, *, signed: bool) -> "Bytes":
-        """x rounded; unless it is `signed`, nothing in it is negative."""
-        low = min(0.0, x.amin().item()) if signed else 0.0
-        scale = max((x.amax().item() - low) / _MOST, _TINY)
-        zero = int(-low / scale)
+        """x rounded by the range that it has, with zero in it; unless it is `signed`, nothing in it is negative."""
+        low, high = x.amin().item() if signed else 0.0, x.amax().item()
+        if not math.isfinite(high - low):
+            raise WeightsError(
+                "The network's numbers are not finite; its weights are damaged: copy or train them again."
+            )
+        low = min(0.0, low)
+        scale = max((max(0.0, high) - low) / _MOST, _TINY)
+        zero = int(-low / scale)  # cut off, as the highest must not come after 255; the lowest may be a step off
         if not _rounds_at_once():
             # Half of a step, as what follows the point is cut off.
             return Bytes(torch.add(zero + 0.5, x, alpha=1 / scale).to(torch.uint8), scale, zero)
-        quantized = torch.quantize_per_tensor(x, scale, zero, torch.quint8)
-        # The same memory; the library's own way to it is a copy, which takes five times as long.
-        values = torch.empty(0, dtype=torch.uint8).set_(quantized.untyped_storage(), 0, x.shape, quantized.stride())
-        return Bytes(values, scale, zero)
+        return Bytes(_memory(torch.quantize_per_tensor(x.float(), scale, zero, torch.quint8)), scale, zero)
 
 
 class Int8Conv(nn.Module):
@@ -47,8 +54,9 @@ class Int8Conv(nn.Module):
         weight: Tensor,
         bias: Tensor | None,
         *,
-        stride: int = 1,
-        padding: int = 0,
+        stride: Sequence[int] = (1, 1),
+        padding: Sequence[int] = (0, 0),
+        dilation: Sequence[int] = (1, 1),
         groups: int = 1,
         relu: bool,
         signed: bool = False,
@@ -58,32 +66,32 @@ class Int8Conv(nn.Module):
         weight = weight.detach().float()
         scale = (weight.abs().amax((1, 2, 3)) / _MOST_WEIGHT).clamp(min=_TINY)
         self._rounded = (weight / scale[:, None, None, None]).round().to(torch.int8)
-        self._scale, self._zeros = scale, torch.zeros(len(scale), dtype=torch.long)
+        self._scale, self._zeros = scale, torch.zeros_like(scale, dtype=torch.long)
         self._bias = None if bias is None else bias.detach().float()
-        self._sides = [[side, side] for side in (stride, padding, 1)]
-        self._groups = groups
+        self._settings = [list(stride), list(padding), list(dilation), groups]
         self._pack()
         self._signed = signed
         self._after = "relu" if relu else "none"
 
     @staticmethod
     def of(convolution: nn.Conv2d, *, relu: bool, signed: bool = False) -> "Int8Conv":
-        """The same convolution, of square kernels, in 8 bits."""
-        padding = convolution.padding[0]
-        assert not isinstance(padding, str)
+        """The same convolution in 8 bits."""
+        assert not isinstance(convolution.padding, str)
         return Int8Conv(
             convolution.weight,
             convolution.bias,
-            stride=convolution.stride[0],
-            padding=padding,
+            stride=convolution.stride,
+            padding=convolution.padding,
+            dilation=convolution.dilation,
+            groups=convolution.groups,
             relu=relu,
             signed=signed,
         )
 
     def _pack(self) -> None:
+        _rounds_at_once()  # is found out now, not by whichever thread needs it first
         # A zero point that is not 0 makes room for any.
-        settings = *self._sides, self._groups, None
-        self._weight = torch.ops.onednn.qconv_prepack(self._rounded, self._scale, 1.0, 1, *settings)
+        self._weight = torch.ops.onednn.qconv_prepack(self._rounded, self._scale, 1.0, 1, *self._settings, None)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: packed weights belong to this processor."""
@@ -106,13 +114,13 @@ class Int8Conv(nn.Module):
         else:
             convolve = torch.ops.onednn.qconv2d_pointwise.binary
             inputs, after = (*inputs, onto), (1.0, 0, "sum", 1.0, self._after, [], "")
-        result: Tensor = convolve(*inputs, self._bias, *self._sides, self._groups, 1.0, 0, torch.float32, *after)
+        result: Tensor = convolve(*inputs, self._bias, *self._settings, 1.0, 0, torch.float32, *after)
         return result
 
     def to_bytes(self, x: Bytes, most: float) -> Bytes:
         """The rectified result in bytes for 0 to `most`; what exceeds it is 255, and so is `most` itself."""
         scale = most / _MOST
-        settings = *self._sides, self._groups, scale, 0, torch.uint8, "relu", [], ""
+        settings = *self._settings, scale, 0, torch.uint8, "relu", [], ""
         convolve = torch.ops.onednn.qconv2d_pointwise.default
         return Bytes(convolve(*x, self._weight, self._scale, self._zeros, self._bias, *settings), scale, 0)
 
@@ -148,34 +156,49 @@ def _in_int8(module: nn.Module, *, signed: bool) -> nn.Module:
     return nn.Sequential(*[_in_int8(child, signed=signed) for child in module])
 
 
+def is_converted(backbone: nn.Module) -> bool:
+    """Whether a backbone works in 8 bits already."""
+    return any(isinstance(module, Int8Conv) for module in backbone.modules())
+
+
+def _memory(quantized: Tensor) -> Tensor:
+    """The bytes of one of torch's quantized tensors; its own way to them is a copy, which takes five times as long."""
+    values = torch.empty(0, dtype=torch.uint8, device=quantized.device)
+    return values.set_(quantized.untyped_storage(), 0, quantized.shape, quantized.stride())
+
+
 @cache
 def _rounds_at_once() -> bool:
     """Whether torch still has the function that does it in one pass, which it means to give up."""
-    values = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+    values = torch.arange(24.0, device="cpu").view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
     try:
         with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # it says so once
-            rounded = torch.quantize_per_tensor(values / 2, 0.5, 3, torch.quint8)
-        memory = torch.empty(0, dtype=torch.uint8)
-        memory.set_(rounded.untyped_storage(), 0, values.shape, rounded.stride())
+            warnings.simplefilter("ignore")  # it says so once, unless torch is told to warn always
+            rounded = _memory(torch.quantize_per_tensor(values / 2, 0.5, 3, torch.quint8))
     except (AttributeError, RuntimeError, TypeError):
         return False
-    return torch.equal(memory.float(), values + 3)
+    return torch.equal(rounded.float(), values + 3)
 
 
 @cache
 def works() -> bool:
     """Whether this CPU and this torch convolve bytes exactly: older CPUs cut sums off, which shows at the largest."""
-    convolution = nn.Conv2d(64, 16, 3, padding=1, bias=False)
-    nn.init.constant_(convolution.weight, 1.0)
-    image, shortcut = torch.full((1, 64, 5, 5), 128.0), torch.ones(1, 16, 5, 5)
+    weight = torch.ones(16, 64, 3, 3, device="cpu")
+    image, shortcut = torch.full((1, 64, 5, 5), 128.0, device="cpu"), torch.ones(1, 16, 5, 5, device="cpu")
     image[:, :, 2, 2] = -127.0  # now the numbers are whole steps
     image, shortcut = (x.contiguous(memory_format=torch.channels_last) for x in (image, shortcut))
+    expected = F.conv2d(image, weight, padding=1)
+    halves = F.conv2d(image, weight[:, :32], padding=1, groups=2)
+    most = expected.max().item()
     try:
         with torch.no_grad():
-            convolved = Int8Conv.of(convolution, relu=False, signed=True)(image)
-            summed = Int8Conv.of(convolution, relu=True, signed=True)(image, shortcut)
-            expected = convolution(image)
+            plain = Int8Conv(weight, None, padding=(1, 1), relu=False, signed=True)
+            convolved = plain(image)
+            grouped = Int8Conv(weight[:, :32], None, padding=(1, 1), groups=2, relu=False, signed=True)(image)
+            summed = Int8Conv(weight, None, padding=(1, 1), relu=True, signed=True)(image, shortcut)
+            rounded = plain.to_bytes(Bytes.of(image, signed=True), most)
     except (AttributeError, RuntimeError, TypeError):  # another processor, or another torch
         return False
-    return torch.allclose(convolved, expected) and torch.allclose(summed, torch.relu(expected + 1))
+    right = torch.allclose(convolved, expected) and torch.allclose(grouped, halves)
+    right = right and torch.allclose(summed, torch.relu(expected + 1))
+    return right and torch.allclose(rounded.values * rounded.scale, expected.relu(), atol=rounded.scale)
