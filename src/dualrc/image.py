@@ -6,6 +6,7 @@ Resizing by a ratio s maps x to (x + 0.5) s - 0.5, each axis with its own ratio.
 
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,17 @@ def to_input(pixels: Tensor, size: Size) -> Tensor:
 
 
 def normalize_colors(images: Tensor) -> Tensor:
-    """Subtract ImageNet's mean and divide by its deviation: (b 3 h w) in 0 to 1."""
-    # By numbers rather than tensors: those would have to travel to the device each time.
-    channels = zip(images.unbind(1), _MEAN, _DEVIATION, strict=True)
-    return torch.stack([(channel - mean) / deviation for channel, mean, deviation in channels], dim=1)
+    """Subtract ImageNet's mean and divide by its deviation: (b 3 h w) in 0 to 1, channels last in memory."""
+    mean, deviation = (colors.repeat(images.shape[3]) for colors in _normal_colors(images.device))
+    rows = images.permute(0, 2, 3, 1).flatten(2)  # whole rows are faster than their pixels one by one
+    return (rows - mean).div_(deviation).unflatten(2, (-1, 3)).permute(0, 3, 1, 2)
+
+
+@cache
+@torch.inference_mode(False)
+def _normal_colors(device: torch.device) -> tuple[Tensor, Tensor]:
+    """ImageNet's mean and deviation, which travel to a device once."""
+    return torch.tensor(_MEAN, device=device), torch.tensor(_DEVIATION, device=device)
 
 
 def restore_colors(images: Tensor) -> npt.NDArray[np.uint8]:
