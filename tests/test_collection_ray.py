@@ -2,8 +2,6 @@
 
 import itertools
 import sys
-import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -61,20 +59,15 @@ def test_a_cluster_gives_the_same_though_a_node_dies(images, config, tmp_path, m
         def watched_next(engine: RayEngine) -> Event:
             if not events:  # nothing begins before both nodes take part
                 engine._ray.wait(list(engine._awaited), num_returns=2)
+            if len(events) == 15:
+                assert len({event.worker for event in events if event.kind == "result"}) == 2
+                cluster.remove_node(second, allow_graceful=False)
             events.append(next_event(engine))
             return events[-1]
 
-        def kill_a_node() -> None:
-            while len({event.worker for event in events if event.kind == "result"}) < 2 or len(events) < 15:
-                time.sleep(0.005)
-            cluster.remove_node(second, allow_graceful=False)
-
         monkeypatch.setattr(RayEngine, "next", watched_next)
-        killer = threading.Thread(target=kill_a_node)
-        killer.start()
         ray_config = replace(config, engine="ray", address=cluster.address, workers=None)
         result = match_collection(images, tmp_path / "ray", ray_config, quiet=True)
-        killer.join()
     finally:
         cluster.shutdown()
     assert [event.kind for event in events].count("died") == 1
