@@ -1,19 +1,22 @@
-"""Refinement of matches on the GPU: what torch does in hundreds of small steps, one kernel each.
+"""Refinement of matches: what torch does in hundreds of small steps, one kernel each, on a GPU and on a CPU.
 
 Each is the twin of plain code: `cosines` of model.subpixel.meet, `explained` of model.support, `moves` of model.align.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from dualrc.kernels import device_of, power_above, usable
+from dualrc.kernels import device_of, native, power_above, usable
 
 WINDOW = 9  # fine cells around a match
 
 
 def supported(features: Tensor) -> bool:
     """Whether the kernels can work with these."""
-    return usable(features) and features.dtype in (torch.float16, torch.float32)
+    return native.usable(features) or (usable(features) and features.dtype in (torch.float16, torch.float32))
 
 
 def cosines(
@@ -23,10 +26,26 @@ def cosines(
 
     `pair` (n) and row-major indices (n) say which cells are matched; `widths` are those of the maps, in fine cells.
     """
-    from dualrc.kernels.refine_jit import window_products
-
     result = torch.empty(len(pair), WINDOW, WINDOW, device=pair.device)
-    if len(pair):
+    if native.usable(features0, features1):
+        native.call(
+            "meet",
+            features0=features0,
+            features1=features1,
+            pair=pair,
+            index0=index0,
+            index1=index1,
+            cosines=result,
+            count=len(pair),
+            channels=features0.shape[2],
+            height0=features0.shape[1] // widths[0],
+            width0=widths[0],
+            height1=features1.shape[1] // widths[1],
+            width1=widths[1],
+        )
+    elif len(pair):
+        from dualrc.kernels.refine_jit import window_products
+
         with device_of(pair):
             window_products[(len(pair),)](
                 features0.contiguous(), features1.contiguous(), pair, index0, index1, result,
@@ -54,12 +73,33 @@ def explained(
     `maps` (5 p) hold x, y, u, v and trust of matches by place, zero where there is none; `known` (5 n) those of the
     matches themselves and `at` (n) their places. Neighbours lie every `step` places, `reach` steps to each side.
     """
-    from dualrc.kernels.refine_jit import explain
-
     count = len(at)
     share = torch.empty(count, device=at.device)
     motion, shift = torch.empty(count, 2, 2, device=at.device), torch.empty(count, 2, device=at.device)
-    if count:
+    if native.usable(maps):
+        axis = torch.arange(-reach, reach + 1) * step
+        offsets = (axis[:, None] * row_length + axis).flatten()
+        offsets = offsets[offsets != 0]  # it is no witness for itself
+        native.call(
+            "explain",
+            maps=maps,
+            at=at,
+            known=known,
+            offsets=offsets,
+            share=share,
+            motion=motion,
+            shift=shift,
+            count=count,
+            places=maps.shape[1],
+            neighbours=len(offsets),
+            sigma=sigma,
+            near=near,
+            own=own,
+            doubt=doubt,
+        )
+    elif count:
+        from dualrc.kernels.refine_jit import explain
+
         matches = 8
         with device_of(at):
             explain[(-(-count // matches),)](
@@ -74,11 +114,33 @@ def moves(
     light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor, **limits: float
 ) -> Tensor:
     """How far points of picture 1 must move for their windows to look like those of picture 0: (n 2)."""
-    from dualrc.kernels.refine_jit import fit_windows
-
     count = len(pair)
     result = torch.empty(count, 2, device=pair.device)
-    if count:
+    if native.usable(light0, light1):
+        across, down, weights = _window(int(limits["REACH"]), int(limits["STEP"]))
+        native.call(
+            "fit",
+            light0=light0,
+            light1=light1,
+            pair=pair,
+            points0=points0,
+            points1=points1,
+            motion=motion,
+            across=across,
+            down=down,
+            weights=weights,
+            moves=result,
+            count=count,
+            places=len(weights),
+            height0=light0.shape[1],
+            width0=light0.shape[2],
+            height1=light1.shape[1],
+            width1=light1.shape[2],
+            **{name.lower(): limit for name, limit in limits.items() if name != "STEP"},
+        )
+    elif count:
+        from dualrc.kernels.refine_jit import fit_windows
+
         matches = 4
         places = (2 * int(limits["REACH"]) // int(limits["STEP"]) + 1) ** 2
         with device_of(pair):
@@ -88,3 +150,14 @@ def moves(
                 MATCHES=matches, PLACES=power_above(places), num_warps=4, **limits,
             )  # fmt: skip
     return result
+
+
+@cache
+@torch.inference_mode(False)
+def _window(reach: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Places of a window, across and down, and their weights, filled up with weights of 0 for whole vectors."""
+    axis = torch.arange(-reach, reach + 1.0, step, device="cpu")
+    across, down = axis.repeat(len(axis)), axis.repeat_interleave(len(axis))
+    weights = torch.exp((across.square() + down.square()) * (-1.125 / reach**2))
+    spare = (0, -len(weights) % native.LANES)
+    return F.pad(across, spare), F.pad(down, spare), F.pad(weights / weights.sum(), spare)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dualrc.config import CompactConfig, NetworkConfig
-from dualrc.kernels import usable
+from dualrc.kernels import native, usable
 from dualrc.kernels.search import supported
 from dualrc.model import trace
 from dualrc.model.align import align, brightness
@@ -259,8 +259,8 @@ def make_network(config: NetworkConfig) -> DualRCNet:
 
 
 def _meet(fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> Meeting:
-    """`cells_meet`, some at a time on a CPU, where it holds whole windows of features."""
-    if pair.is_cuda:
+    """`cells_meet`, some at a time where torch does it on a CPU, as that holds whole windows of features."""
+    if pair.is_cuda or native.usable(fine0.features, fine1.features):
         return cells_meet(fine0, fine1, pair, index0, index1)
     columns = (column.split(_CPU_WINDOWS) for column in (pair, index0, index1))
     parts = [cells_meet(fine0, fine1, *some) for some in zip(*columns, strict=True)]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import dualrc.kernels.search as kernel
+from dualrc.kernels import native
 
 Reading = Literal["corner", "center"]
 
@@ -156,6 +157,8 @@ def search(
     """
     groups, places, channels = queries.features.shape
     sums = tensor.sum(2, dtype=torch.float32)  # b n
+    if native.usable(tensor, queries.features, fine.features):
+        return _search_natively(tensor, sums, queries, fine, temperature)
     found = Found(
         index=torch.full((groups, places), -1, device=tensor.device),
         score=torch.zeros(groups, places, device=tensor.device),
@@ -175,6 +178,42 @@ def search(
             still_open.append(ids[~done])
         open_groups = torch.cat(still_open)
         block = min((_GPU_WIDEN if tensor.is_cuda else _WIDEN) * block, candidates)
+    return found
+
+
+def _search_natively(tensor: Tensor, sums: Tensor, queries: Queries, fine: FineMap, temperature: float) -> Found:
+    """`search` by C, which leaves a group's cells as soon as the bound holds for each query by itself."""
+    groups, places, channels = queries.features.shape
+    excess = _EXCESS[torch.float32]
+    found = Found(
+        index=torch.empty(groups, places, dtype=torch.long),
+        score=torch.empty(groups, places),
+        visited=torch.empty(groups, dtype=torch.long),
+    )
+    native.call(
+        "search",
+        tensor=tensor,
+        sums=sums,
+        queries=queries.features,
+        pair=queries.pair,
+        rows=queries.rows + queries.pair[:, None] * tensor.shape[1],
+        weights=queries.weights,
+        wanted=queries.wanted,
+        fine=fine.features,
+        valid=fine.valid,
+        index=found.index,
+        score=found.score,
+        visited=found.visited,
+        groups=groups,
+        places=places,
+        channels=channels,
+        mixed=queries.rows.shape[1],
+        weights_apart=0 if len(queries.weights) == 1 < groups else places * queries.rows.shape[1],
+        candidates=tensor.shape[2],
+        width=fine.width,
+        temperature=temperature,
+        allowance=math.exp(excess / temperature) if temperature > 0 else 1 + excess,
+    )
     return found
 
 

@@ -1,0 +1,282 @@
+/* The refinement of matches: what model/subpixel.py, model/support.py and model/align.py do in many small steps. */
+
+#include "native.h"
+
+#define WINDOW 9 /* fine cells around a match */
+#define MOST_NEIGHBOURS 64
+#define MOST_PLACES 128
+#define LITTLE 1e-6f /* added to variances, which may be zero */
+
+typedef struct {
+    const float *features0, *features1; /* pairs cells channels: unit features */
+    const int64_t *pair, *index0, *index1; /* count: row-major fine cells that are matched */
+    float *cosines; /* count 9 9 */
+    int64_t count, channels, height0, width0, height1, width1; /* of the maps, in fine cells */
+    int32_t threads;
+} Meet;
+
+typedef struct {
+    const float *maps;      /* 5 places: x, y, u, v and trust of matches by place, zero where there is none */
+    const int64_t *at;      /* count: the places of matches */
+    const float *known;     /* 5 count: the same of the matches themselves */
+    const int64_t *offsets; /* neighbours: from a place to those around */
+    float *share, *motion, *shift; /* count, count 2 2, count 2 */
+    int64_t count, places, neighbours;
+    float sigma, near, own, doubt;
+    int32_t threads;
+} Explain;
+
+typedef struct {
+    const float *light0, *light1;            /* pairs height width */
+    const int64_t *pair;                     /* count */
+    const float *points0, *points1, *motion; /* count 2, count 2, count 2 2 */
+    const float *across, *down, *weights;    /* places, a whole number of lanes: of a window, the rest with weight 0 */
+    float *moves;                            /* count 2 */
+    int64_t count, places, height0, width0, height1, width1;
+    float reach, damping, longest, farthest, least, gain, largest;
+    int32_t rounds, threads;
+} Fit;
+
+INLINE float sum_of(lanes v)
+{
+    float sum[LANES];
+    store(sum, v);
+    for (int step = LANES / 2; step; step /= 2)
+        for (int i = 0; i < step; i++)
+            sum[i] += sum[i + step];
+    return sum[0];
+}
+
+/* Where the features of the 3x3 cells around a cell begin; cells beyond the border are those at it. */
+INLINE void window_of(const float *features, int64_t index, int64_t height, int64_t width, int64_t channels,
+                      const float **window)
+{
+    int64_t row = index / width, column = index % width;
+    for (int i = 0; i < WINDOW; i++) {
+        int64_t y = row + i / 3 - 1, x = column + i % 3 - 1;
+        y = y < 0 ? 0 : y >= height ? height - 1 : y;
+        x = x < 0 ? 0 : x >= width ? width - 1 : x;
+        window[i] = features + (y * width + x) * channels;
+    }
+}
+
+MANY_PROCESSORS void dualrc_meet_match(const Meet *m, int64_t match)
+{
+    const int64_t channels = m->channels, whole = channels / LANES * LANES, pair = m->pair[match];
+    const float *window0[WINDOW], *window1[WINDOW];
+    window_of(m->features0 + pair * m->height0 * m->width0 * channels, m->index0[match], m->height0, m->width0,
+              channels, window0);
+    window_of(m->features1 + pair * m->height1 * m->width1 * channels, m->index1[match], m->height1, m->width1,
+              channels, window1);
+    float *cosines = m->cosines + match * WINDOW * WINDOW;
+    for (int i = 0; i < WINDOW; i += 3)
+        for (int j = 0; j < WINDOW; j += 3) {
+            lanes sums[9] = {{0}};
+            for (int64_t k = 0; k < whole; k += LANES) {
+                lanes a0 = load(window0[i] + k), a1 = load(window0[i + 1] + k), a2 = load(window0[i + 2] + k);
+                lanes b0 = load(window1[j] + k), b1 = load(window1[j + 1] + k), b2 = load(window1[j + 2] + k);
+                sums[0] += a0 * b0, sums[1] += a0 * b1, sums[2] += a0 * b2;
+                sums[3] += a1 * b0, sums[4] += a1 * b1, sums[5] += a1 * b2;
+                sums[6] += a2 * b0, sums[7] += a2 * b1, sums[8] += a2 * b2;
+            }
+            for (int n = 0; n < 9; n++) {
+                const float *a = window0[i + n / 3], *b = window1[j + n % 3];
+                float sum = sum_of(sums[n]);
+                for (int64_t k = whole; k < channels; k++)
+                    sum += a[k] * b[k];
+                cosines[(i + n / 3) * WINDOW + j + n % 3] = sum;
+            }
+        }
+}
+
+/* exp(x) for x of -80 to 0, to a few millionths. */
+INLINE float fading(float x)
+{
+    float power = (x < -80 ? -80 : x) * 1.44269504f;
+    int32_t floor = (int32_t)power - 1;
+    float rest = (power - floor) * 0.693147181f; /* 0 to 2 ln 2 */
+    rest *= 0.25f;
+    float exp = 1 + rest * (1 + rest * (0.5f + rest * (1 / 6.f + rest * (1 / 24.f + rest * (1 / 120.f + rest / 720)))));
+    exp *= exp;
+    exp *= exp;
+    union { int32_t bits; float value; } two = {(floor + 127) << 23};
+    return exp * two.value;
+}
+
+MANY_PROCESSORS void dualrc_explain_match(const Explain *e, int64_t match)
+{
+    const int64_t count = e->neighbours, at = e->at[match];
+    float x[MOST_NEIGHBOURS], y[MOST_NEIGHBOURS], u[MOST_NEIGHBOURS], v[MOST_NEIGHBOURS], trust[MOST_NEIGHBOURS];
+    const float *maps = e->maps + at, *known = e->known + match;
+    const float here_x = known[0], here_y = known[e->count], there_x = known[2 * e->count], there_y = known[3 * e->count];
+    float xx = 0, xy = 0, yy = 0, xu = 0, yu = 0, xv = 0, yv = 0, all = 0;
+#pragma omp simd reduction(+ : xx, xy, yy, xu, yu, xv, yv, all)
+    for (int64_t k = 0; k < count; k++) {
+        const float *neighbour = maps + e->offsets[k];
+        x[k] = neighbour[0] - here_x;
+        y[k] = neighbour[e->places] - here_y;
+        u[k] = neighbour[2 * e->places] - there_x;
+        v[k] = neighbour[3 * e->places] - there_y;
+        trust[k] = neighbour[4 * e->places];
+        float wx = trust[k] * x[k], wy = trust[k] * y[k];
+        xx += wx * x[k], xy += wx * y[k], yy += wy * y[k];
+        xu += wx * u[k], yu += wy * u[k], xv += wx * v[k], yv += wy * v[k];
+        all += trust[k];
+    }
+    xx += 1e-3f, yy += 1e-3f;
+    const float inverse = 1 / (xx * yy - xy * xy);
+    const float a = (yy * xu - xy * yu) * inverse, b = (xx * yu - xy * xu) * inverse;
+    const float c = (yy * xv - xy * yv) * inverse, d = (xx * yv - xy * xv) * inverse;
+    const float sharp = -0.5f / (e->sigma * e->sigma), wide = -0.5f / (e->near * e->near);
+    float agree = 0, voices = 0, shift_x = 0, shift_y = 0;
+#pragma omp simd reduction(+ : agree, voices, shift_x, shift_y)
+    for (int64_t k = 0; k < count; k++) {
+        float left_x = u[k] - a * x[k] - b * y[k], left_y = v[k] - c * x[k] - d * y[k];
+        float stray = left_x * left_x + left_y * left_y, voice = trust[k] * fading(stray * wide);
+        agree += trust[k] * fading(stray * sharp);
+        voices += voice, shift_x += voice * left_x, shift_y += voice * left_y;
+    }
+    e->share[match] = agree / (all + e->doubt);
+    float *motion = e->motion + 4 * match, *shift = e->shift + 2 * match;
+    motion[0] = a, motion[1] = b, motion[2] = c, motion[3] = d;
+    shift[0] = shift_x / (voices + e->own), shift[1] = shift_y / (voices + e->own);
+}
+
+/* A picture at some places, bilinear; what lies beyond the border is as at it. */
+INLINE void look(const float *picture, int64_t height, int64_t width, int64_t count, float x, float y, const float *across,
+                 const float *down, float *seen)
+{
+    const int32_t stride = (int32_t)width;
+    const float last_x = width - 1, last_y = height - 1;
+#pragma omp simd
+    for (int64_t k = 0; k < count; k++) {
+        float at_x = x + across[k], at_y = y + down[k];
+        at_x = at_x > 0 ? at_x < last_x ? at_x : last_x : 0;
+        at_y = at_y > 0 ? at_y < last_y ? at_y : last_y : 0;
+        int32_t left = (int32_t)at_x, top = (int32_t)at_y;
+        left = left < stride - 2 ? left : stride - 2;
+        top = top < (int32_t)height - 2 ? top : (int32_t)height - 2;
+        const float share_x = at_x - left, share_y = at_y - top;
+        const float *pixel = picture + top * stride + left;
+        const float above = pixel[0] + share_x * (pixel[1] - pixel[0]);
+        const float below = pixel[stride] + share_x * (pixel[stride + 1] - pixel[stride]);
+        seen[k] = above + share_y * (below - above);
+    }
+}
+
+INLINE int inside(float x, float y, float reach_x, float reach_y, int64_t height, int64_t width)
+{
+    return x - reach_x >= 0 && y - reach_y >= 0 && x + reach_x <= width - 1 && y + reach_y <= height - 1;
+}
+
+MANY_PROCESSORS void dualrc_fit_match(const Fit *f, int64_t match)
+{
+    const int64_t places = f->places, pair = f->pair[match];
+    const float x0 = f->points0[2 * match], y0 = f->points0[2 * match + 1];
+    const float x1 = f->points1[2 * match], y1 = f->points1[2 * match + 1];
+    const float *motion = f->motion + 4 * match, a = motion[0], b = motion[1], c = motion[2], d = motion[3];
+    float *move = f->moves + 2 * match;
+    move[0] = move[1] = 0;
+    const float area = a * d - b * c;
+    if (!(area > 1 / f->largest && area < f->largest))
+        return;
+    /* Windows that reach over the border, or might on the way, are not compared. */
+    if (!inside(x0, y0, f->reach + 1, f->reach + 1, f->height0, f->width0) ||
+        !inside(x1, y1, (fabsf(a) + fabsf(b)) * f->reach + f->farthest, (fabsf(c) + fabsf(d)) * f->reach + f->farthest,
+                f->height1, f->width1))
+        return;
+
+    const float *picture0 = f->light0 + pair * f->height0 * f->width0, *weights = f->weights;
+    const float *picture1 = f->light1 + pair * f->height1 * f->width1;
+    float template[MOST_PLACES], left[MOST_PLACES], right[MOST_PLACES], above[MOST_PLACES], below[MOST_PLACES];
+    look(picture0, f->height0, f->width0, places, x0, y0, f->across, f->down, template);
+    look(picture0, f->height0, f->width0, places, x0 - 1, y0, f->across, f->down, left);
+    look(picture0, f->height0, f->width0, places, x0 + 1, y0, f->across, f->down, right);
+    look(picture0, f->height0, f->width0, places, x0, y0 - 1, f->across, f->down, above);
+    look(picture0, f->height0, f->width0, places, x0, y0 + 1, f->across, f->down, below);
+
+    float mean = 0, square = 0;
+#pragma omp simd reduction(+ : mean)
+    for (int64_t k = 0; k < places; k++)
+        mean += weights[k] * template[k];
+#pragma omp simd reduction(+ : square)
+    for (int64_t k = 0; k < places; k++) {
+        template[k] -= mean;
+        square += weights[k] * template[k] * template[k];
+    }
+    const float scale = 1 / sqrtf(square + LITTLE);
+    /* How the normalized window changes when it moves; changes of gain and level are taken out. */
+    float slope_x[MOST_PLACES], slope_y[MOST_PLACES], mean_x = 0, mean_y = 0, same_x = 0, same_y = 0;
+#pragma omp simd reduction(+ : mean_x, mean_y, same_x, same_y)
+    for (int64_t k = 0; k < places; k++) {
+        template[k] *= scale;
+        slope_x[k] = (right[k] - left[k]) * (scale / 2);
+        slope_y[k] = (below[k] - above[k]) * (scale / 2);
+        mean_x += weights[k] * slope_x[k], mean_y += weights[k] * slope_y[k];
+        same_x += weights[k] * slope_x[k] * template[k], same_y += weights[k] * slope_y[k] * template[k];
+    }
+    float xx = 0, xy = 0, yy = 0;
+#pragma omp simd reduction(+ : xx, xy, yy)
+    for (int64_t k = 0; k < places; k++) {
+        slope_x[k] -= mean_x + same_x * template[k];
+        slope_y[k] -= mean_y + same_y * template[k];
+        xx += weights[k] * slope_x[k] * slope_x[k];
+        xy += weights[k] * slope_x[k] * slope_y[k];
+        yy += weights[k] * slope_y[k] * slope_y[k];
+    }
+    xx += f->damping, yy += f->damping;
+    const float inverse = 1 / (xx * yy - xy * xy);
+
+    float offset_x[MOST_PLACES], offset_y[MOST_PLACES], other[MOST_PLACES];
+#pragma omp simd
+    for (int64_t k = 0; k < places; k++) {
+        offset_x[k] = a * f->across[k] + b * f->down[k];
+        offset_y[k] = c * f->across[k] + d * f->down[k];
+    }
+    float move_x = 0, move_y = 0, before = 0;
+    for (int32_t round = 0;; round++) {
+        look(picture1, f->height1, f->width1, places, x1 + move_x, y1 + move_y, offset_x, offset_y, other);
+        float mean1 = 0, square1 = 0, likeness = 0, x = 0, y = 0;
+#pragma omp simd reduction(+ : mean1, likeness, x, y)
+        for (int64_t k = 0; k < places; k++) {
+            float weighed = weights[k] * other[k];
+            /* Template and slopes have no mean and nothing in common, so this window need not be normalized first. */
+            mean1 += weighed, likeness += weighed * template[k], x += weighed * slope_x[k], y += weighed * slope_y[k];
+        }
+#pragma omp simd reduction(+ : square1)
+        for (int64_t k = 0; k < places; k++)
+            square1 += weights[k] * (other[k] - mean1) * (other[k] - mean1);
+        const float scale1 = 1 / sqrtf(square1 + LITTLE), alike = likeness * scale1;
+        if (round == 0)
+            before = alike;
+        if (round == f->rounds) {
+            if (alike > before + f->gain && alike > f->least && move_x * move_x + move_y * move_y < f->farthest * f->farthest)
+                move[0] = move_x, move[1] = move_y;
+            return;
+        }
+        x *= scale1, y *= scale1;
+        float step_x = (yy * x - xy * y) * inverse, step_y = (xx * y - xy * x) * inverse;
+        step_x = isfinite(step_x) ? step_x : 0, step_y = isfinite(step_y) ? step_y : 0;
+        const float length = sqrtf(step_x * step_x + step_y * step_y) / f->longest;
+        if (length > 1)
+            step_x /= length, step_y /= length;
+        move_x -= a * step_x + b * step_y, move_y -= c * step_x + d * step_y;
+    }
+}
+
+#define ALL_MATCHES(name, structure)                                              \
+    EXPORT int dualrc_##name(const structure *s)                                  \
+    {                                                                             \
+        _Pragma("omp parallel for num_threads(s->threads) schedule(static)")      \
+        for (int64_t match = 0; match < s->count; match++)                        \
+            dualrc_##name##_match(s, match);                                      \
+        return 0;                                                                 \
+    }                                                                             \
+    EXPORT int64_t dualrc_##name##_size(void)                                     \
+    {                                                                             \
+        return sizeof(structure);                                                 \
+    }
+
+ALL_MATCHES(meet, Meet)
+ALL_MATCHES(explain, Explain)
+ALL_MATCHES(fit, Fit)
