@@ -9,6 +9,7 @@ from dualrc.model.align import align, brightness
 SIZE = 160
 MOTION = torch.tensor([[0.9, 0.25], [-0.2, 1.05]])
 SHIFT = torch.tensor([12.3, -4.6])
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def show(x: torch.Tensor, y: torch.Tensor, seed: int = 0) -> torch.Tensor:

@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dualrc.model.align import brightness
 from dualrc.model.support import crowd, support
 
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
+
 
 def by_loops(index, here, there, trust, height, width) -> tuple[np.ndarray, np.ndarray]:
     """The definition of share and shift for one pair, with numpy's least squares for the affine motion."""

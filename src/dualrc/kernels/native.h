@@ -15,7 +15,7 @@ typedef int32_t whole_lanes __attribute__((vector_size(4 * LANES)));
 typedef float loose_lanes __attribute__((vector_size(4 * LANES), aligned(4))); /* anywhere in memory */
 
 /* Compiled for several generations of processors; which one runs is chosen when the library is loaded. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && __GNUC__ >= 12
 #define MANY_PROCESSORS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define MANY_PROCESSORS

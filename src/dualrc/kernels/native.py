@@ -16,8 +16,8 @@ LANES = 16  # numbers of a vector
 
 def _structure(name: str, pointers: str, sizes: str, floats: str, ints: str) -> type[ctypes.Structure]:
     """A structure of the C sources, whose fields come in this order."""
-    kinds = zip((ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int32), (pointers, sizes, floats, ints))
-    fields = [(field, kind) for kind, names in kinds for field in names.split()]
+    kinds = (ctypes.c_void_p, pointers), (ctypes.c_int64, sizes), (ctypes.c_float, floats), (ctypes.c_int32, ints)
+    fields = [(field, kind) for kind, fields in kinds for field in fields.split()]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -65,7 +65,9 @@ def _library() -> ctypes.CDLL | None:
             if getattr(library, f"dualrc_{name}_size")() != ctypes.sizeof(structure):
                 raise OSError("it is older or newer than the package")
     except (OSError, AttributeError) as error:
-        warnings.warn(f"{found.origin} can't be used ({error}); matching is slower. Install dualrc again.", stacklevel=2)
+        warnings.warn(
+            f"{found.origin} can't be used ({error}); matching is slower. Install dualrc again.", stacklevel=2
+        )
         return None
     return library
 

@@ -3,8 +3,6 @@
 #include "native.h"
 
 #define WINDOW 9 /* fine cells around a match */
-#define MOST_NEIGHBOURS 64
-#define MOST_PLACES 128
 #define LITTLE 1e-6f /* added to variances, which may be zero */
 
 typedef struct {
@@ -106,7 +104,7 @@ INLINE float fading(float x)
 MANY_PROCESSORS void dualrc_explain_match(const Explain *e, int64_t match)
 {
     const int64_t count = e->neighbours, at = e->at[match];
-    float x[MOST_NEIGHBOURS], y[MOST_NEIGHBOURS], u[MOST_NEIGHBOURS], v[MOST_NEIGHBOURS], trust[MOST_NEIGHBOURS];
+    float x[count], y[count], u[count], v[count], trust[count];
     const float *maps = e->maps + at, *known = e->known + match;
     const float here_x = known[0], here_y = known[e->count], there_x = known[2 * e->count], there_y = known[3 * e->count];
     float xx = 0, xy = 0, yy = 0, xu = 0, yu = 0, xv = 0, yv = 0, all = 0;
@@ -188,7 +186,7 @@ MANY_PROCESSORS void dualrc_fit_match(const Fit *f, int64_t match)
 
     const float *picture0 = f->light0 + pair * f->height0 * f->width0, *weights = f->weights;
     const float *picture1 = f->light1 + pair * f->height1 * f->width1;
-    float template[MOST_PLACES], left[MOST_PLACES], right[MOST_PLACES], above[MOST_PLACES], below[MOST_PLACES];
+    float template[places], left[places], right[places], above[places], below[places];
     look(picture0, f->height0, f->width0, places, x0, y0, f->across, f->down, template);
     look(picture0, f->height0, f->width0, places, x0 - 1, y0, f->across, f->down, left);
     look(picture0, f->height0, f->width0, places, x0 + 1, y0, f->across, f->down, right);
@@ -206,7 +204,7 @@ MANY_PROCESSORS void dualrc_fit_match(const Fit *f, int64_t match)
     }
     const float scale = 1 / sqrtf(square + LITTLE);
     /* How the normalized window changes when it moves; changes of gain and level are taken out. */
-    float slope_x[MOST_PLACES], slope_y[MOST_PLACES], mean_x = 0, mean_y = 0, same_x = 0, same_y = 0;
+    float slope_x[places], slope_y[places], mean_x = 0, mean_y = 0, same_x = 0, same_y = 0;
 #pragma omp simd reduction(+ : mean_x, mean_y, same_x, same_y)
     for (int64_t k = 0; k < places; k++) {
         template[k] *= scale;
@@ -227,7 +225,7 @@ MANY_PROCESSORS void dualrc_fit_match(const Fit *f, int64_t match)
     xx += f->damping, yy += f->damping;
     const float inverse = 1 / (xx * yy - xy * xy);
 
-    float offset_x[MOST_PLACES], offset_y[MOST_PLACES], other[MOST_PLACES];
+    float offset_x[places], offset_y[places], other[places];
 #pragma omp simd
     for (int64_t k = 0; k < places; k++) {
         offset_x[k] = a * f->across[k] + b * f->down[k];

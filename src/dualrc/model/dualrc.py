@@ -236,7 +236,8 @@ class DualRCNet(nn.Module):
         else:
             found = search(self.coarse_tensor(features0, features1, max_memory).flatten(3).flatten(1, 2), fine0, fine1)
         if trace.is_recording():
-            trace.note("kernel.search", "triton" if by_kernels else "blocks")
+            in_c = native.usable(fine0.features, fine1.features)
+            trace.note("kernel.search", "triton" if by_kernels else "C" if in_c else "blocks")
             for visited, candidates in ((found.visited, fine1.cells), (found.visited_back, fine0.cells)):
                 trace.note("search.groups", len(visited))
                 trace.note("search.candidates", candidates)

@@ -1,0 +1,160 @@
+"""The kernels in C against the plain code beside them, and what happens where they are not there."""
+
+import shutil
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import rand, texture, tiny_matcher
+
+from dualrc.kernels import native
+from dualrc.model.align import align
+from dualrc.model.correlation import normalize
+from dualrc.model.fine import FineMap, cell_queries, point_queries, search
+from dualrc.model.subpixel import cell_windows, cells_meet, meet
+from dualrc.model.support import support
+
+needs_library = pytest.mark.skipif(native._library() is None, reason="the kernels in C were not compiled")
+
+
+@pytest.fixture
+def plainly(monkeypatch):
+    """A function that calls another without the kernels."""
+
+    def call(function, *args, **kwargs):
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "_library", lambda: None)
+            return function(*args, **kwargs)
+
+    return call
+
+
+def fine_map(seed: int, batch: int, height: int, width: int, channels: int, *, masked: bool = False) -> FineMap:
+    fine = normalize(rand(seed, batch, channels, 4 * height, 4 * width))
+    return FineMap.of(fine, rand(seed, batch, 4 * height, 4 * width) > -0.5 if masked else None)
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("gcc"), reason="there is no compiler")
+def test_the_kernels_were_compiled():
+    assert native._library() is not None
+
+
+@needs_library
+@pytest.mark.parametrize("temperature", [0.0, 0.1])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("shape0", "shape1", "channels"), [((9, 7), (8, 16), 96), ((1, 3), (5, 13), 7), ((4, 4), (1, 1), 33)]
+)
+def test_search(plainly, shape0, shape1, channels, masked, temperature):
+    asking = fine_map(1, 2, *shape0, channels)
+    fine = fine_map(2, 2, *shape1, channels, masked=masked)
+    tensor = rand(3, 2, asking.cells, fine.cells).abs() ** 6  # some cells stand out
+    tensor[:, :, ::5] = 0
+    tensor[0, 0] = 0
+    cells = torch.arange(2 * asking.cells)
+    groups = cell_queries(asking, cells, "center")
+    some = cell_queries(asking, cells, "corner")
+    some = type(some)(**{**vars(some), "wanted": rand(4, len(cells), 16) > 0})
+    points = point_queries(asking, torch.tensor([0, 1, 1]), 9 * torch.rand(3, 2), "center")
+    for queries in (groups, some, points):
+        settings = {"temperature": temperature, "max_values": 10**9}
+        found, expected = search(tensor, queries, fine, **settings), plainly(search, tensor, queries, fine, **settings)
+        wanted = torch.ones_like(found.index, dtype=torch.bool) if queries.wanted is None else queries.wanted
+        assert torch.equal(found.index[wanted], expected.index[wanted])
+        assert torch.allclose(found.score[wanted], expected.score[wanted], rtol=1e-5, atol=1e-9)
+        assert (found.visited <= fine.cells).all()
+
+
+@needs_library
+def test_search_ends_whatever_the_numbers():
+    fine = fine_map(1, 1, 3, 4, 16)
+    queries = cell_queries(fine, torch.arange(12), "center")
+    for value in (0.0, -1.0, float("inf"), float("nan")):
+        found = search(torch.full((1, 12, 12), value), queries, fine, temperature=0.0, max_values=10**9)
+        assert ((found.index >= -1) & (found.index < 192)).all()
+        broken = FineMap(features=torch.full_like(fine.features, value), height=3, width=4, valid=None)
+        found = search(torch.ones(1, 12, 12), queries, broken, temperature=0.0, max_values=10**9)
+        assert ((found.index >= -1) & (found.index < 192)).all()
+
+
+@needs_library
+@pytest.mark.parametrize("channels", [96, 16, 5])
+def test_cosines_around_matches(plainly, channels):
+    fine0, fine1 = fine_map(1, 2, 3, 5, channels), fine_map(2, 2, 4, 2, channels)
+    index0, index1 = torch.arange(0, 240, 3), torch.arange(0, 80) * 7 % 128
+    pair = torch.arange(80) % 2
+    seen = cells_meet(fine0, fine1, pair, index0, index1)
+    expected = meet(cell_windows(fine0, pair, index0), cell_windows(fine1, pair, index1))
+    for found, plain in zip(seen, expected, strict=True):
+        assert torch.allclose(found, plain, atol=1e-6)
+    assert cells_meet(fine0, fine1, pair[:0], index0[:0], index1[:0]).cosine.shape == (0, 9, 9)
+
+
+@needs_library
+def test_support(plainly):
+    index = torch.randperm(24 * 31, generator=torch.Generator().manual_seed(0))[:500]
+    pair = torch.arange(500) % 2
+    pair[::50] = -1
+    here = torch.stack([index % 31, index // 31], dim=1) + 0.2 * rand(1, 500, 2)
+    there = here @ torch.tensor([[0.9, 0.3], [-0.2, 1.1]]) + 0.2 * rand(2, 500, 2)
+    there[::7] = 40 * rand(3, 72, 2)  # far off
+    matches = index, here, there, rand(4, 500).sigmoid(), pair, (2, 24, 31)
+    found, expected = support(*matches), plainly(support, *matches)
+    known = pair >= 0
+    for kernel, plain in zip(found, expected, strict=True):
+        error = ((kernel - plain).abs() / plain.abs().clamp(min=1))[known]
+        # Where neighbours lie nearly on a line, their motion is rounding for the most part.
+        assert error.max() < 1e-2 and (error < 1e-4).float().mean() > 0.98
+
+
+@needs_library
+def test_alignment(plainly):
+    picture = torch.from_numpy(texture(0, 200, 150)).float().mean(2) / 60
+    light = torch.stack([picture, picture.flip(0)])
+    points0 = torch.rand(400, 2, generator=torch.Generator().manual_seed(1)) * torch.tensor([220.0, 170.0]) - 10
+    motion = torch.eye(2) + 0.05 * rand(2, 400, 2, 2)
+    motion[::40] = 0
+    motion[1::40] = float("nan")
+    pair = torch.arange(400) % 2
+    matches = light, light.roll((1, -1), (1, 2)), pair, points0, points0 + 0.5 * rand(3, 400, 2), motion
+    found, expected = align(*matches), plainly(align, *matches)
+    moved = (expected - matches[4]).norm(dim=1) > 0
+    assert 100 < moved.sum() < 350
+    near = (found - expected).norm(dim=1) < 1e-3
+    assert near.float().mean() > 0.98  # a match at a threshold may move here and stay there
+    assert near[~moved].float().mean() > 0.98
+
+
+@needs_library
+def test_a_matcher_finds_the_same(plainly):
+    matcher = tiny_matcher()
+    pictures = texture(0, 130, 98), texture(0, 130, 98)[4:, 2:]
+    found, expected = matcher.match(*pictures), plainly(matcher.match, *pictures)
+    assert len(found.points0) == len(expected.points0) > 10
+    same = np.abs(found.points1[:, None] - expected.points1).max(2) < 0.01
+    same &= np.abs(found.points0[:, None] - expected.points0).max(2) < 0.01
+    assert same.any(1).mean() > 0.98
+
+
+def test_without_them_torch_does_it(monkeypatch):
+    monkeypatch.setattr(native, "find_spec", lambda name: None)
+    native._library.cache_clear()
+    try:
+        assert not native.usable(torch.ones(1))
+        assert len(tiny_matcher().match(texture(0, 96, 80), texture(0, 96, 80)).points0) > 10
+    finally:
+        native._library.cache_clear()
+
+
+def test_a_library_of_another_version_is_left_alone(monkeypatch, tmp_path):
+    stale = tmp_path / "stale.so"
+    stale.write_bytes(b"not a library")
+    monkeypatch.setattr(native, "find_spec", lambda name: SimpleNamespace(origin=str(stale)))
+    native._library.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"slower. Install dualrc again"):
+            assert not native.usable(torch.ones(1))
+    finally:
+        native._library.cache_clear()
