@@ -2,12 +2,13 @@
 
 import shutil
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import rand, texture, tiny_matcher
+from conftest import rand, texture, tiny_matcher, tiny_network
 
 from dualrc.kernels import native
 from dualrc.model.align import align
@@ -39,6 +40,28 @@ def fine_map(seed: int, batch: int, height: int, width: int, channels: int, *, m
 @pytest.mark.skipif(sys.platform != "linux" or not shutil.which("gcc"), reason="there is no compiler")
 def test_the_kernels_were_compiled():
     assert native._library() is not None
+
+
+@needs_library
+@pytest.mark.parametrize("generation", native._GENERATIONS)
+def test_every_generation_of_processors_finds_the_same(generation, monkeypatch):
+    order = list(native._GENERATIONS)
+    if order.index(generation) < order.index(torch.backends.cpu.get_cpu_capability()):
+        pytest.skip("this processor is older")
+    found = find_spec(f"dualrc.kernels.{native._GENERATIONS[generation]}")
+    if found is None:
+        pytest.skip("was not compiled, as there is nothing but one for all")
+    network = tiny_network(subpixel_hidden=8)
+    pictures = [torch.from_numpy(texture(3, 96, 80)).permute(2, 0, 1)[None] / 255 for _ in range(2)]
+    with torch.inference_mode():
+        features = [network.extract(picture) for picture in pictures]
+        tensor, expected = network.coarse_tensor(*features), network.match(*features)
+        monkeypatch.setattr(native, "_library", lambda: native._opened(found.origin))
+        assert torch.allclose(network.coarse_tensor(*features), tensor, rtol=1e-4, atol=1e-6)
+        matches = network.match(*features)
+    assert len(matches.pair) == len(expected.pair) > 10
+    near = (matches.points1[:, None] - expected.points1).abs().amax(2) < 0.01
+    assert (near & ((matches.points0[:, None] - expected.points0).abs().amax(2) < 0.01)).any(1).float().mean() > 0.98
 
 
 @needs_library

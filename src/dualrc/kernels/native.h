@@ -1,5 +1,4 @@
-/* What the native kernels share. Vectors of 16 floats are GCC's and clang's; a processor with narrower registers uses
- * several for one. */
+/* What the kernels in C share. They are compiled for several generations of processors (see setup.py). */
 
 #pragma once
 
@@ -8,18 +7,17 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__AVX512F__)
 #define LANES 16
-
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-typedef int32_t whole_lanes __attribute__((vector_size(4 * LANES)));
-typedef float loose_lanes __attribute__((vector_size(4 * LANES), aligned(4))); /* anywhere in memory */
-
-/* Compiled for several generations of processors; which one runs is chosen when the library is loaded. */
-#if defined(__x86_64__) && defined(__linux__) && !defined(__clang__) && __GNUC__ >= 12
-#define MANY_PROCESSORS __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#elif defined(__AVX__)
+#define LANES 8
 #else
-#define MANY_PROCESSORS
+#define LANES 4
 #endif
+
+/* As many numbers as a register holds; the second kind lies anywhere in memory. */
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef float loose_lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
@@ -32,24 +30,4 @@ INLINE lanes load(const float *from)
 INLINE void store(float *to, lanes values)
 {
     *(loose_lanes *)to = values;
-}
-
-INLINE lanes filled(float value)
-{
-    return (lanes){0} + value;
-}
-
-INLINE lanes choose(whole_lanes which, lanes yes, lanes no)
-{
-    return (lanes)((which & (whole_lanes)yes) | (~which & (whole_lanes)no));
-}
-
-INLINE whole_lanes choose_whole(whole_lanes which, whole_lanes yes, whole_lanes no)
-{
-    return (which & yes) | (~which & no);
-}
-
-INLINE lanes larger(lanes a, lanes b)
-{
-    return choose(a > b, a, b);
 }

@@ -22,6 +22,13 @@ def _structure(name: str, pointers: str, sizes: str, floats: str, ints: str) -> 
 
 
 _STRUCTURES = {
+    "consensus": _structure(
+        "Consensus",
+        "scores first bias second hidden out",
+        "height0 width0 height1 width1 channels strip",
+        "last_bias",
+        "threads",
+    ),
     "search": _structure(
         "Search",
         "tensor sums queries pair rows weights wanted fine valid index score visited",
@@ -53,29 +60,36 @@ _STRUCTURES = {
 }
 
 
+# The compiled sources for each generation of processors, by what torch calls it.
+_GENERATIONS = {"AVX512": "_native_avx512", "AVX2": "_native_avx2", "DEFAULT": "_native"}
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled sources, where they were compiled, and are those that this file belongs to."""
-    found = find_spec("dualrc.kernels._native")
-    if found is None or found.origin is None:
-        return None
+    """The compiled sources for this processor, where they were compiled."""
+    name = _GENERATIONS.get(torch.backends.cpu.get_cpu_capability(), "_native")
+    found = find_spec(f"dualrc.kernels.{name}") or find_spec("dualrc.kernels._native")
+    return None if found is None or found.origin is None else _opened(found.origin)
+
+
+def _opened(path: str) -> ctypes.CDLL | None:
+    """Compiled sources, if they are those that this file belongs to."""
     try:
-        library = ctypes.CDLL(found.origin)
-        for name, structure in _STRUCTURES.items():
-            if getattr(library, f"dualrc_{name}_size")() != ctypes.sizeof(structure):
+        library = ctypes.CDLL(path)
+        for kernel, structure in _STRUCTURES.items():
+            if getattr(library, f"dualrc_{kernel}_size")() != ctypes.sizeof(structure):
                 raise OSError("it is older or newer than the package")
     except (OSError, AttributeError) as error:
-        warnings.warn(
-            f"{found.origin} can't be used ({error}); matching is slower. Install dualrc again.", stacklevel=2
-        )
+        warnings.warn(f"{path} can't be used ({error}); matching is slower. Install dualrc again.", stacklevel=2)
         return None
     return library
 
 
 def usable(*tensors: Tensor) -> bool:
     """Whether the kernels can work on these."""
-    fit = all(t.device.type == "cpu" and t.dtype == torch.float32 and not t.requires_grad for t in tensors)
-    return fit and not interpreted() and _library() is not None
+    fit = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
+    learning = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return fit and not learning and not interpreted() and _library() is not None
 
 
 def call(name: str, **values: Any) -> None:

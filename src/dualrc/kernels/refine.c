@@ -58,7 +58,7 @@ INLINE void window_of(const float *features, int64_t index, int64_t height, int6
     }
 }
 
-MANY_PROCESSORS void dualrc_meet_match(const Meet *m, int64_t match)
+static void meet_match(const Meet *m, int64_t match)
 {
     const int64_t channels = m->channels, whole = channels / LANES * LANES, pair = m->pair[match];
     const float *window0[WINDOW], *window1[WINDOW];
@@ -101,7 +101,7 @@ INLINE float fading(float x)
     return exp * two.value;
 }
 
-MANY_PROCESSORS void dualrc_explain_match(const Explain *e, int64_t match)
+static void explain_match(const Explain *e, int64_t match)
 {
     const int64_t count = e->neighbours, at = e->at[match];
     float x[count], y[count], u[count], v[count], trust[count];
@@ -167,7 +167,7 @@ INLINE int inside(float x, float y, float reach_x, float reach_y, int64_t height
     return x - reach_x >= 0 && y - reach_y >= 0 && x + reach_x <= width - 1 && y + reach_y <= height - 1;
 }
 
-MANY_PROCESSORS void dualrc_fit_match(const Fit *f, int64_t match)
+static void fit_match(const Fit *f, int64_t match)
 {
     const int64_t places = f->places, pair = f->pair[match];
     const float x0 = f->points0[2 * match], y0 = f->points0[2 * match + 1];
@@ -267,7 +267,7 @@ MANY_PROCESSORS void dualrc_fit_match(const Fit *f, int64_t match)
     {                                                                             \
         _Pragma("omp parallel for num_threads(s->threads) schedule(static)")      \
         for (int64_t match = 0; match < s->count; match++)                        \
-            dualrc_##name##_match(s, match);                                      \
+            name##_match(s, match);                                               \
         return 0;                                                                 \
     }                                                                             \
     EXPORT int64_t dualrc_##name##_size(void)                                     \

@@ -2,7 +2,9 @@
 
 #include "native.h"
 
-#define BLOCK 64 /* candidates whose highest limit is kept */
+#define PLACES 16     /* fine cells of a coarse cell, and most queries of a group */
+#define BLOCK 64      /* candidates whose highest limit is kept */
+#define NOTHING 1e-15f /* what a query reads where all is zero */
 
 typedef struct {
     const float *tensor;     /* rows candidates: the coarse tensor, rows of all pairs below each other */
@@ -25,64 +27,67 @@ typedef struct {
 /* The highest of the limits of a block. */
 INLINE float highest_of(const float *limits)
 {
-    lanes high = load(limits);
-    for (int i = LANES; i < BLOCK; i += LANES)
-        high = larger(load(limits + i), high);
+    float high[LANES];
+    for (int i = 0; i < LANES; i++)
+        high[i] = limits[i];
+    for (int from = LANES; from < BLOCK; from += LANES)
+        for (int i = 0; i < LANES; i++)
+            high[i] = limits[from + i] > high[i] ? limits[from + i] : high[i];
     float top = high[0];
     for (int i = 1; i < LANES; i++)
         top = high[i] > top ? high[i] : top;
     return top;
 }
 
-/* Cosines of the 16 fine cells of a coarse cell with 16 queries, whose features lie side by side. */
-INLINE void cosines(const float *cell, int64_t line, int64_t channels, const float *queries, lanes *result)
+/* Cosines of the 16 fine cells of a coarse cell with the queries, whose features lie side by side. */
+INLINE void cosines(const float *cell, int64_t line, int64_t channels, const float *queries, float (*result)[PLACES])
 {
-    for (int half = 0; half < 2; half++) {
-        const float *a = cell + 2 * half * line, *b = a + line;
-        lanes a0 = {0}, a1 = {0}, a2 = {0}, a3 = {0}, b0 = {0}, b1 = {0}, b2 = {0}, b3 = {0};
-        for (int64_t k = 0; k < channels; k++) {
-            lanes query = load(queries + k * LANES);
-            a0 += a[k] * query;
-            a1 += a[k + channels] * query;
-            a2 += a[k + 2 * channels] * query;
-            a3 += a[k + 3 * channels] * query;
-            b0 += b[k] * query;
-            b1 += b[k + channels] * query;
-            b2 += b[k + 2 * channels] * query;
-            b3 += b[k + 3 * channels] * query;
+    for (int place = 0; place < PLACES; place += LANES)
+        for (int half = 0; half < 2; half++) {
+            const float *a = cell + 2 * half * line, *b = a + line;
+            lanes a0 = {0}, a1 = {0}, a2 = {0}, a3 = {0}, b0 = {0}, b1 = {0}, b2 = {0}, b3 = {0};
+            for (int64_t k = 0; k < channels; k++) {
+                const lanes query = load(queries + k * PLACES + place);
+                a0 += a[k] * query, a1 += a[k + channels] * query;
+                a2 += a[k + 2 * channels] * query, a3 += a[k + 3 * channels] * query;
+                b0 += b[k] * query, b1 += b[k + channels] * query;
+                b2 += b[k + 2 * channels] * query, b3 += b[k + 3 * channels] * query;
+            }
+            float (*to)[PLACES] = result + 8 * half;
+            store(to[0] + place, a0), store(to[1] + place, a1), store(to[2] + place, a2), store(to[3] + place, a3);
+            store(to[4] + place, b0), store(to[5] + place, b1), store(to[6] + place, b2), store(to[7] + place, b3);
         }
-        lanes *to = result + 8 * half;
-        to[0] = a0, to[1] = a1, to[2] = a2, to[3] = a3, to[4] = b0, to[5] = b1, to[6] = b2, to[7] = b3;
-    }
 }
 
 /* Search for one group; `limits` and `tops` have room for all candidates and blocks, `queries` for 16 of channels. */
-MANY_PROCESSORS void dualrc_search_group(const Search *s, int64_t group, float *limits, float *tops, float *queries)
+static void search_group(const Search *s, int64_t group, float *limits, float *tops, float *queries)
 {
     const int64_t *rows = s->rows + group * s->mixed;
     const float *weights = s->weights + group * s->weights_apart;
     const int64_t candidates = s->candidates, channels = s->channels, fine_width = 4 * s->width;
     const int64_t blocks = (candidates + BLOCK - 1) / BLOCK;
-    const int64_t first = s->pair[group] * candidates * 16; /* fine cell of this pair */
+    const int64_t first = s->pair[group] * candidates * PLACES; /* fine cell of this pair */
 
-    lanes share[s->mixed], total = filled(1e-15f);
-    for (int64_t m = 0; m < s->mixed; m++) {
-        share[m] = (lanes){0};
-        for (int64_t p = 0; p < s->places; p++)
-            share[m][p] = weights[p * s->mixed + m];
-        total += share[m] * s->sums[rows[m]];
+    float share[s->mixed][PLACES], total[PLACES];
+    for (int p = 0; p < PLACES; p++)
+        total[p] = NOTHING;
+    for (int64_t m = 0; m < s->mixed; m++)
+        for (int p = 0; p < PLACES; p++) {
+            share[m][p] = p < s->places ? weights[p * s->mixed + m] : 0;
+            total[p] += share[m][p] * s->sums[rows[m]];
+        }
+    float best[PLACES]; /* of queries that want nothing, more than anything */
+    int32_t best_index[PLACES];
+    for (int p = 0; p < PLACES; p++) {
+        int wanted = p < s->places && (s->wanted == NULL || s->wanted[group * s->places + p]);
+        best[p] = wanted && total[p] > NOTHING ? 0 : INFINITY;
+        best_index[p] = -1;
     }
-    whole_lanes wanted = {0};
-    for (int64_t p = 0; p < s->places; p++) {
-        int asked = s->wanted == NULL || s->wanted[group * s->places + p];
-        wanted[p] = asked && total[p] > 1e-15f ? -1 : 0;
+    for (int64_t p = 0; p < s->places; p++)
         for (int64_t k = 0; k < channels; k++)
-            queries[k * LANES + p] = s->queries[(group * s->places + p) * channels + k];
-    }
+            queries[k * PLACES + p] = s->queries[(group * s->places + p) * channels + k];
 
     /* What no query can exceed: one that reads sum(w t) / sum(w s) stays below the largest t / s. */
-    for (int64_t j = candidates; j < blocks * BLOCK; j++)
-        limits[j] = 0;
     for (int64_t m = 0; m < s->mixed; m++) {
         const float *row = s->tensor + rows[m] * candidates, sum = s->sums[rows[m]];
         const float scale = sum > 0 ? (1 + 1e-5f) / sum : 0;
@@ -93,24 +98,21 @@ MANY_PROCESSORS void dualrc_search_group(const Search *s, int64_t group, float *
             for (int64_t j = 0; j < candidates; j++)
                 limits[j] = row[j] * scale > limits[j] ? row[j] * scale : limits[j];
     }
+    for (int64_t j = candidates; j < blocks * BLOCK; j++)
+        limits[j] = 0;
     for (int64_t b = 0; b < blocks; b++)
         tops[b] = highest_of(limits + b * BLOCK);
 
-    lanes best = {0};
-    whole_lanes best_index = (whole_lanes){0} - 1;
     int64_t visited = 0;
     for (;;) {
         int64_t b = 0;
         for (int64_t i = 1; i < blocks; i++)
             b = tops[i] > tops[b] ? i : b;
         const float limit = tops[b];
-        if (!(limit > 0))
-            break;
-        lanes open = choose(wanted, best, filled(INFINITY));
-        float least = open[0];
-        for (int p = 1; p < LANES; p++)
-            least = open[p] < least ? open[p] : least;
-        if (limit * s->allowance < least)
+        float least = best[0];
+        for (int p = 1; p < PLACES; p++)
+            least = best[p] < least ? best[p] : least;
+        if (!(limit > 0) || limit * s->allowance < least)
             break;
         int64_t cell = b * BLOCK;
         while (limits[cell] != limit)
@@ -118,46 +120,51 @@ MANY_PROCESSORS void dualrc_search_group(const Search *s, int64_t group, float *
         limits[cell] = 0;
         tops[b] = highest_of(limits + b * BLOCK);
 
-        lanes coarse = {0};
-        for (int64_t m = 0; m < s->mixed; m++)
-            coarse += share[m] * s->tensor[rows[m] * candidates + cell];
-        coarse /= total;
-        whole_lanes useful = wanted & (coarse > 0) & (coarse * s->allowance >= best);
-        int any = 0;
-        for (int p = 0; p < LANES; p++)
-            any |= useful[p];
-        if (!any)
+        float coarse[PLACES] = {0};
+        for (int64_t m = 0; m < s->mixed; m++) {
+            const float read = s->tensor[rows[m] * candidates + cell];
+            for (int p = 0; p < PLACES; p++)
+                coarse[p] += share[m][p] * read;
+        }
+        int useful = 0;
+        for (int p = 0; p < PLACES; p++) {
+            coarse[p] /= total[p];
+            useful |= coarse[p] > 0 && coarse[p] * s->allowance >= best[p];
+        }
+        if (!useful)
             continue;
 
         visited++;
         const int64_t corner = cell / s->width * 4 * fine_width + cell % s->width * 4;
-        lanes cosine[16];
+        float cosine[PLACES][PLACES], high[PLACES]; /* of the cells of this one, with the queries */
+        int32_t index[PLACES] = {0};
         cosines(s->fine + (first + corner) * channels, fine_width * channels, channels, queries, cosine);
-        lanes high = filled(-INFINITY);
-        whole_lanes index = {0};
-        for (int a = 0; a < 16; a++) {
+        for (int p = 0; p < PLACES; p++)
+            high[p] = -INFINITY;
+        for (int a = 0; a < PLACES; a++) {
             const int64_t place = corner + a / 4 * fine_width + a % 4;
-            if (s->valid != NULL && !s->valid[first + place])
-                continue;
-            whole_lanes higher = cosine[a] > high;
-            high = choose(higher, cosine[a], high);
-            index = choose_whole(higher, (whole_lanes){0} + (int32_t)place, index);
+            if (s->valid == NULL || s->valid[first + place])
+                for (int p = 0; p < PLACES; p++) {
+                    index[p] = cosine[a][p] > high[p] ? (int32_t)place : index[p];
+                    high[p] = cosine[a][p] > high[p] ? cosine[a][p] : high[p];
+                }
         }
-        lanes score;
+        float score[PLACES];
+        for (int p = 0; p < PLACES; p++)
+            score[p] = coarse[p] * (high[p] > 0 ? high[p] : 0);
         if (s->temperature > 0)
-            for (int p = 0; p < LANES; p++)
+            for (int p = 0; p < PLACES; p++)
                 score[p] = coarse[p] * expf((high[p] - 1) / s->temperature);
-        else
-            score = coarse * larger(high, (lanes){0});
-        /* Among equals the first in the picture wins, whatever the order of the visit. */
-        whole_lanes better = (score > best) | ((score == best) & (index < best_index));
-        better &= score > 0;
-        best = choose(better, score, best);
-        best_index = choose_whole(better, index, best_index);
+        for (int p = 0; p < PLACES; p++) {
+            /* Among equals the first in the picture wins, whatever the order of the visit. */
+            int better = (score[p] > best[p]) | ((score[p] == best[p]) & (index[p] < best_index[p]));
+            best[p] = better ? score[p] : best[p];
+            best_index[p] = better ? index[p] : best_index[p];
+        }
     }
     for (int64_t p = 0; p < s->places; p++) {
         s->index[group * s->places + p] = best_index[p];
-        s->score[group * s->places + p] = best[p];
+        s->score[group * s->places + p] = best_index[p] < 0 ? 0 : best[p];
     }
     s->visited[group] = visited;
 }
@@ -169,14 +176,14 @@ EXPORT int dualrc_search(const Search *s)
 #pragma omp parallel num_threads(s->threads) reduction(| : failed)
     {
         int64_t blocks = (s->candidates + BLOCK - 1) / BLOCK;
-        float *memory = calloc(blocks * (BLOCK + 1) + LANES * s->channels, sizeof(float));
+        float *memory = calloc(blocks * (BLOCK + 1) + PLACES * s->channels, sizeof(float));
         if (memory == NULL)
             failed = 1;
 #pragma omp for schedule(dynamic, 8)
         for (int64_t group = 0; group < s->groups; group++)
             if (memory != NULL) {
                 float *tops = memory + blocks * BLOCK;
-                dualrc_search_group(s, group, memory, tops, tops + blocks);
+                search_group(s, group, memory, tops, tops + blocks);
             }
         free(memory);
     }

@@ -80,7 +80,6 @@ class Matcher:
                 int8.convert(network.backbone)
         elif int8.is_converted(network.backbone):
             raise ConfigError(f"This network works in 8 bits already; load it again to match in {self.precision}.")
-        network.consensus.in_bytes = self.precision == "int8"
         self.dtype: torch.dtype = torch.float32 if self.precision == "int8" else getattr(torch, self.precision)
         on_gpu = self.device.type == "cuda"
         if on_gpu:

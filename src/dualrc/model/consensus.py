@@ -11,12 +11,14 @@ from torch.nn import functional as F
 import dualrc.kernels.consensus as kernel
 from dualrc.config import ConsensusConfig
 from dualrc.errors import ConfigError
+from dualrc.kernels import native
 from dualrc.model import trace
 from dualrc.model.correlation import mutual_filter
-from dualrc.model.int8 import Bytes, Int8Conv
 
 _CPU_ROWS = 8  # fewer compute too much of the halo twice, more fall out of the cache
 _CPU_VALUES = 2**20  # hidden values of a walk's slab for each thread, near the cache's size
+_C_COLUMNS, _C_CHANNELS = 8, 8  # of picture 1, and of a direction, that the kernel in C takes together
+_C_VALUES = 2**24  # hidden values that it holds
 _ABREAST = 2  # columns of picture 0 that share one convolution, whose vectors would else be half empty
 
 
@@ -37,7 +39,6 @@ class Consensus(nn.Module):
             )
         self.weights = nn.ParameterList()  # out in k k k k: picture 0's rows and columns, then picture 1's
         self.biases = nn.ParameterList()
-        self.in_bytes = False  # whether a CPU rounds to 8 bits what it convolves
         self._for_kernels: tuple[tuple[Any, ...], kernel.Prepared] | None = None
         for size, inputs, outputs in zip(sizes, (1, *channels[:-1]), channels, strict=True):
             bound = 0.5 / math.sqrt(inputs * size**4)
@@ -52,10 +53,14 @@ class Consensus(nn.Module):
             trace.note("kernel.consensus", "triton")
             return kernel.apply(scores, self._prepared(scores.dtype), max_values)
         if not scores.is_cuda and not torch.is_grad_enabled() and self._is_plain():
-            trace.note("kernel.consensus", "walk in 8 bits" if self.in_bytes else "walk")
+            layers = list(self.weights), list(self.biases)
+            if native.usable(scores, *self.weights) and len(self.biases[0]) % _C_CHANNELS == 0:
+                trace.note("kernel.consensus", "C")
+                return _natively(scores, *layers, max_values)
+            trace.note("kernel.consensus", "walk")
             result = torch.empty_like(scores)
             for one, out in zip(scores, result, strict=True):
-                _walk(one, list(self.weights), list(self.biases), max_values, in_bytes=self.in_bytes, out=out)
+                _walk(one, *layers, max_values, out=out)
             return result
         height = scores.shape[1]
         rows = height
@@ -147,28 +152,53 @@ def conv4d(inputs: Tensor, weight: Tensor, bias: Tensor, rows: tuple[int, int]) 
     return total
 
 
+def _natively(scores: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], max_values: int | None) -> Tensor:
+    """Two layers of kernel 3 in both directions, by C: (b h0 w0 h1 w1) -> the same."""
+    height0, width0, height1, width1 = scores.shape[1:]
+    turned = [weight.permute(0, 1, 4, 5, 2, 3) for weight in weights]
+    first = torch.cat([weights[0], turned[0]])[:, 0].flatten(1)  # 2c 81
+    second = torch.cat([weights[1], turned[1]], dim=1)[0].flatten(1)
+    # Rows of hidden channels, three for every column of picture 0, with a margin; as many as may be held.
+    row = 3 * width0 * (math.ceil(width1 / _C_COLUMNS) * _C_COLUMNS + 2) * len(first)
+    most = min(_C_VALUES, max_values or _C_VALUES) // row - 2
+    strip = max(2, min(most, height1 + 1) // 2 * 2)
+    hidden, result = scores.new_empty((strip + 2) * row), torch.empty_like(scores)
+    for one, out in zip(scores, result, strict=True):
+        native.call(
+            "consensus",
+            scores=one,
+            first=first.T,
+            bias=biases[0].repeat(2),
+            second=second.T,
+            hidden=hidden,
+            out=out,
+            height0=height0,
+            width0=width0,
+            height1=height1,
+            width1=width1,
+            channels=len(first),
+            strip=strip,
+            last_bias=biases[1].item(),
+        )
+    return result
+
+
 def _walk(
-    scores: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    max_values: int | None,
-    *,
-    in_bytes: bool,
-    out: Tensor,
+    scores: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], max_values: int | None, *, out: Tensor
 ) -> None:
-    """Two layers of kernel 3 in both directions over one tensor (h0 w0 h1 w1), for a CPU.
+    """The same for one tensor (h0 w0 h1 w1) by torch, for a CPU.
 
     Walks over the rows of picture 0. Each slab of hidden rows is made once, adds what it has for the rows around it,
     and is forgotten; a row is finished when the slab below has added its part.
     """
     height, width, *there = scores.shape
-    kernels = _abreast(weights[0]), biases[0].repeat(2 * _ABREAST), _abreast_back(weights[1])
-    layers = _InBytes(scores, *kernels) if in_bytes else _InFloats(scores, *kernels)
+    first, first_bias, second = _abreast(weights[0]), biases[0].repeat(2 * _ABREAST), _abreast_back(weights[1])
     blocks = math.ceil(width / _ABREAST)
     columns = blocks * _ABREAST
     offsets = [(row, column) for row in range(3) for column in range(_ABREAST + 2)]
     per_row = columns * there[0] * there[1] * 2 * len(biases[0])
-    rows = max(1, min(height, layers.most_values(max_values) // per_row))
+    most = _CPU_VALUES * torch.get_num_threads()
+    rows = max(1, min(height, min(most, max_values or most) // per_row))
     sums = scores.new_zeros(2, rows + 2, columns + 2, *there)  # of both directions, with a margin of one cell
 
     def finish(start: int, count: int) -> None:
@@ -180,14 +210,14 @@ def _walk(
     for start in range(0, height, rows):
         count = min(rows, height - start)
         above, below = min(start, 1), min(height - start - count, 1)
-        slab = layers.scores[start - above : start + count + below]
-        slab = F.pad(slab, (0, 0, 0, 0, 1, columns + 1 - width, 1 - above, 1 - below), value=layers.zero)
+        slab = scores[start - above : start + count + below]
+        slab = F.pad(slab, (0, 0, 0, 0, 1, columns + 1 - width, 1 - above, 1 - below))
         planes = torch.stack([slab[y : y + count, x : x + columns : _ABREAST] for y, x in offsets], dim=4)
-        hidden = layers.first(planes.flatten(0, 1).movedim(3, 1))
+        hidden = F.conv2d(planes.flatten(0, 1).movedim(3, 1), first, first_bias, padding=1).relu_()
         if columns > width:  # columns beyond the picture count as zero
             spare = hidden.unflatten(0, (count, blocks)).unflatten(2, (2, _ABREAST, -1))
             spare[:, -1, :, width - columns :] = 0
-        parts = layers.second(hidden).contiguous()  # planes of their own add up faster
+        parts = F.conv2d(hidden, second, padding=1, groups=2).contiguous()  # planes of their own add up faster
         parts = parts.unflatten(0, (count, blocks)).unflatten(2, (2, len(offsets)))
         for number, (y, x) in enumerate(offsets):
             sums[:, y : y + count, x : x + columns : _ABREAST] += parts[:, :, :, number].movedim(2, 0)
@@ -195,62 +225,6 @@ def _walk(
         sums[:, :2] = sums[:, count : count + 2].clone()
         sums[:, 2:] = 0
     finish(height - 1, 1)
-
-
-class _InFloats:
-    """The two convolutions of a walk, as they are."""
-
-    zero = 0  # what stands for 0 in the scores
-
-    def __init__(self, scores: Tensor, first: Tensor, bias: Tensor, second: Tensor) -> None:
-        self.scores = scores
-        self._first, self._bias, self._second = first, bias, second
-
-    def most_values(self, limit: int | None) -> int:
-        """Hidden values of a slab, where no more than `limit` may be held."""
-        most = _CPU_VALUES * torch.get_num_threads()
-        return min(most, limit or most)
-
-    def first(self, planes: Tensor) -> Tensor:
-        """The hidden channels of a slab."""
-        return F.conv2d(planes, self._first, self._bias, padding=1).relu_()
-
-    def second(self, hidden: Tensor) -> Tensor:
-        """What they add to the rows and columns around."""
-        return F.conv2d(hidden, self._second, padding=1, groups=2)
-
-
-class _InBytes:
-    """The same in 8 bits. Hidden channels are rounded by the most that any slab had so far.
-
-    So results depend, by less than a hundredth, on how slabs are cut, and that on nothing but the tensor's shape.
-    """
-
-    def __init__(self, scores: Tensor, first: Tensor, bias: Tensor, second: Tensor) -> None:
-        self.scores, self._scale, self.zero = Bytes.of(scores, signed=True)
-        self._first = Int8Conv(first, bias, padding=(1, 1), relu=True)
-        self._second = Int8Conv(second, None, padding=(1, 1), groups=2, relu=False)
-        self._most = 0.0
-        self._hidden_scale = 0.0  # of what `first` gave last
-
-    def most_values(self, limit: int | None) -> int:
-        """Hidden values of a slab: always as many, as they take little."""
-        return 2 * _CPU_VALUES
-
-    def first(self, planes: Tensor) -> Tensor:
-        """The hidden channels of a slab."""
-        seen = Bytes(planes, self._scale, self.zero)
-        hidden = self._first.to_bytes(seen, self._most) if self._most > 0 else None
-        if hidden is None or hidden.values.amax() == 255:
-            exactly = self._first.of_bytes(seen)
-            self._most = max(self._most, 1.1 * exactly.amax().item())  # others may have a little more
-            hidden = Bytes.of(exactly, signed=False)
-        self._hidden_scale = hidden.scale
-        return hidden.values
-
-    def second(self, hidden: Tensor) -> Tensor:
-        """What they, as `first` gave them, add to the rows and columns around."""
-        return self._second.of_bytes(Bytes(hidden, self._hidden_scale, 0))
 
 
 def _abreast(weight: Tensor) -> Tensor:
