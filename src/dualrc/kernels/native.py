@@ -97,5 +97,7 @@ def call(name: str, **values: Any) -> None:
     values = {key: value.contiguous() if isinstance(value, Tensor) else value for key, value in values.items()}
     pointers = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in values.items()}
     structure = _STRUCTURES[name](**pointers, threads=torch.get_num_threads())
-    if getattr(_library(), f"dualrc_{name}")(ctypes.byref(structure)):
+    with torch.profiler.record_function(f"dualrc_{name}"):
+        failed = getattr(_library(), f"dualrc_{name}")(ctypes.byref(structure))
+    if failed:
         raise MemoryError("There is no memory left to match; match smaller pictures, or set max_memory.")

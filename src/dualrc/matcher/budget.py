@@ -15,6 +15,7 @@ from dualrc import machine
 from dualrc.config import MIN_SIDE, CompactConfig, NetworkConfig, ResNetConfig
 from dualrc.errors import ImageError
 from dualrc.image import STRIDE, Scale
+from dualrc.kernels import native
 from dualrc.model.record import clear_all
 
 _GIB = 2**30
@@ -175,8 +176,9 @@ class Budget:
         queries = max(pixels) / 16
         searching = kept + 2 * entries * (item if by_kernels else 4) + queries * (features * 16 * item + 256)
         match = 4 * (4 * _fine_channels(config.backbone) + 5 * 81 + 4 * config.fine.subpixel_hidden)
-        # On a GPU kernels need less of it, but their number is rounded up; on a CPU some is lost between the steps.
-        refining = kept + (queries * match * (1.3 if self._on_gpu else 1.5) if config.fine.subpixel else 0)
+        # Kernels need less of it, but on a GPU their number is rounded up; in torch some is lost between the steps.
+        share = 1.3 if self._on_gpu else 0.8 if native.usable() else 1.5
+        refining = kept + (queries * match * share if config.fine.subpixel else 0)
         return int(max(extracting, coarse, searching, refining))
 
 

@@ -18,7 +18,8 @@ from dualrc.model.correlation import mutual_filter
 _CPU_ROWS = 8  # fewer compute too much of the halo twice, more fall out of the cache
 _CPU_VALUES = 2**20  # hidden values of a walk's slab for each thread, near the cache's size
 _C_COLUMNS, _C_CHANNELS = 8, 8  # of picture 1, and of a direction, that the kernel in C takes together
-_C_VALUES = 2**24  # hidden values that it holds
+_C_VALUES = 2**22  # hidden values that it holds, which stay in the cache that all cores share,
+_C_ROWS = 8  # but no fewer rows of picture 1, as each time two more are worked out than needed
 _ABREAST = 2  # columns of picture 0 that share one convolution, whose vectors would else be half empty
 
 
@@ -158,10 +159,12 @@ def _natively(scores: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     turned = [weight.permute(0, 1, 4, 5, 2, 3) for weight in weights]
     first = torch.cat([weights[0], turned[0]])[:, 0].flatten(1)  # 2c 81
     second = torch.cat([weights[1], turned[1]], dim=1)[0].flatten(1)
-    # Rows of hidden channels, three for every column of picture 0, with a margin; as many as may be held.
+    # Of picture 1 so many rows at a time, for each of which there are hidden channels in three rows of picture 0.
     row = 3 * width0 * (math.ceil(width1 / _C_COLUMNS) * _C_COLUMNS + 2) * len(first)
-    most = min(_C_VALUES, max_values or _C_VALUES) // row - 2
-    strip = max(2, min(most, height1 + 1) // 2 * 2)
+    rows = max(_C_ROWS, _C_VALUES // row - 2)
+    if max_values is not None:
+        rows = min(rows, max_values // row - 2)
+    strip = max(2, min(rows, height1 + 1) // 2 * 2)
     hidden, result = scores.new_empty((strip + 2) * row), torch.empty_like(scores)
     for one, out in zip(scores, result, strict=True):
         native.call(

@@ -15,7 +15,17 @@ from dualrc.model.align import align, brightness
 from dualrc.model.backbone import make_backbone
 from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import correlate, normalize
-from dualrc.model.fine import FIRST_BLOCK, RATIO, BothWays, FineMap, both_ways, cell_queries, point_queries, search
+from dualrc.model.fine import (
+    FIRST_BLOCK,
+    RATIO,
+    BothWays,
+    FineMap,
+    both_ways,
+    cell_queries,
+    point_queries,
+    search,
+    turned,
+)
 from dualrc.model.record import Recorder
 from dualrc.model.subpixel import Meeting, Subpixel, cell_windows, cells_meet, meet, point_windows, refine_both
 from dualrc.model.support import crowd, support
@@ -179,9 +189,8 @@ class DualRCNet(nn.Module):
         index1 = there.index[:, 0].clamp(min=0)
         cell, place = fine1.split(index1)
         answering, inverse = cell.unique(return_inverse=True)
-        turned = tensor.transpose(1, 2).contiguous()
         questions = cell_queries(fine1, answering, settings.reading)
-        back = search(turned, questions, fine0, temperature=settings.temperature, max_values=values)
+        back = search(turned(tensor), questions, fine0, temperature=settings.temperature, max_values=values)
         returned = _cells(back.index[inverse, place], fine0)
         good = (there.index[:, 0] >= 0) & (back.index[inverse, place] >= 0)
         good &= (returned - cells0).abs().amax(1) <= _RETURN_CELLS

@@ -26,6 +26,7 @@ FIRST_BLOCK = 8  # coarse cells visited before the bound is first checked
 _SHORTLIST = 3  # times as many are read exactly, to choose those
 _WIDEN, _GPU_WIDEN = 2, 4  # times as many are visited where the bound did not hold; on a GPU more work is cheap
 _CPU_VALUES = 2**22  # values held at a time by each thread of a CPU, near its cache
+_PANEL = 64  # rows of the coarse tensor that a CPU transposes at a time, which takes a quarter of all at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,8 +381,7 @@ def both_ways(
         wanted, number = wanted[cells1], torch.zeros_like(wanted[:, 0], dtype=torch.long)
         number[cells1] = torch.arange(len(cells1), device=tensor.device)
         answering = number[answering // PLACES] * PLACES + place
-    turned = tensor.transpose(1, 2).contiguous()
-    backward = search_from_cells(turned, fine1, cells1, fine0, wanted=wanted, **settings)
+    backward = search_from_cells(turned(tensor), fine1, cells1, fine0, wanted=wanted, **settings)
     return BothWays(
         pair=pair,
         index0=index0,
@@ -392,6 +392,16 @@ def both_ways(
         visited=forward.visited,
         visited_back=backward.visited,
     )
+
+
+def turned(tensor: Tensor) -> Tensor:
+    """(b n m) -> (b m n), in memory too."""
+    if tensor.is_cuda:
+        return tensor.transpose(1, 2).contiguous()
+    result = tensor.new_empty(len(tensor), tensor.shape[2], tensor.shape[1])
+    for some, to in zip(tensor.split(_PANEL, dim=1), result.split(_PANEL, dim=2), strict=True):
+        to.copy_(some.transpose(1, 2))
+    return result
 
 
 def point_queries(fine: FineMap, pair: Tensor, points: Tensor, reading: Reading) -> Queries:
