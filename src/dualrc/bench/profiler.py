@@ -33,7 +33,9 @@ def kernel_seconds(run: Run, device: torch.device) -> dict[str, float]:
         return {}
     seconds: dict[str, float] = {}
     for event in seen.key_averages():
-        if event.device_type.name == ("CUDA" if on_gpu else "CPU") and not getattr(event, "is_user_annotation", False):
+        # On a CPU an annotation is a kernel in C, which says its name; on a GPU it is what others are a part of.
+        annotation = on_gpu and getattr(event, "is_user_annotation", False)
+        if event.device_type.name == ("CUDA" if on_gpu else "CPU") and not annotation:
             spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
             seconds[event.key] = seconds.get(event.key, 0.0) + spent / 1e6
     return seconds
