@@ -111,7 +111,7 @@ def match_fast(tensor, fine0, fine1, valid0=None, valid1=None, *, max_values=MAN
         **config,
     )
     result: list[dict] = [{} for _ in tensor]
-    rows = zip(found.pair, found.index0, found.index1, found.back, found.score + found.back_score, strict=True)
+    rows = zip(found.pair, found.index0, found.index1, found.back, found.scores.sum(0), strict=True)
     for pair, index0, index1, back, score in rows:
         if back == index0:
             result[pair][index0.item(), index1.item()] = score.item()

@@ -138,16 +138,8 @@ def test_refinement_can_be_recorded():
     network = tiny_network()
     fine = [FineMap.of(torch.nn.functional.normalize(rand(n, 1, 96, 16, 20))) for n in (0, 1)]
     index = torch.arange(0, 320, 7)
-    found = BothWays(
-        pair=torch.zeros_like(index),
-        index0=index,
-        index1=index.flip(0),
-        back=index,
-        score=torch.rand(len(index)),
-        back_score=torch.rand(len(index)),
-        visited=index,
-        visited_back=index,
-    )
+    columns = torch.stack([torch.zeros_like(index), index, index.flip(0), index])
+    found = BothWays(columns=columns, scores=torch.rand(2, len(index)), visited=index, visited_back=index)
     with torch.inference_mode(), FromTheHost() as mode:
         network._refine(*fine, found, *(brightness(rand(n, 1, 3, 64, 80)) for n in (2, 3)))
     assert mode.seen == []

@@ -48,7 +48,7 @@ Precision = Literal["float32", "float16", "bfloat16", "int8"]
 _BATCH, _ENTRIES = 32, 50_000_000
 _PIXELS = 100_000_000  # and no more pixels than these wait for being matched together
 _READERS, _AHEAD = 4, 8  # beside a GPU so many threads read the pictures of so many pairs ahead
-_FEW = 4  # pictures that one thread copies: waking the others can take longer than a pair on a GPU
+_FEW = 4_000_000  # bytes of pictures that one thread copies: waking the others can take longer than a pair on a GPU
 
 
 class Matcher:
@@ -152,7 +152,7 @@ class Matcher:
             return torch.stack(pixels).to(self.device) if len(pixels) > 1 else pixels[0][None].to(self.device)
         # By way of memory that the GPU reads itself; torch keeps it for the next time.
         shelf = torch.empty(len(pixels), *pixels[0].shape, dtype=torch.uint8, pin_memory=True)
-        if len(pixels) <= _FEW:
+        if shelf.numel() <= _FEW:
             for picture, place in zip(pixels, shelf, strict=True):
                 np.copyto(place.numpy(), picture.numpy())
         else:

@@ -115,22 +115,20 @@ class DualRCNet(nn.Module):
         """Mutual matches of every pair of a batch; the best `top` of each pair where given."""
         fine0, fine1, found = self._both_ways(features0, features1, self.config.fine.query_share, max_memory)
         found = found.of((found.back == found.index0).nonzero()[:, 0])
-        pair, scores = found.pair, found.score + found.back_score
-        cells0, cells1 = _cells(found.index0, fine0), _cells(found.index1, fine1)
         if self.subpixel is not None:
             cells0, cells1, scores = self._refine(fine0, fine1, found, features0.light, features1.light)
-        keep = _best_first(pair, scores, top, len(fine0.features))
-        return NetworkMatches(
-            pair=pair[keep], points0=_pixels(cells0[keep]), points1=_pixels(cells1[keep]), scores=scores[keep]
-        )
+        else:
+            cells0, cells1, scores = _cells(found.index0, fine0), _cells(found.index1, fine1), found.scores.sum(0)
+        keep = _best_first(found.pair, scores, top, len(fine0.features))
+        points = _pixels(torch.cat([cells0, cells1], dim=1)[keep])
+        return NetworkMatches(pair=found.pair[keep], points0=points[:, :2], points1=points[:, 2:], scores=scores[keep])
 
     def _refine(
         self, fine0: FineMap, fine1: FineMap, found: BothWays, light0: Tensor | None, light1: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Where the matches really lie in both pictures, (n 2) each in fine cells, and their scores (n)."""
         count = len(found.pair)
-        columns = torch.stack([found.pair, found.index0, found.index1])
-        scores = torch.stack([found.score, found.back_score])
+        columns, scores = found.columns[:3], found.scores
         if columns.is_cuda:  # few different lengths, so that recordings fit
             spare = (1 << max(count - 1, 1023).bit_length()) - count
             columns, scores = F.pad(columns, (0, spare), value=-1), F.pad(scores, (0, spare))
@@ -207,9 +205,9 @@ class DualRCNet(nn.Module):
         fine0, fine1, found = self._both_ways(features0, features1, 1.0, max_memory)
         found = found.of(found.index1 >= 0)
         cells0, cells1, returned = _cells(found.index0, fine0), _cells(found.index1, fine1), _cells(found.back, fine0)
-        score = (found.score + found.back_score) / 2
+        score = found.scores.mean(0)
         if self.subpixel is not None:
-            refined = self.subpixel(_meet(fine0, fine1, found.pair, found.index0, found.index1), found.score)
+            refined = self.subpixel(_meet(fine0, fine1, found.pair, found.index0, found.index1), found.scores[0])
             cells1, score = cells1 + refined.offset, refined.logit.sigmoid()
         good = (found.back >= 0) & ((returned - cells0).abs().amax(1) <= _RETURN_CELLS)
         height, width = features0.fine.shape[2:]

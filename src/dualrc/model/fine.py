@@ -322,19 +322,35 @@ class BothWays(NamedTuple):
     Cells that find nothing may be among them, or be left out.
     """
 
-    pair: Tensor
-    index0: Tensor  # the query
-    index1: Tensor  # its best; -1: nothing
-    back: Tensor  # the best of its best, -1: nothing; the match is mutual where this is index0
-    score: Tensor  # of the way there
-    back_score: Tensor  # of the way back
+    columns: Tensor  # 4 n: pair, index0, index1 and back, as below
+    scores: Tensor  # 2 n: of the way there, and of the way back
     # Coarse cells that were visited for each coarse cell that asked, on the way there and on the way back.
     visited: Tensor
     visited_back: Tensor
 
+    @property
+    def pair(self) -> Tensor:
+        """Which of the batch."""
+        return self.columns[0]
+
+    @property
+    def index0(self) -> Tensor:
+        """The query."""
+        return self.columns[1]
+
+    @property
+    def index1(self) -> Tensor:
+        """Its best; -1: nothing."""
+        return self.columns[2]
+
+    @property
+    def back(self) -> Tensor:
+        """The best of its best, -1: nothing; the match is mutual where this is index0."""
+        return self.columns[3]
+
     def of(self, chosen: Tensor) -> "BothWays":
         """These alone, by indices or by a mask."""
-        return self._replace(**{name: getattr(self, name)[chosen] for name in self._fields[:6]})
+        return self._replace(columns=self.columns[:, chosen], scores=self.scores[:, chosen])
 
 
 def both_ways(
@@ -382,25 +398,23 @@ def both_ways(
         number[cells1] = torch.arange(len(cells1), device=tensor.device)
         answering = number[answering // PLACES] * PLACES + place
     backward = search_from_cells(turned(tensor), fine1, cells1, fine0, wanted=wanted, **settings)
+    back = backward.index.flatten()[answering].masked_fill(~found, -1)
     return BothWays(
-        pair=pair,
-        index0=index0,
-        index1=index1,
-        back=backward.index.flatten()[answering].masked_fill(~found, -1),
-        score=score,
-        back_score=backward.score.flatten()[answering],
+        columns=torch.stack([pair, index0, index1, back]),
+        scores=torch.stack([score, backward.score.flatten()[answering]]),
         visited=forward.visited,
         visited_back=backward.visited,
     )
 
 
+@torch.no_grad()
 def turned(tensor: Tensor) -> Tensor:
     """(b n m) -> (b m n), in memory too."""
     if tensor.is_cuda:
         return tensor.transpose(1, 2).contiguous()
     result = tensor.new_empty(len(tensor), tensor.shape[2], tensor.shape[1])
-    for some, to in zip(tensor.split(_PANEL, dim=1), result.split(_PANEL, dim=2), strict=True):
-        to.copy_(some.transpose(1, 2))
+    for start in range(0, tensor.shape[1], _PANEL):
+        result[:, :, start : start + _PANEL] = tensor[:, start : start + _PANEL].transpose(1, 2)
     return result
 
 
