@@ -16,6 +16,7 @@ from rich.console import Console
 
 from dualrc import Matches, cli
 from dualrc.config import CompactConfig, FineConfig, NetworkConfig
+from dualrc.kernels import native
 from dualrc.model.checkpoint import bundled, save_weights
 from dualrc.model.dualrc import make_network
 
@@ -244,6 +245,7 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "dualrc/py.typed" in names
+    assert native._library() is None or any(name.startswith("dualrc/kernels/_native") for name in names)
     assert not any(name.startswith(("tests/", "docs/")) for name in names)
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)

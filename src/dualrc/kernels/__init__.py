@@ -1,4 +1,4 @@
-"""Fast GPU twins of operations in `model/`, written in Triton, which is imported only where they are used."""
+"""Fast twins of operations in `model/`: for GPUs in Triton, which is imported only where used, and for CPUs in C."""
 
 import os
 import warnings

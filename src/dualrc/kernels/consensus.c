@@ -22,7 +22,7 @@ typedef struct {
 INLINE lanes rectified(lanes v)
 {
     typedef int32_t whole_lanes __attribute__((vector_size(4 * LANES)));
-    return (lanes)((whole_lanes)v & (whole_lanes)(v > 0));
+    return (lanes)((whole_lanes)v & ~(whole_lanes)(v <= 0)); /* what is not a number stays so */
 }
 
 INLINE float sum_from(lanes v, int from)
@@ -49,8 +49,7 @@ INLINE float *hidden_at(const Consensus *c, int64_t row0, int64_t column0)
 
 /* The hidden channels of one cell of picture 0, for the rows of picture 1 from start - 1 on. `around` has room for the
  * scores of that cell and the eight around it, with a margin of zeros. */
-static void consensus_first(const Consensus *c, int64_t row0, int64_t column0, int64_t start,
-                                            float *around)
+static void consensus_first(const Consensus *c, int64_t row0, int64_t column0, int64_t start, float *around)
 {
     const int64_t width = wide(c), channels = c->channels, rows = c->strip + 4, cells = c->height1 * c->width1;
     for (int n = 0; n < 9; n++) {
@@ -103,7 +102,7 @@ INLINE void add_row(lanes *sums, const float *hidden, const float *weights, int6
     }
 }
 
-/* Two rows of the result for one cell of picture 0, from the hidden channels of that cell and the eight around it. */
+/* The result for one cell of picture 0, two rows at a time, from the hidden channels of that cell and the eight around it. */
 static void consensus_second(const Consensus *c, int64_t row0, int64_t column0, int64_t start)
 {
     const int64_t width = wide(c), channels = c->channels;
@@ -139,8 +138,8 @@ static void consensus_second(const Consensus *c, int64_t row0, int64_t column0, 
             }
             for (int i = 0; i < 2 && row + i < c->height1 && row + i < start + c->strip; i++)
                 for (int p = 0; p < AT_ONCE && left + p < c->width1; p++)
-                    out[(row + i) * c->width1 + left + p] = (totals[i][0][p] > 0 ? totals[i][0][p] : 0) +
-                                                            (totals[i][1][p] > 0 ? totals[i][1][p] : 0);
+                    out[(row + i) * c->width1 + left + p] = (totals[i][0][p] < 0 ? 0 : totals[i][0][p]) +
+                                                            (totals[i][1][p] < 0 ? 0 : totals[i][1][p]);
         }
 }
 

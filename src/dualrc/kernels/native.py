@@ -4,7 +4,7 @@ import ctypes
 import warnings
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,52 +14,82 @@ from dualrc.kernels import interpreted
 LANES = 16  # numbers of a vector
 
 
-def _structure(name: str, pointers: str, sizes: str, floats: str, ints: str) -> type[ctypes.Structure]:
-    """A structure of the C sources, whose fields come in this order."""
-    kinds = (ctypes.c_void_p, pointers), (ctypes.c_int64, sizes), (ctypes.c_float, floats), (ctypes.c_int32, ints)
-    fields = [(field, kind) for kind, fields in kinds for field in fields.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
+_FLOATS, _WHOLE, _FLAGS = (torch.float32,), (torch.int64,), (torch.bool, torch.uint8)
 
 
-_STRUCTURES = {
-    "consensus": _structure(
-        "Consensus",
-        "scores first bias second hidden out",
-        "height0 width0 height1 width1 channels strip",
-        "last_bias",
-        "threads",
+class _Kernel(NamedTuple):
+    """How a function of the C sources is called: by one structure, whose fields come in this order."""
+
+    tensors: dict[str, tuple[torch.dtype, ...]]
+    sizes: str
+    numbers: str = ""
+    counts: str = ""
+    outputs: str = ""  # the tensors that are written to
+
+    def structure(self) -> type[ctypes.Structure]:
+        """What is handed over."""
+        kinds = (ctypes.c_int64, self.sizes), (ctypes.c_float, self.numbers), (ctypes.c_int32, self.counts)
+        fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in self.tensors]
+        fields += [(name, kind) for kind, names in kinds for name in names.split()]
+        return type("Call", (ctypes.Structure,), {"_fields_": [*fields, ("threads", ctypes.c_int32)]})
+
+
+_KERNELS = {
+    "consensus": _Kernel(
+        dict.fromkeys(("scores", "first", "bias", "second", "hidden", "out"), _FLOATS),
+        sizes="height0 width0 height1 width1 channels strip",
+        numbers="last_bias",
+        outputs="hidden out",
     ),
-    "search": _structure(
-        "Search",
-        "tensor sums queries pair rows weights wanted fine valid index score visited",
-        "groups places channels mixed weights_apart candidates width",
-        "temperature allowance",
-        "threads",
+    "search": _Kernel(
+        {
+            **dict.fromkeys(("tensor", "sums", "queries"), _FLOATS),
+            **dict.fromkeys(("pair", "rows"), _WHOLE),
+            "weights": _FLOATS,
+            "wanted": _FLAGS,
+            "fine": _FLOATS,
+            "valid": _FLAGS,
+            "index": _WHOLE,
+            "score": _FLOATS,
+            "visited": _WHOLE,
+        },
+        sizes="groups places channels mixed weights_apart candidates width",
+        numbers="temperature allowance",
+        outputs="index score visited",
     ),
-    "meet": _structure(
-        "Meet",
-        "features0 features1 pair index0 index1 cosines",
-        "count channels height0 width0 height1 width1",
-        "",
-        "threads",
+    "meet": _Kernel(
+        {
+            **dict.fromkeys(("features0", "features1"), _FLOATS),
+            **dict.fromkeys(("pair", "index0", "index1"), _WHOLE),
+            "cosines": _FLOATS,
+        },
+        sizes="count channels height0 width0 height1 width1",
+        outputs="cosines",
     ),
-    "explain": _structure(
-        "Explain",
-        "maps at known offsets share motion shift",
-        "count places neighbours",
-        "sigma near own doubt",
-        "threads",
+    "explain": _Kernel(
+        {
+            "maps": _FLOATS,
+            "at": _WHOLE,
+            "known": _FLOATS,
+            "offsets": _WHOLE,
+            **dict.fromkeys(("share", "motion", "shift"), _FLOATS),
+        },
+        sizes="count places neighbours",
+        numbers="sigma near own doubt",
+        outputs="share motion shift",
     ),
-    "fit": _structure(
-        "Fit",
-        "light0 light1 pair points0 points1 motion across down weights moves",
-        "count places height0 width0 height1 width1",
-        "reach damping longest farthest least gain largest",
-        "rounds threads",
+    "fit": _Kernel(
+        {
+            **dict.fromkeys(("light0", "light1"), _FLOATS),
+            "pair": _WHOLE,
+            **dict.fromkeys(("points0", "points1", "motion", "across", "down", "weights", "moves"), _FLOATS),
+        },
+        sizes="count places height0 width0 height1 width1",
+        numbers="reach damping longest farthest least gain largest",
+        counts="rounds",
+        outputs="moves",
     ),
 }
-
-
 # The compiled sources for each generation of processors, by what torch calls it.
 _GENERATIONS = {"AVX512": "_native_avx512", "AVX2": "_native_avx2", "DEFAULT": "_native"}
 
@@ -76,8 +106,8 @@ def _opened(path: str) -> ctypes.CDLL | None:
     """Compiled sources, if they are those that this file belongs to."""
     try:
         library = ctypes.CDLL(path)
-        for kernel, structure in _STRUCTURES.items():
-            if getattr(library, f"dualrc_{kernel}_size")() != ctypes.sizeof(structure):
+        for name, kernel in _KERNELS.items():
+            if getattr(library, f"dualrc_{name}_size")() != ctypes.sizeof(kernel.structure()):
                 raise OSError("it is older or newer than the package")
     except (OSError, AttributeError) as error:
         warnings.warn(f"{path} can't be used ({error}); matching is slower. Install dualrc again.", stacklevel=2)
@@ -93,10 +123,17 @@ def usable(*tensors: Tensor) -> bool:
 
 
 def call(name: str, **values: Any) -> None:
-    """Run a kernel on tensors and numbers; what it writes to must be contiguous."""
-    values = {key: value.contiguous() if isinstance(value, Tensor) else value for key, value in values.items()}
-    pointers = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in values.items()}
-    structure = _STRUCTURES[name](**pointers, threads=torch.get_num_threads())
+    """Run a kernel on tensors and numbers."""
+    kernel = _KERNELS[name]
+    held = {}  # until the kernel has ended
+    for field, dtypes in kernel.tensors.items():
+        tensor = values.pop(field)
+        if tensor is not None:
+            assert tensor.device.type == "cpu" and tensor.dtype in dtypes, (field, tensor.device, tensor.dtype)
+            assert tensor.is_contiguous() or field not in kernel.outputs.split(), field
+            held[field] = tensor.contiguous()
+    pointers = {field: tensor.data_ptr() for field, tensor in held.items()}
+    structure = kernel.structure()(**pointers, **values, threads=torch.get_num_threads())
     with torch.profiler.record_function(f"dualrc_{name}"):
         failed = getattr(_library(), f"dualrc_{name}")(ctypes.byref(structure))
     if failed:

@@ -2,22 +2,22 @@
 
 #include "native.h"
 
-#define WINDOW 9 /* fine cells around a match */
+#define WINDOW 9     /* fine cells around a match */
 #define LITTLE 1e-6f /* added to variances, which may be zero */
 
 typedef struct {
-    const float *features0, *features1; /* pairs cells channels: unit features */
+    const float *features0, *features1;    /* pairs cells channels: unit features */
     const int64_t *pair, *index0, *index1; /* count: row-major fine cells that are matched */
-    float *cosines; /* count 9 9 */
+    float *cosines;                        /* count 9 9 */
     int64_t count, channels, height0, width0, height1, width1; /* of the maps, in fine cells */
     int32_t threads;
 } Meet;
 
 typedef struct {
-    const float *maps;      /* 5 places: x, y, u, v and trust of matches by place, zero where there is none */
-    const int64_t *at;      /* count: the places of matches */
-    const float *known;     /* 5 count: the same of the matches themselves */
-    const int64_t *offsets; /* neighbours: from a place to those around */
+    const float *maps;             /* 5 places: x, y, u, v and trust of matches by place, zero where there is none */
+    const int64_t *at;             /* count: the places of matches */
+    const float *known;            /* 5 count: the same of the matches themselves */
+    const int64_t *offsets;        /* neighbours: from a place to those around */
     float *share, *motion, *shift; /* count, count 2 2, count 2 */
     int64_t count, places, neighbours;
     float sigma, near, own, doubt;
@@ -90,9 +90,9 @@ static void meet_match(const Meet *m, int64_t match)
 /* exp(x) for x of -80 to 0, to a few millionths. */
 INLINE float fading(float x)
 {
-    float power = (x < -80 ? -80 : x) * 1.44269504f;
+    float power = (x > -80 ? x : -80) * 1.44269504f;
     int32_t floor = (int32_t)power - 1;
-    float rest = (power - floor) * 0.693147181f; /* 0 to 2 ln 2 */
+    float rest = (power - floor) * 0.693147181f; /* 0 to ln 2 */
     rest *= 0.25f;
     float exp = 1 + rest * (1 + rest * (0.5f + rest * (1 / 6.f + rest * (1 / 24.f + rest * (1 / 120.f + rest / 720)))));
     exp *= exp;
@@ -106,7 +106,8 @@ static void explain_match(const Explain *e, int64_t match)
     const int64_t count = e->neighbours, at = e->at[match];
     float x[count], y[count], u[count], v[count], trust[count];
     const float *maps = e->maps + at, *known = e->known + match;
-    const float here_x = known[0], here_y = known[e->count], there_x = known[2 * e->count], there_y = known[3 * e->count];
+    const float here_x = known[0], here_y = known[e->count];
+    const float there_x = known[2 * e->count], there_y = known[3 * e->count];
     float xx = 0, xy = 0, yy = 0, xu = 0, yu = 0, xv = 0, yv = 0, all = 0;
 #pragma omp simd reduction(+ : xx, xy, yy, xu, yu, xv, yv, all)
     for (int64_t k = 0; k < count; k++) {
@@ -141,8 +142,8 @@ static void explain_match(const Explain *e, int64_t match)
 }
 
 /* A picture at some places, bilinear; what lies beyond the border is as at it. */
-INLINE void look(const float *picture, int64_t height, int64_t width, int64_t count, float x, float y, const float *across,
-                 const float *down, float *seen)
+INLINE void look(const float *picture, int64_t height, int64_t width, int64_t count, float x, float y,
+                 const float *across, const float *down, float *seen)
 {
     const int32_t stride = (int32_t)width;
     const float last_x = width - 1, last_y = height - 1;
@@ -248,7 +249,8 @@ static void fit_match(const Fit *f, int64_t match)
         if (round == 0)
             before = alike;
         if (round == f->rounds) {
-            if (alike > before + f->gain && alike > f->least && move_x * move_x + move_y * move_y < f->farthest * f->farthest)
+            const float moved = sqrtf(move_x * move_x + move_y * move_y);
+            if (alike > before + f->gain && alike > f->least && moved < f->farthest)
                 move[0] = move_x, move[1] = move_y;
             return;
         }

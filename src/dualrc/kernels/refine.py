@@ -14,9 +14,10 @@ from dualrc.kernels import device_of, native, power_above, usable
 WINDOW = 9  # fine cells around a match
 
 
-def supported(features: Tensor) -> bool:
+def supported(*tensors: Tensor) -> bool:
     """Whether the kernels can work with these."""
-    return native.usable(features) or (usable(features) and features.dtype in (torch.float16, torch.float32))
+    in_triton = all(usable(tensor) and tensor.dtype in (torch.float16, torch.float32) for tensor in tensors)
+    return native.usable(*tensors) or in_triton
 
 
 def cosines(
@@ -77,7 +78,7 @@ def explained(
     share = torch.empty(count, device=at.device)
     motion, shift = torch.empty(count, 2, 2, device=at.device), torch.empty(count, 2, device=at.device)
     if native.usable(maps):
-        axis = torch.arange(-reach, reach + 1) * step
+        axis = torch.arange(-reach, reach + 1, device=at.device) * step
         offsets = (axis[:, None] * row_length + axis).flatten()
         offsets = offsets[offsets != 0]  # it is no witness for itself
         native.call(

@@ -91,12 +91,10 @@ static void search_group(const Search *s, int64_t group, float *limits, float *t
     for (int64_t m = 0; m < s->mixed; m++) {
         const float *row = s->tensor + rows[m] * candidates, sum = s->sums[rows[m]];
         const float scale = sum > 0 ? (1 + 1e-5f) / sum : 0;
-        if (m == 0)
-            for (int64_t j = 0; j < candidates; j++)
-                limits[j] = row[j] * scale;
-        else
-            for (int64_t j = 0; j < candidates; j++)
-                limits[j] = row[j] * scale > limits[j] ? row[j] * scale : limits[j];
+        for (int64_t j = 0; j < candidates; j++) {
+            const float limit = row[j] > 0 ? row[j] * scale : 0, before = m > 0 ? limits[j] : 0;
+            limits[j] = limit > before ? limit : before;
+        }
     }
     for (int64_t j = candidates; j < blocks * BLOCK; j++)
         limits[j] = 0;

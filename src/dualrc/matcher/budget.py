@@ -177,7 +177,7 @@ class Budget:
         searching = kept + 2 * entries * (item if by_kernels else 4) + queries * (features * 16 * item + 256)
         match = 4 * (4 * _fine_channels(config.backbone) + 5 * 81 + 4 * config.fine.subpixel_hidden)
         # Kernels need less of it, but on a GPU their number is rounded up; in torch some is lost between the steps.
-        share = 1.3 if self._on_gpu else 0.8 if native.usable() else 1.5
+        share = 1.3 if self._on_gpu else 0.8 if self.device.type == "cpu" and native.usable() else 1.5
         refining = kept + (queries * match * share if config.fine.subpixel else 0)
         return int(max(extracting, coarse, searching, refining))
 

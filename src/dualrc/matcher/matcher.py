@@ -497,8 +497,7 @@ def load(
 ) -> Matcher:
     """A matcher with the preset's bundled weights, or with a weights file of that preset, on the best device.
 
-    `precision` is that of the backbone, and in int8 of the consensus too: float16 on a GPU, int8 on a CPU that is
-    made for it, else float32.
+    `precision` is that of the backbone: float16 on a GPU, int8 on a CPU that is made for it, else float32.
     `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_memory.
     """
     _, matcher_config = configs.preset(preset)

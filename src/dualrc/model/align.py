@@ -41,7 +41,7 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
     `motion` (n 2 2) takes what is near a point of picture 0 to picture 1.
     """
     matches = pair, points0.nan_to_num(), points1.nan_to_num(), motion.nan_to_num()
-    if kernel.supported(light0):
+    if kernel.supported(light0, light1):
         return points1 + kernel.moves(
             light0,
             light1,

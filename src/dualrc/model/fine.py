@@ -1,8 +1,8 @@
 """Fine matching: the best fine cell of the other picture under coarse score times fine cosine, exactly.
 
 The score of a candidate is its coarse score times a fine score that is at most 1. So the coarse cells are visited by
-falling coarse score, a block at a time, until the best product found exceeds all that the rest could reach. The full
-fine correlation is never held, and the result is its argmax all the same (`literal.py` has the definition).
+falling coarse score, one or some at a time, until the best product found exceeds all that the rest could reach. The
+full fine correlation is never held, and the result is its argmax all the same (`literal.py` has the definition).
 """
 
 import math
@@ -187,9 +187,9 @@ def _search_natively(tensor: Tensor, sums: Tensor, queries: Queries, fine: FineM
     groups, places, channels = queries.features.shape
     excess = _EXCESS[torch.float32]
     found = Found(
-        index=torch.empty(groups, places, dtype=torch.long),
-        score=torch.empty(groups, places),
-        visited=torch.empty(groups, dtype=torch.long),
+        index=torch.empty(groups, places, dtype=torch.long, device=tensor.device),
+        score=torch.empty_like(queries.features[:, :, 0], memory_format=torch.contiguous_format),
+        visited=torch.empty(groups, dtype=torch.long, device=tensor.device),
     )
     native.call(
         "search",

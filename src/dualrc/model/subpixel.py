@@ -83,7 +83,9 @@ def meet(windows0: Windows, windows1: Windows) -> Meeting:
 
 def cells_meet(fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> Meeting:
     """Fine cells that were matched, all (n)."""
-    if fine0.features.requires_grad or not kernel.supported(fine0.features):
+    features = fine0.features, fine1.features
+    learning = torch.is_grad_enabled() and any(map.requires_grad for map in features)
+    if learning or not kernel.supported(*features):
         return meet(cell_windows(fine0, pair, index0), cell_windows(fine1, pair, index1))
     widths = fine0.width * RATIO, fine1.width * RATIO
     cosine = kernel.cosines(fine0.features, fine1.features, pair, index0, index1, widths)
