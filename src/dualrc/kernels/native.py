@@ -11,9 +11,7 @@ from torch import Tensor
 
 from dualrc.kernels import interpreted
 
-LANES = 16  # numbers of a vector
-
-
+LANES = 16  # numbers of the widest vectors
 _FLOATS, _WHOLE, _FLAGS = (torch.float32,), (torch.int64,), (torch.bool, torch.uint8)
 
 
@@ -31,7 +29,12 @@ class _Kernel(NamedTuple):
         kinds = (ctypes.c_int64, self.sizes), (ctypes.c_float, self.numbers), (ctypes.c_int32, self.counts)
         fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in self.tensors]
         fields += [(name, kind) for kind, names in kinds for name in names.split()]
-        return type("Call", (ctypes.Structure,), {"_fields_": [*fields, ("threads", ctypes.c_int32)]})
+        return _structure(*fields, ("threads", ctypes.c_int32))
+
+
+@cache
+def _structure(*fields: tuple[str, Any]) -> type[ctypes.Structure]:
+    return type("Call", (ctypes.Structure,), {"_fields_": list(fields)})
 
 
 _KERNELS = {

@@ -165,10 +165,8 @@ def _natively(scores: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
     if max_values is not None:
         rows = min(rows, max_values // row - 2)
     strip = max(2, min(rows, height1 + 1) // 2 * 2)
-    hidden, result = (
-        scores.new_empty((strip + 2) * row),
-        torch.empty_like(scores, memory_format=torch.contiguous_format),
-    )
+    hidden = scores.new_empty((strip + 2) * row)
+    result = torch.empty_like(scores, memory_format=torch.contiguous_format)
     for one, out in zip(scores, result, strict=True):
         native.call(
             "consensus",
