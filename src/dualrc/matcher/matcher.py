@@ -137,7 +137,7 @@ class Matcher:
             most = min(_BATCH, self.budget.together((scale, scale))) if self.device.type == "cuda" else 1
             for chunk in chunks(group, most):
                 with enough_memory():
-                    together = self._upload([to_tensor(item.pixels) for item in chunk if item.pixels is not None])
+                    together = self._upload([item.pixels for item in chunk if item.pixels is not None])
                     extract = partial(self._extract, size=size)
                     found = self._record(size, extract, together, device=self.device)
                 for number, item in enumerate(chunk):
@@ -146,17 +146,18 @@ class Matcher:
                     item.features = PictureFeatures(network=one, scale=item.scale, mask=None, made_by=self._made_by)
                     item.pixels = None
 
-    def _upload(self, pixels: list[Tensor]) -> Tensor:
+    def _upload(self, pictures: list[npt.NDArray[np.uint8]]) -> Tensor:
         """Pictures of the same size, uint8 (h w 3), as one tensor on the device."""
         if self.device.type != "cuda":
+            pixels = [to_tensor(picture) for picture in pictures]
             return torch.stack(pixels).to(self.device) if len(pixels) > 1 else pixels[0][None].to(self.device)
         # By way of memory that the GPU reads itself; torch keeps it for the next time.
-        shelf = torch.empty(len(pixels), *pixels[0].shape, dtype=torch.uint8, pin_memory=True)
+        shelf = torch.empty(len(pictures), *pictures[0].shape, dtype=torch.uint8, pin_memory=True)
         if shelf.numel() <= _FEW:
-            for picture, place in zip(pixels, shelf, strict=True):
-                np.copyto(place.numpy(), picture.numpy())
+            for picture, place in zip(pictures, shelf, strict=True):
+                np.copyto(place.numpy(), picture)
         else:
-            torch.stack(pixels, out=shelf)
+            torch.stack([to_tensor(picture) for picture in pictures], out=shelf)
         return shelf.to(self.device, non_blocking=True)
 
     def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, ...]:
