@@ -47,9 +47,9 @@ def in_turns(run: Callable[[], Any], repeats: int) -> tuple[float, float, Any, A
 def main() -> None:
     """Time every kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pictures", type=Path, nargs=2)
-    parser.add_argument("--size", default="640x480", help="that both pictures are brought to")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("pictures", type=Path, nargs=2, metavar="PICTURE", help="two pictures of the same thing")
+    parser.add_argument("--size", default="640x480", help="that both pictures are brought to; default %(default)s")
+    parser.add_argument("--repeats", type=int, default=15, help="of each, in turns; default %(default)s")
     options = parser.parse_args()
     if not native.usable():
         raise SystemExit("The kernels in C were not compiled; install dualrc with a C compiler at hand.")

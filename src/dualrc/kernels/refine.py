@@ -3,8 +3,6 @@
 Each is the twin of plain code: `cosines` of model.subpixel.meet, `explained` of model.support, `moves` of model.align.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -112,13 +110,24 @@ def explained(
 
 
 def moves(
-    light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor, **limits: float
+    light0: Tensor,
+    light1: Tensor,
+    pair: Tensor,
+    points0: Tensor,
+    points1: Tensor,
+    motion: Tensor,
+    window: tuple[Tensor, Tensor],
+    **limits: float,
 ) -> Tensor:
-    """How far points of picture 1 must move for their windows to look like those of picture 0: (n 2)."""
+    """How far points of picture 1 must move for their windows to look like those of picture 0: (n 2).
+
+    `window` are the places of one, (k 2), and their weights, (k); on a GPU both follow from the limits.
+    """
     count = len(pair)
     result = torch.empty(count, 2, device=pair.device)
     if native.usable(light0, light1):
-        across, down, weights = _window(int(limits["REACH"]), int(limits["STEP"]))
+        spare = (0, -len(window[1]) % native.LANES)  # for whole vectors
+        across, down, weights = (F.pad(column, spare) for column in (*window[0].T, window[1]))
         native.call(
             "fit",
             light0=light0,
@@ -151,14 +160,3 @@ def moves(
                 MATCHES=matches, PLACES=power_above(places), num_warps=4, **limits,
             )  # fmt: skip
     return result
-
-
-@cache
-@torch.inference_mode(False)
-def _window(reach: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Places of a window, across and down, and their weights, filled up with weights of 0 for whole vectors."""
-    axis = torch.arange(-reach, reach + 1.0, step, device="cpu")
-    across, down = axis.repeat(len(axis)), axis.repeat_interleave(len(axis))
-    weights = torch.exp((across.square() + down.square()) * (-1.125 / reach**2))
-    spare = (0, -len(weights) % native.LANES)
-    return F.pad(across, spare), F.pad(down, spare), F.pad(weights / weights.sum(), spare)

@@ -5,6 +5,8 @@ the same thing, moved as its neighbours move and in another light, so two steps 
 find the rest. What is compared is normalized, so that no change of gain or level affects it.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -46,6 +48,7 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
             light0,
             light1,
             *matches,
+            _window(light0.device),
             REACH=_REACH,
             STEP=_STEP,
             ROUNDS=_ROUNDS,
@@ -64,15 +67,23 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
     return points1 + torch.cat([_moves(maps0, light1[None].float(), *some) for some in zip(*columns, strict=True)])
 
 
+@cache
+@torch.inference_mode(False)
+def _window(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The places of a window around its middle, (k 2), (x, y) in pixels, and their weights, (k)."""
+    axis = torch.arange(-_REACH, _REACH + 1, _STEP, device=device)
+    places = torch.stack([axis.repeat(len(axis)), axis.repeat_interleave(len(axis))], dim=1).float()
+    weights = torch.exp(places.square().sum(1) * (-1.125 / _REACH**2))
+    return places, weights / weights.sum()
+
+
 def _moves(maps0: Tensor, maps1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor) -> Tensor:
     """How far points of picture 1 must move for their windows to look like those of picture 0: (n 2).
 
     `maps0` (3 b h w) are brightness, and how it changes across and down; `maps1` (1 b h w) is brightness.
     """
     axis = torch.arange(-_REACH, _REACH + 1, _STEP, device=pair.device)
-    window = torch.stack([axis.repeat(len(axis)), axis.repeat_interleave(len(axis))], dim=1).float()  # k 2
-    weights = torch.exp(window.square().sum(1) * (-1.125 / _REACH**2))
-    weights = weights / weights.sum()
+    window, weights = _window(pair.device)
     template, *changes = _look(maps0, pair, points0, _scaled(maps0, window)[None])
     template = template - (template @ weights)[:, None]
     spread = (template.square() @ weights + _LITTLE).sqrt()

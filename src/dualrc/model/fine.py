@@ -188,7 +188,7 @@ def _search_natively(tensor: Tensor, sums: Tensor, queries: Queries, fine: FineM
     excess = _EXCESS[torch.float32]
     found = Found(
         index=torch.empty(groups, places, dtype=torch.long, device=tensor.device),
-        score=torch.empty_like(queries.features[:, :, 0], memory_format=torch.contiguous_format),
+        score=queries.features.new_empty(groups, places),
         visited=torch.empty(groups, dtype=torch.long, device=tensor.device),
     )
     native.call(
