@@ -8,6 +8,7 @@ import pytest
 from conftest import texture, tiny_network
 from PIL import Image
 
+from dualrc.collection import ray_engine
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.engine import Event
 from dualrc.collection.ray_engine import RayEngine
@@ -40,6 +41,23 @@ def config(tmp_path):
     return CollectionConfig(weights=tmp_path / "tiny.safetensors", size=160, top=200, device="cpu", workers=1)
 
 
+def heard_of_block(events: list[Event], worker: int) -> int:
+    """How many of the five results of its block a worker has given."""
+    kinds = [event.kind for event in events if event.worker == worker]
+    return kinds[::-1].index("ready") if "ready" in kinds else 0
+
+
+def wait_for_a_death(engine: RayEngine) -> None:
+    """Until it is known that one of the workers is no more: what it is asked fails, without its turn having come."""
+    asked = [actor.start.remote() for actor in engine._actors]
+    while True:
+        (answer,), asked = engine._ray.wait(asked, num_returns=1, timeout=120.0)
+        try:
+            engine._ray.get(answer)
+        except engine._ray.exceptions.RayActorError:
+            return
+
+
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves files and processes to the interpreter's end
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_cluster_gives_the_same_though_a_node_dies(images, config, tmp_path, monkeypatch):
@@ -57,15 +75,16 @@ def test_a_cluster_gives_the_same_though_a_node_dies(images, config, tmp_path, m
         next_event = RayEngine.next
 
         def watched_next(engine: RayEngine) -> Event:
-            if not events:  # nothing begins before both nodes take part
+            if not removed:  # both have an answer before one is heard
                 engine._ray.wait(list(engine._awaited), num_returns=2)
-            at_work = {event.worker for event in events if event.kind == "result"}
-            if len(events) >= 15 and len(at_work) == 2 and not removed:
-                cluster.remove_node(second, allow_graceful=False)
-                removed.append(second)
+                if len(events) >= 15 and all(1 <= heard_of_block(events, worker) <= 3 for worker in range(2)):
+                    cluster.remove_node(second, allow_graceful=False)
+                    wait_for_a_death(engine)
+                    removed.append(second)
             events.append(next_event(engine))
             return events[-1]
 
+        monkeypatch.setattr(ray_engine, "_UNREAD", 1)  # none is ahead of what is heard, let alone at its block's end
         monkeypatch.setattr(RayEngine, "next", watched_next)
         ray_config = replace(config, engine="ray", address=cluster.address, workers=None)
         result = match_collection(images, tmp_path / "ray", ray_config, quiet=True)
