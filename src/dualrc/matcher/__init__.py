@@ -1,6 +1,8 @@
 """Pictures in, Matches out."""
 
+from dualrc.matcher.extract import Precision
 from dualrc.matcher.features import PictureFeatures
-from dualrc.matcher.matcher import Matcher, Precision, load
+from dualrc.matcher.loading import load
+from dualrc.matcher.matcher import Matcher
 
 __all__ = ["Matcher", "PictureFeatures", "Precision", "load"]

@@ -5,11 +5,10 @@ import math
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
-from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from dualrc import config as configs
 from dualrc.config import MatcherConfig
-from dualrc.errors import ConfigError, DataError, ImageError, WeightsError
+from dualrc.errors import ConfigError, DataError, ImageError
 from dualrc.image import (
     STRIDE,
     Picture,
@@ -28,27 +27,20 @@ from dualrc.image import (
     pixel_grid,
     read,
     spread,
-    to_input,
-    to_tensor,
 )
 from dualrc.matcher.ahead import ReadAhead, look_ahead
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
-from dualrc.matcher.features import FeatureCache, Item, Matchable, PictureFeatures, chunks, shapes, stack
+from dualrc.matcher.extract import Extractor, Precision, choose_device
+from dualrc.matcher.features import FeatureCache, Item, Matchable, PictureFeatures, shapes, stack
 from dualrc.matches import FloatArray, Matches, Size, Warp, inside_mask
-from dualrc.model import int8
-from dualrc.model.backbone import CompactBackbone, fold_batch_norm
-from dualrc.model.checkpoint import bundled, file_hash, load_weights
-from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features
-from dualrc.model.record import Recorder
+from dualrc.model.dualrc import FINE_STRIDE, DualRCNet
 
 T = TypeVar("T")
-Precision = Literal["float32", "float16", "bfloat16", "int8"]
 # Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
 # coarse tensor than this; on a CPU one at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
 _PIXELS = 100_000_000  # and no more pixels than these wait for being matched together
 _READERS, _AHEAD = 4, 8  # beside a GPU so many threads read the pictures of so many pairs ahead
-_FEW = 4_000_000  # bytes of pictures that one thread copies: waking the others can take longer than a pair on a GPU
 
 
 class Matcher:
@@ -66,30 +58,13 @@ class Matcher:
         precision: Precision | None = None,
         weights_hash: str | None = None,
     ) -> None:
-        self.device = _choose_device(device)
-        self.precision = precision or ("float16" if self.device.type == "cuda" else "float32")
-        if self.precision not in get_args(Precision):
-            raise ConfigError(f"Precision {self.precision!r} is not known; choose {', '.join(get_args(Precision))}.")
-        self.config = config
-        self.network = network.eval().to(self.device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.weights_hash = weights_hash
-        self._made_by = weights_hash or f"network {id(network)}"
-        if self.precision == "int8":
-            if not _multiplies_bytes(network, self.device):
-                raise ConfigError("Precision int8 needs a compact network and a CPU with VNNI; choose float32.")
-            if not int8.is_converted(network.backbone):
-                int8.convert(network.backbone)
-        elif int8.is_converted(network.backbone):
-            raise ConfigError(f"This network works in 8 bits already; load it again to match in {self.precision}.")
-        self.dtype: torch.dtype = torch.float32 if self.precision == "int8" else getattr(torch, self.precision)
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            self.network.backbone.to(self.dtype)
-        self._autocast = self.dtype != torch.float32 and not on_gpu
-        self.budget = Budget(
-            self.network.config, self.device, self.dtype if on_gpu else torch.float32, config.max_memory
-        )
-        self._record = Recorder()
+        self.config, self.network, self.weights_hash = config, network, weights_hash
+        made_by = weights_hash or f"network {id(network)}"
+        self._extractor = Extractor(network, choose_device(device), precision, made_by=made_by)
+        self.device, self.precision = self._extractor.device, self._extractor.precision
+        self.dtype = self._extractor.dtype
+        kept = self.dtype if self.device.type == "cuda" else torch.float32
+        self.budget = Budget(network.config, self.device, kept, config.max_memory)
         self._info = {
             "dualrc": metadata.version("dualrc"),
             "torch": torch.__version__,
@@ -123,52 +98,13 @@ class Matcher:
         network = network_size(own, long_side=settings.size, max_size=settings.max_size)
         return Item(scale=Scale(picture=own, network=network), pixels=pixels)
 
-    @torch.inference_mode()
     def _extract_items(self, items: Iterable[Item]) -> None:
-        """Give features to those that have none, pictures of the same size together."""
-        groups: dict[tuple[Size, Size], list[Item]] = {}
-        for item in items:
-            if item.features is None:
-                groups.setdefault((item.scale.picture, item.scale.network), []).append(item)
-        for members in groups.values():
-            group = list({id(item): item for item in members}.values())  # one may stand in several pairs
-            scale = group[0].scale
-            size = scale.network
-            most = min(_BATCH, self.budget.together((scale, scale))) if self.device.type == "cuda" else 1
-            for chunk in chunks(group, most):
-                with enough_memory():
-                    together = self._upload([item.pixels for item in chunk if item.pixels is not None])
-                    extract = partial(self._extract, size=size)
-                    found = self._record(size, extract, together, device=self.device)
-                for number, item in enumerate(chunk):
-                    coarse, fine, *light = (tensor[number : number + 1] for tensor in found)
-                    one = Features(coarse=coarse, fine=fine, light=light[0] if light else None)
-                    item.features = PictureFeatures(network=one, scale=item.scale, mask=None, made_by=self._made_by)
-                    item.pixels = None
+        """Give features to those that have none."""
 
-    def _upload(self, pictures: list[npt.NDArray[np.uint8]]) -> Tensor:
-        """Pictures of the same size, uint8 (h w 3), as one tensor on the device."""
-        if self.device.type != "cuda":
-            pixels = [to_tensor(picture) for picture in pictures]
-            return torch.stack(pixels).to(self.device) if len(pixels) > 1 else pixels[0][None].to(self.device)
-        # By way of memory that the GPU reads itself; torch keeps it for the next time.
-        shelf = torch.empty(len(pictures), *pictures[0].shape, dtype=torch.uint8, pin_memory=True)
-        if shelf.numel() <= _FEW:
-            for picture, place in zip(pictures, shelf, strict=True):
-                np.copyto(place.numpy(), picture)
-        else:
-            torch.stack([to_tensor(picture) for picture in pictures], out=shelf)
-        return shelf.to(self.device, non_blocking=True)
+        def together(scale: Scale) -> int:
+            return min(_BATCH, self.budget.together((scale, scale))) if self.device.type == "cuda" else 1
 
-    def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, ...]:
-        """Coarse and fine features of pictures on the device, uint8 (b h w 3), and their brightness if it is used."""
-        images = to_input(pixels, size).contiguous(memory_format=torch.channels_last)
-        if self.device.type == "cuda":
-            images = images.to(self.dtype)
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocast):
-            features = self.network.extract(images)
-        light = () if features.light is None else (features.light,)
-        return features.coarse, features.fine, *light
+        self._extractor(items, together)
 
     def match(
         self,
@@ -434,7 +370,7 @@ class Matcher:
         return replace(features, network=replace(features.network, valid=valid), mask=array)
 
     def _check_makers(self, pair: tuple[PictureFeatures, PictureFeatures]) -> None:
-        if any(features.made_by != self._made_by for features in pair):
+        if any(features.made_by != self._extractor.made_by for features in pair):
             raise ConfigError("These features were made with other weights; make them with this matcher's features().")
 
     def _settings(self, **changes: Any) -> MatcherConfig:
@@ -486,58 +422,3 @@ class Matcher:
 
 def _seen(features0: PictureFeatures, features1: PictureFeatures) -> dict[str, Size]:
     return {"network_size0": features0.scale.network, "network_size1": features1.scale.network}
-
-
-def load(
-    preset: str = "default",
-    *,
-    weights: str | Path | None = None,
-    device: str | torch.device | None = None,
-    precision: Precision | None = None,
-    **settings: Any,
-) -> Matcher:
-    """A matcher with the preset's bundled weights, or with a weights file of that preset, on the best device.
-
-    `precision` is that of the backbone: float16 on a GPU, int8 on a CPU that is made for it, else float32.
-    `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_memory.
-    """
-    _, matcher_config = configs.preset(preset)
-    known = [field.name for field in fields(MatcherConfig)]
-    for name in settings:
-        if name not in known:
-            raise ConfigError(f"Unknown setting {name}; known here: {', '.join(known)}.")
-    matcher_config = replace(matcher_config, **settings)
-    path = Path(weights) if weights is not None else bundled(preset)
-    if path is None:
-        raise WeightsError(
-            f"The package carries no weights for the preset {preset!r}; give a weights file (weights=..., or --weights "
-            "on the command line); `dualrc convert` makes one of a published checkpoint."
-        )
-    network = load_weights(path)
-    if network.config.preset != preset:
-        raise WeightsError(
-            f"{path} holds weights of the preset {network.config.preset!r}, not {preset!r}; "
-            f"load the preset {network.config.preset!r}, or give other weights."
-        )
-    fold_batch_norm(network)
-    if precision is None and _multiplies_bytes(network, _choose_device(device)):
-        precision = "int8"
-    return Matcher(network, matcher_config, device=device, precision=precision, weights_hash=file_hash(path))
-
-
-def _multiplies_bytes(network: DualRCNet, device: torch.device) -> bool:
-    return device.type == "cpu" and isinstance(network.backbone, CompactBackbone) and int8.works()
-
-
-def _choose_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-        torch.empty(1, device=chosen).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"The device {device!r} can't be used ({reason}); choose cpu, cuda or mps.") from error
-    return chosen

@@ -1,0 +1,111 @@
+"""From pictures to their features: on which device, in which precision, and how many at a time."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from dualrc.errors import ConfigError
+from dualrc.image import Scale, to_input, to_tensor
+from dualrc.matcher.budget import enough_memory
+from dualrc.matcher.features import Item, PictureFeatures, chunks
+from dualrc.matches import Size
+from dualrc.model import int8
+from dualrc.model.backbone import CompactBackbone
+from dualrc.model.dualrc import DualRCNet, Features
+from dualrc.model.record import Recorder
+
+Precision = Literal["float32", "float16", "bfloat16", "int8"]
+_FEW = 4_000_000  # bytes of pictures that one thread copies: waking the others can take longer than a pair on a GPU
+
+
+class Extractor:
+    """Gives features to pictures; the network is brought to the device, and its backbone to the precision."""
+
+    def __init__(self, network: DualRCNet, device: torch.device, precision: Precision | None, *, made_by: str) -> None:
+        """`made_by` names the weights in the features."""
+        self.device, self.made_by = device, made_by
+        self.precision = precision or ("float16" if device.type == "cuda" else "float32")
+        if self.precision not in get_args(Precision):
+            raise ConfigError(f"Precision {self.precision!r} is not known; choose {', '.join(get_args(Precision))}.")
+        self._network = network.eval().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if self.precision == "int8":
+            if not multiplies_bytes(network, device):
+                raise ConfigError("Precision int8 needs a compact network and a CPU with VNNI; choose float32.")
+            if not int8.is_converted(network.backbone):
+                int8.convert(network.backbone)
+        elif int8.is_converted(network.backbone):
+            raise ConfigError(f"This network works in 8 bits already; load it again to match in {self.precision}.")
+        self.dtype: torch.dtype = torch.float32 if self.precision == "int8" else getattr(torch, self.precision)
+        if device.type == "cuda":
+            network.backbone.to(self.dtype)
+        self._autocast = self.dtype != torch.float32 and device.type != "cuda"
+        self._record = Recorder()
+
+    @torch.inference_mode()
+    def __call__(self, items: Iterable[Item], together: Callable[[Scale], int]) -> None:
+        """Give features to those that have none, pictures of the same size together, at most so many."""
+        groups: dict[tuple[Size, Size], list[Item]] = {}
+        for item in items:
+            if item.features is None:
+                groups.setdefault((item.scale.picture, item.scale.network), []).append(item)
+        for members in groups.values():
+            group = list({id(item): item for item in members}.values())  # one may stand in several pairs
+            size = group[0].scale.network
+            for chunk in chunks(group, together(group[0].scale)):
+                with enough_memory():
+                    pixels = self._upload([item.pixels for item in chunk if item.pixels is not None])
+                    found = self._record(size, partial(self._extract, size=size), pixels, device=self.device)
+                for number, item in enumerate(chunk):
+                    coarse, fine, *light = (tensor[number : number + 1] for tensor in found)
+                    one = Features(coarse=coarse, fine=fine, light=light[0] if light else None)
+                    item.features = PictureFeatures(network=one, scale=item.scale, mask=None, made_by=self.made_by)
+                    item.pixels = None
+
+    def _upload(self, pictures: list[npt.NDArray[np.uint8]]) -> Tensor:
+        """Pictures of the same size, uint8 (h w 3), as one tensor on the device."""
+        if self.device.type != "cuda":
+            pixels = [to_tensor(picture) for picture in pictures]
+            return torch.stack(pixels).to(self.device) if len(pixels) > 1 else pixels[0][None].to(self.device)
+        # By way of memory that the GPU reads itself; torch keeps it for the next time.
+        shelf = torch.empty(len(pictures), *pictures[0].shape, dtype=torch.uint8, pin_memory=True)
+        if shelf.numel() <= _FEW:
+            for picture, place in zip(pictures, shelf, strict=True):
+                np.copyto(place.numpy(), picture)
+        else:
+            torch.stack([to_tensor(picture) for picture in pictures], out=shelf)
+        return shelf.to(self.device, non_blocking=True)
+
+    def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, ...]:
+        """Coarse and fine features of pictures on the device, uint8 (b h w 3), and their brightness if it is used."""
+        images = to_input(pixels, size).contiguous(memory_format=torch.channels_last)
+        if self.device.type == "cuda":
+            images = images.to(self.dtype)
+        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocast):
+            features = self._network.extract(images)
+        light = () if features.light is None else (features.light,)
+        return features.coarse, features.fine, *light
+
+
+def multiplies_bytes(network: DualRCNet, device: torch.device) -> bool:
+    """Whether this network's backbone can work in 8 bits there."""
+    return device.type == "cpu" and isinstance(network.backbone, CompactBackbone) and int8.works()
+
+
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device that is asked for, or the best one here."""
+    if device is None:
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"The device {device!r} can't be used ({reason}); choose cpu, cuda or mps.") from error
+    return chosen

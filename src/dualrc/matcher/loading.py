@@ -1,0 +1,52 @@
+"""A matcher for a preset, with the weights inside the package or others."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dualrc import config as configs
+from dualrc.config import MatcherConfig
+from dualrc.errors import ConfigError, WeightsError
+from dualrc.matcher.extract import Precision, choose_device, multiplies_bytes
+from dualrc.matcher.matcher import Matcher
+from dualrc.model.backbone import fold_batch_norm
+from dualrc.model.checkpoint import bundled, file_hash, load_weights
+
+
+def load(
+    preset: str = "default",
+    *,
+    weights: str | Path | None = None,
+    device: str | torch.device | None = None,
+    precision: Precision | None = None,
+    **settings: Any,
+) -> Matcher:
+    """A matcher with the preset's bundled weights, or with a weights file of that preset, on the best device.
+
+    `precision` is that of the backbone: float16 on a GPU, int8 on a CPU that is made for it, else float32.
+    `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_memory.
+    """
+    _, matcher_config = configs.preset(preset)
+    known = [field.name for field in fields(MatcherConfig)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"Unknown setting {name}; known here: {', '.join(known)}.")
+    matcher_config = replace(matcher_config, **settings)
+    path = Path(weights) if weights is not None else bundled(preset)
+    if path is None:
+        raise WeightsError(
+            f"The package carries no weights for the preset {preset!r}; give a weights file (weights=..., or --weights "
+            "on the command line); `dualrc convert` makes one of a published checkpoint."
+        )
+    network = load_weights(path)
+    if network.config.preset != preset:
+        raise WeightsError(
+            f"{path} holds weights of the preset {network.config.preset!r}, not {preset!r}; "
+            f"load the preset {network.config.preset!r}, or give other weights."
+        )
+    fold_batch_norm(network)
+    if precision is None and multiplies_bytes(network, choose_device(device)):
+        precision = "int8"
+    return Matcher(network, matcher_config, device=device, precision=precision, weights_hash=file_hash(path))
