@@ -305,17 +305,20 @@ def test_cosines_around_matches_are_the_plain_ones(kind):
         assert mine.dtype == plain.dtype and torch.allclose(mine.cpu().float(), plain.float(), atol=1e-5)
 
 
-def test_support_by_kernels_is_the_plain_one(monkeypatch):
-    _, index0, _, pair = refinement_case()
-    here = torch.stack([index0 % 28, index0 // 28], 1) + 0.2 * rand(3, 200, 2)
-    there = here @ torch.tensor([[0.9, 0.2], [-0.1, 1.1]]) + 0.3 * rand(4, 200, 2)
-    columns = index0, here, there, rand(5, 200).sigmoid(), pair
+@pytest.mark.parametrize(("share", "tolerance"), [(1.0, 1e-4), (0.15, 0.02)])
+def test_support_by_kernels_is_the_plain_one(share, tolerance, monkeypatch):
+    """Where few are matched, some have one neighbour alone, and what that tells of their motion is a rounding error."""
+    index = torch.arange(2 * 24 * 28)[torch.rand(2 * 24 * 28, generator=torch.Generator().manual_seed(0)) < share]
+    pair, index = index // (24 * 28), index % (24 * 28)
+    here = torch.stack([index % 28, index // 28], 1) + 0.2 * rand(3, len(index), 2)
+    there = here @ torch.tensor([[0.9, 0.2], [-0.1, 1.1]]) + 0.3 * rand(4, len(index), 2)
+    columns = index, here, there, rand(5, len(index)).sigmoid(), pair
     found = support(*(column.to(DEVICE) for column in columns), (2, 24, 28))
     monkeypatch.setattr(fast_refine, "supported", lambda *tensors: False)
     expected = support(*columns, (2, 24, 28))
     assert expected[0].max() > 0.05
     for mine, plain in zip(found, expected, strict=True):
-        assert torch.allclose(mine.cpu(), plain, rtol=1e-3, atol=1e-4)
+        assert torch.allclose(mine.cpu(), plain, rtol=1e-3, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
