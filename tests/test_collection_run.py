@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,8 @@ from dualrc import cli, machine
 from dualrc.collection import engines
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.descriptors import read_descriptors
+from dualrc.collection.engine import Event
+from dualrc.collection.local import LocalEngine
 from dualrc.collection.run import CollectionResult, match_collection
 from dualrc.collection.store import MatchStore
 from dualrc.collection.worker import Failure, Worker, WorkerSettings
@@ -143,7 +144,16 @@ def test_pairs_by_retrieval_keep_their_descriptors(images, config, undisturbed, 
 
 
 def run_to_be_killed(images: Path, out: Path, config: CollectionConfig) -> None:
-    match_collection(images, out, config, quiet=True)
+    """With time between the pairs, so that it is killed in the midst of them however fast they are."""
+    next_event = LocalEngine.next
+
+    def slow_next(engine: LocalEngine) -> Event:
+        time.sleep(0.05)
+        return next_event(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalEngine, "next", slow_next)
+        match_collection(images, out, config, quiet=True)
 
 
 def children(pid: int) -> list[int]:
@@ -179,7 +189,7 @@ def test_kill_9_at_ten_random_moments_loses_nothing(images, config, undisturbed,
         process.start()
         # Every other time while it starts; else when some pairs more are there, so that each gets a little further.
         before, soon = stored(tmp_path), rng.uniform(0, 1.5)
-        wanted = before + rng.randint(1, 6) if number % 2 else total
+        wanted = before + (rng.randint(1, 6) if number % 2 else 1)
         deadline = time.monotonic() + (60 if number % 2 else soon)
         while time.monotonic() < deadline and stored(tmp_path) < wanted and process.is_alive():
             time.sleep(0.02)
@@ -198,17 +208,19 @@ def test_kill_9_at_ten_random_moments_loses_nothing(images, config, undisturbed,
     assert result.matched + result.skipped == 21 and result.skipped > 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_worker_that_is_killed_is_replaced(images, config, undisturbed, tmp_path):
-    def kill_one() -> None:
-        while stored(tmp_path) < 3:
-            time.sleep(0.01)
-        os.kill(children(os.getpid())[-1], signal.SIGKILL)
+def test_a_worker_that_is_killed_is_replaced(images, config, undisturbed, tmp_path, monkeypatch):
+    events = []
+    next_event = LocalEngine.next
 
-    killer = threading.Thread(target=kill_one)
-    killer.start()
+    def watched_next(engine: LocalEngine) -> Event:
+        if len(events) == 4:  # it was ready, and has matched three pairs
+            engine._processes[0].kill()
+        events.append(next_event(engine))
+        return events[-1]
+
+    monkeypatch.setattr(LocalEngine, "next", watched_next)
     result = match_collection(images, tmp_path, config, quiet=True)
-    killer.join()
+    assert [event.kind for event in events].count("died") == 1
     assert content(result.store) == content(undisturbed.store)
     assert result.failed == {} and result.extracted < 20
 
