@@ -54,9 +54,13 @@ def test_mutual_filter_is_its_definition(shape):
 def test_without_gradients_the_mutual_filter_holds_less_and_gives_the_same(values, monkeypatch):
     monkeypatch.setattr(correlation, "_VALUES", values)
     scores = rand(4, 2, 3, 5, 2, 4)
+    expected = mutual_filter(scores, overwrite=True)
     with torch.no_grad():
-        lean = mutual_filter(scores)
-    assert torch.equal(lean, mutual_filter(scores))
+        assert torch.equal(mutual_filter(scores), expected)
+        turned = scores.permute(0, 3, 4, 1, 2)
+        assert torch.allclose(mutual_filter(turned), expected.permute(0, 3, 4, 1, 2), rtol=1e-6)
+        again = scores.clone()
+        assert torch.equal(mutual_filter(again, overwrite=True), expected) and torch.equal(again, expected)
 
 
 def test_mutual_filter_known_answer():

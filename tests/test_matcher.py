@@ -20,6 +20,7 @@ from dualrc.image import pixel_grid, read
 from dualrc.matcher import Matcher, ahead
 from dualrc.matcher.budget import Budget
 from dualrc.matches import Matches
+from dualrc.model import dualrc as assembly
 from dualrc.model.dualrc import Features
 
 VIEW0, VIEW1 = View(203, 150, (60, 80)), View(190, 161, (66.4, 75.2), (0.95, 0.97))
@@ -455,6 +456,18 @@ def test_points_keep_their_rows(oracle, pictures):
     assert np.abs(found.points1[[0, 2]] - expected).max() < 0.8
     empty = oracle.match_points(*pictures, np.zeros((0, 2)))
     assert len(empty) == 0 and empty.size0 == (203, 150)
+
+
+@pytest.mark.parametrize("subpixel", [True, False])
+def test_points_are_looked_at_some_at_a_time(pictures, subpixel, monkeypatch):
+    matcher = oracle_matcher(subpixel=subpixel)
+    points = np.random.default_rng(0).uniform(-5, (205, 155), (50, 2))
+    expected = matcher.match_points(*pictures, points)
+    assert 20 < np.isfinite(expected.points1).all(1).sum() < 50
+    monkeypatch.setattr(assembly, "_CPU_WINDOWS", 7)
+    found = matcher.match_points(*pictures, points)
+    assert np.allclose(found.points1, expected.points1, atol=1e-3, equal_nan=True)
+    assert np.allclose(found.scores, expected.scores, atol=1e-5)
 
 
 def test_points_seen_by_one_picture_only_have_none(oracle):

@@ -167,17 +167,20 @@ class Budget:
         extracting += 9 * _fine_channels(config.backbone) ** 2 * item  # a convolution's weights, reordered
         entries = math.prod(size / STRIDE**2 for size in pixels)
         by_kernels = self._on_gpu and self.precision == torch.float16
+        on_cpu = self.device.type == "cpu"
+        in_c = on_cpu and native.usable()
         # Scores, what the filters make of them, consensus, and the transpose: so many at a time, by measurement.
-        coarse = kept + entries * (4 * item if by_kernels else 5 * 4)
+        coarse = kept + entries * (4 * item if by_kernels else 4 * (2 if on_cpu else 5))
         row = entries / min(scale.network[1] for scale in pair) * STRIDE
         hidden = config.consensus.channels[0]
-        coarse += row * (8 * item if by_kernels else 4 * (6 * hidden + 48))
+        coarse += row * (8 * item if by_kernels else 4 * (hidden if in_c else 6 * hidden + 48))
         # All queries with their features; all matches with what refinement makes of them.
         queries = max(pixels) / 16
-        searching = kept + 2 * entries * (item if by_kernels else 4) + queries * (features * 16 * item + 256)
+        searching = kept + 2 * entries * (item if by_kernels else 4)
+        searching += (2 if on_cpu else 1) * queries * (features * 16 * item + 256)
         match = 4 * (4 * _fine_channels(config.backbone) + 5 * 81 + 4 * config.fine.subpixel_hidden)
         # Kernels need less of it, but on a GPU their number is rounded up; in torch some is lost between the steps.
-        share = 1.3 if self._on_gpu else 0.8 if self.device.type == "cpu" and native.usable() else 1.5
+        share = 1.3 if self._on_gpu else 0.9 if in_c else 1.5
         refining = kept + (queries * match * share if config.fine.subpixel else 0)
         return int(max(extracting, coarse, searching, refining))
 

@@ -76,13 +76,13 @@ class Consensus(nn.Module):
             slabs.append(one + other)
         return (torch.cat(slabs, dim=1) if len(slabs) > 1 else slabs[0])[..., 0]
 
-    def filtered(self, scores: Tensor, max_values: int | None = None) -> Tensor:
-        """Mutual filter, consensus, mutual filter: (b h0 w0 h1 w1) -> the same."""
+    def filtered(self, scores: Tensor, max_values: int | None = None, *, overwrite: bool = False) -> Tensor:
+        """Mutual filter, consensus, mutual filter: (b h0 w0 h1 w1) -> the same; `overwrite` as in mutual_filter."""
         if kernel.supported(scores, list(self.weights)):
             trace.note("kernel.consensus", "triton")
             prepared = self._prepared(scores.dtype)
             return kernel.mutual_filter(kernel.apply(scores, prepared, max_values, maxima=kernel.maxima_of(scores)))
-        return mutual_filter(self(mutual_filter(scores), max_values))
+        return mutual_filter(self(mutual_filter(scores, overwrite=overwrite), max_values), overwrite=True)
 
     def _prepared(self, dtype: torch.dtype) -> kernel.Prepared:
         """The weights as the kernels read them, made once for as long as they don't change."""

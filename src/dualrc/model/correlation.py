@@ -17,17 +17,21 @@ def correlate(coarse0: Tensor, coarse1: Tensor) -> Tensor:
     return torch.einsum("bchw,bcij->bhwij", normalize(coarse0), normalize(coarse1))
 
 
-def mutual_filter(scores: Tensor) -> Tensor:
-    """Soft mutual nearest neighbours, M: (b h0 w0 h1 w1), each score times its share of both rows' maxima."""
+def mutual_filter(scores: Tensor, *, overwrite: bool = False) -> Tensor:
+    """Soft mutual nearest neighbours, M: (b h0 w0 h1 w1), each score times its share of both rows' maxima.
+
+    Where they may be overwritten, they are, unless gradients are wanted.
+    """
     flat = scores.flatten(3).flatten(1, 2)  # b n0 n1
     best0 = flat.amax(1, keepdim=True) + 1e-5  # over picture 0, for each cell of picture 1
     best1 = flat.amax(2, keepdim=True) + 1e-5
     if torch.is_grad_enabled():
         return (flat * (flat / best0) * (flat / best1)).view_as(scores)
-    # The same, holding the tensor once more and not three times.
-    result = (flat / best0).mul_(flat)
+    # The same, some rows at a time.
+    result = flat if overwrite else torch.empty_like(flat)
     rows = max(1, _VALUES // max(1, len(flat) * flat.shape[2]))
     for start in range(0, flat.shape[1], rows):
         some = slice(start, start + rows)
-        result[:, some] *= flat[:, some] / best1[:, some]
+        own = flat[:, some]
+        torch.mul((own / best0).mul_(own), own / best1[:, some], out=result[:, some])
     return result.view_as(scores)

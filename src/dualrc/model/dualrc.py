@@ -34,7 +34,7 @@ FINE_STRIDE = 4
 # A dense or asked-for point is trusted when the way back ends within so many fine cells of it: where one picture
 # is larger, several cells share their counterpart, and only one of them can be its first choice.
 _RETURN_CELLS = 2.0
-_CPU_WINDOWS = 2**11  # matches whose windows of features are held together
+_CPU_WINDOWS, _GPU_POINTS = 2**11, 2**14  # matches and points whose windows of features are held together
 _CROWD = 8  # better matches in the same place that halve a score, if it is so in both pictures
 
 
@@ -93,7 +93,7 @@ class DualRCNet(nn.Module):
             if features.valid is not None:  # a cell outside the mask must not compete with those inside
                 cells = features.valid.unflatten(1, (-1, RATIO)).unflatten(3, (-1, RATIO)).any(4).any(2)
                 scores = scores * cells.view(*[n if i in (0, *axes) else 1 for i, n in enumerate(scores.shape)])
-        return self.refine(scores, max_memory)
+        return self.refine(scores, max_memory, overwrite=True)
 
     def _coarse(self, features0: Features, features1: Features) -> tuple[Tensor, Tensor]:
         """The coarse features in the precision that the coarse tensor is made in."""
@@ -103,11 +103,11 @@ class DualRCNet(nn.Module):
         return coarse[0].float(), coarse[1].float()
 
     def _refined(self, coarse0: Tensor, coarse1: Tensor, *, max_memory: float) -> tuple[Tensor]:
-        return (self.refine(correlate(coarse0, coarse1), max_memory),)
+        return (self.refine(correlate(coarse0, coarse1), max_memory, overwrite=True),)
 
-    def refine(self, scores: Tensor, max_memory: float = 0.5) -> Tensor:
-        """Mutual filter, consensus, mutual filter: b h0 w0 h1 w1 -> the same."""
-        return self.consensus.filtered(scores, _values(max_memory))
+    def refine(self, scores: Tensor, max_memory: float = 0.5, *, overwrite: bool = False) -> Tensor:
+        """Mutual filter, consensus, mutual filter: b h0 w0 h1 w1 -> the same; `overwrite` as in mutual_filter."""
+        return self.consensus.filtered(scores, _values(max_memory), overwrite=overwrite)
 
     def match(
         self, features0: Features, features1: Features, *, top: int | None = None, max_memory: float = 0.5
@@ -179,26 +179,38 @@ class DualRCNet(nn.Module):
         settings = self.config.fine
         fine0, fine1 = FineMap.of(features0.fine, features0.valid), FineMap.of(features1.fine, features1.valid)
         tensor = self.coarse_tensor(features0, features1, max_memory).flatten(3).flatten(1, 2)
-        pair = torch.zeros(len(points0), dtype=torch.long, device=points0.device)
         cells0 = _from_pixels(points0)
         values = _values(max_memory)
-        queries = point_queries(fine0, pair, cells0, settings.reading)
-        there = search(tensor, queries, fine1, temperature=settings.temperature, max_values=values)
-        index1 = there.index[:, 0].clamp(min=0)
+        some = cells0.split(_GPU_POINTS if cells0.is_cuda else _CPU_WINDOWS)
+        pair = torch.zeros(len(some[0]), dtype=torch.long, device=cells0.device)
+        parts = [
+            search(
+                tensor,
+                point_queries(fine0, pair[: len(points)], points, settings.reading),
+                fine1,
+                temperature=settings.temperature,
+                max_values=values,
+            )
+            for points in some
+        ]
+        index1, score = (torch.cat([getattr(part, name)[:, 0] for part in parts]) for name in ("index", "score"))
+        good, index1 = index1 >= 0, index1.clamp(min=0)
         cell, place = fine1.split(index1)
         answering, inverse = cell.unique(return_inverse=True)
         questions = cell_queries(fine1, answering, settings.reading)
         back = search(turned(tensor), questions, fine0, temperature=settings.temperature, max_values=values)
-        returned = _cells(back.index[inverse, place], fine0)
-        good = (there.index[:, 0] >= 0) & (back.index[inverse, place] >= 0)
-        good &= (returned - cells0).abs().amax(1) <= _RETURN_CELLS
+        returned = back.index[inverse, place]
+        good &= (returned >= 0) & ((_cells(returned, fine0) - cells0).abs().amax(1) <= _RETURN_CELLS)
         cells1 = _cells(index1, fine1)
-        score = there.score[:, 0] + back.score[inverse, place]
-        if self.subpixel is not None:
-            seen = meet(point_windows(fine0, pair, cells0), cell_windows(fine1, pair, index1))
-            refined = self.subpixel(seen, there.score[:, 0])
-            cells1, score = cells1 + refined.offset, refined.logit.sigmoid()
-        return _pixels(cells1), torch.where(good, score, 0)
+        if self.subpixel is None:
+            return _pixels(cells1), torch.where(good, score + back.score[inverse, place], 0)
+        refined = []
+        for points, index, found in zip(some, index1.split(len(pair)), parts, strict=True):
+            own = pair[: len(points)]
+            seen = meet(point_windows(fine0, own, points), cell_windows(fine1, own, index))
+            refined.append(self.subpixel(seen, found.score[:, 0]))
+        offset, logit = (torch.cat(column) for column in zip(*refined, strict=True))
+        return _pixels(cells1 + offset), torch.where(good, logit.sigmoid(), 0)
 
     def warp(self, features0: Features, features1: Features, *, max_memory: float = 0.5) -> tuple[Tensor, Tensor]:
         """For every fine cell of picture 0: its place in picture 1 (4h 4w 2, network pixels), certainty (4h 4w)."""
