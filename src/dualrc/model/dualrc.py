@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from dualrc.model.fine import (
     both_ways,
     cell_queries,
     point_queries,
+    row_sums,
     search,
     turned,
 )
@@ -180,17 +182,12 @@ class DualRCNet(nn.Module):
         fine0, fine1 = FineMap.of(features0.fine, features0.valid), FineMap.of(features1.fine, features1.valid)
         tensor = self.coarse_tensor(features0, features1, max_memory).flatten(3).flatten(1, 2)
         cells0 = _from_pixels(points0)
-        values = _values(max_memory)
         some = cells0.split(_GPU_POINTS if cells0.is_cuda else _CPU_WINDOWS)
         pair = torch.zeros(len(some[0]), dtype=torch.long, device=cells0.device)
+        how: dict[str, Any] = {"temperature": settings.temperature, "max_values": _values(max_memory)}
+        sums = row_sums(tensor)
         parts = [
-            search(
-                tensor,
-                point_queries(fine0, pair[: len(points)], points, settings.reading),
-                fine1,
-                temperature=settings.temperature,
-                max_values=values,
-            )
+            search(tensor, point_queries(fine0, pair[: len(points)], points, settings.reading), fine1, sums=sums, **how)
             for points in some
         ]
         index1, score = (torch.cat([getattr(part, name)[:, 0] for part in parts]) for name in ("index", "score"))
@@ -198,7 +195,7 @@ class DualRCNet(nn.Module):
         cell, place = fine1.split(index1)
         answering, inverse = cell.unique(return_inverse=True)
         questions = cell_queries(fine1, answering, settings.reading)
-        back = search(turned(tensor), questions, fine0, temperature=settings.temperature, max_values=values)
+        back = search(turned(tensor), questions, fine0, **how)
         returned = back.index[inverse, place]
         good &= (returned >= 0) & ((_cells(returned, fine0) - cells0).abs().amax(1) <= _RETURN_CELLS)
         cells1 = _cells(index1, fine1)

@@ -142,6 +142,11 @@ def cell_queries(fine: FineMap, cells: Tensor, reading: Reading) -> Queries:
     return Queries(features=features, pair=pair, rows=row * fine.width + column, weights=weights)
 
 
+def row_sums(tensor: Tensor) -> Tensor:
+    """What each cell's row of the coarse tensor (b n m) adds up to: (b n)."""
+    return tensor.sum(2, dtype=torch.float32)
+
+
 @torch.no_grad()
 def search(
     tensor: Tensor,
@@ -150,14 +155,15 @@ def search(
     *,
     temperature: float,
     max_values: int,
+    sums: Tensor | None = None,
 ) -> Found:
     """The best fine cell of the searched picture for every query.
 
-    `tensor` is the coarse tensor, (b n m): cells of the querying picture times cells of the searched one. About
-    `max_values` values are held at a time.
+    `tensor` is the coarse tensor, (b n m): cells of the querying picture times cells of the searched one, and `sums`
+    its `row_sums`, for who searches it several times. About `max_values` values are held at a time.
     """
     groups, places, channels = queries.features.shape
-    sums = tensor.sum(2, dtype=torch.float32)  # b n
+    sums = row_sums(tensor) if sums is None else sums
     if native.usable(tensor, queries.features, fine.features):
         return _search_natively(tensor, sums, queries, fine, temperature)
     found = Found(
