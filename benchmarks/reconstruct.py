@@ -22,7 +22,7 @@ from dualrc.collection.config import CollectionConfig
 from dualrc.collection.reconstruct import ReconstructConfig, reconstruct
 from dualrc.colmap import colmap_camera, import_pycolmap, quiet_colmap, read_model
 from dualrc.geometry import Camera, read_cameras_json, rotation_error_deg
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 pycolmap = import_pycolmap()
 

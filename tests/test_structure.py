@@ -16,6 +16,7 @@ ROOMS = [
     "files",
     "machine",
     "config",
+    "types",
     "matches",
     "image",
     "geometry",

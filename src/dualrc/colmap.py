@@ -18,7 +18,7 @@ from PIL import ExifTags, Image
 
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry import Camera, read_cameras_json, refuse_distortion
-from dualrc.matches import FloatArray, Size
+from dualrc.types import FloatArray, Size
 
 _HALF_PX = 0.5
 # By EXIF orientation, how x and y of the stored picture's camera become those of the upright one's: turned by 180, by

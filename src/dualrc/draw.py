@@ -14,7 +14,8 @@ from dualrc.files import replacing
 from dualrc.geometry import apply_homography, homography_grid, on_picture, resize_homography, sample_bilinear
 from dualrc.image import Picture as AnyPicture
 from dualrc.image import read
-from dualrc.matches import BoolArray, FloatArray, Matches, Size, Warp
+from dualrc.matches import Matches, Warp
+from dualrc.types import BoolArray, FloatArray, Size
 
 Picture = npt.NDArray[np.uint8]
 Color = tuple[int, int, int]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from dualrc.config import MIN_SIDE
 from dualrc.errors import ImageError
-from dualrc.matches import BoolArray, FloatArray, Size
+from dualrc.types import BoolArray, FloatArray, Size
 
 Picture = str | Path | Image.Image | npt.NDArray[Any] | Tensor
 

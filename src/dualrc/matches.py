@@ -14,10 +14,8 @@ import numpy.typing as npt
 
 from dualrc.errors import DataError, OutputError
 from dualrc.files import check_writable, replacing
+from dualrc.types import BoolArray, FloatArray, Size
 
-FloatArray = npt.NDArray[np.floating]
-BoolArray = npt.NDArray[np.bool_]
-Size = tuple[int, int]
 EstimateKind = Literal["homography", "fundamental", "essential"]
 
 # What reading a file that is not what it should be can raise.

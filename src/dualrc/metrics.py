@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.geometry import apply_homography, direction_error_deg, homography_grid, on_picture, rotation_error_deg
-from dualrc.matches import BoolArray, FloatArray, Matches, Size
+from dualrc.matches import Matches
+from dualrc.types import BoolArray, FloatArray, Size
 
 # Places per axis at which the overlap of two pictures is looked at: ten in every cell of the usual grid.
 _OVERLAP_SAMPLES = 100

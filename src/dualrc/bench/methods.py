@@ -21,11 +21,12 @@ from dualrc.evaluation.baselines import has_opencv, opencv
 from dualrc.image import network_size, read, to_input, to_tensor
 from dualrc.machine import memory
 from dualrc.matcher import Matcher, PictureFeatures, Precision, load
-from dualrc.matches import Matches, Size
+from dualrc.matches import Matches
 from dualrc.model import literal
 from dualrc.model.checkpoint import bundled
 from dualrc.model.correlation import correlate
 from dualrc.model.dualrc import NetworkMatches, make_network
+from dualrc.types import Size
 
 MethodName = Literal["dualrc", "literal", "loftr", "sift"]
 Peak = Callable[[Run], int]  # a run's peak memory in bytes

@@ -9,7 +9,7 @@ from typing import Any
 from dualrc.bench.clock import Rates, Timing
 from dualrc.bench.counts import Work
 from dualrc.bench.profiler import Kernel
-from dualrc.matches import Size
+from dualrc.types import Size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,8 +45,8 @@ from dualrc.files import check_writable
 from dualrc.image import Scale, read
 from dualrc.matcher import Precision
 from dualrc.matcher.budget import Budget
-from dualrc.matches import Size
 from dualrc.scenes import make_pair
+from dualrc.types import Size
 
 FORMAT = "dualrc-bench-1"
 _SCENE = 1

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dualrc.files import replacing
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 
 def read_descriptors(path: Path, config: Mapping[str, Any]) -> dict[str, FloatArray]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from dualrc.files import replacing
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 _MARGIN = 0.06
 _CAMERA_SIZE = 0.035  # in widths of the scene

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from dualrc import geometry
 from dualrc.collection.store import MatchStore, Names
 from dualrc.errors import ConfigError, DataError
-from dualrc.matches import BoolArray, FloatArray, Matches, Size
+from dualrc.matches import Matches
+from dualrc.types import BoolArray, FloatArray, Size
 
 IntArray = npt.NDArray[np.int64]
 # Told of each step's name, how much of it is done, and of how much.

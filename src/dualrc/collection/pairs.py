@@ -10,7 +10,7 @@ import numpy as np
 from dualrc.collection.retrieval import most_similar
 from dualrc.collection.store import Names
 from dualrc.errors import ConfigError, DataError
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 _FEW = 60  # pictures: so many are matched exhaustively where nothing else is asked for
 _NAME = re.compile(r'"([^"]*)"|(\S+)')

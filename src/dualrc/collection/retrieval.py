@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from dualrc.matcher import PictureFeatures
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 _CHANNELS = 64  # after a fixed random projection; all of them rank a little better, for many times the memory
 _ROWS = 1024  # queries compared at once

@@ -34,7 +34,8 @@ from dualrc.collection.worker import Failure, Result
 from dualrc.errors import DataError, OutputError
 from dualrc.files import check_writable
 from dualrc.matcher import Matcher, load
-from dualrc.matches import FloatArray, Matches
+from dualrc.matches import Matches
+from dualrc.types import FloatArray
 
 _BLOCK = 256  # pairs
 _SHARE = 8  # blocks per worker, at least: the last one to finish must not keep all others waiting

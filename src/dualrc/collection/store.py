@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from dualrc.errors import DataError, OutputError
-from dualrc.matches import FloatArray, Matches
+from dualrc.matches import Matches
+from dualrc.types import FloatArray
 
 Names = tuple[str, str]
 

@@ -21,7 +21,8 @@ from dualrc.collection.retrieval import global_descriptor
 from dualrc.errors import DualRCError, ImageError, WeightsError
 from dualrc.matcher import Matcher, PictureFeatures, load
 from dualrc.matcher.ahead import ReadAhead
-from dualrc.matches import FloatArray, Matches
+from dualrc.matches import Matches
+from dualrc.types import FloatArray
 
 # What is kept of a match's info: the rest is the same for all pairs, and stands in the store's config.
 _INFO = ("device", "precision", "network_size0", "network_size1")

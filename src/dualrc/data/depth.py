@@ -7,7 +7,7 @@ import numpy as np
 
 from dualrc.data.pairs import PairSample
 from dualrc.geometry import Camera, apply_homography, reproject, resize_homography
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 _POINTS = 4096  # asked in each picture
 

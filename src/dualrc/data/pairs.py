@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Generator, Tensor
 
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dualrc.data.pairs import PairSample, PairSource
 from dualrc.data.views import CutConfig
 from dualrc.errors import DataError
 from dualrc.files import replacing
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 _ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
 _FORM = "write `image0 image1 x0 y0 x1 y1 ...`, four numbers a correspondence"

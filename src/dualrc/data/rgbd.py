@@ -22,7 +22,7 @@ from dualrc.geometry import (
     transform_points,
     unproject,
 )
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 _GLANCE = 256  # points of each picture that tell how much two pictures share
 

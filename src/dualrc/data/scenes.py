@@ -16,8 +16,8 @@ from torch import Generator
 from dualrc.data.pairs import PairBatch, PairSample
 from dualrc.data.views import CutConfig, FilePairs
 from dualrc.errors import ConfigError, DataError
-from dualrc.matches import FloatArray
 from dualrc.scenes import Rendering, ScenePair, correspond, make_pair
+from dualrc.types import FloatArray
 
 _POINTS = 2048  # asked in each picture
 _MIN_OVERLAP = 0.25

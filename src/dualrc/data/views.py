@@ -16,7 +16,7 @@ from dualrc.data.light import relight
 from dualrc.data.pairs import PairBatch, PairSample, PairSource
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
 from dualrc.image import normalize_colors, read
-from dualrc.matches import BoolArray, FloatArray
+from dualrc.types import BoolArray, FloatArray
 
 _TRIES = 8  # cuts, of which the first is taken that keeps enough points
 _HIDDEN_SHARE = 1 / 8  # of the places, for the hidden points of each picture

@@ -39,7 +39,8 @@ from dualrc.geometry import (
 )
 from dualrc.image import read
 from dualrc.localize import Correspondences, LocalizeConfig, read_poses, write_poses
-from dualrc.matches import Estimate, FloatArray, Matches
+from dualrc.matches import Estimate, Matches
+from dualrc.types import FloatArray
 
 DEFAULT_TOP = 4000
 _FILE = {"v1.0": "Aachen_eval", "v1.1": "Aachen_v1_1_eval"}

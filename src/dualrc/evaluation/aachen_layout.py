@@ -14,7 +14,7 @@ from dualrc.errors import DataError
 from dualrc.evaluation.export import Pair
 from dualrc.evaluation.hpatches import looks_like_hpatches
 from dualrc.geometry import Camera
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 _MODEL_1_1 = "3D-models/aachen_v_1_1"
 _MODELS_1_0 = ("3D-models", "3D-models/aachen_v_1")

@@ -13,7 +13,8 @@ import torch
 from dualrc.errors import ConfigError, ImageError
 from dualrc.geometry import Camera, apply_homography, resize_homography
 from dualrc.image import read
-from dualrc.matches import FloatArray, Matches, Size
+from dualrc.matches import Matches
+from dualrc.types import FloatArray, Size
 
 OpenCVMethod = Literal["RANSAC", "USAC_MAGSAC"]
 

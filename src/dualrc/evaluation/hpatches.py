@@ -26,8 +26,9 @@ from dualrc.evaluation.export import Pair, cropped
 from dualrc.evaluation.figures import Panel, curve_panels
 from dualrc.geometry import corner_error_px, crop_homography, estimate
 from dualrc.image import read
-from dualrc.matches import FloatArray, Matches
+from dualrc.matches import Matches
 from dualrc.metrics import area_under_curve, coverage, match_errors_px, share_within
+from dualrc.types import FloatArray
 
 THRESHOLDS_PX = tuple(range(1, 11))
 CORRECT_PX = 3

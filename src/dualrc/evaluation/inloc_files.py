@@ -14,7 +14,7 @@ from dualrc.errors import ConfigError, DataError, DualRCError
 from dualrc.evaluation.hpatches import looks_like_hpatches
 from dualrc.files import replacing
 from dualrc.geometry import Camera, read_cameras_json
-from dualrc.matches import FloatArray, Size
+from dualrc.types import FloatArray, Size
 
 # Of iPhone 7's lens, which is all that InLoc knows of it: 28 mm for a film of 36 mm.
 _FOCAL = 28 / 36

@@ -25,7 +25,8 @@ from dualrc.geometry import (
     transform_points,
 )
 from dualrc.image import read
-from dualrc.matches import BoolArray, FloatArray, Matches, Size
+from dualrc.matches import Matches
+from dualrc.types import BoolArray, FloatArray, Size
 
 RANSAC_DEG = 0.2  # as in the published evaluations of NCNet and of those that followed
 MIN_INLIERS = 6

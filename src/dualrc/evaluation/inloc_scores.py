@@ -9,7 +9,7 @@ import numpy as np
 
 from dualrc.evaluation.inloc_poses import Tried
 from dualrc.geometry import rotation_error_deg
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 THRESHOLDS_M = (0.25, 0.5, 1.0)
 # Where the published curves have their dots.

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from dualrc.draw import Picture
 from dualrc.geometry import Camera
-from dualrc.matches import BoolArray, FloatArray
+from dualrc.types import BoolArray, FloatArray
 
 _LONG_SIDE = 504  # an eighth of a photograph of 4032 pixels, as in InLoc's protocol
 _NEAREST_M = 0.05

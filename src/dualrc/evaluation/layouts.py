@@ -14,7 +14,7 @@ from dualrc.data.npz import BROKEN, ArrayUnpickler, read_array
 from dualrc.errors import DataError
 from dualrc.evaluation.export import Pair
 from dualrc.geometry import Camera, cam1_from_cam0, read_cameras_json
-from dualrc.matches import FloatArray, Size
+from dualrc.types import FloatArray, Size
 
 _SCANNET_SIZE = (640, 480)  # of the pictures for which ScanNet-1500's intrinsics are given
 _INDEX_KEYS = ("pair_infos", "name")  # MegaDepth-1500's and ScanNet-1500's

@@ -27,8 +27,9 @@ from dualrc.evaluation.hpatches import looks_like_hpatches
 from dualrc.evaluation.layouts import PoseData, PoseTruth, read_pose_data
 from dualrc.geometry import Camera, epipolar_distance_px, fundamental_from_pose, relative_pose
 from dualrc.image import read
-from dualrc.matches import Estimate, FloatArray, Matches
+from dualrc.matches import Estimate, Matches
 from dualrc.metrics import area_under_curve, pose_error_deg, share_within
+from dualrc.types import FloatArray
 
 THRESHOLDS_DEG = (5, 10, 20)
 DEFAULT_TOP = 4000

@@ -13,7 +13,7 @@ from dualrc.colmap import colmap_points, import_pycolmap, posed_reconstruction, 
 from dualrc.errors import DataError
 from dualrc.geometry import Camera, cam1_from_cam0, fundamental_from_pose, sampson_distance_px
 from dualrc.localize import Correspondences
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 _MAX_ERROR_PX = 4.0  # of a match from the epipolar line that the poses put it on, as COLMAP verifies
 _MIN_MATCHES = 15  # of a pair, as in COLMAP; fewer are chance

@@ -10,7 +10,7 @@ import poselib
 
 from dualrc.errors import DataError
 from dualrc.geometry.camera import Camera, transform_points
-from dualrc.matches import BoolArray, FloatArray, Size
+from dualrc.types import BoolArray, FloatArray, Size
 
 # A focal length outside of this range, in long sides of the picture, is an artefact of points in a plane.
 _PLAUSIBLE_FOCAL = (0.2, 10.0)

@@ -13,7 +13,7 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from dualrc.errors import DataError, ImageError
 from dualrc.geometry.homography import resize_homography, to_homogeneous
-from dualrc.matches import FloatArray, Size
+from dualrc.types import FloatArray, Size
 
 _FILM_DIAGONAL_MM = float(np.hypot(36, 24))
 _MM_PER_UNIT = {2: 25.4, 3: 10.0, 4: 1.0, 5: 0.001}  # EXIF's FocalPlaneResolutionUnit

@@ -6,7 +6,7 @@ import numpy.typing as npt
 from dualrc import image
 from dualrc.errors import DataError
 from dualrc.geometry.homography import apply_homography, resize_homography
-from dualrc.matches import BoolArray, FloatArray, Size
+from dualrc.types import BoolArray, FloatArray, Size
 
 
 def pixel_grid(size: Size, shown: Size | None = None) -> FloatArray:

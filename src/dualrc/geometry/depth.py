@@ -13,7 +13,7 @@ from dualrc.errors import DataError
 from dualrc.geometry.camera import Camera, transform_points
 from dualrc.geometry.dense import on_picture
 from dualrc.geometry.homography import apply_homography, resize_homography
-from dualrc.matches import BoolArray, FloatArray, Size
+from dualrc.types import BoolArray, FloatArray, Size
 
 # Neighbouring depths that differ by a larger share lie on two surfaces, and between them is nothing.
 _EDGE = 0.1

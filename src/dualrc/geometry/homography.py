@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from dualrc.matches import FloatArray, Size
+from dualrc.types import FloatArray, Size
 
 
 def apply_homography(H: npt.ArrayLike, points: npt.ArrayLike) -> FloatArray:

@@ -10,7 +10,8 @@ import poselib
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry.camera import Camera
 from dualrc.geometry.homography import to_homogeneous
-from dualrc.matches import BoolArray, Estimate, EstimateKind, FloatArray, Matches
+from dualrc.matches import Estimate, EstimateKind, Matches
+from dualrc.types import BoolArray, FloatArray
 
 # The fewest matches that leave one model. (Solvers take less, and then choose among several that fit.)
 _FEWEST = {"homography": 4, "fundamental": 8, "essential": 6}

@@ -16,7 +16,7 @@ from dualrc.files import replacing
 from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif
 from dualrc.localize.maps import Correspondences, Map
 from dualrc.matcher import Matcher, PictureFeatures
-from dualrc.matches import FloatArray, Size
+from dualrc.types import FloatArray, Size
 
 # The picture is parted into so many cells along its long side to tell how much of it supports a pose.
 _CELLS = 16

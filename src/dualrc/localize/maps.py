@@ -12,7 +12,7 @@ from dualrc.colmap import Model, read_model
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry import Camera, RgbdFrame, read_depth_m, read_rgbd, sample_depth, unproject
 from dualrc.matcher import Matcher, PictureFeatures
-from dualrc.matches import FloatArray, Size
+from dualrc.types import FloatArray, Size
 
 # Cameras of one size are one camera if their matrices differ by less, in pixels.
 _SAME_CAMERA_PX = 1.0

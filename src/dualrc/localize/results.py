@@ -12,7 +12,7 @@ from dualrc.errors import DataError, OutputError
 from dualrc.files import check_writable, replacing
 from dualrc.geometry import Camera
 from dualrc.localize.localizer import Localization
-from dualrc.matches import FloatArray
+from dualrc.types import FloatArray
 
 _FORMAT = "dualrc-localization-1"
 

@@ -13,11 +13,11 @@ from dualrc.errors import ConfigError
 from dualrc.image import Scale, to_input, to_tensor
 from dualrc.matcher.budget import enough_memory
 from dualrc.matcher.features import Item, PictureFeatures, chunks
-from dualrc.matches import Size
 from dualrc.model import int8
 from dualrc.model.backbone import CompactBackbone
 from dualrc.model.dualrc import DualRCNet, Features
 from dualrc.model.record import Recorder
+from dualrc.types import Size
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
 _FEW = 4_000_000  # bytes of pictures that one thread copies: waking the others can take longer than a pair on a GPU

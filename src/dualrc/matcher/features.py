@@ -11,8 +11,8 @@ import torch
 
 from dualrc.image import Picture, Scale, read
 from dualrc.matcher.ahead import ReadAhead
-from dualrc.matches import BoolArray, Size
 from dualrc.model.dualrc import Features
+from dualrc.types import BoolArray, Size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -32,8 +32,9 @@ from dualrc.matcher.ahead import ReadAhead, look_ahead
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device
 from dualrc.matcher.features import FeatureCache, Item, Matchable, PictureFeatures, shapes, stack
-from dualrc.matches import FloatArray, Matches, Size, Warp, inside_mask
+from dualrc.matches import Matches, Warp, inside_mask
 from dualrc.model.dualrc import FINE_STRIDE, DualRCNet
+from dualrc.types import FloatArray, Size
 
 T = TypeVar("T")
 # Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the

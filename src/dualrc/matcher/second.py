@@ -8,7 +8,8 @@ import numpy.typing as npt
 from PIL import Image
 
 from dualrc import geometry
-from dualrc.matches import BoolArray, FloatArray, Matches, Size
+from dualrc.matches import Matches
+from dualrc.types import BoolArray, FloatArray, Size
 
 if TYPE_CHECKING:
     from dualrc.matcher.features import PictureFeatures
