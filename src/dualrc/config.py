@@ -30,6 +30,16 @@ class ResNetConfig:
     # Channels that 1x1 convolutions bring every level to. With 1024, conv4 keeps its own.
     channels: Literal[256, 1024] = 1024
 
+    @property
+    def coarse_channels(self) -> int:
+        """Channels of the coarse map."""
+        return self.channels
+
+    @property
+    def fine_channels(self) -> int:
+        """Channels of the fine map."""
+        return self.channels
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompactConfig:

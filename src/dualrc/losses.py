@@ -9,10 +9,12 @@ from torch.nn import functional as F
 
 from dualrc.data.pairs import PairBatch
 from dualrc.errors import ConfigError
+from dualrc.model.cells import FineMap, Reading, corners
 from dualrc.model.correlation import correlate
-from dualrc.model.dualrc import FINE_STRIDE, DualRCNet, Features
-from dualrc.model.fine import RATIO, FineMap, Queries, Reading, point_queries
-from dualrc.model.subpixel import Subpixel, Windows, cell_windows, meet, point_windows
+from dualrc.model.dualrc import DualRCNet, Features
+from dualrc.model.search import TINY, Queries, fine_cosines, point_queries, read_coarse, sharpen
+from dualrc.model.subpixel import Subpixel, Windows, cell_windows, pair_windows, point_windows
+from dualrc.pixels import FINE_STRIDE, RATIO, cell_to_pixel, pixel_to_cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,13 +45,13 @@ def matching_losses(network: DualRCNet, features0: Features, features1: Features
     raw = correlate(features0.coarse.float(), features1.coarse.float())
     # The 4D convolutions take a third of the time in half precision, and lose nothing that training would notice.
     with torch.autocast(raw.device.type, torch.bfloat16, enabled=raw.is_cuda):
-        refined = network.refine(raw, max_memory=1e6)
+        refined = network.consensus.filtered(raw)
     raw, refined = (t.flatten(3).flatten(1, 2) for t in (raw, refined))  # b n0 n1
-    fine0, fine1 = FineMap.of(features0.fine), FineMap.of(features1.fine)
+    fine0, fine1 = features0.map(), features1.map()
     reading, back = network.config.fine.reading, batch.swapped()
     one = _one_way(network, raw, refined, fine1, _places(fine0, fine1, batch, reading))
-    turned = raw.transpose(1, 2), refined.transpose(1, 2)
-    other = _one_way(network, *turned, fine0, _places(fine1, fine0, back, reading))
+    transposed = raw.transpose(1, 2), refined.transpose(1, 2)
+    other = _one_way(network, *transposed, fine0, _places(fine1, fine0, back, reading))
     return MatchingLosses(
         accuracy={name: (one.accuracy[name] + other.accuracy[name]) / 2 for name in one.accuracy},
         **{
@@ -63,6 +65,7 @@ def matching_losses(network: DualRCNet, features0: Features, features1: Features
 class _Places:
     """Places of picture 0 and where they truly are in picture 1, through the whole batch: n = b * points."""
 
+    pair: Tensor  # n: which pair of the batch
     queries: Queries
     windows: Windows
     there: Tensor  # n 2, (x, y) in fine cells of picture 1
@@ -75,10 +78,12 @@ class _Places:
 def _places(fine0: FineMap, fine1: FineMap, batch: PairBatch, reading: Reading) -> _Places:
     count, points = batch.valid.shape
     pair = torch.arange(count, device=batch.valid.device).repeat_interleave(points)
-    here, there = _to_cells(batch.points0).flatten(0, 1), _to_cells(batch.points1).flatten(0, 1)
+    here = pixel_to_cell(batch.points0, FINE_STRIDE)
+    there = pixel_to_cell(batch.points1, FINE_STRIDE).flatten(0, 1)
     return _Places(
-        queries=point_queries(fine0, pair, here, reading),
-        windows=point_windows(fine0, pair, here),
+        pair=pair,
+        queries=point_queries(fine0, here, reading),
+        windows=point_windows(fine0, pair, here.flatten(0, 1)),
         there=there,
         column=(there[:, 0] + 0.5).floor().long().clamp(0, fine1.width * RATIO - 1),
         row=(there[:, 1] + 0.5).floor().long().clamp(0, fine1.height * RATIO - 1),
@@ -113,8 +118,8 @@ def _one_way(network: DualRCNet, raw: Tensor, refined: Tensor, fine1: FineMap, p
 def _coarse_losses(raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places) -> tuple[Tensor, Tensor, Tensor]:
     """Losses (n) of the coarse cosines and of the refined scores, and those scores, (n cells), of sum 1."""
     cell = places.row // RATIO * fine1.width + places.column // RATIO
-    cosines = _read(raw, places.queries) / 0.05
-    scores = _read(refined, places.queries)
+    cosines = read_coarse(raw, places.queries).flatten(0, 1) / 0.05
+    scores = read_coarse(refined, places.queries).flatten(0, 1)
     scores = scores / (scores.sum(1, keepdim=True) + 1e-9)
     chosen = scores.gather(1, cell[:, None])[:, 0]
     return F.cross_entropy(cosines, cell, reduction="none"), -torch.log(chosen + 1e-5), scores
@@ -124,15 +129,13 @@ def _fine_losses(
     scores: Tensor, fine1: FineMap, places: _Places, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses (n) of the fine cosines and of coarse score times fine score; the cells and scores the matcher finds."""
-    features = places.queries.features[:, 0].unflatten(0, (len(fine1.features), -1))  # b points c
-    cosines = torch.bmm(features, fine1.features.transpose(1, 2)).flatten(0, 1).float()
+    cosines = fine_cosines(places.queries, fine1).flatten(0, 1)
     logits = cosines / 0.05
-    joint = logits + _to_fine(torch.log(scores + 1e-6), fine1)
+    joint = logits + fine1.upsample(torch.log(scores + 1e-6))
     size = fine1.height * RATIO, fine1.width * RATIO
     fine_loss, joint_loss = (_soft_cross_entropy(x, places.there, *size) for x in (logits, joint))
     with torch.no_grad():
-        sharp = torch.exp((cosines - 1) / temperature) if temperature > 0 else cosines
-        score, found = (_to_fine(scores, fine1) * sharp).max(1)
+        score, found = (fine1.upsample(scores) * sharpen(cosines, temperature)).max(1)
     return fine_loss, joint_loss, found, score
 
 
@@ -143,8 +146,8 @@ def _subpixel_losses(subpixel: Subpixel, fine1: FineMap, places: _Places, score:
     number = torch.arange(len(places.column), device=places.column.device)
     jitter = torch.stack([number // 10 % 3 - 1, number // 30 % 3 - 1]) * (number % 10 < 3)
     column, row = (places.column + jitter[0]).clamp(0, width - 1), (places.row + jitter[1]).clamp(0, height - 1)
-    answering = cell_windows(fine1, places.queries.pair, row * width + column)
-    refined = subpixel(meet(places.windows, answering), score)
+    answering = cell_windows(fine1, places.pair, row * width + column)
+    refined = subpixel(pair_windows(places.windows, answering), score)
     target = places.there - torch.stack([column, row], 1)
     inner = (column > 0) & (column < width - 1) & (row > 0) & (row < height - 1)
     return F.smooth_l1_loss(refined.offset, target, reduction="none", beta=0.1).sum(1) * inner
@@ -156,8 +159,8 @@ def _trust_losses(
     """Loss (n) of the confidence in what the search found, and how many pixels (n) that is off."""
     width = fine1.width * RATIO
     # The features are not to be bent for the confidence.
-    windows = places.windows, cell_windows(fine1, places.queries.pair, found)
-    refined = subpixel(meet(*(Windows(w.features.detach(), w.whole) for w in windows)), score)
+    windows = places.windows, cell_windows(fine1, places.pair, found)
+    refined = subpixel(pair_windows(*(Windows(w.features.detach(), w.whole) for w in windows)), score)
     end = torch.stack([found % width, found // width], 1) + refined.offset.detach()
     error_px = (end - places.there).norm(dim=1) * FINE_STRIDE
     right = places.valid & (error_px < 1.5)
@@ -218,7 +221,7 @@ def keypoint_losses(
         for found, there, features in ((maps[0], points1, pair[1]), (maps[1], points0, pair[0])):
             index, width = found.scores.argmax(1), features.fine.shape[3]
             cells = torch.stack([index % width, index // width], 1)
-            errors_px.append(((cells + 0.5) * FINE_STRIDE - 0.5 - there).norm(dim=1))
+            errors_px.append((cell_to_pixel(cells, FINE_STRIDE) - there).norm(dim=1))
     if not losses:  # nothing to learn from, but all parts of the network take part
         nothing = features0.fine.sum() * 0 + features1.coarse.sum() * 0
         losses, errors_px = [KeypointLosses(total=nothing, keypoint=nothing, orthogonal=nothing)], [nothing[None]]
@@ -272,8 +275,8 @@ def keypoint_maps(
 ) -> tuple[KeypointMaps, KeypointMaps]:
     """Both directions of one pair; points (n 2) are (x, y) in network-input pixels and correspond by number."""
     tensor = network.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)  # 1 n0 n1
-    fine0, fine1 = FineMap.of(features0.fine), FineMap.of(features1.fine)
-    cells0, cells1 = _to_cells(points0), _to_cells(points1)
+    fine0, fine1 = features0.map(), features1.map()
+    cells0, cells1 = pixel_to_cell(points0, FINE_STRIDE), pixel_to_cell(points1, FINE_STRIDE)
     return (
         KeypointMaps(scores=_scores(tensor, fine0, fine1, cells0), target=_target(cells1, fine1)),
         KeypointMaps(scores=_scores(tensor.transpose(1, 2), fine1, fine0, cells1), target=_target(cells0, fine0)),
@@ -288,53 +291,22 @@ def _scores(tensor: Tensor, fine0: FineMap, fine1: FineMap, cells: Tensor) -> Te
     column, row = corner.round().long().unbind(1)
     height, width = fine0.height * RATIO, fine0.width * RATIO
     features = fine0.gather(pair, row.clamp(0, height - 1) * width + column.clamp(0, width - 1))
-    coarse = _read(tensor, point_queries(fine0, pair, corner, "corner"))
-    coarse = coarse / (coarse.sum(1, keepdim=True) + 1e-15)
-    return features @ fine1.features[0].T * _to_fine(coarse, fine1)
+    coarse = read_coarse(tensor, point_queries(fine0, corner[None], "corner"))[0]
+    coarse = coarse / (coarse.sum(1, keepdim=True) + TINY)
+    return features @ fine1.features[0].T * fine1.upsample(coarse)
 
 
 def _target(cells: Tensor, fine: FineMap) -> Tensor:
     """Bilinear weights of the four fine cells around places (n 2), blurred: (n fine cells)."""
     height, width = fine.height * RATIO, fine.width * RATIO
-    index, weights = _four_cells(cells, height, width)
+    index, weights = corners(cells, height, width)
     target = weights.new_zeros(len(cells), height * width).scatter_add_(1, index, weights)
     axis = torch.tensor([0.25, 0.5, 0.25], device=cells.device)
     kernel = (axis[:, None] * axis)[None, None]
     return F.conv2d(target.view(-1, 1, height, width), kernel, padding=1).flatten(1)
 
 
-def _to_cells(points: Tensor) -> Tensor:
-    """Pixels to fine cells."""
-    return (points + 0.5) / FINE_STRIDE - 0.5
-
-
-def _read(tensor: Tensor, queries: Queries) -> Tensor:
-    """The mixture of rows of (b n m) that each query reads: (b*q m)."""
-    count, rows = tensor.shape[:2]
-    # As a product of matrices: its gradient is one too, where that of indexing would be a slow scatter.
-    mixing = tensor.new_zeros(len(queries.rows), rows).scatter_add_(1, queries.rows, queries.weights[:, 0])
-    return torch.bmm(mixing.view(count, -1, rows), tensor).flatten(0, 1)
-
-
-def _to_fine(values: Tensor, fine: FineMap) -> Tensor:
-    """Nearest up-sampling of coarse cells to fine ones: (n h*w) -> (n 4h*4w)."""
-    grid = values.view(-1, fine.height, 1, fine.width, 1).expand(-1, -1, RATIO, -1, RATIO)
-    return grid.reshape(len(values), -1)
-
-
 def _soft_cross_entropy(logits: Tensor, target: Tensor, height: int, width: int) -> Tensor:
     """Cross-entropy against the four cells around a place (n 2), by their bilinear weights."""
-    index, weights = _four_cells(target, height, width)
+    index, weights = corners(target, height, width)
     return logits.logsumexp(1) - (weights * logits.gather(1, index)).sum(1)
-
-
-def _four_cells(places: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """The row-major indices (n 4) of the cells around places (n 2), and their bilinear weights (n 4)."""
-    x, y = places[:, 0].clamp(0, width - 1), places[:, 1].clamp(0, height - 1)
-    left, top = x.floor().clamp(max=width - 2), y.floor().clamp(max=height - 2)
-    share_x, share_y = x - left, y - top
-    index = (top * width + left).long()
-    weights = torch.stack(
-        [(1 - share_x) * (1 - share_y), share_x * (1 - share_y), (1 - share_x) * share_y, share_x * share_y], dim=1
-    )
-    return torch.stack([index, index + 1, index + width, index + width + 1], dim=1), weights

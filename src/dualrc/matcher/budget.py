@@ -1,7 +1,6 @@
 """A memory budget: what a pair of pictures takes on the device, and how large it may be seen for what there is."""
 
 import gc
-import math
 import warnings
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -12,11 +11,11 @@ from functools import cached_property
 import torch
 
 from dualrc import machine
-from dualrc.config import MIN_SIDE, CompactConfig, NetworkConfig, ResNetConfig
+from dualrc.config import MIN_SIDE, NetworkConfig
 from dualrc.errors import ImageError
-from dualrc.image import STRIDE, Scale
-from dualrc.kernels import native
-from dualrc.model.record import clear_all
+from dualrc.image import Scale
+from dualrc.ops import graphs, memory
+from dualrc.pixels import STRIDE
 
 _GIB = 2**30
 _SHARE = 0.8  # of what is free on the device, where no budget is given
@@ -49,7 +48,7 @@ def enough_memory() -> Iterator[None]:
 
 def let_go() -> None:
     """Free the memory that is kept for speed alone."""
-    clear_all()
+    graphs.clear_all()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -59,13 +58,20 @@ class Budget:
     """What matching a pair may take on a device beside the weights.
 
     The estimates are calibrated (docs/speed.md) for pictures of which every cell is matched: on a CPU they are at most
-    a third too high, and not too low. They depend on the sizes alone, so that work is not recorded anew for a size.
+    a third too high, and not too low. They depend on the sizes alone, so that one CUDA graph serves a size.
     """
 
     def __init__(
-        self, network: NetworkConfig, device: torch.device, precision: torch.dtype, max_memory: float | None
+        self,
+        network: NetworkConfig,
+        device: torch.device,
+        precision: torch.dtype,
+        max_memory: float | None,
+        *,
+        engine: str,
     ) -> None:
         self.network, self.device, self.precision, self.max_memory = network, device, precision, max_memory
+        self._traits = memory.traits(engine, device, precision, network.consensus.channels[0])
         self._on_gpu = device.type == "cuda"
         self._most = _GPU_MOST if self._on_gpu else _MOST
         self._told: set[Pair] = set()
@@ -89,9 +95,9 @@ class Budget:
         """Bytes that a pair takes with as much working memory as it may have."""
         return self._held(pair) + self._most
 
-    def working(self, pair: Pair, count: int = 1) -> float:
-        """GiB that consensus and search of so many such pairs may work in."""
-        return max(_LEAST, min(self.total - count * self._held(pair), self._most)) / _GIB
+    def working(self, pair: Pair, count: int = 1) -> int:
+        """Bytes that consensus and search of so many such pairs may work in."""
+        return max(_LEAST, min(self.total - count * self._held(pair), self._most))
 
     def together(self, pair: Pair) -> int:
         """How many such pairs can be matched together."""
@@ -99,7 +105,7 @@ class Budget:
 
     def spare(self, pair: Pair) -> float:
         """Bytes that matching this pair leaves for features of other pictures."""
-        return min(self._most, self.total - self._held(pair) - self.working(pair) * _GIB)
+        return min(self._most, self.total - self._held(pair) - self.working(pair))
 
     def fits(self, pair: Pair) -> bool:
         """Whether there is memory for a pair at this size."""
@@ -156,51 +162,9 @@ class Budget:
         return self._known[pair]
 
     def _estimate(self, pair: Pair) -> int:
-        item, config = self.precision.itemsize, self.network
-        features, widest = _values(config)
-        pixels = [math.prod(scale.network) for scale in pair]
-        kept = features * item * sum(pixels)
-        own = max(math.prod(scale.picture) for scale in pair)
-        # Of the other picture there are features; of this one the pixels, as they are and as numbers, then the maps.
-        loading = (18 if self._on_gpu else 14) * own + 36 * max(pixels)
-        extracting = features * item * min(pixels) + max(loading, 6 * own * self._on_gpu + widest * item * max(pixels))
-        extracting += 9 * _fine_channels(config.backbone) ** 2 * item  # a convolution's weights, reordered
-        entries = math.prod(size / STRIDE**2 for size in pixels)
-        by_kernels = self._on_gpu and self.precision == torch.float16
-        on_cpu = self.device.type == "cpu"
-        in_c = on_cpu and native.usable()
-        # Scores, what the filters make of them, consensus, and the transpose: so many at a time, by measurement.
-        coarse = kept + entries * (4 * item if by_kernels else 4 * (2 if on_cpu else 5))
-        row = entries / min(scale.network[1] for scale in pair) * STRIDE
-        hidden = config.consensus.channels[0]
-        coarse += row * (8 * item if by_kernels else 4 * (hidden if in_c else 6 * hidden + 48))
-        # All queries with their features; all matches with what refinement makes of them.
-        queries = max(pixels) / 16
-        searching = kept + 2 * entries * (item if by_kernels else 4)
-        searching += (2 if on_cpu else 1) * queries * (features * 16 * item + 256)
-        match = 4 * (4 * _fine_channels(config.backbone) + 5 * 81 + 4 * config.fine.subpixel_hidden)
-        # Kernels need less of it, but on a GPU their number is rounded up; in torch some is lost between the steps.
-        share = 1.3 if self._on_gpu else 0.9 if in_c else 1.5
-        refining = kept + (queries * match * share if config.fine.subpixel else 0)
-        return int(max(extracting, coarse, searching, refining))
-
-
-def _values(config: NetworkConfig) -> tuple[float, float]:
-    """Values for each pixel that the network sees: of its features, and of the backbone at its widest."""
-    backbone = config.backbone
-    fine = _fine_channels(backbone) / 16
-    if isinstance(backbone, ResNetConfig):
-        coarse = backbone.channels / 256
-        widest = max(80.0, 256 / 16 + 512 / 64 + 1024 / 256 + 3.5 * fine)
-    else:
-        coarse = backbone.coarse_channels / 256
-        half, quarter, eighth = (width / 4**level for level, width in enumerate(backbone.widths[:3], 1))
-        widest = max(half + 3 * quarter, 4 * quarter + eighth + 2 * fine)
-    return coarse + fine + config.fine.subpixel, widest + 6
-
-
-def _fine_channels(backbone: ResNetConfig | CompactConfig) -> int:
-    return backbone.fine_channels if isinstance(backbone, CompactConfig) else backbone.channels
+        images, seen = (pair[0].picture, pair[1].picture), (pair[0].network, pair[1].network)
+        item = self.precision.itemsize
+        return int(max(memory.needs(self.network, images, seen, item, self._traits, on_gpu=self._on_gpu)))
 
 
 def _resized(pair: Pair, fixed: tuple[bool, bool], ratio: float) -> Pair:

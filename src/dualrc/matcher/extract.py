@@ -13,10 +13,9 @@ from dualrc.errors import ConfigError
 from dualrc.image import Scale, to_input, to_tensor
 from dualrc.matcher.budget import enough_memory
 from dualrc.matcher.features import Item, PictureFeatures, chunks
-from dualrc.model import int8
 from dualrc.model.backbone import CompactBackbone
 from dualrc.model.dualrc import DualRCNet, Features
-from dualrc.model.record import Recorder
+from dualrc.ops import int8
 from dualrc.types import Size
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
@@ -24,27 +23,24 @@ _FEW = 4_000_000  # bytes of pictures that one thread copies: waking the others 
 
 
 class Extractor:
-    """Gives features to pictures; the network is brought to the device, and its backbone to the precision."""
+    """Gives features to pictures; brings a network to the device, and its backbone to the precision."""
 
     def __init__(self, network: DualRCNet, device: torch.device, precision: Precision | None, *, made_by: str) -> None:
-        """`made_by` names the weights in the features."""
+        """`network` is altered; `made_by` names the weights in the features."""
         self.device, self.made_by = device, made_by
         self.precision = precision or ("float16" if device.type == "cuda" else "float32")
         if self.precision not in get_args(Precision):
             raise ConfigError(f"Precision {self.precision!r} is not known; choose {', '.join(get_args(Precision))}.")
-        self._network = network.eval().to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._network = network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.precision == "int8":
-            if not multiplies_bytes(network, device):
+            if not has_int8(network, device):
                 raise ConfigError("Precision int8 needs a compact network and a CPU with VNNI; choose float32.")
-            if not int8.is_converted(network.backbone):
-                int8.convert(network.backbone)
-        elif int8.is_converted(network.backbone):
-            raise ConfigError(f"This network works in 8 bits already; load it again to match in {self.precision}.")
+            int8.convert(network.backbone)
         self.dtype: torch.dtype = torch.float32 if self.precision == "int8" else getattr(torch, self.precision)
         if device.type == "cuda":
             network.backbone.to(self.dtype)
         self._autocast = self.dtype != torch.float32 and device.type != "cuda"
-        self._record = Recorder()
+        network.backbone = network.engine.prepare(network.backbone)
 
     @torch.inference_mode()
     def __call__(self, items: Iterable[Item], together: Callable[[Scale], int]) -> None:
@@ -59,7 +55,7 @@ class Extractor:
             for chunk in chunks(group, together(group[0].scale)):
                 with enough_memory():
                     pixels = self._upload([item.pixels for item in chunk if item.pixels is not None])
-                    found = self._record(size, partial(self._extract, size=size), pixels, device=self.device)
+                    found = self._network.engine.extract(partial(self._extract, size=size), pixels)
                 for number, item in enumerate(chunk):
                     coarse, fine, *light = (tensor[number : number + 1] for tensor in found)
                     one = Features(coarse=coarse, fine=fine, light=light[0] if light else None)
@@ -91,8 +87,8 @@ class Extractor:
         return features.coarse, features.fine, *light
 
 
-def multiplies_bytes(network: DualRCNet, device: torch.device) -> bool:
-    """Whether this network's backbone can work in 8 bits there."""
+def has_int8(network: DualRCNet, device: torch.device) -> bool:
+    """Whether this network's backbone can be quantized to int8 there."""
     return device.type == "cpu" and isinstance(network.backbone, CompactBackbone) and int8.works()
 
 

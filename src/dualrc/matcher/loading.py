@@ -9,9 +9,8 @@ import torch
 from dualrc import config as configs
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, WeightsError
-from dualrc.matcher.extract import Precision, choose_device, multiplies_bytes
+from dualrc.matcher.extract import Precision, choose_device, has_int8
 from dualrc.matcher.matcher import Matcher
-from dualrc.model.backbone import fold_batch_norm
 from dualrc.model.checkpoint import bundled, file_hash, load_weights
 
 
@@ -21,11 +20,13 @@ def load(
     weights: str | Path | None = None,
     device: str | torch.device | None = None,
     precision: Precision | None = None,
+    engine: str | None = None,
     **settings: Any,
 ) -> Matcher:
     """A matcher with the preset's bundled weights, or with a weights file of that preset, on the best device.
 
-    `precision` is that of the backbone: float16 on a GPU, int8 on a CPU that is made for it, else float32.
+    `precision` is that of the backbone: float16 on a GPU, int8 on a CPU with VNNI, else float32. `engine` names what
+    carries out everything after the backbone (see `dualrc.ops`); None: the best for the device.
     `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_memory.
     """
     _, matcher_config = configs.preset(preset)
@@ -46,7 +47,8 @@ def load(
             f"{path} holds weights of the preset {network.config.preset!r}, not {preset!r}; "
             f"load the preset {network.config.preset!r}, or give other weights."
         )
-    fold_batch_norm(network)
-    if precision is None and multiplies_bytes(network, choose_device(device)):
+    if precision is None and has_int8(network, choose_device(device)):
         precision = "int8"
-    return Matcher(network, matcher_config, device=device, precision=precision, weights_hash=file_hash(path))
+    return Matcher(
+        network, matcher_config, device=device, precision=precision, engine=engine, weights_hash=file_hash(path)
+    )

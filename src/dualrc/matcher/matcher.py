@@ -1,10 +1,11 @@
 """The matcher: pictures in, Matches in their own pixels out."""
 
+import copy
 import itertools
 import math
 import platform
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -19,7 +20,6 @@ from dualrc import config as configs
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
 from dualrc.image import (
-    STRIDE,
     Picture,
     Scale,
     mask_to_cells,
@@ -33,8 +33,11 @@ from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device
 from dualrc.matcher.features import FeatureCache, Item, Matchable, PictureFeatures, shapes, stack
 from dualrc.matches import Matches, Warp, inside_mask
-from dualrc.model.dualrc import FINE_STRIDE, DualRCNet
-from dualrc.types import FloatArray, Size
+from dualrc.model.backbone import fold_batch_norm
+from dualrc.model.dualrc import DualRCNet
+from dualrc.ops import choose, memory
+from dualrc.pixels import FINE_STRIDE, STRIDE
+from dualrc.types import UNSET, FloatArray, Size, Unset
 
 T = TypeVar("T")
 # Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
@@ -57,15 +60,22 @@ class Matcher:
         *,
         device: str | torch.device | None = None,
         precision: Precision | None = None,
+        engine: str | None = None,
         weights_hash: str | None = None,
     ) -> None:
-        self.config, self.network, self.weights_hash = config, network, weights_hash
+        """Copies the network; `engine` is one of `dualrc.ops`, None: the best for the device."""
+        self.config, self.weights_hash = config, weights_hash
+        self.network = copy.deepcopy(network).eval()
+        fold_batch_norm(self.network)
+        chosen = choose_device(device)
+        self.network.engine = choose(chosen, engine)
+        self.engine = self.network.engine.name
         made_by = weights_hash or f"network {id(network)}"
-        self._extractor = Extractor(network, choose_device(device), precision, made_by=made_by)
+        self._extractor = Extractor(self.network, chosen, precision, made_by=made_by)
         self.device, self.precision = self._extractor.device, self._extractor.precision
         self.dtype = self._extractor.dtype
         kept = self.dtype if self.device.type == "cuda" else torch.float32
-        self.budget = Budget(network.config, self.device, kept, config.max_memory)
+        self.budget = Budget(network.config, self.device, kept, config.max_memory, engine=self.engine)
         self._info = {
             "dualrc": metadata.version("dualrc"),
             "torch": torch.__version__,
@@ -75,10 +85,11 @@ class Matcher:
             "weights": self.weights_hash,
             "device": str(self.device),
             "precision": self.precision,
+            "engine": self.engine,
         }
 
     def __repr__(self) -> str:
-        return f"Matcher({self.network.config.preset!r} on {self.device}, {self.precision})"
+        return f"Matcher({self.network.config.preset!r} on {self.device}, {self.precision}, {self.engine})"
 
     @property
     def info(self) -> dict[str, Any]:
@@ -87,13 +98,13 @@ class Matcher:
 
     @torch.inference_mode()
     def features(
-        self, picture: Picture, *, mask: npt.ArrayLike | None = None, size: int | None = None
+        self, picture: Picture, *, mask: npt.ArrayLike | None = None, size: int | Unset | None = UNSET
     ) -> PictureFeatures:
         """Everything that matching needs to know of one picture; `mask` (height, width) says where to look."""
         item = self._item(read(picture), size)
         return self._in_memory([item], lambda features: self._masked(features, mask))
 
-    def _item(self, pixels: npt.NDArray[np.uint8], size: int | None) -> Item:
+    def _item(self, pixels: npt.NDArray[np.uint8], size: int | Unset | None) -> Item:
         own = (pixels.shape[1], pixels.shape[0])
         settings = self._settings(size=size)
         network = network_size(own, long_side=settings.size, max_size=settings.max_size)
@@ -114,10 +125,10 @@ class Matcher:
         *,
         mask0: npt.ArrayLike | None = None,
         mask1: npt.ArrayLike | None = None,
-        size: int | None = None,
-        top: int | None = None,
-        min_score: float | None = None,
-        quality: Literal["standard", "high"] | None = None,
+        size: int | Unset | None = UNSET,
+        top: int | Unset | None = UNSET,
+        min_score: float | Unset = UNSET,
+        quality: Literal["standard", "high"] | Unset = UNSET,
     ) -> Matches:
         """Corresponding points of two pictures, best first; quality "high" looks again, and needs pictures."""
         settings = self._settings(top=top, min_score=min_score, quality=quality)
@@ -139,8 +150,8 @@ class Matcher:
         *,
         mask0: npt.ArrayLike | None = None,
         mask1: npt.ArrayLike | None = None,
-        top: int | None = None,
-        min_score: float | None = None,
+        top: int | Unset | None = UNSET,
+        min_score: float | Unset = UNSET,
     ) -> Matches:
         """Match two pictures by features that were extracted before, always in standard quality."""
         pair = (self._masked(features0, mask0), self._masked(features1, mask1))
@@ -150,9 +161,9 @@ class Matcher:
         self,
         pairs: Iterable[tuple[Matchable, Matchable]],
         *,
-        size: int | None = None,
-        top: int | None = None,
-        min_score: float | None = None,
+        size: int | Unset | None = UNSET,
+        top: int | Unset | None = UNSET,
+        min_score: float | Unset = UNSET,
         errors: Literal["raise", "empty"] = "raise",
     ) -> Iterator[Matches]:
         """Match many pairs, in order; a picture that stands in several pairs is usually read only once.
@@ -216,7 +227,7 @@ class Matcher:
         self,
         pair: tuple[Matchable, Matchable],
         *,
-        size: int | None,
+        size: int | Unset | None,
         settings: MatcherConfig,
         errors: Literal["raise", "empty"],
     ) -> Matches:
@@ -241,8 +252,8 @@ class Matcher:
         *,
         mask0: npt.ArrayLike | None = None,
         mask1: npt.ArrayLike | None = None,
-        size: int | None = None,
-        min_score: float | None = None,
+        size: int | Unset | None = UNSET,
+        min_score: float | Unset = UNSET,
     ) -> Matches:
         """Where these points of picture 0 are in picture 1: one row per point, in order.
 
@@ -257,18 +268,15 @@ class Matcher:
         return self._with_pair(find, image0, image1, mask0, mask1, size)
 
     def _match_points(
-        self, features0: PictureFeatures, features1: PictureFeatures, points: FloatArray, min_score: float | None
+        self, features0: PictureFeatures, features1: PictureFeatures, points: FloatArray, min_score: float | Unset
     ) -> Matches:
         where = np.ones((features0.size[1], features0.size[0]), bool) if features0.mask is None else features0.mask
         asked = inside_mask(points, where)
         result, scores = np.full_like(points, np.nan), np.zeros(len(points), np.float32)
         if asked.any():
             inputs = torch.from_numpy(features0.scale.to_network(points[asked]).astype(np.float32)).to(self.device)
-            memory = self.budget.working((features0.scale, features1.scale))
-            with enough_memory():
-                there, score = self.network.match_points(
-                    features0.network, features1.network, inputs, max_memory=memory
-                )
+            with self._working(features0, features1):
+                there, score = self.network.match_points(features0.network, features1.network, inputs)
             result[asked] = features1.scale.to_picture(there.cpu().numpy())
             scores[asked] = score.cpu().numpy()
             if features1.mask is not None:
@@ -292,15 +300,14 @@ class Matcher:
         *,
         mask0: npt.ArrayLike | None = None,
         mask1: npt.ArrayLike | None = None,
-        size: int | None = None,
+        size: int | Unset | None = UNSET,
     ) -> Warp:
         """Where every pixel of picture 0 is in picture 1, with a certainty of 0 to 1."""
         return self._with_pair(self._warp, image0, image1, mask0, mask1, size)
 
     def _warp(self, features0: PictureFeatures, features1: PictureFeatures) -> Warp:
-        memory = self.budget.working((features0.scale, features1.scale))
-        with enough_memory():
-            points, certainty = self.network.warp(features0.network, features1.network, max_memory=memory)
+        with self._working(features0, features1):
+            points, certainty = self.network.warp(features0.network, features1.network)
         places, sure = spread(points.cpu(), certainty.cpu(), features0.scale, FINE_STRIDE)
         dense = features1.scale.to_picture(places.reshape(-1, 2)).reshape(places.shape)
         width, height = features1.size
@@ -330,7 +337,7 @@ class Matcher:
         image1: Matchable,
         mask0: npt.ArrayLike | None,
         mask1: npt.ArrayLike | None,
-        size: int | None,
+        size: int | Unset | None,
     ) -> T:
         """What `use` makes of the features of two pictures, at the largest size that there is memory for."""
         items = [
@@ -374,9 +381,16 @@ class Matcher:
         if any(features.made_by != self._extractor.made_by for features in pair):
             raise ConfigError("These features were made with other weights; make them with this matcher's features().")
 
+    @contextmanager
+    def _working(self, features0: PictureFeatures, features1: PictureFeatures, count: int = 1) -> Iterator[None]:
+        """Let the network work in what memory so many such pairs leave."""
+        limit = self.budget.working((features0.scale, features1.scale), count)
+        with enough_memory(), memory.working_memory(limit):
+            yield
+
     def _settings(self, **changes: Any) -> MatcherConfig:
         """The config with what a call asked for; checked as any config is."""
-        return replace(self.config, **{name: value for name, value in changes.items() if value is not None})
+        return replace(self.config, **{name: value for name, value in changes.items() if value is not UNSET})
 
     @torch.inference_mode()
     def _match_batch(
@@ -393,9 +407,8 @@ class Matcher:
         sides = [stack([pair[side].network for pair in batch]) for side in (0, 1)]
         # Masks may still reject some after refinement, so then the best are counted later.
         masked = any(features.mask is not None for pair in batch for features in pair)
-        memory = self.budget.working((batch[0][0].scale, batch[0][1].scale), len(batch))
-        with enough_memory():
-            found = self.network.match(sides[0], sides[1], top=None if masked else top, max_memory=memory)
+        with self._working(*batch[0], count=len(batch)):
+            found = self.network.match(sides[0], sides[1], top=None if masked else top)
         # All results travel at once, and are told apart here.
         columns = torch.cat([found.points0, found.points1, found.scores[:, None]], dim=1).cpu().numpy()
         counts = found.pair.bincount(minlength=len(batch)).tolist() if len(batch) > 1 else [len(columns)]

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 Picture = npt.NDArray[np.uint8]
 
 _LOOKS = 2  # after the first
-_ALL = 1 << 30  # matches
 _SAMPLE = 3000  # matches that the motion is estimated from
 _THRESHOLD = 0.006  # of picture 1's long side: scenes are not planes, and a rough motion will do
 _FEWEST = 30  # matches that must share the motion
@@ -35,7 +34,7 @@ def match_twice(
     min_score: float,
 ) -> Matches:
     """Match, then bring the picture that shows things larger into the frame of the other and match again."""
-    best = first = matcher.match_features(*features, top=_ALL, min_score=min_score)
+    best = first = matcher.match_features(*features, top=None, min_score=min_score)
     for _ in range(_LOOKS):
         motion = shared_motion(best)
         if motion is None:
@@ -68,7 +67,7 @@ def _match_moved(
         mask0=masks[0],
         mask1=masks[1],
         size=max(still.scale.network),
-        top=_ALL,
+        top=None,
         min_score=min_score,
         quality="standard",
     )

@@ -1,9 +1,7 @@
-"""The coarse 4D correlation and its soft mutual filter."""
+"""The coarse 4D correlation C and the soft mutual nearest neighbor filter M."""
 
 import torch
 from torch import Tensor
-
-_VALUES = 2**20  # worked on together, which stay in a CPU's cache
 
 
 def normalize(features: Tensor) -> Tensor:
@@ -17,21 +15,17 @@ def correlate(coarse0: Tensor, coarse1: Tensor) -> Tensor:
     return torch.einsum("bchw,bcij->bhwij", normalize(coarse0), normalize(coarse1))
 
 
-def mutual_filter(scores: Tensor, *, overwrite: bool = False) -> Tensor:
-    """Soft mutual nearest neighbours, M: (b h0 w0 h1 w1), each score times its share of both rows' maxima.
+def mask_cells(scores: Tensor, valid0: Tensor | None, valid1: Tensor | None) -> Tensor:
+    """Zero scores of coarse cells without a valid fine cell: masks are (b 4h 4w) bool, None where all are valid."""
+    for valid, axes in ((valid0, (1, 2)), (valid1, (3, 4))):
+        if valid is not None:  # a cell outside the mask must not compete with those inside
+            cells = valid.unflatten(1, (-1, 4)).unflatten(3, (-1, 4)).any(4).any(2)
+            scores = scores * cells.view(*[n if i in (0, *axes) else 1 for i, n in enumerate(scores.shape)])
+    return scores
 
-    Where they may be overwritten, they are, unless gradients are wanted.
-    """
-    flat = scores.flatten(3).flatten(1, 2)  # b n0 n1
-    best0 = flat.amax(1, keepdim=True) + 1e-5  # over picture 0, for each cell of picture 1
-    best1 = flat.amax(2, keepdim=True) + 1e-5
-    if torch.is_grad_enabled():
-        return (flat * (flat / best0) * (flat / best1)).view_as(scores)
-    # The same, some rows at a time.
-    result = flat if overwrite else torch.empty_like(flat)
-    rows = max(1, _VALUES // max(1, len(flat) * flat.shape[2]))
-    for start in range(0, flat.shape[1], rows):
-        some = slice(start, start + rows)
-        own = flat[:, some]
-        torch.mul((own / best0).mul_(own), own / best1[:, some], out=result[:, some])
-    return result.view_as(scores)
+
+def mutual_filter(scores: Tensor) -> Tensor:
+    """M: each score times its ratio to the best of either image, (b h0 w0 h1 w1) -> the same."""
+    best0 = scores.amax((1, 2), keepdim=True) + 1e-5  # over image 0, for each cell of image 1
+    best1 = scores.amax((3, 4), keepdim=True) + 1e-5
+    return scores * (scores / best0) * (scores / best1)

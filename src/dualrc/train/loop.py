@@ -23,7 +23,6 @@ from dualrc.files import is_file, replacing
 from dualrc.losses import BatchKeypointLosses, MatchingLosses, keypoint_losses, matching_losses
 from dualrc.model.backbone import PaperBackbone
 from dualrc.model.checkpoint import load_imagenet_trunk, load_weights, save_weights
-from dualrc.model.correlation import normalize
 from dualrc.model.dualrc import DualRCNet, Features, make_network
 from dualrc.train.batches import Batches
 from dualrc.train.config import TrainConfig
@@ -48,10 +47,10 @@ class TrainingStep(nn.Module):
         batch = PairBatch(**dict(zip(names, tensors, strict=True)))
         images = torch.cat([batch.images0, batch.images1]).contiguous(memory_format=torch.channels_last)
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
-            coarse, fine = self.network.backbone(images)
-        coarse, fine = coarse.float(), normalize(fine.float())  # cosines deserve their digits
+            features = self.network.extract(images)
         # Each part's loss is a mean over its own places, so that it does not matter which process has it.
-        chunks = [t.chunk(parts) for t in (*coarse.chunk(2), *fine.chunk(2), *tensors)]
+        maps = *features.coarse.chunk(2), *features.fine.chunk(2)
+        chunks = [t.chunk(parts) for t in (*maps, *tensors)]
         results = [self._loss(*chunk) for chunk in zip(*chunks, strict=True)]
         logged = {name: torch.stack([r[1][name] for r in results]).mean() for name in results[0][1]}
         return torch.stack([total for total, _ in results]).mean(), logged

@@ -6,7 +6,7 @@ type of a single truth value that is spread over a block.
 
 import triton.language as tl
 
-from dualrc.kernels.jit import kernel
+from dualrc.ops.triton.jit import kernel
 
 
 @kernel("first_pair", "first_row", "rows", "h0", "w0", "h1", "w1")
@@ -72,7 +72,7 @@ def contribute(
     UNROLL: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """What each hidden position gives to its 27 neighbours in picture 0's coordinates and picture 1's columns.
+    """What each hidden position gives to its 27 neighbors in picture 0's coordinates and picture 1's columns.
 
     A program walks down picture 1's rows. Each row of scores is read once and gives to the hidden rows above, at and
     below it; each hidden row is finished in registers and gives to three rows of results in the same way.
@@ -93,7 +93,7 @@ def contribute(
     tap = tl.arange(0, 32)
     shift = (tap // 9) * (h1 * padded_plane) + (tap // 3 % 3) * wide + tap % 3
     source = padded + (pair * (rows + 2) + row) * h1 * padded_plane
-    # Taps first, so that neighbours in memory go to neighbouring threads; 32 bits, because pointers take twice the
+    # Taps first, so that neighbors in memory go to neighboring threads; 32 bits, because pointers take twice the
     # registers.
     sources = shift[:, None] + place[None, :]
     readable = (tap < 27)[:, None] & inside[None, :]
@@ -155,7 +155,7 @@ def collect(
     w1: tl.tensor,
     POSITIONS: tl.constexpr,
 ) -> None:
-    """Add what the 27 neighbours gave to each position, in both directions, and finish the second layer."""
+    """Add what the 27 neighbors gave to each position, in both directions, and finish the second layer."""
     wide = w1 + 2
     plane = w0 * wide
     pitch = (plane + 7) // 8 * 8
@@ -176,11 +176,11 @@ def collect(
         for dj in tl.static_range(3):
             for dl in tl.static_range(3):
                 # Beyond a row's ends lies the frame, which holds zeros.
-                neighbour = first + (dj * wide + dl)
-                readable = (neighbour >= 0) & (neighbour < end)
+                neighbor = first + (dj * wide + dl)
+                readable = (neighbor >= 0) & (neighbor < end)
                 tap = di * 9 + dj * 3 + dl
-                one += tl.load(source + tap * (region * pitch) + neighbour, mask=readable, other=0.0).to(tl.float32)
-                other += tl.load(source + (27 + tap) * (region * pitch) + neighbour, mask=readable, other=0.0).to(
+                one += tl.load(source + tap * (region * pitch) + neighbor, mask=readable, other=0.0).to(tl.float32)
+                other += tl.load(source + (27 + tap) * (region * pitch) + neighbor, mask=readable, other=0.0).to(
                     tl.float32
                 )
     value = tl.maximum(one, 0.0) + tl.maximum(other, 0.0)

@@ -10,39 +10,18 @@ reads as much as it has found so far.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dualrc.kernels import device_of, power_above, usable
+from dualrc.model.cells import PLACES, FineMap, Reading
+from dualrc.model.search import Found
+from dualrc.ops.triton.launch import device_of, power_above
 
-Reading = Literal["corner", "center"]
-
-PLACES = 16
 VISITED = (1, 2, 4, 8, 16, 32)  # numbers of cells that can be visited at first
 _BLOCK = 64  # candidates
 _MOST_BLOCKS = 1024
-
-
-class FineCells(Protocol):
-    """What is read of model.fine.FineMap."""
-
-    @property
-    def features(self) -> Tensor:
-        """(b 16*h*w c), row-major."""
-
-    @property
-    def height(self) -> int:
-        """In coarse cells."""
-
-    @property
-    def width(self) -> int:
-        """In coarse cells."""
-
-    @property
-    def valid(self) -> Tensor | None:
-        """(b 16*h*w) bool."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,20 +38,10 @@ class Tiles:
     further_warps: int = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answers:
-    """The best candidate of each query: its row-major fine index, -1 where nothing scores above zero."""
-
-    index: Tensor  # n 16, int64
-    score: Tensor  # n 16, float32
-    visited: Tensor  # n, int32: cells that were scored; for a cell whose bound held at first, k
-
-
-def supported(fine0: FineCells, fine1: FineCells) -> bool:
+def supported(fine0: FineMap, fine1: FineMap) -> bool:
     """Whether `search_cells` can work with these, in either direction."""
     return (
-        usable(fine0.features)
-        and fine0.features.dtype == fine1.features.dtype
+        fine0.features.dtype == fine1.features.dtype
         and fine0.features.dtype in (torch.float16, torch.float32)
         and max(fine.height * fine.width for fine in (fine0, fine1)) < 2**26  # fine indices have 32 bits
     )
@@ -81,8 +50,8 @@ def supported(fine0: FineCells, fine1: FineCells) -> bool:
 def search_cells(
     tensor: Tensor,
     cells: Tensor,
-    fine_query: FineCells,
-    fine_searched: FineCells,
+    fine_query: FineMap,
+    fine_searched: FineMap,
     reading: Reading,
     temperature: float,
     k: int = 8,
@@ -90,40 +59,45 @@ def search_cells(
     excess: float,
     wanted: Tensor | None = None,
     tiles: Tiles | None = None,
-) -> Answers:
-    """What model.fine.search finds from all 16 fine cells of each of these cells; the k most promising come first.
+) -> Found:
+    """The best fine cells for all 16 fine cells of each of these cells (b g); the k most promising come first.
 
-    `tensor` (b n m) holds no negative values; `cells` count through the batch, b * n; a cosine may exceed 1 by
-    `excess`. For the way back give the transpose: it is copied, because columns can't be read fast. `wanted` (n 16) are
-    the queries whose answers will be used; others get the best of the first k.
+    `tensor` (b n m) holds no negative values; a cosine may exceed 1 by `excess`. A transposed tensor is copied, because
+    columns can't be read fast. `wanted` (b g 16) are the queries whose answers will be used; others get the best of
+    the first k.
     """
     assert k in VISITED and tensor.dtype in (torch.float16, torch.float32), (k, tensor.dtype)
+    count = tensor.shape[1] * torch.arange(len(cells), device=cells.device)
+    flat = (cells + count[:, None]).flatten()
     with device_of(tensor):
-        return _search(
-            tensor.contiguous(), cells, fine_query, fine_searched, reading, temperature, k, excess, wanted, tiles
+        best, visited = _search(
+            tensor.contiguous(), flat, fine_query, fine_searched, reading, temperature, k, excess, wanted, tiles
         )
+    index, score = _answers(best)
+    return Found(index.view(*cells.shape, PLACES), score.view(*cells.shape, PLACES), visited.view(cells.shape))
 
 
 def _search(
     tensor: Tensor,
     cells: Tensor,
-    fine_query: FineCells,
-    fine_searched: FineCells,
+    fine_query: FineMap,
+    fine_searched: FineMap,
     reading: Reading,
     temperature: float,
     k: int,
     excess: float,
     wanted: Tensor | None,
     tiles: Tiles | None,
-) -> Answers:
-    from dualrc.kernels.search_jit import block_maxima, choose, look_further, score_cells
+) -> tuple[Tensor, Tensor]:
+    """Keys of the best (n 16) and numbers of visited cells (n) for cells that count through the batch."""
+    from dualrc.ops.triton.search_jit import block_maxima, choose, look_further, score_cells
 
     tiles = tiles or Tiles()
     candidates, groups, device = tensor.shape[2], len(cells), tensor.device
     visited = torch.full((groups,), min(k, candidates), dtype=torch.int32, device=device)
     best = torch.empty(groups, PLACES, dtype=torch.int64, device=device)
     if groups == 0:
-        return _answers(best, visited)
+        return best, visited
     block = _BLOCK
     while candidates > block * _MOST_BLOCKS:
         block *= 2
@@ -166,18 +140,17 @@ def _search(
         BLOCK=block, VISITED=k, ABREAST=tiles.abreast, PARTS=tiles.parts, CHANNELS=channels(tiles.abreast),
         num_warps=tiles.further_warps, **flags,
     )  # fmt: skip
-    return _answers(best, visited)
+    return best, visited
 
 
-def _answers(best: Tensor, visited: Tensor) -> Answers:
+def _answers(best: Tensor) -> tuple[Tensor, Tensor]:
     """Keys taken apart: the bits of a score above 0x7FFFFFFF less the index; negative where there is nothing."""
     nothing = best < 0
     index = (0x7FFFFFFF - (best & 0x7FFFFFFF)).masked_fill_(nothing, -1)
-    score = (best >> 32).to(torch.int32).view(torch.float32).masked_fill(nothing, 0)
-    return Answers(index=index, score=score, visited=visited)
+    return index, (best >> 32).to(torch.int32).view(torch.float32).masked_fill(nothing, 0)
 
 
-def _masks(fine: FineCells) -> tuple[Tensor, Tensor]:
+def _masks(fine: FineMap) -> tuple[Tensor, Tensor]:
     """Which fine cells count, and which coarse cells hold one that does; anything at all where all do."""
     if fine.valid is None:
         return fine.features, fine.features

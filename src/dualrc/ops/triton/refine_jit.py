@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from dualrc.kernels.jit import kernel
+from dualrc.ops.triton.jit import kernel
 
 
 @kernel()
@@ -62,12 +62,12 @@ def explain(
     NEAR: tl.constexpr,
     OWN: tl.constexpr,
     MATCHES: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
+    NEIGHBORS: tl.constexpr,
 ) -> None:
     match = tl.program_id(0) * MATCHES + tl.arange(0, MATCHES)
     exists = match < count
     side: tl.constexpr = 2 * REACH + 1
-    number = tl.arange(0, NEIGHBOURS)
+    number = tl.arange(0, NEIGHBORS)
     row, column = number // side - REACH, number % side - REACH
     witness = (number < side * side) & ((row != 0) | (column != 0))  # it is no witness for itself
     place = tl.load(at + match, mask=exists, other=0)[:, None] + ((row * row_length + column) * STEP)[None, :]

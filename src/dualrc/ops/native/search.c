@@ -1,4 +1,4 @@
-/* The fine search of model/fine.py: cells are visited by falling limit until no other can do better. */
+/* The fine search of ops/torch.py: cells are visited by falling limit until no other can do better. */
 
 #include "native.h"
 

@@ -1,7 +1,7 @@
-"""Neighbourhood consensus on the GPU: two layers of 4D convolutions in both directions, the hidden one in registers.
+"""Neighborhood consensus on the GPU: two layers of 4D convolutions in both directions, the hidden one in registers.
 
-The sums over the 81 neighbours are split. A walk down picture 1's rows adds up three of them in registers, in both
-layers, so that a hidden value is made once and never leaves its program. What it gives to the other 27 neighbours is
+The sums over the 81 neighbors are split. A walk down picture 1's rows adds up three of them in registers, in both
+layers, so that a hidden value is made once and never leaves its program. What it gives to the other 27 neighbors is
 written, and a second kernel adds that up. Those shares are what takes memory, 54 values for each entry of the tensor;
 they are held for a few rows of picture 0 at a time, in slots that are used in turn, so that no row is made twice.
 """
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualrc.kernels import device_of, usable
+from dualrc.ops.triton.launch import device_of
 
 CHANNELS = (8, 16, 32)
-SHARES = 54  # of a hidden position, for 27 neighbours in two directions
+SHARES = 54  # of a hidden position, for 27 neighbors in two directions
 SLAB_BYTES = 2**29  # of shares where no limit is given
 _PROGRAMS = 2000  # enough to keep a large GPU busy; more halos are made twice with more
 
@@ -54,18 +54,16 @@ class Slab:
     rows: int  # results made at a time
 
 
-def supported(scores: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether `consensus` can do what Consensus.forward does with these scores and weights."""
+def supported(shape: torch.Size, dtype: torch.dtype, weights: Sequence[Tensor]) -> bool:
+    """Whether `apply` can convolve scores of this shape (b h0 w0 h1 w1) and type with these weights."""
     channels = weights[0].shape[0]
     return (
-        usable(scores)
-        and scores.dtype in (torch.float16, torch.float32)
+        dtype in (torch.float16, torch.float32)
         and len(weights) == 2
         and channels in CHANNELS
         and weights[0].shape == (channels, 1, 3, 3, 3, 3)
         and weights[1].shape == (1, channels, 3, 3, 3, 3)
-        and SHARES * pitch(scores.shape[2], scores.shape[4]) < 2**31
-        and not (torch.is_grad_enabled() and (scores.requires_grad or weights[0].requires_grad))
+        and SHARES * pitch(shape[2], shape[4]) < 2**31
     )
 
 
@@ -87,13 +85,6 @@ def prepare(weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dt
     )
 
 
-def consensus(
-    scores: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], max_values: int | None = None
-) -> Tensor:
-    """What Consensus.forward gives: (b h0 w0 h1 w1) -> the same; holds about `max_values` float32 values."""
-    return apply(scores, prepare(weights, biases, scores.dtype), max_values)
-
-
 def apply(
     scores: Tensor,
     prepared: Prepared,
@@ -102,7 +93,10 @@ def apply(
     maxima: tuple[Tensor, Tensor] | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """The same with prepared weights; with `maxima` (from `maxima_of`), of the mutually filtered scores."""
+    """The consensus of scores (b h0 w0 h1 w1), or with `maxima` (from `maxima_of`) of the mutually filtered scores.
+
+    Holds about `max_values` float32 values.
+    """
     scores = scores.contiguous()
     results = torch.empty_like(scores)
     if scores.numel() == 0:
@@ -122,8 +116,8 @@ def maxima_of(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mutual_filter(scores: Tensor, maxima: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """What model.correlation.mutual_filter gives, worked out in float32, with one reading after the maxima."""
-    from dualrc.kernels.consensus_jit import filter_scores
+    """The mutual filter, computed in float32, with one pass after the maxima."""
+    from dualrc.ops.triton.consensus_jit import filter_scores
 
     scores = scores.contiguous()
     results = torch.empty_like(scores)
@@ -203,7 +197,7 @@ class _Run:
             self._collect(slab, start, stop)
 
     def _lay_out(self, slab: Slab, start: int, stop: int) -> None:
-        from dualrc.kernels.consensus_jit import lay_out
+        from dualrc.ops.triton.consensus_jit import lay_out
 
         h0, w0, h1, w1 = self.scores.shape[1:]
         best0, best1 = self.maxima if self.maxima is not None else (self.scores, self.scores)
@@ -215,7 +209,7 @@ class _Run:
         )  # fmt: skip
 
     def _contribute(self, slab: Slab, start: int, stop: int) -> None:
-        from dualrc.kernels.consensus_jit import contribute
+        from dualrc.ops.triton.consensus_jit import contribute
 
         _, w0, h1, w1 = self.scores.shape[1:]
         prepared, tiles, region, rows = self.prepared, self.tiles, slab.region, stop - start
@@ -233,7 +227,7 @@ class _Run:
         )  # fmt: skip
 
     def _collect(self, slab: Slab, start: int, stop: int) -> None:
-        from dualrc.kernels.consensus_jit import collect
+        from dualrc.ops.triton.consensus_jit import collect
 
         h0, w0, h1, w1 = self.scores.shape[1:]
         rows, region = stop - start, slab.region

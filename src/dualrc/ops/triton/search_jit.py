@@ -2,11 +2,11 @@
 
 import triton.language as tl
 
-from dualrc.kernels.jit import kernel
+from dualrc.ops.triton.jit import kernel
 
 
 @kernel()
-def _neighbours(at: tl.tensor, size: tl.tensor, CORNER: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def _neighbors(at: tl.tensor, size: tl.tensor, CORNER: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The three cells along an axis that the four places of a cell lie between; with corners, the third is unused."""
     first = at if CORNER else tl.maximum(at - 1, 0)
     second = tl.minimum(at + 1, size - 1) if CORNER else at
@@ -88,8 +88,8 @@ def _bounds(
     CORNER: tl.constexpr,
 ) -> tl.tensor:
     """The most that any of a cell's 16 queries reads at each candidate, as a share of all that it reads."""
-    above, here, below = _neighbours(cell // width, height, CORNER)
-    left, middle, right = _neighbours(cell % width, width, CORNER)
+    above, here, below = _neighbors(cell // width, height, CORNER)
+    left, middle, right = _neighbors(cell % width, width, CORNER)
     readable = candidate < candidates
     block = coarse + candidate
     row, left_side, middle_side = width * candidates, left * candidates, middle * candidates

@@ -1,4 +1,4 @@
-"""Fast CPU twins of operations in `model/`, written in C; where they could not be compiled, torch does the work."""
+"""The compiled C sources: found for this processor, checked, and called with tensors."""
 
 import ctypes
 import warnings
@@ -7,11 +7,8 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from dualrc.kernels import interpreted
-
-LANES = 16  # numbers of the widest vectors
+LANES = 16  # values of the widest vector registers
 _FLOATS, _WHOLE, _FLAGS = (torch.float32,), (torch.int64,), (torch.bool, torch.uint8)
 
 
@@ -77,7 +74,7 @@ _KERNELS = {
             "offsets": _WHOLE,
             **dict.fromkeys(("share", "motion", "shift"), _FLOATS),
         },
-        sizes="count places neighbours",
+        sizes="count places neighbors",
         numbers="sigma near own doubt",
         outputs="share motion shift",
     ),
@@ -93,20 +90,32 @@ _KERNELS = {
         outputs="moves",
     ),
 }
-# The compiled sources for each generation of processors, by what torch calls it.
-_GENERATIONS = {"AVX512": "_native_avx512", "AVX2": "_native_avx2", "DEFAULT": "_native"}
+# The compiled sources by instruction set, best first, and what torch calls a processor that has it.
+VARIANTS = {"avx512": "AVX512", "avx2": "AVX2", "generic": "DEFAULT"}
+
+
+def available() -> list[str]:
+    """Variants that were compiled and that this processor can run, best first."""
+    here = torch.backends.cpu.get_cpu_capability()
+    order = list(VARIANTS)
+    first = list(VARIANTS.values()).index(here) if here in VARIANTS.values() else order.index("generic")
+    return [name for name in order[first:] if _origin(name) is not None]
+
+
+def _origin(variant: str) -> str | None:
+    found = find_spec(f"dualrc.ops.native._{variant}")
+    return None if found is None else found.origin
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
-    """The compiled sources for this processor, where they were compiled."""
-    name = _GENERATIONS.get(torch.backends.cpu.get_cpu_capability(), "_native")
-    found = find_spec(f"dualrc.kernels.{name}") or find_spec("dualrc.kernels._native")
-    return None if found is None or found.origin is None else _opened(found.origin)
+def opened(variant: str) -> "Library | None":
+    """The library of this variant, if it was compiled from the sources that this file belongs to."""
+    path = _origin(variant)
+    return None if path is None else open_library(path)
 
 
-def _opened(path: str) -> ctypes.CDLL | None:
-    """Compiled sources, if they are those that this file belongs to."""
+def open_library(path: str) -> "Library | None":
+    """The library in a file; None, with a warning, where it can't be used."""
     try:
         library = ctypes.CDLL(path)
         for name, kernel in _KERNELS.items():
@@ -115,29 +124,28 @@ def _opened(path: str) -> ctypes.CDLL | None:
     except (OSError, AttributeError) as error:
         warnings.warn(f"{path} can't be used ({error}); matching is slower. Install dualrc again.", stacklevel=2)
         return None
-    return library
+    return Library(library)
 
 
-def usable(*tensors: Tensor) -> bool:
-    """Whether the kernels can work on these."""
-    fit = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
-    learning = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return fit and not learning and not interpreted() and _library() is not None
+class Library:
+    """Functions of the C sources, called by name."""
 
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
 
-def call(name: str, **values: Any) -> None:
-    """Run a kernel on tensors and numbers."""
-    kernel = _KERNELS[name]
-    held = {}  # until the kernel has ended
-    for field, dtypes in kernel.tensors.items():
-        tensor = values.pop(field)
-        if tensor is not None:
-            assert tensor.device.type == "cpu" and tensor.dtype in dtypes, (field, tensor.device, tensor.dtype)
-            assert tensor.is_contiguous() or field not in kernel.outputs.split(), field
-            held[field] = tensor.contiguous()
-    pointers = {field: tensor.data_ptr() for field, tensor in held.items()}
-    structure = kernel.structure()(**pointers, **values, threads=torch.get_num_threads())
-    with torch.profiler.record_function(f"dualrc_{name}"):
-        failed = getattr(_library(), f"dualrc_{name}")(ctypes.byref(structure))
-    if failed:
-        raise MemoryError("There is no memory left to match; match smaller pictures, or set max_memory.")
+    def call(self, name: str, **values: Any) -> None:
+        """Run a function on tensors and numbers; tensors must be of the CPU and of the types that it is written for."""
+        kernel = _KERNELS[name]
+        held = {}  # until the function has ended
+        for field, dtypes in kernel.tensors.items():
+            tensor = values.pop(field)
+            if tensor is not None:
+                assert tensor.device.type == "cpu" and tensor.dtype in dtypes, (field, tensor.device, tensor.dtype)
+                assert tensor.is_contiguous() or field not in kernel.outputs.split(), field
+                held[field] = tensor.contiguous()
+        pointers = {field: tensor.data_ptr() for field, tensor in held.items()}
+        structure = kernel.structure()(**pointers, **values, threads=torch.get_num_threads())
+        with torch.profiler.record_function(f"dualrc_{name}"):
+            failed = getattr(self._library, f"dualrc_{name}")(ctypes.byref(structure))
+        if failed:
+            raise MemoryError("There is no memory left to match; match smaller images, or set max_memory.")

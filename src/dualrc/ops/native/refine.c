@@ -17,9 +17,9 @@ typedef struct {
     const float *maps;             /* 5 places: x, y, u, v and trust of matches by place, zero where there is none */
     const int64_t *at;             /* count: the places of matches */
     const float *known;            /* 5 count: the same of the matches themselves */
-    const int64_t *offsets;        /* neighbours: from a place to those around */
+    const int64_t *offsets;        /* neighbors: from a place to those around */
     float *share, *motion, *shift; /* count, count 2 2, count 2 */
-    int64_t count, places, neighbours;
+    int64_t count, places, neighbors;
     float sigma, near, own, doubt;
     int32_t threads;
 } Explain;
@@ -103,7 +103,7 @@ INLINE float fading(float x)
 
 static void explain_match(const Explain *e, int64_t match)
 {
-    const int64_t count = e->neighbours, at = e->at[match];
+    const int64_t count = e->neighbors, at = e->at[match];
     float x[count], y[count], u[count], v[count], trust[count];
     const float *maps = e->maps + at, *known = e->known + match;
     const float here_x = known[0], here_y = known[e->count];

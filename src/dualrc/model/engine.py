@@ -1,0 +1,113 @@
+"""What the network asks of whatever carries it out: a few operations, each with one signature."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from dualrc.config import FineConfig
+from dualrc.model import align, refine, search, subpixel, support
+from dualrc.model.cells import FineMap
+from dualrc.model.consensus import Consensus
+from dualrc.model.correlation import correlate, mask_cells
+from dualrc.model.refine import CellMatches, PointMatches
+from dualrc.model.search import Correspondences, Found
+from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
+from dualrc.model.support import Support
+
+
+class Engine:
+    """Carries the operations out by definition: plain torch, all at once, differentiable.
+
+    `dualrc.ops` has engines that do the same faster or in less memory. An engine overrides the operations that it is
+    good at, and calls its base class for cases that it does not support.
+    """
+
+    name = "definition"
+
+    def prepare(self, backbone: nn.Module) -> nn.Module:
+        """A backbone that gives the same features by this engine; the given one is left as it is."""
+        return backbone
+
+    def extract(self, extract: Callable[[Tensor], tuple[Tensor, ...]], pixels: Tensor) -> tuple[Tensor, ...]:
+        """Features of images of one size; `extract` does all of it, on whatever device the pixels are."""
+        return extract(pixels)
+
+    def coarse(
+        self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
+    ) -> Tensor:
+        """Correlation, mutual filter, consensus, mutual filter: (b c h0 w0), (b c h1 w1) -> (b h0 w0 h1 w1)."""
+        return consensus.filtered(mask_cells(correlate(*(features.float() for features in coarse)), *valid))
+
+    def search(self, tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig) -> Correspondences:
+        """Both directions of the fine search; `tensor` is (b n m), cells of image 0 times cells of image 1."""
+        return search.search_both(self, tensor, fine0, fine1, config)
+
+    def search_cells(
+        self,
+        tensor: Tensor,
+        fine0: FineMap,
+        cells0: Tensor,
+        fine1: FineMap,
+        config: FineConfig,
+        *,
+        wanted: Tensor | None = None,
+    ) -> Found:
+        """The best fine cells of image 1 for the 16 fine cells of each of these cells (b g) of image 0.
+
+        `tensor` (b n m) has the querying image first. Where `wanted` (b g 16) is given, other answers mean nothing.
+        """
+        return search.search(tensor, search.cell_queries(fine0, cells0, config.reading), fine1, config.temperature)
+
+    def search_points(
+        self, tensor: Tensor, fine0: FineMap, points0: Tensor, fine1: FineMap, config: FineConfig
+    ) -> Found:
+        """The same for any points (b g 2) of image 0, (x, y) in fine cells; answers are (b g 1)."""
+        return search.search(tensor, search.point_queries(fine0, points0, config.reading), fine1, config.temperature)
+
+    def refine(
+        self,
+        subpixel: Subpixel,
+        fine: tuple[FineMap, FineMap],
+        light: tuple[Tensor, Tensor] | None,
+        matches: CellMatches,
+    ) -> PointMatches:
+        """Matched cells to matched points in network-input pixels, with scores."""
+        return refine.refine(self, subpixel, fine, light, matches)
+
+    def refine_points(
+        self,
+        subpixel: Subpixel,
+        fine0: FineMap,
+        fine1: FineMap,
+        pair: Tensor,
+        points0: Tensor,
+        index1: Tensor,
+        score: Tensor,
+    ) -> Offsets:
+        """Offsets of cells of image 1 that points (n 2) of image 0, in fine cells, found there with this score."""
+        return refine.refine_points(subpixel, fine0, fine1, pair, points0, index1, score)
+
+    # Parts of `refine`.
+
+    def windows(self, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
+        """The 3x3 fine cells around both cells of matches (n)."""
+        windows = (subpixel.cell_windows(fine, pair, index) for fine, index in ((fine0, index0), (fine1, index1)))
+        return subpixel.pair_windows(*windows)
+
+    def support(
+        self,
+        index: Tensor,
+        here: Tensor,
+        there: Tensor,
+        confidence: Tensor,
+        pair: Tensor,
+        shape: tuple[int, int, int],
+    ) -> Support:
+        """What the neighbors of matches tell; see `model.support.support`."""
+        return support.support(index, here, there, confidence, pair, shape)
+
+    def align(
+        self, light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor
+    ) -> Tensor:
+        """How far points of image 1 must move to look like those of image 0; see `model.align.align`."""
+        return align.align(light0, light1, pair, points0, points1, motion)

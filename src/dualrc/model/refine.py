@@ -1,0 +1,86 @@
+"""Refinement: from matched fine cells to points in both images and one score."""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from dualrc.model.cells import FineMap
+from dualrc.model.subpixel import Offsets, Subpixel, cell_windows, pair_windows, point_windows, refine_both
+from dualrc.model.support import crowd
+from dualrc.pixels import FINE_STRIDE, cell_to_pixel
+
+if TYPE_CHECKING:
+    from dualrc.model.engine import Engine
+
+_CROWD = 8  # better matches in the same place of both images that halve a score
+
+
+class CellMatches(NamedTuple):
+    """Matched fine cells of a batch."""
+
+    pair: Tensor  # n: which pair of the batch; -1 where a row is empty
+    index0: Tensor  # n: row-major fine cells
+    index1: Tensor  # n
+    score0: Tensor  # n: from image 0 to image 1
+    score1: Tensor  # n: and back
+
+
+class PointMatches(NamedTuple):
+    """Matched points in network-input pixels."""
+
+    points0: Tensor  # n 2
+    points1: Tensor  # n 2
+    # n: the sum of both directions' scores, 0 to 2, as published; with refinement, a confidence of 0 to 1 times the
+    # share of the matches around that agree, lowered where many better ones lie.
+    scores: Tensor
+
+
+def cell_centers(fine0: FineMap, fine1: FineMap, matches: CellMatches) -> PointMatches:
+    """Matches at the centers of their cells, as in the paper."""
+    points = (fine.coordinates(index) for fine, index in ((fine0, matches.index0), (fine1, matches.index1)))
+    points0, points1 = (cell_to_pixel(point, FINE_STRIDE) for point in points)
+    return PointMatches(points0, points1, matches.score0 + matches.score1)
+
+
+def refine(
+    engine: "Engine",
+    subpixel: Subpixel,
+    fine: tuple[FineMap, FineMap],
+    light: tuple[Tensor, Tensor] | None,
+    matches: CellMatches,
+) -> PointMatches:
+    """Move both points of each match to where features, neighbors and brightness agree, and score it.
+
+    Every step treats the two images alike: exchanging them exchanges the points. `light` is the brightness (b h w) of
+    both images, or None to leave the last step out.
+    """
+    known, pair = matches.pair, matches.pair.clamp(min=0)
+    index0, index1 = matches.index0, matches.index1
+    windows = engine.windows(*fine, pair, index0, index1)
+    offset0, offset1, confidence = refine_both(subpixel, windows, matches.score0, matches.score1)
+    cells0, cells1 = fine[0].coordinates(index0) + offset0, fine[1].coordinates(index1) + offset1
+
+    shape0, shape1 = ((len(f.features), *f.fine_size) for f in fine)
+    around0 = engine.support(index0, cells0, cells1, confidence, known, shape0)
+    around1 = engine.support(index1, cells1, cells0, confidence, known, shape1)
+    score = confidence * (around0.share * around1.share).sqrt()
+    # The best matches lie close together; what would follow there comes after what stands alone elsewhere.
+    crowd0, crowd1 = crowd(index0, score, known, shape0), crowd(index1, score, known, shape1)
+    score = score * ((1 + crowd0 / _CROWD) * (1 + crowd1 / _CROWD)).rsqrt()
+
+    # Each direction tells how far the other image's point is off; half of it is taken from either.
+    points0 = cell_to_pixel(cells0 + around1.shift / 2, FINE_STRIDE)
+    points1 = cell_to_pixel(cells1 + around0.shift / 2, FINE_STRIDE)
+    if light is not None:
+        move1 = engine.align(*light, pair, points0, points1, around0.motion)
+        move0 = engine.align(*light[::-1], pair, points1, points0, around1.motion)
+        points0, points1 = points0 + move0 / 2, points1 + move1 / 2
+    return PointMatches(points0, points1, score)
+
+
+def refine_points(
+    subpixel: Subpixel, fine0: FineMap, fine1: FineMap, pair: Tensor, points0: Tensor, index1: Tensor, score: Tensor
+) -> Offsets:
+    """Offsets of the fine cells `index1` (n) of image 1 that points (n 2, in fine cells) of image 0 found there."""
+    windows = pair_windows(point_windows(fine0, pair, points0), cell_windows(fine1, pair, index1))
+    return subpixel(windows, score)

@@ -1,0 +1,55 @@
+"""Engines: how the operations of `model.engine.Engine` are carried out, and which one a device gets.
+
+- `definition`: plain torch, whole tensors; what training uses.
+- `torch`: torch on parts that fit into memory; any device, any floating-point type.
+- `native`: C, for float32 on a CPU; `native-avx512`, `native-avx2` and `native-generic` force an instruction set.
+- `triton`: Triton kernels, for a GPU; `triton+graphs` replays them as CUDA graphs.
+- `reference`: the formulas an entry at a time, which all others are tested against.
+"""
+
+import os
+
+import torch
+
+from dualrc.errors import ConfigError
+from dualrc.model.engine import Engine
+
+VARIABLE = "DUALRC_ENGINE"  # names the engine where the call does not, for debugging
+
+
+def choose(device: torch.device, name: str | None = None) -> Engine:
+    """The engine with this name, or the best for a device; asked once, when a matcher is made."""
+    from dualrc.ops import native, triton
+    from dualrc.ops.graphs import GraphEngine
+    from dualrc.ops.native import library
+    from dualrc.ops.reference import ReferenceEngine
+    from dualrc.ops.torch import TorchEngine
+
+    name = name or os.environ.get(VARIABLE) or _best(device)
+    plain: dict[str, type[Engine]] = {"definition": Engine, "torch": TorchEngine, "reference": ReferenceEngine}
+    if name in plain:
+        return plain[name]()
+    kind, _, variant = name.partition("-")
+    if kind == "native" and variant in ("", *library.VARIANTS):
+        if device.type != "cpu":
+            raise ConfigError(f"The engine {name!r} needs a CPU, not {device.type}; leave the engine out.")
+        return native.NativeEngine(variant or None)
+    if name in ("triton", "triton+graphs"):
+        if not triton.usable(device) or (name == "triton+graphs" and device.type != "cuda"):
+            raise ConfigError(f"The engine {name!r} needs Triton and a GPU that it supports; leave the engine out.")
+        return GraphEngine(triton.TritonEngine()) if name == "triton+graphs" else triton.TritonEngine()
+    raise ConfigError(f"There is no engine {name!r}; choose one of {', '.join(names())}.")
+
+
+def names() -> list[str]:
+    """Engines that can be asked for by name, whatever this machine has."""
+    return ["definition", "torch", "native", "triton", "triton+graphs", "reference"]
+
+
+def _best(device: torch.device) -> str:
+    from dualrc.ops import triton
+    from dualrc.ops.native import library
+
+    if device.type == "cuda" and triton.usable(device):
+        return "triton+graphs"
+    return "native" if device.type == "cpu" and any(map(library.opened, library.available())) else "torch"

@@ -1,0 +1,213 @@
+"""CUDA graphs: operations are captured once for each shape that repeats, and replayed.
+
+Launching the many small kernels of an operation takes longer than they run. A graph launches them at once.
+"""
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dualrc.config import FineConfig
+from dualrc.model.cells import FineMap
+from dualrc.model.consensus import Consensus
+from dualrc.model.engine import Engine
+from dualrc.model.refine import CellMatches, PointMatches
+from dualrc.model.search import Correspondences, Found
+from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
+from dualrc.model.support import Support
+from dualrc.ops import memory
+
+_KEPT = 64  # graphs
+_KNOWN = 1024  # shapes that are counted
+_SEEN = 2  # calls of a shape before it is captured: capturing takes as long as ten calls
+_VALUES = 48_000_000  # values of inputs; larger work keeps the GPU busy by itself
+_ALL_VALUES = 160_000_000  # values of the inputs of all graphs, which are kept with them
+_LEAST_MATCHES = 1024  # matches are padded to a power of two, so that few graphs serve all numbers
+
+Function = Callable[..., tuple[Tensor, ...]]
+
+
+class GraphEngine(Engine):
+    """Another engine whose operations are captured; they must launch work that depends on nothing but shapes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.inner = engine
+        self.name = f"{engine.name}+graphs"
+        self._lock = threading.Lock()
+        self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
+        self._seen: OrderedDict[Any, int] = OrderedDict()  # calls of shapes that were not captured
+        self._fails = False
+        self._pool: Any = None  # memory that all graphs work in, one after the other
+        _all.add(self)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return type(self)(self.inner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.inner,)
+
+    def extract(self, extract: Callable[[Tensor], tuple[Tensor, ...]], pixels: Tensor) -> tuple[Tensor, ...]:
+        return self._run(("extract", *_identity(extract)), extract, pixels)
+
+    def coarse(
+        self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
+    ) -> Tensor:
+        present = [mask for mask in valid if mask is not None]
+
+        def function(coarse0: Tensor, coarse1: Tensor, *masks: Tensor) -> tuple[Tensor]:
+            given = iter(masks)
+            restored = (None if valid[0] is None else next(given), None if valid[1] is None else next(given))
+            return (self.inner.coarse((coarse0, coarse1), consensus, restored),)
+
+        name = ("coarse", consensus, valid[0] is None, valid[1] is None)
+        return self._run(name, function, *coarse, *present)[0]
+
+    def search(self, tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig) -> Correspondences:
+        masks = [fine.valid for fine in (fine0, fine1) if fine.valid is not None]
+
+        def function(tensor: Tensor, features0: Tensor, features1: Tensor, *masks: Tensor) -> Correspondences:
+            given = iter(masks)
+            own0 = replace(fine0, features=features0, valid=None if fine0.valid is None else next(given))
+            own1 = replace(fine1, features=features1, valid=None if fine1.valid is None else next(given))
+            return self.inner.search(tensor, own0, own1, config)
+
+        name = ("search", config, fine0.width, fine1.width, fine0.valid is None, fine1.valid is None)
+        return Correspondences(*self._run(name, function, tensor, fine0.features, fine1.features, *masks))
+
+    def refine(
+        self,
+        subpixel: Subpixel,
+        fine: tuple[FineMap, FineMap],
+        light: tuple[Tensor, Tensor] | None,
+        matches: CellMatches,
+    ) -> PointMatches:
+        count = len(matches.pair)
+        spare = (0, (1 << max(count - 1, _LEAST_MATCHES - 1).bit_length()) - count)
+        columns = [F.pad(column, spare) for column in matches[1:]]
+        columns.insert(0, F.pad(matches.pair, spare, value=-1))
+
+        def function(features0: Tensor, features1: Tensor, *rest: Tensor) -> PointMatches:
+            maps = replace(fine[0], features=features0), replace(fine[1], features=features1)
+            lights = None if light is None else (rest[5], rest[6])
+            return self.inner.refine(subpixel, maps, lights, CellMatches(*rest[:5]))
+
+        name = ("refine", subpixel, fine[0].width, fine[1].width)
+        found = self._run(name, function, fine[0].features, fine[1].features, *columns, *(light or ()))
+        return PointMatches(*(column[:count] for column in found))
+
+    def search_cells(self, *args: Any, **kwargs: Any) -> Found:
+        return self.inner.search_cells(*args, **kwargs)
+
+    def search_points(self, *args: Any, **kwargs: Any) -> Found:
+        return self.inner.search_points(*args, **kwargs)
+
+    def refine_points(self, *args: Any, **kwargs: Any) -> Offsets:
+        return self.inner.refine_points(*args, **kwargs)
+
+    def windows(self, *args: Any, **kwargs: Any) -> WindowPairs:
+        return self.inner.windows(*args, **kwargs)
+
+    def support(self, *args: Any, **kwargs: Any) -> Support:
+        return self.inner.support(*args, **kwargs)
+
+    def align(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner.align(*args, **kwargs)
+
+    def _run(self, name: tuple[Any, ...], function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """function(*tensors), replayed where it was captured; `name` holds all else that it depends on."""
+        if torch.is_grad_enabled() or _count(tensors) > _VALUES or self._fails:
+            return function(*tensors)
+        device = tensors[0].device
+        key = (*name, memory.working_values(), device, *((tensor.shape, tensor.dtype) for tensor in tensors))
+        with self._lock:
+            graph = self._graphs.get(key)
+            if graph is None and self._seen.get(key, 0) < _SEEN:
+                self._seen[key] = self._seen.get(key, 0) + 1
+                if len(self._seen) > _KNOWN:
+                    self._seen.popitem(last=False)
+                return function(*tensors)
+            if graph is None:
+                try:
+                    self._pool = self._pool or torch.cuda.graph_pool_handle()
+                    graph = self._graphs[key] = _Graph.capture(function, tensors, device, self._pool)
+                    self._forget()
+                except torch.OutOfMemoryError:
+                    raise
+                except RuntimeError as error:
+                    self._fails = True
+                    message = f"Could not capture a CUDA graph ({error}); matching continues without it, more slowly."
+                    warnings.warn(message, stacklevel=2)
+                    return function(*tensors)
+            self._graphs.move_to_end(key)
+            return graph.replay(tensors)
+
+    def _forget(self) -> None:
+        """Let the graphs go that were not used for longest, if there are too many."""
+        values = sum(_count(graph.inputs) for graph in self._graphs.values())
+        while len(self._graphs) > 1 and (len(self._graphs) > _KEPT or values > _ALL_VALUES):
+            _, oldest = self._graphs.popitem(last=False)
+            values -= _count(oldest.inputs)
+
+    def clear(self) -> None:
+        """Let the graphs go, with the memory that they work in."""
+        with self._lock:
+            self._graphs.clear()
+            self._seen.clear()
+            self._pool = None
+
+
+_all: "WeakSet[GraphEngine]" = WeakSet()
+
+
+def clear_all() -> None:
+    """Let all graphs of this process go, where memory is short."""
+    for engine in list(_all):
+        engine.clear()
+
+
+def _identity(function: Callable[..., Any]) -> tuple[Any, ...]:
+    """What tells functions apart that are made anew for each call."""
+    if isinstance(function, partial):
+        return function.func, *function.args, *sorted(function.keywords.items())
+    return (function,)
+
+
+def _count(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """A captured function with the tensors that it reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    outputs: tuple[Tensor, ...]
+
+    @staticmethod
+    def capture(function: Function, tensors: tuple[Tensor, ...], device: torch.device, pool: Any) -> "_Graph":
+        inputs = [torch.empty_like(tensor).copy_(tensor) for tensor in tensors]
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):  # kernels are compiled and chosen before anything is captured
+            function(*inputs)
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            outputs = function(*inputs)
+        return _Graph(graph, inputs, tuple(outputs))
+
+    def replay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        for own, given in zip(self.inputs, tensors, strict=True):
+            own.copy_(given, non_blocking=True)
+        self.graph.replay()
+        return tuple(output.clone() for output in self.outputs)

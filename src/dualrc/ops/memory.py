@@ -1,0 +1,178 @@
+"""What the operations hold and compute: working memory in force, estimates of memory, counts of operations.
+
+Each operation states its own; `matcher.budget` and `dualrc bench` only add these up.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dualrc.config import CompactConfig, ConsensusConfig, NetworkConfig
+from dualrc.model.backbone import make_backbone
+from dualrc.model.cells import PLACES
+from dualrc.model.consensus import Consensus
+from dualrc.model.subpixel import WINDOW, Subpixel
+from dualrc.pixels import FINE_STRIDE, STRIDE
+from dualrc.types import Size
+
+_GIB = 2**30
+_working: ContextVar[int] = ContextVar("working memory", default=_GIB // 2)
+
+
+@contextmanager
+def working_memory(limit: int) -> Iterator[None]:
+    """Let the operations called in this block work in about so many bytes beside inputs and results."""
+    token = _working.set(limit)
+    try:
+        yield
+    finally:
+        _working.reset(token)
+
+
+def working_values() -> int:
+    """Number of float32 values in the working memory."""
+    return _working.get() // 4
+
+
+def consensus_values(consensus: Consensus) -> int:
+    """Values that the two directions hold at their widest for one entry of the tensor, in torch."""
+    return max(2 * (w.shape[2] ** 2 * min(w.shape[:2]) + sum(w.shape[:2])) for w in consensus.weights)
+
+
+class Traits(NamedTuple):
+    """What an engine holds at a time, as measured (docs/speed.md)."""
+
+    tensor_bytes: int  # of the coarse tensor's copies, for each entry
+    row_bytes: int  # of the consensus, for each entry of a row of image 0
+    search_bytes: int  # of the coarse tensor in the search, for each entry
+    query_copies: int  # of the features of all queries
+    match_copies: float  # of what refinement makes of a match
+
+
+def traits(engine: str, device: torch.device, precision: torch.dtype, hidden: int) -> Traits:
+    """Those of the engine with this name; `hidden` are the consensus' hidden channels."""
+    if device.type == "cuda" and precision == torch.float16 and "triton" in engine:
+        return Traits(4 * 2, 8 * 2, 2 * 2, 1, 1.3)
+    row = 4 * hidden if engine.startswith("native") else 4 * (6 * hidden + 48)
+    if device.type == "cpu":
+        return Traits(4 * 2, row, 2 * 4, 2, 0.9 if engine.startswith("native") else 1.5)
+    return Traits(4 * 5, row, 2 * 4, 1, 1.3 if device.type == "cuda" else 1.5)
+
+
+class Needs(NamedTuple):
+    """Bytes that each operation takes for a pair beside the weights and its working memory."""
+
+    extract: float
+    coarse: float
+    search: float
+    refine: float
+
+
+def needs(
+    config: NetworkConfig, images: tuple[Size, Size], seen: tuple[Size, Size], item: int, own: Traits, *, on_gpu: bool
+) -> Needs:
+    """For images of these (width, height), seen by the network at those; `item` bytes for each value of features."""
+    features, widest = _values_per_pixel(config)
+    pixels, image = [math.prod(size) for size in seen], max(math.prod(size) for size in images)
+    kept = features * item * sum(pixels)
+    # Of the other image there are features; of this one the pixels, as bytes and as numbers, then the maps.
+    loading = (18 if on_gpu else 14) * image + 36 * max(pixels)
+    extract = features * item * min(pixels) + max(loading, 6 * image * on_gpu + widest * item * max(pixels))
+    extract += 9 * config.backbone.fine_channels**2 * item  # a convolution's weights, reordered
+    entries = math.prod(count / STRIDE**2 for count in pixels)
+    row = entries / min(size[1] for size in seen) * STRIDE
+    queries = max(pixels) / FINE_STRIDE**2
+    query = features * FINE_STRIDE**2 * item + 256
+    match = 4 * (4 * config.backbone.fine_channels + 5 * WINDOW**2 + 4 * config.fine.subpixel_hidden)
+    return Needs(
+        extract=extract,
+        coarse=kept + entries * own.tensor_bytes + row * own.row_bytes,
+        search=kept + entries * own.search_bytes + own.query_copies * queries * query,
+        refine=kept + (queries * match * own.match_copies if config.fine.subpixel else 0),
+    )
+
+
+def _values_per_pixel(config: NetworkConfig) -> tuple[float, float]:
+    """Values for each pixel that the network sees: of its features, and of the backbone at its widest."""
+    backbone = config.backbone
+    fine, coarse = backbone.fine_channels / FINE_STRIDE**2, backbone.coarse_channels / STRIDE**2
+    if isinstance(backbone, CompactConfig):
+        half, quarter, eighth = (width / 4**level for level, width in enumerate(backbone.widths[:3], 1))
+        widest = max(half + 3 * quarter, 4 * quarter + eighth + 2 * fine)
+    else:
+        widest = max(80.0, 256 / 16 + 512 / 64 + 1024 / 256 + 3.5 * fine)
+    return coarse + fine + config.fine.subpixel, widest + 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The least that an operation has to do: additions and multiplications in products, and bytes moved."""
+
+    operations: float
+    bytes: float
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(operations=self.operations + other.operations, bytes=self.bytes + other.bytes)
+
+
+def extract_work(config: NetworkConfig, size: Size, item: int) -> Work:
+    """The backbone's convolutions on one image of this (width, height); each input, weight and output once."""
+    work = [Work(operations=0, bytes=0)]
+
+    def count(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
+        assert isinstance(layer, nn.Conv2d)
+        values = inputs[0].numel() + layer.weight.numel() + output.numel()
+        work[0] += Work(operations=2 * output.numel() * layer.weight[0].numel(), bytes=values * item)
+
+    with torch.device("meta"):  # shapes without values: nothing is computed
+        backbone = make_backbone(config.backbone).eval()
+        for layer in backbone.modules():
+            if isinstance(layer, nn.Conv2d):
+                layer.register_forward_hook(count)
+        backbone(torch.empty(1, 3, size[1], size[0]))
+    return work[0]
+
+
+def coarse_work(config: NetworkConfig, size0: Size, size1: Size, item: int) -> Work:
+    """Correlation, consensus and filters of one pair: five passes over the tensor at least.
+
+    The correlation writes it, the consensus reads and writes it, and the last filter reads and writes it.
+    """
+    cells0, cells1, channels = _cells(size0), _cells(size1), config.backbone.coarse_channels
+    entries = cells0 * cells1
+    operations = (2 * channels + consensus_operations(config.consensus)) * entries
+    return Work(operations=operations, bytes=(5 * entries + (cells0 + cells1) * channels) * item)
+
+
+def consensus_operations(config: ConsensusConfig) -> int:
+    """Operations for each entry of the tensor, of all layers in both directions."""
+    layers = zip(config.kernel_sizes, (1, *config.channels[:-1]), config.channels, strict=True)
+    return 2 * sum(2 * kernel**4 * inputs * outputs for kernel, inputs, outputs in layers)
+
+
+def search_work(config: NetworkConfig, size0: Size, size1: Size, item: int, *, visited: float, matches: int) -> Work:
+    """Cosines of the cells visited by all groups of 16 queries, and refinement; one pass over tensor and maps."""
+    cells0, cells1, channels = _cells(size0), _cells(size1), config.backbone.fine_channels
+    operations = 2 * channels * PLACES**2 * visited + matches * refine_operations(config)
+    return Work(operations=operations, bytes=(2 * cells0 * cells1 + (cells0 + cells1) * PLACES * channels) * item)
+
+
+def refine_operations(config: NetworkConfig) -> int:
+    """Operations for each match, in both directions; 0 where the preset refines nothing."""
+    if not config.fine.subpixel:
+        return 0
+    channels = config.backbone.fine_channels
+    with torch.device("meta"):
+        subpixel = Subpixel(channels, config.fine.subpixel_hidden)
+    layers = sum(2 * layer.weight.numel() for layer in subpixel.modules() if isinstance(layer, nn.Linear))
+    return 2 * (2 * channels * WINDOW**2 + layers)
+
+
+def _cells(size: Size) -> int:
+    return (size[0] // STRIDE) * (size[1] // STRIDE)

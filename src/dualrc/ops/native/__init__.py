@@ -1,0 +1,221 @@
+"""The operations in C, for CPUs: compiled on installation for several instruction sets."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dualrc.errors import ConfigError
+from dualrc.model import align, support
+from dualrc.model.cells import FineMap
+from dualrc.model.consensus import Consensus, swap_images
+from dualrc.model.search import Found, Queries
+from dualrc.model.subpixel import WINDOW, WindowPairs, inside
+from dualrc.model.support import Support
+from dualrc.ops import memory
+from dualrc.ops.native import library
+from dualrc.ops.torch import TorchEngine, slack
+
+_COLUMNS, _CHANNELS = 8, 8  # of image 1, and of a direction, that the consensus takes together
+_HIDDEN_VALUES = 2**22  # hidden values that it holds, which stay in the cache that all cores share,
+_ROWS = 8  # but no fewer rows of image 1, as each time two more are computed than needed
+
+
+class NativeEngine(TorchEngine):
+    """C for float32 on a CPU without gradients; torch for anything else."""
+
+    def __init__(self, variant: str | None = None) -> None:
+        """`variant` is one of library.available(); None: the best that loads."""
+        names = [variant] if variant else library.available()
+        opened = [(name, found) for name in names if (found := library.opened(name)) is not None]
+        if not opened:
+            raise ConfigError(
+                f"The C kernels{f' for {variant}' if variant else ''} were not compiled or can't run here; available: "
+                f"{', '.join(library.available()) or 'none'}. Install dualrc again with a C compiler, or leave the "
+                "engine out."
+            )
+        self.variant, self._library = opened[0]
+        self.name = f"native-{self.variant}"
+
+    def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
+        """Two layers of kernel 3 in both directions; hidden channels are held for three rows of image 0."""
+        weights, biases = list(consensus.weights), list(consensus.biases)
+        is_usual = [w.shape[2] for w in weights] == [3, 3] and len(biases[0]) % _CHANNELS == 0
+        if not (is_usual and _fits(scores, *weights)):
+            return super().consensus(scores, consensus)
+        height0, width0, height1, width1 = scores.shape[1:]
+        first = torch.cat([weights[0], swap_images(weights[0])])[:, 0].flatten(1)  # 2c 81
+        second = torch.cat([weights[1], swap_images(weights[1])], dim=1)[0].flatten(1)
+        # Rows of image 1 that are worked on together, each with hidden channels for three rows of image 0.
+        row = 3 * width0 * (math.ceil(width1 / _COLUMNS) * _COLUMNS + 2) * len(first)
+        rows = min(max(_ROWS, _HIDDEN_VALUES // row - 2), memory.working_values() // row - 2)
+        strip = max(2, min(rows, height1 + 1) // 2 * 2)
+        hidden = scores.new_empty((strip + 2) * row)
+        result = torch.empty_like(scores, memory_format=torch.contiguous_format)
+        for one, out in zip(scores, result, strict=True):
+            self._library.call(
+                "consensus",
+                scores=one,
+                first=first.T,
+                bias=biases[0].repeat(2),
+                second=second.T,
+                hidden=hidden,
+                out=out,
+                height0=height0,
+                width0=width0,
+                height1=height1,
+                width1=width1,
+                channels=len(first),
+                strip=strip,
+                last_bias=biases[1].item(),
+            )
+        return result
+
+    def search_queries(
+        self,
+        tensor: Tensor,
+        sums: Tensor,
+        queries: Queries,
+        fine: FineMap,
+        temperature: float,
+        *,
+        wanted: Tensor | None = None,
+    ) -> Found:
+        """The search of ops/torch.py, where each query stops as soon as the bound holds for itself."""
+        if not _fits(tensor, queries.features, fine.features):
+            return super().search_queries(tensor, sums, queries, fine, temperature, wanted=wanted)
+        batch, groups, places, channels = queries.features.shape
+        pair = torch.arange(batch).repeat_interleave(groups)
+        mixed, shared = queries.rows.shape[2], queries.weights.shape[:2] == (1, 1) != (batch, groups)
+        found = Found(
+            torch.empty(batch, groups, places, dtype=torch.long),
+            torch.empty(batch, groups, places),
+            torch.empty(batch, groups, dtype=torch.long),
+        )
+        self._library.call(
+            "search",
+            tensor=tensor,
+            sums=sums,
+            queries=queries.features,
+            pair=pair,
+            rows=queries.rows.flatten(0, 1) + pair[:, None] * tensor.shape[1],
+            weights=queries.weights,
+            wanted=wanted,
+            fine=fine.features,
+            valid=fine.valid,
+            index=found.best,
+            score=found.score,
+            visited=found.visited,
+            groups=batch * groups,
+            places=places,
+            channels=channels,
+            mixed=mixed,
+            weights_apart=0 if shared else places * mixed,
+            candidates=tensor.shape[2],
+            width=fine.width,
+            temperature=temperature,
+            allowance=slack(torch.float32, temperature),
+        )
+        return found
+
+    def windows(self, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
+        """Cosines between the 3x3 cells around matches, without a copy of their features."""
+        if not _fits(fine0.features, fine1.features):
+            return super().windows(fine0, fine1, pair, index0, index1)
+        cosine = torch.empty(len(pair), WINDOW, WINDOW)
+        (height0, width0), (height1, width1) = fine0.fine_size, fine1.fine_size
+        self._library.call(
+            "meet",
+            features0=fine0.features,
+            features1=fine1.features,
+            pair=pair,
+            index0=index0,
+            index1=index1,
+            cosines=cosine,
+            count=len(pair),
+            channels=fine0.features.shape[2],
+            height0=height0,
+            width0=width0,
+            height1=height1,
+            width1=width1,
+        )
+        middles = fine0.gather(pair, index0), fine1.gather(pair, index1)
+        return WindowPairs(*middles, cosine, inside(fine0, index0), inside(fine1, index1))
+
+    def support(
+        self,
+        index: Tensor,
+        here: Tensor,
+        there: Tensor,
+        confidence: Tensor,
+        pair: Tensor,
+        shape: tuple[int, int, int],
+    ) -> Support:
+        """The affine motion of the neighbors and what it explains, match by match."""
+        if not _fits(here, there, confidence):
+            return super().support(index, here, there, confidence, pair, shape)
+        layout = support.lay_out(index, here, there, confidence, pair, shape)
+        count, offsets = len(index), support.neighbor_offsets(layout.row, index.device)
+        found = Support(torch.empty(count), torch.empty(count, 2, 2), torch.empty(count, 2))
+        self._library.call(
+            "explain",
+            maps=layout.maps,
+            at=layout.at,
+            known=layout.known,
+            offsets=offsets,
+            **found._asdict(),
+            count=count,
+            places=layout.maps.shape[1],
+            neighbors=len(offsets),
+            sigma=support.SIGMA,
+            near=support.NEAR,
+            own=support.OWN,
+            doubt=support.DOUBT,
+        )
+        return found
+
+    def align(
+        self, light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor
+    ) -> Tensor:
+        """Gauss-Newton on brightness, match by match."""
+        if not _fits(light0, light1, points0, points1):
+            return super().align(light0, light1, pair, points0, points1, motion)
+        places, weights = align.window(pair.device)
+        spare = (0, -len(weights) % library.LANES)  # for whole vectors
+        across, down, weights = (F.pad(column, spare) for column in (*places.T, weights))
+        moves = torch.empty(len(pair), 2)
+        self._library.call(
+            "fit",
+            light0=light0,
+            light1=light1,
+            pair=pair,
+            points0=points0.nan_to_num(),
+            points1=points1.nan_to_num(),
+            motion=motion.nan_to_num(),
+            across=across,
+            down=down,
+            weights=weights,
+            moves=moves,
+            count=len(pair),
+            places=len(weights),
+            height0=light0.shape[1],
+            width0=light0.shape[2],
+            height1=light1.shape[1],
+            width1=light1.shape[2],
+            reach=align.REACH,
+            damping=align.DAMPING,
+            longest=align.LONGEST,
+            farthest=align.FARTHEST,
+            least=align.LEAST,
+            gain=align.GAIN,
+            largest=align.LARGEST,
+            rounds=align.ROUNDS,
+        )
+        return moves
+
+
+def _fits(*tensors: Tensor) -> bool:
+    """Whether the C functions can work on these."""
+    learning = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return not learning and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
