@@ -172,6 +172,7 @@ class NativeEngine(TorchEngine):
             near=support.NEAR,
             own=support.OWN,
             doubt=support.DOUBT,
+            ridge=support.RIDGE,
         )
         return found
 
