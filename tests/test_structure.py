@@ -26,6 +26,7 @@ ROOMS = [
     "scenes",
     "kernels",
     "model",
+    "ops",
     "matcher",
     "data",
     "losses",

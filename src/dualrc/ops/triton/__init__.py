@@ -1,0 +1,1 @@
+"""Operations for GPUs, written in Triton; it is imported only where a kernel is launched."""
