@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dualrc.config import PRESETS, CompactConfig
-from dualrc.model.backbone import CompactBackbone, local_contrast
+from dualrc.model.backbone import CompactBackbone, fold_batch_norm, local_contrast
 from dualrc.ops.triton.convolution import (
     FusedConv,
     Tiles,
@@ -230,6 +230,15 @@ def test_backbone_is_the_plain_one(kind, tolerance, contrast, size):
     assert all(torch.equal(value, plain.state_dict()[key]) for key, value in before.items())
 
 
+def test_a_folded_backbone_can_be_fused():
+    plain = make()
+    folded = copy.deepcopy(plain)
+    fold_batch_norm(folded)
+    images = rand(5, 1, 3, 32, 32).to(DEVICE)
+    found, expected = (fuse(backbone.to(DEVICE), torch.float32)(images) for backbone in (folded, plain))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_a_fused_backbone_can_be_copied_and_converted():
     fast = fuse(make(), torch.float32).to(DEVICE)
     images = rand(5, 1, 3, 32, 32).to(DEVICE)
@@ -299,12 +308,20 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 @pytest.mark.parametrize(
     ("name", "kind", "numbers", "constants", "found"),
     [
-        # CIN COUT PITCH KERNEL STRIDE PADDING REPLICATE ADD RELU BLOCK_M BLOCK_N BLOCK_K L1
-        ("convolve", "fp16", 4, (64, 64, 64, 3, 1, 1, 0, 1, 1, 128, 64, 64, 0, "ieee"), {"wgmma", "cp.async.cg"}),
-        ("convolve", "fp16", 4, (4, 32, 32, 4, 2, 1, 0, 0, 1, 128, 32, 64, 0, "ieee"), {"wgmma"}),
-        ("convolve", "fp16", 4, (256, 256, 256, 2, 2, 0, 1, 0, 1, 64, 64, 64, 0, "ieee"), {"wgmma", "cp.async.cg"}),
-        ("convolve", "fp32", 4, (64, 64, 64, 3, 1, 1, 0, 1, 1, 64, 64, 16, 0, "ieee"), {"cp.async.cg"}),
-        ("upsample_add", "fp16", 4, (64, 64, 64), set()),
+        # CIN COUT PITCH KERNEL STRIDE PADDING REPLICATE ADD RELU BLOCK_M BLOCK_N BLOCK_K L1 PRECISION OVERLAP
+        ("convolve", "fp16", 4, (64, 64, 64, 3, 1, 1, 0, 1, 1, 128, 64, 64, 0, "ieee", 0), {"wgmma", "cp.async.cg"}),
+        ("convolve", "fp16", 4, (4, 32, 32, 4, 2, 1, 0, 0, 1, 128, 32, 64, 0, "ieee", 0), {"wgmma"}),
+        ("convolve", "fp16", 4, (256, 256, 256, 2, 2, 0, 1, 0, 1, 64, 64, 64, 0, "ieee", 0), {"wgmma", "cp.async.cg"}),
+        ("convolve", "fp32", 4, (64, 64, 64, 3, 1, 1, 0, 1, 1, 64, 64, 16, 0, "ieee", 0), {"cp.async.cg"}),
+        (
+            "convolve",
+            "fp16",
+            4,
+            (64, 64, 64, 3, 1, 1, 0, 1, 1, 128, 64, 64, 0, "ieee", 1),
+            {"wgmma", "cp.async.cg", "griddepcontrol.wait"},
+        ),
+        ("upsample_add", "fp16", 4, (64, 64, 64, 0), set()),
+        ("upsample_add", "fp16", 4, (64, 64, 64, 1), {"griddepcontrol.wait"}),
         ("square_means", "fp16", 6, (8, 4), set()),
         ("add_contrast", "fp16", 8, (8, 0.002, 256), set()),
     ],
@@ -315,4 +332,4 @@ def test_kernels_compile_for_a_gpu(name, kind, numbers, constants, found, monkey
     command = [sys.executable, "-c", COMPILE, name, kind, str(numbers), *map(str, constants)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert {word for word in ("wgmma", "cp.async.cg") if word in done.stdout} == found
+    assert {word for word in ("wgmma", "cp.async.cg", "griddepcontrol.wait") if word in done.stdout} == found

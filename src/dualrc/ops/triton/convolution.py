@@ -9,8 +9,8 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from typing import Any, Self
+from functools import cache, lru_cache, partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALIGNMENT = 16  # bytes; Triton compiles a second kernel for pointers that are aligned less
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _SUM_BLOCK = 128  # the weights' rows are padded to a multiple; no tile may exceed it
+_PLANS = 256  # shapes that a convolution remembers
 _KERNEL = 31  # taps that fit into the bits of a mask
 _ELEMENTS = 4096  # of a program that upsamples
 _PIXELS = 256  # of a program that measures contrast
@@ -73,10 +74,19 @@ class _Launcher:
     from that of the first.
     """
 
-    def __init__(self, name: str, *constants: Any, warps: int = 4, stages: int = 3) -> None:
-        """`constants` in the order of the kernel's arguments, of which they are the last."""
-        self._name, self._constants = name, constants
-        self._options = {"num_warps": warps, "num_stages": stages}
+    def __init__(
+        self, name: str, *constants: Any, warps: int = 4, stages: int = 3, overlap: bool | None = None
+    ) -> None:
+        """`constants` in the order of the kernel's arguments, of which they are the last.
+
+        With `overlap`, which also is the last constant of kernels that can, a kernel is started while the previous
+        one ends (programmatic dependent launch).
+        """
+        self._name = name
+        self._constants = constants if overlap is None else (*constants, overlap)
+        self._options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+        if overlap:
+            self._options["launch_pdl"] = True
         self._compiled: dict[tuple[torch.device, torch.dtype], Any] = {}
         self._direct = True
 
@@ -98,6 +108,15 @@ class _Launcher:
             self._compiled[key] = compiled
 
 
+class _Plan(NamedTuple):
+    """What a launch needs to know, for inputs of one shape."""
+
+    launcher: _Launcher | None  # None: there is nothing to compute
+    grid: tuple[int, int, int]
+    numbers: tuple[int, int, int, int]  # height, width, out_width, positions
+    shape: tuple[int, int, int, int]  # of the results
+
+
 class FusedConv(nn.Module):
     """A convolution with bias, and with what may follow it: a tensor to add, and the rectifier."""
 
@@ -112,17 +131,19 @@ class FusedConv(nn.Module):
         replicate: bool = False,
         dtype: torch.dtype | None = None,
         tiles: Tiles | None = None,
+        overlap: bool = False,
     ) -> None:
         """`replicate` repeats the last row and column of maps that the stride does not divide.
 
-        `tiles` replaces the choice of tiles, for tuning.
+        `tiles` replaces the choice of tiles, for tuning. `overlap` starts the kernel while the previous one ends,
+        which needs a Hopper GPU.
         """
         super().__init__()
         _check(convolution, replicate)
         weight = convolution.weight.detach()
         self.outputs, self.channels, self.kernel = weight.shape[:3]
         self.stride, self.padding = convolution.stride[0], int(convolution.padding[0])
-        self.relu, self.replicate, self.tiles = relu, replicate, tiles
+        self.relu, self.replicate, self.tiles, self.overlap = relu, replicate, tiles, overlap
         terms = self.channels * self.kernel**2
         widest = 256 if self.outputs > 128 else 16
         self._pitch = _parts(power_above(self.outputs) if self.outputs <= 128 else self.outputs, widest) * widest
@@ -133,36 +154,54 @@ class FusedConv(nn.Module):
         self.register_buffer("weight", padded.to(dtype or weight.dtype).contiguous(), persistent=False)
         self.register_buffer("bias", F.pad(bias.float(), (0, missing)).contiguous(), persistent=False)
         self._launchers: dict[tuple[Tiles, bool], _Launcher] = {}
+        self._plans: dict[Any, _Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: compiled kernels belong to this process."""
-        return {**self.__dict__, "_launchers": {}}
+        return {**self.__dict__, "_launchers": {}, "_plans": {}}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._launchers.clear()  # they are for the dtypes of before
+        self._plans.clear()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """(b c h w) -> (b c' h' w'), channels-last, with `onto` added before the rectifier."""
+        plan = self._plans.get((x.shape, x.dtype, onto is None)) or self._plan(x, onto is not None)
+        out = torch.empty(plan.shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        if onto is not None and (onto.shape != plan.shape or onto.dtype != x.dtype):
+            raise ValueError(f"Expected {plan.shape} of {x.dtype} to add, not {tuple(onto.shape)} of {onto.dtype}.")
+        if plan.launcher is not None:
+            x = _readable(x)
+            added = x if onto is None else _readable(onto)
+            with _on_device(x):
+                plan.launcher(plan.grid, x, self.weight, self.bias, added, out, *plan.numbers)
+        return out
+
+    def _plan(self, x: Tensor, add: bool) -> _Plan:
+        """Check an input and prepare for more of its shape."""
         dtype = self.weight.dtype
         if x.dtype != dtype or x.shape[1] != self.channels:
             raise ValueError(f"Expected {self.channels} channels of {dtype}, not {x.shape[1]} of {x.dtype}.")
         batch, _, height, width = x.shape
         rows, columns = self.out_size(height), self.out_size(width)
-        out = _empty(x, self.outputs, rows, columns)
-        if onto is not None and (onto.shape != out.shape or onto.dtype != dtype):
-            raise ValueError(f"Expected a tensor of {tuple(out.shape)} to add, not {tuple(onto.shape)}.")
-        if out.numel() == 0:
-            return out
         positions = rows * columns
         tiles = self.tiles or self._choose(batch * positions)
-        launcher = self._launchers.get((tiles, onto is not None)) or self._launcher(tiles, onto is not None)
-        grid = (_parts(positions, tiles.positions) * _parts(self.outputs, tiles.outputs), batch, 1)
-        x = _readable(x)
-        added = x if onto is None else _readable(onto)
-        with _on_device(x):
-            launcher(grid, x, self.weight, self.bias, added, out, height, width, columns, positions)
-        return out
+        plan = _Plan(
+            launcher=self._launcher(tiles, add) if batch * positions else None,
+            grid=(_parts(positions, tiles.positions) * _parts(self.outputs, tiles.outputs), batch, 1),
+            numbers=(height, width, columns, positions),
+            shape=(batch, self.outputs, rows, columns),
+        )
+        if len(self._plans) >= _PLANS:
+            self._plans.clear()
+        self._plans[x.shape, x.dtype, not add] = plan
+        return plan
+
+    def use_tiles(self, tiles: Tiles | None) -> None:
+        """Replace the choice of tiles from now on; None: back to it."""
+        self.tiles = tiles
+        self._plans.clear()
 
     def _choose(self, positions: int) -> Tiles:
         half = self.weight.dtype != torch.float32
@@ -179,12 +218,14 @@ class FusedConv(nn.Module):
         return max(0, (length + 2 * self.padding - self.kernel) // self.stride + 1)
 
     def _launcher(self, tiles: Tiles, add: bool) -> _Launcher:
+        if (tiles, add) in self._launchers:
+            return self._launchers[tiles, add]
         assert tiles.terms <= _SUM_BLOCK and self._pitch % tiles.outputs == 0
         launcher = _Launcher(
             "convolve", self.channels, self.outputs, self._pitch, self.kernel, self.stride, self.padding,
             self.replicate, add, self.relu, tiles.positions, tiles.outputs, tiles.terms,
             8 // self.weight.element_size() if tiles.cached else 0, "ieee",
-            warps=tiles.warps, stages=tiles.stages,
+            warps=tiles.warps, stages=tiles.stages, overlap=self.overlap,
         )  # fmt: skip
         self._launchers[tiles, add] = launcher
         return launcher
@@ -206,10 +247,10 @@ def _check(convolution: nn.Conv2d, replicate: bool) -> None:
 class FusedResidual(nn.Module):
     """A residual block of folded convolutions: two launches."""
 
-    def __init__(self, block: ResidualBlock, dtype: torch.dtype) -> None:
+    def __init__(self, block: ResidualBlock, dtype: torch.dtype, *, overlap: bool = False) -> None:
         super().__init__()
-        self.conv1 = FusedConv(block.conv1, relu=True, dtype=dtype)
-        self.conv2 = FusedConv(block.conv2, relu=True, dtype=dtype)
+        self.conv1 = FusedConv(block.conv1, relu=True, dtype=dtype, overlap=overlap)
+        self.conv2 = FusedConv(block.conv2, relu=True, dtype=dtype, overlap=overlap)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv2(self.conv1(x), onto=x)
@@ -218,23 +259,24 @@ class FusedResidual(nn.Module):
 class FusedBackbone(nn.Module):
     """What CompactBackbone computes; made by `fuse`."""
 
-    def __init__(self, folded: CompactBackbone, dtype: torch.dtype) -> None:
+    def __init__(self, folded: CompactBackbone, dtype: torch.dtype, *, overlap: bool = False) -> None:
         super().__init__()
-        self.contrast = folded.contrast
-        self.stem = _fused(folded.stem, dtype)
-        self.level4 = _fused(folded.level4, dtype)
-        self.level8 = _fused(folded.level8, dtype)
-        self.level16 = _fused(folded.level16, dtype)
+        self.contrast, self.overlap = folded.contrast, overlap
+        fused = partial(_fused, dtype=dtype, overlap=overlap)
+        self.stem = fused(folded.stem)
+        self.level4 = fused(folded.level4)
+        self.level8 = fused(folded.level8)
+        self.level16 = fused(folded.level16)
         # An odd map at 1/16 is padded with its own border.
-        self.level32 = _fused(folded.level32, dtype, replicate=True)
-        self.down32 = _fused(folded.down32, dtype)
-        self.down16 = _fused(folded.down16, dtype)
-        self.down8 = _fused(folded.down8, dtype)
-        self.merge16 = _fused(folded.merge16, dtype)
-        self.merge8 = _fused(folded.merge8, dtype)
-        self.merge4 = _fused(folded.merge4, dtype)
-        self.coarse = _fused(folded.coarse, dtype)
-        self.fine = _fused(folded.fine, dtype)
+        self.level32 = fused(folded.level32, replicate=True)
+        self.down32 = fused(folded.down32)
+        self.down16 = fused(folded.down16)
+        self.down8 = fused(folded.down8)
+        self.merge16 = fused(folded.merge16)
+        self.merge8 = fused(folded.merge8)
+        self.merge4 = fused(folded.merge4)
+        self.coarse = fused(folded.coarse)
+        self.fine = fused(folded.fine)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(b 3 h w) -> coarse (b c h/16 w/16), fine (b c h/4 w/4), neither normalized."""
@@ -243,9 +285,9 @@ class FusedBackbone(nn.Module):
             x8 = self.level8(x4)
             x16 = self.level16(x8)
             x32 = self.level32(x16)
-            x16 = self.merge16(upsample_add(self.down32(x32), x16))
-            x8 = self.merge8(upsample_add(self.down16(x16), x8))
-            x4 = self.merge4(upsample_add(self.down8(x8), x4))
+            x16 = self.merge16(upsample_add(self.down32(x32), x16, overlap=self.overlap))
+            x8 = self.merge8(upsample_add(self.down16(x16), x8, overlap=self.overlap))
+            x4 = self.merge4(upsample_add(self.down8(x8), x4, overlap=self.overlap))
             return self.coarse(x16), self.fine(x4)
 
     @torch.inference_mode()
@@ -260,9 +302,9 @@ class FusedBackbone(nn.Module):
             onto = weight.new_zeros(1, convolution.outputs, rows, rows) if add else None
             chosen = convolution.tiles
             for tiles in convolution.all_tiles():
-                convolution.tiles = tiles
+                convolution.use_tiles(tiles)
                 convolution(x, onto)
-            convolution.tiles = chosen
+            convolution.use_tiles(chosen)
 
     def _convolutions(self) -> Iterator[tuple[FusedConv, bool]]:
         """All convolutions, and whether something is added to their results."""
@@ -271,13 +313,16 @@ class FusedBackbone(nn.Module):
                 yield module, name.endswith("conv2")
 
 
-def fuse(backbone: CompactBackbone, dtype: torch.dtype = torch.float16) -> FusedBackbone:
-    """A fused copy of a backbone, for inference, on the same device; the backbone itself is not changed."""
+def fuse(backbone: CompactBackbone, dtype: torch.dtype = torch.float16, *, overlap: bool = False) -> FusedBackbone:
+    """A fused copy of a backbone, for inference, on the same device; the backbone itself is not changed.
+
+    With `overlap`, kernels are started while the previous ones end, which needs a Hopper GPU and Triton 3.4.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"{dtype} is not supported; choose float16, bfloat16 or float32.")
     folded = copy.deepcopy(backbone).eval().float()  # batch norms are folded in full precision
     fold_batch_norm(folded)
-    return FusedBackbone(folded, dtype).eval()
+    return FusedBackbone(folded, dtype, overlap=overlap).eval()
 
 
 def supported(images: Tensor) -> bool:
@@ -285,19 +330,20 @@ def supported(images: Tensor) -> bool:
     return usable(images) and images.dtype in DTYPES
 
 
-def _fused(module: nn.Module, dtype: torch.dtype, *, replicate: bool = False) -> nn.Module:
+def _fused(module: nn.Module, *, dtype: torch.dtype, overlap: bool, replicate: bool = False) -> nn.Module:
     if isinstance(module, ResidualBlock):
-        return FusedResidual(module, dtype)
+        return FusedResidual(module, dtype, overlap=overlap)
     if isinstance(module, nn.Conv2d):
-        return FusedConv(module, relu=False, dtype=dtype)
+        return FusedConv(module, relu=False, dtype=dtype, overlap=overlap)
     assert isinstance(module, nn.Sequential)
     if isinstance(module[0], nn.Conv2d):  # and what was its batch norm, and a rectifier
-        return FusedConv(module[0], relu=True, replicate=replicate, dtype=dtype)
+        return FusedConv(module[0], relu=True, replicate=replicate, dtype=dtype, overlap=overlap)
     first, *blocks = module
-    return nn.Sequential(_fused(first, dtype, replicate=replicate), *[_fused(block, dtype) for block in blocks])
+    first = _fused(first, dtype=dtype, overlap=overlap, replicate=replicate)
+    return nn.Sequential(first, *[_fused(block, dtype=dtype, overlap=overlap) for block in blocks])
 
 
-def upsample_add(small: Tensor, large: Tensor) -> Tensor:
+def upsample_add(small: Tensor, large: Tensor, *, overlap: bool = False) -> Tensor:
     """`large` plus `small` upsampled bilinearly by 2 and cut to its size: (b c h w), (b c h' w') -> (b c h' w')."""
     batch, channels, rows, columns = large.shape
     height, width = small.shape[2:]
@@ -309,7 +355,7 @@ def upsample_add(small: Tensor, large: Tensor) -> Tensor:
     block = max(1, _ELEMENTS // power_above(channels))
     small, large = _readable(small), _readable(large)
     with _on_device(large):
-        _upsampler(channels, block)(
+        _upsampler(channels, block, overlap)(
             (_parts(rows * columns, block), batch, 1), small, large, out, height, width, columns, rows * columns
         )
     return out
@@ -340,8 +386,8 @@ def add_contrast(images: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _upsampler(channels: int, block: int) -> _Launcher:
-    return _Launcher("upsample_add", channels, block, power_above(channels))
+def _upsampler(channels: int, block: int, overlap: bool) -> _Launcher:
+    return _Launcher("upsample_add", channels, block, power_above(channels), overlap=overlap)
 
 
 @cache
