@@ -103,6 +103,13 @@ def test_shortcut_and_rectifier(kind, size):
     assert torch.equal(onto, before)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bits of bfloat16 as integers")
+def test_bfloat16():
+    layer = convolution(16, 24, 3, 1, 1)
+    x = rand(3, 1, 16, 5, 6).to(DEVICE, torch.bfloat16)
+    assert close(fused(layer, torch.bfloat16, relu=True)(x), by_definition(layer, x, relu=True), 2e-2)
+
+
 def test_tiles_do_not_change_results():
     layer = convolution(32, 48, 3, 1, 1)
     x = rand(3, 1, 32, 6, 11).to(DEVICE, torch.float16)
@@ -164,6 +171,8 @@ def test_what_is_not_supported_is_refused():
     for x in (torch.zeros(1, 4, 2, 2).half(), torch.zeros(1, 3, 2, 2)):
         with pytest.raises(ValueError, match="Expected 4 channels"):
             convolve(x)
+    with pytest.raises(ValueError, match="too large"):
+        convolve(torch.zeros(1, 1, 1, 1).expand(1, 4, 2**15, 2**15))
     with pytest.raises(ValueError, match="to add"):
         convolve(torch.zeros(1, 4, 2, 2), onto=torch.zeros(1, 6, 2, 1))
     with pytest.raises(ValueError, match="half the size"):
@@ -313,6 +322,7 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
         ("convolve", "fp16", 4, (4, 32, 32, 4, 2, 1, 0, 0, 1, 128, 32, 64, 0, "ieee", 0), {"wgmma"}),
         ("convolve", "fp16", 4, (256, 256, 256, 2, 2, 0, 1, 0, 1, 64, 64, 64, 0, "ieee", 0), {"wgmma", "cp.async.cg"}),
         ("convolve", "fp32", 4, (64, 64, 64, 3, 1, 1, 0, 1, 1, 64, 64, 16, 0, "ieee", 0), {"cp.async.cg"}),
+        ("convolve", "bf16", 4, (64, 64, 64, 3, 1, 1, 0, 0, 1, 64, 64, 64, 0, "ieee", 0), {"wgmma", "cp.async.cg"}),
         (
             "convolve",
             "fp16",

@@ -23,6 +23,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALIGNMENT = 16  # bytes; Triton compiles a second kernel for pointers that are aligned less
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _SUM_BLOCK = 128  # the weights' rows are padded to a multiple; no tile may exceed it
+_LARGEST = 2**31  # elements of one picture's map; kernels count them in 32 bits
 _PLANS = 256  # shapes that a convolution remembers
 _KERNEL = 31  # taps that fit into the bits of a mask
 _ELEMENTS = 4096  # of a program that upsamples
@@ -186,6 +187,8 @@ class FusedConv(nn.Module):
         batch, _, height, width = x.shape
         rows, columns = self.out_size(height), self.out_size(width)
         positions = rows * columns
+        if max(height * width * self.channels, positions * self.outputs) >= _LARGEST:
+            raise ValueError(f"A map of {height} x {width} is too large; give smaller images.")
         tiles = self.tiles or self._choose(batch * positions)
         plan = _Plan(
             launcher=self._launcher(tiles, add) if batch * positions else None,
