@@ -430,7 +430,9 @@ def refinement_case(seed=0, count=60, batch=2, hidden=8, channels=12, size0=(5, 
 
 def assert_points(found, expected, *, least=0.97, tolerance=5e-3):
     """The same points and scores, but for few that a threshold of the alignment let move in one alone."""
-    error = torch.maximum((found.points0 - expected.points0).norm(dim=1), (found.points1 - expected.points1).norm(dim=1))
+    error = torch.maximum(
+        (found.points0 - expected.points0).norm(dim=1), (found.points1 - expected.points1).norm(dim=1)
+    )
     assert (error < tolerance).float().mean() >= least if len(error) else True
     assert (error < 3).all() and torch.isfinite(found.points0).all() and torch.isfinite(found.points1).all()
     assert torch.allclose(found.scores, expected.scores, rtol=5e-3, atol=2e-3)
@@ -483,7 +485,9 @@ def test_a_batch_is_its_pairs(engine):
         own, here = matches.pair == number, slice(number, number + 1)
         maps = tuple(replace(f, features=f.features[here]) for f in fine)
         alone = CellMatches(*(column[own] for column in matches))
-        alone = run(engine, "refine", subpixel, maps, tuple(one[here] for one in light), alone._replace(pair=alone.pair * 0))
+        alone = run(
+            engine, "refine", subpixel, maps, tuple(one[here] for one in light), alone._replace(pair=alone.pair * 0)
+        )
         assert_points(type(alone)(*(column[own] for column in together)), alone, tolerance=1e-3)
 
 

@@ -17,6 +17,7 @@ ROOMS = [
     "machine",
     "config",
     "types",
+    "pixels",
     "matches",
     "image",
     "geometry",
@@ -24,8 +25,8 @@ ROOMS = [
     "metrics",
     "draw",
     "scenes",
-    "kernels",
     "model",
+    "ops",
     "matcher",
     "data",
     "losses",
@@ -90,8 +91,17 @@ def test_the_parser_of_imports_sees_them_all(tmp_path, monkeypatch):
     assert imported_rooms(file) == {"cli", "train", "web", "bench", "data", "model", "draw"}
 
 
-def test_the_literal_definitions_share_nothing_with_the_fast_code():
-    assert imported_rooms(PACKAGE / "model" / "literal.py") == set()
+def test_the_definition_names_no_engine_device_or_graph():
+    for path in (PACKAGE / "model").glob("*.py"):
+        text = path.read_text(encoding="utf-8").lower()
+        assert "ops" not in imported_rooms(path)
+        words = ("cuda", "triton", "is_cuda", "native", "graph.", "chunk", "trace")
+        found = [word for word in words if word in text]
+        assert not found, (path.name, found)
+
+
+def test_the_network_is_readable_at_a_glance():
+    assert len((PACKAGE / "model" / "dualrc.py").read_text(encoding="utf-8").splitlines()) < 200
 
 
 def test_public_names():
