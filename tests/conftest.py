@@ -24,7 +24,8 @@ from dualrc.ops import choose
 from dualrc.ops.native import library
 
 ROOT = Path(__file__).parents[1]
-GOLDEN = ROOT.parent / "shared" / "data" / "golden"
+SHARED = ROOT.parent / "shared" / "data"
+GOLDEN = SHARED / "golden"
 
 settings.register_profile("dualrc", deadline=None, derandomize=True, database=None)
 settings.load_profile("dualrc")

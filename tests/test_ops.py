@@ -1,8 +1,9 @@
-"""Every engine against the reference: random and odd shapes, masks, ties, empty inputs, half precision, little memory."""
+"""Every engine against the reference: odd shapes, masks, ties, empty inputs, half precision, little memory."""
 
 import itertools
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -33,6 +34,12 @@ HALF = {"triton", "triton+graphs", "torch", "definition"}
 def engine(request):
     """Every engine that this machine can run, on the device that it is for."""
     return make_engine(request.param)
+
+
+def only_on_gpu(engine, request):
+    """Leave out what takes too long in Triton's interpreter, unless slow tests are asked for."""
+    if engine.name == "triton" and DEVICE == "cpu" and not request.config.getoption("--slow"):
+        pytest.skip("slow in Triton's interpreter: give --slow to run it")
 
 
 def place(engine, value):
@@ -68,6 +75,7 @@ def consensus_of(channels, sizes=(3, 3)) -> Consensus:
     return consensus.requires_grad_(False)
 
 
+@cache
 def coarse_maps(batch, shape0, shape1, seed=0):
     return tuple(0.2 + rand(seed + n, batch, 6, *shape) for n, shape in enumerate((shape0, shape1)))
 
@@ -102,7 +110,8 @@ def test_other_layers(engine, sizes, channels):
 @pytest.mark.parametrize("masked", [(True, True), (True, False), (False, True)], ids=str)
 def test_masked_cells_correlate_with_nothing(engine, masked):
     maps = coarse_maps(2, (2, 3), (3, 2))
-    valid = tuple(rand(7, 2, 4 * f.shape[2], 4 * f.shape[3]) > 1.7 if m else None for f, m in zip(maps, masked))
+    masks = (rand(7, 2, 4 * f.shape[2], 4 * f.shape[3]) > 1.7 for f in maps)
+    valid = tuple(mask if used else None for mask, used in zip(masks, masked, strict=True))
     inputs = maps, consensus_of((8, 1)), valid
     expected = REFERENCE.coarse(*inputs)
     assert not torch.allclose(expected, REFERENCE.coarse(maps, inputs[1], NOTHING))
@@ -135,7 +144,7 @@ def test_the_coarse_tensor_in_half_precision(engine):
 def test_a_broken_score_does_not_spread_silently(engine):
     if engine.name.startswith("triton"):
         pytest.skip("maxima on a GPU leave NaN out")
-    maps = coarse_maps(1, (2, 3), (3, 4))
+    maps = tuple(f.clone() for f in coarse_maps(1, (2, 3), (3, 4)))
     maps[0][0, 0, 1, 1] = torch.nan
     assert run(engine, "coarse", maps, consensus_of((8, 1)), NOTHING).isnan().any()
 
@@ -195,13 +204,20 @@ def assert_search(found, expected, case, config, *, exact):
     assert (found.back[same] == expected.back[same]).float().mean() > 0.98 if same.any() else True
 
 
+@cache
+def both_directions(reading, kind, masked, share, temperature):
+    case = search_case(kind, 3, (2, 2), (2, 3), batch=2, masked=masked)
+    config = FineConfig(reading=reading, query_share=share, temperature=temperature)
+    return case, config, REFERENCE.search(*case, config)
+
+
 @pytest.mark.parametrize("reading", ["corner", "center"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("masked", "share", "temperature"), [(False, 1.0, 0.0), (True, 0.5, 0.1)])
-def test_the_search_in_both_directions(engine, reading, kind, masked, share, temperature):
-    case = search_case(kind, 3, (2, 3), (3, 4), batch=2, masked=masked)
-    config = FineConfig(reading=reading, query_share=share, temperature=temperature)
-    expected = REFERENCE.search(*case, config)
+def test_the_search_in_both_directions(engine, reading, kind, masked, share, temperature, request):
+    if kind in ("flat", "peaked"):
+        only_on_gpu(engine, request)
+    case, config, expected = both_directions(reading, kind, masked, share, temperature)
     assert (expected.back == expected.index0).any()
     found = run(engine, "search", *case, config)
     assert_search(found, expected, case, config, exact=kind == "exact" and temperature == 0)
@@ -213,25 +229,35 @@ def test_the_search_of_odd_shapes(engine, shape0, shape1):
     assert_search(run(engine, "search", *case, config), REFERENCE.search(*case, config), case, config, exact=False)
 
 
+@cache
+def many_cells(kind):
+    case, config = search_case(kind, 7, (1, 2), (9, 8)), FineConfig(reading="corner")
+    return case, config, REFERENCE.search(*case, config)
+
+
 @pytest.mark.parametrize("kind", ["exact", "flat", "peaked"])
-def test_more_cells_than_are_visited_at_first(engine, kind):
-    case, config = search_case(kind, 7, (2, 2), (9, 8), channels=4), FineConfig(reading="corner")
-    found, expected = run(engine, "search", *case, config), REFERENCE.search(*case, config)
+def test_more_cells_than_are_visited_at_first(engine, kind, request):
+    if kind != "exact":
+        only_on_gpu(engine, request)
+    case, config, expected = many_cells(kind)
+    found = run(engine, "search", *case, config)
     assert_search(found, expected, case, config, exact=kind == "exact")
     if kind == "peaked" and engine.name != "definition":
         assert found.visited0.float().mean() < 36
-    assert (found.visited0 <= 72).all() and (found.visited1 <= 4).all()
+    assert (found.visited0 <= 72).all()
 
 
 @pytest.mark.parametrize("bytes_", [1, 100_000])
-def test_the_search_in_little_memory(engine, bytes_):
+def test_the_search_in_little_memory(engine, bytes_, request):
+    only_on_gpu(engine, request)
     case, config = search_case("flat", 9, (3, 3), (4, 3), masked=True), FineConfig(query_share=0.5)
     with memory.working_memory(bytes_):
         found = run(engine, "search", *case, config)
     assert_search(found, REFERENCE.search(*case, config), case, config, exact=False)
 
 
-def test_nothing_is_found_in_nothing(engine):
+def test_nothing_is_found_in_nothing(engine, request):
+    only_on_gpu(engine, request)
     tensor, fine0, fine1 = search_case("flat", 0, (2, 2), (3, 2))
     nowhere = replace(fine1, valid=torch.zeros(1, 96, dtype=torch.bool))
     none = replace(fine0, features=fine0.features * 0)
@@ -246,9 +272,10 @@ def test_nothing_is_found_in_nothing(engine):
     assert run(engine, "search", tensor, fine0, fine1, empty).index0.shape == (1, 0)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
 def test_the_search_ends_whatever_the_numbers(engine, value):
-    tensor, fine0, fine1 = search_case("flat", 0, (2, 3), (3, 4))
+    tensor, fine0, fine1 = search_case("flat", 0, (1, 2), (3, 4))
     broken = replace(fine1, features=torch.full_like(fine1.features, value))
     for case in ((torch.full_like(tensor, value), fine0, fine1), (tensor, fine0, broken)):
         found = run(engine, "search", *case, FineConfig())
@@ -281,7 +308,7 @@ def test_points_anywhere_are_searched_for(engine, reading):
 def test_the_search_in_half_precision(engine):
     if engine.name not in HALF:
         pytest.skip("float32 alone")
-    case = search_case("peaked", 11, (2, 2), (5, 6), channels=40, dtype=torch.float16)
+    case = search_case("peaked", 11, (1, 2), (3, 6), channels=40, dtype=torch.float16)
     found = run(engine, "search", case[0].half(), *case[1:], FineConfig())
     exact = case[0].half().float(), *(replace(f, features=f.features.float()) for f in case[1:])
     expected = REFERENCE.search(*exact, FineConfig())
@@ -438,28 +465,36 @@ def assert_points(found, expected, *, least=0.97, tolerance=5e-3):
     assert torch.allclose(found.scores, expected.scores, rtol=5e-3, atol=2e-3)
 
 
+@cache
+def refined(hidden, count=60, with_light=True):
+    subpixel, fine, light, matches = refinement_case(hidden=hidden, count=count)
+    return REFERENCE.refine(subpixel, fine, light if with_light else None, matches)
+
+
 @pytest.mark.parametrize("hidden", [0, 8])
-def test_refinement(engine, hidden):
-    case = refinement_case(hidden=hidden)
-    found, expected = run(engine, "refine", *case), REFERENCE.refine(*case)
-    assert len(expected.scores) > 50 and expected.scores.max() > 0.05
+def test_refinement(engine, hidden, request):
+    if not hidden:
+        only_on_gpu(engine, request)
+    case, expected = refinement_case(hidden=hidden), refined(hidden)
+    found = run(engine, "refine", *case)
+    assert len(expected.scores) > 50 and expected.scores.max() > 0.01
     assert_points(found, expected)
-    without = case[0], case[1], None, case[3]
-    plain = run(engine, "refine", *without)
-    assert_points(plain, REFERENCE.refine(*without))
+    plain = run(engine, "refine", case[0], case[1], None, case[3])
+    assert_points(plain, refined(hidden, with_light=False))
     assert ((plain.points1 - found.points1).norm(dim=1) > 1e-3).float().mean() > 0.1  # the alignment moved some
 
 
 def test_refinement_in_half_precision(engine):
     if engine.name not in HALF:
         pytest.skip("float32 alone")
-    subpixel, fine, light, matches = refinement_case(dtype=torch.float16)
+    subpixel, fine, light, matches = refinement_case(count=30, dtype=torch.float16)
     exact = tuple(replace(f, features=f.features.float()) for f in fine), tuple(one.float() for one in light)
     expected = REFERENCE.refine(subpixel, *exact, matches)
     assert_points(run(engine, "refine", subpixel, fine, light, matches), expected, least=0.9, tolerance=0.03)
 
 
-def test_refinement_treats_the_images_alike(engine):
+def test_refinement_treats_the_images_alike(engine, request):
+    only_on_gpu(engine, request)
     subpixel, fine, light, matches = refinement_case()
     swapped = CellMatches(matches.pair, matches.index1, matches.index0, matches.score1, matches.score0)
     found = run(engine, "refine", subpixel, fine, light, matches)
@@ -467,7 +502,8 @@ def test_refinement_treats_the_images_alike(engine):
     assert_points(type(other)(other.points1, other.points0, other.scores), found, tolerance=1e-3)
 
 
-def test_rows_that_are_empty_change_nothing(engine):
+def test_rows_that_are_empty_change_nothing(engine, request):
+    only_on_gpu(engine, request)
     subpixel, fine, light, matches = refinement_case()
     count = len(matches.pair)
     padded = CellMatches(*(torch.cat([column, column[:5]]) for column in matches))
@@ -478,7 +514,8 @@ def test_rows_that_are_empty_change_nothing(engine):
         assert torch.allclose(mine[:count], other, atol=1e-5)
 
 
-def test_a_batch_is_its_pairs(engine):
+def test_a_batch_is_its_pairs(engine, request):
+    only_on_gpu(engine, request)
     subpixel, fine, light, matches = refinement_case()
     together = run(engine, "refine", subpixel, fine, light, matches)
     for number in (0, 1):
@@ -565,7 +602,8 @@ def test_alignment(engine):
     assert ((found - expected).norm(dim=1) < 2e-3).float().mean() >= 0.95
 
 
-def test_points_move_to_where_the_images_fit_and_stay_where_that_cannot_be_told(engine):
+def test_points_move_to_where_the_images_fit_and_stay_where_that_cannot_be_told(engine, request):
+    only_on_gpu(engine, request)
     points0 = 30 + 30 * torch.rand(40, 2, generator=torch.Generator().manual_seed(3))
     true = points0 @ MOTION.T + SHIFT
     wrong = true + 0.7 * torch.nn.functional.normalize(rand(4, 40, 2))
@@ -590,7 +628,8 @@ def test_points_move_to_where_the_images_fit_and_stay_where_that_cannot_be_told(
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_a_whole_match(engine, share):
+def test_a_whole_match(engine, share, request):
+    only_on_gpu(engine, request)
     network = tiny_network(subpixel_hidden=8, query_share=share)
     wide = torch.from_numpy(texture(3, 96, 80)).permute(2, 0, 1)[None] / 255
     with torch.inference_mode():
@@ -602,7 +641,8 @@ def test_a_whole_match(engine, share):
             Features(**{name: place(engine, value) for name, value in vars(f).items() if value is not None})
             for f in features
         ]
-        matches = [network.match(*there) for _ in range(4)]  # a graph is captured and replayed
+        # A graph is captured and replayed.
+        matches = [network.match(*there) for _ in range(4 if engine.name.endswith("graphs") else 1)]
     assert len(expected.scores) > 15
     for found in matches:
         assert len(found.scores) == len(expected.scores)
@@ -613,7 +653,7 @@ def test_a_whole_match(engine, share):
 
 
 def test_gradients_flow_through_the_definition_alone(engine):
-    maps = tuple(f.requires_grad_() for f in coarse_maps(1, (2, 2), (2, 3)))
+    maps = tuple(f.clone().requires_grad_() for f in coarse_maps(1, (2, 2), (2, 3)))
     consensus = place(engine, consensus_of((8, 1)).requires_grad_(True))
     result = engine.coarse(tuple(place(engine, f) for f in maps), consensus, NOTHING)
     result.sum().backward()

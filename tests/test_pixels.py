@@ -8,7 +8,7 @@ from conftest import View, oracle_matcher, same_matches
 from dualrc.errors import ImageError
 from dualrc.image import Scale, mask_to_cells, network_size, pixel_grid, spread, to_input
 from dualrc.matches import Matches, Warp
-from dualrc.model.dualrc import _pixels
+from dualrc.pixels import FINE_STRIDE, cell_to_pixel
 
 MARGIN = 20  # at the border, resizing bends the colour ramps
 
@@ -134,7 +134,7 @@ def test_scale_known_answers():
 
 
 def test_cells_to_pixels():
-    assert _pixels(torch.tensor([[0.0, 0.0], [1.0, 2.5]])).tolist() == [[1.5, 1.5], [5.5, 11.5]]
+    assert cell_to_pixel(torch.tensor([[0.0, 0.0], [1.0, 2.5]]), FINE_STRIDE).tolist() == [[1.5, 1.5], [5.5, 11.5]]
 
 
 @pytest.mark.parametrize(

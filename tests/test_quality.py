@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import View, oracle_matcher, texture
+from conftest import View, oracle_matcher, same_matches, texture
 
 import dualrc
 from dualrc.errors import ConfigError
@@ -86,7 +86,9 @@ def test_a_second_look_keeps_pixels_masks_and_limits():
     inside = matcher.match(*pictures, quality="high", mask0=mask0, mask1=mask1)
     assert len(inside) > 20
     assert (inside.points0[:, 0] < 100.5).all() and (inside.points1[:, 1] > 129.5).all()
-    many = list(oracle_matcher(quality="high").match_many([pictures, ("missing.jpg", pictures[1])], errors="empty"))
+    pairs = [pictures, ("missing.jpg", pictures[1])]
+    assert same_matches(next(matcher.match_many([pictures], quality="high")), found)
+    many = list(oracle_matcher(quality="high").match_many(pairs, errors="empty"))
     assert np.array_equal(many[0].points0, found.points0) and "missing.jpg" in many[1].info["error"]
 
 

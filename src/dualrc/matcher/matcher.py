@@ -164,6 +164,7 @@ class Matcher:
         size: int | Unset | None = UNSET,
         top: int | Unset | None = UNSET,
         min_score: float | Unset = UNSET,
+        quality: Literal["standard", "high"] | Unset = UNSET,
         errors: Literal["raise", "empty"] = "raise",
     ) -> Iterator[Matches]:
         """Match many pairs, in order; a picture that stands in several pairs is usually read only once.
@@ -172,7 +173,7 @@ class Matcher:
         """
         if errors not in ("raise", "empty"):
             raise ConfigError(f"errors = {errors!r} is not known; choose raise or empty.")
-        settings = self._settings(top=top, min_score=min_score)
+        settings = self._settings(top=top, min_score=min_score, quality=quality)
         alone = partial(self._match_alone, size=size, settings=settings, errors=errors)
         if settings.quality == "high":
             for pair in pairs:

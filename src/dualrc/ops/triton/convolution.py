@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dualrc.ops.triton.launch import power_above
 from dualrc.model.backbone import _FAINT, _SQUARE, CompactBackbone, ResidualBlock, fold_batch_norm
+from dualrc.ops.triton.launch import power_above
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _ALIGNMENT = 16  # bytes; Triton compiles a second kernel for pointers that are aligned less
