@@ -9,11 +9,10 @@ from conftest import ROOT, texture
 import dualrc
 from dualrc.collection import pairs
 from dualrc.collection.engine import Event, carry_out
-from dualrc.collection.pictures import ENDINGS, find_pictures
+from dualrc.collection.pictures import find_pictures
 from dualrc.collection.plan import Plan, in_blocks, in_chunks
 from dualrc.collection.retrieval import global_descriptor, most_similar
 from dualrc.collection.worker import Failure
-from dualrc.data import photos
 from dualrc.errors import ConfigError, DataError
 from dualrc.matches import Matches
 
@@ -35,7 +34,6 @@ def test_pictures_of_a_folder(tmp_path):
         (tmp_path / name).touch()
     (tmp_path / "folder.jpg").mkdir()
     assert find_pictures(tmp_path) == ["a/b.jpg", "a/é ü.png", "b.JPG", "c/d/e.tiff"]
-    assert ENDINGS == photos._ENDINGS
 
 
 def test_folders_without_pictures(tmp_path):

@@ -22,7 +22,6 @@ from dualrc.geometry import (
     estimate,
     fundamental_from_pose,
     homography_grid,
-    pixel_grid,
     read_cameras_json,
     relative_pose,
     resize_homography,
@@ -32,6 +31,7 @@ from dualrc.geometry import (
     transform_points,
 )
 from dualrc.matches import Matches
+from dualrc.pixels import pixel_grid
 
 STRECHA = Path(__file__).resolve().parents[2] / "shared" / "data" / "strecha" / "fountain-P11"
 KINDS = ("homography", "fundamental", "essential")

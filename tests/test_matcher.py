@@ -14,11 +14,11 @@ from PIL import Image
 
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
-from dualrc.image import pixel_grid
 from dualrc.matcher import Matcher
 from dualrc.matcher.budget import Budget
 from dualrc.matches import Matches
 from dualrc.model import dualrc as assembly
+from dualrc.pixels import pixel_grid
 
 VIEW0, VIEW1 = View(203, 150, (60, 80)), View(190, 161, (66.4, 75.2), (0.95, 0.97))
 

@@ -17,6 +17,7 @@ ROOMS = [
     "machine",
     "config",
     "types",
+    "pixels",
     "matches",
     "image",
     "geometry",

@@ -1,8 +1,4 @@
-"""Pictures from files and arrays to network inputs, and pixels back: the one home of the pixel convention.
-
-A pixel's centre is at integers, the first at (0, 0). A cell i of a map with stride s is centred at (i + 0.5) s - 0.5.
-Resizing by a ratio s maps x to (x + 0.5) s - 0.5, each axis with its own ratio.
-"""
+"""Pictures from files and arrays to network inputs, and what the network found back to their pixels."""
 
 import warnings
 from dataclasses import dataclass
@@ -19,11 +15,13 @@ from torch.nn import functional as F
 
 from dualrc.config import MIN_SIDE
 from dualrc.errors import ImageError
-from dualrc.types import BoolArray, FloatArray, Size
+from dualrc.pixels import STRIDE, cell_to_pixel, pixel_grid, pixel_to_unit, resize_points
+from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
-Picture = str | Path | Image.Image | npt.NDArray[Any] | Tensor
+ImageInput = str | Path | Image.Image | npt.NDArray[Any] | Tensor
 
-STRIDE = 16  # of the coarse map: network inputs are multiples of this
+# File names that end like this are taken for pictures.
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
 
@@ -37,14 +35,14 @@ class Scale:
 
     def to_network(self, points: FloatArray) -> FloatArray:
         """Picture pixels (... 2) to network-input pixels."""
-        return (points + 0.5) * (np.array(self.network) / np.array(self.picture)) - 0.5
+        return resize_points(points, self.picture, self.network)
 
     def to_picture(self, points: FloatArray) -> FloatArray:
         """Network-input pixels (... 2) to picture pixels."""
-        return (points + 0.5) * (np.array(self.picture) / np.array(self.network)) - 0.5
+        return resize_points(points, self.network, self.picture)
 
 
-def read(picture: Picture) -> npt.NDArray[np.uint8]:
+def read(picture: ImageInput) -> ImageArray:
     """The upright picture as RGB, uint8 (height, width, 3).
 
     Arrays are (h, w), (h, w, 1), (h, w, 3) or (h, w, 4); tensors (h, w) or (c, h, w); floats are in 0 to 1.
@@ -82,7 +80,7 @@ def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:
     return width, height
 
 
-def to_tensor(picture: npt.NDArray[np.uint8]) -> Tensor:
+def to_tensor(picture: ImageArray) -> Tensor:
     """A picture as a tensor that shares its memory where it may."""
     # A read-only array, such as np.asarray(PIL image), is copied: torch would warn of it.
     return torch.from_numpy(np.require(picture, requirements=["C", "W"]))
@@ -110,7 +108,7 @@ def _normal_colors(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.tensor(_MEAN, device=device), torch.tensor(_DEVIATION, device=device)
 
 
-def restore_colors(images: Tensor) -> npt.NDArray[np.uint8]:
+def restore_colors(images: Tensor) -> ImageArray:
     """What `normalize_colors` was given, as pictures: (b 3 h w) to uint8 (b, h, w, 3)."""
     channels = zip(images.unbind(1), _MEAN, _DEVIATION, strict=True)
     colors = torch.stack([channel * deviation + mean for channel, mean, deviation in channels], dim=3)
@@ -123,19 +121,10 @@ def mask_to_cells(mask: BoolArray, picture: Size, network: Size, stride: int) ->
         raise ImageError(
             f"The mask has shape {mask.shape}; give one of the picture's (height, width), {(picture[1], picture[0])}."
         )
-    scale = Scale(picture=picture, network=network)
-    axes = []
-    for axis in (0, 1):
-        cells = (np.arange(network[axis] // stride) + 0.5) * stride - 0.5
-        pixels = scale.to_picture(np.stack([cells, cells], axis=1))[:, axis]
-        axes.append(np.clip(np.floor(pixels + 0.5).astype(int), 0, picture[axis] - 1))
-    return mask[np.ix_(axes[1], axes[0])]
-
-
-def pixel_grid(size: Size) -> npt.NDArray[np.float32]:
-    """The coordinates of every pixel: (height, width, 2)."""
-    grid = np.meshgrid(np.arange(size[0]), np.arange(size[1]))
-    return np.stack(grid, axis=-1).astype(np.float32)
+    centers = cell_to_pixel(pixel_grid((network[0] // stride, network[1] // stride)).astype(np.float64), stride)
+    nearest = np.floor(resize_points(centers, network, picture) + 0.5).astype(int)
+    column, row = np.clip(nearest, 0, np.array(picture) - 1).transpose(2, 0, 1)
+    return mask[row, column]
 
 
 def spread(
@@ -146,7 +135,7 @@ def spread(
     Uncertain places are filled from coarser and coarser averages of certain ones around, and keep certainty 0.
     """
     height, width = certainty.shape
-    cells = (torch.from_numpy(pixel_grid((width, height))) + 0.5) * stride - 0.5
+    cells = cell_to_pixel(torch.from_numpy(pixel_grid((width, height))), stride)
     weight = (certainty > 0).float()[None, None]
     # Motions are averaged rather than places, so that what is filled in moves with its surroundings.
     motion = (points - cells).permute(2, 0, 1)[None] * weight
@@ -160,13 +149,13 @@ def spread(
         filled = torch.where(weight > 0, motion / weight.clamp(min=1e-6), below)
     # Each pixel of the picture reads the motion of the cells around it.
     inputs = scale.to_network(pixel_grid(scale.picture)).astype(np.float32)
-    unit = (torch.from_numpy(inputs) + 0.5) / torch.tensor([width * stride, height * stride]) * 2 - 1
+    unit = pixel_to_unit(torch.from_numpy(inputs), (width * stride, height * stride))
     stacked = torch.cat([filled, certainty[None, None]], dim=1)
     sampled = F.grid_sample(stacked, unit[None], mode="bilinear", padding_mode="border", align_corners=False)[0]
     return inputs + sampled[:2].permute(1, 2, 0).numpy(), sampled[2].numpy()
 
 
-def _read_file(path: Path) -> npt.NDArray[np.uint8]:
+def _read_file(path: Path) -> ImageArray:
     try:
         if path.is_dir():
             raise ImageError(f"{path} is a folder; give a picture file.")
@@ -185,7 +174,7 @@ def _read_file(path: Path) -> npt.NDArray[np.uint8]:
         raise ImageError(f"{path} can't be decoded ({error}); it may be truncated: copy it again.") from error
 
 
-def _to_rgb(image: Image.Image, name: str) -> npt.NDArray[np.uint8]:
+def _to_rgb(image: Image.Image, name: str) -> ImageArray:
     image = ImageOps.exif_transpose(image)
     if 0 in image.size:
         raise ImageError(f"{name} has no pixels; give another picture.")
@@ -207,7 +196,7 @@ def _unit_range(array: npt.NDArray[Any], *, integer: bool) -> npt.NDArray[Any]:
     return np.clip(array / max(float(array.max()), 1.0), 0, 1)
 
 
-def _from_array(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+def _from_array(array: npt.NDArray[Any]) -> ImageArray:
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or 0 in array.shape:
@@ -229,7 +218,7 @@ def _from_array(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.repeat(array, 3, axis=2) if array.shape[2] == 1 else array
 
 
-def _from_floats(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+def _from_floats(array: npt.NDArray[Any]) -> ImageArray:
     if not np.isfinite(array).all():
         raise ImageError("The picture holds NaN or infinite values; replace them first.")
     low, high = float(array.min()), float(array.max())

@@ -13,8 +13,9 @@ from dualrc.collection.local import LocalEngine
 from dualrc.collection.ray_engine import RayEngine
 from dualrc.collection.worker import WorkerSettings
 from dualrc.config import to_dict
-from dualrc.image import STRIDE, Scale
+from dualrc.image import Scale
 from dualrc.matcher import Matcher
+from dualrc.pixels import STRIDE
 
 _GIB = 2**30
 _SHARE = 0.75  # of the machine's memory that workers may take

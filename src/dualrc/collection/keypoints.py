@@ -16,13 +16,13 @@ from dualrc import geometry
 from dualrc.collection.store import MatchStore, Names
 from dualrc.errors import ConfigError, DataError
 from dualrc.matches import Matches
+from dualrc.pixels import FINE_STRIDE
 from dualrc.types import BoolArray, FloatArray, Size
 
 IntArray = npt.NDArray[np.int64]
 # Told of each step's name, how much of it is done, and of how much.
 Progress = Callable[[str, int, int], None]
 
-_CELL = 4.0  # network pixels of the matcher's fine cells: how far apart the matches of one pair are
 _SAMPLE = 2000  # matches of a pair that its geometry is estimated from
 _ITERATIONS = 5000
 _ROUNDS, _LOSS = 8, 0.005  # of clustering, until all but this share of the matches have a cluster
@@ -215,7 +215,7 @@ def _cell_px(matches: Matches, side: int) -> float:
     """The matcher's fine cell in pixels of a picture."""
     size = (matches.size0, matches.size1)[side]
     network = matches.info.get(f"network_size{side}", size)
-    return _CELL * max(size) / max(*network, 1)
+    return FINE_STRIDE * max(size) / max(*network, 1)
 
 
 def _gather(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoints:

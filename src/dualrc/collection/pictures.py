@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from dualrc.errors import DataError
-
-ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
+from dualrc.image import SUFFIXES
 
 
 def find_pictures(root: str | Path) -> list[str]:
@@ -15,10 +14,10 @@ def find_pictures(root: str | Path) -> list[str]:
     root = Path(root)
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; give a folder of pictures.")
-    paths = (path.relative_to(root) for path in root.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
+    paths = (path.relative_to(root) for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     names = sorted(path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
     if not names:
-        raise DataError(f"{root} holds no pictures; give a folder with {', '.join(ENDINGS)} files.")
+        raise DataError(f"{root} holds no pictures; give a folder with {', '.join(SUFFIXES)} files.")
     for name in names:
         # Control characters break lists of names, and bytes that are no text can't be stored.
         if any(ord(character) < 32 or 0xD800 <= ord(character) < 0xE000 for character in name):

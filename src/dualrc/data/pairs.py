@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 from torch import Generator, Tensor
 
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, ImageArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +52,8 @@ class PairMaker(Protocol):
 class PairSample:
     """Two pictures as they are, and what is known of their points, in their own pixels."""
 
-    image0: Path | npt.NDArray[np.uint8]
-    image1: Path | npt.NDArray[np.uint8]
+    image0: Path | ImageArray
+    image1: Path | ImageArray
     points0: FloatArray  # (n, 2)
     points1: FloatArray  # (n, 2), which show the same
     # (m, 2) points of picture 0 that are known to be hidden in picture 1, or outside it, and (k, 2) of picture 1.

@@ -11,9 +11,9 @@ from dualrc.data.pairs import PairSample, PairSource
 from dualrc.data.views import CutConfig
 from dualrc.errors import DataError
 from dualrc.files import replacing
+from dualrc.image import SUFFIXES
 from dualrc.types import FloatArray
 
-_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
 _FORM = "write `image0 image1 x0 y0 x1 y1 ...`, four numbers a correspondence"
 
 
@@ -151,7 +151,7 @@ def _split_names(words: list[str]) -> tuple[str, str]:
     if len(words) == 2:
         return words[0], words[1]
     splits = [(" ".join(words[:i]), " ".join(words[i:])) for i in range(1, len(words))]
-    found = [names for names in splits if all(name.lower().endswith(_ENDINGS) for name in names)]
+    found = [names for names in splits if all(name.lower().endswith(SUFFIXES) for name in names)]
     if len(found) == 1:
         return found[0]
     problem = "The names can't be told from one another or from the numbers" if len(words) > 2 else "A name is missing"

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Generator, Tensor
@@ -24,9 +23,10 @@ from torch.nn import functional as F
 from dualrc.data.light import relight
 from dualrc.data.pairs import PairBatch
 from dualrc.errors import ConfigError, DataError
-from dualrc.image import normalize_colors, read
+from dualrc.image import SUFFIXES, normalize_colors, read
+from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_unit
+from dualrc.types import ImageArray
 
-_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
 _AHEAD = 64  # photographs that wait for being decoded or taken: a whole tar file would fill the memory
 
 Item = TypeVar("Item")
@@ -44,7 +44,7 @@ class Photos:
 
 def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | None = None) -> Photos:
     """Photographs from folders and tar files; larger ones are scaled down to the canvas."""
-    images: list[npt.NDArray[np.uint8]] = []
+    images: list[ImageArray] = []
     sizes, broken = [], []
     sources = itertools.islice(_sources(roots), limit)
     # Warnings are silenced out here because their filter belongs to all threads; Pillow's are of no use to training.
@@ -76,7 +76,7 @@ def _in_order(
         yield waiting.popleft().result()
 
 
-def _read_small(source: Path | bytes, canvas: int) -> npt.NDArray[np.uint8] | None:
+def _read_small(source: Path | bytes, canvas: int) -> ImageArray | None:
     """A photograph scaled down to the canvas; None if it can't be read or is too small to cut views from."""
     try:
         pixels = read(source) if isinstance(source, Path) else read(Image.open(io.BytesIO(source)))
@@ -95,7 +95,7 @@ def _sources(roots: Sequence[str | Path]) -> Iterator[tuple[str, Path | bytes]]:
     for root in map(Path, roots):
         if root.is_dir():
             for path in sorted(root.rglob("*")):
-                if path.suffix.lower() in _ENDINGS:
+                if path.suffix.lower() in SUFFIXES:
                     yield str(path), path
         elif root.is_file():
             yield from _members(root)
@@ -107,7 +107,7 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with tarfile.open(path) as archive:
             for member in archive:
-                if member.name.lower().endswith(_ENDINGS) and not member.isdir():
+                if member.name.lower().endswith(SUFFIXES) and not member.isdir():
                     try:
                         file = archive.extractfile(member)
                     except KeyError:  # a link to nowhere
@@ -218,8 +218,8 @@ class PhotoPairs:
         """Nothing is being prepared."""
 
     def _cell_centers(self, count: int, points: int, random: Generator) -> Tensor:
-        cells = torch.randint(self.size // 4, (count, points, 2), generator=random, device=self.device)
-        return (cells + 0.5) * 4 - 0.5
+        cells = torch.randint(self.size // FINE_STRIDE, (count, points, 2), generator=random, device=self.device)
+        return cell_to_pixel(cells, FINE_STRIDE)
 
     def _layer(self, count: int, random: Generator, *, background: bool) -> _Layer:
         nine = round(self.motion.mosaic * count) if background else 0
@@ -412,8 +412,7 @@ def _sample(layer: _Layer, places: Tensor) -> Tensor:
     sizes = layer.sizes[:, None]
     period = 2 * (sizes - 1)
     mirrored = (sizes - 1) - ((places.clamp(-1e4, 1e4) % period) - (sizes - 1)).abs()
-    side = layer.canvases.shape[2]
-    unit = (mirrored + 0.5) / side * 2 - 1
+    unit = pixel_to_unit(mirrored, (layer.canvases.shape[3], layer.canvases.shape[2]))
     sharp = F.grid_sample(layer.canvases, unit[:, None], mode="bilinear", align_corners=False)[:, :, 0]
     middle = places.shape[1] // 2 + math.isqrt(places.shape[1]) // 2
     spacing = (places[:, middle + 1] - places[:, middle]).norm(dim=1)  # photo pixels per picture pixel

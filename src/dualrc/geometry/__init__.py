@@ -11,7 +11,7 @@ from dualrc.geometry.camera import (
     rotation_error_deg,
     transform_points,
 )
-from dualrc.geometry.dense import homography_grid, on_picture, pixel_grid, sample_bilinear
+from dualrc.geometry.dense import homography_grid, sample_bilinear
 from dualrc.geometry.depth import (
     Reprojection,
     RgbdFrame,
@@ -31,6 +31,7 @@ from dualrc.geometry.twoview import (
     relative_pose,
     sampson_distance_px,
 )
+from dualrc.pixels import on_picture
 
 __all__ = [
     "AbsolutePose",
@@ -51,7 +52,6 @@ __all__ = [
     "fundamental_from_pose",
     "homography_grid",
     "on_picture",
-    "pixel_grid",
     "read_cameras_json",
     "read_depth_m",
     "read_rgbd",

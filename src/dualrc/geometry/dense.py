@@ -3,17 +3,10 @@
 import numpy as np
 import numpy.typing as npt
 
-from dualrc import image
 from dualrc.errors import DataError
-from dualrc.geometry.homography import apply_homography, resize_homography
-from dualrc.types import BoolArray, FloatArray, Size
-
-
-def pixel_grid(size: Size, shown: Size | None = None) -> FloatArray:
-    """The pixels (x, y) of a picture of `size`, at the pixels of its copy resized to `shown`: (h, w, 2)."""
-    shown = shown or size
-    points = apply_homography(resize_homography(shown, size), image.pixel_grid(shown).reshape(-1, 2))
-    return points.reshape(shown[1], shown[0], 2)
+from dualrc.geometry.homography import apply_homography
+from dualrc.pixels import pixel_grid, resize_points
+from dualrc.types import FloatArray, ImageArray, Size
 
 
 def homography_grid(H: npt.ArrayLike, size0: Size, size1: Size, shown: Size | None = None) -> FloatArray:
@@ -23,21 +16,16 @@ def homography_grid(H: npt.ArrayLike, size0: Size, size1: Size, shown: Size | No
         inverse = np.linalg.inv(H)
     except np.linalg.LinAlgError as error:
         raise DataError("The homography is singular, so nothing can be warped by it; estimate another one.") from error
-    grid = pixel_grid(size1, shown)
+    shown = shown or size1
+    grid = resize_points(pixel_grid(shown).astype(np.float64), shown, size1)
     pixels = grid.reshape(-1, 2)
     # What is seen lies on the same side of the horizon as the centre of picture 0 does.
-    centre = np.array([(size0[0] - 1) / 2, (size0[1] - 1) / 2, 1.0])
-    depth = (pixels @ inverse[2, :2] + inverse[2, 2]) * (H[2] @ centre)
+    center = np.array([(size0[0] - 1) / 2, (size0[1] - 1) / 2, 1.0])
+    depth = (pixels @ inverse[2, :2] + inverse[2, 2]) * (H[2] @ center)
     return np.where(depth[:, None] > 0, apply_homography(inverse, pixels), np.nan).reshape(grid.shape)
 
 
-def on_picture(points: FloatArray, size: Size) -> BoolArray:
-    """Which points (..., 2) fall on a picture of `size`; NaN does not."""
-    inside: BoolArray = np.all((points >= -0.5) & (points <= np.array(size) - 0.5), axis=-1)
-    return inside
-
-
-def sample_bilinear(picture: npt.NDArray[np.uint8], points: FloatArray) -> FloatArray:
+def sample_bilinear(picture: ImageArray, points: FloatArray) -> FloatArray:
     """Values of a picture (h, w, c) at points (..., 2), those of its border beyond it, and zero for NaN: (..., c)."""
     height, width = picture.shape[:2]
     finite = np.all(np.isfinite(points), axis=-1, keepdims=True)

@@ -11,8 +11,7 @@ from PIL import Image, UnidentifiedImageError
 
 from dualrc.errors import DataError
 from dualrc.geometry.camera import Camera, transform_points
-from dualrc.geometry.dense import on_picture
-from dualrc.geometry.homography import apply_homography, resize_homography
+from dualrc.pixels import on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, Size
 
 # Neighbouring depths that differ by a larger share lie on two surfaces, and between them is nothing.
@@ -83,7 +82,7 @@ def sample_depth(depth: npt.ArrayLike, points: npt.ArrayLike, size: Size) -> Flo
     """Depths (n,) at points (n, 2) of a picture of `size`; NaN where there is none and between two surfaces."""
     values = np.asarray(depth)
     height, width = values.shape
-    places = apply_homography(resize_homography(size, (width, height)), points)
+    places = resize_points(np.asarray(points, dtype=np.float64).reshape(-1, 2), size, (width, height))
     inside = on_picture(places, (width, height))
     places = np.clip(np.where(inside[:, None], places, 0), 0, (width - 1, height - 1))
     left, top = places.astype(np.int64).T

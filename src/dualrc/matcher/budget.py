@@ -14,9 +14,10 @@ import torch
 from dualrc import machine
 from dualrc.config import MIN_SIDE, CompactConfig, NetworkConfig, ResNetConfig
 from dualrc.errors import ImageError
-from dualrc.image import STRIDE, Scale
+from dualrc.image import Scale
 from dualrc.kernels import native
 from dualrc.model.record import clear_all
+from dualrc.pixels import STRIDE
 
 _GIB = 2**30
 _SHARE = 0.8  # of what is free on the device, where no budget is given

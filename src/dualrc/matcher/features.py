@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dualrc.image import Picture, Scale, read
+from dualrc.image import ImageInput, Scale, read
 from dualrc.matcher.ahead import ReadAhead
 from dualrc.model.dualrc import Features
 from dualrc.types import BoolArray, Size
@@ -40,7 +40,7 @@ class PictureFeatures:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-Matchable = Picture | PictureFeatures
+Matchable = ImageInput | PictureFeatures
 
 
 @dataclass(kw_only=True, eq=False)

@@ -18,22 +18,14 @@ from torch import Tensor
 from dualrc import config as configs
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
-from dualrc.image import (
-    STRIDE,
-    Picture,
-    Scale,
-    mask_to_cells,
-    network_size,
-    pixel_grid,
-    read,
-    spread,
-)
+from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
 from dualrc.matcher.ahead import ReadAhead, look_ahead
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device
 from dualrc.matcher.features import FeatureCache, Item, Matchable, PictureFeatures, shapes, stack
 from dualrc.matches import Matches, Warp, inside_mask
-from dualrc.model.dualrc import FINE_STRIDE, DualRCNet
+from dualrc.model.dualrc import DualRCNet
+from dualrc.pixels import FINE_STRIDE, STRIDE, pixel_grid
 from dualrc.types import FloatArray, Size
 
 T = TypeVar("T")
@@ -87,7 +79,7 @@ class Matcher:
 
     @torch.inference_mode()
     def features(
-        self, picture: Picture, *, mask: npt.ArrayLike | None = None, size: int | None = None
+        self, picture: ImageInput, *, mask: npt.ArrayLike | None = None, size: int | None = None
     ) -> PictureFeatures:
         """Everything that matching needs to know of one picture; `mask` (height, width) says where to look."""
         item = self._item(read(picture), size)

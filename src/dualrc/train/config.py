@@ -7,7 +7,7 @@ from typing import Literal
 from dualrc.config import PRESETS, NetworkConfig, ResNetConfig
 from dualrc.data import DataConfig
 from dualrc.errors import ConfigError
-from dualrc.image import STRIDE
+from dualrc.pixels import STRIDE
 
 Precision = Literal["float32", "bfloat16"]
 Loss = Literal["matching", "paper", "published"]
