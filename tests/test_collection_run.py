@@ -254,7 +254,7 @@ def test_settings_without_meaning():
 
 def test_out_that_is_a_file(images, config, tmp_path):
     (tmp_path / "out").write_text("in the way")
-    with pytest.raises(OutputError, match="write elsewhere"):
+    with pytest.raises(OutputError, match=r"a file is in its place\); choose another"):
         match_collection(images, tmp_path / "out", config, quiet=True)
 
 

@@ -393,7 +393,7 @@ MEMORY = """
 import resource, sys
 import numpy as np, torch
 from dualrc.config import preset
-from dualrc.matcher import Matcher, ahead
+from dualrc.matcher import Matcher, prefetch
 from dualrc.model.dualrc import make_network
 
 class Planted(torch.nn.Module):

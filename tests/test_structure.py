@@ -13,9 +13,11 @@ PACKAGE = ROOT / "src" / "dualrc"
 # The rooms in order: each imports from itself and from what stands above it.
 ROOMS = [
     "errors",
+    "extras",
     "files",
     "machine",
     "config",
+    "provenance",
     "types",
     "pixels",
     "matches",

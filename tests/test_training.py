@@ -203,7 +203,7 @@ def test_a_run_leaves_its_config_and_versions_and_says_what_it_left_out(folder, 
     train(config, tmp_path, device="cpu", minutes=0)
     assert read_toml(TrainConfig, tmp_path / "config.toml") == config
     versions = json.loads((tmp_path / "versions.json").read_text())
-    assert versions.keys() == {"dualrc", "torch", "python", "device", "processes"}
+    assert versions.keys() == {"dualrc", "torch", "numpy", "lightning", "python", "platform", "device", "processes"}
     assert versions["device"] == "cpu"
     assert f"too small: 1 ({folder / 'broken.jpg'})" in capsys.readouterr().err
 

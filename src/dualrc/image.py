@@ -1,7 +1,9 @@
 """Pictures from files and arrays to network inputs, and what the network found back to their pixels."""
 
+import struct
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,6 +24,7 @@ ImageInput = str | Path | Image.Image | npt.NDArray[Any] | Tensor
 
 # File names that end like this are taken for pictures.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
+_SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
 
@@ -63,6 +66,39 @@ def read(picture: ImageInput) -> ImageArray:
     if isinstance(picture, np.ndarray):
         return _from_array(picture)
     raise ImageError(f"A picture is a path, a PIL image, an array or a tensor, not {type(picture).__name__}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a picture file tells without being decoded."""
+
+    stored_size: Size
+    orientation: int = 1  # EXIF's, 1 to 8
+    tags: Mapping[int, Any] = field(default_factory=dict)  # EXIF's, of the camera
+
+    @property
+    def upright_size(self) -> Size:
+        """(width, height) of the picture as `read` gives it."""
+        return self.stored_size[::-1] if self.orientation in _SIDEWAYS else self.stored_size
+
+
+def read_header(path: str | Path) -> Header | None:
+    """Size, orientation and EXIF tags of a picture file; None where there is none or it can't be read."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of damaged EXIF, and of large pictures
+            with Image.open(path) as image:
+                size, is_tiff = image.size, image.format == "TIFF"
+                try:
+                    exif = image.getexif()
+                    orientation, tags = exif.get(ExifTags.Base.Orientation, 1), exif.get_ifd(ExifTags.IFD.Exif)
+                except (OSError, SyntaxError, ValueError, KeyError, TypeError, struct.error):
+                    return Header(stored_size=size)  # damaged EXIF data tells nothing; the picture may be fine
+    except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError):
+        return None
+    if is_tiff and orientation in _SIDEWAYS:
+        size = size[::-1]  # of these Pillow tells the upright size
+    return Header(stored_size=size, orientation=orientation if orientation in range(1, 9) else 1, tags=tags)
 
 
 def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:

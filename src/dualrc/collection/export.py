@@ -8,10 +8,12 @@ import numpy as np
 
 from dualrc.collection.cameras import is_known
 from dualrc.collection.keypoints import MergedMatches, Progress
-from dualrc.colmap import colmap_camera, colmap_points, import_pycolmap, quiet_colmap, read_header, stored_points
-from dualrc.errors import ConfigError, DataError
-from dualrc.files import replacing
+from dualrc.colmap import colmap_camera, colmap_points, import_pycolmap, quiet_colmap, stored_points
+from dualrc.errors import DataError
+from dualrc.extras import require
+from dualrc.files import replacing, write_text
 from dualrc.geometry import Camera
+from dualrc.image import read_header
 
 _MAX_ERROR_PX = 4.0  # of a match from its pair's geometry, as COLMAP verifies
 
@@ -63,7 +65,7 @@ def _write_pictures(
 
 def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, progress: Progress | None = None) -> None:
     """Write hloc's features.h5, matches.h5 and pairs.txt: stored pixels, the centre of the first at (0, 0)."""
-    h5py = _h5py()
+    h5py = require("h5py", "colmap", "hloc's files")
     folder, images, tell = Path(folder), Path(images), progress or (lambda *_: None)
     _refuse_ambiguous(merged)
     with replacing(folder / "features.h5") as temporary, h5py.File(temporary, "w") as file:
@@ -85,9 +87,7 @@ def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, pr
             group.create_dataset("matches0", data=matches0, compression="gzip", compression_opts=1)
             group.create_dataset("matching_scores0", data=scores0, compression="gzip", compression_opts=1)
             tell("Writing matches", count, len(merged.pairs))
-    with replacing(folder / "pairs.txt") as temporary:
-        lines = [f"{name0} {name1}\n" for name0, name1 in merged.pairs]
-        temporary.write_text("".join(lines), encoding="utf-8")
+    write_text(folder / "pairs.txt", "".join(f"{name0} {name1}\n" for name0, name1 in merged.pairs))
 
 
 def _pair_key(name0: str, name1: str) -> str:
@@ -101,11 +101,3 @@ def _refuse_ambiguous(merged: MergedMatches) -> None:
         other = keys.setdefault(name.replace("/", "-"), name)
         if other != name:
             raise DataError(f"{other} and {name} are one name in hloc's matches.h5, which has - for /; rename one.")
-
-
-def _h5py() -> Any:
-    try:
-        import h5py
-    except ImportError as error:
-        raise ConfigError(f"hloc's files need h5py ({error}): pip install 'dualrc[colmap]'.") from error
-    return h5py

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from dualrc import geometry
 from dualrc.collection.store import MatchStore, Names
 from dualrc.errors import ConfigError, DataError
+from dualrc.extras import require
 from dualrc.matches import Matches
 from dualrc.pixels import FINE_STRIDE
 from dualrc.types import BoolArray, FloatArray, Size
@@ -180,7 +181,7 @@ def merge(
 
     The store must stay open. Pairs that are not there, or failed, are left out.
     """
-    _check_scipy()
+    require("scipy", "colmap", "Keypoints of a collection")
     merged = MergedMatches(store, config or MergeConfig(), store.names() if pairs is None else pairs)
     partners: dict[str, list[Names]] = defaultdict(list)
     for names in merged.pairs:
@@ -346,10 +347,3 @@ def _nearest_within(points: FloatArray, centers: FloatArray, radius: float) -> I
         return np.full(len(points), -1, np.int64)
     _, index = cKDTree(centers).query(points, distance_upper_bound=radius)
     return np.where(index < len(centers), index, -1)
-
-
-def _check_scipy() -> None:
-    try:
-        import scipy  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"Keypoints of a collection need scipy ({error}): pip install 'dualrc[colmap]'.") from error

@@ -10,6 +10,7 @@ import numpy as np
 from dualrc.collection.retrieval import most_similar
 from dualrc.collection.store import Names
 from dualrc.errors import ConfigError, DataError
+from dualrc.files import read_text
 from dualrc.types import FloatArray
 
 _FEW = 60  # pictures: so many are matched exhaustively where nothing else is asked for
@@ -106,11 +107,7 @@ def covisible(names: Iterable[str], model: str | Path, k: int) -> list[Names]:
 def from_file(names: Iterable[str], path: str | Path) -> list[Names]:
     """The pairs of a text file, `name0 name1` a line; around spaces in names double quotes, or a tab between names."""
     known, pairs = set(names), []
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"The list of pairs {path} can't be read ({error}); check it.") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip() or line.startswith("#"):
             continue
         found = line.split("\t") if "\t" in line else [quoted or plain for quoted, plain in _NAME.findall(line)]

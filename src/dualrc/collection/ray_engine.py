@@ -16,6 +16,7 @@ from dualrc.collection.engine import Event
 from dualrc.collection.plan import Item
 from dualrc.collection.worker import Worker, WorkerSettings, at_once
 from dualrc.errors import ConfigError, DualRCError
+from dualrc.extras import require
 
 _GIB = 2**30
 _REACH_S = 10.0
@@ -61,7 +62,7 @@ class RayEngine:
         sample: Sequence[str],
     ) -> None:
         """`settings` makes those of a device and a size of cache; `sample` are names of some pictures."""
-        self._ray = _import_ray()
+        self._ray = require("ray", "ray", "Collections on a Ray cluster")
         self._own = not self._ray.is_initialized()
         if self._own:
             _connect(self._ray, config.address)
@@ -158,14 +159,6 @@ class _Layout:
             raise ConfigError("The Ray cluster has no free processors; add machines to it, or choose --engine local.")
         cache = config.cache * _GIB / min(count, max(fitting))
         return _Layout(count=count, device="cpu", resources={"num_cpus": 1.0}, cache_bytes=cache)
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(f"The engine ray needs Ray ({error}): pip install 'dualrc[ray]'.") from error
-    return ray
 
 
 def _connect(ray: Any, address: str | None) -> None:

@@ -1,14 +1,12 @@
 """A folder of pictures to a COLMAP model: matching, shared keypoints, and pycolmap's incremental mapping."""
 
 import copy
-import json
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,9 @@ from dualrc.collection.run import match_collection
 from dualrc.collection.store import MatchStore
 from dualrc.colmap import import_pycolmap, quiet_colmap
 from dualrc.errors import DataError, OutputError
-from dualrc.files import replacing
+from dualrc.files import replacing, write_json
 from dualrc.geometry import Camera
+from dualrc.provenance import versions
 
 _FEWEST_VIEWS = 5  # pictures of a camera, to refine its principal point
 _LARGEST_SHIFT = 0.05  # of a principal point, in long sides
@@ -177,10 +176,7 @@ def _write(model: Any, out: Path, summary: Summary, made_with: dict[str, Any]) -
         model.export_PLY(temporary)
     title = f"{summary.registered} of {summary.pictures} pictures, {summary.points:,} points"
     draw_reconstruction(model, out / "model.png", title)
-    versions = {package: metadata.version(package) for package in ("dualrc", "pycolmap", "numpy", "torch", "poselib")}
-    content = {**asdict(summary), **made_with, "versions": versions}
-    with replacing(out / "summary.json") as temporary:
-        temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+    write_json(out / "summary.json", {**asdict(summary), **made_with, "versions": versions("pycolmap", "poselib")})
 
 
 def _write_model(model: Any, folder: Path) -> None:

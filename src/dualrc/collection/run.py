@@ -31,8 +31,8 @@ from dualrc.collection.pictures import find_pictures
 from dualrc.collection.plan import Item, Plan, in_blocks, in_chunks
 from dualrc.collection.store import MatchStore, Names
 from dualrc.collection.worker import Failure, Result
-from dualrc.errors import DataError, OutputError
-from dualrc.files import check_writable
+from dualrc.errors import DataError
+from dualrc.files import check_writable, make_folder
 from dualrc.matcher import Matcher, load
 from dualrc.matches import Matches
 from dualrc.types import FloatArray
@@ -69,7 +69,7 @@ def match_collection(
     # On the CPU, only to check the settings and to say what matches depend on; each worker has its own.
     settings: dict[str, Any] = {"size": config.size, "top": config.top, "min_score": config.min_score}
     matcher = load(config.preset, weights=config.weights, device="cpu", **settings)
-    _make_folder(out)
+    check_writable(make_folder(out) / "matches.sqlite")
     run = _Run(images, names, config, matcher, Console(stderr=True, quiet=quiet))
     with MatchStore(out / "matches.sqlite", run.depends_on) as store, run:
         chosen = pairs.choose(
@@ -218,15 +218,6 @@ class _Speed(ProgressColumn):
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:.3g}/s")
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        remedy = "move a file that is in its place, or write elsewhere"
-        raise OutputError(f"The folder {folder} can't be made ({error.strerror}); {remedy}.") from error
-    check_writable(folder / "matches.sqlite")
 
 
 def _first(reasons: dict[str, str]) -> str:

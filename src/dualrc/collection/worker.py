@@ -8,7 +8,6 @@ import signal
 import sys
 import tempfile
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,8 @@ from dualrc.collection.plan import Item
 from dualrc.collection.retrieval import global_descriptor
 from dualrc.errors import DualRCError, ImageError, WeightsError
 from dualrc.matcher import Matcher, PictureFeatures, load
-from dualrc.matcher.ahead import ReadAhead
+from dualrc.matcher.cache import LruCache
+from dualrc.matcher.prefetch import ReadAhead
 from dualrc.matches import Matches
 from dualrc.types import FloatArray
 
@@ -70,10 +70,10 @@ class Worker:
         self.at_once = at_once(settings.device)
         self.reads_ahead = self.matcher.device.type == "cuda"  # decoding runs beside a GPU
         self.extracted = 0
-        self._limit = settings.cache_bytes
+        limit = settings.cache_bytes
         if self.matcher.device.type == "cuda":
-            self._limit = min(self._limit, torch.cuda.mem_get_info(self.matcher.device)[0] // 2)
-        self._kept: OrderedDict[str, PictureFeatures | ImageError] = OrderedDict()
+            limit = min(limit, torch.cuda.mem_get_info(self.matcher.device)[0] // 2)
+        self._kept: LruCache[str, PictureFeatures] = LruCache(limit)
 
     def sees(self, sizes: Mapping[str, int]) -> bool:
         """Whether these pictures are in the folder on this machine too, with so many bytes."""
@@ -102,13 +102,15 @@ class Worker:
     ) -> Iterator[tuple[Item, Result]]:
         ready: dict[Item, list[PictureFeatures]] = {}
         for item in items:
-            found = [self._features(name, paths[name], reader) for name in item]
-            broken = [(name, error) for name, error in zip(item, found, strict=True) if isinstance(error, ImageError)]
-            if broken:
-                name, error = broken[0]
-                yield item, Failure(reason=str(error), picture=name)
+            features: list[PictureFeatures] = []
+            for name in item:
+                try:
+                    features.append(self._features(name, paths[name], reader))
+                except ImageError as error:
+                    yield item, Failure(reason=str(error), picture=name)
+                    break
             else:
-                ready[item] = [features for features in found if isinstance(features, PictureFeatures)]
+                ready[item] = features
         for item in [item for item in ready if len(item) == 1]:
             yield item, global_descriptor(ready.pop(item)[0])
         pairs = [(features[0], features[1]) for features in ready.values()]
@@ -124,23 +126,18 @@ class Worker:
         except ImageError as error:
             return Failure(reason=str(error))
 
-    def _features(self, name: str, path: Path, reader: ReadAhead) -> PictureFeatures | ImageError:
-        """A picture's features, from the cache if they are there, or why it has none."""
-        if name not in self._kept:
+    def _features(self, name: str, path: Path, reader: ReadAhead) -> PictureFeatures:
+        """A picture's features, from the cache if they are there."""
+
+        def make() -> PictureFeatures:
             self.extracted += 1
             try:
-                self._kept[name] = self.matcher.features(reader.take(path))
+                return self.matcher.features(reader.take(path))
             except ImageError as error:
                 # Said of the user's file, wherever its content came from.
-                self._kept[name] = ImageError(str(error).replace(str(path), str(self.images / name)))
-        self._kept.move_to_end(name)
-        while len(self._kept) > 2 and sum(map(_bytes, self._kept.values())) > self._limit:
-            self._kept.popitem(last=False)
-        return self._kept[name]
+                raise ImageError(str(error).replace(str(path), str(self.images / name))) from error
 
-
-def _bytes(kept: PictureFeatures | ImageError) -> int:
-    return kept.bytes if isinstance(kept, PictureFeatures) else 0
+        return self._kept.get(name, make)
 
 
 def _slim(matches: Matches) -> Matches:

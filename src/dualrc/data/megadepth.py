@@ -18,8 +18,9 @@ from dualrc.data.npz import read_arrays
 from dualrc.data.pairs import PairSample
 from dualrc.data.pairsfile import PairLine, write_pairs
 from dualrc.data.views import CutConfig
-from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.files import is_file, replacing
+from dualrc.errors import ConfigError, DataError
+from dualrc.extras import require
+from dualrc.files import is_file, make_folder, read_text, replacing, write_text
 from dualrc.geometry import Camera
 
 Split = Literal["training", "validation"]
@@ -156,10 +157,7 @@ def scene_files(root: str | Path) -> list[Path]:
 
 def read_depth_h5(path: Path) -> npt.NDArray[np.float32]:
     """The depth map (h, w) of an HDF5 file, 0 where there is none."""
-    try:
-        import h5py
-    except ImportError as error:
-        raise ConfigError(f"MegaDepth's depth maps need h5py ({error}): pip install 'dualrc[colmap]'.") from error
+    h5py = require("h5py", "colmap", "MegaDepth's depth maps")
     try:
         with h5py.File(path, "r") as file:
             depth = np.asarray(file["depth"], dtype=np.float32)
@@ -215,15 +213,10 @@ def join_scenes(out: str | Path, results: Iterable[SceneResult]) -> dict[Split, 
 def _begin(parts: Path, recipe: MegaDepthRecipe) -> None:
     """Make the folder of the scenes, for this recipe alone."""
     note, text = parts / "recipe.toml", to_toml(recipe)
-    try:
-        parts.mkdir(parents=True, exist_ok=True)
-        known = note.read_text(encoding="utf-8") if note.exists() else text
-    except (OSError, ValueError) as error:
-        raise OutputError(f"The folder {parts} can't be used ({error}); choose another one.") from error
-    if known != text:
+    make_folder(parts)
+    if note.exists() and read_text(note) != text:
         raise ConfigError(f"{parts} holds pairs of another recipe; choose another folder, or delete it.")
-    with replacing(note) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(note, text)
 
 
 def _write_scene(task: tuple[Path, Path, Path, MegaDepthRecipe]) -> SceneResult:

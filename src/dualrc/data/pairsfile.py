@@ -10,7 +10,7 @@ import numpy as np
 from dualrc.data.pairs import PairSample, PairSource
 from dualrc.data.views import CutConfig
 from dualrc.errors import DataError
-from dualrc.files import replacing
+from dualrc.files import read_text, replacing
 from dualrc.image import SUFFIXES
 from dualrc.types import FloatArray
 
@@ -43,12 +43,7 @@ class PairsFile:
         self.file, self.images = Path(file), Path(images)
         if not self.images.is_dir():
             raise DataError(f"The folder of pictures {self.images} does not exist; check the path.")
-        try:
-            lines = self.file.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError as error:
-            raise DataError(f"The pairs file {self.file} does not exist; check the path.") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"The pairs file {self.file} can't be read as text ({error}); copy it again.") from error
+        lines = read_text(self.file).splitlines()
         self._lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         if not self._lines:
             raise DataError(f"The pairs file {self.file} is empty; {_FORM}.")

@@ -1,7 +1,6 @@
 """Pinhole cameras and their poses, in our pixels: the centre of the first one is (0, 0)."""
 
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags
 
 from dualrc.errors import DataError, ImageError
+from dualrc.files import is_file, read_text
 from dualrc.geometry.homography import resize_homography, to_homogeneous
+from dualrc.image import read_header
 from dualrc.types import FloatArray, Size
 
 _FILM_DIAGONAL_MM = float(np.hypot(36, 24))
@@ -78,12 +79,10 @@ class Camera:
 
 def read_cameras_json(path: str | Path) -> dict[str, Camera]:
     """Read {name: {width, height, K, cam_from_world?}}."""
-    path = Path(path)
+    text = read_text(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist; check the path.") from error
-    except (OSError, ValueError) as error:
+        content = json.loads(text)
+    except ValueError as error:
         raise DataError(f"{path} is not a JSON file ({error}); mend it or write it again.") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} does not hold cameras; write {{name: {{width, height, K}}}}.")
@@ -92,25 +91,16 @@ def read_cameras_json(path: str | Path) -> dict[str, Camera]:
 
 def camera_from_exif(path: str | Path) -> Camera | None:
     """The camera that a photograph's EXIF data tells, of the upright picture; None where it doesn't tell."""
-    try:
-        with Image.open(path) as image:
-            width, height = image.size
-            try:
-                exif = image.getexif()
-                orientation = exif.get(ExifTags.Base.Orientation, 1)
-                tags = exif.get_ifd(ExifTags.IFD.Exif)
-            except (OSError, SyntaxError, ValueError, KeyError, TypeError, struct.error):
-                return None  # Damaged EXIF data tells nothing; the picture may be fine.
-    except FileNotFoundError as error:
-        raise ImageError(f"{path} does not exist; check the path.") from error
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise ImageError(f"{path} can't be read as a picture ({error}); convert it to PNG or JPEG.") from error
-    focal_px = _focal_from_tags(tags, (width, height))
+    header = read_header(path)
+    if header is None:
+        if is_file(path):
+            raise ImageError(f"{path} can't be read as a picture; convert it to PNG or JPEG.")
+        raise ImageError(f"{path} does not exist; check the path.")
+    focal_px = _focal_from_tags(header.tags, header.stored_size)
     low, high = _PLAUSIBLE_FOCAL
-    if focal_px is None or not low <= focal_px / max(width, height) <= high:
+    if focal_px is None or not low <= focal_px / max(header.stored_size) <= high:
         return None
-    turned = orientation in (5, 6, 7, 8)
-    return Camera.from_focal((height, width) if turned else (width, height), focal_px, source="exif")
+    return Camera.from_focal(header.upright_size, focal_px, source="exif")
 
 
 def refuse_distortion(coefficients: Sequence[float], where: str) -> None:

@@ -10,7 +10,9 @@ import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
 from dualrc.errors import DataError
+from dualrc.files import read_text
 from dualrc.geometry.camera import Camera, transform_points
+from dualrc.image import read_header
 from dualrc.pixels import on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, Size
 
@@ -49,16 +51,17 @@ def read_rgbd(root: str | Path) -> list[RgbdFrame]:
     if not poses:
         raise DataError(f"{root / 'world_from_cam.txt'} is empty; write a name and 16 numbers a line.")
     # One K serves all pictures, so they have one size, which any of them tells.
-    sizes = (size for name in poses if (size := _picture_size(root / "images" / name)) is not None)
-    size = next(sizes, None)
-    if size is None:
+    headers = (header for name in poses if (header := read_header(root / "images" / name)) is not None)
+    header = next(headers, None)
+    if header is None:
         raise DataError(f"None of the pictures in {root / 'images'} can be read; copy the folder again.")
+    width, height = header.stored_size
     return [
         RgbdFrame(
             name=name,
             image=root / "images" / name,
             depth=(root / "depth" / name).with_suffix(".png"),
-            camera=Camera(width=size[0], height=size[1], K=K, source="file", cam_from_world=pose),
+            camera=Camera(width=width, height=height, K=K, source="file", cam_from_world=pose),
         )
         for name, pose in poses.items()
     ]
@@ -144,7 +147,7 @@ def _pose(camera: Camera) -> FloatArray:
 
 def _read_poses(path: Path) -> Iterator[tuple[str, FloatArray]]:
     """Names and cam_from_world (3, 4), from lines with a name and world_from_cam, row by row."""
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         fields = line.rsplit(maxsplit=16)
         if not fields or line.startswith("#"):
             continue
@@ -166,28 +169,9 @@ def _read_poses(path: Path) -> Iterator[tuple[str, FloatArray]]:
 
 def _numbers(path: Path, count: int) -> FloatArray:
     try:
-        values = np.array([float(field) for field in _text(path).split()])
+        values = np.array([float(field) for field in read_text(path).split()])
     except ValueError as error:
         raise DataError(f"{path} holds something else than numbers ({error}); write {count} of them.") from error
     if len(values) != count:
         raise DataError(f"{path} holds {len(values)} numbers; write {count} of them.")
     return values
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{path} does not exist; an RGB-D folder has images, depth, K.txt, world_from_cam.txt."
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} can't be read as text ({error}); copy it again.") from error
-
-
-def _picture_size(path: Path) -> Size | None:
-    try:
-        with Image.open(path) as image:
-            return image.size
-    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, EOFError):
-        return None

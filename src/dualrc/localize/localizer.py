@@ -1,21 +1,19 @@
 """The pose of a picture in a map, stage by stage."""
 
-import json
 import time
-import zipfile
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
+from dualrc.collection.descriptors import read_descriptors, write_descriptors
 from dualrc.collection.retrieval import global_descriptor, most_similar
 from dualrc.errors import ConfigError, DataError, DualRCError
-from dualrc.files import replacing
 from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif
 from dualrc.localize.maps import Correspondences, Map
 from dualrc.matcher import Matcher, PictureFeatures
+from dualrc.matcher.cache import LruCache
 from dualrc.types import FloatArray, Size
 
 # The picture is parted into so many cells along its long side to tell how much of it supports a pose.
@@ -86,7 +84,7 @@ class Localizer:
         self.broken: dict[str, str] = {}
         self._descriptors: dict[str, FloatArray] = {}
         self._descriptors_file = descriptors
-        self._kept: OrderedDict[str, PictureFeatures] = OrderedDict()
+        self._kept: LruCache[str, PictureFeatures] = LruCache(self.config.max_memory * 2**30, keep=1)
 
     def localize(
         self, query: Path | PictureFeatures, *, camera: Camera | None = None, candidates: Sequence[str] | None = None
@@ -123,20 +121,23 @@ class Localizer:
 
     def prepare(self) -> None:
         """Describe the map's pictures that are not described yet."""
-        if not self._descriptors:
-            self._read_descriptors()
+        info, config = self.matcher.info, self.matcher.config
+        # All that descriptors depend on.
+        made_with = {key: info[key] for key in ("weights", "network")} | {"sizes": [config.size, config.max_size]}
+        file = self._descriptors_file
+        if not self._descriptors and file is not None:
+            known = read_descriptors(file, made_with)
+            self._descriptors = {name: known[name] for name in self.map.names if name in known}
         new = 0
         for name in self.map.names:
-            if name in self._descriptors or name in self.broken:
+            if name in self._descriptors or (features := self._features(name)) is None:
                 continue
-            features = self._features(name)
-            if features is not None:
-                self._descriptors[name] = global_descriptor(features)
-                new += 1
-                if new % _SAVE_EVERY == 0:
-                    self._write_descriptors()
-        if new % _SAVE_EVERY:
-            self._write_descriptors()
+            self._descriptors[name] = global_descriptor(features)
+            new += 1
+            if file is not None and new % _SAVE_EVERY == 0:
+                write_descriptors(file, made_with, self._descriptors)
+        if file is not None and new % _SAVE_EVERY:
+            write_descriptors(file, made_with, self._descriptors)
 
     def correspondences(self, query: PictureFeatures, names: Iterable[str]) -> Correspondences:
         """What the query sees of these pictures of the map, together."""
@@ -177,31 +178,6 @@ class Localizer:
             confidence=_confidence(found, pose, size),
         )
 
-    def _read_descriptors(self) -> None:
-        """Take over those of the map's pictures, unless another network made them."""
-        path = self._descriptors_file
-        if path is None or not path.is_file():
-            return
-        try:
-            with np.load(path, allow_pickle=False) as content:
-                if str(content["made_by"]) == self._maker():
-                    known = dict(zip(content["names"].tolist(), content["vectors"], strict=True))
-                    self._descriptors = {name: known[name] for name in self.map.names if name in known}
-        except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile):
-            return  # they are made again, and the file with them
-
-    def _write_descriptors(self) -> None:
-        if self._descriptors_file is None:
-            return
-        names, vectors = np.array(list(self._descriptors)), np.stack(list(self._descriptors.values()))
-        with replacing(self._descriptors_file) as temporary:
-            np.savez(temporary, made_by=np.array(self._maker()), names=names, vectors=vectors)
-
-    def _maker(self) -> str:
-        """What descriptors depend on."""
-        info, config = self.matcher.info, self.matcher.config
-        return json.dumps([info["weights"], info["network"], config.size, config.max_size])
-
     def _find_camera(self, query: Path | PictureFeatures, size: Size) -> Camera | None:
         told = None if isinstance(query, PictureFeatures) else camera_from_exif(query)
         return told or self.map.camera(size)
@@ -210,18 +186,11 @@ class Localizer:
         """Features of a picture of the map, kept as long as they fit into memory; None where it is broken."""
         if name in self.broken:
             return None
-        if name not in self._kept:
-            try:
-                self._kept[name] = self.matcher.features(self.map.picture(name))
-            except DualRCError as error:
-                self.broken[name] = str(error)
-                return None
-        self._kept.move_to_end(name)
-        found = self._kept[name]
-        limit = self.config.max_memory * 2**30
-        while len(self._kept) > 1 and sum(features.bytes for features in self._kept.values()) > limit:
-            self._kept.popitem(last=False)
-        return found
+        try:
+            return self._kept.get(name, lambda: self.matcher.features(self.map.picture(name)))
+        except DualRCError as error:
+            self.broken[name] = str(error)
+            return None
 
 
 def _check_camera(camera: Camera | None, size: Size) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from dualrc.colmap import rotation_from_quaternion
 from dualrc.errors import DataError, OutputError
-from dualrc.files import check_writable, replacing
+from dualrc.files import check_writable, read_text, write_json, write_text
 from dualrc.geometry import Camera
 from dualrc.localize.localizer import Localization
 from dualrc.types import FloatArray
@@ -72,8 +72,7 @@ class ResultsFile:
     def save(self) -> None:
         """Write both files as they should be now."""
         content = {"format": _FORMAT, "config": self._config, "info": self._info, "queries": self._entries}
-        with replacing(self.path) as temporary:
-            temporary.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+        write_json(self.path, content)
         entries = self._entries.items()
         poses = {name: np.array(entry["cam_from_world"]) for name, entry in entries if entry["cam_from_world"]}
         write_poses(self.poses_path, poses)
@@ -85,18 +84,13 @@ def write_poses(path: str | Path, poses: Mapping[str, FloatArray]) -> None:
     for name, pose in poses.items():
         values = [*_quaternion(np.asarray(pose)[:, :3]), *np.asarray(pose)[:, 3]]
         lines.append(" ".join([name, *(f"{value:.12g}" for value in values)]))
-    with replacing(path) as temporary:
-        temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    write_text(path, "".join(line + "\n" for line in lines))
 
 
 def read_poses(path: str | Path) -> dict[str, FloatArray]:
     """cam_from_world (3, 4) by name, as `write_poses` writes them."""
     poses = {}
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} can't be read ({error}); check the path.") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         fields = line.rsplit(maxsplit=7)
         if not fields:
             continue

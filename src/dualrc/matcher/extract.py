@@ -12,7 +12,8 @@ from torch import Tensor
 from dualrc.errors import ConfigError
 from dualrc.image import Scale, to_input, to_tensor
 from dualrc.matcher.budget import enough_memory
-from dualrc.matcher.features import Item, PictureFeatures, chunks
+from dualrc.matcher.features import PendingImage as Item
+from dualrc.matcher.features import PictureFeatures, chunks
 from dualrc.model import int8
 from dualrc.model.backbone import CompactBackbone
 from dualrc.model.dualrc import DualRCNet, Features

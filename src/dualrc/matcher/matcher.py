@@ -19,10 +19,11 @@ from dualrc import config as configs
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
-from dualrc.matcher.ahead import ReadAhead, look_ahead
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device
-from dualrc.matcher.features import FeatureCache, Item, Matchable, PictureFeatures, shapes, stack
+from dualrc.matcher.features import FeatureCache, Matchable, PictureFeatures, shapes, stack
+from dualrc.matcher.features import PendingImage as Item
+from dualrc.matcher.prefetch import ReadAhead, look_ahead
 from dualrc.matches import Matches, Warp, inside_mask
 from dualrc.model.dualrc import DualRCNet
 from dualrc.pixels import FINE_STRIDE, STRIDE, pixel_grid
