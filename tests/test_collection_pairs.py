@@ -8,7 +8,7 @@ from conftest import ROOT, texture
 
 import dualrc
 from dualrc.collection import pairs
-from dualrc.collection.engine import Event, carry_out
+from dualrc.collection.executor import Event, carry_out
 from dualrc.collection.pictures import find_pictures
 from dualrc.collection.plan import Plan, in_blocks, in_chunks
 from dualrc.collection.retrieval import global_descriptor, most_similar
@@ -216,7 +216,7 @@ def test_chunks():
 
 
 class Deadly:
-    """An engine whose workers die at some items, as often as said, and else say what they were asked."""
+    """An executor whose workers die at some items, as often as said, and else say what they were asked."""
 
     def __init__(self, count: int, deaths: dict[tuple[str, ...], int], at_once: int = 1) -> None:
         self.count, self.at_once, self.deaths = count, at_once, dict(deaths)
@@ -246,15 +246,18 @@ class Deadly:
 def test_what_workers_die_of_is_tried_again_and_then_given_up(count, at_once):
     asked = pairs.exhaustive(NAMES)
     unlucky, deadly = asked[20], asked[21]
-    engine = Deadly(count, {unlucky: 1, deadly: 99}, at_once)
+    executor = Deadly(count, {unlucky: 1, deadly: 99}, at_once)
     results = []
     carry_out(
-        engine, Plan(in_blocks(asked, 16), at_once=at_once), set(), lambda item, result: results.append((item, result))
+        executor,
+        Plan(in_blocks(asked, 16), at_once=at_once),
+        set(),
+        lambda item, result: results.append((item, result)),
     )
     assert sorted(item for item, _ in results) == sorted(asked)  # each once
     failed = {item: result for item, result in results if isinstance(result, Failure)}
     assert set(failed) == {deadly} and "killed" in failed[deadly].reason
-    assert engine.died <= 5
+    assert executor.died <= 5
 
 
 def test_workers_that_can_not_live_end_the_run():

@@ -95,5 +95,5 @@ def test_folders_are_made_unless_a_file_is_there(tmp_path):
     assert make_folder(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b" == make_folder(tmp_path / "a" / "b")
     write_text(tmp_path / "c", "")
     for path in (tmp_path / "c", tmp_path / "c" / "d", tmp_path / "\0"):
-        with pytest.raises(OutputError, match="can't be made .*; choose another one"):
+        with pytest.raises(OutputError, match=r"can't be made .*; choose another one"):
             make_folder(path)

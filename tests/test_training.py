@@ -106,7 +106,7 @@ def test_photos_are_taken_only_so_far_ahead():
     hold = threading.Event()
     items = (taken.append(number) or number for number in range(20))
     with ThreadPoolExecutor(2) as pool:
-        results = dualrc.data.photos._in_order(pool, lambda x: hold.wait(10) and x * x, items, ahead=5)
+        results = dualrc.data.photos._in_order(pool, lambda x: hold.wait(10) and x * x, items, most=5)
         threading.Timer(0.05, hold.set).start()
         assert next(results) == 0
         assert taken == [0, 1, 2, 3, 4]

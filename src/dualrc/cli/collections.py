@@ -35,7 +35,7 @@ MemoryOption = Annotated[
         "seen smaller, and a warning says so."
     ),
 ]
-EngineOption = Annotated[
+ExecutorOption = Annotated[
     Literal["local", "ray"], typer.Option(help="Match in processes of this machine, or on a Ray cluster.")
 ]
 
@@ -54,7 +54,7 @@ def collection(
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
-    engine: EngineOption = "local",
+    executor: ExecutorOption = "local",
     address: AddressOption = None,
     workers: WorkersOption = None,
     max_memory: MemoryOption = None,
@@ -66,10 +66,10 @@ def collection(
 
     dualrc collection photos --out matched
 
-    dualrc collection frames --out matched --pairs sequential --engine ray --address auto
+    dualrc collection frames --out matched --pairs sequential --executor ray --address auto
     """
     from dualrc.collection.config import CollectionConfig
-    from dualrc.collection.run import match_collection
+    from dualrc.collection.matching import match_collection
 
     config = CollectionConfig(
         pairs=pairs,
@@ -82,7 +82,7 @@ def collection(
         preset=preset,
         weights=weights,
         device=device,
-        engine=engine,
+        executor=executor,
         address=address,
         workers=workers,
         max_memory=max_memory,
@@ -117,7 +117,7 @@ def reconstruct(
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
-    engine: EngineOption = "local",
+    executor: ExecutorOption = "local",
     address: AddressOption = None,
     workers: WorkersOption = None,
     max_memory: MemoryOption = None,
@@ -143,7 +143,7 @@ def reconstruct(
         preset=preset,
         weights=weights,
         device=device,
-        engine=engine,
+        executor=executor,
         address=address,
         workers=workers,
         max_memory=max_memory,

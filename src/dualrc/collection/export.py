@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from dualrc.collection.cameras import is_known
-from dualrc.collection.keypoints import MergedMatches, Progress
+from dualrc.collection.keypoints import MergedMatches
+from dualrc.collection.progress import Progress, no_progress
 from dualrc.colmap import colmap_camera, colmap_points, import_pycolmap, quiet_colmap, stored_points
 from dualrc.errors import DataError
 from dualrc.extras import require
@@ -23,11 +24,11 @@ def write_database(
     merged: MergedMatches,
     images: str | Path,
     cameras: Mapping[str, Camera],
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> None:
     """Write COLMAP's database: cameras, pictures, keypoints, matches and verified two-view geometries."""
     pycolmap = import_pycolmap()
-    images, tell = Path(images), progress or (lambda *_: None)
+    images = Path(images)
     with replacing(path) as temporary, quiet_colmap(pycolmap):
         with pycolmap.Database.open(temporary) as database, pycolmap.DatabaseTransaction(database):
             numbers = _write_pictures(database, merged, images, cameras, pycolmap)
@@ -35,13 +36,13 @@ def write_database(
                 indices = merged.indexed(name0, name1).indices
                 if len(indices):
                     database.write_matches(numbers[name0], numbers[name1], indices.astype(np.uint32))
-                tell("Writing matches", count, len(merged.pairs))
-        tell("Verifying pairs", 0, 1)
+                progress("Writing matches", count, len(merged.pairs))
+        progress("Verifying pairs", 0, 1)
         options = pycolmap.TwoViewGeometryOptions()
         options.ransac.max_error = _MAX_ERROR_PX
         options.ransac.random_seed = 0
         pycolmap.geometric_verification(temporary, two_view_geometry_options=options)
-        tell("Verifying pairs", 1, 1)
+        progress("Verifying pairs", 1, 1)
 
 
 def _write_pictures(
@@ -63,10 +64,10 @@ def _write_pictures(
     return numbers
 
 
-def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, progress: Progress | None = None) -> None:
+def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, progress: Progress = no_progress) -> None:
     """Write hloc's features.h5, matches.h5 and pairs.txt: stored pixels, the centre of the first at (0, 0)."""
     h5py = require("h5py", "colmap", "hloc's files")
-    folder, images, tell = Path(folder), Path(images), progress or (lambda *_: None)
+    folder, images = Path(folder), Path(images)
     _refuse_ambiguous(merged)
     with replacing(folder / "features.h5") as temporary, h5py.File(temporary, "w") as file:
         for name, keypoints in merged.keypoints.items():
@@ -86,7 +87,7 @@ def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, pr
             group = file.create_group(_pair_key(name0, name1))
             group.create_dataset("matches0", data=matches0, compression="gzip", compression_opts=1)
             group.create_dataset("matching_scores0", data=scores0, compression="gzip", compression_opts=1)
-            tell("Writing matches", count, len(merged.pairs))
+            progress("Writing matches", count, len(merged.pairs))
     write_text(folder / "pairs.txt", "".join(f"{name0} {name1}\n" for name0, name1 in merged.pairs))
 
 

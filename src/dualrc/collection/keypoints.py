@@ -6,13 +6,14 @@ where all of its matches put it, in a few sweeps over the pictures. So a track i
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from dualrc import geometry
+from dualrc.collection.progress import Progress, no_progress
 from dualrc.collection.store import MatchStore, Names
 from dualrc.errors import ConfigError, DataError
 from dualrc.extras import require
@@ -21,8 +22,6 @@ from dualrc.pixels import FINE_STRIDE
 from dualrc.types import BoolArray, FloatArray, Size
 
 IntArray = npt.NDArray[np.int64]
-# Told of each step's name, how much of it is done, and of how much.
-Progress = Callable[[str, int, int], None]
 
 _SAMPLE = 2000  # matches of a pair that its geometry is estimated from
 _ITERATIONS = 5000
@@ -173,7 +172,7 @@ class MergedMatches:
 def merge(
     store: MatchStore,
     config: MergeConfig | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     *,
     pairs: Iterable[Names] | None = None,
 ) -> MergedMatches:
@@ -187,15 +186,14 @@ def merge(
     for names in merged.pairs:
         for name in names:
             partners[name].append(names)
-    tell = progress or (lambda *_: None)
     for count, (name, its_pairs) in enumerate(partners.items()):
         merged.keypoints[name] = _gather(merged, name, its_pairs)
-        tell("Finding keypoints", count + 1, len(partners))
+        progress("Finding keypoints", count + 1, len(partners))
     total = merged.config.sweeps * len(partners)
     for sweep in range(merged.config.sweeps):
         for count, (name, its_pairs) in enumerate(partners.items()):
             merged.keypoints[name] = _place(merged, name, its_pairs)
-            tell("Placing keypoints", sweep * len(partners) + count + 1, total)
+            progress("Placing keypoints", sweep * len(partners) + count + 1, total)
     return merged
 
 

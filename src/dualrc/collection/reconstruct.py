@@ -4,14 +4,11 @@ import copy
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dualrc import config as configs
 from dualrc.collection.cameras import choose_cameras, describe_cameras, is_known
@@ -19,9 +16,9 @@ from dualrc.collection.config import CollectionConfig
 from dualrc.collection.export import write_database, write_hloc
 from dualrc.collection.figure import draw_reconstruction
 from dualrc.collection.keypoints import MergeConfig, Statistics, merge
-from dualrc.collection.keypoints import Progress as Tell
+from dualrc.collection.matching import match_collection
 from dualrc.collection.pictures import find_pictures
-from dualrc.collection.run import match_collection
+from dualrc.collection.progress import Progress, show_progress
 from dualrc.collection.store import MatchStore
 from dualrc.colmap import import_pycolmap, quiet_colmap
 from dualrc.errors import DataError, OutputError
@@ -75,7 +72,7 @@ def reconstruct(images: str | Path, out: str | Path, config: ReconstructConfig, 
     matched = match_collection(images, out, config.collection, quiet=quiet)
     clock.lap("matching")
     cameras = {name: camera for name, camera in cameras.items() if name not in matched.broken}
-    with _progress(quiet) as tell, MatchStore(matched.store) as store:
+    with show_progress(Console(stderr=True, quiet=quiet)) as tell, MatchStore(matched.store) as store:
         # The store may hold pictures that have been taken out since.
         pairs = [names for names in matched.pairs if cameras.keys() >= set(names)]
         merged = merge(store, config.keypoints, tell, pairs=pairs)
@@ -107,7 +104,7 @@ def reconstruct(images: str | Path, out: str | Path, config: ReconstructConfig, 
     return summary
 
 
-def _map(out: Path, images: Path, cameras: dict[str, Camera], tell: Tell, pycolmap: Any) -> tuple[Any, int]:
+def _map(out: Path, images: Path, cameras: dict[str, Camera], tell: Progress, pycolmap: Any) -> tuple[Any, int]:
     """The largest model that COLMAP makes of the database, and how many it made."""
     options = pycolmap.IncrementalPipelineOptions()
     options.min_model_size = 2
@@ -204,18 +201,3 @@ class _Clock:
         now = time.monotonic()
         self.seconds[step] = round(now - self._start, 2)
         self._start = now
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Tell]:
-    """A line for each step with how much of it is done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True, quiet=quiet)) as progress:
-        tasks: dict[str, Any] = {}
-
-        def tell(step: str, done: int, total: int) -> None:
-            if step not in tasks:
-                tasks[step] = progress.add_task(step, total=total)
-            progress.update(tasks[step], completed=done, total=total)
-
-        yield tell

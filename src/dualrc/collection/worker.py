@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from dualrc.collection.plan import Item
+from dualrc.collection.plan import Task
 from dualrc.collection.retrieval import global_descriptor
 from dualrc.errors import DualRCError, ImageError, WeightsError
 from dualrc.matcher import Matcher, PictureFeatures, load
@@ -44,7 +44,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why an item has no result."""
+    """Why a task has no result."""
 
     reason: str
     picture: str | None = None  # the picture that is to blame, if it is one
@@ -68,7 +68,7 @@ class Worker:
             # One thread, so that as many workers as cores don't get in each other's way, and results are the same.
             torch.set_num_threads(1)
         self.at_once = at_once(settings.device)
-        self.reads_ahead = self.matcher.device.type == "cuda"  # decoding runs beside a GPU
+        self.prefetches = self.matcher.device.type == "cuda"  # decoding runs beside a GPU
         self.extracted = 0
         limit = settings.cache_bytes
         if self.matcher.device.type == "cuda":
@@ -82,37 +82,37 @@ class Worker:
         except OSError:
             return False
 
-    def work(self, items: Sequence[Item], contents: Mapping[str, bytes] | None = None) -> Iterator[tuple[Item, Result]]:
-        """The items' results as they come, in order; `contents` are the picture files, where they can't be seen."""
+    def work(self, tasks: Sequence[Task], contents: Mapping[str, bytes] | None = None) -> Iterator[tuple[Task, Result]]:
+        """The tasks' results as they come, in order; `contents` are the picture files, where they can't be seen."""
         with tempfile.TemporaryDirectory(prefix="dualrc-") as folder:
-            paths = {name: self.images / name for item in items for name in item}
+            paths = {name: self.images / name for task in tasks for name in task}
             for number, (name, content) in enumerate((contents or {}).items()):
                 paths[name] = Path(folder) / str(number)
                 paths[name].write_bytes(content)
             with ReadAhead(_READERS) as reader:
-                for start in range(0, len(items), self.at_once):
-                    if self.reads_ahead:
-                        for name in itertools.chain.from_iterable(items[start : start + 2 * self.at_once]):
+                for start in range(0, len(tasks), self.at_once):
+                    if self.prefetches:
+                        for name in itertools.chain.from_iterable(tasks[start : start + 2 * self.at_once]):
                             if name not in self._kept:
                                 reader.ask(paths[name])
-                    yield from self._batch(items[start : start + self.at_once], paths, reader)
+                    yield from self._batch(tasks[start : start + self.at_once], paths, reader)
 
     def _batch(
-        self, items: Sequence[Item], paths: Mapping[str, Path], reader: ReadAhead
-    ) -> Iterator[tuple[Item, Result]]:
-        ready: dict[Item, list[PictureFeatures]] = {}
-        for item in items:
+        self, tasks: Sequence[Task], paths: Mapping[str, Path], reader: ReadAhead
+    ) -> Iterator[tuple[Task, Result]]:
+        ready: dict[Task, list[PictureFeatures]] = {}
+        for task in tasks:
             features: list[PictureFeatures] = []
-            for name in item:
+            for name in task:
                 try:
                     features.append(self._features(name, paths[name], reader))
                 except ImageError as error:
-                    yield item, Failure(reason=str(error), picture=name)
+                    yield task, Failure(reason=str(error), picture=name)
                     break
             else:
-                ready[item] = features
-        for item in [item for item in ready if len(item) == 1]:
-            yield item, global_descriptor(ready.pop(item)[0])
+                ready[task] = features
+        for task in [task for task in ready if len(task) == 1]:
+            yield task, global_descriptor(ready.pop(task)[0])
         pairs = [(features[0], features[1]) for features in ready.values()]
         try:
             results: list[Result] = [_slim(matches) for matches in self.matcher.match_many(pairs)]
@@ -168,26 +168,26 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with answers
-    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(sys.stdin.buffer, tasks), daemon=True).start()
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(sys.stdin.buffer, messages), daemon=True).start()
     try:
-        worker = Worker(tasks.get())
+        worker = Worker(messages.get())
     except DualRCError as error:
         _answer(answers, "refused", error)
         return
     _answer(answers, "ready", 0)
     while True:
         before = worker.extracted
-        for answer in worker.work(tasks.get()):
+        for answer in worker.work(messages.get()):
             _answer(answers, "result", answer)
         _answer(answers, "ready", worker.extracted - before)
 
 
-def _listen(stream: BinaryIO, tasks: "queue.SimpleQueue[Any]") -> None:
+def _listen(stream: BinaryIO, messages: "queue.SimpleQueue[Any]") -> None:
     """Put messages into the queue, until the other end is gone and there is nobody to work for."""
     try:
         while True:
-            tasks.put(pickle.load(stream))
+            messages.put(pickle.load(stream))
     except (EOFError, OSError, pickle.UnpicklingError):
         os._exit(0)
 

@@ -27,9 +27,9 @@ from dualrc.image import SUFFIXES, normalize_colors, read
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_unit
 from dualrc.types import ImageArray
 
-_AHEAD = 64  # photographs that wait for being decoded or taken: a whole tar file would fill the memory
+_MOST_WAITING = 64  # photographs that wait for being decoded or taken: a whole tar file would fill the memory
 
-Item = TypeVar("Item")
+T = TypeVar("T")
 Result = TypeVar("Result")
 
 
@@ -64,13 +64,13 @@ def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | 
 
 
 def _in_order(
-    pool: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int = _AHEAD
+    pool: ThreadPoolExecutor, function: Callable[[T], Result], items: Iterable[T], most: int = _MOST_WAITING
 ) -> Iterator[Result]:
-    """Like pool.map, but takes only so many items ahead."""
+    """Like pool.map, but takes only so many items before their results are taken."""
     waiting: deque[Future[Result]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
-        if len(waiting) >= ahead:
+        if len(waiting) >= most:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()

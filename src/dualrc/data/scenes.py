@@ -60,12 +60,12 @@ class ScenesConfig(CutConfig):
 def render_sample(config: ScenesConfig, number: int) -> PairSample:
     """Pair `number` of the endless row of pairs that a config stands for."""
     rng = np.random.default_rng([config.seed, number])
-    first, second = _draw_pair(config, rng)
-    points0, there0, hidden0 = _locate(first, second, rng)
-    points1, there1, hidden1 = _locate(second, first, rng)
+    rendering0, rendering1 = _draw_pair(config, rng)
+    points0, there0, hidden0 = _locate(rendering0, rendering1, rng)
+    points1, there1, hidden1 = _locate(rendering1, rendering0, rng)
     return PairSample(
-        image0=first.image.cpu().numpy(),
-        image1=second.image.cpu().numpy(),
+        image0=rendering0.image.cpu().numpy(),
+        image1=rendering1.image.cpu().numpy(),
         points0=np.concatenate([points0, there1]),
         points1=np.concatenate([there0, points1]),
         hidden0=hidden0,

@@ -53,9 +53,9 @@ class _State:
     def project(self, xyz: FloatArray) -> FloatArray:
         """Pixels (n, 2); far away where a point is behind the camera."""
         places = transform_points(self.pose, xyz)
-        ahead = places[:, 2:] > 1e-9
-        pixels: FloatArray = (places / np.where(ahead, places[:, 2:], 1.0) @ self.K.T)[:, :2]
-        return np.where(ahead, pixels, 1e12)
+        in_front = places[:, 2:] > 1e-9
+        pixels: FloatArray = (places / np.where(in_front, places[:, 2:], 1.0) @ self.K.T)[:, :2]
+        return np.where(in_front, pixels, 1e12)
 
     def residuals(self, points: FloatArray, xyz: FloatArray) -> FloatArray:
         """How far points (n, 2) are from where they should be, in pixels: (n,)."""
@@ -267,9 +267,9 @@ def _linearize(
     by_place[:, :, :2] = K[:2, :2] / z[:, None, None]
     by_place[:, :, 2] = -(places[:, :2] @ K[:2, :2].T) / (z**2)[:, None]
     zero = np.zeros_like(x)
-    turned = np.stack([[zero, z, -y], [-z, zero, x], [y, -x, zero]]).transpose(2, 0, 1)  # -[place]x
+    by_rotation = np.stack([[zero, z, -y], [-z, zero, x], [y, -x, zero]]).transpose(2, 0, 1)  # -[place]x
     J = np.zeros((len(xyz), 2, unknown))
-    J[:, :, :3] = by_place @ turned
+    J[:, :, :3] = by_place @ by_rotation
     J[:, :, 3:6] = -by_place @ R
     if unknown == 7:
         J[:, :, 6] = pixels - K[:2, 2]
@@ -281,11 +281,11 @@ def _linearize(
 def _moved(state: _State, step: FloatArray) -> _State:
     R, t = state.pose[:, :3], state.pose[:, 3]
     center = -R.T @ t + step[3:6]
-    turned = _rotation(step[:3]) @ R
+    rotated = _rotation(step[:3]) @ R
     K = state.K.copy()
     if len(step) == 7:
         K[[0, 1], [0, 1]] *= np.exp(np.clip(step[6], -1, 1))
-    return _State(pose=np.column_stack([turned, -turned @ center]), K=K)
+    return _State(pose=np.column_stack([rotated, -rotated @ center]), K=K)
 
 
 def _rotation(vector: FloatArray) -> FloatArray:

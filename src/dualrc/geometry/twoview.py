@@ -230,7 +230,7 @@ def _shared_focal_cameras(
     if len(points0) < _FEWEST_SHARED_FOCAL:
         return guessed0, guessed1
     pair, stats = poselib.estimate_shared_focal_relative_pose(
-        # Centred here and not by PoseLib, which takes one principal point: a turned picture has another one.
+        # Centred here and not by PoseLib, which takes one principal point: a rotated picture has another one.
         points0 - guessed0.K[:2, 2],
         points1 - guessed1.K[:2, 2],
         np.zeros(2),
@@ -273,9 +273,9 @@ def _parallax_px(R: FloatArray, points0: FloatArray, points1: FloatArray, camera
 
 def _distance_from_line_px(points: FloatArray) -> float:
     """The largest distance of a point (n, 2) from the line that fits them all best."""
-    centred = points - points.mean(axis=0)
-    normal = np.linalg.svd(centred.T @ centred)[0][:, 1]
-    return float(np.abs(centred @ normal).max())
+    centered = points - points.mean(axis=0)
+    normal = np.linalg.svd(centered.T @ centered)[0][:, 1]
+    return float(np.abs(centered @ normal).max())
 
 
 def _condition(H: FloatArray, points0: FloatArray, points1: FloatArray) -> float:
