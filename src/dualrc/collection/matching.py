@@ -46,11 +46,11 @@ class CollectionResult:
 
 
 def match_collection(
-    images: str | Path, out: str | Path, config: CollectionConfig, *, quiet: bool = False
+    images: str | Path, out: str | Path, config: CollectionConfig | None = None, *, quiet: bool = False
 ) -> CollectionResult:
     """Match the pictures of a folder into `out`/matches.sqlite, but for what is there already."""
     start = time.monotonic()
-    images, out = Path(images), Path(out)
+    images, out, config = Path(images), Path(out), config or CollectionConfig()
     names = find_pictures(images)
     if len(names) < 2:
         raise DataError(f"{images} holds one picture only; give a folder with at least two.")

@@ -59,12 +59,14 @@ class Summary:
     seconds: dict[str, float]  # of each step
 
 
-def reconstruct(images: str | Path, out: str | Path, config: ReconstructConfig, *, quiet: bool = False) -> Summary:
+def reconstruct(
+    images: str | Path, out: str | Path, config: ReconstructConfig | None = None, *, quiet: bool = False
+) -> Summary:
     """Reconstruct a folder of pictures into `out`: model, database.db, points.ply, model.png and summary.json.
 
     Matches are kept in `out`/matches.sqlite, so that a second run goes on where the first stopped.
     """
-    images, out = Path(images), Path(out)
+    images, out, config = Path(images), Path(out), config or ReconstructConfig()
     pycolmap = import_pycolmap()  # what is missing is said before the long work
     # So is what is wrong with the cameras.
     cameras = choose_cameras(images, find_pictures(images), config.cameras)

@@ -23,7 +23,6 @@ from dualrc.geometry.depth import (
 )
 from dualrc.geometry.homography import apply_homography, corner_error_px, crop_homography, resize_homography
 from dualrc.geometry.twoview import (
-    RelativePose,
     epipolar_distance_px,
     essential_from_pose,
     estimate,
@@ -31,6 +30,7 @@ from dualrc.geometry.twoview import (
     relative_pose,
     sampson_distance_px,
 )
+from dualrc.matches import RelativePose
 from dualrc.pixels import on_picture
 
 __all__ = [

@@ -10,7 +10,7 @@ import poselib
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry.camera import Camera
 from dualrc.geometry.homography import to_homogeneous
-from dualrc.matches import Estimate, EstimateKind, Matches
+from dualrc.matches import Estimate, EstimateKind, Matches, RelativePose
 from dualrc.types import BoolArray, FloatArray
 
 # The fewest matches that leave one model. (Solvers take less, and then choose among several that fit.)
@@ -26,21 +26,13 @@ _SMALLEST_PARALLAX_PX = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelativePose:
-    """Where camera 1 sees what camera 0 sees: x1 = R x0 + t, up to the unknown scale of t."""
-
-    R: FloatArray  # (3, 3)
-    t: FloatArray  # (3,), of length 1
-    inliers: BoolArray  # (n,), the matches that agree
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Fit:
     """What a solver found, with one flag per match that it was given."""
 
     matrix: FloatArray
     inliers: BoolArray
     info: dict[str, Any]
+    pose: RelativePose | None = None
 
 
 def estimate(
@@ -106,18 +98,14 @@ def estimate(
         return failed("the cameras share one centre, so there is no direction between them")
     inliers = np.zeros(len(matches), dtype=bool)
     inliers[used] = fit.inliers
-    return Estimate(kind=kind, matrix=fit.matrix, inliers=inliers, info={**info, **fit.info})
+    return Estimate(kind=kind, matrix=fit.matrix, inliers=inliers, pose=fit.pose, info={**info, **fit.info})
 
 
 def relative_pose(
     matches: Matches, camera0: Camera, camera1: Camera, *, threshold_px: float = 2.0, seed: int = 0
 ) -> RelativePose | None:
     """The relative pose of two known cameras; None where it can't be estimated."""
-    found = estimate(matches, "essential", camera0=camera0, camera1=camera1, threshold_px=threshold_px, seed=seed)
-    if found.matrix is None:
-        return None
-    pose = np.array(found.info["cam1_from_cam0"])
-    return RelativePose(R=pose[:, :3], t=pose[:, 3], inliers=found.inliers)
+    return estimate(matches, "essential", camera0=camera0, camera1=camera1, threshold_px=threshold_px, seed=seed).pose
 
 
 def essential_from_pose(cam1_from_cam0: npt.ArrayLike) -> FloatArray:
@@ -178,7 +166,7 @@ def _fit_essential(
     )
     R, t = np.array(pose.R), np.array(pose.t).ravel()
     t = t / (np.linalg.norm(t) or 1.0)  # PoseLib's is of length 1 up to the steps of its refinement
-    cam1_from_cam0 = np.column_stack([R, t])
+    found = RelativePose(cam1_from_cam0=np.column_stack([R, t]))
     inliers = _flags(stats, len(points0))
     sources = (camera0.source, camera1.source)
     info = {
@@ -186,11 +174,10 @@ def _fit_essential(
         "cameras": sources[0] if sources[0] == sources[1] else f"picture 0: {sources[0]}, picture 1: {sources[1]}",
         "K0": camera0.K.tolist(),
         "K1": camera1.K.tolist(),
-        "cam1_from_cam0": cam1_from_cam0.tolist(),
         # What a rotation alone leaves over. Where it is not larger than the noise, t is arbitrary.
         "parallax_px": _parallax_px(R, points0[inliers], points1[inliers], cameras),
     }
-    return _Fit(matrix=essential_from_pose(cam1_from_cam0), inliers=inliers, info=info)
+    return _Fit(matrix=essential_from_pose(found.cam1_from_cam0), inliers=inliers, info=info, pose=found)
 
 
 def _check_size(number: int, camera: Camera | None, size: tuple[int, int]) -> None:

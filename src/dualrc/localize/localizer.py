@@ -87,7 +87,11 @@ class Localizer:
         self._kept: LruCache[str, PictureFeatures] = LruCache(self.config.max_memory * 2**30, keep=1)
 
     def localize(
-        self, query: Path | PictureFeatures, *, camera: Camera | None = None, candidates: Sequence[str] | None = None
+        self,
+        query: str | Path | PictureFeatures,
+        *,
+        camera: Camera | None = None,
+        candidates: Sequence[str] | None = None,
     ) -> Localization:
         """The pose of one picture; what it can't be localized for is the result's `reason`.
 
@@ -178,7 +182,7 @@ class Localizer:
             confidence=_confidence(found, pose, size),
         )
 
-    def _find_camera(self, query: Path | PictureFeatures, size: Size) -> Camera | None:
+    def _find_camera(self, query: str | Path | PictureFeatures, size: Size) -> Camera | None:
         told = None if isinstance(query, PictureFeatures) else camera_from_exif(query)
         return told or self.map.camera(size)
 
