@@ -5,7 +5,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from dualrc.colmap import read_model
-from dualrc.colmap.binary import read_cameras_bin, read_images_bin
+from dualrc.colmap.records import read_cameras_bin, read_images_bin
 from dualrc.errors import DataError
 from dualrc.geometry import transform_points
 

@@ -4,7 +4,7 @@ COLMAP puts the center of the first pixel at (0.5, 0.5), we put it at (0, 0). CO
 are stored, ours for pictures rotated upright as their EXIF orientation says.
 """
 
-from dualrc.colmap.cameras import from_colmap_pixels, read_cameras, rotation_from_quaternion
+from dualrc.colmap.cameras import from_colmap_pixels, read_cameras
 from dualrc.colmap.library import import_pycolmap, quiet_colmap
 from dualrc.colmap.model import Model, ModelImage, posed_reconstruction, read_model
 from dualrc.colmap.upright import colmap_camera, colmap_points, refuse_mirrored, stored_points
@@ -21,6 +21,5 @@ __all__ = [
     "read_cameras",
     "read_model",
     "refuse_mirrored",
-    "rotation_from_quaternion",
     "stored_points",
 ]

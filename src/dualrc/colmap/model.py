@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualrc.colmap.binary import refuse_damaged
-from dualrc.colmap.cameras import parse_camera
+from dualrc.colmap.cameras import pinhole_camera
 from dualrc.colmap.library import import_pycolmap
+from dualrc.colmap.records import CameraRecord, refuse_damaged
 from dualrc.colmap.upright import HALF_PX, find_rotation
 from dualrc.errors import DataError
 from dualrc.geometry import Camera
@@ -85,11 +85,11 @@ def _model_image(image: Any, folder: Path | None) -> ModelImage:
     points = np.array([point.xy for point in seen], dtype=np.float64).reshape(-1, 2) - HALF_PX
     pose = np.array(image.cam_from_world().matrix(), dtype=np.float64)
     rotation = find_rotation("" if folder is None else folder / image.name, size)
-    fields = [0, image.camera.model_name, *size, *image.camera.params]
     pose = rotation.camera @ pose
     try:
-        stored = parse_camera([str(value) for value in fields], image.name)
-        camera = replace(rotation.rotate_camera(stored), cam_from_world=pose)
+        model, params = image.camera.model_name, image.camera.params
+        record = CameraRecord(camera_id=0, model=model, width=size[0], height=size[1], params=params)
+        camera = replace(rotation.rotate_camera(pinhole_camera(record, image.name)), cam_from_world=pose)
     except DataError:
         camera = None
     return ModelImage(

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.colmap import from_colmap_pixels, import_pycolmap, rotation_from_quaternion, stored_points
-from dualrc.colmap.binary import read_cameras_bin, read_images_bin
+from dualrc.colmap import from_colmap_pixels, import_pycolmap, stored_points
+from dualrc.colmap.records import read_cameras_bin, read_images_bin
 from dualrc.errors import DataError
 from dualrc.evaluation.export import Pair
 from dualrc.evaluation.hpatches import looks_like_hpatches
-from dualrc.geometry import Camera
+from dualrc.geometry import Camera, rotation_from_quaternion
 from dualrc.image import read_header
 from dualrc.types import FloatArray
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import poselib
 
 from dualrc.errors import DataError
-from dualrc.geometry.camera import Camera, transform_points
+from dualrc.geometry.camera import Camera, cross_matrix, transform_points
 from dualrc.types import BoolArray, FloatArray, Size
 
 # A focal length outside of this range, in long sides of the picture, is an artefact of points in a plane.
@@ -293,7 +293,6 @@ def _rotation(vector: FloatArray) -> FloatArray:
     angle = float(np.linalg.norm(vector))
     if angle < 1e-12:
         return np.eye(3)
-    x, y, z = vector / angle
-    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+    cross = cross_matrix(vector / angle)
     rotation: FloatArray = np.eye(3) + np.sin(angle) * cross + (1 - np.cos(angle)) * cross @ cross
     return rotation

@@ -142,6 +142,43 @@ def direction_error_deg(t_a: npt.ArrayLike, t_b: npt.ArrayLike, *, either_sign: 
     return min(angle, 180 - angle) if either_sign else angle
 
 
+def cross_matrix(vector: npt.ArrayLike) -> FloatArray:
+    """[v]x, with [v]x u = v x u: (3,) -> (3, 3)."""
+    x, y, z = np.asarray(vector, dtype=np.float64)
+    return np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+
+
+def rotation_from_quaternion(quaternion: npt.ArrayLike) -> FloatArray:
+    """The rotation (3, 3) of a quaternion (w, x, y, z)."""
+    values = np.asarray(quaternion, dtype=np.float64)
+    if not (norm := np.linalg.norm(values)) > 0:
+        raise ValueError("a quaternion of length 0")
+    w, v = values[0] / norm, values[1:] / norm
+    rotation: FloatArray = (2 * w * w - 1) * np.eye(3) + 2 * np.outer(v, v) + 2 * w * cross_matrix(v)
+    return rotation
+
+
+def quaternion_from_rotation(R: FloatArray) -> FloatArray:
+    """The quaternion (w, x, y, z), w >= 0, of a rotation (3, 3)."""
+    # The eigenvector of the largest eigenvalue needs none of the branches of the formulas near 180 degrees.
+    (xx, xy, xz), (yx, yy, yz), (zx, zy, zz) = R
+    symmetric = np.array(
+        [
+            [xx + yy + zz, zy - yz, xz - zx, yx - xy],
+            [zy - yz, xx - yy - zz, xy + yx, xz + zx],
+            [xz - zx, xy + yx, yy - xx - zz, yz + zy],
+            [yx - xy, xz + zx, yz + zy, zz - xx - yy],
+        ]
+    )
+    quaternion: FloatArray = np.linalg.eigh(symmetric)[1][:, -1]
+    return quaternion if quaternion[0] >= 0 else -quaternion
+
+
+def pose_from_quaternion(values: Sequence[float]) -> FloatArray:
+    """The pose (3, 4) of qw qx qy qz tx ty tz, as COLMAP and many files write it."""
+    return np.column_stack([rotation_from_quaternion(values[:4]), values[4:]])
+
+
 def _camera_from_json(entry: Any, where: str) -> Camera:
     try:
         refuse_distortion(np.ravel(entry.get("distortion", ())).tolist(), where)

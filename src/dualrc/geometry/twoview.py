@@ -8,7 +8,7 @@ import numpy.typing as npt
 import poselib
 
 from dualrc.errors import ConfigError, DataError
-from dualrc.geometry.camera import Camera
+from dualrc.geometry.camera import Camera, cross_matrix
 from dualrc.geometry.homography import to_homogeneous
 from dualrc.matches import Estimate, EstimateKind, Matches, RelativePose
 from dualrc.types import BoolArray, FloatArray
@@ -111,8 +111,7 @@ def relative_pose(
 def essential_from_pose(cam1_from_cam0: npt.ArrayLike) -> FloatArray:
     """E = [t]x R, with x1' E x0 = 0 for rays: (3, 4) -> (3, 3)."""
     pose = np.asarray(cam1_from_cam0, dtype=np.float64)
-    x, y, z = pose[:, 3]
-    essential: FloatArray = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ pose[:, :3]
+    essential: FloatArray = cross_matrix(pose[:, 3]) @ pose[:, :3]
     return essential
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.colmap import rotation_from_quaternion
 from dualrc.errors import DataError, OutputError
 from dualrc.files import check_writable, read_text, write_json, write_text
-from dualrc.geometry import Camera
+from dualrc.geometry import Camera, pose_from_quaternion, quaternion_from_rotation
 from dualrc.localize.localizer import Localization
 from dualrc.types import FloatArray
 
@@ -82,7 +81,7 @@ def write_poses(path: str | Path, poses: Mapping[str, FloatArray]) -> None:
     """Write cam_from_world (3, 4) of each name as visuallocalization.net wants it: name qw qx qy qz tx ty tz."""
     lines = []
     for name, pose in poses.items():
-        values = [*_quaternion(np.asarray(pose)[:, :3]), *np.asarray(pose)[:, 3]]
+        values = [*quaternion_from_rotation(np.asarray(pose)[:, :3]), *np.asarray(pose)[:, 3]]
         lines.append(" ".join([name, *(f"{value:.12g}" for value in values)]))
     write_text(path, "".join(line + "\n" for line in lines))
 
@@ -95,27 +94,10 @@ def read_poses(path: str | Path) -> dict[str, FloatArray]:
         if not fields:
             continue
         try:
-            values = [float(value) for value in fields[1:]]
-            poses[fields[0]] = np.column_stack([rotation_from_quaternion(values[:4]), values[4:]])
+            poses[fields[0]] = pose_from_quaternion([float(value) for value in fields[1:]])
         except (ValueError, IndexError) as error:
             raise DataError(f"{path}, line {number}: not a pose; write name qw qx qy qz tx ty tz.") from error
     return poses
-
-
-def _quaternion(R: FloatArray) -> FloatArray:
-    """(w, x, y, z) with w >= 0, of a rotation (3, 3)."""
-    # The eigenvector of the largest eigenvalue needs none of the branches of the formulas near 180 degrees.
-    (xx, xy, xz), (yx, yy, yz), (zx, zy, zz) = R
-    symmetric = np.array(
-        [
-            [xx + yy + zz, zy - yz, xz - zx, yx - xy],
-            [zy - yz, xx - yy - zz, xy + yx, xz + zx],
-            [xz - zx, xy + yx, yy - xx - zz, yz + zy],
-            [yx - xy, xz + zx, yz + zy, zz - xx - yy],
-        ]
-    )
-    quaternion: FloatArray = np.linalg.eigh(symmetric)[1][:, -1]
-    return quaternion if quaternion[0] >= 0 else -quaternion
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
