@@ -16,11 +16,11 @@ from dualrc.config import to_toml
 from dualrc.data.depth import DepthView, correspond_by_depth
 from dualrc.data.npz import read_arrays
 from dualrc.data.pairs import PairSample
-from dualrc.data.pairsfile import PairLine, write_pairs
+from dualrc.data.pairsfile import PairLine, TooFewPointsError, line_of, write_pairs
 from dualrc.data.views import CutConfig
 from dualrc.errors import ConfigError, DataError
 from dualrc.extras import require
-from dualrc.files import is_file, make_folder, read_text, replacing, write_text
+from dualrc.files import make_folder, read_text, replacing, write_text
 from dualrc.geometry import Camera
 
 Split = Literal["training", "validation"]
@@ -83,18 +83,9 @@ class MegaDepthScene:
         seed = [self._seed, zlib.crc32(self.name.encode()), *pair]
         return correspond_by_depth(self._view(pair[0]), self._view(pair[1]), seed)
 
-    def line(self, pair: tuple[int, int], points: int) -> PairLine | None:
-        """The pair as a line of a pairs file with so many random correspondences; None if it has fewer."""
-        sample = self.load(pair)
-        for image in (sample.image0, sample.image1):
-            if not isinstance(image, Path) or not is_file(image):
-                raise DataError(f"{image} does not exist; download it again.")
-        if len(sample.points0) < points:
-            return None
-        rng = np.random.default_rng([self._seed, *pair])
-        chosen = rng.choice(len(sample.points0), points, replace=False)
-        name0, name1 = str(self._images[pair[0]]), str(self._images[pair[1]])
-        return PairLine(name0=name0, name1=name1, points0=sample.points0[chosen], points1=sample.points1[chosen])
+    def line(self, pair: tuple[int, int], points: int) -> PairLine:
+        """The pair as a line of a pairs file with so many random correspondences."""
+        return line_of(self.load(pair), self.root, points=points, seed=[self._seed, *pair])
 
     def _entries(self) -> tuple[Any, ...]:
         return self._images, self._depths, self._intrinsics, self._poses
@@ -246,11 +237,9 @@ def _scene_lines(scene: MegaDepthScene, recipe: MegaDepthRecipe) -> tuple[list[P
         if len(lines) == wanted:
             break
         try:
-            line = scene.line(pair, recipe.points)
-            if line is not None:
-                lines.append(line)
-            else:
-                poor += 1
+            lines.append(scene.line(pair, recipe.points))
+        except TooFewPointsError:
+            poor += 1
         except DataError as error:
             broken[str(error)] = None
     return lines, poor, list(broken)

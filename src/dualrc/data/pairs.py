@@ -1,5 +1,6 @@
 """The pair sample: two pictures, corresponding points, and which of them count."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -71,3 +72,12 @@ class PairSource(Protocol):
 
     def load(self, number: int) -> PairSample:
         """Read a pair; a DualRCError says what is wrong with it."""
+
+
+def left_out(names_and_reasons: Sequence[str], what: str) -> str:
+    """One line about what could not be used, with some of them; empty if there is nothing."""
+    if not names_and_reasons:
+        return ""
+    some = names_and_reasons[:3]
+    more = "; ..." if len(names_and_reasons) > len(some) else ""
+    return f"{what}: {len(names_and_reasons)} ({'; '.join(some)}{more})"

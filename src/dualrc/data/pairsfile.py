@@ -10,7 +10,7 @@ import numpy as np
 from dualrc.data.pairs import PairSample, PairSource
 from dualrc.data.views import CutConfig
 from dualrc.errors import DataError
-from dualrc.files import read_text, replacing
+from dualrc.files import is_file, read_text, replacing
 from dualrc.image import SUFFIXES
 from dualrc.types import FloatArray
 
@@ -34,6 +34,10 @@ class PairLine:
     name1: str
     points0: FloatArray  # (n, 2) in the pixels of the picture as it is
     points1: FloatArray
+
+
+class TooFewPointsError(DataError):
+    """A pair whose pictures share too little."""
 
 
 class PairsFile:
@@ -111,18 +115,7 @@ def lines_of(
     """Lines for the pairs of a source, names from the folder `images`; what can't be used goes to `skipped`."""
     for number in range(len(source)):
         try:
-            sample = source.load(number)
-            if len(sample.points0) < points:
-                raise DataError(f"{len(sample.points0)} corresponding points are too few.")
-            chosen = np.random.default_rng([seed, number]).choice(len(sample.points0), points, replace=False)
-            names = []
-            for image in (sample.image0, sample.image1):
-                if not isinstance(image, Path) or not image.is_file():
-                    raise DataError(f"{image} does not exist; copy it there.")
-                names.append(image.relative_to(images).as_posix())
-            line = PairLine(
-                name0=names[0], name1=names[1], points0=sample.points0[chosen], points1=sample.points1[chosen]
-            )
+            line = line_of(source.load(number), images, points=points, seed=[seed, number])
             format_line(line)
         except DataError as error:
             skipped[source.name(number)] = str(error)
@@ -131,6 +124,19 @@ def lines_of(
     if len(skipped) == len(source):
         name, reason = next(iter(skipped.items()))
         raise DataError(f"None of the {len(source)} pairs can be used; mend the data. The first, {name}: {reason}")
+
+
+def line_of(sample: PairSample, images: str | Path, *, points: int, seed: list[int]) -> PairLine:
+    """A line with so many random correspondences of a pair, its names from the folder `images`."""
+    names = []
+    for image in (sample.image0, sample.image1):
+        if not isinstance(image, Path) or not is_file(image):
+            raise DataError(f"{image} does not exist; copy it there.")
+        names.append(image.relative_to(images).as_posix())
+    if len(sample.points0) < points:
+        raise TooFewPointsError(f"{len(sample.points0)} corresponding points are too few.")
+    chosen = np.random.default_rng(seed).choice(len(sample.points0), points, replace=False)
+    return PairLine(name0=names[0], name1=names[1], points0=sample.points0[chosen], points1=sample.points1[chosen])
 
 
 def _is_number(word: str) -> bool:

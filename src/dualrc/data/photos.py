@@ -21,7 +21,7 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 from dualrc.data.light import relight
-from dualrc.data.pairs import PairBatch
+from dualrc.data.pairs import PairBatch, left_out
 from dualrc.errors import ConfigError, DataError
 from dualrc.image import SUFFIXES, normalize_colors, read
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_unit
@@ -208,11 +208,7 @@ class PhotoPairs:
 
     def report(self) -> str:
         """One line about photographs that are left out; empty if none is."""
-        broken = self.photos.broken
-        if not broken:
-            return ""
-        names = ", ".join(broken[:3]) + (", ..." if len(broken) > 3 else "")
-        return f"Photographs left out as unreadable or too small: {len(broken)} ({names})"
+        return left_out(self.photos.broken, "Photographs left out as unreadable or too small")
 
     def close(self) -> None:
         """Nothing is being prepared."""

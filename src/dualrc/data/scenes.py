@@ -103,7 +103,7 @@ def _locate(
     return points[visible], there[visible], points[shows & ~visible]
 
 
-class ScenePairs:
+class ScenePairs(FilePairs):
     """Makes batches from a pool of rendered pairs.
 
     Without workers the pool is complete and fixed, and the same generator state makes the same batch. With workers the
@@ -112,21 +112,21 @@ class ScenePairs:
 
     def __init__(self, config: ScenesConfig, *, size: int, points: int, device: torch.device | str = "cpu") -> None:
         self.pool = _Pool(config)
-        self._pairs = FilePairs(self.pool, config, size=size, points=points, device=device)
+        super().__init__(self.pool, config, size=size, points=points, device=device)
 
     def make(self, count: int, random: Generator) -> PairBatch:
         """A batch of `count` pairs."""
         self.pool.renew()
-        return self._pairs.make(count, random)
+        return super().make(count, random)
 
     def report(self) -> str:
         """One line about what went wrong so far; empty if nothing did."""
-        return self.pool.failure or self._pairs.report()
+        return self.pool.failure or super().report()
 
     def close(self) -> None:
         """Stop the workers."""
         self.pool.close()
-        self._pairs.close()
+        super().close()
 
 
 class _Pool:

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Generator, Tensor
 
 from dualrc.data.light import relight
-from dualrc.data.pairs import PairBatch, PairSample, PairSource
+from dualrc.data.pairs import PairBatch, PairSample, PairSource, left_out
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
 from dualrc.image import normalize_colors, read
 from dualrc.pixels import on_picture, resize_points
@@ -102,10 +102,8 @@ class FilePairs:
 
     def report(self) -> str:
         """One line about what was left out so far; empty if nothing was."""
-        if not self.skipped:
-            return ""
-        few = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in list(self.skipped.items())[:3])
-        return f"Left out as unusable: {len(self.skipped)} ({few}{'; ...' * (len(self.skipped) > 3)})"
+        reasons = [f"{name}: {reason.rstrip('.')}" for name, reason in self.skipped.items()]
+        return left_out(reasons, "Left out as unusable")
 
     def close(self) -> None:
         """Stop what is being prepared."""
