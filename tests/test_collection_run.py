@@ -24,10 +24,10 @@ import dualrc
 from dualrc import cli, machine
 from dualrc.collection import allocation
 from dualrc.collection.config import CollectionConfig
-from dualrc.collection.descriptors import read_descriptors
 from dualrc.collection.executor import Event
 from dualrc.collection.local import LocalExecutor
 from dualrc.collection.matching import CollectionResult, match_collection
+from dualrc.collection.retrieval import read_descriptors
 from dualrc.collection.store import MatchStore
 from dualrc.collection.worker import Failure, Worker, WorkerSettings
 from dualrc.errors import ConfigError, DataError, OutputError, WeightsError

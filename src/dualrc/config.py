@@ -195,6 +195,17 @@ def to_toml(config: Any) -> str:
     return tomlkit.dumps(to_dict(config))
 
 
+def first_difference(there: Any, here: Any, where: str = "") -> str | None:
+    """The first setting in which two configs, as nested dictionaries, differ, in words; None where they do not."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in sorted(there.keys() | here.keys()):
+            found = first_difference(there.get(key), here.get(key), f"{where}.{key}" if where else key)
+            if found is not None:
+                return found
+        return None
+    return None if there == here else f"{where} is {there!r} there and {here!r} now"
+
+
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))

@@ -2,13 +2,9 @@
 
 import sys
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from dualrc.cli import common
 from dualrc.config import PRESETS
-
-if TYPE_CHECKING:
-    pass
 
 
 @common.app.command()

@@ -71,24 +71,7 @@ def collection(
     from dualrc.collection.config import CollectionConfig
     from dualrc.collection.matching import match_collection
 
-    config = CollectionConfig(
-        pairs=pairs,
-        neighbors=neighbors,
-        overlap=overlap,
-        loops=loops,
-        top=top,
-        min_score=min_score,
-        size=size,
-        preset=preset,
-        weights=weights,
-        device=device,
-        executor=executor,
-        address=address,
-        workers=workers,
-        max_memory=max_memory,
-        cache=cache,
-    )
-    result = match_collection(images, out, config)
+    result = match_collection(images, out, common.settings(CollectionConfig, locals()))
     table = common.table(f"{result.matched:,} pairs matched in {result.seconds:.1f} s")
     table.add_row("pictures", f"{len(result.names):,}")
     table.add_row("pairs", f"{len(result.pairs):,}, of which {result.skipped:,} were there")
@@ -97,7 +80,7 @@ def collection(
     if result.failed:
         table.add_row("pairs that failed", f"{len(result.failed):,}; the same command tries them again")
     common.screen.print(table)
-    common.screen.print(f"Written: {result.store}")
+    common.written(result.store)
 
 
 @common.app.command()
@@ -136,18 +119,7 @@ def reconstruct(
     from dualrc.collection.reconstruct import ReconstructConfig
     from dualrc.collection.reconstruct import reconstruct as run
 
-    matching = CollectionConfig(
-        pairs=pairs,
-        top=top,
-        size=size,
-        preset=preset,
-        weights=weights,
-        device=device,
-        executor=executor,
-        address=address,
-        workers=workers,
-        max_memory=max_memory,
-    )
+    matching = common.settings(CollectionConfig, locals())
     summary = run(images, out, ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc))
     table = common.table(f"{summary.registered:,} of {summary.pictures:,} pictures placed")
     table.add_row("points", f"{summary.points:,}")
@@ -211,10 +183,10 @@ def localize(
         ready = localization.localize_all(localizer, pictures, results, cameras=known)
         for done, (name, found) in enumerate(ready, start=1):
             what = f"{found.inliers:,} inliers" if found.reason is None else f"not localized: {found.reason}"
-            common.messages.print(f"{name}: {what}", highlight=False, markup=False, soft_wrap=True)
+            common.note(f"{name}: {what}", style=None)
             status.update(f"Localizing, {done} of {todo} done...")
     _print_localizations(localizer, {name: results[name] for name in pictures})
-    common.screen.print(f"Written: {out}, {results.poses_path}")
+    common.written(out, results.poses_path)
 
 
 def _print_localizations(localizer: "Localizer", found: "dict[str, Localization]") -> None:

@@ -92,7 +92,7 @@ def match(
     _print_matches(matcher, matches, seconds)
     for path in (out, drawing):
         if path is not None:
-            common.screen.print(f"Written: {path}")
+            common.written(path)
 
 
 @common.app.command()

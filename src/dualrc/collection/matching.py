@@ -12,11 +12,11 @@ from rich.console import Console
 from dualrc.collection import pairs
 from dualrc.collection.allocation import start_executor
 from dualrc.collection.config import CollectionConfig
-from dualrc.collection.descriptors import read_descriptors, write_descriptors
 from dualrc.collection.executor import Executor, carry_out
 from dualrc.collection.pictures import find_pictures
 from dualrc.collection.plan import Plan, Task, in_blocks, in_chunks
 from dualrc.collection.progress import show_progress
+from dualrc.collection.retrieval import read_descriptors, write_descriptors
 from dualrc.collection.store import MatchStore, Names
 from dualrc.collection.worker import Failure, Result
 from dualrc.errors import DataError

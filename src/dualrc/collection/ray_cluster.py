@@ -42,12 +42,9 @@ class _Actor:
         return "ready", self._sees
 
     def work(self, tasks: Sequence[Task], contents: dict[str, bytes] | None) -> Any:
-        """Yield ("result", (task, result)) for each task, then ("ready", how many pictures were read)."""
+        """Yield the worker's answers."""
         assert isinstance(self._worker, Worker)
-        before = self._worker.extracted
-        for answer in self._worker.work(tasks, contents):
-            yield "result", answer
-        yield "ready", self._worker.extracted - before
+        yield from self._worker.answers(tasks, contents)
 
 
 class RayExecutor:

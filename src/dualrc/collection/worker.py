@@ -82,6 +82,13 @@ class Worker:
         except OSError:
             return False
 
+    def answers(self, tasks: Sequence[Task], contents: Mapping[str, bytes] | None = None) -> Iterator[tuple[str, Any]]:
+        """("result", (task, result)) for each task, then ("ready", how many pictures were read)."""
+        before = self.extracted
+        for answer in self.work(tasks, contents):
+            yield "result", answer
+        yield "ready", self.extracted - before
+
     def work(self, tasks: Sequence[Task], contents: Mapping[str, bytes] | None = None) -> Iterator[tuple[Task, Result]]:
         """The tasks' results as they come, in order; `contents` are the picture files, where they can't be seen."""
         with tempfile.TemporaryDirectory(prefix="dualrc-") as folder:
@@ -177,10 +184,8 @@ def main() -> None:
         return
     _answer(answers, "ready", 0)
     while True:
-        before = worker.extracted
-        for answer in worker.work(messages.get()):
-            _answer(answers, "result", answer)
-        _answer(answers, "ready", worker.extracted - before)
+        for kind, value in worker.answers(messages.get()):
+            _answer(answers, kind, value)
 
 
 def _listen(stream: BinaryIO, messages: "queue.SimpleQueue[Any]") -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dualrc.collection.descriptors import read_descriptors, write_descriptors
-from dualrc.collection.retrieval import global_descriptor, most_similar
+from dualrc.collection.retrieval import global_descriptor, most_similar, read_descriptors, write_descriptors
 from dualrc.errors import ConfigError, DataError, DualRCError
 from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif
 from dualrc.localize.maps import Correspondences, Map

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dualrc.config import first_difference
 from dualrc.errors import DataError, OutputError
 from dualrc.files import check_writable, read_text, write_json, write_text
 from dualrc.geometry import Camera, pose_from_quaternion, quaternion_from_rotation
@@ -34,14 +35,9 @@ class ResultsFile:
         self._entries: dict[str, Any] = {}
         if self.path.is_file():
             content = _read(self.path)
-            there, here = _flat(content["config"]), _flat(self._config)
-            different = sorted(key for key in there | here if there.get(key) != here.get(key))
-            if different:
-                key = different[0]
-                raise DataError(
-                    f"{self.path} was made with another config ({key} is {there.get(key)!r} there and "
-                    f"{here.get(key)!r} now); write to another file, or delete this one to start over."
-                )
+            if (difference := first_difference(content["config"], self._config)) is not None:
+                remedy = "write to another file, or delete this one to start over"
+                raise DataError(f"{self.path} was made with another config ({difference}); {remedy}.")
             self._entries = content["queries"]
         elif self.poses_path.exists():
             raise OutputError(f"{self.poses_path} is there already and is no part of {self.path}; write elsewhere.")
@@ -98,14 +94,6 @@ def read_poses(path: str | Path) -> dict[str, FloatArray]:
         except (ValueError, IndexError) as error:
             raise DataError(f"{path}, line {number}: not a pose; write name qw qx qy qz tx ty tz.") from error
     return poses
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by their full names, such as localize.candidates."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _to_entry(found: Localization) -> dict[str, Any]:
