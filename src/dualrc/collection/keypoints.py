@@ -15,7 +15,8 @@ import numpy.typing as npt
 from dualrc import geometry
 from dualrc.collection.progress import Progress, no_progress
 from dualrc.collection.store import MatchStore, Names
-from dualrc.errors import ConfigError, DataError
+from dualrc.config import check_bounds
+from dualrc.errors import DataError
 from dualrc.extras import require
 from dualrc.matches import Matches
 from dualrc.pixels import FINE_STRIDE
@@ -46,11 +47,8 @@ class MergeConfig:
     sweeps: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("radius", "max_error"):
-            if not 0 < getattr(self, name) <= 2:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be above 0 and at most 2 cells.")
-        if self.sweeps < 0:
-            raise ConfigError(f"sweeps = {self.sweeps} must not be negative.")
+        check_bounds(self, "radius", "max_error", above=0, at_most=2)
+        check_bounds(self, "sweeps", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

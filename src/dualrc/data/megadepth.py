@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.colmap import from_colmap_pixels
-from dualrc.config import to_toml
+from dualrc.config import check_bounds, to_toml
 from dualrc.data.depth import DepthView, correspond_by_depth
 from dualrc.data.npz import read_arrays
 from dualrc.data.pairs import PairSample
@@ -38,11 +38,8 @@ class MegaDepthRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_overlap < 1:
-            raise ConfigError(f"min_overlap = {self.min_overlap} must be from 0 to below 1.")
-        for name in ("pairs_per_scene", "points"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1.")
+        check_bounds(self, "min_overlap", at_least=0, below=1)
+        check_bounds(self, "pairs_per_scene", "points", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

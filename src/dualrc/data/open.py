@@ -14,7 +14,6 @@ from dualrc.data.photos import PhotoPairs, Photos, PhotosConfig, read_photos
 from dualrc.data.rgbd import RgbdConfig, RgbdPairs
 from dualrc.data.scenes import ScenePairs, ScenesConfig
 from dualrc.data.views import FilePairs
-from dualrc.errors import ConfigError
 
 DataConfig = PhotosConfig | ScenesConfig | PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfig
 
@@ -45,8 +44,6 @@ def open_pairs(config: DataConfig, *, size: int, points: int, device: torch.devi
 
     Where there are fewer than ten, the same ones serve for both.
     """
-    if not 0 < config.share < float("inf"):
-        raise ConfigError(f"share = {config.share} must be above 0.")
     settings: dict[str, Any] = {"size": size, "points": points, "device": torch.device(device)}
     if isinstance(config, PhotosConfig):
         photos = read_photos(config.paths, canvas=config.canvas)

@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from dualrc.config import check_bounds
 from dualrc.data.light import relight
 from dualrc.data.pairs import PairBatch, left_out
 from dualrc.errors import ConfigError, DataError
@@ -149,6 +150,7 @@ class PhotosConfig:
     def __post_init__(self) -> None:
         if not self.paths:
             raise ConfigError("paths is empty; name at least one folder or tar file of photographs.")
+        check_bounds(self, "share", above=0)
         if self.canvas < 64 or self.canvas % 8:
             raise ConfigError(f"canvas = {self.canvas} must be a multiple of 8 and at least 64.")
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Generator
 
+from dualrc.config import check_bounds
 from dualrc.data.pairs import PairBatch, PairSample
 from dualrc.data.views import CutConfig, FilePairs
 from dualrc.errors import ConfigError, DataError
@@ -49,12 +50,13 @@ class ScenesConfig(CutConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.picture) < 64 or self.pool < 1 or self.workers < 0:
-            raise ConfigError("Scenes need pictures of 64 pixels or more a side, pool >= 1 and workers >= 0.")
+        if min(self.picture) < 64:
+            raise ConfigError(f"picture = {self.picture} must have 64 pixels or more a side.")
         if self.texture < 32 or self.texture & (self.texture - 1):
             raise ConfigError(f"texture = {self.texture} must be a power of 2 from 32 on.")
-        if self.angle_deg < 0 or self.zoom < 1 or not 0 <= self.night <= 1:
-            raise ConfigError("Scenes need angle_deg >= 0, zoom >= 1, and night from 0 to 1.")
+        check_bounds(self, "pool", "zoom", at_least=1)
+        check_bounds(self, "workers", "angle_deg", at_least=0)
+        check_bounds(self, "night", at_least=0, at_most=1)
 
 
 def render_sample(config: ScenesConfig, number: int) -> PairSample:

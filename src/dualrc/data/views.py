@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Generator, Tensor
 
+from dualrc.config import check_bounds
 from dualrc.data.light import relight
 from dualrc.data.pairs import PairBatch, PairSample, PairSource, left_out
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
@@ -38,10 +39,9 @@ class CutConfig:
     min_points: int = 8
 
     def __post_init__(self) -> None:
-        if self.crop is not None and not 0 < self.crop <= 1:
-            raise ConfigError(f"crop = {self.crop} must be above 0 and at most 1; leave it out for whole pictures.")
-        if self.min_points < 1:
-            raise ConfigError(f"min_points = {self.min_points} must be at least 1.")
+        check_bounds(self, "share", above=0)
+        check_bounds(self, "crop", above=0, at_most=1)
+        check_bounds(self, "min_points", at_least=1)
 
 
 class _Box(NamedTuple):

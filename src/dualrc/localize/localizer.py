@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from dualrc.collection.retrieval import global_descriptor, most_similar, read_descriptors, write_descriptors
-from dualrc.errors import ConfigError, DataError, DualRCError
+from dualrc.config import check_bounds
+from dualrc.errors import DataError, DualRCError
 from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif
 from dualrc.localize.maps import Correspondences, Map
 from dualrc.matcher import Matcher, PictureFeatures
@@ -36,10 +37,10 @@ class LocalizeConfig:
     max_memory: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.candidates < 1 or self.min_inliers < 4:
-            raise ConfigError("A query needs at least 1 candidate and 4 inliers; give more.")
-        if not self.threshold_px > 0 or not self.max_memory >= 0:
-            raise ConfigError("threshold_px must be positive and max_memory at least 0; mend them.")
+        check_bounds(self, "candidates", at_least=1)
+        check_bounds(self, "min_inliers", at_least=4)
+        check_bounds(self, "threshold_px", above=0)
+        check_bounds(self, "max_memory", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -190,7 +191,7 @@ class Localizer:
         if name in self.broken:
             return None
         try:
-            return self._kept.get(name, lambda: self.matcher.features(self.map.picture(name)))
+            return self._kept.get(name, lambda: self.matcher.features(self.map.pictures[name].path))
         except DualRCError as error:
             self.broken[name] = str(error)
             return None
