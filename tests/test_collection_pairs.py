@@ -9,11 +9,11 @@ from conftest import ROOT, texture
 import dualrc
 from dualrc.collection import pairs
 from dualrc.collection.executor import Event, carry_out
-from dualrc.collection.pictures import find_pictures
 from dualrc.collection.plan import Plan, in_blocks, in_chunks
 from dualrc.collection.retrieval import global_descriptor, most_similar
 from dualrc.collection.worker import Failure
 from dualrc.errors import ConfigError, DataError
+from dualrc.image import find_pictures
 from dualrc.matches import Matches
 
 NAMES = [f"{number:02d}.jpg" for number in range(10)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc.config import MIN_SIDE
-from dualrc.errors import ImageError
+from dualrc.errors import DataError, ImageError
 from dualrc.pixels import STRIDE, cell_to_pixel, pixel_grid, pixel_to_unit, resize_points
 from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
@@ -66,6 +66,25 @@ def read(picture: ImageInput) -> ImageArray:
     if isinstance(picture, np.ndarray):
         return _from_array(picture)
     raise ImageError(f"A picture is a path, a PIL image, an array or a tensor, not {type(picture).__name__}.")
+
+
+def find_pictures(root: str | Path) -> list[str]:
+    """Names of the pictures in a folder and its subfolders, relative to it, with "/" between folders, sorted.
+
+    Hidden files are left out: some systems put thumbnails and notes beside pictures, under the pictures' names.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder; give a folder of pictures.")
+    paths = (path.relative_to(root) for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    names = sorted(path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
+    if not names:
+        raise DataError(f"{root} holds no pictures; give a folder with {', '.join(SUFFIXES)} files.")
+    for name in names:
+        # Control characters break lists of names, and bytes that are no text can't be stored.
+        if any(ord(character) < 32 or 0xD800 <= ord(character) < 0xE000 for character in name):
+            raise DataError(f"The file name {name!r} holds characters that are no text; rename the file.")
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -10,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import dualrc
 from dualrc.config import PRESETS
 from dualrc.errors import ConfigError
 
@@ -29,7 +29,7 @@ messages = Console(stderr=True)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        screen.print(f"dualrc {metadata.version('dualrc')}", highlight=False)
+        screen.print(f"dualrc {dualrc.__version__}", highlight=False)
         raise typer.Exit
 
 

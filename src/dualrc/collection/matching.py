@@ -13,7 +13,6 @@ from dualrc.collection import pairs
 from dualrc.collection.allocation import start_executor
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.executor import Executor, carry_out
-from dualrc.collection.pictures import find_pictures
 from dualrc.collection.plan import Plan, Task, in_blocks, in_chunks
 from dualrc.collection.progress import show_progress
 from dualrc.collection.retrieval import read_descriptors, write_descriptors
@@ -21,6 +20,7 @@ from dualrc.collection.store import MatchStore, Names
 from dualrc.collection.worker import Failure, Result
 from dualrc.errors import DataError
 from dualrc.files import check_writable, make_folder
+from dualrc.image import find_pictures
 from dualrc.matcher import Matcher, load
 from dualrc.matches import Matches
 from dualrc.types import FloatArray

@@ -17,13 +17,13 @@ from dualrc.collection.export import write_database, write_hloc
 from dualrc.collection.figure import draw_reconstruction
 from dualrc.collection.keypoints import MergeConfig, Statistics, merge
 from dualrc.collection.matching import match_collection
-from dualrc.collection.pictures import find_pictures
 from dualrc.collection.progress import Progress, show_progress
 from dualrc.collection.store import MatchStore
 from dualrc.colmap import import_pycolmap, quiet_colmap
 from dualrc.errors import DataError, OutputError
 from dualrc.files import replacing, write_json
 from dualrc.geometry import Camera
+from dualrc.image import find_pictures
 from dualrc.provenance import versions
 
 _FEWEST_VIEWS = 5  # pictures of a camera, to refine its principal point

@@ -5,9 +5,15 @@ are stored, ours for pictures rotated upright as their EXIF orientation says.
 """
 
 from dualrc.colmap.cameras import from_colmap_pixels, read_cameras
-from dualrc.colmap.library import import_pycolmap, quiet_colmap
 from dualrc.colmap.model import Model, ModelImage, posed_reconstruction, read_model
-from dualrc.colmap.upright import colmap_camera, colmap_points, refuse_mirrored, stored_points
+from dualrc.colmap.upright import (
+    colmap_camera,
+    colmap_points,
+    import_pycolmap,
+    quiet_colmap,
+    refuse_mirrored,
+    stored_points,
+)
 
 __all__ = [
     "Model",

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.colmap.cameras import pinhole_camera
-from dualrc.colmap.library import import_pycolmap
 from dualrc.colmap.records import CameraRecord, refuse_damaged
-from dualrc.colmap.upright import HALF_PX, find_rotation
+from dualrc.colmap.upright import HALF_PX, find_rotation, import_pycolmap
 from dualrc.errors import DataError
 from dualrc.geometry import Camera
 from dualrc.types import FloatArray, Size

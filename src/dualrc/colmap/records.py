@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from dualrc.colmap.library import import_pycolmap
+from dualrc.colmap.upright import import_pycolmap
 from dualrc.errors import DataError
 from dualrc.files import read_text
 from dualrc.geometry import pose_from_quaternion

@@ -1,5 +1,7 @@
-"""Pictures as they are stored and upright, and what COLMAP wants to know of the stored ones."""
+"""pycolmap, pictures as they are stored and upright, and what COLMAP wants to know of the stored ones."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -7,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualrc.colmap.library import import_pycolmap
 from dualrc.errors import DataError
+from dualrc.extras import require
 from dualrc.geometry import Camera
 from dualrc.image import read_header
 from dualrc.types import FloatArray, Size
@@ -17,6 +19,23 @@ HALF_PX = 0.5  # added to our coordinates, it gives COLMAP's
 # By EXIF orientation, how x and y of the stored picture's camera become those of the upright one's: rotated by 180
 # degrees, by 90 clockwise and by 90 counterclockwise.
 _ROTATIONS = {1: ((1, 0), (0, 1)), 3: ((-1, 0), (0, -1)), 6: ((0, -1), (1, 0)), 8: ((0, 1), (-1, 0))}
+
+
+def import_pycolmap() -> Any:
+    """The module pycolmap, or an error that says how to get it."""
+    # Pillow must come first, as it does by way of image.py: the other way round its PNG writer breaks.
+    return require("pycolmap", "colmap", "COLMAP's models")
+
+
+@contextmanager
+def quiet_colmap(pycolmap: Any) -> Iterator[None]:
+    """Keep COLMAP from writing its log to the screen; errors come as exceptions."""
+    before = pycolmap.logging.minloglevel
+    pycolmap.logging.minloglevel = int(pycolmap.logging.FATAL.value)
+    try:
+        yield
+    finally:
+        pycolmap.logging.minloglevel = before
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

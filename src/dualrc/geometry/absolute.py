@@ -125,13 +125,10 @@ def absolute_pose(
 
 
 def _with_camera(points: FloatArray, xyz: FloatArray, camera: Camera, options: dict[str, Any]) -> _State | None:
-    # PoseLib has no pixel convention of its own; centred pixels of one focal length also cover a K with skew.
-    focal = camera.focal_px
-    plain = {"model": "SIMPLE_PINHOLE", "width": camera.width, "height": camera.height, "params": [focal, 0.0, 0.0]}
     pose, _ = poselib.estimate_absolute_pose(
-        camera.rays(points)[:, :2] * focal,
+        camera.rays(points)[:, :2] * camera.focal_px,
         xyz,
-        plain,
+        camera.centered_pinhole(),
         {
             **options,
             "min_iterations": min(1000, options["max_iterations"]),

@@ -61,6 +61,15 @@ class Camera:
         """The mean of the focal lengths along x and y."""
         return float(self.K[0, 0] + self.K[1, 1]) / 2
 
+    def centered_pinhole(self) -> dict[str, Any]:
+        """PoseLib's description of this camera for `rays` times `focal_px`: centered pixels of one focal length.
+
+        PoseLib has no pixel convention of its own: it subtracts the principal point that it is given. These pixels also
+        cover a K with skew, which its models don't have.
+        """
+        params = [self.focal_px, 0.0, 0.0]
+        return {"model": "SIMPLE_PINHOLE", "width": self.width, "height": self.height, "params": params}
+
     def resized(self, size: Size) -> "Camera":
         """The camera of the same picture resized to `size` (width, height)."""
         return replace(self, width=size[0], height=size[1], K=resize_homography(self.size, size) @ self.K)

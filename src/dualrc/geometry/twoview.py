@@ -158,10 +158,9 @@ def _fit_essential(
         cameras = _shared_focal_cameras(points0, points1, matches, options)
     camera0, camera1 = cameras
     rays0, rays1 = camera0.rays(points0)[:, :2], camera1.rays(points1)[:, :2]
-    # PoseLib has no pixel convention of its own: it subtracts the principal point that it is given. Handing it
-    # centred pixels of one focal length also covers a K with skew, which its models don't have.
+    pinholes = camera0.centered_pinhole(), camera1.centered_pinhole()
     pose, stats = poselib.estimate_relative_pose(
-        rays0 * camera0.focal_px, rays1 * camera1.focal_px, _plain(camera0), _plain(camera1), options, {}
+        rays0 * camera0.focal_px, rays1 * camera1.focal_px, *pinholes, options, {}
     )
     R, t = np.array(pose.R), np.array(pose.t).ravel()
     t = t / (np.linalg.norm(t) or 1.0)  # PoseLib's is of length 1 up to the steps of its refinement
@@ -234,12 +233,6 @@ def _shared_focal_cameras(
         Camera.from_focal(matches.size0, focal_px, source=source),
         Camera.from_focal(matches.size1, focal_px, source=source),
     )
-
-
-def _plain(camera: Camera) -> dict[str, Any]:
-    """PoseLib's description of a camera whose pixels are centred and have one focal length."""
-    params = [camera.focal_px, 0.0, 0.0]
-    return {"model": "SIMPLE_PINHOLE", "width": camera.width, "height": camera.height, "params": params}
 
 
 def _flags(stats: dict[str, Any], count: int) -> BoolArray:
