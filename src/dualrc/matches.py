@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.errors import DataError, OutputError
-from dualrc.files import check_writable, replacing
+from dualrc.files import check_writable, replacing, write_json
 from dualrc.types import BoolArray, FloatArray, Size
 
 EstimateKind = Literal["homography", "fundamental", "essential"]
@@ -194,8 +194,7 @@ class Matches:
         with replacing(path) as temporary:
             writer(self, temporary)
         if path.suffix.lower() == ".csv":
-            with replacing(_beside(path)) as temporary:
-                temporary.write_text(json.dumps(self._header(), indent=1) + "\n", encoding="utf-8")
+            write_json(_beside(path), self._header())
 
     @staticmethod
     def load(path: str | Path) -> "Matches":

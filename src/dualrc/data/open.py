@@ -10,7 +10,8 @@ from dualrc.data.colmap import ColmapConfig, ColmapPairs
 from dualrc.data.megadepth import MegaDepthConfig, MegaDepthPairs, MegaDepthRecipe
 from dualrc.data.pairs import PairMaker, PairSample, PairSource
 from dualrc.data.pairsfile import PairsFile, PairsFileConfig
-from dualrc.data.photos import PhotoPairs, Photos, PhotosConfig, read_photos
+from dualrc.data.photo_pairs import PhotoPairs
+from dualrc.data.photos import Photos, PhotosConfig, read_photos
 from dualrc.data.rgbd import RgbdConfig, RgbdPairs
 from dualrc.data.scenes import ScenePairs, ScenesConfig
 from dualrc.data.views import FilePairs
