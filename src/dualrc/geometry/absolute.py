@@ -10,6 +10,7 @@ import poselib
 
 from dualrc.errors import DataError
 from dualrc.geometry.camera import Camera, cross_matrix, transform_points
+from dualrc.geometry.ransac import best_first, ransac_options, scattered
 from dualrc.types import BoolArray, FloatArray, Size
 
 # A focal length outside of this range, in long sides of the picture, is an artefact of points in a plane.
@@ -83,12 +84,11 @@ def absolute_pose(
         raise DataError(f"There are {len(points)} pixels for {len(xyz)} points; give one each.")
     if camera is None and size is None:
         raise DataError("Neither the camera nor the size of its picture is known; give one of them.")
-    good: BoolArray = np.all(np.isfinite(np.hstack([points, xyz])), axis=1)
-    order = np.argsort(-np.asarray(scores if scores is not None else np.zeros(len(points))), kind="stable")
-    used = order[good[order]]
+    count = len(points)
+    used = best_first(np.zeros(count) if scores is None else np.asarray(scores), points, xyz)
 
     def failed(reason: str) -> AbsolutePose:
-        return AbsolutePose(inliers=np.zeros(len(good), dtype=np.bool_), reason=reason)
+        return AbsolutePose(inliers=np.zeros(count, dtype=np.bool_), reason=reason)
 
     fewest = max(min_inliers, 4 if camera is not None else 5)
     if len(used) < fewest:
@@ -96,9 +96,8 @@ def absolute_pose(
     # The world may be far from its origin, where double precision gets thin.
     middle = np.median(xyz[used], axis=0)
     ours, theirs = points[used], xyz[used] - middle
-    options = {"max_reproj_error": threshold_px, "max_iterations": max_iterations, "seed": seed}
     if camera is not None:
-        state = _with_camera(ours, theirs, camera, options)
+        state = _with_camera(ours, theirs, camera, ransac_options(threshold_px, max_iterations, seed))
     else:
         state = _with_focal(ours, theirs, size or (0, 0), threshold_px, max_iterations, seed)
     if state is None or np.sum(state.residuals(ours, theirs) <= threshold_px) < fewest:
@@ -111,14 +110,12 @@ def absolute_pose(
     deviation = np.sqrt(np.trace(covariance[3:6, 3:6])) if np.isfinite(covariance).all() else np.inf
     if not deviation <= _LARGEST_DEVIATION * distance:
         return failed("the correspondences leave the pose open: they lie on a line or in a point")
-    inliers = np.zeros(len(good), dtype=np.bool_)
-    inliers[used] = near
     pose = np.column_stack([state.pose[:, :3], state.pose[:, 3] - state.pose[:, :3] @ middle])
     if camera is None:
         camera = Camera.from_focal(size or (0, 0), float(state.K[0, 0]), source=_ESTIMATED)
     return AbsolutePose(
         cam_from_world=pose,
-        inliers=inliers,
+        inliers=scattered(near, used, count),
         camera=replace(camera, cam_from_world=pose),
         covariance=covariance[:6, :6],
     )
@@ -129,13 +126,8 @@ def _with_camera(points: FloatArray, xyz: FloatArray, camera: Camera, options: d
         camera.rays(points)[:, :2] * camera.focal_px,
         xyz,
         camera.centered_pinhole(),
-        {
-            **options,
-            "min_iterations": min(1000, options["max_iterations"]),
-            # From the best scores first, but not for long: scores may mislead, and then no sample would be good.
-            "progressive_sampling": True,
-            "max_prosac_iterations": _BEST_FIRST,
-        },
+        # From the best scores, but not for long: they may mislead, and then no sample would be good.
+        {**options, "max_prosac_iterations": _BEST_FIRST},
         {},
     )
     matrix = np.array(pose.Rt, dtype=np.float64)

@@ -12,6 +12,7 @@ from PIL import Image, UnidentifiedImageError
 from dualrc.errors import DataError
 from dualrc.files import read_text
 from dualrc.geometry.camera import Camera, transform_points
+from dualrc.geometry.dense import bilinear_corners
 from dualrc.image import read_header
 from dualrc.pixels import on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, Size
@@ -87,17 +88,11 @@ def sample_depth(depth: npt.ArrayLike, points: npt.ArrayLike, size: Size) -> Flo
     height, width = values.shape
     places = resize_points(np.asarray(points, dtype=np.float64).reshape(-1, 2), size, (width, height))
     inside = on_picture(places, (width, height))
-    places = np.clip(np.where(inside[:, None], places, 0), 0, (width - 1, height - 1))
-    left, top = places.astype(np.int64).T
-    x, y = (places - np.column_stack([left, top])).T
-    # A neighbour without weight is not asked: the depth of a pixel's centre is the pixel's own.
-    right, below = left + (x > 0), top + (y > 0)
-    near = np.stack([values[row, column] for row in (top, below) for column in (left, right)])
-    near = near.astype(np.float64)  # (4, n); here rather than before, because maps are large
+    rows, columns, weights = bilinear_corners(np.where(inside[:, None], places, 0), (width, height))
+    near = values[rows, columns].astype(np.float64)  # (4, n); here rather than before, because maps are large
     known = inside & np.all(np.isfinite(near) & (near > 0), axis=0)
     near = np.where(known, near, 1.0)
     known &= near.max(axis=0) <= (1 + _EDGE) * near.min(axis=0)
-    weights = np.stack([v * h for v in (1 - y, y) for h in (1 - x, x)])
     # The inverse depth of a plane is linear in the picture; depth itself is not.
     return np.where(known, 1 / (weights / near).sum(axis=0), np.nan)
 

@@ -10,6 +10,7 @@ import poselib
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry.camera import Camera, cross_matrix
 from dualrc.geometry.homography import to_homogeneous
+from dualrc.geometry.ransac import best_first, ransac_options, scattered
 from dualrc.matches import Estimate, EstimateKind, Matches, RelativePose
 from dualrc.types import BoolArray, FloatArray
 
@@ -56,22 +57,10 @@ def estimate(
     if not threshold_px > 0:
         raise ConfigError(f"threshold_px is {threshold_px}; give a positive number of pixels.")
     fewest = _FEWEST[kind] if min_inliers is None else max(min_inliers, _FEWEST[kind])
-    options = {
-        "max_reproj_error": threshold_px,
-        "max_epipolar_error": threshold_px,
-        "max_iterations": max_iterations,
-        "min_iterations": min(1000, max_iterations),
-        "seed": seed,
-        # Samples come from the best matches first (PROSAC): with nine in ten matches wrong it finds a model in a tenth
-        # of the draws if the scores tell anything, and loses nothing if they don't.
-        "progressive_sampling": True,
-    }
+    options = ransac_options(threshold_px, max_iterations, seed)
     info: dict[str, Any] = {"threshold_px": threshold_px, "seed": seed}
-    finite: BoolArray = np.all(np.isfinite(matches.points0) & np.isfinite(matches.points1), axis=1)
-    best_first = np.argsort(-matches.scores, kind="stable")
-    used = best_first[finite[best_first]]
-    points0 = matches.points0[used].astype(np.float64)
-    points1 = matches.points1[used].astype(np.float64)
+    used = best_first(matches.scores, matches.points0, matches.points1)
+    points0, points1 = matches.points0[used].astype(np.float64), matches.points1[used].astype(np.float64)
 
     def failed(reason: str) -> Estimate:
         nothing = np.zeros(len(matches), dtype=bool)
@@ -87,18 +76,25 @@ def estimate(
         fit = _fit_essential(points0, points1, cameras, matches, options)
     else:
         fit = _fit_matrix(points0, points1, kind, options)
-    supporting0, supporting1 = points0[fit.inliers], points1[fit.inliers]
-    if len(supporting0) < fewest or not np.isfinite(fit.matrix).all():
+    if len(points0[fit.inliers]) < fewest or not np.isfinite(fit.matrix).all():
         return failed(f"no model fits {fewest} matches or more")
-    if min(_distance_from_line_px(supporting0), _distance_from_line_px(supporting1)) <= threshold_px:
-        return failed("the matches lie on a line or in a point")
-    if kind == "homography" and _condition(fit.matrix, supporting0, supporting1) > _LARGEST_CONDITION:
-        return failed("the best homography is degenerate")
-    if fit.info.get("parallax_px", np.inf) < _SMALLEST_PARALLAX_PX:
-        return failed("the cameras share one centre, so there is no direction between them")
-    inliers = np.zeros(len(matches), dtype=bool)
-    inliers[used] = fit.inliers
+    if (reason := _degenerate(fit, kind, points0[fit.inliers], points1[fit.inliers], threshold_px)) is not None:
+        return failed(reason)
+    inliers = scattered(fit.inliers, used, len(matches))
     return Estimate(kind=kind, matrix=fit.matrix, inliers=inliers, pose=fit.pose, info={**info, **fit.info})
+
+
+def _degenerate(
+    fit: _Fit, kind: EstimateKind, points0: FloatArray, points1: FloatArray, threshold_px: float
+) -> str | None:
+    """Why the supporting points (n, 2) leave the model open, if they do."""
+    if min(_distance_from_line_px(points0), _distance_from_line_px(points1)) <= threshold_px:
+        return "the matches lie on a line or in a point"
+    if kind == "homography" and _condition(fit.matrix, points0, points1) > _LARGEST_CONDITION:
+        return "the best homography is degenerate"
+    if fit.info.get("parallax_px", np.inf) < _SMALLEST_PARALLAX_PX:
+        return "the cameras share one centre, so there is no direction between them"
+    return None
 
 
 def relative_pose(
