@@ -8,6 +8,7 @@ import typer
 from dualrc.cli import common
 from dualrc.files import check_writable
 from dualrc.matcher import load
+from dualrc.provenance import provenance
 
 if TYPE_CHECKING:
     from dualrc.localize import Localization, Localizer
@@ -177,7 +178,8 @@ def localize(
         world = localization.read_map(map, images)
         matcher = load(preset, weights=weights, device=device, size=size)
     localizer = localization.Localizer(matcher, world, config, descriptors=out.with_name(f"{out.stem}-map.npz"))
-    results = localization.ResultsFile(out, localization.results_config(localizer), info=matcher.info)
+    made_with = provenance("poselib", "pycolmap", **matcher.info)
+    results = localization.ResultsFile(out, localization.results_config(localizer), info=made_with)
     with common.messages.status("Looking at the map's pictures...") as status:
         todo = len(localization.missing(pictures, results))
         ready = localization.localize_all(localizer, pictures, results, cameras=known)

@@ -24,7 +24,7 @@ from dualrc.errors import DataError, OutputError
 from dualrc.files import replacing, write_json
 from dualrc.geometry import Camera
 from dualrc.image import find_pictures
-from dualrc.provenance import versions
+from dualrc.provenance import provenance
 
 _FEWEST_VIEWS = 5  # pictures of a camera, to refine its principal point
 _LARGEST_SHIFT = 0.05  # of a principal point, in long sides
@@ -175,7 +175,7 @@ def _write(model: Any, out: Path, summary: Summary, made_with: dict[str, Any]) -
         model.export_PLY(temporary)
     title = f"{summary.registered} of {summary.pictures} pictures, {summary.points:,} points"
     draw_reconstruction(model, out / "model.png", title)
-    write_json(out / "summary.json", {**asdict(summary), **made_with, "versions": versions("pycolmap", "poselib")})
+    write_json(out / "summary.json", {**asdict(summary), **made_with, "versions": provenance("pycolmap", "poselib")})
 
 
 def _write_model(model: Any, folder: Path) -> None:
