@@ -8,6 +8,7 @@ from conftest import ROOT, texture
 
 import dualrc
 from dualrc.collection import pairs
+from dualrc.collection.config import CollectionConfig
 from dualrc.collection.executor import Event, carry_out
 from dualrc.collection.plan import Plan, in_blocks, in_chunks
 from dualrc.collection.retrieval import global_descriptor, most_similar
@@ -134,8 +135,8 @@ def test_text_files_that_are_no_pairs(tmp_path, text):
 
 
 def choose(names, how, describe=None, **changes):
-    settings = {"neighbors": 2, "overlap": 2, "loops": 1} | changes
-    return pairs.choose(names, str(how), describe=describe or (lambda: pytest.fail("no need")), **settings)
+    config = CollectionConfig(**({"pairs": str(how), "neighbors": 2, "overlap": 2, "loops": 1} | changes))
+    return pairs.choose(names, config, describe or (lambda: pytest.fail("no need")))
 
 
 def test_choosing(tmp_path):

@@ -60,14 +60,7 @@ def match_collection(
     check_writable(make_folder(out) / "matches.sqlite")
     run = _Run(images, names, config, matcher, Console(stderr=True, quiet=quiet))
     with MatchStore(out / "matches.sqlite", run.depends_on) as store, run:
-        chosen = pairs.choose(
-            names,
-            config.pairs,
-            neighbors=config.neighbors,
-            overlap=config.overlap,
-            loops=config.loops,
-            describe=lambda: run.describe(names, out / "descriptors.npz"),
-        )
+        chosen = pairs.choose(names, config, lambda: run.describe(out / "descriptors.npz"))
         if not chosen:
             raise DataError(f"{images} has no two pictures to match ({_first(run.broken)}); mend or add some.")
         missing = store.missing(chosen)
@@ -116,10 +109,11 @@ class _Run:
         if self._executor is not None:
             self._executor.close()
 
-    def describe(self, names: Sequence[str], file: Path) -> dict[str, FloatArray]:
+    def describe(self, file: Path) -> dict[str, FloatArray]:
         """Descriptors of the pictures that can be read, kept in a file."""
-        found = {name: vector for name, vector in read_descriptors(file, self.depends_on).items() if name in set(names)}
-        missing = [name for name in names if name not in found]
+        known = read_descriptors(file, self.depends_on)
+        found = {name: known[name] for name in self.names if name in known}
+        missing = [name for name in self.names if name not in found]
         saved = time.monotonic()
 
         def handle(task: Task, result: Result) -> None:
@@ -132,10 +126,10 @@ class _Run:
                 write_descriptors(file, self.depends_on, found)
                 saved = time.monotonic()
 
-        self._carry_out("Describing", lambda size: in_chunks(missing, size), (len(found), len(names)), handle)
+        self._carry_out("Describing", lambda size: in_chunks(missing, size), (len(found), len(self.names)), handle)
         if missing:
             write_descriptors(file, self.depends_on, found)
-        return {name: found[name] for name in names if name in found}
+        return {name: found[name] for name in self.names if name in found}
 
     def match(self, missing: Sequence[Names], store: MatchStore, *, total: int) -> None:
         """Match these pairs into the store."""

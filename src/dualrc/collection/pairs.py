@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dualrc.collection.config import CollectionConfig
 from dualrc.collection.retrieval import most_similar
 from dualrc.collection.store import Names
 from dualrc.errors import ConfigError, DataError
@@ -18,18 +19,13 @@ _NAME = re.compile(r'"([^"]*)"|(\S+)')
 
 
 def choose(
-    names: Sequence[str],
-    how: str,
-    *,
-    neighbors: int,
-    overlap: int,
-    loops: int,
-    describe: Callable[[], dict[str, FloatArray]],
+    names: Sequence[str], config: CollectionConfig, describe: Callable[[], dict[str, FloatArray]]
 ) -> list[Names]:
-    """The pairs that `how` asks for: auto, exhaustive, sequential, retrieval, a text file, or a COLMAP model's folder.
+    """The pairs that a config asks for.
 
     `describe` gives the descriptors of the pictures that can be read; it is called only where they are needed.
     """
+    how, overlap, loops = config.pairs, config.overlap, config.loops
     if how == "auto":
         how = "exhaustive" if len(names) <= _FEW else "retrieval"
     if how == "exhaustive":
@@ -43,9 +39,9 @@ def choose(
         usable, vectors = [*described], np.stack([*described.values()])
         if how == "sequential":
             return sequential(usable, overlap, vectors, loops)
-        return retrieval(usable, vectors, neighbors)
+        return retrieval(usable, vectors, config.neighbors)
     if Path(how).is_dir():
-        return covisible(names, how, neighbors)
+        return covisible(names, how, config.neighbors)
     if Path(how).is_file():
         return from_file(names, how)
     known = "auto, exhaustive, sequential, retrieval, a text file or the folder of a COLMAP model"
