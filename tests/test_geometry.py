@@ -22,10 +22,13 @@ from dualrc.geometry import (
     estimate,
     fundamental_from_pose,
     homography_grid,
+    pose_from_quaternion,
+    quaternion_from_rotation,
     read_cameras_json,
     relative_pose,
     resize_homography,
     rotation_error_deg,
+    rotation_from_quaternion,
     sample_bilinear,
     sampson_distance_px,
     transform_points,
@@ -470,3 +473,15 @@ def test_real_cameras_agree_with_their_poses():
     assert pose is not None
     assert rotation_error_deg(pose.R, true_pose[:, :3]) < 0.01
     assert direction_error_deg(pose.t, true_pose[:, 3]) < 0.05
+
+
+def test_quaternions_and_rotations():
+    assert rotation_from_quaternion([2, 0, 0, 0]) == pytest.approx(np.eye(3))
+    quarter = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 1.0]])  # about z
+    assert rotation_from_quaternion([1, 0, 0, 1]) == pytest.approx(quarter)
+    assert quaternion_from_rotation(quarter) == pytest.approx(np.sqrt([0.5, 0, 0, 0.5]), abs=1e-12)
+    for half in (np.diag([1.0, -1, -1]), np.diag([-1.0, 1, -1]), np.diag([-1.0, -1, 1])):
+        assert rotation_from_quaternion(quaternion_from_rotation(half)) == pytest.approx(half)
+    assert pose_from_quaternion([1, 0, 0, 1, 7, 8, 9]) == pytest.approx(np.column_stack([quarter, [7, 8, 9]]))
+    with pytest.raises(ValueError, match="length 0"):
+        rotation_from_quaternion([0, 0, 0, 0])
