@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from dualrc.collection.config import CollectionConfig
-from dualrc.collection.run import match_collection
+from dualrc.collection.matching import match_collection
 from dualrc.collection.store import MatchStore
 from dualrc.errors import DataError
 
@@ -99,7 +99,7 @@ def report(samples: list[Sample], total: int) -> None:
 
 def main() -> None:
     """Match them all and print the table."""
-    pictures, engine, workers = [*sys.argv[1:], *["101", "local", "2"][len(sys.argv) - 1 :]]
+    pictures, executor, workers = [*sys.argv[1:], *["101", "local", "2"][len(sys.argv) - 1 :]]
     with tempfile.TemporaryDirectory() as folder:
         images, out = Path(folder) / "images", Path(folder) / "out"
         images.mkdir()
@@ -108,7 +108,7 @@ def main() -> None:
         config = CollectionConfig(
             pairs="exhaustive",
             size=SIZE,
-            engine="ray" if engine == "ray" else "local",
+            executor="ray" if executor == "ray" else "local",
             workers=int(workers),
             cache=0.004,
             device="cpu",
@@ -125,7 +125,7 @@ def main() -> None:
         report(samples, len(result.pairs))
         print(
             f"\n{result.matched} pairs of {len(result.names)} pictures of {SIZE} px in {result.seconds:.0f} s, "
-            f"{engine}, {workers} workers; each picture read {result.extracted / len(result.names):.1f} times"
+            f"{executor}, {workers} workers; each picture read {result.extracted / len(result.names):.1f} times"
         )
 
 

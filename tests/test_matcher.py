@@ -14,10 +14,10 @@ from PIL import Image
 
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
-from dualrc.image import pixel_grid
 from dualrc.matcher import Matcher, load
 from dualrc.matcher.budget import Budget
 from dualrc.matches import Matches
+from dualrc.pixels import pixel_grid
 
 VIEW0, VIEW1 = View(203, 150, (60, 80)), View(190, 161, (66.4, 75.2), (0.95, 0.97))
 
@@ -405,7 +405,7 @@ MEMORY = """
 import resource, sys
 import numpy as np, torch
 from dualrc.config import preset
-from dualrc.matcher import Matcher, ahead
+from dualrc.matcher import Matcher, prefetch
 from dualrc.model.dualrc import make_network
 
 class Planted(torch.nn.Module):

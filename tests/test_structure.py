@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 from conftest import ROOT
@@ -13,9 +14,11 @@ PACKAGE = ROOT / "src" / "dualrc"
 # The rooms in order: each imports from itself and from what stands above it.
 ROOMS = [
     "errors",
+    "extras",
     "files",
     "machine",
     "config",
+    "provenance",
     "types",
     "pixels",
     "matches",
@@ -106,22 +109,39 @@ def test_the_network_is_readable_at_a_glance():
 
 def test_public_names():
     assert sorted(dualrc.__all__) == [
+        "CollectionConfig",
         "ConfigError",
         "DataError",
         "DualRCError",
         "Estimate",
         "ImageError",
+        "LocalizeConfig",
+        "Localizer",
+        "MatchStore",
         "Matcher",
         "MatcherConfig",
         "Matches",
         "NetworkConfig",
         "OutputError",
         "PictureFeatures",
+        "ReconstructConfig",
+        "RelativePose",
         "Warp",
         "WeightsError",
+        "__version__",
+        "colmap",
+        "draw",
+        "geometry",
         "load",
+        "localize",
+        "match_collection",
+        "reconstruct",
     ]
     assert all(hasattr(dualrc, name) for name in dualrc.__all__)
+    assert dualrc.geometry.estimate and dualrc.draw.draw_matches and dualrc.localize.read_map
+    assert dualrc.__version__ == metadata.version("dualrc") and dir(dualrc) == sorted(dualrc.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = dualrc.nothing
 
 
 def test_every_error_is_a_dualrc_error():

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from dualrc.config import CompactConfig, ConsensusConfig, NetworkConfig
-from dualrc.image import STRIDE
 from dualrc.model.backbone import make_backbone
 from dualrc.model.fine import PLACES, RATIO
 from dualrc.model.subpixel import WINDOW, Subpixel
+from dualrc.pixels import STRIDE
 
 _TENSOR_PASSES = 5
 

@@ -1,15 +1,12 @@
 """The command that scores matchers."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from dualrc.cli import common
 from dualrc.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 @common.app.command()

@@ -1,6 +1,5 @@
 """Aachen Day-Night as it is published, v1.0 and v1.1: the reference model, the queries and the pairs to match."""
 
-import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,11 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.colmap import from_colmap_pixels, import_pycolmap, read_header, rotation_from_quaternion, stored_points
+from dualrc.colmap import from_colmap_pixels, import_pycolmap, stored_points
+from dualrc.colmap.records import read_cameras_bin, read_images_bin
 from dualrc.errors import DataError
 from dualrc.evaluation.export import Pair
 from dualrc.evaluation.hpatches import looks_like_hpatches
-from dualrc.geometry import Camera
+from dualrc.geometry import Camera, rotation_from_quaternion
+from dualrc.image import read_header
 from dualrc.types import FloatArray
 
 _MODEL_1_1 = "3D-models/aachen_v_1_1"
@@ -202,33 +203,14 @@ def _read_nvm(path: Path, intrinsics: Path, notes: list[str]) -> dict[str, Lens]
 
 def _read_model(folder: Path) -> Iterator[tuple[str, Lens]]:
     """Names and lenses with poses from COLMAP's cameras.bin and images.bin, without the points, which are many."""
-    names = import_pycolmap().CameraModelId
     try:
-        cameras = _cameras_bin(_first(folder / "cameras.bin").read_bytes(), names)
-        data, at = (folder / "images.bin").read_bytes(), 8
-        for _ in range(struct.unpack_from("<Q", data)[0]):
-            values, number = struct.unpack_from("<7d", data, at + 4), struct.unpack_from("<I", data, at + 60)[0]
-            end = data.index(b"\0", at + 64)
-            name = data[at + 64 : end].decode()
-            at = end + 9 + 24 * int(struct.unpack_from("<Q", data, end + 1)[0])
-            if at > len(data):
-                raise ValueError("it ends too early")
-            pose = np.column_stack([rotation_from_quaternion(values[:4]), values[4:]])
-            yield name, replace(cameras[number], camera=replace(cameras[number].camera, cam_from_world=pose))
-    except (OSError, struct.error, ValueError, KeyError) as error:
+        cameras = read_cameras_bin(_first(folder / "cameras.bin"))
+        lenses = {number: Lens.of(c.model, c.width, c.height, list(c.params)) for number, c in cameras.items()}
+        for image in read_images_bin(folder / "images.bin"):
+            lens = lenses[image.camera_id]
+            yield image.name, replace(lens, camera=replace(lens.camera, cam_from_world=image.cam_from_world))
+    except (DataError, KeyError) as error:
         raise DataError(f"{folder} holds no COLMAP model, or a broken one ({error}); get it again.") from error
-
-
-def _cameras_bin(data: bytes, names: Any) -> dict[int, Lens]:
-    cameras, at = {}, 8
-    for _ in range(struct.unpack_from("<Q", data)[0]):
-        number, model, width, height = struct.unpack_from("<IiQQ", data, at)
-        name = names(model).name
-        count = len(import_pycolmap().Camera.create_from_model_id(1, names(model), 1.0, 1, 1).params)
-        params = struct.unpack_from(f"<{count}d", data, at + 24)
-        cameras[number] = Lens.of(name, width, height, list(params))
-        at += 24 + 8 * count
-    return cameras
 
 
 def _read_queries(root: Path, folders: list[Path], notes: list[str]) -> dict[str, Query]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.colmap import read_header
 from dualrc.data.npz import BROKEN, ArrayUnpickler, read_array
 from dualrc.errors import DataError
 from dualrc.evaluation.export import Pair
 from dualrc.geometry import Camera, cam1_from_cam0, read_cameras_json
+from dualrc.image import read_header
 from dualrc.types import FloatArray, Size
 
 _SCANNET_SIZE = (640, 480)  # of the pictures for which ScanNet-1500's intrinsics are given

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.collection.keypoints import IntArray, MergedMatches, Progress
+from dualrc.collection.keypoints import IntArray, MergedMatches
+from dualrc.collection.progress import Progress
 from dualrc.collection.store import Names
 from dualrc.colmap import colmap_points, import_pycolmap, posed_reconstruction, quiet_colmap
 from dualrc.errors import DataError
