@@ -99,7 +99,7 @@ def localize(
     scene: Path, cameras: dict[str, Camera], exported: Path, work: Path, console: Console
 ) -> list[tuple[QueryScore, PosedMap]]:
     """Every camera in a map of the others; their keypoints are the same, whichever is left out."""
-    benchmarks = {name: leave_out(scene, cameras, name, work) for name in cameras}
+    benchmarks = [leave_out(scene, cameras, name, work) for name in cameras]
     found = []
     with (
         tempfile.TemporaryDirectory(dir=work) as folder,
@@ -112,9 +112,9 @@ def localize(
             assert matches is not None  # every pair was exported
             return matches
 
-        next(iter(benchmarks.values())).store_undistorted(get, undistorted)
+        benchmarks[0].store_undistorted(get, undistorted)
         merged = merge(undistorted)
-        for name, benchmark in benchmarks.items():
+        for benchmark in benchmarks:
             with tempfile.TemporaryDirectory(dir=work) as own:
                 world, (score,), _ = benchmark.localize(merged, Path(own))
             console.print(f"{score.name}: {score.describe()}")
