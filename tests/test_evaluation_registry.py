@@ -32,8 +32,8 @@ def three_right(path0, path1):
 
 @dataclass(frozen=True, kw_only=True)
 class ShiftSettings(OneNetworkSettings):
-    shift: Annotated[int, Option(help="columns by which picture 1 is moved; without it, 3.")] = 3
-    masks: Annotated[tuple[Path, ...], Option(help="pictures to leave out.", flags=("--without",))] = ()
+    shift: Annotated[int, Option("columns by which picture 1 is moved; without it, 3.")] = 3
+    masks: Annotated[tuple[Path, ...], Option("pictures to leave out.", flags=("--without",))] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,28 +16,18 @@ from dualrc.draw import Picture, draw_matches
 from dualrc.errors import DataError, OutputError
 from dualrc.evaluation.aachen_data import AachenData, Lens, read_aachen
 from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, OneNetworkSettings, Option, Result, grouped
-from dualrc.evaluation.data_files import pose_errors
+from dualrc.evaluation.data_files import pose_errors, read_published
 from dualrc.evaluation.export import Pair, file_name, make_folder
-from dualrc.evaluation.figures import Panel, curve_panels
+from dualrc.evaluation.figures import recall_curves
 from dualrc.evaluation.report import Report, Table
 from dualrc.evaluation.triangulation import PosedMap, triangulate
 from dualrc.geometry import absolute_pose, cam1_from_cam0, epipolar_distance_px, fundamental_from_pose
 from dualrc.image import read
 from dualrc.localize import Correspondences, LocalizeConfig, read_poses, write_poses
 from dualrc.matches import Estimate, Matches
-from dualrc.metrics import share_within
 from dualrc.types import FloatArray
 
 THRESHOLDS = ((0.5, 2.0), (1.0, 5.0), (5.0, 10.0))  # metres and degrees
-# The paper's table: percent of the 98 night-time queries of v1.0 within each of the thresholds.
-PUBLISHED = {
-    "ASLFeat+OANet": (77.6, 89.8, 100.0),
-    "SP+SG": (79.6, 90.8, 100.0),
-    "D2-Net": (74.5, 86.7, 100.0),
-    "R2D2 (K=20k)": (76.5, 90.8, 100.0),
-    "Sparse-NCNet": (76.5, 84.7, 98.0),
-    "DualRC-Net": (79.6, 88.8, 100.0),
-}
 UNKNOWN = float("nan")  # an error where the true pose is not known
 _SUBMISSION = {"v1.0": "Aachen_eval", "v1.1": "Aachen_v1_1_eval"}
 _EPIPOLAR_PX = 2.0
@@ -48,7 +38,7 @@ _SHOWN_FAILURES = 20
 class AachenSettings(OneNetworkSettings):
     """Settings of Aachen Day-Night."""
 
-    truth: Annotated[Path | None, Option(help="a file of true poses, name qw qx qy qz tx ty tz.")] = None
+    truth: Annotated[Path | None, Option("a file of true poses, name qw qx qy qz tx ty tz.")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +246,9 @@ class Aachen(Benchmark):
                 reason, inliers = estimated.reason, int(estimated.inliers.sum())
                 if estimated.cam_from_world is not None:
                     poses[name] = estimated.cam_from_world
-            error_m, error_deg = self._errors(name, poses.get(name))
+            error_m = error_deg = float("inf") if name in self.truth else UNKNOWN
+            if name in self.truth and name in poses:
+                error_m, error_deg = pose_errors(poses[name], self.truth[name])
             scores.append(
                 QueryScore(
                     name=name,
@@ -272,12 +264,6 @@ class Aachen(Benchmark):
             self.progress("Localizing", count, len(self.data.queries))
         return world, scores, poses
 
-    def _errors(self, name: str, pose: FloatArray | None) -> tuple[float, float]:
-        """Metres and degrees between a query's pose and the true one."""
-        if name not in self.truth:
-            return UNKNOWN, UNKNOWN
-        return (float("inf"), float("inf")) if pose is None else pose_errors(pose, self.truth[name])
-
     def report(self, results: Sequence[Result]) -> Report:
         """What was localized, the paper's table with ours, the queries that were not, and recall over distances."""
         failures = [[r.matcher, q.name, q.reason] for r in results for q in r.figures.queries if q.reason is not None]
@@ -286,7 +272,18 @@ class Aachen(Benchmark):
         if failures:
             title, columns = "Queries that were not localized", ["matcher", "query", "reason"]
             tables.append(Table(title=title, columns=columns, rows=failures[:_SHOWN_FAILURES], note=more))
-        return Report(tables=tables, figures={"aachen_recall": _recall_curves(results)} if self.truth else {})
+        if not self.truth:
+            return Report(tables=tables)
+        max_m, max_deg = THRESHOLDS[-1]
+        errors: dict[str, dict[str, list[float]]] = {}
+        for condition in results[0].figures.conditions:
+            for result in results:
+                known = [q for q in result.figures.queries if q.condition == condition and not np.isnan(q.error_m)]
+                own = [query.error_m if query.error_deg <= max_deg else float("inf") for query in known]
+                errors.setdefault(condition, {})[result.matcher] = own
+        title = f"Share of queries within a distance and {max_deg:g}°"
+        curves = recall_curves(errors, max_m, title=title, x_label="metres")
+        return Report(tables=tables, figures={"aachen_recall": curves})
 
     def _main_table(self, results: Sequence[Result]) -> Table:
         rows = []
@@ -345,23 +342,9 @@ def _recall_table(results: Sequence[Result]) -> Table:
     if not rows:
         service = "send the file of poses to the benchmark's service, or score it here with --truth"
         note = f"The true poses are not public: {service}."
-    for name, values in PUBLISHED.items():
+    # The paper's table.
+    for name, values in read_published("aachen_published.json").items():
         rows.append([f"{name} (paper)", "night", "98", *(f"{value:.1f}" for value in values), "", ""])
     limits = [f"{metres:g} m, {degrees:g}°" for metres, degrees in THRESHOLDS]
     columns = ["matcher", "condition", "queries", *limits, "median", "error"]
     return Table(title="Correctly localized queries (%)", columns=columns, rows=rows, note=note)
-
-
-def _recall_curves(results: Sequence[Result]) -> Picture:
-    """The share of queries within a distance, at most 10 degrees off, one panel for each condition."""
-    max_m, max_deg = THRESHOLDS[-1]
-    metres = np.linspace(0, max_m, 201).tolist()
-    panels = []
-    for condition in results[0].figures.conditions:
-        ours = {}
-        for result in results:
-            known = [q for q in result.figures.queries if q.condition == condition and not np.isnan(q.error_m)]
-            errors = [query.error_m if query.error_deg <= max_deg else float("inf") for query in known]
-            ours[result.matcher] = share_within(errors, metres).tolist()
-        panels.append(Panel(title=condition, x=metres, ours=ours))
-    return curve_panels(panels, title=f"Share of queries within a distance and {max_deg:g}°", x_label="metres")

@@ -38,14 +38,12 @@ class AppendixSettings(Settings):
     """Settings of the comparisons."""
 
     matchers: Annotated[
-        tuple[str, ...], Option(help="others beside the first network; without it, none.", flags=("--matcher",))
+        tuple[str, ...], Option("others beside the first network; without it, none.", flags=("--matcher",))
     ] = ()
     # Each file's own header says which variant it is; none: the weights inside the package.
-    weights: Annotated[
-        tuple[Path, ...], Option(help="several, one for each fusion variant and number of channels.")
-    ] = ()
+    weights: Annotated[tuple[Path, ...], Option("several, one for each fusion variant and number of channels.")] = ()
     # All networks and matchers see the largest size, the first network all of them.
-    sizes: Annotated[tuple[int, ...], Option(help="several; without it, 1600, 1200, 800.", flags=("--size",))] = (
+    sizes: Annotated[tuple[int, ...], Option("several; without it, 1600, 1200, 800.", flags=("--size",))] = (
         1600,
         1200,
         800,
@@ -53,7 +51,7 @@ class AppendixSettings(Settings):
     top: Annotated[int | None, TOP_OPTION] = None
     pairs: Annotated[
         Path | None,
-        Option(help="draw the pairs of this text file, two names a line, such as v_wall/1.ppm v_wall/6.ppm."),
+        Option("draw the pairs of this text file, two names a line, such as v_wall/1.ppm v_wall/6.ppm."),
     ] = None
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dualrc.errors import ConfigError, ImageError
+from dualrc.evaluation.data_files import import_extra
 from dualrc.geometry import Camera, apply_homography, resize_homography
 from dualrc.image import read
 from dualrc.matches import Matches
@@ -26,12 +27,7 @@ _MAX_DEPTH = 1e9
 
 def opencv() -> ModuleType:
     """The module cv2."""
-    try:
-        import cv2
-    except ImportError as error:
-        remedy = "pip install 'dualrc[baselines]'"
-        raise ConfigError(f"OpenCV is not installed, and SIFT and OpenCV's estimators need it; {remedy}.") from error
-    return cv2
+    return import_extra("cv2", needed_for="SIFT and OpenCV's estimators", extra="baselines")
 
 
 def has_opencv() -> bool:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -24,11 +24,12 @@ COST_COLUMNS = ("matches", "a pair", "size")  # in every table
 _BEST, _WORST = 2, 3  # pairs that are drawn
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Option:
     """Makes a setting an option of the command line."""
 
     help: str
+    _: KW_ONLY
     flags: tuple[str, ...] = ()  # none: --NAME
     metavar: str | None = None  # what the help calls its value
     parse: Callable[[str], Any] | None = None  # makes the value from text
@@ -42,20 +43,20 @@ class Settings:
     matchers: Annotated[
         tuple[str, ...],
         Option(
-            help="dualrc (if nothing is given), dualrc-high (a second look), sift (RootSIFT by OpenCV: sift-ratio and "
+            "dualrc (if nothing is given), dualrc-high (a second look), sift (RootSIFT by OpenCV: sift-ratio and "
             "sift-mutual), or FILE.py:function, a function of two paths that returns points0, points1, scores. Give "
             "it several times to compare in one table.",
             flags=("--matcher",),
         ),
     ] = ("dualrc",)
-    preset: Annotated[str, Option(help=f"Network: {' or '.join(PRESETS)}; without it, default.")] = "default"
-    device: Annotated[str | None, Option(help="cuda, mps or cpu; without it, the best there is.")] = None
-    top: Annotated[int | None, Option(help="Score the best so many matches; without it, 4000.")] = None
-    json: Annotated[Path | None, Option(help="Write all figures and the config here too.")] = None
+    preset: Annotated[str, Option(f"Network: {' or '.join(PRESETS)}; without it, default.")] = "default"
+    device: Annotated[str | None, Option("cuda, mps or cpu; without it, the best there is.")] = None
+    top: Annotated[int | None, Option("Score the best so many matches; without it, 4000.")] = None
+    json: Annotated[Path | None, Option("Write all figures and the config here too.")] = None
     out: Annotated[
         Path,
         Option(
-            help="Folder for matches, figures, results.json and report.html; a second run goes on where the first "
+            "Folder for matches, figures, results.json and report.html; a second run goes on where the first "
             "stopped. Without it, evaluation-BENCHMARK.",
             flags=("--out", "-o"),
         ),
@@ -81,10 +82,8 @@ class Settings:
 class OneNetworkSettings(Settings):
     """Settings of a benchmark that evaluates one network, at one size."""
 
-    weights: Annotated[
-        Path | None, Option(help="Weights file (.safetensors); without it, those inside the package.")
-    ] = None
-    size: Annotated[int | None, Option(help="Long side that the network sees, scaling up or down.")] = None
+    weights: Annotated[Path | None, Option("Weights file (.safetensors); without it, those inside the package.")] = None
+    size: Annotated[int | None, Option("Long side that the network sees, scaling up or down.")] = None
 
     def for_matchers(self) -> MatcherSettings:
         """What matchers are told."""

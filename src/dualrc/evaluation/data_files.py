@@ -2,15 +2,26 @@
 
 import json
 from collections.abc import Collection
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from dualrc.errors import DataError
+from dualrc.errors import ConfigError, DataError
 from dualrc.geometry import rotation_error_deg
 from dualrc.types import FloatArray
+
+
+def import_extra(module: str, *, needed_for: str, extra: str) -> ModuleType:
+    """A module of an optional dependency, or an error that says how to get it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = {"cv2": "OpenCV", "scipy.io": "SciPy"}.get(module, module)
+        remedy = f"pip install 'dualrc[{extra}]'"
+        raise ConfigError(f"{package} is not installed, and {needed_for} need it; {remedy}.") from error
 
 
 def check_folder(root: Path) -> None:

@@ -35,7 +35,7 @@ SHOWN_PX = (1, 3, 5, 10)  # in tables
 CORRECT_PX = 3
 HOMOGRAPHY_PX = (3, 5, 10)
 DEFAULT_TOPS = (1000, 2000)
-TOP_OPTION = Option(help="without it, 1000 and 2000.")
+TOP_OPTION = Option("without it, 1000 and 2000.")
 # The protocol excludes these: their pictures are larger than 1600 x 1200.
 EXCLUDED = (
     *("i_contruction", "i_crownnight", "i_dc", "i_pencils", "i_whitebuilding"),
@@ -63,9 +63,7 @@ class HPatchesSettings(OneNetworkSettings):
     top: Annotated[int | None, TOP_OPTION] = None
     crop: Annotated[
         tuple[int, int] | None,
-        Option(
-            help="cut X columns and Y rows off pictures 2 to 6, on the left and top.", metavar="X,Y", parse=parse_crop
-        ),
+        Option("cut X columns and Y rows off pictures 2 to 6, on the left and top.", metavar="X,Y", parse=parse_crop),
     ] = None
 
     def __post_init__(self) -> None:

@@ -42,15 +42,15 @@ ALL = "all"
 class InLocSettings(OneNetworkSettings):
     """Settings of InLoc."""
 
-    truth: Annotated[Path | None, Option(help="a file of reference poses (.mat); without it, the one in ROOT.")] = None
+    truth: Annotated[Path | None, Option("a file of reference poses (.mat); without it, the one in ROOT.")] = None
     shortlist: Annotated[
-        Path | None, Option(help="candidates of each query, .mat as published or text; without it, the one in ROOT.")
+        Path | None, Option("candidates of each query, .mat as published or text; without it, the one in ROOT.")
     ] = None
-    candidates: Annotated[int, Option(help="match each query with the best so many candidates; without it, 10.")] = 10
-    verify: Annotated[bool, Option(help="rank poses by dense verification against the scan, not by inliers.")] = False
+    candidates: Annotated[int, Option("match each query with the best so many candidates; without it, 10.")] = 10
+    verify: Annotated[bool, Option("rank poses by dense verification against the scan, not by inliers.")] = False
     results: Annotated[
         tuple[Path, ...],
-        Option(help="score this list of results (.mat) too, or, without ROOT, alone; several times."),
+        Option("score this list of results (.mat) too, or, without ROOT, alone; several times."),
     ] = ()
 
     def __post_init__(self) -> None:

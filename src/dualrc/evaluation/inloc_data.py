@@ -1,25 +1,26 @@
 """InLoc's files as published: cut-outs and scans with 3D points, alignments, lists of candidates and of poses."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path, PurePosixPath
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dualrc.errors import ConfigError, DataError, DualRCError
+from dualrc.errors import DataError, DualRCError
 from dualrc.evaluation.benchmark import folder_hint
-from dualrc.evaluation.data_files import as_pose, check_folder, read_lines
+from dualrc.evaluation.data_files import as_pose, check_folder, import_extra, read_lines
 from dualrc.files import replacing
 from dualrc.geometry import Camera, read_cameras_json
 from dualrc.types import FloatArray, Size
 
 # Of iPhone 7's lens, which is all that InLoc knows of it: 28 mm for a film of 36 mm.
 _FOCAL = 28 / 36
-_ROTATION_TOLERANCE = 0.05  # alignments are text
+_checked_pose = partial(as_pose, tolerance=0.05)  # alignments are text
 _NO_POSE = np.full((3, 4), np.nan)
 Points = npt.NDArray[np.float32]
 Colors = npt.NDArray[np.uint8]
@@ -137,13 +138,13 @@ def read_result_list(path: Path, *, need_poses: bool = False) -> dict[str, tuple
 
 def _read_entry(entry: Any, path: Path) -> tuple[CandidatePose, ...]:
     names = [_check_name(str(name.item()), path) for name in entry["topNname"].ravel()]
-    values = list(entry["P"].ravel()) if "P" in entry.dtype.names else []
+    values = [np.asarray(value, dtype=np.float64) for value in entry["P"].ravel()] if "P" in entry.dtype.names else []
     if len(values) > len(names):
         raise ValueError(f"{len(names)} candidates have {len(values)} poses")
-    poses = [np.asarray(value, dtype=np.float64) for value in values]
-    found = [pose_rows(_checked_pose(p)) if p.shape == (3, 4) and np.isfinite(p).all() else None for p in poses]
-    found += [None] * (len(names) - len(poses))
-    return tuple(CandidatePose(candidate=name, cam_from_world=pose) for name, pose in zip(names, found, strict=True))
+    poses = [pose_rows(_checked_pose(p)) if p.shape == (3, 4) and np.isfinite(p).all() else None for p in values]
+    # A list may have poses of the first candidates only.
+    pairs = zip_longest(names, poses)
+    return tuple(CandidatePose(candidate=name, cam_from_world=pose) for name, pose in pairs)
 
 
 def write_result_list(path: Path, results: Mapping[str, Sequence[CandidatePose]]) -> None:
@@ -177,7 +178,11 @@ def read_references(path: Path) -> dict[str, dict[str, FloatArray]]:
 def read_alignment(path: Path) -> FloatArray:
     """floor_from_scan (3, 4): the second of the two matrices in the file, the one after refinement."""
     with _reading(path, "an alignment"):
-        rows = list(_rows_of_four(path.read_text(encoding="utf-8")))
+        rows = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # words between the matrices
+                values = [float(value) for value in line.split()]
+                rows += [values] if len(values) == 4 else []
         if len(rows) < 8:
             raise ValueError(f"it has {len(rows)} of 8 rows of 4 numbers")
         if not np.allclose(rows[7], [0, 0, 0, 1]):
@@ -241,20 +246,6 @@ def _check_name(cutout: str, path: Path) -> str:
     return cutout
 
 
-def _checked_pose(value: Any) -> FloatArray:
-    return as_pose(value, tolerance=_ROTATION_TOLERANCE)
-
-
-def _rows_of_four(text: str) -> Iterator[list[float]]:
-    for line in text.splitlines():
-        try:
-            values = [float(value) for value in line.split()]
-        except ValueError:
-            continue
-        if len(values) == 4:
-            yield values
-
-
 def _points(values: Any) -> Points:
     """3D points (..., 3) with NaN where the scanner, which writes zeros then, saw nothing."""
     xyz = np.array(values, dtype=np.float32)
@@ -264,12 +255,8 @@ def _points(values: Any) -> Points:
     return xyz
 
 
-def _scipy_io() -> ModuleType:
-    try:
-        import scipy.io
-    except ImportError as error:
-        raise ConfigError("SciPy is not installed, and .mat files need it; pip install 'dualrc[colmap]'.") from error
-    return scipy.io
+def _scipy_io() -> Any:
+    return import_extra("scipy.io", needed_for=".mat files", extra="colmap")
 
 
 def _read_mat(path: Path, *names: str) -> dict[str, Any]:
@@ -288,11 +275,7 @@ def _read_mat(path: Path, *names: str) -> dict[str, Any]:
 
 def _read_hdf5(path: Path, names: Sequence[str]) -> dict[str, Any]:
     """Arrays, and cells of arrays; HDF5 has MATLAB's axes in reverse."""
-    try:
-        import h5py
-    except ImportError as error:
-        remedy = "pip install 'dualrc[colmap]'"
-        raise ConfigError(f"h5py is not installed, and {path} (MATLAB 7.3) needs it; {remedy}.") from error
+    h5py = import_extra("h5py", needed_for=".mat files of MATLAB 7.3", extra="colmap")
     content: dict[str, Any] = {}
     with h5py.File(path, "r") as file:
         for name in names:

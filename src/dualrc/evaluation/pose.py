@@ -12,13 +12,13 @@ from dualrc.errors import DataError
 from dualrc.evaluation.baselines import has_opencv, opencv_relative_pose
 from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, Result, folder_hint, grouped, recognize
 from dualrc.evaluation.export import Pair
-from dualrc.evaluation.figures import Panel, curve_panels
+from dualrc.evaluation.figures import recall_curves
 from dualrc.evaluation.pose_data import PoseTruth, read_pose_data
 from dualrc.evaluation.report import Report, Table, seconds, share
 from dualrc.geometry import Camera, epipolar_distance_px, fundamental_from_pose, relative_pose
 from dualrc.image import read
 from dualrc.matches import Estimate, Matches
-from dualrc.metrics import area_under_curve, pose_error_deg, share_within
+from dualrc.metrics import area_under_curve, pose_error_deg
 from dualrc.types import FloatArray
 
 THRESHOLDS_DEG = (5, 10, 20)
@@ -148,13 +148,12 @@ class Pose(Benchmark):
 
     def report(self, results: Sequence[Result]) -> Report:
         """One table of all pairs, one by scene where there are several, and recall over the pose error."""
-        degrees = np.linspace(0, THRESHOLDS_DEG[-1], 201).tolist()
-        panels = []
-        for estimator in self.estimators:
-            errors = {result.matcher: [s.errors_deg[estimator] for s in result.figures.pairs] for result in results}
-            ours = {name: share_within(own, degrees).tolist() for name, own in errors.items()}
-            panels.append(Panel(title=estimator, x=degrees, ours=ours))
-        curves = curve_panels(panels, title="Share of pairs within a pose error", x_label="degrees")
+        errors = {
+            estimator: {r.matcher: [s.errors_deg[estimator] for s in r.figures.pairs] for r in results}
+            for estimator in self.estimators
+        }
+        title = "Share of pairs within a pose error"
+        curves = recall_curves(errors, THRESHOLDS_DEG[-1], title=title, x_label="degrees")
         tables = [self._main_table(results)]
         if len(results[0].figures.scenes) > 1:
             tables.append(self._scene_table(results))

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +24,6 @@ from dualrc.evaluation.export import make_folder
 from dualrc.files import replacing
 
 _PICTURE_WIDTH, _FIGURE_WIDTH = 1100, 1600
-_STYLE = """
-:root { --ink: #1d2125; --soft: #5b6670; --line: #dfe3e8; --accent: #0072b2; }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2.5rem 1.5rem 4rem; max-width: 72rem; color: var(--ink); background: #fff;
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 .3rem; }
-h2 { font-size: 1.2rem; margin: 2.6rem 0 .7rem; }
-p { margin: .4rem 0; } .soft, caption, figcaption { color: var(--soft); font-size: .88rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
-caption { caption-side: bottom; text-align: left; padding-top: .5rem; line-height: 1.4; }
-th, td { padding: .34rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { font-weight: 600; border-bottom: 2px solid var(--ink); } tbody tr:hover { background: #f5f8fa; }
-th.text, td.text { text-align: left; }
-figure { margin: 1rem 0 1.6rem; } img { max-width: 100%; height: auto; display: block; }
-figcaption { margin-top: .35rem; } figcaption b { color: var(--ink); }
-ul { margin: .4rem 0; padding-left: 1.2rem; } .notes { border-left: 3px solid #d55e00; padding: .2rem 1rem; }
-details { margin-top: 2rem; } summary { cursor: pointer; color: var(--accent); }
-pre { font-size: .78rem; line-height: 1.4; background: #f5f8fa; padding: 1rem; overflow-x: auto; }
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +141,11 @@ def write_page(
         parts.append(f"<figure>{image}<figcaption>{_escape(item.caption)}</figcaption></figure>")
     text = json.dumps(to_json(config), indent=1, ensure_ascii=False)
     parts.append(f"<details><summary>Config</summary><pre>{_escape(text)}</pre></details>")
+    style = (resources.files(__package__) / "report.css").read_text(encoding="utf-8")
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_escape(title)}</title><style>{_STYLE}</style></head><body>\n"
+        f"<title>{_escape(title)}</title><style>\n{style}</style></head><body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
