@@ -74,7 +74,7 @@ class Query:
 
     condition: str  # day or night
     lens: Lens | None = None  # None where there is none, and then `reason` says why
-    reason: str | None = None  # why it can't be localized, whatever the matches
+    reason: str | None = None  # why it can't be localized with any matches
     candidates: tuple[str, ...] = ()  # pictures of the database to match it with
 
 
@@ -90,7 +90,7 @@ class AachenData:
 
 
 def read_aachen(root: Path) -> AachenData:
-    """Find and check the data set; what is wrong with single pictures stands in the notes."""
+    """Find and check the data set; what is wrong with single pictures is said in the notes."""
     check_folder(root)
     notes: list[str] = []
     version, database = _read_database(root, notes)
@@ -258,7 +258,7 @@ def _add_candidates(
         if asked:
             candidates[name0].append(name1)
             if queries[name0].reason is not None:
-                continue  # it would be matched in vain
+                continue  # its matches would not be used
         group = queries[name0].condition if asked else "database"
         pairs.append(Pair(name0=name0, name1=name1, path0=paths[name0], path1=paths[name1], group=group))
     if unusable:
@@ -275,14 +275,14 @@ def _add_candidates(
 
 def _with_candidates(queries: Mapping[str, Query], version: str, notes: list[str]) -> dict[str, Query]:
     """The queries of the conditions that have candidates at all; the others are not evaluated."""
-    kept: dict[str, Query] = {}
+    evaluated: dict[str, Query] = {}
     for condition in _QUERIES:
         group = {name: query for name, query in queries.items() if query.condition == condition}
         if any(query.candidates for query in group.values()):
-            kept |= group
+            evaluated |= group
         elif group:
             notes.append(
                 f"The {len(group)} {condition}-time queries are not evaluated: {_PAIRS[version]} has no candidates for "
                 f"them; add a list of them ({_MORE_PAIRS})."
             )
-    return kept
+    return evaluated

@@ -205,7 +205,7 @@ def read_networks(paths: Sequence[Path], preset: str = "default") -> list[Networ
                 raise ConfigError(f"{other.weights} and {path} hold the same weights; give each once.")
         networks.append(network)
     labels = [network.label for network in networks]
-    # Where several files hold the same variant, only their paths tell them apart.
+    # Where several files hold the same variant, only their paths differ.
     return [n if labels.count(n.label) == 1 else replace(n, label=f"{n.label}, {n.weights}") for n in networks]
 
 

@@ -49,7 +49,7 @@ class _Described:
 
 
 class RootSift:
-    """RootSIFT with mutual nearest neighbours and, unless `ratio` is None, the ratio test."""
+    """RootSIFT with mutual nearest neighbors and, unless `ratio` is None, the ratio test."""
 
     def __init__(self, *, features: int, ratio: float | None, size: int | None = None) -> None:
         self._cv2 = opencv()
@@ -107,7 +107,7 @@ class RootSift:
 
 
 def _mutual(descriptors0: FloatArray, descriptors1: FloatArray, ratio: float | None) -> tuple[Any, Any, FloatArray]:
-    """Indices of mutual nearest neighbours that pass the ratio test in picture 1, and scores, higher is better."""
+    """Indices of mutual nearest neighbors that pass the ratio test in picture 1, and scores, higher is better."""
     if not len(descriptors0) or len(descriptors1) < 2:
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing, np.zeros(0, np.float32)

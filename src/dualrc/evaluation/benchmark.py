@@ -74,7 +74,7 @@ class Settings:
         return True
 
     def for_matchers(self) -> MatcherSettings:
-        """What matchers are told."""
+        """The settings of matchers."""
         return MatcherSettings(preset=self.preset, device=self.device)
 
 
@@ -86,7 +86,7 @@ class OneNetworkSettings(Settings):
     size: Annotated[int | None, Option("Long side that the network sees, scaling up or down.")] = None
 
     def for_matchers(self) -> MatcherSettings:
-        """What matchers are told."""
+        """The settings of matchers."""
         return replace(super().for_matchers(), weights=self.weights, size=self.size)
 
 
@@ -132,7 +132,7 @@ class Benchmark(ABC):
     summary: ClassVar[str]  # a sentence for the help of the command line
     example: ClassVar[str]  # a command line, without `dualrc evaluate NAME`
     settings_class: ClassVar[type[Settings]] = OneNetworkSettings
-    # File patterns that tell the data set from those of other benchmarks.
+    # File patterns by which the data set is recognized.
     recognized_by: ClassVar[tuple[str, ...]] = ()
     # Matches that are stored for a pair, so that smaller limits can be scored without matching again.
     stored_matches: ClassVar[int] = 4000

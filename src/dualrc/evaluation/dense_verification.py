@@ -15,7 +15,7 @@ from dualrc.types import BoolArray, FloatArray
 
 _LONG_SIDE = 504  # an eighth of a photograph of 4032 pixels, as in InLoc's protocol
 _NEAREST_M = 0.05
-# Descriptors: RootSIFT of 4 x 4 cells of this many pixels, every so many pixels.
+# Descriptors: RootSIFT of 4 x 4 cells, the side of a cell and the distance of descriptors in pixels.
 _CELL, _STEP = 8, 4
 _ORIENTATIONS = 8
 _LOWEST_CONTRAST = 0.02  # of a mean gradient, in standard deviations of the picture
@@ -43,7 +43,7 @@ def verify(
 def render_points(
     xyz: npt.NDArray[np.float32], rgb: npt.NDArray[np.uint8], camera: Camera, cam_from_points: FloatArray
 ) -> tuple[Picture, BoolArray]:
-    """A picture (h, w, 3) of coloured points, the nearest one in each pixel, and which pixels have one (h, w)."""
+    """A picture (h, w, 3) of colored points, the nearest one in each pixel, and which pixels have one (h, w)."""
     pose = cam_from_points.astype(np.float32)
     places = xyz @ pose[:, :3].T + pose[:, 3]
     ahead = places[:, 2] > _NEAREST_M

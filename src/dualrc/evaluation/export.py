@@ -24,7 +24,7 @@ from dualrc.matches import Matches
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two pictures to match, by the names that stand in stores and results."""
+    """Two pictures to match, by the names that stores and results use."""
 
     name0: str
     name1: str
@@ -65,7 +65,7 @@ def export(
     """Match the pairs that the store lacks, and return its path; a pair that can't be matched is stored with why."""
     make_folder(folder)
     whole = {**config, "matcher": matcher.config, "top": top}
-    # Each config has a store of its own, so that matches made otherwise are never mixed in and never lost.
+    # Each config has a store of its own, so that matches of other configs are neither mixed in nor overwritten.
     digest = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:10]
     path = folder / f"matches-{file_name(matcher.name)}-{digest}.sqlite"
     by_names = {(pair.name0, pair.name1): pair for pair in pairs}

@@ -33,7 +33,7 @@ class MatcherSettings:
     device: str | None = None
     # Long side that dualrc and SIFT see; a user's function decides for itself.
     size: int | None = None
-    # Return the best so many matches of a pair.
+    # Number of matches of a pair to return, best first.
     top: int = 4000
     # SIFT's limit on the features of a picture.
     sift_features: int = 2000
@@ -50,7 +50,7 @@ class PairMatcher(Protocol):
 
 
 def make_matchers(specs: Sequence[str], settings: MatcherSettings) -> list[PairMatcher]:
-    """The matchers that the names ask for; "sift" stands for both of its variants."""
+    """The matchers that the names ask for; "sift" means both of its variants."""
     matchers: list[PairMatcher] = []
     for spec in specs:
         if spec in ("dualrc", "dualrc-high"):
@@ -133,7 +133,7 @@ class UserFunction:
                 size1=sizes[1],
                 info={"seconds": seconds, "seen0": sizes[0], "seen1": sizes[1]},
             )
-        except Exception as error:  # whatever it returned, the other pairs go on
+        except Exception as error:  # the other pairs are evaluated whatever it returned
             shapes = "points0 (n, 2), points1 (n, 2) and scores (n,)"
             raise DataError(f"{self.name} did not return {shapes} ({_one_line(error)}); mend it.") from error
 
@@ -141,7 +141,7 @@ class UserFunction:
 def _load_function(path: Path, name: str) -> Callable[[Path, Path], Any]:
     if not path.is_file():
         raise ConfigError(f"The matcher's file {path} does not exist; write FILE.py:function.")
-    # The folder is in the name because matchers of the same name may stand in several.
+    # The folder is in the name because several folders may hold matchers of the same name.
     folder = hashlib.sha256(str(path.resolve().parent).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"dualrc_matcher_{path.stem}_{folder}", path)
     if spec is None or spec.loader is None:

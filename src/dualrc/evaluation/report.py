@@ -40,7 +40,7 @@ class Table:
 class PairPicture:
     """A drawing of a pair's matches."""
 
-    heading: str  # drawings in a row with the same heading stand below it once
+    heading: str  # printed once above drawings in a row that share it
     caption: str
     picture: Picture
     file: str  # its name, without number and ending
