@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -229,11 +229,6 @@ def register(*benchmarks: type[Benchmark]) -> None:
         BENCHMARKS[benchmark.name] = benchmark
 
 
-def setting_names(benchmark: type[Benchmark]) -> list[str]:
-    """The settings that a benchmark takes."""
-    return [setting.name for setting in fields(benchmark.settings_class)]
-
-
 def recognize(root: Path, name: str) -> str | None:
     """Another benchmark than `name` whose data set a folder looks like."""
     for other in BENCHMARKS.values():
@@ -254,7 +249,7 @@ def open_benchmark(name: str, options: Mapping[str, Any], messages: Console | No
         raise ConfigError(f"There is no benchmark {name!r}; choose one of {', '.join(BENCHMARKS)}.")
     settings_class = BENCHMARKS[name].settings_class
     for key in options:
-        takers = [other.name for other in BENCHMARKS.values() if key in setting_names(other)]
+        takers = [other.name for other in BENCHMARKS.values() if key in other.settings_class.__dataclass_fields__]
         if name not in takers:
             refusal = f"is for {' and '.join(takers)}" if takers else "is an option of no benchmark"
             raise ConfigError(f"--{key} {refusal}; leave it out.")

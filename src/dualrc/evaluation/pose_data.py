@@ -2,9 +2,10 @@
 
 import io
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,6 @@ class PoseData:
 
 
 Index = dict[str, Any]
-# What a layout's reader yields for each pair: how notes call it, and a function that reads it or raises.
-Entry = tuple[str, Callable[[], tuple[Pair, PoseTruth]]]
 
 
 def read_pose_data(root: Path) -> PoseData:
@@ -64,17 +63,14 @@ def read_pose_data(root: Path) -> PoseData:
     check_folder(root)
     notes: list[str] = []
     indexes = _read_indexes(root, notes)
-    for layout, entries in (
-        ("scannet", _scannet(root, indexes)),
-        ("megadepth", _megadepth(root, indexes)),
-        ("cameras.json", _cameras_json(root, notes)),
-    ):
-        pairs = _usable(entries, notes)
-        paths = [path for pair in pairs for path in (pair.path0, pair.path1)]
+    for layout, read in (("scannet", _read_scannet), ("megadepth", _read_megadepth), ("cameras.json", _read_cameras)):
+        pairs = _Pairs(notes)
+        read(root, indexes, pairs)
+        paths = [path for pair in pairs.truths for path in (pair.path0, pair.path1)]
         if paths and not any(path.is_file() for path in paths):
             raise DataError(f"{root} has an index but no pictures, such as {paths[0]}; put them there.")
-        if pairs:
-            return PoseData(layout=layout, pairs=pairs, notes=tuple(notes))
+        if paths:
+            return PoseData(layout=layout, pairs=pairs.truths, notes=tuple(notes))
     if notes:
         raise DataError(f"{root} has no pair that can be scored. {notes[0]}")
     raise DataError(
@@ -83,24 +79,33 @@ def read_pose_data(root: Path) -> PoseData:
     )
 
 
-def _usable(entries: Iterable[Entry], notes: list[str]) -> dict[Pair, PoseTruth]:
-    """The pairs whose poses can be poses and whose cameras can be those of their pictures."""
+class _Pairs:
+    """The pairs that a reader has found usable; the others are named in the notes."""
 
-    @cache
-    def size(path: Path) -> Size | None:
-        header = read_header(path)
-        return None if header is None else header.upright_size
+    def __init__(self, notes: list[str]) -> None:
+        self.truths: dict[Pair, PoseTruth] = {}
+        self.notes = notes
+        self._size = cache(_upright_size)
 
-    pairs = {}
-    for name, read_pair in entries:
+    @contextmanager
+    def entry(self, name: str) -> Iterator[None]:
+        """Note whatever makes an entry of an index unusable."""
         try:
-            pair, truth = read_pair()
-            # A picture that can't be read is left to the matcher to report.
-            truth.cameras(size(pair.path0) or truth.size0 or (1, 1), size(pair.path1) or truth.size1 or (1, 1))
-            pairs[pair] = truth
+            yield
         except (OSError, IndexError, TypeError, ValueError, DataError) as error:
-            notes.append(f"{name} is not scored: {str(error).rstrip('.')}.")
-    return pairs
+            self.notes.append(f"{name} is not scored: {str(error).rstrip('.')}.")
+
+    def add(self, pair: Pair, truth: PoseTruth) -> None:
+        """Add a pair if its cameras can be those of its pictures."""
+        # A picture that can't be read is left to the matcher to report.
+        sizes = [self._size(path) for path in (pair.path0, pair.path1)]
+        truth.cameras(sizes[0] or truth.size0 or (1, 1), sizes[1] or truth.size1 or (1, 1))
+        self.truths[pair] = truth
+
+
+def _upright_size(path: Path) -> Size | None:
+    header = read_header(path)
+    return None if header is None else header.upright_size
 
 
 def read_index(path: Path) -> Index:
@@ -134,35 +139,29 @@ def _read_indexes(root: Path, notes: list[str]) -> dict[Path, Index]:
     return indexes
 
 
-def _megadepth(root: Path, indexes: Mapping[Path, Index]) -> Iterator[Entry]:
+def _read_megadepth(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> None:
     """Each index file has pairs of numbers into its lists of pictures, intrinsics and poses (cam_from_world)."""
     for path, index in indexes.items():
         if "pair_infos" not in index:
             continue
         try:
-            numbers = [tuple(int(number) for number in info[0]) for info in index["pair_infos"]]
             pictures, intrinsics, poses = (index[key] for key in ("image_paths", "intrinsics", "poses"))
+            numbers = [tuple(int(number) for number in info[0]) for info in index["pair_infos"]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(f"{path} is not an index of MegaDepth-1500 ({error}); get the published file.") from error
-        for number0, number1 in numbers:
-            read_pair = partial(_megadepth_pair, root, path.stem, pictures, intrinsics, poses, (number0, number1))
-            yield f"{path.name}, pair {number0} {number1}", read_pair
+        for both in numbers:
+            with pairs.entry(f"{path.name}, pair {both[0]} {both[1]}"):
+                name0, name1 = (pictures[number] for number in both)
+                if not isinstance(name0, str) or not isinstance(name1, str):
+                    raise ValueError("it has no picture")
+                # As published and as others evaluate; COLMAP's half pixel in it turns a ray by 0.03 degrees or less.
+                K0, K1 = (np.array(intrinsics[number], dtype=np.float64).reshape(3, 3) for number in both)
+                pose = cam1_from_cam0(*(np.array(poses[number], dtype=np.float64) for number in both))
+                pair = Pair(name0=name0, name1=name1, path0=root / name0, path1=root / name1, group=path.stem)
+                pairs.add(pair, PoseTruth(K0=K0, K1=K1, size0=None, size1=None, cam1_from_cam0=pose))
 
 
-def _megadepth_pair(
-    root: Path, scene: str, pictures: Any, intrinsics: Any, poses: Any, numbers: tuple[int, int]
-) -> tuple[Pair, PoseTruth]:
-    name0, name1 = (pictures[number] for number in numbers)
-    if not isinstance(name0, str) or not isinstance(name1, str):
-        raise ValueError("it has no picture")
-    # As published and as others evaluate; COLMAP's half pixel in it turns a ray by 0.03 degrees or less.
-    K0, K1 = (np.array(intrinsics[number], dtype=np.float64).reshape(3, 3) for number in numbers)
-    pose = cam1_from_cam0(*(np.array(poses[number], dtype=np.float64) for number in numbers))
-    truth = PoseTruth(K0=K0, K1=K1, size0=None, size1=None, cam1_from_cam0=pose)
-    return Pair(name0=name0, name1=name1, path0=root / name0, path1=root / name1, group=scene), truth
-
-
-def _scannet(root: Path, indexes: Mapping[Path, Index]) -> Iterator[Entry]:
+def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> None:
     """test.npz has rows (scene, sub-scene, frame 0, frame 1) and poses, intrinsics.npz a matrix by scene."""
     for path, index in indexes.items():
         if "name" not in index:
@@ -178,57 +177,48 @@ def _scannet(root: Path, indexes: Mapping[Path, Index]) -> Iterator[Entry]:
         for number, (major, minor, *frames) in enumerate(rows.tolist()):
             scene = f"scene{major:04d}_{minor:02d}"
             folder = next((f for f in (root, path.parent, *sorted(root.iterdir())) if (f / scene).is_dir()), root)
-            pose = None if poses is None else poses[number]
-            read_pair = partial(_scannet_pair, folder, path.stem, scene, frames, intrinsics, pose)
-            yield " ".join(f"{scene}/color/{frame}.jpg" for frame in frames), read_pair
+            name0, name1 = (f"{scene}/color/{frame}.jpg" for frame in frames)
+            with pairs.entry(f"{name0} {name1}"):
+                if scene not in intrinsics:
+                    raise ValueError(f"intrinsics.npz has no {scene}")
+                K = np.array(intrinsics[scene], dtype=np.float64).reshape(3, 3)
+                if poses is None:  # the files hold world_from_cam (4, 4)
+                    files = [folder / scene / "pose" / f"{frame}.txt" for frame in frames]
+                    pose = cam1_from_cam0(*(np.linalg.inv(np.loadtxt(file).reshape(4, 4)) for file in files))
+                else:
+                    pose = np.asarray(poses[number], dtype=np.float64).reshape(3, 4)
+                pair = Pair(name0=name0, name1=name1, path0=folder / name0, path1=folder / name1, group=path.stem)
+                size = _SCANNET_SIZE
+                pairs.add(pair, PoseTruth(K0=K, K1=K, size0=size, size1=size, cam1_from_cam0=pose))
 
 
-def _scannet_pair(
-    folder: Path, group: str, scene: str, frames: list[int], intrinsics: Index, pose: Any
-) -> tuple[Pair, PoseTruth]:
-    if scene not in intrinsics:
-        raise DataError(f"intrinsics.npz has no {scene}")
-    K = np.array(intrinsics[scene], dtype=np.float64).reshape(3, 3)
-    if pose is None:  # the files hold world_from_cam (4, 4)
-        files = [folder / scene / "pose" / f"{frame}.txt" for frame in frames]
-        pose = cam1_from_cam0(*(np.linalg.inv(np.loadtxt(file).reshape(4, 4)) for file in files))
-    pose = np.array(pose, dtype=np.float64).reshape(3, 4)
-    truth = PoseTruth(K0=K, K1=K, size0=_SCANNET_SIZE, size1=_SCANNET_SIZE, cam1_from_cam0=pose)
-    name0, name1 = (f"{scene}/color/{frame}.jpg" for frame in frames)
-    return Pair(name0=name0, name1=name1, path0=folder / name0, path1=folder / name1, group=group), truth
-
-
-def _cameras_json(root: Path, notes: list[str]) -> Iterator[Entry]:
+def _read_cameras(root: Path, _: Mapping[Path, Index], pairs: _Pairs) -> None:
     """Every pair of pictures of a scene, or those that its pairs.txt names, two a line."""
     for path in (*sorted(root.glob("cameras.json")), *sorted(root.glob("*/cameras.json"))):
-        folder = path.parent
-        try:
+        folder, scene = path.parent / "images", path.parent.name
+        cameras: dict[str, Camera] = {}
+        with pairs.entry(scene):  # one scene's mistake is not the others'
             cameras = read_cameras_json(path)
-        except DataError as error:  # one scene's mistake is not the others'
-            notes.append(f"{folder.name} is not scored: {error}")
-            continue
-        names = sorted(name for name, camera in cameras.items() if camera.cam_from_world is not None)
-        if unposed := sorted(cameras.keys() - set(names)):
-            notes.append(f"{path}: {len(unposed)} pictures without cam_from_world are not used, such as {unposed[0]}.")
+        poses = {name: camera.cam_from_world for name, camera in sorted(cameras.items())}
+        names = [name for name, pose in poses.items() if pose is not None]
+        if unposed := [name for name, pose in poses.items() if pose is None]:
+            words = f"{len(unposed)} pictures without cam_from_world are not used, such as {unposed[0]}"
+            pairs.notes.append(f"{path}: {words}.")
         chosen = list(combinations(names, 2))
-        if (folder / "pairs.txt").is_file():
-            chosen = read_name_pairs(folder / "pairs.txt", names, what="two pictures with poses")
+        if (path.parent / "pairs.txt").is_file():
+            chosen = read_name_pairs(path.parent / "pairs.txt", names, what="two pictures with poses")
         for name0, name1 in chosen:
-            read_pair = partial(_posed_pair, folder, name0, name1, cameras[name0], cameras[name1])
-            yield f"{folder.name}/{name0} {folder.name}/{name1}", read_pair
-
-
-def _posed_pair(folder: Path, name0: str, name1: str, camera0: Camera, camera1: Camera) -> tuple[Pair, PoseTruth]:
-    assert camera0.cam_from_world is not None and camera1.cam_from_world is not None
-    pair = Pair(
-        name0=f"{folder.name}/{name0}",
-        name1=f"{folder.name}/{name1}",
-        path0=folder / "images" / name0,
-        path1=folder / "images" / name1,
-        group=folder.name,
-    )
-    pose = cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world)
-    return pair, PoseTruth(K0=camera0.K, K1=camera1.K, size0=camera0.size, size1=camera1.size, cam1_from_cam0=pose)
+            full0, full1, camera0, camera1 = f"{scene}/{name0}", f"{scene}/{name1}", cameras[name0], cameras[name1]
+            with pairs.entry(f"{full0} {full1}"):
+                pair = Pair(name0=full0, name1=full1, path0=folder / name0, path1=folder / name1, group=scene)
+                truth = PoseTruth(
+                    K0=camera0.K,
+                    K1=camera1.K,
+                    size0=camera0.size,
+                    size1=camera1.size,
+                    cam1_from_cam0=cam1_from_cam0(poses[name0], poses[name1]),  # type: ignore[arg-type]
+                )
+                pairs.add(pair, truth)
 
 
 def _camera(K: FloatArray, stated: Size | None, size: Size) -> Camera:
