@@ -358,6 +358,10 @@ def test_which_variants_are_compared(benchmark):
     assert channels.notes == [
         "256 against 1024 channels, 800 px: no weights were given for (a) 256, (e) 1024, (e) 256."
     ]
+    # Several files of one variant count once.
+    several = [network("a", 256, f", {name}/weights") for name in "xyz"] + [network("a", 1024), network("b", 1024)]
+    compared = compare_fusion(benchmark, {n: scores(benchmark, 0, n.label) for n in several}, 800)
+    assert compared.tables[0].title == "Fusion variants, 1024 channels, 800 px"
     nothing = compare_fusion(benchmark, {}, 800)
     assert [row[1] for row in nothing.tables[0].rows] == ["missing"] * 5 and nothing.figures == {}
 

@@ -32,7 +32,7 @@ def three_right(path0, path1):
 
 @dataclass(frozen=True, kw_only=True)
 class ShiftSettings(OneNetworkSettings):
-    shift: Annotated[int, Option("columns by which picture 1 is moved; without it, 3.")] = 3
+    shift_px: Annotated[int, Option("columns by which picture 1 is moved; without it, 3.")] = 3
     masks: Annotated[tuple[Path, ...], Option("pictures to leave out.", flags=("--without",))] = ()
 
 
@@ -47,7 +47,7 @@ class Shift(Benchmark):
 
     name = "shift"
     summary = "shift scores matches of pictures that are moved."
-    example = "data/shift --shift 3"
+    example = "data/shift --shift-px 3"
     settings_class = ShiftSettings
     recognized_by = ("moved-*.png",)
     one_root = True
@@ -62,10 +62,10 @@ class Shift(Benchmark):
             )
         if not self.pairs:
             raise DataError(f"{root} has no moved pictures; give another folder.")
-        self.protocol = {"shift": settings.shift, "pairs": len(self.pairs)}
+        self.protocol = {"shift": settings.shift_px, "pairs": len(self.pairs)}
 
     def _correct(self, matches):
-        return np.abs(matches.points1 - matches.points0 - [self.settings.shift, 0]).max(axis=1, initial=0) < 1
+        return np.abs(matches.points1 - matches.points0 - [self.settings.shift_px, 0]).max(axis=1, initial=0) < 1
 
     def score(self, matcher, get):
         flags = [self._correct(get(pair).top(self.top)) for pair in self.pairs]
@@ -116,24 +116,24 @@ def test_a_new_benchmark_goes_through_the_whole_evaluation(registered, data, tmp
     assert "Moved pictures" in text and ".750" in text and "Note: This data set is small." in text
     written = json.loads((tmp_path / "out" / "results.json").read_text())
     assert written["benchmark"] == "shift" and written["protocol"] == {"shift": 3, "pairs": 2}
-    assert written["settings"]["shift"] == 3 and written["seen"] == "here"
+    assert written["settings"]["shift_px"] == 3 and written["seen"] == "here"
     assert "moved-2.png: as it is" in (tmp_path / "out" / "report.html").read_text()
     assert len(list((tmp_path / "out" / "figures").iterdir())) == 2
     # Another score of the same matches.
-    content, text = run_evaluation("shift", (data,), tmp_path / "out", tmp_path, ["three_right"], shift=0, top=4)
+    content, text = run_evaluation("shift", (data,), tmp_path / "out", tmp_path, ["three_right"], shift_px=0, top=4)
     assert content["results"][0].figures.correct == 0.25
     assert "2 pairs were in" in text and "0 new" in text
 
 
 def test_a_new_benchmark_is_on_the_command_line(registered, data, tmp_path):
     matcher = f"{tmp_path / 'matchers.py'}:three_right"
-    options = ("--matcher", matcher, "--shift", 0, "--without", "moved-1.png", "--out", tmp_path / "out")
+    options = ("--matcher", matcher, "--shift-px", 0, "--without", "moved-1.png", "--out", tmp_path / "out")
     done = call("shift", data, *options)
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "out" / "results.json").read_text())["protocol"] == {"shift": 0, "pairs": 1}
     help_text = read_help()
     assert "shift scores matches of pictures that are moved." in help_text
-    assert "dualrc evaluate shift data/shift --shift 3" in help_text
+    assert "dualrc evaluate shift data/shift --shift-px 3" in help_text
     assert "shift: columns by which picture 1 is moved" in help_text
 
 
@@ -141,7 +141,7 @@ def test_options_that_a_benchmark_does_not_take(registered, data, tmp_path):
     for arguments, words in (
         (("shift", data, "--crop", "1,1"), "--crop is for hpatches; leave it out."),
         (("shift", data, "--truth", "x"), "--truth is for inloc and aachen; leave it out."),
-        (("hpatches", data, "--shift", 0), "--shift is for shift; leave it out."),
+        (("hpatches", data, "--shift-px", 0), "--shift-px is for shift; leave it out."),
         (("shift", data, "--size", 64, "--size", 96), "--size is given 2 times; here it is taken once."),
         (("shift", data, data), "shift has one folder; give one ROOT."),
         (("shift", data, "--top", 0), "leaves nothing to score"),
@@ -158,7 +158,7 @@ def test_options_that_a_benchmark_does_not_take(registered, data, tmp_path):
 def test_a_benchmark_that_is_removed_is_gone(data, tmp_path):
     with pytest.raises(ConfigError, match="There is no benchmark 'shift'; choose one of hpatches, pose"):
         evaluate("shift", roots=(data,), out=tmp_path)
-    assert "--shift" not in call("--help").output
+    assert "--shift-px" not in call("--help").output
     assert call("shift", data).exit_code == 2
     assert recognize(data, "hpatches") is None
 

@@ -27,14 +27,14 @@ def declared_options(settings_class: type[Settings]) -> dict[str, Declared]:
     options = {}
     for name, hint in get_type_hints(settings_class, include_extras=True).items():
         for option in getattr(hint, "__metadata__", ()):
-            flag = (option.flags or (f"--{name}",))[0]
+            flag = (option.flags or (f"--{name.replace('_', '-')}",))[0]
             options[flag] = Declared(name, get_args(hint)[0], option)
     return options
 
 
 def make_command() -> Callable[..., None]:
     """The command `evaluate`, with the options of all benchmarks."""
-    takers: dict[str, dict[str, Declared]] = {}
+    takers: dict[str, dict[str, Declared]] = {}  # by flag and benchmark
     for name, benchmark in BENCHMARKS.items():
         for flag, declared in declared_options(benchmark.settings_class).items():
             takers.setdefault(flag, {})[name] = declared
@@ -43,12 +43,13 @@ def make_command() -> Callable[..., None]:
         options: dict[str, Any] = {"roots": tuple(roots or ()), "out": Path(f"evaluation-{benchmark}")}
         for name, value in given.items():
             if value is not None and value is not False and value != []:
-                options |= _setting(f"--{name}", value, benchmark, takers[f"--{name}"])
+                options |= _setting(flags[name], value, benchmark, takers[flags[name]])
         evaluate(benchmark, screen=common.screen, messages=common.messages, **options)
 
+    flags = {flag[2:].replace("-", "_"): flag for flag in takers}
     names: Any = Literal.__getitem__(tuple(BENCHMARKS))
     folders = Annotated[list[Path] | None, typer.Argument(metavar="ROOT...", help="Folders of the data set.")]
-    annotations = {"roots": folders} | {flag[2:]: _annotation(flag, takers[flag]) for flag in takers}
+    annotations = {"roots": folders} | {name: _annotation(flag, takers[flag]) for name, flag in flags.items()}
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
         inspect.Parameter("benchmark", keyword, annotation=Annotated[names, typer.Argument(help="What to evaluate.")])

@@ -2,16 +2,13 @@
 
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from dualrc.config import PRESETS
-from dualrc.errors import ConfigError
-
-T = TypeVar("T")
 
 app = typer.Typer(
     name="dualrc",
@@ -60,13 +57,6 @@ MaxMemoryOption = Annotated[
         "Pictures that don't fit are seen smaller, and a note says so.",
     ),
 ]
-
-
-def at_most_one(values: list[T] | None, option: str) -> T | None:
-    """The value of an option that only `evaluate appendix` takes several times."""
-    if values and len(values) > 1:
-        raise ConfigError(f"{option} is given {len(values)} times; here it is taken once.")
-    return values[0] if values else None
 
 
 def table(title: str) -> Table:

@@ -47,8 +47,8 @@ class Network:
 
 def compare_fusion(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Report:
     """The five fusion variants, with as many channels as most of them are given with."""
-    given = [network.variant[1] for network in results if network.variant]
-    channels = max(CHANNELS, key=given.count)
+    given = {network.variant for network in results if network.variant}
+    channels = max(CHANNELS, key=lambda count: sum(variant[1] == count for variant in given))
     wanted = [(fusion, channels) for fusion in get_args(Fusion)]
     return _compare_variants(benchmark, results, wanted, f"Fusion variants, {channels} channels, {size} px", "fusion")
 
