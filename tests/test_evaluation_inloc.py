@@ -71,6 +71,10 @@ def first_candidate(root):
     return query, next(name for name in candidates if name.startswith("DUC1"))
 
 
+def scan_of(folders, cutout):
+    return read_scan(folders.scan(cutout), folders.points(cutout).parent)
+
+
 def score_list(path, truth=None):
     return InLoc(InLocSettings(results=(path,), truth=truth, out=path.parent))
 
@@ -238,21 +242,21 @@ def write_v73(path, arrays):
 def test_cutouts_and_scans_of_matlab_73(data, changed):
     _, name = first_candidate(data / "data")
     before, after = (find_folders(root) for root in (data / "data", changed))
-    xyz, rgb = read_scan(before, name)
+    xyz, rgb = scan_of(before, name)
     content = scipy_io.loadmat(before.points(name))
     write_v73(after.points(name), {key: content[key] for key in ("XYZcut", "RGBcut")})
     columns = [column[:, None] for column in (*xyz.T, np.zeros(len(xyz)), *rgb.T)]
     write_v73(after.scan(name), {"A": columns})
     assert np.array_equal(read_cutout(after.points(name)), read_cutout(before.points(name)), equal_nan=True)
-    again = read_scan(after, name)
+    again = scan_of(after, name)
     assert np.array_equal(again[0], xyz) and np.array_equal(again[1], rgb)
 
 
 def test_without_the_scan_its_cutouts_serve(data, changed):
     _, name = first_candidate(data / "data")
-    xyz, rgb = read_scan(find_folders(data / "data"), name)
+    xyz, rgb = scan_of(find_folders(data / "data"), name)
     shutil.rmtree(changed / "database" / "scans")
-    again, colors = read_scan(find_folders(changed), name)
+    again, colors = scan_of(find_folders(changed), name)
     assert len(xyz) == len(again) and np.isfinite(again).all()
     # The columns hold the cut-outs one after the other, by angle; here they come by name.
     assert np.array_equal(np.sort(xyz.sum(axis=1)), np.sort(again.sum(axis=1)))
@@ -320,7 +324,7 @@ def test_verification_prefers_the_true_pose(data):
     query, name = first_candidate(root)
     folders = find_folders(root)
     truth = read_references(root / "DUC_refposes_all.mat")["DUC1"][query]
-    xyz, rgb = read_scan(folders, name)
+    xyz, rgb = scan_of(folders, name)
     photograph, camera = read(folders.queries / query), folders.camera(query, SIZE)
     floor_from_scan = np.vstack([read_alignment(folders.alignment(name)), [0, 0, 0, 1]])
 

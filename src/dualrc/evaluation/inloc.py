@@ -49,8 +49,7 @@ class InLocSettings(OneNetworkSettings):
     candidates: Annotated[int, Option("match each query with the best so many candidates; without it, 10.")] = 10
     verify: Annotated[bool, Option("rank poses by dense verification against the scan, not by inliers.")] = False
     results: Annotated[
-        tuple[Path, ...],
-        Option("score this list of results (.mat) too, or, without ROOT, alone; several times."),
+        tuple[Path, ...], Option("score this list of results (.mat) too, or, without ROOT, alone; several times.")
     ] = ()
 
     def __post_init__(self) -> None:
@@ -104,8 +103,8 @@ class QueryScore:
         best = self.candidates[0]
         if best.pose is None:
             return f"no pose: {best.reason}"
-        known = np.isfinite(self.distance_m)
-        where = f"{self.distance_m:.2f} m, {self.rotation_deg:.1f}°" if known else "another floor"
+        errors = f"{self.distance_m:.2f} m, {self.rotation_deg:.1f}°"
+        where = errors if np.isfinite(self.distance_m) else "another floor"
         return f"{where}, {best.inliers} of {best.correspondences} inliers"
 
 
@@ -216,8 +215,8 @@ class InLoc(Benchmark):
         if not known & listed.keys():
             raise DataError(f"{path} has none of the queries that have reference poses; give another list.")
         if missing := sorted(known - listed.keys()):
-            words = f"{len(missing)} queries are not in the list and count as failures: {_some(missing)}"
-            self.notes.append(f"{path.stem}: {words}.")
+            words = "queries are not in the list and count as failures"
+            self.notes.append(f"{path.stem}: {len(missing)} {words}: {_some(missing)}.")
         return listed
 
     def score(self, matcher: str, get: GetMatches) -> Scores:
@@ -273,15 +272,10 @@ class InLoc(Benchmark):
         published_curves = published() if set(self.references) == {"DUC1", "DUC2"} else {}
         ours = {result.matcher: {floor: result.figures.floors[floor].curve for floor in floors} for result in results}
         theirs = {f"{name}, published": curves for name, curves in published_curves.items()}
-        panels = [
-            Panel(
-                title=floor,
-                x=CURVE_M,
-                ours={name: curves[floor] for name, curves in ours.items()},
-                published={name: curves[floor] for name, curves in theirs.items()},
-            )
-            for floor in floors
-        ]
+        panels = []
+        for floor in floors:
+            thick, thin = ({name: curves[floor] for name, curves in group.items()} for group in (ours, theirs))
+            panels.append(Panel(title=floor, x=CURVE_M, ours=thick, published=thin))
         title = f"Share of queries within a distance and {WITHIN_DEG:g} degrees"
         note = "Thick: this run. Thin: published, on InLoc's 329 queries." if published_curves else ""
         curves = curve_panels(panels, title=title, x_label="distance (m)", note=note)

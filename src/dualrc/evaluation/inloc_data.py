@@ -196,12 +196,11 @@ def read_cutout(path: Path) -> Points:
         return _points(_read_mat(path, "XYZcut")["XYZcut"])
 
 
-def read_scan(folders: Folders, cutout: str) -> tuple[Points, Colors]:
-    """The points (n, 3) of a cut-out's scan, in the scanner's frame, and their colors (n, 3).
+def read_scan(scan: Path, cutouts: Path) -> tuple[Points, Colors]:
+    """The points (n, 3) of a scan, in the scanner's frame, and their colors (n, 3).
 
-    Without the scan itself they are those of all its cut-outs, which are made of the same points.
+    Without the scan's file they are those in the folder of its cut-outs, which are made of the same points.
     """
-    scan = folders.scan(cutout)
     if scan.is_file():
         with _reading(scan, "a scan (A)"):
             # Columns of a .ptx file: x, y, z, intensity, red, green, blue.
@@ -209,9 +208,9 @@ def read_scan(folders: Folders, cutout: str) -> tuple[Points, Colors]:
             x, y, z, _, red, green, blue = (np.asarray(cell).ravel() for cell in cells)
             xyz, rgb = _points(np.stack([x, y, z], axis=1)), np.stack([red, green, blue], axis=1).astype(np.uint8)
     else:
-        files = sorted(folders.points(cutout).parent.glob("*.mat"))
+        files = sorted(cutouts.glob("*.mat"))
         if not files:
-            raise DataError(f"{folders.points(cutout).parent} has no points; copy the published files there.")
+            raise DataError(f"{cutouts} has no points; copy the published files there.")
         parts = [_read_colored(path) for path in files]
         xyz, rgb = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
     known = np.isfinite(xyz).all(axis=1)

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.errors import DualRCError, OutputError
-from dualrc.evaluation.benchmark import grouped
 from dualrc.evaluation.dense_verification import verify
 from dualrc.evaluation.export import Pair
 from dualrc.evaluation.inloc_data import (
     CandidatePose,
-    Colors,
     Folders,
     Points,
     pose_rows,
@@ -35,7 +33,7 @@ from dualrc.geometry import (
 )
 from dualrc.image import read
 from dualrc.matches import Matches
-from dualrc.types import BoolArray, FloatArray, ImageArray, Size
+from dualrc.types import BoolArray, FloatArray, Size
 
 RANSAC_DEG = 0.2  # as in the published evaluations of NCNet and of those that followed
 MIN_INLIERS = 6
@@ -50,6 +48,7 @@ class PoseEstimator:
     def __init__(self, folders: Folders, file: Path | None) -> None:
         self._folders = folders
         self._results = _ResultCache(file)
+        self._read_scan, self._read_photograph = lru_cache(1)(read_scan), lru_cache(1)(read)
         self.broken: dict[str, str] = {}  # files of the data set that can't be used, and why
 
     def estimate(self, pair: Pair, matches: Matches) -> CandidatePose:
@@ -99,45 +98,31 @@ class PoseEstimator:
         photographs: Mapping[str, Path],
         progress: Callable[[str, int, int], None],
     ) -> dict[str, list[CandidatePose]]:
-        """The same poses with `verified`, scan by scan, because scans are large and read only once."""
+        """The same poses with `verified`, scan by scan, because scans are large and only the last one is cached."""
         verified = {query: list(found) for query, found in poses.items()}
         places = [
-            (query, index) for query, found in poses.items() for index, one in enumerate(found) if one.pose is not None
+            (self._folders.scan(one.candidate), query, index)
+            for query, found in poses.items()
+            for index, one in enumerate(found)
+            if one.pose is not None
         ]
-        by_scan = grouped(places, lambda place: str(self._folders.scan(verified[place[0]][place[1]].candidate)))
-        for number, members in enumerate(by_scan.values()):
-            progress("verifying, scans", number, len(by_scan))
-            query, index = members[0]
-            scan = cache(partial(read_scan, self._folders, verified[query][index].candidate))
-            photograph = lru_cache(1)(read)
-            for query, index in members:
-                one = verified[query][index]
-                similarity = self._similarity(query, one, scan, partial(photograph, photographs[query]))
-                verified[query][index] = replace(one, verified=similarity)
-        progress("verifying, scans", len(by_scan), len(by_scan))
+        for count, (scan, query, index) in enumerate(sorted(places, key=lambda place: place[0]), start=1):
+            one = verified[query][index]
+            alignment = self._folders.alignment(one.candidate)
+            key = _hash("verify", query, one.candidate, one.pose, alignment, scan)
+            found = self._cached(scan.name, key, partial(self._verify, query, photographs[query], one))
+            verified[query][index] = replace(one, verified=float(found.get("verified", 0.0)))
+            progress("verifying poses", count, len(places))
         return verified
 
-    def _similarity(
-        self,
-        query: str,
-        one: CandidatePose,
-        scan: Callable[[], tuple[Points, Colors]],
-        photograph: Callable[[], ImageArray],
-    ) -> float:
-        """How alike photograph and scan look from a pose; 0 where the scan can't be read."""
-        alignment, file = self._folders.alignment(one.candidate), self._folders.scan(one.candidate)
-
-        def compare() -> dict[str, Any]:
-            xyz, rgb = scan()
-            picture = photograph()
-            camera = self._folders.camera(query, (picture.shape[1], picture.shape[0]))
-            floor_from_scan = np.vstack([read_alignment(alignment), [0, 0, 0, 1]])
-            pose = one.pose
-            assert pose is not None
-            return {"verified": verify(picture, camera, pose @ floor_from_scan, xyz, rgb)}
-
-        key = _hash("verify", query, one.candidate, one.pose, alignment, file)
-        return float(self._cached(file.name, key, compare).get("verified", 0.0))
+    def _verify(self, query: str, photograph: Path, one: CandidatePose) -> dict[str, Any]:
+        folders, pose = self._folders, one.pose
+        assert pose is not None
+        xyz, rgb = self._read_scan(folders.scan(one.candidate), folders.points(one.candidate).parent)
+        picture = self._read_photograph(photograph)
+        camera = folders.camera(query, (picture.shape[1], picture.shape[0]))
+        floor_from_scan = np.vstack([read_alignment(folders.alignment(one.candidate)), [0, 0, 0, 1]])
+        return {"verified": verify(picture, camera, pose @ floor_from_scan, xyz, rgb)}
 
     def _cached(self, source: str, key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A result; where the source can't be read, the reason for having none."""
