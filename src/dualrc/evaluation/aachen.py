@@ -271,7 +271,8 @@ class Aachen(Benchmark):
         tables = [self._main_table(results), _recall_table(results)]
         if failures:
             title, columns = "Queries that were not localized", ["matcher", "query", "reason"]
-            tables.append(Table(title=title, columns=columns, rows=failures[:_SHOWN_FAILURES], note=more))
+            shown = failures[:_SHOWN_FAILURES]
+            tables.append(Table(title=title, columns=columns, rows=shown, note=more, text_columns=columns))
         if not self.truth:
             return Report(tables=tables)
         max_m, max_deg = THRESHOLDS[-1]
@@ -304,6 +305,7 @@ class Aachen(Benchmark):
                 "database pictures with their known poses; track: pictures that see a point on average; matches and "
                 f"time a pair. Poses for the benchmark's service: {files}."
             ),
+            text_columns=["matcher", "condition"],
         )
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
@@ -347,4 +349,5 @@ def _recall_table(results: Sequence[Result]) -> Table:
         rows.append([f"{name} (paper)", "night", "98", *(f"{value:.1f}" for value in values), "", ""])
     limits = [f"{metres:g} m, {degrees:g}°" for metres, degrees in THRESHOLDS]
     columns = ["matcher", "condition", "queries", *limits, "median", "error"]
-    return Table(title="Correctly localized queries (%)", columns=columns, rows=rows, note=note)
+    title, text = "Correctly localized queries (%)", ["matcher", "condition"]
+    return Table(title=title, columns=columns, rows=rows, note=note, text_columns=text)

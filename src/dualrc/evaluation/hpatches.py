@@ -284,7 +284,8 @@ class HPatches(Benchmark):
         rows.append(["time a pair", *(seconds(result.cost.seconds_per_pair) for result in results)])
         rows.append(["size", *(result.cost.resolution for result in results)])
         title = f"By sequence: accuracy at {CORRECT_PX} px and matches a pair, best {self.tops[0]}"
-        return Table(title=title, columns=["sequence", *(result.matcher for result in results)], rows=rows)
+        columns = ["sequence", *(result.matcher for result in results)]
+        return Table(title=title, columns=columns, rows=rows, text_columns=["sequence"])
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
         """By accuracy at 3 px, then by the number of correct matches."""

@@ -177,6 +177,7 @@ class Pose(Benchmark):
                 f"{self.top} matches within {_EPIPOLAR_PX:g} px of the true epipolar line; matches and time a pair, "
                 "without the estimation."
             ),
+            text_columns=["matcher", "estimator"],
         )
 
     def _scene_table(self, results: Sequence[Result]) -> Table:
@@ -190,7 +191,8 @@ class Pose(Benchmark):
         rows.append(["all", "", "time a pair", *(seconds(result.cost.seconds_per_pair) for result in results)])
         rows.append(["all", "", "size", *(result.cost.resolution for result in results)])
         columns = ["scene", "pairs", "estimator", *(result.matcher for result in results)]
-        return Table(title="By scene: AUC at 5 / 10 / 20 degrees", columns=columns, rows=rows)
+        title = "By scene: AUC at 5 / 10 / 20 degrees"
+        return Table(title=title, columns=columns, rows=rows, text_columns=["scene", "estimator"])
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
         """By PoseLib's pose error."""

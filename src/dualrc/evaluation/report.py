@@ -34,6 +34,11 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    text_columns: Sequence[str] = ("matcher",)  # aligned to the left; the others hold numbers
+
+    def is_text(self, index: int) -> bool:
+        """Whether a column holds text."""
+        return self.columns[index] in self.text_columns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +86,8 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], console: Console
             pad_edge=False,
             padding=(0, int(console.width >= 110)),  # a terminal of 80 columns has no room for more
         )
-        words = _word_columns(table)
         for index, column in enumerate(table.columns):
-            if index in words:
+            if table.is_text(index):
                 shown.add_column(Text(column), min_width=10, overflow="fold")
             else:
                 shown.add_column(Text(column), justify="right", no_wrap=True)
@@ -154,23 +158,15 @@ def write_page(
 
 
 def _table_html(table: Table) -> str:
-    words = _word_columns(table)
+    kinds = [" class=text" if table.is_text(index) else "" for index in range(len(table.columns))]
 
     def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(
-            f"<{tag}{' class=text' if index in words else ''}>{_escape(cell)}</{tag}>" for index, cell in enumerate(row)
-        )
+        return "".join(f"<{tag}{kind}>{_escape(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
 
     head = f"<thead><tr>{cells('th', table.columns)}</tr></thead>"
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in table.rows)
     caption = f"<caption>{_escape(table.note)}</caption>" if table.note else ""
     return f'<h2>{_escape(table.title)}</h2><div class="wide"><table>{caption}{head}<tbody>{body}</tbody></table></div>'
-
-
-def _word_columns(table: Table) -> set[int]:
-    """Columns of words, which are aligned to the left."""
-    words = ("matcher", "estimator", "sequence", "scene", "condition", "query", "reason")
-    return {index for index, column in enumerate(table.columns) if column in words}
 
 
 def _image(picture: Picture, width: int, alt: str) -> str:
