@@ -11,7 +11,6 @@ from rich.table import Table
 
 import dualrc
 from dualrc.config import PRESETS
-from dualrc.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -62,13 +61,6 @@ MaxMemoryOption = Annotated[
         "Pictures that don't fit are seen smaller, and a note says so.",
     ),
 ]
-
-
-def at_most_one(values: list[T] | None, option: str) -> T | None:
-    """The value of an option that only `evaluate appendix` takes several times."""
-    if values and len(values) > 1:
-        raise ConfigError(f"{option} is given {len(values)} times; here it is taken once.")
-    return values[0] if values else None
 
 
 def settings(kind: type[T], options: Mapping[str, Any]) -> T:

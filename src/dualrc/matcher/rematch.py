@@ -1,4 +1,4 @@
-"""High quality: match again, with one image warped into the frame of the other by the motion that most matches share."""
+"""High quality: match again, one image warped into the frame of the other by the motion that most matches share."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
