@@ -16,9 +16,9 @@ from rich.console import Console
 
 from dualrc import Matches, cli
 from dualrc.config import CompactConfig, FineConfig, NetworkConfig
-from dualrc.kernels import native
 from dualrc.model.checkpoint import bundled, save_weights
 from dualrc.model.dualrc import make_network
+from dualrc.ops.native import library
 
 ROOT = Path(__file__).parents[1]
 
@@ -207,7 +207,7 @@ def test_version(run):
 def test_info_names_versions_presets_and_licence(run):
     status, screen, _ = run("info")
     assert status == 0
-    for word in ("torch", "preset default", "preset paper", "Apache-2.0", "cpu"):
+    for word in ("torch", "preset default", "preset paper", "Apache-2.0", "cpu", "DUALRC_ENGINE", "reference"):
         assert word in screen
 
 
@@ -245,7 +245,7 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "dualrc/py.typed" in names
-    assert native._library() is None or any(name.startswith("dualrc/kernels/_native") for name in names)
+    assert not library.available() or any(name.startswith("dualrc/ops/native/_generic") for name in names)
     assert not any(name.startswith(("tests/", "docs/")) for name in names)
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)

@@ -8,21 +8,24 @@ from dualrc.config import PRESETS
 
 @common.app.command()
 def info() -> None:
-    """Versions, devices, presets, weights and licence."""
+    """Versions, devices, engines, presets, weights and licence."""
     import torch
 
+    from dualrc import ops
     from dualrc.model.checkpoint import bundled, file_hash
     from dualrc.provenance import versions
 
     table = common.table("dualrc")
     for package, version in versions("poselib").items():
         table.add_row(package, version)
-    devices = ["cpu"]
-    if torch.cuda.is_available():
-        devices.insert(0, f"cuda ({torch.cuda.get_device_name()})")
+    devices = {"cpu": "cpu"}
     if torch.backends.mps.is_available():
-        devices.insert(0, "mps")
-    table.add_row("devices, best first", ", ".join(devices))
+        devices = {"mps": "mps", **devices}
+    if torch.cuda.is_available():
+        devices = {"cuda": f"cuda ({torch.cuda.get_device_name()})", **devices}
+    table.add_row("devices, best first", ", ".join(devices.values()))
+    engines = ", ".join(f"{ops.choose(torch.device(device)).name} on {device}" for device in devices)
+    table.add_row("engines", f"{engines}; {ops.VARIABLE} chooses one of {', '.join(ops.names())}")
     for name, (network, matcher) in PRESETS.items():
         path = bundled(name)
         weights = "give a file with --weights" if path is None else f"inside the package, {file_hash(path)}"
