@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from dualrc.config import CompactConfig, ConsensusConfig, FineConfig, MatcherConfig, NetworkConfig
 from dualrc.image import _DEVIATION, _MEAN
-from dualrc.kernels import native
 from dualrc.matcher import Matcher
 from dualrc.model.consensus import Consensus
 from dualrc.model.dualrc import DualRCNet, make_network
@@ -48,17 +47,6 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: give --slow to run it"))
-
-
-@pytest.fixture(scope="module", params=["C", "torch"])
-def cpu_kernels(request):
-    """Both of what works on a CPU, in turn: the kernels in C, and the plain code that they must agree with."""
-    if request.param == "C" and native._library() is None:
-        pytest.skip("the kernels in C were not compiled")
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "torch":
-            patch.setattr(native, "_library", lambda: None)
-        yield request.param
 
 
 def rand(seed: int, *shape: int) -> Tensor:

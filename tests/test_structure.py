@@ -15,8 +15,10 @@ ROOMS = [
     "errors",
     "files",
     "machine",
+    "measure",
     "config",
     "types",
+    "pixels",
     "matches",
     "image",
     "geometry",
@@ -24,8 +26,8 @@ ROOMS = [
     "metrics",
     "draw",
     "scenes",
-    "kernels",
     "model",
+    "ops",
     "matcher",
     "data",
     "losses",
@@ -90,8 +92,9 @@ def test_the_parser_of_imports_sees_them_all(tmp_path, monkeypatch):
     assert imported_rooms(file) == {"cli", "train", "web", "bench", "data", "model", "draw"}
 
 
-def test_the_literal_definitions_share_nothing_with_the_fast_code():
-    assert imported_rooms(PACKAGE / "model" / "literal.py") == set()
+def test_the_reference_engine_shares_nothing_with_the_others():
+    path = PACKAGE / "ops" / "reference.py"
+    assert imported_rooms(path) == {"config", "model"} and "dualrc.ops" not in path.read_text(encoding="utf-8")
 
 
 def test_public_names():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualrc.model.dualrc import FINE_STRIDE, Features
+from dualrc.model.dualrc import Features
 
 # Chosen so that about as many coarse cells have to be visited for a query as with the bundled weights on photographs.
 _FACTORS = 64  # what features depend on; channels are mixtures of these, as those of a network are
@@ -50,11 +50,6 @@ def plant(
     return Features(coarse=coarse0, fine=fine0), Features(coarse=coarse1, fine=fine1)
 
 
-def input_size(features: Features) -> tuple[int, int]:
-    """The (width, height) of the network's input that has maps of these shapes."""
-    return FINE_STRIDE * features.fine.shape[3], FINE_STRIDE * features.fine.shape[2]
-
-
 def _plant_maps(like0: Tensor, like1: Tensor, motion: Motion, seed: int) -> tuple[Tensor, Tensor]:
     """Unit maps (b c h w) of both pictures; picture 0 shows what picture 1 has where the motion leads."""
     random = torch.Generator(like0.device).manual_seed(seed)
@@ -83,7 +78,7 @@ def _mixed(field: Tensor, mixing: Tensor, like: Tensor) -> Tensor:
 
 
 def _field(batch: int, factors: int, height: int, width: int, random: torch.Generator) -> Tensor:
-    """Random values (b f h w) that neighbours partly share."""
+    """Random values (b f h w) that neighbors partly share."""
     around = _smooth(batch, factors, height, width, random)
     own = torch.randn(batch, factors, height, width, generator=random, device=random.device)
     return own.mul_((1 - _COMMON - _AROUND) ** 0.5).add_(around, alpha=_AROUND**0.5).add_(_COMMON**0.5)
@@ -105,6 +100,6 @@ def _smooth(batch: int, factors: int, height: int, width: int, random: torch.Gen
 
 
 def _cell_places(height: int, width: int, device: torch.device) -> Tensor:
-    """Centres of a map's cells in units of half a picture, from its middle: (1 h w 2)."""
+    """Centers of a map's cells in units of half a picture, from its middle: (1 h w 2)."""
     y, x = ((torch.arange(n, device=device) + 0.5) / n * 2 - 1 for n in (height, width))
     return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)[None]

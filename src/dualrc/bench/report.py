@@ -1,6 +1,6 @@
 """A benchmark's results on the screen: the stages, and how they grow."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import rich.box
 from rich.console import Console
@@ -10,7 +10,7 @@ from rich.text import Text
 from dualrc.bench.results import DeviceResult, Growth, Row, SizeResult
 
 _NAME = 44  # characters of a kernel's name: enough to tell which it is
-_WIDE = 170  # columns that the table needs; where output is not a terminal, lines are as long as they have to be
+_WIDE = 190  # columns that the table needs; where output is not a terminal, lines are as long as they have to be
 
 
 def show(result: DeviceResult, console: Console) -> None:
@@ -66,18 +66,13 @@ def _table(*words: str) -> Table:
     return table
 
 
-def _search_lines(size: SizeResult) -> list[str]:
-    search = size.search
-    if search is None:
-        return []
-    line = f"Search at {size.size[0]}x{size.size[1]} on {search.on}: {search.matches:,} matches"
-    if search.planted_correct is not None:
-        line += f", {search.planted_correct:.1%} as planted"
-    if search.visited_share is not None:
+def _search_lines(size: SizeResult) -> Iterator[str]:
+    for method, search in size.searches.items():
+        line = f"Search at {size.size[0]}x{size.size[1]}, {method}, on {search.on}: {search.matches:,} matches"
+        if search.planted_correct is not None:
+            line += f", {search.planted_correct:.1%} as planted"
         line += f"; {search.visited_cells:.1f} coarse cells visited by a group of queries, {search.visited_share:.2%}"
-    if search.widened_groups is not None:
-        line += f"; {search.widened_groups:,} of {search.groups:,} groups had to look further"
-    return [line + "."]
+        yield f"{line}; {search.widened_groups:,} of {search.groups:,} groups had to look further."
 
 
 def _stage_name(row: Row) -> str:
@@ -95,7 +90,7 @@ def _time_cells(row: Row) -> tuple[str, str]:
 
 def _ran(row: Row) -> str:
     kernels = ", ".join(f"{_short(kernel.name)} {kernel.share:.0%}" for kernel in row.kernels[:1])
-    return ": ".join(filter(None, [row.ran, kernels]))
+    return ": ".join(filter(None, [row.engine, kernels]))
 
 
 def _short(name: str) -> str:

@@ -3,13 +3,23 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from dualrc.bench.clock import Rates, Timing
-from dualrc.bench.counts import Work
+from dualrc.bench.methods import Stage
 from dualrc.bench.profiler import Kernel
+from dualrc.measure import Rates, Timing
+from dualrc.ops.memory import Work
 from dualrc.types import Size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """Bytes: resident memory of a process, or on a GPU what torch had allocated there."""
+
+    loaded: int  # before the first pair: libraries and network, on a GPU the network
+    stages: dict[Stage, int] = field(default_factory=dict)
+    failure: str | None = None  # why there are no more stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,15 +27,15 @@ class Row:
     """A stage of a method at one size; None: not measured, or not known."""
 
     method: str
-    stage: str
-    timing: Timing | None
+    stage: Stage
+    timing: Timing | None = None
+    engine: str | None = None  # that the matcher used
     peak_bytes: int | None = None
     working_bytes: int | None = None  # the peak less what was held before the first pair
     work: Work | None = None
     matrix_share: float | None = None  # operations a second, of the device's measured rate
     bandwidth_share: float | None = None  # bytes a second, of the device's measured rate
-    ran: str | None = None  # what the network says it used
-    kernels: tuple[Kernel, ...] = ()  # what the profiler saw
+    kernels: tuple[Kernel, ...] = ()  # that took longest, as the profiler saw them
     matches: int | None = None
     pairs_per_s: float | None = None
 
@@ -36,10 +46,10 @@ class Search:
 
     on: str  # "pictures" or "planted features"
     matches: int
-    groups: int | None = None  # searched for, both ways together
-    visited_cells: float | None = None  # mean of a group
-    visited_share: float | None = None  # of the cells that it could have visited
-    widened_groups: int | None = None
+    groups: int  # of 16 queries, both ways together
+    visited_cells: float  # mean of a group
+    visited_share: float  # of the cells that it could have visited
+    widened_groups: int  # that visited more cells than every engine visits at first
     planted_correct: float | None = None  # share of matches within two fine cells of the planted motion
 
 
@@ -50,7 +60,7 @@ class SizeResult:
     size: Size
     network_size: Size
     tensor_entries: int
-    search: Search | None
+    searches: dict[str, Search]  # by method
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
@@ -60,7 +70,7 @@ class Growth:
     """From one size to the next: factors, and the powers of the picture's side that they amount to."""
 
     method: str
-    stage: str
+    stage: Stage
     size0: Size
     size1: Size
     side_factor: float
@@ -81,12 +91,12 @@ class DeviceResult:
     weights: str  # their hash, or "generated"
     config: dict[str, Any]
     rates: Rates
-    sizes: tuple[SizeResult, ...]
-    growth: tuple[Growth, ...]
+    sizes: tuple[SizeResult, ...] = ()
+    growth: tuple[Growth, ...] = ()
 
 
 def growth(sizes: Sequence[SizeResult]) -> tuple[Growth, ...]:
-    """How each stage grows between neighbouring sizes, the smallest first."""
+    """How each stage grows between neighboring sizes, the smallest first."""
     ordered = sorted(sizes, key=lambda result: math.prod(result.network_size))
     found = []
     for small, large in itertools.pairwise(ordered):
@@ -98,8 +108,7 @@ def growth(sizes: Sequence[SizeResult]) -> tuple[Growth, ...]:
             other = before.get((row.method, row.stage))
             if other is None:
                 continue
-            seconds = [item.timing.median_s if item.timing else None for item in (other, row)]
-            time_factor = _factor(*seconds)
+            time_factor = _factor(*(item.timing.median_s if item.timing else None for item in (other, row)))
             memory_factor = _factor(other.working_bytes, row.working_bytes)
             found.append(
                 Growth(

@@ -22,6 +22,13 @@ def bench(
     device: Annotated[
         list[str] | None, typer.Option(help="cuda, mps or cpu, also several times; without it, the best there is.")
     ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What carries out everything after the backbone: native or torch on a CPU, triton+graphs, triton or "
+            "torch on a GPU. Several times: all stages by each of them, in turn. Without it, the best for the device."
+        ),
+    ] = None,
     preset: common.PresetOption = "default",
     weights: Annotated[
         Path | None,
@@ -32,10 +39,7 @@ def bench(
     ] = None,
     precision: Annotated[
         Literal["float32", "float16", "bfloat16", "int8"] | None,
-        typer.Option(
-            help="Of the backbone (int8: and of the consensus); without it, float16 on a GPU, int8 on a CPU that "
-            "has VNNI, else float32."
-        ),
+        typer.Option(help="Of the backbone; without it, float16 on a GPU, int8 on a CPU that has VNNI, else float32."),
     ] = None,
     max_memory: common.MaxMemoryOption = None,
     pair: Annotated[
@@ -46,8 +50,8 @@ def bench(
         list[str] | None,
         typer.Option(
             "--with",
-            help="Beside it, in turn with it: literal (the formulas as written, small sizes only), loftr (kornia's, "
-            "weights generated), sift (OpenCV's, brute-force matching). Several times.",
+            help="Beside it, in turn with it: reference (the formulas an entry at a time, small sizes only), loftr "
+            "(kornia's, weights generated), sift (OpenCV's, brute-force matching). Several times.",
         ),
     ] = None,
     batch: Annotated[
@@ -78,23 +82,28 @@ def bench(
 
     dualrc bench --preset paper --device cuda --size 800x592 --size 1600x1200
 
+    The kernels in C beside plain PyTorch:
+
+    dualrc bench --engine native --engine torch
+
     Beside others on two cores, compared in one run:
 
     OMP_NUM_THREADS=2 dualrc bench --device cpu --size 640x480 --with loftr --with sift
     """
-    from dualrc.bench import BenchSettings, others_of, sizes_of
+    from dualrc.bench import BenchSettings, parse_others, parse_sizes
     from dualrc.bench import bench as run
 
     settings = BenchSettings(
-        sizes=sizes_of(size or ()),
+        sizes=parse_sizes(size or ()),
         devices=tuple(dict.fromkeys(device or ())),
+        engines=tuple(dict.fromkeys(engine or ())),
         preset=preset,
         weights=weights,
         precision=precision,
         max_memory=max_memory,
         pair=pair,
         batch=batch,
-        others=others_of(others or ()),
+        others=parse_others(others or ()),
         repeats=repeats,
         out=out,
     )
