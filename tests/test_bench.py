@@ -16,18 +16,7 @@ from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
 from dualrc import ConfigError, DataError, cli, measure
-from dualrc.bench import (
-    BenchSettings,
-    baselines,
-    benchmark,
-    machine,
-    methods,
-    parse_others,
-    parse_sizes,
-    profiler,
-    results,
-    work,
-)
+from dualrc.bench import BenchSettings, baselines, benchmark, methods, profiler, results
 from dualrc.bench.methods import Stage, Task
 from dualrc.bench.planted import Motion, plant
 from dualrc.config import PRESETS, ConsensusConfig
@@ -177,9 +166,9 @@ def test_operations_of_coarse_tensor_and_search():
 def test_shares_of_the_rates():
     row = results.Row(method="dualrc", stage=Stage.COARSE, timing=Timing.of([2.0]))
     rates = Rates(operations_per_s=100.0, bytes_per_s=40.0)
-    shared = work.with_work(row, Work(operations=50.0, bytes=8.0), rates)
+    shared = row.with_work(Work(operations=50.0, bytes=8.0), rates)
     assert (shared.matrix_share, shared.bandwidth_share) == (0.25, 0.1)
-    assert work.with_work(row, None, rates) is row
+    assert row.with_work(None, rates) is row
 
 
 # Timing.
@@ -235,8 +224,8 @@ def test_the_profiler_tells_what_ran():
 
 
 def test_a_busy_machine_is_told_of():
-    assert machine.busy_warning(1.0, 4) is None and machine.busy_warning(None, 4) is None
-    assert "load 2.5, 4 cores" in machine.busy_warning(2.5, 4)
+    assert benchmark.busy_warning(1.0, 4) is None and benchmark.busy_warning(None, 4) is None
+    assert "load 2.5, 4 cores" in benchmark.busy_warning(2.5, 4)
 
 
 # Memory.
@@ -294,9 +283,9 @@ def test_growth_between_neighbouring_sizes():
     assert [(item.size0[0], item.size1[0]) for item in found] == [(64, 128), (128, 512)]
     first, second = found
     assert (first.side_factor, first.time_factor, first.memory_factor) == (2.0, 16.0, 4.0)
-    assert math.isclose(first.time_power, 4.0) and math.isclose(first.memory_power, 2.0)
+    assert math.isclose(first.time_per_doubling, 16.0) and math.isclose(first.memory_per_doubling, 4.0)
     assert (second.side_factor, second.time_factor, second.memory_factor) == (4.0, 4.0, None)
-    assert math.isclose(second.time_power, 1.0) and second.memory_power is None
+    assert math.isclose(second.time_per_doubling, 2.0) and second.memory_per_doubling is None
 
 
 def test_nothing_grows_from_one_size():
@@ -325,14 +314,14 @@ def test_generated_weights_are_timed_on_planted_features(pictures):
     assert list(method.stages) == [
         *(Stage.DECODE, Stage.FEATURES, Stage.COARSE, Stage.MATCH, Stage.FURTHER, Stage.WHOLE, Stage.BATCH)
     ]
-    search = work.describe_search(method)
+    search = results.describe_search(method)
     assert search.on == "planted features" and search.planted_correct > 0.7
     assert len(method.whole()) == len(method.further()) == search.matches == len(method.batched()[0])
 
 
 def test_visited_cells_are_told(task):
     searches = {
-        engine: work.describe_search(methods.make_method(replace(task, engine=engine)))
+        engine: results.describe_search(methods.make_method(replace(task, engine=engine)))
         for engine in ("torch", "definition")
     }
     everywhere, some = searches["definition"], searches["torch"]
@@ -456,12 +445,6 @@ def test_mistakes_are_told_in_one_line(run, weights, arguments, words):
     status, _, errors = run(*given, *device, *arguments)
     assert status == 1
     assert words in errors and "Traceback" not in errors
-
-
-def test_sizes_and_others():
-    assert parse_sizes(["640x480", "32X32", "640x480"]) == ((640, 480), (32, 32))
-    assert len(parse_sizes([])) == 2
-    assert parse_others(["sift", "reference", "sift"]) == ("reference", "sift")
 
 
 def test_what_is_not_installed_is_refused_with_the_remedy(monkeypatch):

@@ -1,10 +1,12 @@
 """The benchmark: what each stage takes in time and memory, for given sizes, devices and engines."""
 
-import gc
+import os
+import platform
 import tempfile
 from collections.abc import Iterator, Sized
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +15,18 @@ from PIL import Image
 from rich.console import Console
 
 from dualrc import config as configs
-from dualrc import machine
+from dualrc import machine, measure
 from dualrc.bench import profiler
 from dualrc.bench.baselines import check_installed
-from dualrc.bench.machine import busy_warning, describe_machine, versions
-from dualrc.bench.methods import PICTURES, Dualrc, Method, Stage, Task, coarse_cells, make_matcher, make_method
+from dualrc.bench.methods import PICTURES, BenchSettings, Dualrc, Stage, Task, coarse_cells, make_matcher, make_method
 from dualrc.bench.report import show
-from dualrc.bench.results import DeviceResult, Peaks, Row, Search, SizeResult, growth
-from dualrc.bench.settings import BenchSettings
-from dualrc.bench.work import describe_search, stage_work, with_work
+from dualrc.bench.results import DeviceResult, Peaks, Row, Search, SizeResult, describe_search, growth, stage_work
 from dualrc.errors import DualRCError
 from dualrc.evaluation.report import write_json
 from dualrc.files import check_writable
 from dualrc.image import Scale, read
+from dualrc.matcher.budget import let_go
 from dualrc.matcher.extract import choose_device
-from dualrc.measure import (
-    Rates,
-    Run,
-    held,
-    in_new_process,
-    measure_rates,
-    peak_of,
-    reason,
-    reset_peak,
-    time_interleaved,
-)
 from dualrc.scenes import make_pair
 from dualrc.types import Size
 
@@ -45,6 +34,7 @@ FORMAT = "dualrc-bench-2"
 _SCENE = 1
 _LARGEST_SCENE = 1600  # px of the long side that are rendered; larger pictures are scaled up from these
 _LIMIT_S = 20.0  # of a stage in all; slower ones are repeated less often
+_PACKAGES = ("dualrc", "torch", "triton", "numpy", "kornia", "opencv-python-headless")
 _PLANTED = (
     "there are no trained weights of this preset: features are made with generated ones; coarse tensor, search, "
     "further pair and batches are of planted features, and whole pair is making features of both pictures, then the "
@@ -59,7 +49,7 @@ def bench(settings: BenchSettings, *, screen: Console, messages: Console) -> dic
     if (warning := busy_warning(machine.load_average(), machine.cores())) is not None:
         messages.print(f"Note: {warning}", style="yellow", highlight=False, soft_wrap=True)
     results: dict[str, DeviceResult] = {}
-    content = {"format": FORMAT, "settings": asdict(settings), "versions": versions(), "devices": results}
+    content = {"format": FORMAT, "settings": asdict(settings), "versions": _versions(), "devices": results}
     with tempfile.TemporaryDirectory(prefix="dualrc-bench-") as folder:
         with messages.status("Making the pictures..."):
             _write_pictures(settings, Path(folder))
@@ -82,9 +72,8 @@ def _check(settings: BenchSettings) -> None:
     if settings.out is not None:
         check_writable(settings.out)
     for device in settings.devices:
-        for task in _tasks(settings, device, settings.sizes[0], Path()):
-            if task.method == "dualrc":
-                make_matcher(task)  # checks device, engine, weights and precision, each with its own remedy
+        for task in _tasks(replace(settings, others=()), device, settings.sizes[0], Path()):
+            make_matcher(task)  # checks device, engine, weights and precision, each with its own remedy
 
 
 def _tasks(settings: BenchSettings, device: str, size: Size, folder: Path) -> list[Task]:
@@ -114,11 +103,11 @@ def _measure_device(settings: BenchSettings, device: str, folder: Path, messages
     """What is known after each size, the smallest first."""
     matcher = make_matcher(_tasks(settings, device, settings.sizes[0], folder)[0])
     with messages.status(f"What {device} can do..."):
-        rates = measure_rates(matcher.device, matcher.dtype)
+        rates = measure.measure_rates(matcher.device, matcher.dtype)
     result = DeviceResult(
         device=device,
         precision=matcher.precision,
-        machine=describe_machine(matcher.device),
+        machine=_describe_machine(matcher.device),
         preset=settings.preset,
         weights=matcher.weights_hash or "generated",
         config=matcher.info,
@@ -132,8 +121,10 @@ def _measure_device(settings: BenchSettings, device: str, folder: Path, messages
         yield result
 
 
-def _measure_size(tasks: list[Task], rates: Rates) -> SizeResult:
-    settings, size, seen = tasks[0].settings, tasks[0].size, _fitted(tasks[0])
+def _measure_size(tasks: list[Task], rates: measure.Rates) -> SizeResult:
+    settings, size = tasks[0].settings, tasks[0].size
+    scale = Scale(picture=size, network=tasks[0].seen)
+    seen = make_matcher(tasks[0]).budget.fitted((scale, scale))[0].network
     notes = [_PLANTED] if tasks[0].generated else []
     if seen != tasks[0].seen:
         notes.append(f"{size[0]}x{size[1]} does not fit into the memory; what is measured is {seen[0]}x{seen[1]}.")
@@ -142,18 +133,17 @@ def _measure_size(tasks: list[Task], rates: Rates) -> SizeResult:
     tasks = [task for task in tasks if task not in skipped]
     peaks: dict[str, Peaks] = {}
     for task in tasks:  # before anything is built here that would count too
-        _release()
+        let_go()
         try:
-            found = measure_peaks(task)
+            if (found := measure_peaks(task)) is None:
+                continue
         except (DualRCError, RuntimeError) as error:
-            notes.append(f"Memory of {task.name}: {error}")
-            continue
-        if found is not None:
-            peaks[task.name] = found
-            notes += [f"Memory of {task.name}: {found.failure}"] if found.failure else []
-    _release()
+            found = Peaks(loaded=0, failure=str(error))
+        peaks[task.name] = found
+        notes += [f"Memory of {task.name}: {found.failure}"] if found.failure else []
+    let_go()
     searches: dict[str, Search] = {}
-    if settings.repeats == 0:
+    if settings.repeats == 0 or not tasks:
         rows = [Row(method=name, stage=stage) for name, found in peaks.items() for stage in found.stages]
     else:
         rows = _measure_times(tasks, rates, searches, notes)
@@ -162,107 +152,106 @@ def _measure_size(tasks: list[Task], rates: Rates) -> SizeResult:
         network_size=seen,
         tensor_entries=coarse_cells(seen) ** 2,
         searches=searches,
-        rows=tuple(_with_peak(row, peaks.get(row.method)) for row in rows),
+        rows=tuple(row.with_peak(peaks.get(row.method)) for row in rows),
         notes=tuple(notes),
     )
 
 
 def measure_peaks(task: Task) -> Peaks | None:
-    """Peak memory of a task's stages, on a CPU in a new process, so that no peak hides another.
-
-    None on devices that don't tell.
-    """
+    """Peak memory of a task's stages, on a CPU in a new process, so that no peak hides another; None: can't be told."""
     kind = torch.device(task.device).type
-    return peaks_here(task) if kind == "cuda" else in_new_process(peaks_here, task) if kind == "cpu" else None
+    return peaks_here(task) if kind == "cuda" else measure.in_new_process(peaks_here, task) if kind == "cpu" else None
 
 
 def peaks_here(task: Task) -> Peaks:
     """The same in this process."""
     device, method = torch.device(task.device), make_method(task)
-    reset_peak(device)  # reading the weights takes more than keeping them, and is not matching
-    peaks = Peaks(loaded=held(device))
+    measure.reset_peak(device)  # reading the weights takes more than keeping them, and is not matching
+    peaks = Peaks(loaded=measure.held(device))
     try:
         for stage, run in method.memory_stages.items():
-            peaks.stages[stage] = peak_of(run, device)
+            peaks.stages[stage] = measure.peak_of(run, device)
     except (DualRCError, RuntimeError, MemoryError) as error:  # what was found before is kept
-        return replace(peaks, failure=reason(error))
+        return replace(peaks, failure=measure.reason(error))
     return peaks
 
 
-def _fitted(task: Task) -> Size:
-    """The size at which the matcher will see the pictures."""
-    scale = Scale(picture=task.size, network=task.seen)
-    return make_matcher(task).budget.fitted((scale, scale))[0].network
-
-
-def _measure_times(tasks: list[Task], rates: Rates, searches: dict[str, Search], notes: list[str]) -> list[Row]:
+def _measure_times(tasks: list[Task], rates: measure.Rates, searches: dict[str, Search], notes: list[str]) -> list[Row]:
     """Every stage of every method with its times; ours also with what ran, and how near to the device's limits."""
     methods = {task.name: make_method(task) for task in tasks}
-    rows = _time(methods, tasks[0], notes)
-    for name, method in methods.items():
-        if not isinstance(method, Dualrc):
-            continue
-        work = {}
-        try:
-            searches[name] = describe_search(method)
-            work = stage_work(method, searches[name])
-        except RuntimeError as error:
-            notes.append(f"Search of {name}: {reason(error)}")
-        rows = [
-            with_work(_with_kernels(row, method), work.get(row.stage), rates) if row.method == name else row
-            for row in rows
-        ]
-    return rows
-
-
-def _time(methods: dict[str, Method], task: Task, notes: list[str]) -> list[Row]:
-    device = torch.device(task.device)
-    repeats = task.settings.repeats or (20 if device.type == "cuda" else 5)
-    found: dict[tuple[str, Stage], int | None] = {}
+    counts: dict[tuple[str, Stage], int] = {}
     runs = {
-        (name, stage): partial(_keep_count, found, (name, stage), run)
+        (name, stage): partial(_counted, run, counts, (name, stage))
         for name, method in methods.items()
         for stage, run in method.stages.items()
     }
-    timings, failures = time_interleaved(runs, device, repeats=repeats, limit_s=_LIMIT_S)
-    notes += [f"{method}, {stage}: {why}" for (method, stage), why in failures.items()]
+    device, repeats = torch.device(tasks[0].device), tasks[0].settings.repeats
+    repeats = repeats or (20 if device.type == "cuda" else 5)
+    timings, failures = measure.time_interleaved(runs, device, repeats=repeats, limit_s=_LIMIT_S)
+    notes += [f"{name}, {stage}: {why}" for (name, stage), why in failures.items()]
     rows = []
-    for (method, stage), timing in timings.items():
-        if stage != Stage.MATCH:
-            rows.append(Row(method=method, stage=stage, timing=timing, matches=found[method, stage]))
-        elif (method, Stage.COARSE) in timings:
-            rows.append(Row(method=method, stage=Stage.SEARCH, timing=timing.minus(timings[method, Stage.COARSE])))
+    for name, method in methods.items():
+        work = {}
+        if isinstance(method, Dualrc):
+            try:
+                searches[name] = describe_search(method)
+                work = stage_work(method, searches[name])
+            except RuntimeError as error:
+                notes.append(f"Search of {name}: {measure.reason(error)}")
+        for stage in method.stages:
+            row = Row(method=name, stage=stage, timing=timings.get((name, stage)), matches=counts.get((name, stage)))
+            if stage == Stage.MATCH and row.timing and (name, Stage.COARSE) in timings:
+                row = replace(row, stage=Stage.SEARCH, timing=row.timing.minus(timings[name, Stage.COARSE]))
+            if isinstance(method, Dualrc) and row.timing:
+                row = _with_kernels(row, method).with_work(work.get(row.stage), rates)
+            if row.timing and row.stage != Stage.MATCH:
+                rows.append(row)
     return rows
 
 
-def _keep_count(found: dict[tuple[str, Stage], int | None], key: tuple[str, Stage], run: Run) -> None:
+def _counted(run: measure.Run, counts: dict[tuple[str, Stage], int], key: tuple[str, Stage]) -> None:
     """Run, and keep the number of matches where the stage ends with such; not the matches, which take memory."""
     result = run()
-    found[key] = len(result) if key[1] in (Stage.FURTHER, Stage.WHOLE) and isinstance(result, Sized) else None
+    if key[1] in (Stage.FURTHER, Stage.WHOLE) and isinstance(result, Sized):
+        counts[key] = len(result)
 
 
 def _with_kernels(row: Row, method: Dualrc) -> Row:
-    """A stage with its engine and kernels; the profiler looks at one more run."""
+    """A stage with its engine and kernels, which the profiler sees in one more run."""
     device, runs = method.matcher.device, method.stages
-    if row.stage != Stage.DECODE:
-        row = replace(row, engine=method.matcher.engine)
-    if row.stage == Stage.BATCH:
-        assert row.timing is not None
-        return replace(row, pairs_per_s=method.task.batch / row.timing.median_s)
-    if row.stage == Stage.SEARCH:
-        both = profiler.kernel_seconds(runs[Stage.MATCH], device)
-        return replace(row, kernels=profiler.top(both, without=profiler.kernel_seconds(runs[Stage.COARSE], device)))
-    return replace(row, kernels=profiler.top(profiler.kernel_seconds(runs[row.stage], device)))
+    engine = None if row.stage == Stage.DECODE else method.matcher.engine
+    if row.stage == Stage.BATCH and row.timing is not None:
+        return replace(row, engine=engine, pairs_per_s=method.task.batch / row.timing.median_s)
+    is_search = row.stage == Stage.SEARCH
+    part = profiler.kernel_seconds(runs[Stage.COARSE], device) if is_search else {}
+    seconds = profiler.kernel_seconds(runs[Stage.MATCH if is_search else row.stage], device)
+    return replace(row, engine=engine, kernels=profiler.top(seconds, without=part))
 
 
-def _with_peak(row: Row, peaks: Peaks | None) -> Row:
-    if peaks is None or row.stage not in peaks.stages:
-        return row
-    peak = peaks.stages[row.stage]
-    return replace(row, peak_bytes=peak, working_bytes=max(peak - peaks.loaded, 0))
+def busy_warning(load: float | None, cores: int) -> str | None:
+    """A warning if others use this machine's cores, by its load average."""
+    if load is None or load < cores / 2:
+        return None
+    return (
+        f"the machine was busy when this began (load {load:.1f}, {cores} cores): times are too long, and with "
+        "several threads far too long; trust ratios at most."
+    )
 
 
-def _release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def _describe_machine(device: torch.device) -> dict[str, Any]:
+    """The processor with its cores and threads, and a GPU with its memory."""
+    found = {"system": platform.platform(), "processor": machine.processor(), "cores": machine.cores()}
+    found |= {"threads": torch.get_num_threads(), "load": machine.load_average()}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"cpu": found["processor"], "processor": properties.name, "gpu_memory": properties.total_memory}
+    return found
+
+
+def _versions() -> dict[str, str | None]:
+    """Versions of all that takes part in the measurements; None: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in _PACKAGES:
+        installed = list(metadata.distributions(name=package))
+        found[package] = installed[0].version if installed else None
+    return {**found, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}

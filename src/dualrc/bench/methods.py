@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,10 +13,10 @@ import torch
 from dualrc import config as configs
 from dualrc.bench.baselines import Loftr, Pictures, Sift
 from dualrc.bench.planted import plant
-from dualrc.bench.settings import BenchSettings, Other
+from dualrc.errors import ConfigError
 from dualrc.image import network_size, read, to_input, to_tensor
 from dualrc.machine import memory as machine_memory
-from dualrc.matcher import Matcher, PictureFeatures, load
+from dualrc.matcher import Matcher, PictureFeatures, Precision, load
 from dualrc.matches import Matches
 from dualrc.measure import Run
 from dualrc.model.checkpoint import bundled
@@ -41,6 +41,7 @@ class Stage(StrEnum):
     MATCH = "coarse tensor and search"  # SEARCH is what this takes beyond COARSE
 
 
+OTHERS = ("reference", "loftr", "sift")
 PICTURES = ("picture0.jpg", "picture1.jpg")
 _BATCH_PIXELS = 1024 * 768  # of larger pictures, batches are measured only where asked for
 _REFERENCE_ENTRIES = 6_400  # of the coarse tensor, which the reference engine takes half a minute for
@@ -48,11 +49,37 @@ _COPIES = 4  # that LoFTR holds of its coarse similarity, and the definition of 
 
 
 @dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """What to measure."""
+
+    sizes: tuple[Size, ...]  # of the pictures, (width, height)
+    devices: tuple[str, ...] = ()  # none: the best there is
+    engines: tuple[str, ...] = ()  # each is a method of its own; none: the best for the device
+    preset: str = "default"
+    weights: Path | None = None
+    precision: Precision | None = None
+    max_memory: float | None = None  # GiB for a pair; None: most of what is free
+    pair: tuple[Path, Path] | None = None  # None: a rendered scene
+    batch: int | None = None  # pairs; None: 32 on a GPU, 4 elsewhere, of pictures that are not large; 0: no batches
+    others: tuple[str, ...] = ()  # of OTHERS, measured beside this project's matcher
+    repeats: int | None = None  # None: 20 on a GPU, 5 elsewhere; 0: memory alone
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.others) - set(OTHERS):
+            raise ConfigError(f"--with {unknown.pop()} is not known; choose from {', '.join(OTHERS)}.")
+        if self.batch is not None and self.batch < 0:
+            raise ConfigError(f"--batch {self.batch} must not be negative; 0 leaves batches out.")
+        if self.repeats is not None and self.repeats < 0:
+            raise ConfigError(f"--repeats {self.repeats} must not be negative; 0 measures memory alone.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """A method, and the pair and device to measure it on."""
 
     settings: BenchSettings
-    method: Literal["dualrc"] | Other = "dualrc"
+    method: str = "dualrc"  # or one of OTHERS
     engine: str | None = None  # as in `load`
     device: str
     size: Size  # of the pictures, (width, height)

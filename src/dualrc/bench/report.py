@@ -40,7 +40,8 @@ def _stages(sizes: Sequence[SizeResult]) -> Table:
     for size in sizes:
         for number, row in enumerate(size.rows):
             first = f"{size.size[0]}x{size.size[1]}" if number == 0 else ""
-            cells = (first, row.method, _stage_name(row), *_time_cells(row), _bytes(row.peak_bytes))
+            stage = row.stage if row.matches is None else f"{row.stage} ({row.matches:,} matches)"
+            cells = (first, row.method, stage, *_time_cells(row), _bytes(row.peak_bytes))
             shares = (_percent(row.matrix_share), _percent(row.bandwidth_share))
             table.add_row(*(Text(cell) for cell in (*cells, *shares, _ran(row))))
         table.add_section()
@@ -53,9 +54,13 @@ def _growth(growths: Sequence[Growth]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for item in growths:
         sizes = f"{item.size0[0]}x{item.size0[1]} to {item.size1[0]}x{item.size1[1]}"
-        times = (item.time_factor, _doubling(item.time_power))
-        factors = (item.side_factor, *times, item.memory_factor, _doubling(item.memory_power))
-        table.add_row(item.method, item.stage, sizes, *("" if f is None else f"x {f:.2f}" for f in factors))
+        time, memory = (item.time_factor, item.time_per_doubling), (item.memory_factor, item.memory_per_doubling)
+        table.add_row(
+            item.method,
+            item.stage,
+            sizes,
+            *("" if f is None else f"x {f:.2f}" for f in (item.side_factor, *time, *memory)),
+        )
     return table
 
 
@@ -73,10 +78,6 @@ def _search_lines(size: SizeResult) -> Iterator[str]:
             line += f", {search.planted_correct:.1%} as planted"
         line += f"; {search.visited_cells:.1f} coarse cells visited by a group of queries, {search.visited_share:.2%}"
         yield f"{line}; {search.widened_groups:,} of {search.groups:,} groups had to look further."
-
-
-def _stage_name(row: Row) -> str:
-    return row.stage if row.matches is None else f"{row.stage} ({row.matches:,} matches)"
 
 
 def _time_cells(row: Row) -> tuple[str, str]:
@@ -110,10 +111,6 @@ def _bytes(count: int | None) -> str:
 
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
-
-
-def _doubling(power: float | None) -> float | None:
-    return None if power is None else 2.0**power
 
 
 def _engineering(value: float) -> str:

@@ -1,11 +1,17 @@
 """The command that measures speed and memory."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from dualrc.cli import common
+from dualrc.config import MIN_SIDE
+from dualrc.errors import ConfigError
+from dualrc.types import Size
+
+_SIZES = ((320, 240), (640, 480))  # a laptop does these in a minute
 
 
 @common.app.command()
@@ -90,11 +96,11 @@ def bench(
 
     OMP_NUM_THREADS=2 dualrc bench --device cpu --size 640x480 --with loftr --with sift
     """
-    from dualrc.bench import BenchSettings, parse_others, parse_sizes
+    from dualrc.bench import BenchSettings
     from dualrc.bench import bench as run
 
     settings = BenchSettings(
-        sizes=parse_sizes(size or ()),
+        sizes=tuple(dict.fromkeys(map(_parse_size, size or ()))) or _SIZES,
         devices=tuple(dict.fromkeys(device or ())),
         engines=tuple(dict.fromkeys(engine or ())),
         preset=preset,
@@ -103,8 +109,18 @@ def bench(
         max_memory=max_memory,
         pair=pair,
         batch=batch,
-        others=parse_others(others or ()),
+        others=tuple(dict.fromkeys(others or ())),
         repeats=repeats,
         out=out,
     )
     run(settings, screen=common.screen, messages=common.messages)
+
+
+def _parse_size(text: str) -> Size:
+    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text.strip().lower())
+    if found is None:
+        raise ConfigError(f"--size {text} is no size; give WIDTHxHEIGHT in pixels, such as 640x480.")
+    size = int(found[1]), int(found[2])
+    if min(size) < MIN_SIDE:
+        raise ConfigError(f"--size {text} is too small; give at least {MIN_SIDE} pixels a side.")
+    return size
