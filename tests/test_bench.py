@@ -254,7 +254,7 @@ def test_a_function_runs_in_a_new_process():
 
 def test_a_process_that_fails_says_why(task, tmp_path):
     with pytest.raises(DataError, match="does not exist"):
-        benchmark.measure_peaks(replace(task, folder=tmp_path))
+        benchmark.peaks_of(replace(task, folder=tmp_path))
 
 
 def test_peaks_found_before_a_failure_are_kept(task, monkeypatch):
@@ -264,7 +264,7 @@ def test_peaks_found_before_a_failure_are_kept(task, monkeypatch):
     monkeypatch.setattr(methods.Dualrc, "further", fail)
     peaks = benchmark.peaks_here(task)
     assert peaks.failure == "out of memory"
-    assert list(peaks.stages) == [Stage.WHOLE, Stage.FEATURES, Stage.COARSE, Stage.SEARCH]
+    assert list(peaks.bytes) == [Stage.WHOLE, Stage.FEATURES, Stage.COARSE, Stage.SEARCH]
 
 
 # Growth.

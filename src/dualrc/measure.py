@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -53,6 +53,15 @@ class Rates:
 
     operations_per_s: float  # additions and multiplications of a large matrix product
     bytes_per_s: float  # read and written by a large copy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks(Generic[Key]):
+    """Memory in bytes: resident in a process, or on a GPU allocated by torch."""
+
+    loaded: int  # before the first run: libraries and networks, on a GPU the networks
+    bytes: dict[Key, int]  # the peak of each run, with what was held before it
+    failure: str | None = None  # why there are no more runs
 
 
 def synchronize(device: torch.device) -> None:
@@ -110,6 +119,18 @@ def measure_rates(device: torch.device, dtype: torch.dtype, *, repeats: int = 20
 def reason(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has none."""
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def measure_peaks(runs: Mapping[Key, Run], device: torch.device) -> Peaks[Key]:
+    """The peak memory of runs, one after the other, up to the first that fails."""
+    reset_peak(device)  # reading weights takes more than keeping them
+    loaded, found = held(device), dict[Key, int]()
+    for name, run in runs.items():
+        try:
+            found[name] = peak_of(run, device)
+        except (DualRCError, RuntimeError, MemoryError) as error:
+            return Peaks(loaded=loaded, bytes=found, failure=reason(error))
+    return Peaks(loaded=loaded, bytes=found)
 
 
 def peak_of(run: Run, device: torch.device) -> int:

@@ -20,7 +20,7 @@ from dualrc.bench import profiler
 from dualrc.bench.baselines import check_installed
 from dualrc.bench.methods import PICTURES, BenchSettings, Dualrc, Stage, Task, coarse_cells, make_matcher, make_method
 from dualrc.bench.report import show
-from dualrc.bench.results import DeviceResult, Peaks, Row, Search, SizeResult, describe_search, growth, stage_work
+from dualrc.bench.results import DeviceResult, Row, Search, SizeResult, describe_search, growth, stage_work
 from dualrc.errors import DualRCError
 from dualrc.evaluation.report import write_json
 from dualrc.files import check_writable
@@ -131,20 +131,20 @@ def _measure_size(tasks: list[Task], rates: measure.Rates) -> SizeResult:
     skipped = {task: why for task in tasks if (why := task.reason_to_skip()) is not None}
     notes += skipped.values()
     tasks = [task for task in tasks if task not in skipped]
-    peaks: dict[str, Peaks] = {}
+    peaks: dict[str, measure.Peaks[Stage]] = {}
     for task in tasks:  # before anything is built here that would count too
         let_go()
         try:
-            if (found := measure_peaks(task)) is None:
+            if (found := peaks_of(task)) is None:
                 continue
         except (DualRCError, RuntimeError) as error:
-            found = Peaks(loaded=0, failure=str(error))
+            found = measure.Peaks(loaded=0, bytes={}, failure=str(error))
         peaks[task.name] = found
         notes += [f"Memory of {task.name}: {found.failure}"] if found.failure else []
     let_go()
     searches: dict[str, Search] = {}
     if settings.repeats == 0 or not tasks:
-        rows = [Row(method=name, stage=stage) for name, found in peaks.items() for stage in found.stages]
+        rows = [Row(method=name, stage=stage) for name, found in peaks.items() for stage in found.bytes]
     else:
         rows = _measure_times(tasks, rates, searches, notes)
     return SizeResult(
@@ -157,23 +157,15 @@ def _measure_size(tasks: list[Task], rates: measure.Rates) -> SizeResult:
     )
 
 
-def measure_peaks(task: Task) -> Peaks | None:
+def peaks_of(task: Task) -> measure.Peaks[Stage] | None:
     """Peak memory of a task's stages, on a CPU in a new process, so that no peak hides another; None: can't be told."""
     kind = torch.device(task.device).type
     return peaks_here(task) if kind == "cuda" else measure.in_new_process(peaks_here, task) if kind == "cpu" else None
 
 
-def peaks_here(task: Task) -> Peaks:
+def peaks_here(task: Task) -> measure.Peaks[Stage]:
     """The same in this process."""
-    device, method = torch.device(task.device), make_method(task)
-    measure.reset_peak(device)  # reading the weights takes more than keeping them, and is not matching
-    peaks = Peaks(loaded=measure.held(device))
-    try:
-        for stage, run in method.memory_stages.items():
-            peaks.stages[stage] = measure.peak_of(run, device)
-    except (DualRCError, RuntimeError, MemoryError) as error:  # what was found before is kept
-        return replace(peaks, failure=measure.reason(error))
-    return peaks
+    return measure.measure_peaks(make_method(task).memory_stages, torch.device(task.device))
 
 
 def _measure_times(tasks: list[Task], rates: measure.Rates, searches: dict[str, Search], notes: list[str]) -> list[Row]:

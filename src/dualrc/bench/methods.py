@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dualrc import config as configs
-from dualrc.bench.baselines import Loftr, Pictures, Sift
+from dualrc.bench.baselines import Pictures, make_loftr, make_sift
 from dualrc.bench.planted import plant
 from dualrc.errors import ConfigError
 from dualrc.image import network_size, read, to_input, to_tensor
@@ -222,9 +222,9 @@ class Dualrc(Method):
 def make_method(task: Task) -> Method:
     """The method, ready to be run on its pair."""
     if task.method == "loftr":
-        return Method({Stage.WHOLE: Loftr(task.pictures(), torch.device(task.device))})
+        return Method({Stage.WHOLE: make_loftr(task.pictures(), torch.device(task.device))})
     if task.method == "sift":
-        return Method({Stage.WHOLE: Sift(task.pictures())})
+        return Method({Stage.WHOLE: make_sift(task.pictures())})
     if task.method == "dualrc":
         return Dualrc(task)
     # The reference engine works on the CPU alone, on the features that the backbone gives there.

@@ -114,7 +114,4 @@ def _percent(share: float | None) -> str:
 
 
 def _engineering(value: float) -> str:
-    for factor, letter in ((1e12, "T"), (1e9, "G")):
-        if value >= factor:
-            return f"{value / factor:.3g} {letter}"
-    return f"{value / 1e6:.3g} M"
+    return f"{value / 1e12:.3g} T" if value >= 1e12 else f"{value / 1e9:.3g} G"

@@ -3,28 +3,19 @@
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dualrc.bench.methods import Dualrc, Stage, coarse_cells
 from dualrc.bench.planted import Motion
 from dualrc.bench.profiler import Kernel
-from dualrc.measure import Rates, Timing
+from dualrc.measure import Peaks, Rates, Timing
 from dualrc.ops import memory
 from dualrc.ops.memory import Work
 from dualrc.ops.torch import FIRST_BLOCK
 from dualrc.types import Size
 
 _NEAR_PX = 8.0  # two fine cells
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peaks:
-    """Bytes: resident memory of a process, or on a GPU what torch had allocated there."""
-
-    loaded: int  # before the first pair: libraries and network, on a GPU the network
-    stages: dict[Stage, int] = field(default_factory=dict)
-    failure: str | None = None  # why there are no more stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +35,11 @@ class Row:
     matches: int | None = None
     pairs_per_s: float | None = None
 
-    def with_peak(self, peaks: Peaks | None) -> "Row":
+    def with_peak(self, peaks: Peaks[Stage] | None) -> "Row":
         """The same with the memory of its stage."""
-        if peaks is None or self.stage not in peaks.stages:
+        if peaks is None or self.stage not in peaks.bytes:
             return self
-        peak = peaks.stages[self.stage]
+        peak = peaks.bytes[self.stage]
         return replace(self, peak_bytes=peak, working_bytes=max(peak - peaks.loaded, 0))
 
     def with_work(self, work: Work | None, rates: Rates) -> "Row":
