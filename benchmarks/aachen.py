@@ -17,12 +17,12 @@ from rich.table import Table
 
 from dualrc.collection.keypoints import merge
 from dualrc.collection.store import MatchStore
-from dualrc.evaluation.aachen import Aachen
-from dualrc.evaluation.aachen_layout import AachenData, Lens, Query
-from dualrc.evaluation.aachen_scores import QueryScore
+from dualrc.colmap import import_pycolmap
+from dualrc.evaluation.aachen import Aachen, AachenSettings, QueryScore
+from dualrc.evaluation.aachen_data import AachenData, Lens, Query
 from dualrc.evaluation.export import Pair, export
 from dualrc.evaluation.matchers import MatcherSettings, make_matchers
-from dualrc.evaluation.posed_map import PosedMap
+from dualrc.evaluation.triangulation import PosedMap
 from dualrc.geometry import Camera, read_cameras_json
 from dualrc.matches import Matches
 
@@ -49,8 +49,8 @@ def main() -> None:
             continue
         cameras = dict(sorted(read_cameras_json(scene / "cameras.json").items()))
         config = {"benchmark": "aachen", "scenes": str(args.root.resolve())}
-        exported = export(pairs_of(scene, cameras), matcher, args.work, config=config, top=TOP, console=console)
-        add_row(table, scene.name, localize(scene, cameras, exported.store, args.work, console))
+        path = export(pairs_of(scene, cameras), matcher, args.work, config=config, top=TOP, console=console)
+        add_row(table, scene.name, localize(scene, cameras, path, args.work, console))
     console.print(table)
     limits = " and ".join(f"{metres:g} m, {degrees:g} deg" for metres, degrees in RECALL)
     console.print(f"Medians; recall within {limits}.")
@@ -74,22 +74,32 @@ def pairs_of(scene: Path, cameras: dict[str, Camera]) -> list[Pair]:
 
 def leave_out(scene: Path, cameras: dict[str, Camera], query: str, work: Path) -> Aachen:
     """One camera as the query, the others as the database."""
-    lenses = {f"{scene.name}/{name}": Lens.pinhole(camera) for name, camera in cameras.items()}
+    lenses = {f"{scene.name}/{name}": pinhole(camera) for name, camera in cameras.items()}
     asked = f"{scene.name}/{query}"
     lens = lenses.pop(asked)
-    entry = Query(condition="left out", path=scene / "images" / query, lens=lens, candidates=tuple(lenses))
+    entry = Query(condition="left out", lens=lens, candidates=tuple(lenses))
     pairs = pairs_of(scene, cameras)
     data = AachenData(version=scene.name, database=lenses, queries={asked: entry}, pairs=pairs, notes=[])
+    benchmark = Aachen(AachenSettings(roots=(scene,), out=work, top=TOP), data=data)
     truth = cameras[query].cam_from_world
     assert truth is not None
-    return Aachen(data, out=work, truth={asked: truth}, top=TOP)
+    benchmark.truth = {asked: truth}
+    return benchmark
+
+
+def pinhole(camera: Camera) -> Lens:
+    """A lens without distortion."""
+    K = camera.K
+    params = [K[0, 0], K[1, 1], K[0, 2], K[1, 2]]
+    made = import_pycolmap().Camera(model="PINHOLE", width=camera.width, height=camera.height, params=params)
+    return Lens(camera=camera, distorted=made)
 
 
 def localize(
     scene: Path, cameras: dict[str, Camera], exported: Path, work: Path, console: Console
 ) -> list[tuple[QueryScore, PosedMap]]:
     """Every camera in a map of the others; their keypoints are the same, whichever is left out."""
-    benchmarks = {name: leave_out(scene, cameras, name, work) for name in cameras}
+    benchmarks = [leave_out(scene, cameras, name, work) for name in cameras]
     found = []
     with (
         tempfile.TemporaryDirectory(dir=work) as folder,
@@ -102,13 +112,12 @@ def localize(
             assert matches is not None  # every pair was exported
             return matches
 
-        next(iter(benchmarks.values())).undistort(get, undistorted)
+        benchmarks[0].store_undistorted(get, undistorted)
         merged = merge(undistorted)
-        for name, benchmark in benchmarks.items():
+        for benchmark in benchmarks:
             with tempfile.TemporaryDirectory(dir=work) as own:
-                world, located = benchmark.locate(merged, Path(own))
-            score, _ = located[f"{scene.name}/{name}"]
-            console.print(f"{score.name}: {score.in_words()}")
+                world, (score,), _ = benchmark.localize(merged, Path(own))
+            console.print(f"{score.name}: {score.describe()}")
             found.append((score, world))
     return found
 

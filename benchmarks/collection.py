@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from dualrc.collection.config import CollectionConfig
-from dualrc.collection.run import match_collection
+from dualrc.collection.matching import match_collection
 from dualrc.collection.store import MatchStore
 from dualrc.errors import DataError
 
@@ -101,10 +101,10 @@ def main() -> None:
     """Match them all and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pictures", type=int, nargs="?", default=101, help="how many; default %(default)s")
-    parser.add_argument("engine", choices=("local", "ray"), nargs="?", default="local", help="default %(default)s")
+    parser.add_argument("executor", choices=("local", "ray"), nargs="?", default="local", help="default %(default)s")
     parser.add_argument("workers", type=int, nargs="?", default=2, help="default %(default)s")
     options = parser.parse_args()
-    pictures, engine, workers = options.pictures, options.engine, options.workers
+    pictures, executor, workers = options.pictures, options.executor, options.workers
     with tempfile.TemporaryDirectory() as folder:
         images, out = Path(folder) / "images", Path(folder) / "out"
         images.mkdir()
@@ -113,7 +113,7 @@ def main() -> None:
         config = CollectionConfig(
             pairs="exhaustive",
             size=SIZE,
-            engine=engine,
+            executor=executor,
             workers=workers,
             cache=0.004,
             device="cpu",
@@ -130,7 +130,7 @@ def main() -> None:
         report(samples, len(result.pairs))
         print(
             f"\n{result.matched} pairs of {len(result.names)} pictures of {SIZE} px in {result.seconds:.0f} s, "
-            f"{engine}, {workers} workers; each picture read {result.extracted / len(result.names):.1f} times"
+            f"{executor}, {workers} workers; each picture read {result.extracted / len(result.names):.1f} times"
         )
 
 

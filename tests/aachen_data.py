@@ -153,10 +153,6 @@ def true_matches(name0: str, name1: str) -> tuple[np.ndarray, np.ndarray, np.nda
     return points0[both], points1[both], np.ones(both.sum())
 
 
-def true_poses(names) -> dict[str, np.ndarray]:
-    return {name: SHOTS[name].view.cam_from_world for name in names}
-
-
 def write_matchers(folder: Path) -> Path:
     path = folder / "matchers.py"
     path.write_text(MATCHERS)

@@ -1,8 +1,8 @@
 """What the tests share: tiny inputs, and an oracle network that knows where every pixel is."""
 
-import importlib
 import importlib.util
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,14 @@ from dualrc.image import _DEVIATION, _MEAN
 from dualrc.matcher import Matcher
 from dualrc.model.consensus import Consensus
 from dualrc.model.dualrc import DualRCNet, make_network
+from dualrc.model.engine import Engine
 from dualrc.model.subpixel import Subpixel
+from dualrc.ops import choose
+from dualrc.ops.native import library
 
 ROOT = Path(__file__).parents[1]
-GOLDEN = ROOT.parent / "shared" / "data" / "golden"
+SHARED = ROOT.parent / "shared" / "data"
+GOLDEN = SHARED / "golden"
 
 settings.register_profile("dualrc", deadline=None, derandomize=True, database=None)
 settings.load_profile("dualrc")
@@ -34,11 +38,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # On tiny inputs threads mostly wait for each other, most of all where other work shares the cores.
     torch.set_num_threads(1)
-    if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
-        # Triton's own functions are made for its interpreter, or not, when it is imported; torch imports it at times.
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            importlib.import_module("triton.language")
+    if not torch.cuda.is_available():
+        # Without a GPU, Triton's kernels run in its interpreter; it is told so before anything imports it.
+        os.environ["TRITON_INTERPRET"] = "1"
     config.addinivalue_line("markers", "slow: takes minutes or gigabytes; run with --slow")
 
 
@@ -47,6 +49,24 @@ def pytest_collection_modifyitems(config, items):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: give --slow to run it"))
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton's kernels; on a CPU they are interpreted
+# Every engine that this machine can run, each instruction set of the C kernels in turn.
+ENGINES = ["definition", "torch", *(f"native-{name}" for name in library.available())]
+if importlib.util.find_spec("triton") is not None:
+    ENGINES += ["triton", *(["triton+graphs"] if DEVICE == "cuda" else [])]
+
+
+def make_engine(name: str) -> Engine:
+    """An engine by name, for the device that it works on."""
+    return choose(torch.device(DEVICE if name.startswith("triton") else "cpu"), name)
+
+
+@pytest.fixture(scope="module", params=[name for name in ENGINES if name in ("torch", ENGINES[2])])
+def cpu_engine(request) -> str:
+    """What works on a CPU, in turn: torch, and the best of the C kernels where they were compiled."""
+    return request.param
 
 
 def rand(seed: int, *shape: int) -> Tensor:
@@ -76,8 +96,14 @@ def tiny_network(preset: str = "default", seed: int = 0, **fine) -> DualRCNet:
         return make_network(tiny_config(preset, **fine))
 
 
-def tiny_matcher(seed: int = 0, **matcher) -> Matcher:
-    return Matcher(tiny_network(seed=seed), MatcherConfig(**matcher), device="cpu")
+def tiny_matcher(seed: int = 0, engine: str | None = None, **matcher) -> Matcher:
+    return Matcher(tiny_network(seed=seed), MatcherConfig(**matcher), device="cpu", engine=engine)
+
+
+def features_of(network: DualRCNet, picture: np.ndarray):
+    """Features of a picture, uint8 (height, width, 3), on the CPU."""
+    with torch.inference_mode():
+        return network.extract(torch.from_numpy(picture).permute(2, 0, 1)[None] / 255)
 
 
 # The oracle. A scene is a plane with coordinates (X, Y) in 0 to SCENE; its colour there is red for X and green for Y.
@@ -139,7 +165,7 @@ def plain_consensus() -> Consensus:
     return consensus
 
 
-def oracle_matcher(*, subpixel: bool = True, **matcher) -> Matcher:
+def oracle_matcher(*, subpixel: bool = True, engine: str | None = None, **matcher) -> Matcher:
     """A matcher that finds what View says; the sharper fine score keeps coarse cells from pulling at matches."""
     config = tiny_config(temperature=0.05, subpixel=subpixel)
     network = DualRCNet(
@@ -148,7 +174,7 @@ def oracle_matcher(*, subpixel: bool = True, **matcher) -> Matcher:
         consensus=plain_consensus(),
         subpixel=Subpixel(256, 0) if subpixel else None,
     )
-    return Matcher(network, MatcherConfig(**matcher), device="cpu")
+    return Matcher(network, MatcherConfig(**matcher), device="cpu", engine=engine)
 
 
 @pytest.fixture(scope="session")

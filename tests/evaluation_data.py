@@ -12,7 +12,7 @@ from PIL import Image
 from rich.console import Console
 
 from dualrc import scenes
-from dualrc.evaluation import EvaluationSettings, evaluate
+from dualrc.evaluation import evaluate
 from dualrc.geometry import cam1_from_cam0, homography_grid, resize_homography, sample_bilinear
 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
@@ -84,10 +84,11 @@ def run_evaluation(benchmark, roots, out, matchers_folder, names, **settings):
     """The results, and all that was printed; a name is "sift...", "dualrc", or one of the functions above."""
     file = matchers_folder / "matchers.py"
     matchers = tuple(name if name.startswith(("sift", "dualrc")) else f"{file}:{name}" for name in names)
-    chosen = EvaluationSettings(benchmark=benchmark, roots=tuple(roots), matchers=matchers, out=out, **settings)
     printed = io.StringIO()
     console = Console(width=100, file=printed)
-    return evaluate(chosen, screen=console, messages=console), " ".join(printed.getvalue().split())
+    options = {"roots": tuple(roots), "matchers": matchers, "out": out, **settings}
+    content = evaluate(benchmark, screen=console, messages=console, **options)
+    return content, " ".join(printed.getvalue().split())
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from dualrc import scenes
-from dualrc.evaluation.inloc_files import Ranked, write_result_list
+from dualrc.evaluation.inloc_data import CandidatePose, write_result_list
 from dualrc.scenes.world import Builder
 
 SIZE = (320, 240)
@@ -77,8 +77,7 @@ def write_inloc(root: Path, *, scans: bool = True) -> Path:
             _write_picture(queries / name, rendering)
             entries.append((name, f"{floor}/DUC_scan.ptx", rendering.view.cam_from_world, "Good", 1.0))
             nearest = _nearest(rendering, floor, cutouts)
-            poses = tuple(np.full((3, 4), np.nan) for _ in nearest)
-            listed[name] = Ranked(candidates=nearest, scores=(1.0,) * len(nearest), poses=poses)
+            listed[name] = [CandidatePose(candidate=candidate) for candidate in nearest]
         columns = [(key, object) for key in ("queryname", "reldbname", "P", "label", "med_reproj_err")]
         references[f"{floor}_RefList"] = np.array(entries, dtype=columns)[None]
     savemat(root / "DUC_refposes_all.mat", references)

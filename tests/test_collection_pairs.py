@@ -8,13 +8,13 @@ from conftest import ROOT, texture
 
 import dualrc
 from dualrc.collection import pairs
-from dualrc.collection.engine import Event, carry_out
-from dualrc.collection.pictures import ENDINGS, find_pictures
+from dualrc.collection.config import CollectionConfig
+from dualrc.collection.executor import Event, carry_out
 from dualrc.collection.plan import Plan, in_blocks, in_chunks
 from dualrc.collection.retrieval import global_descriptor, most_similar
 from dualrc.collection.worker import Failure
-from dualrc.data import photos
 from dualrc.errors import ConfigError, DataError
+from dualrc.image import find_pictures
 from dualrc.matches import Matches
 
 NAMES = [f"{number:02d}.jpg" for number in range(10)]
@@ -35,7 +35,6 @@ def test_pictures_of_a_folder(tmp_path):
         (tmp_path / name).touch()
     (tmp_path / "folder.jpg").mkdir()
     assert find_pictures(tmp_path) == ["a/b.jpg", "a/é ü.png", "b.JPG", "c/d/e.tiff"]
-    assert ENDINGS == photos._ENDINGS
 
 
 def test_folders_without_pictures(tmp_path):
@@ -136,8 +135,8 @@ def test_text_files_that_are_no_pairs(tmp_path, text):
 
 
 def choose(names, how, describe=None, **changes):
-    settings = {"neighbors": 2, "overlap": 2, "loops": 1} | changes
-    return pairs.choose(names, str(how), describe=describe or (lambda: pytest.fail("no need")), **settings)
+    config = CollectionConfig(**({"pairs": str(how), "neighbors": 2, "overlap": 2, "loops": 1} | changes))
+    return pairs.choose(names, config, describe or (lambda: pytest.fail("no need")))
 
 
 def test_choosing(tmp_path):
@@ -218,7 +217,7 @@ def test_chunks():
 
 
 class Deadly:
-    """An engine whose workers die at some items, as often as said, and else say what they were asked."""
+    """An executor whose workers die at some items, as often as said, and else say what they were asked."""
 
     def __init__(self, count: int, deaths: dict[tuple[str, ...], int], at_once: int = 1) -> None:
         self.count, self.at_once, self.deaths = count, at_once, dict(deaths)
@@ -248,15 +247,18 @@ class Deadly:
 def test_what_workers_die_of_is_tried_again_and_then_given_up(count, at_once):
     asked = pairs.exhaustive(NAMES)
     unlucky, deadly = asked[20], asked[21]
-    engine = Deadly(count, {unlucky: 1, deadly: 99}, at_once)
+    executor = Deadly(count, {unlucky: 1, deadly: 99}, at_once)
     results = []
     carry_out(
-        engine, Plan(in_blocks(asked, 16), at_once=at_once), set(), lambda item, result: results.append((item, result))
+        executor,
+        Plan(in_blocks(asked, 16), at_once=at_once),
+        set(),
+        lambda item, result: results.append((item, result)),
     )
     assert sorted(item for item, _ in results) == sorted(asked)  # each once
     failed = {item: result for item, result in results if isinstance(result, Failure)}
     assert set(failed) == {deadly} and "killed" in failed[deadly].reason
-    assert engine.died <= 5
+    assert executor.died <= 5
 
 
 def test_workers_that_can_not_live_end_the_run():

@@ -8,11 +8,11 @@ import pytest
 from conftest import texture, tiny_network
 from PIL import Image
 
-from dualrc.collection import ray_engine
+from dualrc.collection import ray_cluster
 from dualrc.collection.config import CollectionConfig
-from dualrc.collection.engine import Event
-from dualrc.collection.ray_engine import RayEngine
-from dualrc.collection.run import match_collection
+from dualrc.collection.executor import Event
+from dualrc.collection.matching import match_collection
+from dualrc.collection.ray_cluster import RayExecutor
 from dualrc.collection.store import MatchStore
 from dualrc.errors import ConfigError
 from dualrc.model.checkpoint import save_weights
@@ -47,14 +47,14 @@ def heard_of_block(events: list[Event], worker: int) -> int:
     return kinds[::-1].index("ready") if "ready" in kinds else 0
 
 
-def wait_for_a_death(engine: RayEngine) -> None:
+def wait_for_a_death(executor: RayExecutor) -> None:
     """Until it is known that one of the workers is no more: what it is asked fails, without its turn having come."""
-    asked = [actor.start.remote() for actor in engine._actors]
+    asked = [actor.start.remote() for actor in executor._actors]
     while True:
-        (answer,), asked = engine._ray.wait(asked, num_returns=1, timeout=120.0)
+        (answer,), asked = executor._ray.wait(asked, num_returns=1, timeout=120.0)
         try:
-            engine._ray.get(answer)
-        except engine._ray.exceptions.RayActorError:
+            executor._ray.get(answer)
+        except executor._ray.exceptions.RayActorError:
             return
 
 
@@ -72,21 +72,21 @@ def test_a_cluster_gives_the_same_though_a_node_dies(images, config, tmp_path, m
     try:
         second = cluster.add_node(num_cpus=1)
         events, removed = [], []
-        next_event = RayEngine.next
+        next_event = RayExecutor.next
 
-        def watched_next(engine: RayEngine) -> Event:
+        def watched_next(executor: RayExecutor) -> Event:
             if not removed:  # both have an answer before one is heard
-                engine._ray.wait(list(engine._awaited), num_returns=2)
+                executor._ray.wait(list(executor._awaited), num_returns=2)
                 if len(events) >= 15 and all(1 <= heard_of_block(events, worker) <= 3 for worker in range(2)):
                     cluster.remove_node(second, allow_graceful=False)
-                    wait_for_a_death(engine)
+                    wait_for_a_death(executor)
                     removed.append(second)
-            events.append(next_event(engine))
+            events.append(next_event(executor))
             return events[-1]
 
-        monkeypatch.setattr(ray_engine, "_UNREAD", 1)  # none is ahead of what is heard, let alone at its block's end
-        monkeypatch.setattr(RayEngine, "next", watched_next)
-        ray_config = replace(config, engine="ray", address=cluster.address, workers=None)
+        monkeypatch.setattr(ray_cluster, "_UNREAD", 1)  # none is ahead of what is heard, let alone at its block's end
+        monkeypatch.setattr(RayExecutor, "next", watched_next)
+        ray_config = replace(config, executor="ray", address=cluster.address, workers=None)
         result = match_collection(images, tmp_path / "ray", ray_config, quiet=True)
     finally:
         cluster.shutdown()
@@ -99,11 +99,11 @@ def test_a_cluster_gives_the_same_though_a_node_dies(images, config, tmp_path, m
 def test_ray_that_is_not_installed(images, config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'dualrc\[ray\]'"):
-        match_collection(images, tmp_path / "out", replace(config, engine="ray"), quiet=True)
+        match_collection(images, tmp_path / "out", replace(config, executor="ray"), quiet=True)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999999", "nowhere.invalid:6379", "ray://127.0.0.1:1"])
 def test_addresses_without_a_cluster(images, config, tmp_path, address):
     pytest.importorskip("ray")
     with pytest.raises(ConfigError, match=f"address {address}"):
-        match_collection(images, tmp_path / "out", replace(config, engine="ray", address=address), quiet=True)
+        match_collection(images, tmp_path / "out", replace(config, executor="ray", address=address), quiet=True)

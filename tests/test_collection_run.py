@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 
 import dualrc
 from dualrc import cli, machine
-from dualrc.collection import engines
+from dualrc.collection import allocation
 from dualrc.collection.config import CollectionConfig
-from dualrc.collection.descriptors import read_descriptors
-from dualrc.collection.engine import Event
-from dualrc.collection.local import LocalEngine
-from dualrc.collection.run import CollectionResult, match_collection
+from dualrc.collection.executor import Event
+from dualrc.collection.local import LocalExecutor
+from dualrc.collection.matching import CollectionResult, match_collection
+from dualrc.collection.retrieval import read_descriptors
 from dualrc.collection.store import MatchStore
 from dualrc.collection.worker import Failure, Worker, WorkerSettings
 from dualrc.errors import ConfigError, DataError, OutputError, WeightsError
@@ -145,14 +145,14 @@ def test_pairs_by_retrieval_keep_their_descriptors(images, config, undisturbed, 
 
 def run_to_be_killed(images: Path, out: Path, config: CollectionConfig) -> None:
     """With time between the pairs, so that it is killed in the midst of them however fast they are."""
-    next_event = LocalEngine.next
+    next_event = LocalExecutor.next
 
-    def slow_next(engine: LocalEngine) -> Event:
+    def slow_next(executor: LocalExecutor) -> Event:
         time.sleep(0.05)
-        return next_event(engine)
+        return next_event(executor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LocalEngine, "next", slow_next)
+        patch.setattr(LocalExecutor, "next", slow_next)
         match_collection(images, out, config, quiet=True)
 
 
@@ -210,15 +210,15 @@ def test_kill_9_at_ten_random_moments_loses_nothing(images, config, undisturbed,
 
 def test_a_worker_that_is_killed_is_replaced(images, config, undisturbed, tmp_path, monkeypatch):
     events = []
-    next_event = LocalEngine.next
+    next_event = LocalExecutor.next
 
-    def watched_next(engine: LocalEngine) -> Event:
+    def watched_next(executor: LocalExecutor) -> Event:
         if len(events) == 4:  # it was ready, and has matched three pairs
-            engine._processes[0].kill()
-        events.append(next_event(engine))
+            executor._processes[0].kill()
+        events.append(next_event(executor))
         return events[-1]
 
-    monkeypatch.setattr(LocalEngine, "next", watched_next)
+    monkeypatch.setattr(LocalExecutor, "next", watched_next)
     result = match_collection(images, tmp_path, config, quiet=True)
     assert [event.kind for event in events].count("died") == 1
     assert content(result.store) == content(undisturbed.store)
@@ -245,16 +245,16 @@ def test_folders_that_can_not_be_matched(config, tmp_path):
 
 
 def test_settings_without_meaning():
-    for changes in ({"top": 0}, {"workers": 0}, {"cache": -1.0}, {"max_memory": 0.0}, {"engine": "x"}, {"loops": -1}):
+    for changes in ({"top": 0}, {"workers": 0}, {"cache": -1.0}, {"max_memory": 0.0}, {"executor": "x"}, {"loops": -1}):
         with pytest.raises(ConfigError, match=next(iter(changes))):
             CollectionConfig(**changes)
-    with pytest.raises(ConfigError, match="engine ray"):
+    with pytest.raises(ConfigError, match="executor ray"):
         CollectionConfig(address="auto")
 
 
 def test_out_that_is_a_file(images, config, tmp_path):
     (tmp_path / "out").write_text("in the way")
-    with pytest.raises(OutputError, match="write elsewhere"):
+    with pytest.raises(OutputError, match=r"a file is in its place\); choose another"):
         match_collection(images, tmp_path / "out", config, quiet=True)
 
 
@@ -330,7 +330,7 @@ def test_reading_ahead_changes_nothing(images, weights):
     """What a worker does beside a GPU: batches, and pictures read by threads before they are needed."""
     items = [*itertools.combinations(["a/1.png", "b/1.png", "c.png", "text.jpg", "d.png"], 2), ("c.png",)]
     plain, ahead = Worker(settings(images, weights)), Worker(settings(images, weights))
-    ahead.reads_ahead, ahead.at_once = True, 3
+    ahead.prefetches, ahead.at_once = True, 3
     expected, found = dict(plain.work(items)), dict(ahead.work(items))
     assert list(expected) == items and set(found) == set(items)
     for item in items:
@@ -362,11 +362,13 @@ def test_the_command(images, config, undisturbed, tmp_path):
 
 def test_workers_share_the_memory(images, config, weights, monkeypatch):
     monkeypatch.setattr(machine, "cores", lambda: 4)
-    monkeypatch.setattr(engines, "LocalEngine", lambda settings: settings)
+    monkeypatch.setattr(allocation, "LocalExecutor", lambda settings: settings)
     matcher = dualrc.load(weights=weights, device="cpu", size=1024)
-    need = engines._worker_bytes(matcher) / 2**30
+    need = allocation._worker_bytes(matcher) / 2**30
     for limit, count in ((9 * need, 4), (2.5 * need, 2), (0.8 * need, 1), (0.1, 1)):
-        settings = engines.start_engine(images, [], replace(config, workers=None, max_memory=limit, cache=0.0), matcher)
+        settings = allocation.start_executor(
+            images, [], replace(config, workers=None, max_memory=limit, cache=0.0), matcher
+        )
         assert len(settings) == count
         # Torch and the network are half a GiB; what is left is for matching, at a smaller size where it has to be.
         given = [one.matcher["max_memory"] for one in settings]

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps
 
-from dualrc.colmap import read_cameras, read_header
+from dualrc.colmap import read_cameras
 from dualrc.errors import DataError
 from dualrc.geometry import transform_points
+from dualrc.image import read_header
 
 HEADER = "# Camera list with one line of data per camera:\n#   CAMERA_ID, MODEL, WIDTH, HEIGHT, PARAMS[]\n"
 

@@ -1,6 +1,7 @@
 """Configs: TOML in and out, and every wrong setting refused by name."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -12,6 +13,8 @@ from dualrc.config import (
     MatcherConfig,
     NetworkConfig,
     ResNetConfig,
+    check_bounds,
+    first_difference,
     from_dict,
     preset,
     read_toml,
@@ -19,6 +22,7 @@ from dualrc.config import (
     to_toml,
 )
 from dualrc.errors import ConfigError
+from dualrc.extras import require
 
 CONFIGS = [
     *(network for network, _ in PRESETS.values()),
@@ -125,3 +129,34 @@ def test_files_that_do_not_do(tmp_path, content, message):
 def test_fine_settings_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         FineConfig(**wrong)
+
+
+@dataclasses.dataclass
+class Numbers:
+    a: float | None = 1
+    b: float | None = 2
+
+
+def test_bounds_are_told_with_the_value():
+    check_bounds(Numbers(), "a", "b", at_least=1, at_most=2)
+    check_bounds(Numbers(a=None), "a", above=5)
+    for changes, bounds, told in (
+        ({"a": 0}, {"at_least": 1}, "a = 0 must be at least 1."),
+        ({"b": 2}, {"above": 0, "below": 2}, "b = 2 must be above 0 and below 2."),
+        ({"a": float("inf")}, {"above": 0}, "a = inf must be above 0."),
+        ({"b": float("nan")}, {"at_most": 0.5}, "must be at most 0.5."),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            check_bounds(Numbers(**changes), "a", "b", **bounds)
+
+
+def test_the_first_difference_has_its_full_name():
+    assert first_difference({"a": {"b": 1}, "c": [1]}, {"c": [1], "a": {"b": 1}}) is None
+    assert first_difference({"a": {"b": 1, "z": 0}}, {"a": {"b": 2}}) == "a.b is 1 there and 2 now"
+    assert first_difference({}, {"a": None, "b": 3}) == "b is None there and 3 now"
+
+
+def test_a_missing_extra_is_named():
+    assert require("json", "colmap", "Nothing").dumps([]) == "[]"
+    with pytest.raises(ConfigError, match=r"Dreams need no_such_module .*: pip install 'dualrc\[colmap\]'"):
+        require("no_such_module", "colmap", "Dreams")

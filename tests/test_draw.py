@@ -9,8 +9,8 @@ from PIL import Image
 
 from dualrc import draw
 from dualrc.errors import ConfigError, DataError, ImageError, OutputError
-from dualrc.geometry import pixel_grid
 from dualrc.matches import Estimate, Matches, Warp
+from dualrc.pixels import cell_to_pixel, pixel_grid
 
 CAPTION = draw._CAPTION_PX
 GAP = draw._GAP_PX
@@ -222,7 +222,7 @@ def test_certainty_fades_and_nan_shows_nothing():
 
 def test_a_coarse_warp_is_shown_in_full_size():
     image = texture(320, 256)
-    coarse = (pixel_grid((80, 64)) + 0.5) * 4 - 0.5
+    coarse = cell_to_pixel(pixel_grid((80, 64)), 4)
     picture = draw.draw_flow(image, image, coarse)
     inner = np.s_[8:248, 8:312]
     assert np.abs(picture[:256, 320 + GAP :][inner].astype(int) - image[inner]).max() <= 2

@@ -16,7 +16,6 @@ from aachen_data import (
     SEQUENCE,
     SHOTS,
     SIZE,
-    true_poses,
     write_matchers,
     write_truth,
     write_v1_0,
@@ -31,10 +30,10 @@ pytest.importorskip("pycolmap", reason="pycolmap is not installed")
 
 from dualrc.cli import app
 from dualrc.errors import ConfigError, DataError
-from dualrc.evaluation import EvaluationSettings, evaluate
-from dualrc.evaluation.aachen import Aachen
-from dualrc.evaluation.aachen_layout import Lens, read_aachen
-from dualrc.evaluation.aachen_scores import PUBLISHED, THRESHOLDS, QueryScore, group_score
+from dualrc.evaluation import evaluate
+from dualrc.evaluation.aachen import THRESHOLDS, Aachen, AachenSettings, GroupScore, QueryScore
+from dualrc.evaluation.aachen_data import Lens, read_aachen
+from dualrc.evaluation.data_files import read_published
 from dualrc.geometry import rotation_error_deg
 from dualrc.localize import read_poses
 from dualrc.matches import Matches
@@ -65,17 +64,12 @@ def root(data, tmp_path):
 def run(data, root, out, *names, truth=True, **settings):
     """The results, and all that was printed."""
     matchers = tuple(name if name == "dualrc" else f"{data / 'matchers.py'}:{name}" for name in names)
-    chosen = EvaluationSettings(
-        benchmark="aachen",
-        roots=(root,),
-        matchers=matchers,
-        out=out,
-        truth=data / "truth.txt" if truth else None,
-        **settings,
-    )
+    truth_file = data / "truth.txt" if truth else None
     printed = io.StringIO()
     console = Console(width=160, file=printed)
-    return evaluate(chosen, screen=console, messages=console), " ".join(printed.getvalue().split())
+    options = {"roots": (root,), "matchers": matchers, "out": out, "truth": truth_file, **settings}
+    content = evaluate("aachen", screen=console, messages=console, **options)
+    return content, " ".join(printed.getvalue().split())
 
 
 def edit(path, old, new):
@@ -176,14 +170,14 @@ def test_pictures_that_are_stored_on_their_side(data, root, tmp_path):
     exif[ExifTags.Base.Orientation] = 6
     with Image.open(path) as image:
         image.save(path, exif=exif, quality=95)
-    benchmark = Aachen(read_aachen(root), out=tmp_path, truth=true_poses(QUERIES))
+    benchmark = Aachen(AachenSettings(roots=(root,), out=tmp_path))
     pair = next(pair for pair in benchmark.pairs if pair.name0 == name)
     stored = np.array([[10.0, 20.0], [300.0, 200.0]])
     upright = np.stack([SIZE[1] - 1 - stored[:, 1], stored[:, 0]], axis=1)  # turned clockwise
     matches = Matches(
         points0=upright, points1=stored, scores=np.ones(2), size0=SIZE[::-1], size1=SIZE, info={"seen0": (160, 240)}
     )
-    found = benchmark._as_pinholes(pair, matches)
+    found = benchmark.undistort(pair, matches)
     assert found.points0 == pytest.approx(SHOTS[name].undistort(stored), abs=1e-4)
     assert found.points1 == pytest.approx(SHOTS[pair.name1].undistort(stored), abs=1e-4)
     assert found.size0 == SIZE and found.info == {"network_size0": (160, 240)}
@@ -212,15 +206,9 @@ def test_what_is_wrong_with_a_query_is_named_and_counts_as_failure(data, root, t
     lines = (data / "truth.txt").read_text().splitlines()
     pose = lines[0].split(maxsplit=1)[1]
     truth.write_text("\n".join([*lines, f"IMG_1.jpg {pose}", f"alone.jpg {pose}"]) + "\n")
-    chosen = EvaluationSettings(
-        benchmark="aachen",
-        roots=(root,),
-        matchers=(f"{data / 'matchers.py'}:oracle",),
-        out=tmp_path / "out",
-        truth=truth,
-    )
-    quiet = Console(file=io.StringIO())
-    figures = evaluate(chosen, screen=quiet, messages=quiet)["results"][0].figures
+    quiet, matchers = Console(file=io.StringIO()), (f"{data / 'matchers.py'}:oracle",)
+    options = {"roots": (root,), "matchers": matchers, "out": tmp_path / "out", "truth": truth}
+    figures = evaluate("aachen", screen=quiet, messages=quiet, **options)["results"][0].figures
     reasons = {Path(query.name).name: query.reason for query in figures.queries}
     assert reasons.pop(Path(NIGHT_QUERIES[0]).name) is None
     assert "SIMPLE_RADIANT" in reasons.pop(Path(NIGHT_QUERIES[1]).name)
@@ -286,7 +274,7 @@ def test_roots_of_other_benchmarks(tmp_path):
     write_cameras_json(tmp_path / "pose")
     (tmp_path / "inloc" / "database" / "cutouts").mkdir(parents=True)
     for name in ("hpatches", "pose", "inloc"):
-        with pytest.raises(DataError, match=f"it looks like {name}; run `dualrc evaluate {name}` on it"):
+        with pytest.raises(DataError, match=f"it looks like {name}: run `dualrc evaluate {name}` on it"):
             read_aachen(tmp_path / name)
 
 
@@ -349,12 +337,14 @@ def test_both_versions_in_one_folder(data, tmp_path):
 
 def test_true_poses_of_others(data, tmp_path):
     (tmp_path / "truth.txt").write_text("other.jpg 1 0 0 0 0 0 0\n")
-    found = read_aachen(data / "v1.0")
+    settings = AachenSettings(roots=(data / "v1.0",), out=tmp_path, truth=tmp_path / "truth.txt")
     with pytest.raises(DataError, match="has none of the queries"):
-        Aachen(found, out=tmp_path, truth=read_poses(tmp_path / "truth.txt"))
+        Aachen(settings)
+    (tmp_path / "truth.txt").write_text("")
     with pytest.raises(DataError, match="has none of the queries"):
-        Aachen(found, out=tmp_path, truth={})
-    partly = Aachen(found, out=tmp_path, truth=true_poses(NIGHT_QUERIES[:1]))
+        Aachen(settings)
+    write_truth(tmp_path / "truth.txt", NIGHT_QUERIES[:1])
+    partly = Aachen(settings)
     assert any("1 queries have no true pose" in note for note in partly.notes)
 
 
@@ -366,7 +356,7 @@ def test_errors_at_the_thresholds_count_and_beyond_do_not():
             error_m=error_m, error_deg=error_deg,
         )  # fmt: skip
 
-    exact = group_score([query(*limits) for limits in THRESHOLDS])
+    exact = GroupScore.of([query(*limits) for limits in THRESHOLDS])
     assert exact.shares == pytest.approx((1 / 3, 2 / 3, 1))
     beyond = [
         query(0.51, 1),
@@ -376,12 +366,13 @@ def test_errors_at_the_thresholds_count_and_beyond_do_not():
         query(1, 10.01),
         query(np.inf, np.inf),
     ]
-    assert group_score(beyond).shares == pytest.approx((0, 2 / 6, 3 / 6))
-    assert group_score([]).shares == ()
+    assert GroupScore.of(beyond).shares == pytest.approx((0, 2 / 6, 3 / 6))
+    assert GroupScore.of([]).shares == ()
 
 
 def test_the_paper_s_table():
-    assert PUBLISHED["DualRC-Net"] == (79.6, 88.8, 100.0) and len(PUBLISHED) == 6
+    published = read_published("aachen_published.json")
+    assert published["DualRC-Net"] == [79.6, 88.8, 100.0] and len(published) == 6
 
 
 def test_the_command(data, tmp_path):
@@ -394,8 +385,10 @@ def test_the_command(data, tmp_path):
     )
     assert done.exit_code == 0, done.output
     assert "100.0" in done.output and (tmp_path / "out" / "Aachen_eval_[matchers_oracle].txt").is_file()
-    with pytest.raises(ConfigError, match="--truth is for aachen"):
-        evaluate(EvaluationSettings(benchmark="pose", roots=(tmp_path,), out=tmp_path, truth=tmp_path))
+    with pytest.raises(ConfigError, match="--truth is for inloc and aachen; leave it out"):
+        evaluate("pose", roots=(tmp_path,), out=tmp_path, truth=tmp_path)
+    with pytest.raises(ConfigError, match="one ROOT"):
+        evaluate("aachen", roots=(tmp_path, tmp_path), out=tmp_path)
 
 
 @pytest.mark.slow

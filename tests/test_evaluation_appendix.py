@@ -21,11 +21,12 @@ from dualrc.collection.store import MatchStore
 from dualrc.config import PRESETS, ResNetConfig
 from dualrc.draw import _BAD, _GOOD
 from dualrc.errors import ConfigError, DataError, OutputError, WeightsError
-from dualrc.evaluation import costs
-from dualrc.evaluation.appendix import AppendixSettings, evaluate_appendix, read_networks
-from dualrc.evaluation.benchmark import share
-from dualrc.evaluation.comparisons import Network, compare_channels, compare_costs, compare_fusion, compare_sizes
-from dualrc.evaluation.hpatches import HPatches, published
+from dualrc.evaluation import costs, evaluate
+from dualrc.evaluation.appendix import read_networks
+from dualrc.evaluation.appendix_tables import Network, compare_channels, compare_costs, compare_fusion, compare_sizes
+from dualrc.evaluation.benchmark import Result
+from dualrc.evaluation.hpatches import HPatches, HPatchesSettings, published
+from dualrc.evaluation.report import share
 from dualrc.matches import Matches
 from dualrc.metrics import match_errors_px
 from dualrc.model.checkpoint import save_weights
@@ -59,8 +60,9 @@ def run(folder, out, *weights, **settings):
     printed = io.StringIO()
     console = Console(width=140, file=printed)
     paths = tuple(folder / f"{name}.safetensors" for name in weights)
-    chosen = AppendixSettings(**{"roots": (folder / "data",), "weights": paths, "out": out, **settings})
-    return evaluate_appendix(chosen, screen=console, messages=console), " ".join(printed.getvalue().split())
+    options = {"roots": (folder / "data",), "weights": paths, "out": out, **settings}
+    content = evaluate("appendix", screen=console, messages=console, **options)
+    return content, " ".join(printed.getvalue().split())
 
 
 def page_tables(out) -> dict[str, list[list[str]]]:
@@ -292,7 +294,7 @@ def test_broken_pictures_are_counted_and_the_rest_goes_on(folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def benchmark(folder):
-    return HPatches([folder / "data"])
+    return HPatches(HPatchesSettings(roots=(folder / "data",), out=folder / "out"))
 
 
 def scores(benchmark, error_px: float, name: str):
@@ -311,7 +313,7 @@ def scores(benchmark, error_px: float, name: str):
             size1=(320, 240),
         )
 
-    return replace(benchmark.score(name, get), matcher=name)
+    return Result(matcher=name, figures=benchmark.score(name, get))
 
 
 def network(fusion: str, channels: int, name: str = "") -> Network:
@@ -324,10 +326,10 @@ def test_the_paper_s_whole_set_of_variants(benchmark):
     given = [network(letter, 1024) for letter in "edcba"] + [network("a", 256), network("e", 256)]
     results = {n: scores(benchmark, 0.5 + index, n.label) for index, n in enumerate(given)}
     fusion = compare_fusion(benchmark, results, 1600)
-    assert fusion.table.title == "Fusion variants, 1024 channels, 1600 px"
-    assert [row[0] for row in fusion.table.rows] == [f"({letter}) 1024" for letter in "abcde"]
+    assert fusion.tables[0].title == "Fusion variants, 1024 channels, 1600 px"
+    assert [row[0] for row in fusion.tables[0].rows] == [f"({letter}) 1024" for letter in "abcde"]
     # Wrong by 0.5 px for (e) to 4.5 px for (a): right from the next whole threshold on.
-    assert [row[2:6] for row in fusion.table.rows] == [
+    assert [row[2:6] for row in fusion.tables[0].rows] == [
         [".000", ".000", "1.000", "1.000"],
         [".000", ".000", "1.000", "1.000"],
         [".000", "1.000", "1.000", "1.000"],
@@ -335,8 +337,8 @@ def test_the_paper_s_whole_set_of_variants(benchmark):
         ["1.000", "1.000", "1.000", "1.000"],
     ]
     channels = compare_channels(benchmark, results, 1600)
-    assert [row[0] for row in channels.table.rows] == ["(a) 1024", "(a) 256", "(e) 1024", "(e) 256"]
-    assert [row[5] for row in channels.table.rows] == ["1.000"] * 4
+    assert [row[0] for row in channels.tables[0].rows] == ["(a) 1024", "(a) 256", "(e) 1024", "(e) 256"]
+    assert [row[5] for row in channels.tables[0].rows] == ["1.000"] * 4
     assert fusion.notes == channels.notes == []
     assert list(fusion.figures) == ["fusion"] and list(channels.figures) == ["channels"]
 
@@ -345,25 +347,29 @@ def test_which_variants_are_compared(benchmark):
     two_runs = [network("a", 1024, ", x/weights"), network("a", 1024, ", y/weights")]
     given = [*two_runs, network("c", 1024), network("c", 256)]
     results = {n: scores(benchmark, 0, n.label) for n in given}
-    rows = [row[0] for row in compare_fusion(benchmark, results, 800).table.rows]
+    rows = [row[0] for row in compare_fusion(benchmark, results, 800).tables[0].rows]
     assert rows == ["(a) 1024, x/weights", "(a) 1024, y/weights", "(b) 1024", "(c) 1024", "(d) 1024", "(e) 1024"]
     # (c) is given with both numbers of channels; (a) and (e) are those of the paper.
     channels = compare_channels(benchmark, results, 800)
-    assert [row[0][:8].strip(",") for row in channels.table.rows] == [
+    assert [row[0][:8].strip(",") for row in channels.tables[0].rows] == [
         *("(a) 1024", "(a) 1024", "(a) 256"),
         *("(c) 1024", "(c) 256", "(e) 1024", "(e) 256"),
     ]
     assert channels.notes == [
         "256 against 1024 channels, 800 px: no weights were given for (a) 256, (e) 1024, (e) 256."
     ]
+    # Several files of one variant count once.
+    several = [network("a", 256, f", {name}/weights") for name in "xyz"] + [network("a", 1024), network("b", 1024)]
+    compared = compare_fusion(benchmark, {n: scores(benchmark, 0, n.label) for n in several}, 800)
+    assert compared.tables[0].title == "Fusion variants, 1024 channels, 800 px"
     nothing = compare_fusion(benchmark, {}, 800)
-    assert [row[1] for row in nothing.table.rows] == ["missing"] * 5 and nothing.figures == {}
+    assert [row[1] for row in nothing.tables[0].rows] == ["missing"] * 5 and nothing.figures == {}
 
 
 def test_published_curves_stand_beside_the_paper_s_sizes(benchmark):
     by_size = {size: scores(benchmark, 0, f"default, {size} px") for size in (1600, 1200, 800)}
     compared = compare_sizes(benchmark, by_size, [])
-    rows = {row[0]: row for row in compared.table.rows}
+    rows = {row[0]: row for row in compared.tables[0].rows}
     sparse = "Sparse-NCNet, 1600 px, hard + soft, best 2000"
     curves = published()[sparse]
     assert rows[f"{sparse}, published"][1:9] == [
@@ -378,7 +384,7 @@ def test_published_curves_stand_beside_the_paper_s_sizes(benchmark):
     ]
     # At half the size other published curves fit, and what can't be compared is left out.
     compared = compare_sizes(benchmark, {800: by_size[800]}, [])
-    assert {row[0] for row in compared.table.rows[1:]} == {
+    assert {row[0] for row in compared.tables[0].rows[1:]} == {
         *("NCNet, 800 px, best 2000, published", "Sparse-NCNet, 800 px, best 2000, published"),
         "NCNet, 1600 px, relocalized, best 2000, published",
     }
@@ -387,7 +393,7 @@ def test_published_curves_stand_beside_the_paper_s_sizes(benchmark):
 
 def test_costs_that_could_not_be_measured(folder):
     compared = compare_costs({(network("a", 1024), 1600): None})
-    assert compared.table.rows[0] == ["(a) 1024", "1600", "400", "failed", "-", "-", "-"]
+    assert compared.tables[0].rows[0] == ["(a) 1024", "1600", "400", "failed", "-", "-", "-"]
     assert compared.figures == {}
 
 
@@ -439,7 +445,7 @@ def test_the_command_line(folder, tmp_path, monkeypatch, capsys):
     assert "nowhere.safetensors does not exist" in call("appendix", data, *both, *out)
     assert "--weights is given 2 times; here it is taken once" in call("hpatches", data, *both, *out)
     assert "--size is given 2 times" in call("hpatches", data, "--size", 64, "--size", 96, *out)
-    assert "--pairs is for appendix" in call("hpatches", data, "--pairs", "x.txt", *out)
-    assert "--results are not for appendix" in call("appendix", data, "--crop", "1,1", *out)
+    assert "--pairs is for appendix; leave it out" in call("hpatches", data, "--pairs", "x.txt", *out)
+    assert "--crop is for hpatches; leave it out" in call("appendix", data, "--crop", "1,1", *out)
     assert "at least 32" in call("appendix", data, "--size", 64, "--size", 16, *out)
     assert "does not exist" in call("appendix", tmp_path / "nowhere", *out)

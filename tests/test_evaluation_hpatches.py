@@ -14,8 +14,7 @@ import pytest
 from evaluation_data import SHARED, run_evaluation, write_hpatches, write_matchers
 
 from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.evaluation import parse_crop
-from dualrc.evaluation.hpatches import LEFT_OUT, HPatches, published
+from dualrc.evaluation.hpatches import EXCLUDED, HPatches, HPatchesSettings, parse_crop, published
 
 pytest.importorskip("cv2", reason="OpenCV is not installed: pip install 'dualrc[baselines]'")
 
@@ -30,6 +29,10 @@ def data(tmp_path_factory):
 def run(data, out, *names, roots=None, top=1000, **settings):
     roots = (data,) if roots is None else roots
     return run_evaluation("hpatches", roots, out, data.parent, names, top=top, **settings)
+
+
+def open_hpatches(root):
+    return HPatches(HPatchesSettings(roots=(root,), out=root.parent / "out"))
 
 
 def overall(content, index=0):
@@ -101,15 +104,15 @@ def test_a_crop_moves_the_truth_along_and_unmasks_a_shared_grid(data, tmp_path):
 def test_pictures_in_other_formats(tmp_path):
     for suffix in (".ppm", ".jpg"):
         root = write_hpatches(tmp_path / suffix[1:], ["v_wall"], suffix=suffix)
-        assert [pair.path1.suffix for pair in HPatches([root]).pairs] == [suffix] * 5
+        assert [pair.path1.suffix for pair in open_hpatches(root).pairs] == [suffix] * 5
 
 
 def test_sequences_that_the_protocol_leaves_out(tmp_path):
     root = write_hpatches(tmp_path / "h", ["v_wall", "i_dc", "v_talent"])
-    benchmark = HPatches([root])
+    benchmark = open_hpatches(root)
     assert {pair.group for pair in benchmark.pairs} == {"v_wall"}
     assert [note.split()[0] for note in benchmark.notes] == ["i_dc", "v_talent"]
-    assert len(LEFT_OUT) == 8
+    assert len(EXCLUDED) == 8
 
 
 def test_broken_data_is_named_and_counted(data, tmp_path):

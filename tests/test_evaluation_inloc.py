@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +12,12 @@ from typer.testing import CliRunner
 
 from dualrc.cli import app
 from dualrc.errors import ConfigError, DataError
-from dualrc.evaluation import InLocSettings
-from dualrc.evaluation.inloc import InLoc
-from dualrc.evaluation.inloc_files import (
-    Ranked,
+from dualrc.evaluation.dense_verification import render_points, verify
+from dualrc.evaluation.inloc import ALL, CURVE_M, THRESHOLDS_M, InLoc, InLocSettings, published
+from dualrc.evaluation.inloc_data import (
+    CandidatePose,
     find_folders,
+    pose_rows,
     read_alignment,
     read_candidates,
     read_cutout,
@@ -24,9 +26,7 @@ from dualrc.evaluation.inloc_files import (
     read_scan,
     write_result_list,
 )
-from dualrc.evaluation.inloc_poses import CandidatePoses, Tried, places_at, pose_rows
-from dualrc.evaluation.inloc_scores import ALL, CURVE_M, THRESHOLDS_M, published
-from dualrc.evaluation.inloc_verify import render_points, verify
+from dualrc.evaluation.inloc_poses import PoseEstimator, points_at
 from dualrc.geometry import Camera
 from dualrc.image import read
 from dualrc.localize.results import read_poses
@@ -67,12 +67,16 @@ def changed(data, tmp_path):
 
 def first_candidate(root):
     """The first query, and its first candidate of the same floor."""
-    query, ranked = next(iter(read_candidates(root / LIST).items()))
-    return query, next(name for name in ranked.candidates if name.startswith("DUC1"))
+    query, candidates = next(iter(read_candidates(root / LIST).items()))
+    return query, next(name for name in candidates if name.startswith("DUC1"))
+
+
+def scan_of(folders, cutout):
+    return read_scan(folders.scan(cutout), folders.points(cutout).parent)
 
 
 def score_list(path, truth=None):
-    return InLoc((), InLocSettings(results=(path,)), truth=truth)
+    return InLoc(InLocSettings(results=(path,), truth=truth, out=path.parent))
 
 
 @pytest.mark.parametrize("method", PUBLISHED)
@@ -81,7 +85,7 @@ def test_published_results_to_the_digit(method):
         pytest.skip("the published lists are not in ../shared/data/inloc")
     name, *expected = PUBLISHED[method]
     benchmark = score_list(SHARED / "inloc" / f"{name}.mat", SHARED / "inloc" / "DUC_refposes_all.mat")
-    floors = benchmark.score_lists()[0].figures.floors
+    floors = benchmark.stored_results()[0].figures.floors
     assert [floors[floor].queries for floor in ("DUC1", "DUC2", ALL)] == [198, 131, 329]
     for floor, percents in zip(FLOORS, expected, strict=True):
         assert tuple(round(100 * share, 1) for share in floors[floor].within) == percents
@@ -105,6 +109,10 @@ def pose_at(x, turn_deg=0.0):
     return np.column_stack([R, -R @ [x, 0.0, 0.0]])
 
 
+def candidate(name, pose):
+    return CandidatePose(candidate=name, cam_from_world=None if pose is None else pose_rows(pose))
+
+
 def write_references(path, floors):
     entries = {}
     for floor, poses in floors.items():
@@ -123,29 +131,28 @@ def test_what_counts_as_localized(tmp_path):
         "far": pose_at(0.6),
         "turned": pose_at(0.1, 10.1),
         "floor": pose_at(0.0),
-        "none": np.full((3, 4), np.nan),
+        "none": None,
     }
-    results = {
-        query: Ranked(candidates=(f"{names[query]}/001/DUC_cutout_001_0_0.jpg",), scores=(1.0,), poses=(pose,))
-        for query, pose in poses.items()
-    }
+    results = {query: [candidate(f"{names[query]}/001/DUC_cutout_001_0_0.jpg", pose)] for query, pose in poses.items()}
     write_result_list(tmp_path / "mine.mat", results)
     benchmark = score_list(tmp_path / "mine.mat", tmp_path / "ref.mat")
-    figures = benchmark.score_lists()[0].figures
+    figures = benchmark.stored_results()[0].figures
     assert figures.floors["DUC1"].within == pytest.approx((1 / 6, 1 / 6, 2 / 6))
     assert figures.floors["DUC1"].without_pose == 2
     assert {s.query for s in figures.queries if np.isfinite(s.error_m)} == {"near", "far"}
     assert "1 queries are not in the list and count as failures: missing" in benchmark.notes[0]
-    assert len(benchmark.tables(benchmark.score_lists())) == 1  # nothing published is comparable
+    assert len(benchmark.report(benchmark.stored_results()).tables) == 1  # nothing published is comparable
 
 
 def test_a_list_survives_writing(tmp_path):
-    poses = (pose_at(1.0, 30.0), np.full((3, 4), np.nan))
-    names = ("DUC1/001/DUC_cutout_001_0_-30.jpg", "DUC2/002/DUC_cutout_002_330_0.jpg")
-    write_result_list(tmp_path / "list.mat", {"IMG_1.JPG": Ranked(candidates=names, scores=(2.5, 1.0), poses=poses)})
-    found = read_result_list(tmp_path / "list.mat")["IMG_1.JPG"]
-    assert found.candidates == names and found.scores == (2.5, 1.0)
-    assert np.array_equal(found.poses, poses, equal_nan=True)
+    first = candidate("DUC1/001/DUC_cutout_001_0_-30.jpg", pose_at(1.0, 30.0))
+    second = candidate("DUC2/002/DUC_cutout_002_330_0.jpg", None)
+    written = [replace(first, inliers=7, verified=2.5), replace(second, inliers=3)]
+    write_result_list(tmp_path / "list.mat", {"IMG_1.JPG": written})
+    assert read_result_list(tmp_path / "list.mat") == {"IMG_1.JPG": (first, second)}
+    stored = scipy_io.loadmat(tmp_path / "list.mat")["ImgList"][0, 0]
+    assert stored["topNscore"].tolist() == [[2.5, 3.0]]
+    assert np.isnan(stored["P"][0, 1]).all()
 
 
 def test_an_oracle_is_perfect_and_a_broken_matcher_is_not(scored, data):
@@ -194,12 +201,11 @@ def test_text_lists_are_the_same_as_published_ones(data, tmp_path):
         "# query and cut-out\n"
         + "".join(
             f"query/iphone7/{query} database/cutouts/{name}\n"
-            for query, ranked in published_list.items()
-            for name in ranked.candidates
+            for query, names in published_list.items()
+            for name in names
         )
     )
-    found = read_candidates(path)
-    assert {q: r.candidates for q, r in found.items()} == {q: r.candidates for q, r in published_list.items()}
+    assert read_candidates(path) == published_list
 
 
 @pytest.mark.parametrize(
@@ -236,21 +242,21 @@ def write_v73(path, arrays):
 def test_cutouts_and_scans_of_matlab_73(data, changed):
     _, name = first_candidate(data / "data")
     before, after = (find_folders(root) for root in (data / "data", changed))
-    xyz, rgb = read_scan(before, name)
+    xyz, rgb = scan_of(before, name)
     content = scipy_io.loadmat(before.points(name))
     write_v73(after.points(name), {key: content[key] for key in ("XYZcut", "RGBcut")})
     columns = [column[:, None] for column in (*xyz.T, np.zeros(len(xyz)), *rgb.T)]
     write_v73(after.scan(name), {"A": columns})
     assert np.array_equal(read_cutout(after.points(name)), read_cutout(before.points(name)), equal_nan=True)
-    again = read_scan(after, name)
+    again = scan_of(after, name)
     assert np.array_equal(again[0], xyz) and np.array_equal(again[1], rgb)
 
 
 def test_without_the_scan_its_cutouts_serve(data, changed):
     _, name = first_candidate(data / "data")
-    xyz, rgb = read_scan(find_folders(data / "data"), name)
+    xyz, rgb = scan_of(find_folders(data / "data"), name)
     shutil.rmtree(changed / "database" / "scans")
-    again, colors = read_scan(find_folders(changed), name)
+    again, colors = scan_of(find_folders(changed), name)
     assert len(xyz) == len(again) and np.isfinite(again).all()
     # The columns hold the cut-outs one after the other, by angle; here they come by name.
     assert np.array_equal(np.sort(xyz.sum(axis=1)), np.sort(again.sum(axis=1)))
@@ -263,13 +269,13 @@ def test_places_between_points_at_edges_and_where_nothing_is():
     xyz[:, 3:] *= 2  # another surface, twice as far
     xyz[0, 0] = np.nan
     points = [[1.25, 2.5], [2.4, 1.0], [2.6, 1.0], [0.4, 0.0], [0.6, 0.0], [-0.6, 1.0], [5.4, 3.4]]
-    found = places_at(xyz, points, (6, 4))
+    found = points_at(xyz, points, (6, 4))
     assert found[0] == pytest.approx([1.25, 2.5, 50])
     assert found[1] == pytest.approx([2, 1, 50]) and found[2] == pytest.approx([6, 2, 100])
     assert np.isnan(found[3]).all() and found[4] == pytest.approx([1, 0, 50])
     assert np.isnan(found[5]).all() and found[6] == pytest.approx([10, 6, 100])
     # Twice the size: the same place has another pixel.
-    assert places_at(xyz, [[2 * 1.25 + 0.5, 2 * 2.5 + 0.5]], (12, 8))[0] == pytest.approx([1.25, 2.5, 50])
+    assert points_at(xyz, [[2 * 1.25 + 0.5, 2 * 2.5 + 0.5]], (12, 8))[0] == pytest.approx([1.25, 2.5, 50])
 
 
 def test_the_focal_length_is_inlocs_unless_a_camera_is_known(changed):
@@ -295,7 +301,7 @@ def test_the_alignment_is_the_one_after_refinement(data):
         ("before\n1 0 0 0\n0 1 0 0\n0 0 1 0\n0 0 0 1\n", "4 of 8 rows"),
         ("\n".join(["1 0 0 0", "0 1 0 0", "0 0 1 0", "0 0 0 1"] + ["1 0 0 0"] * 4), "last row"),
         ("\n".join(["1 0 0 0"] * 7 + ["0 0 0 1"]), "no rotation"),
-        ("\n".join(["1 0 0 nan"] * 7 + ["0 0 0 1"]), "no rotation"),
+        ("\n".join(["1 0 0 nan"] * 7 + ["0 0 0 1"]), "not numbers"),
     ],
 )
 def test_alignments_that_are_none(tmp_path, text, reason):
@@ -318,7 +324,7 @@ def test_verification_prefers_the_true_pose(data):
     query, name = first_candidate(root)
     folders = find_folders(root)
     truth = read_references(root / "DUC_refposes_all.mat")["DUC1"][query]
-    xyz, rgb = read_scan(folders, name)
+    xyz, rgb = scan_of(folders, name)
     photograph, camera = read(folders.queries / query), folders.camera(query, SIZE)
     floor_from_scan = np.vstack([read_alignment(folders.alignment(name)), [0, 0, 0, 1]])
 
@@ -339,24 +345,24 @@ def test_verification_finds_the_right_pose_among_wrong_ones(data, tmp_path):
     wrong = np.column_stack([truth[:, :3], truth[:, 3] + [0.5, 0, 0]])
     tried = {
         query: [
-            Tried(candidate=name, inliers=500, cam_from_world=pose_rows(wrong)),
-            Tried(candidate=name, inliers=20, cam_from_world=pose_rows(truth)),
-            Tried(candidate=name, reason="no luck"),
+            CandidatePose(candidate=name, inliers=500, cam_from_world=pose_rows(wrong)),
+            CandidatePose(candidate=name, inliers=20, cam_from_world=pose_rows(truth)),
+            CandidatePose(candidate=name, reason="no luck"),
         ]
     }
     folders = find_folders(root)
     steps = []
-    poses = CandidatePoses(folders, tmp_path / "poses.jsonl")
+    poses = PoseEstimator(folders, tmp_path / "poses.jsonl")
     found = poses.verify(tried, {query: folders.queries / query}, lambda *step: steps.append(step))[query]
     assert found[1].verified > found[0].verified > 0 and found[2].verified is None
     assert steps and not poses.broken
-    again = CandidatePoses(folders, tmp_path / "poses.jsonl")
+    again = PoseEstimator(folders, tmp_path / "poses.jsonl")
     assert again.verify(tried, {query: tmp_path / "gone.JPG"}, lambda *step: None)[query] == found
 
 
 def test_the_whole_path_with_verification(data, tmp_path):
-    settings = InLocSettings(verify=True, candidates=3)
-    content, text = run_evaluation("inloc", (data / "data",), tmp_path, data, ("pose_oracle",), inloc=settings)
+    settings = {"verify": True, "candidates": 3}
+    content, text = run_evaluation("inloc", (data / "data",), tmp_path, data, ("pose_oracle",), **settings)
     figures = content["results"][0].figures
     assert figures.floors[ALL].within == (1.0, 1.0, 1.0)
     assert "dense pose verification" in text
@@ -370,8 +376,8 @@ def test_broken_files_are_named_and_the_run_goes_on_and_resumes(data, changed, t
     folders.points(name).write_bytes(whole[: len(whole) // 2])
     (folders.queries / "IMG_0741.JPG").write_bytes(b"no picture")
     folders.alignment("DUC1/002/DUC_cutout_002_0_0.jpg").unlink()
-    settings = InLocSettings(verify=True, candidates=4)
-    content, text = run_evaluation("inloc", (changed,), tmp_path / "out", data, ("pose_oracle",), inloc=settings)
+    settings = {"verify": True, "candidates": 4}
+    content, text = run_evaluation("inloc", (changed,), tmp_path / "out", data, ("pose_oracle",), **settings)
     result = content["results"][0]
     by_query = {score.query: score for score in result.figures.queries}
     assert len(by_query) == 6
@@ -386,7 +392,7 @@ def test_broken_files_are_named_and_the_run_goes_on_and_resumes(data, changed, t
     # What is mended is used by the next run.
     folders.points(name).write_bytes(whole)
     shutil.copy(data / "data" / "query" / "iphone7" / "IMG_0741.JPG", folders.queries)
-    content, text = run_evaluation("inloc", (changed,), tmp_path / "out", data, ("pose_oracle",), inloc=settings)
+    content, text = run_evaluation("inloc", (changed,), tmp_path / "out", data, ("pose_oracle",), **settings)
     assert "4 new" in text
     assert content["results"][0].figures.floors["DUC2"].within == (1.0, 1.0, 1.0)
     assert all(
@@ -408,11 +414,11 @@ def test_another_picture_in_the_cutouts_place_is_no_scan(data, changed):
 def test_roots_that_are_not_inloc(data, tmp_path):
     def refused(reason, *roots, **inloc):
         with pytest.raises((DataError, ConfigError), match=reason):
-            run_evaluation("inloc", roots, tmp_path / "out", data, ("broken",), inloc=InLocSettings(**inloc))
+            run_evaluation("inloc", roots, tmp_path / "out", data, ("broken",), **inloc)
 
     refused("does not exist", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    refused("it is not InLoc; give another one", tmp_path / "empty")
+    refused("it is not InLoc; give another folder", tmp_path / "empty")
     refused("evaluate hpatches", write_hpatches(tmp_path / "hpatches", names=("v_wall",)))
     (tmp_path / "aachen" / "3D-models").mkdir(parents=True)
     refused("evaluate aachen", tmp_path / "aachen")
@@ -444,19 +450,19 @@ def test_roots_that_are_not_complete(data, changed, tmp_path):
 
 def test_without_references_poses_are_only_written(data, changed, tmp_path):
     (changed / "DUC_refposes_all.mat").unlink()
-    settings = InLocSettings(candidates=2)
-    content, text = run_evaluation("inloc", (changed,), tmp_path / "out", data, ("pose_oracle",), inloc=settings)
+    settings = {"candidates": 2}
+    content, text = run_evaluation("inloc", (changed,), tmp_path / "out", data, ("pose_oracle",), **settings)
     assert "nothing is scored" in text and content["results"][0].figures.floors == {}
     assert len(read_poses(tmp_path / "out" / "poses-matchers_pose_oracle.txt")) == 6
 
 
 def test_queries_beyond_the_list_and_the_references_are_named(data, changed, tmp_path):
-    listed = read_candidates(changed / LIST)
+    listed = read_result_list(changed / LIST)
     del listed["IMG_0731.JPG"]
     listed["IMG_9999.JPG"] = listed["IMG_0732.JPG"]
     write_result_list(changed / LIST, listed)
-    settings = InLocSettings(candidates=3)
-    content, text = run_evaluation("inloc", (changed,), tmp_path / "out", data, ("pose_oracle",), inloc=settings)
+    settings = {"candidates": 3}
+    content, text = run_evaluation("inloc", (changed,), tmp_path / "out", data, ("pose_oracle",), **settings)
     assert "1 queries have no reference pose and are not scored: IMG_9999.JPG" in text
     assert "1 queries have no candidates and count as failures: IMG_0731.JPG" in text
     assert content["results"][0].figures.floors["DUC1"].within == pytest.approx((2 / 3, 2 / 3, 2 / 3))
@@ -479,18 +485,18 @@ def test_stored_results_need_references_and_poses(data, changed, tmp_path):
     with pytest.raises(DataError, match="candidates without poses"):
         score_list(tmp_path / "bare.mat", truth)
     with pytest.raises(ConfigError, match="rename one"):
-        InLoc((), InLocSettings(results=(path, changed / LIST)), truth=truth)
+        InLocSettings(results=(path, changed / LIST), truth=truth, out=tmp_path)
 
 
 def test_options_of_inloc_are_refused_elsewhere(data, tmp_path):
-    with pytest.raises(ConfigError, match="are for inloc"):
-        run_evaluation("pose", (tmp_path,), tmp_path, data, ("broken",), inloc=InLocSettings(verify=True))
+    with pytest.raises(ConfigError, match="--verify is for inloc; leave it out"):
+        run_evaluation("pose", (tmp_path,), tmp_path, data, ("broken",), verify=True)
 
 
 @pytest.mark.slow
 def test_the_shipped_weights_localize(data, tmp_path):
-    settings = InLocSettings(candidates=4)
-    content, _ = run_evaluation("inloc", (data / "data",), tmp_path, data, ("dualrc",), inloc=settings, device="cpu")
+    settings = {"candidates": 4}
+    content, _ = run_evaluation("inloc", (data / "data",), tmp_path, data, ("dualrc",), **settings, device="cpu")
     figures = content["results"][0].figures
     assert figures.floors[ALL].within[1] >= 5 / 6
     assert figures.floors[ALL].without_pose == 0

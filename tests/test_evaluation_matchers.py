@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dualrc.collection.store import MatchStore
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError, OutputError, WeightsError
-from dualrc.evaluation import EvaluationSettings, evaluate
+from dualrc.evaluation import evaluate
 from dualrc.evaluation.export import Pair, export
 from dualrc.evaluation.matchers import MatcherSettings, make_matchers
 from dualrc.matches import Matches
@@ -191,9 +191,9 @@ def test_whatever_a_function_does_fails_its_pair_only(tmp_path):
     (tmp_path / "own.py").write_text("\n".join(lines))
     root = write_hpatches(tmp_path / "h", ["v_wall"])
     matchers = tuple(f"{tmp_path}/own.py:{name}" for name in RETURNED)
-    settings = EvaluationSettings(benchmark="hpatches", roots=(root,), matchers=matchers, out=tmp_path / "out")
+    options = {"roots": (root,), "matchers": matchers, "out": tmp_path / "out"}
     console = Console(file=io.StringIO())
-    results = evaluate(settings, screen=console, messages=console)["results"]
+    results = evaluate("hpatches", screen=console, messages=console, **options)["results"]
     for name, result in zip(RETURNED, results, strict=True):
         assert list(result.failures) == ["v_wall/1.png v_wall/2.png"]
         assert f"own:{name} " in next(iter(result.failures.values()))
@@ -216,8 +216,8 @@ def test_every_error_of_a_pair_is_counted_and_the_run_goes_on(tmp_path, kind):
         Pair(name0="1", name1=str(k), path0=tmp_path / "1.png", path1=tmp_path / f"{k}.png", group="g") for k in (2, 3)
     ]
     console = Console(file=io.StringIO())
-    exported = export(pairs, Forgetful(), tmp_path / "out", config={}, top=10, console=console)
-    with MatchStore(exported.store) as store:
+    path = export(pairs, Forgetful(), tmp_path / "out", config={}, top=10, console=console)
+    with MatchStore(path) as store:
         assert store.failures() == {("1", "2"): "There is not enough memory; give a smaller size."}
         assert len(store.get("1", "3")) == 3
 

@@ -20,8 +20,8 @@ from PIL import ExifTags, Image
 
 from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation.baselines import opencv_relative_pose
-from dualrc.evaluation.layouts import read_index, read_pose_data
 from dualrc.evaluation.pose import OPENCV_MAGSAC, OPENCV_RANSAC, POSELIB
+from dualrc.evaluation.pose_data import read_index, read_pose_data
 from dualrc.geometry import Camera, transform_points
 from dualrc.matches import Matches
 from dualrc.metrics import pose_error_deg

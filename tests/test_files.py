@@ -1,9 +1,11 @@
 """Results appear whole or not at all."""
 
+import json
+
 import pytest
 
-from dualrc.errors import OutputError
-from dualrc.files import check_writable, is_file, replacing
+from dualrc.errors import DataError, OutputError
+from dualrc.files import check_writable, is_file, make_folder, read_text, replacing, write_json, write_text
 
 
 def test_a_new_file_appears(tmp_path):
@@ -68,3 +70,30 @@ def test_a_name_too_long(tmp_path):
         pass
     assert not is_file(tmp_path / ("x" * 300))
     assert not is_file(tmp_path)
+
+
+def test_text_that_is_read_and_written(tmp_path):
+    write_text(tmp_path / "a.txt", "é ü\n")
+    assert read_text(tmp_path / "a.txt") == "é ü\n"
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfmarked")  # as some editors begin a file
+    assert read_text(tmp_path / "a.txt") == "marked"
+    with pytest.raises(DataError, match="does not exist; check the path"):
+        read_text(tmp_path / "no.txt")
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match=r"can't be read as text .*; mend it"):
+        read_text(tmp_path / "a.txt", "mend it")
+    with pytest.raises(DataError, match="can't be read as text"):
+        read_text(tmp_path)
+
+
+def test_json_knows_paths(tmp_path):
+    write_json(tmp_path / "a.json", {"é": tmp_path, "n": 1})
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == {"é": str(tmp_path), "n": 1}
+
+
+def test_folders_are_made_unless_a_file_is_there(tmp_path):
+    assert make_folder(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b" == make_folder(tmp_path / "a" / "b")
+    write_text(tmp_path / "c", "")
+    for path in (tmp_path / "c", tmp_path / "c" / "d", tmp_path / "\0"):
+        with pytest.raises(OutputError, match=r"can't be made .*; choose another one"):
+            make_folder(path)

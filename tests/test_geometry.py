@@ -22,16 +22,19 @@ from dualrc.geometry import (
     estimate,
     fundamental_from_pose,
     homography_grid,
-    pixel_grid,
+    pose_from_quaternion,
+    quaternion_from_rotation,
     read_cameras_json,
     relative_pose,
     resize_homography,
     rotation_error_deg,
+    rotation_from_quaternion,
     sample_bilinear,
     sampson_distance_px,
     transform_points,
 )
 from dualrc.matches import Matches
+from dualrc.pixels import pixel_grid
 
 STRECHA = Path(__file__).resolve().parents[2] / "shared" / "data" / "strecha" / "fountain-P11"
 KINDS = ("homography", "fundamental", "essential")
@@ -314,13 +317,14 @@ def test_estimates_a_relative_pose_with_known_cameras():
     camera1 = Camera(width=640, height=480, K=np.array([[600, 1, 330], [0, 600, 250], [0, 0, 1]]), source="exif")
     matches = scene_matches(camera0, camera1, noise_px=0.2, wrong=60)
     found = estimate(matches, "essential", camera0=camera0, camera1=camera1)
-    pose = np.array(found.info["cam1_from_cam0"])
+    pose = found.pose.cam1_from_cam0
     assert rotation_error_deg(pose[:, :3], POSE[:, :3]) < 0.1
     assert direction_error_deg(pose[:, 3], POSE[:, 3]) < 0.5
     assert np.linalg.norm(pose[:, 3]) == pytest.approx(1)
     assert found.matrix == pytest.approx(essential_from_pose(pose))
     assert found.info["cameras"] == "picture 0: file, picture 1: exif"
     assert found.info["parallax_px"] > 10
+    assert estimate(matches, "fundamental").pose is None
     json.dumps(found.info)
 
 
@@ -330,7 +334,6 @@ def test_relative_pose_without_noise_is_exact():
     assert pose is not None
     assert rotation_error_deg(pose.R, POSE[:, :3]) < 1e-3
     assert direction_error_deg(pose.t, POSE[:, 3]) < 1e-2
-    assert pose.inliers.all()
     assert relative_pose(make_matches(np.zeros((3, 2)), np.zeros((3, 2))), camera, camera) is None
 
 
@@ -340,7 +343,7 @@ def test_estimates_a_shared_focal_length(size1):
     found = estimate(scene_matches(camera0, camera1, noise_px=0.1, wrong=30), "essential")
     assert found.info["cameras"].startswith("estimated focal length ")
     assert found.info["K0"][0][0] == pytest.approx(900, rel=0.05)
-    assert rotation_error_deg(np.array(found.info["cam1_from_cam0"])[:, :3], POSE[:, :3]) < 1
+    assert rotation_error_deg(found.pose.R, POSE[:, :3]) < 1
 
 
 def test_guesses_where_sizes_differ_and_shares_where_they_agree():
@@ -439,7 +442,7 @@ def test_a_picture_matched_with_itself_has_no_relative_pose():
     found = estimate(same, "essential")
     assert found.matrix is None
     assert "share one centre" in found.info["reason"]
-    assert "cam1_from_cam0" not in found.info
+    assert found.pose is None
     assert np.allclose(estimate(same, "homography").matrix, np.eye(3), atol=1e-6)
 
 
@@ -470,3 +473,15 @@ def test_real_cameras_agree_with_their_poses():
     assert pose is not None
     assert rotation_error_deg(pose.R, true_pose[:, :3]) < 0.01
     assert direction_error_deg(pose.t, true_pose[:, 3]) < 0.05
+
+
+def test_quaternions_and_rotations():
+    assert rotation_from_quaternion([2, 0, 0, 0]) == pytest.approx(np.eye(3))
+    quarter = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 1.0]])  # about z
+    assert rotation_from_quaternion([1, 0, 0, 1]) == pytest.approx(quarter)
+    assert quaternion_from_rotation(quarter) == pytest.approx(np.sqrt([0.5, 0, 0, 0.5]), abs=1e-12)
+    for half in (np.diag([1.0, -1, -1]), np.diag([-1.0, 1, -1]), np.diag([-1.0, -1, 1])):
+        assert rotation_from_quaternion(quaternion_from_rotation(half)) == pytest.approx(half)
+    assert pose_from_quaternion([1, 0, 0, 1, 7, 8, 9]) == pytest.approx(np.column_stack([quarter, [7, 8, 9]]))
+    with pytest.raises(ValueError, match="length 0"):
+        rotation_from_quaternion([0, 0, 0, 0])

@@ -6,10 +6,11 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN
+from conftest import ENGINES, GOLDEN, make_engine
 
 from dualrc.matcher import load
 from dualrc.model.checkpoint import convert_published, load_weights
+from dualrc.ops import memory
 
 pytestmark = pytest.mark.skipif(
     not (GOLDEN / "reference.npz").exists(), reason=f"golden vectors are not at {GOLDEN}: ../shared is absent"
@@ -70,18 +71,26 @@ def test_features(computed):
         assert_close(features.fine[0].flatten(1)[:, index], reference()[f"{tag}_fine_{name}"])
 
 
-@pytest.mark.parametrize("max_memory", [0.5, 1e-3])
-def test_coarse_tensor(computed, max_memory):
-    tag, network, (a, b) = computed
-    with torch.inference_mode():
-        assert_close(network.coarse_tensor(a, b, max_memory)[0], reference()[f"{tag}_corr4d"])
+@pytest.fixture(params=[name for name in ENGINES if not name.startswith("triton")])
+def engine(request, computed):
+    """The same network by every engine of a CPU."""
+    computed[1].engine = make_engine(request.param)
 
 
-@pytest.mark.parametrize("max_memory", [0.5, 1e-3])
-def test_matches(computed, max_memory):
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("limit", [2**29, 2**20])
+def test_coarse_tensor(computed, limit):
     tag, network, (a, b) = computed
-    with torch.inference_mode():
-        found = network.match(a, b, max_memory=max_memory)
+    with torch.inference_mode(), memory.working_memory(limit):
+        assert_close(network.coarse_tensor(a, b)[0], reference()[f"{tag}_corr4d"])
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("limit", [2**29, 2**20])
+def test_matches(computed, limit):
+    tag, network, (a, b) = computed
+    with torch.inference_mode(), memory.working_memory(limit):
+        found = network.match(a, b)
     expected, scores = reference()[f"{tag}_matches"], reference()[f"{tag}_scores"]
     assert len(found.scores) == len(expected) == COUNTS[tag]
     # The vectors have the first pixel's corner at (0, 0), our pixels its centre.

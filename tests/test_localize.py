@@ -398,7 +398,7 @@ def test_maps_that_are_none(tmp_path):
     made.write(str(tmp_path / "model"))
     with pytest.raises(DataError, match="sees a 3D point"):
         read_map(tmp_path / "model", tmp_path)
-    with pytest.raises(ConfigError, match="at least 1 candidate"):
+    with pytest.raises(ConfigError, match="candidates = 0 must be at least 1"):
         LocalizeConfig(candidates=0)
 
 

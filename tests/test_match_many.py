@@ -11,7 +11,7 @@ from PIL import Image
 
 from dualrc.errors import ImageError
 from dualrc.image import read
-from dualrc.matcher import Matcher, ahead
+from dualrc.matcher import Matcher, prefetch
 from dualrc.model.dualrc import Features
 
 VIEW0, VIEW1 = View(203, 150, (60, 80)), View(190, 161, (66.4, 75.2), (0.95, 0.97))
@@ -47,7 +47,7 @@ def test_many_reads_each_picture_once(tmp_path, monkeypatch):
     for number, path in enumerate(paths):
         Image.fromarray(texture(number, 64, 48)).save(path)
     calls = []
-    monkeypatch.setattr(ahead, "read", lambda path: calls.append(path) or read(path))
+    monkeypatch.setattr(prefetch, "read", lambda path: calls.append(path) or read(path))
     matcher = tiny_matcher()
     assert len(list(matcher.match_many([(paths[0], paths[1]), (paths[0], paths[2]), (paths[1], paths[2])]))) == 3
     assert calls == [paths[0], paths[1], paths[2]]
@@ -69,7 +69,7 @@ def test_many_reads_ahead_beside_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(Matcher, "_pairs_ahead", 3)
     monkeypatch.setattr(Matcher, "_batch_size", lambda self, pair: 3)
     readers = []
-    monkeypatch.setattr(ahead, "read", lambda path: readers.append(threading.current_thread().name) or read(path))
+    monkeypatch.setattr(prefetch, "read", lambda path: readers.append(threading.current_thread().name) or read(path))
     found = list(matcher.match_many(iter(pairs), errors="empty"))
     assert any(name.startswith("read") for name in readers)
     assert [len(f) for f in found] == [len(f) for f in expected]
@@ -100,10 +100,10 @@ def test_many_pairs_fall_back_to_single_ones(monkeypatch):
 
 
 def test_pictures_come_into_view_once():
-    seen = list(ahead.look_ahead(range(5), 2))
+    seen = list(prefetch.look_ahead(range(5), 2))
     assert seen == [(0, [0, 1, 2]), (1, [3]), (2, [4]), (3, []), (4, [])]
-    assert list(ahead.look_ahead([], 2)) == []
-    assert list(ahead.look_ahead([7, 8], 0)) == [(7, [7]), (8, [8])]
+    assert list(prefetch.look_ahead([], 2)) == []
+    assert list(prefetch.look_ahead([7, 8], 0)) == [(7, [7]), (8, [8])]
 
 
 def test_many_takes_features_and_their_masks(oracle):

@@ -9,16 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import View, match_set, oracle_matcher, same_matches, texture, tiny_matcher, tiny_network
+from conftest import SHARED, View, match_set, oracle_matcher, same_matches, texture, tiny_matcher, tiny_network
 from PIL import Image
 
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
-from dualrc.image import pixel_grid
-from dualrc.matcher import Matcher
+from dualrc.matcher import Matcher, load
 from dualrc.matcher.budget import Budget
 from dualrc.matches import Matches
-from dualrc.model import dualrc as assembly
+from dualrc.pixels import pixel_grid
 
 VIEW0, VIEW1 = View(203, 150, (60, 80)), View(190, 161, (66.4, 75.2), (0.95, 0.97))
 
@@ -55,27 +54,37 @@ def test_info_is_plain_and_complete(matches):
     assert info["network_size0"] == [192, 144] and info["network_size1"] == [176, 160]
 
 
-def dark(features):
-    """The same without the brightness: the last steps, which it leads to, move points of picture 1 alone."""
-    return replace(features, network=replace(features.network, light=None))
+def assert_symmetric(there, back, *, least=0.999):
+    """Matches of exchanged images are the same, exchanged, to 0.01 px."""
+    assert len(there) == len(back)
+    rows, swapped = (np.concatenate([m.points0, m.points1], axis=1) for m in (there, back.swapped()))
+    near = [np.abs(swapped - row).max(1).min() < 0.01 for row in rows]
+    assert np.mean(near) >= least
+    assert np.allclose(np.sort(there.scores), np.sort(back.scores), atol=1e-5)
 
 
 def test_symmetry_of_the_oracle(oracle, pictures, matches):
-    features = [dark(oracle.features(picture)) for picture in pictures]
-    a, b = match_set(oracle.match_features(*features)), match_set(oracle.match_features(*features[::-1]).swapped())
-    assert len(a) == len(matches) and len(a & b) >= 0.999 * len(a | b)
+    assert_symmetric(matches, oracle.match(*pictures[::-1]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
-def test_symmetry_of_a_network(blobs, temperature):
-    matcher = Matcher(tiny_network(temperature=temperature, subpixel_hidden=8), MatcherConfig(), device="cpu")
-    torch.nn.init.normal_(matcher.network.subpixel.correction[-1].weight, std=0.1)  # as if it had learnt something
-    features = [matcher.features(picture) for picture in blobs]
-    there, back = matcher.match_features(*features), matcher.match_features(*features[::-1])
-    assert np.allclose(np.sort(there.scores), np.sort(back.scores), atol=1e-5)
-    features = [dark(f) for f in features]
-    a, b = match_set(matcher.match_features(*features)), match_set(matcher.match_features(*features[::-1]).swapped())
-    assert len(a) > 30 and len(a & b) >= 0.999 * len(a | b)
+def test_symmetry_of_a_network(blobs, temperature, cpu_engine):
+    network = tiny_network(temperature=temperature, subpixel_hidden=8)
+    torch.nn.init.normal_(network.subpixel.correction[-1].weight, std=0.1)  # as if it had learnt something
+    matcher = Matcher(network, MatcherConfig(), device="cpu", engine=cpu_engine)
+    found = matcher.match(*blobs)
+    assert len(found) > 30
+    assert_symmetric(found, matcher.match(*blobs[::-1]))
+
+
+@pytest.mark.skipif(not (SHARED / "hpatches").is_dir(), reason=f"photographs are not at {SHARED}")
+@pytest.mark.parametrize(("first", "second"), [("v_churchill/1", "v_churchill/3"), ("i_pool/1", "i_pool/4")])
+def test_symmetry_on_photographs(first, second):
+    matcher = load(device="cpu", size=480)
+    pictures = [SHARED / "hpatches" / f"{name}.ppm" for name in (first, second)]
+    found = matcher.match(*pictures)
+    assert len(found) > 1000
+    assert_symmetric(found, matcher.match(*pictures[::-1]))
 
 
 def test_repetition_is_bit_identical(oracle, pictures, matches, blobs):
@@ -127,7 +136,7 @@ def test_points_below_a_score_are_not_found(oracle, pictures):
 def test_reprs_fit_a_line(oracle, pictures, matches):
     assert repr(matches).startswith(f"Matches({len(matches)} of 203x150 and ")
     assert repr(oracle.features(pictures[0])) == "PictureFeatures(203x150, seen as 192x144)"
-    assert repr(oracle) == "Matcher('default' on cpu, float32)"
+    assert repr(oracle) == f"Matcher('default' on cpu, float32, {oracle.engine})"
 
 
 def test_features_of_other_weights_are_refused(oracle, pictures):
@@ -256,6 +265,9 @@ def test_top_and_min_score(oracle, pictures, matches):
     assert same_matches(few.match(*pictures), matches[:5])
     assert same_matches(few.match(*pictures, top=50, min_score=0.0), matches[:50])
     assert same_matches(next(few.match_many([pictures])), matches[:5])
+    # None means all, whatever was loaded.
+    assert same_matches(few.match(*pictures, top=None), above)
+    assert same_matches(next(few.match_many([pictures], top=None, min_score=0.0)), matches)
 
 
 def test_sizes(pictures):
@@ -267,12 +279,13 @@ def test_sizes(pictures):
     assert network_sizes(oracle_matcher(size=256)) == ((256, 176), (256, 208))  # enlarged, exactly
     assert network_sizes(oracle_matcher(size=256), size=96) == ((96, 64), (96, 80))
     assert network_sizes(oracle_matcher(max_size=100), size=160) == ((160, 112), (160, 128))
+    assert network_sizes(oracle_matcher(size=256), size=None) == ((192, 144), (176, 160))  # the images' own
 
 
 def test_little_memory_gives_the_same(oracle, pictures, matches, blobs, monkeypatch):
     points = pixel_grid((203, 150))[::31, ::31].reshape(-1, 2)
     many, a = oracle.match_points(*pictures, points), tiny_matcher().match(*blobs)
-    monkeypatch.setattr(Budget, "working", lambda *_: 1e-6)
+    monkeypatch.setattr(Budget, "working", lambda *_: 1)  # byte
     assert match_set(oracle.match(*pictures)) == match_set(matches)
     few = oracle.match_points(*pictures, points)
     assert np.allclose(few.points1, many.points1, atol=1e-3, equal_nan=True)
@@ -314,15 +327,14 @@ def test_points_keep_their_rows(oracle, pictures):
 
 
 @pytest.mark.parametrize("subpixel", [True, False])
-def test_points_are_looked_at_some_at_a_time(pictures, subpixel, monkeypatch):
-    matcher = oracle_matcher(subpixel=subpixel)
+def test_many_points_are_searched_in_parts(pictures, subpixel, cpu_engine):
+    matcher = oracle_matcher(subpixel=subpixel, engine=cpu_engine)
     points = np.random.default_rng(0).uniform(-5, (205, 155), (50, 2))
     expected = matcher.match_points(*pictures, points)
     assert 20 < np.isfinite(expected.points1).all(1).sum() < 50
-    monkeypatch.setattr(assembly, "_CPU_WINDOWS", 7)
-    found = matcher.match_points(*pictures, points)
-    assert np.allclose(found.points1, expected.points1, atol=1e-3, equal_nan=True)
-    assert np.allclose(found.scores, expected.scores, atol=1e-5)
+    found = matcher.match_points(*pictures, np.tile(points, (60, 1)))  # more than one part
+    assert np.allclose(found.points1, np.tile(expected.points1, (60, 1)), atol=1e-3, equal_nan=True)
+    assert np.allclose(found.scores, np.tile(expected.scores, 60), atol=1e-5)
 
 
 def test_points_seen_by_one_picture_only_have_none(oracle):
@@ -393,7 +405,7 @@ MEMORY = """
 import resource, sys
 import numpy as np, torch
 from dualrc.config import preset
-from dualrc.matcher import Matcher, ahead
+from dualrc.matcher import Matcher, prefetch
 from dualrc.model.dualrc import make_network
 
 class Planted(torch.nn.Module):

@@ -1,13 +1,14 @@
 """Matches: filters, and files that give back exactly what was saved."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dualrc import matches as module
 from dualrc.errors import DataError, OutputError
-from dualrc.matches import Estimate, Matches, Warp, inside_mask
+from dualrc.matches import Estimate, Matches, RelativePose, Warp, inside_mask
 
 ENDINGS = (".npz", ".json", ".csv")
 
@@ -45,6 +46,9 @@ def assert_equal(a: Matches, b: Matches):
         assert (a.estimate.kind, a.estimate.info) == (b.estimate.kind, b.estimate.info)
         assert np.array_equal(a.estimate.inliers, b.estimate.inliers) and b.estimate.inliers.dtype == bool
         assert (a.estimate.matrix is None) == (b.estimate.matrix is None)
+        assert (a.estimate.pose is None) == (b.estimate.pose is None)
+        if a.estimate.pose is not None:
+            assert np.array_equal(a.estimate.pose.cam1_from_cam0, b.estimate.pose.cam1_from_cam0)
         if a.estimate.matrix is not None:
             assert np.array_equal(a.estimate.matrix, b.estimate.matrix)
 
@@ -58,6 +62,35 @@ def test_round_trip(tmp_path, ending, count, kind):
     assert_equal(matches, Matches.load(tmp_path / f"m{ending}"))
     expected = {f"m{ending}"} | ({"m.csv.json"} if ending == ".csv" else set())
     assert {path.name for path in tmp_path.iterdir()} == expected
+
+
+POSE = np.column_stack([np.array([[0.6, -0.8, 0], [0.8, 0.6, 0], [0, 0, 1]]), [0, 0.6, 0.8]])
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_relative_pose_survives(tmp_path, ending):
+    estimate = replace(fitted(3), kind="essential", pose=RelativePose(cam1_from_cam0=POSE))
+    make(3, estimate).save(tmp_path / f"m{ending}")
+    loaded = Matches.load(tmp_path / f"m{ending}")
+    assert_equal(make(3, estimate), loaded)
+    assert np.array_equal(loaded.estimate.pose.R, POSE[:, :3]) and np.array_equal(loaded.estimate.pose.t, POSE[:, 3])
+    assert loaded[:2].estimate.pose is not None
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_poses_of_earlier_files_are_found_in_their_info(tmp_path, ending, monkeypatch):
+    header = Matches._header
+
+    def earlier(self):
+        content = header(self)
+        content["estimate"]["info"]["cam1_from_cam0"] = content["estimate"].pop("cam1_from_cam0")
+        return content
+
+    estimate = replace(fitted(3), pose=RelativePose(cam1_from_cam0=POSE))
+    with monkeypatch.context() as patch:
+        patch.setattr(Matches, "_header", earlier)
+        make(3, estimate).save(tmp_path / f"m{ending}")
+    assert_equal(make(3, estimate), Matches.load(tmp_path / f"m{ending}"))
 
 
 @pytest.mark.parametrize("ending", ENDINGS)

@@ -6,9 +6,19 @@ import torch
 from conftest import View, oracle_matcher, same_matches
 
 from dualrc.errors import ImageError
-from dualrc.image import Scale, mask_to_cells, network_size, pixel_grid, spread, to_input
+from dualrc.image import Scale, mask_to_cells, network_size, spread, to_input
 from dualrc.matches import Matches, Warp
-from dualrc.model.dualrc import _pixels
+from dualrc.pixels import (
+    FINE_STRIDE,
+    RATIO,
+    STRIDE,
+    cell_to_pixel,
+    on_picture,
+    pixel_grid,
+    pixel_to_cell,
+    pixel_to_unit,
+    resize_points,
+)
 
 MARGIN = 20  # at the border, resizing bends the colour ramps
 
@@ -134,7 +144,7 @@ def test_scale_known_answers():
 
 
 def test_cells_to_pixels():
-    assert _pixels(torch.tensor([[0.0, 0.0], [1.0, 2.5]])).tolist() == [[1.5, 1.5], [5.5, 11.5]]
+    assert cell_to_pixel(torch.tensor([[0.0, 0.0], [1.0, 2.5]]), FINE_STRIDE).tolist() == [[1.5, 1.5], [5.5, 11.5]]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +209,7 @@ def test_mask_cells_have_their_center_on_the_mask():
 
 def test_spread_reads_every_pixel_between_cells():
     scale = Scale(picture=(96, 40), network=(48, 32))
-    cells = (torch.from_numpy(pixel_grid((12, 8))) + 0.5) * 4 - 0.5
+    cells = cell_to_pixel(torch.from_numpy(pixel_grid((12, 8))), 4)
     motion = torch.tensor([3.0, -2.0])
     certainty = torch.full((8, 12), 0.5)
     certainty[3:5, 4:6] = 0  # a hole
@@ -217,6 +227,36 @@ def test_spread_of_nothing_stays_put():
     scale = Scale(picture=(64, 48), network=(64, 48))
     places, sure = spread(torch.zeros(12, 16, 2), torch.zeros(12, 16), scale, 4)
     assert np.allclose(places, pixel_grid((64, 48)), atol=1e-4) and not sure.any()
+
+
+KINDS = {"numpy": np.array, "torch": torch.tensor}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_cells_are_centered_between_their_edges(kind):
+    assert (STRIDE, FINE_STRIDE, RATIO) == (16, 4, 4)
+    centers = cell_to_pixel(kind([[0, 1], [2, 3]]), 4)  # the first cell covers the pixels 0 to 3
+    assert centers.tolist() == [[1.5, 5.5], [9.5, 13.5]]
+    assert pixel_to_cell(centers, 4).tolist() == [[0, 1], [2, 3]]
+    assert pixel_to_cell(kind([-0.5, 15.5]), 16).tolist() == [-0.5, 0.5]
+    assert cell_to_pixel(0.0, 16) == 7.5
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_resizing_keeps_the_outer_edges(kind):
+    corners = kind([[-0.5, -0.5], [9.5, 4.5], [0.0, 2.0]])
+    assert resize_points(corners, (10, 5), (20, 20)).tolist() == [[-0.5, -0.5], [19.5, 19.5], [0.5, 9.5]]
+    assert resize_points(kind([[4, 3]]), (10, 5), (5, 10)).tolist() == [[1.75, 6.5]]  # whole numbers stay exact
+    assert resize_points(corners[:0], (10, 5), (20, 20)).shape == (0, 2)
+    assert on_picture(corners, (10, 5)).tolist() == [True, True, True]
+    assert on_picture(kind([[float("nan"), 0], [9.6, 0], [0, -0.6], [3, 4.6]]), (10, 5)).tolist() == [False] * 4
+
+
+def test_unit_coordinates_are_those_of_grid_sample():
+    row = torch.arange(6.0)[None, None, None]  # a picture of 6 x 1
+    unit = pixel_to_unit(torch.tensor([[0.0, 0.0], [2.5, 0.0], [5.0, 0.0]]), (6, 1))
+    read = torch.nn.functional.grid_sample(row, unit[None, None], align_corners=False)
+    assert read.ravel().tolist() == pytest.approx([0, 2.5, 5], abs=1e-6)
 
 
 def test_pixel_grid_is_x_then_y():

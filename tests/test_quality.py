@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from conftest import View, oracle_matcher, texture
+from conftest import View, oracle_matcher, same_matches, texture
 
 import dualrc
 from dualrc.errors import ConfigError
 from dualrc.geometry import apply_homography
-from dualrc.matcher import second
+from dualrc.matcher import rematch
 from dualrc.matches import Matches
 from dualrc.scenes import Light, look_at, make_scene, render
 
@@ -33,17 +33,17 @@ def made_matches(H, size=(300, 200), outliers: float = 0.5, count: int = 800) ->
 
 def test_the_motion_that_matches_share():
     H = similarity((150, 100), 40, 0.5, (140, 90))
-    motion = second.shared_motion(made_matches(H))
+    motion = rematch.shared_motion(made_matches(H))
     assert motion.enlarges == pytest.approx(0.5, rel=1e-3)
     assert np.allclose(motion.frame1_from_0 / motion.frame1_from_0[2, 2], H, atol=1e-2)
 
 
 def test_matches_that_share_no_motion():
-    assert second.shared_motion(made_matches(np.eye(3), outliers=1.0)) is None
-    assert second.shared_motion(made_matches(np.eye(3), count=20)) is None
-    assert second.shared_motion(Matches.none({})) is None
+    assert rematch.shared_motion(made_matches(np.eye(3), outliers=1.0)) is None
+    assert rematch.shared_motion(made_matches(np.eye(3), count=20)) is None
+    assert rematch.shared_motion(Matches.none({})) is None
     mirror = np.array([[-1.0, 0, 300], [0, 1, 0], [0, 0, 1]])
-    assert second.shared_motion(made_matches(mirror, outliers=0.0)) is None
+    assert rematch.shared_motion(made_matches(mirror, outliers=0.0)) is None
 
 
 @pytest.mark.parametrize("scale", [0.6, 1.0, 2.5])
@@ -51,7 +51,7 @@ def test_a_picture_is_brought_into_a_frame(scale):
     x, y = np.meshgrid(np.arange(240), np.arange(180))
     picture = np.stack([x, y, 100 + 0 * x], axis=-1).astype(np.uint8)  # colours tell the place
     picture_from_frame = similarity((50, 40), 30, scale, (120, 90))
-    seen, where = second.bring(picture, picture_from_frame, (100, 80), scale)
+    seen, where = rematch.bring(picture, picture_from_frame, (100, 80), scale)
     assert seen.shape == (80, 100, 3) and where.shape == (80, 100)
     frame = np.stack(np.meshgrid(np.arange(100), np.arange(80)), axis=-1)
     places = apply_homography(picture_from_frame, frame.reshape(-1, 2)).reshape(80, 100, 2)
@@ -68,9 +68,9 @@ def test_the_first_look_stands_where_the_second_found_nothing():
             points0=points, points1=points, scores=np.full(len(points), score), size0=(500, 400), size1=(500, 400)
         )
 
-    both = second.joined(at([[10, 10], [200, 200]], 0.5), at([[11, 11], [300, 50], [480, 390]], 0.7))
+    both = rematch.joined(at([[10, 10], [200, 200]], 0.5), at([[11, 11], [300, 50], [480, 390]], 0.7))
     assert both.points0.tolist() == [[300, 50], [480, 390], [10, 10], [200, 200]]
-    assert len(second.joined(at([], 0.5), at([[11, 11]], 0.7))) == 1
+    assert len(rematch.joined(at([], 0.5), at([[11, 11]], 0.7))) == 1
 
 
 def test_a_second_look_keeps_pixels_masks_and_limits():
@@ -86,7 +86,9 @@ def test_a_second_look_keeps_pixels_masks_and_limits():
     inside = matcher.match(*pictures, quality="high", mask0=mask0, mask1=mask1)
     assert len(inside) > 20
     assert (inside.points0[:, 0] < 100.5).all() and (inside.points1[:, 1] > 129.5).all()
-    many = list(oracle_matcher(quality="high").match_many([pictures, ("missing.jpg", pictures[1])], errors="empty"))
+    pairs = [pictures, ("missing.jpg", pictures[1])]
+    assert same_matches(next(matcher.match_many([pictures], quality="high")), found)
+    many = list(oracle_matcher(quality="high").match_many(pairs, errors="empty"))
     assert np.array_equal(many[0].points0, found.points0) and "missing.jpg" in many[1].info["error"]
 
 
@@ -116,7 +118,7 @@ def share_right(matches, H, px: float = 3.0) -> float:
 
 def test_a_second_look_at_a_turned_and_zoomed_picture(photograph, shipped):
     there = similarity((240, 180), 35, 0.5, (130, 100))
-    small, _ = second.bring(photograph, np.linalg.inv(there), (260, 200), 2.0)
+    small, _ = rematch.bring(photograph, np.linalg.inv(there), (260, 200), 2.0)
     standard = shipped.match(photograph, small, top=300)
     high = shipped.match(photograph, small, top=300, quality="high")
     assert share_right(high, there) > max(0.9, share_right(standard, there))

@@ -5,6 +5,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from dualrc.colmap import read_model
+from dualrc.colmap.records import read_cameras_bin, read_images_bin
 from dualrc.errors import DataError
 from dualrc.geometry import transform_points
 
@@ -129,3 +130,19 @@ def test_a_model_whose_copy_broke_off(tmp_path, name):
             read_model(tmp_path / "model")
     path.write_bytes(whole)
     assert list(read_model(tmp_path / "model").images) == ["a.png", "b.png"]
+
+
+def test_binary_records_are_those_that_pycolmap_reads(tmp_path):
+    write_model(tmp_path, names=("a.png", "deep/é.png"))
+    model = pycolmap.Reconstruction(str(tmp_path))
+    cameras = read_cameras_bin(tmp_path / "cameras.bin")
+    assert {number: (c.model, c.width, c.height, list(c.params)) for number, c in cameras.items()} == {
+        number: (c.model_name, c.width, c.height, list(c.params)) for number, c in model.cameras.items()
+    }
+    images = {image.name: image for image in read_images_bin(tmp_path / "images.bin")}
+    assert len(images) == model.num_images() > 0
+    for image in model.images.values():
+        assert images[image.name].camera_id == image.camera_id
+        assert np.allclose(images[image.name].cam_from_world, image.cam_from_world().matrix())
+    with pytest.raises(DataError, match="cut off or damaged"):
+        read_cameras_bin(tmp_path / "no.bin")

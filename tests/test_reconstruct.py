@@ -13,8 +13,8 @@ from rich.console import Console
 
 from dualrc import cli
 from dualrc.collection.config import CollectionConfig
+from dualrc.collection.matching import _Run
 from dualrc.collection.reconstruct import ReconstructConfig, reconstruct
-from dualrc.collection.run import _Run
 from dualrc.collection.store import MatchStore
 from dualrc.colmap import read_model
 from dualrc.errors import DataError, OutputError

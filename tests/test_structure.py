@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 from conftest import ROOT
@@ -13,10 +14,12 @@ PACKAGE = ROOT / "src" / "dualrc"
 # The rooms in order: each imports from itself and from what stands above it.
 ROOMS = [
     "errors",
+    "extras",
     "files",
     "machine",
     "measure",
     "config",
+    "provenance",
     "types",
     "pixels",
     "matches",
@@ -97,24 +100,54 @@ def test_the_reference_engine_shares_nothing_with_the_others():
     assert imported_rooms(path) == {"config", "model"} and "dualrc.ops" not in path.read_text(encoding="utf-8")
 
 
+def test_the_definition_names_no_engine_device_or_graph():
+    for path in (PACKAGE / "model").glob("*.py"):
+        text = path.read_text(encoding="utf-8").lower()
+        assert "ops" not in imported_rooms(path)
+        words = ("cuda", "triton", "is_cuda", "native", "graph.", "chunk", "trace")
+        found = [word for word in words if word in text]
+        assert not found, (path.name, found)
+
+
+def test_the_network_is_readable_at_a_glance():
+    assert len((PACKAGE / "model" / "dualrc.py").read_text(encoding="utf-8").splitlines()) < 200
+
+
 def test_public_names():
     assert sorted(dualrc.__all__) == [
+        "CollectionConfig",
         "ConfigError",
         "DataError",
         "DualRCError",
         "Estimate",
         "ImageError",
+        "LocalizeConfig",
+        "Localizer",
+        "MatchStore",
         "Matcher",
         "MatcherConfig",
         "Matches",
         "NetworkConfig",
         "OutputError",
         "PictureFeatures",
+        "ReconstructConfig",
+        "RelativePose",
         "Warp",
         "WeightsError",
+        "__version__",
+        "colmap",
+        "draw",
+        "geometry",
         "load",
+        "localize",
+        "match_collection",
+        "reconstruct",
     ]
     assert all(hasattr(dualrc, name) for name in dualrc.__all__)
+    assert dualrc.geometry.estimate and dualrc.draw.draw_matches and dualrc.localize.read_map
+    assert dualrc.__version__ == metadata.version("dualrc") and dir(dualrc) == sorted(dualrc.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = dualrc.nothing
 
 
 def test_every_error_is_a_dualrc_error():

@@ -1,4 +1,4 @@
-"""Sub-pixel refinement: a soft-argmax around a match, the same for both pictures."""
+"""Sub-pixel refinement: a soft-argmax around a match, the same for both images."""
 
 import itertools
 import math
@@ -7,11 +7,9 @@ import pytest
 import torch
 from conftest import rand
 
+from dualrc.model.cells import FineMap
 from dualrc.model.correlation import normalize
-from dualrc.model.fine import FineMap
-from dualrc.model.subpixel import Subpixel, cell_windows, cells_meet, meet, point_windows, refine_both
-
-pytestmark = pytest.mark.usefixtures("cpu_kernels")
+from dualrc.model.subpixel import Subpixel, cell_windows, pair_windows, point_windows, refine_both
 
 
 @pytest.fixture
@@ -30,7 +28,8 @@ def test_the_subpixel_offset_is_a_soft_argmax(refinement):
     index = torch.tensor([4 * 12 + 5, 12 + 10, 6 * 12 + 1])
     query = fine0[0, :, 3, 1:4].T
     asking = cell_windows(FineMap.of(fine0), first_pair(3), torch.tensor([3 * 8 + 1, 3 * 8 + 2, 3 * 8 + 3]))
-    offsets = subpixel(meet(asking, cell_windows(FineMap.of(fine1), first_pair(3), index)), torch.rand(3)).offset
+    answering = cell_windows(FineMap.of(fine1), first_pair(3), index)
+    offsets = subpixel(pair_windows(asking, answering), torch.rand(3)).offset
     for number, (row, column) in enumerate([(4, 5), (1, 10), (6, 1)]):
         steps = list(itertools.product((-1, 0, 1), (-1, 0, 1)))
         weights = [math.exp(query[number] @ fine1[0, :, row + dy, column + dx] / 0.05) for dy, dx in steps]
@@ -44,7 +43,7 @@ def test_the_subpixel_offset_is_zero_at_the_border(refinement):
     fine0, fine1, subpixel = refinement
     index = torch.tensor([0, 5, 11, 12, 23, 7 * 12 + 4])
     asking = cell_windows(FineMap.of(fine0), first_pair(6), torch.arange(6) + 3 * 8)
-    seen = meet(asking, cell_windows(FineMap.of(fine1), first_pair(6), index))
+    seen = pair_windows(asking, cell_windows(FineMap.of(fine1), first_pair(6), index))
     assert not subpixel(seen, torch.rand(6)).offset.any()
 
 
@@ -67,11 +66,11 @@ def test_refinement_moves_both_points_by_half(refinement):
     pair, index0, index1 = first_pair(1), torch.tensor([3 * 8 + 2]), torch.tensor([2 * 12 + 7])
     windows0, windows1 = cell_windows(map0, pair, index0), cell_windows(map1, pair, index1)
     score0, score1 = torch.tensor([0.3]), torch.tensor([0.1])
-    offset0, offset1, trust = refine_both(subpixel, meet(windows0, windows1), score0, score1)
-    assert torch.allclose(offset0, subpixel(meet(windows1, windows0), score1).offset / 2)
-    assert torch.allclose(offset1, subpixel(meet(windows0, windows1), score0).offset / 2)
-    # The learnt part treats the pictures alike too.
-    swapped = refine_both(subpixel, meet(windows1, windows0), score1, score0)
+    offset0, offset1, trust = refine_both(subpixel, pair_windows(windows0, windows1), score0, score1)
+    assert torch.allclose(offset0, subpixel(pair_windows(windows1, windows0), score1).offset / 2)
+    assert torch.allclose(offset1, subpixel(pair_windows(windows0, windows1), score0).offset / 2)
+    # The learnt part treats the images alike too.
+    swapped = refine_both(subpixel, pair_windows(windows1, windows0), score1, score0)
     for mine, other in zip((offset1, offset0, trust), swapped, strict=True):
         assert torch.allclose(mine, other, atol=1e-6)
     assert 0 < trust.item() < 1
@@ -80,6 +79,6 @@ def test_refinement_moves_both_points_by_half(refinement):
 def test_nothing_to_refine(refinement):
     fine0, fine1, subpixel = refinement
     none = first_pair(0)
-    seen = cells_meet(FineMap.of(fine0), FineMap.of(fine1), none, none, none)
+    seen = pair_windows(*(cell_windows(FineMap.of(fine), none, none) for fine in (fine0, fine1)))
     offset0, offset1, trust = refine_both(subpixel, seen, torch.zeros(0), torch.zeros(0))
     assert offset0.shape == offset1.shape == (0, 2) and trust.shape == (0,)

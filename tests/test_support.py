@@ -1,44 +1,10 @@
-"""Support of matches by those around them: against plain loops, and what it tells apart."""
+"""Support of matches by those around them: what it tells apart; tests/test_ops.py holds it to the reference."""
 
 import numpy as np
-import pytest
 import torch
 from conftest import rand
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dualrc.model.align import brightness
 from dualrc.model.support import crowd, support
-
-pytestmark = pytest.mark.usefixtures("cpu_kernels")
-
-
-def by_loops(index, here, there, trust, height, width) -> tuple[np.ndarray, np.ndarray]:
-    """The definition of share and shift for one pair, with numpy's least squares for the affine motion."""
-    at = {int(i): n for n, i in enumerate(index)}
-    shares, shifts = [], []
-    for n, i in enumerate(index):
-        row, column = divmod(int(i), width)
-        around = []
-        for y in range(-9, 10, 3):
-            for x in range(-9, 10, 3):
-                inside = 0 <= row + y < height and 0 <= column + x < width
-                other = at.get((row + y) * width + column + x) if inside else None
-                if other is not None and other != n:
-                    around.append(other)
-        if not around:
-            shares.append(0.0)
-            shifts.append([0.0, 0.0])
-            continue
-        a, b, w = here[around] - here[n], there[around] - there[n], trust[around]
-        # As the code has it, a motion of nothing is preferred ever so slightly.
-        rows = np.concatenate([a * np.sqrt(w)[:, None], np.eye(2) * 1e-3**0.5])
-        motion = np.linalg.lstsq(rows, np.concatenate([b * np.sqrt(w)[:, None], np.zeros((2, 2))]), rcond=None)[0]
-        left = b - a @ motion
-        stray = (left**2).sum(1)
-        shares.append((w * np.exp(-0.5 * stray / 0.25**2)).sum() / (w.sum() + 4))
-        voice = w * np.exp(-0.5 * stray)
-        shifts.append((voice[:, None] * left).sum(0) / (voice.sum() + 1))
-    return np.array(shares), np.array(shifts)
 
 
 def made(seed: int, height: int, width: int, share: float):
@@ -54,16 +20,6 @@ def made(seed: int, height: int, width: int, share: float):
 
 def tensors(*arrays):
     return [torch.from_numpy(a) if a.dtype == np.int64 else torch.from_numpy(a).float() for a in arrays]
-
-
-@pytest.mark.parametrize(("height", "width", "share"), [(20, 28, 0.6), (7, 5, 1.0), (1, 30, 0.5), (40, 3, 0.02)])
-def test_support_is_its_definition(height, width, share):
-    index, here, there, trust, _ = made(1, height, width, share)
-    share, shift = by_loops(index, here, there, trust, height, width)
-    pair = torch.zeros(len(index), dtype=torch.long)
-    found = support(*tensors(index, here, there, trust), pair, (1, height, width))
-    assert found.share.numpy() == pytest.approx(share, abs=2e-3)
-    assert found.shift.numpy() == pytest.approx(shift, abs=2e-3)
 
 
 def test_right_matches_have_more_support():
@@ -115,34 +71,3 @@ def test_a_crowd_is_counted():
         better = near & ((score > score[n]) | ((score == score[n]) & (index < index[n])))
         assert found[n] == better.sum()
     assert crowd(index[:0], score[:0], pair[:0], (2, height, width)).shape == (0,)
-
-
-class FromTheHost(TorchDispatchMode):
-    """Counts values that come from Python: while GPU work is recorded that can't be."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "lift_fresh" in str(function) or "item" in str(function) or "nonzero" in str(function):
-            self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
-
-
-def test_refinement_can_be_recorded():
-    from conftest import tiny_network
-
-    from dualrc.model.fine import BothWays, FineMap
-
-    network = tiny_network()
-    fine = [FineMap.of(torch.nn.functional.normalize(rand(n, 1, 96, 16, 20))) for n in (0, 1)]
-    index = torch.arange(0, 320, 7)
-    columns = torch.stack([torch.zeros_like(index), index, index.flip(0), index])
-    found = BothWays(columns=columns, scores=torch.rand(2, len(index)), visited=index, visited_back=index)
-    with torch.inference_mode(), FromTheHost() as mode:
-        network._refine(*fine, found, *(brightness(rand(n, 1, 3, 64, 80)) for n in (2, 3)))
-    assert mode.seen == []
-    with FromTheHost() as mode:
-        torch.zeros(3)[1] = 0
-    assert mode.seen  # such an assignment would be seen

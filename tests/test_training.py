@@ -106,7 +106,7 @@ def test_photos_are_taken_only_so_far_ahead():
     hold = threading.Event()
     items = (taken.append(number) or number for number in range(20))
     with ThreadPoolExecutor(2) as pool:
-        results = dualrc.data.photos._in_order(pool, lambda x: hold.wait(10) and x * x, items, ahead=5)
+        results = dualrc.data.photos._in_order(pool, lambda x: hold.wait(10) and x * x, items, most=5)
         threading.Timer(0.05, hold.set).start()
         assert next(results) == 0
         assert taken == [0, 1, 2, 3, 4]
@@ -116,7 +116,7 @@ def test_photos_are_taken_only_so_far_ahead():
 @pytest.fixture
 def unlit(monkeypatch):
     """Pairs without any change of light, so that colours can be compared."""
-    monkeypatch.setattr(dualrc.data.photos, "relight", lambda images, random: images)
+    monkeypatch.setattr(dualrc.data.photo_pairs, "relight", lambda images, random: images)
 
 
 def color_error(batch, shift: float) -> float:
@@ -203,7 +203,7 @@ def test_a_run_leaves_its_config_and_versions_and_says_what_it_left_out(folder, 
     train(config, tmp_path, device="cpu", minutes=0)
     assert read_toml(TrainConfig, tmp_path / "config.toml") == config
     versions = json.loads((tmp_path / "versions.json").read_text())
-    assert versions.keys() == {"dualrc", "torch", "python", "device", "processes"}
+    assert versions.keys() == {"dualrc", "torch", "numpy", "lightning", "python", "platform", "device", "processes"}
     assert versions["device"] == "cpu"
     assert f"too small: 1 ({folder / 'broken.jpg'})" in capsys.readouterr().err
 

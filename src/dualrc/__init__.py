@@ -4,24 +4,78 @@ matcher = dualrc.load()
 matches = matcher.match("a.jpg", "b.jpg", top=2000)
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from dualrc.config import MatcherConfig, NetworkConfig
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError, OutputError, WeightsError
 from dualrc.matcher import Matcher, PictureFeatures, load
-from dualrc.matches import Estimate, Matches, Warp
+from dualrc.matches import Estimate, Matches, RelativePose, Warp
+
+if TYPE_CHECKING:
+    from dualrc import colmap, draw, geometry, localize
+    from dualrc.collection.config import CollectionConfig
+    from dualrc.collection.matching import match_collection
+    from dualrc.collection.reconstruct import ReconstructConfig, reconstruct
+    from dualrc.collection.store import MatchStore
+    from dualrc.localize import LocalizeConfig, Localizer
+
+    __version__: str
+
+# What brings further packages with it (PoseLib, pycolmap, rich) is imported when it is asked for.
+_LAZY = {
+    "CollectionConfig": "dualrc.collection.config",
+    "LocalizeConfig": "dualrc.localize",
+    "Localizer": "dualrc.localize",
+    "MatchStore": "dualrc.collection.store",
+    "ReconstructConfig": "dualrc.collection.reconstruct",
+    "match_collection": "dualrc.collection.matching",
+    "reconstruct": "dualrc.collection.reconstruct",
+}
+_LAZY_MODULES = ("colmap", "draw", "geometry", "localize")
 
 __all__ = [
+    "CollectionConfig",
     "ConfigError",
     "DataError",
     "DualRCError",
     "Estimate",
     "ImageError",
+    "LocalizeConfig",
+    "Localizer",
+    "MatchStore",
     "Matcher",
     "MatcherConfig",
     "Matches",
     "NetworkConfig",
     "OutputError",
     "PictureFeatures",
+    "ReconstructConfig",
+    "RelativePose",
     "Warp",
     "WeightsError",
+    "__version__",
+    "colmap",
+    "draw",
+    "geometry",
     "load",
+    "localize",
+    "match_collection",
+    "reconstruct",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("dualrc")
+    if name in _LAZY_MODULES:
+        return import_module(f"dualrc.{name}")
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'dualrc' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -205,6 +205,34 @@ def to_toml(config: Any) -> str:
     return tomlkit.dumps(to_dict(config))
 
 
+def check_bounds(
+    config: Any,
+    *names: str,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    below: float = math.inf,
+) -> None:
+    """Raise ConfigError if a field is out of bounds or not finite; fields that are None are not looked at."""
+    bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    told = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound))
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not (at_least <= value <= at_most and above < value < below):
+            raise ConfigError(f"{name} = {value} must be {told}.")
+
+
+def first_difference(there: Any, here: Any, where: str = "") -> str | None:
+    """The first setting in which two configs, as nested dictionaries, differ, in words; None where they do not."""
+    if isinstance(there, dict) and isinstance(here, dict):
+        for key in sorted(there.keys() | here.keys()):
+            found = first_difference(there.get(key), here.get(key), f"{where}.{key}" if where else key)
+            if found is not None:
+                return found
+        return None
+    return None if there == here else f"{where} is {there!r} there and {here!r} now"
+
+
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         values = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))

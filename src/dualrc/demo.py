@@ -1,6 +1,5 @@
 """The demo: a pair of pictures with exact ground truth, matched, checked and drawn."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from dualrc import draw
-from dualrc.errors import OutputError
-from dualrc.files import replacing
+from dualrc.files import make_folder, write_json
 from dualrc.matcher import load
 from dualrc.scenes import correspond, make_pair
 
@@ -20,11 +18,7 @@ _TOP = 2000
 
 def run(out: str | Path, *, device: str | None = None) -> dict[str, Any]:
     """Match a made-up pair; leaves the pictures, drawings of the matches and summary.json in `out`."""
-    out = Path(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"The folder {out} can't be made ({error.strerror}); choose another with --out.") from error
+    out = make_folder(out)
     pair = make_pair(_SEED, size=(800, 608))
     image0, image1 = (rendering.image.cpu().numpy() for rendering in pair)
     matcher = load(device=device)
@@ -51,6 +45,5 @@ def run(out: str | Path, *, device: str | None = None) -> dict[str, Any]:
     warp = matcher.warp(image0, image1)
     draw.save(draw.draw_flow(image0, image1, warp.points1, warp.certainty), out / "warp.png")
     matches.save(out / "matches.npz")
-    with replacing(out / "summary.json") as temporary:
-        temporary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    write_json(out / "summary.json", summary)
     return summary

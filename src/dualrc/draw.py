@@ -11,13 +11,13 @@ from PIL import Image, ImageDraw, ImageFont
 
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import replacing
-from dualrc.geometry import apply_homography, homography_grid, on_picture, resize_homography, sample_bilinear
-from dualrc.image import Picture as AnyPicture
-from dualrc.image import read
+from dualrc.geometry import homography_grid, sample_bilinear
+from dualrc.image import ImageInput, read
 from dualrc.matches import Matches, Warp
-from dualrc.types import BoolArray, FloatArray, Size
+from dualrc.pixels import cell_to_pixel, on_picture, resize_points
+from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
-Picture = npt.NDArray[np.uint8]
+Picture = ImageArray  # what the benchmarks call a drawing
 Color = tuple[int, int, int]
 
 _WIDTH_PX, _HEIGHT_PX = 2000, 2000  # the largest canvas, without its caption
@@ -42,18 +42,18 @@ class _Panel:
     def place(self, points: FloatArray) -> FloatArray:
         """Pixels of the picture (n, 2) to pixels of the canvas."""
         left, top, width, height = self.box
-        return apply_homography(resize_homography(self.size, (width, height)), points) + np.array([left, top])
+        return resize_points(points, self.size, (width, height)) + np.array([left, top])
 
 
 def draw_matches(
-    image0: AnyPicture,
-    image1: AnyPicture,
+    image0: ImageInput,
+    image1: ImageInput,
     matches: Matches,
     *,
     limit: int | None = 200,
     colors: Literal["score", "inliers"] = "score",
     line_px: float | None = None,
-) -> Picture:
+) -> ImageArray:
     """Both pictures with lines between corresponding points: at most `limit`, good ones from all over the picture.
 
     `colors` is "score" (dark to bright) or "inliers" (green and red, where the matches have an estimate).
@@ -88,8 +88,8 @@ def draw_matches(
 
 
 def draw_dots(
-    image0: AnyPicture, image1: AnyPicture, matches: Matches, correct: npt.ArrayLike, *, radius_px: float | None = None
-) -> Picture:
+    image0: ImageInput, image1: ImageInput, matches: Matches, correct: npt.ArrayLike, *, radius_px: float | None = None
+) -> ImageArray:
     """Both pictures with a green dot for every correct match (n,) and a red one for every other."""
     flags = np.asarray(correct, dtype=bool)
     if flags.shape != (len(matches),):
@@ -108,13 +108,13 @@ def draw_dots(
 
 
 def draw_warp(
-    image0: AnyPicture,
-    image1: AnyPicture,
+    image0: ImageInput,
+    image1: ImageInput,
     warp: npt.ArrayLike | Warp,
     *,
     certainty: npt.ArrayLike | None = None,
     mode: Literal["blend", "checkerboard"] = "blend",
-) -> Picture:
+) -> ImageArray:
     """One picture laid over the other, half transparent or in the squares of a checkerboard.
 
     A homography (3, 3) lays picture 0 over picture 1. A Warp, or its points (h, w, 2), for every pixel of picture 0
@@ -144,8 +144,8 @@ def draw_warp(
 
 
 def draw_flow(
-    image0: AnyPicture, image1: AnyPicture, points1: npt.ArrayLike | Warp, certainty: npt.ArrayLike | None = None
-) -> Picture:
+    image0: ImageInput, image1: ImageInput, points1: npt.ArrayLike | Warp, certainty: npt.ArrayLike | None = None
+) -> ImageArray:
     """Picture 0, and beside it picture 1 pulled back into its frame, faded to white where the certainty is low.
 
     `points1` is a Warp, or the places (h, w, 2) in picture 1 of picture 0's pixels with `certainty` (h, w) in 0 to 1.
@@ -162,7 +162,7 @@ def draw_flow(
     return _captioned(canvas, f"picture 1 in the frame of picture 0, {weight.mean():.0%} certain on average")
 
 
-def save(picture: Picture, path: str | Path) -> None:
+def save(picture: ImageArray, path: str | Path) -> None:
     """Write .png or .jpg, whole or not at all."""
     path = Path(path)
     if path.suffix.lower() not in (".png", ".jpg", ".jpeg"):
@@ -181,12 +181,12 @@ class _Pen:
         self._draw = ImageDraw.Draw(self._large)
 
     def line(self, start: FloatArray, end: FloatArray, color: Color, width_px: float) -> None:
-        ends = [*_enlarged(start), *_enlarged(end)]
+        ends = cell_to_pixel(np.concatenate([start, end]), _OVERSAMPLING).tolist()
         self._draw.line(ends, fill=color, width=max(round(width_px * _OVERSAMPLING), 1))
 
     def dot(self, point: FloatArray, color: Color, radius_px: float) -> None:
         """A disc with a dark rim, which sets it off from a picture of its own color."""
-        x, y = _enlarged(point)
+        x, y = cell_to_pixel(point, _OVERSAMPLING).tolist()
         radius = radius_px * _OVERSAMPLING
         self._draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=color, outline=_INK, width=1)
 
@@ -194,15 +194,11 @@ class _Pen:
         return self._large.reduce(_OVERSAMPLING)
 
 
-def _enlarged(point: FloatArray) -> tuple[float, float]:
-    return float(point[0] + 0.5) * _OVERSAMPLING - 0.5, float(point[1] + 0.5) * _OVERSAMPLING - 0.5
-
-
-def _opened(picture: AnyPicture) -> Image.Image:
+def _opened(picture: ImageInput) -> Image.Image:
     return Image.fromarray(read(picture))
 
 
-def _side_by_side(pictures: Sequence[AnyPicture], matches: Matches | None = None) -> tuple[Image.Image, list[_Panel]]:
+def _side_by_side(pictures: Sequence[ImageInput], matches: Matches | None = None) -> tuple[Image.Image, list[_Panel]]:
     """Pictures on one canvas at a common height, or stacked at a common width if all are panoramas."""
     images = [_opened(picture) for picture in pictures]
     if matches is not None:
@@ -283,7 +279,7 @@ def _score_colors(scores: FloatArray) -> list[Color]:
     return list(zip(*channels, strict=True))
 
 
-def _captioned(canvas: Image.Image, text: str, scale: tuple[float, float] | None = None) -> Picture:
+def _captioned(canvas: Image.Image, text: str, scale: tuple[float, float] | None = None) -> ImageArray:
     """The canvas with a strip below it: text on the left, the scale of the scores on the right where it fits."""
     width, height = canvas.size
     font = ImageFont.load_default(_FONT_PX)
@@ -340,11 +336,10 @@ def _pulled(image: Image.Image, grid: FloatArray, shown_of: Size) -> FloatArray:
     # Shrunk as much as what it is shown with, so that thin structures don't alias.
     ratio = min(1.0, grid.shape[1] / shown_of[0])
     small = _resized(image, (max(round(image.width * ratio), 1), max(round(image.height * ratio), 1)))
-    points = apply_homography(resize_homography(image.size, small.size), grid.reshape(-1, 2))
-    return sample_bilinear(np.asarray(small), points.reshape(grid.shape))
+    return sample_bilinear(np.asarray(small), resize_points(grid, image.size, small.size))
 
 
-def _mixed(below: FloatArray, above: FloatArray, weight: FloatArray) -> Picture:
+def _mixed(below: FloatArray, above: FloatArray, weight: FloatArray) -> ImageArray:
     """Colours above over colours below, by weights (h, w) from 0 to 1."""
     share = weight[..., None]
     return np.clip(np.round(below * (1 - share) + above * share), 0, 255).astype(np.uint8)

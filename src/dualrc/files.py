@@ -1,12 +1,14 @@
-"""Results appear whole or not at all."""
+"""Files: results appear whole or not at all, and what can't be read or written is said in one line."""
 
+import json
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from dualrc.errors import OutputError
+from dualrc.errors import DataError, OutputError
 
 
 def is_file(path: str | Path) -> bool:
@@ -15,6 +17,38 @@ def is_file(path: str | Path) -> bool:
         return Path(path).is_file()
     except (OSError, ValueError):
         return False
+
+
+def read_text(path: str | Path, remedy: str = "copy it again") -> str:
+    """The content of a text file; a DataError says what is wrong with it."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist; check the path.") from error
+    except (OSError, ValueError) as error:  # bytes that are no text, and names that are none
+        raise DataError(f"{path} can't be read as text ({error}); {remedy}.") from error
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write a JSON file, whole or not at all; what JSON does not know is written as `str` shows it."""
+    write_text(path, json.dumps(content, ensure_ascii=False, indent=1, default=str) + "\n")
+
+
+def make_folder(path: str | Path) -> Path:
+    """Make a folder with those above it, unless it is there."""
+    path = Path(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        reason = "a file is in its place" if is_file(path) else str(error)
+        raise OutputError(f"The folder {path} can't be made ({reason}); choose another one.") from error
+    return path
 
 
 def check_writable(path: str | Path) -> Path:

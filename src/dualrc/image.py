@@ -1,11 +1,9 @@
-"""Pictures from files and arrays to network inputs, and pixels back: the one home of the pixel convention.
+"""Pictures from files and arrays to network inputs, and what the network found back to their pixels."""
 
-A pixel's centre is at integers, the first at (0, 0). A cell i of a map with stride s is centred at (i + 0.5) s - 0.5.
-Resizing by a ratio s maps x to (x + 0.5) s - 0.5, each axis with its own ratio.
-"""
-
+import struct
 import warnings
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,17 +11,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc.config import MIN_SIDE
-from dualrc.errors import ImageError
-from dualrc.types import BoolArray, FloatArray, Size
+from dualrc.errors import DataError, ImageError
+from dualrc.pixels import STRIDE, cell_to_pixel, pixel_grid, pixel_to_unit, resize_points
+from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
-Picture = str | Path | Image.Image | npt.NDArray[Any] | Tensor
+ImageInput = str | Path | Image.Image | npt.NDArray[Any] | Tensor
 
-STRIDE = 16  # of the coarse map: network inputs are multiples of this
+# File names that end like this are taken for pictures.
+SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
+_SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
 
@@ -37,14 +38,14 @@ class Scale:
 
     def to_network(self, points: FloatArray) -> FloatArray:
         """Picture pixels (... 2) to network-input pixels."""
-        return (points + 0.5) * (np.array(self.network) / np.array(self.picture)) - 0.5
+        return resize_points(points, self.picture, self.network)
 
     def to_picture(self, points: FloatArray) -> FloatArray:
         """Network-input pixels (... 2) to picture pixels."""
-        return (points + 0.5) * (np.array(self.picture) / np.array(self.network)) - 0.5
+        return resize_points(points, self.network, self.picture)
 
 
-def read(picture: Picture) -> npt.NDArray[np.uint8]:
+def read(picture: ImageInput) -> ImageArray:
     """The upright picture as RGB, uint8 (height, width, 3).
 
     Arrays are (h, w), (h, w, 1), (h, w, 3) or (h, w, 4); tensors (h, w) or (c, h, w); floats are in 0 to 1.
@@ -67,6 +68,58 @@ def read(picture: Picture) -> npt.NDArray[np.uint8]:
     raise ImageError(f"A picture is a path, a PIL image, an array or a tensor, not {type(picture).__name__}.")
 
 
+def find_pictures(root: str | Path) -> list[str]:
+    """Names of the pictures in a folder and its subfolders, relative to it, with "/" between folders, sorted.
+
+    Hidden files are left out: some systems put thumbnails and notes beside pictures, under the pictures' names.
+    """
+    root = Path(root)
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder; give a folder of pictures.")
+    paths = (path.relative_to(root) for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    names = sorted(path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
+    if not names:
+        raise DataError(f"{root} holds no pictures; give a folder with {', '.join(SUFFIXES)} files.")
+    for name in names:
+        # Control characters break lists of names, and bytes that are no text can't be stored.
+        if any(ord(character) < 32 or 0xD800 <= ord(character) < 0xE000 for character in name):
+            raise DataError(f"The file name {name!r} holds characters that are no text; rename the file.")
+    return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a picture file tells without being decoded."""
+
+    stored_size: Size
+    orientation: int = 1  # EXIF's, 1 to 8
+    tags: Mapping[int, Any] = field(default_factory=dict)  # EXIF's, of the camera
+
+    @property
+    def upright_size(self) -> Size:
+        """(width, height) of the picture as `read` gives it."""
+        return self.stored_size[::-1] if self.orientation in _SIDEWAYS else self.stored_size
+
+
+def read_header(path: str | Path) -> Header | None:
+    """Size, orientation and EXIF tags of a picture file; None where there is none or it can't be read."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow warns of damaged EXIF, and of large pictures
+            with Image.open(path) as image:
+                size, is_tiff = image.size, image.format == "TIFF"
+                try:
+                    exif = image.getexif()
+                    orientation, tags = exif.get(ExifTags.Base.Orientation, 1), exif.get_ifd(ExifTags.IFD.Exif)
+                except (OSError, SyntaxError, ValueError, KeyError, TypeError, struct.error):
+                    return Header(stored_size=size)  # damaged EXIF data tells nothing; the picture may be fine
+    except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError):
+        return None
+    if is_tiff and orientation in _SIDEWAYS:
+        size = size[::-1]  # of these Pillow tells the upright size
+    return Header(stored_size=size, orientation=orientation if orientation in range(1, 9) else 1, tags=tags)
+
+
 def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:
     """The (width, height) the network sees for a picture of this size."""
     longest = max(size)
@@ -82,7 +135,7 @@ def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:
     return width, height
 
 
-def to_tensor(picture: npt.NDArray[np.uint8]) -> Tensor:
+def to_tensor(picture: ImageArray) -> Tensor:
     """A picture as a tensor that shares its memory where it may."""
     # A read-only array, such as np.asarray(PIL image), is copied: torch would warn of it.
     return torch.from_numpy(np.require(picture, requirements=["C", "W"]))
@@ -110,7 +163,7 @@ def _normal_colors(device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.tensor(_MEAN, device=device), torch.tensor(_DEVIATION, device=device)
 
 
-def restore_colors(images: Tensor) -> npt.NDArray[np.uint8]:
+def restore_colors(images: Tensor) -> ImageArray:
     """What `normalize_colors` was given, as pictures: (b 3 h w) to uint8 (b, h, w, 3)."""
     channels = zip(images.unbind(1), _MEAN, _DEVIATION, strict=True)
     colors = torch.stack([channel * deviation + mean for channel, mean, deviation in channels], dim=3)
@@ -123,19 +176,10 @@ def mask_to_cells(mask: BoolArray, picture: Size, network: Size, stride: int) ->
         raise ImageError(
             f"The mask has shape {mask.shape}; give one of the picture's (height, width), {(picture[1], picture[0])}."
         )
-    scale = Scale(picture=picture, network=network)
-    axes = []
-    for axis in (0, 1):
-        cells = (np.arange(network[axis] // stride) + 0.5) * stride - 0.5
-        pixels = scale.to_picture(np.stack([cells, cells], axis=1))[:, axis]
-        axes.append(np.clip(np.floor(pixels + 0.5).astype(int), 0, picture[axis] - 1))
-    return mask[np.ix_(axes[1], axes[0])]
-
-
-def pixel_grid(size: Size) -> npt.NDArray[np.float32]:
-    """The coordinates of every pixel: (height, width, 2)."""
-    grid = np.meshgrid(np.arange(size[0]), np.arange(size[1]))
-    return np.stack(grid, axis=-1).astype(np.float32)
+    centers = cell_to_pixel(pixel_grid((network[0] // stride, network[1] // stride)).astype(np.float64), stride)
+    nearest = np.floor(resize_points(centers, network, picture) + 0.5).astype(int)
+    column, row = np.clip(nearest, 0, np.array(picture) - 1).transpose(2, 0, 1)
+    return mask[row, column]
 
 
 def spread(
@@ -146,7 +190,7 @@ def spread(
     Uncertain places are filled from coarser and coarser averages of certain ones around, and keep certainty 0.
     """
     height, width = certainty.shape
-    cells = (torch.from_numpy(pixel_grid((width, height))) + 0.5) * stride - 0.5
+    cells = cell_to_pixel(torch.from_numpy(pixel_grid((width, height))), stride)
     weight = (certainty > 0).float()[None, None]
     # Motions are averaged rather than places, so that what is filled in moves with its surroundings.
     motion = (points - cells).permute(2, 0, 1)[None] * weight
@@ -160,13 +204,13 @@ def spread(
         filled = torch.where(weight > 0, motion / weight.clamp(min=1e-6), below)
     # Each pixel of the picture reads the motion of the cells around it.
     inputs = scale.to_network(pixel_grid(scale.picture)).astype(np.float32)
-    unit = (torch.from_numpy(inputs) + 0.5) / torch.tensor([width * stride, height * stride]) * 2 - 1
+    unit = pixel_to_unit(torch.from_numpy(inputs), (width * stride, height * stride))
     stacked = torch.cat([filled, certainty[None, None]], dim=1)
     sampled = F.grid_sample(stacked, unit[None], mode="bilinear", padding_mode="border", align_corners=False)[0]
     return inputs + sampled[:2].permute(1, 2, 0).numpy(), sampled[2].numpy()
 
 
-def _read_file(path: Path) -> npt.NDArray[np.uint8]:
+def _read_file(path: Path) -> ImageArray:
     try:
         if path.is_dir():
             raise ImageError(f"{path} is a folder; give a picture file.")
@@ -185,7 +229,7 @@ def _read_file(path: Path) -> npt.NDArray[np.uint8]:
         raise ImageError(f"{path} can't be decoded ({error}); it may be truncated: copy it again.") from error
 
 
-def _to_rgb(image: Image.Image, name: str) -> npt.NDArray[np.uint8]:
+def _to_rgb(image: Image.Image, name: str) -> ImageArray:
     image = ImageOps.exif_transpose(image)
     if 0 in image.size:
         raise ImageError(f"{name} has no pixels; give another picture.")
@@ -207,7 +251,7 @@ def _unit_range(array: npt.NDArray[Any], *, integer: bool) -> npt.NDArray[Any]:
     return np.clip(array / max(float(array.max()), 1.0), 0, 1)
 
 
-def _from_array(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+def _from_array(array: npt.NDArray[Any]) -> ImageArray:
     if array.ndim == 2:
         array = array[:, :, None]
     if array.ndim != 3 or array.shape[2] not in (1, 3, 4) or 0 in array.shape:
@@ -229,7 +273,7 @@ def _from_array(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     return np.repeat(array, 3, axis=2) if array.shape[2] == 1 else array
 
 
-def _from_floats(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+def _from_floats(array: npt.NDArray[Any]) -> ImageArray:
     if not np.isfinite(array).all():
         raise ImageError("The picture holds NaN or infinite values; replace them first.")
     low, high = float(array.min()), float(array.max())

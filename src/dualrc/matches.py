@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.errors import DataError, OutputError
-from dualrc.files import check_writable, replacing
+from dualrc.files import check_writable, replacing, write_json
 from dualrc.types import BoolArray, FloatArray, Size
 
 EstimateKind = Literal["homography", "fundamental", "essential"]
@@ -38,6 +38,23 @@ _PAIR_TOP = 100  # matches that a pair is judged by
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class RelativePose:
+    """Where camera 1 sees what camera 0 sees: x1 = R x0 + t, up to the unknown scale of t."""
+
+    cam1_from_cam0: FloatArray  # (3, 4) [R | t], t of length 1
+
+    @property
+    def R(self) -> FloatArray:  # noqa: N802
+        """The rotation (3, 3)."""
+        return self.cam1_from_cam0[:, :3]
+
+    @property
+    def t(self) -> FloatArray:
+        """The direction (3,) of the translation."""
+        return self.cam1_from_cam0[:, 3]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Estimate:
     """A two-view model fitted to matches, and which of them agree with it."""
 
@@ -46,7 +63,8 @@ class Estimate:
     # None when no model could be fitted.
     matrix: FloatArray | None
     inliers: BoolArray  # (n,)
-    # How it was obtained: threshold, cameras, relative pose where there is one. Plain JSON values.
+    pose: RelativePose | None = None  # of an essential matrix
+    # How it was obtained: threshold, iterations, cameras. Plain JSON values.
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -176,8 +194,7 @@ class Matches:
         with replacing(path) as temporary:
             writer(self, temporary)
         if path.suffix.lower() == ".csv":
-            with replacing(_beside(path)) as temporary:
-                temporary.write_text(json.dumps(self._header(), indent=1) + "\n", encoding="utf-8")
+            write_json(_beside(path), self._header())
 
     @staticmethod
     def load(path: str | Path) -> "Matches":
@@ -197,10 +214,11 @@ class Matches:
         """Everything but the arrays of one row per match."""
         header: dict[str, Any] = {"size0": self.size0, "size1": self.size1, "info": dict(self.info)}
         if self.estimate is not None:
-            matrix = self.estimate.matrix
+            matrix, pose = self.estimate.matrix, self.estimate.pose
             header["estimate"] = {
                 "kind": self.estimate.kind,
                 "matrix": None if matrix is None else np.asarray(matrix, dtype=np.float64).tolist(),
+                "cam1_from_cam0": None if pose is None else pose.cam1_from_cam0.tolist(),
                 "info": dict(self.estimate.info),
             }
         return header
@@ -236,9 +254,16 @@ def _beside(path: Path) -> Path:
 def _from_parts(header: Mapping[str, Any], rows: FloatArray, inliers: BoolArray | None) -> Matches:
     estimate = None
     if "estimate" in header and inliers is not None:
-        stored = header["estimate"]
-        matrix = None if stored["matrix"] is None else np.array(stored["matrix"], dtype=np.float64)
-        estimate = Estimate(kind=stored["kind"], matrix=matrix, inliers=inliers, info=stored["info"])
+        stored, info = header["estimate"], dict(header["estimate"]["info"])
+        # Files of earlier versions have the pose in the info.
+        pose = info.pop("cam1_from_cam0", None) or stored.get("cam1_from_cam0")
+        estimate = Estimate(
+            kind=stored["kind"],
+            matrix=None if stored["matrix"] is None else np.array(stored["matrix"], dtype=np.float64),
+            inliers=inliers,
+            pose=None if pose is None else RelativePose(cam1_from_cam0=np.array(pose, dtype=np.float64)),
+            info=info,
+        )
     return Matches(
         points0=rows[:, 0:2],
         points1=rows[:, 2:4],

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dualrc.geometry import apply_homography, direction_error_deg, homography_grid, on_picture, rotation_error_deg
+from dualrc.geometry import apply_homography, direction_error_deg, homography_grid, rotation_error_deg
 from dualrc.matches import Matches
+from dualrc.pixels import on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, Size
 
 # Places per axis at which the overlap of two pictures is looked at: ten in every cell of the usual grid.
@@ -84,7 +85,7 @@ def coverage(points0: npt.ArrayLike, H: npt.ArrayLike, size0: Size, size1: Size,
         places = np.floor((points - corner) / extent * cells)
         return {(int(x), int(y)) for x, y in places[np.all((places >= 0) & (places < cells), axis=1)]}
 
-    samples = (np.stack([column, row], axis=1) + 0.5) * step - 0.5
+    samples = resize_points(np.stack([column, row], axis=1), (_OVERLAP_SAMPLES, _OVERLAP_SAMPLES), size0)
     points = np.asarray(points0, dtype=np.float64).reshape(-1, 2)
     shown = occupied(samples)
     return len(occupied(points) & shown) / len(shown)

@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator, Sized
 from dataclasses import asdict, replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from dualrc.files import check_writable
 from dualrc.image import Scale, read
 from dualrc.matcher.budget import let_go
 from dualrc.matcher.extract import choose_device
+from dualrc.provenance import versions
 from dualrc.scenes import make_pair
 from dualrc.types import Size
 
@@ -34,7 +34,7 @@ FORMAT = "dualrc-bench-2"
 _SCENE = 1
 _LARGEST_SCENE = 1600  # px of the long side that are rendered; larger pictures are scaled up from these
 _LIMIT_S = 20.0  # of a stage in all; slower ones are repeated less often
-_PACKAGES = ("dualrc", "torch", "triton", "numpy", "kornia", "opencv-python-headless")
+_PACKAGES = ("triton", "kornia", "opencv-python-headless")  # whose versions are written too, where installed
 _PLANTED = (
     "there are no trained weights of this preset: features are made with generated ones; coarse tensor, search, "
     "further pair and batches are of planted features, and whole pair is making features of both pictures, then the "
@@ -49,7 +49,9 @@ def bench(settings: BenchSettings, *, screen: Console, messages: Console) -> dic
     if (warning := busy_warning(machine.load_average(), machine.cores())) is not None:
         messages.print(f"Note: {warning}", style="yellow", highlight=False, soft_wrap=True)
     results: dict[str, DeviceResult] = {}
-    content = {"format": FORMAT, "settings": asdict(settings), "versions": _versions(), "devices": results}
+    found_versions = {**versions(*_PACKAGES), "cuda": torch.version.cuda}
+    found_versions |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
+    content = {"format": FORMAT, "settings": asdict(settings), "versions": found_versions, "devices": results}
     with tempfile.TemporaryDirectory(prefix="dualrc-bench-") as folder:
         with messages.status("Making the pictures..."):
             _write_pictures(settings, Path(folder))
@@ -238,12 +240,3 @@ def _describe_machine(device: torch.device) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         found |= {"cpu": found["processor"], "processor": properties.name, "gpu_memory": properties.total_memory}
     return found
-
-
-def _versions() -> dict[str, str | None]:
-    """Versions of all that takes part in the measurements; None: not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for package in _PACKAGES:
-        installed = list(metadata.distributions(name=package))
-        found[package] = installed[0].version if installed else None
-    return {**found, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}

@@ -17,13 +17,11 @@ for _name in ("pair", "collections", "benchmarks", "bench", "training", "about")
 
 def main() -> None:
     """Run the command line; a user's mistake prints one line and exits with 1."""
-    warnings.showwarning = lambda message, *_, **__: common.messages.print(
-        f"Note: {message}", style="yellow", highlight=False, markup=False, soft_wrap=True
-    )
+    warnings.showwarning = lambda message, *_, **__: common.note(f"Note: {message}")
     try:
         common.app()
     except DualRCError as error:
-        common.messages.print(f"Error: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        common.note(f"Error: {error}", style="red")
         sys.exit(1)
     except KeyboardInterrupt:
         common.messages.print("Stopped.")

@@ -1,14 +1,9 @@
 """The command that tells what is here."""
 
-import sys
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 from dualrc.cli import common
 from dualrc.config import PRESETS
-
-if TYPE_CHECKING:
-    pass
 
 
 @common.app.command()
@@ -17,11 +12,11 @@ def info() -> None:
     import torch
 
     from dualrc.model.checkpoint import bundled, file_hash
+    from dualrc.provenance import versions
 
     table = common.table("dualrc")
-    for package in ("dualrc", "torch", "numpy", "poselib"):
-        table.add_row(package, metadata.version(package))
-    table.add_row("python", sys.version.split()[0])
+    for package, version in versions("poselib").items():
+        table.add_row(package, version)
     devices = ["cpu"]
     if torch.cuda.is_available():
         devices.insert(0, f"cuda ({torch.cuda.get_device_name()})")

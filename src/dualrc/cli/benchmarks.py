@@ -1,147 +1,101 @@
-"""The command that scores matchers."""
+"""The command that scores matchers; its options are those that the benchmarks declare."""
 
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import typer
 
 from dualrc.cli import common
 from dualrc.errors import ConfigError
+from dualrc.evaluation import BENCHMARKS, evaluate
+from dualrc.evaluation.benchmark import OneNetworkSettings, Option, Settings
 
-if TYPE_CHECKING:
-    pass
+
+class Declared(NamedTuple):
+    """A setting of a benchmark that is an option of the command line."""
+
+    setting: str
+    type: Any
+    option: Option
 
 
-@common.app.command()
-def evaluate(
-    benchmark: Annotated[
-        Literal["hpatches", "pose", "inloc", "aachen", "appendix"], typer.Argument(help="What to evaluate.")
-    ],
-    roots: Annotated[list[Path] | None, typer.Argument(metavar="ROOT...", help="Folders of the data set.")] = None,
-    matcher: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="dualrc (if nothing is given), dualrc-high (a second look), sift (RootSIFT by OpenCV: sift-ratio and "
-            "sift-mutual), or FILE.py:function, a function of two paths that returns points0, points1, scores. Give it "
-            "several times to compare in one table."
-        ),
-    ] = None,
-    preset: common.PresetOption = "default",
-    weights: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Weights file (.safetensors); without it, those inside the package. "
-            "appendix: several, one for each fusion variant and number of channels."
-        ),
-    ] = None,
-    device: common.DeviceOption = None,
-    size: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Long side that the network sees, scaling up or down. appendix: several; without it, 1600, 1200, 800."
-        ),
-    ] = None,
-    top: Annotated[
-        int | None,
-        typer.Option(help="Score the best so many matches; without it, 1000 and 2000 for hpatches, else 4000."),
-    ] = None,
-    crop: Annotated[
-        str | None,
-        typer.Option(
-            metavar="X,Y", help="hpatches: cut X columns and Y rows off pictures 2 to 6, on the left and top."
-        ),
-    ] = None,
-    pairs: Annotated[
-        Path | None,
-        typer.Option(
-            help="appendix: draw the pairs of this text file, two names a line, such as v_wall/1.ppm v_wall/6.ppm."
-        ),
-    ] = None,
-    truth: Annotated[
-        Path | None, typer.Option(help="aachen and inloc: a file of true poses; inloc finds its own in ROOT.")
-    ] = None,
-    shortlist: Annotated[
-        Path | None,
-        typer.Option(help="inloc: candidates of each query, .mat as published or text; without it, the one in ROOT."),
-    ] = None,
-    candidates: Annotated[int, typer.Option(help="inloc: match each query with the best so many candidates.")] = 10,
-    verify: Annotated[
-        bool,
-        typer.Option("--verify", help="inloc: rank poses by dense verification against the scan, not by inliers."),
-    ] = False,
-    results: Annotated[
-        list[Path] | None,
-        typer.Option(help="inloc: score this list of results (.mat) too, or, without ROOT, alone; several times."),
-    ] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write all figures and the config here too.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            "-o",
-            help="Folder for matches, figures, results.json and report.html; a second run "
-            "goes on where the first stopped. Without it, evaluation-BENCHMARK.",
-        ),
-    ] = None,
-) -> None:
-    """Score matchers on HPatches, two-view poses, InLoc, Aachen Day-Night, and as the paper's appendix does.
+def declared_options(settings_class: type[Settings]) -> dict[str, Declared]:
+    """The options of a benchmark's settings by their first flag."""
+    options = {}
+    for name, hint in get_type_hints(settings_class, include_extras=True).items():
+        for option in getattr(hint, "__metadata__", ()):
+            flag = (option.flags or (f"--{name.replace('_', '-')}",))[0]
+            options[flag] = Declared(name, get_args(hint)[0], option)
+    return options
 
-    dualrc evaluate hpatches data/hpatches --matcher dualrc --matcher sift --out hpatches
 
-    pose takes MegaDepth-1500, ScanNet-1500, or folders with cameras.json.
+def make_command() -> Callable[..., None]:
+    """The command `evaluate`, with the options of all benchmarks."""
+    takers: dict[str, dict[str, Declared]] = {}  # by flag and benchmark
+    for name, benchmark in BENCHMARKS.items():
+        for flag, declared in declared_options(benchmark.settings_class).items():
+            takers.setdefault(flag, {})[name] = declared
 
-    dualrc evaluate pose data/strecha --matcher mine.py:match
+    def run(benchmark: str, roots: list[Path] | None, **given: Any) -> None:
+        options: dict[str, Any] = {"roots": tuple(roots or ()), "out": Path(f"evaluation-{benchmark}")}
+        for name, value in given.items():
+            if value is not None and value is not False and value != []:
+                options |= _setting(flags[name], value, benchmark, takers[flags[name]])
+        evaluate(benchmark, screen=common.screen, messages=common.messages, **options)
 
-    inloc localizes InLoc's queries by cut-outs of its scans, and draws the curve beside the published ones.
+    flags = {flag[2:].replace("-", "_"): flag for flag in takers}
+    names: Any = Literal.__getitem__(tuple(BENCHMARKS))
+    folders = Annotated[list[Path] | None, typer.Argument(metavar="ROOT...", help="Folders of the data set.")]
+    annotations = {"roots": folders} | {name: _annotation(flag, takers[flag]) for name, flag in flags.items()}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter("benchmark", keyword, annotation=Annotated[names, typer.Argument(help="What to evaluate.")])
+    ]
+    parameters += [inspect.Parameter(n, keyword, annotation=a, default=None) for n, a in annotations.items()]
+    # Typer reads the parameters of a command from its signature.
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    paragraphs = ["Score matchers on a benchmark, and write a report."]
+    for name, declared_benchmark in BENCHMARKS.items():
+        paragraphs += [declared_benchmark.summary, f"dualrc evaluate {name} {declared_benchmark.example}"]
+    run.__doc__ = "\n\n".join(paragraphs)
+    return run
 
-    dualrc evaluate inloc data/inloc --verify --out inloc
 
-    aachen localizes the queries of Aachen Day-Night, v1.0 or v1.1, and writes their poses for the benchmark's service.
+def _setting(flag: str, value: Any, benchmark: str, takers: Mapping[str, Declared]) -> dict[str, Any]:
+    """The setting that an option gives; an option that the benchmark does not take is refused."""
+    if benchmark not in takers:
+        raise ConfigError(f"{flag} is for {' and '.join(takers)}; leave it out.")
+    setting, hint, option = takers[benchmark]
+    values = value if isinstance(value, list) else [value]
+    values = [option.parse(text) for text in values] if option.parse else values
+    if _is_repeatable(hint):
+        return {setting: tuple(values)}
+    if len(values) > 1:
+        raise ConfigError(f"{flag} is given {len(values)} times; here it is taken once.")
+    return {setting: values[0]}
 
-    dualrc evaluate aachen data/aachen --out aachen
 
-    appendix compares networks on HPatches as the paper's appendix does: fusion variants, channels, sizes, and costs.
+def _is_repeatable(hint: Any) -> bool:
+    """Whether a setting is tuple[T, ...], and its option may be given several times."""
+    return get_args(hint)[1:] == (...,)
 
-    dualrc evaluate appendix data/hpatches --weights a.safetensors --weights b.safetensors
-    """
-    from dualrc.evaluation import EvaluationSettings, InLocSettings, parse_crop
-    from dualrc.evaluation import evaluate as run
 
-    out = out or Path(f"evaluation-{benchmark}")
-    if benchmark == "appendix":
-        from dualrc.evaluation.appendix import DEFAULT_SIZES, AppendixSettings, evaluate_appendix
+def _annotation(flag: str, takers: Mapping[str, Declared]) -> Any:
+    """What Typer is told of an option."""
+    general = {declared.option for declared in declared_options(OneNetworkSettings).values()}
+    by_option: dict[Option, list[str]] = {}
+    for name, declared in takers.items():
+        by_option.setdefault(declared.option, []).append(name)
+    texts = [option.help for option in by_option if option in general]
+    texts += [f"{' and '.join(names)}: {own.help}" for own, names in by_option.items() if own not in general]
+    _, hint, option = next(iter(takers.values()))
+    described = typer.Option(*(option.flags or (flag,)), help=" ".join(texts), metavar=option.metavar)
+    scalar = str if option.parse else next(part for part in get_args(hint) or (hint,) if part is not NoneType)
+    several = any(_is_repeatable(declared.type) for declared in takers.values())
+    return Annotated[(list[scalar] if several else scalar) | None, described]  # type: ignore[valid-type]
 
-        if crop is not None or truth is not None or shortlist is not None or verify or results:
-            raise ConfigError("--crop, --truth, --shortlist, --verify, --results are not for appendix; leave them out.")
-        comparison = AppendixSettings(
-            roots=tuple(roots or ()),
-            weights=tuple(weights or ()),
-            preset=preset,
-            matchers=tuple(matcher or ()),
-            device=device,
-            sizes=tuple(size or DEFAULT_SIZES),
-            top=top,
-            pairs=pairs,
-            json=json,
-            out=out,
-        )
-        evaluate_appendix(comparison, screen=common.screen, messages=common.messages)
-        return
-    if pairs is not None:
-        raise ConfigError("--pairs is for appendix; leave it out.")
-    settings = EvaluationSettings(
-        benchmark=benchmark,
-        roots=tuple(roots or ()),
-        inloc=InLocSettings(shortlist=shortlist, candidates=candidates, verify=verify, results=tuple(results or ())),
-        matchers=tuple(matcher or ["dualrc"]),
-        preset=preset,
-        weights=common.at_most_one(weights, "--weights"),
-        device=device,
-        size=common.at_most_one(size, "--size"),
-        top=top,
-        crop=None if crop is None else parse_crop(crop),
-        truth=truth,
-        json=json,
-        out=out,
-    )
-    run(settings, screen=common.screen, messages=common.messages)
+
+common.app.command(name="evaluate")(make_command())

@@ -8,6 +8,7 @@ import typer
 from dualrc.cli import common
 from dualrc.files import check_writable
 from dualrc.matcher import load
+from dualrc.provenance import provenance
 
 if TYPE_CHECKING:
     from dualrc.localize import Localization, Localizer
@@ -35,7 +36,7 @@ MemoryOption = Annotated[
         "seen smaller, and a warning says so."
     ),
 ]
-EngineOption = Annotated[
+ExecutorOption = Annotated[
     Literal["local", "ray"], typer.Option(help="Match in processes of this machine, or on a Ray cluster.")
 ]
 
@@ -54,7 +55,7 @@ def collection(
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
-    engine: EngineOption = "local",
+    executor: ExecutorOption = "local",
     address: AddressOption = None,
     workers: WorkersOption = None,
     max_memory: MemoryOption = None,
@@ -66,29 +67,12 @@ def collection(
 
     dualrc collection photos --out matched
 
-    dualrc collection frames --out matched --pairs sequential --engine ray --address auto
+    dualrc collection frames --out matched --pairs sequential --executor ray --address auto
     """
     from dualrc.collection.config import CollectionConfig
-    from dualrc.collection.run import match_collection
+    from dualrc.collection.matching import match_collection
 
-    config = CollectionConfig(
-        pairs=pairs,
-        neighbors=neighbors,
-        overlap=overlap,
-        loops=loops,
-        top=top,
-        min_score=min_score,
-        size=size,
-        preset=preset,
-        weights=weights,
-        device=device,
-        engine=engine,
-        address=address,
-        workers=workers,
-        max_memory=max_memory,
-        cache=cache,
-    )
-    result = match_collection(images, out, config)
+    result = match_collection(images, out, common.settings(CollectionConfig, locals()))
     table = common.table(f"{result.matched:,} pairs matched in {result.seconds:.1f} s")
     table.add_row("pictures", f"{len(result.names):,}")
     table.add_row("pairs", f"{len(result.pairs):,}, of which {result.skipped:,} were there")
@@ -97,7 +81,7 @@ def collection(
     if result.failed:
         table.add_row("pairs that failed", f"{len(result.failed):,}; the same command tries them again")
     common.screen.print(table)
-    common.screen.print(f"Written: {result.store}")
+    common.written(result.store)
 
 
 @common.app.command()
@@ -117,7 +101,7 @@ def reconstruct(
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
-    engine: EngineOption = "local",
+    executor: ExecutorOption = "local",
     address: AddressOption = None,
     workers: WorkersOption = None,
     max_memory: MemoryOption = None,
@@ -136,18 +120,7 @@ def reconstruct(
     from dualrc.collection.reconstruct import ReconstructConfig
     from dualrc.collection.reconstruct import reconstruct as run
 
-    matching = CollectionConfig(
-        pairs=pairs,
-        top=top,
-        size=size,
-        preset=preset,
-        weights=weights,
-        device=device,
-        engine=engine,
-        address=address,
-        workers=workers,
-        max_memory=max_memory,
-    )
+    matching = common.settings(CollectionConfig, locals())
     summary = run(images, out, ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc))
     table = common.table(f"{summary.registered:,} of {summary.pictures:,} pictures placed")
     table.add_row("points", f"{summary.points:,}")
@@ -205,16 +178,17 @@ def localize(
         world = localization.read_map(map, images)
         matcher = load(preset, weights=weights, device=device, size=size)
     localizer = localization.Localizer(matcher, world, config, descriptors=out.with_name(f"{out.stem}-map.npz"))
-    results = localization.ResultsFile(out, localization.results_config(localizer), info=matcher.info)
+    made_with = provenance("poselib", "pycolmap", **matcher.info)
+    results = localization.ResultsFile(out, localization.results_config(localizer), info=made_with)
     with common.messages.status("Looking at the map's pictures...") as status:
         todo = len(localization.missing(pictures, results))
         ready = localization.localize_all(localizer, pictures, results, cameras=known)
         for done, (name, found) in enumerate(ready, start=1):
             what = f"{found.inliers:,} inliers" if found.reason is None else f"not localized: {found.reason}"
-            common.messages.print(f"{name}: {what}", highlight=False, markup=False, soft_wrap=True)
+            common.note(f"{name}: {what}", style=None)
             status.update(f"Localizing, {done} of {todo} done...")
     _print_localizations(localizer, {name: results[name] for name in pictures})
-    common.screen.print(f"Written: {out}, {results.poses_path}")
+    common.written(out, results.poses_path)
 
 
 def _print_localizations(localizer: "Localizer", found: "dict[str, Localization]") -> None:

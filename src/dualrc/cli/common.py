@@ -1,15 +1,16 @@
 """What the commands share: the program, its two consoles, options and tables."""
 
-from importlib import metadata
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+import dualrc
 from dualrc.config import PRESETS
-from dualrc.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ messages = Console(stderr=True)
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        screen.print(f"dualrc {metadata.version('dualrc')}", highlight=False)
+        screen.print(f"dualrc {dualrc.__version__}", highlight=False)
         raise typer.Exit
 
 
@@ -62,14 +63,24 @@ MaxMemoryOption = Annotated[
 ]
 
 
-def at_most_one(values: list[T] | None, option: str) -> T | None:
-    """The value of an option that only `evaluate appendix` takes several times."""
-    if values and len(values) > 1:
-        raise ConfigError(f"{option} is given {len(values)} times; here it is taken once.")
-    return values[0] if values else None
+def settings(kind: type[T], options: Mapping[str, Any]) -> T:
+    """A config of those of a command's options that have the names of its fields."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: options[name] for name in names if name in options})
+
+
+def note(text: str, *, style: str | None = "yellow") -> None:
+    """Tell something beside the result, as it is: names of files are no markup."""
+    messages.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def written(*what: object) -> None:
+    """Tell what files there are now."""
+    screen.print(f"Written: {', '.join(map(str, what))}", highlight=False, markup=False, soft_wrap=True)
 
 
 def table(title: str) -> Table:
+    """A table of two columns under its title, to be filled and printed."""
     # Above the table rather than as its title, which would be wrapped to the table's width.
     screen.print(title, style="bold", highlight=False)
     result = Table(show_header=False)

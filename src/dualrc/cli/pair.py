@@ -92,7 +92,7 @@ def match(
     _print_matches(matcher, matches, seconds)
     for path in (out, drawing):
         if path is not None:
-            common.screen.print(f"Written: {path}")
+            common.written(path)
 
 
 @common.app.command()
@@ -149,8 +149,8 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
             table.add_row(model.kind, f"none found: {model.info.get('reason', '')}")
         else:
             table.add_row(model.kind, _rows(model.matrix))
-        if "cam1_from_cam0" in model.info:
-            table.add_row("rotation, direction", _rows(model.info["cam1_from_cam0"]))
+        if model.pose is not None:
+            table.add_row("rotation, direction", _rows(model.pose.cam1_from_cam0))
         share = inliers / max(1, len(matches))
         table.add_row("inliers", f"{inliers:,} of {len(matches):,} ({share:.0%})")
         if model.matrix is not None and (inliers < 30 or share < 0.1):

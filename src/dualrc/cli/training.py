@@ -37,7 +37,7 @@ def train(
 
     settings = read_toml(training.TrainConfig, config)
     training.train(settings, out, minutes=minutes, device=device, devices=devices, nodes=nodes)
-    common.screen.print(f"Written: {out / 'weights.safetensors'}")
+    common.written(out / "weights.safetensors")
 
 
 pairs_app = typer.Typer(
@@ -80,11 +80,9 @@ def pairs_megadepth(
         results.append(result)
         if result.broken:
             more = f" ({len(result.broken) - 1} more like it)" if len(result.broken) > 1 else ""
-            common.messages.print(
-                f"{result.name}: {result.broken[0]}{more}", style="yellow", highlight=False, markup=False
-            )
+            common.note(f"{result.name}: {result.broken[0]}{more}")
     for split, pairs in join_scenes(out, results).items():
-        common.screen.print(f"Written: {out / f'{split}_pairs.txt'} ({pairs:,} pairs)", highlight=False, soft_wrap=True)
+        common.written(f"{out / f'{split}_pairs.txt'} ({pairs:,} pairs)")
     if broken := sum(bool(result.broken) for result in results):
         common.screen.print(f"{broken} of {len(results)} scenes lack files; get those and run this again.")
 
@@ -135,7 +133,7 @@ def pairs_rgbd(
     with common.messages.status("Looking for pictures that overlap..."):
         source = RgbdPairs(root, min_overlap=min_overlap)
     for reason in source.broken.values():
-        common.messages.print(reason, style="yellow", highlight=False, markup=False)
+        common.note(reason)
     _write_pairs(source, root / "images", out, points, seed)
 
 
@@ -159,9 +157,7 @@ def convert(
         raise OutputError(f"{out}: weights are written as .safetensors, beside the checkpoint; choose another name.")
     with common.messages.status("Converting..."):
         config = convert_published(published, out)
-    common.screen.print(
-        f"Written: {out} (preset {config.preset}, {config.backbone}, {config.consensus})", highlight=False
-    )
+    common.written(f"{out} (preset {config.preset}, {config.backbone}, {config.consensus})")
 
 
 def _write_pairs(source: "PairSource", images: Path, out: Path, points: int, seed: int) -> None:
@@ -175,6 +171,5 @@ def _write_pairs(source: "PairSource", images: Path, out: Path, points: int, see
     count = write_pairs(out, track(lines, "Pairs", total=len(source), console=common.messages))
     if skipped:
         name, reason = next(iter(skipped.items()))
-        text = f"Left out: {len(skipped)} of {len(source)} pairs; the first, {name}: {reason}"
-        common.messages.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
-    common.screen.print(f"Written: {out} ({count:,} pairs)", highlight=False, soft_wrap=True)
+        common.note(f"Left out: {len(skipped)} of {len(source)} pairs; the first, {name}: {reason}")
+    common.written(f"{out} ({count:,} pairs)")

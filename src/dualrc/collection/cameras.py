@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dualrc.colmap import read_cameras, read_header, refuse_mirrored
+from dualrc.colmap import read_cameras, refuse_mirrored
 from dualrc.errors import DataError
 from dualrc.geometry import Camera, camera_from_exif
+from dualrc.image import read_header
 
 _GUESSED_FOCAL = 1.2  # in long sides, as COLMAP guesses
 _FILE, _EXIF, _GUESS = "file", "exif", "guess"

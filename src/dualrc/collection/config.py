@@ -1,10 +1,10 @@
 """How a folder of pictures is matched."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dualrc.config import check_bounds
 from dualrc.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ class CollectionConfig:
     weights: Path | None = None
     device: str | None = None
     # Where it runs: in processes of this machine, or on a Ray cluster, which is started here if no address is given.
-    engine: Literal["local", "ray"] = "local"
+    executor: Literal["local", "ray"] = "local"
     address: str | None = None
     # Workers; None: one per GPU, else one per core, as far as memory allows.
     workers: int | None = None
@@ -38,13 +38,10 @@ class CollectionConfig:
     cache: float = 4.0
 
     def __post_init__(self) -> None:
-        for name, least in (("neighbors", 1), ("overlap", 1), ("top", 1), ("loops", 0), ("workers", 1), ("cache", 0)):
-            value = getattr(self, name)
-            if value is not None and not least <= value < math.inf:
-                raise ConfigError(f"{name} = {value} must be at least {least}.")
-        if self.max_memory is not None and not 0 < self.max_memory < math.inf:
-            raise ConfigError(f"max_memory = {self.max_memory} must be above 0; it is in GiB.")
-        if self.engine not in ("local", "ray"):
-            raise ConfigError(f"engine = {self.engine!r} is not known; choose local or ray.")
-        if self.address is not None and self.engine != "ray":
-            raise ConfigError("An address is for the engine ray; choose that engine, or leave the address out.")
+        check_bounds(self, "neighbors", "overlap", "top", "workers", at_least=1)
+        check_bounds(self, "loops", "cache", at_least=0)
+        check_bounds(self, "max_memory", above=0)
+        if self.executor not in ("local", "ray"):
+            raise ConfigError(f"executor = {self.executor!r} is not known; choose local or ray.")
+        if self.address is not None and self.executor != "ray":
+            raise ConfigError("An address is for the executor ray; choose that one, or leave the address out.")

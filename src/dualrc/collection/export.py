@@ -7,11 +7,14 @@ from typing import Any
 import numpy as np
 
 from dualrc.collection.cameras import is_known
-from dualrc.collection.keypoints import MergedMatches, Progress
-from dualrc.colmap import colmap_camera, colmap_points, import_pycolmap, quiet_colmap, read_header, stored_points
-from dualrc.errors import ConfigError, DataError
-from dualrc.files import replacing
+from dualrc.collection.keypoints import MergedMatches
+from dualrc.collection.progress import Progress, no_progress
+from dualrc.colmap import colmap_camera, colmap_points, import_pycolmap, quiet_colmap, stored_points
+from dualrc.errors import DataError
+from dualrc.extras import require
+from dualrc.files import replacing, write_text
 from dualrc.geometry import Camera
+from dualrc.image import read_header
 
 _MAX_ERROR_PX = 4.0  # of a match from its pair's geometry, as COLMAP verifies
 
@@ -21,11 +24,11 @@ def write_database(
     merged: MergedMatches,
     images: str | Path,
     cameras: Mapping[str, Camera],
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> None:
     """Write COLMAP's database: cameras, pictures, keypoints, matches and verified two-view geometries."""
     pycolmap = import_pycolmap()
-    images, tell = Path(images), progress or (lambda *_: None)
+    images = Path(images)
     with replacing(path) as temporary, quiet_colmap(pycolmap):
         with pycolmap.Database.open(temporary) as database, pycolmap.DatabaseTransaction(database):
             numbers = _write_pictures(database, merged, images, cameras, pycolmap)
@@ -33,13 +36,13 @@ def write_database(
                 indices = merged.indexed(name0, name1).indices
                 if len(indices):
                     database.write_matches(numbers[name0], numbers[name1], indices.astype(np.uint32))
-                tell("Writing matches", count, len(merged.pairs))
-        tell("Verifying pairs", 0, 1)
+                progress("Writing matches", count, len(merged.pairs))
+        progress("Verifying pairs", 0, 1)
         options = pycolmap.TwoViewGeometryOptions()
         options.ransac.max_error = _MAX_ERROR_PX
         options.ransac.random_seed = 0
         pycolmap.geometric_verification(temporary, two_view_geometry_options=options)
-        tell("Verifying pairs", 1, 1)
+        progress("Verifying pairs", 1, 1)
 
 
 def _write_pictures(
@@ -61,10 +64,10 @@ def _write_pictures(
     return numbers
 
 
-def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, progress: Progress | None = None) -> None:
+def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, progress: Progress = no_progress) -> None:
     """Write hloc's features.h5, matches.h5 and pairs.txt: stored pixels, the centre of the first at (0, 0)."""
-    h5py = _h5py()
-    folder, images, tell = Path(folder), Path(images), progress or (lambda *_: None)
+    h5py = require("h5py", "colmap", "hloc's files")
+    folder, images = Path(folder), Path(images)
     _refuse_ambiguous(merged)
     with replacing(folder / "features.h5") as temporary, h5py.File(temporary, "w") as file:
         for name, keypoints in merged.keypoints.items():
@@ -84,10 +87,8 @@ def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, pr
             group = file.create_group(_pair_key(name0, name1))
             group.create_dataset("matches0", data=matches0, compression="gzip", compression_opts=1)
             group.create_dataset("matching_scores0", data=scores0, compression="gzip", compression_opts=1)
-            tell("Writing matches", count, len(merged.pairs))
-    with replacing(folder / "pairs.txt") as temporary:
-        lines = [f"{name0} {name1}\n" for name0, name1 in merged.pairs]
-        temporary.write_text("".join(lines), encoding="utf-8")
+            progress("Writing matches", count, len(merged.pairs))
+    write_text(folder / "pairs.txt", "".join(f"{name0} {name1}\n" for name0, name1 in merged.pairs))
 
 
 def _pair_key(name0: str, name1: str) -> str:
@@ -101,11 +102,3 @@ def _refuse_ambiguous(merged: MergedMatches) -> None:
         other = keys.setdefault(name.replace("/", "-"), name)
         if other != name:
             raise DataError(f"{other} and {name} are one name in hloc's matches.h5, which has - for /; rename one.")
-
-
-def _h5py() -> Any:
-    try:
-        import h5py
-    except ImportError as error:
-        raise ConfigError(f"hloc's files need h5py ({error}): pip install 'dualrc[colmap]'.") from error
-    return h5py

@@ -6,23 +6,24 @@ where all of its matches put it, in a few sweeps over the pictures. So a track i
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from dualrc import geometry
+from dualrc.collection.progress import Progress, no_progress
 from dualrc.collection.store import MatchStore, Names
-from dualrc.errors import ConfigError, DataError
+from dualrc.config import check_bounds
+from dualrc.errors import DataError
+from dualrc.extras import require
 from dualrc.matches import Matches
+from dualrc.pixels import FINE_STRIDE
 from dualrc.types import BoolArray, FloatArray, Size
 
 IntArray = npt.NDArray[np.int64]
-# Told of each step's name, how much of it is done, and of how much.
-Progress = Callable[[str, int, int], None]
 
-_CELL = 4.0  # network pixels of the matcher's fine cells: how far apart the matches of one pair are
 _SAMPLE = 2000  # matches of a pair that its geometry is estimated from
 _ITERATIONS = 5000
 _ROUNDS, _LOSS = 8, 0.005  # of clustering, until all but this share of the matches have a cluster
@@ -46,11 +47,8 @@ class MergeConfig:
     sweeps: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("radius", "max_error"):
-            if not 0 < getattr(self, name) <= 2:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be above 0 and at most 2 cells.")
-        if self.sweeps < 0:
-            raise ConfigError(f"sweeps = {self.sweeps} must not be negative.")
+        check_bounds(self, "radius", "max_error", above=0, at_most=2)
+        check_bounds(self, "sweeps", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -172,7 +170,7 @@ class MergedMatches:
 def merge(
     store: MatchStore,
     config: MergeConfig | None = None,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     *,
     pairs: Iterable[Names] | None = None,
 ) -> MergedMatches:
@@ -180,21 +178,20 @@ def merge(
 
     The store must stay open. Pairs that are not there, or failed, are left out.
     """
-    _check_scipy()
+    require("scipy", "colmap", "Keypoints of a collection")
     merged = MergedMatches(store, config or MergeConfig(), store.names() if pairs is None else pairs)
     partners: dict[str, list[Names]] = defaultdict(list)
     for names in merged.pairs:
         for name in names:
             partners[name].append(names)
-    tell = progress or (lambda *_: None)
     for count, (name, its_pairs) in enumerate(partners.items()):
         merged.keypoints[name] = _gather(merged, name, its_pairs)
-        tell("Finding keypoints", count + 1, len(partners))
+        progress("Finding keypoints", count + 1, len(partners))
     total = merged.config.sweeps * len(partners)
     for sweep in range(merged.config.sweeps):
         for count, (name, its_pairs) in enumerate(partners.items()):
             merged.keypoints[name] = _place(merged, name, its_pairs)
-            tell("Placing keypoints", sweep * len(partners) + count + 1, total)
+            progress("Placing keypoints", sweep * len(partners) + count + 1, total)
     return merged
 
 
@@ -215,7 +212,7 @@ def _cell_px(matches: Matches, side: int) -> float:
     """The matcher's fine cell in pixels of a picture."""
     size = (matches.size0, matches.size1)[side]
     network = matches.info.get(f"network_size{side}", size)
-    return _CELL * max(size) / max(*network, 1)
+    return FINE_STRIDE * max(size) / max(*network, 1)
 
 
 def _gather(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoints:
@@ -346,10 +343,3 @@ def _nearest_within(points: FloatArray, centers: FloatArray, radius: float) -> I
         return np.full(len(points), -1, np.int64)
     _, index = cKDTree(centers).query(points, distance_upper_bound=radius)
     return np.where(index < len(centers), index, -1)
-
-
-def _check_scipy() -> None:
-    try:
-        import scipy  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"Keypoints of a collection need scipy ({error}): pip install 'dualrc[colmap]'.") from error

@@ -11,14 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dualrc.collection.engine import Event
-from dualrc.collection.plan import Item
+from dualrc.collection.executor import Event
+from dualrc.collection.plan import Task
 from dualrc.collection.worker import WorkerSettings, at_once
 
 _START = "from dualrc.collection.worker import main; main()"
 
 
-class LocalEngine:
+class LocalExecutor:
     """A process per worker, with its own interpreter: nothing of this process is copied, and its main file not run."""
 
     def __init__(self, settings: Sequence[WorkerSettings]) -> None:
@@ -31,9 +31,9 @@ class LocalEngine:
         self._listeners: list[threading.Thread] = []
         self._processes = [self._start(number) for number in range(self.count)]
 
-    def give(self, worker: int, items: Sequence[Item]) -> None:
+    def give(self, worker: int, tasks: Sequence[Task]) -> None:
         """Let a worker that is ready work on these."""
-        _tell(self._processes[worker], items)
+        _tell(self._processes[worker], tasks)
 
     def next(self) -> Event:
         """Wait until something happens; a worker that died is replaced at once."""

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from dualrc.collection.config import CollectionConfig
 from dualrc.collection.retrieval import most_similar
 from dualrc.collection.store import Names
 from dualrc.errors import ConfigError, DataError
+from dualrc.files import read_text
 from dualrc.types import FloatArray
 
 _FEW = 60  # pictures: so many are matched exhaustively where nothing else is asked for
@@ -17,18 +19,13 @@ _NAME = re.compile(r'"([^"]*)"|(\S+)')
 
 
 def choose(
-    names: Sequence[str],
-    how: str,
-    *,
-    neighbors: int,
-    overlap: int,
-    loops: int,
-    describe: Callable[[], dict[str, FloatArray]],
+    names: Sequence[str], config: CollectionConfig, describe: Callable[[], dict[str, FloatArray]]
 ) -> list[Names]:
-    """The pairs that `how` asks for: auto, exhaustive, sequential, retrieval, a text file, or a COLMAP model's folder.
+    """The pairs that a config asks for.
 
     `describe` gives the descriptors of the pictures that can be read; it is called only where they are needed.
     """
+    how, overlap, loops = config.pairs, config.overlap, config.loops
     if how == "auto":
         how = "exhaustive" if len(names) <= _FEW else "retrieval"
     if how == "exhaustive":
@@ -42,9 +39,9 @@ def choose(
         usable, vectors = [*described], np.stack([*described.values()])
         if how == "sequential":
             return sequential(usable, overlap, vectors, loops)
-        return retrieval(usable, vectors, neighbors)
+        return retrieval(usable, vectors, config.neighbors)
     if Path(how).is_dir():
-        return covisible(names, how, neighbors)
+        return covisible(names, how, config.neighbors)
     if Path(how).is_file():
         return from_file(names, how)
     known = "auto, exhaustive, sequential, retrieval, a text file or the folder of a COLMAP model"
@@ -106,11 +103,7 @@ def covisible(names: Iterable[str], model: str | Path, k: int) -> list[Names]:
 def from_file(names: Iterable[str], path: str | Path) -> list[Names]:
     """The pairs of a text file, `name0 name1` a line; around spaces in names double quotes, or a tab between names."""
     known, pairs = set(names), []
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"The list of pairs {path} can't be read ({error}); check it.") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip() or line.startswith("#"):
             continue
         found = line.split("\t") if "\t" in line else [quoted or plain for quoted, plain in _NAME.findall(line)]

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from dualrc.collection.store import Names
 
 # What a worker is asked for: a pair to match, or a single picture to describe.
-Item = tuple[str, ...]
+Task = tuple[str, ...]
 
-_DEATHS = 3  # workers that one item may cost
+_DEATHS = 3  # workers that one task may cost
 _AHEAD = 32  # waiting blocks among which a worker's next one is chosen
 
 
-def in_blocks(pairs: Collection[Names], size: int) -> list[list[Item]]:
+def in_blocks(pairs: Collection[Names], size: int) -> list[list[Task]]:
     """The pairs in blocks of at most `size`, in an order in which those near each other share pictures.
 
     They follow Hilbert's curve through the matrix of all pairs: whatever number of pictures is kept, the curve stays
@@ -43,7 +43,7 @@ def _along_curve(row: int, column: int, side: int) -> int:
     return distance
 
 
-def in_chunks(names: Sequence[str], size: int) -> list[list[Item]]:
+def in_chunks(names: Sequence[str], size: int) -> list[list[Task]]:
     """Single pictures in blocks of at most `size`."""
     return [[(name,) for name in names[start : start + size]] for start in range(0, len(names), size)]
 
@@ -70,21 +70,21 @@ def _breadth_first(pairs: Iterable[Names]) -> dict[str, int]:
 
 @dataclass(kw_only=True, eq=False)
 class _Block:
-    items: dict[Item, None]  # those still to do, in order
+    tasks: dict[Task, None]  # those still to do, in order
     pictures: set[str]
     deaths: int  # of workers that had it
 
     @staticmethod
-    def of(items: Iterable[Item], deaths: int = 0) -> "_Block":
-        ordered = dict.fromkeys(items)
-        return _Block(items=ordered, pictures={name for item in ordered for name in item}, deaths=deaths)
+    def of(tasks: Iterable[Task], deaths: int = 0) -> "_Block":
+        ordered = dict.fromkeys(tasks)
+        return _Block(tasks=ordered, pictures={name for task in ordered for name in task}, deaths=deaths)
 
 
 class Plan:
-    """Gives blocks to workers, by number, until every item is done or has failed."""
+    """Gives blocks to workers, by number, until every task is done or has failed."""
 
-    def __init__(self, blocks: Iterable[Iterable[Item]], *, at_once: int) -> None:
-        """`at_once` says how many items a worker has in work: when it dies, one of the first so many is to blame."""
+    def __init__(self, blocks: Iterable[Iterable[Task]], *, at_once: int) -> None:
+        """`at_once` says how many tasks a worker has in work: when it dies, one of the first so many is to blame."""
         self._waiting = deque(_Block.of(block) for block in blocks)
         self._given: dict[int, _Block] = {}
         self._latest: dict[int, set[str]] = {}  # pictures that a worker probably still has
@@ -95,7 +95,7 @@ class Plan:
         """Whether nothing waits and nothing is in work."""
         return not self._waiting and not self._given
 
-    def next(self, worker: int) -> list[Item]:
+    def next(self, worker: int) -> list[Task]:
         """A block for this worker, with pictures that it has if possible; empty if nothing waits."""
         if not self._waiting:
             return []
@@ -106,34 +106,34 @@ class Plan:
         del self._waiting[index]
         self._given[worker] = block
         self._latest[worker] = block.pictures
-        return list(block.items)
+        return list(block.tasks)
 
-    def done(self, worker: int, item: Item) -> None:
-        """An item's result has come."""
-        self._given[worker].items.pop(item, None)
+    def done(self, worker: int, task: Task) -> None:
+        """A task's result has come."""
+        self._given[worker].tasks.pop(task, None)
 
     def returned(self, worker: int) -> None:
         """A worker has nothing in work, or no more."""
         block = self._given.pop(worker, None)
-        if block is not None and block.items:
+        if block is not None and block.tasks:
             self._waiting.appendleft(block)
 
-    def died(self, worker: int) -> list[Item]:
-        """Take a dead worker's block back; gives the items that are given up because they killed too many."""
+    def died(self, worker: int) -> list[Task]:
+        """Take a dead worker's block back; gives the tasks that are given up because they killed too many."""
         self._latest.pop(worker, None)
         block = self._given.pop(worker, None)
-        if block is None or not block.items:
+        if block is None or not block.tasks:
             return []
-        items, deaths = list(block.items), block.deaths + 1
-        if len(items) == 1 and deaths >= _DEATHS:
-            return items
-        suspects, others = items[: self._at_once], items[self._at_once :]
+        tasks, deaths = list(block.tasks), block.deaths + 1
+        if len(tasks) == 1 and deaths >= _DEATHS:
+            return tasks
+        suspects, others = tasks[: self._at_once], tasks[self._at_once :]
         if others:
             self._waiting.appendleft(_Block.of(others, block.deaths))
         # Suspects are tried again at once and, the second time, each alone, so that only the guilty is given up: for
         # that, two deaths in company count as one.
         parts = [suspects]
         if len(suspects) > 1 and deaths >= _DEATHS - 1:
-            parts, deaths = [[item] for item in suspects], deaths - 1
+            parts, deaths = [[task] for task in suspects], deaths - 1
         self._waiting.extendleft(_Block.of(part, deaths) for part in reversed(parts))
         return []

@@ -1,19 +1,14 @@
 """A folder of pictures to a COLMAP model: matching, shared keypoints, and pycolmap's incremental mapping."""
 
 import copy
-import json
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dualrc import config as configs
 from dualrc.collection.cameras import choose_cameras, describe_cameras, is_known
@@ -21,14 +16,15 @@ from dualrc.collection.config import CollectionConfig
 from dualrc.collection.export import write_database, write_hloc
 from dualrc.collection.figure import draw_reconstruction
 from dualrc.collection.keypoints import MergeConfig, Statistics, merge
-from dualrc.collection.keypoints import Progress as Tell
-from dualrc.collection.pictures import find_pictures
-from dualrc.collection.run import match_collection
+from dualrc.collection.matching import match_collection
+from dualrc.collection.progress import Progress, show_progress
 from dualrc.collection.store import MatchStore
 from dualrc.colmap import import_pycolmap, quiet_colmap
 from dualrc.errors import DataError, OutputError
-from dualrc.files import replacing
+from dualrc.files import replacing, write_json
 from dualrc.geometry import Camera
+from dualrc.image import find_pictures
+from dualrc.provenance import provenance
 
 _FEWEST_VIEWS = 5  # pictures of a camera, to refine its principal point
 _LARGEST_SHIFT = 0.05  # of a principal point, in long sides
@@ -63,12 +59,14 @@ class Summary:
     seconds: dict[str, float]  # of each step
 
 
-def reconstruct(images: str | Path, out: str | Path, config: ReconstructConfig, *, quiet: bool = False) -> Summary:
+def reconstruct(
+    images: str | Path, out: str | Path, config: ReconstructConfig | None = None, *, quiet: bool = False
+) -> Summary:
     """Reconstruct a folder of pictures into `out`: model, database.db, points.ply, model.png and summary.json.
 
     Matches are kept in `out`/matches.sqlite, so that a second run goes on where the first stopped.
     """
-    images, out = Path(images), Path(out)
+    images, out, config = Path(images), Path(out), config or ReconstructConfig()
     pycolmap = import_pycolmap()  # what is missing is said before the long work
     # So is what is wrong with the cameras.
     cameras = choose_cameras(images, find_pictures(images), config.cameras)
@@ -76,7 +74,7 @@ def reconstruct(images: str | Path, out: str | Path, config: ReconstructConfig, 
     matched = match_collection(images, out, config.collection, quiet=quiet)
     clock.lap("matching")
     cameras = {name: camera for name, camera in cameras.items() if name not in matched.broken}
-    with _progress(quiet) as tell, MatchStore(matched.store) as store:
+    with show_progress(Console(stderr=True, quiet=quiet)) as tell, MatchStore(matched.store) as store:
         # The store may hold pictures that have been taken out since.
         pairs = [names for names in matched.pairs if cameras.keys() >= set(names)]
         merged = merge(store, config.keypoints, tell, pairs=pairs)
@@ -108,7 +106,7 @@ def reconstruct(images: str | Path, out: str | Path, config: ReconstructConfig, 
     return summary
 
 
-def _map(out: Path, images: Path, cameras: dict[str, Camera], tell: Tell, pycolmap: Any) -> tuple[Any, int]:
+def _map(out: Path, images: Path, cameras: dict[str, Camera], tell: Progress, pycolmap: Any) -> tuple[Any, int]:
     """The largest model that COLMAP makes of the database, and how many it made."""
     options = pycolmap.IncrementalPipelineOptions()
     options.min_model_size = 2
@@ -177,10 +175,7 @@ def _write(model: Any, out: Path, summary: Summary, made_with: dict[str, Any]) -
         model.export_PLY(temporary)
     title = f"{summary.registered} of {summary.pictures} pictures, {summary.points:,} points"
     draw_reconstruction(model, out / "model.png", title)
-    versions = {package: metadata.version(package) for package in ("dualrc", "pycolmap", "numpy", "torch", "poselib")}
-    content = {**asdict(summary), **made_with, "versions": versions}
-    with replacing(out / "summary.json") as temporary:
-        temporary.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+    write_json(out / "summary.json", {**asdict(summary), **made_with, "versions": provenance("pycolmap", "poselib")})
 
 
 def _write_model(model: Any, folder: Path) -> None:
@@ -208,18 +203,3 @@ class _Clock:
         now = time.monotonic()
         self.seconds[step] = round(now - self._start, 2)
         self._start = now
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Tell]:
-    """A line for each step with how much of it is done."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True, quiet=quiet)) as progress:
-        tasks: dict[str, Any] = {}
-
-        def tell(step: str, done: int, total: int) -> None:
-            if step not in tasks:
-                tasks[step] = progress.add_task(step, total=total)
-            progress.update(tasks[step], completed=done, total=total)
-
-        yield tell

@@ -8,11 +8,11 @@ import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from dualrc.config import first_difference
 from dualrc.errors import DataError, OutputError
 from dualrc.matches import Matches
 from dualrc.types import FloatArray
@@ -67,9 +67,7 @@ class MatchStore:
     def __enter__(self) -> "MatchStore":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -150,7 +148,7 @@ class MatchStore:
             self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (_FORMAT,))
             self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('config', ?)", (text,))
             self._connection.execute("COMMIT")
-        if (difference := _difference(self.config, json.loads(text))) is not None:
+        if (difference := first_difference(self.config, json.loads(text))) is not None:
             raise DataError(
                 f"{self.path} holds matches made with another config ({difference}); "
                 "write to another place, delete the file to start over, or go back to its config."
@@ -221,14 +219,3 @@ def _from_row(row: tuple[Any, ...], path: Path) -> Matches:
         )
     except ValueError as damage:
         raise DataError(f"{path}: the pair {name0}, {name1} is damaged ({damage}); delete the file.") from damage
-
-
-def _difference(there: Any, here: Any, where: str = "") -> str | None:
-    """The first setting in which two configs differ, in words."""
-    if isinstance(there, dict) and isinstance(here, dict):
-        for key in sorted(there.keys() | here.keys()):
-            found = _difference(there.get(key), here.get(key), f"{where}.{key}" if where else key)
-            if found is not None:
-                return found
-        return None
-    return None if there == here else f"{where} is {there!r} there and {here!r} now"

@@ -8,7 +8,6 @@ import signal
 import sys
 import tempfile
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +15,12 @@ from typing import Any, BinaryIO
 
 import torch
 
-from dualrc.collection.plan import Item
+from dualrc.collection.plan import Task
 from dualrc.collection.retrieval import global_descriptor
 from dualrc.errors import DualRCError, ImageError, WeightsError
 from dualrc.matcher import Matcher, PictureFeatures, load
-from dualrc.matcher.ahead import ReadAhead
+from dualrc.matcher.cache import LruCache
+from dualrc.matcher.prefetch import ReadAhead
 from dualrc.matches import Matches
 from dualrc.types import FloatArray
 
@@ -44,7 +44,7 @@ class WorkerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why an item has no result."""
+    """Why a task has no result."""
 
     reason: str
     picture: str | None = None  # the picture that is to blame, if it is one
@@ -68,12 +68,12 @@ class Worker:
             # One thread, so that as many workers as cores don't get in each other's way, and results are the same.
             torch.set_num_threads(1)
         self.at_once = at_once(settings.device)
-        self.reads_ahead = self.matcher.device.type == "cuda"  # decoding runs beside a GPU
+        self.prefetches = self.matcher.device.type == "cuda"  # decoding runs beside a GPU
         self.extracted = 0
-        self._limit = settings.cache_bytes
+        limit = settings.cache_bytes
         if self.matcher.device.type == "cuda":
-            self._limit = min(self._limit, torch.cuda.mem_get_info(self.matcher.device)[0] // 2)
-        self._kept: OrderedDict[str, PictureFeatures | ImageError] = OrderedDict()
+            limit = min(limit, torch.cuda.mem_get_info(self.matcher.device)[0] // 2)
+        self._kept: LruCache[str, PictureFeatures] = LruCache(limit)
 
     def sees(self, sizes: Mapping[str, int]) -> bool:
         """Whether these pictures are in the folder on this machine too, with so many bytes."""
@@ -82,35 +82,44 @@ class Worker:
         except OSError:
             return False
 
-    def work(self, items: Sequence[Item], contents: Mapping[str, bytes] | None = None) -> Iterator[tuple[Item, Result]]:
-        """The items' results as they come, in order; `contents` are the picture files, where they can't be seen."""
+    def answers(self, tasks: Sequence[Task], contents: Mapping[str, bytes] | None = None) -> Iterator[tuple[str, Any]]:
+        """("result", (task, result)) for each task, then ("ready", how many pictures were read)."""
+        before = self.extracted
+        for answer in self.work(tasks, contents):
+            yield "result", answer
+        yield "ready", self.extracted - before
+
+    def work(self, tasks: Sequence[Task], contents: Mapping[str, bytes] | None = None) -> Iterator[tuple[Task, Result]]:
+        """The tasks' results as they come, in order; `contents` are the picture files, where they can't be seen."""
         with tempfile.TemporaryDirectory(prefix="dualrc-") as folder:
-            paths = {name: self.images / name for item in items for name in item}
+            paths = {name: self.images / name for task in tasks for name in task}
             for number, (name, content) in enumerate((contents or {}).items()):
                 paths[name] = Path(folder) / str(number)
                 paths[name].write_bytes(content)
             with ReadAhead(_READERS) as reader:
-                for start in range(0, len(items), self.at_once):
-                    if self.reads_ahead:
-                        for name in itertools.chain.from_iterable(items[start : start + 2 * self.at_once]):
+                for start in range(0, len(tasks), self.at_once):
+                    if self.prefetches:
+                        for name in itertools.chain.from_iterable(tasks[start : start + 2 * self.at_once]):
                             if name not in self._kept:
                                 reader.ask(paths[name])
-                    yield from self._batch(items[start : start + self.at_once], paths, reader)
+                    yield from self._batch(tasks[start : start + self.at_once], paths, reader)
 
     def _batch(
-        self, items: Sequence[Item], paths: Mapping[str, Path], reader: ReadAhead
-    ) -> Iterator[tuple[Item, Result]]:
-        ready: dict[Item, list[PictureFeatures]] = {}
-        for item in items:
-            found = [self._features(name, paths[name], reader) for name in item]
-            broken = [(name, error) for name, error in zip(item, found, strict=True) if isinstance(error, ImageError)]
-            if broken:
-                name, error = broken[0]
-                yield item, Failure(reason=str(error), picture=name)
+        self, tasks: Sequence[Task], paths: Mapping[str, Path], reader: ReadAhead
+    ) -> Iterator[tuple[Task, Result]]:
+        ready: dict[Task, list[PictureFeatures]] = {}
+        for task in tasks:
+            features: list[PictureFeatures] = []
+            for name in task:
+                try:
+                    features.append(self._features(name, paths[name], reader))
+                except ImageError as error:
+                    yield task, Failure(reason=str(error), picture=name)
+                    break
             else:
-                ready[item] = [features for features in found if isinstance(features, PictureFeatures)]
-        for item in [item for item in ready if len(item) == 1]:
-            yield item, global_descriptor(ready.pop(item)[0])
+                ready[task] = features
+        for task in [task for task in ready if len(task) == 1]:
+            yield task, global_descriptor(ready.pop(task)[0])
         pairs = [(features[0], features[1]) for features in ready.values()]
         try:
             results: list[Result] = [_slim(matches) for matches in self.matcher.match_many(pairs)]
@@ -124,23 +133,18 @@ class Worker:
         except ImageError as error:
             return Failure(reason=str(error))
 
-    def _features(self, name: str, path: Path, reader: ReadAhead) -> PictureFeatures | ImageError:
-        """A picture's features, from the cache if they are there, or why it has none."""
-        if name not in self._kept:
+    def _features(self, name: str, path: Path, reader: ReadAhead) -> PictureFeatures:
+        """A picture's features, from the cache if they are there."""
+
+        def make() -> PictureFeatures:
             self.extracted += 1
             try:
-                self._kept[name] = self.matcher.features(reader.take(path))
+                return self.matcher.features(reader.take(path))
             except ImageError as error:
                 # Said of the user's file, wherever its content came from.
-                self._kept[name] = ImageError(str(error).replace(str(path), str(self.images / name)))
-        self._kept.move_to_end(name)
-        while len(self._kept) > 2 and sum(map(_bytes, self._kept.values())) > self._limit:
-            self._kept.popitem(last=False)
-        return self._kept[name]
+                raise ImageError(str(error).replace(str(path), str(self.images / name))) from error
 
-
-def _bytes(kept: PictureFeatures | ImageError) -> int:
-    return kept.bytes if isinstance(kept, PictureFeatures) else 0
+        return self._kept.get(name, make)
 
 
 def _slim(matches: Matches) -> Matches:
@@ -171,26 +175,24 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with answers
-    tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(sys.stdin.buffer, tasks), daemon=True).start()
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(sys.stdin.buffer, messages), daemon=True).start()
     try:
-        worker = Worker(tasks.get())
+        worker = Worker(messages.get())
     except DualRCError as error:
         _answer(answers, "refused", error)
         return
     _answer(answers, "ready", 0)
     while True:
-        before = worker.extracted
-        for answer in worker.work(tasks.get()):
-            _answer(answers, "result", answer)
-        _answer(answers, "ready", worker.extracted - before)
+        for kind, value in worker.answers(messages.get()):
+            _answer(answers, kind, value)
 
 
-def _listen(stream: BinaryIO, tasks: "queue.SimpleQueue[Any]") -> None:
+def _listen(stream: BinaryIO, messages: "queue.SimpleQueue[Any]") -> None:
     """Put messages into the queue, until the other end is gone and there is nobody to work for."""
     try:
         while True:
-            tasks.put(pickle.load(stream))
+            messages.put(pickle.load(stream))
     except (EOFError, OSError, pickle.UnpicklingError):
         os._exit(0)
 

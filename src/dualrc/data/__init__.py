@@ -5,7 +5,8 @@ from dualrc.data.megadepth import MegaDepthConfig
 from dualrc.data.open import DataConfig, Opened, open_pairs
 from dualrc.data.pairs import PairBatch, PairMaker
 from dualrc.data.pairsfile import PairsFileConfig
-from dualrc.data.photos import PhotoMotion, PhotoPairs, PhotosConfig, read_photos
+from dualrc.data.photo_pairs import PhotoPairs
+from dualrc.data.photos import PhotoMotion, PhotosConfig, read_photos
 from dualrc.data.rgbd import RgbdConfig
 from dualrc.data.scenes import ScenesConfig
 

@@ -8,9 +8,10 @@ from typing import Literal
 import numpy as np
 
 from dualrc.colmap import Model, read_model
+from dualrc.config import check_bounds
 from dualrc.data.pairs import PairSample
 from dualrc.data.views import CutConfig
-from dualrc.errors import ConfigError, DataError
+from dualrc.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +28,8 @@ class ColmapConfig(CutConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.min_overlap <= 1 or self.min_common < 1:
-            raise ConfigError("Give min_overlap from 0 to 1 and min_common from 1 on.")
+        check_bounds(self, "min_overlap", at_least=0, at_most=1)
+        check_bounds(self, "min_common", at_least=1)
 
 
 class ColmapPairs:

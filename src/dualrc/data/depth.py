@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from dualrc.data.pairs import PairSample
-from dualrc.geometry import Camera, apply_homography, reproject, resize_homography
+from dualrc.geometry import Camera, reproject
+from dualrc.pixels import resize_points
 from dualrc.types import FloatArray
 
 _POINTS = 4096  # asked in each picture
@@ -43,4 +44,4 @@ def points_with_depth(view: DepthView, rng: np.random.Generator, count: int) -> 
     known = np.flatnonzero(view.depth > 0)
     chosen = known if len(known) <= count else known[rng.choice(len(known), count, replace=False)]
     pixels = np.column_stack([chosen % width, chosen // width])
-    return apply_homography(resize_homography((width, height), view.camera.size), pixels)
+    return resize_points(pixels, (width, height), view.camera.size)

@@ -8,19 +8,32 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 
+class Draws:
+    """Random numbers for each picture of a batch, in the shape that is asked for, else in that of `single`."""
+
+    def __init__(self, count: int, random: Generator, device: torch.device, single: tuple[int, ...] = ()) -> None:
+        self._random, self._count, self._single, self._device = random, count, single, device
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        """Between low and high: (b, *shape)."""
+        numbers = torch.rand(self._count, *shape or self._single, generator=self._random, device=self._device)
+        return low + (high - low) * numbers
+
+    def normal(self, deviation: float, *shape: int) -> Tensor:
+        """Around 0: (b, *shape)."""
+        numbers = torch.randn(self._count, *shape or self._single, generator=self._random, device=self._device)
+        return deviation * numbers
+
+    def chance(self, probability: float) -> Tensor:
+        """True with this probability."""
+        return self.uniform(0, 1) < probability
+
+
 def relight(images: Tensor, random: Generator) -> Tensor:
     """Another light, another camera: shadows, exposure, colour, night, blur, noise and compression."""
-    count, device = len(images), images.device
-
-    def uniform(low: float, high: float, *shape: int) -> Tensor:
-        return low + (high - low) * torch.rand(count, *shape or (1, 1, 1), generator=random, device=device)
-
-    def normal(deviation: float, *shape: int) -> Tensor:
-        return deviation * torch.randn(count, *shape or (1, 1, 1), generator=random, device=device)
-
-    def chance(probability: float) -> Tensor:
-        return torch.rand(count, 1, 1, 1, generator=random, device=device) < probability
-
+    device = images.device
+    draws = Draws(len(images), random, device, single=(1, 1, 1))
+    uniform, normal, chance = draws.uniform, draws.normal, draws.chance
     linear = images.clamp(0, 1) ** 2.2
     night = chance(0.3)
     gain = torch.exp2(normal(0.6) - torch.where(night, uniform(0, 8), 0))

@@ -12,14 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.colmap import from_colmap_pixels
-from dualrc.config import to_toml
+from dualrc.config import check_bounds, to_toml
 from dualrc.data.depth import DepthView, correspond_by_depth
 from dualrc.data.npz import read_arrays
 from dualrc.data.pairs import PairSample
-from dualrc.data.pairsfile import PairLine, write_pairs
+from dualrc.data.pairsfile import PairLine, TooFewPointsError, line_of, write_pairs
 from dualrc.data.views import CutConfig
-from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.files import is_file, replacing
+from dualrc.errors import ConfigError, DataError
+from dualrc.extras import require
+from dualrc.files import make_folder, read_text, replacing, write_text
 from dualrc.geometry import Camera
 
 Split = Literal["training", "validation"]
@@ -37,11 +38,8 @@ class MegaDepthRecipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_overlap < 1:
-            raise ConfigError(f"min_overlap = {self.min_overlap} must be from 0 to below 1.")
-        for name in ("pairs_per_scene", "points"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1.")
+        check_bounds(self, "min_overlap", at_least=0, below=1)
+        check_bounds(self, "pairs_per_scene", "points", at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +80,9 @@ class MegaDepthScene:
         seed = [self._seed, zlib.crc32(self.name.encode()), *pair]
         return correspond_by_depth(self._view(pair[0]), self._view(pair[1]), seed)
 
-    def line(self, pair: tuple[int, int], points: int) -> PairLine | None:
-        """The pair as a line of a pairs file with so many random correspondences; None if it has fewer."""
-        sample = self.load(pair)
-        for image in (sample.image0, sample.image1):
-            if not isinstance(image, Path) or not is_file(image):
-                raise DataError(f"{image} does not exist; download it again.")
-        if len(sample.points0) < points:
-            return None
-        rng = np.random.default_rng([self._seed, *pair])
-        chosen = rng.choice(len(sample.points0), points, replace=False)
-        name0, name1 = str(self._images[pair[0]]), str(self._images[pair[1]])
-        return PairLine(name0=name0, name1=name1, points0=sample.points0[chosen], points1=sample.points1[chosen])
+    def line(self, pair: tuple[int, int], points: int) -> PairLine:
+        """The pair as a line of a pairs file with so many random correspondences."""
+        return line_of(self.load(pair), self.root, points=points, seed=[self._seed, *pair])
 
     def _entries(self) -> tuple[Any, ...]:
         return self._images, self._depths, self._intrinsics, self._poses
@@ -156,10 +145,7 @@ def scene_files(root: str | Path) -> list[Path]:
 
 def read_depth_h5(path: Path) -> npt.NDArray[np.float32]:
     """The depth map (h, w) of an HDF5 file, 0 where there is none."""
-    try:
-        import h5py
-    except ImportError as error:
-        raise ConfigError(f"MegaDepth's depth maps need h5py ({error}): pip install 'dualrc[colmap]'.") from error
+    h5py = require("h5py", "colmap", "MegaDepth's depth maps")
     try:
         with h5py.File(path, "r") as file:
             depth = np.asarray(file["depth"], dtype=np.float32)
@@ -215,15 +201,10 @@ def join_scenes(out: str | Path, results: Iterable[SceneResult]) -> dict[Split, 
 def _begin(parts: Path, recipe: MegaDepthRecipe) -> None:
     """Make the folder of the scenes, for this recipe alone."""
     note, text = parts / "recipe.toml", to_toml(recipe)
-    try:
-        parts.mkdir(parents=True, exist_ok=True)
-        known = note.read_text(encoding="utf-8") if note.exists() else text
-    except (OSError, ValueError) as error:
-        raise OutputError(f"The folder {parts} can't be used ({error}); choose another one.") from error
-    if known != text:
+    make_folder(parts)
+    if note.exists() and read_text(note) != text:
         raise ConfigError(f"{parts} holds pairs of another recipe; choose another folder, or delete it.")
-    with replacing(note) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+    write_text(note, text)
 
 
 def _write_scene(task: tuple[Path, Path, Path, MegaDepthRecipe]) -> SceneResult:
@@ -253,11 +234,9 @@ def _scene_lines(scene: MegaDepthScene, recipe: MegaDepthRecipe) -> tuple[list[P
         if len(lines) == wanted:
             break
         try:
-            line = scene.line(pair, recipe.points)
-            if line is not None:
-                lines.append(line)
-            else:
-                poor += 1
+            lines.append(scene.line(pair, recipe.points))
+        except TooFewPointsError:
+            poor += 1
         except DataError as error:
             broken[str(error)] = None
     return lines, poor, list(broken)

@@ -10,11 +10,11 @@ from dualrc.data.colmap import ColmapConfig, ColmapPairs
 from dualrc.data.megadepth import MegaDepthConfig, MegaDepthPairs, MegaDepthRecipe
 from dualrc.data.pairs import PairMaker, PairSample, PairSource
 from dualrc.data.pairsfile import PairsFile, PairsFileConfig
-from dualrc.data.photos import PhotoPairs, Photos, PhotosConfig, read_photos
+from dualrc.data.photo_pairs import PhotoPairs
+from dualrc.data.photos import Photos, PhotosConfig, read_photos
 from dualrc.data.rgbd import RgbdConfig, RgbdPairs
 from dualrc.data.scenes import ScenePairs, ScenesConfig
 from dualrc.data.views import FilePairs
-from dualrc.errors import ConfigError
 
 DataConfig = PhotosConfig | ScenesConfig | PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfig
 
@@ -45,8 +45,6 @@ def open_pairs(config: DataConfig, *, size: int, points: int, device: torch.devi
 
     Where there are fewer than ten, the same ones serve for both.
     """
-    if not 0 < config.share < float("inf"):
-        raise ConfigError(f"share = {config.share} must be above 0.")
     settings: dict[str, Any] = {"size": size, "points": points, "device": torch.device(device)}
     if isinstance(config, PhotosConfig):
         photos = read_photos(config.paths, canvas=config.canvas)

@@ -1,14 +1,14 @@
 """The pair sample: two pictures, corresponding points, and which of them count."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 from torch import Generator, Tensor
 
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, ImageArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,8 @@ class PairMaker(Protocol):
 class PairSample:
     """Two pictures as they are, and what is known of their points, in their own pixels."""
 
-    image0: Path | npt.NDArray[np.uint8]
-    image1: Path | npt.NDArray[np.uint8]
+    image0: Path | ImageArray
+    image1: Path | ImageArray
     points0: FloatArray  # (n, 2)
     points1: FloatArray  # (n, 2), which show the same
     # (m, 2) points of picture 0 that are known to be hidden in picture 1, or outside it, and (k, 2) of picture 1.
@@ -72,3 +72,12 @@ class PairSource(Protocol):
 
     def load(self, number: int) -> PairSample:
         """Read a pair; a DualRCError says what is wrong with it."""
+
+
+def left_out(names_and_reasons: Sequence[str], what: str) -> str:
+    """One line about what could not be used, with some of them; empty if there is nothing."""
+    if not names_and_reasons:
+        return ""
+    some = names_and_reasons[:3]
+    more = "; ..." if len(names_and_reasons) > len(some) else ""
+    return f"{what}: {len(names_and_reasons)} ({'; '.join(some)}{more})"

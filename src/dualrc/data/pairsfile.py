@@ -10,10 +10,10 @@ import numpy as np
 from dualrc.data.pairs import PairSample, PairSource
 from dualrc.data.views import CutConfig
 from dualrc.errors import DataError
-from dualrc.files import replacing
+from dualrc.files import is_file, read_text, replacing
+from dualrc.image import SUFFIXES
 from dualrc.types import FloatArray
 
-_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
 _FORM = "write `image0 image1 x0 y0 x1 y1 ...`, four numbers a correspondence"
 
 
@@ -36,6 +36,10 @@ class PairLine:
     points1: FloatArray
 
 
+class TooFewPointsError(DataError):
+    """A pair whose pictures share too little."""
+
+
 class PairsFile:
     """The pairs of a file; a line is looked at when its pair is asked for."""
 
@@ -43,12 +47,7 @@ class PairsFile:
         self.file, self.images = Path(file), Path(images)
         if not self.images.is_dir():
             raise DataError(f"The folder of pictures {self.images} does not exist; check the path.")
-        try:
-            lines = self.file.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError as error:
-            raise DataError(f"The pairs file {self.file} does not exist; check the path.") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"The pairs file {self.file} can't be read as text ({error}); copy it again.") from error
+        lines = read_text(self.file).splitlines()
         self._lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         if not self._lines:
             raise DataError(f"The pairs file {self.file} is empty; {_FORM}.")
@@ -116,18 +115,7 @@ def lines_of(
     """Lines for the pairs of a source, names from the folder `images`; what can't be used goes to `skipped`."""
     for number in range(len(source)):
         try:
-            sample = source.load(number)
-            if len(sample.points0) < points:
-                raise DataError(f"{len(sample.points0)} corresponding points are too few.")
-            chosen = np.random.default_rng([seed, number]).choice(len(sample.points0), points, replace=False)
-            names = []
-            for image in (sample.image0, sample.image1):
-                if not isinstance(image, Path) or not image.is_file():
-                    raise DataError(f"{image} does not exist; copy it there.")
-                names.append(image.relative_to(images).as_posix())
-            line = PairLine(
-                name0=names[0], name1=names[1], points0=sample.points0[chosen], points1=sample.points1[chosen]
-            )
+            line = line_of(source.load(number), images, points=points, seed=[seed, number])
             format_line(line)
         except DataError as error:
             skipped[source.name(number)] = str(error)
@@ -136,6 +124,19 @@ def lines_of(
     if len(skipped) == len(source):
         name, reason = next(iter(skipped.items()))
         raise DataError(f"None of the {len(source)} pairs can be used; mend the data. The first, {name}: {reason}")
+
+
+def line_of(sample: PairSample, images: str | Path, *, points: int, seed: list[int]) -> PairLine:
+    """A line with so many random correspondences of a pair, its names from the folder `images`."""
+    names = []
+    for image in (sample.image0, sample.image1):
+        if not isinstance(image, Path) or not is_file(image):
+            raise DataError(f"{image} does not exist; copy it there.")
+        names.append(image.relative_to(images).as_posix())
+    if len(sample.points0) < points:
+        raise TooFewPointsError(f"{len(sample.points0)} corresponding points are too few.")
+    chosen = np.random.default_rng(seed).choice(len(sample.points0), points, replace=False)
+    return PairLine(name0=names[0], name1=names[1], points0=sample.points0[chosen], points1=sample.points1[chosen])
 
 
 def _is_number(word: str) -> bool:
@@ -151,7 +152,7 @@ def _split_names(words: list[str]) -> tuple[str, str]:
     if len(words) == 2:
         return words[0], words[1]
     splits = [(" ".join(words[:i]), " ".join(words[i:])) for i in range(1, len(words))]
-    found = [names for names in splits if all(name.lower().endswith(_ENDINGS) for name in names)]
+    found = [names for names in splits if all(name.lower().endswith(SUFFIXES) for name in names)]
     if len(found) == 1:
         return found[0]
     problem = "The names can't be told from one another or from the numbers" if len(words) > 2 else "A name is missing"

@@ -1,9 +1,8 @@
-"""Pairs made from single photographs, on the training device: known motion, occlusion and light."""
+"""Single photographs to train on: how they are read, and how pairs are to be made from them."""
 
 import io
 import itertools
 import lzma
-import math
 import tarfile
 import warnings
 import zlib
@@ -15,21 +14,18 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import Image
-from torch import Generator, Tensor
-from torch.nn import functional as F
+from torch import Tensor
 
-from dualrc.data.light import relight
-from dualrc.data.pairs import PairBatch
+from dualrc.config import check_bounds
 from dualrc.errors import ConfigError, DataError
-from dualrc.image import normalize_colors, read
+from dualrc.image import SUFFIXES, read
+from dualrc.types import ImageArray
 
-_ENDINGS = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
-_AHEAD = 64  # photographs that wait for being decoded or taken: a whole tar file would fill the memory
+_MOST_WAITING = 64  # photographs that wait for being decoded or taken: a whole tar file would fill the memory
 
-Item = TypeVar("Item")
+T = TypeVar("T")
 Result = TypeVar("Result")
 
 
@@ -44,7 +40,7 @@ class Photos:
 
 def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | None = None) -> Photos:
     """Photographs from folders and tar files; larger ones are scaled down to the canvas."""
-    images: list[npt.NDArray[np.uint8]] = []
+    images: list[ImageArray] = []
     sizes, broken = [], []
     sources = itertools.islice(_sources(roots), limit)
     # Warnings are silenced out here because their filter belongs to all threads; Pillow's are of no use to training.
@@ -64,19 +60,19 @@ def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | 
 
 
 def _in_order(
-    pool: ThreadPoolExecutor, function: Callable[[Item], Result], items: Iterable[Item], ahead: int = _AHEAD
+    pool: ThreadPoolExecutor, function: Callable[[T], Result], items: Iterable[T], most: int = _MOST_WAITING
 ) -> Iterator[Result]:
-    """Like pool.map, but takes only so many items ahead."""
+    """Like pool.map, but takes only so many items before their results are taken."""
     waiting: deque[Future[Result]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
-        if len(waiting) >= ahead:
+        if len(waiting) >= most:
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
 
 
-def _read_small(source: Path | bytes, canvas: int) -> npt.NDArray[np.uint8] | None:
+def _read_small(source: Path | bytes, canvas: int) -> ImageArray | None:
     """A photograph scaled down to the canvas; None if it can't be read or is too small to cut views from."""
     try:
         pixels = read(source) if isinstance(source, Path) else read(Image.open(io.BytesIO(source)))
@@ -95,7 +91,7 @@ def _sources(roots: Sequence[str | Path]) -> Iterator[tuple[str, Path | bytes]]:
     for root in map(Path, roots):
         if root.is_dir():
             for path in sorted(root.rglob("*")):
-                if path.suffix.lower() in _ENDINGS:
+                if path.suffix.lower() in SUFFIXES:
                     yield str(path), path
         elif root.is_file():
             yield from _members(root)
@@ -107,7 +103,7 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
     try:
         with tarfile.open(path) as archive:
             for member in archive:
-                if member.name.lower().endswith(_ENDINGS) and not member.isdir():
+                if member.name.lower().endswith(SUFFIXES) and not member.isdir():
                     try:
                         file = archive.extractfile(member)
                     except KeyError:  # a link to nowhere
@@ -149,277 +145,6 @@ class PhotosConfig:
     def __post_init__(self) -> None:
         if not self.paths:
             raise ConfigError("paths is empty; name at least one folder or tar file of photographs.")
+        check_bounds(self, "share", above=0)
         if self.canvas < 64 or self.canvas % 8:
             raise ConfigError(f"canvas = {self.canvas} must be a multiple of 8 and at least 64.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Layer:
-    """One photograph seen in both pictures."""
-
-    canvases: Tensor  # b 3 s s, 0 to 1
-    sizes: Tensor  # b 2
-    photo_from_picture: tuple[Tensor, Tensor]  # b 3 3 each
-    # The outline: where angle-dependent radius ends; None for the background, which has no end.
-    center: Tensor | None  # b 2
-    radii: Tensor | None  # b 8: mean radius, then amplitudes and phases of three harmonics, and presence
-    # The bending of picture 1's background: b j 6, amplitude (2), frequency (2), phases (2); None: stiff.
-    waves: Tensor | None
-
-
-class PhotoPairs:
-    """Makes batches of pairs from photographs; the same generator state makes the same batch."""
-
-    def __init__(self, photos: Photos, *, size: int, points: int, motion: PhotoMotion, device: torch.device) -> None:
-        self.photos = photos
-        self.size = size
-        self.points = points
-        self.motion = motion
-        self.device = device
-        self.sizes = photos.sizes.to(device)
-        self.canvases = _packed(photos.canvases).to(device)
-        self.tiles = _packed(_middles(photos)).to(device) if motion.mosaic else None
-
-    def make(self, count: int, random: Generator) -> PairBatch:
-        """A batch of `count` pairs."""
-        layers = [self._layer(count, random, background=True)]
-        layers += [self._layer(count, random, background=False) for _ in range(self.motion.layers)]
-        both = torch.cat([self._render(layers, number) for number in (0, 1)])
-        images0, images1 = normalize_colors(relight(both, random)).split(count)
-        half = self.points // 2
-        # Half of the places are centres of fine cells of picture 0, half of picture 1.
-        here = self._cell_centers(count, half, random)
-        there, visible, absent = self._locate(layers, here, 0)
-        back = self._cell_centers(count, self.points - half, random)
-        origin, visible1, absent1 = self._locate(layers, back, 1)
-        nothing0, nothing1 = torch.zeros_like(absent), torch.zeros_like(absent1)
-        # The first pairs may show different things: their second picture is that of other pairs.
-        strangers = min(round(self.motion.unrelated * count), count // 2)
-        related = (torch.arange(count, device=self.device) >= strangers)[:, None]
-        return PairBatch(
-            images0=images0,
-            images1=torch.cat([images1[strangers : 2 * strangers], images1[strangers:]]),
-            points0=torch.cat([here, origin], 1),
-            points1=torch.cat([there, back], 1),
-            valid=torch.cat([visible, visible1], 1) & related,
-            absent0=torch.cat([absent, nothing1], 1) | ~related,
-            absent1=torch.cat([nothing0, absent1], 1) | ~related,
-        )
-
-    def report(self) -> str:
-        """One line about photographs that are left out; empty if none is."""
-        broken = self.photos.broken
-        if not broken:
-            return ""
-        names = ", ".join(broken[:3]) + (", ..." if len(broken) > 3 else "")
-        return f"Photographs left out as unreadable or too small: {len(broken)} ({names})"
-
-    def close(self) -> None:
-        """Nothing is being prepared."""
-
-    def _cell_centers(self, count: int, points: int, random: Generator) -> Tensor:
-        cells = torch.randint(self.size // 4, (count, points, 2), generator=random, device=self.device)
-        return (cells + 0.5) * 4 - 0.5
-
-    def _layer(self, count: int, random: Generator, *, background: bool) -> _Layer:
-        nine = round(self.motion.mosaic * count) if background else 0
-        canvases, sizes = self._canvases(count, nine, random)
-
-        def uniform(low: float, high: float, *shape: int) -> Tensor:
-            return low + (high - low) * torch.rand(count, *shape, generator=random, device=self.device)
-
-        def normal(deviation: float, *shape: int) -> Tensor:
-            return deviation * torch.randn(count, *shape, generator=random, device=self.device)
-
-        motion = self.motion
-        # Photo pixels per picture pixel: below 1 enlarges. The two pictures share their mean scale.
-        many = torch.arange(count, device=self.device) < nine
-        mean_scale = torch.exp2(uniform(-1.0, 0.2) + torch.where(many, 0.55, 0.0))
-        widest = torch.where(many, 2.6, 1.7)
-        still = (uniform(0, 1) < motion.still) & background
-        apart = normal(motion.octaves).clamp(-2.2, 2.2).where(~still, 0)
-        turn = torch.where(
-            uniform(0, 1) < motion.any_rotation,
-            uniform(-math.pi, math.pi),
-            normal(math.radians(motion.rotation_deg)),
-        ).where(~still, 0)
-        focus = sizes * uniform(0.25, 0.75, 2)
-        middle = uniform(0.2, 0.8, 2) * self.size  # where an occluding layer stands in picture 0
-        views: list[tuple[Tensor, ...]] = []
-        for sign in (-0.5, 0.5):
-            scale = (mean_scale * torch.exp2(sign * apart)).clamp(min=0.2).minimum(widest)
-            stand = self.size / 2 if background else middle
-            place = stand + normal(motion.shift * self.size / 2, 2)
-            tilt = normal(motion.stretch, 2), normal(motion.perspective, 2)
-            views.append((place, scale, sign * turn + normal(0.1), *tilt))
-        shifted = (views[0][0] + normal(6.0, 2), *views[0][1:])
-        views[1] = tuple(
-            torch.where(still.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(shifted, views[1], strict=True)
-        )
-        transforms = [_photo_from_picture(focus, *view, size=self.size) for view in views]
-        waves = None
-        if background:
-            frequency = normal(1.0, 3, 2) * 2 * math.pi / 400
-            amplitude = normal(1.0, 3, 2) * 0.12 / frequency.norm(dim=2, keepdim=True).clamp(min=2e-3)
-            amplitude = amplitude * ((uniform(0, 1) < motion.bend) & ~still)[:, None, None]
-            waves = torch.cat([amplitude.clamp(-25, 25), frequency, uniform(0, 2 * math.pi, 3, 2)], 2)
-        shape = None
-        if not background:
-            radius = uniform(0.06, 0.3) * self.size * mean_scale
-            harmonics = normal(0.15, 3).clamp(-0.25, 0.25), uniform(0, 2 * math.pi, 3)
-            shape = torch.cat([radius[:, None], *harmonics, (uniform(0, 1) < 0.6).float()[:, None]], 1)
-        return _Layer(
-            canvases=canvases.float() / 255,
-            sizes=sizes,
-            photo_from_picture=(transforms[0], transforms[1]),
-            center=None if background else focus,
-            radii=shape,
-            waves=waves,
-        )
-
-    def _canvases(self, count: int, nine: int, random: Generator) -> tuple[Tensor, Tensor]:
-        """Photographs (b 3 s s) and their sizes (b 2), the first `nine` of them joined from the middles of nine."""
-        index = torch.randint(len(self.canvases), (count,), generator=random, device=self.device)
-        canvases = self.canvases.index_select(0, index).view(torch.uint8)
-        sizes = self.sizes.index_select(0, index).float()
-        if nine == 0 or self.tiles is None:
-            return canvases, sizes
-        index = torch.randint(len(self.tiles), (nine * 9,), generator=random, device=self.device)
-        tiles, tile = self.tiles.index_select(0, index).view(torch.uint8), self.tiles.shape[2]
-        mosaics = tiles.unflatten(0, (nine, 3, 3)).permute(0, 3, 1, 4, 2, 5).reshape(nine, 3, 3 * tile, 3 * tile)
-        room = 3 * tile - canvases.shape[3]
-        canvases = torch.cat([mosaics, F.pad(canvases[nine:], (0, room, 0, room))])
-        return canvases, torch.cat([torch.full_like(sizes[:nine], 3 * tile), sizes[nine:]])
-
-    def _render(self, layers: list[_Layer], number: int) -> Tensor:
-        count = len(layers[0].sizes)
-        axis = torch.arange(self.size, device=self.device, dtype=torch.float32)
-        grid = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1).view(1, -1, 2).expand(count, -1, -1)
-        image = torch.zeros(count, 3, self.size, self.size, device=self.device)
-        for layer in layers:
-            places = _to_photo(layer, grid, number)
-            cover = _covers(layer, places).view(count, 1, self.size, self.size)
-            image = torch.where(cover, _sample(layer, places).view_as(image), image)
-        return image
-
-    def _locate(self, layers: list[_Layer], points: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Where places of one picture (b n 2) are in the other; whether visible there; whether surely not."""
-        other = 1 - number
-        top = _top_layer(layers, points, number)
-        result, known = torch.zeros_like(points), torch.zeros_like(top, dtype=torch.bool)
-        for rank, layer in enumerate(layers):
-            photo = _to_photo(layer, points, number)
-            mine = top == rank
-            result = torch.where(mine[..., None], _to_picture(layer, photo, other), result)
-            inside = ((photo >= 0) & (photo <= layer.sizes[:, None] - 1)).all(2)  # the rest is mirrored: ambiguous
-            known |= mine & inside
-        framed = ((result >= 0) & (result <= self.size - 1)).all(2)
-        visible = framed & (_top_layer(layers, result, other) == top)
-        return result, visible & known, known & ~visible
-
-
-def _packed(pictures: Tensor) -> Tensor:
-    """Eight pixels of (n 3 h w) as one number: training went wrong on a GPU with more than 2^31 numbers in a tensor."""
-    return pictures.contiguous().view(torch.int64)
-
-
-def _middles(photos: Photos) -> Tensor:
-    """Squares from the middles of the photographs, n 3 t t; of small ones the upper left corner of the canvas."""
-    tile = photos.canvases.shape[3] // 64 * 40
-    starts = ((photos.sizes - tile) // 2).clamp(min=0).tolist()
-    return torch.stack(
-        [canvas[:, y : y + tile, x : x + tile] for canvas, (x, y) in zip(photos.canvases, starts, strict=True)]
-    )
-
-
-def _photo_from_picture(
-    focus: Tensor, place: Tensor, scale: Tensor, turn: Tensor, stretch: Tensor, perspective: Tensor, *, size: int
-) -> Tensor:
-    """Homographies (b 3 3) that take `place` in the picture to `focus` in the photograph."""
-    cos, sin = torch.cos(turn), torch.sin(turn)
-    rotation = torch.stack([torch.stack([cos, -sin], 1), torch.stack([sin, cos], 1)], 1)
-    shear = torch.eye(2, device=focus.device) + torch.stack(
-        [stretch, torch.stack([stretch[:, 1], -stretch[:, 0]], 1)], 1
-    )
-    matrix = torch.zeros(len(focus), 3, 3, device=focus.device)
-    matrix[:, :2, :2] = scale[:, None, None] * rotation @ shear
-    matrix[:, 2, :2] = perspective.clamp(-0.5, 0.5) / size
-    matrix[:, 2, 2] = 1
-    before, after = torch.eye(3, device=focus.device).repeat(2, len(focus), 1, 1)
-    before[:, :2, 2] = -place
-    after[:, :2, 2] = focus
-    return after @ matrix @ before
-
-
-def _project(homography: Tensor, points: Tensor) -> Tensor:
-    """(b 3 3), (b n 2) -> (b n 2); places behind the horizon go far away."""
-    # Not as a product of matrices: on a GPU that may round its factors to 11 bits, which is a quarter of a pixel.
-    columns = homography[:, None].unbind(3)  # b 1 3 each
-    mapped = points[..., :1] * columns[0] + points[..., 1:] * columns[1] + columns[2]
-    depth = mapped[..., 2:]
-    return torch.where(depth > 0.05, mapped[..., :2] / depth.clamp(min=0.05), -1e5)
-
-
-def _inverse(matrix: Tensor) -> Tensor:
-    """(b 3 3) by cross products: unlike the library's, it never waits for the GPU."""
-    a, b, c = matrix.unbind(2)
-    rows = torch.stack([torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)], dim=1)
-    return rows / (a * rows[:, 0]).sum(1)[:, None, None]
-
-
-def _bend(waves: Tensor, points: Tensor) -> Tensor:
-    amplitude, frequency, phase = waves[:, None].split(2, dim=3)  # b 1 j 2
-    angle = (points[:, :, None] * frequency).sum(3, keepdim=True)  # b n j 1
-    return (amplitude * torch.sin(angle + phase)).sum(2)
-
-
-def _to_photo(layer: _Layer, points: Tensor, number: int) -> Tensor:
-    """Places in picture `number` to the layer's photograph."""
-    places = _project(layer.photo_from_picture[number], points)
-    return places + _bend(layer.waves, places) if layer.waves is not None and number == 1 else places
-
-
-def _to_picture(layer: _Layer, places: Tensor, number: int) -> Tensor:
-    """Places in the layer's photograph to picture `number`."""
-    if layer.waves is not None and number == 1:
-        straight = places
-        for _ in range(12):  # the bending is a contraction, so this converges on its inverse
-            straight = places - _bend(layer.waves, straight)
-        places = straight
-    return _project(_inverse(layer.photo_from_picture[number]), places)
-
-
-def _covers(layer: _Layer, places: Tensor) -> Tensor:
-    """Whether the layer's outline holds these places of its photograph: (b n 2) -> (b n)."""
-    if layer.center is None or layer.radii is None:
-        return torch.ones_like(places[..., 0], dtype=torch.bool)
-    offset = places - layer.center[:, None]
-    angle = torch.atan2(offset[..., 1], offset[..., 0])[..., None] * torch.arange(2, 5, device=places.device)
-    radius, amplitude, phase, present = layer.radii[:, None].split((1, 3, 3, 1), dim=2)
-    edge = radius[..., 0] * (1 + (amplitude * torch.cos(angle + phase)).sum(2))
-    return (offset.norm(dim=2) < edge) & (present[..., 0] > 0)
-
-
-def _top_layer(layers: list[_Layer], points: Tensor, number: int) -> Tensor:
-    top = torch.zeros(points.shape[:2], dtype=torch.long, device=points.device)
-    for rank, layer in enumerate(layers[1:], start=1):
-        top = torch.where(_covers(layer, _to_photo(layer, points, number)), rank, top)
-    return top
-
-
-def _sample(layer: _Layer, places: Tensor) -> Tensor:
-    """Colours of the photograph, mirrored beyond its borders: (b n 2) -> (b 3 n)."""
-    sizes = layer.sizes[:, None]
-    period = 2 * (sizes - 1)
-    mirrored = (sizes - 1) - ((places.clamp(-1e4, 1e4) % period) - (sizes - 1)).abs()
-    side = layer.canvases.shape[2]
-    unit = (mirrored + 0.5) / side * 2 - 1
-    sharp = F.grid_sample(layer.canvases, unit[:, None], mode="bilinear", align_corners=False)[:, :, 0]
-    middle = places.shape[1] // 2 + math.isqrt(places.shape[1]) // 2
-    spacing = (places[:, middle + 1] - places[:, middle]).norm(dim=1)  # photo pixels per picture pixel
-    # Where the photograph is scaled down, its half-size or quarter-size version is read, so that nothing aliases.
-    for factor, from_spacing in ((2, 1.25), (4, 2.5)):
-        small = F.avg_pool2d(layer.canvases, factor)
-        soft = F.grid_sample(small, unit[:, None], mode="bilinear", padding_mode="border", align_corners=False)
-        sharp = torch.where((spacing > from_spacing)[:, None, None], soft[:, :, 0], sharp)
-    return sharp

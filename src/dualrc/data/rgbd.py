@@ -8,10 +8,11 @@ from typing import Literal
 
 import numpy as np
 
+from dualrc.config import check_bounds
 from dualrc.data.depth import DepthView, correspond_by_depth, points_with_depth
 from dualrc.data.pairs import PairSample
 from dualrc.data.views import CutConfig
-from dualrc.errors import ConfigError, DataError
+from dualrc.errors import DataError
 from dualrc.geometry import (
     RgbdFrame,
     on_picture,
@@ -38,8 +39,7 @@ class RgbdConfig(CutConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.min_overlap < 1:
-            raise ConfigError(f"min_overlap = {self.min_overlap} must be from 0 to below 1.")
+        check_bounds(self, "min_overlap", at_least=0, below=1)
 
 
 class RgbdPairs:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Generator
 
+from dualrc.config import check_bounds
 from dualrc.data.pairs import PairBatch, PairSample
 from dualrc.data.views import CutConfig, FilePairs
 from dualrc.errors import ConfigError, DataError
@@ -49,23 +50,24 @@ class ScenesConfig(CutConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.picture) < 64 or self.pool < 1 or self.workers < 0:
-            raise ConfigError("Scenes need pictures of 64 pixels or more a side, pool >= 1 and workers >= 0.")
+        if min(self.picture) < 64:
+            raise ConfigError(f"picture = {self.picture} must have 64 pixels or more a side.")
         if self.texture < 32 or self.texture & (self.texture - 1):
             raise ConfigError(f"texture = {self.texture} must be a power of 2 from 32 on.")
-        if self.angle_deg < 0 or self.zoom < 1 or not 0 <= self.night <= 1:
-            raise ConfigError("Scenes need angle_deg >= 0, zoom >= 1, and night from 0 to 1.")
+        check_bounds(self, "pool", "zoom", at_least=1)
+        check_bounds(self, "workers", "angle_deg", at_least=0)
+        check_bounds(self, "night", at_least=0, at_most=1)
 
 
 def render_sample(config: ScenesConfig, number: int) -> PairSample:
     """Pair `number` of the endless row of pairs that a config stands for."""
     rng = np.random.default_rng([config.seed, number])
-    first, second = _draw_pair(config, rng)
-    points0, there0, hidden0 = _locate(first, second, rng)
-    points1, there1, hidden1 = _locate(second, first, rng)
+    rendering0, rendering1 = _draw_pair(config, rng)
+    points0, there0, hidden0 = _locate(rendering0, rendering1, rng)
+    points1, there1, hidden1 = _locate(rendering1, rendering0, rng)
     return PairSample(
-        image0=first.image.cpu().numpy(),
-        image1=second.image.cpu().numpy(),
+        image0=rendering0.image.cpu().numpy(),
+        image1=rendering1.image.cpu().numpy(),
         points0=np.concatenate([points0, there1]),
         points1=np.concatenate([there0, points1]),
         hidden0=hidden0,
@@ -103,7 +105,7 @@ def _locate(
     return points[visible], there[visible], points[shows & ~visible]
 
 
-class ScenePairs:
+class ScenePairs(FilePairs):
     """Makes batches from a pool of rendered pairs.
 
     Without workers the pool is complete and fixed, and the same generator state makes the same batch. With workers the
@@ -112,21 +114,21 @@ class ScenePairs:
 
     def __init__(self, config: ScenesConfig, *, size: int, points: int, device: torch.device | str = "cpu") -> None:
         self.pool = _Pool(config)
-        self._pairs = FilePairs(self.pool, config, size=size, points=points, device=device)
+        super().__init__(self.pool, config, size=size, points=points, device=device)
 
     def make(self, count: int, random: Generator) -> PairBatch:
         """A batch of `count` pairs."""
         self.pool.renew()
-        return self._pairs.make(count, random)
+        return super().make(count, random)
 
     def report(self) -> str:
         """One line about what went wrong so far; empty if nothing did."""
-        return self.pool.failure or self._pairs.report()
+        return self.pool.failure or super().report()
 
     def close(self) -> None:
         """Stop the workers."""
         self.pool.close()
-        self._pairs.close()
+        super().close()
 
 
 class _Pool:

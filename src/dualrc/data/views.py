@@ -12,11 +12,13 @@ import torch
 from PIL import Image
 from torch import Generator, Tensor
 
+from dualrc.config import check_bounds
 from dualrc.data.light import relight
-from dualrc.data.pairs import PairBatch, PairSample, PairSource
+from dualrc.data.pairs import PairBatch, PairSample, PairSource, left_out
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
 from dualrc.image import normalize_colors, read
-from dualrc.types import BoolArray, FloatArray
+from dualrc.pixels import on_picture, resize_points
+from dualrc.types import BoolArray, FloatArray, ImageArray
 
 _TRIES = 8  # cuts, of which the first is taken that keeps enough points
 _HIDDEN_SHARE = 1 / 8  # of the places, for the hidden points of each picture
@@ -37,10 +39,9 @@ class CutConfig:
     min_points: int = 8
 
     def __post_init__(self) -> None:
-        if self.crop is not None and not 0 < self.crop <= 1:
-            raise ConfigError(f"crop = {self.crop} must be above 0 and at most 1; leave it out for whole pictures.")
-        if self.min_points < 1:
-            raise ConfigError(f"min_points = {self.min_points} must be at least 1.")
+        check_bounds(self, "share", above=0)
+        check_bounds(self, "crop", above=0, at_most=1)
+        check_bounds(self, "min_points", at_least=1)
 
 
 class _Box(NamedTuple):
@@ -55,7 +56,7 @@ class _Box(NamedTuple):
 class _View(NamedTuple):
     """One pair of a batch."""
 
-    images: npt.NDArray[np.uint8]  # (2, size, size, 3)
+    images: ImageArray  # (2, size, size, 3)
     points: npt.NDArray[np.float32]  # (2, n, 2)
     flags: BoolArray  # (3, n): valid, absent0, absent1
 
@@ -101,10 +102,8 @@ class FilePairs:
 
     def report(self) -> str:
         """One line about what was left out so far; empty if nothing was."""
-        if not self.skipped:
-            return ""
-        few = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in list(self.skipped.items())[:3])
-        return f"Left out as unusable: {len(self.skipped)} ({few}{'; ...' * (len(self.skipped) > 3)})"
+        reasons = [f"{name}: {reason.rstrip('.')}" for name, reason in self.skipped.items()]
+        return left_out(reasons, "Left out as unusable")
 
     def close(self) -> None:
         """Stop what is being prepared."""
@@ -165,13 +164,12 @@ class FilePairs:
         self, sample: PairSample, boxes: tuple[_Box, ...], rng: np.random.Generator
     ) -> tuple[npt.NDArray[np.float32], BoolArray]:
         """So many places as asked: corresponding ones, hidden ones of either picture, and nothing where these end."""
-        both = np.stack([_to_view(p, b, 1.0) for p, b in zip((sample.points0, sample.points1), boxes, strict=True)])
-        both = both * self.size - 0.5  # 2 n 2
+        both = _to_views(sample, boxes, self.size)
         inside = np.all((both >= 0) & (both <= self.size - 1), axis=2)
         outside = np.any((both < -_MARGIN_PX) | (both > self.size - 1 + _MARGIN_PX), axis=2)
         absent = []
         for number, hidden in enumerate((sample.hidden0, sample.hidden1)):
-            known = _to_view(hidden, boxes[number], 1.0) * self.size - 0.5
+            known = _to_view(hidden, boxes[number], self.size)
             known = known[np.all((known >= 0) & (known <= self.size - 1), axis=1)]
             # What the cut took from the other picture is absent there as well.
             lost = both[number][inside[number] & outside[1 - number]]
@@ -188,7 +186,7 @@ class FilePairs:
         return points, flags
 
 
-def decode(picture: Path | npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+def decode(picture: Path | ImageArray) -> ImageArray:
     """The upright picture, (h, w, 3)."""
     if isinstance(picture, np.ndarray):
         return picture
@@ -212,18 +210,22 @@ def _some(points: FloatArray, count: int, rng: np.random.Generator) -> FloatArra
     return points if number <= count else points[:, rng.choice(number, count, replace=False)]
 
 
-def _to_view(points: FloatArray, box: _Box, size: float) -> FloatArray:
-    """Points (n, 2) of a picture in a view of `size` that shows a box of it, from the view's outer edge."""
-    return (points + 0.5 - (box.left, box.top)) / (box.width, box.height) * size
+def _to_view(points: FloatArray, box: _Box, size: int) -> FloatArray:
+    """Points (n, 2) of a picture in a view of `size` x `size` that shows a box of it."""
+    return resize_points(points - (box.left, box.top), (box.width, box.height), (size, size))
+
+
+def _to_views(sample: PairSample, boxes: tuple[_Box, ...], size: int) -> FloatArray:
+    """The corresponding points in both views: (2, n, 2)."""
+    return np.stack([_to_view(p, b, size) for p, b in zip((sample.points0, sample.points1), boxes, strict=True)])
 
 
 def _common(sample: PairSample, boxes: tuple[_Box, ...]) -> BoolArray:
     """Which corresponding points lie in both boxes."""
-    places = [_to_view(p, b, 1.0) for p, b in zip((sample.points0, sample.points1), boxes, strict=True)]
-    inside: BoolArray = np.all([(p > 0) & (p < 1) for p in places], axis=(0, 2))
+    inside: BoolArray = np.all(on_picture(_to_views(sample, boxes, 1), (1, 1)), axis=0)
     return inside
 
 
-def _scaled(picture: npt.NDArray[np.uint8], box: _Box, size: int) -> npt.NDArray[np.uint8]:
+def _scaled(picture: ImageArray, box: _Box, size: int) -> ImageArray:
     edges = (box.left, box.top, box.left + box.width, box.top + box.height)
     return np.asarray(Image.fromarray(picture).resize((size, size), Image.Resampling.BILINEAR, box=edges))

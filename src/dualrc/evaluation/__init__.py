@@ -1,6 +1,14 @@
 """Benchmarks: matches are exported once and scored many times."""
 
-from dualrc.evaluation.inloc import InLocSettings
-from dualrc.evaluation.run import EvaluationSettings, evaluate, parse_crop
+from dualrc.evaluation.aachen import Aachen
+from dualrc.evaluation.appendix import Appendix
+from dualrc.evaluation.benchmark import BENCHMARKS, Benchmark, register
+from dualrc.evaluation.hpatches import HPatches
+from dualrc.evaluation.inloc import InLoc
+from dualrc.evaluation.pipeline import evaluate
+from dualrc.evaluation.pose import Pose
 
-__all__ = ["EvaluationSettings", "InLocSettings", "evaluate", "parse_crop"]
+__all__ = ["BENCHMARKS", "Benchmark", "evaluate", "register"]
+
+# A new benchmark is a file that declares it and its name here.
+register(HPatches, Pose, InLoc, Aachen, Appendix)

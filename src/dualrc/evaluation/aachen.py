@@ -1,75 +1,149 @@
 """Aachen Day-Night: how well queries by day and by night are localized in a map that their matches make."""
 
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
+from rich.console import Console
 
 from dualrc.collection.keypoints import MergedMatches, merge
 from dualrc.collection.store import MatchStore
 from dualrc.colmap import import_pycolmap
 from dualrc.draw import Picture, draw_matches
 from dualrc.errors import DataError, OutputError
-from dualrc.evaluation.aachen_layout import AachenData, Query, read_aachen
-from dualrc.evaluation.aachen_scores import (
-    THRESHOLDS,
-    UNKNOWN,
-    MapScore,
-    QueryScore,
-    Scores,
-    group_score,
-    lost_table,
-    main_table,
-    recall_curves,
-    recall_table,
-)
-from dualrc.evaluation.benchmark import Benchmark, Cost, GetMatches, Result, Table, failures
-from dualrc.evaluation.export import Pair, make_folder
-from dualrc.evaluation.posed_map import PosedMap, triangulate
-from dualrc.geometry import (
-    absolute_pose,
-    cam1_from_cam0,
-    epipolar_distance_px,
-    fundamental_from_pose,
-    rotation_error_deg,
-)
+from dualrc.evaluation.aachen_data import AachenData, Lens, read_aachen
+from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, OneNetworkSettings, Option, Result, grouped
+from dualrc.evaluation.data_files import pose_errors, read_published
+from dualrc.evaluation.export import Pair, file_name, make_folder
+from dualrc.evaluation.figures import recall_curves
+from dualrc.evaluation.report import Report, Table
+from dualrc.evaluation.triangulation import PosedMap, triangulate
+from dualrc.geometry import absolute_pose, cam1_from_cam0, epipolar_distance_px, fundamental_from_pose
 from dualrc.image import read
 from dualrc.localize import Correspondences, LocalizeConfig, read_poses, write_poses
 from dualrc.matches import Estimate, Matches
 from dualrc.types import FloatArray
 
-DEFAULT_TOP = 4000
-_FILE = {"v1.0": "Aachen_eval", "v1.1": "Aachen_v1_1_eval"}
+THRESHOLDS = ((0.5, 2.0), (1.0, 5.0), (5.0, 10.0))  # metres and degrees
+UNKNOWN = float("nan")  # an error where the true pose is not known
+_SUBMISSION = {"v1.0": "Aachen_eval", "v1.1": "Aachen_v1_1_eval"}
 _EPIPOLAR_PX = 2.0
+_SHOWN_FAILURES = 20
 
 
-Located = tuple[QueryScore, FloatArray | None]  # a query's score and its pose
+@dataclass(frozen=True, kw_only=True)
+class AachenSettings(OneNetworkSettings):
+    """Settings of Aachen Day-Night."""
+
+    truth: Annotated[Path | None, Option("a file of true poses, name qw qx qy qz tx ty tz.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScore:
+    """One query; errors are inf where it was not localized, NaN where the true pose is not known."""
+
+    name: str
+    condition: str
+    reason: str | None  # why it was not localized
+    candidates: int
+    correspondences: int
+    inliers: int
+    error_m: float = UNKNOWN
+    error_deg: float = UNKNOWN
+
+    def describe(self) -> str:
+        """Its result for a caption."""
+        if self.reason is not None:
+            return f"not localized: {self.reason}"
+        error = "" if np.isnan(self.error_m) else f"{self.error_m:.2f} m and {self.error_deg:.2f}° off, "
+        return f"{error}{self.inliers} inliers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupScore:
+    """All queries of a condition; those that were not localized count as wrong."""
+
+    queries: int
+    localized: int
+    inliers: float  # median over those localized
+    scored: int  # whose true pose is known
+    shares: tuple[float, ...]  # of those, within each threshold; none where no true pose is known
+    median_error_m: float
+    median_error_deg: float
+
+    @staticmethod
+    def of(queries: Sequence[QueryScore]) -> "GroupScore":
+        """The score of the queries of a condition."""
+        inliers = [query.inliers for query in queries if query.reason is None]
+        known = [query for query in queries if not np.isnan(query.error_m)]
+        within = [[q.error_m <= metres and q.error_deg <= degrees for q in known] for metres, degrees in THRESHOLDS]
+        return GroupScore(
+            queries=len(queries),
+            localized=len(inliers),
+            inliers=float(np.median(inliers)) if inliers else 0.0,
+            scored=len(known),
+            shares=tuple(float(np.mean(flags)) for flags in within) if known else (),
+            median_error_m=float(np.median([query.error_m for query in known])) if known else UNKNOWN,
+            median_error_deg=float(np.median([query.error_deg for query in known])) if known else UNKNOWN,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapScore:
+    """The map that the matches made."""
+
+    pictures: int  # with at least one point
+    points: int
+    track_length: float
+    error_px: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """All figures of a matcher."""
+
+    conditions: dict[str, GroupScore]
+    map: MapScore
+    matches: float  # a pair
+    queries: tuple[QueryScore, ...]
+    submission: str  # the file of poses
 
 
 class Aachen(Benchmark):
     """Queries with candidates in a database of pictures with known poses."""
 
     name = "aachen"
+    summary = (
+        "aachen localizes the queries of Aachen Day-Night, v1.0 or v1.1, and writes their poses for the benchmark's "
+        "service."
+    )
+    example = "data/aachen --out aachen"
+    settings_class = AachenSettings
+    recognized_by = ("3D-models", "queries", "images/images_upright")
+    one_root = True
+    sift_features = 8000
+    settings: AachenSettings
 
     def __init__(
-        self, data: AachenData, *, out: Path, truth: Mapping[str, FloatArray] | None = None, top: int = DEFAULT_TOP
+        self, settings: AachenSettings, messages: Console | None = None, data: AachenData | None = None
     ) -> None:
-        """`truth` has cam_from_world (3, 4) by query, named with or without folders."""
+        """`data` is read from the root unless it is given."""
+        super().__init__(settings, messages)
         import_pycolmap()  # what is missing is said before the long work
-        self.data, self.out, self.top = data, out, top
-        self.pairs, self.notes = data.pairs, list(data.notes)
+        self.data = data or read_aachen(settings.roots[0])
+        self.pairs, self.notes = self.data.pairs, list(self.data.notes)
         self.config = LocalizeConfig()
-        self.truth = {} if truth is None else self._match_truth(truth)
+        self.truth = {} if settings.truth is None else self._match_truth(read_poses(settings.truth))
+        conditions = grouped(self.data.queries.values(), lambda query: query.condition)
         self.protocol = {
-            "version": data.version,
-            "database": len(data.database),
-            "queries": {name: len(self._names(name)) for name in self._conditions()},
-            "pairs": len(data.pairs),
-            "top": top,
+            "version": self.data.version,
+            "database": len(self.data.database),
+            "queries": {name: len(queries) for name, queries in conditions.items()},
+            "pairs": len(self.pairs),
+            "top": self.top,
             "thresholds_m_deg": [list(pair) for pair in THRESHOLDS],
             "threshold_px": self.config.threshold_px,
             "min_inliers": self.config.min_inliers,
@@ -77,41 +151,37 @@ class Aachen(Benchmark):
         }
 
     def _match_truth(self, truth: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-        """The true poses of the queries by their full names."""
+        """The true poses of the queries by their full names; files have them with or without folders."""
         by_file = {Path(name).name: pose for name, pose in truth.items()}
         found = {name: by_file[Path(name).name] for name in self.data.queries if Path(name).name in by_file}
         if not found:
             raise DataError("The file of true poses has none of the queries; give that of this data set.")
-        unknown = [name for name in self.data.queries if name not in found]
-        if unknown:
+        if unknown := [name for name in self.data.queries if name not in found]:
             self.notes.append(f"{len(unknown)} queries have no true pose and are not scored, such as {unknown[0]}.")
         if len(by_file) > len(found):
             self.notes.append(f"{len(by_file) - len(found)} true poses are of pictures that are not evaluated.")
         return found
 
-    def _conditions(self) -> list[str]:
-        return list(dict.fromkeys(query.condition for query in self.data.queries.values()))
-
-    def _names(self, condition: str) -> list[str]:
-        return [name for name, query in self.data.queries.items() if query.condition == condition]
-
-    def score(self, matcher: str, get: GetMatches) -> Result:
+    def score(self, matcher: str, get: GetMatches) -> Scores:
         """Merge the matches, make the map, localize every query, and write the file of poses to `out`."""
-        make_folder(self.out)
+        out = self.settings.out
+        make_folder(out)
         try:
-            with tempfile.TemporaryDirectory(dir=self.out, prefix=".scoring-") as folder:
-                work = Path(folder)
-                with MatchStore(work / "matches.sqlite", {}) as store:
-                    infos, counts = self.undistort(get, store)
-                    merged = merge(store, progress=self.tell)
-                    world, located = self.locate(merged, work)
+            with (
+                tempfile.TemporaryDirectory(dir=out, prefix=".scoring-") as work,
+                MatchStore(Path(work, "matches.sqlite"), {}) as store,
+            ):
+                counts = self.store_undistorted(get, store)
+                world, queries, poses = self.localize(merge(store, progress=self.progress), Path(work))
         except OSError as error:
             remedy = "make room or write elsewhere"
-            raise OutputError(f"The folder {self.out} can't be written ({error.strerror}); {remedy}.") from error
-        submission = self._write_submission(matcher, {name: pose for name, (_, pose) in located.items()})
-        queries = tuple(score for score, _ in located.values())
-        figures = Scores(
-            conditions={name: group_score([q for q in queries if q.condition == name]) for name in self._conditions()},
+            raise OutputError(f"The folder {out} can't be written ({error.strerror}); {remedy}.") from error
+        # As the benchmark's service wants it: names without folders, only queries that were localized.
+        submission = f"{_SUBMISSION.get(self.data.version, 'poses')}_[{file_name(matcher)}].txt"
+        write_poses(out / submission, {Path(name).name: pose for name, pose in poses.items()})
+        conditions = grouped(queries, lambda query: query.condition)
+        return Scores(
+            conditions={name: GroupScore.of(members) for name, members in conditions.items()},
             map=MapScore(
                 pictures=sum(bool((rows >= 0).any()) for rows in world.rows.values()),
                 points=len(world.xyz),
@@ -119,23 +189,21 @@ class Aachen(Benchmark):
                 error_px=world.error_px,
             ),
             matches=float(np.mean(counts)) if counts else 0.0,
-            queries=queries,
-            submission=submission.name,
+            queries=tuple(queries),
+            submission=submission,
         )
-        return Result(matcher=matcher, cost=Cost.of(infos), failures=failures(self.pairs, infos), figures=figures)
 
-    def undistort(self, get: GetMatches, store: MatchStore) -> tuple[list[Mapping[str, Any]], list[int]]:
-        """Put all matches that there are into the store, as pinholes see them; their infos and numbers."""
-        infos, counts = [], []
+    def store_undistorted(self, get: GetMatches, store: MatchStore) -> list[int]:
+        """Store all matches as pinhole cameras see them; returns the number of matches of each pair."""
+        counts = []
         for pair in self.pairs:
             matches = get(pair)
-            infos.append(matches.info)
             counts.append(len(matches))
             if "error" not in matches.info:
-                store.put(pair.name0, pair.name1, self._as_pinholes(pair, matches.top(self.top)))
-        return infos, counts
+                store.put(pair.name0, pair.name1, self.undistort(pair, matches.top(self.top)))
+        return counts
 
-    def _as_pinholes(self, pair: Pair, matches: Matches) -> Matches:
+    def undistort(self, pair: Pair, matches: Matches) -> Matches:
         """Matches between the undistorted pictures as they are stored."""
         lens0, lens1 = self._lens(pair.name0), self._lens(pair.name1)
         points0 = lens0.undistorted(matches.points0, pair.path0)
@@ -151,109 +219,135 @@ class Aachen(Benchmark):
             info=info,
         )
 
-    def _lens(self, name: str) -> Any:
-        return self.data.queries[name].lens if name in self.data.queries else self.data.database[name]
+    def _lens(self, name: str) -> Lens:
+        lens = self.data.queries[name].lens if name in self.data.queries else self.data.database[name]
+        assert lens is not None  # pictures without a lens are not matched
+        return lens
 
-    def locate(self, merged: MergedMatches, work: Path) -> tuple[PosedMap, dict[str, Located]]:
-        """The map of the database, and the queries in it; `work` is an empty folder."""
+    def localize(self, merged: MergedMatches, work: Path) -> tuple[PosedMap, list[QueryScore], dict[str, FloatArray]]:
+        """The map of the database, the queries' scores, and the poses that were found; `work` is an empty folder."""
         cameras = {name: lens.camera for name, lens in self.data.database.items()}
-        world = triangulate(cameras, merged, work, self.tell)
-        located, matched = {}, set(merged.pairs)
+        world = triangulate(cameras, merged, work, self.progress)
+        scores, poses, matched = [], {}, set(merged.pairs)
         for count, (name, query) in enumerate(self.data.queries.items(), start=1):
             pairs = [pair for other in query.candidates for pair in ((name, other), (other, name)) if pair in matched]
             found = Correspondences.join([world.correspond(merged, pair, name) for pair in pairs])
-            reason = query.reason or (None if pairs else "None of its pairs could be matched.")
-            located[name] = self._localize(name, query, found.merged(self.config.threshold_px), reason)
-            self.tell("Localizing", count, len(self.data.queries))
-        return world, located
-
-    def _localize(self, name: str, query: Query, found: Correspondences, reason: str | None) -> Located:
-        """A query's score and pose, which is None where there is a reason why it can't be estimated."""
-        pose, inliers = None, 0
-        if reason is None and query.lens is not None:
-            estimated = absolute_pose(
-                found.points,
-                found.xyz,
-                camera=query.lens.camera,
-                scores=found.scores,
-                threshold_px=self.config.threshold_px,
-                min_inliers=self.config.min_inliers,
+            found = found.merged(self.config.threshold_px)
+            reason, inliers = query.reason or (None if pairs else "None of its pairs could be matched."), 0
+            if reason is None:
+                estimated = absolute_pose(
+                    found.points,
+                    found.xyz,
+                    camera=self._lens(name).camera,
+                    scores=found.scores,
+                    threshold_px=self.config.threshold_px,
+                    min_inliers=self.config.min_inliers,
+                )
+                reason, inliers = estimated.reason, int(estimated.inliers.sum())
+                if estimated.cam_from_world is not None:
+                    poses[name] = estimated.cam_from_world
+            error_m = error_deg = float("inf") if name in self.truth else UNKNOWN
+            if name in self.truth and name in poses:
+                error_m, error_deg = pose_errors(poses[name], self.truth[name])
+            scores.append(
+                QueryScore(
+                    name=name,
+                    condition=query.condition,
+                    reason=reason,
+                    candidates=len(query.candidates),
+                    correspondences=len(found),
+                    inliers=inliers,
+                    error_m=error_m,
+                    error_deg=error_deg,
+                )
             )
-            pose, reason, inliers = estimated.cam_from_world, estimated.reason, int(estimated.inliers.sum())
-        error_m, error_deg = self._errors(name, pose)
-        score = QueryScore(
-            name=name,
-            condition=query.condition,
-            reason=reason,
-            candidates=len(query.candidates),
-            correspondences=len(found),
-            inliers=inliers,
-            error_m=error_m,
-            error_deg=error_deg,
-        )
-        return score, pose
+            self.progress("Localizing", count, len(self.data.queries))
+        return world, scores, poses
 
-    def _errors(self, name: str, pose: FloatArray | None) -> tuple[float, float]:
-        """Metres between the places, and degrees between the orientations."""
-        true = self.truth.get(name)
-        if true is None:
-            return UNKNOWN, UNKNOWN
-        if pose is None:
-            return float("inf"), float("inf")
-        distance = float(np.linalg.norm(_center(pose) - _center(true)))
-        return distance, rotation_error_deg(pose[:, :3], true[:, :3])
+    def report(self, results: Sequence[Result]) -> Report:
+        """What was localized, the paper's table with ours, the queries that were not, and recall over distances."""
+        failures = [[r.matcher, q.name, q.reason] for r in results for q in r.figures.queries if q.reason is not None]
+        more = f"And {len(failures) - _SHOWN_FAILURES} more, in results.json." if failures[_SHOWN_FAILURES:] else ""
+        tables = [self._main_table(results), _recall_table(results)]
+        if failures:
+            title, columns = "Queries that were not localized", ["matcher", "query", "reason"]
+            shown = failures[:_SHOWN_FAILURES]
+            tables.append(Table(title=title, columns=columns, rows=shown, note=more, text_columns=columns))
+        if not self.truth:
+            return Report(tables=tables)
+        max_m, max_deg = THRESHOLDS[-1]
+        errors: dict[str, dict[str, list[float]]] = {}
+        for condition in results[0].figures.conditions:
+            for result in results:
+                known = [q for q in result.figures.queries if q.condition == condition and not np.isnan(q.error_m)]
+                own = [query.error_m if query.error_deg <= max_deg else float("inf") for query in known]
+                errors.setdefault(condition, {})[result.matcher] = own
+        title = f"Share of queries within a distance and {max_deg:g}°"
+        curves = recall_curves(errors, max_m, title=title, x_label="metres")
+        return Report(tables=tables, figures={"aachen_recall": curves})
 
-    def _write_submission(self, matcher: str, poses: Mapping[str, FloatArray | None]) -> Path:
-        """As the benchmark's service wants it: names without folders, only queries that were localized."""
-        method = re.sub(r"[^A-Za-z0-9._-]", "_", matcher)
-        path = self.out / f"{_FILE.get(self.data.version, 'poses')}_[{method}].txt"
-        write_poses(path, {Path(name).name: pose for name, pose in poses.items() if pose is not None})
-        return path
-
-    def tables(self, results: Sequence[Result]) -> list[Table]:
-        """What was localized, the paper's table with ours, and the queries that were not."""
+    def _main_table(self, results: Sequence[Result]) -> Table:
+        rows = []
+        for result in results:
+            scores: Scores = result.figures
+            world = [str(scores.map.points), f"{scores.map.track_length:.1f}", *result.cost.cells(scores.matches)]
+            for condition, group in scores.conditions.items():
+                counts = [str(group.queries), str(group.localized), f"{group.inliers:.0f}"]
+                rows.append([result.matcher, condition, *counts, *world])
+        files = ", ".join(result.figures.submission for result in results)
         size = f"{len(self.data.database)} database pictures, {len(self.pairs)} pairs"
-        tables = [main_table(results, f"Aachen Day-Night {self.data.version}: {size}"), recall_table(results)]
-        lost = lost_table(results)
-        return [*tables, lost] if lost.rows else tables
-
-    def curves(self, results: Sequence[Result]) -> dict[str, Picture]:
-        """The share of queries within a distance, where true poses are known."""
-        return {"aachen_recall": recall_curves(results)} if self.truth else {}
+        return Table(
+            title=f"Aachen Day-Night {self.data.version}: {size}",
+            columns=["matcher", "condition", "queries", "localized", "inliers", "points", "track", *COST_COLUMNS],
+            rows=rows,
+            note=(
+                "Inliers: median of the localized queries; points: of the map, triangulated from the matches between "
+                "database pictures with their known poses; track: pictures that see a point on average; matches and "
+                f"time a pair. Poses for the benchmark's service: {files}."
+            ),
+            text_columns=["matcher", "condition"],
+        )
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
         """The queries from best to worst, each with its first candidate."""
-        first: dict[str, Pair] = {}
-        for pair in self.pairs:
-            if pair.name0 in self.data.queries:
-                first.setdefault(pair.name0, pair)
+        first = {pair.name0: pair for pair in reversed(self.pairs) if pair.name0 in self.data.queries}
         scores = [q for q in result.figures.queries if q.name in first]
         order = sorted(scores, key=lambda q: (np.nan_to_num(q.error_m, nan=0.0, posinf=np.inf), -q.inliers))
-        return [(first[q.name], q.in_words()) for q in order]
+        return [(first[q.name], q.describe()) for q in order]
 
     def draw(self, pair: Pair, matches: Matches) -> Picture:
         """Where the true pose is known, green lines for matches that agree with it and red ones for others."""
-        best, true = matches.top(self.top), self.truth.get(pair.name0)
-        lens0, lens1 = self._lens(pair.name0), self._lens(pair.name1)
-        if not len(best) or true is None:
-            return draw_matches(read(pair.path0), read(pair.path1), best)
-        pose = cam1_from_cam0(true, lens1.camera.cam_from_world)
-        F = fundamental_from_pose(pose, lens0.camera, lens1.camera)
-        points0 = lens0.undistorted(best.points0, pair.path0)
-        points1 = lens1.undistorted(best.points1, pair.path1)
+        best, image0, image1 = matches.top(self.top), read(pair.path0), read(pair.path1)
+        if not len(best) or pair.name0 not in self.truth:
+            return draw_matches(image0, image1, best)
+        camera0, camera1 = self._lens(pair.name0).camera, self._lens(pair.name1).camera
+        assert camera1.cam_from_world is not None  # it is one of the database
+        F = fundamental_from_pose(cam1_from_cam0(self.truth[pair.name0], camera1.cam_from_world), camera0, camera1)
+        points0 = self._lens(pair.name0).undistorted(best.points0, pair.path0)
+        points1 = self._lens(pair.name1).undistorted(best.points1, pair.path1)
         agree = epipolar_distance_px(F, points0, points1) <= _EPIPOLAR_PX
         best = replace(best, estimate=Estimate(kind="fundamental", matrix=F, inliers=agree))
-        return draw_matches(read(pair.path0), read(pair.path1), best, colors="inliers")
+        return draw_matches(image0, image1, best, colors="inliers")
 
 
-def open_aachen(roots: Sequence[Path], *, out: Path, truth: Path | None, top: int) -> Aachen:
-    """The benchmark of a folder, with true poses from a file where one is given."""
-    if len(roots) != 1:
-        raise DataError("Aachen Day-Night is one folder; give one.")
-    poses = None if truth is None else read_poses(truth)
-    return Aachen(read_aachen(roots[0]), out=out, truth=poses, top=top)
-
-
-def _center(pose: FloatArray) -> FloatArray:
-    place: FloatArray = -pose[:, :3].T @ pose[:, 3]
-    return place
+def _recall_table(results: Sequence[Result]) -> Table:
+    """The paper's table, below our rows where true poses are known."""
+    rows = []
+    for result in results:
+        for condition, group in result.figures.conditions.items():
+            if group.scored:
+                errors = ((group.median_error_m, " m"), (group.median_error_deg, "°"))
+                medians = [f"{value:.3f}{unit}" if np.isfinite(value) else "-" for value, unit in errors]
+                shares = [f"{100 * value:.1f}" for value in group.shares]
+                rows.append([result.matcher, condition, str(group.scored), *shares, *medians])
+    note = "Queries that were not localized count as wrong. The paper's figures are of v1.0's night-time queries."
+    if not rows:
+        service = "send the file of poses to the benchmark's service, or score it here with --truth"
+        note = f"The true poses are not public: {service}."
+    # The paper's table.
+    for name, values in read_published("aachen_published.json").items():
+        rows.append([f"{name} (paper)", "night", "98", *(f"{value:.1f}" for value in values), "", ""])
+    limits = [f"{metres:g} m, {degrees:g}°" for metres, degrees in THRESHOLDS]
+    columns = ["matcher", "condition", "queries", *limits, "median", "error"]
+    title, text = "Correctly localized queries (%)", ["matcher", "condition"]
+    return Table(title=title, columns=columns, rows=rows, note=note, text_columns=text)

@@ -1,8 +1,8 @@
-"""What others offer, to compare with: RootSIFT and OpenCV's pose estimators. The one home of OpenCV, an extra."""
+"""Baselines: RootSIFT and OpenCV's pose estimators; no other file imports OpenCV, which is an extra."""
 
 import time
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from dualrc.errors import ConfigError, ImageError
+from dualrc.evaluation.data_files import import_extra
 from dualrc.geometry import Camera, apply_homography, resize_homography
 from dualrc.image import read
 from dualrc.matches import Matches
@@ -18,20 +19,15 @@ from dualrc.types import FloatArray, Size
 
 OpenCVMethod = Literal["RANSAC", "USAC_MAGSAC"]
 
-_KEPT_PICTURES = 32  # descriptors of this many pictures are kept: 2 MB each at most
+_CACHED_PICTURES = 32  # with descriptors of 2 MB each at most
 _CONFIDENCE = 0.99999
-# In baselines, as in published evaluations: OpenCV's own limit of 50 takes points of far scenes for wrong ones.
+# In units of the baseline, as in published evaluations: OpenCV's own limit of 50 rejects points of far scenes.
 _MAX_DEPTH = 1e9
 
 
 def opencv() -> ModuleType:
     """The module cv2."""
-    try:
-        import cv2
-    except ImportError as error:
-        remedy = "pip install 'dualrc[baselines]'"
-        raise ConfigError(f"OpenCV is not installed, and SIFT and OpenCV's estimators need it; {remedy}.") from error
-    return cv2
+    return import_extra("cv2", needed_for="SIFT and OpenCV's estimators", extra="baselines")
 
 
 def has_opencv() -> bool:
@@ -53,13 +49,13 @@ class _Described:
 
 
 class RootSift:
-    """RootSIFT with mutual nearest neighbours and, unless `ratio` is None, the ratio test."""
+    """RootSIFT with mutual nearest neighbors and, unless `ratio` is None, the ratio test."""
 
     def __init__(self, *, features: int, ratio: float | None, size: int | None = None) -> None:
         self._cv2 = opencv()
         self._ratio, self._size = ratio, size
         self._sift = self._cv2.SIFT_create(nfeatures=features)
-        self._kept: OrderedDict[Path, _Described] = OrderedDict()
+        self._describe = lru_cache(_CACHED_PICTURES)(self._detect)
         self.name = "sift-mutual" if ratio is None else "sift-ratio"
         self.config: dict[str, Any] = {
             "matcher": "RootSIFT, mutual" + ("" if ratio is None else " and ratio test"),
@@ -84,13 +80,6 @@ class RootSift:
             size1=described1.size,
             info={"seconds": seconds, "seen0": described0.seen, "seen1": described1.seen},
         )
-
-    def _describe(self, path: Path) -> _Described:
-        if path not in self._kept:
-            self._kept[path] = self._detect(path)
-            if len(self._kept) > _KEPT_PICTURES:
-                self._kept.popitem(last=False)
-        return self._kept[path]
 
     def _detect(self, path: Path) -> _Described:
         start = time.perf_counter()
@@ -118,7 +107,7 @@ class RootSift:
 
 
 def _mutual(descriptors0: FloatArray, descriptors1: FloatArray, ratio: float | None) -> tuple[Any, Any, FloatArray]:
-    """Indices of mutual nearest neighbours that pass the ratio test in picture 1, and scores, higher is better."""
+    """Indices of mutual nearest neighbors that pass the ratio test in picture 1, and scores, higher is better."""
     if not len(descriptors0) or len(descriptors1) < 2:
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing, np.zeros(0, np.float32)

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dualrc.draw import Picture
+from dualrc.metrics import share_within
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
+# Okabe and Ito's colors, which color-blind readers can tell apart.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#000000")
-# Muted ones for what stands in the background; with two styles they tell 16 published methods apart.
+# Muted colors for published methods; with two line styles they suffice for 16.
 _MUTED = ("#7f8fa6", "#b08968", "#8ab17d", "#c38d9e", "#9a8cc0", "#d4a373", "#6db5c5", "#a3a380")
 _STYLES = ("-", "--", ":", "-.")
 _DPI = 150
@@ -23,6 +24,18 @@ class Panel:
     x: Sequence[float]
     ours: Mapping[str, Sequence[float]]
     published: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+def recall_curves(
+    errors: Mapping[str, Mapping[str, Sequence[float]]], max_error: float, *, title: str, x_label: str
+) -> Picture:
+    """The share of errors up to each value, a panel for each group of matchers' errors."""
+    x = np.linspace(0, max_error, 201).tolist()
+    panels = []
+    for name, by_matcher in errors.items():
+        ours = {matcher: share_within(own, x).tolist() for matcher, own in by_matcher.items()}
+        panels.append(Panel(title=name, x=x, ours=ours))
+    return curve_panels(panels, title=title, x_label=x_label)
 
 
 def curve_panels(panels: Sequence[Panel], *, title: str, x_label: str, note: str = "") -> Picture:

@@ -1,29 +1,29 @@
 """HPatches: mean matching accuracy, coverage and homographies on sequences of a picture and five views of it."""
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
+from rich.console import Console
 
 from dualrc.draw import Picture, draw_dots
-from dualrc.errors import DataError
+from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation.benchmark import (
     COST_COLUMNS,
     Benchmark,
-    Cost,
     GetMatches,
+    OneNetworkSettings,
+    Option,
     Result,
-    Table,
-    cost_cells,
-    failures,
-    seconds,
-    share,
+    folder_hint,
+    grouped,
 )
-from dualrc.evaluation.export import Pair, cropped
+from dualrc.evaluation.data_files import check_folder, read_published
+from dualrc.evaluation.export import Pair, read_cropped
 from dualrc.evaluation.figures import Panel, curve_panels
+from dualrc.evaluation.report import Report, Table, seconds, share
 from dualrc.geometry import corner_error_px, crop_homography, estimate
 from dualrc.image import read
 from dualrc.matches import Matches
@@ -31,23 +31,45 @@ from dualrc.metrics import area_under_curve, coverage, match_errors_px, share_wi
 from dualrc.types import FloatArray
 
 THRESHOLDS_PX = tuple(range(1, 11))
+SHOWN_PX = (1, 3, 5, 10)  # in tables
 CORRECT_PX = 3
 HOMOGRAPHY_PX = (3, 5, 10)
 DEFAULT_TOPS = (1000, 2000)
-# The protocol leaves these out: their pictures are larger than 1600 x 1200.
-LEFT_OUT = (
-    "i_contruction",
-    "i_crownnight",
-    "i_dc",
-    "i_pencils",
-    "i_whitebuilding",
-    "v_artisans",
-    "v_astronautis",
-    "v_talent",
+TOP_OPTION = Option("without it, 1000 and 2000.")
+# The protocol excludes these: their pictures are larger than 1600 x 1200.
+EXCLUDED = (
+    *("i_contruction", "i_crownnight", "i_dc", "i_pencils", "i_whitebuilding"),
+    *("v_artisans", "v_astronautis", "v_talent"),
 )
+_KINDS = {"i_": "illumination", "v_": "viewpoint"}
+GROUPS = ("overall", *_KINDS.values())
 _SUFFIXES = (".ppm", ".png", ".jpg", ".jpeg")
 _RANSAC_PX = 3.0
-_KINDS = {"i_": "illumination", "v_": "viewpoint"}
+
+
+def parse_crop(text: str) -> tuple[int, int]:
+    """Columns and rows, written as X,Y."""
+    try:
+        left, top = (int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"A crop of {text!r} is not one; write two whole numbers X,Y.") from error
+    return left, top
+
+
+@dataclass(frozen=True, kw_only=True)
+class HPatchesSettings(OneNetworkSettings):
+    """Settings of HPatches."""
+
+    top: Annotated[int | None, TOP_OPTION] = None
+    crop: Annotated[
+        tuple[int, int] | None,
+        Option("cut X columns and Y rows off pictures 2 to 6, on the left and top.", metavar="X,Y", parse=parse_crop),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.crop is not None and min(self.crop) < 0:
+            raise ConfigError(f"A crop of {self.crop[0]},{self.crop[1]} is not one; give two numbers from 0 on.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,59 +97,120 @@ class GroupScore:
     coverage: float
     homography_auc: tuple[float, ...]  # at 3, 5 and 10 px of the corner error
 
+    @staticmethod
+    def of(scores: Sequence[PairScore]) -> "GroupScore":
+        """The means of the scores of pairs."""
+        corner_errors = [score.corner_error_px for score in scores]
+        return GroupScore(
+            pairs=len(scores),
+            mma=tuple(np.mean([score.accuracy for score in scores], axis=0).tolist()),
+            matches=float(np.mean([score.matches for score in scores])),
+            correct=float(np.mean([score.correct for score in scores])),
+            coverage=float(np.mean([score.coverage for score in scores])),
+            homography_auc=tuple(area_under_curve(corner_errors, HOMOGRAPHY_PX).tolist()),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class TopScore:
     """All scores with one limit on the number of matches."""
 
     top: int
-    groups: dict[str, GroupScore]  # overall, illumination, viewpoint; a kind without pairs is left out
+    groups: dict[str, GroupScore]  # overall, illumination, viewpoint; a kind without pairs is missing
     sequences: dict[str, GroupScore]
     pairs: tuple[PairScore, ...]
+
+    @staticmethod
+    def of(top: int, scores: Sequence[PairScore]) -> "TopScore":
+        """Pairs in groups, by kind and by sequence."""
+        groups = {"overall": scores, **grouped(scores, lambda score: _KINDS[score.sequence[:2]])}
+        sequences = grouped(scores, lambda score: score.sequence)
+        return TopScore(
+            top=top,
+            groups={name: GroupScore.of(groups[name]) for name in GROUPS if name in groups},
+            sequences={name: GroupScore.of(members) for name, members in sequences.items()},
+            pairs=tuple(scores),
+        )
 
 
 class HPatches(Benchmark):
     """Sequences under one or several roots, each with picture 1, pictures 2 to 6, and homographies H_1_k."""
 
     name = "hpatches"
+    summary = "hpatches scores matches by homographies, on sequences i_* and v_*."
+    example = "data/hpatches --matcher dualrc --matcher sift --out hpatches"
+    settings_class = HPatchesSettings
+    recognized_by = ("[iv]_*/H_1_*", "H_1_*")
+    sift_features = 2000
+    settings: HPatchesSettings
 
-    def __init__(
-        self,
-        roots: Sequence[Path],
-        *,
-        tops: Sequence[int] = DEFAULT_TOPS,
-        crop: tuple[int, int] | None = None,
-    ) -> None:
-        self.tops = tuple(tops)
-        self.notes, self.pairs = [], []
+    def __init__(self, settings: HPatchesSettings, messages: Console | None = None) -> None:
+        super().__init__(settings, messages)
+        self.tops = DEFAULT_TOPS if settings.top is None else (settings.top,)
         self.homographies: dict[Pair, FloatArray] = {}
-        for folder in _sequences(roots, self.notes):
-            for pair, H in _pairs(folder, crop, self.notes):
-                self.pairs.append(pair)
-                self.homographies[pair] = H if crop is None else crop_homography(*crop) @ H
+        for folder in self._sequences():
+            self._add_pairs(folder)
         if not self.pairs:
-            raise DataError(f"{roots[0]} has no pair with a homography; each sequence needs 1..6 and H_1_2..H_1_6.")
+            example = "each sequence needs 1..6 and H_1_2..H_1_6"
+            raise DataError(f"{settings.roots[0]} has no pair with a homography; {example}.")
         self.protocol = {
             "tops": list(self.tops),
             "thresholds_px": list(THRESHOLDS_PX),
             "correct_px": CORRECT_PX,
             "homography_thresholds_px": list(HOMOGRAPHY_PX),
             "homography_estimator": f"PoseLib LO-RANSAC, {_RANSAC_PX:g} px",
-            "crop": None if crop is None else list(crop),
+            "crop": settings.crop and list(settings.crop),
             "sequences": len({pair.group for pair in self.pairs}),
             "pairs": len(self.pairs),
         }
 
-    def score(self, matcher: str, get: GetMatches) -> Result:
-        """Score a matcher by its stored matches."""
-        infos, by_top = [], [list[PairScore]() for _ in self.tops]
+    def _sequences(self) -> list[Path]:
+        found: dict[str, Path] = {}
+        for root in self.settings.roots:
+            check_folder(root)
+            one = root.name[:2] in _KINDS and any(root.glob("H_1_*"))
+            folders = [root] if one else [folder for folder in sorted(root.glob("[iv]_*")) if folder.is_dir()]
+            if not folders:
+                reason = "has no sequences i_* or v_*: it is not an HPatches folder"
+                raise DataError(f"{root} {reason}; {folder_hint(root, self.name)}.")
+            for folder in folders:
+                if folder.name in found:
+                    both = f"{found[folder.name]} and {folder}"
+                    raise DataError(f"The sequence {folder.name} is in {both}; give one of them.")
+                if folder.name in EXCLUDED:
+                    self.notes.append(f"{folder.name} is left out, as the protocol does.")
+                else:
+                    found[folder.name] = folder
+        return list(found.values())
+
+    def _add_pairs(self, folder: Path) -> None:
+        """Add a sequence's pairs; those without a homography are named in the notes."""
+        crop = self.settings.crop
+        pictures = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix.lower() in _SUFFIXES}
+        for k in range(2, 7):
+            H = _read_homography(folder / f"H_1_{k}")
+            if H is None:
+                self.notes.append(f"{folder.name} 1-{k} is not scored: H_1_{k} is missing or not a homography.")
+                continue
+            # A picture that is missing fails when it is read, and then counts as a failure.
+            path0, path1 = (pictures.get(stem, folder / f"{stem}.ppm") for stem in ("1", str(k)))
+            names = {"name0": f"{folder.name}/{path0.name}", "name1": f"{folder.name}/{path1.name}"}
+            pair = Pair(**names, path0=path0, path1=path1, group=folder.name, crop1=crop)
+            self.pairs.append(pair)
+            self.homographies[pair] = H if crop is None else crop_homography(*crop) @ H
+
+    def store_config(self) -> dict[str, Any]:
+        """The crop changes what is matched."""
+        return {**super().store_config(), "crop": self.protocol["crop"]}
+
+    def score(self, matcher: str, get: GetMatches) -> list[TopScore]:
+        """Scores with each limit on the number of matches."""
+        by_top: dict[int, list[PairScore]] = {top: [] for top in self.tops}
         for pair in self.pairs:
             matches = get(pair)
-            infos.append(matches.info)
-            for top, scores in zip(self.tops, by_top, strict=True):
+            for top, scores in by_top.items():
                 scores.append(self._score_pair(pair, matches.top(top)))
-        figures = [_summary(top, scores) for top, scores in zip(self.tops, by_top, strict=True)]
-        return Result(matcher=matcher, cost=Cost.of(infos), failures=failures(self.pairs, infos), figures=figures)
+        return [TopScore.of(top, scores) for top, scores in by_top.items()]
 
     def _score_pair(self, pair: Pair, matches: Matches) -> PairScore:
         H = self.homographies[pair]
@@ -145,28 +228,53 @@ class HPatches(Benchmark):
             corner_error_px=float("inf") if fitted is None else corner_error_px(fitted, H, matches.size0),
         )
 
-    def tables(self, results: Sequence[Result]) -> list[Table]:
-        """Accuracy; homographies and coverage; accuracy by sequence."""
-        pairs, sequences = self.protocol["pairs"], self.protocol["sequences"]
-        accuracy = Table(
-            title=f"HPatches: {pairs} pairs of {sequences} sequences",
-            columns=["matcher", "top", "1 px", "3 px", "5 px", "10 px", "illum.", "viewp.", *COST_COLUMNS],
-            rows=[[name, *_accuracy_cells(scored), *cost] for name, scored, cost in _rows(results)],
+    def report(self, results: Sequence[Result]) -> Report:
+        """Accuracy, homographies and coverage, accuracy by sequence; and curves beside published methods."""
+        note = f"Thick: this run, {self.protocol['sequences']} sequences. Thin: published, on 108 sequences."
+        figures = {}
+        for index, top in enumerate(self.tops):
+            scores = {result.matcher: result.figures[index] for result in results}
+            title = f"Mean matching accuracy, best {top} matches"
+            figures[f"mma_top{top}"] = accuracy_curves(scores, published(), title=title, note=note)
+        tables = [self.accuracy_table(results), self._homography_table(results), self._sequence_table(results)]
+        return Report(tables=tables, figures=figures)
+
+    def accuracy_table(self, results: Sequence[Result], title: str = "") -> Table:
+        """Mean matching accuracy; a row for each limit on the number of matches."""
+        rows = [
+            [
+                name,
+                str(scored.top),
+                *accuracy_cells({group: score.mma for group, score in scored.groups.items()}),
+                *cost,
+            ]
+            for name, scored, cost in _rows(results)
+        ]
+        return Table(
+            title=title or f"HPatches: {self.protocol['pairs']} pairs of {self.protocol['sequences']} sequences",
+            columns=["matcher", "top", *(f"{px} px" for px in SHOWN_PX), "illum.", "viewp.", *COST_COLUMNS],
+            rows=rows,
             note=(
                 "Mean matching accuracy at 1, 3, 5 and 10 px, and at 3 px of illumination and of viewpoint sequences; "
                 "matches and time a pair; the size that the matcher looked at (+: and others)."
             ),
         )
-        geometry = Table(
+
+    def _homography_table(self, results: Sequence[Result]) -> Table:
+        rows = []
+        for name, scored, cost in _rows(results):
+            overall = scored.groups["overall"]
+            aucs = [share(auc) for auc in overall.homography_auc]
+            rows.append([name, str(scored.top), *aucs, f"{overall.correct:.0f}", f"{overall.coverage:.0%}", *cost])
+        return Table(
             title="Homographies and coverage",
             columns=["matcher", "top", *(f"H {t} px" for t in HOMOGRAPHY_PX), "correct", "cover", *COST_COLUMNS],
-            rows=[[name, *_geometry_cells(scored), *cost] for name, scored, cost in _rows(results)],
+            rows=rows,
             note=(
                 f"H: AUC of the corner error of homographies ({self.protocol['homography_estimator']}); correct ones "
                 f"({CORRECT_PX} px) of a pair's matches, and the share of a 10x10 grid over the overlap they occupy."
             ),
         )
-        return [accuracy, geometry, self._sequence_table(results)]
 
     def _sequence_table(self, results: Sequence[Result]) -> Table:
         rows = []
@@ -176,99 +284,21 @@ class HPatches(Benchmark):
         rows.append(["time a pair", *(seconds(result.cost.seconds_per_pair) for result in results)])
         rows.append(["size", *(result.cost.resolution for result in results)])
         title = f"By sequence: accuracy at {CORRECT_PX} px and matches a pair, best {self.tops[0]}"
-        return Table(title=title, columns=["sequence", *(result.matcher for result in results)], rows=rows)
-
-    def curves(self, results: Sequence[Result]) -> dict[str, Picture]:
-        """Accuracy over thresholds beside the published methods."""
-        reference = published()
-        count = self.protocol["sequences"]
-        figures = {}
-        for index, top in enumerate(self.tops):
-            panels = []
-            for group in ("overall", "illumination", "viewpoint"):
-                ours = {
-                    result.matcher: result.figures[index].groups[group].mma
-                    for result in results
-                    if group in result.figures[index].groups
-                }
-                theirs = {name: curves[group] for name, curves in reference.items()}
-                panels.append(Panel(title=group, x=THRESHOLDS_PX, ours=ours, published=theirs))
-            figures[f"mma_top{top}"] = curve_panels(
-                panels,
-                title=f"Mean matching accuracy, best {top} matches",
-                x_label="threshold (px)",
-                note=f"Thick: this run, {count} sequences. Thin: published, on 108 sequences.",
-            )
-        return figures
+        columns = ["sequence", *(result.matcher for result in results)]
+        return Table(title=title, columns=columns, rows=rows, text_columns=["sequence"])
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
         """By accuracy at 3 px, then by the number of correct matches."""
-        scores: Iterable[PairScore] = result.figures[0].pairs
-        by_names = {(pair.name0, pair.name1): pair for pair in self.pairs}
-        order = sorted(scores, key=lambda s: (-s.accuracy[CORRECT_PX - 1], -s.correct))
-        return [(by_names[s.name0, s.name1], f"{s.correct}/{s.matches} correct within {CORRECT_PX} px") for s in order]
+        scored = list(zip(self.pairs, result.figures[0].pairs, strict=True))
+        scored.sort(key=lambda item: (-item[1].accuracy[CORRECT_PX - 1], -item[1].correct))
+        return [(pair, f"{s.correct}/{s.matches} correct within {CORRECT_PX} px") for pair, s in scored]
 
     def draw(self, pair: Pair, matches: Matches) -> Picture:
         """Green dots where a match is within 3 px of the truth, red ones elsewhere."""
         best = matches.top(self.tops[0])
         correct = match_errors_px(best, self.homographies[pair]) <= CORRECT_PX
         radius_px = 3.0 if len(best) > 200 else 6.0  # a few wrong ones must not be overlooked
-        return draw_dots(read(pair.path0), cropped(pair.path1, pair.crop1), best, correct, radius_px=radius_px)
-
-
-def published() -> dict[str, dict[str, list[float]]]:
-    """Published curves: method -> overall, illumination or viewpoint -> accuracy at 1 to 10 px."""
-    text = (resources.files("dualrc.evaluation") / "hpatches_published.json").read_text(encoding="utf-8")
-    methods = json.loads(text)["methods"].values()
-    return {method["label"]: {key: method[key] for key in ("overall", *_KINDS.values())} for method in methods}
-
-
-def looks_like_hpatches(root: Path) -> bool:
-    """Whether a folder has sequences, or is one."""
-    return any(root.glob("[iv]_*/H_1_*")) or any(root.glob("H_1_*"))
-
-
-def _sequences(roots: Sequence[Path], notes: list[str]) -> list[Path]:
-    found: dict[str, Path] = {}
-    for root in roots:
-        if not root.is_dir():
-            raise DataError(f"The folder {root} does not exist; check the path.")
-        folders = [root] if root.name[:2] in _KINDS and any(root.glob("H_1_*")) else sorted(root.glob("[iv]_*"))
-        folders = [folder for folder in folders if folder.is_dir()]
-        if not folders:
-            hint = "it looks like one for `dualrc evaluate pose`" if _has_pose_index(root) else "give another one"
-            raise DataError(f"{root} has no sequences i_* or v_*: it is not an HPatches folder; {hint}.")
-        for folder in folders:
-            if folder.name in found:
-                raise DataError(
-                    f"The sequence {folder.name} is in {found[folder.name]} and {folder}; give one of them."
-                )
-            if folder.name in LEFT_OUT:
-                notes.append(f"{folder.name} is left out, as the protocol does.")
-            else:
-                found[folder.name] = folder
-    return list(found.values())
-
-
-def _has_pose_index(root: Path) -> bool:
-    patterns = ("cameras.json", "*/cameras.json", "*.npz", "*/*.npz")
-    return any(True for pattern in patterns for _ in root.glob(pattern))
-
-
-def _pairs(folder: Path, crop: tuple[int, int] | None, notes: list[str]) -> list[tuple[Pair, FloatArray]]:
-    """A sequence's pairs that have ground truth; the others are named in the notes."""
-    pictures = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix.lower() in _SUFFIXES}
-    pairs = []
-    for k in range(2, 7):
-        H = _read_homography(folder / f"H_1_{k}")
-        if H is None:
-            notes.append(f"{folder.name} 1-{k} is not scored: H_1_{k} is missing or not a homography.")
-            continue
-        # A picture that is missing fails when it is read, and then counts as a failure.
-        path0, path1 = (pictures.get(stem, folder / f"{stem}.ppm") for stem in ("1", str(k)))
-        names = {"name0": f"{folder.name}/{path0.name}", "name1": f"{folder.name}/{path1.name}"}
-        pairs.append((Pair(**names, path0=path0, path1=path1, group=folder.name, crop1=crop), H))
-    return pairs
+        return draw_dots(read(pair.path0), read_cropped(pair.path1, pair.crop1), best, correct, radius_px=radius_px)
 
 
 def _read_homography(path: Path) -> FloatArray | None:
@@ -280,46 +310,36 @@ def _read_homography(path: Path) -> FloatArray | None:
 
 
 def _rows(results: Sequence[Result]) -> Iterator[tuple[str, TopScore, list[str]]]:
-    """For each row of a table its matcher, its scores, and what stands in every table."""
+    """For each row of a table its matcher, its scores, and the cells of its cost."""
     for result in results:
         for scored in result.figures:
-            yield result.matcher, scored, cost_cells(scored.groups["overall"].matches, result.cost)
+            yield result.matcher, scored, result.cost.cells(scored.groups["overall"].matches)
 
 
-def _accuracy_cells(scored: TopScore) -> list[str]:
-    overall = scored.groups["overall"]
-    kinds = [scored.groups.get(kind) for kind in _KINDS.values()]
-    return [
-        str(scored.top),
-        *(share(overall.mma[threshold - 1]) for threshold in (1, 3, 5, 10)),
-        *("-" if kind is None else share(kind.mma[CORRECT_PX - 1]) for kind in kinds),
-    ]
+def accuracy_cells(curves: Mapping[str, Sequence[float]]) -> list[str]:
+    """Accuracy overall at 1, 3, 5 and 10 px, and of each kind at 3 px; from accuracy at 1 to 10 px by group."""
+    overall = [share(curves["overall"][px - 1]) for px in SHOWN_PX]
+    return overall + [share(curves[kind][CORRECT_PX - 1]) if kind in curves else "-" for kind in _KINDS.values()]
 
 
-def _geometry_cells(scored: TopScore) -> list[str]:
-    overall = scored.groups["overall"]
-    aucs = [share(auc) for auc in overall.homography_auc]
-    return [str(scored.top), *aucs, f"{overall.correct:.0f}", f"{overall.coverage:.0%}"]
+def accuracy_curves(
+    scores: Mapping[str, TopScore],
+    published: Mapping[str, Mapping[str, Sequence[float]]],
+    *,
+    title: str,
+    note: str = "",
+) -> Picture:
+    """Accuracy over thresholds, a panel for each group of sequences, over the curves of published methods."""
+    panels = []
+    for group in GROUPS:
+        ours = {name: scored.groups[group].mma for name, scored in scores.items() if group in scored.groups}
+        theirs = {name: curves[group] for name, curves in published.items()}
+        if ours or theirs:
+            panels.append(Panel(title=group, x=THRESHOLDS_PX, ours=ours, published=theirs))
+    return curve_panels(panels, title=title, x_label="threshold (px)", note=note)
 
 
-def _summary(top: int, scores: list[PairScore]) -> TopScore:
-    groups = {"overall": _mean(scores)}
-    for prefix, kind in _KINDS.items():
-        if chosen := [score for score in scores if score.sequence.startswith(prefix)]:
-            groups[kind] = _mean(chosen)
-    sequences = {
-        name: _mean([score for score in scores if score.sequence == name])
-        for name in dict.fromkeys(score.sequence for score in scores)
-    }
-    return TopScore(top=top, groups=groups, sequences=sequences, pairs=tuple(scores))
-
-
-def _mean(scores: Sequence[PairScore]) -> GroupScore:
-    return GroupScore(
-        pairs=len(scores),
-        mma=tuple(np.mean([score.accuracy for score in scores], axis=0).tolist()),
-        matches=float(np.mean([score.matches for score in scores])),
-        correct=float(np.mean([score.correct for score in scores])),
-        coverage=float(np.mean([score.coverage for score in scores])),
-        homography_auc=tuple(area_under_curve([score.corner_error_px for score in scores], HOMOGRAPHY_PX).tolist()),
-    )
+def published() -> dict[str, dict[str, list[float]]]:
+    """Published curves: method -> overall, illumination or viewpoint -> accuracy at 1 to 10 px."""
+    methods = read_published("hpatches_published.json").values()
+    return {method["label"]: {group: method[group] for group in GROUPS} for method in methods}

@@ -1,21 +1,22 @@
 """InLoc: photographs localized indoors by their matches with cut-outs of laser scans, whose pixels have 3D points."""
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from rich.console import Console
 
 from dualrc.draw import Picture, draw_dots
 from dualrc.errors import ConfigError, DataError
-from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, Cost, GetMatches, Result, Table, cost_cells, failures
-from dualrc.evaluation.export import Pair
+from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, OneNetworkSettings, Option, Result
+from dualrc.evaluation.data_files import pose_errors, read_published
+from dualrc.evaluation.export import Pair, file_name
 from dualrc.evaluation.figures import Panel, curve_panels
-from dualrc.evaluation.inloc_files import (
-    Folders,
-    Ranked,
+from dualrc.evaluation.inloc_data import (
+    CandidatePose,
     find_folders,
     find_list,
     read_candidates,
@@ -23,77 +24,146 @@ from dualrc.evaluation.inloc_files import (
     read_result_list,
     write_result_list,
 )
-from dualrc.evaluation.inloc_poses import MIN_INLIERS, RANSAC_DEG, CandidatePoses, Tried, pose_rows
-from dualrc.evaluation.inloc_scores import (
-    ALL,
-    CURVE_M,
-    THRESHOLDS_M,
-    WITHIN_DEG,
-    QueryScore,
-    Scores,
-    floor_score,
-    in_words,
-    published,
-    query_score,
-)
+from dualrc.evaluation.inloc_poses import MIN_INLIERS, RANSAC_DEG, PoseEstimator
+from dualrc.evaluation.report import Report, Table
 from dualrc.image import read
-from dualrc.localize.results import write_poses
+from dualrc.localize import write_poses
 from dualrc.matches import Matches
+from dualrc.types import FloatArray
 
-DEFAULT_TOP = 4000
-_NO_POSE = np.full((3, 4), np.nan)
+THRESHOLDS_M = (0.25, 0.5, 1.0)
+# Where the published curves have their dots.
+CURVE_M = (*(step / 16 for step in range(17)), *(1 + step / 8 for step in range(1, 9)))
+WITHIN_DEG = 10.0
+ALL = "all"
 
 
 @dataclass(frozen=True, kw_only=True)
-class InLocSettings:
-    """What InLoc has beside other benchmarks."""
+class InLocSettings(OneNetworkSettings):
+    """Settings of InLoc."""
 
-    # Candidates of each query (.mat or text); None: the one list under the root.
-    shortlist: Path | None = None
-    # Match each query with the best so many of them.
-    candidates: int = 10
-    # Rank poses by how alike the photograph and the scan look from there, instead of by inliers.
-    verify: bool = False
-    # Stored lists of results (.mat), scored beside the matchers, or alone where there is no root.
-    results: tuple[Path, ...] = ()
+    truth: Annotated[Path | None, Option("a file of reference poses (.mat); without it, the one in ROOT.")] = None
+    shortlist: Annotated[
+        Path | None, Option("candidates of each query, .mat as published or text; without it, the one in ROOT.")
+    ] = None
+    candidates: Annotated[int, Option("match each query with the best so many candidates; without it, 10.")] = 10
+    verify: Annotated[bool, Option("rank poses by dense verification against the scan, not by inliers.")] = False
+    results: Annotated[
+        tuple[Path, ...], Option("score this list of results (.mat) too, or, without ROOT, alone; several times.")
+    ] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.candidates < 1:
+            raise ConfigError(f"{self.candidates} candidates leave nothing to match; give 1 or more.")
+        for name in (names := [path.stem for path in dict.fromkeys(self.results)]):
+            if names.count(name) > 1:
+                raise ConfigError(f"Two lists of results are called {name}; rename one of them.")
+
+    @property
+    def needs_roots(self) -> bool:
+        """Stored lists of results are scored without the data set."""
+        return not self.results
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScore:
+    """One query; errors are inf without a pose, or with one on another floor."""
+
+    query: str
+    floor: str | None  # None: it has no reference pose and is not scored
+    distance_m: float = float("inf")
+    rotation_deg: float = float("inf")
+    candidates: tuple[CandidatePose, ...] = ()  # best first
+
+    @staticmethod
+    def of(query: str, floor: str, reference: FloatArray, candidates: tuple[CandidatePose, ...]) -> "QueryScore":
+        """The score of a query by the pose of its best candidate."""
+        pose = candidates[0].pose if candidates else None
+        distance_m = rotation_deg = float("inf")
+        # Each floor has a frame of its own, so a pose on another one is wrong wherever it is.
+        if pose is not None and candidates[0].candidate.split("/", maxsplit=1)[0] == floor:
+            distance_m, rotation_deg = pose_errors(pose, reference)
+        return QueryScore(
+            query=query, floor=floor, distance_m=distance_m, rotation_deg=rotation_deg, candidates=candidates
+        )
+
+    @property
+    def lost(self) -> bool:
+        """Whether there is no pose."""
+        return not self.candidates or self.candidates[0].cam_from_world is None
+
+    @property
+    def error_m(self) -> float:
+        """The distance, if the rotation is right."""
+        return self.distance_m if self.rotation_deg <= WITHIN_DEG else float("inf")
+
+    def describe(self) -> str:
+        """The result of a query that has candidates, for a caption."""
+        best = self.candidates[0]
+        if best.pose is None:
+            return f"no pose: {best.reason}"
+        errors = f"{self.distance_m:.2f} m, {self.rotation_deg:.1f}°"
+        where = errors if np.isfinite(self.distance_m) else "another floor"
+        return f"{where}, {best.inliers} of {best.correspondences} inliers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloorScore:
+    """The queries of a floor, or all."""
+
+    queries: int
+    without_pose: int
+    within: tuple[float, ...]  # shares at 0.25, 0.5 and 1 m
+    curve: tuple[float, ...]  # shares at CURVE_M
+
+    @staticmethod
+    def of(scores: Sequence[QueryScore]) -> "FloorScore":
+        """The shares of queries within each distance."""
+        errors = np.array([score.error_m for score in scores])
+
+        def within(thresholds: Sequence[float]) -> tuple[float, ...]:
+            return tuple(float(np.mean(errors < threshold)) if len(errors) else 0.0 for threshold in thresholds)
+
+        lost = sum(score.lost for score in scores)
+        return FloorScore(queries=len(scores), without_pose=lost, within=within(THRESHOLDS_M), curve=within(CURVE_M))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """All figures of a matcher or of a stored list."""
+
+    floors: dict[str, FloorScore]  # and "all"
+    matches: float  # a pair
+    queries: tuple[QueryScore, ...]
 
 
 class InLoc(Benchmark):
     """Queries with their candidates, and reference poses by floor; without roots, only stored lists are scored."""
 
     name = "inloc"
+    summary = "inloc localizes InLoc's queries by cut-outs of its scans, and draws the curve beside the published ones."
+    example = "data/inloc --verify --out inloc"
+    settings_class = InLocSettings
+    recognized_by = ("cutouts", "cutouts_imageonly", "database/cutouts", "iphone7", "query/iphone7")
+    one_root = True
+    sift_features = 8000
+    settings: InLocSettings
 
-    def __init__(
-        self,
-        roots: Sequence[Path],
-        settings: InLocSettings,
-        *,
-        truth: Path | None = None,
-        top: int = DEFAULT_TOP,
-        out: Path | None = None,
-    ) -> None:
-        if settings.candidates < 1:
-            raise ConfigError(f"{settings.candidates} candidates leave nothing to match; give 1 or more.")
-        if len(roots) > 1:
-            raise ConfigError("InLoc has one folder; give one ROOT.")
-        self.notes, self.pairs, self.queries = [], [], list[str]()
-        self.top, self.verify, self._out = top, settings.verify, out
-        self._poses: CandidatePoses | None = None
-        if roots:
-            folders = find_folders(roots[0])
-            truth = truth or find_list(roots[0], ["*refposes*.mat"])
-            self._add_pairs(folders, _shortlist(roots[0], settings.shortlist), settings.candidates)
-            self._poses = CandidatePoses(folders, None if out is None else out / "poses.jsonl")
+    def __init__(self, settings: InLocSettings, messages: Console | None = None) -> None:
+        super().__init__(settings, messages)
+        self.queries: list[str] = []
+        truth = settings.truth
+        if settings.roots:
+            self._open(settings.roots[0])
+            truth = truth or find_list(settings.roots[0], ["*refposes*.mat"])
         self.references = {} if truth is None else read_references(truth)
-        self._check(truth)
+        self._check_references(truth)
         # Read before the long work, so that a list that can't be scored costs nothing.
         self._lists = {path: self._read_list(path) for path in dict.fromkeys(settings.results)}
-        for name in (stems := [path.stem for path in self._lists]):
-            if stems.count(name) > 1:
-                raise ConfigError(f"Two lists of results are called {name}; rename one of them.")
         self.protocol = {
             "candidates": settings.candidates,
-            "top": top,
+            "top": self.top,
             "verify": settings.verify,
             "estimator": f"PoseLib LO-RANSAC (P3P), {RANSAC_DEG:g} degrees, {MIN_INLIERS} inliers or more",
             "thresholds_m": list(THRESHOLDS_M),
@@ -104,112 +174,139 @@ class InLoc(Benchmark):
             "pairs": len(self.pairs),
         }
 
-    def _add_pairs(self, folders: Folders, listed: Mapping[str, Ranked], candidates: int) -> None:
-        for query, ranked in listed.items():
+    def _open(self, root: Path) -> None:
+        """Find the pairs of queries and candidates."""
+        folders = find_folders(root)
+        shortlist = self.settings.shortlist or find_list(root, ["*shortlist*.mat", "*shortlist*.txt", "*pairs*.txt"])
+        if shortlist is None:
+            remedy = "give densePE_top100_shortlist_cvpr18.mat or a text file with --shortlist"
+            raise DataError(f"{root} has no list of candidates (*shortlist*.mat); {remedy}.")
+        for query, candidates in read_candidates(shortlist).items():
             self.queries.append(query)
-            for name in ranked.candidates[:candidates]:
+            for name in candidates[: self.settings.candidates]:
                 # A picture that is missing fails when it is read, and then counts as a failure.
-                path0, path1 = folders.queries / query, folders.cutouts / name
-                floor = name.split("/", maxsplit=1)[0]
+                path0, path1, floor = folders.queries / query, folders.cutouts / name, name.split("/", maxsplit=1)[0]
                 self.pairs.append(Pair(name0=query, name1=name, path0=path0, path1=path1, group=floor))
         if not any(pair.path0.is_file() for pair in self.pairs):
             raise DataError(f"{folders.queries} has none of the queries, such as {self.queries[0]}; put them there.")
         if not any(pair.path1.is_file() for pair in self.pairs):
             raise DataError(f"{folders.cutouts} has none of the candidates, such as {self.pairs[0].name1}.")
+        self._estimator = PoseEstimator(folders, self.settings.out / "poses.jsonl")
 
-    def _check(self, truth: Path | None) -> None:
-        """Note what is not scored, and what is scored without having been tried."""
+    def _check_references(self, truth: Path | None) -> None:
+        """Note which queries are not scored, and which are scored without candidates."""
         if not self.references:
             self.notes.append("There are no reference poses: nothing is scored, poses are only written.")
+        if not self.references or not self.queries:
             return
-        floors = {query: floor for floor, poses in self.references.items() for query in poses}
-        if self._poses is None:
-            return
-        if not floors.keys() & set(self.queries):
+        known = [query for poses in self.references.values() for query in poses]
+        if not set(known) & set(self.queries):
             raise DataError(f"{truth} has no pose of any query in the list; give the file of this data set.")
-        if unknown := [query for query in self.queries if query not in floors]:
+        if unknown := [query for query in self.queries if query not in known]:
             self.notes.append(f"{len(unknown)} queries have no reference pose and are not scored: {_some(unknown)}.")
-        if untried := [query for query in floors if query not in set(self.queries)]:
+        if untried := [query for query in known if query not in self.queries]:
             self.notes.append(f"{len(untried)} queries have no candidates and count as failures: {_some(untried)}.")
 
-    def score(self, matcher: str, get: GetMatches) -> Result:
-        """Score a matcher by its stored matches."""
-        assert self._poses is not None
-        self._poses.broken.clear()
-        infos, counts = [], []
-        tried: dict[str, list[Tried]] = {query: [] for query in self.queries}
-        for pair in self.pairs:
-            matches = get(pair)
-            infos.append(matches.info)
-            counts.append(min(len(matches), self.top))
-            tried[pair.name0].append(self._poses.estimate(pair, matches.top(self.top)))
-        if self.verify:
-            tried = self._poses.verify(tried, {pair.name0: pair.path0 for pair in self.pairs}, self.tell)
-        if broken := self._poses.broken:
-            file, reason = next(iter(broken.items()))
-            note = f"{len(broken)} files can't be used, and their candidates give no pose, such as {file}: {reason}"
-            self.notes += [note] * (note not in self.notes)
-        best_first = {query: tuple(sorted(found, key=_order)) for query, found in tried.items()}
-        figures = self._scored(best_first, float(np.mean(counts)))
-        if self._out is not None:
-            _write_results(self._out, matcher, best_first)
-        return Result(matcher=matcher, cost=Cost.of(infos), failures=failures(self.pairs, infos), figures=figures)
-
-    def score_lists(self) -> list[Result]:
-        """Score the stored lists of results, as published or as this benchmark writes them."""
-        cost = Cost(seconds_per_pair=None, resolution="")
-        return [
-            Result(
-                matcher=path.stem,
-                cost=cost,
-                failures={},
-                figures=self._scored({query: _stored(ranked) for query, ranked in listed.items()}, float("nan")),
-                config={"results": path.name},
-            )
-            for path, listed in self._lists.items()
-        ]
-
-    def _read_list(self, path: Path) -> dict[str, Ranked]:
+    def _read_list(self, path: Path) -> dict[str, tuple[CandidatePose, ...]]:
         if not self.references:
             raise ConfigError("Results are scored against reference poses; give --truth DUC_refposes_all.mat.")
-        listed = read_result_list(path)
-        if not any(ranked.poses for ranked in listed.values()):
-            raise DataError(f"{path} is a list of candidates without poses; give a list of results.")
+        listed = read_result_list(path, need_poses=True)
         known = {query for poses in self.references.values() for query in poses}
         if not known & listed.keys():
             raise DataError(f"{path} has none of the queries that have reference poses; give another list.")
         if missing := sorted(known - listed.keys()):
-            self.notes.append(
-                f"{path.stem}: {len(missing)} queries are not in the list and count as failures: {_some(missing)}."
-            )
+            words = "queries are not in the list and count as failures"
+            self.notes.append(f"{path.stem}: {len(missing)} {words}: {_some(missing)}.")
         return listed
 
-    def _scored(self, tried: Mapping[str, tuple[Tried, ...]], matches: float) -> Scores:
-        scores = []
+    def score(self, matcher: str, get: GetMatches) -> Scores:
+        """Estimate a pose by each candidate, rank the candidates, and write the poses to `out`."""
+        self._estimator.broken.clear()
+        counts, found = [], dict[str, list[CandidatePose]]({query: [] for query in self.queries})
+        for pair in self.pairs:
+            matches = get(pair).top(self.top)
+            counts.append(len(matches))
+            found[pair.name0].append(self._estimator.estimate(pair, matches))
+        if self.settings.verify:
+            photographs = {pair.name0: pair.path0 for pair in self.pairs}
+            found = self._estimator.verify(found, photographs, self.progress)
+        if broken := self._estimator.broken:
+            file, reason = next(iter(broken.items()))
+            note = f"{len(broken)} files can't be used, and their candidates give no pose, such as {file}: {reason}"
+            self.notes += [note] * (note not in self.notes)
+        # Best first: those with a pose, by verification where there is one, then by inliers.
+        ranked = {
+            query: tuple(sorted(own, key=lambda one: (one.pose is None, -(one.verified or 0.0), -one.inliers)))
+            for query, own in found.items()
+        }
+        poses = {query: own[0].pose for query, own in ranked.items() if own and own[0].pose is not None}
+        out, stem = self.settings.out, file_name(matcher)
+        write_poses(out / f"poses-{stem}.txt", poses)  # as visuallocalization.net takes them
+        write_result_list(out / f"results-{stem}.mat", {query: own for query, own in ranked.items() if own})
+        return self._scores(ranked, float(np.mean(counts)))
+
+    def stored_results(self) -> list[Result]:
+        """The stored lists of results, as published or as this benchmark writes them."""
+        return [
+            Result(matcher=path.stem, figures=self._scores(listed, float("nan")), config={"results": path.name})
+            for path, listed in self._lists.items()
+        ]
+
+    def _scores(self, ranked: Mapping[str, tuple[CandidatePose, ...]], matches: float) -> Scores:
+        scores, floors = list[QueryScore](), dict[str, FloorScore]()
         for floor, poses in self.references.items():
-            for query, reference in poses.items():
-                scores.append(query_score(query, floor, reference, tried.get(query, ())))
-        scored = {score.query for score in scores}
-        floors = {floor: floor_score([s for s in scores if s.floor == floor]) for floor in self.references}
-        if self.references:
-            floors[ALL] = floor_score(scores)
-        rest = [QueryScore(query=q, floor=None, candidates=found) for q, found in tried.items() if q not in scored]
+            own = [QueryScore.of(query, floor, pose, ranked.get(query, ())) for query, pose in poses.items()]
+            floors[floor] = FloorScore.of(own)
+            scores += own
+        if floors:
+            floors[ALL] = FloorScore.of(scores)
+        known = {score.query for score in scores}
+        rest = [QueryScore(query=q, floor=None, candidates=own) for q, own in ranked.items() if q not in known]
         return Scores(floors=floors, matches=matches, queries=(*scores, *rest))
 
-    def tables(self, results: Sequence[Result]) -> list[Table]:
-        """By floor; and beside the published results, where the floors are InLoc's."""
+    def report(self, results: Sequence[Result]) -> Report:
+        """Queries localized by floor, beside the published results where the floors are InLoc's."""
+        if not self.references:
+            return Report(tables=[self._main_table(results)])
+        floors = [*self.references, ALL]
+        published_curves = published() if set(self.references) == {"DUC1", "DUC2"} else {}
+        ours = {result.matcher: {floor: result.figures.floors[floor].curve for floor in floors} for result in results}
+        theirs = {f"{name}, published": curves for name, curves in published_curves.items()}
+        panels = []
+        for floor in floors:
+            thick, thin = ({name: curves[floor] for name, curves in group.items()} for group in (ours, theirs))
+            panels.append(Panel(title=floor, x=CURVE_M, ours=thick, published=thin))
+        title = f"Share of queries within a distance and {WITHIN_DEG:g} degrees"
+        note = "Thick: this run. Thin: published, on InLoc's 329 queries." if published_curves else ""
+        curves = curve_panels(panels, title=title, x_label="distance (m)", note=note)
+        tables = [self._main_table(results)]
+        if published_curves:
+            dots = [CURVE_M.index(threshold) for threshold in THRESHOLDS_M]
+            comparison = Table(
+                title=f"Beside the published results: {' / '.join(f'{t:g}' for t in THRESHOLDS_M)} m",
+                columns=["matcher", *floors],
+                rows=[
+                    [name, *(_percent([curves[floor][dot] for dot in dots]) for floor in floors)]
+                    for name, curves in {**ours, **theirs}.items()
+                ],
+                note="Published: on 198 queries of DUC1 and 131 of DUC2.",
+            )
+            tables.append(comparison)
+        return Report(tables=tables, figures={"inloc_recall": curves})
+
+    def _main_table(self, results: Sequence[Result]) -> Table:
         rows = []
         for result in results:
             scored: Scores = result.figures
-            cost = ["-", "-", "-"] if np.isnan(scored.matches) else cost_cells(scored.matches, result.cost)
+            cost = ["-", "-", "-"] if np.isnan(scored.matches) else result.cost.cells(scored.matches)
             for floor, score in scored.floors.items():
                 shares = [_percent([within]) for within in score.within]
                 rows.append([result.matcher, floor, str(score.queries), *shares, str(score.without_pose), *cost])
             if not scored.floors:
                 lost = sum(score.lost for score in scored.queries)
                 rows.append([result.matcher, "-", str(len(scored.queries)), "-", "-", "-", str(lost), *cost])
-        order = "dense pose verification" if self.verify else "inliers"
-        main = Table(
+        order = "dense pose verification" if self.settings.verify else "inliers"
+        return Table(
             title="InLoc: queries localized, in percent",
             columns=["matcher", "floor", "queries", *(f"{t:g} m" for t in THRESHOLDS_M), "lost", *COST_COLUMNS],
             rows=rows,
@@ -219,90 +316,27 @@ class InLoc(Benchmark):
                 "time a pair, without the estimation."
             ),
         )
-        return [main, self._comparison(results)] if self._published() else [main]
-
-    def _comparison(self, results: Sequence[Result]) -> Table:
-        floors, dots = [*self.references, ALL], [CURVE_M.index(threshold) for threshold in THRESHOLDS_M]
-        curves = {result.matcher: {f: result.figures.floors[f].curve for f in floors} for result in results}
-        curves |= {f"{name}, published": curve for name, curve in self._published().items()}
-        cells = [[name, *(_percent([curve[f][dot] for dot in dots]) for f in floors)] for name, curve in curves.items()]
-        title = f"Beside the published results: {' / '.join(f'{t:g}' for t in THRESHOLDS_M)} m"
-        note = "Published: on 198 queries of DUC1 and 131 of DUC2."
-        return Table(title=title, columns=["matcher", *floors], rows=cells, note=note)
-
-    def curves(self, results: Sequence[Result]) -> dict[str, Picture]:
-        """Share of queries over the distance, a panel for each floor and one for all."""
-        if not self.references:
-            return {}
-        reference, panels = self._published(), []
-        for floor in (*self.references, ALL):
-            ours = {result.matcher: result.figures.floors[floor].curve for result in results}
-            theirs = {f"{name}, published": curves[floor] for name, curves in reference.items()}
-            panels.append(Panel(title=floor, x=CURVE_M, ours=ours, published=theirs))
-        title = f"Share of queries within a distance and {WITHIN_DEG:g} degrees"
-        note = "Thick: this run. Thin: published, on InLoc's 329 queries." if reference else ""
-        return {"inloc_recall": curve_panels(panels, title=title, x_label="distance (m)", note=note)}
-
-    def _published(self) -> dict[str, dict[str, list[float]]]:
-        """Published curves, where this run's floors are InLoc's."""
-        return published() if set(self.references) == {"DUC1", "DUC2"} else {}
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
         """Queries by the distance of their pose, each with its best candidate."""
-        by_names = {(pair.name0, pair.name1): pair for pair in self.pairs}
+        pairs = {(pair.name0, pair.name1): pair for pair in self.pairs}
         scores: list[QueryScore] = [s for s in result.figures.queries if s.candidates and s.floor is not None]
-        found = []
-        for score in sorted(scores, key=lambda s: (s.error_m, s.distance_m, -s.candidates[0].inliers)):
-            pair = by_names.get((score.query, score.candidates[0].candidate))
-            if pair is not None:
-                found.append((pair, in_words(score)))
-        return found
+        scores.sort(key=lambda s: (s.error_m, s.distance_m, -s.candidates[0].inliers))
+        return [(pairs[score.query, score.candidates[0].candidate], score.describe()) for score in scores]
 
     def draw(self, pair: Pair, matches: Matches) -> Picture:
         """Green dots for inliers of the pose, red ones elsewhere."""
         best = matches.top(self.top)
         agree = np.zeros(len(best), dtype=np.bool_)
-        if len(best) and self._poses is not None:
+        if len(best):
             with suppress(DataError):  # where the points can't be read, nothing agrees
-                agree = self._poses.inliers(pair, best)
+                agree = self._estimator.inliers(pair, best)
         return draw_dots(read(pair.path0), read(pair.path1), best, agree)
 
 
-def _shortlist(root: Path, given: Path | None) -> dict[str, Ranked]:
-    path = given or find_list(root, ["*shortlist*.mat", "*shortlist*.txt", "*pairs*.txt"])
-    if path is None:
-        remedy = "give densePE_top100_shortlist_cvpr18.mat or a text file with --shortlist"
-        raise DataError(f"{root} has no list of candidates (*shortlist*.mat); {remedy}.")
-    return read_candidates(path)
-
-
-def _write_results(folder: Path, matcher: str, tried: Mapping[str, tuple[Tried, ...]]) -> None:
-    """The poses as visuallocalization.net takes them, and the list of results in the published format."""
-    stem = re.sub(r"[^A-Za-z0-9._-]", "_", matcher)
-    best = {query: found[0].pose for query, found in tried.items() if found}
-    write_poses(folder / f"poses-{stem}.txt", {query: pose for query, pose in best.items() if pose is not None})
-    write_result_list(folder / f"results-{stem}.mat", {q: _ranked(found) for q, found in tried.items() if found})
-
-
-def _stored(ranked: Ranked) -> tuple[Tried, ...]:
-    poses = [*ranked.poses, *[_NO_POSE] * (len(ranked.candidates) - len(ranked.poses))]
-    return tuple(
-        Tried(candidate=name, cam_from_world=pose_rows(pose) if np.isfinite(pose).all() else None)
-        for name, pose in zip(ranked.candidates, poses, strict=True)
-    )
-
-
-def _ranked(tried: Sequence[Tried]) -> Ranked:
-    return Ranked(
-        candidates=tuple(one.candidate for one in tried),
-        scores=tuple(float(one.inliers if one.verified is None else one.verified) for one in tried),
-        poses=tuple(_NO_POSE if one.pose is None else one.pose for one in tried),
-    )
-
-
-def _order(one: Tried) -> tuple[bool, float, int]:
-    """Best first: those with a pose, by verification where there is one, and by inliers."""
-    return one.cam_from_world is None, -(one.verified or 0.0), -one.inliers
+def published() -> dict[str, dict[str, list[float]]]:
+    """Published curves: method -> DUC1, DUC2 or all -> share of queries at CURVE_M."""
+    return read_published("inloc_published.json")
 
 
 def _percent(shares: Sequence[float]) -> str:

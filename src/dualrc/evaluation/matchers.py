@@ -1,13 +1,13 @@
-"""Matchers under evaluation: ours, baselines, and a user's function of two paths."""
+"""Matchers to evaluate: ours, baselines, and a user's function of two paths."""
 
 import hashlib
 import importlib.util
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -20,27 +20,27 @@ from dualrc.matcher import Matcher, PictureFeatures, load
 from dualrc.matches import Matches
 
 _SIFT_RATIO = 0.8
-_KEPT_FEATURES = 4
+_CACHED_FEATURES = 4  # pictures
 _KNOWN = "dualrc, dualrc-high, sift, sift-mutual, sift-ratio or FILE.py:function"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatcherSettings:
-    """How matchers are made; recorded with every result."""
+    """How matchers are made."""
 
     preset: str = "default"
     weights: Path | None = None
     device: str | None = None
     # Long side that dualrc and SIFT see; a user's function decides for itself.
     size: int | None = None
-    # The best so many matches of a pair are kept.
+    # Number of matches of a pair to return, best first.
     top: int = 4000
-    # SIFT's limit of features in a picture.
+    # SIFT's limit on the features of a picture.
     sift_features: int = 2000
 
 
 class PairMatcher(Protocol):
-    """Matches two picture files; info holds `seconds` and the sizes it looked at, `seen0` and `seen1`."""
+    """Matches two picture files; `info` of its matches holds `seconds` and the sizes it looked at, `seen0`, `seen1`."""
 
     name: str
     config: dict[str, Any]  # everything that its matches depend on, as JSON values
@@ -50,7 +50,7 @@ class PairMatcher(Protocol):
 
 
 def make_matchers(specs: Sequence[str], settings: MatcherSettings) -> list[PairMatcher]:
-    """The matchers that the names ask for; "sift" stands for both of its variants."""
+    """The matchers that the names ask for; "sift" means both of its variants."""
     matchers: list[PairMatcher] = []
     for spec in specs:
         if spec in ("dualrc", "dualrc-high"):
@@ -70,13 +70,14 @@ def make_matchers(specs: Sequence[str], settings: MatcherSettings) -> list[PairM
 
 
 class DualRC:
-    """Our matcher; a picture's features are made once for the pairs in a row that share it."""
+    """Our matcher; the features of the last few pictures are cached, because pairs in a row share pictures."""
 
     def __init__(self, settings: MatcherSettings, *, quality: Literal["standard", "high"] = "standard") -> None:
         chosen: dict[str, Any] = {"top": settings.top, "quality": quality}
         chosen |= {} if settings.size is None else {"size": settings.size}
         self._matcher: Matcher = load(settings.preset, weights=settings.weights, device=settings.device, **chosen)
-        self._kept: OrderedDict[Path, tuple[PictureFeatures, float]] = OrderedDict()
+        # Not a method, so that nothing keeps the network in memory when this object goes.
+        self._features = lru_cache(_CACHED_FEATURES)(partial(_timed_features, self._matcher))
         self.name = "dualrc" if settings.preset == "default" else f"dualrc-{settings.preset}"
         self.name += "-high" if quality == "high" else ""
         self.config: dict[str, Any] = dict(self._matcher.info)
@@ -95,15 +96,10 @@ class DualRC:
         seen = {"seen0": features0.scale.network, "seen1": features1.scale.network}
         return replace(found, info={"seconds": seconds, **seen})
 
-    def _features(self, path: Path) -> tuple[PictureFeatures, float]:
-        if path not in self._kept:
-            start = time.perf_counter()
-            features = self._matcher.features(path)
-            self._kept[path] = (features, time.perf_counter() - start)
-            if len(self._kept) > _KEPT_FEATURES:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(path)
-        return self._kept[path]
+
+def _timed_features(matcher: Matcher, path: Path) -> tuple[PictureFeatures, float]:
+    start = time.perf_counter()
+    return matcher.features(path), time.perf_counter() - start
 
 
 class UserFunction:
@@ -122,10 +118,10 @@ class UserFunction:
         sizes = [read(path).shape[1::-1] for path in (path0, path1)]  # a broken picture is not the function's fault
         start = time.perf_counter()
         try:
-            with _importable(self._folder):  # it may import what stands beside it only when it is called
+            with _importable(self._folder):  # the function itself may import files beside it
                 returned = self._function(path0, path1)
         except (Exception, SystemExit) as error:
-            raise DataError(f"{self.name} failed ({_in_words(error)}); mend it.") from error
+            raise DataError(f"{self.name} failed ({_one_line(error)}); mend it.") from error
         seconds = time.perf_counter() - start
         try:
             points0, points1, scores = (_to_array(part) for part in returned)
@@ -137,15 +133,15 @@ class UserFunction:
                 size1=sizes[1],
                 info={"seconds": seconds, "seen0": sizes[0], "seen1": sizes[1]},
             )
-        except Exception as error:  # whatever it returned, the other pairs go on
+        except Exception as error:  # the other pairs are evaluated whatever it returned
             shapes = "points0 (n, 2), points1 (n, 2) and scores (n,)"
-            raise DataError(f"{self.name} did not return {shapes} ({_in_words(error)}); mend it.") from error
+            raise DataError(f"{self.name} did not return {shapes} ({_one_line(error)}); mend it.") from error
 
 
 def _load_function(path: Path, name: str) -> Callable[[Path, Path], Any]:
     if not path.is_file():
         raise ConfigError(f"The matcher's file {path} does not exist; write FILE.py:function.")
-    # The folder is in the name because matchers of the same name may stand in several.
+    # The folder is in the name because several folders may hold matchers of the same name.
     folder = hashlib.sha256(str(path.resolve().parent).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"dualrc_matcher_{path.stem}_{folder}", path)
     if spec is None or spec.loader is None:
@@ -157,7 +153,7 @@ def _load_function(path: Path, name: str) -> Callable[[Path, Path], Any]:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.modules.pop(spec.name, None)
-        raise DataError(f"{path} can't be imported ({_in_words(error)}); mend it.") from error
+        raise DataError(f"{path} can't be imported ({_one_line(error)}); mend it.") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{path} has no function {name!r}; write FILE.py:function.")
@@ -166,7 +162,7 @@ def _load_function(path: Path, name: str) -> Callable[[Path, Path], Any]:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """What stands in the folder can be imported, as it could if a script there were run."""
+    """Make files in the folder importable, as for a script that is run there."""
     entry = str(folder)
     sys.path.insert(0, entry)
     try:
@@ -176,7 +172,7 @@ def _importable(folder: Path) -> Iterator[None]:
             sys.path.remove(entry)
 
 
-def _in_words(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """An error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

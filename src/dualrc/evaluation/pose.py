@@ -2,37 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from dualrc.draw import Picture, draw_matches
 from dualrc.errors import DataError
 from dualrc.evaluation.baselines import has_opencv, opencv_relative_pose
-from dualrc.evaluation.benchmark import (
-    COST_COLUMNS,
-    Benchmark,
-    Cost,
-    GetMatches,
-    Result,
-    Table,
-    cost_cells,
-    failures,
-    seconds,
-    share,
-)
+from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, Result, folder_hint, grouped, recognize
 from dualrc.evaluation.export import Pair
-from dualrc.evaluation.figures import Panel, curve_panels
-from dualrc.evaluation.hpatches import looks_like_hpatches
-from dualrc.evaluation.layouts import PoseData, PoseTruth, read_pose_data
+from dualrc.evaluation.figures import recall_curves
+from dualrc.evaluation.pose_data import PoseTruth, read_pose_data
+from dualrc.evaluation.report import Report, Table, seconds, share
 from dualrc.geometry import Camera, epipolar_distance_px, fundamental_from_pose, relative_pose
 from dualrc.image import read
 from dualrc.matches import Estimate, Matches
-from dualrc.metrics import area_under_curve, pose_error_deg, share_within
+from dualrc.metrics import area_under_curve, pose_error_deg
 from dualrc.types import FloatArray
 
 THRESHOLDS_DEG = (5, 10, 20)
-DEFAULT_TOP = 4000
 POSELIB = "PoseLib LO-RANSAC, 1 px"
 OPENCV_RANSAC = "OpenCV RANSAC, 0.5 px"
 OPENCV_MAGSAC = "OpenCV USAC_MAGSAC, 0.5 px"
@@ -50,6 +39,12 @@ class PairScore:
     epipolar_share: float  # of the matches, within 1 px of the true epipolar line
     errors_deg: dict[str, float]  # by estimator
 
+    def describe(self) -> str:
+        """Its result for a caption."""
+        error = self.errors_deg[POSELIB]
+        text = "no pose" if np.isinf(error) else f"pose error {error:.2f}°"
+        return f"{text} ({POSELIB}), {self.matches} matches"
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupScore:
@@ -60,6 +55,18 @@ class GroupScore:
     matches: float
     epipolar_share: float
     not_estimated: dict[str, int]  # by estimator, pairs without a pose
+
+    @staticmethod
+    def of(scores: Sequence[PairScore]) -> "GroupScore":
+        """The scores of all pairs of a group."""
+        errors = {name: [score.errors_deg[name] for score in scores] for name in scores[0].errors_deg}
+        return GroupScore(
+            pairs=len(scores),
+            auc={name: tuple(area_under_curve(own, THRESHOLDS_DEG).tolist()) for name, own in errors.items()},
+            matches=float(np.mean([score.matches for score in scores])),
+            epipolar_share=float(np.mean([score.epipolar_share for score in scores])),
+            not_estimated={name: int(np.isinf(own).sum()) for name, own in errors.items()},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,49 +82,59 @@ class Pose(Benchmark):
     """Pairs of pictures with known cameras, of one or several roots in any of the known layouts."""
 
     name = "pose"
+    summary = "pose takes MegaDepth-1500, ScanNet-1500, or folders with cameras.json."
+    example = "data/strecha --matcher mine.py:match"
+    recognized_by = ("cameras.json", "*/cameras.json", "*.npz", "*/*.npz")
 
-    def __init__(self, roots: Sequence[Path], *, top: int = DEFAULT_TOP) -> None:
-        sets = [_read(root) for root in roots]
-        self.top = top
-        self.truths = _joined(sets)
+    def __init__(self, settings: Any, messages: Console | None = None) -> None:
+        super().__init__(settings, messages)
+        self.truths: dict[Pair, PoseTruth] = {}
+        layouts = set()
+        for root in settings.roots:
+            try:
+                data = read_pose_data(root)
+            except DataError as error:
+                if recognize(root, self.name) is None:
+                    raise
+                raise DataError(f"{root} is not a data set for poses; {folder_hint(root, self.name)}.") from error
+            # Stores know pairs by their names.
+            if shared := {pair.names for pair in self.truths} & {pair.names for pair in data.pairs}:
+                raise DataError(f"Two roots hold the pair {min(shared)}; evaluate them one after the other.")
+            self.truths |= data.pairs
+            self.notes += data.notes
+            layouts.add(data.layout)
         self.pairs = list(self.truths)
-        self.notes = [note for data in sets for note in data.notes]
         self.estimators = [POSELIB]
         if has_opencv():
             self.estimators += [OPENCV_RANSAC, OPENCV_MAGSAC]
         else:
             self.notes.append("OpenCV's estimators are left out: pip install 'dualrc[baselines]'.")
         self.protocol = {
-            "layouts": sorted({data.layout for data in sets}),
-            "top": top,
+            "layouts": sorted(layouts),
+            "top": self.top,
             "thresholds_deg": list(THRESHOLDS_DEG),
             "estimators": self.estimators,
             "pairs": len(self.pairs),
         }
 
-    def score(self, matcher: str, get: GetMatches) -> Result:
-        """Score a matcher by its stored matches."""
-        infos, scores = [], []
-        for pair in self.pairs:
-            matches = get(pair)
-            infos.append(matches.info)
-            scores.append(self._score_pair(pair, matches.top(self.top)))
-        scenes = dict.fromkeys(score.scene for score in scores)
-        figures = Scores(
-            overall=self._mean(scores),
-            scenes={name: self._mean([score for score in scores if score.scene == name]) for name in scenes},
+    def score(self, matcher: str, get: GetMatches) -> Scores:
+        """Pose errors of every estimator, by pair, by scene and overall."""
+        scores = [self._score_pair(pair, get(pair).top(self.top)) for pair in self.pairs]
+        scenes = grouped(scores, lambda score: score.scene)
+        return Scores(
+            overall=GroupScore.of(scores),
+            scenes={name: GroupScore.of(members) for name, members in scenes.items()},
             pairs=tuple(scores),
         )
-        return Result(matcher=matcher, cost=Cost.of(infos), failures=failures(self.pairs, infos), figures=figures)
 
     def _score_pair(self, pair: Pair, matches: Matches) -> PairScore:
-        errors, within = {estimator: float("inf") for estimator in self.estimators}, 0.0
+        errors, within = dict.fromkeys(self.estimators, float("inf")), 0.0
         if len(matches):
             truth = self.truths[pair]
             cameras = truth.cameras(matches.size0, matches.size1)
-            within = float(np.mean(_epipolar_errors_px(matches, truth, cameras) <= _EPIPOLAR_PX))
+            within = float(np.mean(_epipolar_estimate(matches, truth).inliers))
             for estimator in self.estimators:
-                pose = _estimated(estimator, matches, cameras)
+                pose = _estimate_pose(estimator, matches, cameras)
                 if pose is not None:
                     errors[estimator] = pose_error_deg(pose, truth.cam1_from_cam0)
         return PairScore(
@@ -129,27 +146,28 @@ class Pose(Benchmark):
             errors_deg=errors,
         )
 
-    def _mean(self, scores: Sequence[PairScore]) -> GroupScore:
-        errors = {name: [score.errors_deg[name] for score in scores] for name in self.estimators}
-        return GroupScore(
-            pairs=len(scores),
-            auc={name: tuple(area_under_curve(errors[name], THRESHOLDS_DEG).tolist()) for name in self.estimators},
-            matches=float(np.mean([score.matches for score in scores])),
-            epipolar_share=float(np.mean([score.epipolar_share for score in scores])),
-            not_estimated={name: int(np.isinf(errors[name]).sum()) for name in self.estimators},
-        )
+    def report(self, results: Sequence[Result]) -> Report:
+        """One table of all pairs, one by scene where there are several, and recall over the pose error."""
+        errors = {
+            estimator: {r.matcher: [s.errors_deg[estimator] for s in r.figures.pairs] for r in results}
+            for estimator in self.estimators
+        }
+        title = "Share of pairs within a pose error"
+        curves = recall_curves(errors, THRESHOLDS_DEG[-1], title=title, x_label="degrees")
+        tables = [self._main_table(results)]
+        if len(results[0].figures.scenes) > 1:
+            tables.append(self._scene_table(results))
+        return Report(tables=tables, figures={"pose_recall": curves})
 
-    def tables(self, results: Sequence[Result]) -> list[Table]:
-        """One table of all pairs, and one by scene where there are several."""
+    def _main_table(self, results: Sequence[Result]) -> Table:
         rows = []
         for result in results:
             overall: GroupScore = result.figures.overall
-            cost = cost_cells(overall.matches, result.cost)
+            common = [share(overall.epipolar_share), *result.cost.cells(overall.matches)]
             for estimator in self.estimators:
                 aucs = [share(auc) for auc in overall.auc[estimator]]
-                failed = str(overall.not_estimated[estimator])
-                rows.append([result.matcher, estimator, *aucs, failed, share(overall.epipolar_share), *cost])
-        main = Table(
+                rows.append([result.matcher, estimator, *aucs, str(overall.not_estimated[estimator]), *common])
+        return Table(
             title=f"Two-view pose: {len(self.pairs)} pairs ({', '.join(self.protocol['layouts'])})",
             columns=["matcher", "estimator", "AUC 5°", "10°", "20°", "lost", "epipolar", *COST_COLUMNS],
             rows=rows,
@@ -159,8 +177,8 @@ class Pose(Benchmark):
                 f"{self.top} matches within {_EPIPOLAR_PX:g} px of the true epipolar line; matches and time a pair, "
                 "without the estimation."
             ),
+            text_columns=["matcher", "estimator"],
         )
-        return [main] if len(results[0].figures.scenes) < 2 else [main, self._scene_table(results)]
 
     def _scene_table(self, results: Sequence[Result]) -> Table:
         rows = []
@@ -173,63 +191,25 @@ class Pose(Benchmark):
         rows.append(["all", "", "time a pair", *(seconds(result.cost.seconds_per_pair) for result in results)])
         rows.append(["all", "", "size", *(result.cost.resolution for result in results)])
         columns = ["scene", "pairs", "estimator", *(result.matcher for result in results)]
-        return Table(title="By scene: AUC at 5 / 10 / 20 degrees", columns=columns, rows=rows)
-
-    def curves(self, results: Sequence[Result]) -> dict[str, Picture]:
-        """Recall over the pose error, one panel for each estimator."""
-        degrees = np.linspace(0, THRESHOLDS_DEG[-1], 201)
-        panels = []
-        for estimator in self.estimators:
-            ours = {
-                result.matcher: share_within(
-                    [s.errors_deg[estimator] for s in result.figures.pairs], degrees.tolist()
-                ).tolist()
-                for result in results
-            }
-            panels.append(Panel(title=estimator, x=degrees.tolist(), ours=ours))
-        return {"pose_recall": curve_panels(panels, title="Share of pairs within a pose error", x_label="degrees")}
+        title = "By scene: AUC at 5 / 10 / 20 degrees"
+        return Table(title=title, columns=columns, rows=rows, text_columns=["scene", "estimator"])
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
         """By PoseLib's pose error."""
-        by_names = {(pair.name0, pair.name1): pair for pair in self.pairs}
-        order = sorted(result.figures.pairs, key=lambda s: (s.errors_deg[POSELIB], -s.matches))
-        return [(by_names[s.name0, s.name1], _in_words(s)) for s in order]
+        scored = list(zip(self.pairs, result.figures.pairs, strict=True))
+        scored.sort(key=lambda item: (item[1].errors_deg[POSELIB], -item[1].matches))
+        return [(pair, score.describe()) for pair, score in scored]
 
     def draw(self, pair: Pair, matches: Matches) -> Picture:
         """Green lines where a match is within 1 px of the true epipolar line, red ones elsewhere."""
-        best, truth = matches.top(self.top), self.truths[pair]
+        best, image0, image1 = matches.top(self.top), read(pair.path0), read(pair.path1)
         if not len(best):
-            return draw_matches(read(pair.path0), read(pair.path1), best)
-        cameras = truth.cameras(best.size0, best.size1)
-        agree = _epipolar_errors_px(best, truth, cameras) <= _EPIPOLAR_PX
-        F = fundamental_from_pose(truth.cam1_from_cam0, *cameras)
-        best = replace(best, estimate=Estimate(kind="fundamental", matrix=F, inliers=agree))
-        return draw_matches(read(pair.path0), read(pair.path1), best, colors="inliers")
+            return draw_matches(image0, image1, best)
+        best = replace(best, estimate=_epipolar_estimate(best, self.truths[pair]))
+        return draw_matches(image0, image1, best, colors="inliers")
 
 
-def _read(root: Path) -> PoseData:
-    try:
-        return read_pose_data(root)
-    except DataError:
-        if looks_like_hpatches(root):
-            raise DataError(f"{root} holds HPatches sequences; run `dualrc evaluate hpatches` on it.") from None
-        raise
-
-
-def _joined(sets: Sequence[PoseData]) -> dict[Pair, PoseTruth]:
-    """All pairs; stores know them by their names, so two roots must not use the same ones."""
-    truths: dict[Pair, PoseTruth] = {}
-    taken: set[tuple[str, str]] = set()
-    for data in sets:
-        names = {(pair.name0, pair.name1) for pair in data.pairs}
-        if shared := taken & names:
-            raise DataError(f"Two roots hold the pair {' '.join(min(shared))}; evaluate them one after the other.")
-        taken |= names
-        truths |= data.pairs
-    return truths
-
-
-def _estimated(estimator: str, matches: Matches, cameras: tuple[Camera, Camera]) -> FloatArray | None:
+def _estimate_pose(estimator: str, matches: Matches, cameras: tuple[Camera, Camera]) -> FloatArray | None:
     """cam1_from_cam0 (3, 4), or None."""
     if estimator == OPENCV_RANSAC:
         return opencv_relative_pose(matches, *cameras, method="RANSAC", threshold_px=0.5)
@@ -239,13 +219,8 @@ def _estimated(estimator: str, matches: Matches, cameras: tuple[Camera, Camera])
     return None if found is None else np.column_stack([found.R, found.t])
 
 
-def _epipolar_errors_px(matches: Matches, truth: PoseTruth, cameras: tuple[Camera, Camera]) -> FloatArray:
-    F = fundamental_from_pose(truth.cam1_from_cam0, *cameras)
-    errors = epipolar_distance_px(F, matches.points0, matches.points1)
-    return np.where(np.isnan(errors), np.inf, errors)
-
-
-def _in_words(score: PairScore) -> str:
-    error = score.errors_deg[POSELIB]
-    text = "no pose" if np.isinf(error) else f"pose error {error:.2f}°"
-    return f"{text} ({POSELIB}), {score.matches} matches"
+def _epipolar_estimate(matches: Matches, truth: PoseTruth) -> Estimate:
+    """The true fundamental matrix, with the matches within 1 px of it as inliers."""
+    F = fundamental_from_pose(truth.cam1_from_cam0, *truth.cameras(matches.size0, matches.size1))
+    agree = epipolar_distance_px(F, matches.points0, matches.points1) <= _EPIPOLAR_PX  # False for NaN
+    return Estimate(kind="fundamental", matrix=F, inliers=agree)

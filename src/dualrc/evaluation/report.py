@@ -1,4 +1,4 @@
-"""Results for readers: tables on the screen, a JSON of everything, figures, and one page that holds them all."""
+"""Reports: tables on the screen, everything as JSON, figures, and one HTML page that holds them all."""
 
 import base64
 import dataclasses
@@ -8,7 +8,8 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +20,58 @@ from rich.console import Console
 from rich.text import Text
 
 from dualrc.draw import Picture, save
-from dualrc.evaluation.benchmark import Table
 from dualrc.evaluation.export import make_folder
 from dualrc.files import replacing
 
 _PICTURE_WIDTH, _FIGURE_WIDTH = 1100, 1600
-_STYLE = """
-:root { --ink: #1d2125; --soft: #5b6670; --line: #dfe3e8; --accent: #0072b2; }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2.5rem 1.5rem 4rem; max-width: 72rem; color: var(--ink); background: #fff;
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.8rem; line-height: 1.2; margin: 0 0 .3rem; }
-h2 { font-size: 1.2rem; margin: 2.6rem 0 .7rem; }
-p { margin: .4rem 0; } .soft, caption, figcaption { color: var(--soft); font-size: .88rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .9rem; font-variant-numeric: tabular-nums; }
-caption { caption-side: bottom; text-align: left; padding-top: .5rem; line-height: 1.4; }
-th, td { padding: .34rem .6rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { font-weight: 600; border-bottom: 2px solid var(--ink); } tbody tr:hover { background: #f5f8fa; }
-th.text, td.text { text-align: left; }
-figure { margin: 1rem 0 1.6rem; } img { max-width: 100%; height: auto; display: block; }
-figcaption { margin-top: .35rem; } figcaption b { color: var(--ink); }
-ul { margin: .4rem 0; padding-left: 1.2rem; } .notes { border-left: 3px solid #d55e00; padding: .2rem 1rem; }
-details { margin-top: 2rem; } summary { cursor: pointer; color: var(--accent); }
-pre { font-size: .78rem; line-height: 1.4; background: #f5f8fa; padding: 1rem; overflow-x: auto; }
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
-    """A pair's picture with its caption."""
+class Table:
+    """Text in rows and columns, the same on the screen and on the page."""
 
-    heading: str
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    text_columns: Sequence[str] = ("matcher",)  # aligned to the left; the others hold numbers
+
+    def is_text(self, index: int) -> bool:
+        """Whether a column holds text."""
+        return self.columns[index] in self.text_columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairPicture:
+    """A drawing of a pair's matches."""
+
+    heading: str  # printed once above drawings in a row that share it
     caption: str
     picture: Picture
+    file: str  # its name, without number and ending
+    order: tuple[int, ...] = ()  # drawings of all matchers are sorted by it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a benchmark has to show."""
+
+    tables: Sequence[Table]  # the main one first
+    figures: Mapping[str, Picture] = field(default_factory=dict)  # diagrams by file name, without ending
+    notes: Sequence[str] = ()
+    content: Mapping[str, Any] = field(default_factory=dict)  # more entries of results.json
+
+
+def share(value: float) -> str:
+    """A share of 1 as tables show it: .456."""
+    return "1.000" if value >= 0.9995 else f"{value:.3f}".removeprefix("0")
+
+
+def seconds(value: float | None) -> str:
+    """A time as tables show it."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.0f} ms"
 
 
 def print_tables(tables: Sequence[Table], notes: Sequence[str], console: Console) -> None:
@@ -67,9 +86,8 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], console: Console
             pad_edge=False,
             padding=(0, int(console.width >= 110)),  # a terminal of 80 columns has no room for more
         )
-        words = _word_columns(table)
         for index, column in enumerate(table.columns):
-            if index in words:
+            if table.is_text(index):
                 shown.add_column(Text(column), min_width=10, overflow="fold")
             else:
                 shown.add_column(Text(column), justify="right", no_wrap=True)
@@ -81,14 +99,14 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], console: Console
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Plain JSON; numbers that it has not, infinite ones, become null."""
+    """Write plain JSON; infinite numbers and NaN, which it does not have, become null."""
     with replacing(path) as temporary:
         text = json.dumps(to_json(content), indent=1, allow_nan=False, ensure_ascii=False)
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def to_json(value: Any) -> Any:
-    """Dataclasses, tuples, paths and infinite numbers as JSON values."""
+    """Dataclasses, tuples, paths and numbers as JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -100,47 +118,38 @@ def to_json(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def write_figures(folder: Path, figures: Mapping[str, Picture]) -> list[Path]:
-    """Each figure as a PNG, its name made fit for any file system."""
+def write_figures(folder: Path, figures: Mapping[str, Picture]) -> None:
+    """Write each figure as a PNG, under a name that any file system takes."""
     make_folder(folder)
-    paths = []
     for name, figure in figures.items():
-        paths.append(folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.png")
-        save(figure, paths[-1])
-    return paths
+        save(figure, folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.png")
 
 
 def write_page(
-    path: Path,
-    *,
-    title: str,
-    tables: Sequence[Table],
-    figures: Mapping[str, Picture],
-    shown: Sequence[Shown],
-    notes: Sequence[str],
-    config: Any,
+    path: Path, *, title: str, report: Report, pictures: Sequence[PairPicture], notes: Sequence[str], config: Any
 ) -> None:
-    """One HTML file that needs no other."""
-    parts = [f"<h1>{_escape(title)}</h1>"]
-    parts += [_table_html(tables[0])] if tables else []
+    """Write one HTML file that needs no other."""
+    main, *tables = map(_table_html, report.tables)
+    parts = [f"<h1>{_escape(title)}</h1>", main]
     if notes:
         items = "".join(f"<li>{_escape(note)}</li>" for note in notes)
         parts.append(f'<div class="notes"><b>To know</b><ul>{items}</ul></div>')
-    parts += [f"<figure>{_image(figure, _FIGURE_WIDTH, name)}</figure>" for name, figure in figures.items()]
-    parts += [_table_html(table) for table in tables[1:]]
+    parts += [f"<figure>{_image(figure, _FIGURE_WIDTH, name)}</figure>" for name, figure in report.figures.items()]
+    parts += tables
     heading = ""
-    for item in shown:
+    for item in pictures:
         if item.heading != heading:
             heading = item.heading
             parts.append(f"<h2>{_escape(heading)}</h2>")
-        picture = _image(item.picture, _PICTURE_WIDTH, item.caption)
-        parts.append(f"<figure>{picture}<figcaption>{_escape(item.caption)}</figcaption></figure>")
+        image = _image(item.picture, _PICTURE_WIDTH, item.caption)
+        parts.append(f"<figure>{image}<figcaption>{_escape(item.caption)}</figcaption></figure>")
     text = json.dumps(to_json(config), indent=1, ensure_ascii=False)
     parts.append(f"<details><summary>Config</summary><pre>{_escape(text)}</pre></details>")
+    style = (resources.files(__package__) / "report.css").read_text(encoding="utf-8")
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_escape(title)}</title><style>{_STYLE}</style></head><body>\n"
+        f"<title>{_escape(title)}</title><style>\n{style}</style></head><body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
@@ -149,12 +158,10 @@ def write_page(
 
 
 def _table_html(table: Table) -> str:
-    words = _word_columns(table)
+    kinds = [" class=text" if table.is_text(index) else "" for index in range(len(table.columns))]
 
     def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(
-            f"<{tag}{' class=text' if index in words else ''}>{_escape(cell)}</{tag}>" for index, cell in enumerate(row)
-        )
+        return "".join(f"<{tag}{kind}>{_escape(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
 
     head = f"<thead><tr>{cells('th', table.columns)}</tr></thead>"
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in table.rows)
@@ -162,24 +169,14 @@ def _table_html(table: Table) -> str:
     return f'<h2>{_escape(table.title)}</h2><div class="wide"><table>{caption}{head}<tbody>{body}</tbody></table></div>'
 
 
-def _word_columns(table: Table) -> set[int]:
-    """Columns of words, which are aligned to the left."""
-    words = ("matcher", "estimator", "sequence", "scene", "condition", "query", "reason")
-    return {index for index, column in enumerate(table.columns) if column in words}
-
-
 def _image(picture: Picture, width: int, alt: str) -> str:
-    """A picture inside the page: diagrams as PNG, photographs as JPEG."""
+    """An <img> that holds the picture: diagrams as PNG, photographs as JPEG."""
     image = Image.fromarray(picture)
     if image.width > width:
         image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
+    kind, options = ("png", {}) if width == _FIGURE_WIDTH else ("jpeg", {"quality": 80})
     file = io.BytesIO()
-    if width == _FIGURE_WIDTH:
-        image.save(file, "PNG", optimize=True)
-        kind = "png"
-    else:
-        image.save(file, "JPEG", quality=80, optimize=True)
-        kind = "jpeg"
+    image.save(file, kind, optimize=True, **options)
     data = base64.b64encode(file.getvalue()).decode()
     size = f'width="{image.width}" height="{image.height}"'
     return f'<img src="data:image/{kind};base64,{data}" alt="{_escape(alt)}" {size}>'

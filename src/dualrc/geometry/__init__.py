@@ -6,12 +6,15 @@ from dualrc.geometry.camera import (
     cam1_from_cam0,
     camera_from_exif,
     direction_error_deg,
+    pose_from_quaternion,
+    quaternion_from_rotation,
     read_cameras_json,
     refuse_distortion,
     rotation_error_deg,
+    rotation_from_quaternion,
     transform_points,
 )
-from dualrc.geometry.dense import homography_grid, on_picture, pixel_grid, sample_bilinear
+from dualrc.geometry.dense import homography_grid, sample_bilinear
 from dualrc.geometry.depth import (
     Reprojection,
     RgbdFrame,
@@ -23,7 +26,6 @@ from dualrc.geometry.depth import (
 )
 from dualrc.geometry.homography import apply_homography, corner_error_px, crop_homography, resize_homography
 from dualrc.geometry.twoview import (
-    RelativePose,
     epipolar_distance_px,
     essential_from_pose,
     estimate,
@@ -31,6 +33,8 @@ from dualrc.geometry.twoview import (
     relative_pose,
     sampson_distance_px,
 )
+from dualrc.matches import RelativePose
+from dualrc.pixels import on_picture
 
 __all__ = [
     "AbsolutePose",
@@ -51,7 +55,8 @@ __all__ = [
     "fundamental_from_pose",
     "homography_grid",
     "on_picture",
-    "pixel_grid",
+    "pose_from_quaternion",
+    "quaternion_from_rotation",
     "read_cameras_json",
     "read_depth_m",
     "read_rgbd",
@@ -60,6 +65,7 @@ __all__ = [
     "reproject",
     "resize_homography",
     "rotation_error_deg",
+    "rotation_from_quaternion",
     "sample_bilinear",
     "sample_depth",
     "sampson_distance_px",

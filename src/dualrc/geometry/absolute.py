@@ -9,7 +9,8 @@ import numpy.typing as npt
 import poselib
 
 from dualrc.errors import DataError
-from dualrc.geometry.camera import Camera, transform_points
+from dualrc.geometry.camera import Camera, cross_matrix, transform_points
+from dualrc.geometry.ransac import best_first, ransac_options, scattered
 from dualrc.types import BoolArray, FloatArray, Size
 
 # A focal length outside of this range, in long sides of the picture, is an artefact of points in a plane.
@@ -53,9 +54,9 @@ class _State:
     def project(self, xyz: FloatArray) -> FloatArray:
         """Pixels (n, 2); far away where a point is behind the camera."""
         places = transform_points(self.pose, xyz)
-        ahead = places[:, 2:] > 1e-9
-        pixels: FloatArray = (places / np.where(ahead, places[:, 2:], 1.0) @ self.K.T)[:, :2]
-        return np.where(ahead, pixels, 1e12)
+        in_front = places[:, 2:] > 1e-9
+        pixels: FloatArray = (places / np.where(in_front, places[:, 2:], 1.0) @ self.K.T)[:, :2]
+        return np.where(in_front, pixels, 1e12)
 
     def residuals(self, points: FloatArray, xyz: FloatArray) -> FloatArray:
         """How far points (n, 2) are from where they should be, in pixels: (n,)."""
@@ -83,12 +84,11 @@ def absolute_pose(
         raise DataError(f"There are {len(points)} pixels for {len(xyz)} points; give one each.")
     if camera is None and size is None:
         raise DataError("Neither the camera nor the size of its picture is known; give one of them.")
-    good: BoolArray = np.all(np.isfinite(np.hstack([points, xyz])), axis=1)
-    order = np.argsort(-np.asarray(scores if scores is not None else np.zeros(len(points))), kind="stable")
-    used = order[good[order]]
+    count = len(points)
+    used = best_first(np.zeros(count) if scores is None else np.asarray(scores), points, xyz)
 
     def failed(reason: str) -> AbsolutePose:
-        return AbsolutePose(inliers=np.zeros(len(good), dtype=np.bool_), reason=reason)
+        return AbsolutePose(inliers=np.zeros(count, dtype=np.bool_), reason=reason)
 
     fewest = max(min_inliers, 4 if camera is not None else 5)
     if len(used) < fewest:
@@ -96,9 +96,8 @@ def absolute_pose(
     # The world may be far from its origin, where double precision gets thin.
     middle = np.median(xyz[used], axis=0)
     ours, theirs = points[used], xyz[used] - middle
-    options = {"max_reproj_error": threshold_px, "max_iterations": max_iterations, "seed": seed}
     if camera is not None:
-        state = _with_camera(ours, theirs, camera, options)
+        state = _with_camera(ours, theirs, camera, ransac_options(threshold_px, max_iterations, seed))
     else:
         state = _with_focal(ours, theirs, size or (0, 0), threshold_px, max_iterations, seed)
     if state is None or np.sum(state.residuals(ours, theirs) <= threshold_px) < fewest:
@@ -111,34 +110,24 @@ def absolute_pose(
     deviation = np.sqrt(np.trace(covariance[3:6, 3:6])) if np.isfinite(covariance).all() else np.inf
     if not deviation <= _LARGEST_DEVIATION * distance:
         return failed("the correspondences leave the pose open: they lie on a line or in a point")
-    inliers = np.zeros(len(good), dtype=np.bool_)
-    inliers[used] = near
     pose = np.column_stack([state.pose[:, :3], state.pose[:, 3] - state.pose[:, :3] @ middle])
     if camera is None:
         camera = Camera.from_focal(size or (0, 0), float(state.K[0, 0]), source=_ESTIMATED)
     return AbsolutePose(
         cam_from_world=pose,
-        inliers=inliers,
+        inliers=scattered(near, used, count),
         camera=replace(camera, cam_from_world=pose),
         covariance=covariance[:6, :6],
     )
 
 
 def _with_camera(points: FloatArray, xyz: FloatArray, camera: Camera, options: dict[str, Any]) -> _State | None:
-    # PoseLib has no pixel convention of its own; centred pixels of one focal length also cover a K with skew.
-    focal = camera.focal_px
-    plain = {"model": "SIMPLE_PINHOLE", "width": camera.width, "height": camera.height, "params": [focal, 0.0, 0.0]}
     pose, _ = poselib.estimate_absolute_pose(
-        camera.rays(points)[:, :2] * focal,
+        camera.rays(points)[:, :2] * camera.focal_px,
         xyz,
-        plain,
-        {
-            **options,
-            "min_iterations": min(1000, options["max_iterations"]),
-            # From the best scores first, but not for long: scores may mislead, and then no sample would be good.
-            "progressive_sampling": True,
-            "max_prosac_iterations": _BEST_FIRST,
-        },
+        camera.centered_pinhole(),
+        # From the best scores, but not for long: they may mislead, and then no sample would be good.
+        {**options, "max_prosac_iterations": _BEST_FIRST},
         {},
     )
     matrix = np.array(pose.Rt, dtype=np.float64)
@@ -267,9 +256,9 @@ def _linearize(
     by_place[:, :, :2] = K[:2, :2] / z[:, None, None]
     by_place[:, :, 2] = -(places[:, :2] @ K[:2, :2].T) / (z**2)[:, None]
     zero = np.zeros_like(x)
-    turned = np.stack([[zero, z, -y], [-z, zero, x], [y, -x, zero]]).transpose(2, 0, 1)  # -[place]x
+    by_rotation = np.stack([[zero, z, -y], [-z, zero, x], [y, -x, zero]]).transpose(2, 0, 1)  # -[place]x
     J = np.zeros((len(xyz), 2, unknown))
-    J[:, :, :3] = by_place @ turned
+    J[:, :, :3] = by_place @ by_rotation
     J[:, :, 3:6] = -by_place @ R
     if unknown == 7:
         J[:, :, 6] = pixels - K[:2, 2]
@@ -281,11 +270,11 @@ def _linearize(
 def _moved(state: _State, step: FloatArray) -> _State:
     R, t = state.pose[:, :3], state.pose[:, 3]
     center = -R.T @ t + step[3:6]
-    turned = _rotation(step[:3]) @ R
+    rotated = _rotation(step[:3]) @ R
     K = state.K.copy()
     if len(step) == 7:
         K[[0, 1], [0, 1]] *= np.exp(np.clip(step[6], -1, 1))
-    return _State(pose=np.column_stack([turned, -turned @ center]), K=K)
+    return _State(pose=np.column_stack([rotated, -rotated @ center]), K=K)
 
 
 def _rotation(vector: FloatArray) -> FloatArray:
@@ -293,7 +282,6 @@ def _rotation(vector: FloatArray) -> FloatArray:
     angle = float(np.linalg.norm(vector))
     if angle < 1e-12:
         return np.eye(3)
-    x, y, z = vector / angle
-    cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+    cross = cross_matrix(vector / angle)
     rotation: FloatArray = np.eye(3) + np.sin(angle) * cross + (1 - np.cos(angle)) * cross @ cross
     return rotation

@@ -1,7 +1,6 @@
 """Pinhole cameras and their poses, in our pixels: the centre of the first one is (0, 0)."""
 
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import ExifTags
 
 from dualrc.errors import DataError, ImageError
+from dualrc.files import is_file, read_text
 from dualrc.geometry.homography import resize_homography, to_homogeneous
+from dualrc.image import read_header
 from dualrc.types import FloatArray, Size
 
 _FILM_DIAGONAL_MM = float(np.hypot(36, 24))
@@ -60,6 +61,15 @@ class Camera:
         """The mean of the focal lengths along x and y."""
         return float(self.K[0, 0] + self.K[1, 1]) / 2
 
+    def centered_pinhole(self) -> dict[str, Any]:
+        """PoseLib's description of this camera for `rays` times `focal_px`: centered pixels of one focal length.
+
+        PoseLib has no pixel convention of its own: it subtracts the principal point that it is given. These pixels also
+        cover a K with skew, which its models don't have.
+        """
+        params = [self.focal_px, 0.0, 0.0]
+        return {"model": "SIMPLE_PINHOLE", "width": self.width, "height": self.height, "params": params}
+
     def resized(self, size: Size) -> "Camera":
         """The camera of the same picture resized to `size` (width, height)."""
         return replace(self, width=size[0], height=size[1], K=resize_homography(self.size, size) @ self.K)
@@ -78,12 +88,10 @@ class Camera:
 
 def read_cameras_json(path: str | Path) -> dict[str, Camera]:
     """Read {name: {width, height, K, cam_from_world?}}."""
-    path = Path(path)
+    text = read_text(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist; check the path.") from error
-    except (OSError, ValueError) as error:
+        content = json.loads(text)
+    except ValueError as error:
         raise DataError(f"{path} is not a JSON file ({error}); mend it or write it again.") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} does not hold cameras; write {{name: {{width, height, K}}}}.")
@@ -92,25 +100,16 @@ def read_cameras_json(path: str | Path) -> dict[str, Camera]:
 
 def camera_from_exif(path: str | Path) -> Camera | None:
     """The camera that a photograph's EXIF data tells, of the upright picture; None where it doesn't tell."""
-    try:
-        with Image.open(path) as image:
-            width, height = image.size
-            try:
-                exif = image.getexif()
-                orientation = exif.get(ExifTags.Base.Orientation, 1)
-                tags = exif.get_ifd(ExifTags.IFD.Exif)
-            except (OSError, SyntaxError, ValueError, KeyError, TypeError, struct.error):
-                return None  # Damaged EXIF data tells nothing; the picture may be fine.
-    except FileNotFoundError as error:
-        raise ImageError(f"{path} does not exist; check the path.") from error
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise ImageError(f"{path} can't be read as a picture ({error}); convert it to PNG or JPEG.") from error
-    focal_px = _focal_from_tags(tags, (width, height))
+    header = read_header(path)
+    if header is None:
+        if is_file(path):
+            raise ImageError(f"{path} can't be read as a picture; convert it to PNG or JPEG.")
+        raise ImageError(f"{path} does not exist; check the path.")
+    focal_px = _focal_from_tags(header.tags, header.stored_size)
     low, high = _PLAUSIBLE_FOCAL
-    if focal_px is None or not low <= focal_px / max(width, height) <= high:
+    if focal_px is None or not low <= focal_px / max(header.stored_size) <= high:
         return None
-    turned = orientation in (5, 6, 7, 8)
-    return Camera.from_focal((height, width) if turned else (width, height), focal_px, source="exif")
+    return Camera.from_focal(header.upright_size, focal_px, source="exif")
 
 
 def refuse_distortion(coefficients: Sequence[float], where: str) -> None:
@@ -150,6 +149,43 @@ def direction_error_deg(t_a: npt.ArrayLike, t_b: npt.ArrayLike, *, either_sign: 
         return float("nan")
     angle = float(np.degrees(np.arctan2(np.linalg.norm(np.cross(a, b)), a @ b)))
     return min(angle, 180 - angle) if either_sign else angle
+
+
+def cross_matrix(vector: npt.ArrayLike) -> FloatArray:
+    """[v]x, with [v]x u = v x u: (3,) -> (3, 3)."""
+    x, y, z = np.asarray(vector, dtype=np.float64)
+    return np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
+
+
+def rotation_from_quaternion(quaternion: npt.ArrayLike) -> FloatArray:
+    """The rotation (3, 3) of a quaternion (w, x, y, z)."""
+    values = np.asarray(quaternion, dtype=np.float64)
+    if not (norm := np.linalg.norm(values)) > 0:
+        raise ValueError("a quaternion of length 0")
+    w, v = values[0] / norm, values[1:] / norm
+    rotation: FloatArray = (2 * w * w - 1) * np.eye(3) + 2 * np.outer(v, v) + 2 * w * cross_matrix(v)
+    return rotation
+
+
+def quaternion_from_rotation(R: FloatArray) -> FloatArray:
+    """The quaternion (w, x, y, z), w >= 0, of a rotation (3, 3)."""
+    # The eigenvector of the largest eigenvalue needs none of the branches of the formulas near 180 degrees.
+    (xx, xy, xz), (yx, yy, yz), (zx, zy, zz) = R
+    symmetric = np.array(
+        [
+            [xx + yy + zz, zy - yz, xz - zx, yx - xy],
+            [zy - yz, xx - yy - zz, xy + yx, xz + zx],
+            [xz - zx, xy + yx, yy - xx - zz, yz + zy],
+            [yx - xy, xz + zx, yz + zy, zz - xx - yy],
+        ]
+    )
+    quaternion: FloatArray = np.linalg.eigh(symmetric)[1][:, -1]
+    return quaternion if quaternion[0] >= 0 else -quaternion
+
+
+def pose_from_quaternion(values: Sequence[float]) -> FloatArray:
+    """The pose (3, 4) of qw qx qy qz tx ty tz, as COLMAP and many files write it."""
+    return np.column_stack([rotation_from_quaternion(values[:4]), values[4:]])
 
 
 def _camera_from_json(entry: Any, where: str) -> Camera:

@@ -1,19 +1,14 @@
 """Dense warps: for every pixel of one picture its place in another one."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
-from dualrc import image
 from dualrc.errors import DataError
-from dualrc.geometry.homography import apply_homography, resize_homography
-from dualrc.types import BoolArray, FloatArray, Size
-
-
-def pixel_grid(size: Size, shown: Size | None = None) -> FloatArray:
-    """The pixels (x, y) of a picture of `size`, at the pixels of its copy resized to `shown`: (h, w, 2)."""
-    shown = shown or size
-    points = apply_homography(resize_homography(shown, size), image.pixel_grid(shown).reshape(-1, 2))
-    return points.reshape(shown[1], shown[0], 2)
+from dualrc.geometry.homography import apply_homography
+from dualrc.pixels import pixel_grid, resize_points
+from dualrc.types import FloatArray, ImageArray, Size
 
 
 def homography_grid(H: npt.ArrayLike, size0: Size, size1: Size, shown: Size | None = None) -> FloatArray:
@@ -23,30 +18,32 @@ def homography_grid(H: npt.ArrayLike, size0: Size, size1: Size, shown: Size | No
         inverse = np.linalg.inv(H)
     except np.linalg.LinAlgError as error:
         raise DataError("The homography is singular, so nothing can be warped by it; estimate another one.") from error
-    grid = pixel_grid(size1, shown)
+    shown = shown or size1
+    grid = resize_points(pixel_grid(shown).astype(np.float64), shown, size1)
     pixels = grid.reshape(-1, 2)
     # What is seen lies on the same side of the horizon as the centre of picture 0 does.
-    centre = np.array([(size0[0] - 1) / 2, (size0[1] - 1) / 2, 1.0])
-    depth = (pixels @ inverse[2, :2] + inverse[2, 2]) * (H[2] @ centre)
+    center = np.array([(size0[0] - 1) / 2, (size0[1] - 1) / 2, 1.0])
+    depth = (pixels @ inverse[2, :2] + inverse[2, 2]) * (H[2] @ center)
     return np.where(depth[:, None] > 0, apply_homography(inverse, pixels), np.nan).reshape(grid.shape)
 
 
-def on_picture(points: FloatArray, size: Size) -> BoolArray:
-    """Which points (..., 2) fall on a picture of `size`; NaN does not."""
-    inside: BoolArray = np.all((points >= -0.5) & (points <= np.array(size) - 0.5), axis=-1)
-    return inside
+def bilinear_corners(points: FloatArray, size: Size) -> tuple[Any, Any, FloatArray]:
+    """Rows, columns and weights, (4, ...) each, of the pixels around points (..., 2) inside an image of `size`.
+
+    A pixel without weight is that of the point once more: the value at a pixel's center is its own.
+    """
+    clipped = np.clip(points, 0, (size[0] - 1, size[1] - 1))
+    left, top = np.moveaxis(clipped.astype(np.int64), -1, 0)
+    x, y = np.moveaxis(clipped, -1, 0) - (left, top)
+    right, below = left + (x > 0), top + (y > 0)
+    weights = np.stack([v * h for v in (1 - y, y) for h in (1 - x, x)])
+    return np.stack([top, top, below, below]), np.stack([left, right, left, right]), weights
 
 
-def sample_bilinear(picture: npt.NDArray[np.uint8], points: FloatArray) -> FloatArray:
+def sample_bilinear(picture: ImageArray, points: FloatArray) -> FloatArray:
     """Values of a picture (h, w, c) at points (..., 2), those of its border beyond it, and zero for NaN: (..., c)."""
-    height, width = picture.shape[:2]
     finite = np.all(np.isfinite(points), axis=-1, keepdims=True)
-    clipped = np.clip(np.where(finite, points, 0), 0, (width - 1, height - 1))
-    left_top = clipped.astype(np.int64)
-    column, row = left_top[..., 0], left_top[..., 1]
-    right, below = np.minimum(column + 1, width - 1), np.minimum(row + 1, height - 1)
-    part = clipped - left_top
-    part_x, part_y = part[..., :1], part[..., 1:]
-    upper = picture[row, column] * (1 - part_x) + picture[row, right] * part_x
-    lower = picture[below, column] * (1 - part_x) + picture[below, right] * part_x
-    return np.where(finite, upper * (1 - part_y) + lower * part_y, 0.0)
+    rows, columns, weights = bilinear_corners(np.where(finite, points, 0), (picture.shape[1], picture.shape[0]))
+    corners = zip(rows, columns, weights, strict=True)  # one after the other: all together would take much memory
+    values: FloatArray = sum(picture[row, column] * weight[..., None] for row, column, weight in corners)
+    return np.where(finite, values, 0.0)

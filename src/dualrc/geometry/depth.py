@@ -10,9 +10,11 @@ import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
 from dualrc.errors import DataError
+from dualrc.files import read_text
 from dualrc.geometry.camera import Camera, transform_points
-from dualrc.geometry.dense import on_picture
-from dualrc.geometry.homography import apply_homography, resize_homography
+from dualrc.geometry.dense import bilinear_corners
+from dualrc.image import read_header
+from dualrc.pixels import on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, Size
 
 # Neighbouring depths that differ by a larger share lie on two surfaces, and between them is nothing.
@@ -50,16 +52,17 @@ def read_rgbd(root: str | Path) -> list[RgbdFrame]:
     if not poses:
         raise DataError(f"{root / 'world_from_cam.txt'} is empty; write a name and 16 numbers a line.")
     # One K serves all pictures, so they have one size, which any of them tells.
-    sizes = (size for name in poses if (size := _picture_size(root / "images" / name)) is not None)
-    size = next(sizes, None)
-    if size is None:
+    headers = (header for name in poses if (header := read_header(root / "images" / name)) is not None)
+    header = next(headers, None)
+    if header is None:
         raise DataError(f"None of the pictures in {root / 'images'} can be read; copy the folder again.")
+    width, height = header.stored_size
     return [
         RgbdFrame(
             name=name,
             image=root / "images" / name,
             depth=(root / "depth" / name).with_suffix(".png"),
-            camera=Camera(width=size[0], height=size[1], K=K, source="file", cam_from_world=pose),
+            camera=Camera(width=width, height=height, K=K, source="file", cam_from_world=pose),
         )
         for name, pose in poses.items()
     ]
@@ -83,19 +86,13 @@ def sample_depth(depth: npt.ArrayLike, points: npt.ArrayLike, size: Size) -> Flo
     """Depths (n,) at points (n, 2) of a picture of `size`; NaN where there is none and between two surfaces."""
     values = np.asarray(depth)
     height, width = values.shape
-    places = apply_homography(resize_homography(size, (width, height)), points)
+    places = resize_points(np.asarray(points, dtype=np.float64).reshape(-1, 2), size, (width, height))
     inside = on_picture(places, (width, height))
-    places = np.clip(np.where(inside[:, None], places, 0), 0, (width - 1, height - 1))
-    left, top = places.astype(np.int64).T
-    x, y = (places - np.column_stack([left, top])).T
-    # A neighbour without weight is not asked: the depth of a pixel's centre is the pixel's own.
-    right, below = left + (x > 0), top + (y > 0)
-    near = np.stack([values[row, column] for row in (top, below) for column in (left, right)])
-    near = near.astype(np.float64)  # (4, n); here rather than before, because maps are large
+    rows, columns, weights = bilinear_corners(np.where(inside[:, None], places, 0), (width, height))
+    near = values[rows, columns].astype(np.float64)  # (4, n); here rather than before, because maps are large
     known = inside & np.all(np.isfinite(near) & (near > 0), axis=0)
     near = np.where(known, near, 1.0)
     known &= near.max(axis=0) <= (1 + _EDGE) * near.min(axis=0)
-    weights = np.stack([v * h for v in (1 - y, y) for h in (1 - x, x)])
     # The inverse depth of a plane is linear in the picture; depth itself is not.
     return np.where(known, 1 / (weights / near).sum(axis=0), np.nan)
 
@@ -145,7 +142,7 @@ def _pose(camera: Camera) -> FloatArray:
 
 def _read_poses(path: Path) -> Iterator[tuple[str, FloatArray]]:
     """Names and cam_from_world (3, 4), from lines with a name and world_from_cam, row by row."""
-    for number, line in enumerate(_text(path).splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         fields = line.rsplit(maxsplit=16)
         if not fields or line.startswith("#"):
             continue
@@ -167,28 +164,9 @@ def _read_poses(path: Path) -> Iterator[tuple[str, FloatArray]]:
 
 def _numbers(path: Path, count: int) -> FloatArray:
     try:
-        values = np.array([float(field) for field in _text(path).split()])
+        values = np.array([float(field) for field in read_text(path).split()])
     except ValueError as error:
         raise DataError(f"{path} holds something else than numbers ({error}); write {count} of them.") from error
     if len(values) != count:
         raise DataError(f"{path} holds {len(values)} numbers; write {count} of them.")
     return values
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise DataError(
-            f"{path} does not exist; an RGB-D folder has images, depth, K.txt, world_from_cam.txt."
-        ) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} can't be read as text ({error}); copy it again.") from error
-
-
-def _picture_size(path: Path) -> Size | None:
-    try:
-        with Image.open(path) as image:
-            return image.size
-    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, EOFError):
-        return None

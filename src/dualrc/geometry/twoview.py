@@ -8,9 +8,10 @@ import numpy.typing as npt
 import poselib
 
 from dualrc.errors import ConfigError, DataError
-from dualrc.geometry.camera import Camera
+from dualrc.geometry.camera import Camera, cross_matrix
 from dualrc.geometry.homography import to_homogeneous
-from dualrc.matches import Estimate, EstimateKind, Matches
+from dualrc.geometry.ransac import best_first, ransac_options, scattered
+from dualrc.matches import Estimate, EstimateKind, Matches, RelativePose
 from dualrc.types import BoolArray, FloatArray
 
 # The fewest matches that leave one model. (Solvers take less, and then choose among several that fit.)
@@ -26,21 +27,13 @@ _SMALLEST_PARALLAX_PX = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelativePose:
-    """Where camera 1 sees what camera 0 sees: x1 = R x0 + t, up to the unknown scale of t."""
-
-    R: FloatArray  # (3, 3)
-    t: FloatArray  # (3,), of length 1
-    inliers: BoolArray  # (n,), the matches that agree
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Fit:
     """What a solver found, with one flag per match that it was given."""
 
     matrix: FloatArray
     inliers: BoolArray
     info: dict[str, Any]
+    pose: RelativePose | None = None
 
 
 def estimate(
@@ -64,22 +57,10 @@ def estimate(
     if not threshold_px > 0:
         raise ConfigError(f"threshold_px is {threshold_px}; give a positive number of pixels.")
     fewest = _FEWEST[kind] if min_inliers is None else max(min_inliers, _FEWEST[kind])
-    options = {
-        "max_reproj_error": threshold_px,
-        "max_epipolar_error": threshold_px,
-        "max_iterations": max_iterations,
-        "min_iterations": min(1000, max_iterations),
-        "seed": seed,
-        # Samples come from the best matches first (PROSAC): with nine in ten matches wrong it finds a model in a tenth
-        # of the draws if the scores tell anything, and loses nothing if they don't.
-        "progressive_sampling": True,
-    }
+    options = ransac_options(threshold_px, max_iterations, seed)
     info: dict[str, Any] = {"threshold_px": threshold_px, "seed": seed}
-    finite: BoolArray = np.all(np.isfinite(matches.points0) & np.isfinite(matches.points1), axis=1)
-    best_first = np.argsort(-matches.scores, kind="stable")
-    used = best_first[finite[best_first]]
-    points0 = matches.points0[used].astype(np.float64)
-    points1 = matches.points1[used].astype(np.float64)
+    used = best_first(matches.scores, matches.points0, matches.points1)
+    points0, points1 = matches.points0[used].astype(np.float64), matches.points1[used].astype(np.float64)
 
     def failed(reason: str) -> Estimate:
         nothing = np.zeros(len(matches), dtype=bool)
@@ -95,36 +76,38 @@ def estimate(
         fit = _fit_essential(points0, points1, cameras, matches, options)
     else:
         fit = _fit_matrix(points0, points1, kind, options)
-    supporting0, supporting1 = points0[fit.inliers], points1[fit.inliers]
-    if len(supporting0) < fewest or not np.isfinite(fit.matrix).all():
+    if len(points0[fit.inliers]) < fewest or not np.isfinite(fit.matrix).all():
         return failed(f"no model fits {fewest} matches or more")
-    if min(_distance_from_line_px(supporting0), _distance_from_line_px(supporting1)) <= threshold_px:
-        return failed("the matches lie on a line or in a point")
-    if kind == "homography" and _condition(fit.matrix, supporting0, supporting1) > _LARGEST_CONDITION:
-        return failed("the best homography is degenerate")
+    if (reason := _degenerate(fit, kind, points0[fit.inliers], points1[fit.inliers], threshold_px)) is not None:
+        return failed(reason)
+    inliers = scattered(fit.inliers, used, len(matches))
+    return Estimate(kind=kind, matrix=fit.matrix, inliers=inliers, pose=fit.pose, info={**info, **fit.info})
+
+
+def _degenerate(
+    fit: _Fit, kind: EstimateKind, points0: FloatArray, points1: FloatArray, threshold_px: float
+) -> str | None:
+    """Why the supporting points (n, 2) leave the model open, if they do."""
+    if min(_distance_from_line_px(points0), _distance_from_line_px(points1)) <= threshold_px:
+        return "the matches lie on a line or in a point"
+    if kind == "homography" and _condition(fit.matrix, points0, points1) > _LARGEST_CONDITION:
+        return "the best homography is degenerate"
     if fit.info.get("parallax_px", np.inf) < _SMALLEST_PARALLAX_PX:
-        return failed("the cameras share one centre, so there is no direction between them")
-    inliers = np.zeros(len(matches), dtype=bool)
-    inliers[used] = fit.inliers
-    return Estimate(kind=kind, matrix=fit.matrix, inliers=inliers, info={**info, **fit.info})
+        return "the cameras share one centre, so there is no direction between them"
+    return None
 
 
 def relative_pose(
     matches: Matches, camera0: Camera, camera1: Camera, *, threshold_px: float = 2.0, seed: int = 0
 ) -> RelativePose | None:
     """The relative pose of two known cameras; None where it can't be estimated."""
-    found = estimate(matches, "essential", camera0=camera0, camera1=camera1, threshold_px=threshold_px, seed=seed)
-    if found.matrix is None:
-        return None
-    pose = np.array(found.info["cam1_from_cam0"])
-    return RelativePose(R=pose[:, :3], t=pose[:, 3], inliers=found.inliers)
+    return estimate(matches, "essential", camera0=camera0, camera1=camera1, threshold_px=threshold_px, seed=seed).pose
 
 
 def essential_from_pose(cam1_from_cam0: npt.ArrayLike) -> FloatArray:
     """E = [t]x R, with x1' E x0 = 0 for rays: (3, 4) -> (3, 3)."""
     pose = np.asarray(cam1_from_cam0, dtype=np.float64)
-    x, y, z = pose[:, 3]
-    essential: FloatArray = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ pose[:, :3]
+    essential: FloatArray = cross_matrix(pose[:, 3]) @ pose[:, :3]
     return essential
 
 
@@ -171,14 +154,13 @@ def _fit_essential(
         cameras = _shared_focal_cameras(points0, points1, matches, options)
     camera0, camera1 = cameras
     rays0, rays1 = camera0.rays(points0)[:, :2], camera1.rays(points1)[:, :2]
-    # PoseLib has no pixel convention of its own: it subtracts the principal point that it is given. Handing it
-    # centred pixels of one focal length also covers a K with skew, which its models don't have.
+    pinholes = camera0.centered_pinhole(), camera1.centered_pinhole()
     pose, stats = poselib.estimate_relative_pose(
-        rays0 * camera0.focal_px, rays1 * camera1.focal_px, _plain(camera0), _plain(camera1), options, {}
+        rays0 * camera0.focal_px, rays1 * camera1.focal_px, *pinholes, options, {}
     )
     R, t = np.array(pose.R), np.array(pose.t).ravel()
     t = t / (np.linalg.norm(t) or 1.0)  # PoseLib's is of length 1 up to the steps of its refinement
-    cam1_from_cam0 = np.column_stack([R, t])
+    found = RelativePose(cam1_from_cam0=np.column_stack([R, t]))
     inliers = _flags(stats, len(points0))
     sources = (camera0.source, camera1.source)
     info = {
@@ -186,11 +168,10 @@ def _fit_essential(
         "cameras": sources[0] if sources[0] == sources[1] else f"picture 0: {sources[0]}, picture 1: {sources[1]}",
         "K0": camera0.K.tolist(),
         "K1": camera1.K.tolist(),
-        "cam1_from_cam0": cam1_from_cam0.tolist(),
         # What a rotation alone leaves over. Where it is not larger than the noise, t is arbitrary.
         "parallax_px": _parallax_px(R, points0[inliers], points1[inliers], cameras),
     }
-    return _Fit(matrix=essential_from_pose(cam1_from_cam0), inliers=inliers, info=info)
+    return _Fit(matrix=essential_from_pose(found.cam1_from_cam0), inliers=inliers, info=info, pose=found)
 
 
 def _check_size(number: int, camera: Camera | None, size: tuple[int, int]) -> None:
@@ -230,7 +211,7 @@ def _shared_focal_cameras(
     if len(points0) < _FEWEST_SHARED_FOCAL:
         return guessed0, guessed1
     pair, stats = poselib.estimate_shared_focal_relative_pose(
-        # Centred here and not by PoseLib, which takes one principal point: a turned picture has another one.
+        # Centred here and not by PoseLib, which takes one principal point: a rotated picture has another one.
         points0 - guessed0.K[:2, 2],
         points1 - guessed1.K[:2, 2],
         np.zeros(2),
@@ -250,12 +231,6 @@ def _shared_focal_cameras(
     )
 
 
-def _plain(camera: Camera) -> dict[str, Any]:
-    """PoseLib's description of a camera whose pixels are centred and have one focal length."""
-    params = [camera.focal_px, 0.0, 0.0]
-    return {"model": "SIMPLE_PINHOLE", "width": camera.width, "height": camera.height, "params": params}
-
-
 def _flags(stats: dict[str, Any], count: int) -> BoolArray:
     """Inlier flags; PoseLib returns an empty list when it did not start."""
     flags = np.array(stats["inliers"], dtype=bool)
@@ -273,9 +248,9 @@ def _parallax_px(R: FloatArray, points0: FloatArray, points1: FloatArray, camera
 
 def _distance_from_line_px(points: FloatArray) -> float:
     """The largest distance of a point (n, 2) from the line that fits them all best."""
-    centred = points - points.mean(axis=0)
-    normal = np.linalg.svd(centred.T @ centred)[0][:, 1]
-    return float(np.abs(centred @ normal).max())
+    centered = points - points.mean(axis=0)
+    normal = np.linalg.svd(centered.T @ centered)[0][:, 1]
+    return float(np.abs(centered @ normal).max())
 
 
 def _condition(H: FloatArray, points0: FloatArray, points1: FloatArray) -> float:

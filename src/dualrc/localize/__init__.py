@@ -2,8 +2,8 @@
 
 from dualrc.localize.localizer import Localization, LocalizeConfig, Localizer
 from dualrc.localize.maps import Correspondences, Map, ModelMap, RgbdMap, read_map
+from dualrc.localize.queries import find_queries, localize_all, missing, results_config
 from dualrc.localize.results import ResultsFile, read_poses, write_poses
-from dualrc.localize.run import find_queries, localize_all, missing, results_config
 
 __all__ = [
     "Correspondences",

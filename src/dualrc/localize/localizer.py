@@ -1,21 +1,19 @@
 """The pose of a picture in a map, stage by stage."""
 
-import json
 import time
-import zipfile
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
-from dualrc.collection.retrieval import global_descriptor, most_similar
-from dualrc.errors import ConfigError, DataError, DualRCError
-from dualrc.files import replacing
+from dualrc.collection.retrieval import global_descriptor, most_similar, read_descriptors, write_descriptors
+from dualrc.config import check_bounds
+from dualrc.errors import DataError, DualRCError
 from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif
 from dualrc.localize.maps import Correspondences, Map
 from dualrc.matcher import Matcher, PictureFeatures
+from dualrc.matcher.cache import LruCache
 from dualrc.types import FloatArray, Size
 
 # The picture is parted into so many cells along its long side to tell how much of it supports a pose.
@@ -39,10 +37,10 @@ class LocalizeConfig:
     max_memory: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.candidates < 1 or self.min_inliers < 4:
-            raise ConfigError("A query needs at least 1 candidate and 4 inliers; give more.")
-        if not self.threshold_px > 0 or not self.max_memory >= 0:
-            raise ConfigError("threshold_px must be positive and max_memory at least 0; mend them.")
+        check_bounds(self, "candidates", at_least=1)
+        check_bounds(self, "min_inliers", at_least=4)
+        check_bounds(self, "threshold_px", above=0)
+        check_bounds(self, "max_memory", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,10 +84,14 @@ class Localizer:
         self.broken: dict[str, str] = {}
         self._descriptors: dict[str, FloatArray] = {}
         self._descriptors_file = descriptors
-        self._kept: OrderedDict[str, PictureFeatures] = OrderedDict()
+        self._kept: LruCache[str, PictureFeatures] = LruCache(self.config.max_memory * 2**30, keep=1)
 
     def localize(
-        self, query: Path | PictureFeatures, *, camera: Camera | None = None, candidates: Sequence[str] | None = None
+        self,
+        query: str | Path | PictureFeatures,
+        *,
+        camera: Camera | None = None,
+        candidates: Sequence[str] | None = None,
     ) -> Localization:
         """The pose of one picture; what it can't be localized for is the result's `reason`.
 
@@ -123,20 +125,23 @@ class Localizer:
 
     def prepare(self) -> None:
         """Describe the map's pictures that are not described yet."""
-        if not self._descriptors:
-            self._read_descriptors()
+        info, config = self.matcher.info, self.matcher.config
+        # All that descriptors depend on.
+        made_with = {key: info[key] for key in ("weights", "network")} | {"sizes": [config.size, config.max_size]}
+        file = self._descriptors_file
+        if not self._descriptors and file is not None:
+            known = read_descriptors(file, made_with)
+            self._descriptors = {name: known[name] for name in self.map.names if name in known}
         new = 0
         for name in self.map.names:
-            if name in self._descriptors or name in self.broken:
+            if name in self._descriptors or (features := self._features(name)) is None:
                 continue
-            features = self._features(name)
-            if features is not None:
-                self._descriptors[name] = global_descriptor(features)
-                new += 1
-                if new % _SAVE_EVERY == 0:
-                    self._write_descriptors()
-        if new % _SAVE_EVERY:
-            self._write_descriptors()
+            self._descriptors[name] = global_descriptor(features)
+            new += 1
+            if file is not None and new % _SAVE_EVERY == 0:
+                write_descriptors(file, made_with, self._descriptors)
+        if file is not None and new % _SAVE_EVERY:
+            write_descriptors(file, made_with, self._descriptors)
 
     def correspondences(self, query: PictureFeatures, names: Iterable[str]) -> Correspondences:
         """What the query sees of these pictures of the map, together."""
@@ -177,32 +182,7 @@ class Localizer:
             confidence=_confidence(found, pose, size),
         )
 
-    def _read_descriptors(self) -> None:
-        """Take over those of the map's pictures, unless another network made them."""
-        path = self._descriptors_file
-        if path is None or not path.is_file():
-            return
-        try:
-            with np.load(path, allow_pickle=False) as content:
-                if str(content["made_by"]) == self._maker():
-                    known = dict(zip(content["names"].tolist(), content["vectors"], strict=True))
-                    self._descriptors = {name: known[name] for name in self.map.names if name in known}
-        except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile):
-            return  # they are made again, and the file with them
-
-    def _write_descriptors(self) -> None:
-        if self._descriptors_file is None:
-            return
-        names, vectors = np.array(list(self._descriptors)), np.stack(list(self._descriptors.values()))
-        with replacing(self._descriptors_file) as temporary:
-            np.savez(temporary, made_by=np.array(self._maker()), names=names, vectors=vectors)
-
-    def _maker(self) -> str:
-        """What descriptors depend on."""
-        info, config = self.matcher.info, self.matcher.config
-        return json.dumps([info["weights"], info["network"], config.size, config.max_size])
-
-    def _find_camera(self, query: Path | PictureFeatures, size: Size) -> Camera | None:
+    def _find_camera(self, query: str | Path | PictureFeatures, size: Size) -> Camera | None:
         told = None if isinstance(query, PictureFeatures) else camera_from_exif(query)
         return told or self.map.camera(size)
 
@@ -210,18 +190,11 @@ class Localizer:
         """Features of a picture of the map, kept as long as they fit into memory; None where it is broken."""
         if name in self.broken:
             return None
-        if name not in self._kept:
-            try:
-                self._kept[name] = self.matcher.features(self.map.picture(name))
-            except DualRCError as error:
-                self.broken[name] = str(error)
-                return None
-        self._kept.move_to_end(name)
-        found = self._kept[name]
-        limit = self.config.max_memory * 2**30
-        while len(self._kept) > 1 and sum(features.bytes for features in self._kept.values()) > limit:
-            self._kept.popitem(last=False)
-        return found
+        try:
+            return self._kept.get(name, lambda: self.matcher.features(self.map.pictures[name].path))
+        except DualRCError as error:
+            self.broken[name] = str(error)
+            return None
 
 
 def _check_camera(camera: Camera | None, size: Size) -> None:

@@ -1,9 +1,10 @@
 """Maps: pictures whose pixels have known places in the world."""
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,55 +67,63 @@ class Correspondences:
         )
 
 
-class Map(Protocol):
-    """What localization needs to know of a map."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MapPicture:
+    """A picture of a map."""
 
-    @property
-    def names(self) -> Sequence[str]:
-        """The map's pictures."""
+    path: Path
+    size: Size
+    camera: Camera | None  # None where it is not known
 
-    @property
-    def info(self) -> Mapping[str, Any]:
-        """What tells this map from others: plain JSON values."""
 
-    def picture(self, name: str) -> Path:
-        """The file of a picture."""
+class Map(ABC):
+    """Pictures whose pixels have known places in the world."""
 
-    def camera(self, size: Size) -> Camera | None:
-        """The camera that all pictures of this size share; None where they don't."""
+    def __init__(self, pictures: dict[str, MapPicture], info: dict[str, Any]) -> None:
+        """`info` tells this map from others: plain JSON values."""
+        self.pictures, self.names = pictures, list(pictures)
+        self.info = {**info, "pictures": len(pictures)}
+
+    @abstractmethod
+    def see(self, matcher: Matcher, name: str, features: PictureFeatures, query: PictureFeatures) -> Correspondences:
+        """What a query sees of one of the map's pictures, whose features are of the right size."""
 
     def correspond(
         self, matcher: Matcher, name: str, features: PictureFeatures, query: PictureFeatures
     ) -> Correspondences:
         """What a query sees of one of the map's pictures."""
+        known = self.pictures[name]
+        if features.size != known.size:
+            there, here = ("{} x {}".format(*size) for size in (known.size, features.size))
+            remedy = "give the pictures that the map was made of"
+            raise DataError(f"{known.path} has {here} pixels but {there} in the map; {remedy}.")
+        return self.see(matcher, name, features, query)
+
+    def camera(self, size: Size) -> Camera | None:
+        """The camera that all pictures of this size share, without a pose; None where there is none, or they differ."""
+        cameras = [picture.camera for picture in self.pictures.values() if picture.size == size]
+        known = [camera.K for camera in cameras if camera is not None]
+        if not known or len(known) < len(cameras) or np.ptp(known, axis=0).max() > _SAME_CAMERA_PX:
+            return None
+        return Camera(width=size[0], height=size[1], K=np.median(known, axis=0), source="the map's")
 
 
-class ModelMap:
+class ModelMap(Map):
     """A COLMAP model, made of any features: its keypoints that have a 3D point are looked for in the query."""
 
     def __init__(self, model: Model, images: str | Path) -> None:
         self.model = model
-        self.images = Path(images)
-        # A picture that sees no 3D point can't help.
-        self.names = [name for name, image in model.images.items() if len(image.points)]
-        if not self.names:
+        pictures = {
+            name: MapPicture(path=Path(images, name), size=image.size, camera=image.camera)
+            for name, image in model.images.items()
+            if len(image.points)  # a picture that sees no 3D point can't help
+        }
+        if not pictures:
             raise DataError("No picture of the model sees a 3D point; give a model with points.")
+        super().__init__(pictures, {"kind": "COLMAP model", "points": len(model.point_ids)})
 
-    @property
-    def info(self) -> dict[str, Any]:
-        return {"kind": "COLMAP model", "pictures": len(self.names), "points": len(self.model.point_ids)}
-
-    def picture(self, name: str) -> Path:
-        return self.images / name
-
-    def camera(self, size: Size) -> Camera | None:
-        return _shared([image.camera for image in self.model.images.values() if image.size == size])
-
-    def correspond(
-        self, matcher: Matcher, name: str, features: PictureFeatures, query: PictureFeatures
-    ) -> Correspondences:
+    def see(self, matcher: Matcher, name: str, features: PictureFeatures, query: PictureFeatures) -> Correspondences:
         image = self.model.images[name]
-        _check_size(self.picture(name), features.size, image.size)
         # At their own sub-pixel places, and not at the nearest place where the network would have matched by itself.
         found = matcher.match_points(features, query, image.points)
         seen = np.flatnonzero(found.scores > 0)
@@ -128,30 +137,18 @@ class ModelMap:
         )
 
 
-class RgbdMap:
+class RgbdMap(Map):
     """Pictures with depth maps and poses: what matches them has their depth there."""
 
     def __init__(self, frames: Sequence[RgbdFrame]) -> None:
-        self.frames = {frame.name: frame for frame in frames}
-        if not self.frames:
+        if not frames:
             raise DataError("The map has no pictures; give at least one with depth and pose.")
-        self.names = list(self.frames)
+        self.frames = {frame.name: frame for frame in frames}
+        pictures = {f.name: MapPicture(path=f.image, size=f.camera.size, camera=f.camera) for f in frames}
+        super().__init__(pictures, {"kind": "RGB-D"})
 
-    @property
-    def info(self) -> dict[str, Any]:
-        return {"kind": "RGB-D", "pictures": len(self.names)}
-
-    def picture(self, name: str) -> Path:
-        return self.frames[name].image
-
-    def camera(self, size: Size) -> Camera | None:
-        return _shared([frame.camera for frame in self.frames.values() if frame.camera.size == size])
-
-    def correspond(
-        self, matcher: Matcher, name: str, features: PictureFeatures, query: PictureFeatures
-    ) -> Correspondences:
+    def see(self, matcher: Matcher, name: str, features: PictureFeatures, query: PictureFeatures) -> Correspondences:
         frame = self.frames[name]
-        _check_size(frame.image, features.size, frame.camera.size)
         matches = matcher.match_features(features, query)
         depths = sample_depth(read_depth_m(frame.depth), matches.points0, matches.size0)
         known = np.isfinite(depths)
@@ -173,22 +170,3 @@ def read_map(path: str | Path, images: str | Path | None = None) -> ModelMap | R
     if images is None:
         raise ConfigError(f"{path} is a COLMAP model without pictures; name their folder with --images.")
     return ModelMap(model, images)
-
-
-def _shared(cameras: Sequence[Camera | None]) -> Camera | None:
-    """One camera that stands for all of them, without a pose; None where there is none, or they differ."""
-    known = [camera for camera in cameras if camera is not None]
-    if not known or len(known) < len(cameras):
-        return None
-    matrices = np.stack([camera.K for camera in known])
-    if np.ptp(matrices, axis=0).max() > _SAME_CAMERA_PX:
-        return None
-    return Camera(width=known[0].width, height=known[0].height, K=np.median(matrices, axis=0), source="the map's")
-
-
-def _check_size(path: Path, found: Size, expected: Size) -> None:
-    if found != expected:
-        raise DataError(
-            f"{path} has {found[0]} x {found[1]} pixels but {expected[0]} x {expected[1]} in the map; "
-            "give the pictures that the map was made of."
-        )

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.colmap import rotation_from_quaternion
+from dualrc.config import first_difference
 from dualrc.errors import DataError, OutputError
-from dualrc.files import check_writable, replacing
-from dualrc.geometry import Camera
+from dualrc.files import check_writable, read_text, write_json, write_text
+from dualrc.geometry import Camera, pose_from_quaternion, quaternion_from_rotation
 from dualrc.localize.localizer import Localization
 from dualrc.types import FloatArray
 
@@ -35,14 +35,9 @@ class ResultsFile:
         self._entries: dict[str, Any] = {}
         if self.path.is_file():
             content = _read(self.path)
-            there, here = _flat(content["config"]), _flat(self._config)
-            different = sorted(key for key in there | here if there.get(key) != here.get(key))
-            if different:
-                key = different[0]
-                raise DataError(
-                    f"{self.path} was made with another config ({key} is {there.get(key)!r} there and "
-                    f"{here.get(key)!r} now); write to another file, or delete this one to start over."
-                )
+            if (difference := first_difference(content["config"], self._config)) is not None:
+                remedy = "write to another file, or delete this one to start over"
+                raise DataError(f"{self.path} was made with another config ({difference}); {remedy}.")
             self._entries = content["queries"]
         elif self.poses_path.exists():
             raise OutputError(f"{self.poses_path} is there already and is no part of {self.path}; write elsewhere.")
@@ -72,8 +67,7 @@ class ResultsFile:
     def save(self) -> None:
         """Write both files as they should be now."""
         content = {"format": _FORMAT, "config": self._config, "info": self._info, "queries": self._entries}
-        with replacing(self.path) as temporary:
-            temporary.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+        write_json(self.path, content)
         entries = self._entries.items()
         poses = {name: np.array(entry["cam_from_world"]) for name, entry in entries if entry["cam_from_world"]}
         write_poses(self.poses_path, poses)
@@ -83,53 +77,23 @@ def write_poses(path: str | Path, poses: Mapping[str, FloatArray]) -> None:
     """Write cam_from_world (3, 4) of each name as visuallocalization.net wants it: name qw qx qy qz tx ty tz."""
     lines = []
     for name, pose in poses.items():
-        values = [*_quaternion(np.asarray(pose)[:, :3]), *np.asarray(pose)[:, 3]]
+        values = [*quaternion_from_rotation(np.asarray(pose)[:, :3]), *np.asarray(pose)[:, 3]]
         lines.append(" ".join([name, *(f"{value:.12g}" for value in values)]))
-    with replacing(path) as temporary:
-        temporary.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    write_text(path, "".join(line + "\n" for line in lines))
 
 
 def read_poses(path: str | Path) -> dict[str, FloatArray]:
     """cam_from_world (3, 4) by name, as `write_poses` writes them."""
     poses = {}
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} can't be read ({error}); check the path.") from error
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         fields = line.rsplit(maxsplit=7)
         if not fields:
             continue
         try:
-            values = [float(value) for value in fields[1:]]
-            poses[fields[0]] = np.column_stack([rotation_from_quaternion(values[:4]), values[4:]])
+            poses[fields[0]] = pose_from_quaternion([float(value) for value in fields[1:]])
         except (ValueError, IndexError) as error:
             raise DataError(f"{path}, line {number}: not a pose; write name qw qx qy qz tx ty tz.") from error
     return poses
-
-
-def _quaternion(R: FloatArray) -> FloatArray:
-    """(w, x, y, z) with w >= 0, of a rotation (3, 3)."""
-    # The eigenvector of the largest eigenvalue needs none of the branches of the formulas near 180 degrees.
-    (xx, xy, xz), (yx, yy, yz), (zx, zy, zz) = R
-    symmetric = np.array(
-        [
-            [xx + yy + zz, zy - yz, xz - zx, yx - xy],
-            [zy - yz, xx - yy - zz, xy + yx, xz + zx],
-            [xz - zx, xy + yx, yy - xx - zz, yz + zy],
-            [yx - xy, xz + zx, yz + zy, zz - xx - yy],
-        ]
-    )
-    quaternion: FloatArray = np.linalg.eigh(symmetric)[1][:, -1]
-    return quaternion if quaternion[0] >= 0 else -quaternion
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by their full names, such as localize.candidates."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _to_entry(found: Localization) -> dict[str, Any]:

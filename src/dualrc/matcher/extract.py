@@ -12,7 +12,7 @@ from torch import Tensor
 from dualrc.errors import ConfigError
 from dualrc.image import Scale, to_input, to_tensor
 from dualrc.matcher.budget import enough_memory
-from dualrc.matcher.features import Item, PictureFeatures, chunks
+from dualrc.matcher.features import PendingImage, PictureFeatures, chunks
 from dualrc.model.backbone import CompactBackbone
 from dualrc.model.dualrc import DualRCNet, Features
 from dualrc.ops import int8
@@ -43,9 +43,9 @@ class Extractor:
         network.backbone = network.engine.prepare(network.backbone)
 
     @torch.inference_mode()
-    def __call__(self, items: Iterable[Item], together: Callable[[Scale], int]) -> None:
+    def __call__(self, items: Iterable[PendingImage], together: Callable[[Scale], int]) -> None:
         """Give features to those that have none, pictures of the same size together, at most so many."""
-        groups: dict[tuple[Size, Size], list[Item]] = {}
+        groups: dict[tuple[Size, Size], list[PendingImage]] = {}
         for item in items:
             if item.features is None:
                 groups.setdefault((item.scale.picture, item.scale.network), []).append(item)

@@ -1,18 +1,16 @@
 """Pictures on their way to features, and the features."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from dualrc.image import Picture, Scale, read
-from dualrc.matcher.ahead import ReadAhead
+from dualrc.image import ImageInput, Scale, read
+from dualrc.matcher.cache import LruCache
+from dualrc.matcher.prefetch import ReadAhead
 from dualrc.model.dualrc import Features
-from dualrc.types import BoolArray, Size
+from dualrc.types import BoolArray, ImageArray, Size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -40,15 +38,15 @@ class PictureFeatures:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-Matchable = Picture | PictureFeatures
+Matchable = ImageInput | PictureFeatures
 
 
 @dataclass(kw_only=True, eq=False)
-class Item:
+class PendingImage:
     """A picture on its way to its features."""
 
     scale: Scale
-    pixels: npt.NDArray[np.uint8] | None = None
+    pixels: ImageArray | None = None
     features: PictureFeatures | None = None
 
     @property
@@ -67,41 +65,37 @@ class Item:
 class FeatureCache:
     """Pictures given by path and their features, the latest ones."""
 
-    def __init__(self, make: Callable[[npt.NDArray[np.uint8]], Item], reader: ReadAhead) -> None:
+    def __init__(self, make: Callable[[ImageArray], PendingImage], reader: ReadAhead) -> None:
         self._make, self._reader = make, reader
-        self._kept: OrderedDict[Path, Item] = OrderedDict()
+        self._kept: LruCache[Path, PendingImage] = LruCache()
 
     def ask(self, picture: Matchable) -> None:
         """This picture will be asked for soon."""
         if isinstance(picture, (str, Path)) and Path(picture) not in self._kept:
             self._reader.ask(Path(picture))
 
-    def get(self, picture: Matchable) -> Item:
+    def get(self, picture: Matchable) -> PendingImage:
         """The picture, read now if it has to be; its features come later."""
         if isinstance(picture, PictureFeatures):
-            return Item(scale=picture.scale, features=picture)
+            return PendingImage(scale=picture.scale, features=picture)
         if not isinstance(picture, (str, Path)):
             return self._make(read(picture))
         key = Path(picture)
         if key in self._kept:
             self._reader.drop(key)
-        else:
-            self._kept[key] = self._make(self._reader.take(key))
-        self._kept.move_to_end(key)
-        return self._kept[key]
+        return self._kept.get(key, lambda: self._make(self._reader.take(key)))
 
     def shrink(self, max_bytes: float) -> None:
         """Keep only the latest that fit into so many bytes, and at least two."""
-        while len(self._kept) > 2 and sum(item.bytes for item in self._kept.values()) > max_bytes:
-            self._kept.popitem(last=False)
+        self._kept.shrink(max_bytes)
 
 
-def shapes(pair: tuple[Item, Item]) -> tuple[Size, ...]:
+def shapes(pair: tuple[PendingImage, PendingImage]) -> tuple[Size, ...]:
     """The sizes that the network sees; pairs with the same can be matched together."""
     return tuple(item.scale.network for item in pair)
 
 
-def chunks(items: list[Item], size: int) -> Iterator[list[Item]]:
+def chunks(items: list[PendingImage], size: int) -> Iterator[list[PendingImage]]:
     """So many at a time."""
     return (items[start : start + size] for start in range(0, len(items), size))
 

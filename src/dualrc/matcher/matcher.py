@@ -3,12 +3,10 @@
 import copy
 import itertools
 import math
-import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -16,27 +14,19 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualrc import config as configs
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
-from dualrc.image import (
-    Picture,
-    Scale,
-    mask_to_cells,
-    network_size,
-    pixel_grid,
-    read,
-    spread,
-)
-from dualrc.matcher.ahead import ReadAhead, look_ahead
+from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device
-from dualrc.matcher.features import FeatureCache, Item, Matchable, PictureFeatures, shapes, stack
+from dualrc.matcher.features import FeatureCache, Matchable, PendingImage, PictureFeatures, shapes, stack
+from dualrc.matcher.prefetch import ReadAhead, look_ahead
 from dualrc.matches import Matches, Warp, inside_mask
 from dualrc.model.backbone import fold_batch_norm
 from dualrc.model.dualrc import DualRCNet
 from dualrc.ops import choose, memory
-from dualrc.pixels import FINE_STRIDE, STRIDE
+from dualrc.pixels import FINE_STRIDE, STRIDE, pixel_grid
+from dualrc.provenance import provenance
 from dualrc.types import UNSET, FloatArray, Size, Unset
 
 T = TypeVar("T")
@@ -76,17 +66,14 @@ class Matcher:
         self.dtype = self._extractor.dtype
         kept = self.dtype if self.device.type == "cuda" else torch.float32
         self.budget = Budget(network.config, self.device, kept, config.max_memory, engine=self.engine)
-        self._info = {
-            "dualrc": metadata.version("dualrc"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "network": configs.to_dict(self.network.config),
-            "matcher": configs.to_dict(self.config),
-            "weights": self.weights_hash,
-            "device": str(self.device),
-            "precision": self.precision,
-            "engine": self.engine,
-        }
+        self._info = provenance(
+            device=self.device,
+            weights=weights_hash,
+            network=network.config,
+            matcher=config,
+            precision=self.precision,
+            engine=self.engine,
+        )
 
     def __repr__(self) -> str:
         return f"Matcher({self.network.config.preset!r} on {self.device}, {self.precision}, {self.engine})"
@@ -98,19 +85,19 @@ class Matcher:
 
     @torch.inference_mode()
     def features(
-        self, picture: Picture, *, mask: npt.ArrayLike | None = None, size: int | Unset | None = UNSET
+        self, picture: ImageInput, *, mask: npt.ArrayLike | None = None, size: int | Unset | None = UNSET
     ) -> PictureFeatures:
         """Everything that matching needs to know of one picture; `mask` (height, width) says where to look."""
         item = self._item(read(picture), size)
         return self._in_memory([item], lambda features: self._masked(features, mask))
 
-    def _item(self, pixels: npt.NDArray[np.uint8], size: int | Unset | None) -> Item:
+    def _item(self, pixels: npt.NDArray[np.uint8], size: int | Unset | None) -> PendingImage:
         own = (pixels.shape[1], pixels.shape[0])
         settings = self._settings(size=size)
         network = network_size(own, long_side=settings.size, max_size=settings.max_size)
-        return Item(scale=Scale(picture=own, network=network), pixels=pixels)
+        return PendingImage(scale=Scale(picture=own, network=network), pixels=pixels)
 
-    def _extract_items(self, items: Iterable[Item]) -> None:
+    def _extract_items(self, items: Iterable[PendingImage]) -> None:
         """Give features to those that have none."""
 
         def together(scale: Scale) -> int:
@@ -135,12 +122,12 @@ class Matcher:
         if settings.quality == "standard":
             match = partial(self.match_features, top=top, min_score=min_score)
             return self._with_pair(match, image0, image1, mask0, mask1, size)
-        from dualrc.matcher.second import match_twice  # brings the estimators, which no other call needs
+        from dualrc.matcher.rematch import match_again  # brings the estimators, which no other call needs
 
         if isinstance(image0, PictureFeatures) or isinstance(image1, PictureFeatures):
             raise ConfigError('quality = "high" looks at the pictures again; give pictures instead of features.')
         pictures = read(image0), read(image1)
-        again = partial(match_twice, self, pictures, top=settings.top, min_score=settings.min_score)
+        again = partial(match_again, self, pictures, top=settings.top, min_score=settings.min_score)
         return self._with_pair(again, *pictures, mask0, mask1, size)
 
     def match_features(
@@ -164,6 +151,7 @@ class Matcher:
         size: int | Unset | None = UNSET,
         top: int | Unset | None = UNSET,
         min_score: float | Unset = UNSET,
+        quality: Literal["standard", "high"] | Unset = UNSET,
         errors: Literal["raise", "empty"] = "raise",
     ) -> Iterator[Matches]:
         """Match many pairs, in order; a picture that stands in several pairs is usually read only once.
@@ -172,7 +160,7 @@ class Matcher:
         """
         if errors not in ("raise", "empty"):
             raise ConfigError(f"errors = {errors!r} is not known; choose raise or empty.")
-        settings = self._settings(top=top, min_score=min_score)
+        settings = self._settings(top=top, min_score=min_score, quality=quality)
         alone = partial(self._match_alone, size=size, settings=settings, errors=errors)
         if settings.quality == "high":
             for pair in pairs:
@@ -181,7 +169,7 @@ class Matcher:
         ahead = self._pairs_ahead
         with ReadAhead(_READERS) as reader:
             cache = FeatureCache(lambda pixels: self._item(pixels, size), reader)
-            batch: list[tuple[tuple[Matchable, Matchable], tuple[Item, Item]]] = []
+            batch: list[tuple[tuple[Matchable, Matchable], tuple[PendingImage, PendingImage]]] = []
             for pair, coming in look_ahead(pairs, ahead):
                 for picture in itertools.chain.from_iterable(coming if ahead else ()):
                     cache.ask(picture)
@@ -210,7 +198,7 @@ class Matcher:
 
     def _match_items(
         self,
-        batch: list[tuple[tuple[Matchable, Matchable], tuple[Item, Item]]],
+        batch: list[tuple[tuple[Matchable, Matchable], tuple[PendingImage, PendingImage]]],
         settings: MatcherConfig,
         alone: Callable[[tuple[Matchable, Matchable]], Matches],
     ) -> Iterator[Matches]:
@@ -321,7 +309,7 @@ class Matcher:
     def _pairs_ahead(self) -> int:
         return _AHEAD if self.device.type == "cuda" else 0
 
-    def _batch_size(self, pair: tuple[Item, Item]) -> int:
+    def _batch_size(self, pair: tuple[PendingImage, PendingImage]) -> int:
         """How many pairs like this one go through the network together."""
         if self.device.type != "cuda":
             return 1
@@ -341,7 +329,7 @@ class Matcher:
     ) -> T:
         """What `use` makes of the features of two pictures, at the largest size that there is memory for."""
         items = [
-            Item(scale=image.scale, features=image)  # they have their size already
+            PendingImage(scale=image.scale, features=image)  # they have their size already
             if isinstance(image, PictureFeatures)
             else self._item(read(image), size)
             for image in (image0, image1)
@@ -354,7 +342,7 @@ class Matcher:
 
         return self._in_memory(items, with_masks)
 
-    def _in_memory(self, items: list[Item], use: Callable[..., T]) -> T:
+    def _in_memory(self, items: list[PendingImage], use: Callable[..., T]) -> T:
         """The same for the features of one item or two; a single one counts as a pair of its like."""
         wanted = items[0].scale, items[-1].scale
         fixed = items[0].features is not None, items[-1].features is not None

@@ -54,15 +54,14 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
     points0, points1, motion = points0.nan_to_num(), points1.nan_to_num(), motion.nan_to_num()
     light0, light1 = light0.float(), light1.float()
     places, weights = window(pair.device)
-    template, spread = _normalized(_sample(light0, pair, points0[:, None] + places), weights)
+    x, y = (points0[:, None] + places).unbind(2)
+    template, spread = _normalized(_sample(light0, pair, x, y), weights)
+    across = _sample(light0, pair, x + 1, y) - _sample(light0, pair, x - 1, y)
+    down = _sample(light0, pair, x, y + 1) - _sample(light0, pair, x, y - 1)
     # How the normalized window changes when it moves; changes of gain and level are projected out.
     slopes = []
-    for axis in (0, 1):
-        step = torch.zeros(2, device=pair.device)
-        step[axis] = 1
-        ahead = _sample(light0, pair, points0[:, None] + places + step)
-        behind = _sample(light0, pair, points0[:, None] + places - step)
-        slope = (ahead - behind) / (2 * spread)
+    for change in (across, down):
+        slope = change / (2 * spread)
         slope = slope - (slope @ weights)[:, None]
         slopes.append(slope - template * ((slope * template) @ weights)[:, None])
     xx, yy = (slope.square() @ weights + DAMPING for slope in slopes)
@@ -72,12 +71,13 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
     move = torch.zeros_like(points1)
     correlations = []
     for turn in range(ROUNDS + 1):
-        other, _ = _normalized(_sample(light1, pair, (points1 + move)[:, None] + offsets), weights)
+        x, y = ((points1 + move)[:, None] + offsets).unbind(2)
+        other, _ = _normalized(_sample(light1, pair, x, y), weights)
         correlations.append((other * template) @ weights)
         if turn == ROUNDS:
             break
-        x, y = ((slope * other) @ weights for slope in slopes)  # the template is orthogonal to its slopes
-        step = torch.stack([(yy * x - xy * y) * inverse, (xx * y - xy * x) * inverse], dim=1)
+        a, b = ((slope * other) @ weights for slope in slopes)  # the template is orthogonal to its slopes
+        step = torch.stack([(yy * a - xy * b) * inverse, (xx * b - xy * a) * inverse], dim=1)
         step = step.nan_to_num() / (step.norm(dim=1, keepdim=True) / LONGEST).clamp(min=1)
         move = move - (motion @ step[:, :, None])[:, :, 0]
     area = motion[:, 0, 0] * motion[:, 1, 1] - motion[:, 0, 1] * motion[:, 1, 0]
@@ -97,10 +97,10 @@ def _normalized(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return values / spread, spread
 
 
-def _sample(light: Tensor, pair: Tensor, places: Tensor) -> Tensor:
-    """Brightness (b h w) of the images `pair` (n) at places (n k 2) in pixels, bilinear, clamped: (n k)."""
+def _sample(light: Tensor, pair: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Brightness (b h w) of the images `pair` (n) at places (n k) in pixels, bilinear, clamped: (n k)."""
     _, height, width = light.shape
-    x, y = places[..., 0].clamp(0, width - 1), places[..., 1].clamp(0, height - 1)
+    x, y = x.clamp(0, width - 1), y.clamp(0, height - 1)
     left, top = x.long(), y.long()
     right, bottom = (left + 1).clamp(max=width - 1), (top + 1).clamp(max=height - 1)
     flat, own = light.flatten(), (pair * (height * width))[:, None]

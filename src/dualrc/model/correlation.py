@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from dualrc.pixels import RATIO
+
 
 def normalize(features: Tensor) -> Tensor:
     """Unit features: (b c h w) divided by sqrt(sum of squares + 1e-6) over channels, as published."""
@@ -19,7 +21,7 @@ def mask_cells(scores: Tensor, valid0: Tensor | None, valid1: Tensor | None) -> 
     """Zero scores of coarse cells without a valid fine cell: masks are (b 4h 4w) bool, None where all are valid."""
     for valid, axes in ((valid0, (1, 2)), (valid1, (3, 4))):
         if valid is not None:  # a cell outside the mask must not compete with those inside
-            cells = valid.unflatten(1, (-1, 4)).unflatten(3, (-1, 4)).any(4).any(2)
+            cells = valid.unflatten(1, (-1, RATIO)).unflatten(3, (-1, RATIO)).any(4).any(2)
             scores = scores * cells.view(*[n if i in (0, *axes) else 1 for i, n in enumerate(scores.shape)])
     return scores
 

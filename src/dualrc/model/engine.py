@@ -1,6 +1,7 @@
 """What the network asks of whatever carries it out: a few operations, each with one signature."""
 
 from collections.abc import Callable
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -23,6 +24,14 @@ class Engine:
     """
 
     name = "definition"
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """Engines know nothing of a network, so that copies of it can share one."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For other processes: made anew there."""
+        return type(self), ()
 
     def prepare(self, backbone: nn.Module) -> nn.Module:
         """A backbone that gives the same features by this engine; the given one is left as it is."""

@@ -70,9 +70,9 @@ def point_queries(fine: FineMap, points: Tensor, reading: Reading) -> Queries:
     coarse = flat / RATIO if reading == "corner" else pixel_to_cell(flat, RATIO)
     rows, weights = corners(coarse, fine.height, fine.width)
     return Queries(
-        features=fine.sample(pair, flat).to(fine.features.dtype).view(batch, count, 1, -1),
-        rows=rows.view(batch, count, -1),
-        weights=weights.view(batch, count, 1, -1),
+        features=fine.sample(pair, flat).to(fine.features.dtype).unflatten(0, (batch, count, 1)),
+        rows=rows.unflatten(0, (batch, count)),
+        weights=weights.unflatten(0, (batch, count, 1)),
     )
 
 

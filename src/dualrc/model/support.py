@@ -11,6 +11,7 @@ REACH = 3  # steps to each side: 48 neighbors in a window of 19 x 19 cells
 SIGMA = 0.25  # fine cells: standard deviation of a neighbor that agrees
 NEAR = 1.0  # fine cells: standard deviation of a neighbor that may shift a match
 OWN = 1.0  # weight of the match's own estimate against its neighbors'
+RIDGE = 0.1  # added to the normal matrix, or rounding would decide the motion of neighbors on a line
 DOUBT = 4.0  # added to the neighbors' total weight, so that a lone match has little support
 CROWD_CELLS = 8  # fine cells along each side of the squares in which better matches are counted
 
@@ -79,7 +80,7 @@ def explain(layout: NeighborMaps, at: Tensor, known: Tensor) -> Support:
     x, y, u, v = (around[:4] - known[:4, None]).unbind(0)  # relative to the match
     weight = around[4]
     wx, wy = weight * x, weight * y
-    xx, xy, yy = (wx * x).sum(0) + 1e-3, (wx * y).sum(0), (wy * y).sum(0) + 1e-3
+    xx, xy, yy = (wx * x).sum(0) + RIDGE, (wx * y).sum(0), (wy * y).sum(0) + RIDGE
     inverse = 1 / (xx * yy - xy * xy)
     motion, residuals = [], []
     for value in (u, v):

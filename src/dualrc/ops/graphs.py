@@ -13,7 +13,7 @@ from typing import Any, Self
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dualrc.config import FineConfig
@@ -54,6 +54,9 @@ class GraphEngine(Engine):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.inner,)
+
+    def prepare(self, backbone: nn.Module) -> nn.Module:
+        return self.inner.prepare(backbone)
 
     def extract(self, extract: Callable[[Tensor], tuple[Tensor, ...]], pixels: Tensor) -> tuple[Tensor, ...]:
         return self._run(("extract", *_identity(extract)), extract, pixels)

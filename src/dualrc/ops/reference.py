@@ -192,7 +192,7 @@ class ReferenceEngine(Engine):
             x, y = (here[around] - here[number]).double().T if around else torch.zeros(2, 0).double()
             uv = (there[around] - there[number]).double()
             design = torch.stack([x, y], 1)  # k 2
-            normal = design.T @ (weight[:, None] * design) + 1e-3 * torch.eye(2)
+            normal = design.T @ (weight[:, None] * design) + 0.1 * torch.eye(2)
             motion = torch.linalg.solve(normal, design.T @ (weight[:, None] * uv)).T  # 2 2
             residual = uv - design @ motion.T
             square = residual.square().sum(1)

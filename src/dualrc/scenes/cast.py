@@ -79,8 +79,8 @@ def _bounds(scene: Scene, view: View) -> tuple[Array, Array]:
     corners = np.stack([solid.corners for solid in scene.solids])  # (n, 8, 3)
     corners = (corners @ view.cam_from_world[:, :3].T + view.cam_from_world[:, 3]) @ view.K.T
     depth = corners[..., 2:]
-    ahead = depth.min(axis=1, keepdims=True) > 0.05
-    places = np.where(ahead, corners[..., :2] / np.where(ahead, depth, 1), [[-np.inf], [np.inf]] * 4)
+    in_front = depth.min(axis=1, keepdims=True) > 0.05
+    places = np.where(in_front, corners[..., :2] / np.where(in_front, depth, 1), [[-np.inf], [np.inf]] * 4)
     return places.min(axis=1), places.max(axis=1)
 
 

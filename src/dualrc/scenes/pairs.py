@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dualrc.errors import ConfigError, DataError
+from dualrc.pixels import on_picture
 from dualrc.scenes.cast import as_like, eye_of, first_hit, look_at, point_windows, rays_through
 from dualrc.scenes.render import Light, Rendering, render
 from dualrc.scenes.world import Array, SceneKind, make_scene
@@ -44,9 +45,8 @@ def correspond(rendering0: Rendering, rendering1: Rendering, points0: Any) -> Co
     points1 = (as_like(view1.K, rays) @ (cam1 / depth1))[:2].T
     rays1 = (world - as_like(eye_of(view1), rays)) / depth1
     first, _ = first_hit(scene, view1, rays1[:, None], point_windows(scene, view1, points1))
-    size = torch.tensor(view1.size, device=points.device)
     # What hides a point is nearer by more than the rounding of its own distance.
-    visible = (first[0] > depth1 * (1 - 1e-9)) & ((points1 >= -0.5) & (points1 <= size - 0.5)).all(dim=-1)
+    visible = (first[0] > depth1 * (1 - 1e-9)) & on_picture(points1, view1.size)
     return Correspondences(points1.reshape(points.shape), visible.reshape(points.shape[:-1]))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dualrc.errors import ConfigError
+from dualrc.pixels import pixel_to_cell
 from dualrc.scenes.cast import View, as_like, cross_solid, eye_of, first_hit, grid_windows, rays_through
 from dualrc.scenes.textures import ramp
 from dualrc.scenes.world import ROUND, Array, Scene, Solid, Triple
@@ -153,7 +154,7 @@ def render(scene: Scene, view: View, light: Light | None = None, *, supersample:
     rays = rays_through(view, as_like(x, texels)[None], as_like(y, texels)[:, None])
     depth, _ = first_hit(scene, view, rays, grid_windows(scene, view, x, y))
     tile = _TILE_PX if texels.device.type == "cpu" else max(view.size)
-    x, y = ((np.arange(n * supersample) + 0.5) / supersample - 0.5 for n in (width, height))
+    x, y = (pixel_to_cell(np.arange(n * supersample), supersample) for n in (width, height))
     xs, ys = (np.split(grid, range(tile, len(grid), tile)) for grid in (x, y))
     rows = [torch.cat([_radiance(scene, view, light, x, y, 1 / supersample) for x in xs], dim=1) for y in ys]
     image = functional.avg_pool2d(torch.cat(rows).movedim(-1, 0), supersample).movedim(0, -1)

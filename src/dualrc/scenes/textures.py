@@ -65,16 +65,16 @@ class Painter:
     def stones(self, x: Tensor, y: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Voronoi cells: how deep inside its cell each place is, in cells, and the cell's number."""
         sites = 0.15 + 0.7 * self.random(count * count, 2)
-        first, second = torch.full_like(x, 9.0), torch.full_like(x, 9.0)
+        nearest, next_nearest = torch.full_like(x, 9.0), torch.full_like(x, 9.0)
         number = torch.zeros_like(x, dtype=torch.long)
         for dx, dy in np.ndindex(3, 3):
             column, row = x.floor() + (dx - 1), y.floor() + (dy - 1)
             cell = ((row % count) * count + column % count).long()
             distance = (x - column - sites[cell, 0]) ** 2 + (y - row - sites[cell, 1]) ** 2
-            number = torch.where(distance < first, cell, number)
-            second = torch.minimum(second, torch.maximum(first, distance))
-            first = torch.minimum(first, distance)
-        return (second.sqrt() - first.sqrt()) / 2, number
+            number = torch.where(distance < nearest, cell, number)
+            next_nearest = torch.minimum(next_nearest, torch.maximum(nearest, distance))
+            nearest = torch.minimum(nearest, distance)
+        return (next_nearest.sqrt() - nearest.sqrt()) / 2, number
 
     def laid(self, name: str) -> Tensor:
         """Pieces of one or two colours, each a little different, with joints between them (size, size, 3)."""

@@ -29,7 +29,7 @@ class Batches:
         # What a GPU makes in milliseconds is made when it is wanted.
         self._slow = [not (isinstance(maker, PhotoPairs) and device.type == "cuda") for maker in makers]
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._ahead: dict[tuple[int, int], Future[PairBatch]] = {}
+        self._prepared: dict[tuple[int, int], Future[PairBatch]] = {}
 
     def get(self, step: int, parts: Sequence[int]) -> PairBatch:
         """These parts of a step's pairs."""
@@ -38,7 +38,7 @@ class Batches:
                 self._prepare(later, part)
         batches = []
         for part in parts:
-            future = self._ahead.pop((step, part), None)
+            future = self._prepared.pop((step, part), None)
             batches.append(self._part(step, part) if future is None else future.result())
         if len(batches) == 1:
             return batches[0]
@@ -50,8 +50,8 @@ class Batches:
 
     def _prepare(self, step: int, part: int) -> None:
         source, _ = self._draw(step, part)
-        if self._slow[source] and (step, part) not in self._ahead:
-            self._ahead[step, part] = self._pool.submit(self._part, step, part)
+        if self._slow[source] and (step, part) not in self._prepared:
+            self._prepared[step, part] = self._pool.submit(self._part, step, part)
 
     def _draw(self, step: int, part: int) -> tuple[int, int]:
         """Which source makes this part, and from which seed."""

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dualrc.config import PRESETS, NetworkConfig, ResNetConfig
+from dualrc.config import PRESETS, NetworkConfig, ResNetConfig, check_bounds
 from dualrc.data import DataConfig
 from dualrc.errors import ConfigError
-from dualrc.image import STRIDE
+from dualrc.pixels import STRIDE
 
 Precision = Literal["float32", "bfloat16"]
 Loss = Literal["matching", "paper", "published"]
@@ -47,19 +47,12 @@ class TrainConfig:
             raise ConfigError("data is empty; add at least one [[data]] table.")
         if self.size < 64 or self.size % STRIDE:
             raise ConfigError(f"size = {self.size} must be a multiple of {STRIDE} and at least 64.")
-        for name in ("pairs", "parts", "points", "steps", "validate_every", "validation_batches"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be at least 1.")
+        check_bounds(self, "pairs", "parts", "points", "steps", "validate_every", "validation_batches", at_least=1)
         if self.pairs % self.parts:
             raise ConfigError(f"pairs = {self.pairs} can't be made in parts = {self.parts} of equal size.")
-        for name in ("learning_rate", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be above 0.")
-        for name in ("warm_up", "weight_decay", "halve_every"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} = {getattr(self, name)} must be 0 or more.")
-        if not 0 <= self.average < 1:
-            raise ConfigError(f"average = {self.average} must be at least 0 and below 1.")
+        check_bounds(self, "learning_rate", "clip", above=0)
+        check_bounds(self, "warm_up", "weight_decay", "halve_every", at_least=0)
+        check_bounds(self, "average", at_least=0, below=1)
         is_resnet = isinstance(self.network.backbone, ResNetConfig)
         if self.trunk is not None and not is_resnet:
             raise ConfigError("trunk is for a network with a ResNet-101 backbone; leave it out.")

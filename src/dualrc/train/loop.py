@@ -2,13 +2,10 @@
 
 import copy
 import csv
-import json
 import math
-import platform
 import time
 from collections.abc import Sequence
 from dataclasses import fields
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +16,12 @@ from torch import Tensor, nn
 from dualrc.config import to_toml
 from dualrc.data import Opened, PairBatch, PairMaker, open_pairs
 from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.files import is_file, replacing
+from dualrc.files import make_folder, replacing, write_json, write_text
 from dualrc.losses import BatchKeypointLosses, MatchingLosses, keypoint_losses, matching_losses
 from dualrc.model.backbone import PaperBackbone
 from dualrc.model.checkpoint import load_imagenet_trunk, load_weights, save_weights
 from dualrc.model.dualrc import DualRCNet, Features, make_network
+from dualrc.provenance import provenance
 from dualrc.train.batches import Batches
 from dualrc.train.config import TrainConfig
 from dualrc.train.pictures import draw_pairs
@@ -152,7 +150,7 @@ class _Run:
         self._console = Console(stderr=True)
         self._is_first = fabric.global_rank == 0
         if self._is_first:
-            _make_folder(out)
+            make_folder(out / "pictures")
         fabric.barrier()
         torch.manual_seed(config.seed)
         self.network = _network(config)
@@ -282,17 +280,9 @@ class _Run:
 
     def _describe(self) -> None:
         """Leave what is run, in words, in the folder."""
-        device = self.fabric.device
-        versions = {
-            "dualrc": metadata.version("dualrc"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-            "processes": self.fabric.world_size,
-        }
-        for name, text in (("config.toml", to_toml(self.config)), ("versions.json", json.dumps(versions, indent=2))):
-            with replacing(self.out / name) as temporary:
-                temporary.write_text(text.rstrip() + "\n", encoding="utf-8")
+        write_text(self.out / "config.toml", to_toml(self.config).rstrip() + "\n")
+        made = provenance("lightning", device=self.fabric.device, processes=self.fabric.world_size)
+        write_json(self.out / "versions.json", made)
 
     def _log(self, values: dict[str, float]) -> None:
         path = self.out / "log.csv"
@@ -327,14 +317,6 @@ def _optimizer(network: nn.Module, config: TrainConfig, fused: bool) -> torch.op
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.99), fused=fused)
-
-
-def _make_folder(path: Path) -> None:
-    try:
-        (path / "pictures").mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        reason = "it is a file" if is_file(path) else str(error)
-        raise OutputError(f"The folder {path} can't be made ({reason}); choose another one.") from error
 
 
 def _floating(network: nn.Module) -> list[Tensor]:

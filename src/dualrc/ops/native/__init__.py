@@ -1,6 +1,7 @@
 """The operations in C, for CPUs: compiled on installation for several instruction sets."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +36,13 @@ class NativeEngine(TorchEngine):
                 f"{', '.join(library.available()) or 'none'}. Install dualrc again with a C compiler, or leave the "
                 "engine out."
             )
+        self._asked = variant
         self.variant, self._library = opened[0]
         self.name = f"native-{self.variant}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For other processes, whose processor may have another instruction set."""
+        return type(self), (self._asked,)
 
     def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """Two layers of kernel 3 in both directions; hidden channels are held for three rows of image 0."""
@@ -172,6 +178,7 @@ class NativeEngine(TorchEngine):
             near=support.NEAR,
             own=support.OWN,
             doubt=support.DOUBT,
+            ridge=support.RIDGE,
         )
         return found
 

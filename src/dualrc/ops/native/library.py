@@ -75,7 +75,7 @@ _KERNELS = {
             **dict.fromkeys(("share", "motion", "shift"), _FLOATS),
         },
         sizes="count places neighbors",
-        numbers="sigma near own doubt",
+        numbers="sigma near own doubt ridge",
         outputs="share motion shift",
     ),
     "fit": _Kernel(

@@ -20,7 +20,7 @@ typedef struct {
     const int64_t *offsets;        /* neighbors: from a place to those around */
     float *share, *motion, *shift; /* count, count 2 2, count 2 */
     int64_t count, places, neighbors;
-    float sigma, near, own, doubt;
+    float sigma, near, own, doubt, ridge;
     int32_t threads;
 } Explain;
 
@@ -122,7 +122,7 @@ static void explain_match(const Explain *e, int64_t match)
         xu += wx * u[k], yu += wy * u[k], xv += wx * v[k], yv += wy * v[k];
         all += trust[k];
     }
-    xx += 1e-3f, yy += 1e-3f;
+    xx += e->ridge, yy += e->ridge;
     const float inverse = 1 / (xx * yy - xy * xy);
     const float a = (yy * xu - xy * yu) * inverse, b = (xx * yu - xy * xu) * inverse;
     const float c = (yy * xv - xy * yv) * inverse, d = (xx * yv - xy * xv) * inverse;

@@ -7,10 +7,11 @@ from importlib.util import find_spec
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualrc.config import FineConfig
 from dualrc.model import support
+from dualrc.model.backbone import CompactBackbone
 from dualrc.model.cells import FineMap
 from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import correlate, mask_cells
@@ -20,6 +21,7 @@ from dualrc.model.support import Support
 from dualrc.ops import memory
 from dualrc.ops.torch import EXCESS, FIRST_BLOCK, TorchEngine
 from dualrc.ops.triton import consensus as consensus_kernels
+from dualrc.ops.triton import convolution
 from dualrc.ops.triton import refine as refine_kernels
 from dualrc.ops.triton import search as search_kernels
 
@@ -31,6 +33,15 @@ class TritonEngine(TorchEngine):
 
     def __init__(self) -> None:
         self._prepared: WeakKeyDictionary[Consensus, tuple[object, consensus_kernels.Prepared]] = WeakKeyDictionary()
+
+    def prepare(self, backbone: nn.Module) -> nn.Module:
+        """The compact backbone in few kernels, compiled once for images of all sizes."""
+        dtype = next(backbone.parameters()).dtype
+        if not isinstance(backbone, CompactBackbone) or dtype not in convolution.DTYPES or interpreted():
+            return backbone
+        fused = convolution.fuse(backbone, dtype)
+        fused.compile_kernels()
+        return fused
 
     def coarse(
         self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]

@@ -42,7 +42,7 @@ def explained(layout: NeighborMaps) -> Support:
             explain[(-(-count // _EXPLAINED),)](
                 layout.maps, at, layout.known.contiguous(), *found, count, layout.maps.shape[1], layout.row,
                 STEP=support.STEP, REACH=support.REACH, SHARPNESS=0.5 / support.SIGMA**2, DOUBT=support.DOUBT,
-                NEAR=0.5 / support.NEAR**2, OWN=support.OWN, MATCHES=_EXPLAINED,
+                RIDGE=support.RIDGE,                NEAR=0.5 / support.NEAR**2, OWN=support.OWN, MATCHES=_EXPLAINED,
                 NEIGHBORS=power_above((2 * support.REACH + 1) ** 2), num_warps=4,
             )  # fmt: skip
     return found

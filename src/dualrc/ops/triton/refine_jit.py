@@ -59,6 +59,7 @@ def explain(
     REACH: tl.constexpr,
     SHARPNESS: tl.constexpr,
     DOUBT: tl.constexpr,
+    RIDGE: tl.constexpr,
     NEAR: tl.constexpr,
     OWN: tl.constexpr,
     MATCHES: tl.constexpr,
@@ -81,7 +82,7 @@ def explain(
     v = tl.load(maps + 3 * places + place, mask=asked, other=0.0)
     v -= tl.load(known + 3 * count + match, mask=exists, other=0.0)[:, None]
     wx, wy = weight * x, weight * y
-    xx, xy, yy = tl.sum(wx * x, axis=1) + 1e-3, tl.sum(wx * y, axis=1), tl.sum(wy * y, axis=1) + 1e-3
+    xx, xy, yy = tl.sum(wx * x, axis=1) + RIDGE, tl.sum(wx * y, axis=1), tl.sum(wy * y, axis=1) + RIDGE
     inverse = 1.0 / (xx * yy - xy * xy)
     ux, uy, vx, vy = tl.sum(wx * u, axis=1), tl.sum(wy * u, axis=1), tl.sum(wx * v, axis=1), tl.sum(wy * v, axis=1)
     a, b = (yy * ux - xy * uy) * inverse, (xx * uy - xy * ux) * inverse

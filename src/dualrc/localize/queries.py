@@ -5,8 +5,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dualrc.collection.pictures import find_pictures
 from dualrc.geometry import Camera
+from dualrc.image import find_pictures
 from dualrc.localize.localizer import Localization, Localizer
 from dualrc.localize.results import ResultsFile
 

@@ -15,7 +15,7 @@ from dualrc.types import BoolArray, FloatArray
 
 _LONG_SIDE = 504  # an eighth of a photograph of 4032 pixels, as in InLoc's protocol
 _NEAREST_M = 0.05
-# Descriptors: RootSIFT of 4 x 4 cells of this many pixels, every so many pixels.
+# Descriptors: RootSIFT of 4 x 4 cells, the side of a cell and the distance of descriptors in pixels.
 _CELL, _STEP = 8, 4
 _ORIENTATIONS = 8
 _LOWEST_CONTRAST = 0.02  # of a mean gradient, in standard deviations of the picture
@@ -43,7 +43,7 @@ def verify(
 def render_points(
     xyz: npt.NDArray[np.float32], rgb: npt.NDArray[np.uint8], camera: Camera, cam_from_points: FloatArray
 ) -> tuple[Picture, BoolArray]:
-    """A picture (h, w, 3) of coloured points, the nearest one in each pixel, and which pixels have one (h, w)."""
+    """A picture (h, w, 3) of colored points, the nearest one in each pixel, and which pixels have one (h, w)."""
     pose = cam_from_points.astype(np.float32)
     places = xyz @ pose[:, :3].T + pose[:, 3]
     ahead = places[:, 2] > _NEAREST_M
@@ -101,7 +101,9 @@ def _normalized(gray: Tensor, mask: Tensor) -> Tensor:
 
 def _descriptors(gray: Tensor) -> Tensor:
     """RootSIFT (128, h, w) at every fourth pixel that has all its cells in the picture."""
-    smooth = _separable(gray[None, None], _gaussian(_CELL / 6))
+    radius = math.ceil(_CELL / 2)  # three standard deviations
+    gaussian = torch.exp(-0.5 * (torch.arange(-radius, radius + 1) / (_CELL / 6)) ** 2)
+    smooth = _separable(gray[None, None], gaussian / gaussian.sum())
     dy, dx = torch.gradient(smooth[0, 0])
     position = torch.atan2(dy, dx) * (_ORIENTATIONS / (2 * math.pi))
     away = (position - torch.arange(_ORIENTATIONS)[:, None, None]).abs() % _ORIENTATIONS
@@ -116,12 +118,6 @@ def _descriptors(gray: Tensor) -> Tensor:
     # Where a wall is blank there is only noise to compare, and all of it is alike.
     contrast = total / (16 * _LOWEST_CONTRAST)
     return torch.where(contrast < 1, 0.0, (stacked / total.clamp(min=1e-9)).sqrt())
-
-
-def _gaussian(sigma: float) -> Tensor:
-    radius = math.ceil(3 * sigma)
-    kernel = torch.exp(-0.5 * (torch.arange(-radius, radius + 1) / sigma) ** 2)
-    return kernel / kernel.sum()
 
 
 def _separable(maps: Tensor, kernel: Tensor) -> Tensor:

@@ -4,15 +4,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from dualrc.image import read
+from dualrc.types import ImageArray
 
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 
 class ReadAhead:
@@ -20,14 +17,12 @@ class ReadAhead:
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
-        self._waiting: dict[Path, Future[npt.NDArray[np.uint8]]] = {}
+        self._waiting: dict[Path, Future[ImageArray]] = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
     def ask(self, path: Path) -> None:
@@ -35,7 +30,7 @@ class ReadAhead:
         if path not in self._waiting:
             self._waiting[path] = self._pool.submit(read, path)
 
-    def take(self, path: Path) -> npt.NDArray[np.uint8]:
+    def take(self, path: Path) -> ImageArray:
         """The picture, read by now or read here; raises what reading it raised."""
         future = self._waiting.pop(path, None)
         return read(path) if future is None else future.result()
@@ -47,7 +42,7 @@ class ReadAhead:
             future.cancel()
 
 
-def look_ahead(items: Iterable[Item], count: int) -> Iterator[tuple[Item, list[Item]]]:
+def look_ahead(items: Iterable[T], count: int) -> Iterator[tuple[T, list[T]]]:
     """Each item with those that newly come into view when `count` more are seen ahead of it; the first sees all."""
     rest = iter(items)
     seen = list(islice(rest, count + 1))

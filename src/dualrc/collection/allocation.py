@@ -8,13 +8,14 @@ import torch
 
 from dualrc import machine
 from dualrc.collection.config import CollectionConfig
-from dualrc.collection.engine import Engine
-from dualrc.collection.local import LocalEngine
-from dualrc.collection.ray_engine import RayEngine
+from dualrc.collection.executor import Executor
+from dualrc.collection.local import LocalExecutor
+from dualrc.collection.ray_cluster import RayExecutor
 from dualrc.collection.worker import WorkerSettings
 from dualrc.config import to_dict
-from dualrc.image import STRIDE, Scale
+from dualrc.image import Scale
 from dualrc.matcher import Matcher
+from dualrc.pixels import STRIDE
 
 _GIB = 2**30
 _SHARE = 0.75  # of the machine's memory that workers may take
@@ -22,7 +23,7 @@ _BASE = 0.5 * _GIB  # what a worker takes beside matching, as measured: torch, t
 _SAMPLE = 3  # pictures by which a machine tells whether it sees the same folder
 
 
-def start_engine(images: Path, names: Sequence[str], config: CollectionConfig, matcher: Matcher) -> Engine:
+def start_executor(images: Path, names: Sequence[str], config: CollectionConfig, matcher: Matcher) -> Executor:
     """Workers that match as this matcher does."""
 
     def settings(device: str, cache_bytes: float, match_bytes: float | None = None) -> WorkerSettings:
@@ -38,19 +39,19 @@ def start_engine(images: Path, names: Sequence[str], config: CollectionConfig, m
         )
 
     need = _worker_bytes(matcher)
-    if config.engine == "ray":
-        return RayEngine(settings, config, worker_bytes=need, sample=names[:_SAMPLE])
+    if config.executor == "ray":
+        return RayExecutor(settings, config, worker_bytes=need, sample=names[:_SAMPLE])
     devices = _devices(config)
     if devices != ["cpu"]:  # a GPU's workers keep features on the GPU
         devices = [devices[number % len(devices)] for number in range(config.workers or len(devices))]
         cache = config.cache * _GIB * len(set(devices)) / len(devices)
-        return LocalEngine([settings(device, cache) for device in devices])
+        return LocalExecutor([settings(device, cache) for device in devices])
     limit = machine.memory() * _SHARE if config.max_memory is None else config.max_memory * _GIB
     count = max(1, min(config.workers or machine.cores(), int(limit // need)))
     cache = min(config.cache * _GIB, max(0.0, limit - count * need))
     # Where not even one worker has what it needs, it sees the pictures smaller.
     share = (limit - cache) / count
-    return LocalEngine([settings("cpu", cache / count, max(share - _BASE, share / 4))] * count)
+    return LocalExecutor([settings("cpu", cache / count, max(share - _BASE, share / 4))] * count)
 
 
 def _devices(config: CollectionConfig) -> list[str]:

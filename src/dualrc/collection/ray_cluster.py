@@ -12,10 +12,11 @@ from typing import Any
 
 from dualrc import machine
 from dualrc.collection.config import CollectionConfig
-from dualrc.collection.engine import Event
-from dualrc.collection.plan import Item
+from dualrc.collection.executor import Event
+from dualrc.collection.plan import Task
 from dualrc.collection.worker import Worker, WorkerSettings, at_once
 from dualrc.errors import ConfigError, DualRCError
+from dualrc.extras import require
 
 _GIB = 2**30
 _REACH_S = 10.0
@@ -40,16 +41,13 @@ class _Actor:
             return "refused", self._worker
         return "ready", self._sees
 
-    def work(self, items: Sequence[Item], contents: dict[str, bytes] | None) -> Any:
-        """Yield ("result", (item, result)) for each item, then ("ready", how many pictures were read)."""
+    def work(self, tasks: Sequence[Task], contents: dict[str, bytes] | None) -> Any:
+        """Yield the worker's answers."""
         assert isinstance(self._worker, Worker)
-        before = self._worker.extracted
-        for answer in self._worker.work(items, contents):
-            yield "result", answer
-        yield "ready", self._worker.extracted - before
+        yield from self._worker.answers(tasks, contents)
 
 
-class RayEngine:
+class RayExecutor:
     """An actor per GPU of the cluster or, where it has none, per processor."""
 
     def __init__(
@@ -61,7 +59,7 @@ class RayEngine:
         sample: Sequence[str],
     ) -> None:
         """`settings` makes those of a device and a size of cache; `sample` are names of some pictures."""
-        self._ray = _import_ray()
+        self._ray = require("ray", "ray", "Collections on a Ray cluster")
         self._own = not self._ray.is_initialized()
         if self._own:
             _connect(self._ray, config.address)
@@ -84,11 +82,11 @@ class RayEngine:
             self.close()
             raise
 
-    def give(self, worker: int, items: Sequence[Item]) -> None:
+    def give(self, worker: int, tasks: Sequence[Task]) -> None:
         """Let a worker that is ready work on these."""
-        contents = None if self._sees[worker] else self._contents(items)
+        contents = None if self._sees[worker] else self._contents(tasks)
         work = self._actors[worker].work.options(num_returns="streaming", _generator_backpressure_num_objects=_UNREAD)
-        self._awaited[work.remote(items, contents)] = worker
+        self._awaited[work.remote(tasks, contents)] = worker
 
     def next(self) -> Event:
         """Wait until something happens; a worker that died is replaced as soon as there is room for another."""
@@ -122,10 +120,10 @@ class RayEngine:
         self._actors[worker] = self._kind.remote(*self._arguments)
         self._awaited[self._actors[worker].start.remote()] = worker
 
-    def _contents(self, items: Sequence[Item]) -> dict[str, bytes]:
+    def _contents(self, tasks: Sequence[Task]) -> dict[str, bytes]:
         """The files of these pictures, for a machine that does not see them."""
         contents = {}
-        for name in dict.fromkeys(name for item in items for name in item):
+        for name in dict.fromkeys(name for task in tasks for name in task):
             with suppress(OSError):  # the worker will not find it either, and say so
                 contents[name] = (self._images / name).read_bytes()
         return contents
@@ -155,17 +153,9 @@ class _Layout:
         ]
         count = min(config.workers or sum(fitting), sum(fitting))
         if count == 0:
-            raise ConfigError("The Ray cluster has no free processors; add machines to it, or choose --engine local.")
+            raise ConfigError("The Ray cluster has no free processors; add machines to it, or choose --executor local.")
         cache = config.cache * _GIB / min(count, max(fitting))
         return _Layout(count=count, device="cpu", resources={"num_cpus": 1.0}, cache_bytes=cache)
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(f"The engine ray needs Ray ({error}): pip install 'dualrc[ray]'.") from error
-    return ray
 
 
 def _connect(ray: Any, address: str | None) -> None:
@@ -184,7 +174,7 @@ def _connect(ray: Any, address: str | None) -> None:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         where = "can't be started" if address is None else f"at {address} can't be joined"
         raise ConfigError(
-            f"The Ray cluster {where} ({reason}); check `ray status`, or choose --engine local."
+            f"The Ray cluster {where} ({reason}); check `ray status`, or choose --executor local."
         ) from error
 
 

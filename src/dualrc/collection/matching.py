@@ -2,37 +2,25 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 
 from dualrc.collection import pairs
+from dualrc.collection.allocation import start_executor
 from dualrc.collection.config import CollectionConfig
-from dualrc.collection.descriptors import read_descriptors, write_descriptors
-from dualrc.collection.engine import Engine, carry_out
-from dualrc.collection.engines import start_engine
-from dualrc.collection.pictures import find_pictures
-from dualrc.collection.plan import Item, Plan, in_blocks, in_chunks
+from dualrc.collection.executor import Executor, carry_out
+from dualrc.collection.plan import Plan, Task, in_blocks, in_chunks
+from dualrc.collection.progress import show_progress
+from dualrc.collection.retrieval import read_descriptors, write_descriptors
 from dualrc.collection.store import MatchStore, Names
 from dualrc.collection.worker import Failure, Result
-from dualrc.errors import DataError, OutputError
-from dualrc.files import check_writable
+from dualrc.errors import DataError
+from dualrc.files import check_writable, make_folder
+from dualrc.image import find_pictures
 from dualrc.matcher import Matcher, load
 from dualrc.matches import Matches
 from dualrc.types import FloatArray
@@ -58,28 +46,21 @@ class CollectionResult:
 
 
 def match_collection(
-    images: str | Path, out: str | Path, config: CollectionConfig, *, quiet: bool = False
+    images: str | Path, out: str | Path, config: CollectionConfig | None = None, *, quiet: bool = False
 ) -> CollectionResult:
     """Match the pictures of a folder into `out`/matches.sqlite, but for what is there already."""
     start = time.monotonic()
-    images, out = Path(images), Path(out)
+    images, out, config = Path(images), Path(out), config or CollectionConfig()
     names = find_pictures(images)
     if len(names) < 2:
         raise DataError(f"{images} holds one picture only; give a folder with at least two.")
     # On the CPU, only to check the settings and to say what matches depend on; each worker has its own.
     settings: dict[str, Any] = {"size": config.size, "top": config.top, "min_score": config.min_score}
     matcher = load(config.preset, weights=config.weights, device="cpu", **settings)
-    _make_folder(out)
+    check_writable(make_folder(out) / "matches.sqlite")
     run = _Run(images, names, config, matcher, Console(stderr=True, quiet=quiet))
     with MatchStore(out / "matches.sqlite", run.depends_on) as store, run:
-        chosen = pairs.choose(
-            names,
-            config.pairs,
-            neighbors=config.neighbors,
-            overlap=config.overlap,
-            loops=config.loops,
-            describe=lambda: run.describe(names, out / "descriptors.npz"),
-        )
+        chosen = pairs.choose(names, config, lambda: run.describe(out / "descriptors.npz"))
         if not chosen:
             raise DataError(f"{images} has no two pictures to match ({_first(run.broken)}); mend or add some.")
         missing = store.missing(chosen)
@@ -109,7 +90,7 @@ class _Run:
         self.broken: dict[str, str] = {}
         self.failed: dict[Names, str] = {}
         self.extracted = 0
-        self._engine: Engine | None = None
+        self._executor: Executor | None = None
         self._idle: set[int] = set()
 
     @property
@@ -124,109 +105,79 @@ class _Run:
     def __enter__(self) -> "_Run":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._engine is not None:
-            self._engine.close()
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.close()
 
-    def describe(self, names: Sequence[str], file: Path) -> dict[str, FloatArray]:
+    def describe(self, file: Path) -> dict[str, FloatArray]:
         """Descriptors of the pictures that can be read, kept in a file."""
-        found = {name: vector for name, vector in read_descriptors(file, self.depends_on).items() if name in set(names)}
-        missing = [name for name in names if name not in found]
+        known = read_descriptors(file, self.depends_on)
+        found = {name: known[name] for name in self.names if name in known}
+        missing = [name for name in self.names if name not in found]
         saved = time.monotonic()
 
-        def handle(item: Item, result: Result) -> None:
+        def handle(task: Task, result: Result) -> None:
             nonlocal saved
             if isinstance(result, Failure):
-                self._report(item, result)
+                self._report(task, result)
             elif not isinstance(result, Matches):
-                found[item[0]] = result
+                found[task[0]] = result
             if time.monotonic() - saved > _SAVE_EVERY_S:
                 write_descriptors(file, self.depends_on, found)
                 saved = time.monotonic()
 
-        with self._progress("Describing", total=len(names), done=len(found)) as advance:
-            self._carry_out(lambda size: in_chunks(missing, size), len(missing), handle, advance)
+        self._carry_out("Describing", lambda size: in_chunks(missing, size), (len(found), len(self.names)), handle)
         if missing:
             write_descriptors(file, self.depends_on, found)
-        return {name: found[name] for name in names if name in found}
+        return {name: found[name] for name in self.names if name in found}
 
     def match(self, missing: Sequence[Names], store: MatchStore, *, total: int) -> None:
         """Match these pairs into the store."""
 
-        def handle(item: Item, result: Result) -> None:
-            pair = (item[0], item[1])
+        def handle(task: Task, result: Result) -> None:
+            pair = (task[0], task[1])
             if isinstance(result, Failure):
-                self._report(item, result)
+                self._report(task, result)
                 self.failed[pair] = result.reason
                 result = Matches.none({"error": result.reason})
             assert isinstance(result, Matches)
             store.put(*pair, result)
 
-        with self._progress("Matching", total=total, done=total - len(missing)) as advance:
-            self._carry_out(lambda size: in_blocks(missing, size), len(missing), handle, advance)
+        self._carry_out("Matching", lambda size: in_blocks(missing, size), (total - len(missing), total), handle)
 
     def _carry_out(
         self,
-        blocks: Callable[[int], list[list[Item]]],
-        count: int,
-        handle: Callable[[Item, Result], None],
-        advance: Callable[[], None],
+        step: str,
+        blocks: Callable[[int], list[list[Task]]],
+        count: tuple[int, int],
+        handle: Callable[[Task, Result], None],
     ) -> None:
-        """Let the workers do `count` items in blocks of a fitting size."""
-        if count == 0:
-            return
-        if self._engine is None:
-            self._engine = start_engine(self.images, self.names, self.config, self.matcher)
+        """Let the workers do tasks in blocks of a fitting size; `count` says how many are done, and of how many."""
+        done, total = count
+        with show_progress(self.console) as tell:
+            tell(step, done, total)
+            if done == total:
+                return
+            if self._executor is None:
+                self._executor = start_executor(self.images, self.names, self.config, self.matcher)
 
-        def each(item: Item, result: Result) -> None:
-            handle(item, result)
-            advance()
+            def each(task: Task, result: Result) -> None:
+                nonlocal done
+                handle(task, result)
+                done += 1
+                tell(step, done, total)
 
-        size = min(_BLOCK, math.ceil(count / (_SHARE * self._engine.count)))
-        plan = Plan(blocks(size), at_once=self._engine.at_once)
-        self.extracted += carry_out(self._engine, plan, self._idle, each)
+            size = min(_BLOCK, math.ceil((total - done) / (_SHARE * self._executor.count)))
+            plan = Plan(blocks(size), at_once=self._executor.at_once)
+            self.extracted += carry_out(self._executor, plan, self._idle, each)
 
-    def _report(self, item: Item, failure: Failure) -> None:
+    def _report(self, task: Task, failure: Failure) -> None:
         """Say once what is wrong with a picture, and with a pair that fails for another reason."""
         if failure.picture is None:
-            self.console.print(f"{' and '.join(item)} failed: {failure.reason}", style="yellow", markup=False)
+            self.console.print(f"{' and '.join(task)} failed: {failure.reason}", style="yellow", markup=False)
         elif failure.picture not in self.broken:
             self.broken[failure.picture] = failure.reason
             self.console.print(f"Left out: {failure.reason}", style="yellow", markup=False, highlight=False)
-
-    @contextmanager
-    def _progress(self, what: str, *, total: int, done: int) -> Iterator[Callable[[], None]]:
-        """A line with what is done, how fast, and how long the rest will take; gives what advances it."""
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            _Speed(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=self.console, speed_estimate_period=300) as progress:
-            task = progress.add_task(what, total=total, completed=done)
-            yield lambda: progress.advance(task)
-
-
-class _Speed(ProgressColumn):
-    """Pairs or pictures a second."""
-
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:.3g}/s")
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        remedy = "move a file that is in its place, or write elsewhere"
-        raise OutputError(f"The folder {folder} can't be made ({error.strerror}); {remedy}.") from error
-    check_writable(folder / "matches.sqlite")
 
 
 def _first(reasons: dict[str, str]) -> str:

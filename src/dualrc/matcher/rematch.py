@@ -1,4 +1,4 @@
-"""A second look: one picture is brought into the frame of the other by the motion that most first matches share."""
+"""High quality: match again, one image warped into the frame of the other by the motion that most matches share."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -9,13 +9,11 @@ from PIL import Image
 
 from dualrc import geometry
 from dualrc.matches import Matches
-from dualrc.types import BoolArray, FloatArray, Size
+from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
 if TYPE_CHECKING:
     from dualrc.matcher.features import PictureFeatures
     from dualrc.matcher.matcher import Matcher
-
-Picture = npt.NDArray[np.uint8]
 
 _LOOKS = 2  # after the first
 _SAMPLE = 3000  # matches that the motion is estimated from
@@ -26,9 +24,9 @@ _TOP = 1000  # matches by whose scores two looks are compared
 _SPACING = 0.02  # of picture 0's long side: where the second look found nothing this near, the first one stands
 
 
-def match_twice(
+def match_again(
     matcher: "Matcher",
-    pictures: tuple[Picture, Picture],
+    pictures: tuple[ImageArray, ImageArray],
     *features: "PictureFeatures",
     top: int | None,
     min_score: float,
@@ -49,7 +47,7 @@ def match_twice(
 
 def _match_moved(
     matcher: "Matcher",
-    pictures: tuple[Picture, Picture],
+    pictures: tuple[ImageArray, ImageArray],
     features: "tuple[PictureFeatures, ...]",
     motion: "Motion",
     min_score: float,
@@ -105,7 +103,9 @@ def shared_motion(matches: Matches) -> Motion | None:
     return Motion(frame1_from_0=fit.matrix, enlarges=float(np.sqrt(area)))
 
 
-def bring(picture: Picture, picture_from_frame: FloatArray, frame: Size, shrinks: float) -> tuple[Picture, BoolArray]:
+def bring(
+    picture: ImageArray, picture_from_frame: FloatArray, frame: Size, shrinks: float
+) -> tuple[ImageArray, BoolArray]:
     """The picture as it looks in a frame of this size, where it is so many times smaller, and where that shows it."""
     size = (picture.shape[1], picture.shape[0])
     if shrinks > 1:  # scaled down first, so that nothing aliases

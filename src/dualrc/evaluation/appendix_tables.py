@@ -1,4 +1,4 @@
-"""Tables and plots of the paper's appendix, made of scores on HPatches and of measured costs."""
+"""Tables and plots of the paper's appendix, from scores on HPatches and from measured costs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,17 +7,16 @@ from typing import get_args
 
 from dualrc.config import Fusion, NetworkConfig, ResNetConfig
 from dualrc.draw import Picture
-from dualrc.evaluation.benchmark import Result, Table, seconds, share
+from dualrc.evaluation.benchmark import Result
 from dualrc.evaluation.costs import Measured, cost_figure
-from dualrc.evaluation.figures import Panel, curve_panels
-from dualrc.evaluation.hpatches import CORRECT_PX, THRESHOLDS_PX, HPatches, published
+from dualrc.evaluation.hpatches import HPatches, accuracy_cells, accuracy_curves, published
+from dualrc.evaluation.report import Report, Table, seconds
 
 CHANNELS = (1024, 256)
 STRIDE = 4  # of the map on which matches are located, in pixels of the picture
-_GROUPS = ("overall", "illumination", "viewpoint")
 _BOTH_CHANNELS = ("a", "e")  # the variants of which the paper compares 256 and 1024 channels
-# The published curves of neighbourhood consensus: long side of the picture, and of the map that locates matches.
-_PUBLISHED = {
+# Published curves of neighborhood consensus: long sides of the picture, and of the map that locates matches.
+_PUBLISHED_SIZES = {
     "DualRC-Net, 1600 px, best 2000": (1600, 400),
     "Sparse-NCNet, 3200 px, hard + soft, best 2000": (3200, 400),
     "Sparse-NCNet, 1600 px, hard + soft, best 2000": (1600, 200),
@@ -26,7 +25,6 @@ _PUBLISHED = {
     "NCNet, 1600 px, relocalized, best 2000": (1600, 100),
     "NCNet, 800 px, best 2000": (800, 50),
 }
-_NOT_PUBLISHED = ("NCNet, 3200 px", 3200, 200)  # drawn in the paper, but not among the curves that we have
 # The paper's own figures for a map of 200 x 150: long side of the picture, seconds a pair, GPU memory in MB.
 _PUBLISHED_COSTS = {"DualRC-Net": (800, 2.05, 1232), "Sparse-NCNet": (1600, 0.82, 680), "NCNet": (3200, 4.15, 7868)}
 
@@ -47,30 +45,15 @@ class Network:
         return (backbone.fusion, backbone.channels) if isinstance(backbone, ResNetConfig) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """A table with its plots, and what is missing in them."""
-
-    table: Table
-    figures: Mapping[str, Picture]
-    notes: Sequence[str]
-
-
-def variant_label(fusion: str, channels: int) -> str:
-    """A variant as tables name it."""
-    return f"({fusion}) {channels}"
-
-
-def compare_fusion(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Comparison:
+def compare_fusion(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Report:
     """The five fusion variants, with as many channels as most of them are given with."""
-    given = [{n.variant[0] for n in results if n.variant and n.variant[1] == count} for count in CHANNELS]
-    channels = max(zip(CHANNELS, given, strict=True), key=lambda pair: len(pair[1]))[0]
+    given = {network.variant for network in results if network.variant}
+    channels = max(CHANNELS, key=lambda count: sum(variant[1] == count for variant in given))
     wanted = [(fusion, channels) for fusion in get_args(Fusion)]
-    title = f"Fusion variants, {channels} channels, {size} px"
-    return _compare_variants(benchmark, results, wanted, title, "fusion")
+    return _compare_variants(benchmark, results, wanted, f"Fusion variants, {channels} channels, {size} px", "fusion")
 
 
-def compare_channels(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Comparison:
+def compare_channels(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Report:
     """256 against 1024 channels, of the paper's two variants and of others that are given with both."""
     given = {network.variant for network in results}
     fusions = [f for f in get_args(Fusion) if f in _BOTH_CHANNELS or all((f, count) in given for count in CHANNELS)]
@@ -78,39 +61,44 @@ def compare_channels(benchmark: HPatches, results: Mapping[Network, Result], siz
     return _compare_variants(benchmark, results, wanted, f"256 against 1024 channels, {size} px", "channels")
 
 
+def variant_label(fusion: str, channels: int) -> str:
+    """A variant as tables name it."""
+    return f"({fusion}) {channels}"
+
+
 def _compare_variants(
     benchmark: HPatches,
     results: Mapping[Network, Result],
     wanted: Sequence[tuple[Fusion, int]],
     title: str,
-    name: str,
-) -> Comparison:
+    figure: str,
+) -> Report:
     found, missing, rows = list[Result](), list[str](), list[Sequence[str]]()
-    columns = benchmark.tables([])[0].columns
+    empty = benchmark.accuracy_table([], title)
     for variant in wanted:
         own = [_with_top(result, 0) for network, result in results.items() if network.variant == variant]
         found += own
-        rows += benchmark.tables(own)[0].rows
+        rows += benchmark.accuracy_table(own).rows
         if not own:
             missing.append(variant_label(*variant))
-            rows.append([missing[-1], "missing", *["-"] * (len(columns) - 2)])
-    table = replace(benchmark.tables([])[0], title=title, rows=rows)
-    figures = {name: _curves(found, {}, f"{title}, best {benchmark.tops[0]} matches")} if found else {}
-    notes = [f"{title}: no weights were given for {', '.join(missing)}."] if missing else []
-    return Comparison(table=table, figures=figures, notes=notes)
+            rows.append([missing[-1], "missing", *["-"] * (len(empty.columns) - 2)])
+    return Report(
+        tables=[replace(empty, rows=rows)],
+        figures={figure: _curves(found, [], f"{title}, best {benchmark.tops[0]} matches")} if found else {},
+        notes=[f"{title}: no weights were given for {', '.join(missing)}."] if missing else [],
+    )
 
 
-def compare_sizes(benchmark: HPatches, by_size: Mapping[int, Result], rivals: Sequence[Result]) -> Comparison:
-    """The same picture size, the same map size and smaller pictures, beside rivals and published curves."""
+def compare_sizes(benchmark: HPatches, by_size: Mapping[int, Result], others: Sequence[Result]) -> Report:
+    """The same picture size, the same map size and smaller pictures, beside other matchers and published curves."""
     by_size = {size: _with_top(result, -1) for size, result in by_size.items()}
-    rivals = [_with_top(result, -1) for result in rivals]
+    others = [_with_top(result, -1) for result in others]
     largest, *smaller = sorted(by_size, reverse=True)
     cells = largest // (2 * STRIDE)  # of the map that Sparse-NCNet makes of the largest pictures
-    same_picture = [name for name, (picture, _) in _PUBLISHED.items() if picture == largest]
-    same_map = [name for name, (_, side) in _PUBLISHED.items() if side == cells]
-    others = [name for name in same_picture if not name.startswith("DualRC-Net")]
+    same_picture = [name for name, (picture, _) in _PUBLISHED_SIZES.items() if picture == largest]
+    same_map = [name for name, (_, side) in _PUBLISHED_SIZES.items() if side == cells]
     plots = {
-        "sizes_same_picture": (f"Pictures of {largest} px", [by_size[largest], *rivals], same_picture),
+        "sizes_same_picture": (f"Pictures of {largest} px", [by_size[largest], *others], same_picture),
         "sizes_same_map": (
             f"Maps of {cells} cells",
             [result for size, result in by_size.items() if size == STRIDE * cells],
@@ -118,59 +106,58 @@ def compare_sizes(benchmark: HPatches, by_size: Mapping[int, Result], rivals: Se
         ),
         "sizes_smaller": (
             f"Smaller pictures beside {largest} px",
-            [*(by_size[size] for size in smaller), *rivals] if smaller else [],
-            others,
+            [*(by_size[size] for size in smaller), *others] if smaller else [],
+            [name for name in same_picture if not name.startswith("DualRC-Net")],
         ),
     }
-    figures = {
-        name: _curves(ours, _published_groups(theirs), f"{title}, best {benchmark.tops[-1]} matches")
-        for name, (title, ours, theirs) in plots.items()
-        if ours
-    }
-    shown = [name for name in _PUBLISHED if name in (*same_picture, *same_map)]
-    return Comparison(
-        table=_size_table(benchmark, by_size, rivals, shown),
-        figures=figures,
-        notes=_size_notes(largest, cells, list(figures)),
-    )
-
-
-def _size_notes(largest: int, cells: int, drawn: Sequence[str]) -> list[str]:
     notes = []
-    if "sizes_same_map" not in drawn:
+    if STRIDE * cells not in by_size:
         half = STRIDE * cells
         notes.append(f"The same map size is not compared: that needs {largest} and {half} px; add --size {half}.")
-    if "sizes_smaller" not in drawn:
+    if not smaller:
         notes.append("Smaller pictures are not compared: only one size was given; add another --size.")
-    name, picture, side = _NOT_PUBLISHED
+    # Drawn in the paper, but not among the published curves that we have.
+    name, picture, side = "NCNet, 3200 px", 3200, 200
     if picture == largest or side == cells:
         notes.append(f"{name} (a map of {side} cells) is missing beside our sizes: we have no published curve of it.")
-    return notes
+    shown = {name: sides for name, sides in _PUBLISHED_SIZES.items() if name in (*same_picture, *same_map)}
+    return Report(
+        tables=[_size_table(benchmark, by_size, others, shown)],
+        figures={
+            file: _curves(ours, theirs, f"{title}, best {benchmark.tops[-1]} matches")
+            for file, (title, ours, theirs) in plots.items()
+            if ours
+        },
+        notes=notes,
+    )
 
 
 def _size_table(
-    benchmark: HPatches, by_size: Mapping[int, Result], rivals: Sequence[Result], shown: Sequence[str]
+    benchmark: HPatches,
+    by_size: Mapping[int, Result],
+    others: Sequence[Result],
+    shown: Mapping[str, tuple[int, int]],
 ) -> Table:
-    whole = benchmark.tables([*by_size.values(), *rivals])[0]
-    sides = [*((str(size), str(size // STRIDE)) for size in by_size), *[("-", "-")] * len(rivals)]
+    whole = benchmark.accuracy_table([*by_size.values(), *others])
+    sides = [*((str(size), str(size // STRIDE)) for size in by_size), *[("-", "-")] * len(others)]
     # Without the limit, which is the same for all, and the size that was seen: the table must fit on a screen.
     rows = [[row[0], *side, *row[2:-1]] for row, side in zip(whole.rows, sides, strict=True)]
     curves = published()
-    for name in shown:
-        overall, *kinds = (curves[name][group] for group in _GROUPS)
-        accuracy = [*(share(overall[px - 1]) for px in (1, 3, 5, 10)), *(share(kind[CORRECT_PX - 1]) for kind in kinds)]
-        rows.append([f"{name}, published", *map(str, _PUBLISHED[name]), *accuracy, "-", "-"])
-    note = (
-        "Picture, map: long sides in pixels, and in cells of the map that locates matches. Mean matching accuracy at "
-        "1, 3, 5 and 10 px, and at 3 px of illumination and of viewpoint sequences; matches and time a pair. "
-        "Published: best 2000 matches, on 108 sequences."
+    for name, (picture, side) in shown.items():
+        rows.append([f"{name}, published", str(picture), str(side), *accuracy_cells(curves[name]), "-", "-"])
+    return Table(
+        title=f"Picture size and map size, best {benchmark.tops[-1]} matches",
+        columns=[whole.columns[0], "picture", "map", *whole.columns[2:-1]],
+        rows=rows,
+        note=(
+            "Picture, map: long sides in pixels, and in cells of the map that locates matches. Mean matching accuracy "
+            "at 1, 3, 5 and 10 px, and at 3 px of illumination and of viewpoint sequences; matches and time a pair. "
+            "Published: best 2000 matches, on 108 sequences."
+        ),
     )
-    title = f"Picture size and map size, best {benchmark.tops[-1]} matches"
-    columns = [whole.columns[0], "picture", "map", *whole.columns[2:-1]]
-    return Table(title=title, columns=columns, rows=rows, note=note)
 
 
-def compare_costs(costs: Mapping[tuple[Network, int], Measured | None]) -> Comparison:
+def compare_costs(costs: Mapping[tuple[Network, int], Measured | None]) -> Report:
     """Time and memory by network and picture size, beside the paper's own figures."""
     rows, lines = [], dict[str, list[tuple[int, Measured]]]()
     for (network, size), cost in costs.items():
@@ -194,17 +181,11 @@ def compare_costs(costs: Mapping[tuple[Network, int], Measured | None]) -> Compa
         ),
     )
     figures = {"costs": cost_figure(lines, title=f"Time and memory on {machines[0]}")} if lines else {}
-    return Comparison(table=table, figures=figures, notes=[])
+    return Report(tables=[table], figures=figures)
 
 
 def _gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
-
-
-def _published_groups(names: Sequence[str]) -> dict[str, dict[str, Sequence[float]]]:
-    """Published curves by group."""
-    curves = published()
-    return {group: {name: curves[name][group] for name in names} for group in _GROUPS}
 
 
 def _with_top(result: Result, index: int) -> Result:
@@ -212,13 +193,9 @@ def _with_top(result: Result, index: int) -> Result:
     return replace(result, figures=[result.figures[index]])
 
 
-def _curves(results: Sequence[Result], theirs: Mapping[str, Mapping[str, Sequence[float]]], title: str) -> Picture:
-    """Accuracy over thresholds."""
-    panels = []
-    for group in _GROUPS:
-        scores = {result.matcher: result.figures[0].groups.get(group) for result in results}
-        ours = {name: score.mma for name, score in scores.items() if score is not None}
-        if ours:
-            panels.append(Panel(title=group, x=THRESHOLDS_PX, ours=ours, published=theirs.get(group, {})))
-    note = "Thick: this run. Thin: published, on 108 sequences." if any(theirs.values()) else ""
-    return curve_panels(panels, title=title, x_label="threshold (px)", note=note)
+def _curves(results: Sequence[Result], published_names: Sequence[str], title: str) -> Picture:
+    """Accuracy over thresholds, beside the published methods of these names."""
+    known = published() if published_names else {}
+    note = "Thick: this run. Thin: published, on 108 sequences." if published_names else ""
+    scores = {result.matcher: result.figures[0] for result in results}
+    return accuracy_curves(scores, {name: known[name] for name in published_names}, title=title, note=note)

@@ -1,4 +1,4 @@
-"""A map of pictures with known poses: merged matches, and the 3D points that pycolmap triangulates from them."""
+"""Maps of pictures with known poses: 3D points that pycolmap triangulates from merged matches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.collection.keypoints import IntArray, MergedMatches, Progress
+from dualrc.collection.keypoints import IntArray, MergedMatches
+from dualrc.collection.progress import Progress
 from dualrc.collection.store import Names
 from dualrc.colmap import colmap_points, import_pycolmap, posed_reconstruction, quiet_colmap
 from dualrc.errors import DataError
@@ -43,72 +44,52 @@ class PosedMap:
         )
 
 
-def triangulate(
-    cameras: Mapping[str, Camera], merged: MergedMatches, work: Path, progress: Progress | None = None
-) -> PosedMap:
+def triangulate(cameras: Mapping[str, Camera], merged: MergedMatches, work: Path, progress: Progress) -> PosedMap:
     """Triangulate the matches between pictures whose cameras have poses; `work` is an empty folder for COLMAP."""
     pycolmap = import_pycolmap()
-    tell = progress or (lambda *_: None)
     names = sorted(name for name in cameras if name in merged.keypoints)
-    made = posed_reconstruction({name: cameras[name] for name in names})
-    numbers = {image.name: number for number, image in made.images.items()}
+    model = posed_reconstruction({name: cameras[name] for name in names})
+    numbers = {image.name: number for number, image in model.images.items()}
     with quiet_colmap(pycolmap):
         with pycolmap.Database.open(work / "database.db") as database, pycolmap.DatabaseTransaction(database):
-            _write_pictures(database, made, merged)
-            verified = _write_matches(database, cameras, merged, numbers, tell, pycolmap)
-        tell("Triangulating", 0, 1)
+            _write_pictures(database, model, merged)
+            verified = _write_matches(database, cameras, merged, numbers, progress)
+        progress("Triangulating", 0, 1)
         if verified:
-            made = _triangulated(made, work, pycolmap)
-        tell("Triangulating", 1, 1)
-    point_ids = sorted(made.points3D)
+            model = _triangulate_points(model, work)
+        progress("Triangulating", 1, 1)
+    point_ids = sorted(model.points3D)
     rows = {name: np.full(len(merged.keypoints[name]), -1, np.int64) for name in names}
     by_number = {number: rows[name] for name, number in numbers.items()}
     for row, point_id in enumerate(point_ids):
-        for element in made.points3D[point_id].track.elements:
+        for element in model.points3D[point_id].track.elements:
             by_number[element.image_id][element.point2D_idx] = row
     return PosedMap(
-        xyz=np.array([made.points3D[point_id].xyz for point_id in point_ids]).reshape(-1, 3),
+        xyz=np.array([model.points3D[point_id].xyz for point_id in point_ids]).reshape(-1, 3),
         rows=rows,
-        track_length=made.compute_mean_track_length() if point_ids else 0.0,
-        error_px=made.compute_mean_reprojection_error() if point_ids else 0.0,
+        track_length=model.compute_mean_track_length() if point_ids else 0.0,
+        error_px=model.compute_mean_reprojection_error() if point_ids else 0.0,
     )
 
 
-def _triangulated(made: Any, work: Path, pycolmap: Any) -> Any:
-    options = pycolmap.IncrementalPipelineOptions()
-    options.min_num_matches = _MIN_MATCHES
-    options.extract_colors = False
-    options.random_seed = 0
-    (work / "model").mkdir()
-    try:
-        return pycolmap.triangulate_points(made, work / "database.db", work, work / "model", options=options)
-    except (ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"COLMAP can't triangulate the matches ({reason}); check the reference model.") from error
-
-
-def _write_pictures(database: Any, made: Any, merged: MergedMatches) -> None:
-    """Cameras, pictures and keypoints, numbered as in the reconstruction."""
-    for camera in made.cameras.values():
+def _write_pictures(database: Any, model: Any, merged: MergedMatches) -> None:
+    """Write cameras, pictures and keypoints, numbered as in the reconstruction."""
+    for camera in model.cameras.values():
         database.write_camera(camera, use_camera_id=True)
-    for rig in made.rigs.values():
+    for rig in model.rigs.values():
         database.write_rig(rig, use_rig_id=True)
-    for frame in made.frames.values():
+    for frame in model.frames.values():
         database.write_frame(frame, use_frame_id=True)
-    for number, image in made.images.items():
+    for number, image in model.images.items():
         database.write_image(image, use_image_id=True)
         database.write_keypoints(number, colmap_points(merged.keypoints[image.name].points).astype(np.float32))
 
 
 def _write_matches(
-    database: Any,
-    cameras: Mapping[str, Camera],
-    merged: MergedMatches,
-    numbers: Mapping[str, int],
-    tell: Progress,
-    pycolmap: Any,
+    database: Any, cameras: Mapping[str, Camera], merged: MergedMatches, numbers: Mapping[str, int], progress: Progress
 ) -> int:
-    """Matches that agree with the poses, and how many pairs have enough of them."""
+    """Write the matches that agree with the poses; returns how many pairs have enough of them."""
+    pycolmap = import_pycolmap()
     pairs = [pair for pair in merged.pairs if pair[0] in numbers and pair[1] in numbers]
     verified = 0
     for count, (name0, name1) in enumerate(pairs, start=1):
@@ -123,5 +104,19 @@ def _write_matches(
         geometry.inlier_matches = indices[agree].astype(np.uint32)
         database.write_two_view_geometry(numbers[name0], numbers[name1], geometry)
         verified += int(agree.sum() >= _MIN_MATCHES)
-        tell("Verifying pairs", count, len(pairs))
+        progress("Verifying pairs", count, len(pairs))
     return verified
+
+
+def _triangulate_points(model: Any, work: Path) -> Any:
+    pycolmap = import_pycolmap()
+    options = pycolmap.IncrementalPipelineOptions()
+    options.min_num_matches = _MIN_MATCHES
+    options.extract_colors = False
+    options.random_seed = 0
+    (work / "model").mkdir()
+    try:
+        return pycolmap.triangulate_points(model, work / "database.db", work, work / "model", options=options)
+    except (ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"COLMAP can't triangulate the matches ({reason}); check the reference model.") from error

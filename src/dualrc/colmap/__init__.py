@@ -1,0 +1,31 @@
+"""COLMAP's files in our convention: the one home of its half pixel and of its pictures that lie on their side.
+
+COLMAP puts the center of the first pixel at (0.5, 0.5), we put it at (0, 0). COLMAP's cameras are for pictures as they
+are stored, ours for pictures rotated upright as their EXIF orientation says.
+"""
+
+from dualrc.colmap.cameras import from_colmap_pixels, read_cameras
+from dualrc.colmap.model import Model, ModelImage, posed_reconstruction, read_model
+from dualrc.colmap.upright import (
+    colmap_camera,
+    colmap_points,
+    import_pycolmap,
+    quiet_colmap,
+    refuse_mirrored,
+    stored_points,
+)
+
+__all__ = [
+    "Model",
+    "ModelImage",
+    "colmap_camera",
+    "colmap_points",
+    "from_colmap_pixels",
+    "import_pycolmap",
+    "posed_reconstruction",
+    "quiet_colmap",
+    "read_cameras",
+    "read_model",
+    "refuse_mirrored",
+    "stored_points",
+]

@@ -1,0 +1,100 @@
+"""COLMAP models: pictures, cameras, poses and points."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc.colmap.cameras import pinhole_camera
+from dualrc.colmap.records import CameraRecord, refuse_damaged
+from dualrc.colmap.upright import HALF_PX, find_rotation, import_pycolmap
+from dualrc.errors import DataError
+from dualrc.geometry import Camera
+from dualrc.types import FloatArray, Size
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelImage:
+    """A registered picture of a COLMAP model, upright."""
+
+    size: Size
+    points: FloatArray  # (n, 2) float64, the observations that have a 3D point
+    point_ids: npt.NDArray[np.int64]  # (n,)
+    cam_from_world: FloatArray  # (3, 4)
+    camera: Camera | None  # None where the lens distorts, or is no pinhole
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Model:
+    """A COLMAP model in our convention."""
+
+    images: dict[str, ModelImage]  # by name
+    point_ids: npt.NDArray[np.int64]  # (m,), ascending
+    xyz: FloatArray  # (m, 3)
+
+    def xyz_of(self, point_ids: npt.ArrayLike) -> FloatArray:
+        """The 3D points with these ids, (n,) -> (n, 3)."""
+        return self.xyz[np.searchsorted(self.point_ids, point_ids)]
+
+
+def read_model(path: str | Path, images: str | Path | None = None) -> Model:
+    """A COLMAP model, binary or text, from its folder; `images` holds its pictures, whose EXIF orientations count."""
+    pycolmap = import_pycolmap()
+    path = Path(path)
+    if not path.is_dir():
+        raise DataError(f"{path} is not a folder; give the one that holds cameras.bin or cameras.txt.")
+    refuse_damaged(path)
+    try:
+        model = pycolmap.Reconstruction(str(path))
+    except (ValueError, RuntimeError, IndexError, MemoryError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{path} does not hold a COLMAP model ({reason}); give the folder of cameras.bin.") from error
+    if not model.is_valid():
+        raise DataError(f"The COLMAP model {path} is damaged; copy or export it again.")
+    point_ids = np.array(sorted(model.points3D), dtype=np.int64)
+    xyz = np.array([model.points3D[point_id].xyz for point_id in point_ids.tolist()]).reshape(-1, 3)
+    registered = sorted((model.images[number] for number in model.reg_image_ids()), key=lambda image: image.name)
+    folder = None if images is None else Path(images)
+    return Model(images={image.name: _model_image(image, folder) for image in registered}, point_ids=point_ids, xyz=xyz)
+
+
+def posed_reconstruction(cameras: Mapping[str, Camera]) -> Any:
+    """pycolmap's Reconstruction of upright pictures with known cameras and poses, ready to be triangulated."""
+    pycolmap = import_pycolmap()
+    made = pycolmap.Reconstruction()
+    for number, (name, camera) in enumerate(cameras.items(), start=1):
+        if camera.cam_from_world is None:
+            raise DataError(f"The camera of {name} has no pose; add its cam_from_world.")
+        K = camera.K
+        params = [K[0, 0], K[1, 1], K[0, 2] + HALF_PX, K[1, 2] + HALF_PX]
+        made.add_camera_with_trivial_rig(
+            pycolmap.Camera(camera_id=number, model="PINHOLE", width=camera.width, height=camera.height, params=params)
+        )
+        image = pycolmap.Image(name=name, camera_id=number, image_id=number)
+        made.add_image_with_trivial_frame(image, pycolmap.Rigid3d(camera.cam_from_world))
+    return made
+
+
+def _model_image(image: Any, folder: Path | None) -> ModelImage:
+    """A registered picture of pycolmap's, upright."""
+    seen, size = image.get_observation_points2D(), (image.camera.width, image.camera.height)
+    points = np.array([point.xy for point in seen], dtype=np.float64).reshape(-1, 2) - HALF_PX
+    pose = np.array(image.cam_from_world().matrix(), dtype=np.float64)
+    rotation = find_rotation("" if folder is None else folder / image.name, size)
+    pose = rotation.camera @ pose
+    try:
+        model, params = image.camera.model_name, image.camera.params
+        record = CameraRecord(camera_id=0, model=model, width=size[0], height=size[1], params=params)
+        camera = replace(rotation.rotate_camera(pinhole_camera(record, image.name)), cam_from_world=pose)
+    except DataError:
+        camera = None
+    return ModelImage(
+        size=rotation.size,
+        points=rotation.rotate_points(points),
+        point_ids=np.array([point.point3D_id for point in seen], dtype=np.int64),
+        cam_from_world=pose,
+        camera=camera,
+    )

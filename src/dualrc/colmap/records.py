@@ -1,0 +1,141 @@
+"""COLMAP's files of cameras and pictures, text and binary, record by record and in COLMAP's own convention."""
+
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from dualrc.colmap.upright import import_pycolmap
+from dualrc.errors import DataError
+from dualrc.files import read_text
+from dualrc.geometry import pose_from_quaternion
+from dualrc.types import FloatArray
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CameraRecord:
+    """A camera of cameras.bin or cameras.txt."""
+
+    camera_id: int
+    model: str
+    width: int
+    height: int
+    params: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ImageRecord:
+    """A picture of images.bin or images.txt, without its points."""
+
+    name: str
+    camera_id: int
+    cam_from_world: FloatArray  # (3, 4)
+
+
+def read_cameras_bin(path: Path) -> dict[int, CameraRecord]:
+    """The cameras of cameras.bin by their ids."""
+    pycolmap = import_pycolmap()
+
+    def read(data: bytes, at: int) -> tuple[CameraRecord, int]:
+        number, model, width, height = struct.unpack_from("<IiQQ", data, at)
+        kind = pycolmap.CameraModelId(model)
+        count = len(pycolmap.Camera.create_from_model_id(1, kind, 1.0, 1, 1).params)
+        params = struct.unpack_from(f"<{count}d", data, at + 24)
+        camera = CameraRecord(camera_id=number, model=kind.name, width=width, height=height, params=params)
+        return camera, at + 24 + 8 * count
+
+    return {camera.camera_id: camera for camera in _binary_records(path, read)}
+
+
+def read_images_bin(path: Path) -> Iterator[ImageRecord]:
+    """The pictures of images.bin."""
+
+    def read(data: bytes, at: int) -> tuple[ImageRecord, int]:
+        values, camera_id = struct.unpack_from("<7d", data, at + 4), struct.unpack_from("<I", data, at + 60)[0]
+        name_end = data.index(b"\0", at + 64)
+        name, pose = data[at + 64 : name_end].decode(), pose_from_quaternion(values)
+        image = ImageRecord(name=name, camera_id=camera_id, cam_from_world=pose)
+        return image, name_end + 9 + 24 * int(struct.unpack_from("<Q", data, name_end + 1)[0])
+
+    return _binary_records(path, read)
+
+
+def refuse_damaged(folder: Path) -> None:
+    """Raise DataError if a binary file ends too early, as when a copy broke off; pycolmap may then read forever."""
+    for name, read in (("cameras.bin", read_cameras_bin), ("images.bin", read_images_bin), ("points3D.bin", _points)):
+        if (folder / name).is_file():
+            for _ in read(folder / name):
+                pass
+
+
+def read_cameras_txt(path: Path) -> dict[int, CameraRecord]:
+    """The cameras of cameras.txt by their ids."""
+    form = "CAMERA_ID MODEL WIDTH HEIGHT PARAMS"
+
+    def parse(line: str) -> CameraRecord:
+        number, model, width, height, *params = line.split()
+        values = [float(value) for value in params]
+        return CameraRecord(camera_id=int(number), model=model, width=int(width), height=int(height), params=values)
+
+    cameras = _text_records(path, [entry for entry in _lines(path) if entry[1]], parse, f"a camera; write {form}")
+    if not cameras:
+        raise DataError(f"{path} holds no camera; write {form}.")
+    return {camera.camera_id: camera for camera in cameras}
+
+
+def read_images_txt(path: Path) -> dict[str, ImageRecord]:
+    """The pictures of images.txt by name.
+
+    Every second line is a picture: IMAGE_ID QW QX QY QZ TX TY TZ CAMERA_ID NAME; the others are its points.
+    """
+
+    def parse(line: str) -> ImageRecord:
+        fields = line.split(maxsplit=9)
+        pose = pose_from_quaternion([float(value) for value in fields[1:8]])
+        return ImageRecord(name=fields[9], camera_id=int(fields[8]), cam_from_world=pose)
+
+    lines = _lines(path)
+    # A picture without points is followed by an empty line, so empty lines count, but not at the very start.
+    while lines and not lines[0][1]:
+        del lines[0]
+    pictures = [entry for entry in lines[::2] if entry[1]]
+    found = _text_records(path, pictures, parse, "a picture; export the model from COLMAP again")
+    return {image.name: image for image in found}
+
+
+def _points(path: Path) -> Iterator[None]:
+    """Nothing of each 3D point of points3D.bin, which only shows that it is there."""
+    return _binary_records(path, lambda data, at: (None, at + 51 + 8 * int(struct.unpack_from("<Q", data, at + 43)[0])))
+
+
+def _binary_records(path: Path, read: Callable[[bytes, int], tuple[T, int]]) -> Iterator[T]:
+    """The records of a file that begins with their number; `read` gives one and where the next begins."""
+    try:
+        data, at = path.read_bytes(), 8
+        for _ in range(struct.unpack_from("<Q", data)[0]):
+            record, at = read(data, at)
+            if at > len(data):
+                raise ValueError("it ends too early")
+            yield record
+    except (OSError, struct.error, ValueError) as error:
+        raise DataError(f"{path} is cut off or damaged ({error}); copy or export the model again.") from error
+
+
+def _text_records(path: Path, lines: list[tuple[int, str]], parse: Callable[[str], T], expected: str) -> list[T]:
+    records = []
+    for number, line in lines:
+        try:
+            records.append(parse(line))
+        except (ValueError, IndexError) as error:
+            raise DataError(f"{path}, line {number}: not {expected}.") from error
+    return records
+
+
+def _lines(path: Path) -> list[tuple[int, str]]:
+    """The stripped lines of a text file with their numbers, without comments."""
+    lines = read_text(path, "export it from COLMAP as text").splitlines()
+    numbered = enumerate((line.strip() for line in lines), start=1)
+    return [(number, line) for number, line in numbered if not line.startswith("#")]

@@ -1,0 +1,269 @@
+"""Aachen Day-Night as it is published, v1.0 and v1.1: the reference model, the queries and the pairs to match."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualrc.colmap import from_colmap_pixels, import_pycolmap, stored_points
+from dualrc.colmap.records import read_cameras_bin, read_images_bin
+from dualrc.errors import DataError
+from dualrc.evaluation.benchmark import folder_hint
+from dualrc.evaluation.data_files import check_folder, read_lines, read_name_pairs
+from dualrc.evaluation.export import Pair
+from dualrc.geometry import Camera, rotation_from_quaternion
+from dualrc.image import read_header
+from dualrc.types import FloatArray
+
+_MODEL_1_1 = "3D-models/aachen_v_1_1"
+_MODELS_1_0 = ("3D-models", "3D-models/aachen_v_1")
+_NVM_1_0, _NVM_1_1 = "aachen_cvpr2018_db.nvm", "aachen_v_1_1.nvm"
+_INTRINSICS_1_0, _INTRINSICS_1_1 = "database_intrinsics.txt", "database_intrinsics_v1_1.txt"
+_IMAGES = ("images/images_upright", "images_upright")
+_QUERIES = {condition: f"queries/{condition}_time_queries_with_intrinsics.txt" for condition in ("day", "night")}
+_PAIRS = {"v1.0": "image_pairs_to_match.txt", "v1.1": "image_pairs_to_match_v1_1.txt"}
+# More lists of pairs, such as candidates for the day-time queries, which the published ones lack.
+_MORE_PAIRS = "pairs*.txt"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lens:
+    """The camera of a picture as it is stored, and the pinhole camera without its distortion."""
+
+    camera: Camera  # the pinhole, with the pose where that is known
+    distorted: Any  # pycolmap's Camera, but in our pixels
+
+    @staticmethod
+    def of(model: str, width: int, height: int, params: list[float]) -> "Lens":
+        """The lens of COLMAP's camera."""
+        pycolmap = import_pycolmap()
+        try:
+            made = pycolmap.Camera(model=model, width=width, height=height, params=params)
+        except (ValueError, RuntimeError, KeyError) as error:
+            raise DataError(f"{model} with {len(params)} parameters is not a camera of COLMAP's; mend it.") from error
+        if not made.verify_params() or not np.isfinite(params).all():
+            raise DataError(f"{model} has not {len(params)} numbers as parameters; mend the line.")
+        K = from_colmap_pixels(made.calibration_matrix())
+        made.principal_point_x, made.principal_point_y = K[0, 2], K[1, 2]
+        return Lens(camera=Camera(width=width, height=height, K=K, source="file"), distorted=made)
+
+    def posed(self, cam_from_world: FloatArray) -> "Lens":
+        """The same lens at a place."""
+        return replace(self, camera=replace(self.camera, cam_from_world=cam_from_world))
+
+    def undistorted(self, points: FloatArray, path: Path) -> FloatArray:
+        """Upright points (n, 2) of the picture file as the pinhole sees them; NaN where the lens sees nothing."""
+        stored = stored_points(points, path)
+        rays = np.asarray(self.distorted.cam_from_img(stored), dtype=np.float64).reshape(-1, 2)
+        return rays @ self.camera.K[:2, :2].T + self.camera.K[:2, 2]
+
+    def mismatch(self, path: Path) -> str | None:
+        """Why the lens can't be that of a picture file; a file that can't be read is left to the matcher to report."""
+        header = read_header(path)
+        if header is None or header.stored_size == self.camera.size:
+            return None
+        there, here = f"{self.camera.width}x{self.camera.height}", "{}x{}".format(*header.stored_size)
+        return f"The intrinsics are for {there} pixels and {path} has {here}; get the published files."
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Query:
+    """A picture to be localized."""
+
+    condition: str  # day or night
+    lens: Lens | None = None  # None where there is none, and then `reason` says why
+    reason: str | None = None  # why it can't be localized with any matches
+    candidates: tuple[str, ...] = ()  # pictures of the database to match it with
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AachenData:
+    """A database of pictures with poses, queries, and which pictures are matched."""
+
+    version: str
+    database: dict[str, Lens]
+    queries: dict[str, Query]  # of the conditions that have candidates
+    pairs: list[Pair]
+    notes: list[str]
+
+
+def read_aachen(root: Path) -> AachenData:
+    """Find and check the data set; what is wrong with single pictures is said in the notes."""
+    check_folder(root)
+    notes: list[str] = []
+    version, database = _read_database(root, notes)
+    folders = [root / folder for folder in _IMAGES if (root / folder).is_dir()]
+    if not folders:
+        raise DataError(f"{root} has no pictures in {_IMAGES[0]}; unpack them there.")
+    listed = _read_pairs(root, version)
+    queries = _read_queries(root, listed, notes)
+    # v1.1 may be unpacked beside the pictures of v1.0.
+    paths = {
+        name: next((folder / name for folder in folders if (folder / name).is_file()), folders[0] / name)
+        for name in (*database, *queries)
+    }
+    if not any(path.is_file() for path in paths.values()):
+        raise DataError(f"{folders[0]} has none of the pictures, such as {next(iter(paths))}; unpack them there.")
+    for name, lens in list(database.items()):
+        if wrong := lens.mismatch(paths[name]):
+            notes.append(f"The database picture {name} is not used: {wrong}")
+            del database[name]
+    for name, query in queries.items():
+        if query.lens is not None and (wrong := query.lens.mismatch(paths[name])):
+            queries[name] = replace(query, reason=wrong)
+    pairs = _add_candidates(listed, database, queries, paths, notes)
+    return AachenData(
+        version=version, database=database, queries=_with_candidates(queries, version, notes), pairs=pairs, notes=notes
+    )
+
+
+def _read_database(root: Path, notes: list[str]) -> tuple[str, dict[str, Lens]]:
+    """The newest version that is there, with the lenses and poses of its reference model."""
+    folder = root / _MODEL_1_1
+    old = [root / model for model in _MODELS_1_0 if (root / model / _NVM_1_0).is_file()]
+    if (folder / "images.bin").is_file() or (folder / _NVM_1_1).is_file():
+        if old:
+            notes.append(f"v1.1 is used; to use v1.0, move {_MODEL_1_1} away.")
+        if (folder / "images.bin").is_file():
+            return "v1.1", dict(_read_model(folder))
+        return "v1.1", _read_nvm(folder / _NVM_1_1, [folder / _INTRINSICS_1_1], notes)
+    if old:
+        intrinsics = [place / _INTRINSICS_1_0 for place in (old[0], root / "3D-models", root)]
+        return "v1.0", _read_nvm(old[0] / _NVM_1_0, intrinsics, notes)
+    missing = f"no 3D-models/{_NVM_1_0} and no {_MODEL_1_1}/images.bin"
+    raise DataError(f"{root} is not Aachen Day-Night: {missing}; {folder_hint(root, 'aachen')}.")
+
+
+def _read_intrinsics(path: Path) -> Iterator[tuple[str, Lens | str]]:
+    """Names with their lenses, or with what is wrong with the line: NAME MODEL WIDTH HEIGHT PARAMS."""
+    for number, line in read_lines(path):
+        name, *fields = line.split()
+        try:
+            yield name, Lens.of(fields[0], int(fields[1]), int(fields[2]), [float(value) for value in fields[3:]])
+        except (ValueError, IndexError):
+            yield name, f"{path}, line {number}: not a camera; write NAME MODEL WIDTH HEIGHT PARAMS."
+        except DataError as error:
+            yield name, f"{path}, line {number}: {error}"
+
+
+def _read_nvm(path: Path, intrinsics_paths: list[Path], notes: list[str]) -> dict[str, Lens]:
+    """VisualSFM's model: after a header and a count, NAME FOCAL QW QX QY QZ CX CY CZ DISTORTION 0, a line a picture."""
+    intrinsics = next((file for file in intrinsics_paths if file.is_file()), None)
+    if intrinsics is None:
+        raise DataError(f"{intrinsics_paths[0]} does not exist; get the published file.")
+    lenses, database = dict(_read_intrinsics(intrinsics)), {}
+    lines = [(number, line) for number, line in read_lines(path) if not line.startswith("NVM_V3")]
+    try:
+        count = int(lines[0][1])
+    except (ValueError, IndexError) as error:
+        raise DataError(f"{path} has no number of pictures after its header; get the published file.") from error
+    if len(lines) < count + 1:
+        raise DataError(f"{path} is cut off: it has fewer than its {count} pictures; get it again.")
+    for number, line in lines[1 : count + 1]:
+        name, *fields = line.rsplit(maxsplit=10)
+        try:
+            values = [float(value) for value in fields[1:8]]
+            R = rotation_from_quaternion(values[:4])
+            pose = np.column_stack([R, -R @ np.array(values[4:7])])  # the file has the camera's place
+        except (ValueError, IndexError) as error:
+            raise DataError(f"{path}, line {number}: not a picture with its pose; get the published file.") from error
+        lens = lenses.get(name, f"{intrinsics} has no camera for it.")
+        if isinstance(lens, str):
+            notes.append(f"The database picture {name} is not used: {lens}")
+        else:
+            database[name] = lens.posed(pose)
+    return database
+
+
+def _read_model(folder: Path) -> Iterator[tuple[str, Lens]]:
+    """Names and lenses with poses from COLMAP's cameras.bin and images.bin, without the points, which are many."""
+    try:
+        cameras = read_cameras_bin(folder / "cameras.bin")
+        lenses = {number: Lens.of(c.model, c.width, c.height, list(c.params)) for number, c in cameras.items()}
+        for image in read_images_bin(folder / "images.bin"):
+            yield image.name, lenses[image.camera_id].posed(image.cam_from_world)
+    except (OSError, DataError, KeyError) as error:
+        raise DataError(f"{folder} holds no COLMAP model, or a broken one ({error}); get it again.") from error
+
+
+def _read_queries(root: Path, listed: list[tuple[str, str]], notes: list[str]) -> dict[str, Query]:
+    """The queries with intrinsics, and those of the pairs that have none, which count as failures."""
+    queries: dict[str, Query] = {}
+    for condition, file in _QUERIES.items():
+        for name, lens in _read_intrinsics(root / file) if (root / file).is_file() else ():
+            found = {"reason": lens} if isinstance(lens, str) else {"lens": lens}
+            queries[name] = Query(condition=condition, **found)
+    if not queries:
+        raise DataError(f"{root} has no queries: neither {' nor '.join(_QUERIES.values())}; get the published files.")
+    for file_name, count in Counter(Path(name).name for name in queries).items():
+        if count > 1:
+            notes.append(f"Several queries are called {file_name}, and the benchmark takes no folders.")
+    for name in dict.fromkeys(name for pair in listed for name in pair if name.startswith("query/")):
+        if name not in queries:
+            condition = name.split("/")[1] if name.split("/")[1] in _QUERIES else "night"
+            reason = f"It has no intrinsics in {_QUERIES[condition]}; add its line."
+            queries[name] = Query(condition=condition, reason=reason)
+    return queries
+
+
+def _read_pairs(root: Path, version: str) -> list[tuple[str, str]]:
+    """The lines of all lists of pairs."""
+    main = root / _PAIRS[version]
+    files = [main, *sorted(root.glob(_MORE_PAIRS)), *sorted(root.glob(f"pairs/{_MORE_PAIRS}"))]
+    files = [path for path in files if path.is_file()]
+    if not files:
+        remedy = "the local features part of the benchmark's code has it"
+        raise DataError(f"{main}, the list of pairs, does not exist; {remedy}.")
+    return [pair for path in files for pair in read_name_pairs(path, what="two pictures")]
+
+
+def _add_candidates(
+    listed: list[tuple[str, str]],
+    database: Mapping[str, Lens],
+    queries: dict[str, Query],
+    paths: Mapping[str, Path],
+    notes: list[str],
+) -> list[Pair]:
+    """Give each query its candidates; returns every pair to match once, though lists have many both ways round."""
+    candidates: dict[str, list[str]] = {name: [] for name in queries}
+    pairs, unusable = [], []
+    for pair in dict.fromkeys((min(pair), max(pair)) for pair in listed):
+        asked = [name for name in pair if name in queries]
+        if any(name not in database and name not in queries for name in pair) or len(asked) == 2 or pair[0] == pair[1]:
+            unusable.append(pair)
+            continue
+        name0, name1 = (asked[0], pair[pair[0] == asked[0]]) if asked else pair
+        if asked:
+            candidates[name0].append(name1)
+            if queries[name0].reason is not None:
+                continue  # its matches would not be used
+        group = queries[name0].condition if asked else "database"
+        pairs.append(Pair(name0=name0, name1=name1, path0=paths[name0], path1=paths[name1], group=group))
+    if unusable:
+        example = " ".join(unusable[0])
+        notes.append(f"{len(unusable)} pairs of the lists have no two usable pictures with poses, such as {example}.")
+    if not any(candidates.values()):
+        raise DataError("The lists of pairs have no candidates for any query; give those of this version.")
+    for name, query in queries.items():
+        alone = "No pair of the lists has it with a picture of the database; add candidates."
+        reason = query.reason or (None if candidates[name] else alone)
+        queries[name] = replace(query, candidates=tuple(candidates[name]), reason=reason)
+    return sorted(pairs, key=lambda pair: (pair.group, pair.name0))
+
+
+def _with_candidates(queries: Mapping[str, Query], version: str, notes: list[str]) -> dict[str, Query]:
+    """The queries of the conditions that have candidates at all; the others are not evaluated."""
+    evaluated: dict[str, Query] = {}
+    for condition in _QUERIES:
+        group = {name: query for name, query in queries.items() if query.condition == condition}
+        if any(query.candidates for query in group.values()):
+            evaluated |= group
+        elif group:
+            notes.append(
+                f"The {len(group)} {condition}-time queries are not evaluated: {_PAIRS[version]} has no candidates for "
+                f"them; add a list of them ({_MORE_PAIRS})."
+            )
+    return evaluated

@@ -1,0 +1,303 @@
+"""InLoc's files as published: cut-outs and scans with 3D points, alignments, lists of candidates and of poses."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc.errors import DataError, DualRCError
+from dualrc.evaluation.benchmark import folder_hint
+from dualrc.evaluation.data_files import as_pose, check_folder, import_extra, read_lines
+from dualrc.files import replacing
+from dualrc.geometry import Camera, read_cameras_json
+from dualrc.types import FloatArray, Size
+
+# Of iPhone 7's lens, which is all that InLoc knows of it: 28 mm for a film of 36 mm.
+_FOCAL = 28 / 36
+_checked_pose = partial(as_pose, tolerance=0.05)  # alignments are text
+_NO_POSE = np.full((3, 4), np.nan)
+Points = npt.NDArray[np.float32]
+Colors = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidatePose:
+    """A candidate of a query, and the pose that their matches gave."""
+
+    candidate: str  # FLOOR/SCAN/PREFIX_cutout_SCAN_YAW_PITCH.jpg
+    inliers: int = 0
+    correspondences: int = 0  # matches with a 3D point
+    cam_from_world: tuple[tuple[float, ...], ...] | None = None  # (3, 4)
+    reason: str | None = None  # why there is no pose
+    verified: float | None = None  # similarity of the photograph and the scan seen from the pose
+
+    @property
+    def pose(self) -> FloatArray | None:
+        """cam_from_world (3, 4)."""
+        return None if self.cam_from_world is None else np.array(self.cam_from_world)
+
+
+def pose_rows(pose: FloatArray) -> tuple[tuple[float, ...], ...]:
+    """A pose (3, 4) as plain numbers."""
+    return tuple(map(tuple, pose.tolist()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Folders:
+    """Where a data set's pictures and points are."""
+
+    queries: Path
+    cutouts: Path
+    alignments: Path
+    scans: Path  # need not be there
+    cameras: Mapping[str, Camera] = field(default_factory=dict)  # of queries that were not taken with InLoc's phone
+
+    def camera(self, query: str, size: Size) -> Camera:
+        """The camera of a query of that size; all that InLoc knows is its focal length."""
+        known = self.cameras.get(query)
+        return Camera.from_focal(size, _FOCAL * max(size)) if known is None else known.resized(size)
+
+    def alignment(self, cutout: str) -> Path:
+        """The file that takes a cut-out's points to its floor's frame."""
+        floor, prefix, scan = _parts(cutout)
+        return self.alignments / floor / "transformations" / f"{prefix}_trans_{scan}.txt"
+
+    def points(self, cutout: str) -> Path:
+        """The file with a cut-out's 3D points."""
+        return self.cutouts / f"{cutout}.mat"
+
+    def scan(self, cutout: str) -> Path:
+        """The file with all points of the scan from which a cut-out was made."""
+        floor, prefix, scan = _parts(cutout)
+        return self.scans / floor / f"{prefix}_scan_{scan}.ptx.mat"
+
+
+def find_folders(root: Path) -> Folders:
+    """The folders under a root, as InLoc publishes them or without the folders query and database."""
+    check_folder(root)
+    base = root / "database" if (root / "database").is_dir() else root
+    queries = next((root / name for name in ("query/iphone7", "iphone7", "query") if (root / name).is_dir()), None)
+    missing = [f"database/{name}" for name in ("cutouts", "alignments") if not (base / name).is_dir()]
+    if queries is None and len(missing) == 2:
+        wanted = ", ".join(["query/iphone7", *missing])
+        raise DataError(f"{root} has none of {wanted}: it is not InLoc; {folder_hint(root, 'inloc')}.")
+    if queries is None or missing:
+        missing = [*(["query/iphone7"] if queries is None else []), *missing]
+        raise DataError(f"{root} is not complete: {', '.join(missing)} is missing; copy the published folders there.")
+    cameras = queries / "cameras.json"
+    return Folders(
+        queries=queries,
+        cutouts=base / "cutouts",
+        alignments=base / "alignments",
+        scans=base / "scans",
+        cameras=read_cameras_json(cameras) if cameras.is_file() else {},
+    )
+
+
+def find_list(root: Path, patterns: Sequence[str]) -> Path | None:
+    """The one file of these names in a folder or one below; None if there is none."""
+    found = sorted({path for pattern in patterns for level in ("", "*/") for path in root.glob(level + pattern)})
+    if len(found) > 1:
+        names = ", ".join(str(path.relative_to(root)) for path in found[:4])
+        raise DataError(f"{root} has several lists ({names}); say which one is meant.")
+    return found[0] if found else None
+
+
+def read_candidates(path: Path) -> dict[str, list[str]]:
+    """Candidates by query: a published list (.mat), or text with a query and a cut-out in each line, best first."""
+    if path.suffix.lower() == ".mat":
+        return {query: [one.candidate for one in found] for query, found in read_result_list(path).items()}
+    candidates: dict[str, list[str]] = {}
+    for number, line in read_lines(path):
+        fields = [PurePosixPath(name) for name in line.split()]
+        if len(fields) != 2 or len(fields[1].parts) < 3:
+            remedy = "write a query and FLOOR/SCAN/CUTOUT.jpg in each line"
+            raise DataError(f"{path}, line {number}: not a query and a cut-out; {remedy}.")
+        # Lists of other tools have the folders in front: query/iphone7/..., database/cutouts/...
+        cutout = _check_name("/".join(fields[1].parts[-3:]), path)
+        candidates.setdefault(fields[0].name, []).append(cutout)
+    if not candidates:
+        raise DataError(f"{path} names no candidates; write a query and a cut-out in each line.")
+    return {query: list(dict.fromkeys(names)) for query, names in candidates.items()}
+
+
+def read_result_list(path: Path, *, need_poses: bool = False) -> dict[str, tuple[CandidatePose, ...]]:
+    """A published list ImgList: candidates by query, best first, and the poses that they gave."""
+    with _reading(path, "a list of candidates (ImgList)"):
+        entries = _read_mat(path, "ImgList")["ImgList"].ravel()
+        if need_poses and "P" not in (entries.dtype.names or ()):
+            raise DataError(f"{path} is a list of candidates without poses; give a list of results.")
+        return {str(entry["queryname"].item()): _read_entry(entry, path) for entry in entries}
+
+
+def _read_entry(entry: Any, path: Path) -> tuple[CandidatePose, ...]:
+    names = [_check_name(str(name.item()), path) for name in entry["topNname"].ravel()]
+    values = [np.asarray(value, dtype=np.float64) for value in entry["P"].ravel()] if "P" in entry.dtype.names else []
+    if len(values) > len(names):
+        raise ValueError(f"{len(names)} candidates have {len(values)} poses")
+    poses = [pose_rows(_checked_pose(p)) if p.shape == (3, 4) and np.isfinite(p).all() else None for p in values]
+    # A list may have poses of the first candidates only.
+    pairs = zip_longest(names, poses)
+    return tuple(CandidatePose(candidate=name, cam_from_world=pose) for name, pose in pairs)
+
+
+def write_result_list(path: Path, results: Mapping[str, Sequence[CandidatePose]]) -> None:
+    """Write what `read_result_list` reads, as published."""
+    columns = [(name, object) for name in ("queryname", "topNname", "topNscore", "P")]
+    entries = np.empty((1, len(results)), dtype=columns)
+    for index, (query, found) in enumerate(results.items()):
+        names, poses = np.empty((1, len(found)), dtype=object), np.empty((1, len(found)), dtype=object)
+        names[0] = [one.candidate for one in found]
+        poses[0] = [_NO_POSE if one.pose is None else one.pose for one in found]
+        scores = [float(one.inliers if one.verified is None else one.verified) for one in found]
+        entries[0, index] = (query, names, np.array([scores]), poses)
+    with replacing(path) as temporary:
+        _scipy_io().savemat(temporary, {"ImgList": entries}, do_compression=True)
+
+
+def read_references(path: Path) -> dict[str, dict[str, FloatArray]]:
+    """Reference poses cam_from_world (3, 4) by floor and query: FLOOR_RefList in a .mat file."""
+    with _reading(path, "a file of reference poses"):
+        lists = {name: value for name, value in _read_mat(path).items() if name.endswith("_RefList")}
+        if not lists:
+            raise ValueError("it has no FLOOR_RefList")
+        return {
+            name.removesuffix("_RefList"): {
+                str(entry["queryname"].item()): _checked_pose(entry["P"]) for entry in entries.ravel()
+            }
+            for name, entries in lists.items()
+        }
+
+
+def read_alignment(path: Path) -> FloatArray:
+    """floor_from_scan (3, 4): the second of the two matrices in the file, the one after refinement."""
+    with _reading(path, "an alignment"):
+        rows = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # words between the matrices
+                values = [float(value) for value in line.split()]
+                rows += [values] if len(values) == 4 else []
+        if len(rows) < 8:
+            raise ValueError(f"it has {len(rows)} of 8 rows of 4 numbers")
+        if not np.allclose(rows[7], [0, 0, 0, 1]):
+            raise ValueError("its last row is not 0 0 0 1")
+        return _checked_pose(np.array(rows[4:7]))
+
+
+def read_cutout(path: Path) -> Points:
+    """A cut-out's 3D points in the scanner's frame (h, w, 3), NaN where there is none."""
+    with _reading(path, "a cut-out's points (XYZcut)"):
+        return _points(_read_mat(path, "XYZcut")["XYZcut"])
+
+
+def read_scan(scan: Path, cutouts: Path) -> tuple[Points, Colors]:
+    """The points (n, 3) of a scan, in the scanner's frame, and their colors (n, 3).
+
+    Without the scan's file they are those in the folder of its cut-outs, which are made of the same points.
+    """
+    if scan.is_file():
+        with _reading(scan, "a scan (A)"):
+            # Columns of a .ptx file: x, y, z, intensity, red, green, blue.
+            cells = np.asarray(_read_mat(scan, "A")["A"], dtype=object).ravel()
+            x, y, z, _, red, green, blue = (np.asarray(cell).ravel() for cell in cells)
+            xyz, rgb = _points(np.stack([x, y, z], axis=1)), np.stack([red, green, blue], axis=1).astype(np.uint8)
+    else:
+        files = sorted(cutouts.glob("*.mat"))
+        if not files:
+            raise DataError(f"{cutouts} has no points; copy the published files there.")
+        parts = [_read_colored(path) for path in files]
+        xyz, rgb = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+    known = np.isfinite(xyz).all(axis=1)
+    return xyz[known], rgb[known]
+
+
+def _read_colored(path: Path) -> tuple[Points, Colors]:
+    """A cut-out's points (n, 3) and their colors (n, 3)."""
+    with _reading(path, "a cut-out"):
+        content = _read_mat(path, "XYZcut", "RGBcut")
+        xyz, rgb = _points(content["XYZcut"]), np.asarray(content["RGBcut"], dtype=np.uint8)
+        if xyz.shape != rgb.shape:
+            raise ValueError(f"points have the shape {xyz.shape} and colours {rgb.shape}")
+        return xyz.reshape(-1, 3), rgb.reshape(-1, 3)
+
+
+def _parts(cutout: str) -> tuple[str, str, str]:
+    """Floor, prefix and scan of FLOOR/SCAN/PREFIX_cutout_SCAN_YAW_PITCH.jpg."""
+    floor, _, name = cutout.split("/")
+    prefix, _, scan, *_ = name.split("_")
+    return floor, prefix, scan
+
+
+def _check_name(cutout: str, path: Path) -> str:
+    try:
+        parts = _parts(cutout)
+    except ValueError as error:
+        name = "FLOOR/SCAN/PREFIX_cutout_SCAN_YAW_PITCH.jpg"
+        raise DataError(f"{path}: {cutout} is not a cut-out's name; names are {name}.") from error
+    if ".." in (*cutout.split("/"), *parts):
+        raise DataError(f"{path}: {cutout} leaves the folder of the cut-outs; get the published list.")
+    return cutout
+
+
+def _points(values: Any) -> Points:
+    """3D points (..., 3) with NaN where the scanner, which writes zeros then, saw nothing."""
+    xyz = np.array(values, dtype=np.float32)
+    if xyz.shape[-1:] != (3,) or not xyz.size:
+        raise ValueError(f"points have the shape {xyz.shape}")
+    xyz[~np.any(xyz != 0, axis=-1) | ~np.isfinite(xyz).all(axis=-1)] = np.nan
+    return xyz
+
+
+def _scipy_io() -> Any:
+    return import_extra("scipy.io", needed_for=".mat files", extra="colmap")
+
+
+def _read_mat(path: Path, *names: str) -> dict[str, Any]:
+    """Variables of a .mat file; those of version 7.3 are HDF5."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    try:
+        content: dict[str, Any] = _scipy_io().loadmat(path, appendmat=False, variable_names=names or None)
+    except NotImplementedError:
+        content = _read_hdf5(path, names)
+    for name in names:
+        if name not in content:
+            raise ValueError(f"it has no {name}")
+    return content
+
+
+def _read_hdf5(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Arrays, and cells of arrays; HDF5 has MATLAB's axes in reverse."""
+    h5py = import_extra("h5py", needed_for=".mat files of MATLAB 7.3", extra="colmap")
+    content: dict[str, Any] = {}
+    with h5py.File(path, "r") as file:
+        for name in names:
+            if name not in file:
+                continue
+            values = file[name][()].T
+            if values.dtype == object:
+                cells = np.empty(values.size, dtype=object)
+                cells[:] = [file[reference][()].T for reference in values.ravel()]
+                values = cells
+            content[name] = values
+    return content
+
+
+@contextmanager
+def _reading(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever a missing or damaged file raises into one line that names it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist; copy the published file there.") from error
+    except DualRCError:
+        raise
+    except Exception as error:  # a damaged file can fail in any way
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{path} is not {what}, or broken ({reason}); get the published file.") from error

@@ -1,0 +1,145 @@
+"""A whole evaluation: open the benchmark, match what is missing, score, and report."""
+
+import platform
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from dualrc.collection.store import MatchStore
+from dualrc.evaluation.benchmark import Benchmark, Cost, Result, open_benchmark
+from dualrc.evaluation.export import Pair, export, make_folder, progress_bar
+from dualrc.evaluation.matchers import PairMatcher
+from dualrc.evaluation.report import PairPicture, print_tables, write_figures, write_json, write_page
+from dualrc.files import check_writable
+from dualrc.matches import Matches
+
+_RESULTS, _PAGE, _FIGURES = "results.json", "report.html", "figures"
+
+
+def evaluate(
+    name: str, *, screen: Console | None = None, messages: Console | None = None, **options: Any
+) -> dict[str, Any]:
+    """Run a benchmark and write results.json, figures and report.html to `out`; returns what is in the JSON.
+
+    `options` are the fields of the benchmark's settings. Tables go to the screen, progress to the messages. Pairs that
+    an interrupted run has matched are not matched again.
+    """
+    screen, messages = screen or Console(), messages or Console(stderr=True)
+    benchmark = open_benchmark(name, options, messages)
+    settings = benchmark.settings
+    # Whatever can't be written is found out before the long work.
+    if settings.json is not None:
+        check_writable(settings.json)
+    make_folder(settings.out / _FIGURES)
+    for file in (_RESULTS, _PAGE):
+        check_writable(settings.out / file)
+    results, pictures, stores = list[Result](), list[PairPicture](), list[str]()
+    for label, matcher in benchmark.matchers():
+        config = benchmark.store_config()
+        path = export(benchmark.pairs, matcher, settings.out, config=config, top=benchmark.stored, console=messages)
+        with MatchStore(path) as store:
+            results.append(_score(benchmark, label, matcher, store))
+            pictures += benchmark.pictures(results[-1], partial(_get, store))
+        stores.append(path.name)
+    results += benchmark.stored_results()
+    return _report(benchmark, results, sorted(pictures, key=lambda item: item.order), stores, screen)
+
+
+def _score(benchmark: Benchmark, label: str, matcher: PairMatcher, store: MatchStore) -> Result:
+    """A matcher's scores from its store."""
+    infos: dict[str, Any] = {}
+    with progress_bar(benchmark.messages) as progress:
+        task = progress.add_task(f"{matcher.name}, scoring", total=len(benchmark.pairs))
+
+        def get(pair: Pair) -> Matches:
+            progress.advance(task)
+            matches = _get(store, pair)
+            infos[pair.names] = matches.info
+            return matches
+
+        benchmark.progress = _show_steps(progress)
+        figures = benchmark.score(label, get)
+    failures = {names: str(info["error"]) for names, info in infos.items() if "error" in info}
+    cost = Cost.of(list(infos.values()))
+    return Result(matcher=label, cost=cost, failures=failures, figures=figures, config=matcher.config)
+
+
+def _show_steps(progress: Progress) -> Callable[[str, int, int], None]:
+    """A function that shows each step of a long score in a line of its own."""
+    tasks: dict[str, TaskID] = {}
+
+    def show(step: str, done: int, total: int) -> None:
+        if step not in tasks:
+            tasks[step] = progress.add_task(step, total=total)
+        progress.update(tasks[step], completed=done, total=total)
+
+    return show
+
+
+def _get(store: MatchStore, pair: Pair) -> Matches:
+    found = store.get(pair.name0, pair.name1)
+    assert found is not None  # every pair was exported, failed ones too
+    return found
+
+
+def _report(
+    benchmark: Benchmark,
+    results: Sequence[Result],
+    pictures: Sequence[PairPicture],
+    stores: Sequence[str],
+    screen: Console,
+) -> dict[str, Any]:
+    settings, report = benchmark.settings, benchmark.report(results)
+    notes = [*benchmark.notes, *_failure_notes(benchmark, results), *report.notes]
+    config = {"protocol": benchmark.protocol, "settings": settings, "versions": _versions()}
+    content = {
+        "benchmark": benchmark.name,
+        **config,
+        "notes": notes,
+        "results": results,
+        **report.content,
+        "stores": stores,
+    }
+    for path in (settings.out / _RESULTS, *filter(None, [settings.json])):
+        write_json(path, content)
+    numbered = {f"{number:02d} {item.file}": item.picture for number, item in enumerate(pictures, start=1)}
+    write_figures(settings.out / _FIGURES, {**report.figures, **numbered})
+    write_page(
+        settings.out / _PAGE,
+        title=f"dualrc evaluate {benchmark.name}",
+        report=report,
+        pictures=pictures,
+        notes=notes,
+        config={**config, **report.content, "matchers": {result.matcher: result.config for result in results}},
+    )
+    print_tables(report.tables, notes, screen)
+    screen.print(f"Written: {settings.out / _PAGE}, {_RESULTS}, {_FIGURES}/", highlight=False, soft_wrap=True)
+    return content
+
+
+def _failure_notes(benchmark: Benchmark, results: Sequence[Result]) -> list[str]:
+    """How many pairs each matcher could not match, with an example."""
+    notes = []
+    for result in results:
+        if result.failures:
+            pair, reason = next(iter(result.failures.items()))
+            count = f"{len(result.failures)} of {len(benchmark.pairs)} pairs"
+            notes.append(
+                f"{result.matcher}: {count} could not be matched and count as failures, such as {pair}: {reason}"
+            )
+    return notes
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the packages that the figures depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("dualrc", "torch", "numpy", "poselib", "opencv-python-headless"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

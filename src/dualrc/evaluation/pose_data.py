@@ -1,0 +1,234 @@
+"""Data sets for two-view pose: MegaDepth-1500 and ScanNet-1500 as LoFTR published them, and cameras.json folders."""
+
+import io
+import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualrc.data.npz import BROKEN, ArrayUnpickler, read_array
+from dualrc.errors import DataError
+from dualrc.evaluation.data_files import as_pose, check_folder, read_name_pairs
+from dualrc.evaluation.export import Pair
+from dualrc.geometry import Camera, cam1_from_cam0, read_cameras_json
+from dualrc.image import read_header
+from dualrc.types import FloatArray, Size
+
+_SCANNET_SIZE = (640, 480)  # of the pictures for which ScanNet-1500's intrinsics are given
+_INDEX_KEYS = ("pair_infos", "name")  # MegaDepth-1500's and ScanNet-1500's
+_MAX_STRETCH = 0.02  # ScanNet's own pictures of 1296 x 968 are stretched by 0.4 % to 640 x 480
+_ROTATION_TOLERANCE = 1e-2  # indexes hold rotations in float32 and in text
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PoseTruth:
+    """A pair's intrinsics and relative pose."""
+
+    K0: FloatArray  # (3, 3), for a picture of size0, or for the picture as it is where that is None
+    K1: FloatArray
+    size0: Size | None
+    size1: Size | None
+    cam1_from_cam0: FloatArray  # (3, 4)
+
+    def __post_init__(self) -> None:
+        pose = as_pose(self.cam1_from_cam0, tolerance=_ROTATION_TOLERANCE)
+        if not pose[:, 3].any():
+            raise ValueError("the relative pose has no translation, so its direction can't be scored")
+
+    def cameras(self, size0: Size, size1: Size) -> tuple[Camera, Camera]:
+        """The cameras of the two pictures as they are."""
+        return _camera(self.K0, self.size0, size0), _camera(self.K1, self.size1, size1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoseData:
+    """The pairs of a data set; those without ground truth are named in the notes."""
+
+    layout: str
+    pairs: dict[Pair, PoseTruth]
+    notes: tuple[str, ...]
+
+
+Index = dict[str, Any]
+
+
+def read_pose_data(root: Path) -> PoseData:
+    """Recognize a data set by its index files, and read it."""
+    check_folder(root)
+    notes: list[str] = []
+    indexes = _read_indexes(root, notes)
+    for layout, read in (("scannet", _read_scannet), ("megadepth", _read_megadepth), ("cameras.json", _read_cameras)):
+        pairs = _Pairs(notes)
+        read(root, indexes, pairs)
+        paths = [path for pair in pairs.truths for path in (pair.path0, pair.path1)]
+        if paths and not any(path.is_file() for path in paths):
+            raise DataError(f"{root} has an index but no pictures, such as {paths[0]}; put them there.")
+        if paths:
+            return PoseData(layout=layout, pairs=pairs.truths, notes=tuple(notes))
+    if notes:
+        raise DataError(f"{root} has no pair that can be scored. {notes[0]}")
+    raise DataError(
+        f"{root} is not a data set for poses: no MegaDepth-1500 or ScanNet-1500 index (*.npz) and no cameras.json "
+        "in it or in its folders; give another one."
+    )
+
+
+class _Pairs:
+    """The pairs that a reader has found usable; the others are named in the notes."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self.truths: dict[Pair, PoseTruth] = {}
+        self.notes = notes
+        self._size = cache(_upright_size)
+
+    @contextmanager
+    def entry(self, name: str) -> Iterator[None]:
+        """Note whatever makes an entry of an index unusable."""
+        try:
+            yield
+        except (OSError, IndexError, TypeError, ValueError, DataError) as error:
+            self.notes.append(f"{name} is not scored: {str(error).rstrip('.')}.")
+
+    def add(self, pair: Pair, truth: PoseTruth) -> None:
+        """Add a pair if its cameras can be those of its pictures."""
+        # A picture that can't be read is left to the matcher to report.
+        sizes = [self._size(path) for path in (pair.path0, pair.path1)]
+        truth.cameras(sizes[0] or truth.size0 or (1, 1), sizes[1] or truth.size1 or (1, 1))
+        self.truths[pair] = truth
+
+
+def _upright_size(path: Path) -> Size | None:
+    header = read_header(path)
+    return None if header is None else header.upright_size
+
+
+def read_index(path: Path) -> Index:
+    """The dictionary in an .npz file, which may be a bare pickle; only arrays and plain values are unpickled."""
+    try:
+        data = path.read_bytes()
+        if zipfile.is_zipfile(io.BytesIO(data)):
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                names = archive.namelist()
+                return {name.removesuffix(".npy"): read_array(io.BytesIO(archive.read(name))) for name in names}
+        content = ArrayUnpickler(io.BytesIO(data), encoding="latin1").load()
+    except BROKEN as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{path} is not an index, or broken ({reason}); get the published file.") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} does not hold a dictionary; get the published file.")
+    return content
+
+
+def _read_indexes(root: Path, notes: list[str]) -> dict[Path, Index]:
+    """The index files in a folder or one below."""
+    indexes = {}
+    for path in (*sorted(root.glob("*.npz")), *sorted(root.glob("*/*.npz"))):
+        try:
+            content = read_index(path)
+        except DataError as error:
+            notes.append(f"Not used: {error}")
+            continue
+        if not content.keys().isdisjoint(_INDEX_KEYS):
+            indexes[path] = content
+    return indexes
+
+
+def _read_megadepth(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> None:
+    """Each index file has pairs of numbers into its lists of pictures, intrinsics and poses (cam_from_world)."""
+    for path, index in indexes.items():
+        if "pair_infos" not in index:
+            continue
+        try:
+            pictures, intrinsics, poses = (index[key] for key in ("image_paths", "intrinsics", "poses"))
+            numbers = [tuple(int(number) for number in info[0]) for info in index["pair_infos"]]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise DataError(f"{path} is not an index of MegaDepth-1500 ({error}); get the published file.") from error
+        for both in numbers:
+            with pairs.entry(f"{path.name}, pair {both[0]} {both[1]}"):
+                name0, name1 = (pictures[number] for number in both)
+                if not isinstance(name0, str) or not isinstance(name1, str):
+                    raise ValueError("it has no picture")
+                # As published and as others evaluate; COLMAP's half pixel in it turns a ray by 0.03 degrees or less.
+                K0, K1 = (np.array(intrinsics[number], dtype=np.float64).reshape(3, 3) for number in both)
+                pose = cam1_from_cam0(*(np.array(poses[number], dtype=np.float64) for number in both))
+                pair = Pair(name0=name0, name1=name1, path0=root / name0, path1=root / name1, group=path.stem)
+                pairs.add(pair, PoseTruth(K0=K0, K1=K1, size0=None, size1=None, cam1_from_cam0=pose))
+
+
+def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> None:
+    """test.npz has rows (scene, sub-scene, frame 0, frame 1) and poses, intrinsics.npz a matrix by scene."""
+    for path, index in indexes.items():
+        if "name" not in index:
+            continue
+        if not (path.parent / "intrinsics.npz").is_file():
+            raise DataError(f"{path.parent} has {path.name} but no intrinsics.npz beside it; get the published file.")
+        intrinsics = read_index(path.parent / "intrinsics.npz")
+        rows = np.asarray(index["name"])
+        poses = np.asarray(index["rel_pose"]) if "rel_pose" in index else None
+        if rows.ndim != 2 or rows.shape[1] != 4 or (poses is not None and poses.shape != (len(rows), 12)):
+            shapes = f"name {rows.shape}, rel_pose {poses.shape if poses is not None else 'none'}"
+            raise DataError(f"{path} is not ScanNet-1500's ({shapes}); name has 4 columns, rel_pose 12.")
+        for number, (major, minor, *frames) in enumerate(rows.tolist()):
+            scene = f"scene{major:04d}_{minor:02d}"
+            folder = next((f for f in (root, path.parent, *sorted(root.iterdir())) if (f / scene).is_dir()), root)
+            name0, name1 = (f"{scene}/color/{frame}.jpg" for frame in frames)
+            with pairs.entry(f"{name0} {name1}"):
+                if scene not in intrinsics:
+                    raise ValueError(f"intrinsics.npz has no {scene}")
+                K = np.array(intrinsics[scene], dtype=np.float64).reshape(3, 3)
+                if poses is None:  # the files hold world_from_cam (4, 4)
+                    files = [folder / scene / "pose" / f"{frame}.txt" for frame in frames]
+                    pose = cam1_from_cam0(*(np.linalg.inv(np.loadtxt(file).reshape(4, 4)) for file in files))
+                else:
+                    pose = np.asarray(poses[number], dtype=np.float64).reshape(3, 4)
+                pair = Pair(name0=name0, name1=name1, path0=folder / name0, path1=folder / name1, group=path.stem)
+                size = _SCANNET_SIZE
+                pairs.add(pair, PoseTruth(K0=K, K1=K, size0=size, size1=size, cam1_from_cam0=pose))
+
+
+def _read_cameras(root: Path, _: Mapping[Path, Index], pairs: _Pairs) -> None:
+    """Every pair of pictures of a scene, or those that its pairs.txt names, two a line."""
+    for path in (*sorted(root.glob("cameras.json")), *sorted(root.glob("*/cameras.json"))):
+        folder, scene = path.parent / "images", path.parent.name
+        cameras: dict[str, Camera] = {}
+        with pairs.entry(scene):  # one scene's mistake is not the others'
+            cameras = read_cameras_json(path)
+        poses = {name: camera.cam_from_world for name, camera in sorted(cameras.items())}
+        names = [name for name, pose in poses.items() if pose is not None]
+        if unposed := [name for name, pose in poses.items() if pose is None]:
+            words = f"{len(unposed)} pictures without cam_from_world are not used, such as {unposed[0]}"
+            pairs.notes.append(f"{path}: {words}.")
+        chosen = list(combinations(names, 2))
+        if (path.parent / "pairs.txt").is_file():
+            chosen = read_name_pairs(path.parent / "pairs.txt", names, what="two pictures with poses")
+        for name0, name1 in chosen:
+            full0, full1, camera0, camera1 = f"{scene}/{name0}", f"{scene}/{name1}", cameras[name0], cameras[name1]
+            with pairs.entry(f"{full0} {full1}"):
+                pair = Pair(name0=full0, name1=full1, path0=folder / name0, path1=folder / name1, group=scene)
+                truth = PoseTruth(
+                    K0=camera0.K,
+                    K1=camera1.K,
+                    size0=camera0.size,
+                    size1=camera1.size,
+                    cam1_from_cam0=cam1_from_cam0(poses[name0], poses[name1]),  # type: ignore[arg-type]
+                )
+                pairs.add(pair, truth)
+
+
+def _camera(K: FloatArray, stated: Size | None, size: Size) -> Camera:
+    """The camera of a picture as it is, which may only be a resized one of the stated size."""
+    width, height = stated or size
+    camera = Camera(width=width, height=height, K=K, source="data set")
+    if camera.size == size:
+        return camera
+    stretch = (size[0] / width) / (size[1] / height)
+    if not abs(np.log(stretch)) <= np.log1p(_MAX_STRETCH):
+        there, here = f"{width}x{height}", f"{size[0]}x{size[1]}"
+        raise DataError(f"K is for a picture of {there}, and this one of {here} has another shape; get its own K.")
+    return camera.resized(size)

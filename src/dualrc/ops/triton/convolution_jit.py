@@ -1,0 +1,280 @@
+"""Kernels of the fused backbone; `convolution.py` launches them.
+
+Maps are channels-last, (b h w c) in memory. Channel counts are compile-time constants, so the compiler knows how far
+loads are aligned; sizes of maps are not, so one compiled kernel serves pictures of every size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # an older Triton: kernels can't overlap
+    gdc_launch_dependents = gdc_wait = None
+
+
+def kernel(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
+    """Mark a function in Triton's language; no value of the arguments named makes Triton compile it again."""
+
+    def mark(function: Callable[..., Any]) -> Any:
+        return triton.jit(function, do_not_specialize=list(numbers), do_not_specialize_on_alignment=list(numbers))
+
+    return mark
+
+
+@kernel()
+def _inside(first: tl.tensor, length: tl.tensor, KERNEL: tl.constexpr) -> tl.tensor:
+    """A bit for each tap along an axis, from the lowest: whether it lies inside the map."""
+    bits = tl.zeros_like(first)
+    for tap in tl.static_range(KERNEL):
+        bits |= tl.where((first + tap >= 0) & (first + tap < length), 1 << tap, 0)
+    return bits
+
+
+@kernel("height", "width", "out_width", "positions")
+def convolve(  # noqa: PLR0915
+    x: tl.tensor,  # b height width CIN
+    weight: tl.tensor,  # taps*CIN rounded up to whole blocks, PITCH; zeros beyond taps*CIN and COUT
+    bias: tl.tensor,  # PITCH
+    onto: tl.tensor,  # b positions COUT; read where ADD
+    out: tl.tensor,  # b positions COUT
+    height: tl.tensor,
+    width: tl.tensor,
+    out_width: tl.tensor,
+    positions: tl.tensor,  # outputs of one picture: out_height * out_width
+    CIN: tl.constexpr,
+    COUT: tl.constexpr,
+    PITCH: tl.constexpr,
+    KERNEL: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    REPLICATE: tl.constexpr,  # repeat the last row and column of the map beyond its end
+    ADD: tl.constexpr,
+    RELU: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # positions
+    BLOCK_N: tl.constexpr,  # output channels
+    BLOCK_K: tl.constexpr,  # terms of the sum over taps and input channels
+    L1: tl.constexpr,  # elements copied at once through the L1 cache; 0: as many as possible, past it
+    PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,  # start before the previous kernel ends; needs the launch option `launch_pdl`
+) -> None:
+    """A convolution as an implicit matrix product: (positions, taps*CIN) x (taps*CIN, COUT)."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    blocks: tl.constexpr = (COUT + BLOCK_N - 1) // BLOCK_N
+    terms: tl.constexpr = KERNEL * KERNEL * CIN
+    steps: tl.constexpr = (terms + BLOCK_K - 1) // BLOCK_K
+    # Consecutive programs share their positions, whose inputs then come from the L2 cache.
+    program = tl.program_id(0)
+    m = program // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = program % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    # 64 bits between pictures, 32 within one.
+    picture = tl.program_id(1).to(tl.int64)
+    x += picture * height * width * CIN
+    out += picture * positions * COUT
+    onto += picture * positions * COUT
+
+    # Positions past the end repeat the last one, so that only borders need a mask.
+    position = tl.minimum(m, positions - 1)
+    top = position // out_width * STRIDE - PADDING
+    left = position % out_width * STRIDE - PADDING
+    corner = (top * width + left) * CIN
+    k = tl.arange(0, BLOCK_K)
+    weights = weight + k[:, None] * PITCH + n[None, :]
+    result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if PADDING > 0 and CIN % BLOCK_K == 0:
+        rows, columns = _inside(top, height, KERNEL), _inside(left, width, KERNEL)
+    if OVERLAP:
+        gdc_wait()  # inputs are complete, and nothing reads the memory of the results any more
+    for step in range(steps):
+        if CIN % BLOCK_K == 0:
+            # All terms of the block belong to one tap.
+            parts: tl.constexpr = CIN // BLOCK_K
+            dy, dx = step // parts // KERNEL, step // parts % KERNEL
+            channel = step % parts * BLOCK_K + k
+            if REPLICATE:
+                row, column = tl.minimum(top + dy, height - 1), tl.minimum(left + dx, width - 1)
+                sources = x + ((row * width + column) * CIN)[:, None] + channel[None, :]
+            else:
+                sources = x + (corner + (dy * width + dx) * CIN)[:, None] + channel[None, :]
+            if L1:
+                # Copies of 16 bytes bypass the L1 cache; this limits them to 8.
+                sources = tl.max_contiguous(sources, [1, L1])
+            if PADDING == 0:
+                values = tl.load(sources)
+            else:
+                inside = ((rows >> dy) & (columns >> dx) & 1) != 0
+                values = tl.load(sources, mask=inside[:, None], other=0.0)
+        else:
+            term = step * BLOCK_K + k
+            dy, dx = term // CIN // KERNEL, term // CIN % KERNEL
+            row, column = top[:, None] + dy[None, :], left[:, None] + dx[None, :]
+            if REPLICATE:
+                row, column = tl.minimum(row, height - 1), tl.minimum(column, width - 1)
+                sources = x + (row * width + column) * CIN + (term % CIN)[None, :]
+            else:
+                # Terms of a row of taps are adjacent in memory too.
+                sources = x + corner[:, None] + (dy * width * CIN + term % (KERNEL * CIN))[None, :]
+            inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+            if terms % BLOCK_K != 0:
+                inside = inside & (term < terms)[None, :]
+            values = tl.load(sources, mask=inside, other=0.0)
+        result = tl.dot(values, tl.load(weights), result, input_precision=PRECISION)
+        weights += BLOCK_K * PITCH
+
+    result += tl.load(bias + n).to(tl.float32)[None, :]
+    target = m[:, None] * COUT + n[None, :]
+    exists = (m < positions)[:, None]
+    if COUT % BLOCK_N != 0:
+        exists = exists & (n < COUT)[None, :]
+    if ADD:
+        result += tl.load(onto + target, mask=exists, other=0.0).to(tl.float32)
+    if RELU:
+        result = tl.maximum(result, 0.0)
+    tl.store(out + target, result.to(out.dtype.element_ty), mask=exists)
+
+
+@kernel()
+def _cells(
+    small: tl.tensor, row: tl.tensor, column: tl.tensor, width: tl.tensor,
+    CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Channels of some cells of a map, in float32: (m), (m) -> (m BLOCK_C)."""
+    channel = tl.arange(0, BLOCK_C)
+    sources = small + ((row * width + column) * CHANNELS)[:, None] + channel[None, :]
+    return tl.load(sources, mask=(channel < CHANNELS)[None, :], other=0.0).to(tl.float32)
+
+
+@kernel("height", "width", "out_width", "positions")
+def upsample_add(
+    small: tl.tensor,  # b height width CHANNELS
+    large: tl.tensor,  # b positions CHANNELS
+    out: tl.tensor,  # b positions CHANNELS
+    height: tl.tensor,
+    width: tl.tensor,
+    out_width: tl.tensor,
+    positions: tl.tensor,
+    CHANNELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,  # a power of two, at least CHANNELS
+    OVERLAP: tl.constexpr,
+) -> None:
+    """The larger map plus the smaller one, upsampled bilinearly by 2 (align_corners=False)."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    picture = tl.program_id(1).to(tl.int64)
+    small += picture * height * width * CHANNELS
+    large += picture * positions * CHANNELS
+    out += picture * positions * CHANNELS
+    position = tl.minimum(m, positions - 1)
+    y, x = position // out_width, position % out_width
+    # The center of a cell lies a quarter of a small cell away from that of its own, towards one neighbor.
+    row, column = y // 2, x // 2
+    next_row = tl.minimum(tl.maximum(row + y % 2 * 2 - 1, 0), height - 1)
+    next_column = tl.minimum(tl.maximum(column + x % 2 * 2 - 1, 0), width - 1)
+    if OVERLAP:
+        gdc_wait()
+    value = 0.5625 * _cells(small, row, column, width, CHANNELS, BLOCK_C)
+    value += 0.1875 * _cells(small, row, next_column, width, CHANNELS, BLOCK_C)
+    value += 0.1875 * _cells(small, next_row, column, width, CHANNELS, BLOCK_C)
+    value += 0.0625 * _cells(small, next_row, next_column, width, CHANNELS, BLOCK_C)
+    channel = tl.arange(0, BLOCK_C)
+    target = m[:, None] * CHANNELS + channel[None, :]
+    exists = (m < positions)[:, None] & (channel < CHANNELS)[None, :]
+    value += tl.load(large + target, mask=exists, other=0.0).to(tl.float32)
+    tl.store(out + target, value.to(out.dtype.element_ty), mask=exists)
+
+
+@kernel()
+def _colors(
+    images: tl.tensor, row: tl.tensor, column: tl.tensor, row_stride: tl.tensor, column_stride: tl.tensor,
+    color_stride: tl.tensor, exists: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Colors of some pixels, in float32, and a zero: (m), (m) -> (m 4)."""
+    color = tl.arange(0, 4)
+    sources = images + (row * row_stride + column * column_stride)[:, None] + color[None, :] * color_stride
+    return tl.load(sources, mask=exists[:, None] & (color < 3)[None, :], other=0.0).to(tl.float32)
+
+
+@kernel("squares", "across", "image_stride", "color_stride", "row_stride", "column_stride")
+def square_means(
+    images: tl.tensor,  # b 3 h w, of any strides
+    means: tl.tensor,  # b 2 squares: of the brightness and of its square
+    squares: tl.tensor,  # of a picture
+    across: tl.tensor,  # squares in a row
+    image_stride: tl.tensor,
+    color_stride: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    SIDE: tl.constexpr,  # pixels along a square
+    BLOCK: tl.constexpr,  # squares
+) -> None:
+    """Mean brightness, and mean squared brightness, of each square of pixels."""
+    place = tl.arange(0, BLOCK * SIDE * SIDE)
+    picture = tl.program_id(1).to(tl.int64)
+    square = tl.program_id(0) * BLOCK + place // (SIDE * SIDE)
+    row = square // across * SIDE + place // SIDE % SIDE
+    column = square % across * SIDE + place % SIDE
+    colors = _colors(
+        images + picture * image_stride, row, column, row_stride, column_stride, color_stride, square < squares
+    )
+    gray = tl.reshape(tl.sum(colors, axis=1) / 3, (BLOCK, SIDE * SIDE))
+    target = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    means += picture * 2 * squares
+    tl.store(means + target, tl.sum(gray, axis=1) / (SIDE * SIDE), mask=target < squares)
+    tl.store(means + squares + target, tl.sum(gray * gray, axis=1) / (SIDE * SIDE), mask=target < squares)
+
+
+@kernel()
+def _between(
+    means: tl.tensor, y0: tl.tensor, y1: tl.tensor, x0: tl.tensor, x1: tl.tensor, down: tl.tensor, right: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Bilinear interpolation; y0 and y1 are the offsets of rows, down and right the shares of the second ones."""
+    above = tl.load(means + y0 + x0) * (1 - right) + tl.load(means + y0 + x1) * right
+    below = tl.load(means + y1 + x0) * (1 - right) + tl.load(means + y1 + x1) * right
+    return above * (1 - down) + below * down
+
+
+@kernel("width", "pixels", "down_squares", "across", "image_stride", "color_stride", "row_stride", "column_stride")
+def add_contrast(
+    images: tl.tensor,  # b 3 h w, of any strides
+    means: tl.tensor,  # b 2 down_squares across: smoothed
+    out: tl.tensor,  # b pixels 4
+    width: tl.tensor,
+    pixels: tl.tensor,  # of a picture
+    down_squares: tl.tensor,
+    across: tl.tensor,
+    image_stride: tl.tensor,
+    color_stride: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    SIDE: tl.constexpr,
+    FAINT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Each pixel's colors and its contrast: brightness less the mean around, in standard deviations."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    picture = tl.program_id(1).to(tl.int64)
+    exists = place < pixels
+    place = tl.minimum(place, pixels - 1)
+    row, column = place // width, place % width
+    y = tl.maximum((row.to(tl.float32) + 0.5) / SIDE - 0.5, 0.0)
+    x = tl.maximum((column.to(tl.float32) + 0.5) / SIDE - 0.5, 0.0)
+    y0, x0 = y.to(tl.int32), x.to(tl.int32)
+    down, right = y - y0.to(tl.float32), x - x0.to(tl.float32)
+    y1, x1 = tl.minimum(y0 + 1, down_squares - 1) * across, tl.minimum(x0 + 1, across - 1)
+    y0 *= across
+    means += picture * 2 * down_squares * across
+    mean = _between(means, y0, y1, x0, x1, down, right)
+    square = _between(means + down_squares * across, y0, y1, x0, x1, down, right)
+    colors = _colors(images + picture * image_stride, row, column, row_stride, column_stride, color_stride, exists)
+    gray = tl.sum(colors, axis=1) / 3
+    contrast = (gray - mean) / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + FAINT)
+    color = tl.arange(0, 4)
+    values = tl.where((color < 3)[None, :], colors, contrast[:, None])
+    target = out + picture * pixels * 4 + place[:, None] * 4 + color[None, :]
+    tl.store(target, values.to(out.dtype.element_ty), mask=exists[:, None])

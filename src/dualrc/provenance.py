@@ -1,0 +1,41 @@
+"""What a result was made with, to be stored beside it."""
+
+import platform
+from dataclasses import is_dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from dualrc.config import to_dict
+
+_PACKAGES = ("dualrc", "torch", "numpy")
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of Python, of dualrc with what it always needs, and of the named packages as far as installed."""
+    found = {"python": platform.python_version()}
+    for package in (*_PACKAGES, *packages):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def provenance(
+    *packages: str, device: torch.device | str | None = None, weights: str | None = None, **configs: Any
+) -> dict[str, Any]:
+    """Versions, platform, device, hash of the weights, and the configs in force: plain JSON values.
+
+    `packages` are further ones that took part; configs are dataclasses or JSON values, by their names in the result.
+    """
+    made = {**versions(*packages), "platform": platform.platform()}
+    if device is not None:
+        made["device"] = str(device)
+        if torch.device(device).type == "cuda":
+            made["gpu"] = torch.cuda.get_device_name(device)
+    if weights is not None:
+        made["weights"] = weights
+    plain = {name: to_dict(config) if is_dataclass(config) else config for name, config in configs.items()}
+    return {**made, **plain}
