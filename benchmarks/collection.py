@@ -3,7 +3,7 @@
 python benchmarks/collection.py [PICTURES] [local|ray] [WORKERS]
 """
 
-import sys
+import argparse
 import tempfile
 import threading
 import time
@@ -99,17 +99,22 @@ def report(samples: list[Sample], total: int) -> None:
 
 def main() -> None:
     """Match them all and print the table."""
-    pictures, executor, workers = [*sys.argv[1:], *["101", "local", "2"][len(sys.argv) - 1 :]]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pictures", type=int, nargs="?", default=101, help="how many; default %(default)s")
+    parser.add_argument("executor", choices=("local", "ray"), nargs="?", default="local", help="default %(default)s")
+    parser.add_argument("workers", type=int, nargs="?", default=2, help="default %(default)s")
+    options = parser.parse_args()
+    pictures, executor, workers = options.pictures, options.executor, options.workers
     with tempfile.TemporaryDirectory() as folder:
         images, out = Path(folder) / "images", Path(folder) / "out"
         images.mkdir()
-        make_pictures(images, int(pictures))
+        make_pictures(images, pictures)
         # A cache that holds a part of the pictures only: 16 for each of two workers.
         config = CollectionConfig(
             pairs="exhaustive",
             size=SIZE,
-            executor="ray" if executor == "ray" else "local",
-            workers=int(workers),
+            executor=executor,
+            workers=workers,
             cache=0.004,
             device="cpu",
         )

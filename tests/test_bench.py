@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import replace
@@ -14,18 +15,17 @@ from PIL import Image
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from dualrc import ConfigError, DataError, cli
-from dualrc.bench import accounts, clock, counts, machine, memory, methods, others_of, profiler, results, sizes_of
-from dualrc.bench.clock import Rates, Timing
-from dualrc.bench.counts import Work
-from dualrc.bench.methods import BATCH, COARSE, FEATURES, FURTHER, MATCH, SEARCH, WHOLE, Task
-from dualrc.bench.planted import Motion, input_size, plant
+from dualrc import ConfigError, DataError, cli, measure
+from dualrc.bench import BenchSettings, baselines, benchmark, methods, profiler, results
+from dualrc.bench.methods import Stage, Task
+from dualrc.bench.planted import Motion, plant
 from dualrc.config import PRESETS, ConsensusConfig
-from dualrc.evaluation import fresh
-from dualrc.model import int8, trace
+from dualrc.measure import Rates, Timing
 from dualrc.model.backbone import make_backbone
 from dualrc.model.checkpoint import save_weights
 from dualrc.model.dualrc import Features
+from dualrc.ops import int8, memory
+from dualrc.ops.memory import Work
 
 CPU = torch.device("cpu")
 
@@ -49,16 +49,8 @@ def pictures(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def task(weights, pictures) -> Task:
-    return Task(
-        method="dualrc",
-        preset="default",
-        weights=str(weights),
-        device="cpu",
-        precision=None,
-        size=(160, 128),
-        batch=0,
-        folder=str(pictures),
-    )
+    settings = BenchSettings(sizes=((160, 128),), weights=weights, batch=0)
+    return Task(settings=settings, device="cpu", size=(160, 128), folder=pictures)
 
 
 @pytest.fixture
@@ -75,22 +67,6 @@ def run(monkeypatch, capsys):
         return int(stopped.value.code or 0), output.out, output.err
 
     return call
-
-
-# The trace.
-
-
-def test_notes_are_kept_only_where_asked_for():
-    trace.note("lost", 0)
-    assert not trace.is_recording()
-    with trace.recording() as outer:
-        trace.note("one", 1)
-        with trace.recording() as inner:
-            trace.note("two", 2)
-        trace.note("one", 3)
-        assert trace.is_recording()
-    trace.note("lost", 4)
-    assert outer.notes == {"one": [1, 3]} and inner.notes == {"two": [2]}
 
 
 # Planted features.
@@ -111,7 +87,6 @@ def test_planted_features_have_the_layout_of_those_they_stand_for(dtype):
         for one, other in ((made.coarse, like.coarse), (made.fine, like.fine)):
             assert one.shape == other.shape and one.dtype == dtype and one.stride() == other.stride()
         assert torch.allclose(made.fine.float().norm(dim=1), torch.ones(1), atol=2e-3)
-    assert input_size(like0) == (160, 128) and input_size(like1) == (128, 96)
 
 
 def test_planted_features_depend_on_the_seed_alone():
@@ -161,14 +136,14 @@ def test_operations_of_the_backbone_are_those_that_torch_counts(preset):
         backbone = make_backbone(config.backbone)
         with FlopCounterMode(display=False) as counter:
             backbone(torch.empty(1, 3, 96, 160))
-    work = counts.features_work(config, (160, 96), 2)
-    assert work.operations == counter.get_total_flops()
-    assert counts.features_work(config, (160, 96), 4).bytes == 2 * work.bytes
+    found = memory.extract_work(config, (160, 96), 2)
+    assert found.operations == counter.get_total_flops()
+    assert memory.extract_work(config, (160, 96), 4).bytes == 2 * found.bytes
 
 
 def test_operations_of_the_consensus():
-    assert counts.consensus_operations(ConsensusConfig()) == 2 * (2 * 81 * 16 + 2 * 81 * 16)
-    assert counts.consensus_operations(ConsensusConfig(kernel_sizes=(5, 3, 3), channels=(2, 4, 1))) == 2 * 2 * (
+    assert memory.consensus_operations(ConsensusConfig()) == 2 * (2 * 81 * 16 + 2 * 81 * 16)
+    assert memory.consensus_operations(ConsensusConfig(kernel_sizes=(5, 3, 3), channels=(2, 4, 1))) == 2 * 2 * (
         625 * 2 + 81 * 8 + 81 * 4
     )
 
@@ -176,26 +151,24 @@ def test_operations_of_the_consensus():
 def test_operations_of_coarse_tensor_and_search():
     config = PRESETS["default"][0]
     entries = (40 * 30) ** 2
-    work = counts.coarse_work(config, (640, 480), (640, 480), 2)
-    assert work.operations == entries * (2 * 256 + 5184)
-    assert work.bytes == 2 * (5 * entries + 2 * 1200 * 256)
-    searching = counts.search_work(config, (640, 480), (640, 480), 2, visited=1000, matches=0)
+    found = memory.coarse_work(config, (640, 480), (640, 480), 2)
+    assert found.operations == entries * (2 * 256 + 5184)
+    assert found.bytes == 2 * (5 * entries + 2 * 1200 * 256)
+    searching = memory.search_work(config, (640, 480), (640, 480), 2, visited=1000, matches=0)
     assert searching.operations == 1000 * 16 * 16 * 2 * 96
-    refined = counts.search_work(config, (640, 480), (640, 480), 2, visited=1000, matches=10)
+    refined = memory.search_work(config, (640, 480), (640, 480), 2, visited=1000, matches=10)
     inputs = 2 * 96 + 81 + 1
     layers = inputs * 192 + 192 * 192 + 192 * 3
     assert refined.operations - searching.operations == 10 * 2 * (2 * 96 * 81 + 2 * layers)
-    assert counts.refinement_operations(PRESETS["paper"][0]) == 0
+    assert memory.refine_operations(PRESETS["paper"][0]) == 0
 
 
 def test_shares_of_the_rates():
-    row = results.Row(method="dualrc", stage=COARSE, timing=Timing.of([2.0]))
+    row = results.Row(method="dualrc", stage=Stage.COARSE, timing=Timing.of([2.0]))
     rates = Rates(operations_per_s=100.0, bytes_per_s=40.0)
-    shared = accounts.with_work(row, {COARSE: Work(operations=50.0, bytes=8.0)}, rates)
+    shared = row.with_work(Work(operations=50.0, bytes=8.0), rates)
     assert (shared.matrix_share, shared.bandwidth_share) == (0.25, 0.1)
-    assert accounts.with_work(row, {}, rates) is row
-    other = replace(row, method="literal")
-    assert accounts.with_work(other, {COARSE: Work(operations=50.0, bytes=8.0)}, rates) is other
+    assert row.with_work(None, rates) is row
 
 
 # Timing.
@@ -217,14 +190,14 @@ def test_runs_take_turns_and_failures_are_told():
         raise RuntimeError("no room\nand more")
 
     runs = {"a": lambda: calls.append("a"), "failing": failing, "b": lambda: calls.append("b")}
-    timings, failures = clock.time_interleaved(runs, CPU, repeats=3, limit_s=10)
+    timings, failures = measure.time_interleaved(runs, CPU, repeats=3, limit_s=10)
     assert calls == ["a", "failing", "b", "a", "b", "a", "b", "a", "b"]  # the first of each warms up
     assert failures == {"failing": "no room"}
     assert {name: len(timing.samples_s) for name, timing in timings.items()} == {"a": 3, "b": 3}
 
 
 def test_slow_runs_are_repeated_less():
-    timings, _ = clock.time_interleaved(
+    timings, _ = measure.time_interleaved(
         {"slow": lambda: time.sleep(0.02), "quick": lambda: None}, CPU, repeats=8, limit_s=0.03
     )
     assert len(timings["slow"].samples_s) == 2 and len(timings["quick"].samples_s) == 8
@@ -232,7 +205,7 @@ def test_slow_runs_are_repeated_less():
 
 
 def test_rates_are_of_this_world():
-    rates = clock.measure_rates(CPU, torch.float32)
+    rates = measure.measure_rates(CPU, torch.float32)
     assert 1e8 < rates.operations_per_s < 1e14
     assert 1e8 < rates.bytes_per_s < 1e13
 
@@ -243,20 +216,16 @@ def test_the_profiler_tells_what_ran():
     both = profiler.kernel_seconds(lambda: (one @ one).cumsum(0).cumsum(1), CPU)
     assert profiler.top(small)[0].name == "aten::mm"
     assert "aten::cumsum" in both
-    assert profiler.beyond({"a": 3.0, "b": 1.0}, {"a": 1.0, "b": 2.0}) == {"a": 2.0}
     assert [k.name for k in profiler.top({"a": 1.0, "b": 3.0})] == ["b", "a"]
     assert profiler.top({"a": 1.0, "b": 3.0})[0].share == 0.75
+    less = profiler.top({"a": 3.0, "b": 1.0}, without={"a": 1.0, "b": 2.0})
+    assert [(kernel.name, kernel.share) for kernel in less] == [("a", 1.0)]
     assert profiler.top({}) == ()
 
 
-def test_a_busy_machine_is_told_of(monkeypatch):
-    monkeypatch.setattr(machine, "cores", lambda: 4)
-    monkeypatch.setattr(machine, "load", lambda: 1.0)
-    assert machine.busy() is None
-    monkeypatch.setattr(machine, "load", lambda: 2.5)
-    assert "load 2.5, 4 cores" in machine.busy()
-    monkeypatch.setattr(machine, "load", lambda: None)
-    assert machine.busy() is None
+def test_a_busy_machine_is_told_of():
+    assert benchmark.busy_warning(1.0, 4) is None and benchmark.busy_warning(None, 4) is None
+    assert "load 2.5, 4 cores" in benchmark.busy_warning(2.5, 4)
 
 
 # Memory.
@@ -264,27 +233,38 @@ def test_a_busy_machine_is_told_of(monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone lets a peak be forgotten")
 def test_peaks_are_forgotten_between_stages():
-    fresh.forget_peak(CPU)
-    before = fresh.peak(CPU)
+    measure.reset_peak(CPU)
+    before = measure.peak(CPU)
     torch.ones(50_000_000)  # 200 MB, gone at once
-    assert fresh.peak(CPU) > before + 150e6
-    fresh.forget_peak(CPU)
-    assert fresh.peak(CPU) < before + 50e6
+    assert measure.peak(CPU) > before + 150e6
+    measure.reset_peak(CPU)
+    assert measure.peak(CPU) < before + 50e6
+    assert measure.peak_of(lambda: torch.ones(50_000_000), CPU) > before + 150e6
+
+
+def describe_itself(argument):
+    print("This is not the result.")
+    return argument, os.getpid(), torch.get_num_threads()
+
+
+def test_a_function_runs_in_a_new_process():
+    argument, process, threads = measure.in_new_process(describe_itself, {"a": (1, 2)})
+    assert argument == {"a": (1, 2)} and process != os.getpid() and threads == torch.get_num_threads()
 
 
 def test_a_process_that_fails_says_why(task, tmp_path):
     with pytest.raises(DataError, match="does not exist"):
-        memory.measure_peaks(replace(task, folder=str(tmp_path)))
+        benchmark.peaks_of(replace(task, folder=tmp_path))
 
 
 def test_peaks_found_before_a_failure_are_kept(task, monkeypatch):
     def fail(self):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(methods.Dualrc, "match", fail)
-    peaks = memory._peaks_here(task)
+    monkeypatch.setattr(methods.Dualrc, "further", fail)
+    peaks = benchmark.peaks_here(task)
     assert peaks.failure == "out of memory"
-    assert list(peaks.stages) == [WHOLE, FEATURES, COARSE]
+    assert list(peaks.bytes) == [Stage.WHOLE, Stage.FEATURES, Stage.COARSE, Stage.SEARCH]
 
 
 # Growth.
@@ -292,9 +272,9 @@ def test_peaks_found_before_a_failure_are_kept(task, monkeypatch):
 
 def size_result(side: int, seconds: float | None, working: int | None) -> results.SizeResult:
     timing = None if seconds is None else Timing.of([seconds])
-    row = results.Row(method="dualrc", stage=COARSE, timing=timing, working_bytes=working)
+    row = results.Row(method="dualrc", stage=Stage.COARSE, timing=timing, working_bytes=working)
     return results.SizeResult(
-        size=(side, side), network_size=(side, side), tensor_entries=0, search=None, rows=(row,), notes=()
+        size=(side, side), network_size=(side, side), tensor_entries=0, searches={}, rows=(row,), notes=()
     )
 
 
@@ -303,9 +283,9 @@ def test_growth_between_neighbouring_sizes():
     assert [(item.size0[0], item.size1[0]) for item in found] == [(64, 128), (128, 512)]
     first, second = found
     assert (first.side_factor, first.time_factor, first.memory_factor) == (2.0, 16.0, 4.0)
-    assert math.isclose(first.time_power, 4.0) and math.isclose(first.memory_power, 2.0)
+    assert math.isclose(first.time_per_doubling, 16.0) and math.isclose(first.memory_per_doubling, 4.0)
     assert (second.side_factor, second.time_factor, second.memory_factor) == (4.0, 4.0, None)
-    assert math.isclose(second.time_power, 1.0) and second.memory_power is None
+    assert math.isclose(second.time_per_doubling, 2.0) and second.memory_per_doubling is None
 
 
 def test_nothing_grows_from_one_size():
@@ -317,88 +297,107 @@ def test_nothing_grows_from_one_size():
 # Methods.
 
 
-def test_the_literal_definition_finds_as_many_matches(task):
+def test_the_reference_engine_finds_as_many_matches(task):
     assert methods.make_method(task).matcher.precision == ("int8" if int8.works() else "float32")
-    task = replace(task, precision="float32")  # in 8 bits a few are others
-    found = methods.make_method(task).further()
-    literal = methods.make_method(replace(task, method="literal"))
-    assert list(literal.runs()) == [FURTHER]
-    assert len(literal.match()) == len(found) > 20
+    small = replace(task, settings=replace(task.settings, precision="float32", max_memory=1.0))
+    small = replace(small, size=(64, 48))
+    found = methods.make_method(small).further()
+    reference = methods.make_method(replace(small, method="reference"))
+    assert list(reference.stages) == [Stage.FURTHER]
+    assert len(reference.stages[Stage.FURTHER]()) == len(found) > 5
 
 
 def test_generated_weights_are_timed_on_planted_features(pictures):
-    task = Task(
-        method="dualrc",
-        preset="paper",
-        weights=None,
-        device="cpu",
-        precision=None,
-        size=(160, 128),
-        batch=1,
-        folder=str(pictures),
-    )
-    assert task.generated
-    method = methods.make_method(task)
-    assert list(method.runs()) == [methods.DECODE, FEATURES, COARSE, MATCH, FURTHER, WHOLE, BATCH]
-    notes: list[str] = []
-    search, _ = accounts.trace_search(method, notes)
-    assert search.on == "planted features" and search.planted_correct > 0.7 and not notes
+    settings = BenchSettings(sizes=((160, 128),), preset="paper", batch=1)
+    method = methods.make_method(Task(settings=settings, device="cpu", size=(160, 128), folder=pictures))
+    assert method.task.generated
+    assert list(method.stages) == [
+        *(Stage.DECODE, Stage.FEATURES, Stage.COARSE, Stage.MATCH, Stage.FURTHER, Stage.WHOLE, Stage.BATCH)
+    ]
+    search = results.describe_search(method)
+    assert search.on == "planted features" and search.planted_correct > 0.7
     assert len(method.whole()) == len(method.further()) == search.matches == len(method.batched()[0])
 
 
+def test_visited_cells_are_told(task):
+    searches = {
+        engine: results.describe_search(methods.make_method(replace(task, engine=engine)))
+        for engine in ("torch", "definition")
+    }
+    everywhere, some = searches["definition"], searches["torch"]
+    assert everywhere.visited_share == 1 and everywhere.visited_cells == 80
+    assert everywhere.groups == everywhere.widened_groups == 80 + 80
+    assert 8 <= some.visited_cells <= 80 and some.widened_groups <= some.groups <= 160
+    assert everywhere.planted_correct is None
+
+
 def test_what_does_not_fit_is_left_out_with_a_reason(task):
-    assert methods.why_not(replace(task, method="literal", size=(240, 176))) is None
-    assert "1,440,000 entries" in methods.why_not(replace(task, method="literal", size=(640, 480)))
-    assert "GiB" in methods.why_not(replace(task, method="loftr", size=(16000, 12000)))
-    assert methods.why_not(replace(task, size=(16000, 12000))) is None
+    assert replace(task, method="reference").reason_to_skip() is None
+    large = replace(task, size=(640, 480))
+    assert large.reason_to_skip() is None
+    assert "1,440,000 entries" in replace(large, method="reference").reason_to_skip()
+    assert "dualrc reference is left out" in replace(large, engine="reference").reason_to_skip()
+    huge = replace(task, size=(16000, 12000))
+    assert huge.reason_to_skip() is None
+    assert "GiB" in replace(huge, method="loftr").reason_to_skip()
+    assert "GiB" in replace(huge, engine="definition").reason_to_skip()
 
 
 def test_loftr_runs(task):
     pytest.importorskip("kornia")
-    assert methods.make_method(replace(task, method="loftr")).whole().shape[1] == 4
+    assert methods.make_method(replace(task, method="loftr")).stages[Stage.WHOLE]().shape[1] == 4
 
 
 def test_sift_finds_the_shift(task):
     pytest.importorskip("cv2")
-    assert len(methods.make_method(replace(task, method="sift")).whole()) > 0
+    assert len(methods.make_method(replace(task, method="sift")).stages[Stage.WHOLE]()) > 0
 
 
 # The command.
 
-STAGES = [methods.DECODE, FEATURES, COARSE, SEARCH, FURTHER, WHOLE, BATCH]
+STAGES = list(Stage)[:-1]
+TORCH, REFERENCE = "dualrc torch", "reference"
 
 
 def test_the_command_prints_tables_and_writes_json(run, weights, pictures, tmp_path):
     out = tmp_path / "bench.json"
     pair = [pictures / name for name in methods.PICTURES]
     status, screen, errors = run(
-        *("--weights", weights, "--pair", *pair, "--device", "cpu", "--size", "128x96", "--size", "64x48"),
-        *("--repeats", 2, "--batch", 2, "--with", "literal", "--precision", "float32", "-o", out),
+        *("--weights", weights, "--pair", *pair, "--device", "cpu", "--size", "176x128", "--size", "32x32"),
+        *("--engine", "torch", "--engine", "definition", "--repeats", 2, "--batch", 2, "--with", "reference"),
+        *("--precision", "float32", "-o", out),
     )
     assert status == 0, errors
     assert "of matrix rate" in screen and "per doubling" in screen and f"Written: {out}" in screen
     content = json.loads(out.read_text())
-    assert content["format"] == "dualrc-bench-1"
+    assert content["format"] == "dualrc-bench-2"
     assert content["versions"]["torch"] == torch.__version__ and content["settings"]["repeats"] == 2
     device = content["devices"]["cpu"]
     assert len(device["weights"]) == 16 and device["precision"] == "float32"
     assert device["config"]["network"]["backbone"]["kind"] == "compact"
     assert device["rates"]["operations_per_s"] > 0 and device["machine"]["cores"] >= 1
-    assert [size["size"] for size in device["sizes"]] == [[64, 48], [128, 96]]
-    for size, cells in zip(device["sizes"], (12, 48), strict=True):
+    assert [size["size"] for size in device["sizes"]] == [[32, 32], [176, 128]]
+    for size, cells in zip(device["sizes"], (4, 88), strict=True):
         assert size["tensor_entries"] == cells**2
-        assert size["search"]["on"] == "pictures" and size["search"]["planted_correct"] is None
+        assert list(size["searches"]) == [TORCH, "dualrc definition"]
+        search = size["searches"][TORCH]
+        assert search["on"] == "pictures" and search["planted_correct"] is None
         rows = {(row["method"], row["stage"]): row for row in size["rows"]}
-        assert list(rows) == [("dualrc", stage) for stage in STAGES[:6]] + [("dualrc", BATCH), ("literal", FURTHER)]
+        ours = [(method, stage) for method in size["searches"] for stage in STAGES]
+        others = [] if cells == 88 else [(REFERENCE, Stage.FURTHER)]  # the larger size is too large for it
+        assert list(rows) == ours + others and len(size["notes"]) == 1 - len(others)
         for (method, stage), row in rows.items():
             assert len(row["timing"]["samples_s"]) == 2, (method, stage)
-            assert stage == methods.DECODE or row["peak_bytes"] > 50e6
-        assert rows["dualrc", COARSE]["matrix_share"] > 0 and rows["dualrc", COARSE]["kernels"]
-        assert rows["dualrc", FURTHER]["matches"] == rows["literal", FURTHER]["matches"] == size["search"]["matches"]
-        median_s = rows["dualrc", BATCH]["timing"]["median_s"]
-        assert math.isclose(rows["dualrc", BATCH]["pairs_per_s"], 2 / median_s)
+            assert stage == Stage.DECODE or row["peak_bytes"] > 50e6
+            assert row["engine"] == (None if REFERENCE in method or stage == Stage.DECODE else method.split()[1])
+        assert rows[TORCH, Stage.COARSE]["matrix_share"] > 0 and rows[TORCH, Stage.COARSE]["kernels"]
+        assert {row["matches"] for row in rows.values() if row["stage"] == Stage.FURTHER} == {search["matches"]}
+        median_s = rows[TORCH, Stage.BATCH]["timing"]["median_s"]
+        assert math.isclose(rows[TORCH, Stage.BATCH]["pairs_per_s"], 2 / median_s)
     growth = {(item["method"], item["stage"]): item for item in device["growth"]}
-    assert growth["dualrc", COARSE]["side_factor"] == 2.0 and growth["literal", FURTHER]["time_factor"] > 1
+    assert math.isclose(growth[TORCH, Stage.COARSE]["side_factor"], 22**0.5)
+    assert growth["dualrc definition", Stage.SEARCH]["time_factor"] > 1
+    assert "reference is left out at 176x128: 7,744 entries" in screen
 
 
 def test_memory_alone_of_a_rendered_pair(run, weights, tmp_path):
@@ -407,7 +406,7 @@ def test_memory_alone_of_a_rendered_pair(run, weights, tmp_path):
     status, screen, errors = run(*arguments, "--repeats", 0, "--batch", 0, "-o", out)
     assert status == 0, errors
     rows = json.loads(out.read_text())["devices"]["cpu"]["sizes"][0]["rows"]
-    assert {row["stage"] for row in rows} == {FEATURES, COARSE, SEARCH, FURTHER, WHOLE}
+    assert {row["stage"] for row in rows} == {*STAGES} - {Stage.DECODE, Stage.BATCH}
     assert all(row["timing"] is None and row["peak_bytes"] > 0 for row in rows)
     assert "MiB" in screen
 
@@ -429,7 +428,8 @@ def test_a_size_that_does_not_fit_is_measured_smaller(run, weights, tmp_path):
         (("--size", "640"), "WIDTHxHEIGHT"),
         (("--max-memory", 0), "must be above 0"),
         (("--size", "16x640"), "too small"),
-        (("--with", "surf"), "literal, loftr, sift"),
+        (("--with", "surf"), "reference, loftr, sift"),
+        (("--engine", "steam"), "no engine 'steam'"),
         (("--batch", -1), "must not be negative"),
         (("--repeats", -2), "must not be negative"),
         (("--preset", "large"), "no preset"),
@@ -447,17 +447,11 @@ def test_mistakes_are_told_in_one_line(run, weights, arguments, words):
     assert words in errors and "Traceback" not in errors
 
 
-def test_sizes_and_others():
-    assert sizes_of(["640x480", "32X32", "640x480"]) == ((640, 480), (32, 32))
-    assert len(sizes_of([])) == 2
-    assert others_of(["sift", "literal", "sift"]) == ("literal", "sift")
-
-
 def test_what_is_not_installed_is_refused_with_the_remedy(monkeypatch):
-    monkeypatch.setattr(methods.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"kornia.*pip install 'dualrc\[baselines\]'"):
-        methods.check_installed("loftr")
-    monkeypatch.setattr(methods, "has_opencv", lambda: False)
+        baselines.check_installed("loftr")
+    monkeypatch.setattr(baselines, "has_opencv", lambda: False)
     with pytest.raises(ConfigError, match="OpenCV"):
-        methods.check_installed("sift")
-    methods.check_installed("literal")
+        baselines.check_installed("sift")
+    baselines.check_installed("reference")

@@ -1,6 +1,5 @@
 """The memory budget: what a pair takes is known beforehand, and what does not fit is seen smaller."""
 
-import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -14,34 +13,28 @@ from PIL import Image
 from dualrc import machine
 from dualrc.config import preset
 from dualrc.errors import ImageError
-from dualrc.evaluation.fresh import in_a_process
 from dualrc.image import Scale
-from dualrc.matcher import Matcher
+from dualrc.matcher import Matcher, load
 from dualrc.matcher.budget import Budget, NoMemoryError
+from dualrc.measure import held, in_new_process, peak, reset_peak
 from dualrc.ops import choose
 
 GIB = 2**30
 VIEW0, VIEW1 = View(320, 240, (20, 60)), View(304, 256, (30, 50), (0.95, 0.97))
 
-MEASURE = """
-import gc, json, sys
-import numpy as np, torch
-from PIL import Image
-from dualrc import load
-from dualrc.evaluation.fresh import forget_peak, held, peak
 
-torch.set_num_threads(1)
-width, height = json.load(sys.stdin)["size"]
-matcher, cpu = load(device="cpu"), torch.device("cpu")
-noise = np.random.default_rng(0).integers(0, 256, (height // 8, width // 8, 3), np.uint8)
-picture = np.array(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
-matcher.match(picture[:64, :64], picture[:64, :64])  # what is made once
-gc.collect()
-forget_peak(cpu)
-before = held(cpu)
-count = len(matcher.match(picture, picture))
-print(json.dumps([count, peak(cpu) - before]))
-"""
+def match_with_itself(size):
+    """Matches of a random picture with itself, and the bytes by which memory grew at most."""
+    (width, height), cpu = size, torch.device("cpu")
+    torch.set_num_threads(1)
+    matcher = load(device="cpu")
+    noise = np.random.default_rng(0).integers(0, 256, (height // 8, width // 8, 3), np.uint8)
+    picture = np.array(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
+    matcher.match(picture[:64, :64], picture[:64, :64])  # what is made once
+    reset_peak(cpu)
+    before = held(cpu)
+    count = len(matcher.match(picture, picture))
+    return count, peak(cpu) - before
 
 
 def seen_as(width, height):
@@ -58,7 +51,7 @@ def budget_of(name, max_memory=1.0, device="cpu"):
 @pytest.mark.parametrize("size", [(640, 480), (832, 320)])
 def test_the_estimate_is_what_is_measured(size):
     """Of a picture with itself, where every cell is matched; the least working memory comes on top."""
-    count, measured = json.loads(in_a_process(MEASURE, {"size": size}))
+    count, measured = in_new_process(match_with_itself, size)
     assert count > 0.9 * size[0] * size[1] / 16
     pair = (seen_as(*size), seen_as(*size))
     assert measured < budget_of("default").least(pair) < 1.3 * measured + 40 * 2**20

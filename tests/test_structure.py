@@ -17,6 +17,7 @@ ROOMS = [
     "extras",
     "files",
     "machine",
+    "measure",
     "config",
     "provenance",
     "types",
@@ -92,6 +93,11 @@ def test_the_parser_of_imports_sees_them_all(tmp_path, monkeypatch):
         "from ..data import y\nfrom . import z\ndef f():\n    from dualrc.draw import q\nimport torch\n"
     )
     assert imported_rooms(file) == {"cli", "train", "web", "bench", "data", "model", "draw"}
+
+
+def test_the_reference_engine_shares_nothing_with_the_others():
+    path = PACKAGE / "ops" / "reference.py"
+    assert imported_rooms(path) == {"config", "model"} and "dualrc.ops" not in path.read_text(encoding="utf-8")
 
 
 def test_the_definition_names_no_engine_device_or_graph():

@@ -1,6 +1,7 @@
 """What this machine has to offer, inside a container too."""
 
 import os
+import platform
 import re
 from pathlib import Path
 
@@ -16,6 +17,20 @@ def cores() -> int:
         count = os.cpu_count() or 1
     limits = _limit("cpu.max")  # microseconds, and out of how many; the first is missing where there is no limit
     return max(1, min(count, limits[0] // limits[1])) if len(limits) == 2 else count
+
+
+def processor() -> str:
+    """The name of the processor."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
+
+
+def load_average() -> float | None:
+    """Processes that wanted a core over the last minute; None where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def memory() -> int:

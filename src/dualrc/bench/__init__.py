@@ -1,5 +1,6 @@
-"""Timings and memory: each stage and the whole, beside others, and how they grow with the picture."""
+"""Time and memory of each stage and of the whole, by several engines, beside others, for several picture sizes."""
 
-from dualrc.bench.run import BenchSettings, bench, others_of, sizes_of
+from dualrc.bench.benchmark import bench
+from dualrc.bench.methods import BenchSettings
 
-__all__ = ["BenchSettings", "bench", "others_of", "sizes_of"]
+__all__ = ["BenchSettings", "bench"]

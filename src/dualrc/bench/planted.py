@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualrc.model.dualrc import FINE_STRIDE, Features
+from dualrc.model.dualrc import Features
 
 # Chosen so that about as many coarse cells have to be visited for a query as with the bundled weights on photographs.
 _FACTORS = 64  # what features depend on; channels are mixtures of these, as those of a network are
@@ -50,25 +50,34 @@ def plant(
     return Features(coarse=coarse0, fine=fine0), Features(coarse=coarse1, fine=fine1)
 
 
-def input_size(features: Features) -> tuple[int, int]:
-    """The (width, height) of the network's input that has maps of these shapes."""
-    return FINE_STRIDE * features.fine.shape[3], FINE_STRIDE * features.fine.shape[2]
-
-
 def _plant_maps(like0: Tensor, like1: Tensor, motion: Motion, seed: int) -> tuple[Tensor, Tensor]:
     """Unit maps (b c h w) of both pictures; picture 0 shows what picture 1 has where the motion leads."""
-    random = torch.Generator(like0.device).manual_seed(seed)
+    random, device = torch.Generator(like0.device).manual_seed(seed), like0.device
     batch, channels = like0.shape[:2]
     factors = min(_FACTORS, channels)
-    (height0, width0), (height1, width1) = like0.shape[2:], like1.shape[2:]
-    field1 = _field(batch, factors, height1, width1, random)
-    there = motion(_cell_places(height0, width0, like0.device)).expand(batch, -1, -1, -1)
+
+    def normal(count: int, height: int, width: int) -> Tensor:
+        return torch.randn(batch, count, height, width, generator=random, device=device)
+
+    def smooth(count: int, height: int, width: int) -> Tensor:
+        values = normal(count, height // _AROUND_CELLS + 2, width // _AROUND_CELLS + 2)
+        return F.interpolate(values, size=(height, width), mode="bicubic", align_corners=False)
+
+    def field(height: int, width: int) -> Tensor:
+        around, own = smooth(factors, height, width), normal(factors, height, width)
+        return own.mul_((1 - _COMMON - _AROUND) ** 0.5).add_(around, alpha=_AROUND**0.5).add_(_COMMON**0.5)
+
+    field1 = field(*like1.shape[2:])
+    size0 = height0, width0 = like0.shape[2:]
+    # Centers of cells in units of half a picture, from its middle.
+    y, x = ((torch.arange(count, device=device) + 0.5) / count * 2 - 1 for count in size0)
+    there = motion(torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)).expand(batch, -1, -1, -1)  # b h w 2
     field0 = F.grid_sample(field1, there, mode="bilinear", padding_mode="border", align_corners=False)
     # What picture 1 does not show is something else, not its border again.
-    outside = (there.abs() > 1).any(-1)[:, None]
-    field0 = torch.where(outside, _field(batch, factors, height0, width0, random), field0)
-    field0 += _noise(batch, factors, height0, width0, random)
-    mixing = torch.randn(channels, factors, generator=random, device=like0.device)
+    field0 = torch.where((there.abs() > 1).any(-1)[:, None], field(height0, width0), field0)
+    hard = torch.special.ndtr(smooth(1, height0, width0))  # 0 to 1
+    field0 += normal(factors, height0, width0) * (_NOISE[0] * (_NOISE[1] / _NOISE[0]) ** hard)
+    mixing = torch.randn(channels, factors, generator=random, device=device)
     mixing = torch.linalg.qr(mixing).Q  # orthonormal: cosines of mixtures are those of the factors
     return _mixed(F.normalize(field0), mixing, like0), _mixed(F.normalize(field1), mixing, like1)
 
@@ -80,31 +89,3 @@ def _mixed(field: Tensor, mixing: Tensor, like: Tensor) -> Tensor:
         part = slice(start, start + _CHUNK)
         result[:, part] = torch.einsum("cf,bfhw->bchw", mixing[part], field)
     return result
-
-
-def _field(batch: int, factors: int, height: int, width: int, random: torch.Generator) -> Tensor:
-    """Random values (b f h w) that neighbours partly share."""
-    around = _smooth(batch, factors, height, width, random)
-    own = torch.randn(batch, factors, height, width, generator=random, device=random.device)
-    return own.mul_((1 - _COMMON - _AROUND) ** 0.5).add_(around, alpha=_AROUND**0.5).add_(_COMMON**0.5)
-
-
-def _noise(batch: int, factors: int, height: int, width: int, random: torch.Generator) -> Tensor:
-    """Noise (b f h w) that is stronger in some places."""
-    low, high = _NOISE
-    where = torch.special.ndtr(_smooth(batch, 1, height, width, random))  # 0 to 1
-    noise = torch.randn(batch, factors, height, width, generator=random, device=random.device)
-    return noise * (low * (high / low) ** where)
-
-
-def _smooth(batch: int, factors: int, height: int, width: int, random: torch.Generator) -> Tensor:
-    """Random values (b f h w) that change slowly."""
-    rows, columns = height // _AROUND_CELLS + 2, width // _AROUND_CELLS + 2
-    values = torch.randn(batch, factors, rows, columns, generator=random, device=random.device)
-    return F.interpolate(values, size=(height, width), mode="bicubic", align_corners=False)
-
-
-def _cell_places(height: int, width: int, device: torch.device) -> Tensor:
-    """Centres of a map's cells in units of half a picture, from its middle: (1 h w 2)."""
-    y, x = ((torch.arange(n, device=device) + 0.5) / n * 2 - 1 for n in (height, width))
-    return torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)[None]

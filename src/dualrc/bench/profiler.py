@@ -1,14 +1,15 @@
 """Which kernels really ran, and for how long, as torch's profiler saw them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dualrc.bench.clock import Run, synchronize
+from dualrc.measure import Run, synchronize
 
 _KEPT = 5
 
@@ -54,14 +55,8 @@ def _quiet() -> Iterator[None]:
         os.close(nowhere)
 
 
-def beyond(seconds: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-    """What a run spent in kernels beyond another that is a part of it."""
-    left = {name: spent - other.get(name, 0.0) for name, spent in seconds.items()}
-    return {name: spent for name, spent in left.items() if spent > 0}
-
-
-def top(seconds: dict[str, float]) -> tuple[Kernel, ...]:
-    """The kernels that took most of the time."""
-    total = sum(seconds.values())
-    ranked = sorted(seconds.items(), key=lambda item: -item[1])[:_KEPT]
-    return tuple(Kernel(name=name, share=spent / total) for name, spent in ranked if spent > 0)
+def top(seconds: Mapping[str, float], without: Mapping[str, float] = MappingProxyType({})) -> tuple[Kernel, ...]:
+    """The kernels that took most of the time, `without` those of a run that is a part of this one."""
+    left = {name: max(0.0, spent - without.get(name, 0.0)) for name, spent in seconds.items()}
+    ranked = sorted(left.items(), key=lambda item: -item[1])[:_KEPT]
+    return tuple(Kernel(name=name, share=spent / sum(left.values())) for name, spent in ranked if spent > 0)

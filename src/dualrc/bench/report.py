@@ -1,6 +1,6 @@
 """A benchmark's results on the screen: the stages, and how they grow."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import rich.box
 from rich.console import Console
@@ -10,7 +10,7 @@ from rich.text import Text
 from dualrc.bench.results import DeviceResult, Growth, Row, SizeResult
 
 _NAME = 44  # characters of a kernel's name: enough to tell which it is
-_WIDE = 170  # columns that the table needs; where output is not a terminal, lines are as long as they have to be
+_WIDE = 190  # columns that the table needs; where output is not a terminal, lines are as long as they have to be
 
 
 def show(result: DeviceResult, console: Console) -> None:
@@ -40,7 +40,8 @@ def _stages(sizes: Sequence[SizeResult]) -> Table:
     for size in sizes:
         for number, row in enumerate(size.rows):
             first = f"{size.size[0]}x{size.size[1]}" if number == 0 else ""
-            cells = (first, row.method, _stage_name(row), *_time_cells(row), _bytes(row.peak_bytes))
+            stage = row.stage if row.matches is None else f"{row.stage} ({row.matches:,} matches)"
+            cells = (first, row.method, stage, *_time_cells(row), _bytes(row.peak_bytes))
             shares = (_percent(row.matrix_share), _percent(row.bandwidth_share))
             table.add_row(*(Text(cell) for cell in (*cells, *shares, _ran(row))))
         table.add_section()
@@ -53,9 +54,13 @@ def _growth(growths: Sequence[Growth]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for item in growths:
         sizes = f"{item.size0[0]}x{item.size0[1]} to {item.size1[0]}x{item.size1[1]}"
-        times = (item.time_factor, _doubling(item.time_power))
-        factors = (item.side_factor, *times, item.memory_factor, _doubling(item.memory_power))
-        table.add_row(item.method, item.stage, sizes, *("" if f is None else f"x {f:.2f}" for f in factors))
+        time, memory = (item.time_factor, item.time_per_doubling), (item.memory_factor, item.memory_per_doubling)
+        table.add_row(
+            item.method,
+            item.stage,
+            sizes,
+            *("" if f is None else f"x {f:.2f}" for f in (item.side_factor, *time, *memory)),
+        )
     return table
 
 
@@ -66,22 +71,13 @@ def _table(*words: str) -> Table:
     return table
 
 
-def _search_lines(size: SizeResult) -> list[str]:
-    search = size.search
-    if search is None:
-        return []
-    line = f"Search at {size.size[0]}x{size.size[1]} on {search.on}: {search.matches:,} matches"
-    if search.planted_correct is not None:
-        line += f", {search.planted_correct:.1%} as planted"
-    if search.visited_share is not None:
+def _search_lines(size: SizeResult) -> Iterator[str]:
+    for method, search in size.searches.items():
+        line = f"Search at {size.size[0]}x{size.size[1]}, {method}, on {search.on}: {search.matches:,} matches"
+        if search.planted_correct is not None:
+            line += f", {search.planted_correct:.1%} as planted"
         line += f"; {search.visited_cells:.1f} coarse cells visited by a group of queries, {search.visited_share:.2%}"
-    if search.widened_groups is not None:
-        line += f"; {search.widened_groups:,} of {search.groups:,} groups had to look further"
-    return [line + "."]
-
-
-def _stage_name(row: Row) -> str:
-    return row.stage if row.matches is None else f"{row.stage} ({row.matches:,} matches)"
+        yield f"{line}; {search.widened_groups:,} of {search.groups:,} groups had to look further."
 
 
 def _time_cells(row: Row) -> tuple[str, str]:
@@ -95,7 +91,7 @@ def _time_cells(row: Row) -> tuple[str, str]:
 
 def _ran(row: Row) -> str:
     kernels = ", ".join(f"{_short(kernel.name)} {kernel.share:.0%}" for kernel in row.kernels[:1])
-    return ": ".join(filter(None, [row.ran, kernels]))
+    return ": ".join(filter(None, [row.engine, kernels]))
 
 
 def _short(name: str) -> str:
@@ -117,12 +113,5 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
-def _doubling(power: float | None) -> float | None:
-    return None if power is None else 2.0**power
-
-
 def _engineering(value: float) -> str:
-    for factor, letter in ((1e12, "T"), (1e9, "G")):
-        if value >= factor:
-            return f"{value / factor:.3g} {letter}"
-    return f"{value / 1e6:.3g} M"
+    return f"{value / 1e12:.3g} T" if value >= 1e12 else f"{value / 1e9:.3g} G"

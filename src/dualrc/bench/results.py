@@ -1,15 +1,21 @@
-"""What a benchmark found, and how it grows with the size of the pictures."""
+"""What a benchmark found, what each stage had to do at least, and how it grows with the size of the pictures."""
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dualrc.bench.clock import Rates, Timing
-from dualrc.bench.counts import Work
+from dualrc.bench.methods import Dualrc, Stage, coarse_cells
+from dualrc.bench.planted import Motion
 from dualrc.bench.profiler import Kernel
+from dualrc.measure import Peaks, Rates, Timing
+from dualrc.ops import memory
+from dualrc.ops.memory import Work
+from dualrc.ops.torch import FIRST_BLOCK
 from dualrc.types import Size
+
+_NEAR_PX = 8.0  # two fine cells
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,17 +23,32 @@ class Row:
     """A stage of a method at one size; None: not measured, or not known."""
 
     method: str
-    stage: str
-    timing: Timing | None
+    stage: Stage
+    timing: Timing | None = None
+    engine: str | None = None  # that the matcher used
     peak_bytes: int | None = None
     working_bytes: int | None = None  # the peak less what was held before the first pair
     work: Work | None = None
     matrix_share: float | None = None  # operations a second, of the device's measured rate
     bandwidth_share: float | None = None  # bytes a second, of the device's measured rate
-    ran: str | None = None  # what the network says it used
-    kernels: tuple[Kernel, ...] = ()  # what the profiler saw
+    kernels: tuple[Kernel, ...] = ()  # that took longest, as the profiler saw them
     matches: int | None = None
     pairs_per_s: float | None = None
+
+    def with_peak(self, peaks: Peaks[Stage] | None) -> "Row":
+        """The same with the memory of its stage."""
+        if peaks is None or self.stage not in peaks.bytes:
+            return self
+        peak = peaks.bytes[self.stage]
+        return replace(self, peak_bytes=peak, working_bytes=max(peak - peaks.loaded, 0))
+
+    def with_work(self, work: Work | None, rates: Rates) -> "Row":
+        """The same with what its stage had to do, as shares of what the device could do in that time."""
+        if work is None or self.timing is None or not self.timing.median_s:
+            return self
+        matrix_share = work.operations / self.timing.median_s / rates.operations_per_s
+        bandwidth_share = work.bytes / self.timing.median_s / rates.bytes_per_s
+        return replace(self, work=work, matrix_share=matrix_share, bandwidth_share=bandwidth_share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +57,11 @@ class Search:
 
     on: str  # "pictures" or "planted features"
     matches: int
-    groups: int | None = None  # searched for, both ways together
-    visited_cells: float | None = None  # mean of a group
-    visited_share: float | None = None  # of the cells that it could have visited
-    widened_groups: int | None = None
-    planted_correct: float | None = None  # share of matches within two fine cells of the planted motion
+    groups: int  # of 16 queries, both ways together
+    visited_cells: float  # mean of a group
+    visited_share: float  # of the cells that it could have visited
+    widened_groups: int  # that visited more cells than the torch engine visits at first
+    planted_correct: float | None  # share of matches within two fine cells of the planted motion
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,24 +71,24 @@ class SizeResult:
     size: Size
     network_size: Size
     tensor_entries: int
-    search: Search | None
+    searches: dict[str, Search]  # by method
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Growth:
-    """From one size to the next: factors, and the powers of the picture's side that they amount to."""
+    """From one size to the next: factors, and what these amount to for each doubling of the pictures' sides."""
 
     method: str
-    stage: str
+    stage: Stage
     size0: Size
     size1: Size
     side_factor: float
     time_factor: float | None
-    time_power: float | None
+    time_per_doubling: float | None
     memory_factor: float | None
-    memory_power: float | None
+    memory_per_doubling: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,45 +102,59 @@ class DeviceResult:
     weights: str  # their hash, or "generated"
     config: dict[str, Any]
     rates: Rates
-    sizes: tuple[SizeResult, ...]
-    growth: tuple[Growth, ...]
+    sizes: tuple[SizeResult, ...] = ()
+    growth: tuple[Growth, ...] = ()
+
+
+def describe_search(method: Dualrc) -> Search:
+    """Matches of the pair, and the coarse cells that were visited to find them."""
+    network, correct = method.matcher.network, None
+    found, searched = method.on_device(network.match), method.on_device(network.search)
+    visited = [count[count > 0] for count in (searched.visited0, searched.visited1)]  # 0: nobody asked
+    groups, total = sum(len(count) for count in visited), sum(int(count.sum()) for count in visited)
+    if method.task.generated:
+        true = Motion().points1(found.points0, method.seen, method.seen)
+        correct = float(((true - found.points1).norm(dim=1) <= _NEAR_PX).float().mean().nan_to_num())
+    return Search(
+        on="planted features" if method.task.generated else "pictures",
+        matches=len(found.scores),
+        groups=groups,
+        visited_cells=total / max(1, groups),
+        visited_share=total / max(1, groups * coarse_cells(method.seen)),
+        widened_groups=sum(int((count > FIRST_BLOCK).sum()) for count in visited),
+        planted_correct=correct,
+    )
+
+
+def stage_work(method: Dualrc, search: Search) -> dict[Stage, Work]:
+    """The least that each stage has to do."""
+    config, seen, item = method.matcher.network.config, method.seen, method.matcher.dtype.itemsize
+    visited = search.visited_cells * search.groups
+    features = memory.extract_work(config, seen, item)
+    coarse = memory.coarse_work(config, seen, seen, item)
+    searching = memory.search_work(config, seen, seen, item, visited=visited, matches=search.matches)
+    whole = features + features + coarse + searching
+    work = {Stage.FEATURES: features, Stage.COARSE: coarse, Stage.SEARCH: searching}
+    return work | {Stage.FURTHER: coarse + searching, Stage.WHOLE: whole}
 
 
 def growth(sizes: Sequence[SizeResult]) -> tuple[Growth, ...]:
-    """How each stage grows between neighbouring sizes, the smallest first."""
-    ordered = sorted(sizes, key=lambda result: math.prod(result.network_size))
+    """How each stage grows between neighboring sizes, the smallest first."""
     found = []
-    for small, large in itertools.pairwise(ordered):
+    for small, large in itertools.pairwise(sorted(sizes, key=lambda result: math.prod(result.network_size))):
         side = math.sqrt(math.prod(large.network_size) / math.prod(small.network_size))
-        if side == 1:
-            continue
         before = {(row.method, row.stage): row for row in small.rows}
-        for row in large.rows:
-            other = before.get((row.method, row.stage))
-            if other is None:
+        for row in large.rows if side > 1 else ():
+            if (other := before.get((row.method, row.stage))) is None:
                 continue
             seconds = [item.timing.median_s if item.timing else None for item in (other, row)]
-            time_factor = _factor(*seconds)
-            memory_factor = _factor(other.working_bytes, row.working_bytes)
-            found.append(
-                Growth(
-                    method=row.method,
-                    stage=row.stage,
-                    size0=small.size,
-                    size1=large.size,
-                    side_factor=side,
-                    time_factor=time_factor,
-                    time_power=_power(time_factor, side),
-                    memory_factor=memory_factor,
-                    memory_power=_power(memory_factor, side),
-                )
-            )
+            time = _factors(seconds[0], seconds[1], side)
+            memory = _factors(other.working_bytes, row.working_bytes, side)
+            found.append(Growth(row.method, row.stage, small.size, large.size, side, *time, *memory))
     return tuple(found)
 
 
-def _factor(small: float | None, large: float | None) -> float | None:
-    return large / small if small and large else None
-
-
-def _power(factor: float | None, side: float) -> float | None:
-    return None if factor is None else math.log(factor) / math.log(side)
+def _factors(small: float | None, large: float | None, side: float) -> tuple[float | None, float | None]:
+    if not small or not large:
+        return None, None
+    return large / small, (large / small) ** (1 / math.log2(side))

@@ -1,11 +1,17 @@
 """The command that measures speed and memory."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from dualrc.cli import common
+from dualrc.config import MIN_SIDE
+from dualrc.errors import ConfigError
+from dualrc.types import Size
+
+_SIZES = ((320, 240), (640, 480))  # a laptop does these in a minute
 
 
 @common.app.command()
@@ -22,6 +28,13 @@ def bench(
     device: Annotated[
         list[str] | None, typer.Option(help="cuda, mps or cpu, also several times; without it, the best there is.")
     ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What carries out everything after the backbone: native or torch on a CPU, triton+graphs, triton or "
+            "torch on a GPU. Several times: all stages by each of them, in turn. Without it, the best for the device."
+        ),
+    ] = None,
     preset: common.PresetOption = "default",
     weights: Annotated[
         Path | None,
@@ -32,10 +45,7 @@ def bench(
     ] = None,
     precision: Annotated[
         Literal["float32", "float16", "bfloat16", "int8"] | None,
-        typer.Option(
-            help="Of the backbone (int8: and of the consensus); without it, float16 on a GPU, int8 on a CPU that "
-            "has VNNI, else float32."
-        ),
+        typer.Option(help="Of the backbone; without it, float16 on a GPU, int8 on a CPU that has VNNI, else float32."),
     ] = None,
     max_memory: common.MaxMemoryOption = None,
     pair: Annotated[
@@ -46,8 +56,8 @@ def bench(
         list[str] | None,
         typer.Option(
             "--with",
-            help="Beside it, in turn with it: literal (the formulas as written, small sizes only), loftr (kornia's, "
-            "weights generated), sift (OpenCV's, brute-force matching). Several times.",
+            help="Beside it, in turn with it: reference (the formulas an entry at a time, small sizes only), loftr "
+            "(kornia's, weights generated), sift (OpenCV's, brute-force matching). Several times.",
         ),
     ] = None,
     batch: Annotated[
@@ -78,24 +88,39 @@ def bench(
 
     dualrc bench --preset paper --device cuda --size 800x592 --size 1600x1200
 
+    The kernels in C beside plain PyTorch:
+
+    dualrc bench --engine native --engine torch
+
     Beside others on two cores, compared in one run:
 
     OMP_NUM_THREADS=2 dualrc bench --device cpu --size 640x480 --with loftr --with sift
     """
-    from dualrc.bench import BenchSettings, others_of, sizes_of
+    from dualrc.bench import BenchSettings
     from dualrc.bench import bench as run
 
     settings = BenchSettings(
-        sizes=sizes_of(size or ()),
+        sizes=tuple(dict.fromkeys(map(_parse_size, size or ()))) or _SIZES,
         devices=tuple(dict.fromkeys(device or ())),
+        engines=tuple(dict.fromkeys(engine or ())),
         preset=preset,
         weights=weights,
         precision=precision,
         max_memory=max_memory,
         pair=pair,
         batch=batch,
-        others=others_of(others or ()),
+        others=tuple(dict.fromkeys(others or ())),
         repeats=repeats,
         out=out,
     )
     run(settings, screen=common.screen, messages=common.messages)
+
+
+def _parse_size(text: str) -> Size:
+    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text.strip().lower())
+    if found is None:
+        raise ConfigError(f"--size {text} is no size; give WIDTHxHEIGHT in pixels, such as 640x480.")
+    size = int(found[1]), int(found[2])
+    if min(size) < MIN_SIDE:
+        raise ConfigError(f"--size {text} is too small; give at least {MIN_SIDE} pixels a side.")
+    return size

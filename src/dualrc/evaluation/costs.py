@@ -3,11 +3,8 @@
 import hashlib
 import json
 import os
-import statistics
-import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,15 +14,14 @@ import torch
 from rich.console import Console
 
 from dualrc.draw import Picture
-from dualrc.errors import DataError, DualRCError
-from dualrc.evaluation.fresh import forget_peak, held, in_a_process, peak
+from dualrc.errors import DataError
 from dualrc.evaluation.report import write_json
 from dualrc.machine import cores
 from dualrc.matcher import load
+from dualrc.measure import Timing, held, in_new_process, peak, reset_peak, time_once
 from dualrc.model.checkpoint import file_hash
 
 _FILE = "costs.json"
-_START = "from dualrc.evaluation.costs import main; main()"
 _REPEATS = 3
 _DPI = 150
 
@@ -74,40 +70,24 @@ def measure_all(tasks: Sequence[Task], folder: Path, messages: Console) -> tuple
 
 def measure(task: Task) -> Measured:
     """Match the pair in a new process, which nothing else has filled with memory."""
-    line = in_a_process(_START, asdict(task))
-    try:
-        return _measured(json.loads(line))
-    except (ValueError, TypeError, LookupError) as error:
-        raise DataError(f"the process gave no figures ({error}).") from error
-
-
-def main() -> None:
-    """In the new process: read the task from standard input, and print what it took."""
-    try:
-        print(json.dumps(asdict(_run(Task(**json.load(sys.stdin))))))
-    except DualRCError as error:
-        sys.exit(str(error))
+    return in_new_process(_run, task)
 
 
 def _run(task: Task) -> Measured:
     matcher = load(task.preset, weights=task.weights, device=task.device, size=task.size, top=task.top)
-    on_gpu = matcher.device.type == "cuda"
-    forget_peak(matcher.device)  # reading the weights takes more than keeping them, and is not matching
-    loaded = held(matcher.device)
-    features = matcher.features(task.path0)
-    seen = features.scale.network
-    del features
-    times = []
-    for _ in range(1 + _REPEATS):
-        start = time.perf_counter()
-        matcher.match(task.path0, task.path1)  # ends with numbers in host memory, so a GPU has finished too
-        times.append(time.perf_counter() - start)
+    device = matcher.device
+    reset_peak(device)  # reading the weights takes more than keeping them, and is not matching
+    loaded = held(device)
+    seen = matcher.features(task.path0).scale.network
+    times = [time_once(lambda: matcher.match(task.path0, task.path1), device) for _ in range(1 + _REPEATS)]
     return Measured(
-        seconds=statistics.median(times[1:]),
-        memory_bytes=peak(matcher.device),
+        seconds=Timing.of(times[1:]).median_s,
+        memory_bytes=peak(device),
         loaded_bytes=loaded,
         seen=seen,
-        machine=torch.cuda.get_device_name() if on_gpu else f"a CPU (threads: {torch.get_num_threads()})",
+        machine=torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else f"a CPU (threads: {torch.get_num_threads()})",
     )
 
 

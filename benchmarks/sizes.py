@@ -1,0 +1,100 @@
+"""Pictures of sizes that were not seen before: the first matches of each size, and many sizes in one run.
+
+    python benchmarks/sizes.py
+    python benchmarks/sizes.py A.jpg B.jpg --device cpu --sizes 5 --pairs 20
+
+Every pair is two pictures cut to their own random sizes, with sides of 300 to 700 pixels. Whatever a matcher prepares
+for a size, such as compiled kernels and CUDA graphs, shows in the first matches of that size. `match_many` is timed
+over pairs of which each has another size, and over as many pairs of one size beside it.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+import dualrc
+from dualrc.image import read
+from dualrc.measure import Timing, time_once
+from dualrc.pixels import STRIDE
+from dualrc.scenes import make_pair
+
+LEAST, MOST = 300, 700  # pixels of a side
+CALLS = {"first": 0, "second": 1, "third": 2, "tenth": 9}
+TOWN = 1  # the scene of `dualrc demo`
+
+Pixels = npt.NDArray[np.uint8]
+Pair = tuple[Pixels, Pixels]
+
+
+def pictures(paths: list[Path]) -> Pair:
+    """The files, or the rendered town, large enough to be cut to any of the sizes."""
+    if paths:
+        image0, image1 = (read(path) for path in paths)
+    else:
+        image0, image1 = (rendering.image.numpy() for rendering in make_pair(TOWN, size=(800, 720)))
+    if min(*image0.shape[:2], *image1.shape[:2]) < MOST:
+        raise SystemExit(f"Pictures need at least {MOST} pixels a side; give larger ones.")
+    return image0, image1
+
+
+def new_sizes(images: Pair, seed: int) -> Iterator[Pair]:
+    """The pair cut to sizes of which the network has seen neither in a pair before."""
+    random, seen = np.random.default_rng(seed), set()
+    while True:
+        sides = random.integers(LEAST, MOST + 1, (2, 2))
+        if (key := tuple((sides // STRIDE).ravel().tolist())) in seen:  # the same to the network
+            continue
+        seen.add(key)
+        (height0, width0), (height1, width1) = sides.tolist()
+        yield images[0][:height0, :width0], images[1][:height1, :width1]
+
+
+def main() -> None:
+    """Time the calls and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pictures", type=Path, nargs="*", metavar="PICTURE", help="two of one thing; default: a town")
+    parser.add_argument("--device", help="cuda, mps or cpu; without it, the best there is")
+    parser.add_argument("--engine", help="as of dualrc.load; without it, the best for the device")
+    parser.add_argument("--sizes", type=int, default=20, help="pairs of sizes for single calls; default %(default)s")
+    parser.add_argument("--pairs", type=int, default=200, help="pairs for match_many; default %(default)s")
+    options = parser.parse_args()
+    if len(options.pictures) not in (0, 2):
+        parser.error("give two pictures or none")
+    matcher = dualrc.load(device=options.device, engine=options.engine)
+    images = pictures(options.pictures)
+    cut = new_sizes(images, seed=0)
+
+    begin = time.perf_counter()
+    matcher.match(*next(cut))  # what is prepared once for all sizes
+    table = Table("", "median", "middle half", "longest", title=f"{matcher}, very first match excluded")
+    table.caption = f"the very first match of this process took {time.perf_counter() - begin:.2f} s"
+    times = [
+        [time_once(lambda pair=pair: matcher.match(*pair), matcher.device) for _ in range(max(CALLS.values()) + 1)]
+        for pair in itertools.islice(cut, options.sizes)
+    ]
+    for name, number in CALLS.items():
+        timing = Timing.of([1e3 * calls[number] for calls in times])
+        row = (
+            f"{timing.median_s:.1f} ms",
+            f"{timing.low_s:.1f} to {timing.high_s:.1f} ms",
+            f"{max(timing.samples_s):.1f} ms",
+        )
+        table.add_row(f"{name} match of a size", *row)
+    table.add_section()
+    different = list(itertools.islice(cut, options.pairs))
+    same = [(images[0][:480, :640], images[1][:480, :640])] * options.pairs
+    for name, pairs in ((f"{options.pairs} sizes", different), ("one size, 640x480", same)):
+        seconds = time_once(lambda pairs=pairs: list(matcher.match_many(pairs)), matcher.device)
+        table.add_row(f"match_many, {options.pairs} pairs of {name}", f"{len(pairs) / seconds:.1f} pairs/s")
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

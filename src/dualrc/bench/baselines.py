@@ -1,0 +1,61 @@
+"""Methods of others that are measured beside this project's: LoFTR and SIFT."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dualrc.errors import ConfigError
+from dualrc.evaluation.baselines import has_opencv, opencv
+
+Pictures = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
+
+
+def make_loftr(pictures: Pictures, device: torch.device) -> Callable[[], npt.NDArray[Any]]:
+    """kornia's LoFTR in single precision: pictures on the host to corresponding points on the host, (n, 4).
+
+    Its weights are generated: trained ones would have to be downloaded. With those it finds more matches, and takes
+    somewhat longer to refine them.
+    """
+    from kornia.feature import LoFTR
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        network = LoFTR(pretrained=None).eval().to(device)
+
+    @torch.inference_mode()
+    def match() -> npt.NDArray[Any]:
+        inputs = {}
+        for number, picture in enumerate(pictures):
+            height, width = (side // 8 * 8 for side in picture.shape[:2])
+            pixels = torch.from_numpy(picture[:height, :width].copy()).to(device)
+            inputs[f"image{number}"] = pixels.float().mean(2)[None, None] / 255
+        found = network(inputs)
+        return np.asarray(torch.cat([found["keypoints0"], found["keypoints1"]], dim=1).cpu())
+
+    return match
+
+
+def make_sift(pictures: Pictures) -> Callable[[], list[Any]]:
+    """OpenCV's SIFT with its own settings, and brute-force mutual nearest neighbors; always on the CPU."""
+    cv2 = opencv()
+    cv2.setNumThreads(torch.get_num_threads())  # as many as the others have
+    sift, matcher = cv2.SIFT_create(), cv2.BFMatcher(cv2.NORM_L2, crossCheck=True)
+
+    def match() -> list[Any]:
+        gray = [cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY) for picture in pictures]
+        described = [sift.detectAndCompute(picture, None)[1] for picture in gray]
+        return [] if any(found is None for found in described) else list(matcher.match(*described))
+
+    return match
+
+
+def check_installed(method: str) -> None:
+    """Raise ConfigError if a method can't be run on this machine at all."""
+    needed = {"loftr": ("kornia", importlib.util.find_spec("kornia")), "sift": ("OpenCV", has_opencv())}
+    package, found = needed.get(method, ("", True))
+    if not found:
+        raise ConfigError(f"--with {method} needs {package}, which is not installed; pip install 'dualrc[baselines]'.")
