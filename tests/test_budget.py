@@ -38,7 +38,7 @@ def match_with_itself(size):
 
 
 def seen_as(width, height):
-    return Scale(picture=(width, height), network=(width, height))
+    return Scale(image_size=(width, height), input_size=(width, height))
 
 
 def budget_of(name, max_memory=1.0, device="cpu"):
@@ -125,7 +125,7 @@ def test_free_memory(tmp_path, monkeypatch):
 
 def least(matcher, size, own=None):
     """GiB with which a pair of this size just fits."""
-    scale = Scale(picture=own or size, network=size)
+    scale = Scale(image_size=own or size, input_size=size)
     return matcher.budget.least((scale, scale)) / GIB
 
 
@@ -139,7 +139,7 @@ def test_what_fits_is_not_changed(oracle, pictures):
         warnings.simplefilter("error")
         tight = oracle_matcher(max_memory=least(oracle, (320, 256)) * 1.1)
         assert same_matches(tight.match(*pictures), oracle.match(*pictures))
-        assert tight.features(pictures[0]).scale.network == (320, 240)
+        assert tight.features(pictures[0]).scale.input_size == (320, 240)
 
 
 def test_a_small_budget_makes_pictures_smaller(oracle, pictures):
@@ -148,7 +148,9 @@ def test_a_small_budget_makes_pictures_smaller(oracle, pictures):
         found = small.match(*pictures)
     sizes = found.info["network_size0"], found.info["network_size1"]
     assert all(32 <= side < 240 and side % 16 == 0 for size in sizes for side in size)
-    assert small.budget.fits(tuple(Scale(picture=v, network=s) for v, s in zip(((320, 240),) * 2, sizes, strict=True)))
+    assert small.budget.fits(
+        tuple(Scale(image_size=v, input_size=s) for v, s in zip(((320, 240),) * 2, sizes, strict=True))
+    )
     assert found.size0 == (320, 240) and len(found) > 100
     error = found.points1 - VIEW1.from_scene(VIEW0.to_scene(found.points0))
     assert np.median(np.abs(error)) < 3  # of picture pixels: a cell has eight
@@ -156,7 +158,7 @@ def test_a_small_budget_makes_pictures_smaller(oracle, pictures):
     assert same_matches(small.match(*pictures), found)
     with pytest.warns(UserWarning, match="A pair of 320x240 does not fit"):
         features = small.features(pictures[0])
-    assert max(features.scale.network) < 320
+    assert max(features.scale.input_size) < 320
     # All that takes pictures does the same; a size that is asked for is no exception.
     assert len(small.match_points(*pictures, [[160, 120]])) == 1
     assert small.warp(*pictures).certainty.shape == (240, 320)
@@ -171,20 +173,20 @@ def test_a_small_budget_makes_pictures_smaller(oracle, pictures):
 def test_the_largest_size_that_fits():
     budget = budget_of("default", max_memory=0.3)
     pair = seen_as(6000, 4000), seen_as(3008, 2000)
-    pair = tuple(replace(scale, picture=(640, 480)) for scale in pair)
+    pair = tuple(replace(scale, image_size=(640, 480)) for scale in pair)
     fitted = budget.fitted(pair)
-    (w0, h0), (w1, h1) = (scale.network for scale in fitted)
+    (w0, h0), (w1, h1) = (scale.input_size for scale in fitted)
     assert budget.fits(fitted) and w0 % 16 == h0 % 16 == w1 % 16 == h1 % 16 == 0
     assert w0 / h0 == pytest.approx(1.5, abs=0.1) and w0 / w1 == pytest.approx(2, abs=0.1)
-    larger = tuple(replace(s, network=(s.network[0] + 32, s.network[1] + 32)) for s in fitted)
+    larger = tuple(replace(s, input_size=(s.input_size[0] + 32, s.input_size[1] + 32)) for s in fitted)
     assert not budget.fits(larger)
     # Features stay as they are, and the other picture makes room.
     half = budget.fitted((fitted[0], pair[1]), (True, False))
-    assert half[0] == fitted[0] and budget.fits(half) and half[1].network < pair[1].network
+    assert half[0] == fitted[0] and budget.fits(half) and half[1].input_size < pair[1].input_size
     assert budget.fitted(pair, (True, True)) == pair
     # A thin picture does not become thinner than the network can see.
-    thin = budget.fitted((Scale(picture=(64, 64), network=(40_000, 48)),) * 2)
-    assert thin[0].network[1] == 32 and budget.fits(thin)
+    thin = budget.fitted((Scale(image_size=(64, 64), input_size=(40_000, 48)),) * 2)
+    assert thin[0].input_size[1] == 32 and budget.fits(thin)
 
 
 def test_where_not_even_the_smallest_fits(pictures):

@@ -138,9 +138,9 @@ def test_what_came_before_a_broken_picture_is_not_lost(oracle, tmp_path):
 
 def stacked(features: list) -> Features:
     return Features(
-        coarse=torch.cat([f.network.coarse for f in features]),
-        fine=torch.cat([f.network.fine for f in features]),
-        light=torch.cat([f.network.light for f in features]),
+        coarse=torch.cat([f.maps.coarse for f in features]),
+        fine=torch.cat([f.maps.fine for f in features]),
+        light=torch.cat([f.maps.light for f in features]),
     )
 
 
@@ -150,7 +150,7 @@ def test_a_stacked_batch_is_its_pairs(oracle):
     found = oracle.network.match(stacked(features[:3]), stacked(features[1:]))
     assert found.pair.tolist() == sorted(found.pair.tolist())
     for number in range(3):
-        alone = oracle.network.match(features[number].network, features[number + 1].network)
+        alone = oracle.network.match(features[number].maps, features[number + 1].maps)
         chosen = found.pair == number
         rows = torch.cat([found.points0, found.points1], 1)[chosen]
         single = torch.cat([alone.points0, alone.points1], 1)

@@ -204,7 +204,7 @@ def test_masked_cells_do_not_compete(oracle, pictures):
     """What stands in a masked coarse cell does not matter to the coarse scores of the others."""
     mask = np.ones((150, 203), bool)
     mask[:, :64] = False
-    features0, features1 = oracle.features(pictures[0], mask=mask).network, oracle.features(pictures[1]).network
+    features0, features1 = oracle.features(pictures[0], mask=mask).maps, oracle.features(pictures[1]).maps
     hidden = ~features0.valid.unflatten(1, (-1, 4)).unflatten(3, (-1, 4)).any(4).any(2)  # coarse cells, all masked
     assert 0 < hidden.sum() < hidden.numel()
     changed = features0.coarse.clone()

@@ -136,7 +136,7 @@ def test_sizes_of_the_network_do_not_move_points(sizes):
 
 
 def test_scale_known_answers():
-    scale = Scale(picture=(640, 240), network=(320, 480))
+    scale = Scale(image_size=(640, 240), input_size=(320, 480))
     corners = np.array([[-0.5, -0.5], [639.5, 239.5], [0, 0], [319.5, 119.5]])
     expected = np.array([[-0.5, -0.5], [319.5, 479.5], [-0.25, 0.5], [159.5, 239.5]])
     assert np.allclose(scale.to_network(corners), expected)
@@ -208,7 +208,7 @@ def test_mask_cells_have_their_center_on_the_mask():
 
 
 def test_spread_reads_every_pixel_between_cells():
-    scale = Scale(picture=(96, 40), network=(48, 32))
+    scale = Scale(image_size=(96, 40), input_size=(48, 32))
     cells = cell_to_pixel(torch.from_numpy(pixel_grid((12, 8))), 4)
     motion = torch.tensor([3.0, -2.0])
     certainty = torch.full((8, 12), 0.5)
@@ -224,7 +224,7 @@ def test_spread_reads_every_pixel_between_cells():
 
 
 def test_spread_of_nothing_stays_put():
-    scale = Scale(picture=(64, 48), network=(64, 48))
+    scale = Scale(image_size=(64, 48), input_size=(64, 48))
     places, sure = spread(torch.zeros(12, 16, 2), torch.zeros(12, 16), scale, 4)
     assert np.allclose(places, pixel_grid((64, 48)), atol=1e-4) and not sure.any()
 

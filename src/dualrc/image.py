@@ -33,16 +33,16 @@ _DEVIATION = (0.229, 0.224, 0.225)
 class Scale:
     """A resizing from a picture's size to the network's, both (width, height)."""
 
-    picture: Size
-    network: Size
+    image_size: Size
+    input_size: Size
 
     def to_network(self, points: FloatArray) -> FloatArray:
         """Picture pixels (... 2) to network-input pixels."""
-        return resize_points(points, self.picture, self.network)
+        return resize_points(points, self.image_size, self.input_size)
 
     def to_picture(self, points: FloatArray) -> FloatArray:
         """Network-input pixels (... 2) to picture pixels."""
-        return resize_points(points, self.network, self.picture)
+        return resize_points(points, self.input_size, self.image_size)
 
 
 def read(picture: ImageInput) -> ImageArray:
@@ -203,7 +203,7 @@ def spread(
         below = F.interpolate(filled, size=weight.shape[2:], mode="bilinear", align_corners=False)
         filled = torch.where(weight > 0, motion / weight.clamp(min=1e-6), below)
     # Each pixel of the picture reads the motion of the cells around it.
-    inputs = scale.to_network(pixel_grid(scale.picture)).astype(np.float32)
+    inputs = scale.to_network(pixel_grid(scale.image_size)).astype(np.float32)
     unit = pixel_to_unit(torch.from_numpy(inputs), (width * stride, height * stride))
     stacked = torch.cat([filled, certainty[None, None]], dim=1)
     sampled = F.grid_sample(stacked, unit[None], mode="bilinear", padding_mode="border", align_corners=False)[0]

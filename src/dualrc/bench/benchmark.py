@@ -125,8 +125,8 @@ def _measure_device(settings: BenchSettings, device: str, folder: Path, messages
 
 def _measure_size(tasks: list[Task], rates: measure.Rates) -> SizeResult:
     settings, size = tasks[0].settings, tasks[0].size
-    scale = Scale(picture=size, network=tasks[0].seen)
-    seen = make_matcher(tasks[0]).budget.fitted((scale, scale))[0].network
+    scale = Scale(image_size=size, input_size=tasks[0].seen)
+    seen = make_matcher(tasks[0]).budget.fitted((scale, scale))[0].input_size
     notes = [_PLANTED] if tasks[0].generated else []
     if seen != tasks[0].seen:
         notes.append(f"{size[0]}x{size[1]} does not fit into the memory; what is measured is {seen[0]}x{seen[1]}.")

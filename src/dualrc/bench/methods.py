@@ -169,8 +169,8 @@ class Dualrc(Method):
         pair = self.matcher.features(self.images[0]), self.matcher.features(self.images[1])
         if not self.task.generated:
             return pair
-        network0, network1 = plant(pair[0].network, pair[1].network)
-        return replace(pair[0], network=network0), replace(pair[1], network=network1)
+        maps0, maps1 = plant(pair[0].maps, pair[1].maps)
+        return replace(pair[0], maps=maps0), replace(pair[1], maps=maps1)
 
     def features_of_both(self) -> object:
         """Make the features again."""
@@ -180,7 +180,7 @@ class Dualrc(Method):
     @property
     def seen(self) -> Size:
         """The size that the network really sees."""
-        return self.pair[0].scale.network
+        return self.pair[0].scale.input_size
 
     def decode(self) -> object:
         """A picture from its file to the network's input."""
@@ -192,7 +192,7 @@ class Dualrc(Method):
         features0, features1 = self.pair
         limit = self.matcher.budget.working((features0.scale, features1.scale))
         with torch.inference_mode(), memory.working_memory(limit):
-            return operation(features0.network, features1.network)
+            return operation(features0.maps, features1.maps)
 
     def further(self) -> Matches:
         """Features on the device to matches on the host."""

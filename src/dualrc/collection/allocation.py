@@ -65,5 +65,5 @@ def _devices(config: CollectionConfig) -> list[str]:
 def _worker_bytes(matcher: Matcher) -> float:
     """Memory that a worker on a CPU needs at most, beside the features that it keeps."""
     side = (matcher.config.size or matcher.config.max_size) // STRIDE * STRIDE
-    square = Scale(picture=(side, side), network=(side, side))  # no picture has more cells
+    square = Scale(image_size=(side, side), input_size=(side, side))  # no picture has more cells
     return _BASE + matcher.budget.need((square, square))

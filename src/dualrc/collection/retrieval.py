@@ -26,7 +26,7 @@ _ROWS = 1024  # queries compared at once
 def global_descriptor(features: PictureFeatures) -> FloatArray:
     """A unit vector (c,) float32 of the whole picture; the more alike two pictures are, the larger their product."""
     # On the CPU, so that every device gives the same projection; the map is small.
-    cells = F.normalize(features.network.coarse[0].flatten(1).float().cpu(), dim=0).T  # n c
+    cells = F.normalize(features.maps.coarse[0].flatten(1).float().cpu(), dim=0).T  # n c
     channels = cells.shape[1]
     random = torch.randn(channels, channels, generator=torch.Generator().manual_seed(0))
     cells = cells @ torch.linalg.qr(random).Q[:, :_CHANNELS]

@@ -78,7 +78,7 @@ def _run(task: Task) -> Measured:
     device = matcher.device
     reset_peak(device)  # reading the weights takes more than keeping them, and is not matching
     loaded = held(device)
-    seen = matcher.features(task.path0).scale.network
+    seen = matcher.features(task.path0).scale.input_size
     times = [time_once(lambda: matcher.match(task.path0, task.path1), device) for _ in range(1 + _REPEATS)]
     return Measured(
         seconds=Timing.of(times[1:]).median_s,

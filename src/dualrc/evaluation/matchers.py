@@ -93,7 +93,7 @@ class DualRC:
         start = time.perf_counter()
         found = self._matcher.match_features(features0, features1)
         seconds = time.perf_counter() - start + seconds0 + seconds1
-        seen = {"seen0": features0.scale.network, "seen1": features1.scale.network}
+        seen = {"seen0": features0.scale.input_size, "seen1": features1.scale.input_size}
         return replace(found, info={"seconds": seconds, **seen})
 
 

@@ -142,7 +142,7 @@ class Budget:
         """The pair as it is, or at the largest size that fits, the same ratio for both pictures."""
         if self.fits(pair) or all(fixed):
             return pair
-        longest = max(max(scale.network) for scale, stays in zip(pair, fixed, strict=True) if not stays) // STRIDE
+        longest = max(max(scale.input_size) for scale, stays in zip(pair, fixed, strict=True) if not stays) // STRIDE
         cells = range(MIN_SIDE // STRIDE, longest)  # along the longest side
         count = bisect_left(cells, True, key=lambda side: not self.fits(_resized(pair, fixed, side / longest)))
         if count == 0:
@@ -162,7 +162,7 @@ class Budget:
         return self._known[pair]
 
     def _estimate(self, pair: Pair) -> int:
-        images, seen = (pair[0].picture, pair[1].picture), (pair[0].network, pair[1].network)
+        images, seen = (pair[0].image_size, pair[1].image_size), (pair[0].input_size, pair[1].input_size)
         item = self.precision.itemsize
         return int(max(memory.needs(self.network, images, seen, item, self._traits, on_gpu=self._on_gpu)))
 
@@ -170,7 +170,9 @@ class Budget:
 def _resized(pair: Pair, fixed: tuple[bool, bool], ratio: float) -> Pair:
     """The pair seen at this ratio of the size, but for what is fixed."""
     first, second = (
-        scale if stays else replace(scale, network=(_scaled(scale.network[0], ratio), _scaled(scale.network[1], ratio)))
+        scale
+        if stays
+        else replace(scale, input_size=(_scaled(scale.input_size[0], ratio), _scaled(scale.input_size[1], ratio)))
         for scale, stays in zip(pair, fixed, strict=True)
     )
     return first, second
@@ -182,7 +184,7 @@ def _scaled(side: int, ratio: float) -> int:
 
 
 def _sizes(pair: Pair) -> str:
-    sizes = dict.fromkeys(f"{width}x{height}" for width, height in (scale.network for scale in pair))
+    sizes = dict.fromkeys(f"{width}x{height}" for width, height in (scale.input_size for scale in pair))
     return " and ".join(sizes)
 
 

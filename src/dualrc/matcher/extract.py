@@ -48,10 +48,10 @@ class Extractor:
         groups: dict[tuple[Size, Size], list[PendingImage]] = {}
         for item in items:
             if item.features is None:
-                groups.setdefault((item.scale.picture, item.scale.network), []).append(item)
+                groups.setdefault((item.scale.image_size, item.scale.input_size), []).append(item)
         for members in groups.values():
             group = list({id(item): item for item in members}.values())  # one may stand in several pairs
-            size = group[0].scale.network
+            size = group[0].scale.input_size
             for chunk in chunks(group, together(group[0].scale)):
                 with enough_memory():
                     pixels = self._upload([item.pixels for item in chunk if item.pixels is not None])
@@ -59,7 +59,7 @@ class Extractor:
                 for number, item in enumerate(chunk):
                     coarse, fine, *light = (tensor[number : number + 1] for tensor in found)
                     one = Features(coarse=coarse, fine=fine, light=light[0] if light else None)
-                    item.features = PictureFeatures(network=one, scale=item.scale, mask=None, made_by=self.made_by)
+                    item.features = PictureFeatures(maps=one, scale=item.scale, mask=None, made_by=self.made_by)
                     item.pixels = None
 
     def _upload(self, pictures: list[npt.NDArray[np.uint8]]) -> Tensor:

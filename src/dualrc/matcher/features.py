@@ -17,24 +17,24 @@ from dualrc.types import BoolArray, ImageArray, Size
 class PictureFeatures:
     """A picture's features, ready to be matched with many others."""
 
-    network: Features  # batch of one
+    maps: Features  # batch of one
     scale: Scale
     mask: BoolArray | None
     made_by: str  # the weights; features of different networks can't be compared
 
     def __repr__(self) -> str:
-        return "PictureFeatures({}x{}, seen as {}x{})".format(*self.scale.picture, *self.scale.network)
+        return "PictureFeatures({}x{}, seen as {}x{})".format(*self.scale.image_size, *self.scale.input_size)
 
     @property
     def size(self) -> Size:
         """The picture's (width, height)."""
-        return self.scale.picture
+        return self.scale.image_size
 
     @property
     def bytes(self) -> int:
         """Memory that the features take."""
-        network = self.network
-        tensors = (network.coarse, network.fine, *(() if network.light is None else (network.light,)))
+        maps = self.maps
+        tensors = (maps.coarse, maps.fine, *(() if maps.light is None else (maps.light,)))
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
@@ -92,7 +92,7 @@ class FeatureCache:
 
 def shapes(pair: tuple[PendingImage, PendingImage]) -> tuple[Size, ...]:
     """The sizes that the network sees; pairs with the same can be matched together."""
-    return tuple(item.scale.network for item in pair)
+    return tuple(item.scale.input_size for item in pair)
 
 
 def chunks(items: list[PendingImage], size: int) -> Iterator[list[PendingImage]]:

@@ -66,9 +66,8 @@ class Matcher:
         self.dtype = self._extractor.dtype
         kept = self.dtype if self.device.type == "cuda" else torch.float32
         self.budget = Budget(network.config, self.device, kept, config.max_memory, engine=self.engine)
-        self._info = provenance(
+        self._info = {"weights": weights_hash} | provenance(
             device=self.device,
-            weights=weights_hash,
             network=network.config,
             matcher=config,
             precision=self.precision,
@@ -95,7 +94,7 @@ class Matcher:
         own = (pixels.shape[1], pixels.shape[0])
         settings = self._settings(size=size)
         network = network_size(own, long_side=settings.size, max_size=settings.max_size)
-        return PendingImage(scale=Scale(picture=own, network=network), pixels=pixels)
+        return PendingImage(scale=Scale(image_size=own, input_size=network), pixels=pixels)
 
     def _extract_items(self, items: Iterable[PendingImage]) -> None:
         """Give features to those that have none."""
@@ -264,7 +263,7 @@ class Matcher:
         if asked.any():
             inputs = torch.from_numpy(features0.scale.to_network(points[asked]).astype(np.float32)).to(self.device)
             with self._working(features0, features1):
-                there, score = self.network.match_points(features0.network, features1.network, inputs)
+                there, score = self.network.match_points(features0.maps, features1.maps, inputs)
             result[asked] = features1.scale.to_picture(there.cpu().numpy())
             scores[asked] = score.cpu().numpy()
             if features1.mask is not None:
@@ -295,7 +294,7 @@ class Matcher:
 
     def _warp(self, features0: PictureFeatures, features1: PictureFeatures) -> Warp:
         with self._working(features0, features1):
-            points, certainty = self.network.warp(features0.network, features1.network)
+            points, certainty = self.network.warp(features0.maps, features1.maps)
         places, sure = spread(points.cpu(), certainty.cpu(), features0.scale, FINE_STRIDE)
         dense = features1.scale.to_picture(places.reshape(-1, 2)).reshape(places.shape)
         width, height = features1.size
@@ -313,8 +312,8 @@ class Matcher:
         """How many pairs like this one go through the network together."""
         if self.device.type != "cuda":
             return 1
-        cells = [math.prod(side // STRIDE for side in item.scale.network) for item in pair]
-        pixels = sum(math.prod(item.scale.picture) for item in pair)
+        cells = [math.prod(side // STRIDE for side in item.scale.input_size) for item in pair]
+        pixels = sum(math.prod(item.scale.image_size) for item in pair)
         most = self.budget.together((pair[0].scale, pair[1].scale))
         return max(1, min(_BATCH, most, _ENTRIES // math.prod(cells), _PIXELS // pixels))
 
@@ -361,9 +360,9 @@ class Matcher:
         if mask is None:
             return features
         array = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask) != 0
-        cells = mask_to_cells(array, features.scale.picture, features.scale.network, FINE_STRIDE)
+        cells = mask_to_cells(array, features.scale.image_size, features.scale.input_size, FINE_STRIDE)
         valid = torch.from_numpy(cells)[None].to(self.device)
-        return replace(features, network=replace(features.network, valid=valid), mask=array)
+        return replace(features, maps=replace(features.maps, valid=valid), mask=array)
 
     def _check_makers(self, pair: tuple[PictureFeatures, PictureFeatures]) -> None:
         if any(features.made_by != self._extractor.made_by for features in pair):
@@ -392,7 +391,7 @@ class Matcher:
         for pair in batch:
             self._check_makers(pair)
         top = settings.top
-        sides = [stack([pair[side].network for pair in batch]) for side in (0, 1)]
+        sides = [stack([pair[side].maps for pair in batch]) for side in (0, 1)]
         # Masks may still reject some after refinement, so then the best are counted later.
         masked = any(features.mask is not None for pair in batch for features in pair)
         with self._working(*batch[0], count=len(batch)):
@@ -423,4 +422,4 @@ class Matcher:
 
 
 def _seen(features0: PictureFeatures, features1: PictureFeatures) -> dict[str, Size]:
-    return {"network_size0": features0.scale.network, "network_size1": features1.scale.network}
+    return {"network_size0": features0.scale.input_size, "network_size1": features1.scale.input_size}

@@ -64,7 +64,7 @@ def _match_moved(
         *pair,
         mask0=masks[0],
         mask1=masks[1],
-        size=max(still.scale.network),
+        size=max(still.scale.input_size),
         top=None,
         min_score=min_score,
         quality="standard",
