@@ -1,9 +1,7 @@
 """A whole evaluation: open the benchmark, match what is missing, score, and report."""
 
-import platform
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import metadata
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +14,7 @@ from dualrc.evaluation.matchers import PairMatcher
 from dualrc.evaluation.report import PairPicture, print_tables, write_figures, write_json, write_page
 from dualrc.files import check_writable
 from dualrc.matches import Matches
+from dualrc.provenance import versions
 
 _RESULTS, _PAGE, _FIGURES = "results.json", "report.html", "figures"
 
@@ -95,7 +94,11 @@ def _report(
 ) -> dict[str, Any]:
     settings, report = benchmark.settings, benchmark.report(results)
     notes = [*benchmark.notes, *_failure_notes(benchmark, results), *report.notes]
-    config = {"protocol": benchmark.protocol, "settings": settings, "versions": _versions()}
+    config = {
+        "protocol": benchmark.protocol,
+        "settings": settings,
+        "versions": versions("poselib", "opencv-python-headless"),
+    }
     content = {
         "benchmark": benchmark.name,
         **config,
@@ -132,14 +135,3 @@ def _failure_notes(benchmark: Benchmark, results: Sequence[Result]) -> list[str]
                 f"{result.matcher}: {count} could not be matched and count as failures, such as {pair}: {reason}"
             )
     return notes
-
-
-def _versions() -> dict[str, str]:
-    """Versions of the packages that the figures depend on."""
-    found = {"python": platform.python_version()}
-    for package in ("dualrc", "torch", "numpy", "poselib", "opencv-python-headless"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

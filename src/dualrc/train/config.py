@@ -36,7 +36,7 @@ class TrainConfig:
     # After warming up: half a cosine down to zero, or halved every so many steps, as the paper does; 0: the cosine.
     halve_every: int = 0
     weight_decay: float = 0.01  # of adamw
-    clip: float = 1.0  # norm of the gradient
+    clip: float = 1.0  # largest norm of the gradient; 0: not clipped
     average: float = 0.999  # decay of the averaged weights
     precision: Precision = "bfloat16"  # of the backbone
     validate_every: int = 1000  # steps, and so often the run is saved
@@ -50,8 +50,8 @@ class TrainConfig:
         check_bounds(self, "pairs", "parts", "points", "steps", "validate_every", "validation_batches", at_least=1)
         if self.pairs % self.parts:
             raise ConfigError(f"pairs = {self.pairs} can't be made in parts = {self.parts} of equal size.")
-        check_bounds(self, "learning_rate", "clip", above=0)
-        check_bounds(self, "warm_up", "weight_decay", "halve_every", at_least=0)
+        check_bounds(self, "learning_rate", above=0)
+        check_bounds(self, "clip", "warm_up", "weight_decay", "halve_every", at_least=0)
         check_bounds(self, "average", at_least=0, below=1)
         is_resnet = isinstance(self.network.backbone, ResNetConfig)
         if self.trunk is not None and not is_resnet:

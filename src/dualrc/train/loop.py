@@ -176,7 +176,8 @@ class _Run:
         loss, logged = self.module(parts, *(getattr(batch, f.name) for f in fields(batch)))
         self.fabric.backward(loss)
         self._drop_if_not_finite()
-        self.fabric.clip_gradients(self.module, self.optimizer, max_norm=self.config.clip, error_if_nonfinite=False)
+        if clip := self.config.clip:
+            self.fabric.clip_gradients(self.module, self.optimizer, max_norm=clip, error_if_nonfinite=False)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
