@@ -112,11 +112,17 @@ def _bounds(
     return tl.where(highest > 0, highest, 0.0)  # never -0, whose bits would order below 0
 
 
+@kernel()
+def _asking(cells: tl.tensor, group: tl.tensor, EVERY: tl.constexpr) -> tl.tensor:
+    """Which cell a group is, counted through the batch."""
+    return group if EVERY else tl.load(cells + group)
+
+
 @kernel("height", "width", "candidates", "blocks")
 def block_maxima(
     coarse: tl.tensor,  # b n m
     sums: tl.tensor,  # b n
-    cells: tl.tensor,  # groups: which cell asks, counted through the batch
+    cells: tl.tensor,  # groups: which cell asks, counted through the batch; not read where EVERY cell does
     usable: tl.tensor,  # b m: whether a candidate cell has anything to find; read where MASKED
     maxima: tl.tensor,  # groups blocks
     height: tl.tensor,
@@ -125,12 +131,13 @@ def block_maxima(
     blocks: tl.tensor,
     CORNER: tl.constexpr,
     MASKED: tl.constexpr,
+    EVERY: tl.constexpr,
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:
     """The highest bound of each block of candidate cells."""
-    group = tl.program_id(0)
-    number = tl.load(cells + group)
+    group = tl.program_id(0).to(tl.int64)
+    number = _asking(cells, group, EVERY)
     count = height * width
     pair, cell = number // count, number % count
     coarse += pair * count * candidates
@@ -142,7 +149,7 @@ def block_maxima(
         if MASKED:
             allowed = tl.load(usable + pair * candidates + candidate, mask=candidate < candidates, other=0)
             bounds = tl.where(allowed != 0, bounds, 0.0)
-        tl.store(maxima + group.to(tl.int64) * blocks + block, tl.max(bounds, axis=1), mask=block < blocks)
+        tl.store(maxima + group * blocks + block, tl.max(bounds, axis=1), mask=block < blocks)
 
 
 @kernel()
@@ -172,25 +179,31 @@ def choose(
     blocks: tl.tensor,
     CORNER: tl.constexpr,
     MASKED: tl.constexpr,
+    EVERY: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,  # a power of two, at least `blocks`
+    AT_ONCE: tl.constexpr,  # blocks
     VISITED: tl.constexpr,  # cells
     TAKEN: tl.constexpr,  # a power of two above VISITED
 ) -> None:
     """The candidate cells with the highest bounds, which lie in the blocks with the highest maxima."""
     group = tl.program_id(0).to(tl.int64)
-    number = tl.load(cells + group)
+    number = _asking(cells, group, EVERY)
     count = height * width
     pair, cell = number // count, number % count
-    block = tl.arange(0, BLOCKS)
-    keys = _keys(tl.load(maxima + group * blocks + block, mask=block < blocks, other=0.0), block, block < blocks)
     slot = tl.arange(0, TAKEN * BLOCK)
     candidate = tl.zeros((TAKEN * BLOCK,), tl.int32) + candidates
+    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for turn in range(VISITED + 1):
-        best = tl.max(keys, axis=0)
+        # The highest key below the last one: keys differ all.
+        best = tl.full((), -1, tl.int64)
+        for first in range(0, blocks, AT_ONCE):
+            block = first + tl.arange(0, AT_ONCE)
+            highest = tl.load(maxima + group * blocks + block, mask=block < blocks, other=0.0)
+            keys = _keys(highest, block, block < blocks)
+            best = tl.maximum(best, tl.max(tl.where(keys < last, keys, -1), axis=0))
         start = _number(best, blocks) * BLOCK
         candidate = tl.where(slot // BLOCK == turn, start + slot % BLOCK, candidate)
-        keys = tl.where(keys == best, -1, keys)
+        last = best
 
     coarse += pair * count * candidates
     bounds = _bounds(coarse, sums + pair * count, cell, height, width, candidates, candidate, CORNER)
@@ -264,12 +277,12 @@ def _score_keys(
     width: tl.tensor,
     searched_width: tl.tensor,
     candidates: tl.tensor,
-    channels: tl.tensor,
     temperature: tl.tensor,
     CORNER: tl.constexpr,
     MASKED: tl.constexpr,
     SHARP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    LENGTH: tl.constexpr,  # channels of a feature
     CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -277,12 +290,12 @@ def _score_keys(
     place, column = tl.arange(0, 16), tl.arange(0, COLUMNS)
     member = _members(offer, column % 16, searched_width)
     exists = offer < candidates
-    asking = query + _members(cell, place, width) * channels
-    offered = searched + member.to(tl.int64) * channels
+    asking = query + _members(cell, place, width) * LENGTH
+    offered = searched + member.to(tl.int64) * LENGTH
     cosine = tl.zeros((16, COLUMNS), tl.float32)
-    for start in range(0, channels, CHANNELS):
+    for start in range(0, LENGTH, CHANNELS):
         channel = start + tl.arange(0, CHANNELS)
-        some = channel < channels
+        some = channel < LENGTH
         asked = tl.load(asking[:, None] + channel[None, :], mask=some[None, :], other=0.0)
         found = tl.load(offered[:, None] + channel[None, :], mask=exists[:, None] & some[None, :], other=0.0)
         cosine = tl.dot(asked, tl.trans(found), cosine, input_precision=PRECISION)
@@ -301,7 +314,7 @@ def _value(key: tl.tensor) -> tl.tensor:
     return tl.where(key >= 0, (key >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
 
 
-@kernel("height", "width", "searched_width", "candidates")
+@kernel("height", "width", "searched_width", "candidates", "temperature", "slack")
 def score_cells(
     coarse: tl.tensor,  # b n m
     sums: tl.tensor,  # b n
@@ -314,33 +327,35 @@ def score_cells(
     wanted: tl.tensor,  # groups 16; read where SOME
     best: tl.tensor,  # groups 16: results, keys of the best
     unsure: tl.tensor,  # groups 16: results, whether an answer that is wanted might be found elsewhere
+    visited: tl.tensor,  # groups: results
     height: tl.tensor,
     width: tl.tensor,
     searched_width: tl.tensor,
     candidates: tl.tensor,
-    channels: tl.tensor,
     temperature: tl.tensor,
     slack: tl.tensor,  # how much more than its bound a candidate may reach by rounding
     CORNER: tl.constexpr,
     MASKED: tl.constexpr,
     SOME: tl.constexpr,
     SHARP: tl.constexpr,
+    EVERY: tl.constexpr,
     VISITED: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    LENGTH: tl.constexpr,  # channels of a feature
+    CHANNELS: tl.constexpr,  # that are multiplied at a time
     PRECISION: tl.constexpr,
 ) -> None:
     """Score the chosen cells for the 16 queries of a cell, and tell whether another could do better."""
     group = tl.program_id(0).to(tl.int64)
-    number = tl.load(cells + group)
+    number = _asking(cells, group, EVERY)
     count = height * width
     pair, cell = number // count, number % count
     place, column = tl.arange(0, 16), tl.arange(0, VISITED * 16)
     offer = tl.load(chosen + group * VISITED + column // 16)
     keys, total = _score_keys(
         coarse + pair * count * candidates, sums + pair * count,
-        query + pair * count * 16 * channels, searched + pair * candidates * 16 * channels,
-        valid + pair * candidates * 16, cell, offer, height, width, searched_width, candidates, channels, temperature,
-        CORNER, MASKED, SHARP, VISITED * 16, CHANNELS, PRECISION,
+        query + pair * count * 16 * LENGTH, searched + pair * candidates * 16 * LENGTH,
+        valid + pair * candidates * 16, cell, offer, height, width, searched_width, candidates, temperature,
+        CORNER, MASKED, SHARP, VISITED * 16, LENGTH, CHANNELS, PRECISION,
     )  # fmt: skip
     target = group * 16 + place
     tl.store(best + target, keys)
@@ -350,9 +365,10 @@ def score_cells(
     if SOME:
         doubt = doubt & (tl.load(wanted + target) != 0)
     tl.store(unsure + target, doubt.to(tl.int8))
+    tl.store(visited + group, tl.minimum(candidates, VISITED))
 
 
-@kernel("height", "width", "searched_width", "candidates", "blocks")
+@kernel("height", "width", "searched_width", "candidates", "blocks", "temperature", "slack")
 def look_further(
     coarse: tl.tensor,  # b n m
     sums: tl.tensor,  # b n
@@ -371,16 +387,17 @@ def look_further(
     searched_width: tl.tensor,
     candidates: tl.tensor,
     blocks: tl.tensor,
-    channels: tl.tensor,
     temperature: tl.tensor,
     slack: tl.tensor,
     CORNER: tl.constexpr,
     MASKED: tl.constexpr,
     SHARP: tl.constexpr,
+    EVERY: tl.constexpr,
     BLOCK: tl.constexpr,
     VISITED: tl.constexpr,
     ABREAST: tl.constexpr,  # cells that are scored together
     PARTS: tl.constexpr,  # programs that share a group's blocks
+    LENGTH: tl.constexpr,
     CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
@@ -389,13 +406,13 @@ def look_further(
     place = tl.arange(0, 16)
     doubt = tl.load(unsure + group * 16 + place) != 0
     if tl.max(doubt.to(tl.int32), axis=0) > 0:
-        number = tl.load(cells + group)
+        number = _asking(cells, group, EVERY)
         count = height * width
         pair, cell = number // count, number % count
         coarse += pair * count * candidates
         sums += pair * count
-        query += pair * count * 16 * channels
-        searched += pair * candidates * 16 * channels
+        query += pair * count * 16 * LENGTH
+        searched += pair * candidates * 16 * LENGTH
         valid += pair * candidates * 16
         before = tl.load(chosen + group * VISITED + tl.arange(0, VISITED))
         keys = tl.load(best + group * 16 + place)
@@ -424,8 +441,8 @@ def look_further(
                         left = left & (candidate != first)
                     found, _ = _score_keys(
                         coarse, sums, query, searched, valid, cell, offer,
-                        height, width, searched_width, candidates, channels, temperature,
-                        CORNER, MASKED, SHARP, ABREAST * 16, CHANNELS, PRECISION,
+                        height, width, searched_width, candidates, temperature,
+                        CORNER, MASKED, SHARP, ABREAST * 16, LENGTH, CHANNELS, PRECISION,
                     )  # fmt: skip
                     keys = tl.maximum(keys, found)
                     left = left & _is_needed(shares, tl.where(doubt, _value(keys) / slack, float("inf")))
@@ -438,3 +455,109 @@ def _is_needed(shares: tl.tensor, needed: tl.tensor) -> tl.tensor:
     """Which candidates offer one of the queries enough: (16 k), (16) -> (k)."""
     enough = (shares > 0) & (shares >= needed[:, None])
     return tl.max(enough.to(tl.int32), axis=0) > 0
+
+
+@kernel()
+def _position(index: tl.tensor, width: tl.tensor) -> tl.tensor:
+    """Where a row-major fine index stands when fine cells are ordered by coarse cell: the inverse of `_members`."""
+    row, column = index // (4 * width), index % (4 * width)
+    return (row // 4 * width + column // 4) * 16 + row % 4 * 4 + column % 4
+
+
+@kernel("queries", "count", "width", "searched_count", "searched_width")
+def mark(
+    best: tl.tensor,  # queries: keys; 16 queries for each group
+    cells: tl.tensor,  # groups; not read where EVERY cell asks
+    valid: tl.tensor,  # b count*16: of the querying picture; read where MASKED
+    index0: tl.tensor,  # queries: results, the row-major fine cell that asks
+    index1: tl.tensor,  # queries: results, what it found; -1: nothing
+    score: tl.tensor,  # queries: results
+    wanted: tl.tensor,  # b searched_count 16: set to 1 where something was found
+    queries: tl.tensor,
+    count: tl.tensor,  # coarse cells of the querying picture
+    width: tl.tensor,
+    searched_count: tl.tensor,
+    searched_width: tl.tensor,
+    MASKED: tl.constexpr,
+    EVERY: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """What the queries found, and who has to answer."""
+    query = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = query < queries
+    group = (query // 16).to(tl.int64)
+    number = group if EVERY else tl.load(cells + group, mask=exists, other=0)
+    pair, cell = number // count, number % count
+    own = _members(cell, query % 16, width)
+    key = tl.load(best + query, mask=exists, other=-1)
+    found = key >= 0
+    if MASKED:
+        found = found & (tl.load(valid + pair * count * 16 + own, mask=exists, other=0) != 0)
+    index = 0x7FFFFFFF - (key & 0x7FFFFFFF)
+    tl.store(index0 + query, own, mask=exists)
+    tl.store(index1 + query, tl.where(found, index, -1), mask=exists)
+    tl.store(score + query, _value(key), mask=exists)
+    target = wanted + pair * searched_count * 16 + _position(index, searched_width)
+    tl.store(target, tl.full((BLOCK,), 1, tl.int8), mask=exists & found)
+
+
+@kernel("queries", "each", "searched_count", "searched_width")
+def answer(
+    best: tl.tensor,  # b searched_count 16: keys of the way back
+    index1: tl.tensor,  # queries: what they found; -1: nothing
+    back: tl.tensor,  # queries: results, what that found; -1: nothing
+    score: tl.tensor,  # queries: results
+    queries: tl.tensor,
+    each: tl.tensor,  # queries of a pair
+    searched_count: tl.tensor,
+    searched_width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The answers that belong to the queries."""
+    query = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = query < queries
+    index = tl.load(index1 + query, mask=exists, other=-1)
+    pair = (query // each).to(tl.int64)
+    source = best + pair * searched_count * 16 + _position(index, searched_width)
+    key = tl.load(source, mask=exists & (index >= 0), other=-1)
+    tl.store(back + query, tl.where(key >= 0, 0x7FFFFFFF - (key & 0x7FFFFFFF), -1), mask=exists)
+    tl.store(score + query, _value(key), mask=exists)
+
+
+@kernel("n", "m")
+def turn(
+    tensor: tl.tensor,  # b n m
+    turned: tl.tensor,  # b m n: results
+    sums: tl.tensor,  # b n: results, of the rows of the tensor
+    turned_sums: tl.tensor,  # b m: results, of those of the transposed one
+    n: tl.tensor,
+    m: tl.tensor,
+    LINES: tl.constexpr,  # rows or columns of a program
+    LENGTH: tl.constexpr,  # read at a time
+) -> None:
+    """Transpose a tensor and add up its rows and columns, always in the same order."""
+    programs = (n + LINES - 1) // LINES  # that go along rows; the others go along columns
+    program = tl.program_id(0)
+    pair = tl.program_id(1).to(tl.int64)
+    tensor += pair * n * m
+    turned += pair * n * m
+    line = tl.arange(0, LINES)
+    total = tl.zeros((LINES,), tl.float32)
+    if program < programs:
+        row = program * LINES + line
+        for start in range(0, m, LENGTH):
+            column = start + tl.arange(0, LENGTH)
+            inside = (row < n)[:, None] & (column < m)[None, :]
+            values = tl.load(tensor + row.to(tl.int64)[:, None] * m + column[None, :], mask=inside, other=0.0)
+            total += tl.sum(values.to(tl.float32), axis=1)
+            target = turned + column.to(tl.int64)[:, None] * n + row[None, :]
+            tl.store(target, tl.trans(values), mask=(column < m)[:, None] & (row < n)[None, :])
+        tl.store(sums + pair * n + row, total, mask=row < n)
+    else:
+        column = (program - programs) * LINES + line
+        for start in range(0, n, LENGTH):
+            row = start + tl.arange(0, LENGTH)
+            inside = (row < n)[:, None] & (column < m)[None, :]
+            values = tl.load(tensor + row.to(tl.int64)[:, None] * m + column[None, :], mask=inside, other=0.0)
+            total += tl.sum(values.to(tl.float32), axis=0)
+        tl.store(turned_sums + pair * m + column, total, mask=column < m)
