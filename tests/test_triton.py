@@ -17,6 +17,7 @@ from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import mutual_filter, normalize
 from dualrc.model.dualrc import make_network
 from dualrc.model.refine import CellMatches
+from dualrc.ops import triton as triton_engine
 from dualrc.ops.triton import TritonEngine, consensus, launch, search
 from dualrc.ops.triton import refine as refine_kernels
 
@@ -201,6 +202,26 @@ def test_matches_that_lie_apart_in_memory():
     assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("fine", [{"subpixel_hidden": 8}, {"subpixel": False, "query_share": 0.5, "reading": "corner"}])
+def test_the_warm_up_runs_every_kernel_of_a_match(fine, monkeypatch):
+    """Those with masks and without, and none more than the list of compiled ones has."""
+    monkeypatch.setattr(triton_engine, "interpreted", lambda: False)
+    launched, original = set(), launch.Launcher.__call__
+
+    def call(self, *arguments):
+        launched.add((self._name, self._constants.get("MASKED"), self._constants.get("EVERY")))
+        original(self, *arguments)
+
+    monkeypatch.setattr(launch.Launcher, "__call__", call)
+    network = tiny_network(**fine).to(DEVICE)
+    TritonEngine().warm_up(network, torch.float32)
+    for masked in (False, True):
+        for every in (True, False):
+            assert {("block_maxima", masked, every), ("score_cells", masked, every)} <= launched
+        assert ("mark", masked, network.config.fine.query_share == 1) in launched
+    assert (("finish", None, None) in launched) == (network.subpixel is not None)
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("preset", ["default", "paper"])
 def test_no_size_compiles_after_the_warm_up(preset):
@@ -315,7 +336,7 @@ CASES = {
         ("consensus_jit", "scores results: *fp16; best0 best1: *fp32", set(), 4, 3, {"POSITIONS": 1024})
     ],
     "turn": [
-        ("search_jit", "tensor turned: *fp16; sums turned_sums: *fp32", set(), 4, 3, {"LINES": 16, "LENGTH": 128})
+        ("both_jit", "tensor turned: *fp16; sums turned_sums: *fp32", set(), 4, 3, {"LINES": 16, "LENGTH": 128})
     ],
     "block_maxima": [
         ("search_jit", "coarse: *fp16; sums maxima: *fp32; cells: *i64; usable: *u8", set(), 4, 3,
@@ -337,11 +358,11 @@ CASES = {
          SCORE | {"BLOCK": 64, "ABREAST": 1, "PARTS": 4, "CHANNELS": 64})
     ],
     "mark": [
-        ("search_jit", "best cells index0 index1: *i64; valid: *u8; score: *fp32; wanted: *i8", set(), 4, 3,
+        ("both_jit", "best cells index0 index1: *i64; valid: *u8; score: *fp32; wanted: *i8", set(), 4, 3,
          {"MASKED": True, "EVERY": every, "BLOCK": 256})
         for every in (True, False)
     ],
-    "answer": [("search_jit", "best index1 back: *i64; score: *fp32", set(), 4, 3, {"BLOCK": 256})],
+    "answer": [("both_jit", "best index1 back: *i64; score: *fp32", set(), 4, 3, {"BLOCK": 256})],
     "window_products": [
         ("refine_jit", "features0 features1: *fp16; pair index0 index1: *i64; result: *fp32", {"mma.sync"}, 1, 3,
          {"LENGTH": 96, "CHANNELS": 32})

@@ -71,21 +71,21 @@ def search_both(
     sums1 = torch.empty(batch, count1, dtype=torch.float32, device=device)
     wanted = torch.zeros(batch, count1, PLACES, dtype=torch.int8, device=device)
     if tensor.numel():
-        launch = launcher("search_jit.turn", LINES=16, LENGTH=128)
+        launch = launcher("both_jit.turn", LINES=16, LENGTH=128)
         grid = (parts(count0, 16) + parts(count1, 16), batch, 1)
         launch(grid, tensor, turned, sums0, sums1, count0, count1)
     search = partial(_search, reading=config.reading, temperature=config.temperature, k=k, excess=excess)
     best, visited0 = search(tensor, sums0, cells, fine0, fine1)
     if queries:
         valid = best if fine0.valid is None else readable(fine0.valid).view(torch.uint8)
-        launch = launcher("search_jit.mark", MASKED=fine0.valid is not None, EVERY=every, BLOCK=_QUERIES)
+        launch = launcher("both_jit.mark", MASKED=fine0.valid is not None, EVERY=every, BLOCK=_QUERIES)
         launch(
             (parts(queries, _QUERIES), 1, 1), best, best if cells is None else cells, valid, index0, index1, score0,
             wanted, queries, count0, fine0.width, count1, fine1.width,
         )  # fmt: skip
     best, visited1 = search(turned, sums1, None, fine1, fine0, wanted=wanted)
     if queries:
-        launch = launcher("search_jit.answer", BLOCK=_QUERIES)
+        launch = launcher("both_jit.answer", BLOCK=_QUERIES)
         launch(
             (parts(queries, _QUERIES), 1, 1), best, index1, back, score1, queries, groups * PLACES, count1, fine1.width
         )

@@ -228,7 +228,7 @@ def _weight(place: tl.tensor, offset: tl.constexpr, CORNER: tl.constexpr) -> tl.
 
 
 @kernel()
-def _members(cell: tl.tensor, place: tl.tensor, width: tl.tensor) -> tl.tensor:
+def members(cell: tl.tensor, place: tl.tensor, width: tl.tensor) -> tl.tensor:
     """The row-major fine index of a place (0 to 15) of a cell."""
     return (cell // width * 4 + place // 4) * (4 * width) + cell % width * 4 + place % 4
 
@@ -288,9 +288,9 @@ def _score_keys(
 ) -> tuple[tl.tensor, tl.tensor]:
     """The best of the offered cells for each of a cell's 16 queries, as keys, and the totals that these read."""
     place, column = tl.arange(0, 16), tl.arange(0, COLUMNS)
-    member = _members(offer, column % 16, searched_width)
+    member = members(offer, column % 16, searched_width)
     exists = offer < candidates
-    asking = query + _members(cell, place, width) * LENGTH
+    asking = query + members(cell, place, width) * LENGTH
     offered = searched + member.to(tl.int64) * LENGTH
     cosine = tl.zeros((16, COLUMNS), tl.float32)
     for start in range(0, LENGTH, CHANNELS):
@@ -309,7 +309,7 @@ def _score_keys(
 
 
 @kernel()
-def _value(key: tl.tensor) -> tl.tensor:
+def value_of(key: tl.tensor) -> tl.tensor:
     """What a key was made of; 0 for what isn't."""
     return tl.where(key >= 0, (key >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
 
@@ -361,7 +361,7 @@ def score_cells(
     tl.store(best + target, keys)
     others = tl.zeros((16,), tl.float32) + tl.load(rest + group) * slack
     # A query that reads nothing, or only zeros, has nothing to find, whatever its group's bound.
-    doubt = (_value(keys) <= others) & (others > 0) & (total > 1e-15)
+    doubt = (value_of(keys) <= others) & (others > 0) & (total > 1e-15)
     if SOME:
         doubt = doubt & (tl.load(wanted + target) != 0)
     tl.store(unsure + target, doubt.to(tl.int8))
@@ -419,7 +419,7 @@ def look_further(
         scored = 0
         for block in range(tl.program_id(1), blocks, PARTS):
             # What a cell must offer a query to be of interest to it.
-            needed = tl.where(doubt, _value(keys) / slack, float("inf"))
+            needed = tl.where(doubt, value_of(keys) / slack, float("inf"))
             highest = tl.load(maxima + group * blocks + block)
             if (highest > 0) & (highest >= tl.min(needed, axis=0) * (1.0 - 1e-5)):
                 candidate = block * BLOCK + tl.arange(0, BLOCK)
@@ -445,7 +445,7 @@ def look_further(
                         CORNER, MASKED, SHARP, ABREAST * 16, LENGTH, CHANNELS, PRECISION,
                     )  # fmt: skip
                     keys = tl.maximum(keys, found)
-                    left = left & _is_needed(shares, tl.where(doubt, _value(keys) / slack, float("inf")))
+                    left = left & _is_needed(shares, tl.where(doubt, value_of(keys) / slack, float("inf")))
         tl.atomic_max(best + group * 16 + place, keys, mask=doubt)
         tl.atomic_add(visited + group, scored)
 
@@ -455,109 +455,3 @@ def _is_needed(shares: tl.tensor, needed: tl.tensor) -> tl.tensor:
     """Which candidates offer one of the queries enough: (16 k), (16) -> (k)."""
     enough = (shares > 0) & (shares >= needed[:, None])
     return tl.max(enough.to(tl.int32), axis=0) > 0
-
-
-@kernel()
-def _position(index: tl.tensor, width: tl.tensor) -> tl.tensor:
-    """Where a row-major fine index stands when fine cells are ordered by coarse cell: the inverse of `_members`."""
-    row, column = index // (4 * width), index % (4 * width)
-    return (row // 4 * width + column // 4) * 16 + row % 4 * 4 + column % 4
-
-
-@kernel("queries", "count", "width", "searched_count", "searched_width")
-def mark(
-    best: tl.tensor,  # queries: keys; 16 queries for each group
-    cells: tl.tensor,  # groups; not read where EVERY cell asks
-    valid: tl.tensor,  # b count*16: of the querying picture; read where MASKED
-    index0: tl.tensor,  # queries: results, the row-major fine cell that asks
-    index1: tl.tensor,  # queries: results, what it found; -1: nothing
-    score: tl.tensor,  # queries: results
-    wanted: tl.tensor,  # b searched_count 16: set to 1 where something was found
-    queries: tl.tensor,
-    count: tl.tensor,  # coarse cells of the querying picture
-    width: tl.tensor,
-    searched_count: tl.tensor,
-    searched_width: tl.tensor,
-    MASKED: tl.constexpr,
-    EVERY: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """What the queries found, and who has to answer."""
-    query = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = query < queries
-    group = (query // 16).to(tl.int64)
-    number = group if EVERY else tl.load(cells + group, mask=exists, other=0)
-    pair, cell = number // count, number % count
-    own = _members(cell, query % 16, width)
-    key = tl.load(best + query, mask=exists, other=-1)
-    found = key >= 0
-    if MASKED:
-        found = found & (tl.load(valid + pair * count * 16 + own, mask=exists, other=0) != 0)
-    index = 0x7FFFFFFF - (key & 0x7FFFFFFF)
-    tl.store(index0 + query, own, mask=exists)
-    tl.store(index1 + query, tl.where(found, index, -1), mask=exists)
-    tl.store(score + query, _value(key), mask=exists)
-    target = wanted + pair * searched_count * 16 + _position(index, searched_width)
-    tl.store(target, tl.full((BLOCK,), 1, tl.int8), mask=exists & found)
-
-
-@kernel("queries", "each", "searched_count", "searched_width")
-def answer(
-    best: tl.tensor,  # b searched_count 16: keys of the way back
-    index1: tl.tensor,  # queries: what they found; -1: nothing
-    back: tl.tensor,  # queries: results, what that found; -1: nothing
-    score: tl.tensor,  # queries: results
-    queries: tl.tensor,
-    each: tl.tensor,  # queries of a pair
-    searched_count: tl.tensor,
-    searched_width: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """The answers that belong to the queries."""
-    query = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    exists = query < queries
-    index = tl.load(index1 + query, mask=exists, other=-1)
-    pair = (query // each).to(tl.int64)
-    source = best + pair * searched_count * 16 + _position(index, searched_width)
-    key = tl.load(source, mask=exists & (index >= 0), other=-1)
-    tl.store(back + query, tl.where(key >= 0, 0x7FFFFFFF - (key & 0x7FFFFFFF), -1), mask=exists)
-    tl.store(score + query, _value(key), mask=exists)
-
-
-@kernel("n", "m")
-def turn(
-    tensor: tl.tensor,  # b n m
-    turned: tl.tensor,  # b m n: results
-    sums: tl.tensor,  # b n: results, of the rows of the tensor
-    turned_sums: tl.tensor,  # b m: results, of those of the transposed one
-    n: tl.tensor,
-    m: tl.tensor,
-    LINES: tl.constexpr,  # rows or columns of a program
-    LENGTH: tl.constexpr,  # read at a time
-) -> None:
-    """Transpose a tensor and add up its rows and columns, always in the same order."""
-    programs = (n + LINES - 1) // LINES  # that go along rows; the others go along columns
-    program = tl.program_id(0)
-    pair = tl.program_id(1).to(tl.int64)
-    tensor += pair * n * m
-    turned += pair * n * m
-    line = tl.arange(0, LINES)
-    total = tl.zeros((LINES,), tl.float32)
-    if program < programs:
-        row = program * LINES + line
-        for start in range(0, m, LENGTH):
-            column = start + tl.arange(0, LENGTH)
-            inside = (row < n)[:, None] & (column < m)[None, :]
-            values = tl.load(tensor + row.to(tl.int64)[:, None] * m + column[None, :], mask=inside, other=0.0)
-            total += tl.sum(values.to(tl.float32), axis=1)
-            target = turned + column.to(tl.int64)[:, None] * n + row[None, :]
-            tl.store(target, tl.trans(values), mask=(column < m)[:, None] & (row < n)[None, :])
-        tl.store(sums + pair * n + row, total, mask=row < n)
-    else:
-        column = (program - programs) * LINES + line
-        for start in range(0, n, LENGTH):
-            row = start + tl.arange(0, LENGTH)
-            inside = (row < n)[:, None] & (column < m)[None, :]
-            values = tl.load(tensor + row.to(tl.int64)[:, None] * m + column[None, :], mask=inside, other=0.0)
-            total += tl.sum(values.to(tl.float32), axis=0)
-        tl.store(turned_sums + pair * m + column, total, mask=column < m)
