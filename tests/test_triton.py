@@ -103,8 +103,9 @@ def search_case(shape0, shape1, channels=9, dtype=torch.float32):
 
 
 def test_how_the_work_is_cut_does_not_matter():
-    tensor, fine0, fine1 = search_case((1, 2), (12, 12))
-    cells = torch.arange(2, device=DEVICE)[None]
+    tensor, fine0, fine1 = search_case((1, 1), (9, 9))
+    tensor = tensor + 0.5  # so that one cell promises hardly more than another
+    cells = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
     found = []
     for k, abreast, parts in ((1, 1, 1), (2, 2, 3), (8, 4, 2)):
         tiles = search.Tiles(abreast=abreast, parts=parts)
@@ -116,11 +117,11 @@ def test_how_the_work_is_cut_does_not_matter():
 
 def test_blocks_of_candidates_are_compared_in_parts(monkeypatch):
     """As they are where an image has more than 8192 coarse cells."""
-    case = search_case((1, 2), (20, 20))
-    config = FineConfig()
-    expected = search.search_both(*case, config, excess=1e-5)
+    tensor, fine0, fine1 = search_case((1, 1), (12, 12))
+    cells = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
+    expected = search.search_cells(tensor, cells, fine0, fine1, "center", 0.0, excess=1e-5)
     monkeypatch.setattr(search, "_BLOCKS", 2)
-    found = search.search_both(*case, config, excess=1e-5)
+    found = search.search_cells(tensor, cells, fine0, fine1, "center", 0.0, excess=1e-5)
     assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
 
 
