@@ -2,9 +2,6 @@
 
 import copy
 import importlib.util
-import subprocess
-import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,15 +11,8 @@ from torch.nn import functional as F
 
 from dualrc.config import PRESETS, CompactConfig
 from dualrc.model.backbone import CompactBackbone, fold_batch_norm, local_contrast
-from dualrc.ops.triton.convolution import (
-    FusedConv,
-    Tiles,
-    add_contrast,
-    choose_tiles,
-    fuse,
-    supported,
-    upsample_add,
-)
+from dualrc.ops.triton.backbone import add_contrast, fuse, upsample_add
+from dualrc.ops.triton.convolution import FusedConv, Tiles, choose_tiles
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 KINDS = {"float32": (torch.float32, 1e-5), "float16": (torch.float16, 4e-3)}
@@ -116,9 +106,7 @@ def test_tiles_do_not_change_results():
     expected = by_definition(layer, x, relu=True)
     for positions, outputs, terms in ((16, 64, 32), (128, 16, 64), (32, 32, 128), (64, 64, 16)):
         tiles = Tiles(positions=positions, outputs=outputs, terms=terms)
-        for cached in (False, True):
-            convolve = fused(layer, torch.float16, relu=True, tiles=replace(tiles, cached=cached))
-            assert close(convolve(x), expected, 4e-3)
+        assert close(fused(layer, torch.float16, relu=True, tiles=tiles)(x), expected, 4e-3)
 
 
 @pytest.mark.parametrize("channels", [6, 16])
@@ -231,7 +219,6 @@ def test_backbone_is_the_plain_one(kind, tolerance, contrast, size):
     before = copy.deepcopy(plain.state_dict())
     fast = fuse(plain.to(DEVICE), dtype)
     images = rand(5, 2, 3, *size).to(DEVICE, dtype).contiguous(memory_format=torch.channels_last)
-    assert supported(images)
     plain = plain.cpu()
     for found, expected in zip(fast(images), plain(images.cpu().float()), strict=True):
         assert expected.abs().mean() > 0.1
@@ -266,11 +253,19 @@ def test_all_kernels_can_be_compiled_ahead():
 
 
 def test_tiles_are_few_and_fit():
-    """Two kernels at most for a layer, whatever the size of the pictures."""
-    for outputs, channels, taps in ((32, 4, 16), (64, 32, 16), (64, 64, 9), (96, 64, 9), (256, 256, 9), (300, 7, 1)):
+    """Three kernels at most for a layer, whatever the size of the images."""
+    for outputs, channels, taps in (
+        (32, 4, 16),
+        (64, 32, 16),
+        (64, 64, 9),
+        (96, 64, 9),
+        (128, 256, 1),
+        (256, 256, 9),
+        (300, 7, 1),
+    ):
         for half in (True, False):
             chosen = {choose_tiles(outputs, channels, taps, count, half=half) for count in range(1, 400_000, 999)}
-            assert len(chosen) <= 2
+            assert len(chosen) <= 3
             layer = FusedConv(nn.Conv2d(channels, outputs, int(taps**0.5)), relu=False)
             layer = layer.half() if half else layer
             assert chosen <= set(layer.all_tiles())
@@ -292,54 +287,3 @@ def test_sizes_share_a_compiled_kernel():
         for batch in (1, 2, 16):
             fast(torch.rand(batch, 3, *size, device=DEVICE, dtype=torch.float16))
     assert count() == before
-
-
-COMPILE = """
-import sys, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from dualrc.ops.triton import convolution_jit
-name, kind, numbers, *constants = sys.argv[1:]
-function = getattr(convolution_jit, name)
-constants = [value if value == "ieee" else float(value) if "." in value else int(value) for value in constants]
-names = function.arg_names
-known = dict(zip(names[len(names) - len(constants):], constants))
-signature = {key: "constexpr" if key in known else "i32" for key in names}
-pointers = names[:len(names) - len(constants) - int(numbers)]
-signature.update({key: "*fp32" if key in ("bias", "means") else f"*{kind}" for key in pointers})
-aligned = {(names.index(key),): [["tt.divisibility", 16]] for key in pointers}
-source = ASTSource(fn=function, signature=signature, constexprs=known, attrs=aligned)
-print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "kind", "numbers", "constants", "found"),
-    [
-        # CIN COUT PITCH KERNEL STRIDE PADDING REPLICATE ADD RELU BLOCK_M BLOCK_N BLOCK_K L1 PRECISION OVERLAP
-        ("convolve", "fp16", 4, (64, 64, 64, 3, 1, 1, 0, 1, 1, 128, 64, 64, 0, "ieee", 0), {"wgmma", "cp.async.cg"}),
-        ("convolve", "fp16", 4, (4, 32, 32, 4, 2, 1, 0, 0, 1, 128, 32, 64, 0, "ieee", 0), {"wgmma"}),
-        ("convolve", "fp16", 4, (256, 256, 256, 2, 2, 0, 1, 0, 1, 64, 64, 64, 0, "ieee", 0), {"wgmma", "cp.async.cg"}),
-        ("convolve", "fp32", 4, (64, 64, 64, 3, 1, 1, 0, 1, 1, 64, 64, 16, 0, "ieee", 0), {"cp.async.cg"}),
-        ("convolve", "bf16", 4, (64, 64, 64, 3, 1, 1, 0, 0, 1, 64, 64, 64, 0, "ieee", 0), {"wgmma", "cp.async.cg"}),
-        (
-            "convolve",
-            "fp16",
-            4,
-            (64, 64, 64, 3, 1, 1, 0, 1, 1, 128, 64, 64, 0, "ieee", 1),
-            {"wgmma", "cp.async.cg", "griddepcontrol.wait"},
-        ),
-        ("upsample_add", "fp16", 4, (64, 64, 64, 0), set()),
-        ("upsample_add", "fp16", 4, (64, 64, 64, 1), {"griddepcontrol.wait"}),
-        ("square_means", "fp16", 6, (8, 4), set()),
-        ("add_contrast", "fp16", 8, (8, 0.002, 256), set()),
-    ],
-)
-def test_kernels_compile_for_a_gpu(name, kind, numbers, constants, found, monkeypatch):
-    """As for an H100 or H200, without one: products on tensor cores, and copies of 16 bytes ahead of them."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    command = [sys.executable, "-c", COMPILE, name, kind, str(numbers), *map(str, constants)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert {word for word in ("wgmma", "cp.async.cg", "griddepcontrol.wait") if word in done.stdout} == found

@@ -41,6 +41,7 @@ class Extractor:
             network.backbone.to(self.dtype)
         self._autocast = self.dtype != torch.float32 and device.type != "cuda"
         network.backbone = network.engine.prepare(network.backbone)
+        network.engine.warm_up(network, self.dtype)
 
     @torch.inference_mode()
     def __call__(self, items: Iterable[PendingImage], together: Callable[[Scale], int]) -> None:

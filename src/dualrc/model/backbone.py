@@ -10,8 +10,8 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from dualrc.config import CompactConfig, ResNetConfig
 
-_SQUARE = 8  # pixels along each side of the squares whose contrast is measured
-_FAINT = 0.002  # added to variances: what varies less, by two or three of 255 levels, is taken for noise
+SQUARE = 8  # pixels along each side of the squares whose contrast is measured
+FAINT = 0.002  # added to variances: what varies less, by two or three of 255 levels, is taken for noise
 
 
 class Bottleneck(nn.Module):
@@ -146,10 +146,10 @@ def local_contrast(images: Tensor) -> Tensor:
     Around is a smooth window of some 24 px, by the means of squares of 8 px.
     """
     gray = to_gray(images.float())
-    sums = F.avg_pool2d(torch.cat([gray, gray.square()], dim=1), _SQUARE)
+    sums = F.avg_pool2d(torch.cat([gray, gray.square()], dim=1), SQUARE)
     sums = F.avg_pool2d(sums, 3, 1, 1, count_include_pad=False)
-    mean, square = F.interpolate(sums, scale_factor=_SQUARE, mode="bilinear", align_corners=False).split(1, dim=1)
-    deviation = (square - mean.square()).clamp_(min=0).add_(_FAINT).sqrt_()
+    mean, square = F.interpolate(sums, scale_factor=SQUARE, mode="bilinear", align_corners=False).split(1, dim=1)
+    deviation = (square - mean.square()).clamp_(min=0).add_(FAINT).sqrt_()
     return (gray - mean).div_(deviation).to(images.dtype)
 
 

@@ -1,8 +1,9 @@
 """What the network asks of whatever carries it out: a few operations, each with one signature."""
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from dualrc.config import FineConfig
@@ -14,6 +15,9 @@ from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
 from dualrc.model.support import Support
+
+if TYPE_CHECKING:
+    from dualrc.model.dualrc import DualRCNet
 
 
 class Engine:
@@ -36,6 +40,9 @@ class Engine:
     def prepare(self, backbone: nn.Module) -> nn.Module:
         """A backbone that gives the same features by this engine; the given one is left as it is."""
         return backbone
+
+    def warm_up(self, network: "DualRCNet", dtype: torch.dtype) -> None:
+        """Get ready for this network with features of this type, so that no pair has to wait for it."""
 
     def extract(self, extract: Callable[[Tensor], tuple[Tensor, ...]], pixels: Tensor) -> tuple[Tensor, ...]:
         """Features of images of one size; `extract` does all of it, on whatever device the pixels are."""

@@ -12,7 +12,7 @@ from dualrc.pixels import FINE_STRIDE, cell_to_pixel
 if TYPE_CHECKING:
     from dualrc.model.engine import Engine
 
-_CROWD = 8  # better matches in the same place of both images that halve a score
+CROWD = 8  # better matches in the same place of both images that halve a score
 
 
 class CellMatches(NamedTuple):
@@ -66,7 +66,7 @@ def refine(
     score = confidence * (around0.share * around1.share).sqrt()
     # The best matches lie close together; what would follow there comes after what stands alone elsewhere.
     crowd0, crowd1 = crowd(index0, score, known, shape0), crowd(index1, score, known, shape1)
-    score = score * ((1 + crowd0 / _CROWD) * (1 + crowd1 / _CROWD)).rsqrt()
+    score = score * ((1 + crowd0 / CROWD) * (1 + crowd1 / CROWD)).rsqrt()
 
     # Each direction tells how far the other image's point is off; half of it is taken from either.
     points0 = cell_to_pixel(cells0 + around1.shift / 2, FINE_STRIDE)

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakSet
 
 import torch
@@ -25,6 +25,9 @@ from dualrc.model.search import Correspondences, Found
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
 from dualrc.model.support import Support
 from dualrc.ops import memory
+
+if TYPE_CHECKING:
+    from dualrc.model.dualrc import DualRCNet
 
 _KEPT = 64  # graphs
 _KNOWN = 1024  # shapes that are counted
@@ -57,6 +60,9 @@ class GraphEngine(Engine):
 
     def prepare(self, backbone: nn.Module) -> nn.Module:
         return self.inner.prepare(backbone)
+
+    def warm_up(self, network: "DualRCNet", dtype: torch.dtype) -> None:
+        self.inner.warm_up(network, dtype)
 
     def extract(self, extract: Callable[[Tensor], tuple[Tensor, ...]], pixels: Tensor) -> tuple[Tensor, ...]:
         return self._run(("extract", *_identity(extract)), extract, pixels)

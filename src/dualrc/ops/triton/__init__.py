@@ -2,8 +2,11 @@
 
 import os
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,16 +17,21 @@ from dualrc.model import support
 from dualrc.model.backbone import CompactBackbone
 from dualrc.model.cells import FineMap
 from dualrc.model.consensus import Consensus
-from dualrc.model.correlation import correlate, mask_cells
-from dualrc.model.search import Found
-from dualrc.model.subpixel import WindowPairs, inside
+from dualrc.model.refine import CellMatches, PointMatches
+from dualrc.model.search import Correspondences, Found
+from dualrc.model.subpixel import Subpixel, WindowPairs, inside
 from dualrc.model.support import Support
 from dualrc.ops import memory
 from dualrc.ops.torch import EXCESS, FIRST_BLOCK, TorchEngine
+from dualrc.ops.triton import backbone as backbone_kernels
 from dualrc.ops.triton import consensus as consensus_kernels
-from dualrc.ops.triton import convolution
 from dualrc.ops.triton import refine as refine_kernels
 from dualrc.ops.triton import search as search_kernels
+
+if TYPE_CHECKING:
+    from dualrc.model.dualrc import DualRCNet
+
+T = TypeVar("T")
 
 
 class TritonEngine(TorchEngine):
@@ -32,16 +40,54 @@ class TritonEngine(TorchEngine):
     name = "triton"
 
     def __init__(self) -> None:
-        self._prepared: WeakKeyDictionary[Consensus, tuple[object, consensus_kernels.Prepared]] = WeakKeyDictionary()
+        self._prepared: WeakKeyDictionary[nn.Module, tuple[object, Any]] = WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
     def prepare(self, backbone: nn.Module) -> nn.Module:
         """The compact backbone in few kernels, compiled once for images of all sizes."""
         dtype = next(backbone.parameters()).dtype
-        if not isinstance(backbone, CompactBackbone) or dtype not in convolution.DTYPES or interpreted():
+        if not isinstance(backbone, CompactBackbone) or dtype not in backbone_kernels.DTYPES or interpreted():
             return backbone
-        fused = convolution.fuse(backbone, dtype)
+        fused = backbone_kernels.fuse(backbone, dtype)
         fused.compile_kernels()
         return fused
+
+    @torch.inference_mode()
+    def warm_up(self, network: "DualRCNet", dtype: torch.dtype) -> None:
+        """Compile, or load from Triton's cache, every kernel that a pair of any sizes may need.
+
+        Kernels differ by types, by channels, and by what is masked, never by sizes; so tiny images need them all.
+        """
+        if interpreted():
+            return
+        config, device = network.config, next(network.parameters()).device
+        kept = dtype if dtype in (torch.float16, torch.float32) else torch.float32
+        fine_channels, coarse_channels = config.backbone.fine_channels, config.backbone.coarse_channels
+        everywhere = torch.ones(1, 8, 12, dtype=torch.bool, device=device)
+        for valid in (None, everywhere):
+            coarse = torch.ones(1, coarse_channels, 2, 3, dtype=kept, device=device)
+            tensor = self.coarse((coarse, coarse), network.consensus, (valid, valid)).flatten(3).flatten(1, 2)
+            features = torch.full((1, fine_channels, 8, 12), fine_channels**-0.5, dtype=kept, device=device)
+            fine = FineMap.of(features, valid)
+            # All cells are asked by `warp`, and those that `match_points` found.
+            for share in {1.0, config.fine.query_share}:
+                found = self.search(tensor, fine, fine, replace(config.fine, query_share=share))
+            cells, wanted = torch.arange(6, device=device)[None], torch.ones(1, 6, 16, dtype=torch.bool, device=device)
+            for asked in (None, wanted):
+                self.search_cells(tensor, fine, cells, fine, config.fine, wanted=asked)
+        if network.subpixel is None:
+            return
+        columns = (column[0] for column in (found.index0, found.index0, found.score0, found.score0))
+        matches = CellMatches(torch.zeros_like(found.index0[0]), *columns)
+        light = torch.ones(1, 32, 48, dtype=kept, device=device)
+        for lights in (None, (light, light)):
+            self.refine(network.subpixel, (fine, fine), lights, matches)
+        self.windows(fine, fine, *matches[:3])
 
     def coarse(
         self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
@@ -52,21 +98,30 @@ class TritonEngine(TorchEngine):
         shape = torch.Size((len(coarse[0]), *coarse[0].shape[2:], *coarse[1].shape[2:]))
         if torch.is_grad_enabled() or not consensus_kernels.supported(shape, dtype, list(consensus.weights)):
             return super().coarse(coarse, consensus, valid)
-        scores = mask_cells(correlate(*(features.to(dtype) for features in coarse)), *valid)
-        maxima = consensus_kernels.maxima_of(scores)
-        prepared = self._weights(consensus, dtype)
-        scores = consensus_kernels.apply(scores, prepared, memory.working_values(), maxima=maxima)
-        return consensus_kernels.mutual_filter(scores)
-
-    def _weights(self, consensus: Consensus, dtype: torch.dtype) -> consensus_kernels.Prepared:
-        """The weights as the kernels read them, made once for as long as they don't change."""
+        scores, maxima, filtered = consensus_kernels.correlate(*coarse, valid, dtype)
         weights, biases = list(consensus.weights), list(consensus.biases)
+        prepared = self._known(consensus, dtype, lambda: consensus_kernels.prepare(weights, biases, dtype))
+        scores = consensus_kernels.apply(scores, prepared, memory.working_values(), maxima=maxima)
+        return consensus_kernels.mutual_filter(scores, filtered)
+
+    def _known(self, module: nn.Module, dtype: torch.dtype, prepare: Callable[[], T]) -> T:
+        """The weights of a module as the kernels read them, made once for as long as they don't change."""
         # Tensors of inference mode have no version, and nothing can change them.
-        state = (dtype, *((p.device, p.data_ptr(), None if p.is_inference() else p._version) for p in weights + biases))
-        known = self._prepared.get(consensus)
+        state = (
+            dtype,
+            *((p.device, p.data_ptr(), None if p.is_inference() else p._version) for p in module.parameters()),
+        )
+        known = self._prepared.get(module)
         if known is None or known[0] != state:
-            known = self._prepared[consensus] = state, consensus_kernels.prepare(weights, biases, dtype)
-        return known[1]
+            known = self._prepared[module] = state, prepare()
+        return cast(T, known[1])
+
+    def search(self, tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig) -> Correspondences:
+        """Eleven kernels for both directions, and nothing that the host waits for."""
+        if not search_kernels.supported(fine0, fine1) or not _fits(tensor):
+            return super().search(tensor, fine0, fine1, config)
+        excess = EXCESS[fine1.features.dtype]
+        return search_kernels.search_both(tensor, fine0, fine1, config, FIRST_BLOCK, excess=excess)
 
     def search_cells(
         self,
@@ -92,6 +147,24 @@ class TritonEngine(TorchEngine):
             excess=EXCESS[fine1.features.dtype],
             wanted=wanted,
         )
+
+    def refine(
+        self,
+        subpixel: Subpixel,
+        fine: tuple[FineMap, FineMap],
+        light: tuple[Tensor, Tensor] | None,
+        matches: CellMatches,
+    ) -> PointMatches:
+        """Four kernels, and the products of the small network."""
+        features, lights, weights = [f.features for f in fine], light or (), list(subpixel.parameters())
+        if not (
+            _fits(*features, *lights, *weights, matches.score0, matches.score1)
+            and len({tensor.dtype for tensor in features}) == len({tensor.dtype for tensor in lights} or {0}) == 1
+            and all(weight.dtype == torch.float32 for weight in weights)
+        ):
+            return super().refine(subpixel, fine, light, matches)
+        network = self._known(subpixel, torch.float32, lambda: refine_kernels.prepare(subpixel))
+        return refine_kernels.refine(network, fine, light, matches)
 
     def windows(self, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
         """Cosines between the 3x3 cells around matches, without a copy of their features."""
@@ -143,7 +216,8 @@ def usable(device: torch.device) -> bool:
 @cache
 def _works(device: torch.device) -> bool:
     try:
-        return bool(consensus_kernels.mutual_filter(torch.ones(1, 1, 1, 1, 1, device=device)).isfinite().all())
+        scores, maxima = torch.ones(1, 1, 1, 1, 1, device=device), torch.zeros(2, 4, device=device)
+        return bool(consensus_kernels.mutual_filter(scores, consensus_kernels.Maxima(*maxima)).isfinite().all())
     except Exception as error:  # compilers fail in many ways
         reason = (str(error) or type(error).__name__).splitlines()[0]
         warnings.warn(f"Triton can't be used here ({reason}); matching is slower without it.", stacklevel=2)

@@ -8,12 +8,13 @@ they are held for a few rows of picture 0 at a time, in slots that are used in t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualrc.ops.triton.launch import device_of
+from dualrc.ops.triton.launch import launcher, parts, power_above, readable
 
 CHANNELS = (8, 16, 32)
 SHARES = 54  # of a hidden position, for 27 neighbors in two directions
@@ -54,6 +55,13 @@ class Slab:
     rows: int  # results made at a time
 
 
+class Maxima(NamedTuple):
+    """What the mutual filter divides by, in float32."""
+
+    best0: Tensor  # b*h1*w1: over picture 0
+    best1: Tensor  # b*h0*w0: over picture 1
+
+
 def supported(shape: torch.Size, dtype: torch.dtype, weights: Sequence[Tensor]) -> bool:
     """Whether `apply` can convolve scores of this shape (b h0 w0 h1 w1) and type with these weights."""
     channels = weights[0].shape[0]
@@ -90,50 +98,86 @@ def apply(
     prepared: Prepared,
     max_values: int | None = None,
     *,
-    maxima: tuple[Tensor, Tensor] | None = None,
+    maxima: Maxima | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """The consensus of scores (b h0 w0 h1 w1), or with `maxima` (from `maxima_of`) of the mutually filtered scores.
+    """The consensus of scores (b h0 w0 h1 w1), or with `maxima` of the mutually filtered scores.
 
     Holds about `max_values` float32 values.
     """
-    scores = scores.contiguous()
+    scores = readable(scores)
     results = torch.empty_like(scores)
     if scores.numel() == 0:
         return results
     limit = SLAB_BYTES if max_values is None else 4 * max_values
     run = _Run(scores, prepared, maxima, results, tiles or Tiles())
-    with device_of(scores):
-        for slab in plan(tuple(scores.shape), scores.element_size(), limit):
-            run.slab(slab)
+    for slab in plan(tuple(scores.shape), scores.element_size(), limit):
+        run.slab(slab)
     return results
 
 
-def maxima_of(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The maxima that the mutual filter divides by: over picture 0 (b h1*w1) and over picture 1 (b h0*w0)."""
-    flat = scores.flatten(3).flatten(1, 2)
-    return flat.amax(1), flat.amax(2)
+def correlate(
+    maps0: Tensor, maps1: Tensor, valid: tuple[Tensor | None, Tensor | None], dtype: torch.dtype
+) -> tuple[Tensor, Maxima, Maxima]:
+    """Cosine correlation (b c h0 w0), (b c h1 w1) -> (b h0 w0 h1 w1) of masked maps, its maxima, and others to raise.
 
-
-def mutual_filter(scores: Tensor, maxima: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """The mutual filter, computed in float32, with one pass after the maxima."""
-    from dualrc.ops.triton.consensus_jit import filter_scores
-
-    scores = scores.contiguous()
-    results = torch.empty_like(scores)
+    Masks are (b 4h 4w) bool: cells without a valid fine cell correlate with nothing.
+    """
+    batch, channels = maps0.shape[:2]
+    shape = (batch, *maps0.shape[2:], *maps1.shape[2:])
+    count0, count1 = shape[1] * shape[2], shape[3] * shape[4]
+    # Lengths are rounded up, so that each part is aligned.
+    length0, length1 = parts(batch * count0, 4) * 4, parts(batch * count1, 4) * 4
+    table = torch.empty(3 * (length0 + length1), dtype=torch.float32, device=maps0.device)
+    scale0, scale1, maxima = table.split([length0, length1, 2 * (length0 + length1)])
+    first1, first0, last1, last0 = maxima.split([length0, length1, length0, length1])
+    first, last = Maxima(first0, first1), Maxima(last0, last1)
+    scores = torch.empty(shape, dtype=dtype, device=maps0.device)
     if scores.numel() == 0:
-        return results
-    best0, best1 = maxima_of(scores) if maxima is None else maxima
-    count0, count1 = best1.shape[1], best0.shape[1]
-    grid = (len(scores) * count0, _parts(count1, 1024))
-    with device_of(scores):
-        filter_scores[grid](scores, best0, best1, results, count0, count1, POSITIONS=1024)
-    return results
+        return scores, first, last
+    maps0, maps1 = (readable(maps.to(dtype), torch.channels_last) for maps in (maps0, maps1))
+    block = max(1, 4096 // power_above(channels))
+    measure = launcher("consensus_jit.measure", CHANNELS=channels, BLOCK_C=power_above(channels), POSITIONS=block)
+    measure(
+        (parts(len(maxima), block), 1, 1), maps0, maps1, scale0, scale1, maxima,
+        batch * count0, batch * count1, len(maxima),
+    )  # fmt: skip
+    masked = valid[0] is not None or valid[1] is not None
+    counts = zip(valid, (scale0[: batch * count0], scale1[: batch * count1]), strict=True)
+    cells = [_cells(mask, scale) for mask, scale in counts] if masked else [scale0, scale1]
+    half = dtype == torch.float16
+    side = 128 if half else 64
+    multiply = launcher(
+        "consensus_jit.correlate", CHANNELS=channels, MASKED=masked, ROWS=side, COLUMNS=side, TERMS=64 if half else 16,
+        PRECISION="ieee", warps=8 if half else 4,
+    )  # fmt: skip
+    grid = (parts(count0, side), parts(count1, side), batch)
+    multiply(grid, maps0, maps1, scale0, scale1, *cells, scores, *first, count0, count1)
+    return scores, first, last
+
+
+def _cells(valid: Tensor | None, cells: Tensor) -> Tensor:
+    """Which coarse cells, of which there is a tensor, hold a valid fine cell, as bytes; all without a mask."""
+    if valid is None:
+        return torch.ones_like(cells, dtype=torch.uint8)
+    return readable(valid.unflatten(1, (-1, 4)).unflatten(3, (-1, 4)).any(4).any(2).view(torch.uint8))
+
+
+def mutual_filter(scores: Tensor, maxima: Maxima) -> Tensor:
+    """The mutual filter in place, computed in float32; `maxima` are raised to those of the scores first."""
+    if scores.numel() == 0:
+        return scores
+    batch, count0, count1 = len(scores), scores.shape[1] * scores.shape[2], scores.shape[3] * scores.shape[4]
+    find = launcher("consensus_jit.find_maxima", ROWS=32, COLUMNS=128)
+    find((parts(count0, 32), parts(count1, 128), batch), scores, *maxima, count0, count1)
+    apply = launcher("consensus_jit.filter_scores", POSITIONS=1024)
+    apply((batch * count0, parts(count1, 1024), 1), scores, *maxima, scores, count0, count1)
+    return scores
 
 
 def pitch(w0: int, w1: int) -> int:
     """Values that a share takes for a row of picture 0 and a row of picture 1."""
-    return _parts(w0 * (w1 + 2), 8) * 8
+    return parts(w0 * (w1 + 2), 8) * 8
 
 
 def plan(shape: tuple[int, ...], item: int, limit: int) -> Iterator[Slab]:
@@ -167,13 +211,12 @@ class _Run:
         self,
         scores: Tensor,
         prepared: Prepared,
-        maxima: tuple[Tensor, Tensor] | None,
+        maxima: Maxima | None,
         results: Tensor,
         tiles: Tiles,
     ) -> None:
         self.scores, self.prepared, self.maxima, self.results, self.tiles = scores, prepared, maxima, results, tiles
-        self.shares = scores.new_empty(0)
-        self.padded = scores.new_empty(0)
+        self.shares = self.padded = results[:0].flatten()
 
     def slab(self, slab: Slab) -> None:
         """Make the results of a slab, some rows of picture 0 at a time."""
@@ -197,53 +240,43 @@ class _Run:
             self._collect(slab, start, stop)
 
     def _lay_out(self, slab: Slab, start: int, stop: int) -> None:
-        from dualrc.ops.triton.consensus_jit import lay_out
-
         h0, w0, h1, w1 = self.scores.shape[1:]
         best0, best1 = self.maxima if self.maxima is not None else (self.scores, self.scores)
         rows = stop - start
-        grid = (_parts((w0 + 2) * (w1 + 2), 1024), h1, len(slab.pairs) * rows)
-        lay_out[grid](
-            self.scores, best0, best1, self.padded, slab.pairs.start, start, rows, h0, w0, h1, w1,
-            FILTERED=self.maxima is not None, POSITIONS=1024,
-        )  # fmt: skip
+        grid = (parts((w0 + 2) * (w1 + 2), 1024), h1, len(slab.pairs) * rows)
+        launch = launcher("consensus_jit.lay_out", FILTERED=self.maxima is not None, POSITIONS=1024)
+        launch(grid, self.scores, best0, best1, self.padded, slab.pairs.start, start, rows, h0, w0, h1, w1)
 
     def _contribute(self, slab: Slab, start: int, stop: int) -> None:
-        from dualrc.ops.triton.consensus_jit import contribute
-
         _, w0, h1, w1 = self.scores.shape[1:]
         prepared, tiles, region, rows = self.prepared, self.tiles, slab.region, stop - start
         half = self.scores.dtype == torch.float16
         positions = tiles.positions if half else min(32, tiles.positions)  # float32 takes twice the registers
-        across = _parts(w0 * (w1 + 2), positions)
+        across = parts(w0 * (w1 + 2), positions)
         steps = tiles.steps or _steps(len(region), across * len(slab.pairs) * rows)
         # In float32 every product is kept whole: the GPU's tensor cores would round the factors.
-        grid = (across, _parts(len(region), steps), len(slab.pairs) * rows)
-        contribute[grid](
-            self.padded, self.shares, prepared.weight1, prepared.bias1, prepared.weight2,
+        grid = (across, parts(len(region), steps), len(slab.pairs) * rows)
+        launch = launcher(
+            "consensus_jit.contribute", HIDDEN=prepared.weight1.shape[1], POSITIONS=positions,
+            UNROLL=tiles.unroll if half else 1, PRECISION="ieee", warps=tiles.warps,
+        )  # fmt: skip
+        launch(
+            grid, self.padded, self.shares, prepared.weight1, prepared.bias1, prepared.weight2,
             start, rows, slab.slots, region.start, region.stop, steps, w0, h1, w1,
-            HIDDEN=prepared.weight1.shape[1], POSITIONS=positions,
-            UNROLL=tiles.unroll if half else 1, PRECISION="ieee", num_warps=tiles.warps,
         )  # fmt: skip
 
     def _collect(self, slab: Slab, start: int, stop: int) -> None:
-        from dualrc.ops.triton.consensus_jit import collect
-
         h0, w0, h1, w1 = self.scores.shape[1:]
         rows, region = stop - start, slab.region
-        grid = (_parts(w0 * (w1 + 2), self.tiles.collected), len(region), len(slab.pairs) * rows)
-        collect[grid](
-            self.shares, self.prepared.bias2, self.results, slab.pairs.start, start, rows, slab.slots,
+        grid = (parts(w0 * (w1 + 2), self.tiles.collected), len(region), len(slab.pairs) * rows)
+        launch = launcher("consensus_jit.collect", POSITIONS=self.tiles.collected, warps=self.tiles.collect_warps)
+        launch(
+            grid, self.shares, self.prepared.bias2, self.results, slab.pairs.start, start, rows, slab.slots,
             region.start, len(region), h0, w0, h1, w1,
-            POSITIONS=self.tiles.collected, num_warps=self.tiles.collect_warps,
         )  # fmt: skip
 
 
 def _steps(rows: int, programs: int) -> int:
     """How many rows a program walks: all, unless that leaves the GPU idle; four more are read at the ends."""
-    walks = max(1, min(_parts(_PROGRAMS, programs), rows // 12))
-    return _parts(rows, walks)
-
-
-def _parts(total: int, size: int) -> int:
-    return -(-total // size)
+    walks = max(1, min(parts(_PROGRAMS, programs), rows // 12))
+    return parts(rows, walks)

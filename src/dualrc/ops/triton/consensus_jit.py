@@ -9,6 +9,119 @@ import triton.language as tl
 from dualrc.ops.triton.jit import kernel
 
 
+@kernel("length0", "length1", "places")
+def measure(
+    maps0: tl.tensor,  # b*n0 CHANNELS
+    maps1: tl.tensor,  # b*n1 CHANNELS
+    scale0: tl.tensor,  # b*n0: results, what makes the features of a cell a unit vector
+    scale1: tl.tensor,  # b*n1
+    maxima: tl.tensor,  # places: results, below any score
+    length0: tl.tensor,  # b*n0
+    length1: tl.tensor,
+    places: tl.tensor,
+    CHANNELS: tl.constexpr,
+    BLOCK_C: tl.constexpr,  # a power of two, at least CHANNELS
+    POSITIONS: tl.constexpr,
+) -> None:
+    """Scales of the cells of both pictures, one after the other, and maxima to start from."""
+    place = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
+    channel = tl.arange(0, BLOCK_C)
+    some = (channel < CHANNELS)[None, :]
+    other = place - length0
+    in0, in1 = place < length0, (other >= 0) & (other < length1)
+    offset0, offset1 = place.to(tl.int64)[:, None] * CHANNELS, other.to(tl.int64)[:, None] * CHANNELS
+    values = tl.load(maps0 + offset0 + channel[None, :], mask=in0[:, None] & some, other=0.0).to(tl.float32)
+    values += tl.load(maps1 + offset1 + channel[None, :], mask=in1[:, None] & some, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) + 1e-6)
+    tl.store(scale0 + place, scale, mask=in0)
+    tl.store(scale1 + other, scale, mask=in1)
+    tl.store(maxima + place, tl.full((POSITIONS,), float("-inf"), tl.float32), mask=place < places)
+
+
+@kernel()
+def _raise_maxima(
+    scores: tl.tensor,  # ROWS COLUMNS, in float32
+    best0: tl.tensor,  # pointer to the pair's n1
+    best1: tl.tensor,  # pointer to the pair's n0
+    row: tl.tensor,
+    column: tl.tensor,
+    n0: tl.tensor,
+    n1: tl.tensor,
+) -> None:
+    inside = (row < n0)[:, None] & (column < n1)[None, :]
+    scores = tl.where(inside, scores, float("-inf"))
+    tl.atomic_max(best0 + column, tl.max(scores, axis=0), mask=column < n1, sem="relaxed")
+    tl.atomic_max(best1 + row, tl.max(scores, axis=1), mask=row < n0, sem="relaxed")
+
+
+@kernel("n0", "n1")
+def correlate(
+    maps0: tl.tensor,  # b n0 CHANNELS
+    maps1: tl.tensor,  # b n1 CHANNELS
+    scale0: tl.tensor,  # b n0
+    scale1: tl.tensor,  # b n1
+    cells0: tl.tensor,  # b n0: whether a cell counts; read where MASKED
+    cells1: tl.tensor,  # b n1
+    scores: tl.tensor,  # b n0 n1: results
+    best0: tl.tensor,  # b n1: raised to the maxima over picture 0
+    best1: tl.tensor,  # b n0: and over picture 1
+    n0: tl.tensor,
+    n1: tl.tensor,
+    CHANNELS: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TERMS: tl.constexpr,  # channels multiplied at a time
+    PRECISION: tl.constexpr,
+) -> None:
+    """Cosines of all cells of picture 0 with all of picture 1, and their maxima."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    pair = tl.program_id(2).to(tl.int64)
+    # Cells past the end repeat the last one.
+    here, there = pair * n0 + tl.minimum(row, n0 - 1), pair * n1 + tl.minimum(column, n1 - 1)
+    rows, columns = maps0 + here * CHANNELS, maps1 + there * CHANNELS
+    product = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, CHANNELS, TERMS):
+        channel = start + tl.arange(0, TERMS)
+        if CHANNELS % TERMS == 0:
+            first = tl.load(rows[:, None] + channel[None, :])
+            second = tl.load(columns[:, None] + channel[None, :])
+        else:
+            some = (channel < CHANNELS)[None, :]
+            first = tl.load(rows[:, None] + channel[None, :], mask=some, other=0.0)
+            second = tl.load(columns[:, None] + channel[None, :], mask=some, other=0.0)
+        product = tl.dot(first, tl.trans(second), product, input_precision=PRECISION)
+    product = product * tl.load(scale0 + here)[:, None] * tl.load(scale1 + there)[None, :]
+    if MASKED:
+        product = tl.where((tl.load(cells0 + here) != 0)[:, None], product, 0.0)
+        product = tl.where((tl.load(cells1 + there) != 0)[None, :], product, 0.0)
+    values = product.to(scores.dtype.element_ty)
+    target = scores + (pair * n0 + row)[:, None] * n1 + column[None, :]
+    tl.store(target, values, mask=(row < n0)[:, None] & (column < n1)[None, :])
+    _raise_maxima(values.to(tl.float32), best0 + pair * n1, best1 + pair * n0, row, column, n0, n1)
+
+
+@kernel("n0", "n1")
+def find_maxima(
+    scores: tl.tensor,  # b n0 n1
+    best0: tl.tensor,  # b n1: raised to the maxima over picture 0
+    best1: tl.tensor,  # b n0: and over picture 1
+    n0: tl.tensor,
+    n1: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """The maxima that the mutual filter divides by, with one pass over the scores."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    pair = tl.program_id(2).to(tl.int64)
+    source = scores + (pair * n0 + row)[:, None] * n1 + column[None, :]
+    inside = (row < n0)[:, None] & (column < n1)[None, :]
+    values = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    _raise_maxima(values, best0 + pair * n1, best1 + pair * n0, row, column, n0, n1)
+
+
 @kernel("first_pair", "first_row", "rows", "h0", "w0", "h1", "w1")
 def lay_out(
     scores: tl.tensor,  # b h0 w0 h1 w1

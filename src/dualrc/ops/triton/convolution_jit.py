@@ -1,28 +1,12 @@
-"""Kernels of the fused backbone; `convolution.py` launches them.
+"""Kernels of the fused backbone; `convolution.py` and `backbone.py` launch them.
 
 Maps are channels-last, (b h w c) in memory. Channel counts are compile-time constants, so the compiler knows how far
 loads are aligned; sizes of maps are not, so one compiled kernel serves pictures of every size.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import triton
 import triton.language as tl
 
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # an older Triton: kernels can't overlap
-    gdc_launch_dependents = gdc_wait = None
-
-
-def kernel(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
-    """Mark a function in Triton's language; no value of the arguments named makes Triton compile it again."""
-
-    def mark(function: Callable[..., Any]) -> Any:
-        return triton.jit(function, do_not_specialize=list(numbers), do_not_specialize_on_alignment=list(numbers))
-
-    return mark
+from dualrc.ops.triton.jit import kernel
 
 
 @kernel()
@@ -57,13 +41,9 @@ def convolve(  # noqa: PLR0915
     BLOCK_M: tl.constexpr,  # positions
     BLOCK_N: tl.constexpr,  # output channels
     BLOCK_K: tl.constexpr,  # terms of the sum over taps and input channels
-    L1: tl.constexpr,  # elements copied at once through the L1 cache; 0: as many as possible, past it
     PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,  # start before the previous kernel ends; needs the launch option `launch_pdl`
 ) -> None:
     """A convolution as an implicit matrix product: (positions, taps*CIN) x (taps*CIN, COUT)."""
-    if OVERLAP:
-        gdc_launch_dependents()
     blocks: tl.constexpr = (COUT + BLOCK_N - 1) // BLOCK_N
     terms: tl.constexpr = KERNEL * KERNEL * CIN
     steps: tl.constexpr = (terms + BLOCK_K - 1) // BLOCK_K
@@ -87,8 +67,6 @@ def convolve(  # noqa: PLR0915
     result = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if PADDING > 0 and CIN % BLOCK_K == 0:
         rows, columns = _inside(top, height, KERNEL), _inside(left, width, KERNEL)
-    if OVERLAP:
-        gdc_wait()  # inputs are complete, and nothing reads the memory of the results any more
     for step in range(steps):
         if CIN % BLOCK_K == 0:
             # All terms of the block belong to one tap.
@@ -100,9 +78,6 @@ def convolve(  # noqa: PLR0915
                 sources = x + ((row * width + column) * CIN)[:, None] + channel[None, :]
             else:
                 sources = x + (corner + (dy * width + dx) * CIN)[:, None] + channel[None, :]
-            if L1:
-                # Copies of 16 bytes bypass the L1 cache; this limits them to 8.
-                sources = tl.max_contiguous(sources, [1, L1])
             if PADDING == 0:
                 values = tl.load(sources)
             else:
@@ -160,11 +135,8 @@ def upsample_add(
     CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,  # a power of two, at least CHANNELS
-    OVERLAP: tl.constexpr,
 ) -> None:
     """The larger map plus the smaller one, upsampled bilinearly by 2 (align_corners=False)."""
-    if OVERLAP:
-        gdc_launch_dependents()
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     picture = tl.program_id(1).to(tl.int64)
     small += picture * height * width * CHANNELS
@@ -176,8 +148,6 @@ def upsample_add(
     row, column = y // 2, x // 2
     next_row = tl.minimum(tl.maximum(row + y % 2 * 2 - 1, 0), height - 1)
     next_column = tl.minimum(tl.maximum(column + x % 2 * 2 - 1, 0), width - 1)
-    if OVERLAP:
-        gdc_wait()
     value = 0.5625 * _cells(small, row, column, width, CHANNELS, BLOCK_C)
     value += 0.1875 * _cells(small, row, next_column, width, CHANNELS, BLOCK_C)
     value += 0.1875 * _cells(small, next_row, column, width, CHANNELS, BLOCK_C)

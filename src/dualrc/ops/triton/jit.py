@@ -9,10 +9,10 @@ import triton
 def kernel(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
     """Mark a function in Triton's language, which is compiled at its first launch.
 
-    The arguments named are numbers that vary: Triton would compile anew for some of their values.
+    The arguments named are numbers that vary; no value of them makes Triton compile the function again.
     """
 
     def mark(function: Callable[..., Any]) -> Any:
-        return triton.jit(function, do_not_specialize=list(numbers))
+        return triton.jit(function, do_not_specialize=list(numbers), do_not_specialize_on_alignment=list(numbers))
 
     return mark

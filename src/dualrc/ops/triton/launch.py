@@ -1,16 +1,89 @@
 """What launches of all kernels need; Triton itself is imported only where a kernel is launched."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
 
+_ALIGNMENT = 16  # bytes; Triton compiles a second kernel for pointers that are aligned less
 
-def device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Launch kernels on this tensor's device, whichever is current."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+Grid = tuple[int, int, int]
+
+
+class Launcher:
+    """Launches a kernel with given compile-time constants.
+
+    From the second launch on, the compiled kernel is called directly: Triton's own launcher takes several times as
+    long, to examine all arguments. Here, devices and types of tensors are compared, and their alignment is checked.
+    Numbers need no examination, because kernels are not specialized on them.
+    """
+
+    def __init__(self, kernel: str, constants: dict[str, Any], *, warps: int = 4, stages: int = 3) -> None:
+        """`kernel` is "module.function" of this package; `constants` are the last arguments of the function."""
+        self._module, self._name = kernel.split(".")
+        self._constants = constants
+        self._options = {"num_warps": warps, "num_stages": stages}
+        self._last: tuple[Any, ...] = ()  # the constants, in the order of the arguments
+        self._tensors = 0  # arguments that are tensors, which come first
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._direct = True
+
+    def __call__(self, grid: Grid, *arguments: Any) -> None:
+        first = arguments[0]
+        with on_device(first):
+            tensors = arguments[: self._tensors]
+            compiled = self._compiled.get((first.device, *[tensor.dtype for tensor in tensors]))
+            if compiled is not None and not any(tensor.data_ptr() % _ALIGNMENT for tensor in tensors):
+                try:
+                    compiled[grid](*arguments, *self._last)
+                    return
+                except (AttributeError, TypeError):  # another version of Triton, which wants other arguments
+                    self._direct = False
+                    self._compiled.clear()
+            self._compile(grid, *arguments)
+
+    def _compile(self, grid: Grid, *arguments: Any) -> None:
+        """Launch by way of Triton, which compiles the kernel or loads it from its cache."""
+        function = getattr(import_module(f"dualrc.ops.triton.{self._module}"), self._name)
+        compiled = function[grid](*arguments, **self._constants, **self._options)
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
+        if compiled is None or not self._direct or not aligned:  # None: it was interpreted
+            return
+        assert all(isinstance(argument, Tensor) for argument in arguments[: len(tensors)])
+        self._tensors = len(tensors)
+        self._last = tuple(self._constants[name] for name in function.arg_names[len(arguments) :])
+        self._compiled[(tensors[0].device, *[tensor.dtype for tensor in tensors])] = compiled
+
+
+@cache
+def launcher(kernel: str, *, warps: int = 4, stages: int = 3, **constants: Any) -> Launcher:
+    """The launcher of "module.function" of this package with these constants; there is one for all who ask."""
+    return Launcher(kernel, constants, warps=warps, stages=stages)
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Make a tensor's device the current one, where it is not; asking is cheaper than setting."""
+    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
+
+
+def readable(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    """The same values, contiguous and aligned, which they nearly always are."""
+    if not x.is_contiguous(memory_format=memory_format):
+        return x.contiguous(memory_format=memory_format)
+    return x.clone(memory_format=memory_format) if x.data_ptr() % _ALIGNMENT else x
 
 
 def power_above(number: int) -> int:
     """The smallest power of two that is no smaller; Triton's blocks have such lengths."""
     return 1 << (number - 1).bit_length()
+
+
+def parts(total: int, size: int) -> int:
+    """Parts of at most this size that a total has."""
+    return -(-total // size)

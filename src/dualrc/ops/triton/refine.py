@@ -1,36 +1,156 @@
-"""Launches of the kernels of the refinement: what torch does in hundreds of small steps, one kernel each."""
+"""The refinement on the GPU: what torch does in hundreds of small steps, in few kernels.
+
+One kernel looks at the windows around each match and writes what the small network reads, in both directions. Matrix
+products carry the network out. One kernel places the matches by its results and lays them out by cell, the next one
+asks the neighbors in both images, and the last one counts better matches and aligns by brightness.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualrc.model import align, support
 from dualrc.model.cells import FineMap
-from dualrc.model.subpixel import WINDOW
+from dualrc.model.refine import CROWD, CellMatches, PointMatches
+from dualrc.model.subpixel import WINDOW, Subpixel
 from dualrc.model.support import NeighborMaps, Support
-from dualrc.ops.triton.launch import device_of, power_above
+from dualrc.ops.triton.launch import launcher, parts, power_above, readable
+from dualrc.pixels import FINE_STRIDE
 
-_EXPLAINED, _ALIGNED = 8, 4  # matches of a program
+_EXPLAINED, _ALIGNED, _PLACED = 8, 4, 128  # matches of a program
+_PLANES = 6  # of the maps of matches: x, y, u, v, confidence, score
+_MARGIN = support.STEP * support.REACH
+_SUPPORT: dict[str, Any] = {
+    "STEP": support.STEP,
+    "REACH": support.REACH,
+    "SHARPNESS": 0.5 / support.SIGMA**2,
+    "DOUBT": support.DOUBT,
+    "RIDGE": support.RIDGE,
+    "NEAR": 0.5 / support.NEAR**2,
+    "OWN": support.OWN,
+    "NEIGHBORS": power_above((2 * support.REACH + 1) ** 2),
+    "MATCHES": _EXPLAINED,
+}
+_ALIGN: dict[str, Any] = {
+    "REACH": align.REACH,
+    "STEP": align.STEP,
+    "ROUNDS": align.ROUNDS,
+    "DAMPING": align.DAMPING,
+    "LONGEST": align.LONGEST,
+    "FARTHEST": align.FARTHEST,
+    "LEAST": align.LEAST,
+    "GAIN": align.GAIN,
+    "LARGEST": align.LARGEST,
+    "PLACES": power_above((2 * align.REACH // align.STEP + 1) ** 2),
+    "MATCHES": _ALIGNED,
+}
+
+
+class Network(NamedTuple):
+    """The weights of a `Subpixel` as they are multiplied."""
+
+    log_temperature: Tensor
+    layers: tuple[tuple[Tensor, Tensor], ...]  # weights (in out) and biases; none where nothing is learnt
+    pitch: int  # values of an input, padded so that rows are aligned
+
+
+def prepare(subpixel: Subpixel) -> Network:
+    """The weights, copied."""
+    linear = [] if subpixel.correction is None else [m for m in subpixel.correction if isinstance(m, nn.Linear)]
+    pitch = parts(linear[0].in_features, 8) * 8 if linear else 0
+    layers = []
+    for number, layer in enumerate(linear):
+        weight = layer.weight.detach()
+        if number == 0:
+            weight = nn.functional.pad(weight, (0, pitch - layer.in_features))
+        layers.append((weight.clone().T, layer.bias.detach().clone()))
+    return Network(subpixel.log_temperature.detach().reshape(1).clone(), tuple(layers), pitch)
+
+
+def refine(
+    network: Network, fine: tuple[FineMap, FineMap], light: tuple[Tensor, Tensor] | None, matches: CellMatches
+) -> PointMatches:
+    """What `model.refine.refine` gives."""
+    count, device = len(matches.pair), matches.pair.device
+    points0, points1 = (torch.empty(count, 2, dtype=torch.float32, device=device) for _ in range(2))
+    score = torch.empty(count, dtype=torch.float32, device=device)
+    if count == 0:
+        return PointMatches(points0, points1, score)
+    columns = CellMatches(*(readable(column) for column in matches))
+    pair, index0, index1 = columns[:3]
+    steps, learnt = _offsets(network, fine, columns)
+
+    size0, size1 = (f.fine_size for f in fine)
+    batch, row0, row1 = len(fine[0].features), size0[1] + _MARGIN, size1[1] + _MARGIN
+    # Rounded up, so that each plane is aligned.
+    places0, places1 = (
+        parts((batch * (height + _MARGIN) + _MARGIN) * row + _MARGIN, 4) * 4
+        for (height, _), row in ((size0, row0), (size1, row1))
+    )
+    maps = torch.zeros(_PLANES * (places0 + places1), dtype=torch.float32, device=device)
+    known = torch.empty(5, count, dtype=torch.float32, device=device)
+    at = torch.empty(2, count, dtype=torch.int32, device=device)
+    around = torch.empty(2, 6, count, dtype=torch.float32, device=device)
+    place = launcher("refine_jit.place", MARGIN=_MARGIN, LEARNT=bool(network.layers), BLOCK=_PLACED)
+    place(
+        (parts(count, _PLACED), 1, 1), *columns, steps, learnt, known, at, maps, count, *size0, *size1, places0, places1
+    )
+    explain = launcher("support_jit.explain_both", **_SUPPORT)
+    explain((parts(count, _EXPLAINED), 1, 1), pair, known, at, maps, around, score, count, places0, places1, row0, row1)
+    light0, light1 = (maps, maps) if light is None else (readable(light[0]), readable(light[1]))
+    pixels = (1, 1, 1, 1) if light is None else (*light0.shape[1:], *light1.shape[1:])
+    finish = launcher(
+        "refine_jit.finish",
+        ALIGN=light is not None,
+        CROWD=CROWD,
+        SIDE=support.CROWD_CELLS,
+        STRIDE=FINE_STRIDE,
+        **_ALIGN,
+    )
+    finish(
+        (parts(count, _ALIGNED), 1, 1), light0, light1, pair, index0, index1, known, at, maps, around, score,
+        points0, points1, count, places0, places1, size0[1], size1[1], _MARGIN, *pixels,
+    )  # fmt: skip
+    return PointMatches(points0, points1, score)
+
+
+def _offsets(network: Network, fine: tuple[FineMap, FineMap], matches: CellMatches) -> tuple[Tensor, Tensor]:
+    """Soft-argmax (2 n 2) in images 1 and 0, and what the small network says (2 n 3), or anything without it."""
+    count, device = len(matches.pair), matches.pair.device
+    steps = torch.empty(2 * count, 2, dtype=torch.float32, device=device)
+    inputs = torch.empty(2 * count, network.pitch, dtype=torch.float32, device=device) if network.layers else steps
+    features0, features1 = (readable(f.features) for f in fine)
+    look = launcher(
+        "refine_jit.look_around", LENGTH=features0.shape[2], CHANNELS=32, PITCH=network.pitch,
+        LEARNT=bool(network.layers), warps=1,
+    )  # fmt: skip
+    look(
+        (count, 1, 1), features0, features1, *matches, network.log_temperature, steps, inputs,
+        count, features0.shape[1], features1.shape[1], fine[0].fine_size[1], fine[1].fine_size[1],
+    )  # fmt: skip
+    for number, (weight, bias) in enumerate(network.layers):
+        inputs = torch.addmm(bias, inputs, weight)
+        if number < len(network.layers) - 1:
+            inputs.relu_()
+    return steps, inputs
 
 
 def cosines(fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> Tensor:
     """Products of the features of the 3x3 fine cells around matched ones, (n 9 9), float32."""
-    from dualrc.ops.triton.refine_jit import window_products
-
-    result = torch.empty(len(pair), WINDOW, WINDOW, device=pair.device)
+    result = torch.empty(len(pair), WINDOW, WINDOW, dtype=torch.float32, device=pair.device)
     if len(pair):
-        with device_of(pair):
-            window_products[(len(pair),)](
-                fine0.features.contiguous(), fine1.features.contiguous(), pair, index0, index1, result,
-                fine0.features.shape[1], fine1.features.shape[1], fine0.fine_size[1], fine1.fine_size[1],
-                fine0.features.shape[2], CHANNELS=32, num_warps=1,
-            )  # fmt: skip
+        features0, features1 = readable(fine0.features), readable(fine1.features)
+        launch = launcher("refine_jit.window_products", LENGTH=features0.shape[2], CHANNELS=32, warps=1)
+        launch(
+            (len(pair), 1, 1), features0, features1, readable(pair), readable(index0), readable(index1), result,
+            features0.shape[1], features1.shape[1], fine0.fine_size[1], fine1.fine_size[1],
+        )  # fmt: skip
     return result
 
 
 def explained(layout: NeighborMaps) -> Support:
     """What `model.support.explain` gives."""
-    from dualrc.ops.triton.refine_jit import explain
-
     at, count = layout.at, len(layout.at)
     found = Support(
         torch.empty(count, device=at.device),
@@ -38,30 +158,21 @@ def explained(layout: NeighborMaps) -> Support:
         torch.empty(count, 2, device=at.device),
     )
     if count:
-        with device_of(at):
-            explain[(-(-count // _EXPLAINED),)](
-                layout.maps, at, layout.known.contiguous(), *found, count, layout.maps.shape[1], layout.row,
-                STEP=support.STEP, REACH=support.REACH, SHARPNESS=0.5 / support.SIGMA**2, DOUBT=support.DOUBT,
-                RIDGE=support.RIDGE,                NEAR=0.5 / support.NEAR**2, OWN=support.OWN, MATCHES=_EXPLAINED,
-                NEIGHBORS=power_above((2 * support.REACH + 1) ** 2), num_warps=4,
-            )  # fmt: skip
+        launch = launcher("support_jit.explain", **_SUPPORT)
+        launch(
+            (parts(count, _EXPLAINED), 1, 1), readable(layout.maps), readable(at), readable(layout.known), *found,
+            count, layout.maps.shape[1], layout.row,
+        )  # fmt: skip
     return found
 
 
 def aligned(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor) -> Tensor:
     """What `model.align.align` gives."""
-    from dualrc.ops.triton.refine_jit import fit_windows
-
-    count = len(pair)
-    result = torch.empty(count, 2, device=pair.device)
-    if count:
-        samples = (2 * align.REACH // align.STEP + 1) ** 2
-        with device_of(pair):
-            fit_windows[(-(-count // _ALIGNED),)](
-                light0.contiguous(), light1.contiguous(), pair, points0.nan_to_num(), points1.nan_to_num(),
-                motion.nan_to_num(), result, count, *light0.shape[1:], *light1.shape[1:],
-                REACH=align.REACH, STEP=align.STEP, ROUNDS=align.ROUNDS, DAMPING=align.DAMPING, LONGEST=align.LONGEST,
-                FARTHEST=align.FARTHEST, LEAST=align.LEAST, GAIN=align.GAIN, LARGEST=align.LARGEST,
-                MATCHES=_ALIGNED, PLACES=power_above(samples), num_warps=4,
-            )  # fmt: skip
+    result = torch.empty(len(pair), 2, dtype=torch.float32, device=pair.device)
+    if len(pair):
+        launch = launcher("align_jit.fit_windows", **_ALIGN)
+        launch(
+            (parts(len(pair), _ALIGNED), 1, 1), readable(light0), readable(light1), readable(pair), readable(points0),
+            readable(points1), readable(motion), result, len(pair), *light0.shape[1:], *light1.shape[1:],
+        )  # fmt: skip
     return result

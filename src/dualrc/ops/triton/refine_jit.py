@@ -2,7 +2,9 @@
 
 import triton.language as tl
 
+from dualrc.ops.triton.align_jit import fit
 from dualrc.ops.triton.jit import kernel
+from dualrc.ops.triton.support_jit import crowd, order_key
 
 
 @kernel()
@@ -14,10 +16,36 @@ def _around(index: tl.tensor, cells: tl.tensor, width: tl.tensor) -> tl.tensor:
     return row * width + column
 
 
+@kernel()
+def _products(
+    features0: tl.tensor,  # pointer to the picture's cells LENGTH
+    features1: tl.tensor,
+    at0: tl.tensor,
+    at1: tl.tensor,
+    cells0: tl.tensor,
+    cells1: tl.tensor,
+    width0: tl.tensor,
+    width1: tl.tensor,
+    LENGTH: tl.constexpr,  # channels of a feature
+    CHANNELS: tl.constexpr,  # that are multiplied at a time
+) -> tl.tensor:
+    """Products of the 3x3 cells around one with those around another, in the first 9 x 9 of 16 x 16."""
+    rows0 = features0 + _around(at0, cells0, width0) * LENGTH
+    rows1 = features1 + _around(at1, cells1, width1) * LENGTH
+    product = tl.zeros((16, 16), tl.float32)
+    for start in range(0, LENGTH, CHANNELS):
+        channel = start + tl.arange(0, CHANNELS)
+        some = (channel < LENGTH)[None, :]
+        first = tl.load(rows0[:, None] + channel[None, :], mask=some, other=0.0)
+        second = tl.load(rows1[:, None] + channel[None, :], mask=some, other=0.0)
+        product = tl.dot(first, tl.trans(second), product, input_precision="ieee")
+    return product
+
+
 @kernel("cells0", "cells1", "width0", "width1")
 def window_products(
-    features0: tl.tensor,  # b cells0 c
-    features1: tl.tensor,  # b cells1 c
+    features0: tl.tensor,  # b cells0 LENGTH
+    features1: tl.tensor,  # b cells1 LENGTH
     pair: tl.tensor,  # n
     index0: tl.tensor,  # n
     index1: tl.tensor,  # n
@@ -26,132 +54,211 @@ def window_products(
     cells1: tl.tensor,
     width0: tl.tensor,
     width1: tl.tensor,
-    channels: tl.tensor,
+    LENGTH: tl.constexpr,
     CHANNELS: tl.constexpr,
 ) -> None:
     match = tl.program_id(0).to(tl.int64)
     number = tl.load(pair + match)
-    rows0 = features0 + (number * cells0 + _around(tl.load(index0 + match), cells0, width0)) * channels
-    rows1 = features1 + (number * cells1 + _around(tl.load(index1 + match), cells1, width1)) * channels
-    product = tl.zeros((16, 16), tl.float32)
-    for start in range(0, channels, CHANNELS):
-        channel = start + tl.arange(0, CHANNELS)
-        some = (channel < channels)[None, :]
-        first = tl.load(rows0[:, None] + channel[None, :], mask=some, other=0.0)
-        second = tl.load(rows1[:, None] + channel[None, :], mask=some, other=0.0)
-        product = tl.dot(first, tl.trans(second), product, input_precision="ieee")
+    product = _products(
+        features0 + number * cells0 * LENGTH, features1 + number * cells1 * LENGTH,
+        tl.load(index0 + match), tl.load(index1 + match), cells0, cells1, width0, width1, LENGTH, CHANNELS,
+    )  # fmt: skip
     row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     tl.store(result + match * 81 + row * 9 + column, product, mask=(row < 9) & (column < 9))
 
 
-@kernel("count", "places", "row_length")
-def explain(
-    maps: tl.tensor,  # 5 places: x, y, u, v, trust
-    at: tl.tensor,  # count
-    known: tl.tensor,  # 5 count
-    share: tl.tensor,  # count: results
-    motion: tl.tensor,  # count 2 2
-    shift: tl.tensor,  # count 2
+@kernel()
+def _store_mean_step(cosine: tl.tensor, temperature: tl.tensor, target: tl.tensor) -> None:
+    """The soft-argmax over the first 9 of 16 cosines, as steps (x, y) from the middle."""
+    number = tl.arange(0, 16)
+    value = tl.where(number < 9, cosine / temperature, float("-inf"))
+    weight = tl.exp(value - tl.max(value, axis=0))
+    total = tl.sum(weight, axis=0)
+    tl.store(target, tl.sum(weight * (number % 3 - 1).to(tl.float32), axis=0) / total)
+    tl.store(target + 1, tl.sum(weight * (number // 3 - 1).to(tl.float32), axis=0) / total)
+
+
+@kernel("count", "cells0", "cells1", "width0", "width1")
+def look_around(
+    features0: tl.tensor,  # b cells0 LENGTH
+    features1: tl.tensor,  # b cells1 LENGTH
+    pair: tl.tensor,  # count; negative where a row is empty
+    index0: tl.tensor,  # count
+    index1: tl.tensor,  # count
+    score0: tl.tensor,  # count
+    score1: tl.tensor,  # count
+    log_temperature: tl.tensor,  # 1
+    steps: tl.tensor,  # 2 count 2: results, soft-argmax in picture 1 and in picture 0
+    inputs: tl.tensor,  # 2 count PITCH: results, what the small network reads for either; written where LEARNT
     count: tl.tensor,
-    places: tl.tensor,
-    row_length: tl.tensor,
-    STEP: tl.constexpr,
-    REACH: tl.constexpr,
-    SHARPNESS: tl.constexpr,
-    DOUBT: tl.constexpr,
-    RIDGE: tl.constexpr,
-    NEAR: tl.constexpr,
-    OWN: tl.constexpr,
-    MATCHES: tl.constexpr,
-    NEIGHBORS: tl.constexpr,
+    cells0: tl.tensor,
+    cells1: tl.tensor,
+    width0: tl.tensor,
+    width1: tl.tensor,
+    LENGTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    PITCH: tl.constexpr,
+    LEARNT: tl.constexpr,
 ) -> None:
-    match = tl.program_id(0) * MATCHES + tl.arange(0, MATCHES)
-    exists = match < count
-    side: tl.constexpr = 2 * REACH + 1
-    number = tl.arange(0, NEIGHBORS)
-    row, column = number // side - REACH, number % side - REACH
-    witness = (number < side * side) & ((row != 0) | (column != 0))  # it is no witness for itself
-    place = tl.load(at + match, mask=exists, other=0)[:, None] + ((row * row_length + column) * STEP)[None, :]
-    asked = exists[:, None] & witness[None, :]
-    weight = tl.load(maps + 4 * places + place, mask=asked, other=0.0)
-    x = tl.load(maps + place, mask=asked, other=0.0) - tl.load(known + match, mask=exists, other=0.0)[:, None]
-    y = tl.load(maps + places + place, mask=asked, other=0.0)
-    y -= tl.load(known + count + match, mask=exists, other=0.0)[:, None]
-    u = tl.load(maps + 2 * places + place, mask=asked, other=0.0)
-    u -= tl.load(known + 2 * count + match, mask=exists, other=0.0)[:, None]
-    v = tl.load(maps + 3 * places + place, mask=asked, other=0.0)
-    v -= tl.load(known + 3 * count + match, mask=exists, other=0.0)[:, None]
-    wx, wy = weight * x, weight * y
-    xx, xy, yy = tl.sum(wx * x, axis=1) + RIDGE, tl.sum(wx * y, axis=1), tl.sum(wy * y, axis=1) + RIDGE
-    inverse = 1.0 / (xx * yy - xy * xy)
-    ux, uy, vx, vy = tl.sum(wx * u, axis=1), tl.sum(wy * u, axis=1), tl.sum(wx * v, axis=1), tl.sum(wy * v, axis=1)
-    a, b = (yy * ux - xy * uy) * inverse, (xx * uy - xy * ux) * inverse
-    c, d = (yy * vx - xy * vy) * inverse, (xx * vy - xy * vx) * inverse
-    stray_u, stray_v = u - a[:, None] * x - b[:, None] * y, v - c[:, None] * x - d[:, None] * y
-    stray = stray_u * stray_u + stray_v * stray_v
-    agreed = tl.sum(weight * tl.exp(-SHARPNESS * stray), axis=1) / (tl.sum(weight, axis=1) + DOUBT)
-    voice = weight * tl.exp(-NEAR * stray)
-    voices = tl.sum(voice, axis=1) + OWN
-    tl.store(shift + match * 2, tl.sum(voice * stray_u, axis=1) / voices, mask=exists)
-    tl.store(shift + match * 2 + 1, tl.sum(voice * stray_v, axis=1) / voices, mask=exists)
-    tl.store(share + match, agreed, mask=exists)
-    tl.store(motion + match * 4, a, mask=exists)
-    tl.store(motion + match * 4 + 1, b, mask=exists)
-    tl.store(motion + match * 4 + 2, c, mask=exists)
-    tl.store(motion + match * 4 + 3, d, mask=exists)
+    """The windows around a match: features of the middles, all cosines, and the scores."""
+    match = tl.program_id(0).to(tl.int64)
+    number = tl.maximum(tl.load(pair + match), 0)
+    features0 += number * cells0 * LENGTH
+    features1 += number * cells1 * LENGTH
+    at0, at1 = tl.load(index0 + match), tl.load(index1 + match)
+    product = _products(features0, features1, at0, at1, cells0, cells1, width0, width1, LENGTH, CHANNELS)
+    row, column = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
+    temperature = tl.exp(tl.load(log_temperature).to(tl.float32))
+    _store_mean_step(tl.sum(tl.where(row == 4, product, 0.0), axis=0), temperature, steps + 2 * match)
+    _store_mean_step(tl.sum(tl.where(column == 4, product, 0.0), axis=1), temperature, steps + 2 * (count + match))
+    if LEARNT:
+        there, back = inputs + match * PITCH, inputs + (count + match) * PITCH
+        for start in range(0, LENGTH, CHANNELS):
+            channel = start + tl.arange(0, CHANNELS)
+            some = channel < LENGTH
+            middle0 = tl.load(features0 + at0 * LENGTH + channel, mask=some, other=0.0).to(tl.float32)
+            middle1 = tl.load(features1 + at1 * LENGTH + channel, mask=some, other=0.0).to(tl.float32)
+            tl.store(there + channel, middle0, mask=some)
+            tl.store(there + LENGTH + channel, middle1, mask=some)
+            tl.store(back + channel, middle1, mask=some)
+            tl.store(back + LENGTH + channel, middle0, mask=some)
+        inside = (row < 9) & (column < 9)
+        tl.store(there + 2 * LENGTH + row * 9 + column, 4 * product, mask=inside)
+        tl.store(back + 2 * LENGTH + column * 9 + row, 4 * product, mask=inside)
+        last = 2 * LENGTH + 81 + tl.arange(0, 8)
+        known0 = tl.log(tl.maximum(tl.load(score0 + match).to(tl.float32), 0.0) + 1e-4) / 2
+        known1 = tl.log(tl.maximum(tl.load(score1 + match).to(tl.float32), 0.0) + 1e-4) / 2
+        tl.store(there + last, tl.where(last == 2 * LENGTH + 81, known0, 0.0), mask=last < PITCH)
+        tl.store(back + last, tl.where(last == 2 * LENGTH + 81, known1, 0.0), mask=last < PITCH)
 
 
 @kernel()
-def _look(
-    light: tl.tensor,  # pointers to the first pixel of each match's picture, matches 1
+def _offset(
+    steps: tl.tensor,
+    learnt: tl.tensor,
+    row: tl.tensor,
+    score: tl.tensor,
+    index: tl.tensor,
+    exists: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
-    x: tl.tensor,  # matches places
+    LEARNT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The offset of a point from its cell, and the probability that it is right."""
+    x = tl.load(steps + 2 * row, mask=exists, other=0.0)
+    y = tl.load(steps + 2 * row + 1, mask=exists, other=0.0)
+    if LEARNT:
+        x += tl.load(learnt + 3 * row, mask=exists, other=0.0)
+        y += tl.load(learnt + 3 * row + 1, mask=exists, other=0.0)
+        sure = 1.0 / (1.0 + tl.exp(-tl.load(learnt + 3 * row + 2, mask=exists, other=0.0)))
+    else:  # the score is the only confidence
+        sure = tl.minimum(tl.maximum(tl.load(score, mask=exists, other=0.0).to(tl.float32), 1e-6), 1.0 - 1e-6)
+    # At the border half a window would pull inwards.
+    row, column = index // width, index % width
+    whole = (row > 0) & (row < height - 1) & (column > 0) & (column < width - 1)
+    return tl.where(whole, x, 0.0), tl.where(whole, y, 0.0), sure
+
+
+@kernel()
+def _put(
+    maps: tl.tensor,  # pointer to a picture's 6 places
+    places: tl.tensor,
+    at: tl.tensor,
+    x: tl.tensor,
     y: tl.tensor,
-) -> tl.tensor:
-    """Brightness between the pixels."""
-    x = tl.minimum(tl.maximum(x, 0.0), (width - 1).to(tl.float32))
-    y = tl.minimum(tl.maximum(y, 0.0), (height - 1).to(tl.float32))
-    left, top = x.to(tl.int32), y.to(tl.int32)
-    right, bottom = tl.minimum(left + 1, width - 1), tl.minimum(top + 1, height - 1)
-    a = tl.load(light + top * width + left).to(tl.float32)
-    b = tl.load(light + top * width + right).to(tl.float32)
-    c = tl.load(light + bottom * width + left).to(tl.float32)
-    d = tl.load(light + bottom * width + right).to(tl.float32)
-    x, y = x - left.to(tl.float32), y - top.to(tl.float32)
-    above, below = a + (b - a) * x, c + (d - c) * x
-    return above + (below - above) * y
+    u: tl.tensor,
+    v: tl.tensor,
+    sure: tl.tensor,
+    exists: tl.tensor,
+) -> None:
+    tl.store(maps + at, x, mask=exists)
+    tl.store(maps + places + at, y, mask=exists)
+    tl.store(maps + 2 * places + at, u, mask=exists)
+    tl.store(maps + 3 * places + at, v, mask=exists)
+    tl.store(maps + 4 * places + at, sure, mask=exists)
 
 
-@kernel()
-def _normalized(window: tl.tensor, weights: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    window = window - tl.sum(window * weights, axis=1)[:, None]
-    spread = tl.sqrt(tl.sum(window * window * weights, axis=1) + 1e-6)
-    return window / spread[:, None], spread
-
-
-@kernel()
-def _slope(change: tl.tensor, spread: tl.tensor, template: tl.tensor, weights: tl.tensor) -> tl.tensor:
-    """How the normalized window changes when it moves; changes of gain and level are taken out."""
-    slope = change / spread[:, None]
-    slope = slope - tl.sum(slope * weights, axis=1)[:, None]
-    return slope - template * tl.sum(slope * template * weights, axis=1)[:, None]
-
-
-@kernel("count", "height0", "width0", "height1", "width1")
-def fit_windows(  # noqa: PLR0915
-    light0: tl.tensor,  # b height0 width0
-    light1: tl.tensor,  # b height1 width1
-    pair: tl.tensor,  # count
-    points0: tl.tensor,  # count 2
-    points1: tl.tensor,  # count 2
-    motion: tl.tensor,  # count 2 2
-    result: tl.tensor,  # count 2
+@kernel("count", "height0", "width0", "height1", "width1", "places0", "places1")
+def place(
+    pair: tl.tensor,  # count; negative where a row is empty
+    index0: tl.tensor,  # count
+    index1: tl.tensor,  # count
+    score0: tl.tensor,  # count
+    score1: tl.tensor,  # count
+    steps: tl.tensor,  # 2 count 2
+    learnt: tl.tensor,  # 2 count 3; read where LEARNT
+    known: tl.tensor,  # 5 count: results, both points in fine cells, and the confidence
+    at: tl.tensor,  # 2 count: results, places in the maps
+    maps: tl.tensor,  # 6 places0, 6 places1: filled where there are matches
     count: tl.tensor,
-    height0: tl.tensor,
+    height0: tl.tensor,  # in fine cells
     width0: tl.tensor,
     height1: tl.tensor,
     width1: tl.tensor,
+    places0: tl.tensor,
+    places1: tl.tensor,
+    MARGIN: tl.constexpr,
+    LEARNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Where matches lie, how far to trust them, and maps of them by cell for both pictures."""
+    match = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = match < count
+    number = tl.load(pair + match, mask=exists, other=-1).to(tl.int32)
+    cell0 = tl.load(index0 + match, mask=exists, other=0).to(tl.int32)
+    cell1 = tl.load(index1 + match, mask=exists, other=0).to(tl.int32)
+    x1, y1, sure1 = _offset(steps, learnt, match, score0 + match, cell1, exists, height1, width1, LEARNT)
+    x0, y0, sure0 = _offset(steps, learnt, count + match, score1 + match, cell0, exists, height0, width0, LEARNT)
+    x0, y0 = (cell0 % width0).to(tl.float32) + x0 / 2, (cell0 // width0).to(tl.float32) + y0 / 2
+    x1, y1 = (cell1 % width1).to(tl.float32) + x1 / 2, (cell1 // width1).to(tl.float32) + y1 / 2
+    sure = tl.sqrt(sure0 * sure1)
+    # One margin serves as the right one of a row and the left one of the next.
+    row0, row1 = width0 + MARGIN, width1 + MARGIN
+    at0 = (number * (height0 + MARGIN) + cell0 // width0 + MARGIN) * row0 + cell0 % width0 + MARGIN
+    at1 = (number * (height1 + MARGIN) + cell1 // width1 + MARGIN) * row1 + cell1 % width1 + MARGIN
+    used = exists & (number >= 0)
+    _put(maps, places0, at0, x0, y0, x1, y1, sure, used)
+    _put(maps + 6 * places0, places1, at1, x1, y1, x0, y0, sure, used)
+    tl.store(known + match, x0, mask=exists)
+    tl.store(known + count + match, y0, mask=exists)
+    tl.store(known + 2 * count + match, x1, mask=exists)
+    tl.store(known + 3 * count + match, y1, mask=exists)
+    tl.store(known + 4 * count + match, sure, mask=exists)
+    # Empty rows read anywhere inside the maps.
+    tl.store(at + match, tl.maximum(at0, MARGIN * (row0 + 1)), mask=exists)
+    tl.store(at + count + match, tl.maximum(at1, MARGIN * (row1 + 1)), mask=exists)
+
+
+@kernel(
+    "count", "places0", "places1", "cells_width0", "cells_width1", "margin", "height0", "width0", "height1", "width1"
+)
+def finish(
+    light0: tl.tensor,  # b height0 width0; read where ALIGN
+    light1: tl.tensor,  # b height1 width1
+    pair: tl.tensor,  # count; negative where a row is empty
+    index0: tl.tensor,  # count
+    index1: tl.tensor,  # count
+    known: tl.tensor,  # 5 count
+    at: tl.tensor,  # 2 count
+    maps: tl.tensor,  # 6 places0, 6 places1
+    around: tl.tensor,  # 2 6 count
+    score: tl.tensor,  # count: lowered where many better matches lie
+    points0: tl.tensor,  # count 2: results, in pixels
+    points1: tl.tensor,  # count 2
+    count: tl.tensor,
+    places0: tl.tensor,
+    places1: tl.tensor,
+    cells_width0: tl.tensor,  # in fine cells
+    cells_width1: tl.tensor,
+    margin: tl.tensor,
+    height0: tl.tensor,  # in pixels
+    width0: tl.tensor,
+    height1: tl.tensor,
+    width1: tl.tensor,
+    ALIGN: tl.constexpr,
+    CROWD: tl.constexpr,  # better matches that halve a score
+    SIDE: tl.constexpr,  # of the squares in which they are counted, in fine cells
+    STRIDE: tl.constexpr,  # pixels of a fine cell
     REACH: tl.constexpr,
     STEP: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -161,66 +268,51 @@ def fit_windows(  # noqa: PLR0915
     LEAST: tl.constexpr,
     GAIN: tl.constexpr,
     LARGEST: tl.constexpr,
-    MATCHES: tl.constexpr,
     PLACES: tl.constexpr,
+    MATCHES: tl.constexpr,
 ) -> None:
+    """The final score, and the points moved by the neighbors and by the brightness, half of it in either picture."""
     match = tl.program_id(0) * MATCHES + tl.arange(0, MATCHES)
     exists = match < count
-    number = tl.load(pair + match, mask=exists, other=0).to(tl.int64)
-    x0, y0 = (
-        tl.load(points0 + 2 * match, mask=exists, other=0.0),
-        tl.load(points0 + 2 * match + 1, mask=exists, other=0.0),
-    )
-    x1, y1 = (
-        tl.load(points1 + 2 * match, mask=exists, other=0.0),
-        tl.load(points1 + 2 * match + 1, mask=exists, other=0.0),
-    )
-    a, b = tl.load(motion + 4 * match, mask=exists, other=0.0), tl.load(motion + 4 * match + 1, mask=exists, other=0.0)
-    c = tl.load(motion + 4 * match + 2, mask=exists, other=0.0)
-    d = tl.load(motion + 4 * match + 3, mask=exists, other=0.0)
-    side: tl.constexpr = 2 * REACH // STEP + 1
-    place = tl.arange(0, PLACES)
-    dx = (place % side * STEP - REACH).to(tl.float32)[None, :]
-    dy = (place // side * STEP - REACH).to(tl.float32)[None, :]
-    weights = tl.where(place[None, :] < side * side, tl.exp((dx * dx + dy * dy) * (-1.125 / (REACH * REACH))), 0.0)
-    weights = weights / tl.sum(weights, axis=1)[:, None]
+    own = tl.load(score + match, mask=exists, other=0.0)
+    key = order_key(own)
+    crowd0 = crowd(
+        maps + 5 * places0, cells_width0 + margin, tl.load(at + match, mask=exists, other=0),
+        tl.load(index0 + match, mask=exists, other=0).to(tl.int32), cells_width0, key, exists, SIDE,
+    )  # fmt: skip
+    crowd1 = crowd(
+        maps + 6 * places0 + 5 * places1, cells_width1 + margin, tl.load(at + count + match, mask=exists, other=0),
+        tl.load(index1 + match, mask=exists, other=0).to(tl.int32), cells_width1, key, exists, SIDE,
+    )  # fmt: skip
+    tl.store(score + match, own / tl.sqrt((1 + crowd0 / CROWD) * (1 + crowd1 / CROWD)), mask=exists)
 
-    pixels0 = light0 + (number * height0 * width0)[:, None]
-    pixels1 = light1 + (number * height1 * width1)[:, None]
-    at_x, at_y = x0[:, None] + dx, y0[:, None] + dy
-    template = _look(pixels0, height0, width0, at_x, at_y)
-    across = _look(pixels0, height0, width0, at_x + 1, at_y) - _look(pixels0, height0, width0, at_x - 1, at_y)
-    down = _look(pixels0, height0, width0, at_x, at_y + 1) - _look(pixels0, height0, width0, at_x, at_y - 1)
-    template, spread = _normalized(template, weights)
-    slope_x, slope_y = _slope(across / 2, spread, template, weights), _slope(down / 2, spread, template, weights)
-    xx = tl.sum(slope_x * slope_x * weights, axis=1) + DAMPING
-    yy = tl.sum(slope_y * slope_y * weights, axis=1) + DAMPING
-    xy = tl.sum(slope_x * slope_y * weights, axis=1)
-    inverse = 1.0 / (xx * yy - xy * xy)
-    offset_x, offset_y = a[:, None] * dx + b[:, None] * dy, c[:, None] * dx + d[:, None] * dy
-    move_x, move_y = tl.zeros((MATCHES,), tl.float32), tl.zeros((MATCHES,), tl.float32)
-    window = _look(pixels1, height1, width1, x1[:, None] + offset_x, y1[:, None] + offset_y)
-    window, _ = _normalized(window, weights)
-    before = tl.sum(window * template * weights, axis=1)
-    alike = before
-    for _ in tl.static_range(ROUNDS):
-        off_x = tl.sum(slope_x * (window - template) * weights, axis=1)
-        off_y = tl.sum(slope_y * (window - template) * weights, axis=1)
-        step_x, step_y = (yy * off_x - xy * off_y) * inverse, (xx * off_y - xy * off_x) * inverse
-        step_x = tl.where(tl.abs(step_x) < 1e30, step_x, 0.0)  # and where it is not a number
-        step_y = tl.where(tl.abs(step_y) < 1e30, step_y, 0.0)
-        length = tl.maximum(tl.sqrt(step_x * step_x + step_y * step_y) / LONGEST, 1.0)
-        step_x, step_y = step_x / length, step_y / length
-        move_x, move_y = move_x - (a * step_x + b * step_y), move_y - (c * step_x + d * step_y)
-        window = _look(pixels1, height1, width1, (x1 + move_x)[:, None] + offset_x, (y1 + move_y)[:, None] + offset_y)
-        window, _ = _normalized(window, weights)
-        alike = tl.sum(window * template * weights, axis=1)
-    area = a * d - b * c
-    good = (alike > before + GAIN) & (alike > LEAST) & (area > 1.0 / LARGEST) & (area < LARGEST)
-    good = good & (move_x * move_x + move_y * move_y < FARTHEST * FARTHEST)
-    reach = REACH + 1
-    good = good & (x0 >= reach) & (y0 >= reach) & (x0 + reach <= width0 - 1) & (y0 + reach <= height0 - 1)
-    reach_x, reach_y = (tl.abs(a) + tl.abs(b)) * REACH + FARTHEST, (tl.abs(c) + tl.abs(d)) * REACH + FARTHEST
-    good = good & (x1 >= reach_x) & (y1 >= reach_y) & (x1 + reach_x <= width1 - 1) & (y1 + reach_y <= height1 - 1)
-    tl.store(result + 2 * match, tl.where(good, move_x, 0.0), mask=exists)
-    tl.store(result + 2 * match + 1, tl.where(good, move_y, 0.0), mask=exists)
+    back = around + 6 * count
+    x0 = tl.load(known + match, mask=exists, other=0.0)
+    x0 = (x0 + tl.load(back + 4 * count + match, mask=exists, other=0.0) / 2 + 0.5) * STRIDE - 0.5
+    y0 = tl.load(known + count + match, mask=exists, other=0.0)
+    y0 = (y0 + tl.load(back + 5 * count + match, mask=exists, other=0.0) / 2 + 0.5) * STRIDE - 0.5
+    x1 = tl.load(known + 2 * count + match, mask=exists, other=0.0)
+    x1 = (x1 + tl.load(around + 4 * count + match, mask=exists, other=0.0) / 2 + 0.5) * STRIDE - 0.5
+    y1 = tl.load(known + 3 * count + match, mask=exists, other=0.0)
+    y1 = (y1 + tl.load(around + 5 * count + match, mask=exists, other=0.0) / 2 + 0.5) * STRIDE - 0.5
+    if ALIGN:
+        number = tl.maximum(tl.load(pair + match, mask=exists, other=0), 0).to(tl.int64)
+        move_x1, move_y1 = fit(
+            light0, light1, number, height0, width0, height1, width1, x0, y0, x1, y1,
+            tl.load(around + match, mask=exists, other=0.0), tl.load(around + count + match, mask=exists, other=0.0),
+            tl.load(around + 2 * count + match, mask=exists, other=0.0),
+            tl.load(around + 3 * count + match, mask=exists, other=0.0),
+            REACH, STEP, ROUNDS, DAMPING, LONGEST, FARTHEST, LEAST, GAIN, LARGEST, PLACES, MATCHES,
+        )  # fmt: skip
+        move_x0, move_y0 = fit(
+            light1, light0, number, height1, width1, height0, width0, x1, y1, x0, y0,
+            tl.load(back + match, mask=exists, other=0.0), tl.load(back + count + match, mask=exists, other=0.0),
+            tl.load(back + 2 * count + match, mask=exists, other=0.0),
+            tl.load(back + 3 * count + match, mask=exists, other=0.0),
+            REACH, STEP, ROUNDS, DAMPING, LONGEST, FARTHEST, LEAST, GAIN, LARGEST, PLACES, MATCHES,
+        )  # fmt: skip
+        x0, y0, x1, y1 = x0 + move_x0 / 2, y0 + move_y0 / 2, x1 + move_x1 / 2, y1 + move_y1 / 2
+    tl.store(points0 + 2 * match, x0, mask=exists)
+    tl.store(points0 + 2 * match + 1, y0, mask=exists)
+    tl.store(points1 + 2 * match, x1, mask=exists)
+    tl.store(points1 + 2 * match + 1, y1, mask=exists)

@@ -1,4 +1,4 @@
-"""The fine search from whole coarse cells on the GPU: four kernels, and nothing that the host waits for.
+"""The fine search from whole coarse cells on the GPU: few kernels, and nothing that the host waits for.
 
 The first bounds every candidate cell by the highest share that any of a cell's 16 queries reads there, and keeps only
 the maxima of blocks of candidates. The k + 1 highest bounds lie in the k + 1 blocks with the highest maxima, so the
@@ -6,22 +6,28 @@ second works the bounds of those blocks out again and picks the k best cells. Th
 says for each query whether the bound of the next cell proves its answer best. For the few cells with a query that is
 unsure, the fourth goes through the blocks whose maxima leave room for better, and scores every cell in which a query
 reads as much as it has found so far.
+
+For both directions together, three more kernels transpose the coarse tensor and add up its rows, mark what has to
+answer, and gather the answers.
 """
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dualrc.config import FineConfig
 from dualrc.model.cells import PLACES, FineMap, Reading
-from dualrc.model.search import Found
-from dualrc.ops.triton.launch import device_of, power_above
+from dualrc.model.search import Correspondences, Found, best_cells
+from dualrc.ops.triton.launch import launcher, parts, readable
 
 VISITED = (1, 2, 4, 8, 16, 32)  # numbers of cells that can be visited at first
 _BLOCK = 64  # candidates
-_MOST_BLOCKS = 1024
+_BLOCKS = 128  # that are compared at a time
+_QUERIES = 256  # of a program that only reads answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +53,53 @@ def supported(fine0: FineMap, fine1: FineMap) -> bool:
     )
 
 
+def search_both(
+    tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig, k: int = 8, *, excess: float
+) -> Correspondences:
+    """Both directions of the search, as `model.search.search_both` defines it."""
+    batch, count0, count1 = tensor.shape
+    every = config.query_share == 1
+    cells0 = None if every else best_cells(tensor, config.query_share)  # b g
+    groups = count0 if cells0 is None else cells0.shape[1]
+    tensor, device, queries = readable(tensor), tensor.device, batch * groups * PLACES
+    cells = None if cells0 is None else _counted(cells0, count0)
+    shape = (batch, groups * PLACES)
+    index0, index1, back = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(3))
+    score0, score1 = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+    turned = torch.empty(batch, count1, count0, dtype=tensor.dtype, device=device)
+    sums0 = torch.empty(batch, count0, dtype=torch.float32, device=device)
+    sums1 = torch.empty(batch, count1, dtype=torch.float32, device=device)
+    wanted = torch.zeros(batch, count1, PLACES, dtype=torch.int8, device=device)
+    if tensor.numel():
+        launch = launcher("both_jit.turn", LINES=16, LENGTH=128)
+        grid = (parts(count0, 16) + parts(count1, 16), batch, 1)
+        launch(grid, tensor, turned, sums0, sums1, count0, count1)
+    search = partial(_search, reading=config.reading, temperature=config.temperature, k=k, excess=excess)
+    best, visited0 = search(tensor, sums0, cells, fine0, fine1)
+    if queries:
+        valid = best if fine0.valid is None else readable(fine0.valid).view(torch.uint8)
+        launch = launcher("both_jit.mark", MASKED=fine0.valid is not None, EVERY=every, BLOCK=_QUERIES)
+        launch(
+            (parts(queries, _QUERIES), 1, 1), best, best if cells is None else cells, valid, index0, index1, score0,
+            wanted, queries, count0, fine0.width, count1, fine1.width,
+        )  # fmt: skip
+    best, visited1 = search(turned, sums1, None, fine1, fine0, wanted=wanted)
+    if queries:
+        launch = launcher("both_jit.answer", BLOCK=_QUERIES)
+        launch(
+            (parts(queries, _QUERIES), 1, 1), best, index1, back, score1, queries, groups * PLACES, count1, fine1.width
+        )
+    return Correspondences(
+        index0=index0,
+        index1=index1,
+        back=back,
+        score0=score0,
+        score1=score1,
+        visited0=visited0.view(batch, groups),
+        visited1=visited1.view(batch, count1),
+    )
+
+
 def search_cells(
     tensor: Tensor,
     cells: Tensor,
@@ -67,78 +120,87 @@ def search_cells(
     the first k.
     """
     assert k in VISITED and tensor.dtype in (torch.float16, torch.float32), (k, tensor.dtype)
-    count = tensor.shape[1] * torch.arange(len(cells), device=cells.device)
-    flat = (cells + count[:, None]).flatten()
-    with device_of(tensor):
-        best, visited = _search(
-            tensor.contiguous(), flat, fine_query, fine_searched, reading, temperature, k, excess, wanted, tiles
-        )
+    tensor, flat = readable(tensor), _counted(cells, tensor.shape[1])
+    if wanted is not None:
+        wanted = readable(wanted).view(torch.int8)
+    best, visited = _search(
+        tensor, tensor.sum(2, dtype=torch.float32), flat, fine_query, fine_searched,
+        reading=reading, temperature=temperature, k=k, excess=excess, wanted=wanted, tiles=tiles,
+    )  # fmt: skip
     index, score = _answers(best)
     return Found(index.view(*cells.shape, PLACES), score.view(*cells.shape, PLACES), visited.view(cells.shape))
 
 
+def _counted(cells: Tensor, count: int) -> Tensor:
+    """Cells (b g) of pairs with so many each, counted through the batch."""
+    return (cells + count * torch.arange(len(cells), device=cells.device)[:, None]).flatten()
+
+
 def _search(
     tensor: Tensor,
-    cells: Tensor,
+    sums: Tensor,
+    cells: Tensor | None,
     fine_query: FineMap,
     fine_searched: FineMap,
+    *,
     reading: Reading,
     temperature: float,
     k: int,
     excess: float,
-    wanted: Tensor | None,
-    tiles: Tiles | None,
+    wanted: Tensor | None = None,
+    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys of the best (n 16) and numbers of visited cells (n) for cells that count through the batch."""
-    from dualrc.ops.triton.search_jit import block_maxima, choose, look_further, score_cells
-
+    """Keys of the best (n 16) and numbers of visited cells (n) for cells that count through the batch; None: all."""
     tiles = tiles or Tiles()
-    candidates, groups, device = tensor.shape[2], len(cells), tensor.device
-    visited = torch.full((groups,), min(k, candidates), dtype=torch.int32, device=device)
+    batch, count, candidates = tensor.shape
+    groups, device = batch * count if cells is None else len(cells), tensor.device
+    visited = torch.empty(groups, dtype=torch.int32, device=device)
     best = torch.empty(groups, PLACES, dtype=torch.int64, device=device)
-    if groups == 0:
-        return best, visited
-    block = _BLOCK
-    while candidates > block * _MOST_BLOCKS:
-        block *= 2
-    blocks = -(-candidates // block)
-    valid, allowed = _masks(fine_searched)
+    if groups == 0 or candidates == 0:
+        return best.fill_(-1), visited.fill_(0)
+    blocks = parts(candidates, _BLOCK)
+    valid, allowed = _masks(fine_searched) or (best, best)
     size = fine_query.height, fine_query.width
     flags: dict[str, Any] = {"CORNER": reading == "corner", "MASKED": fine_searched.valid is not None}
+    flags["EVERY"] = cells is None
+    asking = best if cells is None else cells
 
-    sums = tensor.sum(2, dtype=torch.float32)
     maxima = torch.empty(groups, blocks, device=device)
-    block_maxima[(groups,)](
-        tensor, sums, cells, allowed, maxima, *size, candidates, blocks,
-        BLOCK=block, AT_ONCE=max(1, tiles.at_once // block), num_warps=tiles.bound_warps, **flags,
-    )  # fmt: skip
+    at_once = max(1, tiles.at_once // _BLOCK)
+    bound = launcher("search_jit.block_maxima", BLOCK=_BLOCK, AT_ONCE=at_once, warps=tiles.bound_warps, **flags)
+    bound((groups, 1, 1), tensor, sums, asking, allowed, maxima, *size, candidates, blocks)
     chosen = torch.empty(groups, k, dtype=torch.int32, device=device)
     rest = torch.empty(groups, device=device)
-    choose[(groups,)](
-        tensor, sums, cells, allowed, maxima, chosen, rest, *size, candidates, blocks,
-        BLOCK=block, BLOCKS=power_above(blocks), VISITED=k, TAKEN=2 * k, num_warps=tiles.choose_warps, **flags,
-    )  # fmt: skip
-    features = fine_query.features.contiguous(), fine_searched.features.contiguous()
+    choose = launcher(
+        "search_jit.choose", BLOCK=_BLOCK, AT_ONCE=_BLOCKS, VISITED=k, TAKEN=2 * k, warps=tiles.choose_warps, **flags
+    )
+    choose((groups, 1, 1), tensor, sums, asking, allowed, maxima, chosen, rest, *size, candidates, blocks)
+
+    features = readable(fine_query.features), readable(fine_searched.features)
     # What the bound leaves out of account: a cosine that is a little more than 1.
     slack = math.exp(excess / temperature) if temperature > 0 else 1 + excess
     unsure = torch.empty(groups, PLACES, dtype=torch.int8, device=device)
-    flags |= {"SHARP": temperature > 0, "PRECISION": "ieee"}
+    flags |= {"SHARP": temperature > 0, "PRECISION": "ieee", "VISITED": k, "LENGTH": features[0].shape[2]}
+    numbers = float(temperature or 1), float(slack)
 
     def channels(cells: int) -> int:
         """What is multiplied at a time must fit into the shared memory, in whatever type."""
         return max(16, tiles.channels * 16 // (max(cells, 8) * features[0].element_size()))
 
-    score_cells[(groups,)](
-        tensor, sums, cells, chosen, rest, *features, valid,
-        unsure if wanted is None else wanted.contiguous().view(torch.int8), best, unsure,
-        *size, fine_searched.width, candidates, features[0].shape[2], temperature or 1.0, slack,
-        SOME=wanted is not None, VISITED=k, CHANNELS=channels(k), num_warps=tiles.score_warps, **flags,
+    score = launcher(
+        "search_jit.score_cells", SOME=wanted is not None, CHANNELS=channels(k), warps=tiles.score_warps, **flags
+    )
+    score(
+        (groups, 1, 1), tensor, sums, asking, chosen, rest, *features, valid, unsure if wanted is None else wanted,
+        best, unsure, visited, *size, fine_searched.width, candidates, *numbers,
     )  # fmt: skip
-    look_further[(groups, tiles.parts)](
-        tensor, sums, cells, allowed, maxima, chosen, *features, valid, unsure, best, visited,
-        *size, fine_searched.width, candidates, blocks, features[0].shape[2], temperature or 1.0, slack,
-        BLOCK=block, VISITED=k, ABREAST=tiles.abreast, PARTS=tiles.parts, CHANNELS=channels(tiles.abreast),
-        num_warps=tiles.further_warps, **flags,
+    further = launcher(
+        "search_jit.look_further", BLOCK=_BLOCK, ABREAST=tiles.abreast, PARTS=tiles.parts,
+        CHANNELS=channels(tiles.abreast), warps=tiles.further_warps, **flags,
+    )  # fmt: skip
+    further(
+        (groups, tiles.parts, 1), tensor, sums, asking, allowed, maxima, chosen, *features, valid, unsure, best,
+        visited, *size, fine_searched.width, candidates, blocks, *numbers,
     )  # fmt: skip
     return best, visited
 
@@ -150,9 +212,9 @@ def _answers(best: Tensor) -> tuple[Tensor, Tensor]:
     return index, (best >> 32).to(torch.int32).view(torch.float32).masked_fill(nothing, 0)
 
 
-def _masks(fine: FineMap) -> tuple[Tensor, Tensor]:
-    """Which fine cells count, and which coarse cells hold one that does; anything at all where all do."""
+def _masks(fine: FineMap) -> tuple[Tensor, Tensor] | None:
+    """Which fine cells count, and which coarse cells hold one that does; None where all do."""
     if fine.valid is None:
-        return fine.features, fine.features
-    valid = fine.valid.contiguous().view(torch.uint8)
+        return None
+    valid = readable(fine.valid).view(torch.uint8)
     return valid, valid.view(len(valid), fine.height, 4, fine.width, 4).amax(4).amax(2).contiguous()

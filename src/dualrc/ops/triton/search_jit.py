@@ -112,11 +112,17 @@ def _bounds(
     return tl.where(highest > 0, highest, 0.0)  # never -0, whose bits would order below 0
 
 
+@kernel()
+def _asking(cells: tl.tensor, group: tl.tensor, EVERY: tl.constexpr) -> tl.tensor:
+    """Which cell a group is, counted through the batch."""
+    return group if EVERY else tl.load(cells + group)
+
+
 @kernel("height", "width", "candidates", "blocks")
 def block_maxima(
     coarse: tl.tensor,  # b n m
     sums: tl.tensor,  # b n
-    cells: tl.tensor,  # groups: which cell asks, counted through the batch
+    cells: tl.tensor,  # groups: which cell asks, counted through the batch; not read where EVERY cell does
     usable: tl.tensor,  # b m: whether a candidate cell has anything to find; read where MASKED
     maxima: tl.tensor,  # groups blocks
     height: tl.tensor,
@@ -125,12 +131,13 @@ def block_maxima(
     blocks: tl.tensor,
     CORNER: tl.constexpr,
     MASKED: tl.constexpr,
+    EVERY: tl.constexpr,
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:
     """The highest bound of each block of candidate cells."""
-    group = tl.program_id(0)
-    number = tl.load(cells + group)
+    group = tl.program_id(0).to(tl.int64)
+    number = _asking(cells, group, EVERY)
     count = height * width
     pair, cell = number // count, number % count
     coarse += pair * count * candidates
@@ -142,7 +149,7 @@ def block_maxima(
         if MASKED:
             allowed = tl.load(usable + pair * candidates + candidate, mask=candidate < candidates, other=0)
             bounds = tl.where(allowed != 0, bounds, 0.0)
-        tl.store(maxima + group.to(tl.int64) * blocks + block, tl.max(bounds, axis=1), mask=block < blocks)
+        tl.store(maxima + group * blocks + block, tl.max(bounds, axis=1), mask=block < blocks)
 
 
 @kernel()
@@ -172,25 +179,31 @@ def choose(
     blocks: tl.tensor,
     CORNER: tl.constexpr,
     MASKED: tl.constexpr,
+    EVERY: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,  # a power of two, at least `blocks`
+    AT_ONCE: tl.constexpr,  # blocks
     VISITED: tl.constexpr,  # cells
     TAKEN: tl.constexpr,  # a power of two above VISITED
 ) -> None:
     """The candidate cells with the highest bounds, which lie in the blocks with the highest maxima."""
     group = tl.program_id(0).to(tl.int64)
-    number = tl.load(cells + group)
+    number = _asking(cells, group, EVERY)
     count = height * width
     pair, cell = number // count, number % count
-    block = tl.arange(0, BLOCKS)
-    keys = _keys(tl.load(maxima + group * blocks + block, mask=block < blocks, other=0.0), block, block < blocks)
     slot = tl.arange(0, TAKEN * BLOCK)
     candidate = tl.zeros((TAKEN * BLOCK,), tl.int32) + candidates
+    last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for turn in range(VISITED + 1):
-        best = tl.max(keys, axis=0)
+        # The highest key below the last one: keys differ all.
+        best = tl.full((), -1, tl.int64)
+        for first in range(0, blocks, AT_ONCE):
+            block = first + tl.arange(0, AT_ONCE)
+            highest = tl.load(maxima + group * blocks + block, mask=block < blocks, other=0.0)
+            keys = _keys(highest, block, block < blocks)
+            best = tl.maximum(best, tl.max(tl.where(keys < last, keys, -1), axis=0))
         start = _number(best, blocks) * BLOCK
         candidate = tl.where(slot // BLOCK == turn, start + slot % BLOCK, candidate)
-        keys = tl.where(keys == best, -1, keys)
+        last = best
 
     coarse += pair * count * candidates
     bounds = _bounds(coarse, sums + pair * count, cell, height, width, candidates, candidate, CORNER)
@@ -215,7 +228,7 @@ def _weight(place: tl.tensor, offset: tl.constexpr, CORNER: tl.constexpr) -> tl.
 
 
 @kernel()
-def _members(cell: tl.tensor, place: tl.tensor, width: tl.tensor) -> tl.tensor:
+def members(cell: tl.tensor, place: tl.tensor, width: tl.tensor) -> tl.tensor:
     """The row-major fine index of a place (0 to 15) of a cell."""
     return (cell // width * 4 + place // 4) * (4 * width) + cell % width * 4 + place % 4
 
@@ -264,25 +277,25 @@ def _score_keys(
     width: tl.tensor,
     searched_width: tl.tensor,
     candidates: tl.tensor,
-    channels: tl.tensor,
     temperature: tl.tensor,
     CORNER: tl.constexpr,
     MASKED: tl.constexpr,
     SHARP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    LENGTH: tl.constexpr,  # channels of a feature
     CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """The best of the offered cells for each of a cell's 16 queries, as keys, and the totals that these read."""
     place, column = tl.arange(0, 16), tl.arange(0, COLUMNS)
-    member = _members(offer, column % 16, searched_width)
+    member = members(offer, column % 16, searched_width)
     exists = offer < candidates
-    asking = query + _members(cell, place, width) * channels
-    offered = searched + member.to(tl.int64) * channels
+    asking = query + members(cell, place, width) * LENGTH
+    offered = searched + member.to(tl.int64) * LENGTH
     cosine = tl.zeros((16, COLUMNS), tl.float32)
-    for start in range(0, channels, CHANNELS):
+    for start in range(0, LENGTH, CHANNELS):
         channel = start + tl.arange(0, CHANNELS)
-        some = channel < channels
+        some = channel < LENGTH
         asked = tl.load(asking[:, None] + channel[None, :], mask=some[None, :], other=0.0)
         found = tl.load(offered[:, None] + channel[None, :], mask=exists[:, None] & some[None, :], other=0.0)
         cosine = tl.dot(asked, tl.trans(found), cosine, input_precision=PRECISION)
@@ -296,12 +309,12 @@ def _score_keys(
 
 
 @kernel()
-def _value(key: tl.tensor) -> tl.tensor:
+def value_of(key: tl.tensor) -> tl.tensor:
     """What a key was made of; 0 for what isn't."""
     return tl.where(key >= 0, (key >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
 
 
-@kernel("height", "width", "searched_width", "candidates")
+@kernel("height", "width", "searched_width", "candidates", "temperature", "slack")
 def score_cells(
     coarse: tl.tensor,  # b n m
     sums: tl.tensor,  # b n
@@ -314,45 +327,48 @@ def score_cells(
     wanted: tl.tensor,  # groups 16; read where SOME
     best: tl.tensor,  # groups 16: results, keys of the best
     unsure: tl.tensor,  # groups 16: results, whether an answer that is wanted might be found elsewhere
+    visited: tl.tensor,  # groups: results
     height: tl.tensor,
     width: tl.tensor,
     searched_width: tl.tensor,
     candidates: tl.tensor,
-    channels: tl.tensor,
     temperature: tl.tensor,
     slack: tl.tensor,  # how much more than its bound a candidate may reach by rounding
     CORNER: tl.constexpr,
     MASKED: tl.constexpr,
     SOME: tl.constexpr,
     SHARP: tl.constexpr,
+    EVERY: tl.constexpr,
     VISITED: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    LENGTH: tl.constexpr,  # channels of a feature
+    CHANNELS: tl.constexpr,  # that are multiplied at a time
     PRECISION: tl.constexpr,
 ) -> None:
     """Score the chosen cells for the 16 queries of a cell, and tell whether another could do better."""
     group = tl.program_id(0).to(tl.int64)
-    number = tl.load(cells + group)
+    number = _asking(cells, group, EVERY)
     count = height * width
     pair, cell = number // count, number % count
     place, column = tl.arange(0, 16), tl.arange(0, VISITED * 16)
     offer = tl.load(chosen + group * VISITED + column // 16)
     keys, total = _score_keys(
         coarse + pair * count * candidates, sums + pair * count,
-        query + pair * count * 16 * channels, searched + pair * candidates * 16 * channels,
-        valid + pair * candidates * 16, cell, offer, height, width, searched_width, candidates, channels, temperature,
-        CORNER, MASKED, SHARP, VISITED * 16, CHANNELS, PRECISION,
+        query + pair * count * 16 * LENGTH, searched + pair * candidates * 16 * LENGTH,
+        valid + pair * candidates * 16, cell, offer, height, width, searched_width, candidates, temperature,
+        CORNER, MASKED, SHARP, VISITED * 16, LENGTH, CHANNELS, PRECISION,
     )  # fmt: skip
     target = group * 16 + place
     tl.store(best + target, keys)
     others = tl.zeros((16,), tl.float32) + tl.load(rest + group) * slack
     # A query that reads nothing, or only zeros, has nothing to find, whatever its group's bound.
-    doubt = (_value(keys) <= others) & (others > 0) & (total > 1e-15)
+    doubt = (value_of(keys) <= others) & (others > 0) & (total > 1e-15)
     if SOME:
         doubt = doubt & (tl.load(wanted + target) != 0)
     tl.store(unsure + target, doubt.to(tl.int8))
+    tl.store(visited + group, tl.minimum(candidates, VISITED))
 
 
-@kernel("height", "width", "searched_width", "candidates", "blocks")
+@kernel("height", "width", "searched_width", "candidates", "blocks", "temperature", "slack")
 def look_further(
     coarse: tl.tensor,  # b n m
     sums: tl.tensor,  # b n
@@ -371,16 +387,17 @@ def look_further(
     searched_width: tl.tensor,
     candidates: tl.tensor,
     blocks: tl.tensor,
-    channels: tl.tensor,
     temperature: tl.tensor,
     slack: tl.tensor,
     CORNER: tl.constexpr,
     MASKED: tl.constexpr,
     SHARP: tl.constexpr,
+    EVERY: tl.constexpr,
     BLOCK: tl.constexpr,
     VISITED: tl.constexpr,
     ABREAST: tl.constexpr,  # cells that are scored together
     PARTS: tl.constexpr,  # programs that share a group's blocks
+    LENGTH: tl.constexpr,
     CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
@@ -389,20 +406,20 @@ def look_further(
     place = tl.arange(0, 16)
     doubt = tl.load(unsure + group * 16 + place) != 0
     if tl.max(doubt.to(tl.int32), axis=0) > 0:
-        number = tl.load(cells + group)
+        number = _asking(cells, group, EVERY)
         count = height * width
         pair, cell = number // count, number % count
         coarse += pair * count * candidates
         sums += pair * count
-        query += pair * count * 16 * channels
-        searched += pair * candidates * 16 * channels
+        query += pair * count * 16 * LENGTH
+        searched += pair * candidates * 16 * LENGTH
         valid += pair * candidates * 16
         before = tl.load(chosen + group * VISITED + tl.arange(0, VISITED))
         keys = tl.load(best + group * 16 + place)
         scored = 0
         for block in range(tl.program_id(1), blocks, PARTS):
             # What a cell must offer a query to be of interest to it.
-            needed = tl.where(doubt, _value(keys) / slack, float("inf"))
+            needed = tl.where(doubt, value_of(keys) / slack, float("inf"))
             highest = tl.load(maxima + group * blocks + block)
             if (highest > 0) & (highest >= tl.min(needed, axis=0) * (1.0 - 1e-5)):
                 candidate = block * BLOCK + tl.arange(0, BLOCK)
@@ -424,11 +441,11 @@ def look_further(
                         left = left & (candidate != first)
                     found, _ = _score_keys(
                         coarse, sums, query, searched, valid, cell, offer,
-                        height, width, searched_width, candidates, channels, temperature,
-                        CORNER, MASKED, SHARP, ABREAST * 16, CHANNELS, PRECISION,
+                        height, width, searched_width, candidates, temperature,
+                        CORNER, MASKED, SHARP, ABREAST * 16, LENGTH, CHANNELS, PRECISION,
                     )  # fmt: skip
                     keys = tl.maximum(keys, found)
-                    left = left & _is_needed(shares, tl.where(doubt, _value(keys) / slack, float("inf")))
+                    left = left & _is_needed(shares, tl.where(doubt, value_of(keys) / slack, float("inf")))
         tl.atomic_max(best + group * 16 + place, keys, mask=doubt)
         tl.atomic_add(visited + group, scored)
 

@@ -1,0 +1,154 @@
+"""The compact backbone on a GPU in few launches, at full speed for images of any size.
+
+Batch norms are folded into the weights of the convolutions, which apply what follows them too.
+"""
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dualrc.model.backbone import FAINT, SQUARE, CompactBackbone, ResidualBlock, fold_batch_norm
+from dualrc.ops.triton.convolution import FusedConv
+from dualrc.ops.triton.launch import launcher, parts, power_above, readable
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_ELEMENTS = 4096  # of a program that upsamples
+_PIXELS = 256  # of a program that measures contrast
+
+
+class FusedResidual(nn.Module):
+    """A residual block of folded convolutions: two launches."""
+
+    def __init__(self, block: ResidualBlock, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.conv1 = FusedConv(block.conv1, relu=True, dtype=dtype)
+        self.conv2 = FusedConv(block.conv2, relu=True, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv2(self.conv1(x), onto=x)
+
+
+class FusedBackbone(nn.Module):
+    """What CompactBackbone computes; made by `fuse`."""
+
+    def __init__(self, folded: CompactBackbone, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.contrast = folded.contrast
+        fused = partial(_fused, dtype=dtype)
+        self.stem = fused(folded.stem)
+        self.level4 = fused(folded.level4)
+        self.level8 = fused(folded.level8)
+        self.level16 = fused(folded.level16)
+        # An odd map at 1/16 is padded with its own border.
+        self.level32 = fused(folded.level32, replicate=True)
+        self.down32 = fused(folded.down32)
+        self.down16 = fused(folded.down16)
+        self.down8 = fused(folded.down8)
+        self.merge16 = fused(folded.merge16)
+        self.merge8 = fused(folded.merge8)
+        self.merge4 = fused(folded.merge4)
+        self.coarse = fused(folded.coarse)
+        self.fine = fused(folded.fine)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """(b 3 h w) -> coarse (b c h/16 w/16), fine (b c h/4 w/4), neither normalized."""
+        x4 = self.level4(self.stem(add_contrast(images) if self.contrast else images))
+        x8 = self.level8(x4)
+        x16 = self.level16(x8)
+        x32 = self.level32(x16)
+        x16 = self.merge16(upsample_add(self.down32(x32), x16))
+        x8 = self.merge8(upsample_add(self.down16(x16), x8))
+        x4 = self.merge4(upsample_add(self.down8(x8), x4))
+        return self.coarse(x16), self.fine(x4)
+
+    @torch.inference_mode()
+    def compile_kernels(self) -> None:
+        """Compile, or load from Triton's cache, every kernel that a picture of any size may need."""
+        weight = self.fine.weight
+        assert isinstance(weight, Tensor)
+        self(weight.new_zeros(1, 3, 32, 32))
+        for convolution, add in self._convolutions():
+            x = weight.new_zeros(1, convolution.channels, convolution.kernel, convolution.kernel)
+            rows = convolution.out_size(convolution.kernel)
+            onto = weight.new_zeros(1, convolution.outputs, rows, rows) if add else None
+            chosen = convolution.tiles
+            for tiles in convolution.all_tiles():
+                convolution.use_tiles(tiles)
+                convolution(x, onto)
+            convolution.use_tiles(chosen)
+
+    def _convolutions(self) -> Iterator[tuple[FusedConv, bool]]:
+        """All convolutions, and whether something is added to their results."""
+        for name, module in self.named_modules():
+            if isinstance(module, FusedConv):
+                yield module, name.endswith("conv2")
+
+
+def fuse(backbone: CompactBackbone, dtype: torch.dtype = torch.float16) -> FusedBackbone:
+    """A fused copy of a backbone, for inference, on the same device; the backbone itself is not changed."""
+    if dtype not in DTYPES:
+        raise ValueError(f"{dtype} is not supported; choose float16, bfloat16 or float32.")
+    folded = copy.deepcopy(backbone).eval().float()  # batch norms are folded in full precision
+    fold_batch_norm(folded)
+    return FusedBackbone(folded, dtype).eval()
+
+
+def _fused(module: nn.Module, *, dtype: torch.dtype, replicate: bool = False) -> nn.Module:
+    if isinstance(module, ResidualBlock):
+        return FusedResidual(module, dtype)
+    if isinstance(module, nn.Conv2d):
+        return FusedConv(module, relu=False, dtype=dtype)
+    assert isinstance(module, nn.Sequential)
+    if isinstance(module[0], nn.Conv2d):  # and what was its batch norm, and a rectifier
+        return FusedConv(module[0], relu=True, replicate=replicate, dtype=dtype)
+    first, *blocks = module
+    first = _fused(first, dtype=dtype, replicate=replicate)
+    return nn.Sequential(first, *[_fused(block, dtype=dtype) for block in blocks])
+
+
+def upsample_add(small: Tensor, large: Tensor) -> Tensor:
+    """`large` plus `small` upsampled bilinearly by 2 and cut to its size: (b c h w), (b c h' w') -> (b c h' w')."""
+    batch, channels, rows, columns = large.shape
+    height, width = small.shape[2:]
+    if small.shape[:2] != large.shape[:2] or parts(rows, 2) != height or parts(columns, 2) != width:
+        raise ValueError(f"A map of {tuple(small.shape)} does not have half the size of {tuple(large.shape)}.")
+    out = _empty(large, channels, rows, columns)
+    if out.numel() == 0:
+        return out
+    block = max(1, _ELEMENTS // power_above(channels))
+    launch = launcher("convolution_jit.upsample_add", CHANNELS=channels, BLOCK_M=block, BLOCK_C=power_above(channels))
+    grid = (parts(rows * columns, block), batch, 1)
+    small, large = readable(small, torch.channels_last), readable(large, torch.channels_last)
+    launch(grid, small, large, out, height, width, columns, rows * columns)
+    return out
+
+
+def add_contrast(images: Tensor) -> Tensor:
+    """The images and their local contrast as a fourth channel, channels-last: (b 3 h w) -> (b 4 h w)."""
+    batch, colors, height, width = images.shape
+    if colors != 3 or height % SQUARE or width % SQUARE:
+        raise ValueError(f"Expected images (b 3 h w) with sides that {SQUARE} divides, not {tuple(images.shape)}.")
+    out = _empty(images, 4, height, width)
+    if out.numel() == 0:
+        return out
+    if images.data_ptr() % 16:
+        images = images.clone()
+    down, across = height // SQUARE, width // SQUARE
+    means = torch.empty(batch, 2, down, across, dtype=torch.float32, device=images.device)
+    strides, squares = images.stride(), _PIXELS // SQUARE**2
+    measure = launcher("convolution_jit.square_means", SIDE=SQUARE, BLOCK=squares)
+    measure((parts(down * across, squares), batch, 1), images, means, down * across, across, *strides)
+    smooth = F.avg_pool2d(means, 3, 1, 1, count_include_pad=False)
+    compare = launcher("convolution_jit.add_contrast", SIDE=SQUARE, FAINT=FAINT, BLOCK=_PIXELS)
+    grid = (parts(height * width, _PIXELS), batch, 1)
+    compare(grid, images, smooth, out, width, height * width, down, across, *strides)
+    return out
+
+
+def _empty(like: Tensor, channels: int, height: int, width: int) -> Tensor:
+    size = like.shape[0], channels, height, width
+    return torch.empty(size, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
