@@ -4,7 +4,7 @@ import struct
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -151,16 +151,17 @@ def to_input(pixels: Tensor, size: Size) -> Tensor:
 
 def normalize_colors(images: Tensor) -> Tensor:
     """Subtract ImageNet's mean and divide by its deviation: (b 3 h w) in 0 to 1, channels last in memory."""
-    mean, deviation = (colors.repeat(images.shape[3]) for colors in _normal_colors(images.device))
+    mean, deviation = _normal_rows(images.device, images.shape[3])
     rows = images.permute(0, 2, 3, 1).flatten(2)  # whole rows are faster than their pixels one by one
     return (rows - mean).div_(deviation).unflatten(2, (-1, 3)).permute(0, 3, 1, 2)
 
 
-@cache
+@lru_cache(maxsize=256)
 @torch.inference_mode(False)
-def _normal_colors(device: torch.device) -> tuple[Tensor, Tensor]:
-    """ImageNet's mean and deviation, which travel to a device once."""
-    return torch.tensor(_MEAN, device=device), torch.tensor(_DEVIATION, device=device)
+def _normal_rows(device: torch.device, width: int) -> tuple[Tensor, Tensor]:
+    """ImageNet's mean and deviation for a row of so many pixels, which travel to a device once."""
+    mean, deviation = (torch.tensor(colors, device=device).repeat(width) for colors in (_MEAN, _DEVIATION))
+    return mean, deviation
 
 
 def restore_colors(images: Tensor) -> ImageArray:

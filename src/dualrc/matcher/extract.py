@@ -1,5 +1,7 @@
 """From pictures to their features: on which device, in which precision, and how many at a time."""
 
+import logging
+import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal, get_args
@@ -19,6 +21,7 @@ from dualrc.ops import int8
 from dualrc.types import Size
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
+_PATIENCE_S = 3.0  # before a user is told what is going on
 _FEW = 4_000_000  # bytes of pictures that one thread copies: waking the others can take longer than a pair on a GPU
 
 
@@ -40,8 +43,15 @@ class Extractor:
         if device.type == "cuda":
             network.backbone.to(self.dtype)
         self._autocast = self.dtype != torch.float32 and device.type != "cuda"
-        network.backbone = network.engine.prepare(network.backbone)
-        network.engine.warm_up(network, self.dtype)
+        # Where kernels are compiled for the first time, that takes a minute.
+        note = "Preparing the GPU kernels; this takes about a minute, the first time only."
+        patience = threading.Timer(_PATIENCE_S, logging.getLogger("dualrc").warning, [note])
+        patience.start()
+        try:
+            network.backbone = network.engine.prepare(network.backbone)
+            network.engine.warm_up(network, self.dtype)
+        finally:
+            patience.cancel()
 
     @torch.inference_mode()
     def __call__(self, items: Iterable[PendingImage], together: Callable[[Scale], int]) -> None:

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from dualrc.config import NetworkConfig
-from dualrc.model.align import brightness
 from dualrc.model.backbone import make_backbone
 from dualrc.model.cells import PLACES, FineMap
 from dualrc.model.consensus import Consensus
-from dualrc.model.correlation import normalize
 from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches, cell_centers
 from dualrc.model.search import Correspondences
@@ -75,8 +73,8 @@ class DualRCNet(nn.Module):
         coarse, fine = self.backbone(images)
         if torch.is_autocast_enabled(images.device.type):  # cosines need more digits than the convolutions
             coarse, fine = coarse.float(), fine.float()
-        light = None if self.subpixel is None else brightness(images)
-        return Features(coarse=coarse, fine=normalize(fine), light=light)
+        light = None if self.subpixel is None else self.engine.brightness(images)
+        return Features(coarse=coarse, fine=self.engine.normalize(fine), light=light)
 
     def coarse_tensor(self, features0: Features, features1: Features) -> Tensor:
         """The refined coarse tensor, b h0 w0 h1 w1."""
@@ -91,9 +89,10 @@ class DualRCNet(nn.Module):
     def match(self, features0: Features, features1: Features, *, top: int | None = None) -> NetworkMatches:
         """Mutual matches of every pair of a batch; the best `top` of each pair where given."""
         found = self.search(features0, features1)
-        pair, number = (found.back == found.index0).nonzero(as_tuple=True)
+        mutual = (found.back == found.index0).flatten().nonzero()[:, 0]
         columns = found.index0, found.index1, found.score0, found.score1
-        matches = CellMatches(pair, *(column[pair, number] for column in columns))
+        pair = mutual // found.index0.shape[1]
+        matches = CellMatches(pair, *(column.flatten().index_select(0, mutual) for column in columns))
         fine, light = (features0.map(), features1.map()), None
         if features0.light is not None and features1.light is not None:
             light = features0.light, features1.light

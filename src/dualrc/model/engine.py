@@ -10,7 +10,7 @@ from dualrc.config import FineConfig
 from dualrc.model import align, refine, search, subpixel, support
 from dualrc.model.cells import FineMap
 from dualrc.model.consensus import Consensus
-from dualrc.model.correlation import correlate, mask_cells
+from dualrc.model.correlation import correlate, mask_cells, normalize
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
@@ -47,6 +47,14 @@ class Engine:
     def extract(self, extract: Callable[[Tensor], tuple[Tensor, ...]], pixels: Tensor) -> tuple[Tensor, ...]:
         """Features of images of one size; `extract` does all of it, on whatever device the pixels are."""
         return extract(pixels)
+
+    def normalize(self, features: Tensor) -> Tensor:
+        """Unit features: (b c h w) -> the same."""
+        return normalize(features)
+
+    def brightness(self, images: Tensor) -> Tensor:
+        """What matches are aligned by, of normalized images: (b 3 h w) -> (b h w)."""
+        return align.brightness(images)
 
     def coarse(
         self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]

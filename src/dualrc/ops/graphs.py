@@ -99,19 +99,33 @@ class GraphEngine(Engine):
         light: tuple[Tensor, Tensor] | None,
         matches: CellMatches,
     ) -> PointMatches:
-        count = len(matches.pair)
-        spare = (0, (1 << max(count - 1, _LEAST_MATCHES - 1).bit_length()) - count)
-        columns = [F.pad(column, spare) for column in matches[1:]]
-        columns.insert(0, F.pad(matches.pair, spare, value=-1))
+        count, features = len(matches.pair), (fine[0].features, fine[1].features)
+        length = 1 << max(count - 1, _LEAST_MATCHES - 1).bit_length()
+        key = (
+            "refine",
+            subpixel,
+            length,
+            *((f.width, f.features.shape, f.features.dtype) for f in fine),
+            light is None,
+        )
+        if not self._repeats(key, (*features, *(light or ()))):
+            return self.inner.refine(subpixel, fine, light, matches)
 
         def function(features0: Tensor, features1: Tensor, *rest: Tensor) -> PointMatches:
             maps = replace(fine[0], features=features0), replace(fine[1], features=features1)
             lights = None if light is None else (rest[5], rest[6])
             return self.inner.refine(subpixel, maps, lights, CellMatches(*rest[:5]))
 
-        name = ("refine", subpixel, fine[0].width, fine[1].width)
-        found = self._run(name, function, fine[0].features, fine[1].features, *columns, *(light or ()))
+        spare = (0, length - count)
+        columns = [F.pad(matches.pair, spare, value=-1), *(F.pad(column, spare) for column in matches[1:])]
+        found = self._replayed(key, function, *features, *columns, *(light or ()))
         return PointMatches(*(column[:count] for column in found))
+
+    def normalize(self, features: Tensor) -> Tensor:
+        return self.inner.normalize(features)
+
+    def brightness(self, images: Tensor) -> Tensor:
+        return self.inner.brightness(images)
 
     def search_cells(self, *args: Any, **kwargs: Any) -> Found:
         return self.inner.search_cells(*args, **kwargs)
@@ -132,18 +146,31 @@ class GraphEngine(Engine):
         return self.inner.align(*args, **kwargs)
 
     def _run(self, name: tuple[Any, ...], function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """function(*tensors), replayed where it was captured; `name` holds all else that it depends on."""
-        if torch.is_grad_enabled() or _count(tensors) > _VALUES or self._fails:
+        """function(*tensors), replayed where its shapes repeat; `name` holds all else that it depends on."""
+        key = (*name, *((tensor.shape, tensor.dtype) for tensor in tensors))
+        if not self._repeats(key, tensors):
             return function(*tensors)
+        return self._replayed(key, function, *tensors)
+
+    def _repeats(self, key: tuple[Any, ...], inputs: Sequence[Tensor]) -> bool:
+        """Whether work with this key was done often enough to be captured; counts this time."""
+        if torch.is_grad_enabled() or _count(inputs) > _VALUES or self._fails:
+            return False
+        key = (*key, memory.working_values(), inputs[0].device)
+        with self._lock:
+            if self._seen.get(key, 0) >= _SEEN:
+                return True
+            self._seen[key] = self._seen.get(key, 0) + 1
+            if len(self._seen) > _KNOWN:
+                self._seen.popitem(last=False)
+            return False
+
+    def _replayed(self, key: tuple[Any, ...], function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """function(*tensors) by its graph, which is captured if there is none yet."""
         device = tensors[0].device
-        key = (*name, memory.working_values(), device, *((tensor.shape, tensor.dtype) for tensor in tensors))
+        key = (*key, memory.working_values(), device)
         with self._lock:
             graph = self._graphs.get(key)
-            if graph is None and self._seen.get(key, 0) < _SEEN:
-                self._seen[key] = self._seen.get(key, 0) + 1
-                if len(self._seen) > _KNOWN:
-                    self._seen.popitem(last=False)
-                return function(*tensors)
             if graph is None:
                 try:
                     self._pool = self._pool or torch.cuda.graph_pool_handle()

@@ -25,6 +25,23 @@ class ReferenceEngine(Engine):
 
     name = "reference"
 
+    def normalize(self, features: Tensor) -> Tensor:
+        result = features.double().clone()
+        for b, i, j in itertools.product(range(len(features)), *map(range, features.shape[2:])):
+            vector = features[b, :, i, j].double()
+            result[b, :, i, j] = vector / math.sqrt(float(vector @ vector) + 1e-6)
+        return result
+
+    def brightness(self, images: Tensor) -> Tensor:
+        batch, _, height, width = images.shape
+        result = torch.zeros(batch, height, width, dtype=torch.float64)
+        for b, y, x in itertools.product(range(batch), range(height), range(width)):
+            for dy, dx in itertools.product(range(-2, 3), repeat=2):
+                row, column = min(max(y + dy, 0), height - 1), min(max(x + dx, 0), width - 1)
+                weight = math.comb(4, dy + 2) * math.comb(4, dx + 2) / 256
+                result[b, y, x] += weight * float(images[b, :, row, column].double().mean())
+        return result
+
     def coarse(
         self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:

@@ -25,6 +25,7 @@ from dualrc.ops import memory
 from dualrc.ops.torch import EXCESS, FIRST_BLOCK, TorchEngine
 from dualrc.ops.triton import backbone as backbone_kernels
 from dualrc.ops.triton import consensus as consensus_kernels
+from dualrc.ops.triton import features as feature_kernels
 from dualrc.ops.triton import refine as refine_kernels
 from dualrc.ops.triton import search as search_kernels
 
@@ -66,6 +67,11 @@ class TritonEngine(TorchEngine):
         if interpreted():
             return
         config, device = network.config, next(network.parameters()).device
+        for size in (32, 48):
+            images = torch.zeros(1, 3, size, size, dtype=dtype, device=device).contiguous(
+                memory_format=torch.channels_last
+            )
+            network.extract(images)
         kept = dtype if dtype in (torch.float16, torch.float32) else torch.float32
         fine_channels, coarse_channels = config.backbone.fine_channels, config.backbone.coarse_channels
         everywhere = torch.ones(1, 8, 12, dtype=torch.bool, device=device)
@@ -88,6 +94,16 @@ class TritonEngine(TorchEngine):
         for lights in (None, (light, light)):
             self.refine(network.subpixel, (fine, fine), lights, matches)
         self.windows(fine, fine, *matches[:3])
+
+    def normalize(self, features: Tensor) -> Tensor:
+        """One kernel, for maps that are channels-last, as the backbone gives them."""
+        if not _fits(features) or not features.is_contiguous(memory_format=torch.channels_last):
+            return super().normalize(features)
+        return feature_kernels.normalize(features)
+
+    def brightness(self, images: Tensor) -> Tensor:
+        """One kernel."""
+        return feature_kernels.brightness(images) if _fits(images) else super().brightness(images)
 
     def coarse(
         self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
