@@ -293,7 +293,7 @@ def test_broken_pictures_are_counted_and_the_rest_goes_on(folder, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def benchmark(folder):
+def appendix(folder):
     return HPatches(HPatchesSettings(roots=(folder / "data",), out=folder / "out"))
 
 
@@ -322,10 +322,10 @@ def network(fusion: str, channels: int, name: str = "") -> Network:
     return Network(label=label, config=config, weights=Path(f"{label}.safetensors"), weights_hash=label)
 
 
-def test_the_paper_s_whole_set_of_variants(benchmark):
+def test_the_paper_s_whole_set_of_variants(appendix):
     given = [network(letter, 1024) for letter in "edcba"] + [network("a", 256), network("e", 256)]
-    results = {n: scores(benchmark, 0.5 + index, n.label) for index, n in enumerate(given)}
-    fusion = compare_fusion(benchmark, results, 1600)
+    results = {n: scores(appendix, 0.5 + index, n.label) for index, n in enumerate(given)}
+    fusion = compare_fusion(appendix, results, 1600)
     assert fusion.tables[0].title == "Fusion variants, 1024 channels, 1600 px"
     assert [row[0] for row in fusion.tables[0].rows] == [f"({letter}) 1024" for letter in "abcde"]
     # Wrong by 0.5 px for (e) to 4.5 px for (a): right from the next whole threshold on.
@@ -336,21 +336,21 @@ def test_the_paper_s_whole_set_of_variants(benchmark):
         [".000", "1.000", "1.000", "1.000"],
         ["1.000", "1.000", "1.000", "1.000"],
     ]
-    channels = compare_channels(benchmark, results, 1600)
+    channels = compare_channels(appendix, results, 1600)
     assert [row[0] for row in channels.tables[0].rows] == ["(a) 1024", "(a) 256", "(e) 1024", "(e) 256"]
     assert [row[5] for row in channels.tables[0].rows] == ["1.000"] * 4
     assert fusion.notes == channels.notes == []
     assert list(fusion.figures) == ["fusion"] and list(channels.figures) == ["channels"]
 
 
-def test_which_variants_are_compared(benchmark):
+def test_which_variants_are_compared(appendix):
     two_runs = [network("a", 1024, ", x/weights"), network("a", 1024, ", y/weights")]
     given = [*two_runs, network("c", 1024), network("c", 256)]
-    results = {n: scores(benchmark, 0, n.label) for n in given}
-    rows = [row[0] for row in compare_fusion(benchmark, results, 800).tables[0].rows]
+    results = {n: scores(appendix, 0, n.label) for n in given}
+    rows = [row[0] for row in compare_fusion(appendix, results, 800).tables[0].rows]
     assert rows == ["(a) 1024, x/weights", "(a) 1024, y/weights", "(b) 1024", "(c) 1024", "(d) 1024", "(e) 1024"]
     # (c) is given with both numbers of channels; (a) and (e) are those of the paper.
-    channels = compare_channels(benchmark, results, 800)
+    channels = compare_channels(appendix, results, 800)
     assert [row[0][:8].strip(",") for row in channels.tables[0].rows] == [
         *("(a) 1024", "(a) 1024", "(a) 256"),
         *("(c) 1024", "(c) 256", "(e) 1024", "(e) 256"),
@@ -360,15 +360,15 @@ def test_which_variants_are_compared(benchmark):
     ]
     # Several files of one variant count once.
     several = [network("a", 256, f", {name}/weights") for name in "xyz"] + [network("a", 1024), network("b", 1024)]
-    compared = compare_fusion(benchmark, {n: scores(benchmark, 0, n.label) for n in several}, 800)
+    compared = compare_fusion(appendix, {n: scores(appendix, 0, n.label) for n in several}, 800)
     assert compared.tables[0].title == "Fusion variants, 1024 channels, 800 px"
-    nothing = compare_fusion(benchmark, {}, 800)
+    nothing = compare_fusion(appendix, {}, 800)
     assert [row[1] for row in nothing.tables[0].rows] == ["missing"] * 5 and nothing.figures == {}
 
 
-def test_published_curves_stand_beside_the_paper_s_sizes(benchmark):
-    by_size = {size: scores(benchmark, 0, f"default, {size} px") for size in (1600, 1200, 800)}
-    compared = compare_sizes(benchmark, by_size, [])
+def test_published_curves_stand_beside_the_paper_s_sizes(appendix):
+    by_size = {size: scores(appendix, 0, f"default, {size} px") for size in (1600, 1200, 800)}
+    compared = compare_sizes(appendix, by_size, [])
     rows = {row[0]: row for row in compared.tables[0].rows}
     sparse = "Sparse-NCNet, 1600 px, hard + soft, best 2000"
     curves = published()[sparse]
@@ -383,7 +383,7 @@ def test_published_curves_stand_beside_the_paper_s_sizes(benchmark):
         "NCNet, 3200 px (a map of 200 cells) is missing beside our sizes: we have no published curve of it."
     ]
     # At half the size other published curves fit, and what can't be compared is left out.
-    compared = compare_sizes(benchmark, {800: by_size[800]}, [])
+    compared = compare_sizes(appendix, {800: by_size[800]}, [])
     assert {row[0] for row in compared.tables[0].rows[1:]} == {
         *("NCNet, 800 px, best 2000, published", "Sparse-NCNet, 800 px, best 2000, published"),
         "NCNet, 1600 px, relocalized, best 2000, published",

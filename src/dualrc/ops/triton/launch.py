@@ -1,6 +1,5 @@
 """What launches of all kernels need; Triton itself is imported only where a kernel is launched."""
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -32,18 +31,28 @@ class Launcher:
         self._direct = True
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
-        first = arguments[0]
-        with on_device(first):
-            tensors = arguments[: self._tensors]
-            compiled = self._compiled.get((first.device, *[tensor.dtype for tensor in tensors]))
-            if compiled is not None and not any(tensor.data_ptr() % _ALIGNMENT for tensor in tensors):
-                try:
-                    compiled[grid](*arguments, *self._last)
-                    return
-                except (AttributeError, TypeError):  # another version of Triton, which wants other arguments
-                    self._direct = False
-                    self._compiled.clear()
-            self._compile(grid, *arguments)
+        first: Tensor = arguments[0]
+        if first.is_cuda and _several_gpus() and first.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                self._launch(grid, first.device, arguments)
+        else:
+            self._launch(grid, first.device, arguments)
+
+    def _launch(self, grid: Grid, device: torch.device, arguments: tuple[Any, ...]) -> None:
+        key: list[Any] = [device]
+        pointers = 0
+        for tensor in arguments[: self._tensors]:
+            key.append(tensor.dtype)
+            pointers |= tensor.data_ptr()
+        compiled = self._compiled.get(tuple(key))
+        if compiled is not None and not pointers % _ALIGNMENT:
+            try:
+                compiled[grid](*arguments, *self._last)
+                return
+            except (AttributeError, TypeError):  # another version of Triton, which wants other arguments
+                self._direct = False
+                self._compiled.clear()
+        self._compile(grid, *arguments)
 
     def _compile(self, grid: Grid, *arguments: Any) -> None:
         """Launch by way of Triton, which compiles the kernel or loads it from its cache."""
@@ -65,11 +74,9 @@ def launcher(kernel: str, *, warps: int = 4, stages: int = 3, **constants: Any) 
     return Launcher(kernel, constants, warps=warps, stages=stages)
 
 
-def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Make a tensor's device the current one, where it is not; asking is cheaper than setting."""
-    if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return nullcontext()
+@cache
+def _several_gpus() -> bool:
+    return torch.cuda.device_count() > 1
 
 
 def readable(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
