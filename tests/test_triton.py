@@ -307,6 +307,10 @@ CASES = {
     "add_contrast": [
         ("convolution_jit", "images out: *fp16; means: *fp32", set(), 4, 3, {"SIDE": 8, "FAINT": 0.002, "BLOCK": 256})
     ],
+    "normalize_rows": [
+        ("features_jit", "features result: *fp16", set(), 4, 3, {"CHANNELS": 96, "WIDE": 128, "ROWS": 32})
+    ],
+    "blur": [("features_jit", "images result: *fp16", set(), 4, 3, {"PIXELS": 256})],
     "measure": [
         ("consensus_jit", f"maps0 maps1: *{kind}; scale0 scale1 maxima: *fp32", set(), 4, 3,
          {"CHANNELS": 256, "BLOCK_C": 256, "POSITIONS": 16})
