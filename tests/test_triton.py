@@ -383,12 +383,8 @@ CASES = {
          {"MARGIN": 9, "LEARNT": learnt, "BLOCK": 128})
         for learnt in (True, False)
     ],
-    "explain": [("support_jit", "maps known share motion shift: *fp32; at: *i64", set(), 4, 3, SUPPORT)],
     "explain_both": [
         ("support_jit", "pair: *i64; known maps around score: *fp32; at: *i32", set(), 4, 3, SUPPORT)
-    ],
-    "fit_windows": [
-        ("align_jit", "light0 light1: *fp16; pair: *i64; points0 points1 motion result: *fp32", set(), 4, 3, ALIGN)
     ],
     "finish": [
         ("refine_jit", "light0 light1: *fp16; pair index0 index1: *i64; at: *i32; "

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from dualrc.config import FineConfig
-from dualrc.model import support
 from dualrc.model.backbone import CompactBackbone
 from dualrc.model.cells import FineMap
 from dualrc.model.consensus import Consensus
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
 from dualrc.model.subpixel import Subpixel, WindowPairs, inside
-from dualrc.model.support import Support
 from dualrc.ops import memory
 from dualrc.ops.torch import EXCESS, FIRST_BLOCK, TorchEngine
 from dualrc.ops.triton import backbone as backbone_kernels
@@ -189,28 +187,6 @@ class TritonEngine(TorchEngine):
         cosine = refine_kernels.cosines(fine0, fine1, pair, index0, index1)
         middles = fine0.gather(pair, index0).float(), fine1.gather(pair, index1).float()
         return WindowPairs(*middles, cosine, inside(fine0, index0), inside(fine1, index1))
-
-    def support(
-        self,
-        index: Tensor,
-        here: Tensor,
-        there: Tensor,
-        confidence: Tensor,
-        pair: Tensor,
-        shape: tuple[int, int, int],
-    ) -> Support:
-        """The affine motion of the neighbors and what it explains."""
-        if not _fits(here, there, confidence):
-            return super().support(index, here, there, confidence, pair, shape)
-        return refine_kernels.explained(support.lay_out(index, here, there, confidence, pair, shape))
-
-    def align(
-        self, light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor
-    ) -> Tensor:
-        """Gauss-Newton on brightness."""
-        if not _fits(light0, light1):
-            return super().align(light0, light1, pair, points0, points1, motion)
-        return refine_kernels.aligned(light0, light1, pair, points0, points1, motion)
 
 
 def _fits(*tensors: Tensor) -> bool:

@@ -14,7 +14,6 @@ from dualrc.model import align, support
 from dualrc.model.cells import FineMap
 from dualrc.model.refine import CROWD, CellMatches, PointMatches
 from dualrc.model.subpixel import WINDOW, Subpixel
-from dualrc.model.support import NeighborMaps, Support
 from dualrc.ops.triton.launch import launcher, parts, power_above, readable
 from dualrc.pixels import FINE_STRIDE
 
@@ -145,34 +144,5 @@ def cosines(fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1
         launch(
             (len(pair), 1, 1), features0, features1, readable(pair), readable(index0), readable(index1), result,
             features0.shape[1], features1.shape[1], fine0.fine_size[1], fine1.fine_size[1],
-        )  # fmt: skip
-    return result
-
-
-def explained(layout: NeighborMaps) -> Support:
-    """What `model.support.explain` gives."""
-    at, count = layout.at, len(layout.at)
-    found = Support(
-        torch.empty(count, device=at.device),
-        torch.empty(count, 2, 2, device=at.device),
-        torch.empty(count, 2, device=at.device),
-    )
-    if count:
-        launch = launcher("support_jit.explain", **_SUPPORT)
-        launch(
-            (parts(count, _EXPLAINED), 1, 1), readable(layout.maps), readable(at), readable(layout.known), *found,
-            count, layout.maps.shape[1], layout.row,
-        )  # fmt: skip
-    return found
-
-
-def aligned(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor) -> Tensor:
-    """What `model.align.align` gives."""
-    result = torch.empty(len(pair), 2, dtype=torch.float32, device=pair.device)
-    if len(pair):
-        launch = launcher("align_jit.fit_windows", **_ALIGN)
-        launch(
-            (parts(len(pair), _ALIGNED), 1, 1), readable(light0), readable(light1), readable(pair), readable(points0),
-            readable(points1), readable(motion), result, len(pair), *light0.shape[1:], *light1.shape[1:],
         )  # fmt: skip
     return result

@@ -51,42 +51,6 @@ def _explain(
     return share, a, b, c, d, tl.sum(voice * stray_u, axis=1) / voices, tl.sum(voice * stray_v, axis=1) / voices
 
 
-@kernel("count", "places", "row_length")
-def explain(
-    maps: tl.tensor,  # 5 places: x, y, u, v, confidence
-    at: tl.tensor,  # count
-    known: tl.tensor,  # 5 count
-    share: tl.tensor,  # count: results
-    motion: tl.tensor,  # count 2 2
-    shift: tl.tensor,  # count 2
-    count: tl.tensor,
-    places: tl.tensor,
-    row_length: tl.tensor,
-    STEP: tl.constexpr,
-    REACH: tl.constexpr,
-    SHARPNESS: tl.constexpr,
-    DOUBT: tl.constexpr,
-    RIDGE: tl.constexpr,
-    NEAR: tl.constexpr,
-    OWN: tl.constexpr,
-    NEIGHBORS: tl.constexpr,
-    MATCHES: tl.constexpr,
-) -> None:
-    match = tl.program_id(0) * MATCHES + tl.arange(0, MATCHES)
-    exists = match < count
-    agreed, a, b, c, d, u, v = _explain(
-        maps, places, row_length, tl.load(at + match, mask=exists, other=0),
-        tl.load(known + match, mask=exists, other=0.0), tl.load(known + count + match, mask=exists, other=0.0),
-        tl.load(known + 2 * count + match, mask=exists, other=0.0),
-        tl.load(known + 3 * count + match, mask=exists, other=0.0), exists,
-        STEP, REACH, SHARPNESS, DOUBT, RIDGE, NEAR, OWN, NEIGHBORS,
-    )  # fmt: skip
-    tl.store(share + match, agreed, mask=exists)
-    _store_motion(motion + 4 * match, 1, a, b, c, d, exists)
-    tl.store(shift + 2 * match, u, mask=exists)
-    tl.store(shift + 2 * match + 1, v, mask=exists)
-
-
 @kernel()
 def _store_motion(
     target: tl.tensor,
