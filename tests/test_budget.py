@@ -89,6 +89,15 @@ def test_larger_pairs_need_more():
             assert budget.least((wide, tall)) <= max(budget.least((one, one)) for one in (wide, tall))
 
 
+def test_the_definition_holds_the_whole_fine_correlation():
+    pair = (seen_as(400, 304), seen_as(400, 304))
+    config, cpu = preset("default")[0], torch.device("cpu")
+    plain, whole = (
+        Budget(config, cpu, torch.float32, 1.0, engine=name).least(pair) for name in ("torch", "definition")
+    )
+    assert whole > 4 * (16 * 25 * 19) ** 2 > 2 * plain
+
+
 def test_working_memory_depends_on_the_sizes_alone():
     budget, pair = budget_of("default", max_memory=0.5), (seen_as(640, 480), seen_as(640, 480))
     assert budget.working(pair) == budget.working(pair) < 0.5 * GIB

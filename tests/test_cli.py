@@ -211,6 +211,12 @@ def test_info_names_versions_presets_and_licence(run):
         assert word in screen
 
 
+def test_info_says_what_is_wrong_with_the_engine(run, monkeypatch):
+    monkeypatch.setenv("DUALRC_ENGINE", "nothing")
+    status, screen, _ = run("info")
+    assert status == 0 and "unset" in screen
+
+
 @pytest.mark.parametrize("command", [(), ("match",), ("convert",), ("info",), ("demo",)])
 def test_help_teaches(run, command):
     status, screen, _ = run(*command, "--help")

@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from conftest import DEVICE, ENGINES, features_of, make_engine, rand, texture, tiny_network
+from conftest import DEVICE, ENGINES, features_of, make_engine, rand, texture, tiny_matcher, tiny_network
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -723,12 +723,30 @@ def test_engines_are_chosen_by_name_device_and_variable(monkeypatch):
     monkeypatch.setenv(ops.VARIABLE, "definition")
     assert ops.choose(cpu).name == "definition" and ops.choose(cpu, "reference").name == "reference"
     for wrong in ("nativ", "native-sse9", "cuda", ""):
-        with pytest.raises(ConfigError, match="choose one of"):
+        with pytest.raises(ConfigError, match=r"choose one of.*native-avx2"):
             ops.choose(cpu, wrong or "none")
-    with pytest.raises(ConfigError, match="needs a CPU"):
-        ops.choose(torch.device("cuda"), "native")
+    for name in ("native", "reference"):
+        with pytest.raises(ConfigError, match=r"needs a CPU.*leave the engine out"):
+            ops.choose(torch.device("cuda"), name)
+    monkeypatch.setenv(ops.VARIABLE, "reference")
+    with pytest.raises(ConfigError, match=f"unset {ops.VARIABLE}"):
+        ops.choose(torch.device("cuda"))
     with pytest.raises(ConfigError, match="needs Triton"):
         ops.choose(cpu, "triton+graphs")
+
+
+@pytest.mark.parametrize("name", ["reference", *(name for name in ENGINES if not name.startswith("triton"))])
+def test_every_call_of_a_matcher(name):
+    """Images of a few cells, so that the reference takes part."""
+    matcher, picture = tiny_matcher(engine=name), texture(2, 80, 64)
+    pair = picture[:48, :48], picture[4:52, 8:56]
+    found, expected = matcher.match(*pair), tiny_matcher(engine="definition").match(*pair)
+    assert matcher.engine == name and len(found) == len(expected) > 5
+    assert abs(found.scores - expected.scores).max() < 1e-3
+    points = matcher.match_points(*pair, [[20.0, 20.0], [30.5, 25.0]])
+    assert points.points1.shape == (2, 2)
+    warp = matcher.warp(*pair)
+    assert warp.points1.shape == (48, 48, 2) and 0 <= warp.certainty.min() <= warp.certainty.max() <= 1
 
 
 def test_features_can_be_copied_between_engines():

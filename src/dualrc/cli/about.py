@@ -4,6 +4,7 @@ from importlib import metadata
 
 from dualrc.cli import common
 from dualrc.config import PRESETS
+from dualrc.errors import ConfigError
 
 
 @common.app.command()
@@ -24,8 +25,13 @@ def info() -> None:
     if torch.cuda.is_available():
         devices = {"cuda": f"cuda ({torch.cuda.get_device_name()})", **devices}
     table.add_row("devices, best first", ", ".join(devices.values()))
-    engines = ", ".join(f"{ops.choose(torch.device(device)).name} on {device}" for device in devices)
-    table.add_row("engines", f"{engines}; {ops.VARIABLE} chooses one of {', '.join(ops.names())}")
+    for device in devices:
+        try:
+            engine = ops.choose(torch.device(device)).name
+        except ConfigError as error:
+            engine = str(error)
+        table.add_row(f"engine on {device}", engine)
+    table.add_row("engines", f"{', '.join(ops.names())}; {ops.VARIABLE} chooses one")
     for name, (network, matcher) in PRESETS.items():
         path = bundled(name)
         weights = "give a file with --weights" if path is None else f"inside the package, {file_hash(path)}"

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -60,7 +61,7 @@ class Matcher:
         chosen = choose_device(device)
         self.network.engine = choose(chosen, engine)
         self.engine = self.network.engine.name
-        made_by = weights_hash or f"network {id(network)}"
+        made_by = weights_hash or f"network {uuid.uuid4().hex}"
         self._extractor = Extractor(self.network, chosen, precision, made_by=made_by)
         self.device, self.precision = self._extractor.device, self._extractor.precision
         self.dtype = self._extractor.dtype

@@ -137,7 +137,7 @@ class ResidualBlock(nn.Module):
 def to_gray(images: Tensor) -> Tensor:
     """The mean of the colours: (b 3 h w) -> (b 1 h w)."""
     red, green, blue = images.split(1, dim=1)
-    return (red + green + blue) / 3  # a CPU takes four times as long for mean(1)
+    return (red + green + blue) / 3  # mean(1) takes four times as long
 
 
 def local_contrast(images: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from dualrc.pixels import RATIO
 
+EPSILON = 1e-5  # added to maxima, which may be zero, as published
+
 
 def normalize(features: Tensor) -> Tensor:
     """Unit features: (b c h w) divided by sqrt(sum of squares + 1e-6) over channels, as published."""
@@ -28,6 +30,6 @@ def mask_cells(scores: Tensor, valid0: Tensor | None, valid1: Tensor | None) -> 
 
 def mutual_filter(scores: Tensor) -> Tensor:
     """M: each score times its ratio to the best of either image, (b h0 w0 h1 w1) -> the same."""
-    best0 = scores.amax((1, 2), keepdim=True) + 1e-5  # over image 0, for each cell of image 1
-    best1 = scores.amax((3, 4), keepdim=True) + 1e-5
+    best0 = scores.amax((1, 2), keepdim=True) + EPSILON  # over image 0, for each cell of image 1
+    best1 = scores.amax((3, 4), keepdim=True) + EPSILON
     return scores * (scores / best0) * (scores / best1)

@@ -73,7 +73,8 @@ class DualRCNet(nn.Module):
         coarse, fine = self.backbone(images)
         if torch.is_autocast_enabled(images.device.type):  # cosines need more digits than the convolutions
             coarse, fine = coarse.float(), fine.float()
-        light = None if self.subpixel is None else self.engine.brightness(images)
+        # No loss reads the brightness.
+        light = None if self.subpixel is None or self.training else self.engine.brightness(images)
         return Features(coarse=coarse, fine=self.engine.normalize(fine), light=light)
 
     def coarse_tensor(self, features0: Features, features1: Features) -> Tensor:
@@ -106,7 +107,7 @@ class DualRCNet(nn.Module):
         )
 
     def match_points(self, features0: Features, features1: Features, points0: Tensor) -> tuple[Tensor, Tensor]:
-        """Where these points of image 0 (n 2, network pixels) are in image 1, and scores; score 0: nowhere."""
+        """Where points of image 0 (n 2, network pixels) of one pair are in image 1, and scores; score 0: nowhere."""
         fine0, fine1, config = features0.map(), features1.map(), self.config.fine
         tensor = self.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)
         cells0 = pixel_to_cell(points0, FINE_STRIDE)
@@ -130,7 +131,7 @@ class DualRCNet(nn.Module):
         return cell_to_pixel(cells1, FINE_STRIDE), torch.where(good, score, 0)
 
     def warp(self, features0: Features, features1: Features) -> tuple[Tensor, Tensor]:
-        """For every fine cell of image 0: its place in image 1 (4h 4w 2, network pixels), certainty (4h 4w)."""
+        """For every fine cell of image 0 of one pair: its place in image 1 (4h 4w 2, pixels), certainty (4h 4w)."""
         fine0, fine1 = features0.map(), features1.map()
         tensor = self.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)
         found = self.engine.search(tensor, fine0, fine1, replace(self.config.fine, query_share=1.0))

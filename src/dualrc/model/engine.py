@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Carries the operations out by definition: plain torch, all at once, differentiable.
+    """Carries the operations out by definition: plain torch, all at once, differentiable but for the alignment.
 
     `dualrc.ops` has engines that do the same faster or in less memory. An engine overrides the operations that it is
     good at, and calls its base class for cases that it does not support.
     """
 
     name = "definition"
+    # Types of inputs for which the work depends on nothing but shapes, so that it can be captured and replayed.
+    capturable: tuple[torch.dtype, ...] = ()
 
     def __deepcopy__(self, memo: Any) -> Self:
         """Engines know nothing of a network, so that copies of it can share one."""

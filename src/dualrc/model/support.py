@@ -53,7 +53,7 @@ def neighbor_offsets(row: int, device: torch.device) -> Tensor:
     """From a place to its 48 neighbors; a match does not support itself."""
     axis = torch.arange(-REACH, REACH + 1, device=device) * STEP
     offsets = (axis[:, None] * row + axis).flatten()
-    return offsets[offsets != 0] if row else offsets
+    return offsets[offsets != 0]
 
 
 def support(
@@ -96,7 +96,7 @@ def explain(layout: NeighborMaps, at: Tensor, known: Tensor) -> Support:
 
 
 def _gaussian(square: Tensor, deviation: float) -> Tensor:
-    # The clamp keeps a CPU from subnormal numbers, which take thirty times as long.
+    # The clamp keeps out subnormal numbers, which can take thirty times as long.
     return (square * (-0.5 / deviation**2)).clamp(min=-80).exp()
 
 

@@ -25,25 +25,29 @@ def choose(device: torch.device, name: str | None = None) -> Engine:
     from dualrc.ops.reference import ReferenceEngine
     from dualrc.ops.torch import TorchEngine
 
+    remedy = "leave the engine out" if name or not os.environ.get(VARIABLE) else f"unset {VARIABLE}"
     name = name or os.environ.get(VARIABLE) or _best(device)
+    kind, _, variant = name.partition("-")
+    if (kind == "native" or name == "reference") and device.type != "cpu":
+        raise ConfigError(f"The engine {name!r} needs a CPU, not {device.type}; {remedy}.")
     plain: dict[str, type[Engine]] = {"definition": Engine, "torch": TorchEngine, "reference": ReferenceEngine}
     if name in plain:
         return plain[name]()
-    kind, _, variant = name.partition("-")
     if kind == "native" and variant in ("", *library.VARIANTS):
-        if device.type != "cpu":
-            raise ConfigError(f"The engine {name!r} needs a CPU, not {device.type}; leave the engine out.")
         return native.NativeEngine(variant or None)
     if name in ("triton", "triton+graphs"):
         if not triton.usable(device) or (name == "triton+graphs" and device.type != "cuda"):
-            raise ConfigError(f"The engine {name!r} needs Triton and a GPU that it supports; leave the engine out.")
+            raise ConfigError(f"The engine {name!r} needs Triton and a GPU that it supports; {remedy}.")
         return GraphEngine(triton.TritonEngine()) if name == "triton+graphs" else triton.TritonEngine()
-    raise ConfigError(f"There is no engine {name!r}; choose one of {', '.join(names())}.")
+    raise ConfigError(f"There is no engine {name!r}; choose one of {', '.join(names())}, or {remedy}.")
 
 
 def names() -> list[str]:
     """Engines that can be asked for by name, whatever this machine has."""
-    return ["definition", "torch", "native", "triton", "triton+graphs", "reference"]
+    from dualrc.ops.native import library
+
+    variants = [f"native-{variant}" for variant in library.VARIANTS]
+    return ["definition", "torch", "native", *variants, "triton", "triton+graphs", "reference"]
 
 
 def _best(device: torch.device) -> str:

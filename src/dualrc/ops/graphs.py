@@ -40,7 +40,10 @@ Function = Callable[..., tuple[Tensor, ...]]
 
 
 class GraphEngine(Engine):
-    """Another engine whose operations are captured; they must launch work that depends on nothing but shapes."""
+    """Another engine whose operations are captured; they must launch work that depends on nothing but shapes.
+
+    Weights are read where they were when a graph was captured, so they must not change.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.inner = engine
@@ -48,7 +51,7 @@ class GraphEngine(Engine):
         self._lock = threading.Lock()
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
         self._seen: OrderedDict[Any, int] = OrderedDict()  # calls of shapes that were not captured
-        self._fails = False
+        self._failed: set[Any] = set()  # what could not be captured
         self._pool: Any = None  # memory that all graphs work in, one after the other
         _all.add(self)
 
@@ -154,13 +157,18 @@ class GraphEngine(Engine):
 
     def _repeats(self, key: tuple[Any, ...], inputs: Sequence[Tensor]) -> bool:
         """Whether work with this key was done often enough to be captured; counts this time."""
-        if torch.is_grad_enabled() or _count(inputs) > _VALUES or self._fails:
+        fits = all(x.dtype in self.inner.capturable for x in inputs if x.is_floating_point())
+        if torch.is_grad_enabled() or not fits or _count(inputs) > _VALUES:
             return False
         key = (*key, memory.working_values(), inputs[0].device)
+        if key in self._failed:
+            return False
         with self._lock:
-            if self._seen.get(key, 0) >= _SEEN:
+            count = self._seen.get(key, 0)
+            self._seen[key] = min(count + 1, _SEEN)
+            self._seen.move_to_end(key)
+            if count >= _SEEN:
                 return True
-            self._seen[key] = self._seen.get(key, 0) + 1
             if len(self._seen) > _KNOWN:
                 self._seen.popitem(last=False)
             return False
@@ -173,24 +181,27 @@ class GraphEngine(Engine):
             graph = self._graphs.get(key)
             if graph is None:
                 try:
-                    self._pool = self._pool or torch.cuda.graph_pool_handle()
-                    graph = self._graphs[key] = _Graph.capture(function, tensors, device, self._pool)
+                    with torch.cuda.device(device):
+                        self._pool = self._pool or torch.cuda.graph_pool_handle()
+                        graph = self._graphs[key] = _Graph.capture(function, tensors, device, self._pool)
                     self._forget()
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:
-                    self._fails = True
+                    self._failed.add(key)
                     message = f"Could not capture a CUDA graph ({error}); matching continues without it, more slowly."
                     warnings.warn(message, stacklevel=2)
                     return function(*tensors)
             self._graphs.move_to_end(key)
-            return graph.replay(tensors)
+            with torch.cuda.device(device):
+                return graph.replay(tensors)
 
     def _forget(self) -> None:
         """Let the graphs go that were not used for longest, if there are too many."""
         values = sum(_count(graph.inputs) for graph in self._graphs.values())
         while len(self._graphs) > 1 and (len(self._graphs) > _KEPT or values > _ALL_VALUES):
-            _, oldest = self._graphs.popitem(last=False)
+            key, oldest = self._graphs.popitem(last=False)
+            self._seen.pop(key, None)  # or it would be captured again at once, and another would go
             values -= _count(oldest.inputs)
 
     def clear(self) -> None:
@@ -198,6 +209,7 @@ class GraphEngine(Engine):
         with self._lock:
             self._graphs.clear()
             self._seen.clear()
+            self._failed.clear()
             self._pool = None
 
 
@@ -238,8 +250,10 @@ class _Graph:
             function(*inputs)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            outputs = function(*inputs)
+        # The outer block restores the stream where a capture fails; other threads may allocate memory meanwhile.
+        with torch.cuda.stream(torch.cuda.current_stream(device)):  # noqa: SIM117
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                outputs = function(*inputs)
         return _Graph(graph, inputs, tuple(outputs))
 
     def replay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -119,11 +119,6 @@ def _in_int8(module: nn.Module, *, signed: bool) -> nn.Module:
     return nn.Sequential(*[_in_int8(child, signed=signed) for child in module])
 
 
-def is_converted(backbone: nn.Module) -> bool:
-    """Whether a backbone works in 8 bits already."""
-    return any(isinstance(module, Int8Conv) for module in backbone.modules())
-
-
 def _memory(quantized: Tensor) -> Tensor:
     """The bytes of one of torch's quantized tensors; its own way to them is a copy, which takes five times as long."""
     values = torch.empty(0, dtype=torch.uint8, device=quantized.device)

@@ -59,6 +59,8 @@ def traits(engine: str, device: torch.device, precision: torch.dtype, hidden: in
     """Those of the engine with this name; `hidden` are the consensus' hidden channels."""
     if device.type == "cuda" and precision == torch.float16 and "triton" in engine:
         return Traits(4 * 2, 8 * 2, 2 * 2, 1, 1.3)
+    if engine in ("definition", "reference"):  # the whole fine correlation, as several tensors
+        return Traits(4 * 5, 4 * (6 * hidden + 48), 4 * 4 * PLACES**2, 2, 1.5)
     row = 4 * hidden if engine.startswith("native") else 4 * (6 * hidden + 48)
     if device.type == "cpu":
         return Traits(4 * 2, row, 2 * 4, 2, 0.9 if engine.startswith("native") else 1.5)

@@ -136,7 +136,9 @@ class ReferenceEngine(Engine):
         light: tuple[Tensor, Tensor] | None,
         matches: CellMatches,
     ) -> PointMatches:
-        windows = self.windows(*fine, matches.pair, matches.index0, matches.index1)
+        windows = _pairs(
+            *_windows(fine[0], matches.pair, matches.index0), *_windows(fine[1], matches.pair, matches.index1)
+        )
         widths = [4 * one.width for one in fine]
         indices, scores = (matches.index0, matches.index1), (matches.score0, matches.score1)
         offsets = [
@@ -151,7 +153,7 @@ class ReferenceEngine(Engine):
         confidence = (torch.sigmoid(offsets[0][1]) * torch.sigmoid(offsets[1][1])).sqrt()
         shapes = [(len(one.features), 4 * one.height, 4 * one.width) for one in fine]
         around = [
-            self.support(indices[side], cells[side], cells[1 - side], confidence, matches.pair, shapes[side])
+            supported(indices[side], cells[side], cells[1 - side], confidence, matches.pair, shapes[side][2])
             for side in (0, 1)
         ]
         score = confidence * (around[0].share * around[1].share).sqrt()
@@ -187,7 +189,8 @@ class ReferenceEngine(Engine):
         return Offsets(offset.float(), logit.float())
 
     def windows(self, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
-        return _pairs(*_windows(fine0, pair, index0), *_windows(fine1, pair, index1))
+        found = _pairs(*_windows(fine0, pair, index0), *_windows(fine1, pair, index1))
+        return WindowPairs(found.middle0.float(), found.middle1.float(), found.cosine.float(), *found[3:])
 
     def support(
         self,
@@ -198,28 +201,7 @@ class ReferenceEngine(Engine):
         pair: Tensor,
         shape: tuple[int, int, int],
     ) -> Support:
-        _, _, width = shape
-        own = {(p, *divmod(i, width)): n for n, (p, i) in enumerate(zip(pair.tolist(), index.tolist(), strict=True))}
-        shares, motions, shifts = [], [], []
-        for number, (p, i) in enumerate(zip(pair.tolist(), index.tolist(), strict=True)):
-            row, column = divmod(i, width)
-            steps = [(a, b) for a in range(-9, 10, 3) for b in range(-9, 10, 3) if (a, b) != (0, 0)]
-            around = [n for a, b in steps if (n := own.get((p, row + a, column + b))) is not None]
-            weight = confidence[around].double()
-            x, y = (here[around] - here[number]).double().T if around else torch.zeros(2, 0).double()
-            uv = (there[around] - there[number]).double()
-            design = torch.stack([x, y], 1)  # k 2
-            normal = design.T @ (weight[:, None] * design) + 0.1 * torch.eye(2)
-            motion = torch.linalg.solve(normal, design.T @ (weight[:, None] * uv)).T  # 2 2
-            residual = uv - design @ motion.T
-            square = residual.square().sum(1)
-            near = weight * torch.exp(-square / 2)
-            shifts.append((near[:, None] * residual).sum(0) / (near.sum() + 1))
-            shares.append((weight * torch.exp(-square / (2 * 0.25**2))).sum() / (weight.sum() + 4))
-            motions.append(motion)
-        if not shares:
-            return Support(torch.zeros(0), torch.zeros(0, 2, 2), torch.zeros(0, 2))
-        return Support(torch.stack(shares), torch.stack(motions), torch.stack(shifts))
+        return Support(*(column.float() for column in supported(index, here, there, confidence, pair, shape[2])))
 
     def align(
         self, light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor
@@ -228,7 +210,32 @@ class ReferenceEngine(Engine):
         columns = (column.double().nan_to_num() for column in (points0, points1, motion))
         rows = zip(pair.tolist(), *columns, strict=True)
         moves = [aligned(lights[0][p], lights[1][p], point0, point1, affine) for p, point0, point1, affine in rows]
-        return torch.stack(moves) if moves else torch.zeros(0, 2)
+        return torch.stack(moves).float() if moves else torch.zeros(0, 2)
+
+
+def supported(index: Tensor, here: Tensor, there: Tensor, confidence: Tensor, pair: Tensor, width: int) -> Support:
+    """Share, motion and shift of each match by weighted least squares over its neighbors."""
+    own = {(p, *divmod(i, width)): n for n, (p, i) in enumerate(zip(pair.tolist(), index.tolist(), strict=True))}
+    shares, motions, shifts = [], [], []
+    for number, (p, i) in enumerate(zip(pair.tolist(), index.tolist(), strict=True)):
+        row, column = divmod(i, width)
+        steps = [(a, b) for a in range(-9, 10, 3) for b in range(-9, 10, 3) if (a, b) != (0, 0)]
+        around = [n for a, b in steps if (n := own.get((p, row + a, column + b))) is not None]
+        weight = confidence[around].double()
+        x, y = (here[around] - here[number]).double().T if around else torch.zeros(2, 0).double()
+        uv = (there[around] - there[number]).double()
+        design = torch.stack([x, y], 1)  # k 2
+        normal = design.T @ (weight[:, None] * design) + 0.1 * torch.eye(2)
+        motion = torch.linalg.solve(normal, design.T @ (weight[:, None] * uv)).T  # 2 2
+        residual = uv - design @ motion.T
+        square = residual.square().sum(1)
+        near = weight * torch.exp(-square / 2)
+        shifts.append((near[:, None] * residual).sum(0) / (near.sum() + 1))
+        shares.append((weight * torch.exp(-square / (2 * 0.25**2))).sum() / (weight.sum() + 4))
+        motions.append(motion)
+    if not shares:
+        return Support(torch.zeros(0), torch.zeros(0, 2, 2), torch.zeros(0, 2))
+    return Support(torch.stack(shares), torch.stack(motions), torch.stack(shifts))
 
 
 def correlation(features0: Tensor, features1: Tensor, valid0: Tensor | None, valid1: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from dualrc.model import refine, subpixel, support
 from dualrc.model.align import align
 from dualrc.model.cells import PLACES, FineMap
 from dualrc.model.consensus import Consensus
-from dualrc.model.correlation import correlate, mask_cells
+from dualrc.model.correlation import EPSILON, correlate, mask_cells
 from dualrc.model.engine import Engine
 from dualrc.model.search import TINY, Found, Queries, cell_queries, point_queries, sharpen
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
@@ -196,8 +196,8 @@ def in_parts(function: Callable[..., Any], on_cpu: int, on_gpu: int, *columns: T
 def filter_in_place(scores: Tensor) -> None:
     """The mutual filter, some rows at a time."""
     flat = scores.flatten(3).flatten(1, 2)  # b n m
-    best0 = flat.amax(1, keepdim=True) + 1e-5
-    best1 = flat.amax(2, keepdim=True) + 1e-5
+    best0 = flat.amax(1, keepdim=True) + EPSILON
+    best1 = flat.amax(2, keepdim=True) + EPSILON
     rows = max(1, _FILTER_VALUES // max(1, len(flat) * flat.shape[2]))
     for start in range(0, flat.shape[1], rows):
         some = slice(start, start + rows)

@@ -186,7 +186,7 @@ class NativeEngine(TorchEngine):
         self, light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor
     ) -> Tensor:
         """Gauss-Newton on brightness, match by match."""
-        if not _fits(light0, light1, points0, points1):
+        if not _fits(light0, light1, points0, points1, motion):
             return super().align(light0, light1, pair, points0, points1, motion)
         places, weights = align.window(pair.device)
         spare = (0, -len(weights) % library.LANES)  # for whole vectors

@@ -37,6 +37,7 @@ class TritonEngine(TorchEngine):
     """Triton kernels for float16 and float32 without gradients; torch for anything else."""
 
     name = "triton"
+    capturable = (torch.float16, torch.float32)
 
     def __init__(self) -> None:
         self._prepared: WeakKeyDictionary[nn.Module, tuple[object, Any]] = WeakKeyDictionary()
@@ -49,8 +50,10 @@ class TritonEngine(TorchEngine):
 
     def prepare(self, backbone: nn.Module) -> nn.Module:
         """The compact backbone in few kernels, compiled once for images of all sizes."""
+        if not isinstance(backbone, CompactBackbone) or interpreted():
+            return backbone
         dtype = next(backbone.parameters()).dtype
-        if not isinstance(backbone, CompactBackbone) or dtype not in backbone_kernels.DTYPES or interpreted():
+        if dtype not in backbone_kernels.DTYPES:
             return backbone
         fused = backbone_kernels.fuse(backbone, dtype)
         fused.compile_kernels()
@@ -148,7 +151,7 @@ class TritonEngine(TorchEngine):
         wanted: Tensor | None = None,
     ) -> Found:
         """Four kernels, and nothing that the host waits for."""
-        if not search_kernels.supported(fine0, fine1) or tensor.dtype not in (torch.float16, torch.float32):
+        if not search_kernels.supported(fine0, fine1) or not _fits(tensor):
             return super().search_cells(tensor, fine0, cells0, fine1, config, wanted=wanted)
         return search_kernels.search_cells(
             tensor,
