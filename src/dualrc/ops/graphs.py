@@ -53,6 +53,7 @@ class GraphEngine(Engine):
         self._seen: OrderedDict[Any, int] = OrderedDict()  # calls of shapes that were not captured
         self._failed: set[Any] = set()  # what could not be captured
         self._pool: Any = None  # memory that all graphs work in, one after the other
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # on which they are captured
         _all.add(self)
 
     def __deepcopy__(self, memo: Any) -> Self:
@@ -183,7 +184,9 @@ class GraphEngine(Engine):
                 try:
                     with torch.cuda.device(device):
                         self._pool = self._pool or torch.cuda.graph_pool_handle()
-                        graph = self._graphs[key] = _Graph.capture(function, tensors, device, self._pool)
+                        # On one stream, or graphs could not use the same memory one after the other.
+                        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+                        graph = self._graphs[key] = _Graph.capture(function, tensors, stream, self._pool)
                     self._forget()
                 except torch.OutOfMemoryError:
                     raise
@@ -242,18 +245,20 @@ class _Graph:
     outputs: tuple[Tensor, ...]
 
     @staticmethod
-    def capture(function: Function, tensors: tuple[Tensor, ...], device: torch.device, pool: Any) -> "_Graph":
+    def capture(function: Function, tensors: tuple[Tensor, ...], stream: torch.cuda.Stream, pool: Any) -> "_Graph":
         inputs = [torch.empty_like(tensor).copy_(tensor) for tensor in tensors]
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):  # kernels are compiled and chosen before anything is captured
+        current = torch.cuda.current_stream(stream.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):  # kernels are compiled and chosen before anything is captured
             function(*inputs)
-        torch.cuda.current_stream(device).wait_stream(side)
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # The outer block restores the stream where a capture fails; other threads may allocate memory meanwhile.
-        with torch.cuda.stream(torch.cuda.current_stream(device)):  # noqa: SIM117
-            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                outputs = function(*inputs)
+        with (
+            torch.cuda.stream(current),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            outputs = function(*inputs)
         return _Graph(graph, inputs, tuple(outputs))
 
     def replay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
