@@ -28,8 +28,6 @@ class Engine:
     """
 
     name = "definition"
-    # Types of inputs for which the work depends on nothing but shapes, so that it can be captured and replayed.
-    capturable: tuple[torch.dtype, ...] = ()
 
     def __deepcopy__(self, memo: Any) -> Self:
         """Engines know nothing of a network, so that copies of it can share one."""

@@ -29,6 +29,7 @@ from dualrc.ops import memory
 if TYPE_CHECKING:
     from dualrc.model.dualrc import DualRCNet
 
+_TYPES = (torch.float16, torch.float32)  # for others the kernels fall back on torch, which waits for results
 _KEPT = 64  # graphs
 _KNOWN = 1024  # shapes that are counted
 _SEEN = 2  # calls of a shape before it is captured: capturing takes as long as ten calls
@@ -158,7 +159,7 @@ class GraphEngine(Engine):
 
     def _repeats(self, key: tuple[Any, ...], inputs: Sequence[Tensor]) -> bool:
         """Whether work with this key was done often enough to be captured; counts this time."""
-        fits = all(x.dtype in self.inner.capturable for x in inputs if x.is_floating_point())
+        fits = all(x.dtype in _TYPES for x in inputs if x.is_floating_point())
         if torch.is_grad_enabled() or not fits or _count(inputs) > _VALUES:
             return False
         key = (*key, memory.working_values(), inputs[0].device)

@@ -37,7 +37,6 @@ class TritonEngine(TorchEngine):
     """Triton kernels for float16 and float32 without gradients; torch for anything else."""
 
     name = "triton"
-    capturable = (torch.float16, torch.float32)
 
     def __init__(self) -> None:
         self._prepared: WeakKeyDictionary[nn.Module, tuple[object, Any]] = WeakKeyDictionary()
