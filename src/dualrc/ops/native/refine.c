@@ -163,6 +163,31 @@ INLINE void look(const float *picture, int64_t height, int64_t width, int64_t co
     }
 }
 
+/* The same at a place and a pixel to each side of it, for whole steps from a point well inside, which all lie alike between
+ * their pixels. */
+INLINE void look_around(const float *picture, int64_t width, int64_t count, float x, float y, const float *across,
+                        const float *down, float *seen, float *left, float *right, float *above, float *below)
+{
+    const int32_t stride = (int32_t)width, column = (int32_t)x, row = (int32_t)y;
+    const float share_x = x - column, share_y = y - row;
+    const float *first = picture + row * stride + column;
+#pragma omp simd
+    for (int64_t k = 0; k < count; k++) {
+        const float *p = first + (int32_t)down[k] * stride + (int32_t)across[k], *q = p + stride;
+        const float p0 = p[0], p1 = p[1], q0 = q[0], q1 = q[1];
+        const float upper = p0 + share_x * (p1 - p0), lower = q0 + share_x * (q1 - q0);
+        seen[k] = upper + share_y * (lower - upper);
+        const float upper_left = p[-1] + share_x * (p0 - p[-1]), lower_left = q[-1] + share_x * (q0 - q[-1]);
+        left[k] = upper_left + share_y * (lower_left - upper_left);
+        const float upper_right = p1 + share_x * (p[2] - p1), lower_right = q1 + share_x * (q[2] - q1);
+        right[k] = upper_right + share_y * (lower_right - upper_right);
+        const float *o = p - stride, *r = q + stride;
+        const float top = o[0] + share_x * (o[1] - o[0]), bottom = r[0] + share_x * (r[1] - r[0]);
+        above[k] = top + share_y * (upper - top);
+        below[k] = lower + share_y * (bottom - lower);
+    }
+}
+
 INLINE int inside(float x, float y, float reach_x, float reach_y, int64_t height, int64_t width)
 {
     return x - reach_x >= 0 && y - reach_y >= 0 && x + reach_x <= width - 1 && y + reach_y <= height - 1;
@@ -188,11 +213,15 @@ static void fit_match(const Fit *f, int64_t match)
     const float *picture0 = f->light0 + pair * f->height0 * f->width0, *weights = f->weights;
     const float *picture1 = f->light1 + pair * f->height1 * f->width1;
     float template[places], left[places], right[places], above[places], below[places];
-    look(picture0, f->height0, f->width0, places, x0, y0, f->across, f->down, template);
-    look(picture0, f->height0, f->width0, places, x0 - 1, y0, f->across, f->down, left);
-    look(picture0, f->height0, f->width0, places, x0 + 1, y0, f->across, f->down, right);
-    look(picture0, f->height0, f->width0, places, x0, y0 - 1, f->across, f->down, above);
-    look(picture0, f->height0, f->width0, places, x0, y0 + 1, f->across, f->down, below);
+    if (x0 + f->reach + 2 < f->width0 - 1 && y0 + f->reach + 2 < f->height0 - 1) {
+        look_around(picture0, f->width0, places, x0, y0, f->across, f->down, template, left, right, above, below);
+    } else {
+        look(picture0, f->height0, f->width0, places, x0, y0, f->across, f->down, template);
+        look(picture0, f->height0, f->width0, places, x0 - 1, y0, f->across, f->down, left);
+        look(picture0, f->height0, f->width0, places, x0 + 1, y0, f->across, f->down, right);
+        look(picture0, f->height0, f->width0, places, x0, y0 - 1, f->across, f->down, above);
+        look(picture0, f->height0, f->width0, places, x0, y0 + 1, f->across, f->down, below);
+    }
 
     float mean = 0, square = 0;
 #pragma omp simd reduction(+ : mean)
