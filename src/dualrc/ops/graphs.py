@@ -186,8 +186,10 @@ class GraphEngine(Engine):
                     with torch.cuda.device(device):
                         self._pool = self._pool or torch.cuda.graph_pool_handle()
                         # On one stream, or graphs could not use the same memory one after the other.
-                        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-                        graph = self._graphs[key] = _Graph.capture(function, tensors, stream, self._pool)
+                        if device not in self._streams:
+                            self._streams[device] = torch.cuda.Stream(device)
+                        graph = _Graph.capture(function, tensors, self._streams[device], self._pool)
+                    self._graphs[key] = graph
                     self._forget()
                 except torch.OutOfMemoryError:
                     raise
