@@ -57,6 +57,19 @@ class CompactConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ContextConfig:
+    """Self- and cross-attention over the coarse cells of both pictures, before they are correlated."""
+
+    layers: int = 2
+    # Channels of the tokens, and heads that share them.
+    width: int = 128
+    heads: int = 4
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "layers", "width", "heads", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ConsensusConfig:
     """The learnt 4D convolutions that refine the coarse correlation."""
 
@@ -95,6 +108,8 @@ class NetworkConfig:
     backbone: ResNetConfig | CompactConfig
     consensus: ConsensusConfig = field(default_factory=ConsensusConfig)
     fine: FineConfig = field(default_factory=FineConfig)
+    # None: the coarse features of a picture don't depend on the other, as in the paper.
+    context: ContextConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +279,7 @@ def _convert_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in options:
         return None
     options = tuple(option for option in options if option is not type(None))
-    if isinstance(value, dict):  # a choice of dataclasses is told apart by their field `kind`
+    if isinstance(value, dict) and len(options) > 1:  # a choice of dataclasses is told apart by their field `kind`
         kinds = {typing.get_args(typing.get_type_hints(option)["kind"])[0]: option for option in options}
         if value.get("kind") not in kinds:
             raise ConfigError(f"{where}.kind must be one of {', '.join(map(repr, kinds))}.")

@@ -19,11 +19,16 @@ def correlate(coarse0: Tensor, coarse1: Tensor) -> Tensor:
     return torch.einsum("bchw,bcij->bhwij", normalize(coarse0), normalize(coarse1))
 
 
+def valid_cells(valid: Tensor) -> Tensor:
+    """Which coarse cells hold a valid fine cell: (b 4h 4w) bool -> (b h w)."""
+    return valid.unflatten(1, (-1, RATIO)).unflatten(3, (-1, RATIO)).any(4).any(2)
+
+
 def mask_cells(scores: Tensor, valid0: Tensor | None, valid1: Tensor | None) -> Tensor:
     """Zero scores of coarse cells without a valid fine cell: masks are (b 4h 4w) bool, None where all are valid."""
     for valid, axes in ((valid0, (1, 2)), (valid1, (3, 4))):
         if valid is not None:  # a cell outside the mask must not compete with those inside
-            cells = valid.unflatten(1, (-1, RATIO)).unflatten(3, (-1, RATIO)).any(4).any(2)
+            cells = valid_cells(valid)
             scores = scores * cells.view(*[n if i in (0, *axes) else 1 for i, n in enumerate(scores.shape)])
     return scores
 

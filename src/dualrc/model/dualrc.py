@@ -1,4 +1,4 @@
-"""DualRC-Net: features, coarse tensor, search, refinement."""
+"""DualRC-Net: features, context, coarse tensor, search, refinement."""
 
 from dataclasses import dataclass, replace
 
@@ -9,6 +9,7 @@ from dualrc.config import NetworkConfig
 from dualrc.model.backbone import make_backbone
 from dualrc.model.cells import PLACES, FineMap
 from dualrc.model.consensus import Consensus
+from dualrc.model.context import Context
 from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches, cell_centers
 from dualrc.model.search import Correspondences
@@ -55,6 +56,7 @@ class DualRCNet(nn.Module):
         backbone: nn.Module,
         consensus: Consensus,
         subpixel: Subpixel | None,
+        context: Context | None = None,
         engine: Engine | None = None,
     ) -> None:
         super().__init__()
@@ -62,6 +64,7 @@ class DualRCNet(nn.Module):
         self.backbone = backbone
         self.consensus = consensus
         self.subpixel = subpixel
+        self.context = context
         self.engine = engine or Engine()
 
     def forward(self, images0: Tensor, images1: Tensor, top: int | None = None) -> NetworkMatches:
@@ -79,8 +82,13 @@ class DualRCNet(nn.Module):
 
     def coarse_tensor(self, features0: Features, features1: Features) -> Tensor:
         """The refined coarse tensor, b h0 w0 h1 w1."""
+        valid = features0.valid, features1.valid
+        return self.engine.coarse(self.in_context(features0, features1), self.consensus, valid)
+
+    def in_context(self, features0: Features, features1: Features) -> tuple[Tensor, Tensor]:
+        """The coarse features that are correlated: each as the other image lets it be seen, where there is context."""
         coarse, valid = (features0.coarse, features1.coarse), (features0.valid, features1.valid)
-        return self.engine.coarse(coarse, self.consensus, valid)
+        return coarse if self.context is None else self.engine.context(self.context, coarse, valid)
 
     def search(self, features0: Features, features1: Features) -> Correspondences:
         """What every queried fine cell of image 0 finds in image 1, and what that finds back."""
@@ -161,6 +169,7 @@ def make_network(config: NetworkConfig) -> DualRCNet:
         backbone=make_backbone(config.backbone),
         consensus=Consensus(config.consensus),
         subpixel=Subpixel(config.backbone.fine_channels, fine.subpixel_hidden) if fine.subpixel else None,
+        context=None if config.context is None else Context(config.context, config.backbone.coarse_channels),
     )
     return network.eval()
 

@@ -10,7 +10,8 @@ from dualrc.config import FineConfig
 from dualrc.model import align, refine, search, subpixel, support
 from dualrc.model.cells import FineMap
 from dualrc.model.consensus import Consensus
-from dualrc.model.correlation import correlate, mask_cells, normalize
+from dualrc.model.context import Context
+from dualrc.model.correlation import correlate, mask_cells, normalize, valid_cells
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
@@ -55,6 +56,12 @@ class Engine:
     def brightness(self, images: Tensor) -> Tensor:
         """What matches are aligned by, of normalized images: (b 3 h w) -> (b h w)."""
         return align.brightness(images)
+
+    def context(
+        self, context: Context, coarse: tuple[Tensor, Tensor], valid: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        """Coarse features that know of the other image: (b c h0 w0), (b c h1 w1) -> the same."""
+        return context(*coarse, *(None if mask is None else valid_cells(mask) for mask in valid))
 
     def coarse(
         self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]

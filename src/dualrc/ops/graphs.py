@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from dualrc.config import FineConfig
 from dualrc.model.cells import FineMap
 from dualrc.model.consensus import Consensus
+from dualrc.model.context import Context
 from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
@@ -72,15 +73,23 @@ class GraphEngine(Engine):
     def extract(self, extract: Callable[[Tensor], tuple[Tensor, ...]], pixels: Tensor) -> tuple[Tensor, ...]:
         return self._run(("extract", *_identity(extract)), extract, pixels)
 
+    def context(
+        self, context: Context, coarse: tuple[Tensor, Tensor], valid: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        def function(coarse0: Tensor, coarse1: Tensor, *masks: Tensor) -> tuple[Tensor, Tensor]:
+            return self.inner.context(context, (coarse0, coarse1), _restored(valid, masks))
+
+        name = ("context", context, valid[0] is None, valid[1] is None)
+        first, second = self._run(name, function, *coarse, *(mask for mask in valid if mask is not None))
+        return first, second
+
     def coarse(
         self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
         present = [mask for mask in valid if mask is not None]
 
         def function(coarse0: Tensor, coarse1: Tensor, *masks: Tensor) -> tuple[Tensor]:
-            given = iter(masks)
-            restored = (None if valid[0] is None else next(given), None if valid[1] is None else next(given))
-            return (self.inner.coarse((coarse0, coarse1), consensus, restored),)
+            return (self.inner.coarse((coarse0, coarse1), consensus, _restored(valid, masks)),)
 
         name = ("coarse", consensus, valid[0] is None, valid[1] is None)
         return self._run(name, function, *coarse, *present)[0]
@@ -226,6 +235,14 @@ def clear_all() -> None:
     """Let all graphs of this process go, where memory is short."""
     for engine in list(_all):
         engine.clear()
+
+
+def _restored(
+    valid: tuple[Tensor | None, Tensor | None], masks: tuple[Tensor, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The masks given to a captured function, in the places where there were masks."""
+    given = iter(masks)
+    return None if valid[0] is None else next(given), None if valid[1] is None else next(given)
 
 
 def _identity(function: Callable[..., Any]) -> tuple[Any, ...]:

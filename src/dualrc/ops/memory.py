@@ -17,6 +17,7 @@ from dualrc.config import CompactConfig, ConsensusConfig, NetworkConfig
 from dualrc.model.backbone import make_backbone
 from dualrc.model.cells import PLACES
 from dualrc.model.consensus import Consensus
+from dualrc.model.context import POOL
 from dualrc.model.subpixel import WINDOW, Subpixel
 from dualrc.pixels import FINE_STRIDE, STRIDE
 from dualrc.types import Size
@@ -91,10 +92,13 @@ def needs(
     row = entries / min(size[1] for size in seen) * STRIDE
     queries = max(pixels) / FINE_STRIDE**2
     query = features * FINE_STRIDE**2 * item + 256
+    # Of each cell's token: queries, answers, what the MLP makes of it, and copies in another order.
+    tokens = 0 if config.context is None else 4 * 14 * config.context.width * sum(pixels) / STRIDE**2
     match = 4 * (4 * config.backbone.fine_channels + 5 * WINDOW**2 + 4 * config.fine.subpixel_hidden)
     return Needs(
         extract=extract,
-        coarse=kept + entries * own.tensor_bytes + row * own.row_bytes,
+        coarse=kept + max(tokens, entries * own.tensor_bytes + row * own.row_bytes)
+        + (0 if config.context is None else config.backbone.coarse_channels * item * sum(pixels) / STRIDE**2),
         search=kept + entries * own.search_bytes + own.query_copies * queries * query,
         refine=kept + (queries * match * own.match_copies if config.fine.subpixel else 0),
     )
@@ -149,7 +153,20 @@ def coarse_work(config: NetworkConfig, size0: Size, size1: Size, item: int) -> W
     cells0, cells1, channels = _cells(size0), _cells(size1), config.backbone.coarse_channels
     entries = cells0 * cells1
     operations = (2 * channels + consensus_operations(config.consensus)) * entries
+    operations += context_operations(config, cells0, cells1)
     return Work(operations=operations, bytes=(5 * entries + (cells0 + cells1) * channels) * item)
+
+
+def context_operations(config: NetworkConfig, cells0: int, cells1: int) -> float:
+    """Operations of all layers of attention for images of so many coarse cells; 0 where there is no context."""
+    if config.context is None:
+        return 0
+    width, channels, squares = config.context.width, config.backbone.coarse_channels, POOL**2
+    # Queries, merging and the MLP of a token; the answers of a square; and keys and values read by both images.
+    token = 2 * width * (2 * width + 2 * width + 4 * width + 4 * width / squares)
+    read = 4 * width * (cells0 + cells1) ** 2 / squares
+    projections = 4 * width * channels * (cells0 + cells1)
+    return config.context.layers * (token * (cells0 + cells1) + read) + projections
 
 
 def consensus_operations(config: ConsensusConfig) -> int:

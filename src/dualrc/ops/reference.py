@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from dualrc.config import FineConfig
 from dualrc.model.cells import FineMap
 from dualrc.model.consensus import Consensus
+from dualrc.model.context import Context
 from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
@@ -41,6 +42,18 @@ class ReferenceEngine(Engine):
                 weight = math.comb(4, dy + 2) * math.comb(4, dx + 2) / 256
                 result[b, y, x] += weight * float(images[b, :, row, column].double().mean())
         return result
+
+    def context(
+        self, context: Context, coarse: tuple[Tensor, Tensor], valid: tuple[Tensor | None, Tensor | None]
+    ) -> tuple[Tensor, Tensor]:
+        weights = {name: tensor.detach().double() for name, tensor in context.state_dict().items()}
+        heads = [layer.heads for layer in context.layers]
+        pairs = []
+        for number, pair in enumerate(zip(*coarse, strict=True)):
+            masks = [None if mask is None else mask[number] for mask in valid]
+            pairs.append(attended(weights, heads, [features.double() for features in pair], masks))
+        first, second = (torch.stack(maps).to(coarse[0].dtype) for maps in zip(*pairs, strict=True))
+        return first, second
 
     def coarse(
         self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
@@ -285,6 +298,74 @@ def mutual_filter(scores: Tensor) -> Tensor:
         ratio1 = value / (scores[i, j].max() + 1e-5)
         result[i, j, k, m] = ratio0 * ratio1 * value
     return result
+
+
+def attended(
+    weights: dict[str, Tensor], heads: list[int], maps: list[Tensor], masks: list[Tensor | None]
+) -> list[Tensor]:
+    """Coarse features (c h w) of both images after layers of self- and cross-attention with these weights."""
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        bias = weights.get(f"{name}.bias")
+        return x @ weights[f"{name}.weight"].T + (0 if bias is None else bias)
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        centered = x - x.mean(1, keepdim=True)
+        scale = (centered.square().mean(1, keepdim=True) + 1e-5).sqrt()
+        return centered / scale * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    sizes = [features.shape[1:] for features in maps]
+    columns = [features.flatten(1).T for features in maps]
+    scales = [(x.square().mean(1, keepdim=True) + 1e-6).sqrt() for x in columns]
+    tokens = []
+    for x, scale, size in zip(columns, scales, sizes, strict=True):
+        places = torch.stack([_waves(size, *divmod(cell, size[1])) for cell in range(math.prod(size))])
+        tokens.append(linear("embed", x / scale) + linear("place", places))
+    for number, count in enumerate(heads):
+        layer = f"layers.{number}"
+        normed = [norm(f"{layer}.norm", x) for x in tokens]
+        queries = [linear(f"{layer}.query", x) for x in normed]
+        answers = []
+        for x, size, mask in zip(normed, sizes, masks, strict=True):
+            squares = linear(f"{layer}.answer", _squares(x, size, mask))
+            answers.append(torch.cat([squares, weights[f"{layer}.nothing"][None]]))
+        updated = []
+        for own in (0, 1):
+            parts = []
+            for side, source in ((0, answers[own]), (1, answers[1 - own])):
+                query = queries[own].chunk(2, dim=1)[side].chunk(count, dim=1)
+                keys, values = (x.chunk(count, dim=1) for x in source.chunk(4, dim=1)[2 * side : 2 * side + 2])
+                for q, k, v in zip(query, keys, values, strict=True):
+                    parts.append((q @ k.T / math.sqrt(q.shape[1])).softmax(1) @ v)
+            x = tokens[own] + linear(f"{layer}.merge", torch.cat(parts, dim=1))
+            hidden = linear(f"{layer}.mlp.0", norm(f"{layer}.mlp_norm", x))
+            hidden = hidden / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (hidden + 0.044715 * hidden**3)))
+            updated.append(x + linear(f"{layer}.mlp.2", hidden))
+        tokens = updated
+    changes = [linear("out", norm("norm", x)) * scale for x, scale in zip(tokens, scales, strict=True)]
+    return [features + change.T.view_as(features) for features, change in zip(maps, changes, strict=True)]
+
+
+def _waves(size: torch.Size, row: int, column: int) -> Tensor:
+    """Sines and cosines of five octaves of a cell's place."""
+    values: list[float] = []
+    for index, side in ((row, size[0]), (column, size[1])):
+        angles = [math.pi / 2 * 2**octave * (2 * index + 1 - side) / max(size) for octave in range(5)]
+        values += [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _squares(tokens: Tensor, size: torch.Size, mask: Tensor | None) -> Tensor:
+    """Means (m w) of the valid tokens (h*w w) of each square of 2x2 cells that has one; `mask` is (4h 4w)."""
+    means = []
+    for row, column in itertools.product(range(0, size[0], 2), range(0, size[1], 2)):
+        members = []
+        for i, j in itertools.product(range(row, min(row + 2, size[0])), range(column, min(column + 2, size[1]))):
+            if mask is None or mask[4 * i : 4 * i + 4, 4 * j : 4 * j + 4].any():
+                members.append(tokens[i * size[1] + j])
+        if members:
+            means.append(torch.stack(members).mean(0))
+    return torch.stack(means) if means else tokens[:0]
 
 
 def coarse_scores(tensor: Tensor, x: float, y: float, reading: str) -> Tensor:
