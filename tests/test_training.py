@@ -116,7 +116,7 @@ def test_photos_are_taken_only_so_far_ahead():
 @pytest.fixture
 def unlit(monkeypatch):
     """Pairs without any change of light, so that colours can be compared."""
-    monkeypatch.setattr(dualrc.data.photo_pairs, "relight", lambda images, random: images)
+    monkeypatch.setattr(dualrc.data.photo_pairs, "light", lambda images, *numbers: images)
 
 
 def color_error(batch, shift: float) -> float:

@@ -8,32 +8,68 @@ from torch import Generator, Tensor
 from torch.nn import functional as F
 
 
-class Draws:
-    """Random numbers for each picture of a batch, in the shape that is asked for, else in that of `single`."""
+_UNIFORM, _NORMAL = 128, 96  # random numbers of a picture, more than are used
 
-    def __init__(self, count: int, random: Generator, device: torch.device, single: tuple[int, ...] = ()) -> None:
-        self._random, self._count, self._single, self._device = random, count, single, device
+
+class Draws:
+    """Random numbers for each picture of a batch, in the shape that is asked for, else in that of `single`.
+
+    They are drawn at once and handed out in order, so that what is done with them can be compiled.
+    """
+
+    def __init__(self, uniform: Tensor, normal: Tensor, single: tuple[int, ...] = ()) -> None:
+        """`uniform` (b k), 0 to 1, and `normal` (b l) are the numbers to hand out."""
+        self._uniform, self._normal, self._single = uniform, normal, single
+        self._used = [0, 0]
+
+    @staticmethod
+    def of(count: int, random: Generator, device: torch.device) -> "Draws":
+        """New numbers for so many pictures."""
+        return Draws(*draw_numbers(count, random, device))
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
         """Between low and high: (b, *shape)."""
-        numbers = torch.rand(self._count, *shape or self._single, generator=self._random, device=self._device)
-        return low + (high - low) * numbers
+        return low + (high - low) * self._next(self._uniform, 0, shape or self._single)
 
     def normal(self, deviation: float, *shape: int) -> Tensor:
         """Around 0: (b, *shape)."""
-        numbers = torch.randn(self._count, *shape or self._single, generator=self._random, device=self._device)
-        return deviation * numbers
+        return deviation * self._next(self._normal, 1, shape or self._single)
+
+    def _next(self, numbers: Tensor, which: int, shape: tuple[int, ...]) -> Tensor:
+        start = self._used[which]
+        self._used[which] = end = start + math.prod(shape)
+        assert end <= numbers.shape[1]
+        return numbers[:, start:end].reshape(-1, *shape)
 
     def chance(self, probability: float) -> Tensor:
         """True with this probability."""
         return self.uniform(0, 1) < probability
 
 
-def relight(images: Tensor, random: Generator) -> Tensor:
-    """Another light, another camera: shadows, exposure, colour, night, blur, noise and compression."""
+def draw_numbers(count: int, random: Generator, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The numbers of `Draws` for so many pictures: uniform ones of 0 to 1, and normal ones."""
+    uniform = torch.rand(count, _UNIFORM, generator=random, device=device)
+    return uniform, torch.randn(count, _NORMAL, generator=random, device=device)
+
+
+def relight(images: Tensor, random: Generator, sensors: float = 0.0) -> Tensor:
+    """Another light, another camera: shadows, exposure, colour, night, blur, noise and compression.
+
+    A share of the pictures, `sensors`, is as another sensor or season would have it.
+    """
+    numbers = draw_numbers(len(images), random, images.device)
+    noise = torch.randn(images.shape, generator=random, device=images.device)
+    return light(images, *numbers, noise, sensors)
+
+
+def light(images: Tensor, uniforms: Tensor, normals: Tensor, noise: Tensor, sensors: float) -> Tensor:
+    """What `relight` does with these random numbers; `noise` is (b 3 h w)."""
     device = images.device
-    draws = Draws(len(images), random, device, single=(1, 1, 1))
+    draws = Draws(uniforms, normals, single=(1, 1, 1))
     uniform, normal, chance = draws.uniform, draws.normal, draws.chance
+    other = chance(sensors)
+    if sensors > 0:
+        images = torch.where(other, _other_sensor(draws, images.clamp(0, 1)), images)
     linear = images.clamp(0, 1) ** 2.2
     night = chance(0.3)
     gain = torch.exp2(normal(0.6) - torch.where(night, uniform(0, 8), 0))
@@ -54,10 +90,25 @@ def relight(images: Tensor, random: Generator) -> Tensor:
     mean = images.mean((1, 2, 3), keepdim=True)
     images = (images - mean) * torch.exp(normal(0.2)) + mean + normal(0.05)
     images = torch.where(chance(0.1), images.mean(1, keepdim=True).expand_as(images), images)
-    images = _blurred(images, uniform(0, 1.8) * chance(0.5))
-    images = images + torch.randn(images.shape, generator=random, device=device) * (uniform(0, 0.05) * chance(0.7))
+    images = _blurred(images, uniform(0, 1.8) * chance(0.5) * torch.where(other, 2.0, 1.0))
+    images = images + noise * (uniform(0, 0.05) * chance(0.7))
     images = images.clamp(0, 1)
     return torch.where(chance(0.35), _compressed(images, uniform(0.01, 0.12)), images)
+
+
+def _other_sensor(draws: Draws, images: Tensor) -> Tensor:
+    """Channels swapped or inverted, another tone curve, and tones that change across the picture."""
+    uniform, normal, chance = draws.uniform, draws.normal, draws.chance
+    order = uniform(0, 1, 3).argsort(1)
+    images = images.gather(1, order[:, :, None, None].expand_as(images))
+    images = torch.where(chance(0.2), images.mean(1, keepdim=True), images)
+    images = torch.where(chance(0.3) ^ (uniform(0, 1, 3, 1, 1) < 0.1), 1 - images, images)
+    # Smooth curves that need not rise everywhere: sensors answer to other materials.
+    amount = uniform(0, 0.5)
+    for wave in (1, 2, 3):
+        images = images + (images * (wave * math.pi)).sin() * normal(1.0, 3, 1, 1) * amount / wave
+    field = F.interpolate(normal(1.0, 1, 4, 4), size=images.shape[2:], mode="bilinear", align_corners=False)
+    return images.clamp(0, 1) ** torch.exp(field * uniform(0, 1.2))
 
 
 def _lamps(uniform: Callable[..., Tensor], images: Tensor) -> Tensor:

@@ -49,7 +49,9 @@ def open_pairs(config: DataConfig, *, size: int, points: int, device: torch.devi
     if isinstance(config, PhotosConfig):
         photos = read_photos(config.paths, canvas=config.canvas)
         parts = (_some_photos(photos, numbers) for numbers in _split(len(photos.sizes)))
-        training, held_out = (PhotoPairs(part, motion=config.motion, **settings) for part in parts)
+        training, held_out = (
+            PhotoPairs(part, motion=config.motion, sensors=config.sensors, **settings) for part in parts
+        )
         return Opened(training=training, held_out=held_out)
     if isinstance(config, ScenesConfig):
         other = replace(config, seed=config.seed + 1, pool=min(config.pool, _HELD_OUT_SCENES), workers=0)

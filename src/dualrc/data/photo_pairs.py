@@ -7,18 +7,22 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from dualrc.data.light import Draws, relight
+from dualrc.data.light import Draws, draw_numbers, light
 from dualrc.data.pairs import PairBatch, left_out
 from dualrc.data.photos import PhotoMotion, Photos
 from dualrc.image import normalize_colors
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_unit
 
 
+_SMALLER = (2, 4)  # how many times smaller the versions of a photograph are that are read where it is scaled down
+_TAPS = 4  # places that are read for a pixel of a background that is seen from the side
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
     """One photograph seen in both pictures."""
 
-    canvases: Tensor  # b 3 s s, 0 to 1
+    levels: tuple[Tensor, ...]  # b 3 s s, 0 to 1; then at half and at a quarter of the size
     sizes: Tensor  # b 2
     photo_from_picture: tuple[Tensor, Tensor]  # b 3 3 each
     # The outline: where angle-dependent radius ends; None for the background, which has no end.
@@ -26,13 +30,24 @@ class _Layer:
     radii: Tensor | None  # b 8: mean radius, then amplitudes and phases of three harmonics, and presence
     # The bending of picture 1's background: b j 6, amplitude (2), frequency (2), phases (2); None: stiff.
     waves: Tensor | None
+    # The pattern that covers the background: b 2, its period in pixels of the photograph and how much it hides.
+    pattern: Tensor | None = None
 
 
 class PhotoPairs:
     """Makes batches of pairs from photographs; the same generator state makes the same batch."""
 
-    def __init__(self, photos: Photos, *, size: int, points: int, motion: PhotoMotion, device: torch.device) -> None:
-        self.photos = photos
+    def __init__(
+        self,
+        photos: Photos,
+        *,
+        size: int,
+        points: int,
+        motion: PhotoMotion,
+        device: torch.device,
+        sensors: float = 0.0,
+    ) -> None:
+        self.photos, self.sensors = photos, sensors
         self.size = size
         self.points = points
         self.motion = motion
@@ -45,8 +60,9 @@ class PhotoPairs:
         """A batch of `count` pairs."""
         layers = [self._layer(count, random, background=True)]
         layers += [self._layer(count, random, background=False) for _ in range(self.motion.layers)]
-        both = torch.cat([self._render(layers, number) for number in (0, 1)])
-        images0, images1 = normalize_colors(relight(both, random)).split(count)
+        numbers = draw_numbers(2 * count, random, self.device)
+        noise = torch.randn(2 * count, 3, self.size, self.size, generator=random, device=self.device)
+        images0, images1 = self.pictures(layers, *numbers, noise).split(count)
         half = self.points // 2
         # Half of the places are centres of fine cells of picture 0, half of picture 1.
         here = self._cell_centers(count, half, random)
@@ -67,6 +83,15 @@ class PhotoPairs:
             absent1=torch.cat([nothing0, absent1], 1) | ~related,
         )
 
+    def pictures(self, layers: list[_Layer], uniforms: Tensor, normals: Tensor, noise: Tensor) -> Tensor:
+        """Both pictures of all pairs, normalized, (2b 3 s s); the last three are the random numbers of their light."""
+        both = torch.cat([self._render(layers, number) for number in (0, 1)])
+        return normalize_colors(light(both, uniforms, normals, noise, self.sensors))
+
+    def compile(self) -> None:
+        """Compile the making of pictures, which is most of the work; takes a while when the first batch is made."""
+        self.pictures = torch.compile(self.pictures, dynamic=False)  # type: ignore[method-assign]
+
     def report(self) -> str:
         """One line about photographs that are left out; empty if none is."""
         return left_out(self.photos.broken, "Photographs left out as unreadable or too small")
@@ -81,14 +106,18 @@ class PhotoPairs:
     def _layer(self, count: int, random: Generator, *, background: bool) -> _Layer:
         nine = round(self.motion.mosaic * count) if background else 0
         canvases, sizes = self._canvases(count, nine, random)
-        draw, motion = Draws(count, random, self.device), self.motion
+        canvases = canvases.float() / 255
+        draw, motion = Draws.of(count, random, self.device), self.motion
         # Photo pixels per picture pixel: below 1 enlarges. The two pictures share their mean scale.
         many = torch.arange(count, device=self.device) < nine
         mean_scale = torch.exp2(draw.uniform(-1.0, 0.2) + torch.where(many, 0.55, 0.0))
         still = (draw.uniform(0, 1) < motion.still) & background
         focus, views = self._views(draw, sizes, mean_scale, torch.where(many, 2.6, 1.7), still, background=background)
         transforms = [_photo_from_picture(focus, *view, size=self.size) for view in views]
-        waves = shape = None
+        waves = shape = pattern = None
+        if background and motion.repeated:
+            hides = draw.uniform(0.4, 0.85) * (draw.uniform(0, 1) < motion.repeated)
+            pattern = torch.stack([draw.uniform(24, 90), hides], 1)
         if background:
             frequency = draw.normal(1.0, 3, 2) * 2 * math.pi / 400
             amplitude = draw.normal(1.0, 3, 2) * 0.12 / frequency.norm(dim=2, keepdim=True).clamp(min=2e-3)
@@ -99,12 +128,13 @@ class PhotoPairs:
             harmonics = draw.normal(0.15, 3).clamp(-0.25, 0.25), draw.uniform(0, 2 * math.pi, 3)
             shape = torch.cat([radius[:, None], *harmonics, (draw.uniform(0, 1) < 0.6).float()[:, None]], 1)
         return _Layer(
-            canvases=canvases.float() / 255,
+            levels=(canvases, *(F.avg_pool2d(canvases, factor) for factor in _SMALLER)),
             sizes=sizes,
             photo_from_picture=(transforms[0], transforms[1]),
             center=None if background else focus,
             radii=shape,
             waves=waves,
+            pattern=pattern,
         )
 
     def _views(
@@ -120,18 +150,31 @@ class PhotoPairs:
         ).where(~still, 0)
         focus = sizes * draw.uniform(0.25, 0.75, 2)
         middle = draw.uniform(0.2, 0.8, 2) * self.size  # where an occluding layer stands in picture 0
+        tilts, toward = self._tilts(draw) if background and motion.tilted else (None, None)
         views: list[tuple[Tensor, ...]] = []
         for sign in (-0.5, 0.5):
             scale = (mean_scale * torch.exp2(sign * apart)).clamp(min=0.2).minimum(widest)
             stand = self.size / 2 if background else middle
             place = stand + draw.normal(motion.shift * self.size / 2, 2)
-            tilt = draw.normal(motion.stretch, 2), draw.normal(motion.perspective, 2)
-            views.append((place, scale, sign * turn + draw.normal(0.1), *tilt))
+            stretch, perspective = draw.normal(motion.stretch, 2), draw.normal(motion.perspective, 2)
+            tilt = torch.zeros_like(perspective)
+            if tilts is not None and toward is not None:
+                angle = tilts * (toward[:, 0] * sign > 0)
+                # Near things look larger, the more the nearer the camera is.
+                perspective = perspective + toward[:, 1:] * (angle.tan() * toward[:, 0].abs()).clamp(max=0.5)[:, None]
+                tilt = toward[:, 1:] * angle[:, None]
+            views.append((place, scale, sign * turn + draw.normal(0.1), stretch, perspective, tilt))
         shifted = (views[0][0] + draw.normal(6.0, 2), *views[0][1:])
         views[1] = tuple(
             torch.where(still.view(-1, *[1] * (a.ndim - 1)), a, b) for a, b in zip(shifted, views[1], strict=True)
         )
         return focus, views
+
+    def _tilts(self, draw: Draws) -> tuple[Tensor, Tensor]:
+        """Angles (b) that one of the pictures is tilted by, and (b 3): which, by its sign, and the direction."""
+        angle = draw.uniform(0, math.radians(self.motion.tilt_deg)) * (draw.uniform(0, 1) < self.motion.tilted)
+        axis = draw.uniform(0, 2 * math.pi)
+        return angle, torch.stack([draw.uniform(-0.5, 0.5), axis.cos(), axis.sin()], 1)
 
     def _canvases(self, count: int, nine: int, random: Generator) -> tuple[Tensor, Tensor]:
         """Photographs (b 3 s s) and their sizes (b 2), the first `nine` of them joined from the middles of nine."""
@@ -189,22 +232,43 @@ def _middles(photos: Photos) -> Tensor:
 
 
 def _photo_from_picture(
-    focus: Tensor, place: Tensor, scale: Tensor, turn: Tensor, stretch: Tensor, perspective: Tensor, *, size: int
+    focus: Tensor,
+    place: Tensor,
+    scale: Tensor,
+    turn: Tensor,
+    stretch: Tensor,
+    perspective: Tensor,
+    tilt: Tensor,
+    *,
+    size: int,
 ) -> Tensor:
-    """Homographies (b 3 3) that take `place` in the picture to `focus` in the photograph."""
+    """Homographies (b 3 3) that take `place` in the picture to `focus` in the photograph.
+
+    `tilt` (b 2) is the angle from which the photograph is seen, in the direction in which it shrinks.
+    """
     cos, sin = torch.cos(turn), torch.sin(turn)
     rotation = torch.stack([torch.stack([cos, -sin], 1), torch.stack([sin, cos], 1)], 1)
     shear = torch.eye(2, device=focus.device) + torch.stack(
         [stretch, torch.stack([stretch[:, 1], -stretch[:, 0]], 1)], 1
     )
     matrix = torch.zeros(len(focus), 3, 3, device=focus.device)
-    matrix[:, :2, :2] = scale[:, None, None] * rotation @ shear
+    matrix[:, :2, :2] = scale[:, None, None] * rotation @ shear @ _foreshortening(tilt)
     matrix[:, 2, :2] = perspective.clamp(-0.5, 0.5) / size
     matrix[:, 2, 2] = 1
     before, after = torch.eye(3, device=focus.device).repeat(2, len(focus), 1, 1)
     before[:, :2, 2] = -place
     after[:, :2, 2] = focus
     return after @ matrix @ before
+
+
+def _foreshortening(tilt: Tensor) -> Tensor:
+    """Matrices (b 2 2) of determinant 1 that stretch the direction of `tilt` (b 2) as seen from that angle."""
+    angle = tilt.norm(dim=1)
+    x, y = (tilt / angle.clamp(min=1e-6)[:, None]).unbind(1)
+    long = angle.cos().rsqrt()
+    mean, half = (long + 1 / long) / 2, (long - 1 / long) / 2
+    along, across = half * (x * x - y * y), half * 2 * x * y
+    return torch.stack([torch.stack([mean + along, across], 1), torch.stack([across, mean - along], 1)], 1)
 
 
 def _project(homography: Tensor, points: Tensor) -> Tensor:
@@ -264,17 +328,43 @@ def _top_layer(layers: list[_Layer], points: Tensor, number: int) -> Tensor:
 
 
 def _sample(layer: _Layer, places: Tensor) -> Tensor:
-    """Colours of the photograph, mirrored beyond its borders: (b n 2) -> (b 3 n)."""
+    """Colours of the photograph at the places of a square picture's pixels: (b n 2) -> (b 3 n)."""
+    side = math.isqrt(places.shape[1])
+    middle = places.shape[1] // 2 + side // 2
+    # How far apart the places of neighbouring pixels are, in pixels of the photograph, in the middle of the picture.
+    right, down = places[:, middle + 1] - places[:, middle], places[:, middle + side] - places[:, middle]
+    if layer.center is not None:  # occluding layers are not tilted
+        return _read(layer, places, right.norm(dim=1))
+    # Singular values and the direction in which the photograph shrinks most.
+    across, along, both = right.square().sum(1), down.square().sum(1), (right * down).sum(1)
+    mean, half = (across + along) / 2, (((across - along) / 2).square() + both.square()).sqrt()
+    longest, shortest = (mean + half).sqrt(), (mean - half).clamp(min=0).sqrt()
+    angle = torch.atan2(2 * both, across - along) / 2
+    step = right * angle.cos()[:, None] + down * angle.sin()[:, None]
+    # Several places along that direction, so that nothing aliases and the other direction stays sharp.
+    spacing = torch.maximum(shortest, longest / _TAPS)
+    reach = (1 - spacing / longest.clamp(min=1e-6)).clamp(min=0)[:, None] * step
+    shares = [(2 * tap + 1 - _TAPS) / (2 * _TAPS - 2) for tap in range(_TAPS)]
+    colors = sum((_read(layer, places + (reach * s)[:, None], spacing) for s in shares), start=places[:, None, :, 0] * 0)
+    colors = colors / _TAPS
+    if layer.pattern is not None:
+        period, hides = layer.pattern[:, None, :1], layer.pattern[:, 1:, None]
+        middle_of = layer.sizes[:, None] / 2
+        wrapped = middle_of + (places - middle_of) % period - period / 2
+        colors = torch.lerp(colors, _read(layer, wrapped, longest), hides)
+    return colors
+
+
+def _read(layer: _Layer, places: Tensor, spacing: Tensor) -> Tensor:
+    """Colours of the photograph, mirrored beyond its borders, for pixels so far apart (b): (b n 2) -> (b 3 n)."""
     sizes = layer.sizes[:, None]
     period = 2 * (sizes - 1)
     mirrored = (sizes - 1) - ((places.clamp(-1e4, 1e4) % period) - (sizes - 1)).abs()
-    unit = pixel_to_unit(mirrored, (layer.canvases.shape[3], layer.canvases.shape[2]))
-    sharp = F.grid_sample(layer.canvases, unit[:, None], mode="bilinear", align_corners=False)[:, :, 0]
-    middle = places.shape[1] // 2 + math.isqrt(places.shape[1]) // 2
-    spacing = (places[:, middle + 1] - places[:, middle]).norm(dim=1)  # photo pixels per picture pixel
+    full, *smaller = layer.levels
+    unit = pixel_to_unit(mirrored, (full.shape[3], full.shape[2]))
+    sharp = F.grid_sample(full, unit[:, None], mode="bilinear", align_corners=False)[:, :, 0]
     # Where the photograph is scaled down, its half-size or quarter-size version is read, so that nothing aliases.
-    for factor, from_spacing in ((2, 1.25), (4, 2.5)):
-        small = F.avg_pool2d(layer.canvases, factor)
+    for small, factor in zip(smaller, _SMALLER, strict=True):
         soft = F.grid_sample(small, unit[:, None], mode="bilinear", padding_mode="border", align_corners=False)
-        sharp = torch.where((spacing > from_spacing)[:, None, None], soft[:, :, 0], sharp)
+        sharp = torch.where((spacing > factor / 1.6)[:, None, None], soft[:, :, 0], sharp)
     return sharp

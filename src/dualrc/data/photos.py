@@ -130,6 +130,14 @@ class PhotoMotion:
     still: float = 0.2  # share of pairs whose background only shifts by a few pixels, as under another light
     mosaic: float = 0.5  # share of pairs whose background is nine photographs, so that wide views stay sharp
     unrelated: float = 0.06  # share of pairs that show different things: nothing there may be trusted
+    tilt_deg: float = 0.0  # the most that the background is seen from the side in one of the pictures
+    tilted: float = 0.0  # share of pairs that are tilted, by any angle up to that
+    repeated: float = 0.0  # share of pairs whose background is covered by a pattern that repeats itself
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "any_rotation", "bend", "still", "mosaic", "unrelated", at_least=0, at_most=1)
+        check_bounds(self, "tilted", "repeated", at_least=0, at_most=1)
+        check_bounds(self, "tilt_deg", at_least=0, at_most=80)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +149,12 @@ class PhotosConfig:
     paths: tuple[str, ...]  # folders and tar files
     motion: PhotoMotion = field(default_factory=PhotoMotion)
     canvas: int = 512  # larger photographs are scaled down to this side
+    sensors: float = 0.0  # share of pictures with the tones and channels of another sensor or season
 
     def __post_init__(self) -> None:
         if not self.paths:
             raise ConfigError("paths is empty; name at least one folder or tar file of photographs.")
         check_bounds(self, "share", above=0)
+        check_bounds(self, "sensors", at_least=0, at_most=1)
         if self.canvas < 64 or self.canvas % 8:
             raise ConfigError(f"canvas = {self.canvas} must be a multiple of 8 and at least 64.")
