@@ -15,6 +15,7 @@ from conftest import ROOT, texture, tiny_config, tiny_network
 from PIL import Image
 
 import dualrc.train.loop
+import dualrc.train.step
 from dualrc.config import FineConfig, NetworkConfig, ResNetConfig, read_toml, to_toml
 from dualrc.data import PairBatch, PhotoMotion, PhotoPairs, PhotosConfig, ScenesConfig, read_photos
 from dualrc.data.photos import Photos
@@ -144,7 +145,7 @@ def test_control_c_saves_and_the_same_command_goes_on(folder, tmp_path):
 
 
 def test_a_step_whose_loss_is_not_finite_is_left_out(folder, tmp_path, monkeypatch, capsys):
-    whole = dualrc.train.loop.matching_losses
+    whole = dualrc.train.step.matching_losses
     calls = []
 
     def broken(*arguments):
@@ -152,7 +153,7 @@ def test_a_step_whose_loss_is_not_finite_is_left_out(folder, tmp_path, monkeypat
         losses = whole(*arguments)
         return replace(losses, fine=losses.fine * (float("nan") if len(calls) == 2 else 1))
 
-    monkeypatch.setattr(dualrc.train.loop, "matching_losses", broken)
+    monkeypatch.setattr(dualrc.train.step, "matching_losses", broken)
     figures = train(tiny_run(folder), tmp_path / "once", device="cpu")
     assert np.isfinite(list(figures.values())).all()
     assert "not finite in 1 of 3 steps" in capsys.readouterr().err
@@ -160,7 +161,7 @@ def test_a_step_whose_loss_is_not_finite_is_left_out(folder, tmp_path, monkeypat
         t.isfinite().all() for t in load_weights(tmp_path / "once" / "weights.safetensors").state_dict().values()
     )
     monkeypatch.setattr(
-        dualrc.train.loop, "matching_losses", lambda *a: replace(whole(*a), fine=whole(*a).fine * float("nan"))
+        dualrc.train.step, "matching_losses", lambda *a: replace(whole(*a), fine=whole(*a).fine * float("nan"))
     )
     with pytest.raises(DataError, match="lower learning_rate"):
         train(tiny_run(folder), tmp_path / "ever", device="cpu")

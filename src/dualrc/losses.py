@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from dualrc.data.pairs import PairBatch
 from dualrc.errors import ConfigError
 from dualrc.model.cells import FineMap, Reading, corners
-from dualrc.model.correlation import correlate
+from dualrc.model.correlation import correlate, mutual_filter
 from dualrc.model.dualrc import DualRCNet, Features
 from dualrc.model.search import TINY, Queries, fine_cosines, point_queries, read_coarse, sharpen
 from dualrc.model.subpixel import Subpixel, Windows, cell_windows, pair_windows, point_windows
@@ -42,10 +42,11 @@ def matching_losses(network: DualRCNet, features0: Features, features1: Features
     """Both directions of a batch, averaged."""
     if network.subpixel is None:
         raise ConfigError("These losses train sub-pixel refinement; give a network with fine.subpixel = true.")
-    raw = correlate(features0.coarse.float(), features1.coarse.float())
-    # The 4D convolutions take a third of the time in half precision, and lose nothing that training would notice.
-    with torch.autocast(raw.device.type, torch.bfloat16, enabled=raw.is_cuda):
-        refined = network.consensus.filtered(raw)
+    device = features0.coarse.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        coarse = network.in_context(features0, features1)
+    raw = correlate(*(maps.float() for maps in coarse))
+    refined = mutual_filter(network.engine.consensus(mutual_filter(raw), network.consensus))
     raw, refined = (t.flatten(3).flatten(1, 2) for t in (raw, refined))  # b n0 n1
     fine0, fine1 = features0.map(), features1.map()
     reading, back = network.config.fine.reading, batch.swapped()

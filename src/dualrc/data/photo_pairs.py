@@ -62,7 +62,7 @@ class PhotoPairs:
         layers += [self._layer(count, random, background=False) for _ in range(self.motion.layers)]
         numbers = draw_numbers(2 * count, random, self.device)
         noise = torch.randn(2 * count, 3, self.size, self.size, generator=random, device=self.device)
-        images0, images1 = self.pictures(layers, *numbers, noise).split(count)
+        images0, images1 = normalize_colors(self.pictures(layers, *numbers, noise)).split(count)
         half = self.points // 2
         # Half of the places are centres of fine cells of picture 0, half of picture 1.
         here = self._cell_centers(count, half, random)
@@ -84,9 +84,9 @@ class PhotoPairs:
         )
 
     def pictures(self, layers: list[_Layer], uniforms: Tensor, normals: Tensor, noise: Tensor) -> Tensor:
-        """Both pictures of all pairs, normalized, (2b 3 s s); the last three are the random numbers of their light."""
+        """Both pictures of all pairs, (2b 3 s s) in 0 to 1; the last three are the random numbers of their light."""
         both = torch.cat([self._render(layers, number) for number in (0, 1)])
-        return normalize_colors(light(both, uniforms, normals, noise, self.sensors))
+        return light(both, uniforms, normals, noise, self.sensors)
 
     def compile(self) -> None:
         """Compile the making of pictures, which is most of the work; takes a while when the first batch is made."""
@@ -116,7 +116,7 @@ class PhotoPairs:
         transforms = [_photo_from_picture(focus, *view, size=self.size) for view in views]
         waves = shape = pattern = None
         if background and motion.repeated:
-            hides = draw.uniform(0.4, 0.85) * (draw.uniform(0, 1) < motion.repeated)
+            hides = draw.uniform(0.3, 0.75) * (draw.uniform(0, 1) < motion.repeated)
             pattern = torch.stack([draw.uniform(24, 90), hides], 1)
         if background:
             frequency = draw.normal(1.0, 3, 2) * 2 * math.pi / 400

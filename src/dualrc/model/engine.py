@@ -69,6 +69,10 @@ class Engine:
         """Correlation, mutual filter, consensus, mutual filter: (b c h0 w0), (b c h1 w1) -> (b h0 w0 h1 w1)."""
         return consensus.filtered(mask_cells(correlate(*(features.float() for features in coarse)), *valid))
 
+    def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
+        """The 4D convolutions of `coarse`, without the filters: (b h0 w0 h1 w1) -> the same."""
+        return consensus(scores)
+
     def search(self, tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig) -> Correspondences:
         """Both directions of the fine search; `tensor` is (b n m), cells of image 0 times cells of image 1."""
         return search.search_both(self, tensor, fine0, fine1, config)

@@ -26,8 +26,10 @@ class Batches:
         """`count`: pairs of a part."""
         self._shares, self._seed, self._count = shares, seed, count
         self._make = [_recorded(maker, count, device) for maker in makers]
-        # What a GPU makes in milliseconds is made when it is wanted.
+        # What a GPU makes in milliseconds is made there one step ahead, beside the training.
         self._slow = [not (isinstance(maker, PhotoPairs) and device.type == "cuda") for maker in makers]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._made: dict[tuple[int, int], tuple[PairBatch, torch.cuda.Event]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._prepared: dict[tuple[int, int], Future[PairBatch]] = {}
 
@@ -39,7 +41,9 @@ class Batches:
         batches = []
         for part in parts:
             future = self._prepared.pop((step, part), None)
-            batches.append(self._part(step, part) if future is None else future.result())
+            batches.append(self._take(step, part) if future is None else future.result())
+        for part in parts:
+            self._make_ahead(step + 1, part)
         if len(batches) == 1:
             return batches[0]
         return PairBatch(**{f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(PairBatch)})
@@ -47,6 +51,27 @@ class Batches:
     def close(self) -> None:
         """Stop what is being prepared."""
         self._pool.shutdown(cancel_futures=True)
+
+    def _take(self, step: int, part: int) -> PairBatch:
+        """A part that was made ahead on another stream, or is made now."""
+        if self._stream is None:
+            return self._part(step, part)
+        self._make_ahead(step, part)
+        batch, event = self._made.pop((step, part))
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_event(event)
+        for f in fields(batch):
+            getattr(batch, f.name).record_stream(current)
+        return batch
+
+    def _make_ahead(self, step: int, part: int) -> None:
+        source, _ = self._draw(step, part)
+        if self._stream is None or self._slow[source] or (step, part) in self._made:
+            return
+        with torch.cuda.stream(self._stream):
+            batch, event = self._part(step, part), torch.cuda.Event()
+            event.record()
+        self._made[step, part] = batch, event
 
     def _prepare(self, step: int, part: int) -> None:
         source, _ = self._draw(step, part)
@@ -77,7 +102,7 @@ def _recorded(maker: PairMaker, count: int, device: torch.device) -> Callable[[i
         for _ in range(3):
             maker.make(count, generator)
     torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph), torch.no_grad():
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.no_grad():
         batch = maker.make(count, generator)
 
     def replay(seed: int) -> PairBatch:

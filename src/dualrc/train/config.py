@@ -35,10 +35,13 @@ class TrainConfig:
     warm_up: int = 500  # steps
     # After warming up: half a cosine down to zero, or halved every so many steps, as the paper does; 0: the cosine.
     halve_every: int = 0
+    # Instead of the cosine: the rate stays until so many steps before the end, then falls to zero in a line.
+    cool_down: int = 0
     weight_decay: float = 0.01  # of adamw
     clip: float = 1.0  # largest norm of the gradient; 0: not clipped
     average: float = 0.999  # decay of the averaged weights
     precision: Precision = "bfloat16"  # of the backbone
+    compile: bool = False  # compile the step where it runs on one GPU: faster, after a minute or two of compiling
     validate_every: int = 1000  # steps, and so often the run is saved
     validation_batches: int = 8
 
@@ -51,7 +54,7 @@ class TrainConfig:
         if self.pairs % self.parts:
             raise ConfigError(f"pairs = {self.pairs} can't be made in parts = {self.parts} of equal size.")
         check_bounds(self, "learning_rate", above=0)
-        check_bounds(self, "clip", "warm_up", "weight_decay", "halve_every", at_least=0)
+        check_bounds(self, "clip", "warm_up", "weight_decay", "halve_every", "cool_down", at_least=0)
         check_bounds(self, "average", at_least=0, below=1)
         is_resnet = isinstance(self.network.backbone, ResNetConfig)
         if self.trunk is not None and not is_resnet:
@@ -65,5 +68,7 @@ class TrainConfig:
             return self.learning_rate * (step + 1) / self.warm_up
         if self.halve_every:
             return self.learning_rate * 0.5 ** (step // self.halve_every)
+        if self.cool_down:
+            return self.learning_rate * min(1.0, (self.steps - step) / self.cool_down)
         progress = (step - self.warm_up) / max(1, self.steps - self.warm_up)
         return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))

@@ -5,7 +5,7 @@ import csv
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,56 +14,22 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from dualrc.config import to_toml
-from dualrc.data import Opened, PairBatch, PairMaker, open_pairs
+from dualrc.data import Opened, PairBatch, PairMaker, PhotoPairs, open_pairs
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import make_folder, replacing, write_json, write_text
-from dualrc.losses import BatchKeypointLosses, MatchingLosses, keypoint_losses, matching_losses
 from dualrc.model.backbone import PaperBackbone
 from dualrc.model.checkpoint import load_imagenet_trunk, load_weights, save_weights
-from dualrc.model.dualrc import DualRCNet, Features, make_network
+from dualrc.model.dualrc import DualRCNet, make_network
+from dualrc.ops.training import TrainingEngine
 from dualrc.provenance import provenance
 from dualrc.train.batches import Batches
 from dualrc.train.config import TrainConfig
 from dualrc.train.pictures import draw_pairs
 from dualrc.train.processes import share_batch_norm, stop_on_signals
+from dualrc.train.step import Recorded, TrainingStep, Update
 
 _LOG_EVERY = 100  # steps
 _SAY_EVERY_S = 30.0  # where steps are slow
-
-
-class TrainingStep(nn.Module):
-    """Network and loss as one module, which is what gets distributed."""
-
-    def __init__(self, network: DualRCNet, config: TrainConfig) -> None:
-        super().__init__()
-        self.network = network
-        self.config = config
-
-    def forward(self, parts: int, *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The fields of a PairBatch, which holds so many parts, to the loss and what is logged."""
-        names = [f.name for f in fields(PairBatch)]
-        batch = PairBatch(**dict(zip(names, tensors, strict=True)))
-        images = torch.cat([batch.images0, batch.images1]).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
-            features = self.network.extract(images)
-        # Each part's loss is a mean over its own places, so that it does not matter which process has it.
-        maps = *features.coarse.chunk(2), *features.fine.chunk(2)
-        chunks = [t.chunk(parts) for t in (*maps, *tensors)]
-        results = [self._loss(*chunk) for chunk in zip(*chunks, strict=True)]
-        logged = {name: torch.stack([r[1][name] for r in results]).mean() for name in results[0][1]}
-        return torch.stack([total for total, _ in results]).mean(), logged
-
-    def _loss(
-        self, coarse0: Tensor, coarse1: Tensor, fine0: Tensor, fine1: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        names = [f.name for f in fields(PairBatch)]
-        batch = PairBatch(**dict(zip(names, tensors, strict=True)))
-        features = Features(coarse=coarse0, fine=fine0), Features(coarse=coarse1, fine=fine1)
-        if self.config.loss == "matching":
-            losses: MatchingLosses | BatchKeypointLosses = matching_losses(self.network, *features, batch)
-        else:
-            losses = keypoint_losses(self.network, *features, batch, self.config.loss)
-        return losses.total(), {name: value.detach() for name, value in losses.logged().items()}
 
 
 def train(
@@ -92,7 +58,12 @@ def train(
     run = _Run(config, Path(out), fabric)
     opened = [open_pairs(d, size=config.size, points=config.points, device=fabric.device) for d in config.data]
     shares, count = [d.share for d in config.data], config.pairs // config.parts
-    batches = Batches([each.training for each in opened], shares, seed=config.seed, count=count, device=fabric.device)
+    makers = [each.training for each in opened]
+    if config.compile and run.on_one_gpu:
+        for maker in makers:
+            if isinstance(maker, PhotoPairs):
+                maker.compile()
+    batches = Batches(makers, shares, seed=config.seed, count=count, device=fabric.device)
     run.say_once(opened)
     parts = range(fabric.global_rank, config.parts, fabric.world_size)
     figures: dict[str, float] = {}
@@ -155,38 +126,37 @@ class _Run:
         torch.manual_seed(config.seed)
         self.network = _network(config)
         self.average = copy.deepcopy(self.network).eval().to(fabric.device)
+        self.on_one_gpu = fabric.device.type == "cuda" and fabric.world_size == 1
+        if fabric.device.type == "cuda":
+            self.network.engine = TrainingEngine()
+        module = TrainingStep(self.network, config)
+        self.optimizer = _optimizer(self.network, config, fabric.device)
         if fabric.world_size > 1:
             share_batch_norm(self.network)
-        self.module, self.optimizer = fabric.setup(
-            TrainingStep(self.network, config), _optimizer(self.network, config, fabric.device.type == "cuda")
-        )
+            module, self.optimizer = fabric.setup(module, self.optimizer)
+        else:
+            module = module.to(fabric.device)
         self.step = 0
         self._resume()
         if self._is_first:
             self._describe()
-        self._averaged = _floating(self.average), _floating(self.network)
-        self._skipped = torch.zeros((), device=fabric.device)
+        self._update: Update | Recorded = Update(module, self.optimizer, self.average, self.network, config, fabric)
+        self._skipped = self._update.skipped
+        if self.on_one_gpu:
+            self._update = Recorded(self._update)
         self._said: set[str] = set()
         self._since, self._last_step = time.monotonic(), self.step
 
     def advance(self, batch: PairBatch, parts: int) -> None:
         """One step of the optimizer."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.rate(self.step)
-        loss, logged = self.module(parts, *(getattr(batch, f.name) for f in fields(batch)))
-        self.fabric.backward(loss)
-        self._drop_if_not_finite()
-        if clip := self.config.clip:
-            self.fabric.clip_gradients(self.module, self.optimizer, max_norm=clip, error_if_nonfinite=False)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        decay = min(self.config.average, (2 + self.step) / (11 + self.step))
+        tensors = [getattr(batch, f.name) for f in fields(batch)]
+        loss, logged = self._update(parts, tensors, rate=self.config.rate(self.step), decay=decay)
         self.step += 1
-        decay = min(self.config.average, (1 + self.step) / (10 + self.step))
-        torch._foreach_lerp_(*self._averaged, 1 - decay)
         if self.step % min(_LOG_EVERY, self.config.validate_every) == 0:
-            self._report({"loss": loss.detach(), **logged}, log=True)
+            self._report({"loss": loss, **logged}, log=True)
         elif time.monotonic() - self._since > _SAY_EVERY_S:
-            self._report({"loss": loss.detach(), **logged}, log=False)
+            self._report({"loss": loss, **logged}, log=False)
 
     def validate(self, makers: Sequence[PairMaker]) -> dict[str, float]:
         """Figures on held-out pairs, the same every time, and pictures of some."""
@@ -234,14 +204,6 @@ class _Run:
             if line not in self._said:
                 self.say(line)
                 self._said.add(line)
-
-    def _drop_if_not_finite(self) -> None:
-        """Take no step on a gradient that is not finite; without waiting for the GPU to tell."""
-        gradients = [p.grad for p in self.network.parameters() if p.grad is not None]
-        finite = torch.stack([g.sum() for g in gradients]).sum().isfinite()
-        for gradient in gradients:
-            gradient.copy_(torch.where(finite, gradient, 0))
-        self._skipped += ~finite
 
     def _report(self, logged: dict[str, Tensor], *, log: bool) -> None:
         """Say how it goes and how long it will take."""
@@ -294,9 +256,20 @@ class _Run:
             raise OutputError(f"{path} can't be written ({error.strerror}); make room or write elsewhere.") from error
 
 
+def _started(config: TrainConfig) -> DualRCNet:
+    """The network of the weights file to go on from; the context that the config asks for is added to it."""
+    assert config.start_from is not None
+    network = load_weights(config.start_from)
+    if network.config.context is not None or config.network.context is None:
+        return network
+    larger = make_network(replace(network.config, context=config.network.context))
+    larger.load_state_dict(network.state_dict(), strict=False)
+    return larger
+
+
 def _network(config: TrainConfig) -> DualRCNet:
     """The network to train, in training mode; a ResNet-101 trunk stays as it is."""
-    network = load_weights(config.start_from) if config.start_from else make_network(config.network)
+    network = _started(config) if config.start_from else make_network(config.network)
     if config.loss == "matching" and network.subpixel is None:
         source = config.start_from or "The config's network"
         remedy = 'take another network, or loss = "paper"'
@@ -309,17 +282,15 @@ def _network(config: TrainConfig) -> DualRCNet:
     return network
 
 
-def _optimizer(network: nn.Module, config: TrainConfig, fused: bool) -> torch.optim.Optimizer:
+def _optimizer(network: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
     parameters = [p for p in network.parameters() if p.requires_grad]
+    fused = device.type == "cuda"
+    # On a GPU the rate is a tensor, so that a recorded step reads the one of its time.
+    rate = torch.tensor(config.learning_rate, device=device) if fused else config.learning_rate
     if config.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=config.learning_rate, fused=fused)
+        return torch.optim.Adam(parameters, lr=rate, fused=fused)
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.99), fused=fused)
-
-
-def _floating(network: nn.Module) -> list[Tensor]:
-    """Parameters and statistics, without gradients."""
-    return [tensor for tensor in network.state_dict().values() if tensor.is_floating_point()]
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.99), fused=fused)

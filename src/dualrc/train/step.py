@@ -1,0 +1,165 @@
+"""One step of training: losses, gradients, the optimizer, averaged weights; on a GPU recorded and replayed."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dualrc.data import PairBatch
+from dualrc.losses import BatchKeypointLosses, MatchingLosses, keypoint_losses, matching_losses
+from dualrc.model.dualrc import DualRCNet, Features
+from dualrc.train.config import TrainConfig
+
+_FIELDS = [f.name for f in fields(PairBatch)]
+_PLAIN = 3  # steps before one is recorded: kernels are chosen and compiled, and the optimizer makes its state
+
+Outcome = tuple[Tensor, dict[str, Tensor]]  # the loss and what is logged
+
+
+class TrainingStep(nn.Module):
+    """Network and loss as one module, which is what gets distributed."""
+
+    def __init__(self, network: DualRCNet, config: TrainConfig) -> None:
+        super().__init__()
+        self.network = network
+        self.config = config
+
+    def forward(self, parts: int, *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The fields of a PairBatch, which holds so many parts, to the loss and what is logged."""
+        batch = PairBatch(**dict(zip(_FIELDS, tensors, strict=True)))
+        images = torch.cat([batch.images0, batch.images1]).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+            features = self.network.extract(images)
+        # Each part's loss is a mean over its own places, so that it does not matter which process has it.
+        maps = *features.coarse.chunk(2), *features.fine.chunk(2)
+        chunks = [t.chunk(parts) for t in (*maps, *tensors)]
+        results = [self._loss(*chunk) for chunk in zip(*chunks, strict=True)]
+        logged = {name: torch.stack([r[1][name] for r in results]).mean() for name in results[0][1]}
+        return torch.stack([total for total, _ in results]).mean(), logged
+
+    def _loss(
+        self, coarse0: Tensor, coarse1: Tensor, fine0: Tensor, fine1: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = PairBatch(**dict(zip(_FIELDS, tensors, strict=True)))
+        features = Features(coarse=coarse0, fine=fine0), Features(coarse=coarse1, fine=fine1)
+        if self.config.loss == "matching":
+            losses: MatchingLosses | BatchKeypointLosses = matching_losses(self.network, *features, batch)
+        else:
+            losses = keypoint_losses(self.network, *features, batch, self.config.loss)
+        return losses.total(), {name: value.detach() for name, value in losses.logged().items()}
+
+
+class Update:
+    """A step of the optimizer and of the averaged weights."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        average: DualRCNet,
+        network: DualRCNet,
+        config: TrainConfig,
+        fabric: Any,
+    ) -> None:
+        self._module, self._optimizer, self._config, self._fabric = module, optimizer, config, fabric
+        self._parameters = [p for p in network.parameters() if p.requires_grad]
+        self._averaged = _floating(average), _floating(network)
+        self.device = fabric.device
+        self.skipped = torch.zeros((), device=self.device)  # steps that were left out
+        self.rate, self._share = (torch.zeros((), device=self.device) for _ in range(2))
+        if config.compile and self.device.type == "cuda" and fabric.world_size == 1:
+            self._module = torch.compile(module, dynamic=False)
+
+    def __call__(self, parts: int, tensors: Sequence[Tensor], *, rate: float, decay: float) -> Outcome:
+        """Train on the fields of a PairBatch, which holds so many parts."""
+        self.set(rate, decay)
+        return self.run(parts, tensors)
+
+    def set(self, rate: float, decay: float) -> None:
+        """The learning rate, and the decay of the averaged weights, of the next step."""
+        self.rate.fill_(rate)
+        self._share.fill_(1 - decay)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.rate if self.device.type == "cuda" else rate
+
+    def run(self, parts: int, tensors: Sequence[Tensor]) -> Outcome:
+        """The step itself; launches work that depends on nothing but shapes."""
+        loss, logged = self._module(parts, *tensors)
+        if self._fabric.world_size > 1:
+            self._fabric.backward(loss)
+        else:
+            loss.backward()
+        self._drop_if_not_finite()
+        if self._config.clip:
+            torch.nn.utils.clip_grad_norm_(self._parameters, self._config.clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        average, own = self._averaged
+        change = torch._foreach_sub(own, average)
+        torch._foreach_mul_(change, self._share)
+        torch._foreach_add_(average, change)
+        return loss.detach(), logged
+
+    def _drop_if_not_finite(self) -> None:
+        """Take no step on a gradient that is not finite; without waiting for the GPU to tell."""
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        finite = torch.stack(torch._foreach_norm(gradients)).sum().isfinite()
+        for gradient in gradients:
+            gradient.copy_(torch.where(finite, gradient, 0))
+        self.skipped += ~finite
+
+
+class Recorded:
+    """Steps on one GPU as a CUDA graph: one launch instead of thousands."""
+
+    def __init__(self, update: Update) -> None:
+        self._update, self._calls = update, 0
+        self._stream = torch.cuda.Stream(update.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Tensor] = []
+        self._outcome: Outcome | None = None
+        self._parts = 0
+
+    def __call__(self, parts: int, tensors: Sequence[Tensor], *, rate: float, decay: float) -> Outcome:
+        """As `Update`; the first steps are plain, then one is recorded."""
+        self._update.set(rate, decay)
+        self._calls += 1
+        if self._graph is None and self._calls > _PLAIN:
+            self._record(parts, tensors)
+        if self._graph is None or self._outcome is None:
+            return self._plain(parts, tensors)
+        assert parts == self._parts
+        torch._foreach_copy_(self._inputs, list(tensors))
+        self._graph.replay()
+        return self._outcome
+
+    def _plain(self, parts: int, tensors: Sequence[Tensor]) -> Outcome:
+        # On the stream that will record, as gradients and what is kept for them belong to a stream.
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            outcome = self._update.run(parts, tensors)
+        current.wait_stream(self._stream)
+        return outcome
+
+    def _record(self, parts: int, tensors: Sequence[Tensor]) -> None:
+        self._inputs, self._parts = [torch.empty_like(t).copy_(t) for t in tensors], parts
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        try:
+            # Other threads may prepare pairs meanwhile.
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._outcome = self._update.run(parts, self._inputs)
+            self._graph = graph
+        except RuntimeError as error:
+            self._calls = -(2**62)
+            message = f"Could not capture a training step as a CUDA graph ({error}); it goes on without, more slowly."
+            warnings.warn(message, stacklevel=2)
+
+
+def _floating(network: nn.Module) -> list[Tensor]:
+    """Parameters and statistics, without gradients."""
+    return [tensor for tensor in network.state_dict().values() if tensor.is_floating_point()]
