@@ -124,18 +124,16 @@ class _Run:
             make_folder(out / "pictures")
         fabric.barrier()
         torch.manual_seed(config.seed)
-        self.network = _network(config)
-        self.average = copy.deepcopy(self.network).eval().to(fabric.device)
-        self.on_one_gpu = fabric.device.type == "cuda" and fabric.world_size == 1
+        self.network = _network(config).to(fabric.device)
         if fabric.device.type == "cuda":
             self.network.engine = TrainingEngine()
+        self.average = copy.deepcopy(self.network).eval()
+        self.on_one_gpu = fabric.device.type == "cuda" and fabric.world_size == 1
         module = TrainingStep(self.network, config)
         self.optimizer = _optimizer(self.network, config, fabric.device)
         if fabric.world_size > 1:
             share_batch_norm(self.network)
             module, self.optimizer = fabric.setup(module, self.optimizer)
-        else:
-            module = module.to(fabric.device)
         self.step = 0
         self._resume()
         if self._is_first:
@@ -288,9 +286,9 @@ def _optimizer(network: nn.Module, config: TrainConfig, device: torch.device) ->
     # On a GPU the rate is a tensor, so that a recorded step reads the one of its time.
     rate = torch.tensor(config.learning_rate, device=device) if fused else config.learning_rate
     if config.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=rate, fused=fused)
+        return torch.optim.Adam(parameters, lr=rate, fused=fused, capturable=fused)
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.99), fused=fused)
+    return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.99), fused=fused, capturable=fused)
