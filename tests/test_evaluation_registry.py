@@ -156,7 +156,7 @@ def test_options_that_a_benchmark_does_not_take(registered, data, tmp_path):
 
 
 def test_a_benchmark_that_is_removed_is_gone(data, tmp_path):
-    with pytest.raises(ConfigError, match="There is no benchmark 'shift'; choose one of hpatches, pose"):
+    with pytest.raises(ConfigError, match="There is no benchmark 'shift'; choose one of hpatches, hard, pose"):
         evaluate("shift", roots=(data,), out=tmp_path)
     assert "--shift-px" not in call("--help").output
     assert call("shift", data).exit_code == 2

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import sys
 import tarfile
 import threading
@@ -20,6 +21,7 @@ import dualrc.data.photos
 from dualrc.config import from_dict, read_toml, to_dict
 from dualrc.data import PhotoPairs, PhotosConfig, read_photos
 from dualrc.data.light import relight
+from dualrc.data.photo_pairs import _foreshortening
 from dualrc.data.photos import PhotoMotion
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.losses import (
@@ -140,6 +142,43 @@ def test_corresponding_points_show_the_same(folder, unlit):
     assert color_error(batch, 0) < 0.6 * min(color_error(batch, -0.5), color_error(batch, 0.5))
     inside = (batch.points1[batch.valid] >= 0) & (batch.points1[batch.valid] <= 159)
     assert inside.all()
+
+
+@pytest.mark.parametrize(
+    "motion",
+    [
+        PhotoMotion(tilt_deg=75, tilted=1, mosaic=0, layers=0, octaves=0, still=0, shift=0.05),
+        PhotoMotion(repeated=1, mosaic=0, layers=0, tilt_deg=40, tilted=0.5, shift=0.05),
+    ],
+    ids=["tilted", "repeated"],
+)
+def test_wide_pairs_show_the_same(folder, unlit, motion):
+    maker = PhotoPairs(read_photos([folder], canvas=256), size=160, points=400, motion=motion, device=CPU)
+    batch = maker.make(16, torch.Generator().manual_seed(0))
+    assert batch.valid.float().mean() > 0.2
+    assert color_error(batch, 0) < 0.7 * min(color_error(batch, -0.5), color_error(batch, 0.5))
+
+
+def test_a_tilt_shrinks_one_direction():
+    """Seen from 60 degrees, a plane is half as long in the direction of the tilt; its area counts as the same."""
+    matrices = _foreshortening(torch.tensor([[math.radians(60), 0], [0, math.radians(60)], [0, 0]]))
+    expected = [torch.diag(torch.tensor(d)) for d in ([2**0.5, 0.5**0.5], [0.5**0.5, 2**0.5], [1.0, 1.0])]
+    torch.testing.assert_close(matrices, torch.stack(expected))
+
+
+def test_other_sensors_change_tones_and_not_places():
+    images = torch.from_numpy(texture(0, 64, 64)).permute(2, 0, 1)[None].repeat(40, 1, 1, 1) / 255
+    plain, other = (relight(images, torch.Generator().manual_seed(0), share) for share in (0.0, 1.0))
+    assert other.min() >= 0
+    assert other.max() <= 1
+    gray = images[0].mean(0).flatten()
+
+    def correlation(lit):
+        rows = [torch.stack([gray, picture.mean(0).flatten()]) for picture in lit]
+        return torch.stack([torch.corrcoef(pair)[0, 1] for pair in rows]).nan_to_num()
+
+    assert (correlation(plain) < -0.2).float().mean() < 0.1
+    assert 0.1 < (correlation(other) < -0.2).float().mean() < 0.6
 
 
 def test_what_a_layer_hides_is_absent(folder, unlit):

@@ -16,14 +16,24 @@ from PIL import Image
 
 import dualrc.train.loop
 import dualrc.train.step
-from dualrc.config import FineConfig, NetworkConfig, ResNetConfig, read_toml, to_toml
+from dualrc.config import (
+    ConsensusConfig,
+    ContextConfig,
+    FineConfig,
+    NetworkConfig,
+    ResNetConfig,
+    read_toml,
+    to_toml,
+)
 from dualrc.data import PairBatch, PhotoMotion, PhotoPairs, PhotosConfig, ScenesConfig, read_photos
 from dualrc.data.photos import Photos
 from dualrc.errors import ConfigError, DataError
 from dualrc.losses import keypoint_losses, paper_loss, published_loss
 from dualrc.model.backbone import ResNet101
-from dualrc.model.checkpoint import load_weights
+from dualrc.model.checkpoint import load_weights, save_weights
+from dualrc.model.consensus import Consensus
 from dualrc.model.dualrc import Features
+from dualrc.ops.training import TrainingEngine, two_layers
 from dualrc.train import TrainConfig, train
 from dualrc.train.batches import Batches
 
@@ -220,6 +230,51 @@ def test_scenes_and_photographs_train_together(folder, tmp_path):
 def _written(config, path):
     path.write_text(to_toml(config))
     return path
+
+
+def test_a_rate_that_stays_and_cools_down(folder):
+    config = replace(tiny_run(folder), steps=100, warm_up=10, cool_down=20, learning_rate=1.0)
+    assert config.rate(4) == pytest.approx(0.5)
+    assert config.rate(10) == config.rate(80) == 1
+    assert config.rate(90) == pytest.approx(0.5)
+    assert config.rate(99) == pytest.approx(0.05)
+
+
+def test_context_is_added_to_weights_that_have_none(folder, tmp_path):
+    """Training starts from what the weights did before, and the context learns."""
+    start, out = tmp_path / "start.safetensors", tmp_path / "run"
+    save_weights(tiny_network(), start)
+    network = replace(tiny_config(), context=ContextConfig(layers=1, width=8, heads=2))
+    config = replace(tiny_run(folder), start_from=str(start), network=network)
+    before = dualrc.train.loop._network(config)
+    plain, larger = tiny_network().state_dict(), before.state_dict()
+    assert all(torch.equal(plain[name], larger[name]) for name in plain)
+    train(config, out, device="cpu")
+    after = load_weights(out / "weights.safetensors")
+    assert after.config.context == network.context
+    assert after.context.out.weight.abs().sum() > 0
+    # A run that goes on from these keeps their context.
+    again = replace(tiny_run(folder), start_from=str(out / "weights.safetensors"))
+    assert dualrc.train.loop._network(again).config.context == network.context
+
+
+@pytest.mark.parametrize("channels", [4, 8])
+def test_the_consensus_of_training_is_the_defined_one_with_its_gradients(channels):
+    torch.manual_seed(0)
+    consensus = Consensus(ConsensusConfig(channels=(channels, 1)))
+    for parameter in consensus.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    scores = torch.rand(2, 3, 4, 5, 2, requires_grad=True)
+    weights, biases = list(consensus.weights), list(consensus.biases)
+    expected, found = consensus(scores), two_layers(scores, weights, biases, torch.float32)
+    torch.testing.assert_close(found, expected)
+    inputs, direction = [scores, *consensus.parameters()], torch.rand_like(expected)
+    for one, other in zip(
+        *(torch.autograd.grad((x * direction).sum(), inputs) for x in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    half = TrainingEngine().consensus(scores, consensus)
+    assert (half - expected).abs().max() < 0.02 * expected.max()
 
 
 def test_the_papers_schedule():

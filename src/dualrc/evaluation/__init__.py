@@ -3,6 +3,7 @@
 from dualrc.evaluation.aachen import Aachen
 from dualrc.evaluation.appendix import Appendix
 from dualrc.evaluation.benchmark import BENCHMARKS, Benchmark, register
+from dualrc.evaluation.hard import Hard
 from dualrc.evaluation.hpatches import HPatches
 from dualrc.evaluation.inloc import InLoc
 from dualrc.evaluation.pipeline import evaluate
@@ -11,4 +12,4 @@ from dualrc.evaluation.pose import Pose
 __all__ = ["BENCHMARKS", "Benchmark", "evaluate", "register"]
 
 # A new benchmark is a file that declares it and its name here.
-register(HPatches, Pose, InLoc, Aachen, Appendix)
+register(HPatches, Hard, Pose, InLoc, Aachen, Appendix)

@@ -1,0 +1,184 @@
+"""Hard pairs: planes at extreme angles (EVD), and pairs whose viewpoint, light, season and sensor differ (WxBS)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from dualrc.draw import Picture, draw_dots, draw_matches
+from dualrc.errors import DataError
+from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, Result, folder_hint
+from dualrc.evaluation.data_files import check_folder
+from dualrc.evaluation.export import Pair
+from dualrc.evaluation.report import Report, Table, share
+from dualrc.geometry import epipolar_distance_px, estimate
+from dualrc.image import read
+from dualrc.matches import Matches
+from dualrc.metrics import match_errors_px
+from dualrc.types import FloatArray
+
+EVD_TOP, EVD_PX = 1000, 5
+WXBS_TOP, WXBS_PX = 2000, (5, 20)
+_RANSAC_PX = 1.5
+_FEWEST = 8  # matches that a fundamental matrix is estimated from
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm")
+_EVD, _WXBS = "evd", "wxbs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairScore:
+    """One pair: the share of its matches, or of its points, within each threshold."""
+
+    name: str
+    kind: str  # evd or wxbs
+    within: tuple[float, ...]  # at EVD_PX, or at WXBS_PX
+    matches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Means over the pairs of each kind, in the order of the thresholds, and all pairs."""
+
+    evd: tuple[float, ...] | None
+    wxbs: tuple[float, ...] | None
+    matches: float
+    pairs: tuple[PairScore, ...]
+
+    @staticmethod
+    def of(scores: Sequence[PairScore]) -> "Scores":
+        """The means of the scores of pairs."""
+
+        def mean(kind: str) -> tuple[float, ...] | None:
+            shares = [score.within for score in scores if score.kind == kind]
+            return tuple(np.mean(shares, axis=0).tolist()) if shares else None
+
+        matches = float(np.mean([score.matches for score in scores]))
+        return Scores(evd=mean(_EVD), wxbs=mean(_WXBS), matches=matches, pairs=tuple(scores))
+
+
+class Hard(Benchmark):
+    """Folders with pictures 1 and 2 and either H_1_2 or points.txt, lines `x1 y1 x2 y2`, in any depth below the roots."""
+
+    name = "hard"
+    summary = "hard takes EVD (pairs with H_1_2) and WxBS (pairs with points.txt)."
+    example = "data/hard --matcher dualrc --matcher dualrc-high --matcher sift"
+    recognized_by = ("evd/*/H_1_2", "wxbs/*/points.txt", "*/points.txt")
+
+    def __init__(self, settings: Any, messages: Console | None = None) -> None:
+        super().__init__(settings, messages)
+        self.homographies: dict[Pair, FloatArray] = {}
+        self.points: dict[Pair, FloatArray] = {}
+        for root in settings.roots:
+            check_folder(root)
+            for path in sorted(p for pattern in ("H_1_2", "points.txt") for p in root.rglob(pattern)):
+                self._add(path)
+        self.pairs = [*self.homographies, *self.points]
+        if not self.pairs:
+            root, layout = settings.roots[0], "1.jpg, 2.jpg and H_1_2 or points.txt"
+            raise DataError(f"{root} has no folder with {layout}; {folder_hint(root, self.name)}.")
+        names = [pair.names for pair in self.pairs]
+        if len(set(names)) < len(names):
+            raise DataError("Two roots hold pairs of the same name; evaluate them one after the other.")
+        self.protocol = {
+            "evd": {"pairs": len(self.homographies), "top": self._top(EVD_TOP), "threshold_px": EVD_PX},
+            "wxbs": {"pairs": len(self.points), "top": self._top(WXBS_TOP), "thresholds_px": list(WXBS_PX)},
+            "fundamental_estimator": f"PoseLib LO-RANSAC, {_RANSAC_PX:g} px",
+        }
+
+    def _top(self, usual: int) -> int:
+        return self.settings.top or usual
+
+    def _add(self, truth: Path) -> None:
+        """A pair by the file of its truth; what can't be used is noted."""
+        folder = truth.parent
+        found = [[folder / (stem + suffix) for suffix in _SUFFIXES if (folder / (stem + suffix)).is_file()] for stem in "12"]
+        try:
+            values = np.loadtxt(truth, dtype=np.float64, ndmin=2)
+        except (OSError, ValueError):
+            values = np.empty((0, 0))
+        shape = (3, 3) if truth.name == "H_1_2" else (len(values), 4)
+        if not all(found) or values.shape != shape or not values.size or not np.isfinite(values).all():
+            self.notes.append(f"{folder.name} is left out: it needs pictures 1 and 2 and a readable {truth.name}.")
+            return
+        kind = _EVD if truth.name == "H_1_2" else _WXBS
+        names = (f"{kind}/{folder.name}/{number}" for number in "12")
+        pair = Pair(name0=next(names), name1=next(names), path0=found[0][0], path1=found[1][0], group=kind)
+        (self.homographies if kind == _EVD else self.points)[pair] = values
+
+    def score(self, matcher: str, get: GetMatches) -> Scores:
+        """EVD by the share of correct matches, WxBS by the share of points near the estimated epipolar lines."""
+        scores = []
+        for pair in self.pairs:
+            matches = get(pair)
+            if pair in self.homographies:
+                best = matches.top(self._top(EVD_TOP))
+                within = self._evd(pair, best)
+            else:
+                best = matches.top(self._top(WXBS_TOP))
+                within = self._wxbs(pair, best)
+            name = pair.name0.split("/")[1]
+            scores.append(PairScore(name=name, kind=pair.group, within=within, matches=len(best)))
+        return Scores.of(scores)
+
+    def _evd(self, pair: Pair, best: Matches) -> tuple[float, ...]:
+        if not len(best):
+            return (0.0,)
+        return (float(np.mean(match_errors_px(best, self.homographies[pair]) <= EVD_PX)),)
+
+    def _wxbs(self, pair: Pair, best: Matches) -> tuple[float, ...]:
+        points0, points1 = np.split(self.points[pair], 2, axis=1)
+        if len(best) < _FEWEST:
+            return (0.0,) * len(WXBS_PX)
+        fit = estimate(best, "fundamental", threshold_px=_RANSAC_PX)
+        if fit.matrix is None:
+            return (0.0,) * len(WXBS_PX)
+        there = epipolar_distance_px(fit.matrix, points0, points1)
+        back = epipolar_distance_px(fit.matrix.T, points1, points0)
+        # NaN, where a line is not defined, is not near.
+        return tuple(float(np.mean((there <= px) & (back <= px))) for px in WXBS_PX)
+
+    def report(self, results: Sequence[Result]) -> Report:
+        """The means of both sets, and every pair."""
+        rows = []
+        for result in results:
+            evd, wxbs = result.figures.evd, result.figures.wxbs
+            cells = [share(x) for x in evd] if evd else ["-"]
+            cells += [share(x) for x in wxbs] if wxbs else ["-"] * len(WXBS_PX)
+            rows.append([result.matcher, *cells, *result.cost.cells(result.figures.matches)])
+        columns = [f"EVD {EVD_PX} px", *(f"WxBS {px} px" for px in WXBS_PX)]
+        main = Table(
+            title=f"Hard pairs: {len(self.homographies)} of EVD, {len(self.points)} of WxBS",
+            columns=["matcher", *columns, *COST_COLUMNS],
+            rows=rows,
+            note=(
+                f"EVD: share of the best {self._top(EVD_TOP)} matches within {EVD_PX} px of the homography. WxBS: share "
+                f"of the hand-made points within 5 and 20 px of the epipolar lines of F, in both pictures; F is "
+                f"estimated from the best {self._top(WXBS_TOP)} matches by PoseLib at {_RANSAC_PX:g} px."
+            ),
+        )
+        by_pair = []
+        for number, pair in enumerate(results[0].figures.pairs):
+            own = [result.figures.pairs[number] for result in results]
+            by_pair.append([f"{pair.kind}/{pair.name}", *(" / ".join(share(x) for x in score.within) for score in own)])
+        titles = ["pair", *(result.matcher for result in results)]
+        return Report(tables=[main, Table(title="By pair", columns=titles, rows=by_pair, text_columns=["pair"])])
+
+    def ranking(self, result: Result) -> list[tuple[Pair, str]]:
+        """By the share within 5 px."""
+        scored = sorted(zip(self.pairs, result.figures.pairs, strict=True), key=lambda item: -item[1].within[0])
+        return [(pair, f"{score.within[0]:.0%} within 5 px, {score.matches} matches") for pair, score in scored]
+
+    def draw(self, pair: Pair, matches: Matches) -> Picture:
+        """EVD: green dots where a match is right, red ones elsewhere. WxBS: inliers of the fundamental matrix."""
+        images = read(pair.path0), read(pair.path1)
+        best = matches.top(self._top(EVD_TOP if pair in self.homographies else WXBS_TOP))
+        if pair in self.homographies:
+            return draw_dots(*images, best, match_errors_px(best, self.homographies[pair]) <= EVD_PX)
+        if len(best) < _FEWEST:
+            return draw_matches(*images, best)
+        return draw_matches(
+            *images, replace(best, estimate=estimate(best, "fundamental", threshold_px=_RANSAC_PX)), colors="inliers"
+        )
