@@ -112,8 +112,11 @@ class ScenePairs(FilePairs):
     pool changes with time, and so do the batches.
     """
 
-    def __init__(self, config: ScenesConfig, *, size: int, points: int, device: torch.device | str = "cpu") -> None:
-        self.pool = _Pool(config)
+    def __init__(
+        self, config: ScenesConfig, *, size: int, points: int, device: torch.device | str = "cpu", helpers: int = 0
+    ) -> None:
+        """Without workers, so many `helpers` render the pool, and end."""
+        self.pool = _Pool(config, helpers)
         super().__init__(self.pool, config, size=size, points=points, device=device)
 
     def make(self, count: int, random: Generator) -> PairBatch:
@@ -134,18 +137,22 @@ class ScenePairs(FilePairs):
 class _Pool:
     """Rendered pairs, renewed by processes."""
 
-    def __init__(self, config: ScenesConfig) -> None:
+    def __init__(self, config: ScenesConfig, helpers: int = 0) -> None:
         self.config, self.failure = config, ""
         self._samples: list[PairSample] = []
         self._next = 0  # the next pair to render
         self._oldest = 0
         self._pending: set[Future[PairSample]] = set()
         self._executor: ProcessPoolExecutor | None = None
-        if not config.workers:
-            self._samples = [render_sample(config, number) for number in range(config.pool)]
-            return
         # Forked processes could hang on locks that threads of this one hold.
         context = get_context("spawn")
+        if not config.workers and not helpers:
+            self._samples = [render_sample(config, number) for number in range(config.pool)]
+            return
+        if not config.workers:
+            with ProcessPoolExecutor(helpers, mp_context=context, initializer=_settle) as executor:
+                self._samples = list(executor.map(render_sample, [config] * config.pool, range(config.pool)))
+            return
         self._executor = ProcessPoolExecutor(config.workers, mp_context=context, initializer=_settle)
         while len(self._samples) < min(config.pool, _FIRST):
             self.renew(patient=True)

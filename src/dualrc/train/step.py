@@ -26,13 +26,19 @@ class TrainingStep(nn.Module):
         super().__init__()
         self.network = network
         self.config = config
+        self._extract, self._loss = network.extract, self._losses
+
+    def compile_parts(self) -> None:
+        """Compile backbone and losses, each for itself: one graph of both trusts layouts that kernels may not keep."""
+        self._extract = torch.compile(self.network.extract, dynamic=False)
+        self._loss = torch.compile(self._losses, dynamic=False)
 
     def forward(self, parts: int, *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The fields of a PairBatch, which holds so many parts, to the loss and what is logged."""
         batch = PairBatch(**dict(zip(_FIELDS, tensors, strict=True)))
         images = torch.cat([batch.images0, batch.images1]).contiguous(memory_format=torch.channels_last)
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
-            features = self.network.extract(images)
+            features = self._extract(images)
         # Each part's loss is a mean over its own places, so that it does not matter which process has it.
         maps = *features.coarse.chunk(2), *features.fine.chunk(2)
         chunks = [t.chunk(parts) for t in (*maps, *tensors)]
@@ -40,7 +46,7 @@ class TrainingStep(nn.Module):
         logged = {name: torch.stack([r[1][name] for r in results]).mean() for name in results[0][1]}
         return torch.stack([total for total, _ in results]).mean(), logged
 
-    def _loss(
+    def _losses(
         self, coarse0: Tensor, coarse1: Tensor, fine0: Tensor, fine1: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         batch = PairBatch(**dict(zip(_FIELDS, tensors, strict=True)))
@@ -70,8 +76,8 @@ class Update:
         self.device = fabric.device
         self.skipped = torch.zeros((), device=self.device)  # steps that were left out
         self.rate, self._share = (torch.zeros((), device=self.device) for _ in range(2))
-        if config.compile and self.device.type == "cuda" and fabric.world_size == 1:
-            self._module = torch.compile(module, dynamic=False)
+        if config.compile and isinstance(module, TrainingStep) and self.device.type == "cuda":
+            module.compile_parts()
 
     def __call__(self, parts: int, tensors: Sequence[Tensor], *, rate: float, decay: float) -> Outcome:
         """Train on the fields of a PairBatch, which holds so many parts."""
@@ -126,27 +132,30 @@ class Recorded:
     def __call__(self, parts: int, tensors: Sequence[Tensor], *, rate: float, decay: float) -> Outcome:
         """As `Update`; the first steps are plain, then one is recorded."""
         self._update.set(rate, decay)
-        self._calls += 1
-        if self._graph is None and self._calls > _PLAIN:
-            self._record(parts, tensors)
-        if self._graph is None or self._outcome is None:
-            return self._plain(parts, tensors)
+        if not self._calls:
+            self._inputs, self._parts = [torch.empty_like(t) for t in tensors], parts
         assert parts == self._parts
-        torch._foreach_copy_(self._inputs, list(tensors))
+        # All steps read the same memory, whatever layout a batch has.
+        for own, given in zip(self._inputs, tensors, strict=True):
+            own.copy_(given)
+        self._calls += 1
+        if self._calls == _PLAIN + 1:
+            self._record(parts)
+        if self._graph is None or self._outcome is None:
+            return self._plain(parts)
         self._graph.replay()
         return self._outcome
 
-    def _plain(self, parts: int, tensors: Sequence[Tensor]) -> Outcome:
+    def _plain(self, parts: int) -> Outcome:
         # On the stream that will record, as gradients and what is kept for them belong to a stream.
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            outcome = self._update.run(parts, tensors)
+            outcome = self._update.run(parts, self._inputs)
         current.wait_stream(self._stream)
         return outcome
 
-    def _record(self, parts: int, tensors: Sequence[Tensor]) -> None:
-        self._inputs, self._parts = [torch.empty_like(t).copy_(t) for t in tensors], parts
+    def _record(self, parts: int) -> None:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
@@ -155,7 +164,6 @@ class Recorded:
                 self._outcome = self._update.run(parts, self._inputs)
             self._graph = graph
         except RuntimeError as error:
-            self._calls = -(2**62)
             message = f"Could not capture a training step as a CUDA graph ({error}); it goes on without, more slowly."
             warnings.warn(message, stacklevel=2)
 
