@@ -56,7 +56,9 @@ def mask(seed: int, height: int, width: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines_agree_with_the_formulas(name, shape0, shape1, masked):
     maps = rand(0, 2, 12, *shape0), rand(1, 2, 12, *shape1)
-    valid = (torch.cat([mask(2, *shape0), mask(4, *shape0)]), torch.cat([mask(6, *shape1)] * 2)) if masked else (None,) * 2
+    valid = (None, None)
+    if masked:
+        valid = torch.cat([mask(2, *shape0), mask(4, *shape0)]), torch.cat([mask(6, *shape1)] * 2)
     engine, module = make_engine(name), context()
     expected = ReferenceEngine().context(module, maps, valid)
     device = "cuda" if name.startswith("triton") and torch.cuda.is_available() else "cpu"

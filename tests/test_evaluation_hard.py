@@ -74,5 +74,5 @@ def test_what_can_not_be_used_is_noted(data):
 
 
 def test_a_folder_without_pairs(tmp_path):
-    with pytest.raises(DataError, match="points.txt"):
+    with pytest.raises(DataError, match="or points"):
         evaluate("hard", roots=(tmp_path,), out=tmp_path / "out")

@@ -1,20 +1,23 @@
 """Training losses: those that train `default`, then the paper's and the published implementation's of keypoints."""
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from dualrc.data.pairs import PairBatch
 from dualrc.errors import ConfigError
-from dualrc.model.cells import FineMap, Reading, corners
+from dualrc.model.cells import PLACES, FineMap, Reading, corners
 from dualrc.model.correlation import correlate, mutual_filter
 from dualrc.model.dualrc import DualRCNet, Features
 from dualrc.model.search import TINY, Queries, fine_cosines, point_queries, read_coarse, sharpen
 from dualrc.model.subpixel import Subpixel, Windows, cell_windows, pair_windows, point_windows
 from dualrc.pixels import FINE_STRIDE, RATIO, cell_to_pixel, pixel_to_cell
+
+_SHARPNESS = 0.05  # temperature of the cosines in cross-entropies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,7 @@ def _one_way(network: DualRCNet, raw: Tensor, refined: Tensor, fine1: FineMap, p
 def _coarse_losses(raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places) -> tuple[Tensor, Tensor, Tensor]:
     """Losses (n) of the coarse cosines and of the refined scores, and those scores, (n cells), of sum 1."""
     cell = places.row // RATIO * fine1.width + places.column // RATIO
-    cosines = read_coarse(raw, places.queries).flatten(0, 1) / 0.05
+    cosines = read_coarse(raw, places.queries).flatten(0, 1) / _SHARPNESS
     scores = read_coarse(refined, places.queries).flatten(0, 1)
     scores = scores / (scores.sum(1, keepdim=True) + 1e-9)
     chosen = scores.gather(1, cell[:, None])[:, 0]
@@ -131,13 +134,42 @@ def _fine_losses(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Losses (n) of the fine cosines and of coarse score times fine score; the cells and scores the matcher finds."""
     cosines = fine_cosines(places.queries, fine1).flatten(0, 1)
-    logits = cosines / 0.05
-    joint = logits + fine1.upsample(torch.log(scores + 1e-6))
-    size = fine1.height * RATIO, fine1.width * RATIO
-    fine_loss, joint_loss = (_soft_cross_entropy(x, places.there, *size) for x in (logits, joint))
+    index, weights = corners(places.there, *fine1.fine_size)
+    # The sum of exp over all fine cells, with and without the coarse score, is a sum over coarse cells of their 16
+    # fine cells' sums: nothing of the size of the fine correlation is made but its exponential.
+    sums, target = _CellSums.apply(cosines, index, weights, fine1.height)  # type: ignore[no-untyped-call]
+    coarse = scores + 1e-6
+    cell = fine1.position(index) // PLACES
+    fine_loss = sums.sum(1).log() - target
+    joint_loss = (sums * coarse).sum(1).log() - target - (weights * coarse.gather(1, cell).log()).sum(1)
     with torch.no_grad():
-        score, found = (fine1.upsample(scores) * sharpen(cosines, temperature)).max(1)
+        best = cosines.view(len(cosines), fine1.height, RATIO, -1, RATIO).amax((2, 4)).flatten(1)
+        score, found_cell = (scores * sharpen(best, temperature)).max(1)
+        members = fine1.members(found_cell)  # n 16
+        found = members.gather(1, cosines.gather(1, members).argmax(1, keepdim=True))[:, 0]
     return fine_loss, joint_loss, found, score
+
+
+class _CellSums(Function):
+    """Sums of exp((cosine - 1) / 0.05) over the fine cells of each coarse cell; (cosine - 1) / 0.05 at some cells."""
+
+    @staticmethod
+    def forward(ctx: Any, cosines: Tensor, index: Tensor, weights: Tensor, height: int) -> tuple[Tensor, Tensor]:
+        """(n HW), (n 4), (n 4) -> (n h*w), and (n): the weighted mean of the exponents at the indices."""
+        powers = torch.sub(cosines / _SHARPNESS, 1 / _SHARPNESS)
+        target = (weights * powers.gather(1, index)).sum(1)
+        powers.exp_()
+        ctx.height = height
+        ctx.save_for_backward(powers, index, weights)
+        return powers.view(len(powers), height, RATIO, -1, RATIO).sum((2, 4)).flatten(1), target
+
+    @staticmethod
+    def backward(ctx: Any, sums: Tensor, target: Tensor) -> tuple[Tensor | None, ...]:
+        powers, index, weights = ctx.saved_tensors
+        cells = (sums / _SHARPNESS).view(len(sums), ctx.height, 1, -1, 1)
+        gradient = (powers.view(len(powers), ctx.height, RATIO, -1, RATIO) * cells).flatten(1)
+        gradient.scatter_add_(1, index, weights * (target / _SHARPNESS)[:, None])
+        return gradient, None, None, None
 
 
 def _subpixel_losses(subpixel: Subpixel, fine1: FineMap, places: _Places, score: Tensor) -> Tensor:
@@ -305,9 +337,3 @@ def _target(cells: Tensor, fine: FineMap) -> Tensor:
     axis = torch.tensor([0.25, 0.5, 0.25], device=cells.device)
     kernel = (axis[:, None] * axis)[None, None]
     return F.conv2d(target.view(-1, 1, height, width), kernel, padding=1).flatten(1)
-
-
-def _soft_cross_entropy(logits: Tensor, target: Tensor, height: int, width: int) -> Tensor:
-    """Cross-entropy against the four cells around a place (n 2), by their bilinear weights."""
-    index, weights = corners(target, height, width)
-    return logits.logsumexp(1) - (weights * logits.gather(1, index)).sum(1)

@@ -7,7 +7,6 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-
 _UNIFORM, _NORMAL = 128, 96  # random numbers of a picture, more than are used
 
 
@@ -63,7 +62,7 @@ def relight(images: Tensor, random: Generator, sensors: float = 0.0) -> Tensor:
 
 
 def light(images: Tensor, uniforms: Tensor, normals: Tensor, noise: Tensor, sensors: float) -> Tensor:
-    """What `relight` does with these random numbers; `noise` is (b 3 h w)."""
+    """What `relight` does with these random numbers, all of one floating-point type; `noise` is (b 3 h w)."""
     device = images.device
     draws = Draws(uniforms, normals, single=(1, 1, 1))
     uniform, normal, chance = draws.uniform, draws.normal, draws.chance
@@ -73,9 +72,9 @@ def light(images: Tensor, uniforms: Tensor, normals: Tensor, noise: Tensor, sens
     linear = images.clamp(0, 1) ** 2.2
     night = chance(0.3)
     gain = torch.exp2(normal(0.6) - torch.where(night, uniform(0, 8), 0))
-    tint = torch.exp(normal(0.12, 3, 1, 1) * torch.where(night, 3.0, 1.0))
+    tint = torch.exp(normal(0.12, 3, 1, 1) * (1 + 2 * night))
     # Lamps of other colours make other surfaces bright.
-    mixing = torch.eye(3, device=device) + normal(0.08, 3, 3) * torch.where(night, 3.0, 1.0)[..., 0]
+    mixing = torch.eye(3, device=device, dtype=images.dtype) + normal(0.08, 3, 3) * (1 + 2 * night)[..., 0]
     linear = torch.einsum("bij,bjhw->bihw", mixing, linear).clamp(0, 1)
     linear = linear * torch.where(night, _lamps(uniform, linear), 1)
     # Surfaces answer other lamps differently: what was the brighter one by day may be the darker one at night.
@@ -90,7 +89,7 @@ def light(images: Tensor, uniforms: Tensor, normals: Tensor, noise: Tensor, sens
     mean = images.mean((1, 2, 3), keepdim=True)
     images = (images - mean) * torch.exp(normal(0.2)) + mean + normal(0.05)
     images = torch.where(chance(0.1), images.mean(1, keepdim=True).expand_as(images), images)
-    images = _blurred(images, uniform(0, 1.8) * chance(0.5) * torch.where(other, 2.0, 1.0))
+    images = _blurred(images, uniform(0, 1.8) * chance(0.5) * (1 + other))
     images = images + noise * (uniform(0, 0.05) * chance(0.7))
     images = images.clamp(0, 1)
     return torch.where(chance(0.35), _compressed(images, uniform(0.01, 0.12)), images)
@@ -113,22 +112,23 @@ def _other_sensor(draws: Draws, images: Tensor) -> Tensor:
 
 def _lamps(uniform: Callable[..., Tensor], images: Tensor) -> Tensor:
     """The light of coloured lamps on pictures (b 3 h w): where they stand they outshine the night many times."""
-    y, x = (torch.linspace(0, 1, side, device=images.device) for side in images.shape[2:])
-    light = torch.ones_like(images)
+    # At a quarter of the resolution, as light is smooth.
+    y, x = ((torch.arange(side // 4, device=images.device) + 0.5) / (side // 4) for side in images.shape[2:])
+    light = torch.ones(len(images), 3, len(y), len(x), device=images.device)
     for _ in range(8):
-        column, row, reach = uniform(0, 1), uniform(0, 1), torch.exp2(uniform(-6, -3))
+        column, row, reach = (n.float() for n in (uniform(0, 1), uniform(0, 1), torch.exp2(uniform(-6, -3))))
         distance = (x - column).square() + (y[:, None] - row).square()
         color = torch.exp2(uniform(-2, 5, 3, 1, 1)) * (uniform(0, 1) < 0.6)
         light = light + color / (1 + distance / reach.square())
-    return light
+    return F.interpolate(light.to(images.dtype), size=images.shape[2:], mode="bilinear", align_corners=False)
 
 
 def _blurred(images: Tensor, sigma: Tensor) -> Tensor:
     """Gaussian blur with a deviation in pixels for each picture (b 1 1 1); 0: none."""
     reach = 4
     axis = torch.arange(-reach, reach + 1, device=images.device)
-    kernel = torch.exp(-axis.square() / (2 * sigma.clamp(min=1e-3).square()))  # b 1 1 9
-    kernel = kernel / kernel.sum(3, keepdim=True)
+    kernel = torch.exp(-axis.square() / (2 * sigma.float().clamp(min=1e-3).square()))  # b 1 1 9
+    kernel = (kernel / kernel.sum(3, keepdim=True)).to(images.dtype)
     height, width = images.shape[2:]
     # Shifts and sums: a convolution with a kernel of its own for every picture is slower.
     padded = F.pad(images, (reach, reach, 0, 0), mode="replicate")
@@ -142,9 +142,10 @@ def _compressed(images: Tensor, strength: Tensor) -> Tensor:
     place = torch.arange(8, device=images.device)
     basis = torch.cos(math.pi / 8 * (place[None] + 0.5) * place[:, None]) / 2
     basis[0] /= math.sqrt(2)
+    basis = basis.to(images.dtype)
     waves = _by_blocks(images, basis)
     frequency = place.repeat(images.shape[2] // 8)[:, None] + place.repeat(images.shape[3] // 8)
-    step = strength * (0.25 + frequency / 8)
+    step = strength * (0.25 + frequency / 8).to(images.dtype)
     return _by_blocks((waves / step).round() * step, basis.T).clamp(0, 1)
 
 

@@ -55,8 +55,8 @@ def open_pairs(config: DataConfig, *, size: int, points: int, device: torch.devi
         return Opened(training=training, held_out=held_out)
     if isinstance(config, ScenesConfig):
         other = replace(config, seed=config.seed + 1, pool=min(config.pool, _HELD_OUT_SCENES), workers=0)
-        held_out_scenes = ScenePairs(other, helpers=config.workers, **settings)
-        return Opened(training=ScenePairs(config, **settings), held_out=held_out_scenes)
+        scenes = ScenePairs(config, **settings)
+        return Opened(training=scenes, held_out=ScenePairs(other, helper=scenes, **settings))
     source = _source(config)
     sources = (_Some(source, numbers) for numbers in _split(len(source)))
     pairs, held_out_pairs = (FilePairs(some, config, **settings) for some in sources)

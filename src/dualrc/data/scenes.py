@@ -113,10 +113,16 @@ class ScenePairs(FilePairs):
     """
 
     def __init__(
-        self, config: ScenesConfig, *, size: int, points: int, device: torch.device | str = "cpu", helpers: int = 0
+        self,
+        config: ScenesConfig,
+        *,
+        size: int,
+        points: int,
+        device: torch.device | str = "cpu",
+        helper: "ScenePairs | None" = None,
     ) -> None:
-        """Without workers, so many `helpers` render the pool, and end."""
-        self.pool = _Pool(config, helpers)
+        """Without workers of its own, those of the `helper` render the pool."""
+        self.pool: _Pool = _Pool(config, None if helper is None else helper.pool)
         super().__init__(self.pool, config, size=size, points=points, device=device)
 
     def make(self, count: int, random: Generator) -> PairBatch:
@@ -137,22 +143,19 @@ class ScenePairs(FilePairs):
 class _Pool:
     """Rendered pairs, renewed by processes."""
 
-    def __init__(self, config: ScenesConfig, helpers: int = 0) -> None:
+    def __init__(self, config: ScenesConfig, helper: "_Pool | None" = None) -> None:
         self.config, self.failure = config, ""
         self._samples: list[PairSample] = []
         self._next = 0  # the next pair to render
         self._oldest = 0
         self._pending: set[Future[PairSample]] = set()
         self._executor: ProcessPoolExecutor | None = None
+        if not config.workers:
+            run = map if helper is None or helper._executor is None else helper._executor.map
+            self._samples = list(run(render_sample, [config] * config.pool, range(config.pool)))
+            return
         # Forked processes could hang on locks that threads of this one hold.
         context = get_context("spawn")
-        if not config.workers and not helpers:
-            self._samples = [render_sample(config, number) for number in range(config.pool)]
-            return
-        if not config.workers:
-            with ProcessPoolExecutor(helpers, mp_context=context, initializer=_settle) as executor:
-                self._samples = list(executor.map(render_sample, [config] * config.pool, range(config.pool)))
-            return
         self._executor = ProcessPoolExecutor(config.workers, mp_context=context, initializer=_settle)
         while len(self._samples) < min(config.pool, _FIRST):
             self.renew(patient=True)

@@ -60,7 +60,7 @@ class Scores:
 
 
 class Hard(Benchmark):
-    """Folders with pictures 1 and 2 and either H_1_2 or points.txt, lines `x1 y1 x2 y2`, in any depth below the roots."""
+    """Folders below the roots with pictures 1 and 2 and either H_1_2 or points.txt, whose lines are `x1 y1 x2 y2`."""
 
     name = "hard"
     summary = "hard takes EVD (pairs with H_1_2) and WxBS (pairs with points.txt)."
@@ -94,7 +94,8 @@ class Hard(Benchmark):
     def _add(self, truth: Path) -> None:
         """A pair by the file of its truth; what can't be used is noted."""
         folder = truth.parent
-        found = [[folder / (stem + suffix) for suffix in _SUFFIXES if (folder / (stem + suffix)).is_file()] for stem in "12"]
+        candidates = [[folder / (stem + suffix) for suffix in _SUFFIXES] for stem in "12"]
+        found = [[path for path in paths if path.is_file()] for paths in candidates]
         try:
             values = np.loadtxt(truth, dtype=np.float64, ndmin=2)
         except (OSError, ValueError):
@@ -154,8 +155,8 @@ class Hard(Benchmark):
             columns=["matcher", *columns, *COST_COLUMNS],
             rows=rows,
             note=(
-                f"EVD: share of the best {self._top(EVD_TOP)} matches within {EVD_PX} px of the homography. WxBS: share "
-                f"of the hand-made points within 5 and 20 px of the epipolar lines of F, in both pictures; F is "
+                f"EVD: share of the best {self._top(EVD_TOP)} matches within {EVD_PX} px of the homography. WxBS: "
+                "share of the hand-made points within 5 and 20 px of the epipolar lines of F, in both pictures; F is "
                 f"estimated from the best {self._top(WXBS_TOP)} matches by PoseLib at {_RANSAC_PX:g} px."
             ),
         )

@@ -44,11 +44,10 @@ class ContextLayer(nn.Module):
 
     def update(self, tokens: Tensor, queries: Tensor, answers: list[Tensor], seen: list[Tensor | None]) -> Tensor:
         """Tokens (b n w) with what they read in the answers of the own image and of the other."""
-        found = [
-            F.scaled_dot_product_attention(queries[:, side], *answers[side][:, 2 * side : 2 * side + 2].unbind(1),
-                                           attn_mask=seen[side])  # fmt: skip
-            for side in (0, 1)
-        ]
+        found = []
+        for side in (0, 1):
+            keys, values = answers[side][:, 2 * side : 2 * side + 2].unbind(1)
+            found.append(F.scaled_dot_product_attention(queries[:, side], keys, values, attn_mask=seen[side]))
         tokens = tokens + self.merge(torch.cat(found, dim=1).transpose(1, 2).flatten(2))
         return tokens + self.mlp(self.mlp_norm(tokens))
 

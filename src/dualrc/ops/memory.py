@@ -97,7 +97,8 @@ def needs(
     match = 4 * (4 * config.backbone.fine_channels + 5 * WINDOW**2 + 4 * config.fine.subpixel_hidden)
     return Needs(
         extract=extract,
-        coarse=kept + max(tokens, entries * own.tensor_bytes + row * own.row_bytes)
+        coarse=kept
+        + max(tokens, entries * own.tensor_bytes + row * own.row_bytes)
         + (0 if config.context is None else config.backbone.coarse_channels * item * sum(pixels) / STRIDE**2),
         search=kept + entries * own.search_bytes + own.query_copies * queries * query,
         refine=kept + (queries * match * own.match_copies if config.fine.subpixel else 0),
@@ -152,7 +153,7 @@ def coarse_work(config: NetworkConfig, size0: Size, size1: Size, item: int) -> W
     """
     cells0, cells1, channels = _cells(size0), _cells(size1), config.backbone.coarse_channels
     entries = cells0 * cells1
-    operations = (2 * channels + consensus_operations(config.consensus)) * entries
+    operations: float = (2 * channels + consensus_operations(config.consensus)) * entries
     operations += context_operations(config, cells0, cells1)
     return Work(operations=operations, bytes=(5 * entries + (cells0 + cells1) * channels) * item)
 

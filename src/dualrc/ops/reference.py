@@ -47,7 +47,7 @@ class ReferenceEngine(Engine):
         self, context: Context, coarse: tuple[Tensor, Tensor], valid: tuple[Tensor | None, Tensor | None]
     ) -> tuple[Tensor, Tensor]:
         weights = {name: tensor.detach().double() for name, tensor in context.state_dict().items()}
-        heads = [layer.heads for layer in context.layers]
+        heads = [int(layer.heads) for layer in context.layers]  # type: ignore[arg-type]
         pairs = []
         for number, pair in enumerate(zip(*coarse, strict=True)):
             masks = [None if mask is None else mask[number] for mask in valid]

@@ -58,12 +58,12 @@ def _filled(weight: Tensor, axis: int) -> Tensor:
 
 def spread(values: Tensor, sign: int) -> Tensor:
     """Neighbors in image 0 as channels: (b h w m g) -> (b h w m 9g, filled up); channel 9g + n is group g's."""
-    return _Spread.apply(values, sign)  # type: ignore[no-any-return,no-untyped-call]
+    return _Spread.apply(values, sign)  # type: ignore[no-untyped-call]
 
 
 def gather(values: Tensor, sign: int, groups: int) -> Tensor:
     """Each neighbor's channel added up: (b h w m 9g or more) -> (b h w m g)."""
-    return _Gather.apply(values, sign, groups)  # type: ignore[no-any-return,no-untyped-call]
+    return _Gather.apply(values, sign, groups)  # type: ignore[no-untyped-call]
 
 
 def _shifts(values: Tensor, sign: int) -> list[Tensor]:
@@ -94,7 +94,7 @@ class _Spread(Function):
         return _spread(values, sign)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _gather(gradient, -ctx.sign, ctx.groups), None
 
 
@@ -105,6 +105,6 @@ class _Gather(Function):
         return _gather(values, sign, groups)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         channels = _spread(gradient, -ctx.sign)
         return F.pad(channels, (0, ctx.channels - channels.shape[4])), None, None
