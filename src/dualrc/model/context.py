@@ -76,7 +76,7 @@ class Context(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Coarse maps (b c h0 w0), (b c h1 w1) -> the same; only `cells` (b h w), bool, are attended to; None: all."""
         if coarse0.shape == coarse1.shape and cells0 is None and cells1 is None:
-            first, second = self._attend([torch.cat([coarse0, coarse1])], [None])[0].chunk(2)
+            first, second = self._attend([torch.cat([coarse0, coarse1])], [None])[0].split(len(coarse0))
         else:
             first, second = self._attend([coarse0, coarse1], [cells0, cells1])
         return first, second
