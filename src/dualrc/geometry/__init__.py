@@ -24,11 +24,13 @@ from dualrc.geometry.depth import (
     sample_depth,
     unproject,
 )
+from dualrc.geometry.focal import shared_focal_px
 from dualrc.geometry.homography import apply_homography, corner_error_px, crop_homography, resize_homography
 from dualrc.geometry.twoview import (
     epipolar_distance_px,
     essential_from_pose,
     estimate,
+    estimate_direction,
     fundamental_from_pose,
     relative_pose,
     sampson_distance_px,
@@ -52,6 +54,7 @@ __all__ = [
     "epipolar_distance_px",
     "essential_from_pose",
     "estimate",
+    "estimate_direction",
     "fundamental_from_pose",
     "homography_grid",
     "on_picture",
@@ -69,6 +72,7 @@ __all__ = [
     "sample_bilinear",
     "sample_depth",
     "sampson_distance_px",
+    "shared_focal_px",
     "transform_points",
     "unproject",
 ]

@@ -17,6 +17,7 @@ from dualrc.types import BoolArray, FloatArray
 # The fewest matches that leave one model. (Solvers take less, and then choose among several that fit.)
 _FEWEST = {"homography": 4, "fundamental": 8, "essential": 6}
 _FEWEST_SHARED_FOCAL = 7
+_FEWEST_DIRECTION, _DIRECTION_SAMPLE = 5, 1500  # matches that a direction needs, and that draws are judged by
 _GUESSED_FOCAL = 1.2  # in long sides, as COLMAP guesses: about 45 degrees of view
 # An estimated focal length outside of this range, in long sides, is an artefact of a degenerate motion.
 _PLAUSIBLE_FOCAL = (0.3, 5.0)
@@ -102,6 +103,51 @@ def relative_pose(
 ) -> RelativePose | None:
     """The relative pose of two known cameras; None where it can't be estimated."""
     return estimate(matches, "essential", camera0=camera0, camera1=camera1, threshold_px=threshold_px, seed=seed).pose
+
+
+def estimate_direction(
+    rays0: npt.ArrayLike, rays1: npt.ArrayLike, rotation: npt.ArrayLike, threshold: float, *, draws: int = 500
+) -> FloatArray | None:
+    """The direction t (3,) from camera 0 to camera 1 for a known rotation cam1_from_cam0 (3, 3); None: too few rays.
+
+    Rays (n, 3) have depth 1, best first, and the threshold on the Sampson distance is in their units, pixels over the
+    focal length. Two matches give a direction; the one that most agree with is refined by all of those.
+    """
+    R = np.asarray(rotation, dtype=np.float64)
+    x0, x1 = np.asarray(rays0, dtype=np.float64), np.asarray(rays1, dtype=np.float64)
+    if len(x0) < _FEWEST_DIRECTION:
+        return None
+    y0 = x0 @ R.T
+    # x1' [t]x R x0 and the epipolar lines are all linear in t: the residual is t . normals.
+    normals = np.cross(y0, x1)
+    lines1 = np.cross(y0[:, None], np.eye(3)[:2]), np.cross(x1[:, None], R[:, :2].T)  # (n, 2, 3) each
+
+    def distances(directions: FloatArray, rows: Any) -> FloatArray:
+        """Sampson distances (m, n) for directions (m, 3)."""
+        squares = sum((directions @ lines[rows, i].T) ** 2 for lines in lines1 for i in range(2))
+        return np.abs(directions @ normals[rows].T) / np.sqrt(squares + 1e-30)
+
+    rows = np.arange(min(len(x0), _DIRECTION_SAMPLE))
+    first, second = np.random.default_rng(0).integers(0, len(rows), (2, draws))
+    candidates = np.cross(normals[first], normals[second])
+    lengths = np.linalg.norm(candidates, axis=1)
+    candidates = candidates[lengths > 1e-15] / lengths[lengths > 1e-15, None]
+    if not len(candidates):
+        return None
+    costs = np.minimum((distances(candidates, rows) / threshold) ** 2, 1).sum(1)
+    best: FloatArray = candidates[costs.argmin()]
+    for _ in range(5):
+        off = distances(best[None], slice(None))[0]
+        near = off <= threshold
+        if near.sum() < _FEWEST_DIRECTION:
+            return None
+        scale = np.abs(normals[near] @ best) / np.maximum(off[near], 1e-15)
+        rows_scaled = normals[near] / np.maximum(scale, 1e-15)[:, None]
+        best = np.linalg.svd(rows_scaled.T @ rows_scaled)[0][:, -1]
+    # Of the two signs, the one with more points in front of both cameras.
+    across = np.cross(x1[near], y0[near])
+    depth0 = np.sum(np.cross(np.broadcast_to(best, across.shape), x1[near]) * across, axis=1)
+    return best if np.mean(depth0 > 0) > 0.5 else -best
 
 
 def essential_from_pose(cam1_from_cam0: npt.ArrayLike) -> FloatArray:
