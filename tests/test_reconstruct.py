@@ -97,7 +97,7 @@ def test_everything_is_written(made):
     assert written["registered"] == 6 and written["points"] == summary.points
     assert written["matches"]["weights"] and written["versions"]["pycolmap"] == pycolmap.__version__
     assert written["config"]["keypoints"]["radius"] > 0
-    assert set(written["seconds"]) == {"matching", "keypoints", "database", "hloc", "mapping"}
+    assert set(written["seconds"]) == {"matching", "verification", "keypoints", "database", "hloc", "mapping"}
     assert (out / "points.ply").read_bytes().startswith(b"ply\n")
     with Image.open(out / "model.png") as picture:
         assert min(picture.size) > 300 and len(picture.convert("L").getcolors()) > 20

@@ -109,8 +109,8 @@ def reconstruct(
 ) -> None:
     """Reconstruct cameras and points from a folder of pictures.
 
-    OUT gets model (COLMAP's), points.ply, model.png, summary.json, and COLMAP's database.db. Matches are kept in
-    OUT/matches.sqlite: run the same command again after a crash, or with more pictures.
+    OUT gets model (COLMAP's), points.ply, model.png, summary.json, pairs.json, and COLMAP's database.db. Matches are
+    kept in OUT/matches.sqlite: run the same command again after a crash, or with more pictures.
 
     dualrc reconstruct photos --out town
 
@@ -123,6 +123,9 @@ def reconstruct(
     matching = common.settings(CollectionConfig, locals())
     summary = run(images, out, ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc))
     table = common.table(f"{summary.registered:,} of {summary.pictures:,} pictures placed")
+    table.add_row("pairs kept", f"{summary.verification.kept:,} of {summary.verification.pairs:,}")
+    for cause, count in summary.verification.dropped.items():
+        table.add_row("pairs dropped", f"{count:,}: {cause}")
     table.add_row("points", f"{summary.points:,}")
     table.add_row("track length, mean", f"{summary.track_length:.2f} pictures")
     table.add_row("reprojection error, mean", f"{summary.reprojection_error_px:.2f} px")
@@ -135,7 +138,7 @@ def reconstruct(
         table.add_row("beware", f"{summary.models} models did not join; this is the largest. Match more pairs.")
     table.add_row("time", ", ".join(f"{step} {seconds:.0f} s" for step, seconds in summary.seconds.items()))
     common.screen.print(table)
-    common.screen.print(f"Written: {out / 'model'}; look at {out / 'model.png'}.")
+    common.screen.print(f"Written: {out / 'model'}; look at {out / 'model.png'}; {out / 'pairs.json'} has every pair.")
 
 
 @common.app.command()

@@ -3,9 +3,12 @@
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from dualrc.collection.store import Names
 from dualrc.types import FloatArray
+
+IntArray = npt.NDArray[np.int64]
 
 _ROUNDS = 10
 _SCALE_DEG = 5.0  # a pair that is off by this counts a quarter
@@ -42,10 +45,10 @@ class RotationGraph:
 
 
 def _spanning_tree(
-    count: int, ends: FloatArray, relative: FloatArray, weights: FloatArray
-) -> tuple[FloatArray, FloatArray]:
+    count: int, ends: IntArray, relative: FloatArray, weights: FloatArray
+) -> tuple[IntArray, FloatArray]:
     """Components (n,), and rotations (n, 3, 3) along the pairs of largest weight."""
-    component, rotations = np.full(count, -1), np.tile(np.eye(3), (count, 1, 1))
+    component, rotations = np.full(count, -1, np.int64), np.tile(np.eye(3), (count, 1, 1))
     parent = np.arange(count)
 
     def root(node: int) -> int:
@@ -76,14 +79,14 @@ def _spanning_tree(
     return component, rotations
 
 
-def _average(rotations: FloatArray, ends: FloatArray, relative: FloatArray, weights: FloatArray) -> None:
+def _average(rotations: FloatArray, ends: IntArray, relative: FloatArray, weights: FloatArray) -> None:
     """Change the rotations so that all pairs fit, those that don't counting less (Geman-McClure)."""
     from scipy.sparse import coo_array, diags_array
     from scipy.sparse.linalg import splu
 
     count = len(rotations)
-    if len(ends) < count:
-        return
+    if not len(ends) or len(ends) < count:
+        return  # a tree fits its pairs exactly
     first, second = ends.T
     base = weights / weights.max()
     for _ in range(_ROUNDS):

@@ -46,6 +46,13 @@ _MAX_TURN_DEG = 10.0  # between a pair's rotation and that of the collection
 _FOCAL_PAIRS = 60  # that focal lengths are found from
 _CACHED = 64  # pairs whose matches are kept in memory
 
+# Causes.
+_FEW = "too few matches agree"
+_ELSEWHERE = "other pairs contradict its matches"
+_TURNED = "other pairs contradict its rotation"
+_UNCONFIRMED = "other pairs do not confirm it"
+_WEAK = "too weak without other pairs"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairCheck:
@@ -53,7 +60,8 @@ class PairCheck:
 
     names: Names
     kept: bool = False
-    reason: str = ""  # why it was dropped
+    cause: str = ""  # why it was dropped, in a word or two
+    reason: str = ""  # and in figures
     matches: int = 0
     inliers: int = 0
     together: float = 0.0  # share of the matches around inliers that are inliers too
@@ -70,12 +78,23 @@ class PairCheck:
         """Of the matches that are inliers."""
         return self.inliers / max(self.matches, 1)
 
+    def to_dict(self) -> dict[str, Any]:
+        """What is written of it."""
+        words = ("kept", "cause", "reason", "matches", "inliers", "confirmed", "contradicted", "confirmed_only")
+        return {
+            "name0": self.names[0],
+            "name1": self.names[1],
+            **{word: getattr(self, word) for word in words},
+            "together": round(self.together, 3),
+            "pair_score": round(self.pair_score, 6),
+            "rotation_off_deg": None if self.turn_deg is None else round(self.turn_deg, 2),
+        }
+
     def inlier_flags(self) -> BoolArray:
         """Which matches of the pair agree with its geometry."""
         if self.flags is None:
             return np.zeros(self.matches, dtype=bool)
         return np.unpackbits(self.flags, count=self.matches).astype(bool)
-
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,6 +113,20 @@ class Verification:
     def dropped(self) -> list[PairCheck]:
         """The pairs not to use; each has a reason."""
         return [check for check in self.checks.values() if not check.kept]
+
+    def summary(self) -> "VerificationSummary":
+        """How many pairs were kept, and why the others were not."""
+        causes = Counter(check.cause for check in self.dropped)
+        return VerificationSummary(pairs=len(self.checks), kept=len(self.kept), dropped=dict(causes.most_common()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerificationSummary:
+    """What verification came to."""
+
+    pairs: int
+    kept: int
+    dropped: dict[str, int]  # pairs by cause
 
 
 def verify_pairs(
@@ -177,12 +210,9 @@ class _Verifier:
                 groups[camera.size].append(name)
         for size, names in groups.items():
             members = set(names)
-            scored = []
-            for pair in self._pairs:
-                if members >= set(pair):
-                    scored.append((self._load(pair).pair_score, pair))
+            scored = [(self._load(pair).pair_score, pair) for pair in self._pairs if members >= set(pair)]
             fundamentals = []
-            for number, (_, pair) in enumerate(sorted(scored, reverse=True)[:_FOCAL_PAIRS]):
+            for _, pair in sorted(scored, reverse=True)[:_FOCAL_PAIRS]:
                 matches = self._load(pair)
                 fit = geometry.estimate(
                     matches[_spread(len(matches), _SAMPLE)],
@@ -203,13 +233,11 @@ class _Verifier:
         check = PairCheck(names=names, matches=len(matches), pair_score=matches.pair_score)
         fit = self._fit(names, matches, _spread(len(matches), _SAMPLE), _QUICK)
         if fit is None:
-            return replace(check, reason="no geometry fits its matches")
+            return replace(check, cause=_FEW, reason="no geometry fits its matches")
         check = self._with_fit(check, matches, *fit)
-        return replace(check, reason="" if check.inliers >= _FEWEST else f"only {check.inliers} matches agree")
+        return replace(check, cause=_FEW, reason=f"{check.inliers} of its {check.matches} matches agree")
 
-    def _fit(
-        self, names: Names, matches: Matches, rows: Any, iterations: int
-    ) -> tuple[FloatArray, BoolArray] | None:
+    def _fit(self, names: Names, matches: Matches, rows: Any, iterations: int) -> tuple[FloatArray, BoolArray] | None:
         """The relative pose that most of the matches in these rows share, and which of all agree with it."""
         camera0, camera1 = self._cameras[names[0]], self._cameras[names[1]]
         threshold_px = self._threshold_px(matches)
@@ -243,7 +271,7 @@ class _Verifier:
     def _trust(self, check: PairCheck) -> None:
         """Accept a pair, so that it helps to judge others."""
         name0, name1 = check.names
-        self._checks[check.names] = replace(check, kept=True, reason="")
+        self._checks[check.names] = replace(check, kept=True, cause="", reason="")
         if not check.confirmed_only:
             self._trusted[name0][name1] = self._trusted[name1][name0] = check.names
 
@@ -298,16 +326,12 @@ class _Verifier:
         """Drop sure pairs that the others contradict, the weakest first."""
         for check in sorted(self._kept(), key=_strength):
             self._distrust(check)
-            matches, flags = self._load(check.names), check.inlier_flags()
-            confirmed, contradicted = (int((votes & flags).sum()) for votes in self._cycles(check.names, matches))
-            check = replace(check, confirmed=confirmed, contradicted=contradicted)
-            if contradicted >= _FEWEST and contradicted > confirmed:
-                votes = confirmed + contradicted
-                self._checks[check.names] = replace(
-                    check, reason=f"other pairs lead {contradicted} of {votes} matches elsewhere"
-                )
+            yes, no = self._cycles(check.names, self._load(check.names))
+            asked = _with_votes(check, yes, no, None)
+            if asked.contradicted >= _FEWEST and asked.contradicted > asked.confirmed:
+                self._checks[check.names] = replace(asked, kept=False, cause=_ELSEWHERE, reason=_elsewhere(asked))
             else:
-                self._trust(check)
+                self._trust(asked)
 
     def _kept(self) -> list[PairCheck]:
         return [check for check in self._checks.values() if check.kept]
@@ -355,11 +379,13 @@ class _Verifier:
             flags = best.inlier_flags() & yes
             return replace(best, inliers=best.confirmed, flags=np.packbits(flags), confirmed_only=True, kept=True)
         if check.turn_deg is not None and check.turn_deg > _MAX_TURN_DEG:
-            return replace(check, reason=f"its rotation is {check.turn_deg:.0f} degrees off that of the other pairs")
+            turned = f"its rotation is {check.turn_deg:.0f} degrees off that of the other pairs"
+            return replace(check, cause=_TURNED, reason=turned)
         if check.contradicted >= _FEWEST:
-            votes = check.confirmed + check.contradicted
-            return replace(check, reason=f"other pairs lead {check.contradicted} of {votes} matches elsewhere")
-        return replace(check, reason="no other pair confirms its matches")
+            return replace(check, cause=_ELSEWHERE, reason=_elsewhere(check))
+        return replace(
+            check, cause=_UNCONFIRMED, reason=f"other pairs confirm {check.confirmed} of its {check.inliers} matches"
+        )
 
     def _fit_direction(
         self, names: Names, matches: Matches, rows: Any, rotation: FloatArray
@@ -373,28 +399,28 @@ class _Verifier:
         if direction is None:
             return None
         pose = np.column_stack([rotation, direction])
-        return pose, geometry.sampson_distance_px(geometry.essential_from_pose(pose), rays0[:, :2], rays1[:, :2]) <= scale
+        return pose, geometry.sampson_distance_px(
+            geometry.essential_from_pose(pose), rays0[:, :2], rays1[:, :2]
+        ) <= scale
 
     def _join_components(self) -> bool:
         """Accept the strongest pair between pictures that no kept pair connects, if it is good enough by itself."""
         graph = self._rotations()
-        apart = [
-            check
-            for check in self._checks.values()
-            if not check.kept and check.matches >= _FEWEST and graph.between(*check.names) is None
-        ]
         best = None
-        for check in apart:
-            if check.names not in self._thorough:
-                self._thorough.add(check.names)
-                check = self._look_closer(check)
-                self._checks[check.names] = check
-            together = check.together >= _ALONE_TOGETHER and check.contradicted <= check.confirmed
-            if check.inliers >= max(_FEWEST, _ALONE_SHARE * check.matches) and together:
-                best = check if best is None or _strength(check) > _strength(best) else best
+        for names, check in self._checks.items():
+            if check.kept or check.matches < _FEWEST or graph.between(*names) is not None:
+                continue
+            if names not in self._thorough:
+                self._thorough.add(names)
+                self._checks[names] = self._look_closer(check)
+            closer = self._checks[names]
+            enough = closer.inliers >= max(_FEWEST, _ALONE_SHARE * closer.matches)
+            if enough and closer.together >= _ALONE_TOGETHER and closer.contradicted <= closer.confirmed:
+                best = closer if best is None or _strength(closer) > _strength(best) else best
             else:
-                agree = f"{check.inliers} of its {check.matches} matches agree, {check.together:.0%} where they lie"
-                self._checks[check.names] = replace(check, reason=f"too weak without other pairs: {agree}")
+                agree = f"{closer.inliers} of its {closer.matches} matches agree"
+                around = f"{closer.together:.0%} of those around them, and no other pair connects the two"
+                self._checks[names] = replace(closer, cause=_WEAK, reason=f"{agree}, {around}")
         if best is None:
             return False
         self._trust(best)
@@ -419,9 +445,11 @@ def _with_votes(check: PairCheck, yes: BoolArray, no: BoolArray, rotation: Float
     turn_deg = None
     if rotation is not None and check.pose is not None:
         turn_deg = geometry.rotation_error_deg(check.pose[:, :3], rotation)
-    return replace(
-        check, confirmed=int((yes & flags).sum()), contradicted=int((no & flags).sum()), turn_deg=turn_deg
-    )
+    return replace(check, confirmed=int((yes & flags).sum()), contradicted=int((no & flags).sum()), turn_deg=turn_deg)
+
+
+def _elsewhere(check: PairCheck) -> str:
+    return f"other pairs lead {check.contradicted} of {check.confirmed + check.contradicted} matches elsewhere"
 
 
 def _agrees(check: PairCheck) -> bool:

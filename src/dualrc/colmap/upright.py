@@ -112,6 +112,11 @@ def colmap_camera(camera: Camera, path: str | Path, *, known: bool) -> Any:
     return made
 
 
+def upright_from_stored(path: str | Path) -> FloatArray:
+    """The rotation (3, 3) from the camera of a picture file as it is stored to that of the upright picture."""
+    return find_rotation(path).camera
+
+
 def refuse_mirrored(path: str | Path) -> None:
     """Raise DataError if a picture file is mirrored by its EXIF orientation."""
     find_rotation(path)
