@@ -43,6 +43,9 @@ def write_database(
     """
     pycolmap = import_pycolmap()
     images = Path(images)
+    # What SQLite left beside an earlier database, whose process was killed, would damage the new one.
+    for leftover in ("-wal", "-shm", "-journal"):
+        Path(f"{path}{leftover}").unlink(missing_ok=True)
     with replacing(path) as temporary, quiet_colmap(pycolmap):
         with pycolmap.Database.open(temporary) as database, pycolmap.DatabaseTransaction(database):
             numbers = _write_pictures(database, merged, images, cameras, pycolmap)

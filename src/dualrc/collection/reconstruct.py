@@ -28,6 +28,7 @@ from dualrc.geometry import Camera
 from dualrc.image import find_pictures
 from dualrc.provenance import provenance
 
+_GROWTH, _REFINEMENTS = 1.4, 2  # of the model between two adjustments of all of it, and rounds of each
 _FEWEST_VIEWS = 5  # pictures of a camera, to refine its principal point
 _LARGEST_SHIFT = 0.05  # of a principal point, in long sides
 
@@ -140,6 +141,11 @@ def _map(out: Path, images: Path, cameras: dict[str, Camera], tell: Progress, py
     options = pycolmap.IncrementalPipelineOptions()
     options.min_model_size = 2
     options.random_seed = 0
+    # A dense matcher gives many times the points of sparse features. Adjusting all of them after every tenth picture
+    # more, five times over, takes most of the time and changes nothing that the last adjustment does not.
+    options.ba_global_frames_ratio = options.ba_global_points_ratio = _GROWTH
+    options.ba_global_max_refinements = _REFINEMENTS
+    options.mapper.ba_global_ignore_redundant_points3D = True
     known = all(is_known(camera) for camera in cameras.values())
     if known:
         options.ba_refine_focal_length = options.ba_refine_extra_params = False

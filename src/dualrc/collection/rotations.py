@@ -1,16 +1,23 @@
-"""Rotations of all pictures from rotations between two: a spanning tree, then robust averaging over all pairs."""
+"""Rotations of all pictures from rotations between two.
 
+A pair counts as much as the triples that it is part of agree. The best pairs that connect all pictures give the first
+rotations, which robust averaging over all pairs refines.
+"""
+
+from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from dualrc.collection.store import Names
+from dualrc.geometry import rotation_error_deg
 from dualrc.types import FloatArray
 
 IntArray = npt.NDArray[np.int64]
 
 _ROUNDS = 10
+_TRIPLES = 50  # of a pair that are looked at
 _SCALE_DEG = 5.0  # a pair that is off by this counts a quarter
 
 
@@ -24,6 +31,7 @@ class RotationGraph:
         ends = np.array([[self._index[a], self._index[b]] for a, b in edges], dtype=np.int64).reshape(-1, 2)
         relative = np.array([R for R, _ in edges.values()]).reshape(-1, 3, 3)
         weights = np.array([weight for _, weight in edges.values()], dtype=np.float64)
+        weights *= _triple_support(ends, relative)
         self._component, self._rotations = _spanning_tree(len(names), ends, relative, weights)
         _average(self._rotations, ends, relative, weights)
 
@@ -42,6 +50,19 @@ class RotationGraph:
         """The rotation (3, 3) of a picture in its component."""
         rotation: FloatArray = self._rotations[self._index[name]]
         return rotation
+
+
+def _triple_support(ends: IntArray, relative: FloatArray) -> FloatArray:
+    """For each pair, the share of its triples of pictures whose rotations cancel out; half where it has none: (n,)."""
+    rotations: dict[int, dict[int, FloatArray]] = defaultdict(dict)
+    for (a, b), rotation in zip(ends.tolist(), relative, strict=True):
+        rotations[a][b], rotations[b][a] = rotation, rotation.T
+    support = np.empty(len(ends))
+    for row, (a, b) in enumerate(ends.tolist()):
+        between = sorted(rotations[a].keys() & rotations[b].keys())[:_TRIPLES]
+        turns = [rotation_error_deg(rotations[c][b] @ rotations[a][c], relative[row]) for c in between]
+        support[row] = (sum(turn < _SCALE_DEG for turn in turns) + 0.5) / (len(turns) + 1)
+    return support
 
 
 def _spanning_tree(
