@@ -107,6 +107,21 @@ def test_everything_is_written(made):
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
 
+def test_a_pair_that_does_not_fit_the_others_is_dropped_and_named(tmp_path, scene, weights):
+    images, out = prepare(tmp_path, scene, weights)
+    first, last = NAMES[0], NAMES[-1]
+    with MatchStore(out / "matches.sqlite") as store:
+        # Another pair's matches: a geometry that fits perfectly, of other pictures.
+        store.put(first, last, store.get(NAMES[1], NAMES[2]))
+    summary = reconstruct(images, out, settings(weights, cameras=tmp_path / "cameras.json"), quiet=True)
+    assert (summary.registered, summary.verification.pairs, summary.verification.kept) == (6, 15, 14)
+    assert sum(summary.verification.dropped.values()) == 1
+    (dropped,) = (pair for pair in json.loads((out / "pairs.json").read_text()) if not pair["kept"])
+    assert {dropped["name0"], dropped["name1"]} == {first, last} and dropped["cause"] and dropped["reason"]
+    with pycolmap.Database.open(out / "database.db") as database:
+        assert database.num_verified_image_pairs() == 14
+
+
 def test_a_second_run_gives_the_same_from_the_store(made, weights, capfd):
     folder, summary = made
     config = settings(weights, cameras=folder / "cameras.json")
@@ -179,6 +194,7 @@ def test_the_command_prints_a_summary(tmp_path, scene, weights, capsys, monkeypa
         cli.main()
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
+    assert "15 of 15" in printed and "reprojection error" in printed
     assert "6 of 6 pictures placed" in printed and "track length" in printed and "6 from the file" in printed
 
 

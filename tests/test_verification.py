@@ -74,7 +74,8 @@ def fill(path, xyz, cameras, *, alike=0.75, true=0.1, changed=None):
         else:
             wrong = (changed or {}).get((name0, name1), true if apart < 3 else 1.0)
             matches = pair_matches(rng, cameras[name0], cameras[name1], xyz, wrong)
-            kinds[name0, name1] = "true" if wrong < 1 else "nothing"
+            seen = np.isfinite(see(cameras[name0], xyz) + see(cameras[name1], xyz)).all(1).sum()
+            kinds[name0, name1] = "true" if wrong < 1 and seen > 80 else "nothing"
         store.put(name0, name1, matches)
     return store, kinds
 

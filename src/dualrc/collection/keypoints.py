@@ -2,7 +2,7 @@
 
 Keypoints are the places of a picture where its matches gather. A match hardly ever ends exactly there, but it tells
 how its surroundings move, so it also tells where one picture's keypoint is in the other; each keypoint is placed
-where all of its matches put it, in some sweeps over the pictures. So a track is one point in all of its pictures.
+where all of its matches put it, in a few sweeps over the pictures. So a track is one point in all of its pictures.
 """
 
 from collections import OrderedDict, defaultdict
@@ -46,7 +46,7 @@ class MergeConfig:
     # Matches further than this from the best epipolar geometry of their pair, in fine cells, are left out.
     max_error: float = 0.35
     # How often each keypoint is placed anew by what its matches say of the others'.
-    sweeps: int = 10
+    sweeps: int = 3
 
     def __post_init__(self) -> None:
         check_bounds(self, "radius", "max_error", above=0, at_most=2)

@@ -323,7 +323,7 @@ class _Verifier:
         return (yes > 0) & (yes >= no), no > yes
 
     def _recheck_sure(self) -> None:
-        """Drop sure pairs that the others contradict, the weakest first."""
+        """Take sure pairs back that the others contradict, the weakest first, and those whose rotations they do."""
         for check in sorted(self._kept(), key=_strength):
             self._distrust(check)
             yes, no = self._cycles(check.names, self._load(check.names))
@@ -332,6 +332,11 @@ class _Verifier:
                 self._checks[check.names] = replace(asked, kept=False, cause=_ELSEWHERE, reason=_elsewhere(asked))
             else:
                 self._trust(asked)
+        graph = self._rotations()
+        for check in self._kept():
+            turned = _with_turn(check, graph.between(*check.names))
+            if (turned.turn_deg or 0) > _MAX_TURN_DEG and check.confirmed < _CONFIRMED * check.inliers:
+                self._distrust(turned)
 
     def _kept(self) -> list[PairCheck]:
         return [check for check in self._checks.values() if check.kept]
@@ -442,10 +447,14 @@ def _spread(count: int, most: int) -> npt.NDArray[np.int64]:
 
 def _with_votes(check: PairCheck, yes: BoolArray, no: BoolArray, rotation: FloatArray | None) -> PairCheck:
     flags = check.inlier_flags()
-    turn_deg = None
-    if rotation is not None and check.pose is not None:
-        turn_deg = geometry.rotation_error_deg(check.pose[:, :3], rotation)
-    return replace(check, confirmed=int((yes & flags).sum()), contradicted=int((no & flags).sum()), turn_deg=turn_deg)
+    asked = replace(check, confirmed=int((yes & flags).sum()), contradicted=int((no & flags).sum()))
+    return _with_turn(asked, rotation)
+
+
+def _with_turn(check: PairCheck, rotation: FloatArray | None) -> PairCheck:
+    if rotation is None or check.pose is None:
+        return replace(check, turn_deg=None)
+    return replace(check, turn_deg=geometry.rotation_error_deg(check.pose[:, :3], rotation))
 
 
 def _elsewhere(check: PairCheck) -> str:
