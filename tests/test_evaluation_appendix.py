@@ -188,10 +188,12 @@ def test_costs_are_of_each_network_and_size(sized, varied):
         for entry in content["costs"]:
             measured = entry["measured"]
             assert 0 < measured.seconds < 60
-            assert 50 * 2**20 < measured.loaded_bytes < measured.memory_bytes < 4 * 2**30
-    # ResNet-101's weights alone are 100 MiB and more.
+            # On a CPU the libraries are part of it.
+            least = 0 if torch.cuda.is_available() else 50 * 2**20
+            assert least < measured.loaded_bytes < measured.memory_bytes < 4 * 2**30
+    # ResNet-101's weights alone are 100 MiB and more, half of that in float16.
     tiny, large = sized[1]["costs"][0]["measured"], varied[1]["costs"][0]["measured"]
-    assert large.loaded_bytes > tiny.loaded_bytes + 80 * 2**20
+    assert large.loaded_bytes > tiny.loaded_bytes + 40 * 2**20
 
 
 def test_nothing_is_matched_or_measured_twice(folder, sized, monkeypatch):
