@@ -6,9 +6,8 @@ results.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +21,7 @@ _LARGEST = 2**31  # elements of one image's map; kernels count them in 32 bits
 _KERNEL = 31  # taps that fit into the bits of a mask
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
+class Tiles(NamedTuple):
     """The part of a convolution that one program computes; the results don't depend on it."""
 
     # All three are powers of two, at least 16.
@@ -47,18 +45,15 @@ def choose_tiles(outputs: int, channels: int, taps: int, positions: int, *, half
     if channels % 32:  # then blocks span several taps; with few channels, all of them
         terms = min(64, max(16, power_above(channels * taps)))
     wide = min(128, max(16, power_above(outputs)))
-    if _programs(positions, 128, outputs, wide) >= (_MULTIPROCESSORS if taps > 1 else _MULTIPROCESSORS * 3 // 4):
+    enough = _MULTIPROCESSORS if taps > 1 else _MULTIPROCESSORS * 3 // 4
+    if parts(positions, 128) * parts(outputs, wide) >= enough:
         return Tiles(positions=128, outputs=wide, terms=terms, warps=8 if outputs > 128 else 4, stages=3)
     # Smaller tiles keep more multiprocessors busy.
     if outputs < 128:
         return Tiles(positions=64, outputs=min(wide, 64), terms=terms, warps=4, stages=4)
-    if channels % 128 == 0 and _programs(positions, 64, outputs, 32) <= _MULTIPROCESSORS:
+    if channels % 128 == 0 and parts(positions, 64) * parts(outputs, 32) <= _MULTIPROCESSORS:
         return Tiles(positions=64, outputs=32, terms=128, warps=4, stages=4)
     return Tiles(positions=64, outputs=128, terms=terms, warps=4, stages=4)
-
-
-def _programs(positions: int, block: int, outputs: int, wide: int) -> int:
-    return parts(positions, block) * parts(outputs, wide)
 
 
 class FusedConv(nn.Module):
@@ -122,7 +117,7 @@ class FusedConv(nn.Module):
             added = x if onto is None else readable(onto, torch.channels_last)
             tiles = self.tiles or self._choose(batch * positions)
             launch = self._launchers.get((tiles, onto is not None)) or self._launcher(tiles, onto is not None)
-            grid = (-(-positions // tiles.positions) * -(-self.outputs // tiles.outputs), batch, 1)
+            grid = (parts(positions, tiles.positions) * parts(self.outputs, tiles.outputs), batch, 1)
             launch(grid, x, weight, self.bias, added, out, height, width, columns, positions)
         return out
 
