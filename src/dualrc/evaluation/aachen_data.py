@@ -14,6 +14,7 @@ from dualrc.errors import DataError
 from dualrc.evaluation.benchmark import folder_hint
 from dualrc.evaluation.data_files import check_folder, read_lines, read_name_pairs
 from dualrc.evaluation.export import Pair
+from dualrc.files import inside
 from dualrc.geometry import Camera, rotation_from_quaternion
 from dualrc.image import read_header
 from dualrc.types import FloatArray
@@ -100,6 +101,8 @@ def read_aachen(root: Path) -> AachenData:
         raise DataError(f"{root} has no pictures in {_IMAGES[0]}; unpack them there.")
     listed = _read_pairs(root, version)
     queries = _read_queries(root, listed, notes)
+    for name in (*database, *queries):
+        inside(root, name)
     # v1.1 may be unpacked beside the pictures of v1.0.
     paths = {
         name: next((folder / name for folder in folders if (folder / name).is_file()), folders[0] / name)
