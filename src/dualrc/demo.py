@@ -20,7 +20,7 @@ Tell = Callable[[str], None]
 
 
 def run(out: str | Path, *, device: str | None = None, tell: Tell = lambda _: None) -> dict[str, Any]:
-    """Match a made-up pair; leaves drawings, matches and summary.json in `out`. `tell` is told each step as it begins."""
+    """Match a made-up pair; leaves drawings, matches and summary.json in `out`. `tell` is told each step."""
     out = make_folder(out)
     tell("Loading the network")
     matcher = load(device=device)
