@@ -21,6 +21,8 @@ _CELLS = 16
 _SAVE_EVERY = 100  # pictures of the map
 # So many supporting cells are as good as any number.
 _ENOUGH_CELLS = 20
+# EXIF's focal length is that of the map's camera if they differ by a smaller share.
+_SAME_FOCAL = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,7 @@ class Localizer:
         self.broken: dict[str, str] = {}
         self._descriptors: dict[str, FloatArray] = {}
         self._descriptors_file = descriptors
+        self._cameras: dict[Size, Camera | None] = {}  # that the map's pictures of a size share
         self._kept: LruCache[str, PictureFeatures] = LruCache(self.config.max_memory * 2**30, keep=1)
 
     def localize(
@@ -95,7 +98,8 @@ class Localizer:
     ) -> Localization:
         """The pose of one picture; what it can't be localized for is the result's `reason`.
 
-        Without a camera: EXIF's, else the one that the map's pictures of this size share, else an estimated one.
+        Without a camera: the one that the map's pictures of this size share, unless EXIF tells another focal length;
+        else EXIF's, else an estimated one. The result's camera has a `source` that says which.
         Without candidates: the most similar pictures of the map.
         """
         start = time.perf_counter()
@@ -184,7 +188,13 @@ class Localizer:
 
     def _find_camera(self, query: str | Path | PictureFeatures, size: Size) -> Camera | None:
         told = None if isinstance(query, PictureFeatures) else camera_from_exif(query)
-        return told or self.map.camera(size)
+        if size not in self._cameras:
+            self._cameras[size] = self.map.camera(size)
+        shared = self._cameras[size]
+        if told is None or shared is None:
+            return told or shared
+        # The map's was refined and has its lens; EXIF rounds, but tells another lens or zoom.
+        return shared if abs(np.log(told.focal_px / shared.focal_px)) <= _SAME_FOCAL else told
 
     def _features(self, name: str) -> PictureFeatures | None:
         """Features of a picture of the map, kept as long as they fit into memory; None where it is broken."""

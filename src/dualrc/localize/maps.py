@@ -11,12 +11,13 @@ import numpy.typing as npt
 
 from dualrc.colmap import Model, read_model
 from dualrc.errors import ConfigError, DataError
-from dualrc.geometry import Camera, RgbdFrame, read_depth_m, read_rgbd, sample_depth, unproject
+from dualrc.geometry import Camera, Lens, RgbdFrame, read_depth_m, read_rgbd, sample_depth, unproject
 from dualrc.matcher import Matcher, PictureFeatures
 from dualrc.types import FloatArray, Size
 
-# Cameras of one size are one camera if their matrices differ by less, in pixels.
+# Cameras of one size and model are one camera if no pixel's ray differs by more, in pixels.
 _SAME_CAMERA_PX = 1.0
+_COMPARED = 9  # places along each side of the picture at which cameras are compared
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,10 +103,31 @@ class Map(ABC):
     def camera(self, size: Size) -> Camera | None:
         """The camera that all pictures of this size share, without a pose; None where there is none, or they differ."""
         cameras = [picture.camera for picture in self.pictures.values() if picture.size == size]
-        known = [camera.K for camera in cameras if camera is not None]
-        if not known or len(known) < len(cameras) or np.ptp(known, axis=0).max() > _SAME_CAMERA_PX:
+        known = [camera for camera in cameras if camera is not None]
+        if not known or len(known) < len(cameras) or len({camera.lens.model for camera in known}) > 1:
             return None
-        return Camera(width=size[0], height=size[1], K=np.median(known, axis=0), source="the map's")
+        shared = Camera(
+            width=size[0],
+            height=size[1],
+            K=np.median([camera.K for camera in known], axis=0),
+            lens=Lens(known[0].lens.model, tuple(np.median([camera.lens.distortion for camera in known], axis=0))),
+            source="the map's",
+        )
+        return shared if all(_is_same(shared, camera) for camera in _distinct(known)) else None
+
+
+def _distinct(cameras: Sequence[Camera]) -> list[Camera]:
+    """The cameras without repetitions, of which a map has as many as pictures."""
+    return list({(camera.lens, camera.K.tobytes()): camera for camera in cameras}.values())
+
+
+def _is_same(camera0: Camera, camera1: Camera) -> bool:
+    """Whether two cameras of one size see the same at every place of the picture."""
+    x, y = np.meshgrid(*(np.linspace(0, side - 1, _COMPARED) for side in camera0.size))
+    grid = np.stack([x.ravel(), y.ravel()], axis=1)
+    apart = np.linalg.norm(camera1.project(camera0.rays(grid)) - grid, axis=1)
+    # Beyond the edge of a fisheye's view there is nothing to compare.
+    return bool(np.nan_to_num(apart).max() <= _SAME_CAMERA_PX)
 
 
 class ModelMap(Map):
