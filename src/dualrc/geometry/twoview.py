@@ -246,7 +246,7 @@ def _fit_essential(
         warnings.append(f"The focal length of {which} is a guess, and the pose depends on it; give the cameras.")
     if rotation_only:
         warnings.append(
-            "There is no parallax: the camera turned but hardly moved, so the direction between the two places is "
+            "There is hardly any parallax: the camera turned but did not move far, so the direction of the motion is "
             "arbitrary; a homography describes this pair."
         )
     return _Fit(

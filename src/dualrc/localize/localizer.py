@@ -111,7 +111,8 @@ class Localizer:
         except DualRCError as error:
             return Localization(reason=str(error), seconds=time.perf_counter() - start)
         names = list(candidates) if candidates is not None else self.candidates(features)
-        found = self.correspondences(features, names)
+        picture = None if isinstance(query, PictureFeatures) else query
+        found = self.correspondences(features, names, picture)
         result = self.pose(found, features.size, camera=camera, names=names)
         return replace(result, seconds=time.perf_counter() - start)
 
@@ -147,15 +148,17 @@ class Localizer:
         if file is not None and new % _SAVE_EVERY:
             write_descriptors(file, made_with, self._descriptors)
 
-    def correspondences(self, query: PictureFeatures, names: Iterable[str]) -> Correspondences:
-        """What the query sees of these pictures of the map, together."""
+    def correspondences(
+        self, query: PictureFeatures, names: Iterable[str], picture: str | Path | None = None
+    ) -> Correspondences:
+        """What the query sees of these pictures of the map, together; quality "high" looks at its picture."""
         parts = []
         for name in names:
             features = self._features(name)
             part = Correspondences.join([])
             if features is not None:
                 try:
-                    part = self.map.correspond(self.matcher, name, features, query)
+                    part = self.map.correspond(self.matcher, name, features, query, picture)
                 except DataError as error:
                     self.broken[name] = str(error)
             parts.append(part)

@@ -2,17 +2,20 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from dualrc.collection.keypoints import local_motion
 from dualrc.colmap import Model, read_model
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry import Camera, Lens, RgbdFrame, read_depth_m, read_rgbd, sample_depth, unproject
 from dualrc.matcher import Matcher, PictureFeatures
+from dualrc.matches import Matches
+from dualrc.pixels import FINE_STRIDE
 from dualrc.types import FloatArray, Size
 
 # Cameras of one size and model are one camera if no pixel's ray differs by more, in pixels.
@@ -46,6 +49,17 @@ class Correspondences:
             ),
         )
 
+    def best(self, count: int) -> "Correspondences":
+        """Those with the highest scores, or all if there are fewer."""
+        rows = np.argsort(-self.scores, kind="stable")[:count]
+        return Correspondences(
+            points=self.points[rows],
+            xyz=self.xyz[rows],
+            scores=self.scores[rows],
+            point_ids=self.point_ids[rows],
+            pictures=self.pictures[rows],
+        )
+
     def merged(self, radius_px: float) -> "Correspondences":
         """One place for each 3D point that several candidates found: the best one's, averaged with those near it."""
         order = np.lexsort((-self.scores, self.point_ids))
@@ -69,6 +83,47 @@ class Correspondences:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Look:
+    """A picture of a map, and a query, in that order, for a matcher to compare."""
+
+    matcher: Matcher
+    features: tuple[PictureFeatures, PictureFeatures]
+    pictures: tuple[Path, Path] | None  # where it is to look at these, in high quality
+
+    def match(self) -> Matches:
+        """Their matches."""
+        if self.pictures is None:
+            return self.matcher.match_features(*self.features)
+        return self.matcher.match(*self.pictures)
+
+    def match_points(self, points: FloatArray) -> Matches:
+        """Where these points (n, 2) of the map's picture are in the query: a row each."""
+        if self.pictures is None:
+            return self.matcher.match_points(*self.features, points)
+        return _follow(self.matcher.match(*self.pictures, top=None), points)
+
+
+def _follow(matches: Matches, points: FloatArray) -> Matches:
+    """Where points (n, 2) of picture 0 go with the matches around them: a row each, NaN and score 0 where none is near.
+
+    Each goes with the nearest match, and its neighbours tell how the picture is turned and stretched there.
+    """
+    from scipy.spatial import cKDTree
+
+    places, scores = np.full((len(points), 2), np.nan), np.zeros(len(points))
+    if len(matches) and len(points):
+        source, target = matches.points0.astype(np.float64), matches.points1.astype(np.float64)
+        apart, nearest = cKDTree(source).query(points)
+        network = matches.info.get("network_size0", matches.size0)
+        near = np.flatnonzero(apart <= FINE_STRIDE * max(matches.size0) / max(network))
+        rows = nearest[near]
+        motion = local_motion(source, target, rows)
+        places[near] = target[rows] + np.einsum("nij,nj->ni", motion, points[near] - source[rows])
+        scores[near] = matches.scores[rows]
+    return replace(matches, points0=points, points1=places, scores=scores, estimate=None)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MapPicture:
     """A picture of a map."""
 
@@ -86,19 +141,29 @@ class Map(ABC):
         self.info = {**info, "pictures": len(pictures)}
 
     @abstractmethod
-    def see(self, matcher: Matcher, name: str, features: PictureFeatures, query: PictureFeatures) -> Correspondences:
-        """What a query sees of one of the map's pictures, whose features are of the right size."""
+    def see(self, name: str, look: "Look") -> Correspondences:
+        """What a query sees of one of the map's pictures."""
 
     def correspond(
-        self, matcher: Matcher, name: str, features: PictureFeatures, query: PictureFeatures
+        self,
+        matcher: Matcher,
+        name: str,
+        features: PictureFeatures,
+        query: PictureFeatures,
+        picture: str | Path | None = None,
     ) -> Correspondences:
-        """What a query sees of one of the map's pictures."""
+        """What a query sees of one of the map's pictures; quality "high" looks at the query's picture."""
         known = self.pictures[name]
         if features.size != known.size:
             there, here = ("{} x {}".format(*size) for size in (known.size, features.size))
             remedy = "give the pictures that the map was made of"
             raise DataError(f"{known.path} has {here} pixels but {there} in the map; {remedy}.")
-        return self.see(matcher, name, features, query)
+        if matcher.config.quality == "high" and picture is None:
+            raise ConfigError('quality = "high" looks at the pictures again; give pictures instead of features.')
+        pictures = None if picture is None or matcher.config.quality == "standard" else (known.path, Path(picture))
+        found = self.see(name, Look(matcher=matcher, features=(features, query), pictures=pictures))
+        top = matcher.config.top
+        return found if top is None else found.best(top)
 
     def camera(self, size: Size) -> Camera | None:
         """The camera that all pictures of this size share, without a pose; None where there is none, or they differ."""
@@ -144,10 +209,10 @@ class ModelMap(Map):
             raise DataError("No picture of the model sees a 3D point; give a model with points.")
         super().__init__(pictures, {"kind": "COLMAP model", "points": len(model.point_ids)})
 
-    def see(self, matcher: Matcher, name: str, features: PictureFeatures, query: PictureFeatures) -> Correspondences:
+    def see(self, name: str, look: Look) -> Correspondences:
         image = self.model.images[name]
         # At their own sub-pixel places, and not at the nearest place where the network would have matched by itself.
-        found = matcher.match_points(features, query, image.points)
+        found = look.match_points(image.points)
         seen = np.flatnonzero(found.scores > 0)
         ids = image.point_ids[seen]
         return Correspondences(
@@ -169,9 +234,9 @@ class RgbdMap(Map):
         pictures = {f.name: MapPicture(path=f.image, size=f.camera.size, camera=f.camera) for f in frames}
         super().__init__(pictures, {"kind": "RGB-D"})
 
-    def see(self, matcher: Matcher, name: str, features: PictureFeatures, query: PictureFeatures) -> Correspondences:
+    def see(self, name: str, look: Look) -> Correspondences:
         frame = self.frames[name]
-        matches = matcher.match_features(features, query)
+        matches = look.match()
         depths = sample_depth(read_depth_m(frame.depth), matches.points0, matches.size0)
         known = np.isfinite(depths)
         return Correspondences(
