@@ -23,9 +23,9 @@ _PLAUSIBLE_FOCAL = (0.3, 5.0)
 _LARGEST_CONDITION = 1e7
 # Less than this is the rounding of coordinates, for example of a picture matched with itself.
 _SMALLEST_PARALLAX_PX = 0.01
-# A rotation explains a match that it leaves within the threshold, or within so many times the noise across epipolar
-# lines; it explains the motion if it leaves fewer than this share of the inliers, about what chance puts on the lines.
-_NOISES, _UNEXPLAINED = 5.0, 0.05
+# A rotation explains a match that it leaves within the threshold, or within so many standard deviations of the noise;
+# it explains the motion if it leaves fewer than this share of the inliers, about what chance puts on epipolar lines.
+_DEVIATIONS, _UNEXPLAINED = 4.5, 0.05
 _ROTATION_SWEEPS = 20
 
 
@@ -374,8 +374,11 @@ def _explained(
     """Whether a rotation that leaves so much (n,) of the inliers explains their motion."""
     if not len(left_px):
         return False
-    noise_px = float(np.sqrt(np.nanmean(pose_distance_px(pose, *cameras, points0, points1) ** 2)))
-    return float(np.mean(left_px > max(threshold_px, _NOISES * noise_px))) < _UNEXPLAINED
+    rms_px = float(np.sqrt(np.nanmean(pose_distance_px(pose, *cameras, points0, points1) ** 2)))
+    # The threshold cuts the noise off, and even where it is wide leaves no more than a uniform distribution has.
+    cut = min(rms_px / (threshold_px / np.sqrt(3)), 0.99)
+    deviation_px = rms_px / np.sqrt(1 - cut**4)
+    return float(np.mean(left_px > max(threshold_px, _DEVIATIONS * deviation_px))) < _UNEXPLAINED
 
 
 def _distance_from_line_px(points: FloatArray) -> float:
