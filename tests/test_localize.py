@@ -18,7 +18,7 @@ from dualrc import scenes
 from dualrc.cli import app
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.geometry import Camera, absolute_pose, rotation_error_deg
+from dualrc.geometry import Camera, Lens, absolute_pose, rotation_error_deg
 from dualrc.localize import (
     Correspondences,
     LocalizeConfig,
@@ -106,7 +106,7 @@ def write_pictures(folder, *, turned=()):
     return folder
 
 
-def write_model(folder, *, turned=(), half_px=0.5, distortion=0.0):
+def write_model(folder, *, turned=(), half_px=0.5, distortion=0.0, focals=(), bent=()):
     """A COLMAP model of the pictures but for the query; COLMAP's half pixel is written out here."""
     folder.mkdir(exist_ok=True)
     made, tracks = pycolmap.Reconstruction(), []
@@ -118,7 +118,8 @@ def write_model(folder, *, turned=(), half_px=0.5, distortion=0.0):
             points = np.stack([points[:, 1], SIZE[0] - 1 - points[:, 0]], axis=1)
             center = np.array([center[1], SIZE[0] - 1 - center[0]])
             pose, size = TURN.T @ pose, SIZE[::-1]
-        params = [K[0, 0], *(center + half_px), distortion]
+        focal = K[0, 0] * dict(focals).get(name, 1)
+        params = [focal, *(center + half_px), dict(bent).get(name, distortion)]
         made.add_camera_with_trivial_rig(
             pycolmap.Camera(camera_id=number, model="SIMPLE_RADIAL", width=size[0], height=size[1], params=params)
         )
@@ -206,8 +207,8 @@ def test_a_depth_map_that_is_missing_costs_only_its_frame(tmp_path):
 
 def test_an_unknown_focal_length_is_estimated(tmp_path):
     images = write_pictures(tmp_path / "images")
-    # A lens that distorts tells nothing of the query's camera.
-    world = read_map(write_model(tmp_path / "model", distortion=0.01), images)
+    world = read_map(write_model(tmp_path / "model", focals={"b.png": 1.05}), images)
+    # Cameras of one size that differ tell nothing of the query's.
     found = Localizer(Oracle(), world).localize(images / QUERY)
     assert found.camera.source == "focal length estimated with the pose"
     assert found.camera.focal_px == pytest.approx(camera_of(QUERY).focal_px, rel=1e-4)
@@ -219,10 +220,24 @@ def test_a_given_camera_and_exif_come_first(world, tmp_path):
     found = Localizer(Oracle(), world).localize(path, camera=camera_of(QUERY))
     assert found.camera.source == "given" and max(errors(found)) < 1e-3
     exif = Image.Exif()
-    exif[ExifTags.IFD.Exif] = {ExifTags.Base.FocalLengthIn35mmFilm: 40}
-    with Image.open(path) as picture:
-        picture.save(path, exif=exif)
-    assert Localizer(Oracle(), world).localize(path).camera.source == "exif"
+    # The map's camera is refined, so EXIF's only counts where it is another one: this focal length is 41 mm.
+    for film_mm, source in ((40, "the map's"), (60, "exif")):
+        exif[ExifTags.IFD.Exif] = {ExifTags.Base.FocalLengthIn35mmFilm: film_mm}
+        with Image.open(path) as picture:
+            picture.save(path, exif=exif)
+        assert Localizer(Oracle(), world).localize(path).camera.source == source
+
+
+def test_the_maps_camera_is_shared_with_its_lens(tmp_path):
+    images = write_pictures(tmp_path / "images")
+    world = read_map(write_model(tmp_path / "model", distortion=0.01), images)
+    camera = world.camera(SIZE)
+    assert camera.lens == Lens("SIMPLE_RADIAL", (0.01,)) and camera.source == "the map's"
+    assert world.camera((100, 100)) is None
+    # Less than a pixel at the edge is the same lens.
+    close = read_map(write_model(tmp_path / "close", distortion=0.01, bent={"b.png": 0.012}), images)
+    assert close.camera(SIZE).lens == camera.lens
+    assert read_map(write_model(tmp_path / "other", distortion=0.01, bent={"b.png": 0.2}), images).camera(SIZE) is None
 
 
 def test_too_few_matches_and_wrong_cameras_are_said(world, tmp_path):
