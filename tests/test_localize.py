@@ -33,7 +33,8 @@ from dualrc.localize import (
     results_config,
     write_poses,
 )
-from dualrc.matcher import Matcher
+from dualrc.localize.maps import _follow
+from dualrc.matcher import Matcher, load
 from dualrc.matches import Matches
 
 pycolmap = pytest.importorskip("pycolmap", reason="pycolmap is not installed")
@@ -434,6 +435,44 @@ def test_the_command(tmp_path):
     pose = read_poses(tmp_path / "out.txt")[QUERY]
     true = renderings()[QUERY].view.cam_from_world
     assert rotation_error_deg(pose[:, :3], true[:, :3]) < 2
+    (tmp_path / "queries" / QUERY).unlink()
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "none.json"), "--device", "cpu"])
+    assert done.exit_code == 3 and "0 of 1 pictures localized" in done.output
+    assert "exit status is 3" in " ".join(CliRunner().invoke(app, ["localize", "--help"]).output.split())
+
+
+def test_options_of_matching_reach_the_matcher(tmp_path):
+    """With the bundled network: the best of each candidate, and high quality, which follows the matches around."""
+    images, out = write_pictures(tmp_path / "images"), tmp_path / "out.json"
+    write_model(tmp_path / "model")
+    command = ["localize", str(images / QUERY), "--map", str(tmp_path / "model"), "--images", str(images)]
+    options = ["--neighbors", "2", "--top", "40", "--min-score", "0.001", "--quality", "high", "--max-memory", "1"]
+    done = CliRunner().invoke(app, [*command, "--out", str(out), *options, "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    content = json.loads(out.read_text())
+    assert {"top": 40, "min_score": 0.001, "quality": "high"}.items() <= content["config"]["matcher"].items()
+    assert content["config"]["localize"]["candidates"] == 2
+    assert "max_memory" not in content["config"]["matcher"]
+    assert 12 <= content["queries"][QUERY]["correspondences"] <= 80
+    pose, true = read_poses(tmp_path / "out.txt")[QUERY], renderings()[QUERY].view.cam_from_world
+    assert rotation_error_deg(pose[:, :3], true[:, :3]) < 2
+    localizer = Localizer(load(quality="high", device="cpu"), read_map(tmp_path / "model", images))
+    with pytest.raises(ConfigError, match="give pictures instead of features"):
+        localizer.localize(localizer.matcher.features(images / QUERY))
+
+
+def test_points_follow_the_matches_around_them():
+    """A turn, a stretch and a shift are followed; a point far from all matches is not."""
+    x, y = np.meshgrid(np.arange(20.0, 100, 4), np.arange(20.0, 80, 4))
+    source = np.stack([x.ravel(), y.ravel()], axis=1)
+    motion, shift = np.array([[0.9, -0.5], [0.6, 1.1]]), np.array([7.0, 3.0])
+    scores = np.linspace(1, 0.1, len(source))
+    matches = Matches(points0=source, points1=source @ motion.T + shift, scores=scores, size0=SIZE, size1=SIZE)
+    points = np.array([[31.3, 42.9], [70.2, 55.5], [3.0, 5.0]])
+    found = _follow(matches, points)
+    assert np.allclose(found.points1[:2], points[:2] @ motion.T + shift, atol=0.25)
+    assert np.isnan(found.points1[2]).all() and found.scores[2] == 0 and (found.scores[:2] > 0).all()
+    assert np.isnan(_follow(matches[:0], points).points1).all()
 
 
 # The absolute pose alone.

@@ -41,13 +41,20 @@ def _options(
     pass
 
 
-PresetOption = Annotated[str, typer.Option(help=f"Network: {' or '.join(PRESETS)}.")]
+PresetOption = Annotated[
+    str, typer.Option(autocompletion=lambda: list(PRESETS), help=f"Network: {' or '.join(PRESETS)}.")
+]
 WeightsOption = Annotated[
     Path | None, typer.Option(help="Weights file (.safetensors); without it, those inside the package.")
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(parser=device_name, metavar="NAME", help="cuda (or gpu), mps or cpu; without it, the best there is."),
+    typer.Option(
+        parser=device_name,
+        metavar="NAME",
+        autocompletion=lambda: ["cpu", "cuda", "mps"],
+        help="cuda (or gpu), mps or cpu; without it, the best there is.",
+    ),
 ]
 SizeOption = Annotated[
     int | None,
