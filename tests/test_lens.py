@@ -15,6 +15,8 @@ from dualrc import scenes
 from dualrc.collection.cameras import choose_cameras, describe_cameras
 from dualrc.colmap import colmap_camera, read_cameras, read_model
 from dualrc.errors import DataError
+from dualrc.evaluation.dense_verification import render_points
+from dualrc.evaluation.pose import _epipolar_estimate
 from dualrc.evaluation.pose_data import read_pose_data
 from dualrc.geometry import (
     Camera,
@@ -337,10 +339,18 @@ def test_pose_benchmarks_through_a_lens(tmp_path):
     (tmp_path / "cameras.json").write_text(json.dumps(content))
     ((pair, truth),) = read_pose_data(tmp_path).pairs.items()
     matches = seen_by(camera_with("OPENCV", POSE0), camera_with("OPENCV", POSE1))
-    from dualrc.evaluation.pose import _epipolar_estimate
-
     assert _epipolar_estimate(matches, truth).inliers.all()
     assert truth.cameras(SIZE, SIZE)[0].lens == camera_with("OPENCV").lens and pair.name0.endswith("a.png")
+
+
+def test_scans_are_rendered_through_the_lens():
+    """InLoc verifies poses by what a camera would see of a scan."""
+    camera = camera_with("OPENCV")
+    xyz = np.array([[0.5, 0.3, 1], [-0.4, -0.35, 1], [0, 0, 1], [50, 0, 1]], dtype=np.float32)
+    rgb = np.array([[10, 0, 0], [20, 0, 0], [30, 0, 0], [40, 0, 0]], dtype=np.uint8)
+    picture, seen = render_points(xyz, rgb, camera, np.eye(3, 4))
+    column, row = np.round(camera.project(xyz[:3])).astype(int).T
+    assert picture[row, column, 0].tolist() == [10, 20, 30] and seen.sum() == 3
 
 
 # What README shows, with the network as it ships.
