@@ -279,7 +279,7 @@ def _place(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoint
         here, there = (matches.points0, matches.points1)[:: 1 - 2 * side]
         index, other = found.indices.T[:: 1 - 2 * side]
         theirs = merged.keypoints[names[1 - side]]
-        motion = local_motion(there.astype(np.float64), here.astype(np.float64), found.rows)
+        motion = _local_motion(there.astype(np.float64), here.astype(np.float64), found.rows)
         apart = theirs.points[other].astype(np.float64) - there[found.rows]
         places.append(here[found.rows] + np.einsum("nij,nj->ni", motion, apart))
         weights.append(found.scores.astype(np.float64))
@@ -292,7 +292,7 @@ def _place(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoint
     return replace(mine, points=means.astype(np.float32))
 
 
-def local_motion(source: FloatArray, target: FloatArray, rows: IntArray) -> FloatArray:
+def _local_motion(source: FloatArray, target: FloatArray, rows: IntArray) -> FloatArray:
     """Jacobians (n, 2, 2) of the motion from source to target points around the given ones."""
     from scipy.spatial import cKDTree
 

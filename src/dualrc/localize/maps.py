@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualrc.collection.keypoints import local_motion
 from dualrc.colmap import Model, read_model
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry import Camera, Lens, RgbdFrame, read_depth_m, read_rgbd, sample_depth, unproject
@@ -20,6 +19,9 @@ from dualrc.types import FloatArray, Size
 
 # Cameras of one size and model are one camera if no pixel's ray differs by more, in pixels.
 _SAME_CAMERA_PX = 1.0
+# How points follow the matches around them: how many of those, how many fits, and the share of a cell at which a stray
+# match counts half.
+_NEIGHBORS, _FITS, _STRAY, _PRIOR = 8, 5, 0.25, 0.01
 _COMPARED = 9  # places along each side of the picture at which cameras are compared
 
 
@@ -106,20 +108,29 @@ class Look:
 def _follow(matches: Matches, points: FloatArray) -> Matches:
     """Where points (n, 2) of picture 0 go with the matches around them: a row each, NaN and score 0 where none is near.
 
-    Each goes with the nearest match, and its neighbours tell how the picture is turned and stretched there.
+    An affine motion is fitted to the nearest matches of each point. Those that move otherwise lie on another surface,
+    or are wrong, and count little.
     """
     from scipy.spatial import cKDTree
 
     places, scores = np.full((len(points), 2), np.nan), np.zeros(len(points))
     if len(matches) and len(points):
         source, target = matches.points0.astype(np.float64), matches.points1.astype(np.float64)
-        apart, nearest = cKDTree(source).query(points)
-        network = matches.info.get("network_size0", matches.size0)
-        near = np.flatnonzero(apart <= FINE_STRIDE * max(matches.size0) / max(network))
-        rows = nearest[near]
-        motion = local_motion(source, target, rows)
-        places[near] = target[rows] + np.einsum("nij,nj->ni", motion, points[near] - source[rows])
-        scores[near] = matches.scores[rows]
+        cell = FINE_STRIDE * max(matches.size0) / max(matches.info.get("network_size0", matches.size0))
+        apart, nearest = cKDTree(source).query(points, k=[*range(1, min(_NEIGHBORS, len(source)) + 1)])
+        rows = np.flatnonzero(apart[:, 0] <= cell)
+        near = nearest[rows]
+        before, after = source[near] - points[rows, None], target[near]  # (n, k, 2)
+        design = np.concatenate([before, np.ones((*near.shape, 1))], axis=2)
+        # A little as if the picture were neither turned nor stretched, where neighbours lie on a line.
+        prior, start = _PRIOR * cell**2 * np.diag([1.0, 1, 0]), np.eye(3, 2)
+        weights = 1 / (1 + (apart[rows] / cell) ** 2)
+        for _ in range(_FITS):
+            weighted = (design * weights[:, :, None]).swapaxes(1, 2)
+            motion = np.linalg.solve(weighted @ design + prior, weighted @ after + prior @ start)  # (n, 3, 2)
+            stray = np.linalg.norm(after - design @ motion, axis=2)
+            weights = 1 / (1 + (apart[rows] / cell) ** 2) / (1 + (stray / (_STRAY * cell)) ** 2)
+        places[rows], scores[rows] = motion[:, 2], matches.scores[near[:, 0]]
     return replace(matches, points0=points, points1=places, scores=scores, estimate=None)
 
 
