@@ -214,6 +214,12 @@ def test_an_unknown_focal_length_is_estimated(tmp_path):
     assert found.camera.source == "focal length estimated with the pose"
     assert found.camera.focal_px == pytest.approx(camera_of(QUERY).focal_px, rel=1e-4)
     assert max(errors(found)) < 2e-3
+    exif = Image.Exif()
+    exif[ExifTags.IFD.Exif] = {ExifTags.Base.FocalLength: 4.2}
+    with Image.open(images / QUERY) as picture:
+        picture.save(images / QUERY, exif=exif)
+    told = Localizer(Oracle(), world).localize(images / QUERY).camera.source
+    assert told == "focal length estimated with the pose, as EXIF has no sensor size"
 
 
 def test_a_given_camera_and_exif_come_first(world, tmp_path):

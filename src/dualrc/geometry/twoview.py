@@ -239,6 +239,7 @@ def _fit_essential(
         },
         # What a rotation alone leaves over, the median. Where it is not larger than the noise, t is arbitrary.
         "parallax_px": float(np.median(left_px)) if len(left_px) else 0.0,
+        "rotation_only": rotation_only,
     }
     warnings = []
     if guessed := [number for number, camera in enumerate(cameras) if camera.is_guessed]:

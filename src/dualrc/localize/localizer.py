@@ -10,7 +10,7 @@ import numpy as np
 from dualrc.collection.retrieval import global_descriptor, most_similar, read_descriptors, write_descriptors
 from dualrc.config import check_bounds
 from dualrc.errors import DataError, DualRCError
-from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif
+from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif, lacks_sensor_size
 from dualrc.localize.maps import Correspondences, Map
 from dualrc.matcher import Matcher, PictureFeatures
 from dualrc.matcher.cache import LruCache
@@ -114,6 +114,9 @@ class Localizer:
         picture = None if isinstance(query, PictureFeatures) else query
         found = self.correspondences(features, names, picture)
         result = self.pose(found, features.size, camera=camera, names=names)
+        if camera is None and result.camera is not None and picture is not None and lacks_sensor_size(picture):
+            source = f"{result.camera.source}, as EXIF has no sensor size"
+            result = replace(result, camera=replace(result.camera, source=source))
         return replace(result, seconds=time.perf_counter() - start)
 
     def candidates(self, query: PictureFeatures) -> list[str]:
