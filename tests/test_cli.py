@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -13,9 +14,12 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from typer.main import get_command
 
 from dualrc import Matches, cli
+from dualrc.collection.config import CollectionConfig
 from dualrc.config import CompactConfig, FineConfig, NetworkConfig
+from dualrc.matcher.extract import choose_device, devices
 from dualrc.model.checkpoint import bundled, save_weights
 from dualrc.model.dualrc import make_network
 from dualrc.ops.native import library
@@ -196,6 +200,49 @@ def test_a_read_only_folder_is_refused_before_matching(run, weights, pictures, t
     status, _, errors = run("match", *pictures, "-o", tmp_path / "m.npz", "--weights", weights)
     assert status == 1
     assert "not writable" in errors
+
+
+def options_of(command: str) -> set[str]:
+    """The flags of a command, in every spelling."""
+    return {flag for option in get_command(cli.app).commands[command].params for flag in option.opts}
+
+
+def test_commands_of_folders_take_what_matching_takes():
+    assert options_of("collection") <= options_of("reconstruct")
+    asked = {"--top", "--min-score", "--size", "--quality", "--preset", "--weights", "--device", "--max-memory"}
+    assert all(asked <= options_of(command) for command in ("match", "collection", "reconstruct", "localize"))
+    assert "--neighbors" in options_of("localize")
+
+
+@pytest.mark.parametrize("name", ["gpu", "abacus", "cuda:99"])
+def test_devices_that_are_not_here_are_one_clear_line(run, weights, pictures, name):
+    if name == "gpu" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    status, _, errors = run("match", *pictures, "--weights", weights, "--device", name)
+    asked = name.replace("gpu", "cuda")
+    assert status == 1 and errors.count("\n") == 1
+    assert errors.startswith(f"Error: The device '{asked}' can't be used (")
+    assert errors.endswith(f"here there is {', '.join(devices())}.\n") and "cpu" in devices()
+
+
+def test_gpu_is_another_name_for_cuda(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda *_, device: asked.append(str(device)) or torch.zeros(1))
+    assert choose_device("gpu") == torch.device("cuda") and choose_device("gpu:1") == torch.device("cuda:1")
+    assert asked == ["cuda", "cuda:1"]
+    assert CollectionConfig(device="gpu").device == "cuda"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_options(tmp_path):
+    program = tmp_path / "dualrc"
+    program.write_text(f"#!{sys.executable}\nfrom dualrc.cli import main\nmain()\n")
+    program.chmod(0o755)
+    typed = "COMP_WORDS=(dualrc localize --qual) COMP_CWORD=2"
+    script = f'eval "$(dualrc --show-completion bash)"; {typed}; _dualrc_completion dualrc; echo ${{COMPREPLY[@]}}'
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split() == ["--quality"], done
 
 
 def test_version(run):

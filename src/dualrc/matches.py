@@ -66,6 +66,10 @@ class Estimate:
     matrix: FloatArray | None
     inliers: BoolArray  # (n,)
     pose: RelativePose | None = None  # of an essential matrix
+    # Whether a rotation alone explains the motion: the pose's direction is then arbitrary.
+    rotation_only: bool = False
+    # What makes it less than it seems, such as a guessed focal length; each is a sentence for the user.
+    warnings: tuple[str, ...] = ()
     # How it was obtained: threshold, iterations, cameras. Plain JSON values.
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -221,6 +225,8 @@ class Matches:
                 "kind": self.estimate.kind,
                 "matrix": None if matrix is None else np.asarray(matrix, dtype=np.float64).tolist(),
                 "cam1_from_cam0": None if pose is None else pose.cam1_from_cam0.tolist(),
+                "rotation_only": self.estimate.rotation_only,
+                "warnings": list(self.estimate.warnings),
                 "info": dict(self.estimate.info),
             }
         return header
@@ -264,6 +270,8 @@ def _from_parts(header: Mapping[str, Any], rows: FloatArray, inliers: BoolArray 
             matrix=None if stored["matrix"] is None else np.array(stored["matrix"], dtype=np.float64),
             inliers=inliers,
             pose=None if pose is None else RelativePose(cam1_from_cam0=np.array(pose, dtype=np.float64)),
+            rotation_only=bool(stored.get("rotation_only", False)),
+            warnings=tuple(map(str, stored.get("warnings", ()))),
             info=info,
         )
     return Matches(

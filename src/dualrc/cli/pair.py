@@ -35,12 +35,9 @@ def match(
         Path | None, typer.Option("--draw", help="Write a picture of the matches: FILE.png or FILE.jpg.")
     ] = None,
     top: Annotated[int | None, typer.Option(help="Keep only the best so many matches.")] = None,
-    min_score: Annotated[float, typer.Option(help="Keep only matches with at least this score.")] = 0.0,
+    min_score: common.MinScoreOption = 0.0,
     size: common.SizeOption = None,
-    quality: Annotated[
-        Literal["standard", "high"],
-        typer.Option(help="high looks again: better if pictures are turned, zoomed or seen from the side, and slower."),
-    ] = "standard",
+    quality: common.QualityOption = "standard",
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
@@ -55,7 +52,9 @@ def match(
     threshold: Annotated[float, typer.Option(help="Inlier threshold of the fit, in pixels.")] = 2.0,
     cameras: Annotated[
         Path | None,
-        typer.Option(help="For --estimate essential: cameras.json or COLMAP's cameras.txt; else EXIF, else a guess."),
+        typer.Option(
+            help="For --estimate essential: cameras.json or cameras.txt, with lenses; else EXIF, else a guess."
+        ),
     ] = None,
 ) -> None:
     """Match two pictures.
@@ -83,6 +82,9 @@ def match(
 
         camera0, camera1 = views
         model = geometry.estimate(matches, estimate, camera0=camera0, camera1=camera1, threshold_px=threshold)
+        if estimate == "essential" and cameras is None:
+            told = [f"{path}: {why}." for path in (image0, image1) if (why := geometry.lacks_sensor_size(path))]
+            model = replace(model, warnings=(*model.warnings, *told))
         matches = replace(matches, estimate=model)
     if out is not None:
         matches.save(out)
@@ -162,6 +164,8 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
             table.add_row("beware", "few matches agree: the pictures may not show the same thing")
         if "cameras" in model.info:
             table.add_row("cameras", str(model.info["cameras"]))
+        for warning in model.warnings:
+            table.add_row("beware", warning)
     common.screen.print(table)
 
 

@@ -56,7 +56,7 @@ def _write_pictures(
         known = is_known(cameras[name])
         camera = colmap_camera(cameras[name], images / name, known=known)
         # Pictures of one size and one focal length are taken to be of one camera.
-        key = (known, camera.width, camera.height, *camera.params)
+        key = (known, camera.model_name, camera.width, camera.height, *camera.params)
         if key not in shared:
             shared[key] = database.write_camera(camera)
         numbers[name] = database.write_image(pycolmap.Image(name=name, camera_id=shared[key]))

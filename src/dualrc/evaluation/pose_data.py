@@ -17,7 +17,7 @@ from dualrc.errors import DataError
 from dualrc.evaluation.data_files import as_pose, check_folder, read_name_pairs
 from dualrc.evaluation.export import Pair
 from dualrc.files import inside, limit_zip
-from dualrc.geometry import Camera, cam1_from_cam0, read_cameras_json
+from dualrc.geometry import PINHOLE, Camera, Lens, cam1_from_cam0, read_cameras_json
 from dualrc.image import read_header
 from dualrc.types import FloatArray, Size
 
@@ -36,6 +36,8 @@ class PoseTruth:
     size0: Size | None
     size1: Size | None
     cam1_from_cam0: FloatArray  # (3, 4)
+    lens0: Lens = PINHOLE
+    lens1: Lens = PINHOLE
 
     def __post_init__(self) -> None:
         pose = as_pose(self.cam1_from_cam0, tolerance=_ROTATION_TOLERANCE)
@@ -44,7 +46,10 @@ class PoseTruth:
 
     def cameras(self, size0: Size, size1: Size) -> tuple[Camera, Camera]:
         """The cameras of the two pictures as they are."""
-        return _camera(self.K0, self.size0, size0), _camera(self.K1, self.size1, size1)
+        return (
+            _camera(self.K0, self.lens0, self.size0, size0),
+            _camera(self.K1, self.lens1, self.size1, size1),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,15 +231,17 @@ def _read_cameras(root: Path, _: Mapping[Path, Index], pairs: _Pairs) -> None:
                     K1=camera1.K,
                     size0=camera0.size,
                     size1=camera1.size,
+                    lens0=camera0.lens,
+                    lens1=camera1.lens,
                     cam1_from_cam0=cam1_from_cam0(poses[name0], poses[name1]),  # type: ignore[arg-type]
                 )
                 pairs.add(pair, truth)
 
 
-def _camera(K: FloatArray, stated: Size | None, size: Size) -> Camera:
+def _camera(K: FloatArray, lens: Lens, stated: Size | None, size: Size) -> Camera:
     """The camera of a picture as it is, which may only be a resized one of the stated size."""
     width, height = stated or size
-    camera = Camera(width=width, height=height, K=K, source="data set")
+    camera = Camera(width=width, height=height, K=K, lens=lens, source="data set")
     if camera.size == size:
         return camera
     stretch = (size[0] / width) / (size[1] / height)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dualrc.errors import ConfigError
 from dualrc.image import Scale, to_input, to_tensor
+from dualrc.machine import device_name
 from dualrc.matcher.budget import enough_memory
 from dualrc.matcher.features import PendingImage, PictureFeatures, chunks
 from dualrc.model.backbone import CompactBackbone
@@ -105,15 +106,25 @@ def has_int8(network: DualRCNet, device: torch.device) -> bool:
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device that is asked for, or the best one here."""
+    """The device that is asked for, or the best one here; "gpu" is another name for "cuda"."""
+    here = devices()
     if device is None:
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        return torch.device(here[0])
     try:
-        chosen = torch.device(device)
+        chosen = torch.device(device_name(device) if isinstance(device, str) else device)
         torch.empty(1, device=chosen).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # PyTorch's own words on an unknown name are a list of all that it was ever ported to.
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"The device {device!r} can't be used ({reason}); choose cpu, cuda or mps.") from error
+        reason = "no such device" if reason.startswith("Expected one of") else reason
+        remedy = f"here there is {', '.join(here)}"
+        raise ConfigError(f"The device {str(device)!r} can't be used ({reason}); {remedy}.") from error
     return chosen
+
+
+def devices() -> list[str]:
+    """The devices of this machine, best first."""
+    found = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    if len(found) == 1:
+        found = ["cuda"]
+    return [*found, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]
