@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dualrc.config import MatcherConfig, NetworkConfig
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError, OutputError, WeightsError
 from dualrc.matcher import Matcher, PictureFeatures, load
-from dualrc.matches import Estimate, Matches, RelativePose, Warp
+from dualrc.matches import Estimate, Match, Matches, RelativePose, Warp
 
 if TYPE_CHECKING:
     from dualrc import colmap, draw, geometry, localize
@@ -43,6 +43,7 @@ __all__ = [
     "ImageError",
     "LocalizeConfig",
     "Localizer",
+    "Match",
     "MatchStore",
     "Matcher",
     "MatcherConfig",

@@ -112,6 +112,8 @@ class MatcherConfig:
     # "high" looks again, at one picture brought into the frame of the other by the motion that most matches share: far
     # better where pictures are turned, zoomed or seen from the side, for about five times the time.
     quality: Literal["standard", "high"] = "standard"
+    # Where matches do not agree with each other, scales up to so many times larger and smaller are tried; 1: none.
+    max_zoom: float = 4.0
     # GiB that matching a pair may take on the device beside the weights; None: most of what is free there. Pictures
     # that don't fit are seen smaller, with a warning.
     max_memory: float | None = None
@@ -134,6 +136,8 @@ class MatcherConfig:
             raise ConfigError(f"min_score = {self.min_score} must be a number; 0 keeps all matches.")
         if self.quality not in ("standard", "high"):
             raise ConfigError(f"quality = {self.quality!r} is not known; choose standard or high.")
+        if not 1 <= self.max_zoom <= 16:
+            raise ConfigError(f"max_zoom = {self.max_zoom} must be from 1 (no search for another scale) to 16.")
         if self.max_memory is not None and not 0 < self.max_memory < math.inf:
             raise ConfigError(f"max_memory = {self.max_memory} must be above 0 and finite; it is in GiB.")
 
@@ -154,7 +158,8 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
             backbone=ResNetConfig(),
             fine=FineConfig(reading="corner", query_share=0.5, subpixel=False),
         ),
-        MatcherConfig(max_size=1600),
+        # As published: one scale.
+        MatcherConfig(max_size=1600, max_zoom=1.0),
     ),
 }
 

@@ -143,10 +143,15 @@ def to_tensor(picture: ImageArray) -> Tensor:
 
 def to_input(pixels: Tensor, size: Size) -> Tensor:
     """Resize to (width, height) and normalize: uint8 (b h w 3) to float32 (b 3 height width)."""
+    return normalize_colors(resize(pixels, size) / 255)
+
+
+def resize(pixels: Tensor, size: Size) -> Tensor:
+    """Resize to (width, height): uint8 (b h w 3) to float32 (b 3 height width) in 0 to 255."""
     images = pixels.permute(0, 3, 1, 2).float()
     if tuple(images.shape[:1:-1]) != size:
         images = F.interpolate(images, size=(size[1], size[0]), mode="bilinear", antialias=True, align_corners=False)
-    return normalize_colors(images / 255)
+    return images
 
 
 def normalize_colors(images: Tensor) -> Tensor:
