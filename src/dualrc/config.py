@@ -8,7 +8,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, TypedDict, TypeVar, Union
 
 import tomlkit
 
@@ -140,6 +140,18 @@ class MatcherConfig:
             raise ConfigError(f"max_zoom = {self.max_zoom} must be from 1 (no search for another scale) to 16.")
         if self.max_memory is not None and not 0 < self.max_memory < math.inf:
             raise ConfigError(f"max_memory = {self.max_memory} must be above 0 and finite; it is in GiB.")
+
+
+class MatcherOptions(TypedDict, total=False):
+    """The fields of MatcherConfig as keyword arguments, for `dualrc.load`; see there what each means."""
+
+    max_size: int
+    size: int | None
+    top: int | None
+    min_score: float
+    quality: Literal["standard", "high"]
+    max_zoom: float
+    max_memory: float | None
 
 
 PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {

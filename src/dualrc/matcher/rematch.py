@@ -9,7 +9,7 @@ import numpy.typing as npt
 from dualrc import geometry
 from dualrc.image import to_tensor
 from dualrc.matcher.foothold import ENOUGH, Foothold
-from dualrc.matcher.views import Look, View, match_views, scale_views
+from dualrc.matcher.views import Look, View, match_views, scaled_sizes
 from dualrc.matches import Matches
 from dualrc.types import FloatArray, ImageArray
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _STEP = 2.0  # from scale to scale of the search; the network sees through what is left
 _SURE = 0.5  # agreement that ends the search
 _TAKEN = 2 * ENOUGH  # agreement that a scale of the search needs: several are tried, and the best is taken
-_EXACT = 1.12  # times larger or smaller: closer to the right scale nothing is gained
+_WORSE = 0.8  # times the agreement: so much may be lost by chance at the exact scale, which places matches better
+_LONGEST = 640  # pixels: pictures that are smaller at the right scale are enlarged, which places matches better
 _LOOKS = 2  # after the first
 _SAMPLE = 3000  # matches that the motion is estimated from
 _THRESHOLD = 0.006  # of picture 1's long side: scenes are not planes, and a rough motion will do
@@ -42,21 +43,18 @@ def search(
 
     Scales are compared by how much the matches agree with each other. `first` stands where none is better.
     """
-    if foothold.firm:
-        look = _look_at_scale(matcher, features, foothold.scale)
-        scale = foothold.scale
-        if look is None or look.foothold.share < foothold.share:
-            return first
-    else:
-        found = _best_scale(matcher, features)
-        if found is None:
+    look, scale = None, foothold.scale
+    if not foothold.firm:
+        look, scale = _best_scale(matcher, features)
+        if look is None:
             return replace(first, info={**first.info, "warning": NOTHING})
-        look, scale = found
-    rest = look.foothold.scale
-    if max(rest, 1 / rest) > _EXACT:
-        exact = _look_at_scale(matcher, features, scale * rest)
-        if exact is not None and exact.foothold.share >= look.foothold.share:
-            look, scale = exact, scale * rest
+        scale *= look.foothold.scale
+    exact = _look_at_scale(matcher, features, scale, longest=_LONGEST)
+    least = foothold if look is None else look.foothold
+    if exact is not None and exact.foothold.share >= _WORSE * least.share:
+        look = exact
+    elif look is None:
+        return first
     # In the pictures' own pixels.
     ratio = [f.size[0] / f.scale.input_size[0] for f in features]
     return replace(look.matches, info={**look.matches.info, "zoom": round(scale * ratio[1] / ratio[0], 3)})
@@ -64,25 +62,26 @@ def search(
 
 def _best_scale(
     matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]"
-) -> tuple[Look, float] | None:
-    """The scale, of several, at which the matches agree most; None where they agree nowhere."""
-    best: tuple[Look, float] | None = None
+) -> tuple[Look | None, float]:
+    """The scale, of several, at which the matches agree most, and what was found there; None: they agree nowhere."""
+    best: Look | None = None
+    best_scale, most = 1.0, _TAKEN
     steps = int(np.log(matcher.config.max_zoom) / np.log(_STEP) + 1e-6)
     for scale in (_STEP**power for step in range(1, steps + 1) for power in (-step, step)):
         look = _look_at_scale(matcher, features, scale)
-        if look is not None and look.foothold.share > (_TAKEN if best is None else best[0].foothold.share):
-            best = look, scale
-            if look.foothold.share > _SURE:
+        if look is not None and look.foothold.share > most:
+            best, best_scale, most = look, scale, look.foothold.share
+            if most > _SURE:
                 break
-    return best
+    return best, best_scale
 
 
 def _look_at_scale(
-    matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]", scale: float
+    matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]", scale: float, longest: int = 0
 ) -> Look | None:
     """What is found if things are so many times larger in picture 1; None where a picture would be too small."""
     now = features[0].scale.input_size, features[1].scale.input_size
-    sizes = scale_views(now, scale)
+    sizes = scaled_sizes(now, scale, longest)
     if sizes is None:
         return None
     views = [

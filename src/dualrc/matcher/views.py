@@ -19,6 +19,7 @@ from dualrc.types import BoolArray, FloatArray, Size
 if TYPE_CHECKING:
     from dualrc.matcher.matcher import Matcher
 
+_LARGEST_GROWTH = 2.0
 _LEAST_SIDE = 64  # pixels of a view: with fewer cells, what agrees agrees by chance
 
 
@@ -54,13 +55,18 @@ class Look:
     foothold: Foothold  # between what the network saw
 
 
-def scale_views(sizes: tuple[Size, Size], scale: float) -> tuple[Size, Size] | None:
+def scaled_sizes(sizes: tuple[Size, Size], scale: float, longest: int = 0) -> tuple[Size, Size] | None:
     """The sizes at which things `scale` times larger in picture 1 are as large as in picture 0; None: too small.
 
-    `sizes` are those at which the network sees the pictures now. The one that shows things larger is shrunk.
+    `sizes` are those at which the network sees the pictures now. The one that shows things larger is shrunk; then both
+    are enlarged, at most twice, if their longest side is less than `longest`.
     """
     ratios = min(1.0, scale), min(1.0, 1 / scale)
-    first, second = ((_rounded(w * ratio), _rounded(h * ratio)) for (w, h), ratio in zip(sizes, ratios, strict=True))
+    side = max(max(size) * ratio for size, ratio in zip(sizes, ratios, strict=True))
+    grow = min(max(1.0, longest / side), _LARGEST_GROWTH)
+    first, second = (
+        (_rounded(w * ratio * grow), _rounded(h * ratio * grow)) for (w, h), ratio in zip(sizes, ratios, strict=True)
+    )
     return None if min(*first, *second) < _LEAST_SIDE else (first, second)
 
 
