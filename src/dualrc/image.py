@@ -1,5 +1,6 @@
 """Pictures from files and arrays to network inputs, and what the network found back to their pixels."""
 
+import math
 import struct
 import warnings
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ ImageInput = str | Path | Image.Image | npt.NDArray[Any] | Tensor
 
 # File names that end like this are taken for pictures.
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
+SHORT_SIDE = 256  # pixels that the network sees of a strip's short side, where they can be afforded
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
@@ -121,9 +123,17 @@ def read_header(path: str | Path) -> Header | None:
 
 
 def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:
-    """The (width, height) the network sees for a picture of this size."""
+    """The (width, height) the network sees for a picture of this size.
+
+    Without a `long_side`, the long side is at most `max_size`. That of a strip is longer, so that its short side stays
+    usable, for at most as many pixels as a square of `max_size` has.
+    """
     longest = max(size)
-    ratio = min(1.0, max_size / longest) if long_side is None else long_side / longest
+    if long_side is None:
+        strip = min(SHORT_SIDE / min(size), max_size / math.sqrt(size[0] * size[1]))
+        ratio = min(1.0, max(max_size / longest, strip))
+    else:
+        ratio = long_side / longest
     # The small term keeps 1024/1024.0000001 from losing a whole cell.
     width, height = (int(side * ratio + 1e-6) // STRIDE * STRIDE for side in size)
     if min(size) < MIN_SIDE or min(width, height) < MIN_SIDE:

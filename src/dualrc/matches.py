@@ -185,9 +185,12 @@ class Matches:
     def swapped(self) -> "Matches":
         """The same matches with the two pictures exchanged; a fitted model is left behind."""
         sizes = {"network_size0": "network_size1", "network_size1": "network_size0"}
+        info = {sizes.get(key, key): value for key, value in self.info.items()}
+        if "zoom" in info:
+            info["zoom"] = round(1 / info["zoom"], 3)
         return replace(
             self,
-            info={sizes.get(key, key): value for key, value in self.info.items()},
+            info=info,
             points0=self.points1,
             points1=self.points0,
             size0=self.size1,

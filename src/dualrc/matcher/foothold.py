@@ -84,7 +84,7 @@ def _fullest(steps0: npt.NDArray[Any], steps1: npt.NDArray[Any], near: tuple[flo
     best_row, best_column = divmod(int(around.argmax()), angles)
     turned = np.abs((column - best_column + angles // 2) % angles - angles // 2)
     agree = (np.abs(row - best_row - 1) <= 1) & (turned <= 1)
-    return Foothold(around[best_row, best_column] / total, float(np.exp(np.median(ratio.real[agree]))))
+    return Foothold(float(around[best_row, best_column] / total), float(np.exp(np.median(ratio.real[agree]))))
 
 
 @lru_cache(maxsize=64)

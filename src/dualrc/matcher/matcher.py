@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -32,6 +33,7 @@ from dualrc.provenance import provenance
 from dualrc.types import UNSET, FloatArray, Size, Unset
 
 T = TypeVar("T")
+_USABLE = 128  # pixels of the side of a picture: with fewer there are few matches
 # Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
 # coarse tensor than this; on a CPU one at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
@@ -96,6 +98,12 @@ class Matcher:
         own = (pixels.shape[1], pixels.shape[0])
         settings = self._settings(size=size)
         network = network_size(own, long_side=settings.size, max_size=settings.max_size)
+        if min(network) < _USABLE and min(own) >= 2 * min(network):
+            warnings.warn(
+                "A picture of {}x{} pixels is seen at {}x{}, where little can be found; give a larger size, or cut it "
+                "into parts.".format(*own, *network),
+                stacklevel=2,
+            )
         return PendingImage(scale=Scale(image_size=own, input_size=network), pixels=pixels)
 
     def extract(self, items: Iterable[PendingImage]) -> None:
