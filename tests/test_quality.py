@@ -129,9 +129,10 @@ def share_right(matches, H, px: float = 3.0) -> float:
 def test_a_second_look_at_a_turned_and_zoomed_picture(photograph, shipped):
     there = similarity((240, 180), 35, 0.5, (130, 100))
     small, _ = brought(photograph, np.linalg.inv(there), (260, 200), 2.0)
-    standard = shipped.match(photograph, small, top=300)
-    high = shipped.match(photograph, small, top=300, quality="high")
-    assert share_right(high, there) > max(0.9, share_right(standard, there))
+    standard = shipped.match(photograph, small)
+    high = shipped.match(photograph, small, quality="high")
+    right = [share_right(found, there, px=1.0) * len(found) for found in (standard, high)]
+    assert share_right(high[:300], there) > 0.9 and right[1] > right[0]
 
 
 @pytest.mark.parametrize("quality", ["standard", "high"])

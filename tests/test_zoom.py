@@ -194,7 +194,7 @@ def test_features_keep_the_picture_as_it_was(shipped):
 
 
 def test_max_zoom_is_checked():
-    with pytest.raises(dualrc.ConfigError, match="max_zoom = 0.5"):
+    with pytest.raises(dualrc.ConfigError, match=r"max_zoom = 0\.5"):
         dualrc.MatcherConfig(max_zoom=0.5)
     assert dualrc.config.preset("paper")[1].max_zoom == 1  # as published
 

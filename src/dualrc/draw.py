@@ -11,6 +11,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from dualrc.errors import ConfigError, DataError, OutputError
+from dualrc.extras import png_is_broken
 from dualrc.files import replacing
 from dualrc.geometry import homography_grid, sample_bilinear
 from dualrc.image import ImageInput, read
@@ -19,13 +20,18 @@ from dualrc.pixels import cell_to_pixel, on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
 
-
 class Drawing(np.ndarray[Any, np.dtype[np.uint8]]):
     """A picture as an array, uint8 (height, width, 3), or 4 with transparency, that a notebook shows."""
 
     def _repr_png_(self) -> bytes | None:
         """What a notebook shows; None for parts of a picture that are no picture."""
-        if self.ndim != 3 or self.shape[2] not in (3, 4) or self.dtype != np.uint8 or 0 in self.shape:
+        if (
+            self.ndim != 3
+            or self.shape[2] not in (3, 4)
+            or self.dtype != np.uint8
+            or 0 in self.shape
+            or png_is_broken()
+        ):
             return None
         file = io.BytesIO()
         Image.fromarray(np.asarray(self)).save(file, "PNG")
@@ -186,6 +192,11 @@ def save(picture: ImageArray, path: str | Path) -> None:
     path = Path(path)
     if path.suffix.lower() not in (".png", ".jpg", ".jpeg"):
         raise OutputError(f"{path}: pictures are written as .png or .jpg; choose one of these endings.")
+    if path.suffix.lower() == ".png" and png_is_broken():
+        raise OutputError(
+            f"{path} can't be written: pycolmap was imported before Pillow, whose PNG writer then ends the process. "
+            "Import dualrc or PIL.Image before pycolmap, or write a .jpg."
+        )
     options: dict[str, Any] = {} if path.suffix.lower() == ".png" else {"quality": 92, "subsampling": 0}
     transparent = picture.ndim == 3 and picture.shape[2] == 4 and path.suffix.lower() == ".png"
     image = Image.fromarray(np.asarray(picture)) if transparent else _opened(np.asarray(picture))

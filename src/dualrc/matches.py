@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, SupportsIndex, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -134,14 +134,14 @@ class Matches:
         return (Match(*row) for row in _rows(self).tolist())
 
     @overload
-    def __getitem__(self, index: SupportsIndex) -> Match: ...
+    def __getitem__(self, index: int | np.integer[Any]) -> Match: ...
     @overload
-    def __getitem__(self, index: "slice | npt.NDArray[Any] | list[int] | list[bool]") -> "Matches": ...
+    def __getitem__(self, index: slice | npt.NDArray[np.bool_ | np.signedinteger[Any]] | list[int]) -> "Matches": ...
     def __getitem__(self, index: Any) -> "Match | Matches":
         """One match by its number, or the matches that a slice, a boolean mask or an array of indices selects."""
-        if isinstance(index, SupportsIndex) and np.ndim(index) == 0 and not isinstance(index, bool | np.bool_):
-            points0, points1 = self.points0[index].tolist(), self.points1[index].tolist()
-            return Match(*points0, *points1, float(self.scores[index]))
+        if isinstance(index, int | np.integer) and not isinstance(index, bool):
+            (x0, y0), (x1, y1) = self.points0[index].tolist(), self.points1[index].tolist()
+            return Match(x0, y0, x1, y1, float(self.scores[index]))
         estimate = self.estimate
         if estimate is not None:
             estimate = replace(estimate, inliers=estimate.inliers[index])

@@ -45,6 +45,7 @@ def warp_image(
     """
     picture = read(image)
     own = (picture.shape[1], picture.shape[0])
+    places: FloatArray
     if isinstance(transform, Warp):
         if own != transform.size1:
             raise DataError(
@@ -109,9 +110,7 @@ def _homography(transform: npt.ArrayLike | Estimate) -> FloatArray:
 def _links(pictures: list[ImageArray], matcher: Matcher) -> dict[tuple[int, int], tuple[FloatArray, int]]:
     """The homographies between pictures that overlap, from the first to the second, and how many matches agree."""
     count = len(pictures)
-    pairs = [
-        (i, j) for i, j in combinations(range(count), 2) if count <= _ALL_PAIRS or j - i <= _AHEAD
-    ]
+    pairs = [(i, j) for i, j in combinations(range(count), 2) if count <= _ALL_PAIRS or j - i <= _AHEAD]
     features = [matcher.features(picture) for picture in pictures]
     links = {}
     for i, j in pairs:
@@ -141,7 +140,7 @@ def _frames(
         members = [number for number in range(count) if part[number] == largest]
         # The middle of the tree: the picture from which the longest chain is shortest.
         reference = min(members, key=lambda number: max(_steps(tree, number).values()))
-    frames = {reference: np.eye(3)}
+    frames: dict[int, FloatArray] = {reference: np.eye(3)}
     for number in _steps(tree, reference):  # nearest first
         for other in tree[number]:
             if other not in frames:
@@ -215,9 +214,9 @@ def _blended(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], siz
         sharp = weight**_SHARP
         fine[:, *part] += (values - smooth) * sharp
         fine_weight[part] += sharp
-    known = (coarse_weight > 0).numpy()
+    shown = (coarse_weight > 0).numpy()
     colors = coarse / coarse_weight.clamp(min=1e-6) + fine / fine_weight
-    return _with_alpha(colors.permute(1, 2, 0).numpy(), known)
+    return _with_alpha(colors.permute(1, 2, 0).numpy(), shown)
 
 
 def _box(H: FloatArray, picture: ImageArray, size: Size) -> tuple[int, int, int, int]:
@@ -249,9 +248,7 @@ def _smooth(values: Tensor) -> Tensor:
     return F.interpolate(coarse, size=(height, width), mode="bilinear", align_corners=False)[0]
 
 
-def _gains(
-    pictures: dict[int, ImageArray], frames: dict[int, FloatArray], size: Size
-) -> dict[int, Tensor]:
+def _gains(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], size: Size) -> dict[int, Tensor]:
     """Factors (3,) by which the exposures of overlapping pictures agree best, from a small canvas."""
     small = (max(1, size[0] // 8), max(1, size[1] // 8))
     shrink = geometry.resize_homography(size, small)

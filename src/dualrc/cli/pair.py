@@ -102,7 +102,9 @@ def match(
 def warp(
     image0: Annotated[Path, typer.Argument(metavar="A", help="Picture to warp.")],
     image1: Annotated[Path, typer.Argument(metavar="B", help="Picture into whose frame it is warped.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Write FILE.png, transparent where A shows nothing, or .jpg.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Write FILE.png, transparent where A shows nothing, or .jpg.")
+    ],
     by: Annotated[
         Literal["homography", "dense"],
         typer.Option(help="homography: one motion for all, for planes and turned cameras; dense: each pixel its own."),

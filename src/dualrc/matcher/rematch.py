@@ -1,4 +1,4 @@
-"""Looking again: at other scales where the first look has no foothold, and, in high quality, through the motion found."""
+"""Looking again: at other scales where matches do not agree, and, in high quality, through the motion they share."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -60,9 +60,7 @@ def search(
     return replace(look.matches, info={**look.matches.info, "zoom": round(scale * ratio[1] / ratio[0], 3)})
 
 
-def _best_scale(
-    matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]"
-) -> tuple[Look | None, float]:
+def _best_scale(matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]") -> tuple[Look | None, float]:
     """The scale, of several, at which the matches agree most, and what was found there; None: they agree nowhere."""
     best: Look | None = None
     best_scale, most = 1.0, _TAKEN
