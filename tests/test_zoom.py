@@ -9,10 +9,10 @@ from conftest import SHARED, same_matches, texture
 from PIL import Image
 
 import dualrc
-from dualrc.geometry import apply_homography, resize_homography
-from dualrc.image import read
+from dualrc.geometry import apply_homography, crop_homography, resize_homography
+from dualrc.image import Scale, read
 from dualrc.matcher import foothold
-from dualrc.matcher.views import View, features_through, match_views, scaled_sizes
+from dualrc.matcher.views import View, features_through, match_views, scale_views
 from dualrc.matches import Matches
 from dualrc.scenes import Light, look_at, make_scene, render
 
@@ -77,14 +77,40 @@ def test_matches_by_chance_have_no_foothold():
     assert not foothold.vote(made(nowhere, nowhere)).firm
 
 
+def sizes_at(sizes, scale, **options):
+    """The sizes of the views for a scale."""
+    own = [Scale(image_size=size, input_size=size) for size in sizes]
+    views = scale_views((own[0], own[1]), scale, **options)
+    return views and tuple(size if view is None else view.size for size, view in zip(sizes, views, strict=True))
+
+
 def test_sizes_for_a_scale():
     sizes = ((640, 480), (1024, 768))
-    assert scaled_sizes(sizes, 2.0) == ((640, 480), (512, 384))
-    assert scaled_sizes(sizes[::-1], 0.5) == ((512, 384), (640, 480))
-    assert scaled_sizes(sizes, 0.5) == ((320, 240), (1024, 768))
-    assert scaled_sizes(sizes, 16.0) is None
-    assert scaled_sizes(((320, 240), (960, 720)), 3.0, longest=640) == ((640, 480), (640, 480))
-    assert scaled_sizes(((128, 128), (128, 128)), 1.0, longest=640) == ((256, 256), (256, 256))  # at most twice
+    assert sizes_at(sizes, 2.0) == ((640, 480), (512, 384))
+    assert sizes_at(sizes[::-1], 0.5) == ((512, 384), (640, 480))
+    assert sizes_at(sizes, 0.5) == ((320, 240), (1024, 768))
+    assert sizes_at(sizes, 16.0) is None
+    assert sizes_at(((320, 240), (960, 720)), 3.0, longest=640) == ((640, 480), (640, 480))
+    assert sizes_at(((128, 128), (128, 128)), 1.0, longest=640) == ((256, 256), (256, 256))  # at most twice
+    boxes = (160, 120, 320, 240), None
+    assert sizes_at(((960, 720), (960, 720)), 3.0, boxes=boxes, longest=640) == ((640, 480), (640, 480))
+
+
+def test_a_view_of_a_part():
+    own = Scale(image_size=(1200, 900), input_size=(400, 304))
+    view = View.part(own, (100, 80, 120, 96), (240, 192))
+    corners = apply_homography(view.picture_from_view, [[-0.5, -0.5], [239.5, 191.5]])
+    expected = own.to_picture(np.array([[99.5, 79.5], [219.5, 175.5]]))
+    assert np.allclose(corners, expected) and view.shrinks == pytest.approx(1.5)
+
+
+def test_an_enlarged_part_is_found(photograph, shipped):
+    part = resized(photograph[180:330, 240:440], (600, 450))
+    H = resize_homography((200, 150), (600, 450)) @ crop_homography(240, 180)
+    found = shipped.match(photograph, part)
+    assert found.info["zoom"] == pytest.approx(3, rel=0.1) and len(found) > 500
+    alone = dualrc.load(device="cpu", max_zoom=1).match(photograph, part)
+    assert share_right(found, H, px=3.0) > max(0.9, share_right(alone, H, px=3.0))
 
 
 def test_a_shrunk_picture_is_found(photograph, shrunk, shipped):

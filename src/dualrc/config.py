@@ -101,8 +101,8 @@ class NetworkConfig:
 class MatcherConfig:
     """What the matcher does with two pictures; every field can also be given to `dualrc.load`."""
 
-    # Longest side that the network sees where `size` is not given; larger pictures are scaled down to it. Of strips, more
-    # than four times as long as wide, it sees more along that side, but no more pixels than of a square.
+    # Longest side that the network sees where `size` is not given; larger pictures are scaled down to it. Of strips
+    # (more than four times as long as wide) it sees more along that side, but no more pixels than of a square.
     max_size: int = 1024
     # The exact long side the network sees, scaling up or down; None: the picture's own, at most max_size.
     size: int | None = None

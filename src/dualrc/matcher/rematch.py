@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc import geometry
-from dualrc.image import to_tensor
+from dualrc.image import Scale, to_tensor
 from dualrc.matcher.foothold import ENOUGH, Foothold
-from dualrc.matcher.views import Look, View, match_views, scaled_sizes
+from dualrc.matcher.views import Box, Look, View, match_views, scale_views
 from dualrc.matches import Matches
 from dualrc.types import FloatArray, ImageArray
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _STEP = 2.0  # from scale to scale of the search; the network sees through what is left
 _SURE = 0.5  # agreement that ends the search
 _TAKEN = 2 * ENOUGH  # agreement that a scale of the search needs: several are tried, and the best is taken
+_EXACTER = 2  # looks at the exact scale
+_EXACT = 1.2  # times larger or smaller: closer to the right scale little is gained
+_BEST, _OUTSIDE, _MARGIN = 300, 3, 0.15  # matches, percent of them and share of their extent around: where to look
+_MOST = 0.5  # of a picture: what covers more is all of it
 _WORSE = 0.8  # times the agreement: so much may be lost by chance at the exact scale, which places matches better
 _LONGEST = 640  # pixels: pictures that are smaller at the right scale are enlarged, which places matches better
 _LOOKS = 2  # after the first
@@ -43,17 +47,25 @@ def search(
 
     Scales are compared by how much the matches agree with each other. `first` stands where none is better.
     """
-    look, scale = None, foothold.scale
+    look: Look | None = None
+    scale, agreed = foothold.scale, foothold.share
     if not foothold.firm:
         look, scale = _best_scale(matcher, features)
         if look is None:
             return replace(first, info={**first.info, "warning": NOTHING})
-        scale *= look.foothold.scale
-    exact = _look_at_scale(matcher, features, scale, longest=_LONGEST)
-    least = foothold if look is None else look.foothold
-    if exact is not None and exact.foothold.share >= _WORSE * least.share:
-        look = exact
-    elif look is None:
+        scale, agreed = scale * look.foothold.scale, look.foothold.share
+    for _ in range(_EXACTER):
+        seen = first if look is None else look.matches
+        exact = _look_at_scale(matcher, features, scale, _boxes(seen, features), _LONGEST)
+        if exact is None or exact.foothold.share < _WORSE * agreed:
+            break
+        if look is None and weight(exact.matches) <= weight(first):
+            break
+        look, rest, agreed = exact, exact.foothold.scale, exact.foothold.share
+        if max(rest, 1 / rest) < _EXACT:
+            break
+        scale *= rest
+    if look is None:
         return first
     # In the pictures' own pixels.
     ratio = [f.size[0] / f.scale.input_size[0] for f in features]
@@ -75,18 +87,32 @@ def _best_scale(matcher: "Matcher", features: "tuple[PictureFeatures, PictureFea
 
 
 def _look_at_scale(
-    matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]", scale: float, longest: int = 0
+    matcher: "Matcher",
+    features: "tuple[PictureFeatures, PictureFeatures]",
+    scale: float,
+    boxes: tuple[Box | None, Box | None] = (None, None),
+    longest: int = 0,
 ) -> Look | None:
     """What is found if things are so many times larger in picture 1; None where a picture would be too small."""
-    now = features[0].scale.input_size, features[1].scale.input_size
-    sizes = scaled_sizes(now, scale, longest)
-    if sizes is None:
-        return None
-    views = [
-        None if size == seen else View.resized(own.size, size)
-        for own, size, seen in zip(features, sizes, now, strict=True)
-    ]
-    return match_views(matcher, features, (views[0], views[1]))
+    views = scale_views((features[0].scale, features[1].scale), scale, boxes, longest)
+    return None if views is None else match_views(matcher, features, views)
+
+
+def _boxes(matches: Matches, features: "tuple[PictureFeatures, PictureFeatures]") -> tuple[Box | None, Box | None]:
+    """The part of each picture, as the network sees it, that holds nearly all of the best matches; None: most of it."""
+    points = matches.points0[:_BEST], matches.points1[:_BEST]
+    first, second = (_box(own, f.scale) for own, f in zip(points, features, strict=True))
+    return first, second
+
+
+def _box(points: FloatArray, scale: Scale) -> Box | None:
+    size = np.array(scale.input_size)
+    low, high = np.percentile(scale.to_network(points), (_OUTSIDE, 100 - _OUTSIDE), axis=0)
+    margin = _MARGIN * (high - low)
+    left, top = np.floor(np.clip(low - margin, 0, size - 1)).astype(int).tolist()
+    right, bottom = np.ceil(np.clip(high + margin, (left + 1, top + 1), size)).astype(int).tolist()
+    box = (left, top, right - left, bottom - top)
+    return None if box[2] * box[3] > _MOST * size.prod() else box
 
 
 def match_again(

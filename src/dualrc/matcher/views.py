@@ -37,6 +37,17 @@ class View:
         ratio = float(np.sqrt(picture[0] * picture[1] / (size[0] * size[1])))
         return View(picture_from_view=geometry.resize_homography(size, picture), size=size, shrinks=ratio)
 
+    @staticmethod
+    def part(own: Scale, box: "Box", size: Size) -> "View":
+        """A part of what the network saw of a picture, at another size."""
+        if box == (0, 0, *own.input_size):
+            return View.resized(own.image_size, size)
+        left, top, width, height = box
+        seen_from_view = geometry.crop_homography(-left, -top) @ geometry.resize_homography(size, (width, height))
+        picture_from_seen = geometry.resize_homography(own.input_size, own.image_size)
+        ratio = np.sqrt(width * height / (size[0] * size[1])) * own.image_size[0] / own.input_size[0]
+        return View(picture_from_view=picture_from_seen @ seen_from_view, size=size, shrinks=float(ratio))
+
     def is_resized(self, picture: Size) -> bool:
         """Whether the view is the whole picture at another size."""
         return np.array_equal(self.picture_from_view, geometry.resize_homography(self.size, picture))
@@ -55,19 +66,29 @@ class Look:
     foothold: Foothold  # between what the network saw
 
 
-def scaled_sizes(sizes: tuple[Size, Size], scale: float, longest: int = 0) -> tuple[Size, Size] | None:
-    """The sizes at which things `scale` times larger in picture 1 are as large as in picture 0; None: too small.
+Box = tuple[int, int, int, int]  # left, top, width and height of a part of what the network saw
 
-    `sizes` are those at which the network sees the pictures now. The one that shows things larger is shrunk; then both
-    are enlarged, at most twice, if their longest side is less than `longest`.
+
+def scale_views(
+    scales: tuple[Scale, Scale], scale: float, boxes: tuple[Box | None, Box | None] = (None, None), longest: int = 0
+) -> tuple[View | None, View | None] | None:
+    """Views in which things `scale` times larger in picture 1 are as large as in picture 0; None: too small for that.
+
+    `scale` is that between the pictures as the network sees them now, and boxes are parts of that to look at. The
+    picture that shows things larger is shrunk; then both are enlarged, at most twice, if their longest side is less
+    than `longest`. A picture that stays as it is needs no view.
     """
+    parts = [box or (0, 0, *own.input_size) for box, own in zip(boxes, scales, strict=True)]
     ratios = min(1.0, scale), min(1.0, 1 / scale)
-    side = max(max(size) * ratio for size, ratio in zip(sizes, ratios, strict=True))
+    side = max(max(part[2:]) * ratio for part, ratio in zip(parts, ratios, strict=True))
     grow = min(max(1.0, longest / side), _LARGEST_GROWTH)
-    first, second = (
-        (_rounded(w * ratio * grow), _rounded(h * ratio * grow)) for (w, h), ratio in zip(sizes, ratios, strict=True)
-    )
-    return None if min(*first, *second) < _LEAST_SIDE else (first, second)
+    views: list[View | None] = []
+    for own, part, ratio in zip(scales, parts, ratios, strict=True):
+        size = (_rounded(part[2] * ratio * grow), _rounded(part[3] * ratio * grow))
+        if min(size) < _LEAST_SIDE:
+            return None
+        views.append(None if part == (0, 0, *size) == (0, 0, *own.input_size) else View.part(own, part, size))
+    return views[0], views[1]
 
 
 def _rounded(side: float) -> int:
@@ -95,9 +116,10 @@ def features_through(
 ) -> PictureFeatures:
     """The features of a picture in a view, in the view's pixels; `pixels`: the picture in more detail (h w 3)."""
     pixels = features.pixels if pixels is None else pixels
-    whole, mask = view.is_resized(features.size), None
-    if not whole:
-        pixels, mask = see(pixels, features.size, view)
+    mask: BoolArray | None = None
+    if not view.is_resized(features.size):
+        pixels, shown = see(pixels, features.size, view)
+        mask = None if shown.all() else shown
     if features.mask is not None:
         allowed = inside_mask(view.places(features.size).reshape(-1, 2), features.mask).reshape(view.size[::-1])
         mask = allowed if mask is None else mask & allowed
