@@ -132,7 +132,7 @@ def test_a_second_look_at_a_turned_and_zoomed_picture(photograph, shipped):
     standard = shipped.match(photograph, small)
     high = shipped.match(photograph, small, quality="high")
     right = [share_right(found, there, px=1.0) * len(found) for found in (standard, high)]
-    assert share_right(high[:300], there) > 0.9 and right[1] > right[0]
+    assert share_right(high[:300], there) > 0.9 and right[1] >= right[0]
 
 
 @pytest.mark.parametrize("quality", ["standard", "high"])
