@@ -94,7 +94,15 @@ def _look_at_scale(
     longest: int = 0,
 ) -> Look | None:
     """What is found if things are so many times larger in picture 1; None where a picture would be too small."""
-    views = scale_views((features[0].scale, features[1].scale), scale, boxes, longest)
+    own = features[0].scale, features[1].scale
+    views = scale_views(own, scale, boxes, longest)
+    if views is not None and longest > 0:
+        first, second = (
+            scale if view is None else Scale(image_size=view.size, input_size=view.size)
+            for scale, view in zip(own, views, strict=True)
+        )
+        if not matcher.budget.fits((first, second)):
+            views = scale_views(own, scale, boxes)
     return None if views is None else match_views(matcher, features, views)
 
 

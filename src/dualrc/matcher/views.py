@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _LARGEST_GROWTH = 2.0
 _LEAST_SIDE = 64  # pixels of a view: with fewer cells, what agrees agrees by chance
 
+Box = tuple[int, int, int, int]  # left, top, width and height, in pixels of what the network saw
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class View:
@@ -31,26 +33,16 @@ class View:
     size: Size  # (width, height), multiples of 16
     shrinks: float = 1.0  # how many times smaller things are in the view than in the picture, about its middle
 
-    @staticmethod
-    def resized(picture: Size, size: Size) -> "View":
-        """The whole picture of one size at another."""
-        ratio = float(np.sqrt(picture[0] * picture[1] / (size[0] * size[1])))
-        return View(picture_from_view=geometry.resize_homography(size, picture), size=size, shrinks=ratio)
+    box: Box | None = None  # the view is this part of what the network saw of the picture, resized
 
     @staticmethod
-    def part(own: Scale, box: "Box", size: Size) -> "View":
-        """A part of what the network saw of a picture, at another size."""
-        if box == (0, 0, *own.input_size):
-            return View.resized(own.image_size, size)
+    def part(own: Scale, box: Box, size: Size) -> "View":
+        """A part of what the network saw of a picture, or all of it, at another size."""
         left, top, width, height = box
         seen_from_view = geometry.crop_homography(-left, -top) @ geometry.resize_homography(size, (width, height))
         picture_from_seen = geometry.resize_homography(own.input_size, own.image_size)
         ratio = np.sqrt(width * height / (size[0] * size[1])) * own.image_size[0] / own.input_size[0]
-        return View(picture_from_view=picture_from_seen @ seen_from_view, size=size, shrinks=float(ratio))
-
-    def is_resized(self, picture: Size) -> bool:
-        """Whether the view is the whole picture at another size."""
-        return np.array_equal(self.picture_from_view, geometry.resize_homography(self.size, picture))
+        return View(picture_from_view=picture_from_seen @ seen_from_view, size=size, shrinks=float(ratio), box=box)
 
     def places(self, picture: Size) -> FloatArray:
         """Where the view's pixels are in a picture of this size: (h, w, 2); NaN beyond the horizon."""
@@ -64,9 +56,6 @@ class Look:
 
     matches: Matches  # in the pictures' own pixels
     foothold: Foothold  # between what the network saw
-
-
-Box = tuple[int, int, int, int]  # left, top, width and height of a part of what the network saw
 
 
 def scale_views(
@@ -115,10 +104,12 @@ def features_through(
     matcher: "Matcher", features: PictureFeatures, view: View, pixels: Tensor | None = None
 ) -> PictureFeatures:
     """The features of a picture in a view, in the view's pixels; `pixels`: the picture in more detail (h w 3)."""
-    pixels = features.pixels if pixels is None else pixels
     mask: BoolArray | None = None
-    if not view.is_resized(features.size):
-        pixels, shown = see(pixels, features.size, view)
+    if view.box is not None:  # resized on the device, as any picture is
+        left, top, width, height = view.box
+        pixels = features.pixels[top : top + height, left : left + width]
+    else:
+        pixels, shown = see(features.pixels if pixels is None else pixels, features.size, view)
         mask = None if shown.all() else shown
     if features.mask is not None:
         allowed = inside_mask(view.places(features.size).reshape(-1, 2), features.mask).reshape(view.size[::-1])
