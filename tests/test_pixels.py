@@ -163,7 +163,10 @@ def test_cells_to_pixels():
         ((3, 3000)[::-1], 3000, 1024, None),
         ((15, 4000), None, 1024, None),
         ((31, 400), 1600, 1024, None),  # a side below 32 px is an error even where it would be enlarged
-        ((40, 4000), None, 1024, None),  # the network would see 10 px
+        ((40, 4000), None, 1024, (32, 4000)),  # a strip keeps its short side
+        ((40, 4000), 1024, 1024, None),  # the network would see 10 px
+        ((6848, 320), None, 1024, (4736, 208)),  # as far as a square's pixels go
+        ((4096, 1024), None, 1024, (1024, 256)),
         ((1, 1), None, 1024, None),
     ],
 )

@@ -1,6 +1,5 @@
 """Whether matches agree with each other: the evidence, cheap and free of any model, that two images were matched."""
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +8,7 @@ import numpy.typing as npt
 from dualrc.matches import Matches
 
 TOP = 1000  # matches that vote
-_DRAWS = (512, 4096)  # pairs of matches; the second number only where the first leaves a doubt
+_PARTNERS = (1, 4)  # of each match; the second number only where the first leaves a doubt
 _FEWEST_MATCHES, _FEWEST_PAIRS = 16, 40
 _NEAR = 0.25  # of the long side: only matches near each other move alike
 _LEAST_PX = (12, 4)  # apart in one image and in the other, or the direction between them is noise
@@ -18,7 +17,7 @@ _SCALES = 12  # bins on each side of the scale 1
 # Share of the pairs in 3 x 3 bins around the fullest. Unrelated images have up to 0.12, typically 0.05; images of a
 # plane tilted by 60 degrees 0.24, wide baselines of a 3D scene 0.18 and more, ordinary pairs 0.5 to 1.
 ENOUGH = 0.15
-_PLENTY = 0.4  # of the first draws: no doubt
+_PLENTY = 0.4  # with one partner each: no doubt
 SAME = 1.6  # times larger or smaller: the network sees through this
 
 
@@ -55,13 +54,23 @@ def vote(matches: Matches) -> Foothold:
         for (points, size), seen in zip(own, sizes, strict=True)
     ]
     near = _NEAR * sizes[0].max(), _NEAR * sizes[1].max()
+    order = _shuffled(places[0] + places[1])
     found = Foothold(0.0, 1.0)
-    for draws in _DRAWS:
-        one, other = _drawn(count, draws)
-        found = _fullest(places[0][other] - places[0][one], places[1][other] - places[1][one], near)
+    for partners in _PARTNERS:
+        steps = [
+            np.concatenate([np.roll(own[order], step) - own[order] for step in range(1, partners + 1)])
+            for own in places
+        ]
+        found = _fullest(steps[0], steps[1], near)
         if found.share >= _PLENTY:
             break
     return found
+
+
+def _shuffled(places: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """An arbitrary order of places (n,), the same whatever order they come in; one more or less moves no other."""
+    x, y = (np.rint(part).astype(np.int64).astype(np.uint32) for part in (places.real, places.imag))
+    return np.argsort((x * np.uint32(73856093) ^ y * np.uint32(19349663)) * np.uint32(2654435761), kind="stable")
 
 
 def _fullest(steps0: npt.NDArray[Any], steps1: npt.NDArray[Any], near: tuple[float, float]) -> Foothold:
@@ -85,10 +94,3 @@ def _fullest(steps0: npt.NDArray[Any], steps1: npt.NDArray[Any], near: tuple[flo
     turned = np.abs((column - best_column + angles // 2) % angles - angles // 2)
     agree = (np.abs(row - best_row - 1) <= 1) & (turned <= 1)
     return Foothold(float(around[best_row, best_column] / total), float(np.exp(np.median(ratio.real[agree]))))
-
-
-@lru_cache(maxsize=64)
-def _drawn(count: int, draws: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """So many random pairs of `count` matches, the same every time."""
-    one, other = np.random.default_rng(0).integers(0, count, (2, draws))
-    return one, other

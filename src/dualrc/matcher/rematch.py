@@ -11,6 +11,7 @@ from dualrc.image import Scale, to_tensor
 from dualrc.matcher.foothold import ENOUGH, Foothold
 from dualrc.matcher.views import Box, Look, View, match_views, scale_views
 from dualrc.matches import Matches
+from dualrc.pixels import STRIDE
 from dualrc.types import FloatArray, ImageArray
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def _look_at_scale(
 ) -> Look | None:
     """What is found if things are so many times larger in picture 1; None where a picture would be too small."""
     own = features[0].scale, features[1].scale
+    scale = 2 ** (round(16 * np.log2(scale)) / 16)  # the same from both sides, for all that matches differ in rounding
     views = scale_views(own, scale, boxes, longest)
     if views is not None and longest > 0:
         first, second = (
@@ -117,8 +119,9 @@ def _box(points: FloatArray, scale: Scale) -> Box | None:
     size = np.array(scale.input_size)
     low, high = np.percentile(scale.to_network(points), (_OUTSIDE, 100 - _OUTSIDE), axis=0)
     margin = _MARGIN * (high - low)
-    left, top = np.floor(np.clip(low - margin, 0, size - 1)).astype(int).tolist()
-    right, bottom = np.ceil(np.clip(high + margin, (left + 1, top + 1), size)).astype(int).tolist()
+    # In whole cells, which rounding of the matches does not move.
+    left, top = (np.clip(low - margin, 0, size - 1) // STRIDE * STRIDE).astype(int).tolist()
+    right, bottom = (-(-np.clip(high + margin, (left + 1, top + 1), size) // STRIDE) * STRIDE).astype(int).tolist()
     box = (left, top, right - left, bottom - top)
     return None if box[2] * box[3] > _MOST * size.prod() else box
 
