@@ -33,7 +33,7 @@ from dualrc.provenance import provenance
 from dualrc.types import UNSET, FloatArray, Size, Unset
 
 T = TypeVar("T")
-_USABLE = 128  # pixels of the side of a picture: with fewer there are few matches
+_USABLE = 64  # pixels of the side of a picture: with fewer there are few matches
 # Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
 # coarse tensor than this; on a CPU one at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
