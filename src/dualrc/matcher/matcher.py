@@ -34,6 +34,7 @@ from dualrc.types import UNSET, FloatArray, Size, Unset
 
 T = TypeVar("T")
 _USABLE = 64  # pixels of the side of a picture: with fewer there are few matches
+_STRIP = 4  # times as long as wide: there a size, which is that of the long side, leaves little of the other
 # Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
 # coarse tensor than this; on a CPU one at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
@@ -98,7 +99,7 @@ class Matcher:
         own = (pixels.shape[1], pixels.shape[0])
         settings = self._settings(size=size)
         network = network_size(own, long_side=settings.size, max_size=settings.max_size)
-        if min(network) < _USABLE and min(own) >= 2 * min(network):
+        if min(network) < _USABLE and min(own) >= 2 * min(network) and max(own) >= _STRIP * min(own):
             warnings.warn(
                 "A picture of {}x{} pixels is seen at {}x{}, where little can be found; give a larger size, or cut it "
                 "into parts.".format(*own, *network),
