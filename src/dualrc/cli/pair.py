@@ -169,8 +169,13 @@ def demo(
     """Match two pictures of a made-up town, check against the exact truth, and leave pictures to look at."""
     from dualrc.demo import run
 
-    with common.messages.status("Making two pictures, matching and drawing them..."):
-        summary = run(out, device=device)
+    start = time.perf_counter()
+
+    def tell(step: str) -> None:
+        # A line each, also where nobody looks at a terminal.
+        common.messages.print(f"{time.perf_counter() - start:5.1f} s  {step}...", highlight=False)
+
+    summary = run(out, device=device, tell=tell)
     table = common.table(f"Demo: {summary['matches']:,} matches in {summary['seconds']:.2f} s on {summary['device']}")
     for threshold, share in summary["correct_within_px"].items():
         table.add_row(f"correct within {threshold} px", f"{share:.1%}")

@@ -94,7 +94,7 @@ class Extractor:
 
     def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, ...]:
         """Pictures on the device, uint8 (b h w 3), at this size; coarse and fine features; brightness if it is used."""
-        resized = resize(pixels, size)
+        resized = resize(pixels, size, antialias=self._network.config.backbone.antialias)
         images = normalize_colors(resized / 255).contiguous(memory_format=torch.channels_last)
         if self.device.type == "cuda":
             images = images.to(self.dtype)
