@@ -120,7 +120,8 @@ def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:
     """
     longest = max(size)
     if long_side is None:
-        strip = min(SHORT_SIDE / min(size), max_size / math.sqrt(size[0] * size[1]))
+        short = min(SHORT_SIDE, max_size / 4)
+        strip = min(short / min(size), max_size / math.sqrt(size[0] * size[1]))
         ratio = min(1.0, max(max_size / longest, strip))
     else:
         ratio = long_side / longest
