@@ -8,7 +8,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, Union
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Union
 
 import tomlkit
 
@@ -131,7 +131,8 @@ class NetworkConfig:
 class MatcherConfig:
     """What the matcher does with two pictures; every field can also be given to `dualrc.load`."""
 
-    # Longest side that the network sees where `size` is not given; larger pictures are scaled down to it.
+    # Longest side that the network sees where `size` is not given; larger pictures are scaled down to it. Of strips
+    # (more than four times as long as wide) it sees more along that side, but no more pixels than of a square.
     max_size: int = 1024
     # The exact long side the network sees, scaling up or down; None: the picture's own, at most max_size.
     size: int | None = None
@@ -142,6 +143,8 @@ class MatcherConfig:
     # "high" looks again, at one picture brought into the frame of the other by the motion that most matches share: far
     # better where pictures are turned, zoomed or seen from the side, for about five times the time.
     quality: Literal["standard", "high"] = "standard"
+    # Where matches do not agree with each other, scales up to so many times larger and smaller are tried; 1: none.
+    max_zoom: float = 4.0
     # GiB that matching a pair may take on the device beside the weights; None: most of what is free there. Pictures
     # that don't fit are seen smaller, with a warning.
     max_memory: float | None = None
@@ -164,8 +167,22 @@ class MatcherConfig:
             raise ConfigError(f"min_score = {self.min_score} must be a number; 0 keeps all matches.")
         if self.quality not in ("standard", "high"):
             raise ConfigError(f"quality = {self.quality!r} is not known; choose standard or high.")
+        if not 1 <= self.max_zoom <= 16:
+            raise ConfigError(f"max_zoom = {self.max_zoom} must be from 1 (no search for another scale) to 16.")
         if self.max_memory is not None and not 0 < self.max_memory < math.inf:
             raise ConfigError(f"max_memory = {self.max_memory} must be above 0 and finite; it is in GiB.")
+
+
+class MatcherOptions(TypedDict, total=False):
+    """The fields of MatcherConfig as keyword arguments, for `dualrc.load`; see there what each means."""
+
+    max_size: int
+    size: int | None
+    top: int | None
+    min_score: float
+    quality: Literal["standard", "high"]
+    max_zoom: float
+    max_memory: float | None
 
 
 PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
@@ -185,7 +202,8 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
             consensus=ConsensusConfig(initialization="uniform"),
             fine=FineConfig(reading="corner", query_share=0.5, subpixel=False),
         ),
-        MatcherConfig(max_size=1600),
+        # As published: one scale.
+        MatcherConfig(max_size=1600, max_zoom=1.0),
     ),
 }
 

@@ -1,5 +1,6 @@
 """Pictures from files and arrays to network inputs, and what the network found back to their pixels."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,6 +22,7 @@ from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
 ImageInput = str | Path | Image.Image | npt.NDArray[Any] | Tensor
 
+SHORT_SIDE = 256  # pixels that the network sees of a strip's short side, where they can be afforded
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
@@ -111,9 +113,18 @@ def read_header(path: str | Path) -> Header | None:
 
 
 def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:
-    """The (width, height) the network sees for a picture of this size."""
+    """The (width, height) the network sees for a picture of this size.
+
+    Without a `long_side`, the long side is at most `max_size`. That of a strip is longer, so that its short side stays
+    usable, for at most as many pixels as a square of `max_size` has.
+    """
     longest = max(size)
-    ratio = min(1.0, max_size / longest) if long_side is None else long_side / longest
+    if long_side is None:
+        short = min(SHORT_SIDE, max_size / 4)
+        strip = min(short / min(size), max_size / math.sqrt(size[0] * size[1]))
+        ratio = min(1.0, max(max_size / longest, strip))
+    else:
+        ratio = long_side / longest
     # The small term keeps 1024/1024.0000001 from losing a whole cell.
     width, height = (int(side * ratio + 1e-6) // STRIDE * STRIDE for side in size)
     if min(size) < MIN_SIDE or min(width, height) < MIN_SIDE:
@@ -133,12 +144,17 @@ def to_tensor(picture: ImageArray) -> Tensor:
 
 def to_input(pixels: Tensor, size: Size, *, antialias: bool = True) -> Tensor:
     """Resize to (width, height) and normalize: uint8 (b h w 3) to float32 (b 3 height width)."""
+    return normalize_colors(resize(pixels, size, antialias=antialias) / 255)
+
+
+def resize(pixels: Tensor, size: Size, *, antialias: bool = True) -> Tensor:
+    """Resize to (width, height): uint8 (b h w 3) to float32 (b 3 height width) in 0 to 255."""
     images = pixels.permute(0, 3, 1, 2).float()
     if tuple(images.shape[:1:-1]) != size:
         images = F.interpolate(
             images, size=(size[1], size[0]), mode="bilinear", antialias=antialias, align_corners=False
         )
-    return normalize_colors(images / 255)
+    return images
 
 
 def normalize_colors(images: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ import csv
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +56,17 @@ class RelativePose:
         return self.cam1_from_cam0[:, 3]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class Match(NamedTuple):
+    """One pair of corresponding points, as iterating over Matches gives it."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Estimate:
     """A two-view model fitted to matches, and which of them agree with it."""
 
@@ -72,6 +82,11 @@ class Estimate:
     warnings: tuple[str, ...] = ()
     # How it was obtained: threshold, iterations, cameras. Plain JSON values.
     info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        if self.matrix is None:
+            return f"Estimate({self.kind}: none, {self.info.get('reason', 'no model fits')})"
+        return f"Estimate({self.kind}, {int(self.inliers.sum())} of {len(self.inliers)} matches agree)"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -120,8 +135,19 @@ class Matches:
         sizes = " and ".join(f"{width}x{height}" for width, height in (self.size0, self.size1))
         return f"Matches({len(self)} of {sizes}{scores})"
 
-    def __getitem__(self, index: slice | npt.NDArray[Any]) -> "Matches":
-        """The selected matches: a slice, a boolean mask or an array of indices."""
+    def __iter__(self) -> Iterator[Match]:
+        """Each match as a named tuple (x0, y0, x1, y1, score), in order."""
+        return (Match(*row) for row in _rows(self).tolist())
+
+    @overload
+    def __getitem__(self, index: int | np.integer[Any]) -> Match: ...
+    @overload
+    def __getitem__(self, index: slice | npt.NDArray[np.bool_ | np.signedinteger[Any]] | list[int]) -> "Matches": ...
+    def __getitem__(self, index: Any) -> "Match | Matches":
+        """One match by its number, or the matches that a slice, a boolean mask or an array of indices selects."""
+        if isinstance(index, int | np.integer) and not isinstance(index, bool):
+            (x0, y0), (x1, y1) = self.points0[index].tolist(), self.points1[index].tolist()
+            return Match(x0, y0, x1, y1, float(self.scores[index]))
         estimate = self.estimate
         if estimate is not None:
             estimate = replace(estimate, inliers=estimate.inliers[index])
@@ -165,9 +191,12 @@ class Matches:
     def swapped(self) -> "Matches":
         """The same matches with the two pictures exchanged; a fitted model is left behind."""
         sizes = {"network_size0": "network_size1", "network_size1": "network_size0"}
+        info = {sizes.get(key, key): value for key, value in self.info.items()}
+        if "zoom" in info:
+            info["zoom"] = round(1 / info["zoom"], 3)
         return replace(
             self,
-            info={sizes.get(key, key): value for key, value in self.info.items()},
+            info=info,
             points0=self.points1,
             points1=self.points0,
             size0=self.size1,
@@ -232,13 +261,18 @@ class Matches:
         return header
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Warp:
     """Where every pixel of picture 0 is in picture 1, and how sure that is."""
 
     points1: FloatArray  # (height, width, 2) float32, finite everywhere
     certainty: FloatArray  # (height, width) float32, 0 to 1; 0 where points1 is only filled in from around
     size1: Size
+
+    def __repr__(self) -> str:
+        height, width = self.certainty.shape
+        sizes = "{}x{} to {}x{}".format(width, height, *self.size1)
+        return f"Warp({sizes}, {np.mean(self.certainty > 0):.0%} of the pixels found)"
 
 
 def inside_mask(points: FloatArray, mask: BoolArray) -> BoolArray:

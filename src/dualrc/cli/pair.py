@@ -18,6 +18,8 @@ from dualrc.matches import Matches
 if TYPE_CHECKING:
     from dualrc.geometry import Camera
 
+_WARP_THRESHOLD = 0.003  # of the long side: what is warped need not fit to the pixel everywhere
+
 
 @common.app.command()
 def match(
@@ -92,9 +94,73 @@ def match(
         colors: Literal["score", "inliers"] = "score" if matches.estimate is None else "inliers"
         draw.save(draw.draw_matches(read(image0), read(image1), matches, colors=colors), drawing)
     _print_matches(matcher, matches, seconds)
+    _warn(matches)
     for path in (out, drawing):
         if path is not None:
             common.written(path)
+
+
+@common.app.command()
+def warp(
+    image0: Annotated[Path, typer.Argument(metavar="A", help="Picture to warp.")],
+    image1: Annotated[Path, typer.Argument(metavar="B", help="Picture into whose frame it is warped.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Write FILE.png, transparent where A shows nothing, or .jpg.")
+    ],
+    by: Annotated[
+        Literal["homography", "dense"],
+        typer.Option(help="homography: one motion for all, for planes and turned cameras; dense: each pixel its own."),
+    ] = "homography",
+    size: common.SizeOption = None,
+    preset: common.PresetOption = "default",
+    weights: common.WeightsOption = None,
+    device: common.DeviceOption = None,
+) -> None:
+    """Warp one picture into the frame of another.
+
+    dualrc warp a.jpg b.jpg -o a-in-b.png
+    """
+    _check_outputs(None, out, inputs=(image0, image1))
+    from dualrc import geometry, stitch
+
+    with common.messages.status("Loading the network..."):
+        matcher = load(preset, weights=weights, device=device, size=size)
+    with common.messages.status("Matching and warping..."):
+        if by == "dense":
+            drawn = stitch.warp_image(image0, matcher.warp(image1, image0))
+        else:
+            matches = matcher.match(image0, image1)
+            model = geometry.estimate(matches, "homography", threshold_px=_WARP_THRESHOLD * max(matches.size1))
+            _warn(matches)
+            drawn = stitch.warp_image(image0, model, matches.size1)
+    drawn.save(out)
+    common.written(out)
+
+
+@common.app.command()
+def panorama(
+    images: Annotated[list[Path], typer.Argument(metavar="A B...", help="Pictures; more than eight: in order.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write FILE.png, transparent around the pictures, or .jpg.")],
+    reference: Annotated[
+        int | None, typer.Option(help="Number, from 0, of the picture whose frame is kept; without it, the middle one.")
+    ] = None,
+    size: common.SizeOption = None,
+    device: common.DeviceOption = None,
+) -> None:
+    """Join pictures taken from one place, or of one plane, into one.
+
+    dualrc panorama left.jpg middle.jpg right.jpg -o panorama.jpg
+    """
+    _check_outputs(None, out, inputs=tuple(images))
+    from dualrc import stitch
+
+    with common.messages.status("Loading the network..."):
+        matcher = load(device=device, size=size)
+    with common.messages.status("Matching and joining..."):
+        drawn = stitch.panorama(images, matcher=matcher, reference=reference)
+    drawn.save(out)
+    common.screen.print(f"{len(images)} pictures joined to {drawn.shape[1]}x{drawn.shape[0]} pixels.", highlight=False)
+    common.written(out)
 
 
 @common.app.command()
@@ -146,6 +212,10 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
     for number, size in enumerate((matches.size0, matches.size1)):
         seen = matches.info[f"network_size{number}"]
         table.add_row(f"picture {number}", f"{size[0]}x{size[1]}, seen as {seen[0]}x{seen[1]}")
+    if "zoom" in matches.info:
+        zoom = matches.info["zoom"]
+        larger = f"{max(zoom, 1 / zoom):.2g} times larger in picture {int(zoom > 1)}"
+        table.add_row("scale", f"things are {larger}; matched at that scale")
     if len(matches):
         table.add_row("scores", f"{matches.scores.max():.3g} to {matches.scores.min():.3g}")
         table.add_row("pair score", f"{matches.pair_score:.2f}")
@@ -167,6 +237,12 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
         for warning in model.warnings:
             table.add_row("beware", warning)
     common.screen.print(table)
+
+
+def _warn(matches: Matches) -> None:
+    """Tell where the matches are not to be trusted."""
+    if "warning" in matches.info:
+        common.note(f"Note: {matches.info['warning']}")
 
 
 def _rows(matrix: Any) -> str:

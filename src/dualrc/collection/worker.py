@@ -25,7 +25,7 @@ from dualrc.matches import Matches
 from dualrc.types import FloatArray
 
 # What is kept of a match's info: the rest is the same for all pairs, and stands in the store's config.
-_INFO = ("device", "precision", "network_size0", "network_size1")
+_INFO = ("device", "precision", "network_size0", "network_size1", "zoom", "warning")
 _READERS = 4  # threads that read pictures beside a GPU
 
 
@@ -160,7 +160,7 @@ class Worker:
 
 
 def _slim(matches: Matches) -> Matches:
-    return replace(matches, info={key: matches.info[key] for key in _INFO})
+    return replace(matches, info={key: matches.info[key] for key in _INFO if key in matches.info})
 
 
 def _load(settings: WorkerSettings) -> Matcher:

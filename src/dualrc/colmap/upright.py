@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ _ROTATIONS = {1: ((1, 0), (0, 1)), 3: ((-1, 0), (0, -1)), 6: ((0, -1), (1, 0)), 
 
 def import_pycolmap() -> Any:
     """The module pycolmap, or an error that says how to get it."""
-    # Pillow must come first, as it does by way of image.py: the other way round its PNG writer breaks.
+    # Pillow's library must come first: the other way round writing a PNG ends the process.
+    import_module("PIL.Image")
     return require("pycolmap", "colmap", "COLMAP's models")
 
 
