@@ -22,6 +22,7 @@ ROOMS = [
     "provenance",
     "types",
     "pixels",
+    "formats",
     "matches",
     "image",
     "geometry",
@@ -32,6 +33,7 @@ ROOMS = [
     "model",
     "ops",
     "matcher",
+    "stitch",
     "data",
     "losses",
     "train",
@@ -123,6 +125,7 @@ def test_public_names():
         "ImageError",
         "LocalizeConfig",
         "Localizer",
+        "Match",
         "MatchStore",
         "Matcher",
         "MatcherConfig",
@@ -141,7 +144,9 @@ def test_public_names():
         "load",
         "localize",
         "match_collection",
+        "panorama",
         "reconstruct",
+        "warp_image",
     ]
     assert all(hasattr(dualrc, name) for name in dualrc.__all__)
     assert dualrc.geometry.estimate and dualrc.draw.draw_matches and dualrc.localize.read_map

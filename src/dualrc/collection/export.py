@@ -8,6 +8,7 @@ import numpy as np
 
 from dualrc.collection.cameras import is_known
 from dualrc.collection.keypoints import IntArray, MergedMatches
+from dualrc.collection.pairs import write_pairs
 from dualrc.collection.progress import Progress, no_progress
 from dualrc.collection.store import Names
 from dualrc.colmap import (
@@ -20,7 +21,7 @@ from dualrc.colmap import (
 )
 from dualrc.errors import DataError
 from dualrc.extras import require
-from dualrc.files import replacing, write_text
+from dualrc.files import replacing
 from dualrc.geometry import Camera, essential_from_pose, sampson_distance_px
 from dualrc.image import read_header
 from dualrc.types import FloatArray
@@ -109,7 +110,7 @@ def _write_pictures(
         known = is_known(cameras[name])
         camera = colmap_camera(cameras[name], images / name, known=known)
         # Pictures of one size and one focal length are taken to be of one camera.
-        key = (known, camera.width, camera.height, *camera.params)
+        key = (known, camera.model_name, camera.width, camera.height, *camera.params)
         if key not in shared:
             shared[key] = database.write_camera(camera)
         numbers[name] = database.write_image(pycolmap.Image(name=name, camera_id=shared[key]))
@@ -142,7 +143,7 @@ def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, pr
             group.create_dataset("matches0", data=matches0, compression="gzip", compression_opts=1)
             group.create_dataset("matching_scores0", data=scores0, compression="gzip", compression_opts=1)
             progress("Writing matches", count, len(merged.pairs))
-    write_text(folder / "pairs.txt", "".join(f"{name0} {name1}\n" for name0, name1 in merged.pairs))
+    write_pairs(folder / "pairs.txt", merged.pairs)
 
 
 def _pair_key(name0: str, name1: str) -> str:

@@ -206,7 +206,7 @@ class _Verifier:
         """Replace guessed focal lengths by those that suit the pairs of pictures with the same guess."""
         groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
         for name, camera in self._cameras.items():
-            if camera.source == "guess":
+            if camera.source.startswith("guess"):
                 groups[camera.size].append(name)
         for size, names in groups.items():
             members = set(names)
@@ -225,7 +225,7 @@ class _Verifier:
             focal_px = geometry.shared_focal_px(fundamentals, size)
             if focal_px is not None:
                 for name in names:
-                    self._cameras[name] = Camera.from_focal(size, focal_px, source="guess")
+                    self._cameras[name] = Camera.from_focal(size, focal_px, source=self._cameras[name].source)
 
     def _two_views(self, names: Names) -> PairCheck:
         """Fit a geometry to a pair's matches alone."""
