@@ -193,7 +193,7 @@ class MatchStore:
 
 
 def _to_row(name0: str, name1: str, matches: Matches) -> tuple[Any, ...]:
-    info = dict(matches.info)
+    info = matches.stored_info()
     error = info.pop("error", None)
     arrays = (
         np.ascontiguousarray(a, dtype="<f4").tobytes() for a in (matches.points0, matches.points1, matches.scores)

@@ -15,8 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualrc.calibration import Calibration
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
+from dualrc.evidence import LOOKED_AT
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device
@@ -53,9 +55,13 @@ class Matcher:
         precision: Precision | None = None,
         engine: str | None = None,
         weights_hash: str | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
-        """Copies the network; `engine` is one of `dualrc.ops`, None: the best for the device."""
-        self.config, self.weights_hash = config, weights_hash
+        """Copies the network; `engine` is one of `dualrc.ops`, None: the best for the device.
+
+        Without a calibration, scores are the network's own: they rank matches, and differ from call to call.
+        """
+        self.config, self.weights_hash, self.calibration = config, weights_hash, calibration
         self.network = copy.deepcopy(network).eval()
         fold_batch_norm(self.network)
         chosen = choose_device(device)
@@ -74,6 +80,7 @@ class Matcher:
             precision=self.precision,
             engine=self.engine,
         )
+        self._info["calibration"] = None if calibration is None else calibration.hash
 
     def __repr__(self) -> str:
         return f"Matcher({self.network.config.preset!r} on {self.device}, {self.precision}, {self.engine})"
@@ -127,8 +134,8 @@ class Matcher:
         if isinstance(image0, PictureFeatures) or isinstance(image1, PictureFeatures):
             raise ConfigError('quality = "high" looks at the pictures again; give pictures instead of features.')
         pictures = read(image0), read(image1)
-        again = partial(match_again, self, pictures, top=settings.top, min_score=settings.min_score)
-        return self._with_pair(again, *pictures, mask0, mask1, size)
+        found = self._with_pair(partial(match_again, self, pictures), *pictures, mask0, mask1, size)
+        return self._selected(found, settings)
 
     def match_features(
         self,
@@ -142,7 +149,8 @@ class Matcher:
     ) -> Matches:
         """Match two pictures by features that were extracted before, always in standard quality."""
         pair = (self._masked(features0, mask0), self._masked(features1, mask1))
-        return next(self._match_batch([pair], self._settings(top=top, min_score=min_score)))
+        settings = self._settings(top=top, min_score=min_score)
+        return self._selected(next(self._match_batch([pair], settings.top)), settings)
 
     def match_many(
         self,
@@ -206,7 +214,8 @@ class Matcher:
         found: list[Matches] = []
         with suppress(NoMemoryError):
             self._extract_items(item for _, items in batch for item in items)
-            found = list(self._match_batch([(one.known(), other.known()) for _, (one, other) in batch], settings))
+            pairs = [(one.known(), other.known()) for _, (one, other) in batch]
+            found = [self._selected(matches, settings) for matches in self._match_batch(pairs, settings.top)]
         if batch and not found:
             let_go()
         yield from found or (alone(pair) for pair, _ in batch)
@@ -266,7 +275,7 @@ class Matcher:
             with self._working(features0, features1):
                 there, score = self.network.match_points(features0.maps, features1.maps, inputs)
             result[asked] = features1.scale.to_picture(there.cpu().numpy())
-            scores[asked] = score.cpu().numpy()
+            scores[asked] = self._calibrated(score.cpu().numpy())
             if features1.mask is not None:
                 scores[~inside_mask(result, features1.mask)] = 0
             scores[scores < self._settings(min_score=min_score).min_score] = 0
@@ -289,21 +298,29 @@ class Matcher:
         mask0: npt.ArrayLike | None = None,
         mask1: npt.ArrayLike | None = None,
         size: int | Unset | None = UNSET,
+        min_score: float | Unset = UNSET,
     ) -> Warp:
-        """Where every pixel of picture 0 is in picture 1, with a certainty of 0 to 1."""
-        return self._with_pair(self._warp, image0, image1, mask0, mask1, size)
+        """Where every pixel of picture 0 is in picture 1, with a certainty of 0 to 1 on the scale of the scores.
 
-    def _warp(self, features0: PictureFeatures, features1: PictureFeatures) -> Warp:
+        A pixel that has no counterpart with at least `min_score`, or lies outside the mask, has NaN and certainty 0.
+        """
+        warp = partial(self._warp, min_score=min_score)
+        return self._with_pair(warp, image0, image1, mask0, mask1, size)
+
+    def _warp(self, features0: PictureFeatures, features1: PictureFeatures, min_score: float | Unset) -> Warp:
         with self._working(features0, features1):
             points, certainty = self.network.warp(features0.maps, features1.maps)
-        places, sure = spread(points.cpu(), certainty.cpu(), features0.scale, FINE_STRIDE)
+        known = torch.from_numpy(self._calibrated(certainty.cpu().numpy()))
+        places, sure = spread(points.cpu(), known, features0.scale, FINE_STRIDE)
         dense = features1.scale.to_picture(places.reshape(-1, 2)).reshape(places.shape)
         width, height = features1.size
         sure = sure * ((dense > -0.5) & (dense < (width - 0.5, height - 0.5))).all(2)
         for features, points_there in ((features0, pixel_grid(features0.size)), (features1, dense)):
             if features.mask is not None:
                 sure = sure * inside_mask(points_there.reshape(-1, 2), features.mask).reshape(sure.shape)
-        return Warp(points1=dense.astype(np.float32), certainty=sure.astype(np.float32), size1=features1.size)
+        sure = np.where(sure < self._settings(min_score=min_score).min_score, 0, sure).astype(np.float32)
+        dense = np.where(sure[:, :, None] > 0, dense, np.nan).astype(np.float32)
+        return Warp(points1=dense, certainty=sure, size1=features1.size)
 
     @property
     def _pairs_ahead(self) -> int:
@@ -384,14 +401,15 @@ class Matcher:
     def _match_batch(
         self,
         batch: list[tuple[PictureFeatures, PictureFeatures]],
-        settings: MatcherConfig,
+        top: int | None,
     ) -> Iterator[Matches]:
-        """Match pairs of the same shapes together."""
+        """Match pairs of the same shapes together: the best `top` at least, with the network's own scores."""
         if not batch:
             return
         for pair in batch:
             self._check_makers(pair)
-        top = settings.top
+        if top is not None and self.calibration is not None:
+            top = max(top, LOOKED_AT)  # by which the pair is judged
         sides = [stack([pair[side].maps for pair in batch]) for side in (0, 1)]
         # Masks may still reject some after refinement, so then the best are counted later.
         masked = any(features.mask is not None for pair in batch for features in pair)
@@ -403,11 +421,22 @@ class Matcher:
         ends = list(itertools.accumulate(counts))
         for start, end, pair in zip([0, *ends], ends, batch, strict=False):
             matches = self._to_matches(columns[start:end], *pair)
-            if masked:
-                matches = matches.inside(pair[0].mask, pair[1].mask)
-            if settings.min_score > 0:
-                matches = matches.above(settings.min_score)
-            yield matches if top is None else matches[:top]
+            # What lies outside of the masks has no say in how the pair is judged.
+            yield replace(matches.inside(pair[0].mask, pair[1].mask), whole=None) if masked else matches
+
+    def _selected(self, matches: Matches, settings: MatcherConfig) -> Matches:
+        """The best of matches with the network's own scores, which become probabilities."""
+        matches = replace(matches, whole=None)
+        if self.calibration is not None:
+            info = {**matches.info, "pair_model": self.calibration.pair_info()}
+            matches = replace(matches, scores=self.calibration.matches(matches.scores), info=info)
+        if settings.min_score > 0:
+            matches = matches.above(settings.min_score)
+        return matches if settings.top is None or settings.top >= len(matches) else matches[: settings.top]
+
+    def _calibrated(self, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Scores of points that were asked for, as probabilities."""
+        return scores if self.calibration is None else self.calibration.points(scores)
 
     def _to_matches(
         self, columns: npt.NDArray[np.float32], features0: PictureFeatures, features1: PictureFeatures

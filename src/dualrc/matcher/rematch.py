@@ -28,21 +28,21 @@ def match_again(
     matcher: "Matcher",
     pictures: tuple[ImageArray, ImageArray],
     *features: "PictureFeatures",
-    top: int | None,
-    min_score: float,
 ) -> Matches:
-    """Match, then bring the picture that shows things larger into the frame of the other and match again."""
-    best = first = matcher.match_features(*features, top=None, min_score=min_score)
+    """Match, then bring the picture that shows things larger into the frame of the other and match again.
+
+    Scores are the network's own, by whose sums two looks are compared.
+    """
+    best = first = next(matcher._match_batch([(features[0], features[1])], None))
     for _ in range(_LOOKS):
         motion = shared_motion(best)
         if motion is None:
             break
-        again = _match_moved(matcher, pictures, features, motion, min_score)
+        again = _match_moved(matcher, pictures, features, motion)
         if weight(again) <= weight(best):
             break
         best = again
-    found = first if best is first else joined(best, first)
-    return found if top is None else found[:top]
+    return first if best is first else joined(best, first)
 
 
 def _match_moved(
@@ -50,7 +50,6 @@ def _match_moved(
     pictures: tuple[ImageArray, ImageArray],
     features: "tuple[PictureFeatures, ...]",
     motion: "Motion",
-    min_score: float,
 ) -> Matches:
     """Match one picture as it is with the other in its frame."""
     moves0 = motion.enlarges < 1  # picture 0 is the larger one
@@ -60,20 +59,14 @@ def _match_moved(
     picture, seen = bring(pictures[moving], own_from_frame, still.size, shrinks)
     pair = (picture, still) if moves0 else (still, picture)
     masks = (seen, None) if moves0 else (None, seen)
-    found = matcher.match(
-        *pair,
-        mask0=masks[0],
-        mask1=masks[1],
-        size=max(still.scale.input_size),
-        top=None,
-        min_score=min_score,
-        quality="standard",
+    found = matcher._with_pair(
+        lambda *seen: next(matcher._match_batch([seen], None)), *pair, *masks, max(still.scale.input_size)
     )
     points = [found.points0, found.points1]
     points[moving] = geometry.apply_homography(own_from_frame, points[moving]).astype(np.float32)
     found = replace(found, points0=points[0], points1=points[1], size0=features[0].size, size1=features[1].size)
     whole = (np.ones((f.size[1], f.size[0]), dtype=bool) if f.mask is None else f.mask for f in features)
-    return found.inside(*whole)
+    return replace(found.inside(*whole), whole=None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
