@@ -35,6 +35,7 @@ SCENES = (24, 16)  # to fit and to test
 SHARES = {known.RELATED: 0.5, known.UNRELATED: 0.25, known.ALIKE: 0.25}
 # Share of the matches, by which their scores are fitted, that come from pairs that have nothing in common.
 NOTHING = 0.05
+LOW = (1e-6, 1e-3)  # scores below the first are as good as zero; knots lie above the second
 RIDGE = 1e-3  # on the coefficients of standardized evidence
 
 
@@ -113,6 +114,10 @@ def fit_curve(parts: list[tuple[str, float, Array, Array]]) -> Curve:
     order = np.argsort(scores, kind="stable")
     scores, weight = scores[order], weight[order] / weight.sum()
     right = (errors_px[order] < RIGHT_PX).astype(np.float64)
+    # The lowest scores are one group at zero: a curve that is steep there would turn rounding into differences.
+    low, start = np.searchsorted(scores, LOW)
+    floor = float(np.average(right[:low], weights=weight[:low])) if low else 0.0
+    scores, right, weight = scores[start:], right[start:], weight[start:] / weight[start:].sum()
     # Knots are close together where scores are high, as most are wanted there, and where they are low, as few are right.
     share = (1 - np.cos(np.linspace(0, np.pi, KNOTS + 1))) / 2
     edges = np.unique(np.searchsorted(np.cumsum(weight), share, side="left"))
@@ -131,7 +136,7 @@ def fit_curve(parts: list[tuple[str, float, Array, Array]]) -> Curve:
             joined[-2:] = [((s0 * n0 + s1 * n1) / (n0 + n1), (p0 * n0 + p1 * n1) / (n0 + n1), n0 + n1)]
     # Nothing is certain: the curve ends halfway between the best group's share and 1.
     end = (max(1.0, 1.01 * joined[-1][0]), (1 + min(joined[-1][1], 0.999)) / 2)
-    knots = [(0.0, 0.0)]
+    knots = [(0.0, float(f"{floor:.4f}"))]
     for score, share, _ in [*joined, (*end, 0.0)]:
         score, share = float(f"{score:.4g}"), float(f"{share:.4f}")
         if score > knots[-1][0] and knots[-1][1] < share <= end[1]:

@@ -20,7 +20,7 @@ from dualrc.evidence import Evidence
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A rising map from a network's scores to probabilities, linear between its knots; 0 stays 0."""
+    """A rising map from a network's scores to probabilities, linear between its knots."""
 
     scores: tuple[float, ...]
     probabilities: tuple[float, ...]
@@ -30,10 +30,10 @@ class Curve:
             raise ConfigError("A curve of scores needs as many scores as probabilities, two or more.")
         for name in ("scores", "probabilities"):
             values = getattr(self, name)
-            if values[0] != 0 or not all(low < high < math.inf for low, high in zip(values, values[1:], strict=False)):
-                raise ConfigError(f"The {name} of a curve must start with 0 and rise.")
-        if self.probabilities[-1] > 1:
-            raise ConfigError("The probabilities of a curve must not exceed 1.")
+            if not all(low < high < math.inf for low, high in zip(values, values[1:], strict=False)):
+                raise ConfigError(f"The {name} of a curve must be numbers that rise.")
+        if self.scores[0] != 0 or self.probabilities[0] < 0 or self.probabilities[-1] > 1:
+            raise ConfigError("A curve must start at the score 0, and its probabilities must lie in 0 to 1.")
 
     def __call__(self, scores: npt.ArrayLike) -> npt.NDArray[np.float32]:
         """Probabilities of scores of any shape; the order of the scores is kept."""

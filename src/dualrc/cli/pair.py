@@ -141,7 +141,7 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
         table.add_row(f"picture {number}", f"{size[0]}x{size[1]}, seen as {seen[0]}x{seen[1]}")
     if len(matches):
         table.add_row("scores", f"{matches.scores.max():.3g} to {matches.scores.min():.3g}")
-        table.add_row("pair score", f"{matches.pair_score:.2f}")
+        table.add_row("pair score", _pair_verdict(matches))
     if matches.estimate is not None:
         model = matches.estimate
         inliers = int(model.inliers.sum())
@@ -158,6 +158,16 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
         if "cameras" in model.info:
             table.add_row("cameras", str(model.info["cameras"]))
     common.screen.print(table)
+
+
+def _pair_verdict(matches: Matches) -> str:
+    """The pair score in words and in digits that tell small values apart."""
+    score = matches.pair_score
+    if matches.info.get("pair_model") is None:
+        return f"{score:.3g} (ranks pairs only: these weights have no calibration)"
+    digits = f"{score:.3g}" if score < 0.99 else f"{score:.5f}"
+    verdict = "do" if score >= 0.9 else "probably do" if score >= 0.5 else "probably don't" if score >= 0.05 else "don't"
+    return f"{digits} (the pictures {verdict} show some part in common)"
 
 
 def _rows(matrix: Any) -> str:

@@ -435,8 +435,8 @@ class Matcher:
         return matches if settings.top is None or settings.top >= len(matches) else matches[: settings.top]
 
     def _calibrated(self, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Scores of points that were asked for, as probabilities."""
-        return scores if self.calibration is None else self.calibration.points(scores)
+        """Scores of points that were asked for as probabilities; 0, for those without a counterpart, stays 0."""
+        return scores if self.calibration is None else np.where(scores > 0, self.calibration.points(scores), 0)
 
     def _to_matches(
         self, columns: npt.NDArray[np.float32], features0: PictureFeatures, features1: PictureFeatures
