@@ -10,6 +10,7 @@ the tables again, for any weights.
 """
 
 import argparse
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -29,7 +30,7 @@ Array = npt.NDArray[np.float64]
 
 RIGHT_PX = 3.0
 KNOTS = 16
-PHOTO_PAIRS = {known.RELATED: 160, known.UNRELATED: 240, known.ALIKE: 80}
+PHOTO_PAIRS = {known.RELATED: 120, known.UNRELATED: 180, known.ALIKE: 60}
 SCENES = (24, 16)  # to fit and to test
 # Shares of the kinds of pairs by which the model of pairs is fitted: one in two is related.
 SHARES = {known.RELATED: 0.5, known.UNRELATED: 0.25, known.ALIKE: 0.25}
@@ -118,12 +119,12 @@ def fit_curve(parts: list[tuple[str, float, Array, Array]]) -> Curve:
     low, start = np.searchsorted(scores, LOW)
     floor = float(np.average(right[:low], weights=weight[:low])) if low else 0.0
     scores, right, weight = scores[start:], right[start:], weight[start:] / weight[start:].sum()
-    # Knots are close together where scores are high, as most are wanted there, and where they are low, as few are right.
+    # Knots are close together at both ends: where scores are high, and where few are right.
     share = (1 - np.cos(np.linspace(0, np.pi, KNOTS + 1))) / 2
     edges = np.unique(np.searchsorted(np.cumsum(weight), share, side="left"))
     edges[-1] = len(scores)
     groups = []
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         some = weight[start:end]
         means = [float(np.average(values[start:end], weights=some)) for values in (scores, right)]
         groups.append((means[0], means[1], float(some.sum())))
@@ -136,11 +137,12 @@ def fit_curve(parts: list[tuple[str, float, Array, Array]]) -> Curve:
             joined[-2:] = [((s0 * n0 + s1 * n1) / (n0 + n1), (p0 * n0 + p1 * n1) / (n0 + n1), n0 + n1)]
     # Nothing is certain: the curve ends halfway between the best group's share and 1.
     end = (max(1.0, 1.01 * joined[-1][0]), (1 + min(joined[-1][1], 0.999)) / 2)
+    joined = [group for group in joined if group[1] < end[1]]
     knots = [(0.0, float(f"{floor:.4f}"))]
     for score, share, _ in [*joined, (*end, 0.0)]:
-        score, share = float(f"{score:.4g}"), float(f"{share:.4f}")
-        if score > knots[-1][0] and knots[-1][1] < share <= end[1]:
-            knots.append((score, share))
+        knot = (float(f"{score:.4g}"), float(f"{share:.4f}"))
+        if knot[0] > knots[-1][0] and knot[1] > knots[-1][1]:
+            knots.append(knot)
     return Curve(scores=tuple(score for score, _ in knots), probabilities=tuple(share for _, share in knots))
 
 

@@ -200,7 +200,10 @@ def _overlaid(kind: str, image: Image.Image, rng: np.random.Generator) -> ImageA
     width, height = image.size
     words = ["Harbour", "view", "north", "gate", "market", "1997", "photo", "by", "Agency", "No.", "Lake", "tour", "HD"]
     text = " ".join(rng.choice(words, rng.integers(2, 6)))
-    date = f"{rng.integers(1, 29):02}.{rng.integers(1, 13):02}.20{rng.integers(10, 30)} {rng.integers(24):02}:{rng.integers(60):02}"
+    day, month, year, hour, minute = (
+        int(rng.integers(low, high)) for low, high in ((1, 29), (1, 13), (10, 30), (0, 24), (0, 60))
+    )
+    date = f"{day:02}.{month:02}.20{year} {hour:02}:{minute:02}"
     side, bright = max(width, height), tuple(int(v) for v in rng.integers(180, 256, 3))
     dark = tuple(int(v) for v in rng.integers(0, 70, 3))
     small = max(10, round(side * rng.uniform(0.022, 0.045)))
@@ -209,7 +212,7 @@ def _overlaid(kind: str, image: Image.Image, rng: np.random.Generator) -> ImageA
     if kind == "stamp":
         x = width - small * 0.6 * len(date) if rng.uniform() < 0.7 else small / 2
         y = height - 1.8 * small if rng.uniform() < 0.8 else small / 2
-        draw.text((x, y), date, rng.choice([0, 1]) and (255, 170, 40) or bright, font)
+        draw.text((x, y), date, (255, 170, 40) if rng.choice([0, 1]) else bright, font)
     elif kind in ("bars", "caption"):
         bar = round(height * rng.uniform(0.07, 0.16))
         fill = (0, 0, 0) if rng.uniform() < 0.7 else bright
@@ -232,7 +235,9 @@ def _overlaid(kind: str, image: Image.Image, rng: np.random.Generator) -> ImageA
         radius = side * rng.uniform(0.04, 0.08)
         x, y = (radius * 1.4 if rng.uniform() < 0.5 else size - radius * 1.4 for size in (width, height))
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=bright, outline=dark, width=3)
-        draw.polygon([(x, y - radius * 0.7), (x + radius * 0.6, y + radius * 0.4), (x - radius * 0.6, y + radius * 0.4)], dark)
+        draw.polygon(
+            [(x, y - radius * 0.7), (x + radius * 0.6, y + radius * 0.4), (x - radius * 0.6, y + radius * 0.4)], dark
+        )
         draw.text((x, y + radius * 1.1), text[:6], bright, font, anchor="mm")
     elif kind == "texture":  # a patterned border, the same on every picture
         edge = round(side * rng.uniform(0.03, 0.07))
@@ -363,12 +368,12 @@ def view_overlap(
     cloud = {n: np.concatenate([np.zeros((0, 3)), *points[n]]) for n in names}
     # Pictures are divided into cells, so that a part that many matches lie in does not decide alone.
     shared: dict[tuple[str, str], float] = {}
-    for one, other in found:
+    for (one, other), pair in found.items():
         shares = []
         for here, there in ((one, other), (other, one)):
             own, _ = _project(K[here], P[here], cloud[here])
             seen, depth = _project(K[there], P[there], cloud[here])
-            size = np.array(found[one, other].size0)
+            size = np.array(pair.size0)
             inside = np.all((seen >= 0) & (seen < size), axis=1) & (depth > 0)
             cell = np.clip(own // (size / 12), 0, 11).astype(int) @ [1, 12]
             total, part = np.bincount(cell, minlength=144), np.bincount(cell, inside, minlength=144)
@@ -384,7 +389,9 @@ def _project(K: Array, P: Array, xyz: Array) -> tuple[Array, Array]:
 
 
 def _triangulate(M0: Array, M1: Array, p0: Array, p1: Array) -> Array:
-    rows = np.stack([p0[:, :1] * M0[2] - M0[0], p0[:, 1:] * M0[2] - M0[1], p1[:, :1] * M1[2] - M1[0], p1[:, 1:] * M1[2] - M1[1]], 1)
+    rows = np.stack(
+        [p0[:, :1] * M0[2] - M0[0], p0[:, 1:] * M0[2] - M0[1], p1[:, :1] * M1[2] - M1[0], p1[:, 1:] * M1[2] - M1[1]], 1
+    )
     xyzw = np.linalg.svd(rows)[2][:, -1]
     return xyzw[:, :3] / np.where(np.abs(xyzw[:, 3:]) < 1e-12, 1e-12, xyzw[:, 3:])
 

@@ -23,6 +23,7 @@ Array = npt.NDArray[np.float64]
 RIGHT_PX = 3.0
 BINS = 10
 THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
+MIN_SCORES = (0.0, 0.2, 0.5, 0.8, 0.9)
 NAMES = {known.RELATED: "related", known.UNRELATED: "unrelated", known.ALIKE: "look-alike"}
 
 
@@ -42,7 +43,11 @@ def main() -> None:
 def report(pairs: list[known.Pair], calibration: Calibration, figure: Path | None = None) -> None:
     """Print what scores of matches and pairs are worth on these pairs."""
     print("Scores of matches: share within 3 px by score, and expected calibration error\n")
-    print("| set | call | number | " + " | ".join(f"{k / 10:.1f} to {(k + 1) / 10:.1f}" for k in range(BINS)) + " | error |")
+    print(
+        "| set | call | number | "
+        + " | ".join(f"{k / 10:.1f} to {(k + 1) / 10:.1f}" for k in range(BINS))
+        + " | error |"
+    )
     print("|---" * (BINS + 4) + "|")
     reliability: dict[str, tuple[Array, Array]] = {}
     for source in dict.fromkeys(pair.source for pair in pairs if len(pair.errors_px)):
@@ -71,9 +76,6 @@ def report(pairs: list[known.Pair], calibration: Calibration, figure: Path | Non
             ]
             print(f"| {source} | {call} | " + " | ".join(cells) + " |")
     report_pairs(pairs, calibration, figure, reliability)
-
-
-MIN_SCORES = (0.0, 0.2, 0.5, 0.8, 0.9)
 
 
 def report_pairs(
@@ -107,11 +109,14 @@ def report_pairs(
         some = easy & (kinds == kind)
         weight[some] = share / max(some.sum(), 1)
     shares, error = reliability_of(scores[easy], related[easy].astype(np.float64), weight[easy])
-    higher = np.subtract.outer(scores[related & easy], scores[~related & easy])
-    area = float(np.mean((higher > 0) + (higher == 0) / 2))
-    print(f"\nArea under the ROC curve, without the hard pairs: {area:.4f}; expected calibration error {error:.3f}")
+    others = {"all others": ~related, "unrelated": kinds == known.UNRELATED, "look-alike": kinds == known.ALIKE}
+    areas = [f"{area_of(scores[related & easy], scores[some & easy]):.4f} ({name})" for name, some in others.items()]
+    print(f"\nArea under the ROC curve, without the hard pairs: {', '.join(areas)}")
+    print(f"Expected calibration error at even odds: {error:.3f}")
     print("Share of related pairs by pair_score: " + ", ".join("-" if np.isnan(s) else f"{s:.2f}" for s in shares))
-    print("\n| threshold | related | hard related | unrelated | look-alike | unrelated, overlaid |\n" + "|---" * 6 + "|")
+    print(
+        "\n| threshold | related | hard related | unrelated | look-alike | unrelated, overlaid |\n" + "|---" * 6 + "|"
+    )
     overlaid = np.array([pair.overlay != "none" for pair in pairs])
     columns = (
         related & easy,
@@ -125,6 +130,12 @@ def report_pairs(
         print(f"| {threshold:g} | {rates} |")
     if figure is not None:
         draw(figure, scores, related, easy, shares, reliability)
+
+
+def area_of(higher: Array, lower: Array) -> float:
+    """Area under the ROC curve."""
+    apart = np.subtract.outer(higher, lower)
+    return float(np.mean((apart > 0) + (apart == 0) / 2))
 
 
 def reliability_of(scores: Array, right: Array, weight: Array) -> tuple[Array, float]:

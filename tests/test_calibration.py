@@ -69,7 +69,13 @@ def test_a_curve_keeps_the_order_of_scores():
 
 @pytest.mark.parametrize(
     ("scores", "probabilities"),
-    [((0.0,), (0.1,)), ((0.0, 1.0), (0.1,)), ((0.1, 1.0), (0.1, 0.2)), ((0.0, 1.0), (0.2, 0.1)), ((0.0, 1.0), (0.2, 1.1))],
+    [
+        ((0.0,), (0.1,)),
+        ((0.0, 1.0), (0.1,)),
+        ((0.1, 1.0), (0.1, 0.2)),
+        ((0.0, 1.0), (0.2, 0.1)),
+        ((0.0, 1.0), (0.2, 1.1)),
+    ],
 )
 def test_curves_that_are_none(scores, probabilities):
     with pytest.raises(ConfigError, match="curve"):
@@ -113,7 +119,7 @@ def test_what_both_pictures_carry_has_no_vote(low, high):
 
 def test_stamps_at_the_corner_of_pictures_of_two_sizes():
     corner = scattered(300, 5, (440, 440), (620, 465))
-    other = replace(made(corner, corner + (160, 120), 0.98), size1=(800, 600))
+    other = replace(made(corner, corner + np.array([160, 120]), 0.98), size1=(800, 600))
     plain = replace(FALSE, size1=(800, 600), points1=FALSE.points1 * 1.25, whole=None)
     assert joined(plain, replace(other, whole=None)).pair_score < 0.05
 
@@ -122,7 +128,7 @@ def test_a_still_camera_is_evidence():
     """Where the middle of the pictures stands still too, the scene does."""
     assert made(scattered(600), scattered(600), 0.9).pair_score > 0.99
     pan = scattered(600)
-    assert made(pan, pan + (80, 0), 0.9).pair_score > 0.9
+    assert made(pan, pan + np.array([80, 0]), 0.9).pair_score > 0.9
 
 
 def test_exchanging_the_pictures_changes_no_verdict():
@@ -165,7 +171,7 @@ def test_a_calibration_lies_beside_its_weights(tmp_path):
         assert read_calibration(other) is None
     for text in ("{", "[]", '{"weights": 3}', json.dumps(json.loads(calibration_path(other).read_text()) | {"x": 1})):
         calibration_path(other).write_text(text)
-        with pytest.raises(WeightsError, match="calibrate.py"):
+        with pytest.raises(WeightsError, match=r"calibrate\.py"):
             read_calibration(other)
 
 

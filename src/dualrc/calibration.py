@@ -1,9 +1,11 @@
 """What scores mean: probabilities, fitted to matches and pairs that are known to be right or wrong.
 
-A calibration belongs to a weights file and lies beside it, as NAME.calibration.json. `benchmarks/calibrate.py` makes it.
+A calibration belongs to a weights file and lies beside it, as NAME.calibration.json; `benchmarks/calibrate.py` makes
+it.
 """
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -30,7 +32,7 @@ class Curve:
             raise ConfigError("A curve of scores needs as many scores as probabilities, two or more.")
         for name in ("scores", "probabilities"):
             values = getattr(self, name)
-            if not all(low < high < math.inf for low, high in zip(values, values[1:], strict=False)):
+            if not all(low < high < math.inf for low, high in itertools.pairwise(values)):
                 raise ConfigError(f"The {name} of a curve must be numbers that rise.")
         if self.scores[0] != 0 or self.probabilities[0] < 0 or self.probabilities[-1] > 1:
             raise ConfigError("A curve must start at the score 0, and its probabilities must lie in 0 to 1.")

@@ -85,7 +85,7 @@ def _voting(here: FloatArray, there: FloatArray, side0: FloatArray, side1: Float
     """
     unit0, unit1 = here / side0, there / side1
     apart = np.abs(unit0 - unit1)  # (n, 2)
-    still: BoolArray = (apart < _STILL).all(1)
+    still: BoolArray = np.all(apart < _STILL, axis=1)
     for corner in ((0, 0), (1, 0), (0, 1), (1, 1)):
         still |= (np.abs((here - corner * side0) - (there - corner * side1)) < _STILL_PX).all(1)
     at_border = (np.minimum(unit0, 1 - unit0) < _BORDER) & (apart < _SLIDE)

@@ -166,7 +166,9 @@ def _pair_verdict(matches: Matches) -> str:
     if matches.info.get("pair_model") is None:
         return f"{score:.3g} (ranks pairs only: these weights have no calibration)"
     digits = f"{score:.3g}" if score < 0.99 else f"{score:.5f}"
-    verdict = "do" if score >= 0.9 else "probably do" if score >= 0.5 else "probably don't" if score >= 0.05 else "don't"
+    verdict = (
+        "do" if score >= 0.9 else "probably do" if score >= 0.5 else "probably don't" if score >= 0.05 else "don't"
+    )
     return f"{digits} (the pictures {verdict} show some part in common)"
 
 

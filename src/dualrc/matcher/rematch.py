@@ -59,9 +59,11 @@ def _match_moved(
     picture, seen = bring(pictures[moving], own_from_frame, still.size, shrinks)
     pair = (picture, still) if moves0 else (still, picture)
     masks = (seen, None) if moves0 else (None, seen)
-    found = matcher._with_pair(
-        lambda *seen: next(matcher._match_batch([seen], None)), *pair, *masks, max(still.scale.input_size)
-    )
+
+    def look(features0: "PictureFeatures", features1: "PictureFeatures") -> Matches:
+        return next(matcher._match_batch([(features0, features1)], None))
+
+    found = matcher._with_pair(look, pair[0], pair[1], masks[0], masks[1], max(still.scale.input_size))
     points = [found.points0, found.points1]
     points[moving] = geometry.apply_homography(own_from_frame, points[moving]).astype(np.float32)
     found = replace(found, points0=points[0], points1=points[1], size0=features[0].size, size1=features[1].size)
