@@ -50,7 +50,7 @@ def collection(
     overlap: Annotated[int, typer.Option(help="Sequential: match each picture with so many that follow.")] = 10,
     loops: Annotated[int, typer.Option(help="Sequential: and with so many that look alike further away.")] = 2,
     top: Annotated[int, typer.Option(help="Keep the best so many matches of each pair.")] = 4000,
-    min_score: Annotated[float, typer.Option(help="Keep only matches with at least this score.")] = 0.0,
+    min_score: Annotated[float, typer.Option(help="Keep only matches with at least this probability.")] = 0.0,
     size: common.SizeOption = None,
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,

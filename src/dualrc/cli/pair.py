@@ -35,7 +35,7 @@ def match(
         Path | None, typer.Option("--draw", help="Write a picture of the matches: FILE.png or FILE.jpg.")
     ] = None,
     top: Annotated[int | None, typer.Option(help="Keep only the best so many matches.")] = None,
-    min_score: Annotated[float, typer.Option(help="Keep only matches with at least this score.")] = 0.0,
+    min_score: Annotated[float, typer.Option(help="Keep only matches with at least this probability.")] = 0.0,
     size: common.SizeOption = None,
     quality: Annotated[
         Literal["standard", "high"],
@@ -166,10 +166,8 @@ def _pair_verdict(matches: Matches) -> str:
     if matches.info.get("pair_model") is None:
         return f"{score:.3g} (ranks pairs only: these weights have no calibration)"
     digits = f"{score:.3g}" if score < 0.99 else f"{score:.5f}"
-    verdict = (
-        "do" if score >= 0.9 else "probably do" if score >= 0.5 else "probably don't" if score >= 0.05 else "don't"
-    )
-    return f"{digits} (the pictures {verdict} show some part in common)"
+    verdicts = ((0.9, "the pictures share a part"), (0.5, "the pictures probably share a part"), (0.05, "doubtful"))
+    return f"{digits} ({next((words for low, words in verdicts if score >= low), 'nothing in common was found')})"
 
 
 def _rows(matrix: Any) -> str:
