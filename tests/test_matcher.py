@@ -277,11 +277,11 @@ def test_sizes(pictures):
         info = matcher.match(*pictures, **options).info
         return info["network_size0"], info["network_size1"]
 
-    assert network_sizes(oracle_matcher(max_size=128)) == ((128, 80), (128, 96))
-    assert network_sizes(oracle_matcher(size=256)) == ((256, 176), (256, 208))  # enlarged, exactly
-    assert network_sizes(oracle_matcher(size=256), size=96) == ((96, 64), (96, 80))
-    assert network_sizes(oracle_matcher(max_size=100), size=160) == ((160, 112), (160, 128))
-    assert network_sizes(oracle_matcher(size=256), size=None) == ((192, 144), (176, 160))  # the images' own
+    assert network_sizes(oracle_matcher(max_zoom=1, max_size=128)) == ((128, 80), (128, 96))
+    assert network_sizes(oracle_matcher(max_zoom=1, size=256)) == ((256, 176), (256, 208))  # enlarged, exactly
+    assert network_sizes(oracle_matcher(max_zoom=1, size=256), size=96) == ((96, 64), (96, 80))
+    assert network_sizes(oracle_matcher(max_zoom=1, max_size=100), size=160) == ((160, 112), (160, 128))
+    assert network_sizes(oracle_matcher(max_zoom=1, size=256), size=None) == ((192, 144), (176, 160))  # the images' own
 
 
 def test_little_memory_gives_the_same(oracle, pictures, matches, blobs, monkeypatch):

@@ -24,6 +24,7 @@ ROOMS = [
     "pixels",
     "evidence",
     "calibration",
+    "formats",
     "matches",
     "image",
     "geometry",
@@ -34,6 +35,7 @@ ROOMS = [
     "model",
     "ops",
     "matcher",
+    "stitch",
     "data",
     "losses",
     "train",
@@ -125,6 +127,7 @@ def test_public_names():
         "ImageError",
         "LocalizeConfig",
         "Localizer",
+        "Match",
         "MatchStore",
         "Matcher",
         "MatcherConfig",
@@ -143,7 +146,9 @@ def test_public_names():
         "load",
         "localize",
         "match_collection",
+        "panorama",
         "reconstruct",
+        "warp_image",
     ]
     assert all(hasattr(dualrc, name) for name in dualrc.__all__)
     assert dualrc.geometry.estimate and dualrc.draw.draw_matches and dualrc.localize.read_map

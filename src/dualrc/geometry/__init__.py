@@ -6,10 +6,10 @@ from dualrc.geometry.camera import (
     cam1_from_cam0,
     camera_from_exif,
     direction_error_deg,
+    lacks_sensor_size,
     pose_from_quaternion,
     quaternion_from_rotation,
     read_cameras_json,
-    refuse_distortion,
     rotation_error_deg,
     rotation_from_quaternion,
     transform_points,
@@ -25,11 +25,13 @@ from dualrc.geometry.depth import (
     unproject,
 )
 from dualrc.geometry.homography import apply_homography, corner_error_px, crop_homography, resize_homography
+from dualrc.geometry.lens import PINHOLE, Lens
 from dualrc.geometry.twoview import (
     epipolar_distance_px,
     essential_from_pose,
     estimate,
     fundamental_from_pose,
+    pose_distance_px,
     relative_pose,
     sampson_distance_px,
 )
@@ -37,8 +39,10 @@ from dualrc.matches import RelativePose
 from dualrc.pixels import on_picture
 
 __all__ = [
+    "PINHOLE",
     "AbsolutePose",
     "Camera",
+    "Lens",
     "RelativePose",
     "Reprojection",
     "RgbdFrame",
@@ -54,13 +58,14 @@ __all__ = [
     "estimate",
     "fundamental_from_pose",
     "homography_grid",
+    "lacks_sensor_size",
     "on_picture",
+    "pose_distance_px",
     "pose_from_quaternion",
     "quaternion_from_rotation",
     "read_cameras_json",
     "read_depth_m",
     "read_rgbd",
-    "refuse_distortion",
     "relative_pose",
     "reproject",
     "resize_homography",

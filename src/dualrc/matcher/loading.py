@@ -2,12 +2,12 @@
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from dualrc import config as configs
-from dualrc.config import MatcherConfig
+from dualrc.config import MatcherConfig, MatcherOptions
 from dualrc.errors import ConfigError, WeightsError
 from dualrc.matcher.extract import Precision, choose_device, has_int8
 from dualrc.matcher.matcher import Matcher
@@ -21,14 +21,14 @@ def load(
     device: str | torch.device | None = None,
     precision: Precision | None = None,
     engine: str | None = None,
-    **settings: Any,
+    **settings: Unpack[MatcherOptions],
 ) -> Matcher:
     """A matcher with the preset's bundled weights, or with a weights file of that preset, on the best device.
 
     `precision` is that of the backbone: float16 on a GPU, int8 on a CPU with VNNI, else float32. `engine` names what
     carries out everything after the backbone (see `dualrc.ops`); None: the best for the device.
     Scores are probabilities where the weights have a calibration beside them, as the bundled ones do.
-    `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_memory.
+    `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_zoom, max_memory.
     """
     _, matcher_config = configs.preset(preset)
     known = [field.name for field in fields(MatcherConfig)]

@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
 from dualrc.evidence import LOOKED_AT
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
+from dualrc.matcher import foothold
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device
 from dualrc.matcher.features import FeatureCache, Matchable, PendingImage, PictureFeatures, shapes, stack
@@ -33,6 +35,8 @@ from dualrc.provenance import provenance
 from dualrc.types import UNSET, FloatArray, Size, Unset
 
 T = TypeVar("T")
+_USABLE = 64  # pixels of the side of a picture: with fewer there are few matches
+_STRIP = 4  # times as long as wide: there a size, which is that of the long side, leaves little of the other
 # Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
 # coarse tensor than this; on a CPU one at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
@@ -96,15 +100,21 @@ class Matcher:
     ) -> PictureFeatures:
         """Everything that matching needs to know of one picture; `mask` (height, width) says where to look."""
         item = self._item(read(picture), size)
-        return self._in_memory([item], lambda features: self._masked(features, mask))
+        return self._in_memory([item], lambda features: self.masked(features, mask))
 
     def _item(self, pixels: npt.NDArray[np.uint8], size: int | Unset | None) -> PendingImage:
         own = (pixels.shape[1], pixels.shape[0])
         settings = self._settings(size=size)
         network = network_size(own, long_side=settings.size, max_size=settings.max_size)
+        if min(network) < _USABLE and min(own) >= 2 * min(network) and max(own) >= _STRIP * min(own):
+            warnings.warn(
+                "A picture of {}x{} pixels is seen at {}x{}, where little can be found; give a larger size, or cut it "
+                "into parts.".format(*own, *network),
+                stacklevel=2,
+            )
         return PendingImage(scale=Scale(image_size=own, input_size=network), pixels=pixels)
 
-    def _extract_items(self, items: Iterable[PendingImage]) -> None:
+    def extract(self, items: Iterable[PendingImage]) -> None:
         """Give features to those that have none."""
 
         def together(scale: Scale) -> int:
@@ -148,9 +158,9 @@ class Matcher:
         min_score: float | Unset = UNSET,
     ) -> Matches:
         """Match two pictures by features that were extracted before, always in standard quality."""
-        pair = (self._masked(features0, mask0), self._masked(features1, mask1))
+        pair = (self.masked(features0, mask0), self.masked(features1, mask1))
         settings = self._settings(top=top, min_score=min_score)
-        return self._selected(next(self._match_batch([pair], settings.top)), settings)
+        return self._selected(next(self.match_uncalibrated([pair], settings)), settings)
 
     def match_many(
         self,
@@ -213,9 +223,9 @@ class Matcher:
         """Match pairs together, or one by one where there is too little memory for that."""
         found: list[Matches] = []
         with suppress(NoMemoryError):
-            self._extract_items(item for _, items in batch for item in items)
+            self.extract(item for _, items in batch for item in items)
             pairs = [(one.known(), other.known()) for _, (one, other) in batch]
-            found = [self._selected(matches, settings) for matches in self._match_batch(pairs, settings.top)]
+            found = [self._selected(matches, settings) for matches in self.match_uncalibrated(pairs, settings)]
         if batch and not found:
             let_go()
         yield from found or (alone(pair) for pair, _ in batch)
@@ -353,7 +363,7 @@ class Matcher:
         ]
 
         def with_masks(features0: PictureFeatures, features1: PictureFeatures) -> T:
-            pair = self._masked(features0, mask0), self._masked(features1, mask1)
+            pair = self.masked(features0, mask0), self.masked(features1, mask1)
             self._check_makers(pair)
             return use(*pair)
 
@@ -366,14 +376,14 @@ class Matcher:
         for sizes in self.budget.sizes(wanted, fixed):
             tried = [replace(item, scale=scale) for item, scale in zip(items, sizes, strict=False)]
             with suppress(NoMemoryError):
-                self._extract_items(tried)
+                self.extract(tried)
                 result = use(*(item.known() for item in tried))
                 self.budget.tell(wanted, sizes)
                 return result
             let_go()
         raise NoMemoryError
 
-    def _masked(self, features: PictureFeatures, mask: npt.ArrayLike | None) -> PictureFeatures:
+    def masked(self, features: PictureFeatures, mask: npt.ArrayLike | None) -> PictureFeatures:
         """The same features, looked at only where a mask of the picture's size is true; None: as they are."""
         if mask is None:
             return features
@@ -397,19 +407,38 @@ class Matcher:
         """The config with what a call asked for; checked as any config is."""
         return replace(self.config, **{name: value for name, value in changes.items() if value is not UNSET})
 
-    @torch.inference_mode()
-    def _match_batch(
-        self,
-        batch: list[tuple[PictureFeatures, PictureFeatures]],
-        top: int | None,
+    def match_uncalibrated(
+        self, batch: list[tuple[PictureFeatures, PictureFeatures]], settings: MatcherConfig
     ) -> Iterator[Matches]:
-        """Match pairs of the same shapes together: the best `top` at least, with the network's own scores."""
-        if not batch:
-            return
+        """Match pairs of the same shapes together; those without a foothold are looked at again, at other scales.
+
+        Scores are the network's own; the best `top` are there, and often more.
+        """
         for pair in batch:
             self._check_makers(pair)
-        if top is not None and self.calibration is not None:
-            top = max(top, LOOKED_AT)  # by which the pair is judged
+        top, searches = settings.top, settings.max_zoom > 1
+        if top is not None:
+            # The best ones vote, whatever is asked for: on the scale, and on the pair.
+            top = max(top, foothold.TOP if searches else 0, LOOKED_AT if self.calibration is not None else 0)
+        for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
+            yield self._searched(matches, pair) if searches else matches
+
+    def _searched(self, matches: Matches, pair: tuple[PictureFeatures, PictureFeatures]) -> Matches:
+        """The matches as they are if they agree with each other; else those at another scale, if they agree there."""
+        found = foothold.vote(matches)
+        if found.firm and found.same_scale:
+            return matches
+        from dualrc.matcher.rematch import search
+
+        return search(self, pair, matches, found)
+
+    @torch.inference_mode()
+    def match_plain(
+        self, batch: list[tuple[PictureFeatures, PictureFeatures]], top: int | None = None
+    ) -> Iterator[Matches]:
+        """Match pairs of the same shapes together, once, with the network's own scores; the best `top` of each."""
+        if not batch:
+            return
         sides = [stack([pair[side].maps for pair in batch]) for side in (0, 1)]
         # Masks may still reject some after refinement, so then the best are counted later.
         masked = any(features.mask is not None for pair in batch for features in pair)
@@ -422,7 +451,9 @@ class Matcher:
         for start, end, pair in zip([0, *ends], ends, batch, strict=False):
             matches = self._to_matches(columns[start:end], *pair)
             # What lies outside of the masks has no say in how the pair is judged.
-            yield replace(matches.inside(pair[0].mask, pair[1].mask), whole=None) if masked else matches
+            if masked:
+                matches = replace(matches.inside(pair[0].mask, pair[1].mask), whole=None)
+            yield matches if top is None or top >= len(matches) else matches[:top]
 
     def _selected(self, matches: Matches, settings: MatcherConfig) -> Matches:
         """The best of matches with the network's own scores, which become probabilities."""
