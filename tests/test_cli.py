@@ -328,3 +328,21 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
     assert engine.startswith("native") or not library.available()  # its sources lie beside it
     assert Path(location).is_relative_to(folder)
     assert int(count) > 0
+
+
+@pytest.mark.parametrize(
+    ("score", "text"),
+    [
+        (0.000312, "0.000312 (nothing"),
+        (0.2, "0.2 (doubtful"),
+        (0.7, "0.7 (the pictures probably"),
+        (0.99987, "0.99987 ("),
+    ],
+)
+def test_a_pair_score_has_enough_digits(score, text):
+    from dualrc.cli.pair import _pair_verdict
+    from dualrc.matches import Matches
+
+    info = {"pair_score": score, "pair_model": {}}
+    assert _pair_verdict(Matches.none(info)).startswith(text)
+    assert "ranks pairs only" in _pair_verdict(Matches.none({}))

@@ -22,6 +22,8 @@ ROOMS = [
     "provenance",
     "types",
     "pixels",
+    "evidence",
+    "calibration",
     "formats",
     "matches",
     "image",

@@ -138,7 +138,7 @@ class MatcherConfig:
     size: int | None = None
     # Keep only the best so many matches; None: all.
     top: int | None = None
-    # Keep only matches with at least this score.
+    # Keep only matches with at least this score: the probability that they are within 3 px, see docs/scores.md.
     min_score: float = 0.0
     # "high" looks again, at one picture brought into the frame of the other by the motion that most matches share: far
     # better where pictures are turned, zoomed or seen from the side, for about five times the time.

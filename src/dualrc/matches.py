@@ -12,7 +12,9 @@ from typing import Any, Literal, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
+from dualrc.calibration import PairModel
 from dualrc.errors import DataError, OutputError
+from dualrc.evidence import collect
 from dualrc.files import check_writable, limit_zip, parse_json, read_text, replacing, write_json
 from dualrc.types import BoolArray, FloatArray, Size
 
@@ -36,7 +38,7 @@ _BROKEN = (
 _COLUMNS = ("x0", "y0", "x1", "y1", "score")
 
 _MOST_BYTES = 1 << 30  # of the arrays of an .npz file, unpacked: some 40 million matches
-_PAIR_TOP = 100  # matches that a pair is judged by
+_PAIR_TOP = 100  # matches that a pair without a calibration is judged by
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,12 +100,16 @@ class Matches:
 
     points0: FloatArray  # (n, 2) float32
     points1: FloatArray  # (n, 2) float32
-    scores: FloatArray  # (n,) float32, higher is better
+    # (n,) float32, higher is better: the probability that a match is within 3 px, in pixels that the network sees,
+    # where the weights are calibrated.
+    scores: FloatArray
     size0: Size  # (width, height); (0, 0) where a file did not tell
     size1: Size
     estimate: Estimate | None = None
     # What made these matches: versions, config, hash of the weights. Plain JSON values.
     info: Mapping[str, Any] = field(default_factory=dict)
+    # All matches of the pair, where these are a selection of them.
+    whole: "Matches | None" = None
 
     def __post_init__(self) -> None:
         count = len(np.atleast_1d(self.scores))
@@ -157,14 +163,26 @@ class Matches:
             points1=self.points1[index],
             scores=self.scores[index],
             estimate=estimate,
+            whole=self if self.whole is None else self.whole,
         )
 
     @property
     def pair_score(self) -> float:
-        """How sure it is that the pictures show the same thing, 0 to 1.
+        """The probability that the pictures show some part in common, where one pair in two does.
 
-        The squared mean of the square roots of the best 100 scores, 0 for each missing: many count more than a few.
+        From the best 1000 matches: their scores, and how many of them, all over the pictures, share one motion and
+        one epipolar geometry. What stands at the same place of both pictures, as stamps and bars do, does not count
+        unless their middle does so too. A selection of a pair's matches has the value of them all. Matches that
+        were not scored by calibrated weights have a value of 0 to 1 that only ranks pairs: the squared mean of the
+        square roots of the best 100 scores.
         """
+        if self.whole is not None:
+            return self.whole.pair_score
+        if (known := self.info.get("pair_score")) is not None:  # of a selection that was stored
+            return float(known)
+        if (model := self.info.get("pair_model")) is not None:
+            evidence = collect(self.points0, self.points1, self.scores, self.size0, self.size1)
+            return PairModel.from_info(model)(evidence)
         best = np.sort(self.scores)[::-1][:_PAIR_TOP]
         return float((np.sqrt(best.clip(min=0)).sum() / _PAIR_TOP) ** 2)
 
@@ -202,6 +220,7 @@ class Matches:
             size0=self.size1,
             size1=self.size0,
             estimate=None,
+            whole=None if self.whole is None else self.whole.swapped(),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -245,9 +264,13 @@ class Matches:
         except _BROKEN as error:
             raise DataError(f"{path} does not hold matches ({error}); write it again with Matches.save.") from error
 
+    def stored_info(self) -> dict[str, Any]:
+        """The info that is stored with these matches: a selection brings the pair_score of all."""
+        return dict(self.info) if self.whole is None else {**self.info, "pair_score": self.pair_score}
+
     def _header(self) -> dict[str, Any]:
         """Everything but the arrays of one row per match."""
-        header: dict[str, Any] = {"size0": self.size0, "size1": self.size1, "info": dict(self.info)}
+        header: dict[str, Any] = {"size0": self.size0, "size1": self.size1, "info": self.stored_info()}
         if self.estimate is not None:
             matrix, pose = self.estimate.matrix, self.estimate.pose
             header["estimate"] = {
@@ -265,8 +288,8 @@ class Matches:
 class Warp:
     """Where every pixel of picture 0 is in picture 1, and how sure that is."""
 
-    points1: FloatArray  # (height, width, 2) float32, finite everywhere
-    certainty: FloatArray  # (height, width) float32, 0 to 1; 0 where points1 is only filled in from around
+    points1: FloatArray  # (height, width, 2) float32; NaN where nothing is known
+    certainty: FloatArray  # (height, width) float32, on the scale of the scores of matches; 0 where nothing is known
     size1: Size
 
     def __repr__(self) -> str:

@@ -63,7 +63,7 @@ SizeOption = Annotated[
     ),
 ]
 
-MinScoreOption = Annotated[float, typer.Option(help="Keep only matches with at least this score.")]
+MinScoreOption = Annotated[float, typer.Option(help="Keep only matches with at least this probability.")]
 QualityOption = Annotated[
     Literal["standard", "high"],
     typer.Option(help="high looks again: better if pictures are turned, zoomed or seen from the side, and slower."),

@@ -218,7 +218,7 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
         table.add_row("scale", f"things are {larger}; matched at that scale")
     if len(matches):
         table.add_row("scores", f"{matches.scores.max():.3g} to {matches.scores.min():.3g}")
-        table.add_row("pair score", f"{matches.pair_score:.2f}")
+        table.add_row("pair score", _pair_verdict(matches))
     if matches.estimate is not None:
         model = matches.estimate
         inliers = int(model.inliers.sum())
@@ -237,6 +237,16 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
         for warning in model.warnings:
             table.add_row("beware", warning)
     common.screen.print(table)
+
+
+def _pair_verdict(matches: Matches) -> str:
+    """The pair score in words and in digits that tell small values apart."""
+    score = matches.pair_score
+    if matches.info.get("pair_model") is None:
+        return f"{score:.3g} (ranks pairs only: these weights have no calibration)"
+    digits = f"{score:.3g}" if score < 0.99 else f"{score:.5f}"
+    verdicts = ((0.9, "the pictures share a part"), (0.5, "the pictures probably share a part"), (0.05, "doubtful"))
+    return f"{digits} ({next((words for low, words in verdicts if score >= low), 'nothing in common was found')})"
 
 
 def _warn(matches: Matches) -> None:

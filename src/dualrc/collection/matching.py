@@ -100,7 +100,9 @@ class _Run:
         """
         info = self.matcher.info
         fields = {key: value for key, value in info["matcher"].items() if key != "max_memory"}
-        return {"weights": info["weights"], "network": info["network"], "matcher": fields}
+        # Recalibrated, the same matches have other scores.
+        made = {key: info[key] for key in ("weights", "calibration") if info[key] is not None or key == "weights"}
+        return {**made, "network": info["network"], "matcher": fields}
 
     def __enter__(self) -> "_Run":
         return self

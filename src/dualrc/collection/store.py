@@ -214,7 +214,7 @@ def _distrust(connection: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def _to_row(name0: str, name1: str, matches: Matches) -> tuple[Any, ...]:
-    info = dict(matches.info)
+    info = matches.stored_info()
     error = info.pop("error", None)
     arrays = (
         np.ascontiguousarray(a, dtype="<f4").tobytes() for a in (matches.points0, matches.points1, matches.scores)

@@ -11,7 +11,7 @@ from dualrc.config import MatcherConfig, MatcherOptions
 from dualrc.errors import ConfigError, WeightsError
 from dualrc.matcher.extract import Precision, choose_device, has_int8
 from dualrc.matcher.matcher import Matcher
-from dualrc.model.checkpoint import bundled, file_hash, load_weights
+from dualrc.model.checkpoint import bundled, file_hash, load_weights, read_calibration
 
 
 def load(
@@ -27,6 +27,7 @@ def load(
 
     `precision` is that of the backbone: float16 on a GPU, int8 on a CPU with VNNI, else float32. `engine` names what
     carries out everything after the backbone (see `dualrc.ops`); None: the best for the device.
+    Scores are probabilities where the weights have a calibration beside them, as the bundled ones do.
     `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_zoom, max_memory.
     """
     _, matcher_config = configs.preset(preset)
@@ -50,5 +51,11 @@ def load(
     if precision is None and has_int8(network, choose_device(device)):
         precision = "int8"
     return Matcher(
-        network, matcher_config, device=device, precision=precision, engine=engine, weights_hash=file_hash(path)
+        network,
+        matcher_config,
+        device=device,
+        precision=precision,
+        engine=engine,
+        weights_hash=file_hash(path),
+        calibration=read_calibration(path),
     )

@@ -131,12 +131,13 @@ def match_again(
     pictures: tuple[ImageArray, ImageArray],
     features0: "PictureFeatures",
     features1: "PictureFeatures",
-    *,
-    top: int | None,
-    min_score: float,
 ) -> Matches:
-    """Match, then bring the picture that shows things larger into the frame of the other and match again."""
-    best = first = matcher.match_features(features0, features1, top=None, min_score=0)
+    """Match, then bring the picture that shows things larger into the frame of the other and match again.
+
+    Scores are the network's own, by whose sums two looks are compared.
+    """
+    everything = replace(matcher.config, top=None)
+    best = first = next(matcher.match_uncalibrated([(features0, features1)], everything))
     for _ in range(_LOOKS):
         motion = shared_motion(best)
         if motion is None:
@@ -145,8 +146,7 @@ def match_again(
         if weight(again) <= weight(best):
             break
         best = again
-    found = (first if best is first else joined(best, first)).above(min_score)
-    return found if top is None else found[:top]
+    return first if best is first else joined(best, first)
 
 
 def _match_moved(

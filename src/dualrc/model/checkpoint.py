@@ -22,9 +22,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dualrc.calibration import Calibration
 from dualrc.config import PRESETS, ConsensusConfig, NetworkConfig, ResNetConfig, from_dict, to_dict
 from dualrc.errors import ConfigError, WeightsError
-from dualrc.files import is_file, limit_zip, parse_json, replacing
+from dualrc.files import is_file, limit_zip, parse_json, replacing, write_json
 from dualrc.model.backbone import ResNet101
 from dualrc.model.dualrc import DualRCNet, make_network
 
@@ -93,6 +94,36 @@ def read_config(path: str | Path) -> NetworkConfig:
         return from_dict(NetworkConfig, parse_json(metadata["network"]))
     except (ConfigError, ValueError, TypeError) as error:
         raise WeightsError(f"{path}: its config can't be used ({error}); a newer dualrc may read it.") from error
+
+
+def calibration_path(weights: str | Path) -> Path:
+    """Where the calibration of a weights file lies: beside it."""
+    return Path(weights).with_suffix(".calibration.json")
+
+
+def read_calibration(weights: str | Path) -> Calibration | None:
+    """What the scores of a weights file mean; None where nobody has found out, or only for other weights."""
+    path = calibration_path(weights)
+    if not is_file(path):
+        return None
+    try:
+        calibration = from_dict(Calibration, json.loads(path.read_text(encoding="utf-8")))
+    except (ConfigError, OSError, ValueError, TypeError, AttributeError) as error:
+        remedy = "make it again with benchmarks/calibrate.py, or delete it"
+        raise WeightsError(f"{path} can't be used ({error}); {remedy}.") from error
+    if calibration.weights != file_hash(weights):
+        warnings.warn(
+            f"{path} belongs to other weights, so scores are not calibrated; make it again with "
+            "benchmarks/calibrate.py, or delete it.",
+            stacklevel=2,
+        )
+        return None
+    return calibration
+
+
+def save_calibration(calibration: Calibration, weights: str | Path) -> None:
+    """Write a calibration beside the weights file that it belongs to."""
+    write_json(calibration_path(weights), to_dict(calibration))
 
 
 def file_hash(path: str | Path) -> str:
