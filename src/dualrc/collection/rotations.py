@@ -109,7 +109,7 @@ def _average(rotations: FloatArray, ends: IntArray, relative: FloatArray, weight
     if not len(ends) or len(ends) < count:
         return  # a tree fits its pairs exactly
     first, second = ends.T
-    base = weights / weights.max()
+    base = weights / max(float(weights.max()), 1e-12)
     for _ in range(_ROUNDS):
         # What is left over, as seen from the world: R1 = exp(residual) applied between the two.
         residual = _logarithm(rotations[second].transpose(0, 2, 1) @ relative @ rotations[first])

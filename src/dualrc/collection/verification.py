@@ -470,7 +470,7 @@ def _agrees(check: PairCheck) -> bool:
 
 def _strength(check: PairCheck) -> float:
     """How much a pair is trusted before others are asked."""
-    return check.inliers * check.together * check.pair_score**0.5
+    return check.inliers * check.together * max(check.pair_score, 0.01) ** 0.5
 
 
 def _together(matches: Matches, flags: BoolArray) -> float:
