@@ -22,10 +22,10 @@ from dualrc.config import PRESETS, ResNetConfig
 from dualrc.draw import _BAD, _GOOD
 from dualrc.errors import ConfigError, DataError, OutputError, WeightsError
 from dualrc.evaluation import costs, evaluate
-from dualrc.evaluation.appendix import read_networks
-from dualrc.evaluation.appendix_tables import Network, compare_channels, compare_costs, compare_fusion, compare_sizes
+from dualrc.evaluation.appendix_tables import compare_channels, compare_costs, compare_fusion, compare_sizes
 from dualrc.evaluation.benchmark import Result
 from dualrc.evaluation.hpatches import HPatches, HPatchesSettings, published
+from dualrc.evaluation.networks import Network, read_networks
 from dualrc.evaluation.report import share
 from dualrc.matches import Matches
 from dualrc.metrics import match_errors_px
@@ -135,13 +135,13 @@ def test_everything_is_on_the_page_and_in_files(sized, varied):
     out = sized[0]
     page = (out / "report.html").read_text()
     assert len(page_tables(out)) == 4
-    # Three plots of sizes and one of costs; two pairs, 500 and 6000 matches, of the network and of the oracle.
-    assert page.count("<img") == 4 + 8
+    # Three plots of sizes and one of costs; two pairs, 500, 2000 and 6000 matches, of two matchers.
+    assert page.count("<img") == 4 + 12
     assert not re.search(r'(src|href)="(?!data:)', page)
     figures = {path.stem for path in (out / "figures").iterdir()}
     assert {"sizes_same_picture", "sizes_same_map", "sizes_smaller", "costs"} <= figures
     assert "01_best500_i_day_1-6_default_128_px" in figures
-    assert "08_best6000_v_wall_1-6_matchers_homography_oracle" in figures
+    assert "12_best6000_v_wall_1-6_matchers_homography_oracle" in figures
     written = json.loads((out / "results.json").read_text())
     assert written == json.loads((out / "copy.json").read_text())
     assert [result["matcher"] for result in written["results"]] == [
@@ -162,7 +162,7 @@ def test_pictures_show_right_and_wrong_matches(folder, sized):
     with MatchStore(out / content["stores"][0]) as store:
         matches = store.get("v_wall/1.png", "v_wall/6.png")
     page = (out / "report.html").read_text()
-    for count, number in ((500, 3), (6000, 7)):
+    for count, number in ((500, 3), (2000, 7), (6000, 11)):
         best = matches.top(count)
         correct = int((match_errors_px(best, H) <= 3).sum())
         assert 0 < correct < len(best)
@@ -188,10 +188,12 @@ def test_costs_are_of_each_network_and_size(sized, varied):
         for entry in content["costs"]:
             measured = entry["measured"]
             assert 0 < measured.seconds < 60
-            assert 50 * 2**20 < measured.loaded_bytes < measured.memory_bytes < 4 * 2**30
-    # ResNet-101's weights alone are 100 MiB and more.
+            # On a CPU the libraries are part of it.
+            least = 0 if torch.cuda.is_available() else 50 * 2**20
+            assert least < measured.loaded_bytes < measured.memory_bytes < 4 * 2**30
+    # ResNet-101's weights alone are 100 MiB and more, half of that in float16.
     tiny, large = sized[1]["costs"][0]["measured"], varied[1]["costs"][0]["measured"]
-    assert large.loaded_bytes > tiny.loaded_bytes + 80 * 2**20
+    assert large.loaded_bytes > tiny.loaded_bytes + 40 * 2**20
 
 
 def test_nothing_is_matched_or_measured_twice(folder, sized, monkeypatch):
@@ -286,7 +288,9 @@ def test_broken_pictures_are_counted_and_the_rest_goes_on(folder, tmp_path):
     assert "i_day/1.png and i_day/2.png are not drawn" in text
     assert content["costs"][0]["measured"] is not None  # of a pair that could be matched
     drawn = sorted(path.stem for path in (tmp_path / "out" / "figures").glob("0*"))
-    assert drawn == ["01_best500_v_wall_1-3_default_64_px", "02_best6000_v_wall_1-3_default_64_px"]
+    assert drawn == [
+        f"0{number}_best{count}_v_wall_1-3_default_64_px" for number, count in enumerate((500, 2000, 6000), start=1)
+    ]
 
 
 # The comparisons themselves, of scores made by known matches.
@@ -379,15 +383,17 @@ def test_published_curves_stand_beside_the_paper_s_sizes(appendix):
     ]
     assert [name for name in rows if "800 px" in name] == ["default, 800 px"]  # those maps are others
     assert list(compared.figures) == ["sizes_same_picture", "sizes_same_map", "sizes_smaller"]
+    # NCNet ran at 1600 px without the trunk's last stride, whatever its label in the paper says.
+    assert rows["NCNet, 1600 px, relocalized, best 2000, published"][1:3] == ["1600", "200"]
     assert compared.notes == [
-        "NCNet, 3200 px (a map of 200 cells) is missing beside our sizes: we have no published curve of it."
+        "The paper draws the curve of NCNet at 1600 px as NCNet (3200 H): its file was made at 1600 px."
     ]
     # At half the size other published curves fit, and what can't be compared is left out.
     compared = compare_sizes(appendix, {800: by_size[800]}, [])
     assert {row[0] for row in compared.tables[0].rows[1:]} == {
         *("NCNet, 800 px, best 2000, published", "Sparse-NCNet, 800 px, best 2000, published"),
-        "NCNet, 1600 px, relocalized, best 2000, published",
     }
+    assert {row[2] for row in compared.tables[0].rows[1:]} == {"100"}
     assert list(compared.figures) == ["sizes_same_picture"]
 
 

@@ -83,10 +83,11 @@ def needs(
     """For images of these (width, height), seen by the network at those; `item` bytes for each value of features."""
     features, widest = _values_per_pixel(config)
     pixels, image = [math.prod(size) for size in seen], max(math.prod(size) for size in images)
-    kept = features * item * sum(pixels)
+    held = features * item + 3  # bytes for each pixel: its features, and its colors for a look at another scale
+    kept = held * sum(pixels)
     # Of the other image there are features; of this one the pixels, as bytes and as numbers, then the maps.
     loading = (18 if on_gpu else 14) * image + 36 * max(pixels)
-    extract = features * item * min(pixels) + max(loading, 6 * image * on_gpu + widest * item * max(pixels))
+    extract = held * min(pixels) + max(loading, 6 * image * on_gpu + widest * item * max(pixels))
     extract += 9 * config.backbone.fine_channels**2 * item  # a convolution's weights, reordered
     entries = math.prod(count / STRIDE**2 for count in pixels)
     row = entries / min(size[1] for size in seen) * STRIDE

@@ -18,7 +18,7 @@ from dualrc.data import Opened, PairBatch, PairMaker, PhotoPairs, open_pairs
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import make_folder, replacing, write_json, write_text
 from dualrc.model.backbone import PaperBackbone
-from dualrc.model.checkpoint import load_imagenet_trunk, load_weights, save_weights
+from dualrc.model.checkpoint import load_imagenet_trunk, load_pickle, load_weights, save_weights
 from dualrc.model.dualrc import DualRCNet, make_network
 from dualrc.ops.training import TrainingEngine
 from dualrc.provenance import provenance
@@ -228,7 +228,7 @@ class _Run:
         try:
             if not path.exists():
                 return
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = load_pickle(path)
             if state["config"] == to_toml(self.config):
                 self.network.load_state_dict(state["network"])
                 self.average.load_state_dict(state["average"])
