@@ -3,8 +3,13 @@
 import os
 import platform
 import re
+import sys
 from pathlib import Path
 
+# Threads of OpenMP that wait for others block at once. By default they spin for milliseconds first, which takes time
+# from the very threads they wait for where other programs use the cores too. libgomp reads the first one when it is
+# loaded, the OpenMP of LLVM and Intel both.
+PASSIVE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMORY = Path("/proc/meminfo")
 
@@ -17,6 +22,16 @@ def cores() -> int:
         count = os.cpu_count() or 1
     limits = _limit("cpu.max")  # microseconds, and out of how many; the first is missing where there is no limit
     return max(1, min(count, limits[0] // limits[1])) if len(limits) == 2 else count
+
+
+def block_idle_threads() -> None:
+    """Let waiting OpenMP threads of this process block; too late, and without effect, once torch is imported.
+
+    Settings that are in the environment already are kept.
+    """
+    if "torch" not in sys.modules:
+        for name, value in PASSIVE_THREADS.items():
+            os.environ.setdefault(name, value)
 
 
 def processor() -> str:

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from dualrc.errors import DataError, DualRCError
+from dualrc.machine import PASSIVE_THREADS
 
 Run = Callable[[], object]
 _GPU_SIDE, _SIDE = 8192, 1536  # of the matrices whose product is timed
@@ -187,7 +188,7 @@ def in_new_process(function: Callable[[Argument], Result], argument: Argument) -
         input=pickle.dumps((sys.path, torch.get_num_threads(), pickle.dumps((function, argument)))),
         capture_output=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**PASSIVE_THREADS, **os.environ, "PYTHONPATH": path},
     )
     if done.returncode < 0:
         raise DataError(f"the process was killed (signal {-done.returncode}), perhaps for memory; give smaller sizes.")

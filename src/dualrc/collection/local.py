@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dualrc import machine
 from dualrc.collection.executor import Event
 from dualrc.collection.plan import Task
 from dualrc.collection.worker import WorkerSettings, at_once
@@ -63,7 +64,7 @@ class LocalExecutor:
             [sys.executable, "-c", _START],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**machine.PASSIVE_THREADS, **os.environ, "PYTHONPATH": path},
         )
         listener = threading.Thread(target=self._listen, args=(worker, process.stdout), daemon=True)
         self._listeners = [*filter(threading.Thread.is_alive, self._listeners), listener]

@@ -40,6 +40,7 @@ class WorkerSettings:
     device: str
     matcher: Mapping[str, Any]  # fields of MatcherConfig
     cache_bytes: int  # of features kept
+    threads: int = 1  # on the CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +65,8 @@ class Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         self.images = Path(settings.images)
         self.matcher = _load(settings)
-        if self.matcher.device.type == "cpu":
-            # One thread, so that as many workers as cores don't get in each other's way, and results are the same.
-            torch.set_num_threads(1)
+        # The workers of a machine share its cores, so that they don't get in each other's way.
+        torch.set_num_threads(settings.threads)
         self.at_once = at_once(settings.device)
         self.prefetches = self.matcher.device.type == "cuda"  # decoding runs beside a GPU
         self.extracted = 0

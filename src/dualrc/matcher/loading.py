@@ -21,12 +21,14 @@ def load(
     device: str | torch.device | None = None,
     precision: Precision | None = None,
     engine: str | None = None,
+    threads: int | None = None,
     **settings: Any,
 ) -> Matcher:
     """A matcher with the preset's bundled weights, or with a weights file of that preset, on the best device.
 
     `precision` is that of the backbone: float16 on a GPU, int8 on a CPU with VNNI, else float32. `engine` names what
-    carries out everything after the backbone (see `dualrc.ops`); None: the best for the device.
+    carries out everything after the backbone (see `dualrc.ops`); None: the best for the device. `threads` limits the
+    CPU threads of the matcher's calls; None: as many as torch uses, one per core.
     `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_memory.
     """
     _, matcher_config = configs.preset(preset)
@@ -50,5 +52,11 @@ def load(
     if precision is None and has_int8(network, choose_device(device)):
         precision = "int8"
     return Matcher(
-        network, matcher_config, device=device, precision=precision, engine=engine, weights_hash=file_hash(path)
+        network,
+        matcher_config,
+        device=device,
+        precision=precision,
+        engine=engine,
+        threads=threads,
+        weights_hash=file_hash(path),
     )
