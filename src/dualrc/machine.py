@@ -3,7 +3,12 @@
 import os
 import platform
 import re
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import parent_process
 from pathlib import Path
 
 # Threads of OpenMP that wait for others block at once. By default they spin for milliseconds first, which takes time
@@ -32,6 +37,33 @@ def block_idle_threads() -> None:
     if "torch" not in sys.modules:
         for name, value in PASSIVE_THREADS.items():
             os.environ.setdefault(name, value)
+
+
+@contextmanager
+def keep_signals() -> Iterator[None]:
+    """Undo what libraries do in the block to Ctrl-C and SIGTERM; pycolmap prints a stack trace for the second."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set them
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: not set from Python
+                signal.signal(number, handler)
+
+
+def end_with_parent() -> None:
+    """In a process of `multiprocessing`: let it end when the process that started it ends, in whatever way."""
+    parent = parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, name="end with parent", daemon=True).start()
 
 
 def processor() -> str:

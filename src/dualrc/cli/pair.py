@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dualrc import draw
-from dualrc.cli import common
+from dualrc.cli import common, running
 from dualrc.errors import ConfigError, OutputError
 from dualrc.files import check_writable
 from dualrc.image import read
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dualrc.geometry import Camera
 
 
-@common.app.command()
+@running.command()
 def match(
     image0: Annotated[Path, typer.Argument(metavar="A", help="First picture.")],
     image1: Annotated[Path, typer.Argument(metavar="B", help="Second picture.")],
@@ -57,7 +57,7 @@ def match(
         Path | None,
         typer.Option(help="For --estimate essential: cameras.json or COLMAP's cameras.txt; else EXIF, else a guess."),
     ] = None,
-) -> None:
+) -> dict[str, Any]:
     """Match two pictures.
 
     dualrc match a.jpg b.jpg -o matches.npz --draw matches.png
@@ -71,10 +71,10 @@ def match(
     if not 0 < threshold < float("inf"):
         raise ConfigError(f"--threshold {threshold} must be a positive number of pixels.")
     views = _cameras((image0, image1), cameras) if estimate == "essential" else (None, None)
-    with common.messages.status("Loading the network..."):
+    with common.status("Loading the network..."):
         settings: dict[str, Any] = {"size": size, "top": top, "min_score": min_score, "quality": quality}
         matcher = load(preset, weights=weights, device=device, max_memory=max_memory, **settings)
-    with common.messages.status("Matching..."):
+    with common.status("Matching..."):
         start = time.perf_counter()
         matches = matcher.match(image0, image1)
         seconds = time.perf_counter() - start
@@ -90,26 +90,28 @@ def match(
         colors: Literal["score", "inliers"] = "score" if matches.estimate is None else "inliers"
         draw.save(draw.draw_matches(read(image0), read(image1), matches, colors=colors), drawing)
     _print_matches(matcher, matches, seconds)
-    for path in (out, drawing):
-        if path is not None:
-            common.written(path)
+    files = [path for path in (out, drawing) if path is not None]
+    for path in files:
+        common.written(path)
+    return _result(matcher, matches, seconds, files)
 
 
-@common.app.command()
+@running.command()
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and the summary.")] = Path("demo"),
     device: common.DeviceOption = None,
-) -> None:
+) -> dict[str, Any]:
     """Match two pictures of a made-up town, check against the exact truth, and leave pictures to look at."""
     from dualrc.demo import run
 
-    with common.messages.status("Making two pictures, matching and drawing them..."):
+    with common.status("Making two pictures, matching and drawing them..."):
         summary = run(out, device=device)
     table = common.table(f"Demo: {summary['matches']:,} matches in {summary['seconds']:.2f} s on {summary['device']}")
     for threshold, share in summary["correct_within_px"].items():
         table.add_row(f"correct within {threshold} px", f"{share:.1%}")
     common.screen.print(table)
     common.screen.print(f"Look at {out / 'matches.png'}; the figures are in {out / 'summary.json'}.")
+    return {**summary, "out": out}
 
 
 def _check_outputs(out: Path | None, drawing: Path | None, inputs: tuple[Path, ...]) -> None:
@@ -158,6 +160,30 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
         if "cameras" in model.info:
             table.add_row("cameras", str(model.info["cameras"]))
     common.screen.print(table)
+
+
+def _result(matcher: Matcher, matches: Matches, seconds: float, files: list[Path]) -> dict[str, Any]:
+    """What --json prints."""
+    model = matches.estimate
+    return {
+        "matches": len(matches),
+        "pair_score": matches.pair_score,
+        "size0": matches.size0,
+        "size1": matches.size1,
+        "network_size0": matches.info["network_size0"],
+        "network_size1": matches.info["network_size1"],
+        "estimate": model
+        and {
+            "kind": model.kind,
+            "matrix": model.matrix,
+            "inliers": int(model.inliers.sum()),
+            "cam1_from_cam0": model.pose and model.pose.cam1_from_cam0,
+            **model.info,
+        },
+        "device": str(matcher.device),
+        "seconds": seconds,
+        "files": files,
+    }
 
 
 def _rows(matrix: Any) -> str:

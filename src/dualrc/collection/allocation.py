@@ -26,9 +26,7 @@ _SAMPLE = 3  # pictures by which a machine tells whether it sees the same folder
 def start_executor(images: Path, names: Sequence[str], config: CollectionConfig, matcher: Matcher) -> Executor:
     """Workers that match as this matcher does."""
 
-    def settings(
-        device: str, cache_bytes: float, match_bytes: float | None = None, *, threads: int
-    ) -> WorkerSettings:
+    def settings(device: str, cache_bytes: float, match_bytes: float | None = None, *, threads: int) -> WorkerSettings:
         memory = matcher.config.max_memory if match_bytes is None else match_bytes / _GIB
         return WorkerSettings(
             images=str(images.resolve()),

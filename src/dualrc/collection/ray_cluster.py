@@ -175,11 +175,10 @@ def _connect(ray: Any, address: str | None) -> None:
     if address is not None:
         _check_address(address)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    local = {"address": "local", "num_cpus": machine.cores(), "include_dashboard": False}
     try:
-        if address is None:
-            ray.init(address="local", num_cpus=machine.cores(), include_dashboard=False, **quiet)
-        else:
-            ray.init(address=address, **quiet)
+        with machine.keep_signals():  # close() ends the cluster, which Ray would do for SIGTERM in its own way
+            ray.init(**(local if address is None else {"address": address}), **quiet)
     except Exception as error:  # Ray fails in many ways
         reason = (str(error) or type(error).__name__).splitlines()[0]
         where = "can't be started" if address is None else f"at {address} can't be joined"

@@ -8,20 +8,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from dualrc import config as configs
 from dualrc.collection.cameras import choose_cameras, describe_cameras, is_known
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.export import write_database, write_hloc
 from dualrc.collection.figure import draw_reconstruction
 from dualrc.collection.keypoints import MergeConfig, Statistics, merge
-from dualrc.collection.matching import match_collection
+from dualrc.collection.matching import LOCK, CollectionResult, match_collection
 from dualrc.collection.progress import Progress, show_progress
 from dualrc.collection.store import MatchStore
 from dualrc.colmap import import_pycolmap, quiet_colmap
 from dualrc.errors import DataError, OutputError
-from dualrc.files import replacing, write_json
+from dualrc.files import make_folder, only_run, replacing, write_json
 from dualrc.geometry import Camera
 from dualrc.image import find_pictures
 from dualrc.provenance import provenance
@@ -56,7 +54,8 @@ class Summary:
     cameras: str  # where they come from
     left_out: tuple[str, ...]  # pictures that are not registered
     merging: Statistics
-    seconds: dict[str, float]  # of each step
+    seconds: dict[str, float]  # of each step, in this run
+    matching_seconds_all_runs: float  # of this run and those that it went on from
 
 
 def reconstruct(
@@ -67,14 +66,30 @@ def reconstruct(
     Matches are kept in `out`/matches.sqlite, so that a second run goes on where the first stopped.
     """
     images, out, config = Path(images), Path(out), config or ReconstructConfig()
-    pycolmap = import_pycolmap()  # what is missing is said before the long work
+    import_pycolmap()  # what is missing is said before the long work
     # So is what is wrong with the cameras.
     cameras = choose_cameras(images, find_pictures(images), config.cameras)
-    clock = _Clock()
-    matched = match_collection(images, out, config.collection, quiet=quiet)
-    clock.lap("matching")
-    cameras = {name: camera for name, camera in cameras.items() if name not in matched.broken}
-    with show_progress(Console(stderr=True, quiet=quiet)) as tell, MatchStore(matched.store) as store:
+    with only_run(make_folder(out) / LOCK):
+        clock = _Clock()
+        matched = match_collection(images, out, config.collection, quiet=quiet)
+        clock.lap("matching")
+        cameras = {name: camera for name, camera in cameras.items() if name not in matched.broken}
+        return _reconstruct(images, out, config, cameras, matched, clock, quiet=quiet)
+
+
+def _reconstruct(
+    images: Path,
+    out: Path,
+    config: ReconstructConfig,
+    cameras: dict[str, Camera],
+    matched: CollectionResult,
+    clock: "_Clock",
+    *,
+    quiet: bool,
+) -> Summary:
+    """Reconstruct from matches."""
+    pycolmap = import_pycolmap()
+    with show_progress(quiet) as tell, MatchStore(matched.store) as store:
         # The store may hold pictures that have been taken out since.
         pairs = [names for names in matched.pairs if cameras.keys() >= set(names)]
         merged = merge(store, config.keypoints, tell, pairs=pairs)
@@ -101,6 +116,7 @@ def reconstruct(
         left_out=tuple(name for name in matched.names if name not in names),
         merging=merging,
         seconds=clock.seconds,
+        matching_seconds_all_runs=round(matched.seconds_all_runs, 2),
     )
     _write(model, out, summary, {"config": configs.to_dict(config), "matches": made_with})
     return summary

@@ -13,6 +13,7 @@ from dualrc.errors import DataError
 from dualrc.extras import require
 from dualrc.geometry import Camera
 from dualrc.image import read_header
+from dualrc.machine import keep_signals
 from dualrc.types import FloatArray, Size
 
 HALF_PX = 0.5  # added to our coordinates, it gives COLMAP's
@@ -24,7 +25,8 @@ _ROTATIONS = {1: ((1, 0), (0, 1)), 3: ((-1, 0), (0, -1)), 6: ((0, -1), (1, 0)), 
 def import_pycolmap() -> Any:
     """The module pycolmap, or an error that says how to get it."""
     # Pillow must come first, as it does by way of image.py: the other way round its PNG writer breaks.
-    return require("pycolmap", "colmap", "COLMAP's models")
+    with keep_signals():
+        return require("pycolmap", "colmap", "COLMAP's models")
 
 
 @contextmanager

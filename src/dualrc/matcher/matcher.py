@@ -60,7 +60,9 @@ class Matcher:
         `threads` limits the CPU threads of each call, None: as many as torch uses.
         """
         if threads is not None and not (isinstance(threads, int) and threads >= 1):
-            raise ConfigError(f"threads = {threads!r} must be a whole number of at least 1; leave it out for all cores.")
+            raise ConfigError(
+                f"threads = {threads!r} must be a whole number of at least 1; leave it out for all cores."
+            )
         self.config, self.weights_hash, self.threads = config, weights_hash, threads
         self.network = copy.deepcopy(network).eval()
         fold_batch_norm(self.network)
