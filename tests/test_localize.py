@@ -311,7 +311,7 @@ def test_results_are_kept_and_read_back(world, tmp_path):
     assert list(poses) == ["a.png", "b.png", QUERY]
     assert np.allclose(poses[QUERY], done[QUERY].cam_from_world, atol=1e-9)
     # A second run tries only what could not be read.
-    assert missing(queries, again) == ["broken.jpg", "nowhere.png"]
+    assert missing(localizer, queries, again) == ["broken.jpg", "nowhere.png"]
     (tmp_path / "out.txt").unlink()  # as if the process had died between its two files
     assert list(dict(localize_all(localizer, queries, again))) == ["broken.jpg", "nowhere.png"]
     assert list(read_poses(tmp_path / "out.txt")) == list(poses)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -224,7 +224,7 @@ def _run_child() -> None:
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)  # whatever the function prints is not its result
         sys.path[:], threads, call = pickle.load(sys.stdin.buffer)
-        threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+        threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
         torch.set_num_threads(threads)
         function, argument = pickle.loads(call)  # only now, as the path says where it is found
         try:
@@ -234,8 +234,9 @@ def _run_child() -> None:
         pickle.dump(result, out)
 
 
-def _end_with(stream: BinaryIO) -> None:
-    """End this process when the other end of the stream is closed."""
-    while stream.read(1):
+def _end_with(descriptor: int) -> None:
+    """End this process when the other end of a pipe is closed."""
+    # Not by way of a file object, whose lock a thread must not hold when Python ends.
+    while os.read(descriptor, 1):
         pass
     os._exit(1)

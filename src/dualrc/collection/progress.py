@@ -42,7 +42,7 @@ def show_progress(quiet: bool = False) -> Iterator[Progress]:
 
 @contextmanager
 def show_status(text: str, quiet: bool = False) -> Iterator[None]:
-    """Show what is done while the block runs."""
+    """Show what is done while the block runs; without a terminal, only if it takes more than some seconds."""
     if not quiet and _is_interactive():
         with console.status(text):
             yield
@@ -97,7 +97,7 @@ class _Step:
     def line(self, now: float) -> str:
         elapsed = now - self.began
         if self.total == 0:
-            return self.name if elapsed < 1 else f"{self.name} {_clock(elapsed)}"
+            return f"{self.name} {_clock(elapsed)}"
         text = f"{self.name}: {self.done:,}/{self.total:,}"
         new = self.done - self.first
         if new > 0 and elapsed > 0:
@@ -139,7 +139,7 @@ class _Lines:
             step = self._steps.get(name)
             if step is None:
                 step = self._steps[name] = _Step(name, first=done, done=done, total=total, began=now, told=now)
-                line = step.line(now)
+                line = step.line(now) if total else ""
             else:
                 ends = step.done < step.total <= done
                 step.done, step.total = done, total

@@ -52,7 +52,6 @@ class Settings:
     preset: Annotated[str, Option(f"Network: {' or '.join(PRESETS)}; without it, default.")] = "default"
     device: Annotated[str | None, Option("cuda, mps or cpu; without it, the best there is.")] = None
     top: Annotated[int | None, Option("Score the best so many matches; without it, 4000.")] = None
-    json: Path | None = None  # all figures and the config are written there too
     out: Annotated[
         Path,
         Option(

@@ -32,8 +32,6 @@ def evaluate(
     benchmark = open_benchmark(name, options, messages)
     settings = benchmark.settings
     # Whatever can't be written is found out before the long work.
-    if settings.json is not None:
-        check_writable(settings.json)
     make_folder(settings.out / _FIGURES)
     for file in (_RESULTS, _PAGE):
         check_writable(settings.out / file)
@@ -104,8 +102,7 @@ def _report(
         **report.content,
         "stores": stores,
     }
-    for path in (settings.out / _RESULTS, *filter(None, [settings.json])):
-        write_json(path, content)
+    write_json(settings.out / _RESULTS, content)
     numbered = {f"{number:02d} {item.file}": item.picture for number, item in enumerate(pictures, start=1)}
     write_figures(settings.out / _FIGURES, {**report.figures, **numbered})
     write_page(
