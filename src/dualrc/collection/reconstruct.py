@@ -100,7 +100,7 @@ def _reconstruct(
         if config.hloc:
             write_hloc(out, merged, images, tell)
             clock.lap("hloc")
-        model, models = _map(out, images, cameras, tell, pycolmap)
+        model, models = _map(out, images, cameras, tell, pycolmap, config.collection.threads)
         clock.lap("mapping")
         made_with = store.config
     names = {model.images[number].name for number in model.reg_image_ids()}
@@ -122,11 +122,14 @@ def _reconstruct(
     return summary
 
 
-def _map(out: Path, images: Path, cameras: dict[str, Camera], tell: Progress, pycolmap: Any) -> tuple[Any, int]:
+def _map(
+    out: Path, images: Path, cameras: dict[str, Camera], tell: Progress, pycolmap: Any, threads: int | None
+) -> tuple[Any, int]:
     """The largest model that COLMAP makes of the database, and how many it made."""
     options = pycolmap.IncrementalPipelineOptions()
     options.min_model_size = 2
     options.random_seed = 0
+    options.num_threads = threads or -1  # all
     known = all(is_known(camera) for camera in cameras.values())
     if known:
         options.ba_refine_focal_length = options.ba_refine_extra_params = False
