@@ -136,7 +136,9 @@ def wiring(b: PaperBackbone, fusion: str, channels: int):
         if fusion in "cd":
             eighth = conv(b.smooth3, eighth, 1)
         merged = conv(b.lateral2, conv2) + up(eighth, conv2)
-    return (coarse if channels == 1024 else conv(b.coarse, coarse, 1)), conv(b.fine, merged, 1)
+    # With 1024 channels, (a) to (d) return the trunk's own map; all others smooth what they return.
+    untouched = channels == 1024 and fusion != "e"
+    return (coarse if untouched else conv(b.coarse, coarse, 1)), conv(b.fine, merged, 1)
 
 
 @pytest.mark.parametrize("channels", [256, 1024])
@@ -158,6 +160,8 @@ def test_fusion_variants_are_wired_as_designed(monkeypatch, fusion, channels):
         "c": {"smooth3"},
         "d": {"smooth3", "smooth4"},
     }.get(fusion, set())
+    outputs = {name.split(".")[0] for name in b.state_dict() if name.startswith(("coarse", "fine"))}
+    assert outputs == ({"fine"} if channels == 1024 and fusion != "e" else {"coarse", "fine"})
 
 
 SMALL = CompactConfig(widths=(4, 6, 8, 10, 12), depths=(1, 2, 1, 1), coarse_channels=7, fine_channels=5)

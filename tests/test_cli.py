@@ -262,15 +262,17 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
     subprocess.run([sys.executable, "-m", "pip", "install", *target], check=True)
     # The dependencies, torch above all, are borrowed from here; the package itself must come from the wheel.
     here = subprocess.run([sys.executable, "-c", find], check=True, capture_output=True, text=True).stdout.strip()
-    (folder / "borrowed.pth").write_text(here + "\n")
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    others = [path for path in paths if path and Path(path) != ROOT / "src"]
+    (folder / "borrowed.pth").write_text("\n".join([here, *others]) + "\n")
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = (
         "import dualrc, sys; m = dualrc.load(weights=sys.argv[1] or None, device='cpu')\n"
         "print(dualrc.__file__); print(len(m.match(*sys.argv[2:4])))"
     )
     chosen = "" if bundled("default") else str(weights)
-    done = subprocess.run(
-        [python, "-c", code, chosen, *map(str, pictures)], check=True, capture_output=True, text=True, cwd=tmp_path
-    )
+    command = [python, "-c", code, chosen, *map(str, pictures)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=clean)
     location, count = done.stdout.split()
     assert Path(location).is_relative_to(folder)
     assert int(count) > 0

@@ -187,10 +187,12 @@ def test_costs_are_of_each_network_and_size(sized, varied):
         for entry in content["costs"]:
             measured = entry["measured"]
             assert 0 < measured.seconds < 60
-            assert 50 * 2**20 < measured.loaded_bytes < measured.memory_bytes < 4 * 2**30
-    # ResNet-101's weights alone are 100 MiB and more.
+            # On a CPU the libraries are part of it.
+            least = 0 if torch.cuda.is_available() else 50 * 2**20
+            assert least < measured.loaded_bytes < measured.memory_bytes < 4 * 2**30
+    # ResNet-101's weights alone are 100 MiB and more, half of that in float16.
     tiny, large = sized[1]["costs"][0]["measured"], varied[1]["costs"][0]["measured"]
-    assert large.loaded_bytes > tiny.loaded_bytes + 80 * 2**20
+    assert large.loaded_bytes > tiny.loaded_bytes + 40 * 2**20
 
 
 def test_nothing_is_matched_or_measured_twice(folder, sized, monkeypatch):
@@ -376,15 +378,17 @@ def test_published_curves_stand_beside_the_paper_s_sizes(appendix):
     ]
     assert [name for name in rows if "800 px" in name] == ["default, 800 px"]  # those maps are others
     assert list(compared.figures) == ["sizes_same_picture", "sizes_same_map", "sizes_smaller"]
+    # NCNet ran at 1600 px without the trunk's last stride, whatever its label in the paper says.
+    assert rows["NCNet, 1600 px, relocalized, best 2000, published"][1:3] == ["1600", "200"]
     assert compared.notes == [
-        "NCNet, 3200 px (a map of 200 cells) is missing beside our sizes: we have no published curve of it."
+        "The paper draws the curve of NCNet at 1600 px as NCNet (3200 H): its file was made at 1600 px."
     ]
     # At half the size other published curves fit, and what can't be compared is left out.
     compared = compare_sizes(appendix, {800: by_size[800]}, [])
     assert {row[0] for row in compared.tables[0].rows[1:]} == {
         *("NCNet, 800 px, best 2000, published", "Sparse-NCNet, 800 px, best 2000, published"),
-        "NCNet, 1600 px, relocalized, best 2000, published",
     }
+    assert {row[2] for row in compared.tables[0].rows[1:]} == {"100"}
     assert list(compared.figures) == ["sizes_same_picture"]
 
 

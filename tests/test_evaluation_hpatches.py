@@ -203,7 +203,8 @@ def test_kill_9_and_then_only_what_is_missing(data, tmp_path):
     calls = tmp_path / "calls.txt"
     arguments = ["evaluate", "hpatches", data, "--matcher", f"{tmp_path / 'stuck.py'}:stuck", "--out", tmp_path / "out"]
     command = [sys.executable, "-m", "dualrc", *map(str, arguments)]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "COLUMNS": "80"}
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": paths, "COLUMNS": "80"}
     with (tmp_path / "log.txt").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         deadline = time.monotonic() + 60

@@ -155,17 +155,19 @@ def test_a_compiled_kernel_is_called_directly(monkeypatch):
         def __getitem__(self, grid):
             def run(*arguments, **options):
                 compiled.append((grid, arguments, options))
-                return {grid: lambda *given: direct.append(given)} if len(compiled) < 4 else {}
+                entry = SimpleNamespace(run=lambda *given: direct.append(given), function="f", packed_metadata="m")
+                return entry if len(compiled) < 4 else SimpleNamespace()
 
             return run
 
-    monkeypatch.setattr(launch, "import_module", lambda name: SimpleNamespace(kernel=Kernel()))
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: "stream"))
+    monkeypatch.setattr(launch, "import_module", lambda name: SimpleNamespace(kernel=Kernel(), driver=driver))
     launcher, grid = launch.Launcher("some_jit.kernel", {"FIRST": 1, "LAST": 2}, warps=8), (3, 1, 1)
     x, y = torch.zeros(8), torch.zeros(8)
     launcher(grid, x, y, 7)
     assert compiled == [(grid, (x, y, 7), {"FIRST": 1, "LAST": 2, "num_warps": 8, "num_stages": 3})]
     launcher(grid, x, y, 9)
-    assert len(compiled) == 1 and direct == [(x, y, 9, 2, 1)]
+    assert len(compiled) == 1 and direct == [(*grid, "stream", "f", "m", None, None, None, x, y, 9, 2, 1)]
     launcher(grid, x[1:], y, 7)
     launcher(grid, x, y.half(), 7)
     assert len(compiled) == 3 and len(direct) == 1
@@ -231,9 +233,9 @@ def test_no_size_compiles_after_the_warm_up(preset):
     from dualrc.model.dualrc import Features
 
     network = make_network(PRESETS[preset][0]).to(DEVICE)
-    engine = TritonEngine()
+    network.engine = engine = TritonEngine()
+    network.backbone = engine.prepare(network.backbone.half().to(memory_format=torch.channels_last))
     engine.warm_up(network, torch.float16)
-    network.engine = engine
     compiled, original = [], JITFunction.run
 
     def run(self, *arguments, **options):

@@ -20,7 +20,8 @@ def versions(*packages: str) -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    # The package's own metadata may leave out the build, such as +cu130.
+    return found | {"torch": str(torch.__version__)}
 
 
 def provenance(

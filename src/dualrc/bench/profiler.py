@@ -27,7 +27,7 @@ def kernel_seconds(run: Run, device: torch.device) -> dict[str, float]:
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     try:
-        with _quiet(), profile(activities=activities) as seen:
+        with _quiet(), profile(activities=activities, acc_events=True) as seen:
             run()
             synchronize(device)
     except RuntimeError:  # some machines don't let processes look at the GPU's counters

@@ -94,7 +94,7 @@ class PaperBackbone(nn.Module):
         self.lateral2 = nn.Conv2d(256, c, 1)
         self.smooth4 = nn.Conv2d(c, c, 3, padding=1) if fusion == "d" else nn.Identity()
         self.smooth3 = nn.Conv2d(c, c, 3, padding=1) if fusion in ("c", "d") else nn.Identity()
-        self.coarse = nn.Conv2d(c, c, 3, padding=1) if c != 1024 else nn.Identity()
+        self.coarse = nn.Identity() if own_conv4 else nn.Conv2d(c, c, 3, padding=1)
         self.fine = nn.Conv2d(c, c, 3, padding=1)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:

@@ -77,9 +77,9 @@ class FusedBackbone(nn.Module):
             onto = weight.new_zeros(1, convolution.outputs, rows, rows) if add else None
             chosen = convolution.tiles
             for tiles in convolution.all_tiles():
-                convolution.use_tiles(tiles)
+                convolution.tiles = tiles
                 convolution(x, onto)
-            convolution.use_tiles(chosen)
+            convolution.tiles = chosen
 
     def _convolutions(self) -> Iterator[tuple[FusedConv, bool]]:
         """All convolutions, and whether something is added to their results."""

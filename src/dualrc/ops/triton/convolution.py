@@ -6,7 +6,6 @@ results.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
@@ -19,12 +18,10 @@ from dualrc.ops.triton.launch import Launcher, parts, power_above, readable
 _MULTIPROCESSORS = 132  # of an H100 or H200
 _SUM_BLOCK = 128  # the weights' rows are padded to a multiple; no tile may exceed it
 _LARGEST = 2**31  # elements of one image's map; kernels count them in 32 bits
-_PLANS = 256  # shapes that a convolution remembers
 _KERNEL = 31  # taps that fit into the bits of a mask
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
+class Tiles(NamedTuple):
     """The part of a convolution that one program computes; the results don't depend on it."""
 
     # All three are powers of two, at least 16.
@@ -48,27 +45,15 @@ def choose_tiles(outputs: int, channels: int, taps: int, positions: int, *, half
     if channels % 32:  # then blocks span several taps; with few channels, all of them
         terms = min(64, max(16, power_above(channels * taps)))
     wide = min(128, max(16, power_above(outputs)))
-    if _programs(positions, 128, outputs, wide) >= (_MULTIPROCESSORS if taps > 1 else _MULTIPROCESSORS * 3 // 4):
+    enough = _MULTIPROCESSORS if taps > 1 else _MULTIPROCESSORS * 3 // 4
+    if parts(positions, 128) * parts(outputs, wide) >= enough:
         return Tiles(positions=128, outputs=wide, terms=terms, warps=8 if outputs > 128 else 4, stages=3)
     # Smaller tiles keep more multiprocessors busy.
     if outputs < 128:
         return Tiles(positions=64, outputs=min(wide, 64), terms=terms, warps=4, stages=4)
-    if channels % 128 == 0 and _programs(positions, 64, outputs, 32) <= _MULTIPROCESSORS:
+    if channels % 128 == 0 and parts(positions, 64) * parts(outputs, 32) <= _MULTIPROCESSORS:
         return Tiles(positions=64, outputs=32, terms=128, warps=4, stages=4)
     return Tiles(positions=64, outputs=128, terms=terms, warps=4, stages=4)
-
-
-def _programs(positions: int, block: int, outputs: int, wide: int) -> int:
-    return parts(positions, block) * parts(outputs, wide)
-
-
-class _Plan(NamedTuple):
-    """What a launch needs to know, for inputs of one shape."""
-
-    launcher: Launcher | None  # None: there is nothing to compute
-    grid: tuple[int, int, int]
-    numbers: tuple[int, int, int, int]  # height, width, out_width, positions
-    shape: tuple[int, int, int, int]  # of the results
 
 
 class FusedConv(nn.Module):
@@ -106,55 +91,35 @@ class FusedConv(nn.Module):
         self.register_buffer("weight", padded.to(dtype or weight.dtype).contiguous(), persistent=False)
         self.register_buffer("bias", F.pad(bias.float(), (0, missing)).contiguous(), persistent=False)
         self._launchers: dict[tuple[Tiles, bool], Launcher] = {}
-        self._plans: dict[Any, _Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: compiled kernels belong to this process."""
-        return {**self.__dict__, "_launchers": {}, "_plans": {}}
+        return {**self.__dict__, "_launchers": {}}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._launchers.clear()  # they are for the dtypes of before
-        self._plans.clear()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """(b c h w) -> (b c' h' w'), channels-last, with `onto` added before the rectifier."""
-        plan = self._plans.get((x.shape, x.dtype, onto is None)) or self._plan(x, onto is not None)
-        out = torch.empty(plan.shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-        if onto is not None and (onto.shape != plan.shape or onto.dtype != x.dtype):
-            raise ValueError(f"Expected {plan.shape} of {x.dtype} to add, not {tuple(onto.shape)} of {onto.dtype}.")
-        if plan.launcher is not None:
+        weight, (batch, channels, height, width) = self.weight, x.shape
+        if x.dtype != weight.dtype or channels != self.channels:
+            raise ValueError(f"Expected {self.channels} channels of {weight.dtype}, not {channels} of {x.dtype}.")
+        rows, columns = self.out_size(height), self.out_size(width)
+        positions, shape = rows * columns, (batch, self.outputs, rows, columns)
+        if max(height * width * channels, positions * self.outputs) >= _LARGEST:
+            raise ValueError(f"A map of {height} x {width} is too large; give smaller images.")
+        if onto is not None and (onto.shape != shape or onto.dtype != x.dtype):
+            raise ValueError(f"Expected {shape} of {x.dtype} to add, not {tuple(onto.shape)} of {onto.dtype}.")
+        out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        if batch * positions:
             x = readable(x, torch.channels_last)
             added = x if onto is None else readable(onto, torch.channels_last)
-            plan.launcher(plan.grid, x, self.weight, self.bias, added, out, *plan.numbers)
+            tiles = self.tiles or self._choose(batch * positions)
+            launch = self._launchers.get((tiles, onto is not None)) or self._launcher(tiles, onto is not None)
+            grid = (parts(positions, tiles.positions) * parts(self.outputs, tiles.outputs), batch, 1)
+            launch(grid, x, weight, self.bias, added, out, height, width, columns, positions)
         return out
-
-    def _plan(self, x: Tensor, add: bool) -> _Plan:
-        """Check an input and prepare for more of its shape."""
-        dtype = self.weight.dtype
-        if x.dtype != dtype or x.shape[1] != self.channels:
-            raise ValueError(f"Expected {self.channels} channels of {dtype}, not {x.shape[1]} of {x.dtype}.")
-        batch, _, height, width = x.shape
-        rows, columns = self.out_size(height), self.out_size(width)
-        positions = rows * columns
-        if max(height * width * self.channels, positions * self.outputs) >= _LARGEST:
-            raise ValueError(f"A map of {height} x {width} is too large; give smaller images.")
-        tiles = self.tiles or self._choose(batch * positions)
-        plan = _Plan(
-            launcher=self._launcher(tiles, add) if batch * positions else None,
-            grid=(parts(positions, tiles.positions) * parts(self.outputs, tiles.outputs), batch, 1),
-            numbers=(height, width, columns, positions),
-            shape=(batch, self.outputs, rows, columns),
-        )
-        if len(self._plans) >= _PLANS:
-            self._plans.clear()
-        self._plans[x.shape, x.dtype, not add] = plan
-        return plan
-
-    def use_tiles(self, tiles: Tiles | None) -> None:
-        """Replace the choice of tiles from now on; None: back to it."""
-        self.tiles = tiles
-        self._plans.clear()
 
     def _choose(self, positions: int) -> Tiles:
         half = self.weight.dtype != torch.float32
@@ -172,8 +137,6 @@ class FusedConv(nn.Module):
         return max(0, (length + 2 * self.padding - self.kernel) // self.stride + 1)
 
     def _launcher(self, tiles: Tiles, add: bool) -> Launcher:
-        if (tiles, add) in self._launchers:
-            return self._launchers[tiles, add]
         assert tiles.terms <= _SUM_BLOCK and self._pitch % tiles.outputs == 0
         constants = {
             "CIN": self.channels, "COUT": self.outputs, "PITCH": self._pitch, "KERNEL": self.kernel,

@@ -1,5 +1,6 @@
 """What launches of all kernels need; Triton itself is imported only where a kernel is launched."""
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -15,9 +16,9 @@ Grid = tuple[int, int, int]
 class Launcher:
     """Launches a kernel with given compile-time constants.
 
-    From the second launch on, the compiled kernel is called directly: Triton's own launcher takes several times as
-    long, to examine all arguments. Here, devices and types of tensors are compared, and their alignment is checked.
-    Numbers need no examination, because kernels are not specialized on them.
+    From the second launch on, the compiled kernel's entry point is called directly: Triton's own launcher takes several
+    times as long, to examine all arguments. Here, devices and types of tensors are compared, and their alignment is
+    checked. Numbers need no examination, because kernels are not specialized on them.
     """
 
     def __init__(self, kernel: str, constants: dict[str, Any], *, warps: int = 4, stages: int = 3) -> None:
@@ -27,7 +28,8 @@ class Launcher:
         self._options = {"num_warps": warps, "num_stages": stages}
         self._last: tuple[Any, ...] = ()  # the constants, in the order of the arguments
         self._tensors = 0  # arguments that are tensors, which come first
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}  # entry point, function, metadata
+        self._stream: Callable[[int], int] = _no_stream
         self._direct = True
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
@@ -46,8 +48,10 @@ class Launcher:
             pointers |= tensor.data_ptr()
         compiled = self._compiled.get(tuple(key))
         if compiled is not None and not pointers % _ALIGNMENT:
+            run, function, metadata = compiled
             try:
-                compiled[grid](*arguments, *self._last)
+                # No launch metadata and no hooks: those are for Triton's own profiler.
+                run(*grid, self._stream(device.index), function, metadata, None, None, None, *arguments, *self._last)
                 return
             except (AttributeError, TypeError):  # another version of Triton, which wants other arguments
                 self._direct = False
@@ -63,15 +67,25 @@ class Launcher:
         if compiled is None or not self._direct or not aligned:  # None: it was interpreted
             return
         assert all(isinstance(argument, Tensor) for argument in arguments[: len(tensors)])
+        try:
+            entry = compiled.run, compiled.function, compiled.packed_metadata
+            self._stream = import_module("triton.runtime").driver.active.get_current_stream
+        except AttributeError:  # another version of Triton
+            self._direct = False
+            return
         self._tensors = len(tensors)
         self._last = tuple(self._constants[name] for name in function.arg_names[len(arguments) :])
-        self._compiled[(tensors[0].device, *[tensor.dtype for tensor in tensors])] = compiled
+        self._compiled[(tensors[0].device, *[tensor.dtype for tensor in tensors])] = entry
 
 
 @cache
 def launcher(kernel: str, *, warps: int = 4, stages: int = 3, **constants: Any) -> Launcher:
     """The launcher of "module.function" of this package with these constants; there is one for all who ask."""
     return Launcher(kernel, constants, warps=warps, stages=stages)
+
+
+def _no_stream(device: int) -> int:
+    raise AttributeError(f"The current stream of device {device} is asked for before the first launch.")
 
 
 @cache
