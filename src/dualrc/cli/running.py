@@ -8,6 +8,7 @@ import math
 import os
 import shlex
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from dualrc.cli import common
+from dualrc.files import check_writable, make_folder
 
 _PANEL = "Running"
 QuietOption = Annotated[
@@ -195,17 +197,17 @@ def command_line() -> str:
 def _watch(tell: Callable[[], None]) -> Iterator[None]:
     """End the process some seconds after a signal if native code does not come back to Python, which could."""
     ended = threading.Event()
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
 
     def wait() -> None:
-        for number in iter(lambda: os.read(reading, 1), b""):
+        for number in iter(lambda: reading.recv(1), b""):
             if number[0] in (signal.SIGINT, signal.SIGTERM) and not ended.wait(_GRACE_S):
                 tell()
                 os._exit(128 + number[0])
-        os.close(reading)
+        reading.close()
 
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
     thread = threading.Thread(target=wait, name="signals", daemon=True)
     thread.start()
     try:
@@ -213,7 +215,7 @@ def _watch(tell: Callable[[], None]) -> Iterator[None]:
     finally:
         ended.set()
         signal.set_wakeup_fd(before)
-        os.close(writing)
+        writing.close()
         thread.join()
 
 
@@ -227,7 +229,7 @@ def _native_output_to(path: Path) -> Iterator[None]:
     if not usable:
         yield
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(make_folder(path.parent) / path.name)
     shown: TextIO = os.fdopen(os.dup(2), "w", encoding=sys.stderr.encoding, errors="replace")
     sys.stderr.flush()
     with path.open("w", encoding="utf-8") as log:
@@ -240,5 +242,7 @@ def _native_output_to(path: Path) -> Iterator[None]:
         sys.stderr = stderr
         os.dup2(shown.fileno(), 2)
         shown.close()
-        if path.stat().st_size == 0:
-            path.unlink()
+        with suppress(OSError):
+            if path.stat().st_size == 0:
+                path.unlink()
+                path.parent.rmdir()  # where nothing else was written either
