@@ -241,6 +241,9 @@ def test_the_demo_leaves_pictures_and_figures(run, tmp_path):
     assert "correct within 3 px" in screen
     for name in ("a.png", "b.png", "matches.png", "correct.png", "warp.png", "matches.npz"):
         assert (tmp_path / "demo" / name).stat().st_size > 0
+    # Each step is told when it begins, one a line.
+    steps = [line.split(" s  ")[1] for line in errors.splitlines() if " s  " in line]
+    assert [step.split()[0] for step in steps] == ["Loading", "Rendering", "Matching", "Comparing", "Drawing"]
 
 
 def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
@@ -251,6 +254,7 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "dualrc/py.typed" in names
+    assert "dualrc/ops/native/search.c" in names  # a compiled library is checked against the sources
     assert not library.available() or any(name.startswith("dualrc/ops/native/_generic") for name in names)
     assert not any(name.startswith(("tests/", "docs/")) for name in names)
     environment = tmp_path / "environment"
@@ -268,11 +272,12 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = (
         "import dualrc, sys; m = dualrc.load(weights=sys.argv[1] or None, device='cpu')\n"
-        "print(dualrc.__file__); print(len(m.match(*sys.argv[2:4])))"
+        "print(dualrc.__file__); print(m.engine); print(len(m.match(*sys.argv[2:4])))"
     )
     chosen = "" if bundled("default") else str(weights)
     command = [python, "-c", code, chosen, *map(str, pictures)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=clean)
-    location, count = done.stdout.split()
+    location, engine, count = done.stdout.split()
+    assert engine.startswith("native") or not library.available()  # its sources lie beside it
     assert Path(location).is_relative_to(folder)
     assert int(count) > 0

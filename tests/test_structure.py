@@ -22,6 +22,7 @@ ROOMS = [
     "provenance",
     "types",
     "pixels",
+    "formats",
     "matches",
     "image",
     "geometry",

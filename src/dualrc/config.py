@@ -8,7 +8,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, ClassVar, Literal, TypeVar, Union
 
 import tomlkit
 
@@ -17,7 +17,18 @@ from dualrc.errors import ConfigError
 T = TypeVar("T")
 Fusion = Literal["a", "b", "c", "d", "e"]
 
+_MOST_TOML = 1 << 20  # bytes
 MIN_SIDE = 32  # pixels of a picture, and of what the network sees
+
+
+# The config in a weights file says what is built: larger networks than these are somebody's mistake, or a trap.
+_MOST_CHANNELS, _MOST_BLOCKS = 4096, 64
+
+
+def _check_counts(name: str, values: tuple[int, ...], most: int, least: int = 1) -> None:
+    for value in values:
+        if not least <= value <= most:
+            raise ConfigError(f"{name} has {value}, which must be from {least} to {most}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +40,9 @@ class ResNetConfig:
     fusion: Fusion = "a"
     # Channels that 1x1 convolutions bring every level to. With 1024, conv4 keeps its own.
     channels: Literal[256, 1024] = 1024
+
+    # Whether pictures are smoothed before they are made smaller; the published network sees them as they are.
+    antialias: ClassVar[bool] = False
 
     @property
     def coarse_channels(self) -> int:
@@ -55,6 +69,14 @@ class CompactConfig:
     # Whether it also sees the contrast around each pixel, by which the dark looks like the bright.
     contrast: bool = False
 
+    antialias: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_counts("widths", self.widths, _MOST_CHANNELS)
+        _check_counts("depths", self.depths, _MOST_BLOCKS, least=0)
+        _check_counts("coarse_channels", (self.coarse_channels,), _MOST_CHANNELS)
+        _check_counts("fine_channels", (self.fine_channels,), _MOST_CHANNELS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConsensusConfig:
@@ -63,6 +85,13 @@ class ConsensusConfig:
     kernel_sizes: tuple[int, ...] = (3, 3)
     # Output channels of each 4D convolution; the last must be 1.
     channels: tuple[int, ...] = (16, 1)
+    # Weights before training: near the identity, or uniform as in the published code.
+    initialization: Literal["identity", "uniform"] = "identity"
+
+    def __post_init__(self) -> None:
+        _check_counts("kernel_sizes", self.kernel_sizes, _MOST_BLOCKS)
+        _check_counts("channels", self.channels, _MOST_CHANNELS)
+        _check_counts("the number of channels", (len(self.channels),), _MOST_BLOCKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +114,7 @@ class FineConfig:
             raise ConfigError(f"query_share = {self.query_share} must be above 0 and at most 1.")
         if not self.temperature >= 0:
             raise ConfigError(f"temperature = {self.temperature} must not be negative; 0 is the plain cosine.")
+        _check_counts("subpixel_hidden", (self.subpixel_hidden,), _MOST_CHANNELS, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +182,7 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
         NetworkConfig(
             preset="paper",
             backbone=ResNetConfig(),
+            consensus=ConsensusConfig(initialization="uniform"),
             fine=FineConfig(reading="corner", query_share=0.5, subpixel=False),
         ),
         MatcherConfig(max_size=1600),
@@ -175,9 +206,10 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(kind: type[T], values: dict[str, Any], where: str = "") -> T:
     """Build a config of this kind; unknown keys and values of the wrong type are refused by name."""
     hints = typing.get_type_hints(kind)
+    known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for key in values:
-        if key not in hints:
-            raise ConfigError(f"Unknown setting {where}{key}; known here: {', '.join(hints)}.")
+        if key not in known:
+            raise ConfigError(f"Unknown setting {where}{key}; known here: {', '.join(known)}.")
     missing = [
         f.name
         for f in dataclasses.fields(kind)  # type: ignore[arg-type]
@@ -189,13 +221,19 @@ def from_dict(kind: type[T], values: dict[str, Any], where: str = "") -> T:
 
 
 def read_toml(kind: type[T], path: str | Path) -> T:
-    """Read a config of this kind from a TOML file."""
+    """Read a config of this kind from a TOML file of at most 1 MiB."""
     path = Path(path)
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(_MOST_TOML + 1)
+        if len(content) > _MOST_TOML:
+            raise ConfigError(f"{path} has more than {_MOST_TOML >> 20} MiB, which is no config; check the path.")
+        values = tomllib.loads(content.decode().replace("\r\n", "\n"))
     except OSError as error:
         raise ConfigError(f"{path} can't be read ({error.strerror}); check the path.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not valid TOML (it is nested too deeply); correct it.") from error
+    except ValueError as error:  # numbers with thousands of digits, too
         raise ConfigError(f"{path} is not valid TOML ({error}); correct it.") from error
     return from_dict(kind, values)
 

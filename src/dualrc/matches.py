@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.errors import DataError, OutputError
-from dualrc.files import check_writable, replacing, write_json
+from dualrc.files import check_writable, limit_zip, parse_json, read_text, replacing, write_json
 from dualrc.types import BoolArray, FloatArray, Size
 
 EstimateKind = Literal["homography", "fundamental", "essential"]
@@ -28,12 +28,14 @@ _BROKEN = (
     TypeError,
     AttributeError,
     RuntimeError,
+    MemoryError,  # broken lengths ask for anything
     zipfile.BadZipFile,
     zlib.error,
     csv.Error,
 )
 _COLUMNS = ("x0", "y0", "x1", "y1", "score")
 
+_MOST_BYTES = 1 << 30  # of the arrays of an .npz file, unpacked: some 40 million matches
 _PAIR_TOP = 100  # matches that a pair is judged by
 
 
@@ -198,15 +200,15 @@ class Matches:
 
     @staticmethod
     def load(path: str | Path) -> "Matches":
-        """Read what `save` wrote."""
+        """Read what `save` wrote: at most 1 GiB of arrays, or of text; never a pickle."""
         path = Path(path)
         reader = _READERS.get(path.suffix.lower())
         if reader is None:
             raise DataError(f"{path}: matches are read from .npz, .json or .csv files.")
+        if not path.exists():
+            raise DataError(f"{path} does not exist; check the path.")
         try:
             return reader(path)
-        except FileNotFoundError as error:
-            raise DataError(f"{path} does not exist; check the path.") from error
         except _BROKEN as error:
             raise DataError(f"{path} does not hold matches ({error}); write it again with Matches.save.") from error
 
@@ -295,10 +297,11 @@ def _write_npz(matches: Matches, path: Path) -> None:
 
 
 def _read_npz(path: Path) -> Matches:
+    limit_zip(path, _MOST_BYTES)
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         rows = np.concatenate([arrays["points0"], arrays["points1"], arrays["scores"][:, None]], axis=1)
         inliers = arrays.get("inliers")
-        return _from_parts(json.loads(str(arrays["header"])), rows, inliers)
+        return _from_parts(parse_json(str(arrays["header"])), rows, inliers)
 
 
 def _write_json(matches: Matches, path: Path) -> None:
@@ -314,7 +317,7 @@ def _write_json(matches: Matches, path: Path) -> None:
 
 
 def _read_json(path: Path) -> Matches:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = parse_json(read_text(path))
     columns = (
         np.array(content["points0"], dtype=np.float32).reshape(-1, 2),
         np.array(content["points1"], dtype=np.float32).reshape(-1, 2),
@@ -344,7 +347,7 @@ def _read_csv(path: Path) -> Matches:
         table = np.array(list(reader), dtype=np.float32).reshape(-1, len(columns))
     header: dict[str, Any] = {"size0": (0, 0), "size1": (0, 0), "info": {}}
     if _beside(path).exists():
-        header = json.loads(_beside(path).read_text(encoding="utf-8"))
+        header = parse_json(read_text(_beside(path)))
     return _from_parts(header, table[:, :5], table[:, 5] != 0 if len(columns) > 5 else None)
 
 

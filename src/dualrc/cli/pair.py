@@ -1,5 +1,6 @@
 """Commands for two pictures."""
 
+import logging
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from dualrc.matches import Matches
 
 if TYPE_CHECKING:
     from dualrc.geometry import Camera
+
+logger = logging.getLogger(__name__)
 
 
 @running.command()
@@ -104,8 +107,13 @@ def demo(
     """Match two pictures of a made-up town, check against the exact truth, and leave pictures to look at."""
     from dualrc.demo import run
 
-    with common.status("Making two pictures, matching and drawing them..."):
-        summary = run(out, device=device)
+    start = time.perf_counter()
+
+    def tell(step: str) -> None:
+        # A line each, also where nobody looks at a terminal.
+        logger.info("%5.1f s  %s...", time.perf_counter() - start, step)
+
+    summary = run(out, device=device, tell=tell)
     table = common.table(f"Demo: {summary['matches']:,} matches in {summary['seconds']:.2f} s on {summary['device']}")
     for threshold, share in summary["correct_within_px"].items():
         table.add_row(f"correct within {threshold} px", f"{share:.1%}")

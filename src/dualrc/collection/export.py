@@ -8,11 +8,12 @@ import numpy as np
 
 from dualrc.collection.cameras import is_known
 from dualrc.collection.keypoints import MergedMatches
+from dualrc.collection.pairs import write_pairs
 from dualrc.collection.progress import Progress, no_progress
 from dualrc.colmap import colmap_camera, colmap_points, import_pycolmap, quiet_colmap, stored_points
 from dualrc.errors import DataError
 from dualrc.extras import require
-from dualrc.files import replacing, write_text
+from dualrc.files import replacing
 from dualrc.geometry import Camera
 from dualrc.image import read_header
 
@@ -88,7 +89,7 @@ def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, pr
             group.create_dataset("matches0", data=matches0, compression="gzip", compression_opts=1)
             group.create_dataset("matching_scores0", data=scores0, compression="gzip", compression_opts=1)
             progress("Writing matches", count, len(merged.pairs))
-    write_text(folder / "pairs.txt", "".join(f"{name0} {name1}\n" for name0, name1 in merged.pairs))
+    write_pairs(folder / "pairs.txt", merged.pairs)
 
 
 def _pair_key(name0: str, name1: str) -> str:

@@ -12,6 +12,7 @@ from dualrc.colmap.cameras import pinhole_camera
 from dualrc.colmap.records import CameraRecord, refuse_damaged
 from dualrc.colmap.upright import HALF_PX, find_rotation, import_pycolmap
 from dualrc.errors import DataError
+from dualrc.files import inside
 from dualrc.geometry import Camera
 from dualrc.types import FloatArray, Size
 
@@ -41,7 +42,10 @@ class Model:
 
 
 def read_model(path: str | Path, images: str | Path | None = None) -> Model:
-    """A COLMAP model, binary or text, from its folder; `images` holds its pictures, whose EXIF orientations count."""
+    """A COLMAP model, binary or text, from its folder; `images` holds its pictures, whose EXIF orientations count.
+
+    Counts and lengths of binary files must fit their sizes, and names must not lead out of the folder of the pictures.
+    """
     pycolmap = import_pycolmap()
     path = Path(path)
     if not path.is_dir():
@@ -56,6 +60,9 @@ def read_model(path: str | Path, images: str | Path | None = None) -> Model:
         raise DataError(f"The COLMAP model {path} is damaged; copy or export it again.")
     point_ids = np.array(sorted(model.points3D), dtype=np.int64)
     xyz = np.array([model.points3D[point_id].xyz for point_id in point_ids.tolist()]).reshape(-1, 3)
+    for image in model.images.values():
+        # Else a model could have any picture of this machine read.
+        inside(images or "the folder of the pictures", image.name)
     registered = sorted((model.images[number] for number in model.reg_image_ids()), key=lambda image: image.name)
     folder = None if images is None else Path(images)
     return Model(images={image.name: _model_image(image, folder) for image in registered}, point_ids=point_ids, xyz=xyz)

@@ -14,6 +14,7 @@ from dualrc.errors import DataError
 from dualrc.evaluation.benchmark import folder_hint
 from dualrc.evaluation.data_files import check_folder, read_lines, read_name_pairs
 from dualrc.evaluation.export import Pair
+from dualrc.files import inside
 from dualrc.geometry import Camera, rotation_from_quaternion
 from dualrc.image import read_header
 from dualrc.types import FloatArray
@@ -22,7 +23,7 @@ _MODEL_1_1 = "3D-models/aachen_v_1_1"
 _MODELS_1_0 = ("3D-models", "3D-models/aachen_v_1")
 _NVM_1_0, _NVM_1_1 = "aachen_cvpr2018_db.nvm", "aachen_v_1_1.nvm"
 _INTRINSICS_1_0, _INTRINSICS_1_1 = "database_intrinsics.txt", "database_intrinsics_v1_1.txt"
-_IMAGES = ("images/images_upright", "images_upright")
+_IMAGES = ("images/images_upright", "images_upright", "database_and_query/images_upright")
 _QUERIES = {condition: f"queries/{condition}_time_queries_with_intrinsics.txt" for condition in ("day", "night")}
 _PAIRS = {"v1.0": "image_pairs_to_match.txt", "v1.1": "image_pairs_to_match_v1_1.txt"}
 # More lists of pairs, such as candidates for the day-time queries, which the published ones lack.
@@ -100,6 +101,8 @@ def read_aachen(root: Path) -> AachenData:
         raise DataError(f"{root} has no pictures in {_IMAGES[0]}; unpack them there.")
     listed = _read_pairs(root, version)
     queries = _read_queries(root, listed, notes)
+    for name in (*database, *queries):
+        inside(root, name)
     # v1.1 may be unpacked beside the pictures of v1.0.
     paths = {
         name: next((folder / name for folder in folders if (folder / name).is_file()), folders[0] / name)

@@ -1,6 +1,5 @@
 """Pinhole cameras and their poses, in our pixels: the centre of the first one is (0, 0)."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy.typing as npt
 from PIL import ExifTags
 
 from dualrc.errors import DataError, ImageError
-from dualrc.files import is_file, read_text
+from dualrc.files import is_file, parse_json, read_text
 from dualrc.geometry.homography import resize_homography, to_homogeneous
 from dualrc.image import read_header
 from dualrc.types import FloatArray, Size
@@ -90,7 +89,7 @@ def read_cameras_json(path: str | Path) -> dict[str, Camera]:
     """Read {name: {width, height, K, cam_from_world?}}."""
     text = read_text(path)
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError as error:
         raise DataError(f"{path} is not a JSON file ({error}); mend it or write it again.") from error
     if not isinstance(content, dict):
@@ -200,7 +199,7 @@ def _camera_from_json(entry: Any, where: str) -> Camera:
         )
     except KeyError as error:
         raise DataError(f"{where}: {error} is missing; a camera has width, height and K.") from error
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{where}: not a camera ({error}); write {{width, height, K}}.") from error
     except DataError as error:
         raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
@@ -236,6 +235,6 @@ def _number(tags: Mapping[int, Any], tag: int) -> float | None:
     """The tag as a positive finite number, or None."""
     try:
         value = float(tags[tag])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ArithmeticError):
         return None
     return value if np.isfinite(value) and value > 0 else None

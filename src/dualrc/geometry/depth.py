@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
 
 from dualrc.errors import DataError
-from dualrc.files import read_text
+from dualrc.files import inside, is_file, read_text
+from dualrc.formats import open_picture
 from dualrc.geometry.camera import Camera, transform_points
 from dualrc.geometry.dense import bilinear_corners
 from dualrc.image import read_header
@@ -52,7 +52,8 @@ def read_rgbd(root: str | Path) -> list[RgbdFrame]:
     if not poses:
         raise DataError(f"{root / 'world_from_cam.txt'} is empty; write a name and 16 numbers a line.")
     # One K serves all pictures, so they have one size, which any of them tells.
-    headers = (header for name in poses if (header := read_header(root / "images" / name)) is not None)
+    images = {name: inside(root / "images", name) for name in poses}
+    headers = (header for path in images.values() if (header := read_header(path)) is not None)
     header = next(headers, None)
     if header is None:
         raise DataError(f"None of the pictures in {root / 'images'} can be read; copy the folder again.")
@@ -60,7 +61,7 @@ def read_rgbd(root: str | Path) -> list[RgbdFrame]:
     return [
         RgbdFrame(
             name=name,
-            image=root / "images" / name,
+            image=images[name],
             depth=(root / "depth" / name).with_suffix(".png"),
             camera=Camera(width=width, height=height, K=K, source="file", cam_from_world=pose),
         )
@@ -70,12 +71,12 @@ def read_rgbd(root: str | Path) -> list[RgbdFrame]:
 
 def read_depth_m(path: str | Path, *, unit_m: float = 0.001) -> npt.NDArray[np.float32]:
     """A depth map (h, w) in metres from a 16-bit PNG, 0 where there is none; `unit_m` is what 1 stands for."""
+    if not is_file(path):
+        raise DataError(f"The depth map {path} does not exist; check the path.")
     try:
-        with Image.open(path) as image:
+        with open_picture(path, str(path), only=("PNG", "TIFF")) as image:
             values = np.asarray(image)
-    except FileNotFoundError as error:
-        raise DataError(f"The depth map {path} does not exist; check the path.") from error
-    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged file can fail in any way
         raise DataError(f"The depth map {path} can't be read ({error}); copy it again.") from error
     if values.ndim != 2 or values.dtype == np.uint8:
         raise DataError(f"{path} is not a depth map; give a PNG of one channel of 16 bits.")

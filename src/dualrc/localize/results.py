@@ -9,7 +9,7 @@ import numpy as np
 
 from dualrc.config import first_difference
 from dualrc.errors import DataError, OutputError
-from dualrc.files import check_writable, read_text, write_json, write_text
+from dualrc.files import check_writable, parse_json, read_text, write_json, write_text
 from dualrc.geometry import Camera, pose_from_quaternion, quaternion_from_rotation
 from dualrc.localize.localizer import Localization
 from dualrc.types import FloatArray
@@ -147,9 +147,9 @@ def _from_entry(entry: Mapping[str, Any], where: str) -> Localization:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_text(path))
         if content["format"] != _FORMAT or not isinstance(content["queries"] | content["config"], dict):
             raise ValueError("another format")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (DataError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is not a file of localizations ({error}); write to another one.") from error
     return dict(content)

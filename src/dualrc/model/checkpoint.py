@@ -1,10 +1,17 @@
-"""Weights files: safetensors with the network's config in the header; pickled files are only converted, safely."""
+"""Weights files: safetensors with the network's config in the header; pickled files are only converted, safely.
+
+Files may come from anybody. A weights file's config is bounded (`config.py`), and the names and shapes in its header
+must be those of the network that the config describes before anything is allocated; safetensors itself refuses offsets
+that overlap or lie outside of the file, and headers of more than 100 MB. Pickles are read with an allow-list, and only
+where their records are stored as they are, so that a file takes about as much memory as its size.
+"""
 
 import argparse
 import hashlib
 import json
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -17,7 +24,7 @@ from torch import Tensor
 
 from dualrc.config import PRESETS, ConsensusConfig, NetworkConfig, ResNetConfig, from_dict, to_dict
 from dualrc.errors import ConfigError, WeightsError
-from dualrc.files import is_file, replacing
+from dualrc.files import is_file, limit_zip, parse_json, replacing
 from dualrc.model.backbone import ResNet101
 from dualrc.model.dualrc import DualRCNet, make_network
 
@@ -55,9 +62,12 @@ def load_weights(path: str | Path) -> DualRCNet:
     """Build the network that a weights file describes, in float32 on the CPU."""
     path = Path(path)
     config = read_config(path)
+    with torch.device("meta"):
+        expected = make_network(config).state_dict()
     try:
         with safe_open(str(path), framework="pt") as file:
             names = file.keys()
+            _compare(expected, {name: tuple(file.get_slice(name).get_shape()) for name in names}, str(path))
             state = {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path} is broken ({error}); copy it again.") from error
@@ -80,7 +90,7 @@ def read_config(path: str | Path) -> NetworkConfig:
     if metadata.get("format") != _FORMAT or "network" not in metadata:
         raise WeightsError(f"{path} was not written by dualrc: its header has no config; train or convert one.")
     try:
-        return from_dict(NetworkConfig, json.loads(metadata["network"]))
+        return from_dict(NetworkConfig, parse_json(metadata["network"]))
     except (ConfigError, ValueError, TypeError) as error:
         raise WeightsError(f"{path}: its config can't be used ({error}); a newer dualrc may read it.") from error
 
@@ -125,6 +135,7 @@ def _published_config(args: Any, state: Mapping[str, Tensor], source: str | Path
     consensus = ConsensusConfig(
         kernel_sizes=tuple(int(state[name].shape[0]) for name in four_d),
         channels=tuple(int(state[name].shape[1]) for name in four_d),
+        initialization="uniform",
     )
     network = PRESETS["paper"][0]
     backbone = ResNetConfig(fusion="a", channels=256 if channels == 256 else 1024)
@@ -151,15 +162,22 @@ def _renamed(name: str, tensor: Tensor, config: NetworkConfig) -> tuple[str, Ten
     return name, tensor
 
 
+def load_pickle(path: str | Path, *allowed: type) -> Any:
+    """What torch.save wrote: tensors, plain values and the allowed classes, in memory of the file's size."""
+    if zipfile.is_zipfile(path):
+        limit_zip(path, Path(path).stat().st_size, stored=True)
+    with torch.serialization.safe_globals(list(allowed)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def _unpickle(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not is_file(path):
         raise WeightsError(f"The checkpoint {path} does not exist; check the path.")
     try:
-        # The published files hold the training run's argparse namespace; nothing else beside tensors is let in.
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        # The published files hold the training run's argparse namespace.
+        content = load_pickle(path, argparse.Namespace)
     except Exception as error:  # a file that is no checkpoint can fail in any way
         raise WeightsError(
             f"{path} is not a PyTorch checkpoint, is broken, or holds more than weights; give another file."
@@ -170,14 +188,19 @@ def _unpickle(path: str | Path) -> dict[str, Any]:
 
 
 def _fill(module: torch.nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """Load weights that must fit exactly, and say in one line what doesn't."""
+    """Load weights that must fit exactly."""
     expected = module.state_dict()
+    _compare(expected, {name: tuple(tensor.shape) for name, tensor in state.items()}, source)
+    module.load_state_dict({**{name: expected[name] for name in expected.keys() - state.keys()}, **state})
+
+
+def _compare(expected: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Raise WeightsError, in one line, where names or shapes are not those of the network."""
     # A counter of training steps that older files don't have and that nothing reads.
-    state = {name: t for name, t in expected.items() if name.endswith("num_batches_tracked")} | dict(state)
-    missing, unknown = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
-    shapes = [name for name in expected.keys() & state.keys() if expected[name].shape != state[name].shape]
-    for label, names in (("lacks", missing), ("has the unknown", unknown), ("has another shape of", sorted(shapes))):
+    needed = {name for name in expected if not name.endswith("num_batches_tracked")}
+    missing, unknown = sorted(needed - found.keys()), sorted(found.keys() - expected.keys())
+    shapes = sorted(name for name in expected.keys() & found.keys() if tuple(expected[name].shape) != found[name])
+    for label, names in (("lacks", missing), ("has the unknown", unknown), ("has another shape of", shapes)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise WeightsError(f"{source} does not fit the network: it {label} {names[0]}{more}; give another file.")
-    module.load_state_dict(state)

@@ -21,7 +21,7 @@ from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import make_folder, only_run, replacing, write_json, write_text
 from dualrc.losses import BatchKeypointLosses, MatchingLosses, keypoint_losses, matching_losses
 from dualrc.model.backbone import PaperBackbone
-from dualrc.model.checkpoint import load_imagenet_trunk, load_weights, save_weights
+from dualrc.model.checkpoint import load_imagenet_trunk, load_pickle, load_weights, save_weights
 from dualrc.model.dualrc import DualRCNet, Features, make_network
 from dualrc.provenance import provenance
 from dualrc.train.batches import Batches
@@ -280,7 +280,7 @@ class _Run:
         try:
             if not path.exists():
                 return
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = load_pickle(path)
             if state["config"] == to_toml(self.config):
                 self.network.load_state_dict(state["network"])
                 self.average.load_state_dict(state["average"])
