@@ -1,4 +1,4 @@
-"""Matchers to evaluate: ours, baselines, and a user's function of two paths."""
+"""Matchers to evaluate: ours, baselines, stored results, and a user's function of two paths."""
 
 import hashlib
 import importlib.util
@@ -15,13 +15,14 @@ import numpy as np
 
 from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation.baselines import RootSift
+from dualrc.evaluation.stored import Stored
 from dualrc.image import read
 from dualrc.matcher import Matcher, PictureFeatures, load
 from dualrc.matches import Matches
 
 _SIFT_RATIO = 0.8
 _CACHED_FEATURES = 4  # pictures
-_KNOWN = "dualrc, dualrc-high, sift, sift-mutual, sift-ratio or FILE.py:function"
+_KNOWN = "dualrc, dualrc-high, sift, sift-mutual, sift-ratio, stored:FOLDER or FILE.py:function"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ def make_matchers(specs: Sequence[str], settings: MatcherSettings) -> list[PairM
         elif spec in ("sift", "sift-mutual", "sift-ratio"):
             ratios = {"sift": (_SIFT_RATIO, None), "sift-ratio": (_SIFT_RATIO,), "sift-mutual": (None,)}[spec]
             matchers += [RootSift(features=settings.sift_features, ratio=ratio, size=settings.size) for ratio in ratios]
+        elif spec.startswith("stored:"):
+            matchers.append(Stored(spec.removeprefix("stored:")))
         elif ":" in spec:
             matchers.append(UserFunction(spec))
         else:
