@@ -20,7 +20,7 @@ from dualrc.data import PairBatch, PhotoMotion, PhotoPairs, PhotosConfig, Scenes
 from dualrc.data.photos import Photos
 from dualrc.errors import ConfigError, DataError
 from dualrc.losses import keypoint_losses, paper_loss, published_loss
-from dualrc.model.backbone import ResNet101
+from dualrc.model.backbone import ResNet
 from dualrc.model.checkpoint import load_weights
 from dualrc.model.dualrc import Features
 from dualrc.train import TrainConfig, train
@@ -246,7 +246,7 @@ def paper_run(folder, trunk, **changes) -> TrainConfig:
 @pytest.mark.parametrize("loss", ["paper", "published"])
 def test_the_papers_network_trains_but_for_its_trunk(folder, tmp_path, loss):
     torch.manual_seed(0)
-    trunk = ResNet101(conv5=False)
+    trunk = ResNet(conv5=False)
     torch.save(trunk.state_dict() | {"fc.weight": torch.zeros(1)}, tmp_path / "resnet101.pth")
     train(paper_run(folder, str(tmp_path / "resnet101.pth"), loss=loss), tmp_path / "run", device="cpu")
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["network"]

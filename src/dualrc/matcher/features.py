@@ -9,7 +9,7 @@ import torch
 from dualrc.image import ImageInput, Scale, read
 from dualrc.matcher.cache import LruCache
 from dualrc.matcher.prefetch import ReadAhead
-from dualrc.model.dualrc import Features
+from dualrc.model.network import Features
 from dualrc.types import BoolArray, ImageArray, Size
 
 
@@ -35,7 +35,8 @@ class PictureFeatures:
         """Memory that the features take."""
         maps = self.maps
         tensors = (maps.coarse, maps.fine, *(() if maps.light is None else (maps.light,)))
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        # NCNet's coarse and fine map may be one.
+        return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 
 
 Matchable = ImageInput | PictureFeatures
@@ -104,9 +105,9 @@ def stack(features: list[Features]) -> Features:
     """Pictures of the same shape as one batch."""
     if len(features) == 1:
         return features[0]
-    valid = None
-    if any(f.valid is not None for f in features):
-        whole = torch.ones_like(features[0].fine[:, 0], dtype=torch.bool)
+    valid, masks = None, [f.valid for f in features if f.valid is not None]
+    if masks:
+        whole = torch.ones_like(masks[0])
         valid = torch.cat([whole if f.valid is None else f.valid for f in features])
     lights = [f.light for f in features if f.light is not None]
     return Features(
