@@ -49,7 +49,7 @@ def test_presets():
     network, matcher = preset("paper")
     assert (network.preset, network.backbone) == ("paper", ResNetConfig(fusion="a", channels=1024))
     assert network.fine == FineConfig(reading="corner", query_share=0.5, temperature=0.0, subpixel=False)
-    assert network.consensus == ConsensusConfig(kernel_sizes=(3, 3), channels=(16, 1))
+    assert network.consensus == ConsensusConfig(kernel_sizes=(3, 3), channels=(16, 1), initialization="uniform")
     assert matcher.max_size == 1600
     network, matcher = preset("default")
     assert network.preset == "default" and isinstance(network.backbone, CompactConfig) and network.fine.subpixel

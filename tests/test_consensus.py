@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import rand
 
-from dualrc.config import ConsensusConfig
+from dualrc.config import PRESETS, ConsensusConfig
 from dualrc.errors import ConfigError
 from dualrc.model.consensus import Consensus
 from dualrc.ops import memory
@@ -53,6 +53,18 @@ def test_an_untrained_consensus_is_near_the_identity():
     scores = torch.zeros(1, 4, 4, 4, 4)
     scores[0, 1, 2, 3, 0] = 1
     assert consensus(scores).flatten().argmax() == scores.flatten().argmax()
+
+
+def test_the_paper_s_consensus_starts_as_the_published_one():
+    """Uniform within 1 / sqrt(inputs * taps), weights and biases alike."""
+    torch.manual_seed(0)
+    config = PRESETS["paper"][0].consensus
+    assert config == ConsensusConfig(kernel_sizes=(3, 3), channels=(16, 1), initialization="uniform")
+    consensus = Consensus(config)
+    for inputs, weight, bias in zip((1, 16), consensus.weights, consensus.biases, strict=True):
+        bound = (inputs * 81) ** -0.5
+        assert 0.9 * bound < weight.abs().max() <= bound and 0 < bias.abs().max() <= bound
+        assert abs(weight.mean()) < 0.05 * bound  # no tap stands out
 
 
 def test_it_can_be_trained():

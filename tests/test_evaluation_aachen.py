@@ -135,6 +135,12 @@ def test_both_layouts_hold_the_same_cameras(data):
         assert pytest.approx(view.K, abs=1e-9) == a.K == pytest.approx(b.K, abs=1e-9)
 
 
+def test_pictures_where_the_published_code_has_them(root):
+    (root / "database_and_query").mkdir()
+    (root / "images" / "images_upright").rename(root / "database_and_query" / "images_upright")
+    assert all(pair.path0.is_file() and pair.path1.is_file() for pair in read_aachen(root).pairs)
+
+
 def test_each_pair_is_matched_once_and_has_its_query_first(data):
     found = read_aachen(data / "v1.1")
     names = [frozenset((pair.name0, pair.name1)) for pair in found.pairs]

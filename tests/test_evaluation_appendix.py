@@ -22,10 +22,10 @@ from dualrc.config import PRESETS, ResNetConfig
 from dualrc.draw import _BAD, _GOOD
 from dualrc.errors import ConfigError, DataError, OutputError, WeightsError
 from dualrc.evaluation import costs, evaluate
-from dualrc.evaluation.appendix import read_networks
-from dualrc.evaluation.appendix_tables import Network, compare_channels, compare_costs, compare_fusion, compare_sizes
+from dualrc.evaluation.appendix_tables import compare_channels, compare_costs, compare_fusion, compare_sizes
 from dualrc.evaluation.benchmark import Result
 from dualrc.evaluation.hpatches import HPatches, HPatchesSettings, published
+from dualrc.evaluation.networks import Network, read_networks
 from dualrc.evaluation.report import share
 from dualrc.matches import Matches
 from dualrc.metrics import match_errors_px
@@ -135,13 +135,13 @@ def test_everything_is_on_the_page_and_in_files(sized, varied):
     out = sized[0]
     page = (out / "report.html").read_text()
     assert len(page_tables(out)) == 4
-    # Three plots of sizes and one of costs; two pairs, 500 and 6000 matches, of the network and of the oracle.
-    assert page.count("<img") == 4 + 8
+    # Three plots of sizes and one of costs; two pairs, 500, 2000 and 6000 matches, of two matchers.
+    assert page.count("<img") == 4 + 12
     assert not re.search(r'(src|href)="(?!data:)', page)
     figures = {path.stem for path in (out / "figures").iterdir()}
     assert {"sizes_same_picture", "sizes_same_map", "sizes_smaller", "costs"} <= figures
     assert "01_best500_i_day_1-6_default_128_px" in figures
-    assert "08_best6000_v_wall_1-6_matchers_homography_oracle" in figures
+    assert "12_best6000_v_wall_1-6_matchers_homography_oracle" in figures
     written = json.loads((out / "results.json").read_text())
     assert written == json.loads((out / "copy.json").read_text())
     assert [result["matcher"] for result in written["results"]] == [
@@ -162,7 +162,7 @@ def test_pictures_show_right_and_wrong_matches(folder, sized):
     with MatchStore(out / content["stores"][0]) as store:
         matches = store.get("v_wall/1.png", "v_wall/6.png")
     page = (out / "report.html").read_text()
-    for count, number in ((500, 3), (6000, 7)):
+    for count, number in ((500, 3), (2000, 7), (6000, 11)):
         best = matches.top(count)
         correct = int((match_errors_px(best, H) <= 3).sum())
         assert 0 < correct < len(best)
@@ -288,7 +288,9 @@ def test_broken_pictures_are_counted_and_the_rest_goes_on(folder, tmp_path):
     assert "i_day/1.png and i_day/2.png are not drawn" in text
     assert content["costs"][0]["measured"] is not None  # of a pair that could be matched
     drawn = sorted(path.stem for path in (tmp_path / "out" / "figures").glob("0*"))
-    assert drawn == ["01_best500_v_wall_1-3_default_64_px", "02_best6000_v_wall_1-3_default_64_px"]
+    assert drawn == [
+        f"0{number}_best{count}_v_wall_1-3_default_64_px" for number, count in enumerate((500, 2000, 6000), start=1)
+    ]
 
 
 # The comparisons themselves, of scores made by known matches.

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import tiny_network
 from evaluation_data import SHARED, run_evaluation, write_hpatches, write_matchers
 from inloc_data import FLOORS, write_inloc
 from typer.testing import CliRunner
 
 from dualrc.cli import app
-from dualrc.errors import ConfigError, DataError
+from dualrc.errors import ConfigError, DataError, WeightsError
 from dualrc.evaluation.dense_verification import render_points, verify
 from dualrc.evaluation.inloc import ALL, CURVE_M, THRESHOLDS_M, InLoc, InLocSettings, published
 from dualrc.evaluation.inloc_data import (
@@ -30,6 +31,7 @@ from dualrc.evaluation.inloc_poses import PoseEstimator, points_at
 from dualrc.geometry import Camera
 from dualrc.image import read
 from dualrc.localize.results import read_poses
+from dualrc.model.checkpoint import file_hash, save_weights
 
 scipy_io = pytest.importorskip("scipy.io", reason="SciPy is not installed")
 
@@ -491,6 +493,20 @@ def test_stored_results_need_references_and_poses(data, changed, tmp_path):
 def test_options_of_inloc_are_refused_elsewhere(data, tmp_path):
     with pytest.raises(ConfigError, match="--verify is for inloc; leave it out"):
         run_evaluation("pose", (tmp_path,), tmp_path, data, ("broken",), verify=True)
+
+
+def test_several_weights_are_compared_in_one_table(data, tmp_path):
+    """As the paper's appendix compares its variants here."""
+    files = [tmp_path / f"{seed}.safetensors" for seed in (0, 1)]
+    for seed, file in enumerate(files):
+        save_weights(tiny_network(seed=seed), file)
+    settings = {"weights": tuple(files), "candidates": 1, "size": 64, "device": "cpu"}
+    content, _ = run_evaluation("inloc", (data / "data",), tmp_path / "out", data, ("dualrc",), **settings)
+    assert [result.matcher for result in content["results"]] == [f"default, {path}" for path in files]
+    hashes = [result.config["weights"] for result in content["results"]]
+    assert hashes == [file_hash(path) for path in files]
+    with pytest.raises(WeightsError):
+        run_evaluation("inloc", (data / "data",), tmp_path, data, ("dualrc",), weights=(files[0], tmp_path / "none"))
 
 
 @pytest.mark.slow

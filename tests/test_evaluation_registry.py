@@ -18,8 +18,12 @@ from dualrc.cli.benchmarks import declared_options, make_command
 from dualrc.draw import draw_dots
 from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation import BENCHMARKS, Benchmark, evaluate, register
+from dualrc.evaluation.aachen import AachenSettings
 from dualrc.evaluation.benchmark import COST_COLUMNS, OneNetworkSettings, Option, recognize
 from dualrc.evaluation.export import Pair
+from dualrc.evaluation.hpatches import HPatchesSettings
+from dualrc.evaluation.inloc import InLocSettings
+from dualrc.evaluation.inloc_poses import MIN_INLIERS, PAPER_MIN_INLIERS
 from dualrc.evaluation.report import Report, Table, share
 from dualrc.image import read
 
@@ -161,6 +165,22 @@ def test_a_benchmark_that_is_removed_is_gone(data, tmp_path):
     assert "--shift-px" not in call("--help").output
     assert call("shift", data).exit_code == 2
     assert recognize(data, "hpatches") is None
+
+
+def test_the_paper_s_protocol(tmp_path):
+    """It sets what no other option sets."""
+    given = {"roots": (tmp_path,), "out": tmp_path, "protocol": "paper"}
+    assert HPatchesSettings(**given).size == 1600
+    assert HPatchesSettings(**given, size=800).size == 800
+    inloc = InLocSettings(**given)
+    assert (inloc.size, inloc.top, inloc.verify, inloc.min_inliers) == (1600, 2000, True, PAPER_MIN_INLIERS)
+    assert InLocSettings(roots=(tmp_path,), out=tmp_path).min_inliers == MIN_INLIERS > PAPER_MIN_INLIERS
+    aachen = AachenSettings(**given)
+    assert (aachen.size, aachen.top) == (1600, 8000)
+    with pytest.raises(ConfigError, match="no protocol 'papers'; choose own or paper"):
+        HPatchesSettings(roots=(tmp_path,), out=tmp_path, protocol="papers")
+    with pytest.raises(ConfigError, match="The paper has no protocol for this benchmark"):
+        OneNetworkSettings(**given)
 
 
 def test_the_registry_and_the_command_line_agree():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import View, oracle_matcher, same_matches
 
+from dualrc.config import CompactConfig, ResNetConfig
 from dualrc.errors import ImageError
 from dualrc.image import Scale, mask_to_cells, network_size, spread, to_input
 from dualrc.matches import Matches, Warp
@@ -188,6 +189,19 @@ def test_to_input_keeps_the_center_and_normalizes():
     red = half[0, 0] * 0.229 * 255 + 0.485 * 255
     # Network pixel x lies at (x + 0.5) * 2 - 0.5 in the picture.
     assert torch.allclose(red[5, 4:-4], 2 * ((torch.arange(48) + 0.5) * 2 - 0.5)[4:-4], atol=1e-3)
+
+
+def test_the_paper_s_networks_see_pictures_that_are_not_smoothed():
+    """As the published evaluation resizes them: every second pixel of a grid vanishes or fills the picture."""
+    assert not ResNetConfig.antialias and CompactConfig.antialias
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, 96, 128, 3), dtype=np.uint8))
+    smoothed, published = (to_input(pixels, (32, 32), antialias=flag) for flag in (True, False))
+    deviation = torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1)
+    mean = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1)
+    images = (pixels.permute(0, 3, 1, 2) / 255 - mean) / deviation
+    expected = torch.nn.functional.interpolate(images, size=(32, 32), mode="bilinear", align_corners=False)
+    assert torch.allclose(published, expected, atol=1e-5)
+    assert published.std() > 1.5 * smoothed.std()
 
 
 def test_mask_cells_have_their_center_on_the_mask():

@@ -8,7 +8,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, ClassVar, Literal, TypeVar, Union
 
 import tomlkit
 
@@ -31,6 +31,9 @@ class ResNetConfig:
     fusion: Fusion = "a"
     # Channels that 1x1 convolutions bring every level to. With 1024, conv4 keeps its own.
     channels: Literal[256, 1024] = 1024
+
+    # Whether pictures are smoothed before they are made smaller; the published network sees them as they are.
+    antialias: ClassVar[bool] = False
 
     @property
     def coarse_channels(self) -> int:
@@ -70,6 +73,8 @@ class CompactConfig:
     # Whether it also sees the contrast around each pixel, by which the dark looks like the bright.
     contrast: bool = False
 
+    antialias: ClassVar[bool] = True
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConsensusConfig:
@@ -78,6 +83,8 @@ class ConsensusConfig:
     kernel_sizes: tuple[int, ...] = (3, 3)
     # Output channels of each 4D convolution; the last must be 1.
     channels: tuple[int, ...] = (16, 1)
+    # Weights before training: near the identity, or uniform as in the published code.
+    initialization: Literal["identity", "uniform"] = "identity"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +211,7 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
         NetworkConfig(
             preset="paper",
             backbone=ResNetConfig(),
+            consensus=ConsensusConfig(initialization="uniform"),
             fine=FineConfig(reading="corner", query_share=0.5, subpixel=False),
         ),
         MatcherConfig(max_size=1600),
@@ -238,9 +246,10 @@ def to_dict(config: Any) -> dict[str, Any]:
 def from_dict(kind: type[T], values: dict[str, Any], where: str = "") -> T:
     """Build a config of this kind; unknown keys and values of the wrong type are refused by name."""
     hints = typing.get_type_hints(kind)
+    known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for key in values:
-        if key not in hints:
-            raise ConfigError(f"Unknown setting {where}{key}; known here: {', '.join(hints)}.")
+        if key not in known:
+            raise ConfigError(f"Unknown setting {where}{key}; known here: {', '.join(known)}.")
     missing = [
         f.name
         for f in dataclasses.fields(kind)  # type: ignore[arg-type]

@@ -141,11 +141,13 @@ def to_tensor(picture: ImageArray) -> Tensor:
     return torch.from_numpy(np.require(picture, requirements=["C", "W"]))
 
 
-def to_input(pixels: Tensor, size: Size) -> Tensor:
+def to_input(pixels: Tensor, size: Size, *, antialias: bool = True) -> Tensor:
     """Resize to (width, height) and normalize: uint8 (b h w 3) to float32 (b 3 height width)."""
     images = pixels.permute(0, 3, 1, 2).float()
     if tuple(images.shape[:1:-1]) != size:
-        images = F.interpolate(images, size=(size[1], size[0]), mode="bilinear", antialias=True, align_corners=False)
+        images = F.interpolate(
+            images, size=(size[1], size[0]), mode="bilinear", antialias=antialias, align_corners=False
+        )
     return normalize_colors(images / 255)
 
 

@@ -22,7 +22,7 @@ _MODEL_1_1 = "3D-models/aachen_v_1_1"
 _MODELS_1_0 = ("3D-models", "3D-models/aachen_v_1")
 _NVM_1_0, _NVM_1_1 = "aachen_cvpr2018_db.nvm", "aachen_v_1_1.nvm"
 _INTRINSICS_1_0, _INTRINSICS_1_1 = "database_intrinsics.txt", "database_intrinsics_v1_1.txt"
-_IMAGES = ("images/images_upright", "images_upright")
+_IMAGES = ("images/images_upright", "images_upright", "database_and_query/images_upright")
 _QUERIES = {condition: f"queries/{condition}_time_queries_with_intrinsics.txt" for condition in ("day", "night")}
 _PAIRS = {"v1.0": "image_pairs_to_match.txt", "v1.1": "image_pairs_to_match_v1_1.txt"}
 # More lists of pairs, such as candidates for the day-time queries, which the published ones lack.

@@ -10,27 +10,21 @@ from rich.console import Console
 from dualrc.collection.pairs import from_file
 from dualrc.config import MIN_SIDE
 from dualrc.draw import draw_dots, draw_matches
-from dualrc.errors import ConfigError, DataError, ImageError, WeightsError
-from dualrc.evaluation.appendix_tables import (
-    Network,
-    compare_channels,
-    compare_costs,
-    compare_fusion,
-    compare_sizes,
-    variant_label,
-)
+from dualrc.errors import ConfigError, DataError, ImageError
+from dualrc.evaluation.appendix_tables import compare_channels, compare_costs, compare_fusion, compare_sizes
 from dualrc.evaluation.benchmark import Benchmark, GetMatches, Option, Result, Settings
 from dualrc.evaluation.costs import Measured, Task, measure_all
 from dualrc.evaluation.export import Pair
 from dualrc.evaluation.hpatches import CORRECT_PX, TOP_OPTION, HPatches, HPatchesSettings
-from dualrc.evaluation.matchers import DualRC, MatcherSettings, PairMatcher, make_matchers
+from dualrc.evaluation.matchers import PairMatcher, make_matchers
+from dualrc.evaluation.networks import Network, network_matcher, read_networks
 from dualrc.evaluation.report import PairPicture, Report
 from dualrc.image import read
 from dualrc.matches import Estimate
 from dualrc.metrics import match_errors_px
-from dualrc.model.checkpoint import bundled, file_hash, load_weights
 
-LINES, DOTS = 500, 6000  # best matches that are drawn
+# Best matches that are drawn, as in the paper: lines, and dots in its text and in its appendix.
+LINES, DOTS = 500, (2000, 6000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +67,7 @@ class Appendix(Benchmark):
     )
     example = "data/hpatches --weights a.safetensors --weights b.safetensors"
     settings_class = AppendixSettings
-    stored_matches = DOTS
+    stored_matches = max(DOTS)
     sift_features = 2000
     settings: AppendixSettings
 
@@ -96,9 +90,9 @@ class Appendix(Benchmark):
         self.drawn = {_sized(self.networks[0], self.sizes[0]), *(matcher.name for matcher in others)}
         # A network is loaded when it is its turn, because all of them together may not fit into memory.
         for size in self.sizes:
-            yield _sized(self.networks[0], size), _matcher(self.networks[0], chosen, size)
+            yield _sized(self.networks[0], size), network_matcher(self.networks[0], chosen, size)
         for network in self.networks[1:]:
-            yield network.label, _matcher(network, chosen, self.sizes[0])
+            yield network.label, network_matcher(network, chosen, self.sizes[0])
         for matcher in others:
             yield matcher.name, matcher
 
@@ -166,7 +160,7 @@ class Appendix(Benchmark):
                 self.later_notes.append(f"{names} are not drawn: {error}")
                 continue
             H, matches = self.hpatches.homographies[pair], get(pair)
-            for count in (LINES, DOTS):
+            for count in (LINES, *DOTS):
                 best = matches.top(count)
                 correct = match_errors_px(best, H) <= CORRECT_PX
                 if count == LINES:
@@ -187,28 +181,6 @@ class Appendix(Benchmark):
         return drawn
 
 
-def read_networks(paths: Sequence[Path], preset: str = "default") -> list[Network]:
-    """The networks of weights files, each read whole, so that a broken one is refused before anything is matched."""
-    if not paths:
-        own = bundled(preset)
-        if own is None:
-            raise WeightsError(f"The package carries no weights for the preset {preset!r}; give files with --weights.")
-        paths = [own]
-    networks: list[Network] = []
-    for path in paths:
-        config = load_weights(path).config
-        network = Network(label=config.preset, config=config, weights=path, weights_hash=file_hash(path))
-        if network.variant is not None:
-            network = replace(network, label=variant_label(*network.variant))
-        for other in networks:
-            if other.weights_hash == network.weights_hash:
-                raise ConfigError(f"{other.weights} and {path} hold the same weights; give each once.")
-        networks.append(network)
-    labels = [network.label for network in networks]
-    # Where several files hold the same variant, only their paths differ.
-    return [n if labels.count(n.label) == 1 else replace(n, label=f"{n.label}, {n.weights}") for n in networks]
-
-
 def _drawn_pairs(pairs: Sequence[Pair], path: Path | None) -> list[Pair]:
     """The pairs to draw: those of a text file, else the last one, usually 1-6, of the first sequence of each kind."""
     if path is None:
@@ -225,11 +197,3 @@ def _drawn_pairs(pairs: Sequence[Pair], path: Path | None) -> list[Pair]:
 
 def _sized(network: Network, size: int) -> str:
     return f"{network.label}, {size} px"
-
-
-def _matcher(network: Network, settings: MatcherSettings, size: int) -> PairMatcher:
-    matcher = DualRC(replace(settings, preset=network.config.preset, weights=network.weights, size=size))
-    # Other networks and sizes have names of their own, so that their stores are not reported as outdated.
-    variant = network.config.preset if network.variant is None else "{}{}".format(*network.variant)
-    matcher.name = f"dualrc-{variant}-{size}-{network.weights_hash[:6]}"
-    return matcher

@@ -1,15 +1,15 @@
 """Tables and plots of the paper's appendix, from scores on HPatches and from measured costs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import get_args
 
-from dualrc.config import Fusion, NetworkConfig, ResNetConfig
+from dualrc.config import Fusion
 from dualrc.draw import Picture
 from dualrc.evaluation.benchmark import Result
 from dualrc.evaluation.costs import Measured, cost_figure
 from dualrc.evaluation.hpatches import HPatches, accuracy_cells, accuracy_curves, published
+from dualrc.evaluation.networks import Network, variant_label
 from dualrc.evaluation.report import Report, Table, seconds
 
 CHANNELS = (1024, 256)
@@ -30,22 +30,6 @@ _PUBLISHED_SIZES = {
 _PUBLISHED_COSTS = {"DualRC-Net": (800, 2.05, 1232), "Sparse-NCNet": (1600, 0.82, 680), "NCNet": (3200, 4.15, 7868)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Network:
-    """A weights file and what its header says."""
-
-    label: str
-    config: NetworkConfig
-    weights: Path
-    weights_hash: str
-
-    @property
-    def variant(self) -> tuple[Fusion, int] | None:
-        """Fusion variant and channels, where it is one of the paper's."""
-        backbone = self.config.backbone
-        return (backbone.fusion, backbone.channels) if isinstance(backbone, ResNetConfig) else None
-
-
 def compare_fusion(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Report:
     """The five fusion variants, with as many channels as most of them are given with."""
     given = {network.variant for network in results if network.variant}
@@ -60,11 +44,6 @@ def compare_channels(benchmark: HPatches, results: Mapping[Network, Result], siz
     fusions = [f for f in get_args(Fusion) if f in _BOTH_CHANNELS or all((f, count) in given for count in CHANNELS)]
     wanted = [(fusion, channels) for fusion in fusions for channels in CHANNELS]
     return _compare_variants(benchmark, results, wanted, f"256 against 1024 channels, {size} px", "channels")
-
-
-def variant_label(fusion: str, channels: int) -> str:
-    """A variant as tables name it."""
-    return f"({fusion}) {channels}"
 
 
 def _compare_variants(

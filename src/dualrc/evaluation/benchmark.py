@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -54,6 +54,13 @@ class Settings:
     preset: Annotated[str, Option(f"Network: {' or '.join(PRESETS)}; without it, default.")] = "default"
     device: Annotated[str | None, Option("cuda, mps or cpu; without it, the best there is.")] = None
     top: Annotated[int | None, Option("Score the best so many matches; without it, 4000.")] = None
+    protocol: Annotated[
+        str,
+        Option(
+            "own (if nothing is given), or paper: size, number of matches and verification as in the published "
+            "evaluation, where no other option says otherwise."
+        ),
+    ] = "own"
     json: Annotated[Path | None, Option("Write all figures and the config here too.")] = None
     out: Annotated[
         Path,
@@ -64,7 +71,19 @@ class Settings:
         ),
     ]
 
+    # What the published evaluation sets; none: there is no such evaluation.
+    paper: ClassVar[Mapping[str, Any]] = {}
+
     def __post_init__(self) -> None:
+        if self.protocol not in ("own", "paper"):
+            raise ConfigError(f"There is no protocol {self.protocol!r}; choose own or paper.")
+        if self.protocol == "paper":
+            if not self.paper:
+                raise ConfigError("The paper has no protocol for this benchmark; leave --protocol out.")
+            defaults = {field.name: field.default for field in fields(self)}
+            for name, value in self.paper.items():
+                if getattr(self, name) == defaults[name]:
+                    object.__setattr__(self, name, value)
         if not self.roots and self.needs_roots:
             raise ConfigError("Give the folder of the data set.")
         if self.top is not None and self.top < 1:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from rich.console import Console
@@ -65,6 +65,8 @@ class HPatchesSettings(OneNetworkSettings):
         tuple[int, int] | None,
         Option("cut X columns and Y rows off pictures 2 to 6, on the left and top.", metavar="X,Y", parse=parse_crop),
     ] = None
+
+    paper: ClassVar = {"size": 1600}
 
     def __post_init__(self) -> None:
         super().__post_init__()

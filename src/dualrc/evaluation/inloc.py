@@ -1,17 +1,17 @@
 """InLoc: photographs localized indoors by their matches with cut-outs of laser scans, whose pixels have 3D points."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from rich.console import Console
 
 from dualrc.draw import Picture, draw_dots
 from dualrc.errors import ConfigError, DataError
-from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, OneNetworkSettings, Option, Result
+from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, Option, Result, Settings
 from dualrc.evaluation.data_files import pose_errors, read_published
 from dualrc.evaluation.export import Pair, file_name
 from dualrc.evaluation.figures import Panel, curve_panels
@@ -24,7 +24,9 @@ from dualrc.evaluation.inloc_data import (
     read_result_list,
     write_result_list,
 )
-from dualrc.evaluation.inloc_poses import MIN_INLIERS, RANSAC_DEG, PoseEstimator
+from dualrc.evaluation.inloc_poses import MIN_INLIERS, PAPER_MIN_INLIERS, RANSAC_DEG, PoseEstimator
+from dualrc.evaluation.matchers import MatcherSettings, PairMatcher, make_matchers
+from dualrc.evaluation.networks import network_matcher, read_networks
 from dualrc.evaluation.report import Report, Table
 from dualrc.image import read
 from dualrc.localize import write_poses
@@ -39,26 +41,40 @@ ALL = "all"
 
 
 @dataclass(frozen=True, kw_only=True)
-class InLocSettings(OneNetworkSettings):
+class InLocSettings(Settings):
     """Settings of InLoc."""
+
+    weights: Annotated[tuple[Path, ...], Option("several to compare networks, as the paper's appendix does.")] = ()
+    size: Annotated[int | None, Option("Long side that the network sees, scaling up or down.")] = None
 
     truth: Annotated[Path | None, Option("a file of reference poses (.mat); without it, the one in ROOT.")] = None
     shortlist: Annotated[
         Path | None, Option("candidates of each query, .mat as published or text; without it, the one in ROOT.")
     ] = None
+    min_inliers: Annotated[
+        int, Option(f"a pose needs so many inliers; without it, {MIN_INLIERS}.", flags=("--min-inliers",))
+    ] = MIN_INLIERS
     candidates: Annotated[int, Option("match each query with the best so many candidates; without it, 10.")] = 10
     verify: Annotated[bool, Option("rank poses by dense verification against the scan, not by inliers.")] = False
     results: Annotated[
         tuple[Path, ...], Option("score this list of results (.mat) too, or, without ROOT, alone; several times.")
     ] = ()
 
+    paper: ClassVar = {"size": 1600, "top": 2000, "verify": True, "min_inliers": PAPER_MIN_INLIERS}
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.min_inliers < PAPER_MIN_INLIERS:
+            raise ConfigError(f"A pose with {self.min_inliers} inliers is none; give {PAPER_MIN_INLIERS} or more.")
         if self.candidates < 1:
             raise ConfigError(f"{self.candidates} candidates leave nothing to match; give 1 or more.")
         for name in (names := [path.stem for path in dict.fromkeys(self.results)]):
             if names.count(name) > 1:
                 raise ConfigError(f"Two lists of results are called {name}; rename one of them.")
+
+    def for_matchers(self) -> MatcherSettings:
+        """The settings of matchers."""
+        return replace(super().for_matchers(), weights=next(iter(self.weights), None), size=self.size)
 
     @property
     def needs_roots(self) -> bool:
@@ -159,13 +175,14 @@ class InLoc(Benchmark):
             truth = truth or find_list(settings.roots[0], ["*refposes*.mat"])
         self.references = {} if truth is None else read_references(truth)
         self._check_references(truth)
-        # Read before the long work, so that a list that can't be scored costs nothing.
+        # Read before the long work, so that a file that can't be used costs nothing.
+        self._networks = read_networks(settings.weights) if settings.roots and len(settings.weights) > 1 else []
         self._lists = {path: self._read_list(path) for path in dict.fromkeys(settings.results)}
         self.protocol = {
             "candidates": settings.candidates,
             "top": self.top,
             "verify": settings.verify,
-            "estimator": f"PoseLib LO-RANSAC (P3P), {RANSAC_DEG:g} degrees, {MIN_INLIERS} inliers or more",
+            "estimator": f"PoseLib LO-RANSAC (P3P), {RANSAC_DEG:g} degrees, {settings.min_inliers} inliers or more",
             "thresholds_m": list(THRESHOLDS_M),
             "within_deg": WITHIN_DEG,
             "curve_m": list(CURVE_M),
@@ -191,7 +208,7 @@ class InLoc(Benchmark):
             raise DataError(f"{folders.queries} has none of the queries, such as {self.queries[0]}; put them there.")
         if not any(pair.path1.is_file() for pair in self.pairs):
             raise DataError(f"{folders.cutouts} has none of the candidates, such as {self.pairs[0].name1}.")
-        self._estimator = PoseEstimator(folders, self.settings.out / "poses.jsonl")
+        self._estimator = PoseEstimator(folders, self.settings.out / "poses.jsonl", self.settings.min_inliers)
 
     def _check_references(self, truth: Path | None) -> None:
         """Note which queries are not scored, and which are scored without candidates."""
@@ -218,6 +235,18 @@ class InLoc(Benchmark):
             words = "queries are not in the list and count as failures"
             self.notes.append(f"{path.stem}: {len(missing)} {words}: {_some(missing)}.")
         return listed
+
+    def matchers(self) -> Iterator[tuple[str, PairMatcher]]:
+        """The matchers to evaluate; where several weights are given, each of them instead of dualrc."""
+        weights, wanted = self.settings.weights, self.settings.matchers
+        if len(weights) < 2 or "dualrc" not in wanted:
+            yield from super().matchers()
+            return
+        chosen = replace(self.settings.for_matchers(), top=self.stored, sift_features=self.sift_features)
+        for network in self._networks:
+            yield network.label, network_matcher(network, chosen, self.settings.size)
+        for matcher in make_matchers([name for name in wanted if name != "dualrc"], chosen):
+            yield matcher.name, matcher
 
     def score(self, matcher: str, get: GetMatches) -> Scores:
         """Estimate a pose by each candidate, rank the candidates, and write the poses to `out`."""

@@ -36,17 +36,17 @@ from dualrc.matches import Matches
 from dualrc.types import BoolArray, FloatArray, Size
 
 RANSAC_DEG = 0.2  # as in the published evaluations of NCNet and of those that followed
-MIN_INLIERS = 6
+MIN_INLIERS, PAPER_MIN_INLIERS = 6, 4  # the published evaluation keeps every pose, of 3 inliers even
 # Neighboring points whose distances from the scanner differ by a larger share lie on two surfaces.
 _EDGE = 0.1
-_VERSION = 1  # of the estimation: results of another version are not used
+_VERSION = 2  # of the estimation: results of another version are not used
 
 
 class PoseEstimator:
     """Estimates and verifies the poses of candidates; what is in its file is not computed again."""
 
-    def __init__(self, folders: Folders, file: Path | None) -> None:
-        self._folders = folders
+    def __init__(self, folders: Folders, file: Path | None, min_inliers: int = MIN_INLIERS) -> None:
+        self._folders, self._min_inliers = folders, min_inliers
         self._results = _ResultCache(file)
         self._read_scan, self._read_photograph = lru_cache(1)(read_scan), lru_cache(1)(read)
         self.broken: dict[str, str] = {}  # files of the data set that can't be used, and why
@@ -58,7 +58,7 @@ class PoseEstimator:
             return CandidatePose(candidate=pair.name1, reason=reason)
         camera = self._folders.camera(pair.name0, matches.size0)
         files = (self._folders.points(pair.name1), self._folders.alignment(pair.name1))
-        key = _hash("pose", pair.name0, pair.name1, camera.K, camera.size, matches, *files)
+        key = _hash("pose", self._min_inliers, pair.name0, pair.name1, camera.K, camera.size, matches, *files)
         found = self._cached(pair.name1, key, partial(self._estimate, pair, matches))
         return CandidatePose(**{"candidate": pair.name1, **found})
 
@@ -88,7 +88,7 @@ class PoseEstimator:
             camera=camera,
             scores=matches.scores,
             threshold_px=camera.focal_px * float(np.tan(np.radians(RANSAC_DEG))),
-            min_inliers=MIN_INLIERS,
+            min_inliers=self._min_inliers,
         )
         return xyz, found
 
@@ -188,7 +188,7 @@ class _ResultCache:
 
 def _hash(*parts: Any) -> str:
     """A hash of names, arrays, matches, and of files by their size and time."""
-    digest = hashlib.sha256(f"{_VERSION} {RANSAC_DEG} {MIN_INLIERS}".encode())
+    digest = hashlib.sha256(f"{_VERSION} {RANSAC_DEG}".encode())
     for part in parts:
         if isinstance(part, Matches):
             blobs = [np.ascontiguousarray(a).tobytes() for a in (part.points0, part.points1, part.scores)]

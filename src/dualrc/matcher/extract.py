@@ -89,7 +89,8 @@ class Extractor:
 
     def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, ...]:
         """Coarse and fine features of pictures on the device, uint8 (b h w 3), and their brightness if it is used."""
-        images = to_input(pixels, size).contiguous(memory_format=torch.channels_last)
+        antialias = self._network.config.backbone.antialias
+        images = to_input(pixels, size, antialias=antialias).contiguous(memory_format=torch.channels_last)
         if self.device.type == "cuda":
             images = images.to(self.dtype)
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocast):

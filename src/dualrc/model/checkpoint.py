@@ -210,6 +210,7 @@ def _published_config(args: Any, state: Mapping[str, Tensor], source: str | Path
     consensus = ConsensusConfig(
         kernel_sizes=tuple(int(state[name].shape[0]) for name in four_d),
         channels=tuple(int(state[name].shape[1]) for name in four_d),
+        initialization="uniform",
     )
     network = PRESETS["paper"][0]
     backbone = ResNetConfig(fusion="a", channels=256 if channels == 256 else 1024)

@@ -25,11 +25,16 @@ class Consensus(nn.Module):
         self.weights = nn.ParameterList()  # out in k k k k: image 0's rows and columns, then image 1's
         self.biases = nn.ParameterList()
         for size, inputs, outputs in zip(sizes, (1, *channels[:-1]), channels, strict=True):
-            bound = 0.5 / math.sqrt(inputs * size**4)
+            bound = 1 / math.sqrt(inputs * size**4)
             weight = torch.empty(outputs, inputs, *[size] * 4).uniform_(-bound, bound)
-            weight[:, :, size // 2, size // 2, size // 2, size // 2] += 1 / inputs  # starts near the identity
+            bias = torch.zeros(outputs)
+            if config.initialization == "uniform":
+                bias.uniform_(-bound, bound)
+            else:
+                weight = weight / 2
+                weight[:, :, size // 2, size // 2, size // 2, size // 2] += 1 / inputs
             self.weights.append(nn.Parameter(weight))
-            self.biases.append(nn.Parameter(torch.zeros(outputs)))
+            self.biases.append(nn.Parameter(bias))
 
     def forward(self, scores: Tensor) -> Tensor:
         """N(C) + N(C^T)^T: (b h0 w0 h1 w1) -> the same."""
