@@ -15,9 +15,11 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from dualrc.cli import app
-from dualrc.config import PRESETS
+from dualrc.config import PRESETS, ConsensusConfig
+from dualrc.data.pairs import PairBatch
 from dualrc.evaluation.matchers import MatcherSettings, make_matchers
 from dualrc.image import Scale
+from dualrc.losses import weak_losses
 from dualrc.matcher import Matcher
 from dualrc.matcher.features import stack
 from dualrc.measure import held, in_new_process, peak, reset_peak
@@ -101,6 +103,21 @@ def test_without_pooling(networks, softmax):
     assert_matches(network.match(*features), golden()["places_1_matches" + "_softmax" * softmax])
 
 
+def test_the_weak_loss(networks):
+    """Of two pairs, and of the same with the pictures 0 exchanged."""
+    network = coarser(networks["places"])
+    images = [torch.cat([data.image(96, 96, seed) for seed in seeds]) for seeds in ((3, 4), (5, 6))]
+    points, yes = torch.zeros(2, 1, 2), torch.ones(2, 1, dtype=torch.bool)
+    with torch.no_grad():
+        features = [network.extract(image) for image in images]
+    truth = {"points0": points, "points1": points, "valid": yes, "absent0": ~yes, "absent1": ~yes}
+    losses = weak_losses(network, *features, PairBatch(images0=images[0], images1=images[1], **truth))
+    assert losses.total().item() == pytest.approx(golden()["weak_loss"].item(), abs=1e-6)
+    losses.total().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in network.consensus.parameters())
+    network.zero_grad(set_to_none=True)
+
+
 def assert_matches(found, expected):
     # The vectors have the first pixel's corner at (0, 0), our pixels its center.
     ours = np.concatenate([found.points0.numpy(), found.points1.numpy()], axis=1) + 0.5
@@ -139,7 +156,10 @@ def tiny(preset: str, **ncnet):
     """A preset's network on a ResNet-50, with generated weights."""
     config = PRESETS[preset][0]
     config = replace(
-        config, backbone=replace(config.backbone, network="resnet50"), ncnet=replace(config.ncnet, **ncnet)
+        config,
+        backbone=replace(config.backbone, network="resnet50"),
+        consensus=ConsensusConfig(),
+        ncnet=replace(config.ncnet, **ncnet),
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -55,8 +55,10 @@ class TrunkConfig:
     stride_on: Literal["3x3", "1x1"] = "3x3"  # as in ResNetConfig
     # Pixels along a side of a cell: 16, or 8 where the last stage's stride is removed.
     stride: Literal[8, 16] = 8
-    coarse_channels: Literal[1024] = 1024
-    fine_channels: Literal[1024] = 1024
+
+    antialias: ClassVar[bool] = False
+    coarse_channels: ClassVar[int] = 1024
+    fine_channels: ClassVar[int] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,12 +220,22 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
     ),
     # As published for HPatches, with the consensus of the models trained on photographs of places.
     "ncnet": (
-        NetworkConfig(preset="ncnet", backbone=TrunkConfig(), ncnet=NCNetConfig(), fine=FineConfig(subpixel=False)),
+        NetworkConfig(
+            preset="ncnet",
+            backbone=TrunkConfig(),
+            consensus=ConsensusConfig(initialization="uniform"),
+            fine=FineConfig(subpixel=False),
+            ncnet=NCNetConfig(),
+        ),
         MatcherConfig(max_size=1600),
     ),
     "sparse-ncnet": (
         NetworkConfig(
-            preset="sparse-ncnet", backbone=TrunkConfig(), ncnet=SparseNCNetConfig(), fine=FineConfig(subpixel=False)
+            preset="sparse-ncnet",
+            backbone=TrunkConfig(),
+            consensus=ConsensusConfig(initialization="uniform"),
+            fine=FineConfig(subpixel=False),
+            ncnet=SparseNCNetConfig(),
         ),
         MatcherConfig(max_size=1600),
     ),

@@ -175,10 +175,9 @@ def _from_ncnet(args: Any, state: Mapping[str, Tensor], source: str | Path) -> t
         renamed[f"consensus.weights.{layer}"] = weight
         renamed[f"consensus.biases.{layer}"] = state[f"NeighConsensus.conv.{number}.bias"].flatten()
     ordered = [layers[number] for number in sorted(layers)]
-    consensus = ConsensusConfig(
-        kernel_sizes=tuple(weight.shape[2] for weight in ordered), channels=tuple(len(weight) for weight in ordered)
-    )
-    config = replace(PRESETS["sparse-ncnet" if sparse else "ncnet"][0], consensus=consensus)
+    config = PRESETS["sparse-ncnet" if sparse else "ncnet"][0]
+    sizes, channels = tuple(weight.shape[2] for weight in ordered), tuple(len(weight) for weight in ordered)
+    config = replace(config, consensus=replace(config.consensus, kernel_sizes=sizes, channels=channels))
     if isinstance(config.ncnet, SparseNCNetConfig):
         config = replace(config, ncnet=replace(config.ncnet, neighbors=int(settings.get("k", config.ncnet.neighbors))))
     return config, renamed
