@@ -8,7 +8,7 @@ import ncnet_data as data
 import numpy as np
 import pytest
 import torch
-from conftest import ENGINES, make_engine, plain_consensus, rand, texture
+from conftest import DEVICE, ENGINES, make_engine, plain_consensus, rand, texture
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
@@ -25,9 +25,11 @@ from dualrc.matcher.features import stack
 from dualrc.measure import held, in_new_process, peak, reset_peak
 from dualrc.model import checkpoint
 from dualrc.model.checkpoint import convert_published, load_weights, save_weights
+from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import max_pool, normalize
 from dualrc.model.dualrc import make_network
 from dualrc.model.ncnet import NCNet, SparseNCNet
+from dualrc.model.network import Features
 from dualrc.ops import memory
 from dualrc.pixels import pixel_grid
 
@@ -80,10 +82,14 @@ def test_features(networks, stride):
     assert_close(network.extract(data.image(*data.IMAGE_A)).fine[0, data.CHANNELS], golden()[f"features_{stride}"])
 
 
+# The C kernels are for the consensus of places; the others are torch's.
+CASES = [("places", name) for name in CPU_ENGINES]
+CASES += [(tag, name) for tag in ("three", "five") for name in ("definition", "torch")]
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("engine", CPU_ENGINES)
 @pytest.mark.parametrize("limit", [2**29, 2**18])
-@pytest.mark.parametrize("tag", ["places", "three", "five"])
+@pytest.mark.parametrize(("tag", "engine"), CASES)
 def test_tensor_and_matches(networks, tag, limit, engine):
     network = networks[tag]
     network.engine = make_engine(engine)
@@ -92,6 +98,25 @@ def test_tensor_and_matches(networks, tag, limit, engine):
         assert_close(network.coarse_tensor(*features)[0], golden()[f"{tag}_2_tensor"])
         found = network.match(*features)
     assert_matches(found, golden()[f"{tag}_2_matches"])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name.startswith("triton")])
+@pytest.mark.parametrize("half", [False, *([True] if DEVICE == "cuda" else [])])
+def test_the_tensor_in_triton(engine, half):
+    """On a GPU, or interpreted: what the definition computes; several times on a GPU, as graphs are captured then."""
+    config = PRESETS["ncnet"][0]
+    network = NCNet(config, backbone=PatchBackbone(), consensus=Consensus(ConsensusConfig())).to(DEVICE).eval()
+    features = [network.extract(rand(seed, 1, 3, 64, 48).to(DEVICE)) for seed in (0, 1)]
+    expected, matches = network.coarse_tensor(*features)[0].cpu(), network.match(*features)
+    network.engine = make_engine(engine)
+    network.engine.warm_up(network, torch.float32)
+    for _ in range(4 if DEVICE == "cuda" else 1):
+        features = [network.extract(rand(seed, 1, 3, 64, 48).to(DEVICE)) for seed in (0, 1)]
+        if half:
+            features = [Features(coarse=f.coarse.half(), fine=f.fine.half()) for f in features]
+        assert_close(network.coarse_tensor(*features)[0].cpu(), expected.numpy(), 1e-2 if half else 1e-4)
+        assert len(network.match(*features).scores) == pytest.approx(len(matches.scores), abs=3 * half)
 
 
 @torch.inference_mode()

@@ -89,8 +89,10 @@ def neighbors(scores: SparseScores, size: int) -> Tensor:
     steps = range(-halo, halo + 1)
     limits = torch.tensor(scores.shape[1:], device=scores.keys.device)
     width0, height1, width1 = scores.shape[2:]
-    for number, offset in enumerate(itertools.product(steps, repeat=4)):
-        moved = coordinates[:, 1:] + torch.tensor(offset, device=scores.keys.device)
+    offsets = list(itertools.product(steps, repeat=4))
+    moves = torch.tensor(offsets, device=scores.keys.device)
+    for number, offset in enumerate(offsets):
+        moved = coordinates[:, 1:] + moves[number]
         inside = ((moved >= 0) & (moved < limits)).all(1)
         shift = ((offset[0] * width0 + offset[1]) * height1 + offset[2]) * width1 + offset[3]
         key = scores.keys + shift

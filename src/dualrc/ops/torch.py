@@ -17,7 +17,7 @@ from dualrc.model import refine, relocalize, subpixel, support
 from dualrc.model.align import align
 from dualrc.model.cells import PLACES, FineMap
 from dualrc.model.consensus import Consensus
-from dualrc.model.correlation import EPSILON, correlate, mask_cells
+from dualrc.model.correlation import EPSILON, correlate, mask_cells, max_pool
 from dualrc.model.engine import Engine
 from dualrc.model.search import TINY, Found, Queries, cell_queries, point_queries, sharpen
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
@@ -66,12 +66,14 @@ class TorchEngine(Engine):
         height, width = (side // pool for side in fine0.shape[2:])
         size1 = fine1.shape[2] // pool, fine1.shape[3] // pool
         result = fine0.new_empty((len(fine0), height, width, *size1), dtype=torch.float32)
+        if fine0.dtype != torch.float16:  # products of which are added in float32 and rounded once
+            fine0, fine1 = fine0.float(), fine1.float()
         # Two copies of a part: the products, and what pooling one image makes of them.
         row = 2 * len(fine0) * pool * fine0.shape[3] * fine1.shape[2] * fine1.shape[3]
         rows = max(1, memory.working_values() // max(1, row))
         for start in range(0, height, rows):
             part = fine0[:, :, start * pool : min(start + rows, height) * pool]
-            result[:, start : start + rows] = super().pooled_correlation(part, fine1, pool)
+            result[:, start : start + rows] = max_pool(torch.einsum("bchw,bcij->bhwij", part, fine1), pool)
         return result
 
     def relocalize(

@@ -73,7 +73,8 @@ class TritonEngine(TorchEngine):
                 memory_format=torch.channels_last
             )
             network.extract(images)
-        if not isinstance(network, DualRCNet):  # the others have no search, and few kernels
+        if not isinstance(network, DualRCNet):  # the others have no search
+            self.filtered(torch.ones(1, 2, 3, 2, 3, device=device), network.consensus)
             return
         kept = dtype if dtype in (torch.float16, torch.float32) else torch.float32
         fine_channels, coarse_channels = config.backbone.fine_channels, config.backbone.coarse_channels
