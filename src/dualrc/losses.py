@@ -213,6 +213,8 @@ def keypoint_losses(
 ) -> BatchKeypointLosses:
     """The paper's or the published loss, averaged over the pairs of a batch; keypoints are its valid places."""
     losses, errors_px = [], []
+    # One pass over the batch: the steps of a sparse consensus are many and small.
+    tensors = dense_tensor(network, features0, features1) if isinstance(network, ConsensusNet) else None
     for number in range(len(batch.valid)):
         valid = batch.valid[number]
         if not valid.any():
@@ -220,7 +222,10 @@ def keypoint_losses(
         here = slice(number, number + 1)
         pair = [Features(coarse=f.coarse[here], fine=f.fine[here]) for f in (features0, features1)]
         points0, points1 = batch.points0[number][valid], batch.points1[number][valid]
-        maps = keypoint_maps(network, pair[0], pair[1], points0, points1)
+        if isinstance(network, ConsensusNet) and tensors is not None:
+            maps = _coarse_keypoint_maps(network, tensors[number], points0, points1)
+        else:
+            maps = keypoint_maps(network, pair[0], pair[1], points0, points1)
         losses.append(_paper_form(maps) if form == "paper" else _published_form(maps))
         for found, there in ((maps[0], points1), (maps[1], points0)):
             index = found.scores.argmax(1)
@@ -285,7 +290,7 @@ def keypoint_maps(
 ) -> tuple[KeypointMaps, KeypointMaps]:
     """Both directions of one pair; points (n 2) are (x, y) in network-input pixels and correspond by number."""
     if isinstance(network, ConsensusNet):
-        return _coarse_keypoint_maps(network, features0, features1, points0, points1)
+        return _coarse_keypoint_maps(network, dense_tensor(network, features0, features1)[0], points0, points1)
     tensor = network.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)  # 1 n0 n1
     fine0, fine1 = features0.map(), features1.map()
     cells0, cells1 = pixel_to_cell(points0, FINE_STRIDE), pixel_to_cell(points1, FINE_STRIDE)
@@ -297,10 +302,9 @@ def keypoint_maps(
 
 
 def _coarse_keypoint_maps(
-    network: ConsensusNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
+    network: ConsensusNet, tensor: Tensor, points0: Tensor, points1: Tensor
 ) -> tuple[KeypointMaps, KeypointMaps]:
-    """The same for a network without a fine search: keypoints read the coarse tensor, bilinearly, and nothing else."""
-    tensor = dense_tensor(network, features0, features1)[0]  # h0 w0 h1 w1
+    """The same without a fine search: keypoints read the coarse tensor (h0 w0 h1 w1), bilinearly, and nothing else."""
     stride, sizes = network.stride * network.pool, (tensor.shape[:2], tensor.shape[2:])
     cells = pixel_to_cell(points0, stride), pixel_to_cell(points1, stride)
     rows, maps = tensor.flatten(2).flatten(0, 1), []
@@ -330,7 +334,7 @@ class WeakLosses:
 
     positive: Tensor  # mean matching score of the pairs
     negative: Tensor  # of pictures of different pairs
-    accuracy: dict[str, Tensor]  # of keypoints, where they are known
+    accuracy: dict[str, Tensor]  # of keypoints; in training none
 
     def total(self) -> Tensor:
         """What is minimized."""
@@ -353,8 +357,10 @@ def weak_losses(network: Network, features0: Features, features1: Features, batc
     positive = (matching_scores(dense_tensor(network, features0, features1)) * shown).sum() / shown.sum().clamp(min=1)
     rolled = Features(coarse=features0.coarse.roll(-1, 0), fine=features0.fine.roll(-1, 0))
     negative = matching_scores(dense_tensor(network, rolled, features1)).mean()
-    with torch.no_grad():
-        accuracy = keypoint_losses(network, features0, features1, batch, "paper").accuracy
+    accuracy: dict[str, Tensor] = {}
+    if not network.training:  # it takes another pass
+        with torch.no_grad():
+            accuracy = keypoint_losses(network, features0, features1, batch, "paper").accuracy
     return WeakLosses(positive=positive, negative=negative, accuracy=accuracy)
 
 
