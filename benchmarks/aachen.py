@@ -17,9 +17,8 @@ from rich.table import Table
 
 from dualrc.collection.keypoints import merge
 from dualrc.collection.store import MatchStore
-from dualrc.colmap import import_pycolmap
 from dualrc.evaluation.aachen import Aachen, AachenSettings, QueryScore
-from dualrc.evaluation.aachen_data import AachenData, Lens, Query
+from dualrc.evaluation.aachen_data import AachenData, Query
 from dualrc.evaluation.export import Pair, export
 from dualrc.evaluation.matchers import MatcherSettings, make_matchers
 from dualrc.evaluation.triangulation import PosedMap
@@ -74,25 +73,17 @@ def pairs_of(scene: Path, cameras: dict[str, Camera]) -> list[Pair]:
 
 def leave_out(scene: Path, cameras: dict[str, Camera], query: str, work: Path) -> Aachen:
     """One camera as the query, the others as the database."""
-    lenses = {f"{scene.name}/{name}": pinhole(camera) for name, camera in cameras.items()}
+    database = {f"{scene.name}/{name}": camera for name, camera in cameras.items()}
     asked = f"{scene.name}/{query}"
-    lens = lenses.pop(asked)
-    entry = Query(condition="left out", lens=lens, candidates=tuple(lenses))
+    camera = database.pop(asked)
+    entry = Query(condition="left out", camera=camera, candidates=tuple(database))
     pairs = pairs_of(scene, cameras)
-    data = AachenData(version=scene.name, database=lenses, queries={asked: entry}, pairs=pairs, notes=[])
+    data = AachenData(version=scene.name, database=database, queries={asked: entry}, pairs=pairs, notes=[])
     benchmark = Aachen(AachenSettings(roots=(scene,), out=work, top=TOP), data=data)
     truth = cameras[query].cam_from_world
     assert truth is not None
     benchmark.truth = {asked: truth}
     return benchmark
-
-
-def pinhole(camera: Camera) -> Lens:
-    """A lens without distortion."""
-    K = camera.K
-    params = [K[0, 0], K[1, 1], K[0, 2], K[1, 2]]
-    made = import_pycolmap().Camera(model="PINHOLE", width=camera.width, height=camera.height, params=params)
-    return Lens(camera=camera, distorted=made)
 
 
 def localize(

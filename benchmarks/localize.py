@@ -12,12 +12,11 @@ import argparse
 from pathlib import Path
 
 import numpy as np
-import pycolmap
 from rich.console import Console
 from rich.table import Table
 
 import dualrc
-from dualrc.colmap import posed_reconstruction
+from dualrc.colmap import import_pycolmap, posed_reconstruction
 from dualrc.geometry import Camera, read_cameras_json, read_rgbd, rotation_error_deg
 from dualrc.localize import (
     Localization,
@@ -30,6 +29,7 @@ from dualrc.localize import (
     results_config,
 )
 
+pycolmap = import_pycolmap()  # after Pillow: see docs/troubleshooting.md
 THRESHOLDS_M = (0.25, 0.5, 1.0)
 WITHIN_DEG = 10.0
 Errors = dict[str, tuple[float, float]]  # by query, degrees and metres; infinite where it failed

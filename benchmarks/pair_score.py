@@ -1,55 +1,180 @@
-"""Does pair_score tell pictures that show the same from others?
+"""What scores of matches and of pairs are worth: tables of calibration, of true and of false rates.
 
-    python benchmarks/pair_score.py DATA/hpatches DATA/oxford
+    python benchmarks/pair_score.py WORK [--weights FILE] [--figure FILE.png]
 
-Each folder holds sequences: folders with pictures 1 to 6 of one thing. True pairs are 1-2 to 1-6 of each; the others
-are four pairs of pictures from every two sequences.
+WORK is the folder in which `benchmarks/calibrate.py` keeps matched pairs of known kind; only those to test on are
+read. Scores are those of the calibration beside the weights.
 """
 
 import argparse
-import itertools
+from collections import defaultdict
 from pathlib import Path
 
+import calibration_pairs as known
 import numpy as np
+import numpy.typing as npt
 
-import dualrc
+from dualrc.calibration import Calibration
+from dualrc.evidence import collect
+from dualrc.model.checkpoint import bundled, read_calibration
 
-ACROSS = ((1, 2), (1, 6), (3, 4), (5, 1))  # numbers of pictures of two sequences
+Array = npt.NDArray[np.float64]
 
-
-def picture(sequence: Path, number: int) -> Path:
-    """Picture `number` of a sequence."""
-    return next(path for path in sorted(sequence.iterdir()) if path.stem == str(number))
+RIGHT_PX = 3.0
+BINS = 10
+THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
+MIN_SCORES = (0.0, 0.2, 0.5, 0.8, 0.9)
+NAMES = {known.RELATED: "related", known.UNRELATED: "unrelated", known.ALIKE: "look-alike"}
 
 
 def main() -> None:
-    """Match all pairs and print the table."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("roots", nargs="+", type=Path, help="folders of sequences")
+    parser.add_argument("work", type=Path, help="folder with matched pairs")
     parser.add_argument("--weights", type=Path, help="weights file; without it, those inside the package")
+    parser.add_argument("--figure", type=Path, help="also draw the curves")
     arguments = parser.parse_args()
-    sequences = [path for root in arguments.roots for path in sorted(root.iterdir()) if path.is_dir()]
-    matcher = dualrc.load(weights=arguments.weights)
-    features = {
-        (sequence, number): matcher.features(picture(sequence, number))
-        for sequence in sequences
-        for number in range(1, 7)
-    }
-    true, others = {}, {}
-    for sequence in sequences:
-        for number in range(2, 7):
-            found = matcher.match_features(features[sequence, 1], features[sequence, number])
-            true[f"{sequence.name} 1-{number}"] = found.pair_score
-    for (one, other), (i, j) in itertools.product(itertools.combinations(sequences, 2), ACROSS):
-        found = matcher.match_features(features[one, i], features[other, j])
-        others[f"{one.name} {i}, {other.name} {j}"] = found.pair_score
-    higher = np.subtract.outer(list(true.values()), list(others.values()))
-    area = np.mean((higher > 0) + (higher == 0) / 2)
-    print("| pairs | number | lowest | highest |\n|---|---|---|---|")
-    for name, scores in (("true", true), ("others", others)):
-        (low, lowest), *_, (high, highest) = sorted((score, pair) for pair, score in scores.items())
-        print(f"| {name} | {len(scores)} | {low:.4f} ({lowest}) | {high:.4f} ({highest}) |")
-    print(f"\nArea under the ROC curve: {area:.4f}; second lowest of the true ones: {sorted(true.values())[1]:.4f}")
+    calibration = read_calibration(arguments.weights or bundled("default"))
+    if calibration is None:
+        raise SystemExit("These weights have no calibration; make one with benchmarks/calibrate.py.")
+    report(known.load_all(arguments.work, "test"), calibration, arguments.figure)
+
+
+def report(pairs: list[known.Pair], calibration: Calibration, figure: Path | None = None) -> None:
+    """Print what scores of matches and pairs are worth on these pairs."""
+    print("Scores of matches: share within 3 px by score, and expected calibration error\n")
+    print(
+        "| set | call | number | "
+        + " | ".join(f"{k / 10:.1f} to {(k + 1) / 10:.1f}" for k in range(BINS))
+        + " | error |"
+    )
+    print("|---" * (BINS + 4) + "|")
+    reliability: dict[str, tuple[Array, Array]] = {}
+    for source in dict.fromkeys(pair.source for pair in pairs if len(pair.errors_px)):
+        true = [pair for pair in pairs if pair.source == source and len(pair.errors_px)]
+        matches = (calibration.matches(np.concatenate([p.scores for p in true])), [p.errors_px for p in true])
+        points = (calibration.points(np.concatenate([p.point_scores for p in true])), [p.point_errors_px for p in true])
+        for call, (scores, errors) in (("match", matches), ("match_points", points)):
+            right = (np.concatenate(errors) < RIGHT_PX).astype(np.float64)
+            shares, error = reliability_of(scores.astype(np.float64), right, np.ones(len(right)))
+            cells = " | ".join("" if np.isnan(share) else f"{share:.2f}" for share in shares)
+            print(f"| {source} | {call} | {len(right):,} | {cells} | {error:.3f} |")
+            reliability[f"{call}, {source}"] = (shares, np.array([error]))
+    print("\nMatches kept, and share of them within 3 px, by min_score\n")
+    print("| set | call | " + " | ".join(f"{t:g}" for t in MIN_SCORES) + " |\n" + "|---" * (len(MIN_SCORES) + 2) + "|")
+    for source in dict.fromkeys(pair.source for pair in pairs if len(pair.errors_px)):
+        true = [pair for pair in pairs if pair.source == source and len(pair.errors_px)]
+        for call, curve, names in (
+            ("match", calibration.matches, ("scores", "errors_px")),
+            ("match_points", calibration.points, ("point_scores", "point_errors_px")),
+        ):
+            scores = curve(np.concatenate([getattr(p, names[0]) for p in true]))
+            right = np.concatenate([getattr(p, names[1]) for p in true]) < RIGHT_PX
+            cells = [
+                f"{(scores >= t).mean():.0%}, {right[scores >= t].mean():.3f}" if (scores >= t).any() else "0 %"
+                for t in MIN_SCORES
+            ]
+            print(f"| {source} | {call} | " + " | ".join(cells) + " |")
+    report_pairs(pairs, calibration, figure, reliability)
+
+
+def report_pairs(
+    pairs: list[known.Pair],
+    calibration: Calibration,
+    figure: Path | None,
+    reliability: dict[str, tuple[Array, Array]],
+) -> None:
+    """The part about pairs."""
+    pairs = [pair for pair in pairs if pair.kind in NAMES]
+    curve = calibration.matches
+    evidence = [collect(p.points0, p.points1, curve(p.scores), p.size0, p.size1) for p in pairs]
+    scores = np.array([calibration.pairs(each) for each in evidence])
+    groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+    for number, pair in enumerate(pairs):
+        groups[pair.source, NAMES[pair.kind], "plain" if pair.overlay == "none" else "overlaid"].append(number)
+    print("\nPairs: pair_score at its quantiles, and share above thresholds\n")
+    print("| set | kind | | number | 5 % | median | 95 % | " + " | ".join(f"> {t:g}" for t in (0.1, 0.5, 0.9)) + " |")
+    print("|---" * 10 + "|")
+    for key, numbers in sorted(groups.items()):
+        some = scores[numbers]
+        low, middle, high = np.quantile(some, [0.05, 0.5, 0.95])
+        above = " | ".join(f"{(some > t).mean():.3f}" for t in (0.1, 0.5, 0.9))
+        print(f"| {' | '.join(key)} | {len(some)} | {low:.4f} | {middle:.4f} | {high:.4f} | {above} |")
+    # Hard pairs are shown beside the others: in most of them nothing is found.
+    easy = np.array([pair.source not in ("evd", "wxbs") for pair in pairs])
+    kinds = np.array([pair.kind for pair in pairs])
+    related = kinds == known.RELATED
+    weight = np.zeros(len(pairs))
+    for kind, share in ((known.RELATED, 0.5), (known.UNRELATED, 0.25), (known.ALIKE, 0.25)):
+        some = easy & (kinds == kind)
+        weight[some] = share / max(some.sum(), 1)
+    shares, error = reliability_of(scores[easy], related[easy].astype(np.float64), weight[easy])
+    others = {"all others": ~related, "unrelated": kinds == known.UNRELATED, "look-alike": kinds == known.ALIKE}
+    areas = [f"{area_of(scores[related & easy], scores[some & easy]):.4f} ({name})" for name, some in others.items()]
+    print(f"\nArea under the ROC curve, without the hard pairs: {', '.join(areas)}")
+    print(f"Expected calibration error at even odds: {error:.3f}")
+    print("Share of related pairs by pair_score: " + ", ".join("-" if np.isnan(s) else f"{s:.2f}" for s in shares))
+    print(
+        "\n| threshold | related | hard related | unrelated | look-alike | unrelated, overlaid |\n" + "|---" * 6 + "|"
+    )
+    overlaid = np.array([pair.overlay != "none" for pair in pairs])
+    columns = (
+        related & easy,
+        related & ~easy,
+        (kinds == known.UNRELATED),
+        kinds == known.ALIKE,
+        (kinds == known.UNRELATED) & overlaid,
+    )
+    for threshold in THRESHOLDS:
+        rates = " | ".join(f"{(scores[some] >= threshold).mean():.3f}" if some.any() else "-" for some in columns)
+        print(f"| {threshold:g} | {rates} |")
+    if figure is not None:
+        draw(figure, scores, related, easy, shares, reliability)
+
+
+def area_of(higher: Array, lower: Array) -> float:
+    """Area under the ROC curve."""
+    apart = np.subtract.outer(higher, lower)
+    return float(np.mean((apart > 0) + (apart == 0) / 2))
+
+
+def reliability_of(scores: Array, right: Array, weight: Array) -> tuple[Array, float]:
+    """The weighted share of what is right in each of ten bins of scores, and the expected calibration error."""
+    bins = np.minimum((scores * BINS).astype(int), BINS - 1)
+    total = np.bincount(bins, weight, minlength=BINS)
+    with np.errstate(invalid="ignore"):
+        share = np.bincount(bins, weight * right, minlength=BINS) / total
+        mean = np.bincount(bins, weight * scores, minlength=BINS) / total
+    error = np.nansum(total * np.abs(share - mean)) / max(total.sum(), 1e-12)
+    return np.where(total > 0.002 * total.sum(), share, np.nan), float(error)
+
+
+def draw(
+    path: Path, scores: Array, related: Array, easy: Array, shares: Array, reliability: dict[str, tuple[Array, Array]]
+) -> None:
+    """Reliability diagrams and the ROC curve."""
+    from matplotlib.figure import Figure
+
+    chart = Figure(figsize=(12, 4), layout="constrained")
+    left, middle, last = chart.subplots(1, 3)
+    centers = (np.arange(BINS) + 0.5) / BINS
+    for axes, curves, title in (
+        (left, {name: values for name, (values, _) in reliability.items()}, "scores of matches"),
+        (middle, {"pairs, even odds": shares}, "pair_score"),
+    ):
+        axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+        for name, values in curves.items():
+            axes.plot(centers, values, marker="o", markersize=3, linewidth=1, label=name)
+        axes.set(xlabel="score", ylabel="share right", title=title, xlim=(0, 1), ylim=(0, 1), aspect="equal")
+        axes.legend(fontsize=7)
+    for name, some in (("without hard pairs", easy), ("all", np.ones_like(easy))):
+        order = np.argsort(-scores[some], kind="stable")
+        flags = related[some][order]
+        true, false = np.cumsum(flags) / flags.sum(), np.cumsum(~flags) / (~flags).sum()
+        last.plot(np.maximum(false, 1e-3), true, label=name, linewidth=1)
+    last.set(xlabel="false rate", ylabel="true rate", title="pair_score", xscale="log", ylim=(0, 1.02))
+    last.legend(fontsize=7)
+    chart.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
     python benchmarks/reconstruct.py DATA/strecha --work /tmp/reconstruct
 
-A scene is a folder with images and cameras.json. Each is reconstructed with the file's cameras and without any. The
-model is aligned to the truth by a similarity, whose rotation fits the cameras' rotations: centres alone leave it free
-to turn about cameras that stand in a row. Matches are kept in the work folder, and a second run goes on from there.
+A scene is a folder SCENE with SCENE/images and SCENE/cameras.json, whose cameras have poses. Each is reconstructed with
+the file's cameras and without any. The model is aligned to the truth by a similarity, whose rotation fits the cameras'
+rotations: centres alone leave it free to turn about cameras that stand in a row. Matches are kept in the work folder,
+and a second run goes on from there: its times, and the seconds of CPU beside them, are those of what follows matching.
 """
 
 import argparse
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from dualrc.collection.config import CollectionConfig
 from dualrc.collection.reconstruct import ReconstructConfig, reconstruct
 from dualrc.colmap import colmap_camera, import_pycolmap, quiet_colmap, read_model
 from dualrc.geometry import Camera, read_cameras_json, rotation_error_deg
+from dualrc.image import find_pictures
 from dualrc.types import FloatArray
 
 pycolmap = import_pycolmap()
@@ -38,6 +41,7 @@ class Row:
     rotation_deg: float  # median
     position: float  # median, share of the largest distance between cameras
     seconds: float
+    cpu_seconds: float  # of this process and its threads
 
 
 def main() -> None:
@@ -50,8 +54,8 @@ def main() -> None:
         "scene", "cameras", "method", "placed", "points", "track", "error, px", "rotation, deg", "position, %"
     )
     table.add_column("time, s")
-    for scene in sorted(path.parent for path in args.root.glob("*/cameras.json")):
-        truth = read_cameras_json(scene / "cameras.json")
+    table.add_column("CPU, s")
+    for scene, truth in find_scenes(args.root).items():
         for cameras in ("file", "none"):
             for method, run in (("dualrc", run_dualrc), ("SIFT", run_sift)):
                 work = args.work / f"{scene.name}-{method}"
@@ -64,23 +68,45 @@ def main() -> None:
                     f"{row.rotation_deg:.3f}",
                     f"{row.position:.3%}".rstrip("%"),
                     f"{row.seconds:.0f}",
+                    f"{row.cpu_seconds:.0f}",
                 )
                 table.add_row(scene.name, cameras, method, *figures)
-    Console(width=130).print(table)
+    Console(width=140).print(table)
+
+
+def find_scenes(root: Path) -> dict[Path, dict[str, Camera]]:
+    """The scenes of a folder with their true cameras; ends the program with a message where there are none."""
+    layout = f"{root} must hold scenes as SCENE/images/*.jpg with SCENE/cameras.json (or be such a SCENE itself)"
+    folders = (
+        [root] if (root / "cameras.json").is_file() else sorted(path.parent for path in root.glob("*/cameras.json"))
+    )
+    if not folders:
+        sys.exit(f"No scene was found: {layout}.")
+    scenes = {}
+    for folder in folders:
+        if not (folder / "images").is_dir():
+            sys.exit(f"{folder} has no folder named images: {layout}.")
+        scenes[folder] = read_cameras_json(folder / "cameras.json")
+        pictures = find_pictures(folder / "images")
+        strangers = [name for name in pictures if name not in scenes[folder]]
+        unposed = [name for name, camera in scenes[folder].items() if camera.cam_from_world is None]
+        if strangers or unposed:
+            sys.exit(f"{folder / 'cameras.json'} has no camera with cam_from_world for {(strangers + unposed)[0]}.")
+    return scenes
 
 
 def run_dualrc(scene: Path, work: Path, truth: dict[str, Camera], *, known: bool, top: int) -> Row:
-    start = time.monotonic()
+    start = time.monotonic(), time.process_time()
     config = ReconstructConfig(
         collection=CollectionConfig(pairs="exhaustive", top=top), cameras=scene / "cameras.json" if known else None
     )
     reconstruct(scene / "images", work, config)
-    return score(work / "model", truth, time.monotonic() - start)
+    return score(work / "model", truth, start)
 
 
 def run_sift(scene: Path, work: Path, truth: dict[str, Camera], *, known: bool, top: int) -> Row:
     """COLMAP with its own features, one camera for all pictures as we assume too; `top` has no meaning here."""
-    start = time.monotonic()
+    start = time.monotonic(), time.process_time()
     images, options = scene / "images", pycolmap.IncrementalPipelineOptions()
     options.min_model_size, options.random_seed = 2, 0
     reader = pycolmap.ImageReaderOptions()
@@ -97,11 +123,12 @@ def run_sift(scene: Path, work: Path, truth: dict[str, Camera], *, known: bool, 
         pycolmap.match_exhaustive(database)
         models = pycolmap.incremental_mapping(database, images, folder, options=options)
     max(models.values(), key=lambda model: model.num_reg_images()).write_binary(work)
-    return score(work, truth, time.monotonic() - start)
+    return score(work, truth, start)
 
 
-def score(folder: Path, truth: dict[str, Camera], seconds: float) -> Row:
-    """A model's figures, after a similarity alignment to the true cameras."""
+def score(folder: Path, truth: dict[str, Camera], start: tuple[float, float]) -> Row:
+    """A model's figures, after a similarity alignment to the true cameras; `start` is the time and the CPU time."""
+    seconds, cpu_seconds = time.monotonic() - start[0], time.process_time() - start[1]
     model: Any = pycolmap.Reconstruction(folder)
     found = {name: image.cam_from_world for name, image in read_model(folder).images.items()}
     wanted = {name: truth[name].cam_from_world for name in found}
@@ -120,6 +147,7 @@ def score(folder: Path, truth: dict[str, Camera], seconds: float) -> Row:
         rotation_deg=float(np.median(turned)),
         position=float(np.median(np.linalg.norm(scale * ours - true_moved, axis=1))) / extent,
         seconds=seconds,
+        cpu_seconds=cpu_seconds,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -13,9 +14,12 @@ import pytest
 import torch
 from PIL import Image
 from rich.console import Console
+from typer.main import get_command
 
 from dualrc import Matches, cli
+from dualrc.collection.config import CollectionConfig
 from dualrc.config import CompactConfig, FineConfig, NetworkConfig
+from dualrc.matcher.extract import choose_device, devices
 from dualrc.model.checkpoint import bundled, save_weights
 from dualrc.model.dualrc import make_network
 from dualrc.ops.native import library
@@ -198,6 +202,49 @@ def test_a_read_only_folder_is_refused_before_matching(run, weights, pictures, t
     assert "not writable" in errors
 
 
+def options_of(command: str) -> set[str]:
+    """The flags of a command, in every spelling."""
+    return {flag for option in get_command(cli.app).commands[command].params for flag in option.opts}
+
+
+def test_commands_of_folders_take_what_matching_takes():
+    assert options_of("collection") <= options_of("reconstruct")
+    asked = {"--top", "--min-score", "--size", "--quality", "--preset", "--weights", "--device", "--max-memory"}
+    assert all(asked <= options_of(command) for command in ("match", "collection", "reconstruct", "localize"))
+    assert "--neighbors" in options_of("localize")
+
+
+@pytest.mark.parametrize("name", ["gpu", "abacus", "cuda:99"])
+def test_devices_that_are_not_here_are_one_clear_line(run, weights, pictures, name):
+    if name == "gpu" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    status, _, errors = run("match", *pictures, "--weights", weights, "--device", name)
+    asked = name.replace("gpu", "cuda")
+    assert status == 1 and errors.count("\n") == 1
+    assert errors.startswith(f"Error: The device '{asked}' can't be used (")
+    assert errors.endswith(f"here there is {', '.join(devices())}.\n") and "cpu" in devices()
+
+
+def test_gpu_is_another_name_for_cuda(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda *_, device: asked.append(str(device)) or torch.zeros(1))
+    assert choose_device("gpu") == torch.device("cuda") and choose_device("gpu:1") == torch.device("cuda:1")
+    assert asked == ["cuda", "cuda:1"]
+    assert CollectionConfig(device="gpu").device == "cuda"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_options(tmp_path):
+    program = tmp_path / "dualrc"
+    program.write_text(f"#!{sys.executable}\nfrom dualrc.cli import main\nmain()\n")
+    program.chmod(0o755)
+    typed = "COMP_WORDS=(dualrc localize --qual) COMP_CWORD=2"
+    script = f'eval "$(dualrc --show-completion bash)"; {typed}; _dualrc_completion dualrc; echo ${{COMPREPLY[@]}}'
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split() == ["--quality"], done
+
+
 def test_version(run):
     status, screen, _ = run("--version")
     assert status == 0
@@ -241,6 +288,9 @@ def test_the_demo_leaves_pictures_and_figures(run, tmp_path):
     assert "correct within 3 px" in screen
     for name in ("a.png", "b.png", "matches.png", "correct.png", "warp.png", "matches.npz"):
         assert (tmp_path / "demo" / name).stat().st_size > 0
+    # Each step is told when it begins, one a line.
+    steps = [line.split(" s  ")[1] for line in errors.splitlines() if " s  " in line]
+    assert [step.split()[0] for step in steps] == ["Loading", "Rendering", "Matching", "Comparing", "Drawing"]
 
 
 def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
@@ -251,6 +301,7 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "dualrc/py.typed" in names
+    assert "dualrc/ops/native/search.c" in names  # a compiled library is checked against the sources
     assert not library.available() or any(name.startswith("dualrc/ops/native/_generic") for name in names)
     assert not any(name.startswith(("tests/", "docs/")) for name in names)
     environment = tmp_path / "environment"
@@ -268,11 +319,30 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = (
         "import dualrc, sys; m = dualrc.load(weights=sys.argv[1] or None, device='cpu')\n"
-        "print(dualrc.__file__); print(len(m.match(*sys.argv[2:4])))"
+        "print(dualrc.__file__); print(m.engine); print(len(m.match(*sys.argv[2:4])))"
     )
     chosen = "" if bundled("default") else str(weights)
     command = [python, "-c", code, chosen, *map(str, pictures)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=clean)
-    location, count = done.stdout.split()
+    location, engine, count = done.stdout.split()
+    assert engine.startswith("native") or not library.available()  # its sources lie beside it
     assert Path(location).is_relative_to(folder)
     assert int(count) > 0
+
+
+@pytest.mark.parametrize(
+    ("score", "text"),
+    [
+        (0.000312, "0.000312 (nothing"),
+        (0.2, "0.2 (doubtful"),
+        (0.7, "0.7 (the pictures probably"),
+        (0.99987, "0.99987 ("),
+    ],
+)
+def test_a_pair_score_has_enough_digits(score, text):
+    from dualrc.cli.pair import _pair_verdict
+    from dualrc.matches import Matches
+
+    info = {"pair_score": score, "pair_model": {}}
+    assert _pair_verdict(Matches.none(info)).startswith(text)
+    assert "ranks pairs only" in _pair_verdict(Matches.none({}))

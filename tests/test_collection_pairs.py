@@ -126,6 +126,39 @@ def test_pairs_of_a_text_file(tmp_path):
     ]
 
 
+NASTY = (
+    "a.jpg",
+    "a b.jpg",
+    " a b.jpg",
+    "c.jpg a.jpg",
+    '"q".jpg',
+    "#1.jpg",
+    "# 2.jpg",
+    "é\u2028ü.jpg",
+    "d/e f/g.jpg",
+    "'.jpg",
+)
+
+
+def test_what_is_written_is_read(tmp_path):
+    """Whatever the names, which hold no control characters (see find_pictures)."""
+    expected = pairs.exhaustive(NASTY)
+    pairs.write_pairs(tmp_path / "pairs.txt", expected)
+    assert pairs.from_file(NASTY, tmp_path / "pairs.txt") == expected
+    plain = [("b.jpg", "c/d.jpg"), ("b.jpg", "e.jpg")]
+    pairs.write_pairs(tmp_path / "pairs.txt", plain)
+    assert (tmp_path / "pairs.txt").read_text() == "b.jpg c/d.jpg\nb.jpg e.jpg\n"  # as COLMAP and hloc write it
+
+
+def test_names_with_spaces_and_nothing_around_them(tmp_path):
+    """As earlier versions wrote them: read where they can mean one pair alone."""
+    names = ["IMG 1.jpg", "IMG 2.jpg", "x.jpg"]
+    text = write(tmp_path, "IMG 1.jpg IMG 2.jpg\nx.jpg IMG 1.jpg\n# IMG 1.jpg\n")
+    assert pairs.from_file(names, text) == [("IMG 1.jpg", "IMG 2.jpg"), ("IMG 1.jpg", "x.jpg")]
+    with pytest.raises(DataError, match=r"line 1: 'a b c' is not a pair of pictures; write two names with a tab"):
+        pairs.from_file(["a", "b c", "a b", "c"], write(tmp_path, "a b c\n"))
+
+
 @pytest.mark.parametrize(
     "text", ["a.jpg\n", "a.jpg b.jpg c.jpg\n", "a.jpg a.jpg\n", "a.jpg\tx.jpg\n", "a.jpg x y.jpg", "", "# none\n"]
 )

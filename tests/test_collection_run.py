@@ -326,6 +326,17 @@ def test_a_worker_keeps_what_fits(images, weights):
     assert torch.get_num_threads() == 1
 
 
+def test_a_worker_in_high_quality_looks_at_the_pictures(images, weights):
+    items = [("c.png", "d.png"), ("c.png", "text.jpg")]
+    found = dict(Worker(settings(images, weights, matcher={"size": 96, "quality": "high"})).work(items))
+    matcher = dualrc.load(weights=weights, device="cpu", size=96, quality="high")
+    expected = matcher.match(images / "c.png", images / "d.png")
+    assert (found[items[0]].points1 == expected.points1).all() and len(expected)
+    assert found[items[1]].picture == "text.jpg"
+    with pytest.raises(ConfigError, match="choose standard or high"):
+        CollectionConfig(quality="best")
+
+
 def test_reading_ahead_changes_nothing(images, weights):
     """What a worker does beside a GPU: batches, and pictures read by threads before they are needed."""
     items = [*itertools.combinations(["a/1.png", "b/1.png", "c.png", "text.jpg", "d.png"], 2), ("c.png",)]

@@ -44,9 +44,7 @@ def test_the_half_pixel_is_taken_off(tmp_path, line, fx, fy):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("1 SIMPLE_RADIAL 640 480 500 320 240 0.01", "undistort the pictures first"),
-        ("1 OPENCV 640 480 500 500 320 240 0 0 0 1e-9", "undistort the pictures first"),
-        ("1 OPENCV_FISHEYE 640 480 500 500 320 240 0 0 0 0", "OPENCV_FISHEYE is not supported; undistort"),
+        ("1 EQUIRECTANGULAR 640 480 640 480", "EQUIRECTANGULAR is not supported; undistort"),
         ("1 PINHOLE 640 480 500 320 240", "PINHOLE has 4 parameters, not 3"),
         ("1 PINHOLE 640 480 -500 500 320 240", "positive focal"),
         ("1 PINHOLE wide 480 500 500 320 240", "line 3: not a camera"),

@@ -1,5 +1,6 @@
 """Drawings keep their proportions, put things where they belong, and survive odd input."""
 
+import io
 import subprocess
 import sys
 
@@ -256,3 +257,60 @@ def test_save_refuses_other_endings_and_folders(tmp_path):
         draw.save(gray(3, 3), tmp_path / "a.gif")
     with pytest.raises(OutputError, match="does not exist"):
         draw.save(gray(3, 3), tmp_path / "none" / "a.png")
+
+
+def test_drawings_show_themselves_in_a_notebook(tmp_path):
+    matches = make_matches([[10, 10]], [[20, 20]], (60, 40), (60, 40))
+    warp = Warp(points1=pixel_grid((60, 40)), certainty=np.ones((40, 60), np.float32), size1=(60, 40))
+    pictures = gray(60, 40), texture(60, 40)
+    for drawn in (
+        draw.draw_matches(*pictures, matches),
+        draw.draw_dots(*pictures, matches, [True]),
+        draw.draw_warp(*pictures, warp),
+        draw.draw_flow(*pictures, warp),
+    ):
+        with Image.open(io.BytesIO(drawn._repr_png_())) as image:
+            assert np.array_equal(np.asarray(image), drawn)
+    assert drawn[:, :, 0]._repr_png_() is None and (drawn / 2)._repr_png_() is None
+    drawn.save(tmp_path / "drawn.png")
+    assert (tmp_path / "drawn.png").stat().st_size > 100
+    clear = np.zeros((8, 8, 4), np.uint8).view(draw.Drawing)
+    clear.save(tmp_path / "clear.png")
+    clear.save(tmp_path / "clear.jpg")
+    with Image.open(tmp_path / "clear.png") as image, Image.open(tmp_path / "clear.jpg") as flat:
+        assert image.mode == "RGBA" and image.getextrema()[3] == (0, 0)
+        assert flat.getextrema()[0] == (255, 255)  # on white
+
+
+PNG_AFTER_PYCOLMAP = """
+import sys
+import numpy as np
+from dualrc.colmap import import_pycolmap
+import_pycolmap()
+from dualrc import draw
+draw.save(np.zeros((64, 64, 3), np.uint8), sys.argv[1])
+"""
+PYCOLMAP_FIRST = """
+import sys
+import pycolmap
+import numpy as np
+from dualrc import draw
+from dualrc.errors import OutputError
+picture = np.zeros((64, 64, 3), np.uint8)
+assert picture.view(draw.Drawing)._repr_png_() is None
+try:
+    draw.save(picture, sys.argv[1])
+except OutputError as error:
+    print(error)
+"""
+
+
+def test_pngs_are_written_beside_pycolmap(tmp_path):
+    """pycolmap imported before Pillow breaks Pillow's PNG writer: ours comes after it, and a user's is told of."""
+    pytest.importorskip("pycolmap", reason="needs the extra colmap")
+    path = tmp_path / "a.png"
+    subprocess.run([sys.executable, "-c", PNG_AFTER_PYCOLMAP, path], check=True)
+    assert path.stat().st_size > 50
+    other = tmp_path / "b.png"
+    told = subprocess.run([sys.executable, "-c", PYCOLMAP_FIRST, other], check=True, capture_output=True, text=True)
+    assert "before pycolmap" in told.stdout and not other.exists()

@@ -13,7 +13,7 @@ from dualrc.collection.keypoints import MergeConfig, merge
 from dualrc.collection.store import MatchStore
 from dualrc.colmap import colmap_camera, colmap_points, quiet_colmap
 from dualrc.errors import DataError, OutputError
-from dualrc.geometry import Camera
+from dualrc.geometry import Camera, cam1_from_cam0, sampson_distance_px
 
 NAMES = ("a.png", "b.png", "c.png", "d.png")
 # How a picture must be stored so that its EXIF orientation turns it upright.
@@ -249,3 +249,29 @@ def test_a_store_without_matches_makes_an_empty_database(tmp_path):
         write_hloc(tmp_path, merge(store), tmp_path)
     with pycolmap.Database.open(tmp_path / "database.db") as database:
         assert database.num_images() == 0
+
+
+def test_geometries_of_verified_pairs_are_those_of_the_stored_pictures(tmp_path):
+    """With poses given nothing is estimated again, also where a picture is stored on its side."""
+    scene = apart(make_scene(NAMES), 6)
+    for name, orientation in zip(NAMES, (1, 6, 3, 8), strict=True):
+        write_picture(tmp_path / name, scene.cameras[name].size, orientation)
+    with fill_store(tmp_path / "m.sqlite", scene) as store:
+        merged = merge(store)
+        poses = {
+            names: cam1_from_cam0(*(scene.cameras[name].cam_from_world for name in names)) for names in merged.pairs
+        }
+        # What a killed process left beside an earlier database.
+        (tmp_path / "database.db-wal").write_bytes(b"left over")
+        write_database(tmp_path / "database.db", merged, tmp_path, scene.cameras, poses=poses)
+        assert not (tmp_path / "database.db-wal").exists()
+    with pycolmap.Database.open(tmp_path / "database.db") as database:
+        numbers = {image.name: image.image_id for image in database.read_all_images()}
+        for name0, name1 in merged.pairs:
+            made = database.read_two_view_geometry(numbers[name0], numbers[name1])
+            points0, points1 = (
+                database.read_keypoints(numbers[name])[made.inlier_matches[:, side], :2]
+                for side, name in enumerate((name0, name1))
+            )
+            assert len(points0) > 100
+            assert sampson_distance_px(made.F, points0, points1).max() < 0.1

@@ -1,11 +1,14 @@
 """Results appear whole or not at all."""
 
 import json
+import os
 
 import pytest
+from conftest import tiny_network
 
 from dualrc.errors import DataError, OutputError
 from dualrc.files import check_writable, is_file, make_folder, read_text, replacing, write_json, write_text
+from dualrc.model.checkpoint import save_weights
 
 
 def test_a_new_file_appears(tmp_path):
@@ -23,6 +26,27 @@ def test_others_may_read_the_file(tmp_path):
     with replacing(tmp_path / "out") as temporary:
         temporary.write_text("")
     assert (tmp_path / "out").stat().st_mode == ordinary.stat().st_mode
+
+
+@pytest.mark.skipif(os.name != "posix", reason="files have no modes here")
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_modes_follow_the_umask_whoever_writes(tmp_path, mask):
+    """Some libraries, such as safetensors, put a file of their own with mode 0600 in the place of ours."""
+    before = os.umask(mask)
+    try:
+        save_weights(tiny_network(), tmp_path / "weights.safetensors")
+        with replacing(tmp_path / "out") as temporary:
+            temporary.unlink()
+            os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY, 0o600))
+        write_json(tmp_path / "a.json", {})
+        modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+        assert modes == dict.fromkeys(("weights.safetensors", "out", "a.json"), 0o666 & ~mask)
+        # A file that was made private stays so.
+        (tmp_path / "a.json").chmod(0o600)
+        write_json(tmp_path / "a.json", {})
+        assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, ValueError])

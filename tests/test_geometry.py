@@ -191,7 +191,7 @@ def test_cameras_json_round_trip(tmp_path):
         ('{"a": 3}', "not a camera"),
         ('{"a": {"width": 3, "height": 3}}', "'K' is missing"),
         ('{"a": {"width": 3, "height": 3, "K": [[1]]}}', "a: K is not"),
-        ('{"a": {"width": 3, "height": 3, "K": [[1,0,0],[0,1,0],[0,0,1]], "distortion": [0.1]}}', "undistort"),
+        ('{"a": {"width": 3, "height": 3, "K": [[1,0,0],[0,1,0],[0,0,1]], "distortion": [0.1]}}', "no model"),
     ],
 )
 def test_broken_cameras_json(tmp_path, text, message):

@@ -219,3 +219,15 @@ def test_a_pair_that_is_not_there_is_an_error(tmp_path):
 def test_settings_without_meaning_are_refused(settings):
     with pytest.raises(ConfigError):
         MergeConfig(**settings)
+
+
+def test_a_match_that_leads_past_its_keypoint_is_left_out(tmp_path):
+    """Matches from a end beside keypoints of b that all other pairs put elsewhere."""
+    scene = apart(make_scene(("a", "b", "c", "d", "e")), 12)
+    with fill_store(tmp_path / "m.sqlite", scene, noise=0.02) as store:
+        pair = store.get("a", "b")
+        moved = pair.points1.copy()
+        moved[:10] += 0.9
+        store.put("a", "b", make_matches(pair.points0, moved, pair.scores))
+        before, after = (len(merge(store, MergeConfig(sweeps=sweeps)).indexed("a", "b").rows) for sweeps in (0, 3))
+    assert before - 12 <= after <= before - 8

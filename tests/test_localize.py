@@ -18,7 +18,7 @@ from dualrc import scenes
 from dualrc.cli import app
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.geometry import Camera, absolute_pose, rotation_error_deg
+from dualrc.geometry import Camera, Lens, absolute_pose, rotation_error_deg
 from dualrc.localize import (
     Correspondences,
     LocalizeConfig,
@@ -33,7 +33,8 @@ from dualrc.localize import (
     results_config,
     write_poses,
 )
-from dualrc.matcher import Matcher
+from dualrc.localize.maps import _follow
+from dualrc.matcher import Matcher, load
 from dualrc.matches import Matches
 
 pycolmap = pytest.importorskip("pycolmap", reason="pycolmap is not installed")
@@ -106,7 +107,7 @@ def write_pictures(folder, *, turned=()):
     return folder
 
 
-def write_model(folder, *, turned=(), half_px=0.5, distortion=0.0):
+def write_model(folder, *, turned=(), half_px=0.5, distortion=0.0, focals=(), bent=()):
     """A COLMAP model of the pictures but for the query; COLMAP's half pixel is written out here."""
     folder.mkdir(exist_ok=True)
     made, tracks = pycolmap.Reconstruction(), []
@@ -118,7 +119,8 @@ def write_model(folder, *, turned=(), half_px=0.5, distortion=0.0):
             points = np.stack([points[:, 1], SIZE[0] - 1 - points[:, 0]], axis=1)
             center = np.array([center[1], SIZE[0] - 1 - center[0]])
             pose, size = TURN.T @ pose, SIZE[::-1]
-        params = [K[0, 0], *(center + half_px), distortion]
+        focal = K[0, 0] * dict(focals).get(name, 1)
+        params = [focal, *(center + half_px), dict(bent).get(name, distortion)]
         made.add_camera_with_trivial_rig(
             pycolmap.Camera(camera_id=number, model="SIMPLE_RADIAL", width=size[0], height=size[1], params=params)
         )
@@ -206,12 +208,18 @@ def test_a_depth_map_that_is_missing_costs_only_its_frame(tmp_path):
 
 def test_an_unknown_focal_length_is_estimated(tmp_path):
     images = write_pictures(tmp_path / "images")
-    # A lens that distorts tells nothing of the query's camera.
-    world = read_map(write_model(tmp_path / "model", distortion=0.01), images)
+    world = read_map(write_model(tmp_path / "model", focals={"b.png": 1.05}), images)
+    # Cameras of one size that differ tell nothing of the query's.
     found = Localizer(Oracle(), world).localize(images / QUERY)
     assert found.camera.source == "focal length estimated with the pose"
     assert found.camera.focal_px == pytest.approx(camera_of(QUERY).focal_px, rel=1e-4)
     assert max(errors(found)) < 2e-3
+    exif = Image.Exif()
+    exif[ExifTags.IFD.Exif] = {ExifTags.Base.FocalLength: 4.2}
+    with Image.open(images / QUERY) as picture:
+        picture.save(images / QUERY, exif=exif)
+    told = Localizer(Oracle(), world).localize(images / QUERY).camera.source
+    assert told == "focal length estimated with the pose, as EXIF has no sensor size"
 
 
 def test_a_given_camera_and_exif_come_first(world, tmp_path):
@@ -219,10 +227,24 @@ def test_a_given_camera_and_exif_come_first(world, tmp_path):
     found = Localizer(Oracle(), world).localize(path, camera=camera_of(QUERY))
     assert found.camera.source == "given" and max(errors(found)) < 1e-3
     exif = Image.Exif()
-    exif[ExifTags.IFD.Exif] = {ExifTags.Base.FocalLengthIn35mmFilm: 40}
-    with Image.open(path) as picture:
-        picture.save(path, exif=exif)
-    assert Localizer(Oracle(), world).localize(path).camera.source == "exif"
+    # The map's camera is refined, so EXIF's only counts where it is another one: this focal length is 41 mm.
+    for film_mm, source in ((40, "the map's"), (60, "exif")):
+        exif[ExifTags.IFD.Exif] = {ExifTags.Base.FocalLengthIn35mmFilm: film_mm}
+        with Image.open(path) as picture:
+            picture.save(path, exif=exif)
+        assert Localizer(Oracle(), world).localize(path).camera.source == source
+
+
+def test_the_maps_camera_is_shared_with_its_lens(tmp_path):
+    images = write_pictures(tmp_path / "images")
+    world = read_map(write_model(tmp_path / "model", distortion=0.01), images)
+    camera = world.camera(SIZE)
+    assert camera.lens == Lens("SIMPLE_RADIAL", (0.01,)) and camera.source == "the map's"
+    assert world.camera((100, 100)) is None
+    # Less than a pixel at the edge is the same lens.
+    close = read_map(write_model(tmp_path / "close", distortion=0.01, bent={"b.png": 0.012}), images)
+    assert close.camera(SIZE).lens == camera.lens
+    assert read_map(write_model(tmp_path / "other", distortion=0.01, bent={"b.png": 0.2}), images).camera(SIZE) is None
 
 
 def test_too_few_matches_and_wrong_cameras_are_said(world, tmp_path):
@@ -419,6 +441,45 @@ def test_the_command(tmp_path):
     pose = read_poses(tmp_path / "out.txt")[QUERY]
     true = renderings()[QUERY].view.cam_from_world
     assert rotation_error_deg(pose[:, :3], true[:, :3]) < 2
+    (tmp_path / "queries" / QUERY).unlink()
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "none.json"), "--device", "cpu"])
+    assert done.exit_code == 3 and "0 of 1 pictures localized" in done.output
+    assert "exit status is 3" in " ".join(CliRunner().invoke(app, ["localize", "--help"]).output.split())
+
+
+def test_options_of_matching_reach_the_matcher(tmp_path):
+    """With the bundled network: the best of each candidate, and high quality, which follows the matches around."""
+    images, out = write_pictures(tmp_path / "images"), tmp_path / "out.json"
+    write_model(tmp_path / "model")
+    command = ["localize", str(images / QUERY), "--map", str(tmp_path / "model"), "--images", str(images)]
+    options = ["--neighbors", "2", "--top", "40", "--min-score", "0.001", "--quality", "high", "--max-memory", "1"]
+    done = CliRunner().invoke(app, [*command, "--out", str(out), *options, "--device", "cpu"])
+    assert done.exit_code == 0, done.output
+    content = json.loads(out.read_text())
+    assert {"top": 40, "min_score": 0.001, "quality": "high"}.items() <= content["config"]["matcher"].items()
+    assert content["config"]["localize"]["candidates"] == 2
+    assert "max_memory" not in content["config"]["matcher"]
+    assert 12 <= content["queries"][QUERY]["correspondences"] <= 80
+    pose, true = read_poses(tmp_path / "out.txt")[QUERY], renderings()[QUERY].view.cam_from_world
+    assert rotation_error_deg(pose[:, :3], true[:, :3]) < 2
+    localizer = Localizer(load(quality="high", device="cpu"), read_map(tmp_path / "model", images))
+    with pytest.raises(ConfigError, match="give pictures instead of features"):
+        localizer.localize(localizer.matcher.features(images / QUERY))
+
+
+def test_points_follow_the_matches_around_them():
+    """A turn, a stretch and a shift are followed; a point far from all matches is not."""
+    x, y = np.meshgrid(np.arange(20.0, 100, 4), np.arange(20.0, 80, 4))
+    source = np.stack([x.ravel(), y.ravel()], axis=1)
+    motion, shift = np.array([[0.9, -0.5], [0.6, 1.1]]), np.array([7.0, 3.0])
+    scores, moved = np.linspace(1, 0.1, len(source)), source @ motion.T + shift
+    moved[::17] += 30  # wrong ones
+    matches = Matches(points0=source, points1=moved, scores=scores, size0=SIZE, size1=SIZE)
+    points = np.array([[31.3, 42.9], [70.2, 55.5], [3.0, 5.0]])
+    found = _follow(matches, points)
+    assert np.allclose(found.points1[:2], points[:2] @ motion.T + shift, atol=0.05)
+    assert np.isnan(found.points1[2]).all() and found.scores[2] == 0 and (found.scores[:2] > 0).all()
+    assert np.isnan(_follow(matches[:0], points).points1).all()
 
 
 # The absolute pose alone.

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import dualrc
 from dualrc import matches as module
 from dualrc.errors import DataError, OutputError
 from dualrc.matches import Estimate, Matches, RelativePose, Warp, inside_mask
@@ -313,3 +314,30 @@ def test_a_pair_is_judged_by_its_best_hundred():
     assert pair([0.2] * 300 + [0.7] * 100).pair_score == pytest.approx(0.7)
     assert pair([0.5] * 10).pair_score == pytest.approx(0.005)
     assert pair([0.25] * 50 + [0.01] * 50).pair_score == pytest.approx(0.09)
+
+
+def test_matches_are_iterated_and_indexed():
+    matches = make(3)
+    rows = list(matches)
+    assert len(rows) == 3 and all(isinstance(row, dualrc.Match) for row in rows)
+    assert rows[1].score == matches.scores[1] and (rows[1].x0, rows[1].y0) == tuple(matches.points0[1].tolist())
+    assert (rows[2].x1, rows[2].y1) == tuple(matches.points1[2].tolist())
+    for x0, y0, x1, y1, score in matches[:1]:
+        assert (x0, y0, x1, y1, score) == rows[0]
+    assert matches[0] == rows[0] and matches[np.int64(-1)] == rows[-1]
+    with pytest.raises(IndexError):
+        _ = matches[3]
+    assert len(matches[[2, 0]]) == 2 and len(matches[np.array([True, False, True])]) == 2
+    assert list(Matches.none({})) == []
+
+
+def test_what_is_shown_of_results_is_one_line():
+    matrix, flags = np.eye(3), np.array([True, True, False])
+    estimate = Estimate(kind="homography", matrix=matrix, inliers=flags)
+    assert repr(estimate) == "Estimate(homography, 2 of 3 matches agree)"
+    failed = Estimate(kind="essential", matrix=None, inliers=flags, info={"reason": "too few"})
+    assert repr(failed) == "Estimate(essential: none, too few)"
+    certainty = np.array([[0.5, 0, 0.2, 0]], np.float32)
+    warp = Warp(points1=np.zeros((1, 4, 2), np.float32), certainty=certainty, size1=(30, 20))
+    assert repr(warp) == "Warp(4x1 to 30x20, 50% of the pixels found)"
+    assert "\n" not in repr(make(3))

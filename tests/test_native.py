@@ -1,15 +1,23 @@
 """The compiled C sources: which are there, and what is refused; tests/test_ops.py holds them to the reference."""
 
+import os
 import shutil
+import subprocess
 import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import rand, texture, tiny_matcher
+from conftest import ROOT, rand, texture, tiny_matcher
+from test_ops import coarse_maps, consensus_of, refinement_case, search_case
 
+from dualrc.config import FineConfig
 from dualrc.errors import ConfigError
 from dualrc.ops import choose
-from dualrc.ops.native import NativeEngine, library
+from dualrc.ops.native import NativeEngine, library, sources
+from dualrc.ops.torch import TorchEngine
 
 needs_library = pytest.mark.skipif(not library.available(), reason="the C kernels were not compiled")
 
@@ -30,8 +38,132 @@ def test_an_instruction_set_that_is_not_here():
 def test_a_file_that_is_no_library_is_left_alone(tmp_path):
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"not a library")
-    with pytest.warns(UserWarning, match=r"slower. Install dualrc again"):
+    with pytest.warns(UserWarning, match=r"C kernels in .* can't be used .*slower. Compile them: pip install"):
         assert library.open_library(str(broken)) is None
+
+
+def copied_library(tmp_path, variant="generic") -> str:
+    source = Path(library._origin(variant))
+    return str(shutil.copy(source, tmp_path / source.name))
+
+
+@needs_library
+def test_a_library_of_other_sources_is_refused(tmp_path, monkeypatch):
+    """Whatever its structures: a byte of a source that differs is enough."""
+    path = copied_library(tmp_path)
+    assert library.open_library(path) is not None
+    folder = tmp_path / "sources"
+    folder.mkdir()
+    for source in Path(sources.__file__).parent.glob("*.[ch]"):
+        (folder / source.name).write_bytes(source.read_bytes().replace(b"\n", b"\r\n"))
+    monkeypatch.setattr(sources, "__file__", str(folder / "sources.py"))
+    assert library.open_library(path) is not None  # ends of lines don't matter
+    with (folder / "search.c").open("a") as file:
+        file.write("/* more */\n")
+    with pytest.warns(UserWarning, match=r"compiled from other sources .* torch is, .*build_ext -f --inplace"):
+        assert library.open_library(path) is None
+
+
+@needs_library
+def test_matching_goes_on_without_a_library_that_is_refused(monkeypatch):
+    monkeypatch.setattr(sources, "digest", lambda: "another")
+    library.opened.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("default")
+            matcher = tiny_matcher()
+        assert matcher.engine == "torch" and len(told) == 1  # one for all variants
+        assert len(matcher.match(texture(0, 96, 80), texture(0, 96, 80)[4:, 2:])) > 0
+        with pytest.raises(ConfigError, match="were not compiled or can't run here"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            choose(torch.device("cpu"), "native")
+    finally:
+        library.opened.cache_clear()
+
+
+@needs_library
+def test_a_library_from_before_versions_is_refused(tmp_path):
+    if not shutil.which("gcc"):
+        pytest.skip("there is no compiler")
+    (tmp_path / "old.c").write_text("long dualrc_search_size(void) { return 1; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", tmp_path / "old.so", tmp_path / "old.c"], check=True)
+    with pytest.warns(UserWarning, match="they are of another version"):
+        assert library.open_library(str(tmp_path / "old.so")) is None
+
+
+# Odd shapes and numbers, which scripts/sanitize runs with AddressSanitizer and UndefinedBehaviorSanitizer.
+
+
+ODD = [((1, 1), (1, 1)), ((1, 1), (3, 2)), ((2, 1), (1, 9)), ((1, 3), (8, 1)), ((3, 2), (2, 3)), ((1, 17), (1, 7))]
+STRANGE = (float("nan"), float("inf"), -float("inf"), 1e30, -1e30)
+
+
+@pytest.mark.parametrize("variant", library.available())
+@torch.inference_mode()
+def test_odd_shapes(variant):
+    native, plain = NativeEngine(variant), TorchEngine()
+    for number, (shape0, shape1) in enumerate(ODD):
+        batch = 1 + number % 2
+        maps, consensus = coarse_maps(batch, shape0, shape1, number), consensus_of((8, 1))
+        found = native.coarse(maps, consensus, (None, None))
+        assert torch.allclose(found, plain.coarse(maps, consensus, (None, None)), rtol=1e-3, atol=1e-5)
+        for channels in (1, 7, 17):
+            case = search_case("flat", number, shape0, shape1, batch, channels, masked=number % 2 == 0)
+            config = FineConfig(temperature=0.1 * (number % 3))
+            assert torch.allclose(
+                native.search(*case, config).score0, plain.search(*case, config).score0, rtol=1e-3, atol=1e-6
+            )
+            case = refinement_case(number, count=9, batch=batch, channels=channels, size0=shape0, size1=shape1)
+            points = native.refine(*case)
+            assert torch.isfinite(points.points0).all() and torch.isfinite(points.scores).all()
+
+
+@pytest.mark.parametrize("variant", library.available())
+@torch.inference_mode()
+def test_numbers_that_are_none(variant):
+    engine = NativeEngine(variant)
+    subpixel, fine, light, matches = refinement_case(0, count=20)
+    count = len(matches.pair)
+    points = torch.rand(2, count, 2) * 60
+    for strange in STRANGE:
+        tensor, *maps = search_case("flat", 1, (2, 3), (3, 2), masked=True)
+        tensor[:, ::2, 1] = strange
+        engine.search(tensor, *maps, FineConfig(temperature=0.1))
+        coarse = [one.clone() for one in coarse_maps(1, (2, 3), (3, 2))]
+        coarse[0][:, :, 0, 0] = strange
+        engine.coarse(tuple(coarse), consensus_of((8, 1)), (None, None))
+        broken = [one.clone() for one in light]
+        broken[0][:, 3:9, 3:9] = strange
+        engine.align(*broken, matches.pair, *points, torch.eye(2).expand(count, 2, 2))
+        away = points.clone()
+        away[:, ::2] = strange
+        engine.align(*light, matches.pair, *away, torch.eye(2).expand(count, 2, 2))
+        engine.align(*light, matches.pair, *points, torch.full((count, 2, 2), strange))
+        here, there = away / 4
+        engine.support(matches.index0, here, there, torch.rand(count), matches.pair, (2, 20, 24))
+        features = [one.features.clone() for one in fine]
+        for one in features:
+            one[:, ::5] = strange
+        spoiled = [replace(one, features=values) for one, values in zip(fine, features, strict=True)]
+        engine.windows(*spoiled, matches.pair, matches.index0, matches.index1)
+        engine.refine(subpixel, tuple(spoiled), light, matches)
+
+
+def has_sanitizers() -> bool:
+    if sys.platform != "linux" or not shutil.which("gcc"):
+        return False
+    found = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=False)
+    return Path(found.stdout.strip()).is_absolute()
+
+
+@pytest.mark.sanitize
+@pytest.mark.skipif(not has_sanitizers(), reason="there is no gcc with AddressSanitizer")
+def test_the_kernels_under_sanitizers():
+    """The odd shapes alone; `scripts/sanitize` without arguments runs everything that the kernels are tested with."""
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "2"}
+    chosen = [ROOT / "scripts" / "sanitize", "-k", "odd_shapes or numbers_that_are_none"]
+    done = subprocess.run(chosen, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @needs_library

@@ -127,7 +127,7 @@ def test_whole_cells_are_exact_without_refinement():
 
 @pytest.mark.parametrize("sizes", [(176, 288), (304, 176)])
 def test_sizes_of_the_network_do_not_move_points(sizes):
-    matcher = oracle_matcher()
+    matcher = oracle_matcher(max_zoom=1)  # these sizes, whatever their ratio
     view0, view1 = View(333, 250, (20, 60)), View(370, 275, (12.4, 51.7))
     features = [
         matcher.features(v.picture(i), size=s) for i, (v, s) in enumerate(zip((view0, view1), sizes, strict=True))
@@ -164,7 +164,10 @@ def test_cells_to_pixels():
         ((3, 3000)[::-1], 3000, 1024, None),
         ((15, 4000), None, 1024, None),
         ((31, 400), 1600, 1024, None),  # a side below 32 px is an error even where it would be enlarged
-        ((40, 4000), None, 1024, None),  # the network would see 10 px
+        ((40, 4000), None, 1024, (32, 4000)),  # a strip keeps its short side
+        ((40, 4000), 1024, 1024, None),  # the network would see 10 px
+        ((6848, 320), None, 1024, (4736, 208)),  # as far as a square's pixels go
+        ((4096, 1024), None, 1024, (1024, 256)),
         ((1, 1), None, 1024, None),
     ],
 )

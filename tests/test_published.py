@@ -1,4 +1,4 @@
-"""What the published implementation computes for weights that any machine makes; tests/test_golden.py has more of it."""
+"""What the published implementation computes, for weights that any machine makes; test_golden.py has more of it."""
 
 import argparse
 from pathlib import Path

@@ -7,7 +7,7 @@ from PIL import ExifTags, Image
 from dualrc.colmap import read_model
 from dualrc.colmap.records import read_cameras_bin, read_images_bin
 from dualrc.errors import DataError
-from dualrc.geometry import transform_points
+from dualrc.geometry import Lens, transform_points
 
 pycolmap = pytest.importorskip("pycolmap", reason="pycolmap is not installed")
 
@@ -82,10 +82,11 @@ def test_pictures_that_lie_on_their_side(tmp_path, orientation):
     ("model", "params"),
     [("SIMPLE_RADIAL", (100, 30, 20, 0.1)), ("OPENCV_FISHEYE", (100, 110, 30, 20, 0, 0, 0, 0))],
 )
-def test_a_lens_that_distorts_leaves_the_pose(tmp_path, model, params):
+def test_a_lens_that_distorts(tmp_path, model, params):
     write_picture(tmp_path / "a.png", 6)
     image = read_model(write_model(tmp_path / "model", model=model, params=params), images=tmp_path).images["a.png"]
-    assert image.camera is None and image.size == SIZE[::-1]
+    assert image.camera.lens == Lens(model, params[-1:] if model == "SIMPLE_RADIAL" else params[-4:])
+    assert image.camera.size == image.size == SIZE[::-1]
     turn = np.array([[0, -1, 0], [1, 0, 0], [0, 0, 1]])
     assert np.allclose(image.cam_from_world, turn @ POSE)
     assert np.allclose(image.points[0], (SIZE[1] - 1 - 5, 10))

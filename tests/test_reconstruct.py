@@ -1,11 +1,12 @@
 """From a folder of pictures to a model, with matches that are known to be right."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pycolmap
 import pytest
-from collection_data import apart, make_matches, make_scene
+from collection_data import Scene, apart, make_matches, make_scene
 from collection_data import fill_store as fill
 from conftest import ROOT, tiny_network
 from PIL import ExifTags, Image
@@ -18,7 +19,7 @@ from dualrc.collection.reconstruct import ReconstructConfig, reconstruct
 from dualrc.collection.store import MatchStore
 from dualrc.colmap import read_model
 from dualrc.errors import DataError, OutputError
-from dualrc.geometry import cam1_from_cam0, direction_error_deg, rotation_error_deg
+from dualrc.geometry import Lens, cam1_from_cam0, direction_error_deg, rotation_error_deg
 from dualrc.matcher import load
 from dualrc.model.checkpoint import save_weights
 
@@ -58,6 +59,7 @@ def prepare(folder, scene, weights, noise=0.05):
         (folder / "images" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(grey).save(folder / "images" / name)
         content[name] = {"width": camera.width, "height": camera.height, "K": camera.K.tolist()}
+        content[name] |= {"model": camera.lens.model, "distortion": camera.lens.distortion}
     (folder / "cameras.json").write_text(json.dumps(content))
     (folder / "out").mkdir()
     fill(folder / "out" / "matches.sqlite", scene, noise, config=store_config(weights)).close()
@@ -90,6 +92,22 @@ def test_all_pictures_are_placed_where_they_were_taken(made, scene):
     assert np.allclose(model.images[NAMES[0]].camera.K, scene.cameras[NAMES[0]].K)
 
 
+def test_given_lenses_stand_as_they_are(tmp_path, scene, weights):
+    """Pictures that a strong lens bends are placed as exactly as those of a pinhole."""
+    bent = Lens("OPENCV", (-0.2, 0.05, 0.01, -0.004))
+    through = Scene(scene.xyz, {name: replace(camera, lens=bent) for name, camera in scene.cameras.items()})
+    images, out = prepare(tmp_path, through, weights)
+    summary = reconstruct(images, out, settings(weights, cameras=tmp_path / "cameras.json"), quiet=True)
+    assert summary.registered == 6 and summary.points > 0.95 * len(scene.xyz) and summary.reprojection_error_px < 0.2
+    model = read_model(out / "model", images)
+    assert model.images[NAMES[0]].camera.lens == bent
+    for name in NAMES[1:]:
+        found = cam1_from_cam0(model.images[NAMES[0]].cam_from_world, model.images[name].cam_from_world)
+        wanted = cam1_from_cam0(scene.cameras[NAMES[0]].cam_from_world, scene.cameras[name].cam_from_world)
+        assert rotation_error_deg(found[:, :3], wanted[:, :3]) < 0.1
+        assert direction_error_deg(found[:, 3], wanted[:, 3]) < 0.2
+
+
 def test_everything_is_written(made):
     folder, summary = made
     out = folder / "out"
@@ -97,7 +115,7 @@ def test_everything_is_written(made):
     assert written["registered"] == 6 and written["points"] == summary.points
     assert written["matches"]["weights"] and written["versions"]["pycolmap"] == pycolmap.__version__
     assert written["config"]["keypoints"]["radius"] > 0
-    assert set(written["seconds"]) == {"matching", "keypoints", "database", "hloc", "mapping"}
+    assert set(written["seconds"]) == {"matching", "verification", "keypoints", "database", "hloc", "mapping"}
     assert (out / "points.ply").read_bytes().startswith(b"ply\n")
     with Image.open(out / "model.png") as picture:
         assert min(picture.size) > 300 and len(picture.convert("L").getcolors()) > 20
@@ -105,6 +123,21 @@ def test_everything_is_written(made):
         p.name for p in out.iterdir()
     }
     assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+def test_a_pair_that_does_not_fit_the_others_is_dropped_and_named(tmp_path, scene, weights):
+    images, out = prepare(tmp_path, scene, weights)
+    first, last = NAMES[0], NAMES[-1]
+    with MatchStore(out / "matches.sqlite") as store:
+        # Another pair's matches: a geometry that fits perfectly, of other pictures.
+        store.put(first, last, store.get(NAMES[1], NAMES[2]))
+    summary = reconstruct(images, out, settings(weights, cameras=tmp_path / "cameras.json"), quiet=True)
+    assert (summary.registered, summary.verification.pairs, summary.verification.kept) == (6, 15, 14)
+    assert sum(summary.verification.dropped.values()) == 1
+    (dropped,) = (pair for pair in json.loads((out / "pairs.json").read_text()) if not pair["kept"])
+    assert {dropped["name0"], dropped["name1"]} == {first, last} and dropped["cause"] and dropped["reason"]
+    with pycolmap.Database.open(out / "database.db") as database:
+        assert database.num_verified_image_pairs() == 14
 
 
 def test_a_second_run_gives_the_same_from_the_store(made, weights, capfd):
@@ -179,6 +212,7 @@ def test_the_command_prints_a_summary(tmp_path, scene, weights, capsys, monkeypa
         cli.main()
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
+    assert "15 of 15" in printed and "reprojection error" in printed
     assert "6 of 6 pictures placed" in printed and "track length" in printed and "6 from the file" in printed
 
 

@@ -22,6 +22,9 @@ ROOMS = [
     "provenance",
     "types",
     "pixels",
+    "evidence",
+    "calibration",
+    "formats",
     "matches",
     "image",
     "geometry",
@@ -32,6 +35,7 @@ ROOMS = [
     "model",
     "ops",
     "matcher",
+    "stitch",
     "data",
     "losses",
     "train",
@@ -123,6 +127,7 @@ def test_public_names():
         "ImageError",
         "LocalizeConfig",
         "Localizer",
+        "Match",
         "MatchStore",
         "Matcher",
         "MatcherConfig",
@@ -141,7 +146,9 @@ def test_public_names():
         "load",
         "localize",
         "match_collection",
+        "panorama",
         "reconstruct",
+        "warp_image",
     ]
     assert all(hasattr(dualrc, name) for name in dualrc.__all__)
     assert dualrc.geometry.estimate and dualrc.draw.draw_matches and dualrc.localize.read_map

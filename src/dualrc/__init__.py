@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dualrc.config import MatcherConfig, NetworkConfig
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError, OutputError, WeightsError
 from dualrc.matcher import Matcher, PictureFeatures, load
-from dualrc.matches import Estimate, Matches, RelativePose, Warp
+from dualrc.matches import Estimate, Match, Matches, RelativePose, Warp
 
 if TYPE_CHECKING:
     from dualrc import colmap, draw, geometry, localize
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dualrc.collection.reconstruct import ReconstructConfig, reconstruct
     from dualrc.collection.store import MatchStore
     from dualrc.localize import LocalizeConfig, Localizer
+    from dualrc.stitch import panorama, warp_image
 
     __version__: str
 
@@ -30,7 +31,9 @@ _LAZY = {
     "MatchStore": "dualrc.collection.store",
     "ReconstructConfig": "dualrc.collection.reconstruct",
     "match_collection": "dualrc.collection.matching",
+    "panorama": "dualrc.stitch",
     "reconstruct": "dualrc.collection.reconstruct",
+    "warp_image": "dualrc.stitch",
 }
 _LAZY_MODULES = ("colmap", "draw", "geometry", "localize")
 
@@ -43,6 +46,7 @@ __all__ = [
     "ImageError",
     "LocalizeConfig",
     "Localizer",
+    "Match",
     "MatchStore",
     "Matcher",
     "MatcherConfig",
@@ -61,7 +65,9 @@ __all__ = [
     "load",
     "localize",
     "match_collection",
+    "panorama",
     "reconstruct",
+    "warp_image",
 ]
 
 

@@ -8,7 +8,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, Union
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Union
 
 import tomlkit
 
@@ -17,7 +17,18 @@ from dualrc.errors import ConfigError
 T = TypeVar("T")
 Fusion = Literal["a", "b", "c", "d", "e"]
 
+_MOST_TOML = 1 << 20  # bytes
 MIN_SIDE = 32  # pixels of a picture, and of what the network sees
+
+
+# The config in a weights file says what is built: larger networks than these are somebody's mistake, or a trap.
+_MOST_CHANNELS, _MOST_BLOCKS = 4096, 64
+
+
+def _check_counts(name: str, values: tuple[int, ...], most: int, least: int = 1) -> None:
+    for value in values:
+        if not least <= value <= most:
+            raise ConfigError(f"{name} has {value}, which must be from {least} to {most}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +88,12 @@ class CompactConfig:
 
     antialias: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        _check_counts("widths", self.widths, _MOST_CHANNELS)
+        _check_counts("depths", self.depths, _MOST_BLOCKS, least=0)
+        _check_counts("coarse_channels", (self.coarse_channels,), _MOST_CHANNELS)
+        _check_counts("fine_channels", (self.fine_channels,), _MOST_CHANNELS)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConsensusConfig:
@@ -87,6 +104,11 @@ class ConsensusConfig:
     channels: tuple[int, ...] = (16, 1)
     # Weights before training: near the identity, or uniform as in the published code.
     initialization: Literal["identity", "uniform"] = "identity"
+
+    def __post_init__(self) -> None:
+        _check_counts("kernel_sizes", self.kernel_sizes, _MOST_BLOCKS)
+        _check_counts("channels", self.channels, _MOST_CHANNELS)
+        _check_counts("the number of channels", (len(self.channels),), _MOST_BLOCKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +131,7 @@ class FineConfig:
             raise ConfigError(f"query_share = {self.query_share} must be above 0 and at most 1.")
         if not self.temperature >= 0:
             raise ConfigError(f"temperature = {self.temperature} must not be negative; 0 is the plain cosine.")
+        _check_counts("subpixel_hidden", (self.subpixel_hidden,), _MOST_CHANNELS, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,17 +185,20 @@ class NetworkConfig:
 class MatcherConfig:
     """What the matcher does with two pictures; every field can also be given to `dualrc.load`."""
 
-    # Longest side that the network sees where `size` is not given; larger pictures are scaled down to it.
+    # Longest side that the network sees where `size` is not given; larger pictures are scaled down to it. Of strips
+    # (more than four times as long as wide) it sees more along that side, but no more pixels than of a square.
     max_size: int = 1024
     # The exact long side the network sees, scaling up or down; None: the picture's own, at most max_size.
     size: int | None = None
     # Keep only the best so many matches; None: all.
     top: int | None = None
-    # Keep only matches with at least this score.
+    # Keep only matches with at least this score: the probability that they are within 3 px, see docs/scores.md.
     min_score: float = 0.0
     # "high" looks again, at one picture brought into the frame of the other by the motion that most matches share: far
     # better where pictures are turned, zoomed or seen from the side, for about five times the time.
     quality: Literal["standard", "high"] = "standard"
+    # Where matches do not agree with each other, scales up to so many times larger and smaller are tried; 1: none.
+    max_zoom: float = 4.0
     # GiB that matching a pair may take on the device beside the weights; None: most of what is free there. Pictures
     # that don't fit are seen smaller, with a warning.
     max_memory: float | None = None
@@ -195,8 +221,22 @@ class MatcherConfig:
             raise ConfigError(f"min_score = {self.min_score} must be a number; 0 keeps all matches.")
         if self.quality not in ("standard", "high"):
             raise ConfigError(f"quality = {self.quality!r} is not known; choose standard or high.")
+        if not 1 <= self.max_zoom <= 16:
+            raise ConfigError(f"max_zoom = {self.max_zoom} must be from 1 (no search for another scale) to 16.")
         if self.max_memory is not None and not 0 < self.max_memory < math.inf:
             raise ConfigError(f"max_memory = {self.max_memory} must be above 0 and finite; it is in GiB.")
+
+
+class MatcherOptions(TypedDict, total=False):
+    """The fields of MatcherConfig as keyword arguments, for `dualrc.load`; see there what each means."""
+
+    max_size: int
+    size: int | None
+    top: int | None
+    min_score: float
+    quality: Literal["standard", "high"]
+    max_zoom: float
+    max_memory: float | None
 
 
 PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
@@ -216,7 +256,8 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
             consensus=ConsensusConfig(initialization="uniform"),
             fine=FineConfig(reading="corner", query_share=0.5, subpixel=False),
         ),
-        MatcherConfig(max_size=1600),
+        # As published: one scale.
+        MatcherConfig(max_size=1600, max_zoom=1.0),
     ),
     # As published for HPatches, with the consensus of the models trained on photographs of places.
     "ncnet": (
@@ -227,7 +268,7 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
             fine=FineConfig(subpixel=False),
             ncnet=NCNetConfig(),
         ),
-        MatcherConfig(max_size=1600),
+        MatcherConfig(max_size=1600, max_zoom=1.0),
     ),
     "sparse-ncnet": (
         NetworkConfig(
@@ -237,7 +278,7 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
             fine=FineConfig(subpixel=False),
             ncnet=SparseNCNetConfig(),
         ),
-        MatcherConfig(max_size=1600),
+        MatcherConfig(max_size=1600, max_zoom=1.0),
     ),
 }
 
@@ -273,13 +314,19 @@ def from_dict(kind: type[T], values: dict[str, Any], where: str = "") -> T:
 
 
 def read_toml(kind: type[T], path: str | Path) -> T:
-    """Read a config of this kind from a TOML file."""
+    """Read a config of this kind from a TOML file of at most 1 MiB."""
     path = Path(path)
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            content = file.read(_MOST_TOML + 1)
+        if len(content) > _MOST_TOML:
+            raise ConfigError(f"{path} has more than {_MOST_TOML >> 20} MiB, which is no config; check the path.")
+        values = tomllib.loads(content.decode().replace("\r\n", "\n"))
     except OSError as error:
         raise ConfigError(f"{path} can't be read ({error.strerror}); check the path.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not valid TOML (it is nested too deeply); correct it.") from error
+    except ValueError as error:  # numbers with thousands of digits, too
         raise ConfigError(f"{path} is not valid TOML ({error}); correct it.") from error
     return from_dict(kind, values)
 

@@ -1,6 +1,7 @@
 """The demo: a pair of pictures with exact ground truth, matched, checked and drawn."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +16,29 @@ THRESHOLDS_PX = (1, 3, 5, 10)
 _SEED = 1
 _TOP = 2000
 
+Tell = Callable[[str], None]
 
-def run(out: str | Path, *, device: str | None = None) -> dict[str, Any]:
-    """Match a made-up pair; leaves the pictures, drawings of the matches and summary.json in `out`."""
+
+def run(out: str | Path, *, device: str | None = None, tell: Tell = lambda _: None) -> dict[str, Any]:
+    """Match a made-up pair; leaves drawings, matches and summary.json in `out`. `tell` is told each step."""
     out = make_folder(out)
+    tell("Loading the network")
+    matcher = load(device=device)
+    tell("Rendering two views of a made-up town")
     pair = make_pair(_SEED, size=(800, 608))
     image0, image1 = (rendering.image.cpu().numpy() for rendering in pair)
-    matcher = load(device=device)
-    matcher.match(image0, image1)  # the first call warms up
+    tell("Matching them, twice: the first time warms up")
+    matcher.match(image0, image1)
     start = time.perf_counter()
     matches = matcher.match(image0, image1, top=_TOP)
     seconds = time.perf_counter() - start
 
+    tell("Comparing the matches with where the points truly are")
     truth = correspond(*pair, matches.points0)
     points1, visible = truth.points1.cpu().numpy(), truth.visible.cpu().numpy()
     # A point that can't be seen in picture 1 has no right answer: its match is wrong.
     error_px = np.where(visible, np.linalg.norm(points1 - matches.points1, axis=1), np.inf)
-    summary = {
-        "matches": len(matches),
-        "correct_within_px": {px: float((error_px <= px).mean()) if len(error_px) else 0.0 for px in THRESHOLDS_PX},
-        "seconds": seconds,
-        "device": str(matcher.device),
-        "info": matcher.info,
-    }
+    tell("Drawing them")
     for name, image in (("a.png", image0), ("b.png", image1)):
         draw.save(image, out / name)
     draw.save(draw.draw_matches(image0, image1, matches), out / "matches.png")
@@ -45,5 +46,12 @@ def run(out: str | Path, *, device: str | None = None) -> dict[str, Any]:
     warp = matcher.warp(image0, image1)
     draw.save(draw.draw_flow(image0, image1, warp.points1, warp.certainty), out / "warp.png")
     matches.save(out / "matches.npz")
+    summary = {
+        "matches": len(matches),
+        "correct_within_px": {px: float((error_px <= px).mean()) if len(error_px) else 0.0 for px in THRESHOLDS_PX},
+        "seconds": seconds,
+        "device": str(matcher.device),
+        "info": matcher.info,
+    }
     write_json(out / "summary.json", summary)
     return summary

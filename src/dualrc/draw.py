@@ -1,5 +1,6 @@
 """Pictures of matches and warps; drawn from whatever the matcher takes, to uint8 (height, width, 3)."""
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,36 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from dualrc.errors import ConfigError, DataError, OutputError
+from dualrc.extras import png_is_broken
 from dualrc.files import replacing
 from dualrc.geometry import homography_grid, sample_bilinear
 from dualrc.image import ImageInput, read
 from dualrc.matches import Matches, Warp
 from dualrc.pixels import cell_to_pixel, on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, ImageArray, Size
+
+
+class Drawing(np.ndarray[Any, np.dtype[np.uint8]]):
+    """A picture as an array, uint8 (height, width, 3), or 4 with transparency, that a notebook shows."""
+
+    def _repr_png_(self) -> bytes | None:
+        """What a notebook shows; None for parts of a picture that are no picture."""
+        if (
+            self.ndim != 3
+            or self.shape[2] not in (3, 4)
+            or self.dtype != np.uint8
+            or 0 in self.shape
+            or png_is_broken()
+        ):
+            return None
+        file = io.BytesIO()
+        Image.fromarray(np.asarray(self)).save(file, "PNG")
+        return file.getvalue()
+
+    def save(self, path: str | Path) -> None:
+        """Write .png or .jpg, whole or not at all."""
+        save(self, path)
+
 
 Picture = ImageArray  # what the benchmarks call a drawing
 Color = tuple[int, int, int]
@@ -53,7 +78,7 @@ def draw_matches(
     limit: int | None = 200,
     colors: Literal["score", "inliers"] = "score",
     line_px: float | None = None,
-) -> ImageArray:
+) -> Drawing:
     """Both pictures with lines between corresponding points: at most `limit`, good ones from all over the picture.
 
     `colors` is "score" (dark to bright) or "inliers" (green and red, where the matches have an estimate).
@@ -89,7 +114,7 @@ def draw_matches(
 
 def draw_dots(
     image0: ImageInput, image1: ImageInput, matches: Matches, correct: npt.ArrayLike, *, radius_px: float | None = None
-) -> ImageArray:
+) -> Drawing:
     """Both pictures with a green dot for every correct match (n,) and a red one for every other."""
     flags = np.asarray(correct, dtype=bool)
     if flags.shape != (len(matches),):
@@ -114,7 +139,7 @@ def draw_warp(
     *,
     certainty: npt.ArrayLike | None = None,
     mode: Literal["blend", "checkerboard"] = "blend",
-) -> ImageArray:
+) -> Drawing:
     """One picture laid over the other, half transparent or in the squares of a checkerboard.
 
     A homography (3, 3) lays picture 0 over picture 1. A Warp, or its points (h, w, 2), for every pixel of picture 0
@@ -145,7 +170,7 @@ def draw_warp(
 
 def draw_flow(
     image0: ImageInput, image1: ImageInput, points1: npt.ArrayLike | Warp, certainty: npt.ArrayLike | None = None
-) -> ImageArray:
+) -> Drawing:
     """Picture 0, and beside it picture 1 pulled back into its frame, faded to white where the certainty is low.
 
     `points1` is a Warp, or the places (h, w, 2) in picture 1 of picture 0's pixels with `certainty` (h, w) in 0 to 1.
@@ -163,13 +188,20 @@ def draw_flow(
 
 
 def save(picture: ImageArray, path: str | Path) -> None:
-    """Write .png or .jpg, whole or not at all."""
+    """Write .png, with its transparency if it has any, or .jpg, whole or not at all."""
     path = Path(path)
     if path.suffix.lower() not in (".png", ".jpg", ".jpeg"):
         raise OutputError(f"{path}: pictures are written as .png or .jpg; choose one of these endings.")
+    if path.suffix.lower() == ".png" and png_is_broken():
+        raise OutputError(
+            f"{path} can't be written: pycolmap was imported before Pillow, whose PNG writer then ends the process. "
+            "Import dualrc or PIL.Image before pycolmap, or write a .jpg."
+        )
     options: dict[str, Any] = {} if path.suffix.lower() == ".png" else {"quality": 92, "subsampling": 0}
+    transparent = picture.ndim == 3 and picture.shape[2] == 4 and path.suffix.lower() == ".png"
+    image = Image.fromarray(np.asarray(picture)) if transparent else _opened(np.asarray(picture))
     with replacing(path) as temporary:
-        _opened(picture).save(temporary, **options)
+        image.save(temporary, **options)
 
 
 class _Pen:
@@ -279,7 +311,7 @@ def _score_colors(scores: FloatArray) -> list[Color]:
     return list(zip(*channels, strict=True))
 
 
-def _captioned(canvas: Image.Image, text: str, scale: tuple[float, float] | None = None) -> ImageArray:
+def _captioned(canvas: Image.Image, text: str, scale: tuple[float, float] | None = None) -> Drawing:
     """The canvas with a strip below it: text on the left, the scale of the scores on the right where it fits."""
     width, height = canvas.size
     font = ImageFont.load_default(_FONT_PX)
@@ -297,7 +329,7 @@ def _captioned(canvas: Image.Image, text: str, scale: tuple[float, float] | None
                 draw.line((bar_left + step, middle - 5, bar_left + step, middle + 5), fill=color)
             draw.text((bar_left - 8, middle), low, _INK, font, anchor="rm")
             draw.text((result.width - 8, middle), high, _INK, font, anchor="rm")
-    return np.asarray(result)
+    return np.array(result).view(Drawing)
 
 
 def _summary(matches: Matches, drawn: int) -> str:
@@ -339,7 +371,7 @@ def _pulled(image: Image.Image, grid: FloatArray, shown_of: Size) -> FloatArray:
     return sample_bilinear(np.asarray(small), resize_points(grid, image.size, small.size))
 
 
-def _mixed(below: FloatArray, above: FloatArray, weight: FloatArray) -> ImageArray:
+def _mixed(below: FloatArray, above: FloatArray, weight: FloatArray) -> Drawing:
     """Colours above over colours below, by weights (h, w) from 0 to 1."""
     share = weight[..., None]
-    return np.clip(np.round(below * (1 - share) + above * share), 0, 255).astype(np.uint8)
+    return np.clip(np.round(below * (1 - share) + above * share), 0, 255).astype(np.uint8).view(Drawing)

@@ -1,7 +1,6 @@
 """Pictures from files and arrays to network inputs, and what the network found back to their pixels."""
 
-import struct
-import warnings
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -11,19 +10,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc.config import MIN_SIDE
 from dualrc.errors import DataError, ImageError
+from dualrc.formats import SUFFIXES, leave_out, open_picture, read_exif, undecodable, upright, warn_once
 from dualrc.pixels import STRIDE, cell_to_pixel, pixel_grid, pixel_to_unit, resize_points
 from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
 ImageInput = str | Path | Image.Image | npt.NDArray[Any] | Tensor
 
-# File names that end like this are taken for pictures.
-SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".webp", ".tif", ".tiff", ".bmp")
+SHORT_SIDE = 256  # pixels that the network sees of a strip's short side, where they can be afforded
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
@@ -53,10 +52,7 @@ def read(picture: ImageInput) -> ImageArray:
     if isinstance(picture, (str, Path)):
         return _read_file(Path(picture))
     if isinstance(picture, Image.Image):
-        try:
-            return _to_rgb(picture, "The picture")
-        except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:  # it is decoded only now
-            raise ImageError(f"The picture can't be decoded ({error}); open it again or convert it to RGB.") from error
+        return _to_rgb(picture, str(getattr(picture, "filename", "") or "The picture"))
     if isinstance(picture, Tensor):
         tensor = picture.detach().cpu()
         array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()  # numpy has no bfloat16
@@ -78,8 +74,11 @@ def find_pictures(root: str | Path) -> list[str]:
         raise DataError(f"{root} is not a folder; give a folder of pictures.")
     paths = (path.relative_to(root) for path in root.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     names = sorted(path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts))
+    names, left_out = leave_out(names, root)
     if not names:
-        raise DataError(f"{root} holds no pictures; give a folder with {', '.join(SUFFIXES)} files.")
+        raise DataError(left_out or f"{root} holds no pictures; give a folder with {', '.join(SUFFIXES)} files.")
+    if left_out:
+        warn_once(left_out)
     for name in names:
         # Control characters break lists of names, and bytes that are no text can't be stored.
         if any(ord(character) < 32 or 0xD800 <= ord(character) < 0xE000 for character in name):
@@ -104,26 +103,28 @@ class Header:
 def read_header(path: str | Path) -> Header | None:
     """Size, orientation and EXIF tags of a picture file; None where there is none or it can't be read."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns of damaged EXIF, and of large pictures
-            with Image.open(path) as image:
-                size, is_tiff = image.size, image.format == "TIFF"
-                try:
-                    exif = image.getexif()
-                    orientation, tags = exif.get(ExifTags.Base.Orientation, 1), exif.get_ifd(ExifTags.IFD.Exif)
-                except (OSError, SyntaxError, ValueError, KeyError, TypeError, struct.error):
-                    return Header(stored_size=size)  # damaged EXIF data tells nothing; the picture may be fine
-    except (OSError, SyntaxError, ValueError, EOFError, MemoryError, Image.DecompressionBombError):
+        with open_picture(path, str(path)) as image:
+            size, exif = image.size, read_exif(image, str(path))
+    except (ImageError, OSError, ValueError):  # the last two for names that are none
         return None
-    if is_tiff and orientation in _SIDEWAYS:
+    if image.format == "TIFF" and exif.orientation in _SIDEWAYS:
         size = size[::-1]  # of these Pillow tells the upright size
-    return Header(stored_size=size, orientation=orientation if orientation in range(1, 9) else 1, tags=tags)
+    return Header(stored_size=size, orientation=exif.orientation, tags=exif.tags)
 
 
 def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:
-    """The (width, height) the network sees for a picture of this size."""
+    """The (width, height) the network sees for a picture of this size.
+
+    Without a `long_side`, the long side is at most `max_size`. That of a strip is longer, so that its short side stays
+    usable, for at most as many pixels as a square of `max_size` has.
+    """
     longest = max(size)
-    ratio = min(1.0, max_size / longest) if long_side is None else long_side / longest
+    if long_side is None:
+        short = min(SHORT_SIDE, max_size / 4)
+        strip = min(short / min(size), max_size / math.sqrt(size[0] * size[1]))
+        ratio = min(1.0, max(max_size / longest, strip))
+    else:
+        ratio = long_side / longest
     # The small term keeps 1024/1024.0000001 from losing a whole cell.
     width, height = (int(side * ratio + 1e-6) // STRIDE * STRIDE for side in size)
     if min(size) < MIN_SIDE or min(width, height) < MIN_SIDE:
@@ -143,12 +144,17 @@ def to_tensor(picture: ImageArray) -> Tensor:
 
 def to_input(pixels: Tensor, size: Size, *, antialias: bool = True) -> Tensor:
     """Resize to (width, height) and normalize: uint8 (b h w 3) to float32 (b 3 height width)."""
+    return normalize_colors(resize(pixels, size, antialias=antialias) / 255)
+
+
+def resize(pixels: Tensor, size: Size, *, antialias: bool = True) -> Tensor:
+    """Resize to (width, height): uint8 (b h w 3) to float32 (b 3 height width) in 0 to 255."""
     images = pixels.permute(0, 3, 1, 2).float()
     if tuple(images.shape[:1:-1]) != size:
         images = F.interpolate(
             images, size=(size[1], size[0]), mode="bilinear", antialias=antialias, align_corners=False
         )
-    return normalize_colors(images / 255)
+    return images
 
 
 def normalize_colors(images: Tensor) -> Tensor:
@@ -217,23 +223,23 @@ def _read_file(path: Path) -> ImageArray:
     try:
         if path.is_dir():
             raise ImageError(f"{path} is a folder; give a picture file.")
-        with warnings.catch_warnings():
-            # Pillow warns of damaged EXIF, and of large pictures, which are welcome here; it refuses giant ones.
-            warnings.simplefilter("ignore")
-            with Image.open(path) as image:
-                return _to_rgb(image, str(path))
-    except FileNotFoundError as error:
-        raise ImageError(f"{path} does not exist; check the path.") from error
-    except Image.DecompressionBombError as error:
-        raise ImageError(f"{path} has more pixels than can be decoded safely; scale it down first.") from error
-    except UnidentifiedImageError as error:
-        raise ImageError(f"{path} is empty or not a picture; give a JPEG, PNG or another picture file.") from error
-    except (OSError, SyntaxError, ValueError, EOFError, MemoryError) as error:
-        raise ImageError(f"{path} can't be decoded ({error}); it may be truncated: copy it again.") from error
+    except (OSError, ValueError) as error:  # a name that is too long, or none
+        raise ImageError(f"{path} can't be read ({error}); check the path.") from error
+    with open_picture(path, str(path)) as image:
+        return _to_rgb(image, str(path))
 
 
 def _to_rgb(image: Image.Image, name: str) -> ImageArray:
-    image = ImageOps.exif_transpose(image)
+    try:
+        return _decode(image, name)
+    except ImageError:
+        raise
+    except Exception as error:  # a damaged file can fail in any way
+        raise undecodable(name, error) from error
+
+
+def _decode(image: Image.Image, name: str) -> ImageArray:
+    image = upright(image, name)
     if 0 in image.size:
         raise ImageError(f"{name} has no pixels; give another picture.")
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):

@@ -9,6 +9,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 _MEMORY = Path("/proc/meminfo")
 
 
+def device_name(device: str) -> str:
+    """A device by torch's name: gpu is cuda, and gpu:1 is cuda:1."""
+    kind, *number = device.split(":")
+    return ":".join(["cuda" if kind == "gpu" else kind, *number])
+
+
 def cores() -> int:
     """Processors that this process may use."""
     try:

@@ -4,16 +4,18 @@ import csv
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
+from dualrc.calibration import PairModel
 from dualrc.errors import DataError, OutputError
-from dualrc.files import check_writable, replacing, write_json
+from dualrc.evidence import collect
+from dualrc.files import check_writable, limit_zip, parse_json, read_text, replacing, write_json
 from dualrc.types import BoolArray, FloatArray, Size
 
 EstimateKind = Literal["homography", "fundamental", "essential"]
@@ -28,13 +30,15 @@ _BROKEN = (
     TypeError,
     AttributeError,
     RuntimeError,
+    MemoryError,  # broken lengths ask for anything
     zipfile.BadZipFile,
     zlib.error,
     csv.Error,
 )
 _COLUMNS = ("x0", "y0", "x1", "y1", "score")
 
-_PAIR_TOP = 100  # matches that a pair is judged by
+_MOST_BYTES = 1 << 30  # of the arrays of an .npz file, unpacked: some 40 million matches
+_PAIR_TOP = 100  # matches that a pair without a calibration is judged by
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,7 +58,17 @@ class RelativePose:
         return self.cam1_from_cam0[:, 3]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class Match(NamedTuple):
+    """One pair of corresponding points, as iterating over Matches gives it."""
+
+    x0: float
+    y0: float
+    x1: float
+    y1: float
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Estimate:
     """A two-view model fitted to matches, and which of them agree with it."""
 
@@ -64,8 +78,17 @@ class Estimate:
     matrix: FloatArray | None
     inliers: BoolArray  # (n,)
     pose: RelativePose | None = None  # of an essential matrix
+    # Whether a rotation alone explains the motion: the pose's direction is then arbitrary.
+    rotation_only: bool = False
+    # What makes it less than it seems, such as a guessed focal length; each is a sentence for the user.
+    warnings: tuple[str, ...] = ()
     # How it was obtained: threshold, iterations, cameras. Plain JSON values.
     info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        if self.matrix is None:
+            return f"Estimate({self.kind}: none, {self.info.get('reason', 'no model fits')})"
+        return f"Estimate({self.kind}, {int(self.inliers.sum())} of {len(self.inliers)} matches agree)"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -77,12 +100,16 @@ class Matches:
 
     points0: FloatArray  # (n, 2) float32
     points1: FloatArray  # (n, 2) float32
-    scores: FloatArray  # (n,) float32, higher is better
+    # (n,) float32, higher is better: the probability that a match is within 3 px, in pixels that the network sees,
+    # where the weights are calibrated.
+    scores: FloatArray
     size0: Size  # (width, height); (0, 0) where a file did not tell
     size1: Size
     estimate: Estimate | None = None
     # What made these matches: versions, config, hash of the weights. Plain JSON values.
     info: Mapping[str, Any] = field(default_factory=dict)
+    # All matches of the pair, where these are a selection of them.
+    whole: "Matches | None" = None
 
     def __post_init__(self) -> None:
         count = len(np.atleast_1d(self.scores))
@@ -114,8 +141,19 @@ class Matches:
         sizes = " and ".join(f"{width}x{height}" for width, height in (self.size0, self.size1))
         return f"Matches({len(self)} of {sizes}{scores})"
 
-    def __getitem__(self, index: slice | npt.NDArray[Any]) -> "Matches":
-        """The selected matches: a slice, a boolean mask or an array of indices."""
+    def __iter__(self) -> Iterator[Match]:
+        """Each match as a named tuple (x0, y0, x1, y1, score), in order."""
+        return (Match(*row) for row in _rows(self).tolist())
+
+    @overload
+    def __getitem__(self, index: int | np.integer[Any]) -> Match: ...
+    @overload
+    def __getitem__(self, index: slice | npt.NDArray[np.bool_ | np.signedinteger[Any]] | list[int]) -> "Matches": ...
+    def __getitem__(self, index: Any) -> "Match | Matches":
+        """One match by its number, or the matches that a slice, a boolean mask or an array of indices selects."""
+        if isinstance(index, int | np.integer) and not isinstance(index, bool):
+            (x0, y0), (x1, y1) = self.points0[index].tolist(), self.points1[index].tolist()
+            return Match(x0, y0, x1, y1, float(self.scores[index]))
         estimate = self.estimate
         if estimate is not None:
             estimate = replace(estimate, inliers=estimate.inliers[index])
@@ -125,14 +163,26 @@ class Matches:
             points1=self.points1[index],
             scores=self.scores[index],
             estimate=estimate,
+            whole=self if self.whole is None else self.whole,
         )
 
     @property
     def pair_score(self) -> float:
-        """How sure it is that the pictures show the same thing, 0 to 1.
+        """The probability that the pictures show some part in common, where one pair in two does.
 
-        The squared mean of the square roots of the best 100 scores, 0 for each missing: many count more than a few.
+        From the best 1000 matches: their scores, and how many of them, all over the pictures, share one motion and
+        one epipolar geometry. What stands at the same place of both pictures, as stamps and bars do, does not count
+        unless their middle does so too. A selection of a pair's matches has the value of them all. Matches that
+        were not scored by calibrated weights have a value of 0 to 1 that only ranks pairs: the squared mean of the
+        square roots of the best 100 scores.
         """
+        if self.whole is not None:
+            return self.whole.pair_score
+        if (known := self.info.get("pair_score")) is not None:  # of a selection that was stored
+            return float(known)
+        if (model := self.info.get("pair_model")) is not None:
+            evidence = collect(self.points0, self.points1, self.scores, self.size0, self.size1)
+            return PairModel.from_info(model)(evidence)
         best = np.sort(self.scores)[::-1][:_PAIR_TOP]
         return float((np.sqrt(best.clip(min=0)).sum() / _PAIR_TOP) ** 2)
 
@@ -159,14 +209,18 @@ class Matches:
     def swapped(self) -> "Matches":
         """The same matches with the two pictures exchanged; a fitted model is left behind."""
         sizes = {"network_size0": "network_size1", "network_size1": "network_size0"}
+        info = {sizes.get(key, key): value for key, value in self.info.items()}
+        if "zoom" in info:
+            info["zoom"] = round(1 / info["zoom"], 3)
         return replace(
             self,
-            info={sizes.get(key, key): value for key, value in self.info.items()},
+            info=info,
             points0=self.points1,
             points1=self.points0,
             size0=self.size1,
             size1=self.size0,
             estimate=None,
+            whole=None if self.whole is None else self.whole.swapped(),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -198,39 +252,50 @@ class Matches:
 
     @staticmethod
     def load(path: str | Path) -> "Matches":
-        """Read what `save` wrote."""
+        """Read what `save` wrote: at most 1 GiB of arrays, or of text; never a pickle."""
         path = Path(path)
         reader = _READERS.get(path.suffix.lower())
         if reader is None:
             raise DataError(f"{path}: matches are read from .npz, .json or .csv files.")
+        if not path.exists():
+            raise DataError(f"{path} does not exist; check the path.")
         try:
             return reader(path)
-        except FileNotFoundError as error:
-            raise DataError(f"{path} does not exist; check the path.") from error
         except _BROKEN as error:
             raise DataError(f"{path} does not hold matches ({error}); write it again with Matches.save.") from error
 
+    def stored_info(self) -> dict[str, Any]:
+        """The info that is stored with these matches: a selection brings the pair_score of all."""
+        return dict(self.info) if self.whole is None else {**self.info, "pair_score": self.pair_score}
+
     def _header(self) -> dict[str, Any]:
         """Everything but the arrays of one row per match."""
-        header: dict[str, Any] = {"size0": self.size0, "size1": self.size1, "info": dict(self.info)}
+        header: dict[str, Any] = {"size0": self.size0, "size1": self.size1, "info": self.stored_info()}
         if self.estimate is not None:
             matrix, pose = self.estimate.matrix, self.estimate.pose
             header["estimate"] = {
                 "kind": self.estimate.kind,
                 "matrix": None if matrix is None else np.asarray(matrix, dtype=np.float64).tolist(),
                 "cam1_from_cam0": None if pose is None else pose.cam1_from_cam0.tolist(),
+                "rotation_only": self.estimate.rotation_only,
+                "warnings": list(self.estimate.warnings),
                 "info": dict(self.estimate.info),
             }
         return header
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Warp:
     """Where every pixel of picture 0 is in picture 1, and how sure that is."""
 
-    points1: FloatArray  # (height, width, 2) float32, finite everywhere
-    certainty: FloatArray  # (height, width) float32, 0 to 1; 0 where points1 is only filled in from around
+    points1: FloatArray  # (height, width, 2) float32; NaN where nothing is known
+    certainty: FloatArray  # (height, width) float32, on the scale of the scores of matches; 0 where nothing is known
     size1: Size
+
+    def __repr__(self) -> str:
+        height, width = self.certainty.shape
+        sizes = "{}x{} to {}x{}".format(width, height, *self.size1)
+        return f"Warp({sizes}, {np.mean(self.certainty > 0):.0%} of the pixels found)"
 
 
 def inside_mask(points: FloatArray, mask: BoolArray) -> BoolArray:
@@ -262,6 +327,8 @@ def _from_parts(header: Mapping[str, Any], rows: FloatArray, inliers: BoolArray 
             matrix=None if stored["matrix"] is None else np.array(stored["matrix"], dtype=np.float64),
             inliers=inliers,
             pose=None if pose is None else RelativePose(cam1_from_cam0=np.array(pose, dtype=np.float64)),
+            rotation_only=bool(stored.get("rotation_only", False)),
+            warnings=tuple(map(str, stored.get("warnings", ()))),
             info=info,
         )
     return Matches(
@@ -295,10 +362,11 @@ def _write_npz(matches: Matches, path: Path) -> None:
 
 
 def _read_npz(path: Path) -> Matches:
+    limit_zip(path, _MOST_BYTES)
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         rows = np.concatenate([arrays["points0"], arrays["points1"], arrays["scores"][:, None]], axis=1)
         inliers = arrays.get("inliers")
-        return _from_parts(json.loads(str(arrays["header"])), rows, inliers)
+        return _from_parts(parse_json(str(arrays["header"])), rows, inliers)
 
 
 def _write_json(matches: Matches, path: Path) -> None:
@@ -314,7 +382,7 @@ def _write_json(matches: Matches, path: Path) -> None:
 
 
 def _read_json(path: Path) -> Matches:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = parse_json(read_text(path))
     columns = (
         np.array(content["points0"], dtype=np.float32).reshape(-1, 2),
         np.array(content["points1"], dtype=np.float32).reshape(-1, 2),
@@ -344,7 +412,7 @@ def _read_csv(path: Path) -> Matches:
         table = np.array(list(reader), dtype=np.float32).reshape(-1, len(columns))
     header: dict[str, Any] = {"size0": (0, 0), "size1": (0, 0), "info": {}}
     if _beside(path).exists():
-        header = json.loads(_beside(path).read_text(encoding="utf-8"))
+        header = parse_json(read_text(_beside(path)))
     return _from_parts(header, table[:, :5], table[:, 5] != 0 if len(columns) > 5 else None)
 
 

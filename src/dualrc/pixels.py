@@ -1,7 +1,8 @@
 """The pixel convention: the one home of its conversions, for numpy arrays and torch tensors alike.
 
 Coordinates are (x, y), and the center of the first pixel is (0, 0). Cell i of a map with stride s is centered at
-(i + 0.5) s - 0.5. Resizing by a ratio r maps x to (x + 0.5) r - 0.5, each axis with its own ratio.
+(i + 0.5) s - 0.5. Resizing by a ratio r maps x to (x + 0.5) r - 0.5, each axis with its own ratio. COLMAP puts the
+center of the first pixel at (0.5, 0.5).
 """
 
 from typing import Any, TypeVar
@@ -38,6 +39,16 @@ def resize_points(points: Points, from_size: tuple[float, float], to_size: tuple
         # By numbers rather than a tensor of ratios, whose way to a GPU a CUDA graph can't record.
         return torch.stack([(points[..., axis] + 0.5) * ratio[axis] - 0.5 for axis in (0, 1)], dim=-1)
     return (points + 0.5) * np.array(ratio) - 0.5
+
+
+def to_colmap(points: Points) -> Points:
+    """Points (..., 2), or a principal point, as COLMAP counts pixels."""
+    return points + 0.5
+
+
+def from_colmap(points: Points) -> Points:
+    """The inverse of `to_colmap`."""
+    return points - 0.5
 
 
 def pixel_to_unit(points: Tensor, size: Size) -> Tensor:

@@ -238,7 +238,8 @@ def make_matcher(task: Task) -> Matcher:
     """The preset's matcher, with generated weights where it has no others."""
     settings = task.settings
     how: dict[str, Any] = {"device": task.device, "precision": settings.precision, "engine": task.engine}
-    changed: dict[str, Any] = {"size": max(task.size), "max_memory": settings.max_memory}
+    # One look: generated pictures and planted features have nothing to find at another scale.
+    changed: dict[str, Any] = {"size": max(task.size), "max_memory": settings.max_memory, "max_zoom": 1.0}
     if not task.generated:
         return load(settings.preset, weights=settings.weights, **how, **changed)
     network_config, matcher_config = configs.preset(settings.preset)

@@ -9,6 +9,7 @@ import typer
 from dualrc.cli import common
 from dualrc.config import MIN_SIDE
 from dualrc.errors import ConfigError
+from dualrc.machine import device_name
 from dualrc.types import Size
 
 _SIZES = ((320, 240), (640, 480))  # a laptop does these in a minute
@@ -26,7 +27,12 @@ def bench(
         ),
     ] = None,
     device: Annotated[
-        list[str] | None, typer.Option(help="cuda, mps or cpu, also several times; without it, the best there is.")
+        list[str] | None,
+        typer.Option(
+            parser=device_name,
+            metavar="NAME",
+            help="cuda (or gpu), mps or cpu, also several times; without it, the best there is.",
+        ),
     ] = None,
     engine: Annotated[
         list[str] | None,

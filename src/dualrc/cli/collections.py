@@ -1,7 +1,7 @@
 """Commands for folders of pictures."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,6 +13,8 @@ from dualrc.provenance import provenance
 if TYPE_CHECKING:
     from dualrc.localize import Localization, Localizer
 
+_NOTHING_LOCALIZED = 3  # the exit status
+
 ImagesArgument = Annotated[
     Path, typer.Argument(metavar="IMAGES", help="Folder of pictures; subfolders are searched too.")
 ]
@@ -23,6 +25,11 @@ PairsOption = Annotated[
         "auto: exhaustive for few pictures, else retrieval."
     ),
 ]
+NeighborsOption = Annotated[int, typer.Option(help="Retrieval and model: match each picture with so many.")]
+OverlapOption = Annotated[int, typer.Option(help="Sequential: match each picture with so many that follow.")]
+LoopsOption = Annotated[int, typer.Option(help="Sequential: and with so many that look alike further away.")]
+TopOption = Annotated[int, typer.Option(help="Keep the best so many matches of each pair.")]
+CacheOption = Annotated[float, typer.Option(help="How many GiB of that are for features kept for later pairs.")]
 AddressOption = Annotated[
     str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
 ]
@@ -46,12 +53,13 @@ def collection(
     images: ImagesArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the matches; a second run goes on with it.")],
     pairs: PairsOption = "auto",
-    neighbors: Annotated[int, typer.Option(help="Retrieval and model: match each picture with so many.")] = 20,
-    overlap: Annotated[int, typer.Option(help="Sequential: match each picture with so many that follow.")] = 10,
-    loops: Annotated[int, typer.Option(help="Sequential: and with so many that look alike further away.")] = 2,
-    top: Annotated[int, typer.Option(help="Keep the best so many matches of each pair.")] = 4000,
-    min_score: Annotated[float, typer.Option(help="Keep only matches with at least this score.")] = 0.0,
+    neighbors: NeighborsOption = 20,
+    overlap: OverlapOption = 10,
+    loops: LoopsOption = 2,
+    top: TopOption = 4000,
+    min_score: common.MinScoreOption = 0.0,
     size: common.SizeOption = None,
+    quality: common.QualityOption = "standard",
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
@@ -59,7 +67,7 @@ def collection(
     address: AddressOption = None,
     workers: WorkersOption = None,
     max_memory: MemoryOption = None,
-    cache: Annotated[float, typer.Option(help="How many GiB of that are for features kept for later pairs.")] = 4.0,
+    cache: CacheOption = 4.0,
 ) -> None:
     """Match the pictures of a folder with each other, on one machine or many.
 
@@ -91,13 +99,18 @@ def reconstruct(
     cameras: Annotated[
         Path | None,
         typer.Option(
-            help="cameras.json or COLMAP's cameras.txt, taken as they are; without it, focal lengths are refined from "
-            "EXIF, or from a guess for each picture size."
+            help="cameras.json or COLMAP's cameras.txt, taken as they are with their lenses; without it, focal lengths "
+            "are refined from EXIF, or from a guess for each picture size."
         ),
     ] = None,
     pairs: PairsOption = "auto",
-    top: Annotated[int, typer.Option(help="Keep the best so many matches of each pair; more give more points.")] = 4000,
+    neighbors: NeighborsOption = 20,
+    overlap: OverlapOption = 10,
+    loops: LoopsOption = 2,
+    top: TopOption = 4000,
+    min_score: common.MinScoreOption = 0.0,
     size: common.SizeOption = None,
+    quality: common.QualityOption = "standard",
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
@@ -105,12 +118,13 @@ def reconstruct(
     address: AddressOption = None,
     workers: WorkersOption = None,
     max_memory: MemoryOption = None,
+    cache: CacheOption = 4.0,
     hloc: Annotated[bool, typer.Option("--hloc", help="Also write hloc's features.h5, matches.h5, pairs.txt.")] = False,
 ) -> None:
     """Reconstruct cameras and points from a folder of pictures.
 
-    OUT gets model (COLMAP's), points.ply, model.png, summary.json, and COLMAP's database.db. Matches are kept in
-    OUT/matches.sqlite: run the same command again after a crash, or with more pictures.
+    OUT gets model (COLMAP's), points.ply, model.png, summary.json, pairs.json, and COLMAP's database.db. Matches are
+    kept in OUT/matches.sqlite: run the same command again after a crash, or with more pictures.
 
     dualrc reconstruct photos --out town
 
@@ -123,6 +137,9 @@ def reconstruct(
     matching = common.settings(CollectionConfig, locals())
     summary = run(images, out, ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc))
     table = common.table(f"{summary.registered:,} of {summary.pictures:,} pictures placed")
+    table.add_row("pairs kept", f"{summary.verification.kept:,} of {summary.verification.pairs:,}")
+    for cause, count in summary.verification.dropped.items():
+        table.add_row("pairs dropped", f"{count:,}: {cause}")
     table.add_row("points", f"{summary.points:,}")
     table.add_row("track length, mean", f"{summary.track_length:.2f} pictures")
     table.add_row("reprojection error, mean", f"{summary.reprojection_error_px:.2f} px")
@@ -135,7 +152,7 @@ def reconstruct(
         table.add_row("beware", f"{summary.models} models did not join; this is the largest. Match more pairs.")
     table.add_row("time", ", ".join(f"{step} {seconds:.0f} s" for step, seconds in summary.seconds.items()))
     common.screen.print(table)
-    common.screen.print(f"Written: {out / 'model'}; look at {out / 'model.png'}.")
+    common.screen.print(f"Written: {out / 'model'}; look at {out / 'model.png'}; {out / 'pairs.json'} has every pair.")
 
 
 @common.app.command()
@@ -151,16 +168,27 @@ def localize(
     ] = Path("localization.json"),
     cameras: Annotated[
         Path | None,
-        typer.Option(help="The queries' cameras.json or cameras.txt; else EXIF, else the map's, else estimated."),
+        typer.Option(
+            help="The queries' cameras.json or cameras.txt, with their lenses; else the map's, where its pictures of "
+            "that size share one and EXIF does not tell another; else EXIF's, else estimated."
+        ),
     ] = None,
-    candidates: Annotated[int, typer.Option(help="Pictures of the map to match each query with.")] = 10,
+    candidates: Annotated[
+        int, typer.Option("--candidates", "--neighbors", help="Pictures of the map to match each query with.")
+    ] = 10,
     threshold: Annotated[float, typer.Option(help="Inlier threshold, in pixels of the query.")] = 4.0,
+    top: Annotated[int | None, typer.Option(help="Keep the best so many matches of each candidate.")] = None,
+    min_score: common.MinScoreOption = 0.0,
     size: common.SizeOption = None,
+    quality: common.QualityOption = "standard",
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
+    max_memory: common.MaxMemoryOption = None,
 ) -> None:
     """Find where pictures were taken in a map; a second run goes on where the first stopped.
+
+    The exit status is 3 where none of the pictures could be localized, 1 after an error.
 
     dualrc localize queries --map sparse/0 --images images --out poses.json
     """
@@ -176,7 +204,8 @@ def localize(
         known = {name: by_path[str(path)] for name, path in pictures.items()}
     with common.messages.status("Reading the map and loading the network..."):
         world = localization.read_map(map, images)
-        matcher = load(preset, weights=weights, device=device, size=size)
+        settings: dict[str, Any] = {"size": size, "top": top, "min_score": min_score, "quality": quality}
+        matcher = load(preset, weights=weights, device=device, max_memory=max_memory, **settings)
     localizer = localization.Localizer(matcher, world, config, descriptors=out.with_name(f"{out.stem}-map.npz"))
     made_with = provenance("poselib", "pycolmap", **matcher.info)
     results = localization.ResultsFile(out, localization.results_config(localizer), info=made_with)
@@ -184,11 +213,16 @@ def localize(
         todo = len(localization.missing(pictures, results))
         ready = localization.localize_all(localizer, pictures, results, cameras=known)
         for done, (name, found) in enumerate(ready, start=1):
-            what = f"{found.inliers:,} inliers" if found.reason is None else f"not localized: {found.reason}"
+            what = f"not localized: {found.reason}"
+            if found.reason is None and found.camera is not None:
+                what = f"{found.inliers:,} inliers, camera: {found.camera.source}"
             common.note(f"{name}: {what}", style=None)
             status.update(f"Localizing, {done} of {todo} done...")
-    _print_localizations(localizer, {name: results[name] for name in pictures})
+    localized = {name: results[name] for name in pictures}
+    _print_localizations(localizer, localized)
     common.written(out, results.poses_path)
+    if all(one.cam_from_world is None for one in localized.values()):
+        raise typer.Exit(_NOTHING_LOCALIZED)
 
 
 def _print_localizations(localizer: "Localizer", found: "dict[str, Localization]") -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -11,6 +11,7 @@ from rich.table import Table
 
 import dualrc
 from dualrc.config import PRESETS
+from dualrc.machine import device_name
 
 T = TypeVar("T")
 
@@ -18,7 +19,6 @@ app = typer.Typer(
     name="dualrc",
     help="Dense correspondences between photographs, by Dual-Resolution Correspondence Networks.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
@@ -41,11 +41,21 @@ def _options(
     pass
 
 
-PresetOption = Annotated[str, typer.Option(help=f"Network: {' or '.join(PRESETS)}.")]
+PresetOption = Annotated[
+    str, typer.Option(autocompletion=lambda: list(PRESETS), help=f"Network: {' or '.join(PRESETS)}.")
+]
 WeightsOption = Annotated[
     Path | None, typer.Option(help="Weights file (.safetensors); without it, those inside the package.")
 ]
-DeviceOption = Annotated[str | None, typer.Option(help="cuda, mps or cpu; without it, the best there is.")]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        parser=device_name,
+        metavar="NAME",
+        autocompletion=lambda: ["cpu", "cuda", "mps"],
+        help="cuda (or gpu), mps or cpu; without it, the best there is.",
+    ),
+]
 SizeOption = Annotated[
     int | None,
     typer.Option(
@@ -53,6 +63,11 @@ SizeOption = Annotated[
     ),
 ]
 
+MinScoreOption = Annotated[float, typer.Option(help="Keep only matches with at least this probability.")]
+QualityOption = Annotated[
+    Literal["standard", "high"],
+    typer.Option(help="high looks again: better if pictures are turned, zoomed or seen from the side, and slower."),
+]
 MaxMemoryOption = Annotated[
     float | None,
     typer.Option(

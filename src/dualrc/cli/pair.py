@@ -18,6 +18,8 @@ from dualrc.matches import Matches
 if TYPE_CHECKING:
     from dualrc.geometry import Camera
 
+_WARP_THRESHOLD = 0.003  # of the long side: what is warped need not fit to the pixel everywhere
+
 
 @common.app.command()
 def match(
@@ -35,12 +37,9 @@ def match(
         Path | None, typer.Option("--draw", help="Write a picture of the matches: FILE.png or FILE.jpg.")
     ] = None,
     top: Annotated[int | None, typer.Option(help="Keep only the best so many matches.")] = None,
-    min_score: Annotated[float, typer.Option(help="Keep only matches with at least this score.")] = 0.0,
+    min_score: common.MinScoreOption = 0.0,
     size: common.SizeOption = None,
-    quality: Annotated[
-        Literal["standard", "high"],
-        typer.Option(help="high looks again: better if pictures are turned, zoomed or seen from the side, and slower."),
-    ] = "standard",
+    quality: common.QualityOption = "standard",
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
@@ -55,7 +54,9 @@ def match(
     threshold: Annotated[float, typer.Option(help="Inlier threshold of the fit, in pixels.")] = 2.0,
     cameras: Annotated[
         Path | None,
-        typer.Option(help="For --estimate essential: cameras.json or COLMAP's cameras.txt; else EXIF, else a guess."),
+        typer.Option(
+            help="For --estimate essential: cameras.json or cameras.txt, with lenses; else EXIF, else a guess."
+        ),
     ] = None,
 ) -> None:
     """Match two pictures.
@@ -83,6 +84,9 @@ def match(
 
         camera0, camera1 = views
         model = geometry.estimate(matches, estimate, camera0=camera0, camera1=camera1, threshold_px=threshold)
+        if estimate == "essential" and cameras is None:
+            told = [f"{path}: {why}." for path in (image0, image1) if (why := geometry.lacks_sensor_size(path))]
+            model = replace(model, warnings=(*model.warnings, *told))
         matches = replace(matches, estimate=model)
     if out is not None:
         matches.save(out)
@@ -90,9 +94,73 @@ def match(
         colors: Literal["score", "inliers"] = "score" if matches.estimate is None else "inliers"
         draw.save(draw.draw_matches(read(image0), read(image1), matches, colors=colors), drawing)
     _print_matches(matcher, matches, seconds)
+    _warn(matches)
     for path in (out, drawing):
         if path is not None:
             common.written(path)
+
+
+@common.app.command()
+def warp(
+    image0: Annotated[Path, typer.Argument(metavar="A", help="Picture to warp.")],
+    image1: Annotated[Path, typer.Argument(metavar="B", help="Picture into whose frame it is warped.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Write FILE.png, transparent where A shows nothing, or .jpg.")
+    ],
+    by: Annotated[
+        Literal["homography", "dense"],
+        typer.Option(help="homography: one motion for all, for planes and turned cameras; dense: each pixel its own."),
+    ] = "homography",
+    size: common.SizeOption = None,
+    preset: common.PresetOption = "default",
+    weights: common.WeightsOption = None,
+    device: common.DeviceOption = None,
+) -> None:
+    """Warp one picture into the frame of another.
+
+    dualrc warp a.jpg b.jpg -o a-in-b.png
+    """
+    _check_outputs(None, out, inputs=(image0, image1))
+    from dualrc import geometry, stitch
+
+    with common.messages.status("Loading the network..."):
+        matcher = load(preset, weights=weights, device=device, size=size)
+    with common.messages.status("Matching and warping..."):
+        if by == "dense":
+            drawn = stitch.warp_image(image0, matcher.warp(image1, image0))
+        else:
+            matches = matcher.match(image0, image1)
+            model = geometry.estimate(matches, "homography", threshold_px=_WARP_THRESHOLD * max(matches.size1))
+            _warn(matches)
+            drawn = stitch.warp_image(image0, model, matches.size1)
+    drawn.save(out)
+    common.written(out)
+
+
+@common.app.command()
+def panorama(
+    images: Annotated[list[Path], typer.Argument(metavar="A B...", help="Pictures; more than eight: in order.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write FILE.png, transparent around the pictures, or .jpg.")],
+    reference: Annotated[
+        int | None, typer.Option(help="Number, from 0, of the picture whose frame is kept; without it, the middle one.")
+    ] = None,
+    size: common.SizeOption = None,
+    device: common.DeviceOption = None,
+) -> None:
+    """Join pictures taken from one place, or of one plane, into one.
+
+    dualrc panorama left.jpg middle.jpg right.jpg -o panorama.jpg
+    """
+    _check_outputs(None, out, inputs=tuple(images))
+    from dualrc import stitch
+
+    with common.messages.status("Loading the network..."):
+        matcher = load(device=device, size=size)
+    with common.messages.status("Matching and joining..."):
+        drawn = stitch.panorama(images, matcher=matcher, reference=reference)
+    drawn.save(out)
+    common.screen.print(f"{len(images)} pictures joined to {drawn.shape[1]}x{drawn.shape[0]} pixels.", highlight=False)
+    common.written(out)
 
 
 @common.app.command()
@@ -103,8 +171,13 @@ def demo(
     """Match two pictures of a made-up town, check against the exact truth, and leave pictures to look at."""
     from dualrc.demo import run
 
-    with common.messages.status("Making two pictures, matching and drawing them..."):
-        summary = run(out, device=device)
+    start = time.perf_counter()
+
+    def tell(step: str) -> None:
+        # A line each, also where nobody looks at a terminal.
+        common.messages.print(f"{time.perf_counter() - start:5.1f} s  {step}...", highlight=False)
+
+    summary = run(out, device=device, tell=tell)
     table = common.table(f"Demo: {summary['matches']:,} matches in {summary['seconds']:.2f} s on {summary['device']}")
     for threshold, share in summary["correct_within_px"].items():
         table.add_row(f"correct within {threshold} px", f"{share:.1%}")
@@ -139,9 +212,13 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
     for number, size in enumerate((matches.size0, matches.size1)):
         seen = matches.info[f"network_size{number}"]
         table.add_row(f"picture {number}", f"{size[0]}x{size[1]}, seen as {seen[0]}x{seen[1]}")
+    if "zoom" in matches.info:
+        zoom = matches.info["zoom"]
+        larger = f"{max(zoom, 1 / zoom):.2g} times larger in picture {int(zoom > 1)}"
+        table.add_row("scale", f"things are {larger}; matched at that scale")
     if len(matches):
         table.add_row("scores", f"{matches.scores.max():.3g} to {matches.scores.min():.3g}")
-        table.add_row("pair score", f"{matches.pair_score:.2f}")
+        table.add_row("pair score", _pair_verdict(matches))
     if matches.estimate is not None:
         model = matches.estimate
         inliers = int(model.inliers.sum())
@@ -157,7 +234,25 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
             table.add_row("beware", "few matches agree: the pictures may not show the same thing")
         if "cameras" in model.info:
             table.add_row("cameras", str(model.info["cameras"]))
+        for warning in model.warnings:
+            table.add_row("beware", warning)
     common.screen.print(table)
+
+
+def _pair_verdict(matches: Matches) -> str:
+    """The pair score in words and in digits that tell small values apart."""
+    score = matches.pair_score
+    if matches.info.get("pair_model") is None:
+        return f"{score:.3g} (ranks pairs only: these weights have no calibration)"
+    digits = f"{score:.3g}" if score < 0.99 else f"{score:.5f}"
+    verdicts = ((0.9, "the pictures share a part"), (0.5, "the pictures probably share a part"), (0.05, "doubtful"))
+    return f"{digits} ({next((words for low, words in verdicts if score >= low), 'nothing in common was found')})"
+
+
+def _warn(matches: Matches) -> None:
+    """Tell where the matches are not to be trusted."""
+    if "warning" in matches.info:
+        common.note(f"Note: {matches.info['warning']}")
 
 
 def _rows(matrix: Any) -> str:

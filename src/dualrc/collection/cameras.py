@@ -2,15 +2,15 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dualrc.colmap import read_cameras, refuse_mirrored
 from dualrc.errors import DataError
-from dualrc.geometry import Camera, camera_from_exif
+from dualrc.geometry import Camera, camera_from_exif, lacks_sensor_size
 from dualrc.image import read_header
 
-_GUESSED_FOCAL = 1.2  # in long sides, as COLMAP guesses
-_FILE, _EXIF, _GUESS = "file", "exif", "guess"
+_EXIF, _GUESS, _NO_SENSOR = "exif", "guess", "guess, without EXIF's sensor size"
 
 
 def choose_cameras(images: str | Path, names: Sequence[str], file: str | Path | None = None) -> dict[str, Camera]:
@@ -30,14 +30,14 @@ def choose_cameras(images: str | Path, names: Sequence[str], file: str | Path | 
                 raise DataError(f"{file}: the camera of {name} is for {there} pixels, not {here}; mend the file.")
             cameras[name] = given[name]
         else:
-            guess = Camera.from_focal(size, _GUESSED_FOCAL * max(size), source=_GUESS)
-            cameras[name] = camera_from_exif(images / name) or guess
+            source = _NO_SENSOR if lacks_sensor_size(images / name) else _GUESS
+            cameras[name] = camera_from_exif(images / name) or replace(Camera.guessed(size), source=source)
     return cameras
 
 
 def is_known(camera: Camera) -> bool:
     """Whether a camera is to be taken as it is; others are refined."""
-    return camera.source not in (_EXIF, _GUESS)
+    return camera.source not in (_EXIF, _GUESS, _NO_SENSOR)
 
 
 def describe_cameras(cameras: Mapping[str, Camera]) -> str:
@@ -45,6 +45,7 @@ def describe_cameras(cameras: Mapping[str, Camera]) -> str:
     words = {
         _EXIF: "focal length from EXIF, refined",
         _GUESS: "unknown focal length, one for each picture size, refined",
+        _NO_SENSOR: "focal length guessed, as EXIF has no sensor size, one for each picture size, refined",
     }
     counts = Counter(camera.source for camera in cameras.values())
     return "; ".join(f"{count} {words.get(source, f'from the {source}')}" for source, count in counts.items())

@@ -6,6 +6,7 @@ from typing import Literal
 
 from dualrc.config import check_bounds
 from dualrc.errors import ConfigError
+from dualrc.machine import device_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class CollectionConfig:
     min_score: float = 0.0
     # The network, as in dualrc.load.
     size: int | None = None
+    # high looks again at every pair, which takes several times as long.
+    quality: Literal["standard", "high"] = "standard"
     preset: str = "default"
     weights: Path | None = None
     device: str | None = None
@@ -41,6 +44,10 @@ class CollectionConfig:
         check_bounds(self, "neighbors", "overlap", "top", "workers", at_least=1)
         check_bounds(self, "loops", "cache", at_least=0)
         check_bounds(self, "max_memory", above=0)
+        if self.device is not None:
+            object.__setattr__(self, "device", device_name(self.device))
+        if self.quality not in ("standard", "high"):
+            raise ConfigError(f"quality = {self.quality!r} is not known; choose standard or high.")
         if self.executor not in ("local", "ray"):
             raise ConfigError(f"executor = {self.executor!r} is not known; choose local or ray.")
         if self.address is not None and self.executor != "ray":

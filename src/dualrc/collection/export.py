@@ -7,14 +7,24 @@ from typing import Any
 import numpy as np
 
 from dualrc.collection.cameras import is_known
-from dualrc.collection.keypoints import MergedMatches
+from dualrc.collection.keypoints import IntArray, MergedMatches
+from dualrc.collection.pairs import write_pairs
 from dualrc.collection.progress import Progress, no_progress
-from dualrc.colmap import colmap_camera, colmap_points, import_pycolmap, quiet_colmap, stored_points
+from dualrc.collection.store import Names
+from dualrc.colmap import (
+    colmap_camera,
+    colmap_points,
+    import_pycolmap,
+    quiet_colmap,
+    stored_points,
+    upright_from_stored,
+)
 from dualrc.errors import DataError
 from dualrc.extras import require
-from dualrc.files import replacing, write_text
-from dualrc.geometry import Camera
+from dualrc.files import replacing
+from dualrc.geometry import Camera, essential_from_pose, sampson_distance_px
 from dualrc.image import read_header
+from dualrc.types import FloatArray
 
 _MAX_ERROR_PX = 4.0  # of a match from its pair's geometry, as COLMAP verifies
 
@@ -25,10 +35,18 @@ def write_database(
     images: str | Path,
     cameras: Mapping[str, Camera],
     progress: Progress = no_progress,
+    *,
+    poses: Mapping[Names, FloatArray] | None = None,
 ) -> None:
-    """Write COLMAP's database: cameras, pictures, keypoints, matches and verified two-view geometries."""
+    """Write COLMAP's database: cameras, pictures, keypoints, matches and verified two-view geometries.
+
+    `poses` are the pairs' cam1_from_cam0 (3, 4), as `verify_pairs` finds them; without them COLMAP verifies the pairs.
+    """
     pycolmap = import_pycolmap()
     images = Path(images)
+    # What SQLite left beside an earlier database, whose process was killed, would damage the new one.
+    for leftover in ("-wal", "-shm", "-journal"):
+        Path(f"{path}{leftover}").unlink(missing_ok=True)
     with replacing(path) as temporary, quiet_colmap(pycolmap):
         with pycolmap.Database.open(temporary) as database, pycolmap.DatabaseTransaction(database):
             numbers = _write_pictures(database, merged, images, cameras, pycolmap)
@@ -36,13 +54,50 @@ def write_database(
                 indices = merged.indexed(name0, name1).indices
                 if len(indices):
                     database.write_matches(numbers[name0], numbers[name1], indices.astype(np.uint32))
+                    if poses is not None:
+                        pair = (name0, name1)
+                        made = _two_view_geometry(pair, indices, poses[pair], merged, images, cameras, pycolmap)
+                        database.write_two_view_geometry(numbers[name0], numbers[name1], made)
                 progress("Writing matches", count, len(merged.pairs))
+        if poses is not None:
+            return
         progress("Verifying pairs", 0, 1)
         options = pycolmap.TwoViewGeometryOptions()
         options.ransac.max_error = _MAX_ERROR_PX
         options.ransac.random_seed = 0
         pycolmap.geometric_verification(temporary, two_view_geometry_options=options)
         progress("Verifying pairs", 1, 1)
+
+
+def _two_view_geometry(
+    names: Names,
+    indices: IntArray,
+    pose: FloatArray,
+    merged: MergedMatches,
+    images: Path,
+    cameras: Mapping[str, Camera],
+    pycolmap: Any,
+) -> Any:
+    """A pair's geometry as COLMAP keeps it, of the stored pictures, with the keypoints that agree with it."""
+    upright = [cameras[name] for name in names]
+    rays = [
+        camera.rays(merged.keypoints[name].points[indices[:, side]])[:, :2]
+        for side, (name, camera) in enumerate(zip(names, upright, strict=True))
+    ]
+    distance = sampson_distance_px(essential_from_pose(pose), *rays) * sum(camera.focal_px for camera in upright) / 2
+    turns = [upright_from_stored(images / name) for name in names]
+    R, t = turns[1].T @ pose[:, :3] @ turns[0], turns[1].T @ pose[:, 3]
+    stored = [
+        colmap_camera(camera, images / name, known=is_known(camera)).calibration_matrix()
+        for name, camera in zip(names, upright, strict=True)
+    ]
+    made = pycolmap.TwoViewGeometry()
+    made.config = pycolmap.TwoViewGeometryConfiguration.CALIBRATED
+    made.E = essential_from_pose(np.column_stack([R, t]))
+    made.F = np.linalg.inv(stored[1]).T @ made.E @ np.linalg.inv(stored[0])
+    made.cam2_from_cam1 = pycolmap.Rigid3d(np.column_stack([R, t]))
+    made.inlier_matches = indices[distance <= _MAX_ERROR_PX].astype(np.uint32)
+    return made
 
 
 def _write_pictures(
@@ -55,7 +110,7 @@ def _write_pictures(
         known = is_known(cameras[name])
         camera = colmap_camera(cameras[name], images / name, known=known)
         # Pictures of one size and one focal length are taken to be of one camera.
-        key = (known, camera.width, camera.height, *camera.params)
+        key = (known, camera.model_name, camera.width, camera.height, *camera.params)
         if key not in shared:
             shared[key] = database.write_camera(camera)
         numbers[name] = database.write_image(pycolmap.Image(name=name, camera_id=shared[key]))
@@ -88,7 +143,7 @@ def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, pr
             group.create_dataset("matches0", data=matches0, compression="gzip", compression_opts=1)
             group.create_dataset("matching_scores0", data=scores0, compression="gzip", compression_opts=1)
             progress("Writing matches", count, len(merged.pairs))
-    write_text(folder / "pairs.txt", "".join(f"{name0} {name1}\n" for name0, name1 in merged.pairs))
+    write_pairs(folder / "pairs.txt", merged.pairs)
 
 
 def _pair_key(name0: str, name1: str) -> str:

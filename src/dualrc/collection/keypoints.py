@@ -5,8 +5,8 @@ how its surroundings move, so it also tells where one picture's keypoint is in t
 where all of its matches put it, in a few sweeps over the pictures. So a track is one point in all of its pictures.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,11 +15,11 @@ import numpy.typing as npt
 from dualrc import geometry
 from dualrc.collection.progress import Progress, no_progress
 from dualrc.collection.store import MatchStore, Names
+from dualrc.collection.verification import cell_px, load_pair
 from dualrc.config import check_bounds
 from dualrc.errors import DataError
 from dualrc.extras import require
 from dualrc.matches import Matches
-from dualrc.pixels import FINE_STRIDE
 from dualrc.types import BoolArray, FloatArray, Size
 
 IntArray = npt.NDArray[np.int64]
@@ -33,6 +33,8 @@ _PER_PX, _LARGEST_MOVE = 100, 100  # bins per pixel, and pixels, in which moves 
 _NEIGHBORS = 9  # matches that tell how the surroundings of one move, itself included
 _STRAY = 0.25  # in distances of neighbours: one that is off by this counts half
 _PRIOR = 0.5  # neighbours
+_PAST = 0.35  # radii between a keypoint and where a match puts it, at most
+_IN_MEMORY = 2000  # pairs whose matches are kept, at most half a megabyte each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +87,45 @@ class Statistics:
     moved_95_px: float  # 95 % moved no further
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Prepared:
+    """Matches of a pair between clusters, and how the surroundings of each move."""
+
+    found: IndexedMatches
+    points: tuple[FloatArray, FloatArray]  # (n, 2) each, the matches' own
+    motions: tuple[FloatArray, FloatArray]  # (n, 2, 2) each, from the other picture to picture 0, and to picture 1
+
+    def carried(self, side: int, theirs: Keypoints) -> FloatArray:
+        """Where the matches put the keypoints of the other picture in picture `side`: (n, 2)."""
+        apart = theirs.points[self.found.indices[:, 1 - side]].astype(np.float64) - self.points[1 - side]
+        return self.points[side] + np.einsum("nij,nj->ni", self.motions[side], apart)
+
+    def residuals(self, keypoints0: Keypoints, keypoints1: Keypoints) -> FloatArray:
+        """How far the keypoints of picture 1 are from where the matches put those of picture 0: (n,)."""
+        there = keypoints1.points[self.found.indices[:, 1]]
+        return np.linalg.norm(self.carried(1, keypoints0) - there, axis=1)
+
+
 class MergedMatches:
     """Keypoints of all pictures of a store, and its matches between them; `merge` makes it."""
 
-    def __init__(self, store: MatchStore, config: MergeConfig, wanted: Iterable[Names]) -> None:
+    def __init__(
+        self,
+        store: MatchStore,
+        config: MergeConfig,
+        wanted: Iterable[Names],
+        inliers: Mapping[Names, BoolArray] | None = None,
+    ) -> None:
         self.config = config
         self.keypoints: dict[str, Keypoints] = {}
         self.pairs: list[Names] = []
         self._store = store
-        self._verified: dict[Names, npt.NDArray[np.uint8]] = {}  # a bit per match
+        # A bit per match, best first.
+        self._verified: dict[Names, npt.NDArray[np.uint8]] = {
+            names: np.packbits(f) for names, f in (inliers or {}).items()
+        }
+        self._prepared: OrderedDict[Names, _Prepared] = OrderedDict()
+        self.placed = False  # whether the keypoints are where their matches put them
         usable, seen = set(store.names()) - store.failures().keys(), set[Names]()
         for names in wanted:
             if names in usable and names[0] != names[1] and not seen & {names, names[::-1]}:
@@ -101,13 +133,19 @@ class MergedMatches:
                 seen.add(names)
 
     def indexed(self, name0: str, name1: str) -> IndexedMatches:
-        """A pair's matches as numbers of keypoints."""
-        return self._assign(self._load((name0, name1)), name0, name1)
+        """A pair's matches as numbers of keypoints; a match that leads past its keypoint is left out."""
+        pair = self._prepare((name0, name1))
+        if not self.placed:
+            return pair.found
+        near = pair.residuals(self.keypoints[name0], self.keypoints[name1]) <= _PAST * self.keypoints[name1].radius_px
+        return IndexedMatches(
+            indices=pair.found.indices[near], scores=pair.found.scores[near], rows=pair.found.rows[near]
+        )
 
     def matches(self, name0: str, name1: str) -> Matches:
         """A pair's matches, from keypoint to keypoint."""
         kept = self._load((name0, name1))
-        found = self._assign(kept, name0, name1)
+        found = self.indexed(name0, name1)
         index0, index1 = found.indices.T
         return replace(
             kept,
@@ -121,7 +159,7 @@ class MergedMatches:
         counts, matches = np.zeros(_LARGEST_MOVE * _PER_PX, np.int64), 0
         for names in self.pairs:
             pair = self._load(names)
-            found = self._assign(pair, *names)
+            found = self.indexed(*names)
             matches += len(found.rows)
             for side, points in enumerate((pair.points0, pair.points1)):
                 keypoints = self.keypoints[names[side]].points[found.indices[:, side]]
@@ -139,21 +177,29 @@ class MergedMatches:
         )
 
     def _load(self, names: Names) -> Matches:
-        """A pair's matches, those of the pair the other way round among them, best first."""
-        pair, other = self._store.get(*names), self._store.get(*names[::-1])
+        """The matches of a pair that agree with its geometry, best first."""
+        pair = load_pair(self._store, names)
         if pair is None:
             raise DataError(f"The pair {names[0]}, {names[1]} is not in the store; match it first.")
-        if other is not None and len(other):
-            other = other.swapped()
-            pair = replace(
-                pair,
-                points0=np.concatenate([pair.points0, other.points0]),
-                points1=np.concatenate([pair.points1, other.points1]),
-                scores=np.concatenate([pair.scores, other.scores]),
-            )
         if names not in self._verified:
             self._verified[names] = np.packbits(_verify(pair, self.config.max_error))
-        return pair[np.unpackbits(self._verified[names], count=len(pair)).astype(bool)].top(len(pair))
+        return pair[np.unpackbits(self._verified[names], count=len(pair)).astype(bool)]
+
+    def _prepare(self, names: Names) -> "_Prepared":
+        """A pair's matches between clusters; the pairs that were used last are kept in memory."""
+        if names not in self._prepared:
+            matches = self._load(names)
+            found = self._assign(matches, *names)
+            points = matches.points0.astype(np.float64), matches.points1.astype(np.float64)
+            self._prepared[names] = _Prepared(
+                found=found,
+                points=(points[0][found.rows], points[1][found.rows]),
+                motions=(_local_motion(points[1], points[0], found.rows), _local_motion(*points, found.rows)),
+            )
+            if len(self._prepared) > _IN_MEMORY:
+                self._prepared.popitem(last=False)
+        self._prepared.move_to_end(names)
+        return self._prepared[names]
 
     def _assign(self, matches: Matches, name0: str, name1: str) -> IndexedMatches:
         """Of the matches, best first, one for each keypoint on either side."""
@@ -173,13 +219,15 @@ def merge(
     progress: Progress = no_progress,
     *,
     pairs: Iterable[Names] | None = None,
+    inliers: Mapping[Names, BoolArray] | None = None,
 ) -> MergedMatches:
     """Find the keypoints that the matches of these pairs share, of all in the store if none are named.
 
-    The store must stay open. Pairs that are not there, or failed, are left out.
+    The store must stay open. Pairs that are not there, or failed, are left out. `inliers` says which matches of a pair,
+    as `load_pair` orders them, agree with its geometry; without it, a fundamental matrix is fitted.
     """
     require("scipy", "colmap", "Keypoints of a collection")
-    merged = MergedMatches(store, config or MergeConfig(), store.names() if pairs is None else pairs)
+    merged = MergedMatches(store, config or MergeConfig(), store.names() if pairs is None else pairs, inliers)
     partners: dict[str, list[Names]] = defaultdict(list)
     for names in merged.pairs:
         for name in names:
@@ -192,12 +240,13 @@ def merge(
         for count, (name, its_pairs) in enumerate(partners.items()):
             merged.keypoints[name] = _place(merged, name, its_pairs)
             progress("Placing keypoints", sweep * len(partners) + count + 1, total)
+    merged.placed = merged.config.sweeps > 0
     return merged
 
 
 def _verify(matches: Matches, max_error: float) -> BoolArray:
     """Which matches agree with the epipolar geometry that most of them share."""
-    threshold_px = max_error * (_cell_px(matches, 0) + _cell_px(matches, 1)) / 2
+    threshold_px = max_error * (cell_px(matches, 0) + cell_px(matches, 1)) / 2
     # A sample of the best tells the geometry as well as all.
     sample = matches.top(_SAMPLE)
     fit = geometry.estimate(sample, "fundamental", threshold_px=threshold_px, max_iterations=_ITERATIONS)
@@ -206,13 +255,6 @@ def _verify(matches: Matches, max_error: float) -> BoolArray:
     distance = geometry.sampson_distance_px(fit.matrix, matches.points0, matches.points1)
     agree: BoolArray = distance <= threshold_px  # false for NaN
     return agree
-
-
-def _cell_px(matches: Matches, side: int) -> float:
-    """The matcher's fine cell in pixels of a picture."""
-    size = (matches.size0, matches.size1)[side]
-    network = matches.info.get(f"network_size{side}", size)
-    return FINE_STRIDE * max(size) / max(*network, 1)
 
 
 def _gather(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoints:
@@ -224,7 +266,7 @@ def _gather(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoin
         points.append((matches.points0, matches.points1)[side])
         scores.append(matches.scores)
         size = (matches.size0, matches.size1)[side]
-        cells.append(_cell_px(matches, side))
+        cells.append(cell_px(matches, side))
     radius = merged.config.radius * float(np.median(cells))
     places, weights = np.concatenate(points).astype(np.float64), np.concatenate(scores).astype(np.float64)
     centers = _cluster(places, weights, radius)
@@ -273,17 +315,10 @@ def _place(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoint
     mine = merged.keypoints[name]
     places, weights, owners = [], [], []
     for names in pairs:
-        matches = merged._load(names)
-        found = merged._assign(matches, *names)
-        side = names.index(name)
-        here, there = (matches.points0, matches.points1)[:: 1 - 2 * side]
-        index, other = found.indices.T[:: 1 - 2 * side]
-        theirs = merged.keypoints[names[1 - side]]
-        motion = _local_motion(there.astype(np.float64), here.astype(np.float64), found.rows)
-        apart = theirs.points[other].astype(np.float64) - there[found.rows]
-        places.append(here[found.rows] + np.einsum("nij,nj->ni", motion, apart))
-        weights.append(found.scores.astype(np.float64))
-        owners.append(index)
+        side, pair = names.index(name), merged._prepare(names)
+        places.append(pair.carried(side, merged.keypoints[names[1 - side]]))
+        weights.append(pair.found.scores.astype(np.float64))
+        owners.append(pair.found.indices[:, side])
     points, owner = np.concatenate(places), np.concatenate(owners)
     near = np.linalg.norm(points - mine.centers[owner], axis=1) < 2 * mine.radius_px
     owner = np.where(near, owner, -1)

@@ -55,7 +55,7 @@ def match_collection(
     if len(names) < 2:
         raise DataError(f"{images} holds one picture only; give a folder with at least two.")
     # On the CPU, only to check the settings and to say what matches depend on; each worker has its own.
-    settings: dict[str, Any] = {"size": config.size, "top": config.top, "min_score": config.min_score}
+    settings: dict[str, Any] = {key: getattr(config, key) for key in ("size", "top", "min_score", "quality")}
     matcher = load(config.preset, weights=config.weights, device="cpu", **settings)
     check_writable(make_folder(out) / "matches.sqlite")
     run = _Run(images, names, config, matcher, Console(stderr=True, quiet=quiet))
@@ -100,7 +100,9 @@ class _Run:
         """
         info = self.matcher.info
         fields = {key: value for key, value in info["matcher"].items() if key != "max_memory"}
-        return {"weights": info["weights"], "network": info["network"], "matcher": fields}
+        # Recalibrated, the same matches have other scores.
+        made = {key: info[key] for key in ("weights", "calibration") if info[key] is not None or key == "weights"}
+        return {**made, "network": info["network"], "matcher": fields}
 
     def __enter__(self) -> "_Run":
         return self

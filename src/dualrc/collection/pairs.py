@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,11 @@ from dualrc.collection.config import CollectionConfig
 from dualrc.collection.retrieval import most_similar
 from dualrc.collection.store import Names
 from dualrc.errors import ConfigError, DataError
-from dualrc.files import read_text
+from dualrc.files import read_text, write_text
 from dualrc.types import FloatArray
 
 _FEW = 60  # pictures: so many are matched exhaustively where nothing else is asked for
-_NAME = re.compile(r'"([^"]*)"|(\S+)')
+_WORD = re.compile(r'"([^"]*)"|(\S+)')
 
 
 def choose(
@@ -101,23 +102,61 @@ def covisible(names: Iterable[str], model: str | Path, k: int) -> list[Names]:
 
 
 def from_file(names: Iterable[str], path: str | Path) -> list[Names]:
-    """The pairs of a text file, `name0 name1` a line; around spaces in names double quotes, or a tab between names."""
+    """The pairs of a text file, `name0 name1` a line, as COLMAP and hloc write it.
+
+    Where a name holds spaces there is a tab between the two, as `write_pairs` writes it, or there are double quotes
+    around it; without either, the line is read where it can mean one pair of the names alone.
+    """
     known, pairs = set(names), []
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        found = line.split("\t") if "\t" in line else [quoted or plain for quoted, plain in _NAME.findall(line)]
-        pair = [name.strip().strip('"') for name in found]
-        if len(pair) != 2 or pair[0] == pair[1]:
-            remedy = 'write two names, those with spaces as "name"'
-            raise DataError(f"{path}, line {number}: {line.strip()!r} is not a pair of pictures; {remedy}.")
-        for name in pair:
-            if name not in known:
-                raise DataError(f"{path}, line {number}: {name!r} is not in the folder; names are relative to it.")
-        pairs.append((pair[0], pair[1]))
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        found = _readings(line, known)
+        if len(found) == 1:
+            pairs += found
+        elif line.strip() and not line.startswith("#"):
+            words = _words(line)
+            problem = f"{line.strip()!r} is not a pair of pictures"
+            remedy = 'write two names with a tab between them, or those with spaces as "name"'
+            if not found and len(words) == 2 and words[0] != words[1]:
+                missing = next((word for word in words if word not in known), words[0])
+                problem, remedy = f"{missing!r} is not in the folder", "names are relative to it"
+            raise DataError(f"{path}, line {number}: {problem}; {remedy}.")
     if not pairs:
         raise DataError(f"{path} lists no pairs; write two names a line.")
     return _once(pairs)
+
+
+def write_pairs(path: str | Path, pairs: Iterable[Names]) -> None:
+    """Write a text file that `from_file` reads, and COLMAP and hloc too where no name holds spaces."""
+    lines = []
+    for pair in pairs:
+        plain = not any(re.search(r'[\s"]|^#', name) for name in pair)
+        lines.append((" " if plain else "\t").join(pair) + "\n")
+    write_text(path, "".join(lines))
+
+
+def _readings(line: str, known: AbstractSet[str]) -> list[Names]:
+    """The pairs of known names that a line can mean; the surest way to read it decides."""
+    found: list[Names] = []
+    if "\t" in line:
+        name0, _, name1 = line.partition("\t")
+        found = [(name0, name1)]
+    if not _known(found, known):
+        words = _words(line)
+        found = [(words[0], words[1])] if len(words) == 2 else []
+    if not _known(found, known):
+        spaces = [at for at, character in enumerate(line) if character == " "]
+        found = [(line[:at].strip(), line[at:].strip()) for at in spaces]
+    return list(dict.fromkeys(_known(found, known)))
+
+
+def _known(pairs: Iterable[Names], known: AbstractSet[str]) -> list[Names]:
+    return [(name0, name1) for name0, name1 in pairs if name0 != name1 and {name0, name1} <= known]
+
+
+def _words(line: str) -> list[str]:
+    if "\t" in line:
+        return [word.strip().strip('"') for word in line.split("\t")]
+    return [quoted or plain for quoted, plain in _WORD.findall(line)]
 
 
 def _once(pairs: Iterable[Names]) -> list[Names]:

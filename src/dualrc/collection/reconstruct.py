@@ -4,6 +4,7 @@ import copy
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from dualrc.collection.figure import draw_reconstruction
 from dualrc.collection.keypoints import MergeConfig, Statistics, merge
 from dualrc.collection.matching import match_collection
 from dualrc.collection.progress import Progress, show_progress
-from dualrc.collection.store import MatchStore
+from dualrc.collection.store import MatchStore, Names
+from dualrc.collection.verification import VerificationSummary, verify_pairs
 from dualrc.colmap import import_pycolmap, quiet_colmap
 from dualrc.errors import DataError, OutputError
 from dualrc.files import replacing, write_json
@@ -26,6 +28,7 @@ from dualrc.geometry import Camera
 from dualrc.image import find_pictures
 from dualrc.provenance import provenance
 
+_GROWTH, _REFINEMENTS = 1.4, 2  # of the model between two adjustments of all of it, and rounds of each
 _FEWEST_VIEWS = 5  # pictures of a camera, to refine its principal point
 _LARGEST_SHIFT = 0.05  # of a principal point, in long sides
 
@@ -55,6 +58,7 @@ class Summary:
     models: int  # that did not join; the largest is kept
     cameras: str  # where they come from
     left_out: tuple[str, ...]  # pictures that are not registered
+    verification: VerificationSummary
     merging: Statistics
     seconds: dict[str, float]  # of each step
 
@@ -62,7 +66,7 @@ class Summary:
 def reconstruct(
     images: str | Path, out: str | Path, config: ReconstructConfig | None = None, *, quiet: bool = False
 ) -> Summary:
-    """Reconstruct a folder of pictures into `out`: model, database.db, points.ply, model.png and summary.json.
+    """Reconstruct a folder of pictures into `out`: model, database.db, points.ply, model.png, summary.json, pairs.json.
 
     Matches are kept in `out`/matches.sqlite, so that a second run goes on where the first stopped.
     """
@@ -77,10 +81,18 @@ def reconstruct(
     with show_progress(Console(stderr=True, quiet=quiet)) as tell, MatchStore(matched.store) as store:
         # The store may hold pictures that have been taken out since.
         pairs = [names for names in matched.pairs if cameras.keys() >= set(names)]
-        merged = merge(store, config.keypoints, tell, pairs=pairs)
+        verified = verify_pairs(store, _usable(store, pairs), cameras, tell)
+        write_json(out / "pairs.json", [check.to_dict() for check in verified.checks.values()])
+        clock.lap("verification")
+        if not verified.kept:
+            raise _nothing_to_place(images, out)
+        cameras = verified.cameras
+        inliers = {check.names: check.inlier_flags() for check in verified.kept}
+        merged = merge(store, config.keypoints, tell, pairs=inliers, inliers=inliers)
         merging = merged.statistics()
         clock.lap("keypoints")
-        write_database(out / "database.db", merged, images, cameras, tell)
+        poses = {check.names: check.pose for check in verified.kept if check.pose is not None}
+        write_database(out / "database.db", merged, images, cameras, tell, poses=poses)
         clock.lap("database")
         if config.hloc:
             write_hloc(out, merged, images, tell)
@@ -99,6 +111,7 @@ def reconstruct(
         models=models,
         cameras=describe_cameras(cameras),
         left_out=tuple(name for name in matched.names if name not in names),
+        verification=verified.summary(),
         merging=merging,
         seconds=clock.seconds,
     )
@@ -106,11 +119,33 @@ def reconstruct(
     return summary
 
 
+def _usable(store: MatchStore, pairs: Iterable[Names]) -> list[Names]:
+    """The pairs that are in the store and did not fail, each once, whichever way round."""
+    there, chosen = set(store.names()) - store.failures().keys(), dict[frozenset[str], Names]()
+    for names in pairs:
+        if names in there and names[0] != names[1]:
+            chosen.setdefault(frozenset(names), names)
+    return list(chosen.values())
+
+
+def _nothing_to_place(images: Path, out: Path) -> DataError:
+    return DataError(
+        f"No two pictures of {images} could be placed together; give pictures that overlap more and are taken from "
+        "different places, match more pairs (--pairs exhaustive), or give the cameras (--cameras). "
+        f"{out / 'pairs.json'} says what is wrong with each pair."
+    )
+
+
 def _map(out: Path, images: Path, cameras: dict[str, Camera], tell: Progress, pycolmap: Any) -> tuple[Any, int]:
     """The largest model that COLMAP makes of the database, and how many it made."""
     options = pycolmap.IncrementalPipelineOptions()
     options.min_model_size = 2
     options.random_seed = 0
+    # A dense matcher gives many times the points of sparse features. Adjusting all of them after every tenth picture
+    # more, five times over, takes most of the time and changes nothing that the last adjustment does not.
+    options.ba_global_frames_ratio = options.ba_global_points_ratio = _GROWTH
+    options.ba_global_max_refinements = _REFINEMENTS
+    options.mapper.ba_global_ignore_redundant_points3D = True
     known = all(is_known(camera) for camera in cameras.values())
     if known:
         options.ba_refine_focal_length = options.ba_refine_extra_params = False
@@ -133,10 +168,7 @@ def _map(out: Path, images: Path, cameras: dict[str, Camera], tell: Progress, py
             next_image_callback=lambda: count(1),
         )
     if not models:
-        raise DataError(
-            f"No two pictures of {images} could be placed together; give pictures that overlap more and are taken from "
-            "different places, match more pairs (--pairs exhaustive), or give the cameras (--cameras)."
-        )
+        raise _nothing_to_place(images, out)
     best = max(models.values(), key=lambda model: (model.num_reg_images(), model.num_points3D()))
     if not known:
         tell("Refining", 0, 1)

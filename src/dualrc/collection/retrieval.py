@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from dualrc.files import replacing
+from dualrc.files import limit_zip, replacing
 from dualrc.matcher import PictureFeatures
 from dualrc.types import FloatArray
 
@@ -53,8 +53,9 @@ def most_similar(queries: FloatArray, database: FloatArray, k: int) -> npt.NDArr
 
 
 def read_descriptors(path: Path, config: Mapping[str, Any]) -> dict[str, FloatArray]:
-    """Descriptors by picture name; none if the file is absent, broken, or made with another config."""
+    """Descriptors by picture name; none if the file is absent, broken, over 4 GiB, or made with another config."""
     try:
+        limit_zip(path, 4 << 30)
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             if json.loads(str(arrays["config"])) != json.loads(json.dumps(config)):
                 return {}

@@ -1,6 +1,8 @@
 """A crash-safe store of matches between pictures, keyed by their names: one SQLite file in WAL mode.
 
 A pair is there whole or not at all, whenever the process dies. One process at a time should write; any may read.
+A file may come from anybody: one with views or triggers is refused, a value has at most 256 MiB, and a pair whose
+arrays do not fit together is an error that names it.
 """
 
 import json
@@ -14,6 +16,7 @@ import numpy as np
 
 from dualrc.config import first_difference
 from dualrc.errors import DataError, OutputError
+from dualrc.files import parse_json
 from dualrc.matches import Matches
 from dualrc.types import FloatArray
 
@@ -21,6 +24,7 @@ Names = tuple[str, str]
 
 _FORMAT = "dualrc-matches-1"
 _BUSY_S = 60.0
+_MOST_BYTES = 1 << 28  # of a value: a pair's points are a fraction of that
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     """CREATE TABLE IF NOT EXISTS pairs (
@@ -57,7 +61,7 @@ class MatchStore:
         with self._errors():
             self._refuse_foreign(may_be_empty=config is not None)
             # Autocommit: what is not inside an explicit transaction is durable when the call returns.
-            self._connection = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
+            self._connection = _distrust(sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None))
         try:
             self._prepare(config)
         except BaseException:
@@ -77,7 +81,13 @@ class MatchStore:
     @property
     def config(self) -> dict[str, Any]:
         """What the matches were made with."""
-        return json.loads(self._meta("config") or "{}")
+        try:
+            config = parse_json(self._meta("config") or "{}")
+            if not isinstance(config, dict):
+                raise ValueError("it is no table of settings")
+        except ValueError as error:
+            raise DataError(f"{self.path}: its config is damaged ({error}); delete the file.") from error
+        return config
 
     def put(self, name0: str, name1: str, matches: Matches) -> None:
         """Keep a pair's matches, in place of what was there; `info["error"]` marks a pair that failed."""
@@ -161,10 +171,13 @@ class MatchStore:
         # Immutable, because else SQLite makes files beside a database in WAL mode. Where they are, they must be read.
         wal = self.path.with_name(self.path.name + "-wal")
         how = "mode=ro" if wal.exists() else "mode=ro&immutable=1"
-        connection = sqlite3.connect(f"{self.path.resolve().as_uri()}?{how}", uri=True, timeout=_BUSY_S)
+        connection = _distrust(sqlite3.connect(f"{self.path.resolve().as_uri()}?{how}", uri=True, timeout=_BUSY_S))
         try:
-            if may_be_empty and connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone() == (0,):
+            kinds = {kind for (kind,) in connection.execute("SELECT DISTINCT type FROM sqlite_master")}
+            if may_be_empty and not kinds:
                 return
+            if kinds & {"view", "trigger"}:  # these would run whatever their maker wrote
+                raise DataError(f"{self.path} is not a store of matches; give another path.")
             found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
         finally:
             connection.close()
@@ -192,8 +205,16 @@ class MatchStore:
             raise DataError(f"{self.path} is {what} ({error}); give another path.") from error
 
 
+def _distrust(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """Settings for a file that somebody else may have made."""
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
+    connection.execute("PRAGMA trusted_schema = OFF")
+    connection.execute("PRAGMA cell_size_check = ON")
+    return connection
+
+
 def _to_row(name0: str, name1: str, matches: Matches) -> tuple[Any, ...]:
-    info = dict(matches.info)
+    info = matches.stored_info()
     error = info.pop("error", None)
     arrays = (
         np.ascontiguousarray(a, dtype="<f4").tobytes() for a in (matches.points0, matches.points1, matches.scores)
@@ -208,7 +229,7 @@ def _from_row(row: tuple[Any, ...], path: Path) -> Matches:
         return np.frombuffer(blob, dtype="<f4").copy()
 
     try:
-        info = json.loads(text) | ({} if error is None else {"error": error})
+        info = dict(parse_json(text)) | ({} if error is None else {"error": str(error)})
         return Matches(
             points0=array(points0).reshape(-1, 2),
             points1=array(points1).reshape(-1, 2),
@@ -217,5 +238,5 @@ def _from_row(row: tuple[Any, ...], path: Path) -> Matches:
             size1=(width1, height1),
             info=info,
         )
-    except ValueError as damage:
+    except (ValueError, TypeError, OverflowError, DataError) as damage:
         raise DataError(f"{path}: the pair {name0}, {name1} is damaged ({damage}); delete the file.") from damage

@@ -25,7 +25,7 @@ from dualrc.matches import Matches
 from dualrc.types import FloatArray
 
 # What is kept of a match's info: the rest is the same for all pairs, and stands in the store's config.
-_INFO = ("device", "precision", "network_size0", "network_size1")
+_INFO = ("device", "precision", "network_size0", "network_size1", "zoom", "warning")
 _READERS = 4  # threads that read pictures beside a GPU
 
 
@@ -120,6 +120,11 @@ class Worker:
                 ready[task] = features
         for task in [task for task in ready if len(task) == 1]:
             yield task, global_descriptor(ready.pop(task)[0])
+        if self.matcher.config.quality == "high":
+            # It looks at the pictures, whose features only tell here that they can be read.
+            for task in ready:
+                yield task, self._again(*(paths[name] for name in task))
+            return
         pairs = [(features[0], features[1]) for features in ready.values()]
         try:
             results: list[Result] = [_slim(matches) for matches in self.matcher.match_many(pairs)]
@@ -130,6 +135,13 @@ class Worker:
     def _alone(self, features0: PictureFeatures, features1: PictureFeatures) -> Result:
         try:
             return _slim(self.matcher.match_features(features0, features1))
+        except ImageError as error:
+            return Failure(reason=str(error))
+
+    def _again(self, path0: Path, path1: Path) -> Result:
+        """A pair in high quality."""
+        try:
+            return _slim(self.matcher.match(path0, path1))
         except ImageError as error:
             return Failure(reason=str(error))
 
@@ -148,7 +160,7 @@ class Worker:
 
 
 def _slim(matches: Matches) -> Matches:
-    return replace(matches, info={key: matches.info[key] for key in _INFO})
+    return replace(matches, info={key: matches.info[key] for key in _INFO if key in matches.info})
 
 
 def _load(settings: WorkerSettings) -> Matcher:

@@ -13,6 +13,7 @@ from dualrc.colmap.upright import (
     quiet_colmap,
     refuse_mirrored,
     stored_points,
+    upright_from_stored,
 )
 
 __all__ = [
@@ -28,4 +29,5 @@ __all__ = [
     "read_model",
     "refuse_mirrored",
     "stored_points",
+    "upright_from_stored",
 ]

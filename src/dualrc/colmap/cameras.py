@@ -8,21 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.colmap.records import CameraRecord, read_cameras_txt, read_images_txt
-from dualrc.colmap.upright import HALF_PX, find_rotation
+from dualrc.colmap.upright import find_rotation
 from dualrc.errors import DataError
-from dualrc.geometry import Camera, read_cameras_json, refuse_distortion
+from dualrc.geometry import Camera, read_cameras_json
+from dualrc.pixels import from_colmap
 from dualrc.types import FloatArray
-
-# Per model, how many focal lengths precede cx and cy, and how many distortion coefficients follow. Fisheye models are
-# missing because they are not pinholes even when their coefficients are zero.
-_MODELS = {
-    "SIMPLE_PINHOLE": (1, 0),
-    "PINHOLE": (2, 0),
-    "SIMPLE_RADIAL": (1, 1),
-    "RADIAL": (1, 2),
-    "OPENCV": (2, 4),
-    "FULL_OPENCV": (2, 8),
-}
 
 
 def read_cameras(path: str | Path, names: Sequence[str], root: str | Path = "") -> dict[str, Camera]:
@@ -45,7 +35,7 @@ def read_cameras(path: str | Path, names: Sequence[str], root: str | Path = "") 
 def _read_colmap(path: Path, names: Sequence[str]) -> dict[str, Camera]:
     """The cameras of the named pictures as they are stored."""
     records = read_cameras_txt(path)
-    by_id = {number: pinhole_camera(record, f"{path}, camera {number}") for number, record in records.items()}
+    by_id = {number: camera_of(record, f"{path}, camera {number}") for number, record in records.items()}
     images_path = path.with_name("images.txt")
     if images_path.is_file():
         entries = read_images_txt(images_path)
@@ -70,7 +60,7 @@ def _read_colmap(path: Path, names: Sequence[str]) -> dict[str, Camera]:
 def from_colmap_pixels(K: npt.ArrayLike) -> FloatArray:
     """COLMAP's K (3, 3) in our pixels."""
     shifted = np.array(K, dtype=np.float64)
-    shifted[:2, 2] -= HALF_PX
+    shifted[:2, 2] = from_colmap(shifted[:2, 2])
     return shifted
 
 
@@ -86,13 +76,9 @@ def _find(name: str, known: Sequence[str], path: Path) -> str:
     raise DataError(f"{path} has no camera for {name}; add it, or leave the cameras file out.")
 
 
-def pinhole_camera(record: CameraRecord, where: str) -> Camera:
-    """The pinhole of the stored picture that a record tells, in our pixels; a DataError where it is none."""
-    if record.model not in _MODELS:
-        raise DataError(f"{where}: the camera model {record.model} is not supported; undistort the pictures first.")
-    params, (focals, distortions) = record.params, _MODELS[record.model]
-    if len(params) != (expected := focals + 2 + distortions):
-        raise DataError(f"{where}: {record.model} has {expected} parameters, not {len(params)}; mend the line.")
-    refuse_distortion(params[focals + 2 :], where)
-    K = np.array([[params[0], 0, params[focals]], [0, params[focals - 1], params[focals + 1]], [0, 0, 1]])
-    return Camera(width=record.width, height=record.height, K=from_colmap_pixels(K), source="file")
+def camera_of(record: CameraRecord, where: str) -> Camera:
+    """The camera of the stored picture that a record tells, in our pixels."""
+    try:
+        return Camera.from_colmap(record.model, (record.width, record.height), record.params, source="file")
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error

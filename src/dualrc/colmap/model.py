@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualrc.colmap.cameras import pinhole_camera
+from dualrc.colmap.cameras import camera_of
 from dualrc.colmap.records import CameraRecord, refuse_damaged
-from dualrc.colmap.upright import HALF_PX, find_rotation, import_pycolmap
+from dualrc.colmap.upright import find_rotation, import_pycolmap
 from dualrc.errors import DataError
+from dualrc.files import inside
 from dualrc.geometry import Camera
+from dualrc.pixels import from_colmap
 from dualrc.types import FloatArray, Size
 
 
@@ -24,7 +26,7 @@ class ModelImage:
     points: FloatArray  # (n, 2) float64, the observations that have a 3D point
     point_ids: npt.NDArray[np.int64]  # (n,)
     cam_from_world: FloatArray  # (3, 4)
-    camera: Camera | None  # None where the lens distorts, or is no pinhole
+    camera: Camera | None  # None where its model is none that looks through a plane, as EQUIRECTANGULAR
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,7 +43,10 @@ class Model:
 
 
 def read_model(path: str | Path, images: str | Path | None = None) -> Model:
-    """A COLMAP model, binary or text, from its folder; `images` holds its pictures, whose EXIF orientations count."""
+    """A COLMAP model, binary or text, from its folder; `images` holds its pictures, whose EXIF orientations count.
+
+    Counts and lengths of binary files must fit their sizes, and names must not lead out of the folder of the pictures.
+    """
     pycolmap = import_pycolmap()
     path = Path(path)
     if not path.is_dir():
@@ -56,6 +61,9 @@ def read_model(path: str | Path, images: str | Path | None = None) -> Model:
         raise DataError(f"The COLMAP model {path} is damaged; copy or export it again.")
     point_ids = np.array(sorted(model.points3D), dtype=np.int64)
     xyz = np.array([model.points3D[point_id].xyz for point_id in point_ids.tolist()]).reshape(-1, 3)
+    for image in model.images.values():
+        # Else a model could have any picture of this machine read.
+        inside(images or "the folder of the pictures", image.name)
     registered = sorted((model.images[number] for number in model.reg_image_ids()), key=lambda image: image.name)
     folder = None if images is None else Path(images)
     return Model(images={image.name: _model_image(image, folder) for image in registered}, point_ids=point_ids, xyz=xyz)
@@ -68,10 +76,9 @@ def posed_reconstruction(cameras: Mapping[str, Camera]) -> Any:
     for number, (name, camera) in enumerate(cameras.items(), start=1):
         if camera.cam_from_world is None:
             raise DataError(f"The camera of {name} has no pose; add its cam_from_world.")
-        K = camera.K
-        params = [K[0, 0], K[1, 1], K[0, 2] + HALF_PX, K[1, 2] + HALF_PX]
+        kind, params = camera.to_colmap()
         made.add_camera_with_trivial_rig(
-            pycolmap.Camera(camera_id=number, model="PINHOLE", width=camera.width, height=camera.height, params=params)
+            pycolmap.Camera(camera_id=number, model=kind, width=camera.width, height=camera.height, params=params)
         )
         image = pycolmap.Image(name=name, camera_id=number, image_id=number)
         made.add_image_with_trivial_frame(image, pycolmap.Rigid3d(camera.cam_from_world))
@@ -81,14 +88,14 @@ def posed_reconstruction(cameras: Mapping[str, Camera]) -> Any:
 def _model_image(image: Any, folder: Path | None) -> ModelImage:
     """A registered picture of pycolmap's, upright."""
     seen, size = image.get_observation_points2D(), (image.camera.width, image.camera.height)
-    points = np.array([point.xy for point in seen], dtype=np.float64).reshape(-1, 2) - HALF_PX
+    points = from_colmap(np.array([point.xy for point in seen], dtype=np.float64).reshape(-1, 2))
     pose = np.array(image.cam_from_world().matrix(), dtype=np.float64)
     rotation = find_rotation("" if folder is None else folder / image.name, size)
     pose = rotation.camera @ pose
     try:
         model, params = image.camera.model_name, image.camera.params
         record = CameraRecord(camera_id=0, model=model, width=size[0], height=size[1], params=params)
-        camera = replace(rotation.rotate_camera(pinhole_camera(record, image.name)), cam_from_world=pose)
+        camera = replace(rotation.rotate_camera(camera_of(record, image.name)), cam_from_world=pose)
     except DataError:
         camera = None
     return ModelImage(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from dualrc.errors import DataError
 from dualrc.extras import require
 from dualrc.geometry import Camera
 from dualrc.image import read_header
+from dualrc.pixels import to_colmap
 from dualrc.types import FloatArray, Size
 
-HALF_PX = 0.5  # added to our coordinates, it gives COLMAP's
 # By EXIF orientation, how x and y of the stored picture's camera become those of the upright one's: rotated by 180
 # degrees, by 90 clockwise and by 90 counterclockwise.
 _ROTATIONS = {1: ((1, 0), (0, 1)), 3: ((-1, 0), (0, -1)), 6: ((0, -1), (1, 0)), 8: ((0, 1), (-1, 0))}
@@ -23,7 +24,8 @@ _ROTATIONS = {1: ((1, 0), (0, 1)), 3: ((-1, 0), (0, -1)), 6: ((0, -1), (1, 0)), 
 
 def import_pycolmap() -> Any:
     """The module pycolmap, or an error that says how to get it."""
-    # Pillow must come first, as it does by way of image.py: the other way round its PNG writer breaks.
+    # Pillow's library must come first: the other way round writing a PNG ends the process.
+    import_module("PIL.Image")
     return require("pycolmap", "colmap", "COLMAP's models")
 
 
@@ -53,7 +55,21 @@ class UprightRotation:
             width=self.size[0],
             height=self.size[1],
             K=self.pixels @ stored.K @ self.camera.T,
+            lens=stored.lens.turned(self.camera[:2, :2]),
             cam_from_world=None if stored.cam_from_world is None else self.camera @ stored.cam_from_world,
+        )
+
+    def stored_camera(self, upright: Camera) -> Camera:
+        """The camera of the stored picture, without a pose."""
+        # The matrix that rotates places rotates a size too, but for signs; the inverse of a rotation is its transpose.
+        width, height = (int(abs(side)) for side in self.pixels[:2, :2].T @ upright.size)
+        return replace(
+            upright,
+            width=width,
+            height=height,
+            K=np.linalg.inv(self.pixels) @ upright.K @ self.camera,
+            lens=upright.lens.turned(self.camera[:2, :2].T),
+            cam_from_world=None,
         )
 
     def rotate_points(self, stored: FloatArray) -> FloatArray:
@@ -94,22 +110,23 @@ def stored_points(points: npt.ArrayLike, path: str | Path) -> FloatArray:
 def colmap_points(points: npt.ArrayLike, path: str | Path | None = None) -> FloatArray:
     """Upright points (n, 2) of a picture file as COLMAP counts its pixels; without a file they are not rotated."""
     places = np.asarray(points, dtype=np.float64).reshape(-1, 2) if path is None else stored_points(points, path)
-    return places + HALF_PX
+    return to_colmap(places)
 
 
 def colmap_camera(camera: Camera, path: str | Path, *, known: bool) -> Any:
-    """pycolmap's Camera of a picture file: a pinhole if it is known, else one focal length and one distortion."""
-    rotation = find_rotation(path)
-    K = np.linalg.inv(rotation.pixels) @ camera.K @ rotation.camera
-    # The same matrix rotates a size, but for signs.
-    width, height = (int(abs(side)) for side in rotation.pixels[:2, :2].T @ camera.size)
-    cx, cy = K[0, 2] + HALF_PX, K[1, 2] + HALF_PX
-    model, params = "PINHOLE", [K[0, 0], K[1, 1], cx, cy]
+    """pycolmap's Camera of a picture file: as it is if it is known, else one focal length and one distortion."""
+    stored = find_rotation(path).stored_camera(camera)
+    model, params = stored.to_colmap()
     if not known:
-        model, params = "SIMPLE_RADIAL", [camera.focal_px, cx, cy, 0.0]
-    made = import_pycolmap().Camera(model=model, width=width, height=height, params=params)
+        model, params = "SIMPLE_RADIAL", [camera.focal_px, *to_colmap(stored.K[:2, 2]), 0.0]
+    made = import_pycolmap().Camera(model=model, width=stored.width, height=stored.height, params=params)
     made.has_prior_focal_length = camera.source in ("file", "exif")
     return made
+
+
+def upright_from_stored(path: str | Path) -> FloatArray:
+    """The rotation (3, 3) from the camera of a picture file as it is stored to that of the upright picture."""
+    return find_rotation(path).camera
 
 
 def refuse_mirrored(path: str | Path) -> None:

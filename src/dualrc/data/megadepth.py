@@ -14,13 +14,14 @@ import numpy.typing as npt
 from dualrc.colmap import from_colmap_pixels
 from dualrc.config import check_bounds, to_toml
 from dualrc.data.depth import DepthView, correspond_by_depth
+from dualrc.data.hdf5 import read_dataset
 from dualrc.data.npz import read_arrays
 from dualrc.data.pairs import PairSample
 from dualrc.data.pairsfile import PairLine, TooFewPointsError, line_of, write_pairs
 from dualrc.data.views import CutConfig
 from dualrc.errors import ConfigError, DataError
 from dualrc.extras import require
-from dualrc.files import make_folder, read_text, replacing, write_text
+from dualrc.files import inside, make_folder, read_text, replacing, write_text
 from dualrc.geometry import Camera
 
 Split = Literal["training", "validation"]
@@ -88,7 +89,7 @@ class MegaDepthScene:
         return self._images, self._depths, self._intrinsics, self._poses
 
     def _view(self, number: int) -> DepthView:
-        depth = read_depth_h5(self.root / str(self._depths[number]))
+        depth = read_depth_h5(inside(self.root, str(self._depths[number])))
         height, width = depth.shape
         try:
             K = from_colmap_pixels(np.asarray(self._intrinsics[number], dtype=np.float64))
@@ -96,7 +97,7 @@ class MegaDepthScene:
         except (TypeError, ValueError) as error:
             raise DataError(f"{self.path}: picture {number} has no camera ({error}); get the file again.") from error
         camera = Camera(width=width, height=height, K=K, source="file", cam_from_world=pose)
-        return DepthView(image=self.root / str(self._images[number]), depth=depth, camera=camera)
+        return DepthView(image=inside(self.root, str(self._images[number])), depth=depth, camera=camera)
 
 
 class MegaDepthPairs:
@@ -144,14 +145,14 @@ def scene_files(root: str | Path) -> list[Path]:
 
 
 def read_depth_h5(path: Path) -> npt.NDArray[np.float32]:
-    """The depth map (h, w) of an HDF5 file, 0 where there is none."""
+    """The depth map (h, w) of an HDF5 file, 0 where there is none; at most 1 GiB, and in the file itself."""
     h5py = require("h5py", "colmap", "MegaDepth's depth maps")
     try:
         with h5py.File(path, "r") as file:
-            depth = np.asarray(file["depth"], dtype=np.float32)
+            depth = read_dataset(file, "depth").astype(np.float32)
     except FileNotFoundError as error:
         raise DataError(f"The depth map {path} does not exist; download it again.") from error
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
+    except (OSError, KeyError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         raise DataError(f"The depth map {path} is broken ({error}); download it again.") from error
     if depth.ndim != 2 or 0 in depth.shape:
         raise DataError(f"{path} holds no depth map but an array of shape {depth.shape}; download it again.")

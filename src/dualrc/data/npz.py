@@ -1,4 +1,8 @@
-"""Arrays of others' .npz files, also those of Python objects, without running code that a file may hold."""
+"""Arrays of others' .npz files, also those of Python objects, without running code that a file may hold.
+
+The arrays of a file take at most 4 GiB together, however small the file is, and a shape must be that of the data.
+Objects are unpickled only if they are arrays, plain values and containers of them.
+"""
 
 import pickle
 import struct
@@ -11,7 +15,9 @@ from typing import IO, Any
 import numpy as np
 
 from dualrc.errors import DataError
+from dualrc.files import limit_zip
 
+MOST_BYTES = 4 << 30  # unpacked
 # What reading a file that is not what it should be can raise.
 BROKEN = (
     OSError,
@@ -34,6 +40,7 @@ BROKEN = (
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
     """The named arrays of an .npz file; the others, which may be large, are not touched."""
     try:
+        limit_zip(path, MOST_BYTES)
         with zipfile.ZipFile(path) as archive:
             found = {name.removesuffix(".npy") for name in archive.namelist()}
             if missing := [name for name in names if name not in found]:

@@ -10,8 +10,8 @@ import numpy as np
 from dualrc.data.pairs import PairSample, PairSource
 from dualrc.data.views import CutConfig
 from dualrc.errors import DataError
-from dualrc.files import is_file, read_text, replacing
-from dualrc.image import SUFFIXES
+from dualrc.files import inside, is_file, read_text, replacing
+from dualrc.formats import SUFFIXES
 from dualrc.types import FloatArray
 
 _FORM = "write `image0 image1 x0 y0 x1 y1 ...`, four numbers a correspondence"
@@ -63,8 +63,8 @@ class PairsFile:
         """The pair of a line."""
         line = parse_line(self._lines[number][1])
         return PairSample(
-            image0=self.images / line.name0,
-            image1=self.images / line.name1,
+            image0=inside(self.images, line.name0),
+            image1=inside(self.images, line.name1),
             points0=line.points0,
             points1=line.points1,
         )

@@ -4,14 +4,13 @@ import io
 import itertools
 import lzma
 import tarfile
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +18,12 @@ from PIL import Image
 from torch import Tensor
 
 from dualrc.config import check_bounds
-from dualrc.errors import ConfigError, DataError
-from dualrc.image import SUFFIXES, read
+from dualrc.errors import ConfigError, DataError, ImageError
+from dualrc.formats import SUFFIXES, open_picture
+from dualrc.image import read
 from dualrc.types import ImageArray
 
+_MOST_BYTES = 1 << 28  # of a photograph in a tar file
 _MOST_WAITING = 64  # photographs that wait for being decoded or taken: a whole tar file would fill the memory
 
 T = TypeVar("T")
@@ -43,10 +44,8 @@ def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | 
     images: list[ImageArray] = []
     sizes, broken = [], []
     sources = itertools.islice(_sources(roots), limit)
-    # Warnings are silenced out here because their filter belongs to all threads; Pillow's are of no use to training.
-    with warnings.catch_warnings(), ThreadPoolExecutor() as pool:  # decoding runs beside Python
-        warnings.simplefilter("ignore")
-        for name, pixels in _in_order(pool, lambda source: (source[0], _read_small(source[1], canvas)), sources):
+    with ThreadPoolExecutor() as pool:  # decoding runs beside Python
+        for name, pixels in _in_order(pool, lambda source: (source[0], _read_small(*source, canvas)), sources):
             if pixels is None:
                 broken.append(name)
                 continue
@@ -72,11 +71,11 @@ def _in_order(
         yield waiting.popleft().result()
 
 
-def _read_small(source: Path | bytes, canvas: int) -> ImageArray | None:
+def _read_small(name: str, source: Path | bytes, canvas: int) -> ImageArray | None:
     """A photograph scaled down to the canvas; None if it can't be read or is too small to cut views from."""
     try:
-        pixels = read(source) if isinstance(source, Path) else read(Image.open(io.BytesIO(source)))
-    except Exception:  # a damaged file can fail in any way, and one of many is no reason to stop
+        pixels = read(source) if isinstance(source, Path) else read(open_picture(io.BytesIO(source), name))
+    except ImageError:  # one of many is no reason to stop
         return None
     height, width = pixels.shape[:2]
     scale = canvas / max(height, width)
@@ -100,19 +99,45 @@ def _sources(roots: Sequence[str | Path]) -> Iterator[tuple[str, Path | bytes]]:
 
 
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of a tar file's pictures.
+
+    Nothing is unpacked, so that names don't matter. Links, files with holes and those of more than 256 MiB come without
+    content, and count as broken.
+    """
     try:
-        with tarfile.open(path) as archive:
+        with path.open("rb") as compressed, _BoundedTar.open(fileobj=compressed) as archive:
             for member in archive:
                 if member.name.lower().endswith(SUFFIXES) and not member.isdir():
-                    try:
-                        file = archive.extractfile(member)
-                    except KeyError:  # a link to nowhere
-                        file = None
+                    plain = member.isreg() and not member.issparse() and member.size <= _MOST_BYTES
+                    file = archive.extractfile(member) if plain else None
                     yield member.name, b"" if file is None else file.read()
-    except (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except (tarfile.TarError, OSError, EOFError, ValueError, MemoryError, zlib.error, lzma.LZMAError) as error:
         raise DataError(
             f"{path} is neither a folder nor a whole tar file; give a folder of photographs or another tar file."
         ) from error
+
+
+class _BoundedTar(tarfile.TarFile):
+    """A tar file whose headers are not believed where they claim gigabytes."""
+
+    def __init__(self, name: Any, mode: Any, fileobj: Any, **options: Any) -> None:
+        super().__init__(name, mode, _Bounded(fileobj), **options)
+
+
+class _Bounded:
+    """A file of which no more is read at once than a picture may have."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read(self, size: int) -> bytes:
+        """The next bytes."""
+        if size > _MOST_BYTES:
+            raise tarfile.ReadError("a header is too long")
+        return bytes(self._file.read(size))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ _GLANCE = 256  # points of each picture that tell how much two pictures share
 
 @dataclass(frozen=True, kw_only=True)
 class RgbdConfig(CutConfig):
-    """Pairs from a folder of RGB-D frames: images/, depth/, K.txt and world_from_cam.txt."""
+    """Pairs from a folder of RGB-D frames: images/, depth/, K.txt or cameras.txt, and world_from_cam.txt."""
 
     root: str
     # Pairs are taken if each picture shows at least this share of what the other one does.

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from dualrc.config import check_bounds
 from dualrc.data.light import relight
 from dualrc.data.pairs import PairBatch, PairSample, PairSource, left_out
-from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
+from dualrc.errors import ConfigError, DataError, DualRCError
 from dualrc.image import normalize_colors, read
 from dualrc.pixels import on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, ImageArray
@@ -188,16 +188,7 @@ class FilePairs:
 
 def decode(picture: Path | ImageArray) -> ImageArray:
     """The upright picture, (h, w, 3)."""
-    if isinstance(picture, np.ndarray):
-        return picture
-    try:
-        # Opened here because `read` of a path silences warnings, whose filters belong to all threads.
-        with Image.open(picture) as image:
-            return read(image)
-    except FileNotFoundError as error:
-        raise ImageError(f"{picture} does not exist; check the path.") from error
-    except Exception as error:  # a damaged file can fail in any way
-        raise ImageError(f"{picture} can't be decoded ({error}); copy it again.") from error
+    return picture if isinstance(picture, np.ndarray) else read(picture)
 
 
 def _draw(random: Generator) -> int:

@@ -11,17 +11,17 @@ from rich.console import Console
 
 from dualrc.collection.keypoints import MergedMatches, merge
 from dualrc.collection.store import MatchStore
-from dualrc.colmap import import_pycolmap
+from dualrc.colmap import import_pycolmap, stored_points
 from dualrc.draw import Picture, draw_matches
 from dualrc.errors import DataError, OutputError
-from dualrc.evaluation.aachen_data import AachenData, Lens, read_aachen
+from dualrc.evaluation.aachen_data import AachenData, read_aachen
 from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, OneNetworkSettings, Option, Result, grouped
 from dualrc.evaluation.data_files import pose_errors, read_published
 from dualrc.evaluation.export import Pair, file_name, make_folder
 from dualrc.evaluation.figures import recall_curves
 from dualrc.evaluation.report import Report, Table
 from dualrc.evaluation.triangulation import PosedMap, triangulate
-from dualrc.geometry import absolute_pose, cam1_from_cam0, epipolar_distance_px, fundamental_from_pose
+from dualrc.geometry import Camera, absolute_pose, cam1_from_cam0, fundamental_from_pose, pose_distance_px
 from dualrc.image import read
 from dualrc.localize import Correspondences, LocalizeConfig, read_poses, write_poses
 from dualrc.matches import Estimate, Matches
@@ -213,28 +213,28 @@ class Aachen(Benchmark):
 
     def undistort(self, pair: Pair, matches: Matches) -> Matches:
         """Matches between the undistorted pictures as they are stored."""
-        lens0, lens1 = self._lens(pair.name0), self._lens(pair.name1)
-        points0 = lens0.undistorted(matches.points0, pair.path0)
-        points1 = lens1.undistorted(matches.points1, pair.path1)
+        camera0, camera1 = self._camera(pair.name0), self._camera(pair.name1)
+        points0 = camera0.undistort(stored_points(matches.points0, pair.path0))
+        points1 = camera1.undistort(stored_points(matches.points1, pair.path1))
         seen = np.isfinite(np.hstack([points0, points1])).all(axis=1)
         info = {f"network_size{side}": matches.info[f"seen{side}"] for side in (0, 1) if f"seen{side}" in matches.info}
         return Matches(
             points0=points0[seen].astype(np.float32),
             points1=points1[seen].astype(np.float32),
             scores=matches.scores[seen],
-            size0=lens0.camera.size,
-            size1=lens1.camera.size,
+            size0=camera0.size,
+            size1=camera1.size,
             info=info,
         )
 
-    def _lens(self, name: str) -> Lens:
-        lens = self.data.queries[name].lens if name in self.data.queries else self.data.database[name]
-        assert lens is not None  # pictures without a lens are not matched
-        return lens
+    def _camera(self, name: str) -> Camera:
+        camera = self.data.queries[name].camera if name in self.data.queries else self.data.database[name]
+        assert camera is not None  # pictures without a camera are not matched
+        return camera
 
     def localize(self, merged: MergedMatches, work: Path) -> tuple[PosedMap, list[QueryScore], dict[str, FloatArray]]:
         """The map of the database, the queries' scores, and the poses that were found; `work` is an empty folder."""
-        cameras = {name: lens.camera for name, lens in self.data.database.items()}
+        cameras = {name: camera.pinhole for name, camera in self.data.database.items()}
         world = triangulate(cameras, merged, work, self.progress)
         scores, poses, matched = [], {}, set(merged.pairs)
         for count, (name, query) in enumerate(self.data.queries.items(), start=1):
@@ -246,7 +246,7 @@ class Aachen(Benchmark):
                 estimated = absolute_pose(
                     found.points,
                     found.xyz,
-                    camera=self._lens(name).camera,
+                    camera=self._camera(name).pinhole,
                     scores=found.scores,
                     threshold_px=self.config.threshold_px,
                     min_inliers=self.config.min_inliers,
@@ -328,12 +328,12 @@ class Aachen(Benchmark):
         best, image0, image1 = matches.top(self.top), read(pair.path0), read(pair.path1)
         if not len(best) or pair.name0 not in self.truth:
             return draw_matches(image0, image1, best)
-        camera0, camera1 = self._lens(pair.name0).camera, self._lens(pair.name1).camera
+        camera0, camera1 = self._camera(pair.name0), self._camera(pair.name1)
         assert camera1.cam_from_world is not None  # it is one of the database
-        F = fundamental_from_pose(cam1_from_cam0(self.truth[pair.name0], camera1.cam_from_world), camera0, camera1)
-        points0 = self._lens(pair.name0).undistorted(best.points0, pair.path0)
-        points1 = self._lens(pair.name1).undistorted(best.points1, pair.path1)
-        agree = epipolar_distance_px(F, points0, points1) <= _EPIPOLAR_PX
+        pose = cam1_from_cam0(self.truth[pair.name0], camera1.cam_from_world)
+        points0, points1 = stored_points(best.points0, pair.path0), stored_points(best.points1, pair.path1)
+        agree = pose_distance_px(pose, camera0, camera1, points0, points1, in_picture1=True) <= _EPIPOLAR_PX
+        F = fundamental_from_pose(pose, camera0, camera1)
         best = replace(best, estimate=Estimate(kind="fundamental", matrix=F, inliers=agree))
         return draw_matches(image0, image1, best, colors="inliers")
 

@@ -4,19 +4,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from dualrc.colmap import from_colmap_pixels, import_pycolmap, stored_points
+from dualrc.colmap.cameras import camera_of
 from dualrc.colmap.records import read_cameras_bin, read_images_bin
 from dualrc.errors import DataError
 from dualrc.evaluation.benchmark import folder_hint
 from dualrc.evaluation.data_files import check_folder, read_lines, read_name_pairs
 from dualrc.evaluation.export import Pair
+from dualrc.files import inside
 from dualrc.geometry import Camera, rotation_from_quaternion
 from dualrc.image import read_header
-from dualrc.types import FloatArray
 
 _MODEL_1_1 = "3D-models/aachen_v_1_1"
 _MODELS_1_0 = ("3D-models", "3D-models/aachen_v_1")
@@ -30,51 +29,11 @@ _MORE_PAIRS = "pairs*.txt"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Lens:
-    """The camera of a picture as it is stored, and the pinhole camera without its distortion."""
-
-    camera: Camera  # the pinhole, with the pose where that is known
-    distorted: Any  # pycolmap's Camera, but in our pixels
-
-    @staticmethod
-    def of(model: str, width: int, height: int, params: list[float]) -> "Lens":
-        """The lens of COLMAP's camera."""
-        pycolmap = import_pycolmap()
-        try:
-            made = pycolmap.Camera(model=model, width=width, height=height, params=params)
-        except (ValueError, RuntimeError, KeyError) as error:
-            raise DataError(f"{model} with {len(params)} parameters is not a camera of COLMAP's; mend it.") from error
-        if not made.verify_params() or not np.isfinite(params).all():
-            raise DataError(f"{model} has not {len(params)} numbers as parameters; mend the line.")
-        K = from_colmap_pixels(made.calibration_matrix())
-        made.principal_point_x, made.principal_point_y = K[0, 2], K[1, 2]
-        return Lens(camera=Camera(width=width, height=height, K=K, source="file"), distorted=made)
-
-    def posed(self, cam_from_world: FloatArray) -> "Lens":
-        """The same lens at a place."""
-        return replace(self, camera=replace(self.camera, cam_from_world=cam_from_world))
-
-    def undistorted(self, points: FloatArray, path: Path) -> FloatArray:
-        """Upright points (n, 2) of the picture file as the pinhole sees them; NaN where the lens sees nothing."""
-        stored = stored_points(points, path)
-        rays = np.asarray(self.distorted.cam_from_img(stored), dtype=np.float64).reshape(-1, 2)
-        return rays @ self.camera.K[:2, :2].T + self.camera.K[:2, 2]
-
-    def mismatch(self, path: Path) -> str | None:
-        """Why the lens can't be that of a picture file; a file that can't be read is left to the matcher to report."""
-        header = read_header(path)
-        if header is None or header.stored_size == self.camera.size:
-            return None
-        there, here = f"{self.camera.width}x{self.camera.height}", "{}x{}".format(*header.stored_size)
-        return f"The intrinsics are for {there} pixels and {path} has {here}; get the published files."
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Query:
     """A picture to be localized."""
 
     condition: str  # day or night
-    lens: Lens | None = None  # None where there is none, and then `reason` says why
+    camera: Camera | None = None  # of the picture as it is stored; None where there is none, and then `reason` says why
     reason: str | None = None  # why it can't be localized with any matches
     candidates: tuple[str, ...] = ()  # pictures of the database to match it with
 
@@ -84,7 +43,7 @@ class AachenData:
     """A database of pictures with poses, queries, and which pictures are matched."""
 
     version: str
-    database: dict[str, Lens]
+    database: dict[str, Camera]  # of the pictures as they are stored, with poses
     queries: dict[str, Query]  # of the conditions that have candidates
     pairs: list[Pair]
     notes: list[str]
@@ -100,6 +59,8 @@ def read_aachen(root: Path) -> AachenData:
         raise DataError(f"{root} has no pictures in {_IMAGES[0]}; unpack them there.")
     listed = _read_pairs(root, version)
     queries = _read_queries(root, listed, notes)
+    for name in (*database, *queries):
+        inside(root, name)
     # v1.1 may be unpacked beside the pictures of v1.0.
     paths = {
         name: next((folder / name for folder in folders if (folder / name).is_file()), folders[0] / name)
@@ -107,12 +68,12 @@ def read_aachen(root: Path) -> AachenData:
     }
     if not any(path.is_file() for path in paths.values()):
         raise DataError(f"{folders[0]} has none of the pictures, such as {next(iter(paths))}; unpack them there.")
-    for name, lens in list(database.items()):
-        if wrong := lens.mismatch(paths[name]):
+    for name, camera in list(database.items()):
+        if wrong := _mismatch(camera, paths[name]):
             notes.append(f"The database picture {name} is not used: {wrong}")
             del database[name]
     for name, query in queries.items():
-        if query.lens is not None and (wrong := query.lens.mismatch(paths[name])):
+        if query.camera is not None and (wrong := _mismatch(query.camera, paths[name])):
             queries[name] = replace(query, reason=wrong)
     pairs = _add_candidates(listed, database, queries, paths, notes)
     return AachenData(
@@ -120,8 +81,17 @@ def read_aachen(root: Path) -> AachenData:
     )
 
 
-def _read_database(root: Path, notes: list[str]) -> tuple[str, dict[str, Lens]]:
-    """The newest version that is there, with the lenses and poses of its reference model."""
+def _mismatch(camera: Camera, path: Path) -> str | None:
+    """Why a camera can't be that of a picture file; a file that can't be read is left to the matcher to report."""
+    header = read_header(path)
+    if header is None or header.stored_size == camera.size:
+        return None
+    there, here = f"{camera.width}x{camera.height}", "{}x{}".format(*header.stored_size)
+    return f"The intrinsics are for {there} pixels and {path} has {here}; get the published files."
+
+
+def _read_database(root: Path, notes: list[str]) -> tuple[str, dict[str, Camera]]:
+    """The newest version that is there, with the cameras and poses of its reference model."""
     folder = root / _MODEL_1_1
     old = [root / model for model in _MODELS_1_0 if (root / model / _NVM_1_0).is_file()]
     if (folder / "images.bin").is_file() or (folder / _NVM_1_1).is_file():
@@ -137,24 +107,25 @@ def _read_database(root: Path, notes: list[str]) -> tuple[str, dict[str, Lens]]:
     raise DataError(f"{root} is not Aachen Day-Night: {missing}; {folder_hint(root, 'aachen')}.")
 
 
-def _read_intrinsics(path: Path) -> Iterator[tuple[str, Lens | str]]:
-    """Names with their lenses, or with what is wrong with the line: NAME MODEL WIDTH HEIGHT PARAMS."""
+def _read_intrinsics(path: Path) -> Iterator[tuple[str, Camera | str]]:
+    """Names with their cameras, or with what is wrong with the line: NAME MODEL WIDTH HEIGHT PARAMS."""
     for number, line in read_lines(path):
         name, *fields = line.split()
         try:
-            yield name, Lens.of(fields[0], int(fields[1]), int(fields[2]), [float(value) for value in fields[3:]])
+            params = [float(value) for value in fields[3:]]
+            yield name, Camera.from_colmap(fields[0], (int(fields[1]), int(fields[2])), params, source="file")
         except (ValueError, IndexError):
             yield name, f"{path}, line {number}: not a camera; write NAME MODEL WIDTH HEIGHT PARAMS."
         except DataError as error:
             yield name, f"{path}, line {number}: {error}"
 
 
-def _read_nvm(path: Path, intrinsics_paths: list[Path], notes: list[str]) -> dict[str, Lens]:
+def _read_nvm(path: Path, intrinsics_paths: list[Path], notes: list[str]) -> dict[str, Camera]:
     """VisualSFM's model: after a header and a count, NAME FOCAL QW QX QY QZ CX CY CZ DISTORTION 0, a line a picture."""
     intrinsics = next((file for file in intrinsics_paths if file.is_file()), None)
     if intrinsics is None:
         raise DataError(f"{intrinsics_paths[0]} does not exist; get the published file.")
-    lenses, database = dict(_read_intrinsics(intrinsics)), {}
+    cameras, database = dict(_read_intrinsics(intrinsics)), {}
     lines = [(number, line) for number, line in read_lines(path) if not line.startswith("NVM_V3")]
     try:
         count = int(lines[0][1])
@@ -170,21 +141,21 @@ def _read_nvm(path: Path, intrinsics_paths: list[Path], notes: list[str]) -> dic
             pose = np.column_stack([R, -R @ np.array(values[4:7])])  # the file has the camera's place
         except (ValueError, IndexError) as error:
             raise DataError(f"{path}, line {number}: not a picture with its pose; get the published file.") from error
-        lens = lenses.get(name, f"{intrinsics} has no camera for it.")
-        if isinstance(lens, str):
-            notes.append(f"The database picture {name} is not used: {lens}")
+        camera = cameras.get(name, f"{intrinsics} has no camera for it.")
+        if isinstance(camera, str):
+            notes.append(f"The database picture {name} is not used: {camera}")
         else:
-            database[name] = lens.posed(pose)
+            database[name] = replace(camera, cam_from_world=pose)
     return database
 
 
-def _read_model(folder: Path) -> Iterator[tuple[str, Lens]]:
-    """Names and lenses with poses from COLMAP's cameras.bin and images.bin, without the points, which are many."""
+def _read_model(folder: Path) -> Iterator[tuple[str, Camera]]:
+    """Names and cameras with poses from COLMAP's cameras.bin and images.bin, without the points, which are many."""
     try:
-        cameras = read_cameras_bin(folder / "cameras.bin")
-        lenses = {number: Lens.of(c.model, c.width, c.height, list(c.params)) for number, c in cameras.items()}
+        records = read_cameras_bin(folder / "cameras.bin")
+        cameras = {number: camera_of(record, f"camera {number}") for number, record in records.items()}
         for image in read_images_bin(folder / "images.bin"):
-            yield image.name, lenses[image.camera_id].posed(image.cam_from_world)
+            yield image.name, replace(cameras[image.camera_id], cam_from_world=image.cam_from_world)
     except (OSError, DataError, KeyError) as error:
         raise DataError(f"{folder} holds no COLMAP model, or a broken one ({error}); get it again.") from error
 
@@ -193,8 +164,8 @@ def _read_queries(root: Path, listed: list[tuple[str, str]], notes: list[str]) -
     """The queries with intrinsics, and those of the pairs that have none, which count as failures."""
     queries: dict[str, Query] = {}
     for condition, file in _QUERIES.items():
-        for name, lens in _read_intrinsics(root / file) if (root / file).is_file() else ():
-            found = {"reason": lens} if isinstance(lens, str) else {"lens": lens}
+        for name, camera in _read_intrinsics(root / file) if (root / file).is_file() else ():
+            found = {"reason": camera} if isinstance(camera, str) else {"camera": camera}
             queries[name] = Query(condition=condition, **found)
     if not queries:
         raise DataError(f"{root} has no queries: neither {' nor '.join(_QUERIES.values())}; get the published files.")
@@ -222,7 +193,7 @@ def _read_pairs(root: Path, version: str) -> list[tuple[str, str]]:
 
 def _add_candidates(
     listed: list[tuple[str, str]],
-    database: Mapping[str, Lens],
+    database: Mapping[str, Camera],
     queries: dict[str, Query],
     paths: Mapping[str, Path],
     notes: list[str],

@@ -129,8 +129,9 @@ def opencv_relative_pose(
 ) -> FloatArray | None:
     """cam1_from_cam0 (3, 4) by OpenCV's essential matrix; None where it finds none."""
     cv2 = opencv()
-    finite = np.isfinite(matches.points0).all(axis=1) & np.isfinite(matches.points1).all(axis=1)
-    rays0, rays1 = camera0.rays(matches.points0[finite])[:, :2], camera1.rays(matches.points1[finite])[:, :2]
+    rays0, rays1 = camera0.rays(matches.points0)[:, :2], camera1.rays(matches.points1)[:, :2]
+    finite = np.isfinite(rays0).all(axis=1) & np.isfinite(rays1).all(axis=1)
+    rays0, rays1 = rays0[finite], rays1[finite]
     if len(rays0) < 5:
         return None
     threshold = threshold_px / ((camera0.focal_px + camera1.focal_px) / 2)

@@ -52,7 +52,7 @@ class Settings:
         ),
     ] = ("dualrc",)
     preset: Annotated[str, Option(f"Network: {' or '.join(PRESETS)}; without it, default.")] = "default"
-    device: Annotated[str | None, Option("cuda, mps or cpu; without it, the best there is.")] = None
+    device: Annotated[str | None, Option("cuda (or gpu), mps or cpu; without it, the best there is.")] = None
     top: Annotated[int | None, Option("Score the best so many matches; without it, 4000.")] = None
     protocol: Annotated[
         str,

@@ -41,10 +41,10 @@ def read_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def read_name_pairs(path: Path, known: Collection[str] | None = None, *, what: str) -> list[tuple[str, str]]:
-    """Two names a line, of those that are known if any are given."""
+    """Two names a line, of those that are known if any are given; with a tab between them names may hold spaces."""
     pairs = []
     for number, line in read_lines(path):
-        names = line.split()
+        names = line.split("\t") if "\t" in line else line.split()
         if len(names) != 2 or (known is not None and not set(known).issuperset(names)):
             raise DataError(f"{path}, line {number}: {line!r} is not {what}; write NAME0 NAME1.")
         pairs.append((names[0], names[1]))

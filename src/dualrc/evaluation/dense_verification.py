@@ -48,8 +48,11 @@ def render_points(
     places = xyz @ pose[:, :3].T + pose[:, 3]
     ahead = places[:, 2] > _NEAREST_M
     places, colors = places[ahead], rgb[ahead]
-    pixels = places @ camera.K.astype(np.float32).T
-    column, row = np.floor(pixels[:, :2] / pixels[:, 2:] + 0.5).clip(-1, 1e6).astype(np.int64).T
+    rays, K = places[:, :2] / places[:, 2:], camera.K.astype(np.float32)
+    if camera.lens.distorts:
+        # What is out of the lens's view is put outside of the picture.
+        rays = np.nan_to_num(camera.lens.distort(rays), nan=-1e6).astype(np.float32)
+    column, row = np.floor(rays @ K[:2, :2].T + K[:2, 2] + 0.5).clip(-1, 1e6).astype(np.int64).T
     inside = (column >= 0) & (row >= 0) & (column < camera.width) & (row < camera.height)
     order = np.argsort(-places[inside, 2], kind="stable")
     index = (row * camera.width + column)[inside][order]

@@ -1,5 +1,6 @@
 """InLoc's files as published: cut-outs and scans with 3D points, alignments, lists of candidates and of poses."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dualrc.data.hdf5 import MOST_BYTES, read_dataset
 from dualrc.errors import DataError, DualRCError
 from dualrc.evaluation.benchmark import folder_hint
 from dualrc.evaluation.data_files import as_pose, check_folder, import_extra, read_lines
@@ -259,10 +261,13 @@ def _scipy_io() -> Any:
 
 
 def _read_mat(path: Path, *names: str) -> dict[str, Any]:
-    """Variables of a .mat file; those of version 7.3 are HDF5."""
+    """Variables of a .mat file; those of version 7.3 are HDF5. A variable that claims more than 1 GiB is refused."""
     if not path.is_file():
         raise FileNotFoundError(path)
     try:
+        for name, shape, _ in _scipy_io().whosmat(path, appendmat=False):
+            if (not names or name in names) and 8 * math.prod(shape) > MOST_BYTES:
+                raise ValueError(f"{name} has the shape {shape}")
         content: dict[str, Any] = _scipy_io().loadmat(path, appendmat=False, variable_names=names or None)
     except NotImplementedError:
         content = _read_hdf5(path, names)
@@ -280,10 +285,10 @@ def _read_hdf5(path: Path, names: Sequence[str]) -> dict[str, Any]:
         for name in names:
             if name not in file:
                 continue
-            values = file[name][()].T
+            values = read_dataset(file, name).T
             if values.dtype == object:
                 cells = np.empty(values.size, dtype=object)
-                cells[:] = [file[reference][()].T for reference in values.ravel()]
+                cells[:] = [read_dataset(file, reference).T for reference in values.ravel()]
                 values = cells
             content[name] = values
     return content

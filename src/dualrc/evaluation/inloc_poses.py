@@ -58,7 +58,9 @@ class PoseEstimator:
             return CandidatePose(candidate=pair.name1, reason=reason)
         camera = self._folders.camera(pair.name0, matches.size0)
         files = (self._folders.points(pair.name1), self._folders.alignment(pair.name1))
-        key = _hash("pose", self._min_inliers, pair.name0, pair.name1, camera.K, camera.size, matches, *files)
+        key = _hash(
+            "pose", self._min_inliers, pair.name0, pair.name1, camera.K, camera.lens, camera.size, matches, *files
+        )
         found = self._cached(pair.name1, key, partial(self._estimate, pair, matches))
         return CandidatePose(**{"candidate": pair.name1, **found})
 

@@ -15,7 +15,7 @@ from dualrc.evaluation.export import Pair
 from dualrc.evaluation.figures import recall_curves
 from dualrc.evaluation.pose_data import PoseTruth, read_pose_data
 from dualrc.evaluation.report import Report, Table, seconds, share
-from dualrc.geometry import Camera, epipolar_distance_px, fundamental_from_pose, relative_pose
+from dualrc.geometry import Camera, fundamental_from_pose, pose_distance_px, relative_pose
 from dualrc.image import read
 from dualrc.matches import Estimate, Matches
 from dualrc.metrics import area_under_curve, pose_error_deg
@@ -221,6 +221,8 @@ def _estimate_pose(estimator: str, matches: Matches, cameras: tuple[Camera, Came
 
 def _epipolar_estimate(matches: Matches, truth: PoseTruth) -> Estimate:
     """The true fundamental matrix, with the matches within 1 px of it as inliers."""
-    F = fundamental_from_pose(truth.cam1_from_cam0, *truth.cameras(matches.size0, matches.size1))
-    agree = epipolar_distance_px(F, matches.points0, matches.points1) <= _EPIPOLAR_PX  # False for NaN
-    return Estimate(kind="fundamental", matrix=F, inliers=agree)
+    pose, cameras = truth.cam1_from_cam0, truth.cameras(matches.size0, matches.size1)
+    distances_px = pose_distance_px(pose, *cameras, matches.points0, matches.points1, in_picture1=True)
+    # False for NaN.
+    agree = distances_px <= _EPIPOLAR_PX
+    return Estimate(kind="fundamental", matrix=fundamental_from_pose(pose, *cameras), inliers=agree)

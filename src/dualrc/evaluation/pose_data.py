@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.data.npz import BROKEN, ArrayUnpickler, read_array
+from dualrc.data.npz import BROKEN, MOST_BYTES, ArrayUnpickler, read_array
 from dualrc.errors import DataError
 from dualrc.evaluation.data_files import as_pose, check_folder, read_name_pairs
 from dualrc.evaluation.export import Pair
-from dualrc.geometry import Camera, cam1_from_cam0, read_cameras_json
+from dualrc.files import inside, limit_zip
+from dualrc.geometry import PINHOLE, Camera, Lens, cam1_from_cam0, read_cameras_json
 from dualrc.image import read_header
 from dualrc.types import FloatArray, Size
 
@@ -35,6 +36,8 @@ class PoseTruth:
     size0: Size | None
     size1: Size | None
     cam1_from_cam0: FloatArray  # (3, 4)
+    lens0: Lens = PINHOLE
+    lens1: Lens = PINHOLE
 
     def __post_init__(self) -> None:
         pose = as_pose(self.cam1_from_cam0, tolerance=_ROTATION_TOLERANCE)
@@ -43,7 +46,10 @@ class PoseTruth:
 
     def cameras(self, size0: Size, size1: Size) -> tuple[Camera, Camera]:
         """The cameras of the two pictures as they are."""
-        return _camera(self.K0, self.size0, size0), _camera(self.K1, self.size1, size1)
+        return (
+            _camera(self.K0, self.lens0, self.size0, size0),
+            _camera(self.K1, self.lens1, self.size1, size1),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +117,11 @@ def _upright_size(path: Path) -> Size | None:
 def read_index(path: Path) -> Index:
     """The dictionary in an .npz file, which may be a bare pickle; only arrays and plain values are unpickled."""
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError("it is too large")
         data = path.read_bytes()
         if zipfile.is_zipfile(io.BytesIO(data)):
+            limit_zip(io.BytesIO(data), MOST_BYTES)
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 names = archive.namelist()
                 return {name.removesuffix(".npy"): read_array(io.BytesIO(archive.read(name))) for name in names}
@@ -157,7 +166,9 @@ def _read_megadepth(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) ->
                 # As published and as others evaluate; COLMAP's half pixel in it turns a ray by 0.03 degrees or less.
                 K0, K1 = (np.array(intrinsics[number], dtype=np.float64).reshape(3, 3) for number in both)
                 pose = cam1_from_cam0(*(np.array(poses[number], dtype=np.float64) for number in both))
-                pair = Pair(name0=name0, name1=name1, path0=root / name0, path1=root / name1, group=path.stem)
+                pair = Pair(
+                    name0=name0, name1=name1, path0=inside(root, name0), path1=inside(root, name1), group=path.stem
+                )
                 pairs.add(pair, PoseTruth(K0=K0, K1=K1, size0=None, size1=None, cam1_from_cam0=pose))
 
 
@@ -187,7 +198,9 @@ def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> N
                     pose = cam1_from_cam0(*(np.linalg.inv(np.loadtxt(file).reshape(4, 4)) for file in files))
                 else:
                     pose = np.asarray(poses[number], dtype=np.float64).reshape(3, 4)
-                pair = Pair(name0=name0, name1=name1, path0=folder / name0, path1=folder / name1, group=path.stem)
+                pair = Pair(
+                    name0=name0, name1=name1, path0=inside(folder, name0), path1=inside(folder, name1), group=path.stem
+                )
                 size = _SCANNET_SIZE
                 pairs.add(pair, PoseTruth(K0=K, K1=K, size0=size, size1=size, cam1_from_cam0=pose))
 
@@ -210,21 +223,25 @@ def _read_cameras(root: Path, _: Mapping[Path, Index], pairs: _Pairs) -> None:
         for name0, name1 in chosen:
             full0, full1, camera0, camera1 = f"{scene}/{name0}", f"{scene}/{name1}", cameras[name0], cameras[name1]
             with pairs.entry(f"{full0} {full1}"):
-                pair = Pair(name0=full0, name1=full1, path0=folder / name0, path1=folder / name1, group=scene)
+                pair = Pair(
+                    name0=full0, name1=full1, path0=inside(folder, name0), path1=inside(folder, name1), group=scene
+                )
                 truth = PoseTruth(
                     K0=camera0.K,
                     K1=camera1.K,
                     size0=camera0.size,
                     size1=camera1.size,
+                    lens0=camera0.lens,
+                    lens1=camera1.lens,
                     cam1_from_cam0=cam1_from_cam0(poses[name0], poses[name1]),  # type: ignore[arg-type]
                 )
                 pairs.add(pair, truth)
 
 
-def _camera(K: FloatArray, stated: Size | None, size: Size) -> Camera:
+def _camera(K: FloatArray, lens: Lens, stated: Size | None, size: Size) -> Camera:
     """The camera of a picture as it is, which may only be a resized one of the stated size."""
     width, height = stated or size
-    camera = Camera(width=width, height=height, K=K, source="data set")
+    camera = Camera(width=width, height=height, K=K, lens=lens, source="data set")
     if camera.size == size:
         return camera
     stretch = (size[0] / width) / (size[1] / height)

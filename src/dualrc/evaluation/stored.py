@@ -19,7 +19,8 @@ from dualrc.colmap.upright import find_rotation
 from dualrc.data.npz import BROKEN
 from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation.data_files import import_extra
-from dualrc.image import SUFFIXES, read, read_header
+from dualrc.formats import SUFFIXES
+from dualrc.image import read, read_header
 from dualrc.matches import Matches
 from dualrc.types import FloatArray, Size
 

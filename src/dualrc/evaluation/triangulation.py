@@ -12,7 +12,7 @@ from dualrc.collection.progress import Progress
 from dualrc.collection.store import Names
 from dualrc.colmap import colmap_points, import_pycolmap, posed_reconstruction, quiet_colmap
 from dualrc.errors import DataError
-from dualrc.geometry import Camera, cam1_from_cam0, fundamental_from_pose, sampson_distance_px
+from dualrc.geometry import Camera, cam1_from_cam0, pose_distance_px
 from dualrc.localize import Correspondences
 from dualrc.types import FloatArray
 
@@ -95,10 +95,10 @@ def _write_matches(
     for count, (name0, name1) in enumerate(pairs, start=1):
         camera0, camera1 = cameras[name0], cameras[name1]
         assert camera0.cam_from_world is not None and camera1.cam_from_world is not None  # see posed_reconstruction
-        F = fundamental_from_pose(cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world), camera0, camera1)
+        pose = cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world)
         indices = merged.indexed(name0, name1).indices
         points0, points1 = (merged.keypoints[name].points[indices[:, side]] for side, name in enumerate((name0, name1)))
-        agree = sampson_distance_px(F, points0, points1) <= _MAX_ERROR_PX
+        agree = pose_distance_px(pose, camera0, camera1, points0, points1) <= _MAX_ERROR_PX
         geometry = pycolmap.TwoViewGeometry()
         geometry.config = pycolmap.TwoViewGeometryConfiguration.CALIBRATED
         geometry.inlier_matches = indices[agree].astype(np.uint32)

@@ -6,10 +6,10 @@ from dualrc.geometry.camera import (
     cam1_from_cam0,
     camera_from_exif,
     direction_error_deg,
+    lacks_sensor_size,
     pose_from_quaternion,
     quaternion_from_rotation,
     read_cameras_json,
-    refuse_distortion,
     rotation_error_deg,
     rotation_from_quaternion,
     transform_points,
@@ -24,12 +24,16 @@ from dualrc.geometry.depth import (
     sample_depth,
     unproject,
 )
+from dualrc.geometry.focal import shared_focal_px
 from dualrc.geometry.homography import apply_homography, corner_error_px, crop_homography, resize_homography
+from dualrc.geometry.lens import PINHOLE, Lens
 from dualrc.geometry.twoview import (
     epipolar_distance_px,
     essential_from_pose,
     estimate,
+    estimate_direction,
     fundamental_from_pose,
+    pose_distance_px,
     relative_pose,
     sampson_distance_px,
 )
@@ -37,8 +41,10 @@ from dualrc.matches import RelativePose
 from dualrc.pixels import on_picture
 
 __all__ = [
+    "PINHOLE",
     "AbsolutePose",
     "Camera",
+    "Lens",
     "RelativePose",
     "Reprojection",
     "RgbdFrame",
@@ -52,15 +58,17 @@ __all__ = [
     "epipolar_distance_px",
     "essential_from_pose",
     "estimate",
+    "estimate_direction",
     "fundamental_from_pose",
     "homography_grid",
+    "lacks_sensor_size",
     "on_picture",
+    "pose_distance_px",
     "pose_from_quaternion",
     "quaternion_from_rotation",
     "read_cameras_json",
     "read_depth_m",
     "read_rgbd",
-    "refuse_distortion",
     "relative_pose",
     "reproject",
     "resize_homography",
@@ -69,6 +77,7 @@ __all__ = [
     "sample_bilinear",
     "sample_depth",
     "sampson_distance_px",
+    "shared_focal_px",
     "transform_points",
     "unproject",
 ]

@@ -10,6 +10,7 @@ import poselib
 
 from dualrc.errors import DataError
 from dualrc.geometry.camera import Camera, cross_matrix, transform_points
+from dualrc.geometry.lens import PINHOLE, Lens
 from dualrc.geometry.ransac import best_first, ransac_options, scattered
 from dualrc.types import BoolArray, FloatArray, Size
 
@@ -50,13 +51,17 @@ class _State:
 
     pose: FloatArray  # (3, 4)
     K: FloatArray
+    lens: Lens = PINHOLE
 
     def project(self, xyz: FloatArray) -> FloatArray:
-        """Pixels (n, 2); far away where a point is behind the camera."""
+        """Pixels (n, 2); far away where a point is behind the camera or out of its view."""
         places = transform_points(self.pose, xyz)
         in_front = places[:, 2:] > 1e-9
-        pixels: FloatArray = (places / np.where(in_front, places[:, 2:], 1.0) @ self.K.T)[:, :2]
-        return np.where(in_front, pixels, 1e12)
+        places = places / np.where(in_front, places[:, 2:], 1.0)
+        if self.lens.distorts:
+            places[:, :2] = self.lens.distort(places[:, :2])
+        pixels: FloatArray = (places @ self.K.T)[:, :2]
+        return np.where(in_front & np.isfinite(pixels), pixels, 1e12)
 
     def residuals(self, points: FloatArray, xyz: FloatArray) -> FloatArray:
         """How far points (n, 2) are from where they should be, in pixels: (n,)."""
@@ -85,7 +90,9 @@ def absolute_pose(
     if camera is None and size is None:
         raise DataError("Neither the camera nor the size of its picture is known; give one of them.")
     count = len(points)
-    used = best_first(np.zeros(count) if scores is None else np.asarray(scores), points, xyz)
+    # A pixel that the lens puts nothing at has no ray.
+    seen = points if camera is None else camera.rays(points)
+    used = best_first(np.zeros(count) if scores is None else np.asarray(scores), points, xyz, seen)
 
     def failed(reason: str) -> AbsolutePose:
         return AbsolutePose(inliers=np.zeros(count, dtype=np.bool_), reason=reason)
@@ -131,7 +138,7 @@ def _with_camera(points: FloatArray, xyz: FloatArray, camera: Camera, options: d
         {},
     )
     matrix = np.array(pose.Rt, dtype=np.float64)
-    return _State(pose=matrix, K=camera.K) if np.isfinite(matrix).all() else None
+    return _State(pose=matrix, K=camera.K, lens=camera.lens) if np.isfinite(matrix).all() else None
 
 
 def _with_focal(
@@ -251,10 +258,11 @@ def _linearize(
     x, y, z = places.T
     z = np.maximum(z, 1e-9)
     pixels = state.project(xyz)
-    # Pixels by places in the camera's frame, (n, 2, 3).
+    rays = places[:, :2] / z[:, None]
+    # Pixels by places in the camera's frame, (n, 2, 3): through the rays of depth 1, the lens, and K.
     by_place = np.zeros((len(xyz), 2, 3))
-    by_place[:, :, :2] = K[:2, :2] / z[:, None, None]
-    by_place[:, :, 2] = -(places[:, :2] @ K[:2, :2].T) / (z**2)[:, None]
+    by_place[:, :, :2] = K[:2, :2] @ state.lens.jacobian(rays) / z[:, None, None]
+    by_place[:, :, 2] = -(by_place[:, :, :2] @ rays[:, :, None])[:, :, 0]
     zero = np.zeros_like(x)
     by_rotation = np.stack([[zero, z, -y], [-z, zero, x], [y, -x, zero]]).transpose(2, 0, 1)  # -[place]x
     J = np.zeros((len(xyz), 2, unknown))
@@ -274,7 +282,7 @@ def _moved(state: _State, step: FloatArray) -> _State:
     K = state.K.copy()
     if len(step) == 7:
         K[[0, 1], [0, 1]] *= np.exp(np.clip(step[6], -1, 1))
-    return _State(pose=np.column_stack([rotated, -rotated @ center]), K=K)
+    return replace(state, pose=np.column_stack([rotated, -rotated @ center]), K=K)
 
 
 def _rotation(vector: FloatArray) -> FloatArray:

@@ -1,6 +1,5 @@
-"""Pinhole cameras and their poses, in our pixels: the centre of the first one is (0, 0)."""
+"""Cameras with their lenses and poses, in our pixels: the centre of the first one is (0, 0)."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,24 +10,29 @@ import numpy.typing as npt
 from PIL import ExifTags
 
 from dualrc.errors import DataError, ImageError
-from dualrc.files import is_file, read_text
+from dualrc.files import is_file, parse_json, read_text
 from dualrc.geometry.homography import resize_homography, to_homogeneous
+from dualrc.geometry.lens import PINHOLE, Lens
 from dualrc.image import read_header
+from dualrc.pixels import from_colmap, to_colmap
 from dualrc.types import FloatArray, Size
 
 _FILM_DIAGONAL_MM = float(np.hypot(36, 24))
 _MM_PER_UNIT = {2: 25.4, 3: 10.0, 4: 1.0, 5: 0.001}  # EXIF's FocalPlaneResolutionUnit
 # A focal length outside of this range, in long sides of the picture, is a broken tag and not a lens.
 _PLAUSIBLE_FOCAL = (0.1, 100.0)
+_GUESSED_FOCAL = 1.2  # in long sides, as COLMAP guesses: about 45 degrees of view
+_GUESSED = "guessed"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Camera:
-    """A pinhole camera of the upright picture, without distortion."""
+    """A camera of the upright picture."""
 
     width: int
     height: int
     K: FloatArray  # 3x3, the centre of the first pixel at (0, 0)
+    lens: Lens = PINHOLE  # what bends rays before K: none, or one of COLMAP's camera models
     source: str = "given"  # where it comes from, as reported to the user: "file", "exif", ...
     cam_from_world: FloatArray | None = None  # 3x4 [R | t], where known
 
@@ -51,10 +55,44 @@ class Camera:
         K = np.array([[focal_px, 0, (width - 1) / 2], [0, focal_px, (height - 1) / 2], [0, 0, 1]])
         return Camera(width=width, height=height, K=K, source=source)
 
+    @staticmethod
+    def guessed(size: Size) -> "Camera":
+        """A camera of a picture of `size` of which nothing is known: a common focal length."""
+        return Camera.from_focal(size, _GUESSED_FOCAL * max(size), source=_GUESSED)
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether its focal length is a guess."""
+        return self.source == _GUESSED
+
+    @staticmethod
+    def from_colmap(model: str, size: Size, params: Sequence[float], *, source: str = "given") -> "Camera":
+        """The camera of a picture of `size` (width, height) by one of COLMAP's models and all of its parameters."""
+        focals, coefficients = Lens.layout(model)
+        values = [float(value) for value in params]
+        if len(values) != (expected := focals + 2 + coefficients):
+            raise DataError(f"{model} has {expected} parameters, not {len(values)}; mend them.")
+        lens = Lens(model, tuple(values[focals + 2 :]))
+        K = np.diag([values[0], values[focals - 1], 1.0])
+        K[:2, 2] = from_colmap(np.array(values[focals : focals + 2]))
+        return Camera(width=size[0], height=size[1], K=K, lens=lens, source=source)
+
+    def to_colmap(self) -> tuple[str, list[float]]:
+        """COLMAP's model and its parameters; a skew of K, which none of its models has, is left out."""
+        fx, fy = float(self.K[0, 0]), float(self.K[1, 1])
+        lens = self.lens if np.isclose(fx, fy, rtol=1e-9) else self.lens.with_two_focals()
+        focals = [fx, fy][: Lens.layout(lens.model)[0]]
+        return lens.model, [*focals, *to_colmap(self.K[:2, 2]).tolist(), *lens.distortion]
+
     @property
     def size(self) -> Size:
         """(width, height)."""
         return self.width, self.height
+
+    @property
+    def pinhole(self) -> "Camera":
+        """The camera that `undistort` gives the pixels of: the same K without the lens."""
+        return replace(self, lens=PINHOLE)
 
     @property
     def focal_px(self) -> float:
@@ -75,22 +113,39 @@ class Camera:
         return replace(self, width=size[0], height=size[1], K=resize_homography(self.size, size) @ self.K)
 
     def project(self, points_cam: npt.ArrayLike) -> FloatArray:
-        """Pixels of points in the camera's frame, (n, 3) -> (n, 2); NaN for points that are not in front of it."""
+        """Pixels of points in the camera's frame, (n, 3) -> (n, 2); NaN for points that are not in its view."""
         points = np.asarray(points_cam, dtype=np.float64).reshape(-1, 3)
         depths = np.where(points[:, 2:] > 0, points[:, 2:], np.nan)
-        pixels: FloatArray = (points / depths @ self.K.T)[:, :2]
+        places: FloatArray = points / depths
+        if self.lens.distorts:
+            places = to_homogeneous(self.lens.distort(places[:, :2]))
+        pixels: FloatArray = (places @ self.K.T)[:, :2]
         return pixels
 
     def rays(self, points: npt.ArrayLike) -> FloatArray:
-        """Viewing directions of pixels, with depth 1: (n, 2) -> (n, 3)."""
-        return np.linalg.solve(self.K, to_homogeneous(points).T).T
+        """Viewing directions of pixels, with depth 1: (n, 2) -> (n, 3); NaN where the lens puts nothing."""
+        rays = np.linalg.solve(self.K, to_homogeneous(points).T).T
+        return to_homogeneous(self.lens.undistort(rays[:, :2])) if self.lens.distorts else rays
+
+    def undistort(self, points: npt.ArrayLike) -> FloatArray:
+        """Where `pinhole` sees what this camera sees at pixels, (n, 2) -> (n, 2); NaN as for `rays`."""
+        pixels: FloatArray = (self.rays(points) @ self.K.T)[:, :2]
+        return pixels
+
+    def pixels_by_rays(self, rays: npt.ArrayLike) -> FloatArray:
+        """Derivatives of pixels by the first two coordinates of rays of depth 1: (n, 3) -> (n, 2, 2)."""
+        derivatives: FloatArray = self.K[:2, :2] @ self.lens.jacobian(np.asarray(rays)[:, :2])
+        return derivatives
 
 
 def read_cameras_json(path: str | Path) -> dict[str, Camera]:
-    """Read {name: {width, height, K, cam_from_world?}}."""
+    """Read {name: {width, height, K, model?, distortion?, cam_from_world?}}.
+
+    `model` is the name of one of COLMAP's, and `distortion` its coefficients beyond focal lengths and principal point.
+    """
     text = read_text(path)
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError as error:
         raise DataError(f"{path} is not a JSON file ({error}); mend it or write it again.") from error
     if not isinstance(content, dict):
@@ -112,10 +167,13 @@ def camera_from_exif(path: str | Path) -> Camera | None:
     return Camera.from_focal(header.upright_size, focal_px, source="exif")
 
 
-def refuse_distortion(coefficients: Sequence[float], where: str) -> None:
-    """Raise DataError if any distortion coefficient is not zero."""
-    if any(value != 0 for value in coefficients):
-        raise DataError(f"{where}: lens distortion is not supported; undistort the pictures first.")
+def lacks_sensor_size(path: str | Path) -> str | None:
+    """What to tell where EXIF has a focal length in millimetres that makes no camera; None where that is not so."""
+    header = read_header(path)
+    focal_mm = None if header is None else _number(header.tags, ExifTags.Base.FocalLength)
+    if header is None or focal_mm is None or _focal_from_tags(header.tags, header.stored_size) is not None:
+        return None
+    return f"EXIF tells a focal length of {focal_mm:g} mm but no sensor size, so it is not known in pixels"
 
 
 def cam1_from_cam0(cam0_from_world: npt.ArrayLike, cam1_from_world: npt.ArrayLike) -> FloatArray:
@@ -190,17 +248,20 @@ def pose_from_quaternion(values: Sequence[float]) -> FloatArray:
 
 def _camera_from_json(entry: Any, where: str) -> Camera:
     try:
-        refuse_distortion(np.ravel(entry.get("distortion", ())).tolist(), where)
+        distortion = np.ravel(entry.get("distortion", ())).astype(np.float64).tolist()
+        if "model" not in entry and any(distortion):
+            raise DataError("its distortion has no model; name COLMAP's, such as OPENCV for k1 k2 p1 p2.")
         return Camera(
             width=int(entry["width"]),
             height=int(entry["height"]),
             K=np.array(entry["K"], dtype=np.float64),
+            lens=Lens(str(entry["model"]), tuple(distortion)) if "model" in entry else PINHOLE,
             source="file",
             cam_from_world=entry.get("cam_from_world"),
         )
     except KeyError as error:
         raise DataError(f"{where}: {error} is missing; a camera has width, height and K.") from error
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{where}: not a camera ({error}); write {{width, height, K}}.") from error
     except DataError as error:
         raise error if str(error).startswith(where) else DataError(f"{where}: {error}") from error
@@ -236,6 +297,6 @@ def _number(tags: Mapping[int, Any], tag: int) -> float | None:
     """The tag as a positive finite number, or None."""
     try:
         value = float(tags[tag])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, ArithmeticError):
         return None
     return value if np.isfinite(value) and value > 0 else None

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, UnidentifiedImageError
 
 from dualrc.errors import DataError
-from dualrc.files import read_text
+from dualrc.files import inside, is_file, read_text
+from dualrc.formats import open_picture
 from dualrc.geometry.camera import Camera, transform_points
 from dualrc.geometry.dense import bilinear_corners
+from dualrc.geometry.lens import PINHOLE
 from dualrc.image import read_header
 from dualrc.pixels import on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, Size
@@ -42,27 +43,34 @@ class Reprojection(NamedTuple):
 def read_rgbd(root: str | Path) -> list[RgbdFrame]:
     """The frames of a folder with images/NAME, depth/NAME.png, K.txt and world_from_cam.txt (name, 16 values).
 
+    In place of K.txt there may be COLMAP's cameras.txt with one camera; its lens distorts the depth maps too.
     Whether a frame's files are whole shows when they are read: a folder may be half copied.
     """
     root = Path(root)
     if not root.is_dir():
         raise DataError(f"The folder {root} does not exist; check the path.")
-    K = _numbers(root / "K.txt", 9).reshape(3, 3)
+    colmap = None if (root / "K.txt").exists() else _read_colmap_camera(root / "cameras.txt")
+    K = _numbers(root / "K.txt", 9).reshape(3, 3) if colmap is None else colmap.K
     poses = dict(_read_poses(root / "world_from_cam.txt"))
     if not poses:
         raise DataError(f"{root / 'world_from_cam.txt'} is empty; write a name and 16 numbers a line.")
     # One K serves all pictures, so they have one size, which any of them tells.
-    headers = (header for name in poses if (header := read_header(root / "images" / name)) is not None)
+    images = {name: inside(root / "images", name) for name in poses}
+    headers = (header for path in images.values() if (header := read_header(path)) is not None)
     header = next(headers, None)
     if header is None:
         raise DataError(f"None of the pictures in {root / 'images'} can be read; copy the folder again.")
     width, height = header.stored_size
+    if colmap is not None and colmap.size != (width, height):
+        there, here = f"{colmap.width}x{colmap.height}", f"{width}x{height}"
+        raise DataError(f"{root / 'cameras.txt'} is for {there} pixels, and the pictures have {here}; mend it.")
+    lens = PINHOLE if colmap is None else colmap.lens
     return [
         RgbdFrame(
             name=name,
-            image=root / "images" / name,
+            image=images[name],
             depth=(root / "depth" / name).with_suffix(".png"),
-            camera=Camera(width=width, height=height, K=K, source="file", cam_from_world=pose),
+            camera=Camera(width=width, height=height, K=K, lens=lens, source="file", cam_from_world=pose),
         )
         for name, pose in poses.items()
     ]
@@ -70,12 +78,12 @@ def read_rgbd(root: str | Path) -> list[RgbdFrame]:
 
 def read_depth_m(path: str | Path, *, unit_m: float = 0.001) -> npt.NDArray[np.float32]:
     """A depth map (h, w) in metres from a 16-bit PNG, 0 where there is none; `unit_m` is what 1 stands for."""
+    if not is_file(path):
+        raise DataError(f"The depth map {path} does not exist; check the path.")
     try:
-        with Image.open(path) as image:
+        with open_picture(path, str(path), only=("PNG", "TIFF")) as image:
             values = np.asarray(image)
-    except FileNotFoundError as error:
-        raise DataError(f"The depth map {path} does not exist; check the path.") from error
-    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged file can fail in any way
         raise DataError(f"The depth map {path} can't be read ({error}); copy it again.") from error
     if values.ndim != 2 or values.dtype == np.uint8:
         raise DataError(f"{path} is not a depth map; give a PNG of one channel of 16 bits.")
@@ -160,6 +168,22 @@ def _read_poses(path: Path) -> Iterator[tuple[str, FloatArray]]:
                 f"{path}, line {number}: not a pose ({error}); write a name and 16 numbers, world_from_cam by rows."
             ) from error
         yield name, cam_from_world
+
+
+def _read_colmap_camera(path: Path) -> Camera | None:
+    """The one camera of COLMAP's cameras.txt; None where there is no such file."""
+    if not path.exists():
+        return None
+    lines = [line.split() for line in read_text(path).splitlines() if line.strip() and not line.startswith("#")]
+    if len(lines) != 1:
+        raise DataError(f"{path} has {len(lines)} cameras; all frames share one, so write one line.")
+    try:
+        _, model, width, height, *params = lines[0]
+        return Camera.from_colmap(model, (int(width), int(height)), [float(value) for value in params], source="file")
+    except ValueError as error:
+        raise DataError(f"{path}: not a camera; write CAMERA_ID MODEL WIDTH HEIGHT PARAMS.") from error
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def _numbers(path: Path, count: int) -> FloatArray:

@@ -1,6 +1,6 @@
 """Two-view models from matches: the one door to robust estimators, which are PoseLib's."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -17,13 +17,17 @@ from dualrc.types import BoolArray, FloatArray
 # The fewest matches that leave one model. (Solvers take less, and then choose among several that fit.)
 _FEWEST = {"homography": 4, "fundamental": 8, "essential": 6}
 _FEWEST_SHARED_FOCAL = 7
-_GUESSED_FOCAL = 1.2  # in long sides, as COLMAP guesses: about 45 degrees of view
+_FEWEST_DIRECTION, _DIRECTION_SAMPLE = 5, 1500  # matches that a direction needs, and that draws are judged by
 # An estimated focal length outside of this range, in long sides, is an artefact of a degenerate motion.
 _PLAUSIBLE_FOCAL = (0.3, 5.0)
 # A homography that flattens normalized points further than this is not one of a picture.
 _LARGEST_CONDITION = 1e7
 # Less than this is the rounding of coordinates, for example of a picture matched with itself.
 _SMALLEST_PARALLAX_PX = 0.01
+# A rotation explains a match that it leaves within the threshold, or within so many standard deviations of the noise;
+# it explains the motion if it leaves fewer than this share of the inliers, about what chance puts on epipolar lines.
+_DEVIATIONS, _UNEXPLAINED = 4.5, 0.05
+_ROTATION_SWEEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,8 @@ class _Fit:
     inliers: BoolArray
     info: dict[str, Any]
     pose: RelativePose | None = None
+    rotation_only: bool = False
+    warnings: tuple[str, ...] = ()
 
 
 def estimate(
@@ -49,8 +55,9 @@ def estimate(
 ) -> Estimate:
     """Fit a model with LO-RANSAC; where none can be fitted, the matrix is None and info["reason"] says why.
 
-    `threshold_px` bounds the distance in picture 1 for a homography, else the Sampson distance. Cameras only serve
-    an essential matrix; info["cameras"] says which were used where they are not given.
+    `threshold_px` bounds the distance in picture 1 for a homography, else the Sampson distance, in pixels of the
+    pictures as they are. Cameras only serve an essential matrix, for which points are undistorted; info["cameras"] says
+    which were used where they are not given. `warnings` tells of a guessed focal length and of missing parallax.
     """
     if kind not in get_args(EstimateKind):
         raise ConfigError(f"Unknown model {kind!r}; choose one of {', '.join(get_args(EstimateKind))}.")
@@ -60,7 +67,6 @@ def estimate(
     options = ransac_options(threshold_px, max_iterations, seed)
     info: dict[str, Any] = {"threshold_px": threshold_px, "seed": seed}
     used = best_first(matches.scores, matches.points0, matches.points1)
-    points0, points1 = matches.points0[used].astype(np.float64), matches.points1[used].astype(np.float64)
 
     def failed(reason: str) -> Estimate:
         nothing = np.zeros(len(matches), dtype=bool)
@@ -69,6 +75,8 @@ def estimate(
     if kind == "essential":
         for number, camera, size in ((0, camera0, matches.size0), (1, camera1, matches.size1)):
             _check_size(number, camera, size)
+        used = _with_rays(matches, used, camera0, camera1)
+    points0, points1 = matches.points0[used].astype(np.float64), matches.points1[used].astype(np.float64)
     if len(points0) < fewest:
         return failed(f"{len(points0)} matches are too few: a model needs {fewest}")
     if kind == "essential":
@@ -81,7 +89,25 @@ def estimate(
     if (reason := _degenerate(fit, kind, points0[fit.inliers], points1[fit.inliers], threshold_px)) is not None:
         return failed(reason)
     inliers = scattered(fit.inliers, used, len(matches))
-    return Estimate(kind=kind, matrix=fit.matrix, inliers=inliers, pose=fit.pose, info={**info, **fit.info})
+    return Estimate(
+        kind=kind,
+        matrix=fit.matrix,
+        inliers=inliers,
+        pose=fit.pose,
+        rotation_only=fit.rotation_only,
+        warnings=fit.warnings,
+        info={**info, **fit.info},
+    )
+
+
+def _with_rays(
+    matches: Matches, used: npt.NDArray[np.int64], camera0: Camera | None, camera1: Camera | None
+) -> npt.NDArray[np.int64]:
+    """Those of the rows whose points have rays: a lens puts nothing at some pixels."""
+    for camera, points in ((camera0, matches.points0), (camera1, matches.points1)):
+        if camera is not None and camera.lens.distorts:
+            used = used[np.isfinite(camera.rays(points[used])).all(axis=1)]
+    return used
 
 
 def _degenerate(
@@ -104,6 +130,51 @@ def relative_pose(
     return estimate(matches, "essential", camera0=camera0, camera1=camera1, threshold_px=threshold_px, seed=seed).pose
 
 
+def estimate_direction(
+    rays0: npt.ArrayLike, rays1: npt.ArrayLike, rotation: npt.ArrayLike, threshold: float, *, draws: int = 500
+) -> FloatArray | None:
+    """The direction t (3,) from camera 0 to camera 1 for a known rotation cam1_from_cam0 (3, 3); None: too few rays.
+
+    Rays (n, 3) have depth 1, best first, and the threshold on the Sampson distance is in their units, pixels over the
+    focal length. Two matches give a direction; the one that most agree with is refined by all of those.
+    """
+    R = np.asarray(rotation, dtype=np.float64)
+    x0, x1 = np.asarray(rays0, dtype=np.float64), np.asarray(rays1, dtype=np.float64)
+    if len(x0) < _FEWEST_DIRECTION:
+        return None
+    y0 = x0 @ R.T
+    # x1' [t]x R x0 and the epipolar lines are all linear in t: the residual is t . normals.
+    normals = np.cross(y0, x1)
+    lines1 = np.cross(y0[:, None], np.eye(3)[:2]), np.cross(x1[:, None], R[:, :2].T)  # (n, 2, 3) each
+
+    def distances(directions: FloatArray, rows: Any) -> FloatArray:
+        """Sampson distances (m, n) for directions (m, 3)."""
+        squares = sum((directions @ lines[rows, i].T) ** 2 for lines in lines1 for i in range(2))
+        return np.abs(directions @ normals[rows].T) / np.sqrt(squares + 1e-30)
+
+    rows = np.arange(min(len(x0), _DIRECTION_SAMPLE))
+    first, second = np.random.default_rng(0).integers(0, len(rows), (2, draws))
+    candidates = np.cross(normals[first], normals[second])
+    lengths = np.linalg.norm(candidates, axis=1)
+    candidates = candidates[lengths > 1e-15] / lengths[lengths > 1e-15, None]
+    if not len(candidates):
+        return None
+    costs = np.minimum((distances(candidates, rows) / threshold) ** 2, 1).sum(1)
+    best: FloatArray = candidates[costs.argmin()]
+    for _ in range(5):
+        off = distances(best[None], slice(None))[0]
+        near = off <= threshold
+        if near.sum() < _FEWEST_DIRECTION:
+            return None
+        scale = np.abs(normals[near] @ best) / np.maximum(off[near], 1e-15)
+        rows_scaled = normals[near] / np.maximum(scale, 1e-15)[:, None]
+        best = np.linalg.svd(rows_scaled.T @ rows_scaled)[0][:, -1]
+    # Of the two signs, the one with more points in front of both cameras.
+    across = np.cross(x1[near], y0[near])
+    depth0 = np.sum(np.cross(np.broadcast_to(best, across.shape), x1[near]) * across, axis=1)
+    return best if np.mean(depth0 > 0) > 0.5 else -best
+
+
 def essential_from_pose(cam1_from_cam0: npt.ArrayLike) -> FloatArray:
     """E = [t]x R, with x1' E x0 = 0 for rays: (3, 4) -> (3, 3)."""
     pose = np.asarray(cam1_from_cam0, dtype=np.float64)
@@ -112,7 +183,7 @@ def essential_from_pose(cam1_from_cam0: npt.ArrayLike) -> FloatArray:
 
 
 def fundamental_from_pose(cam1_from_cam0: npt.ArrayLike, camera0: Camera, camera1: Camera) -> FloatArray:
-    """F of norm 1, with x1' F x0 = 0 for pixels; all zeros where the cameras share one centre."""
+    """F of norm 1, with x1' F x0 = 0 for pixels (undistorted ones); all zeros where the cameras share one centre."""
     F = np.linalg.inv(camera1.K).T @ essential_from_pose(cam1_from_cam0) @ np.linalg.inv(camera0.K)
     return F / (np.linalg.norm(F) or 1.0)
 
@@ -129,6 +200,41 @@ def epipolar_distance_px(F: npt.ArrayLike, points0: npt.ArrayLike, points1: npt.
     lines1 = _epipolar_lines(F, points0)
     residuals = np.abs(np.sum(to_homogeneous(points1) * lines1, axis=1))
     return _ratio(residuals, np.linalg.norm(lines1[:, :2], axis=1))
+
+
+def pose_distance_px(
+    cam1_from_cam0: npt.ArrayLike,
+    camera0: Camera,
+    camera1: Camera,
+    points0: npt.ArrayLike,
+    points1: npt.ArrayLike,
+    *,
+    in_picture1: bool = False,
+) -> FloatArray:
+    """To first order, how far both points (n, 2) together are from agreeing with a pose, in distorted pixels: (n,).
+
+    This is the Sampson distance through both lenses; `in_picture1` moves the point of picture 1 alone, which makes it
+    the distance from the epipolar curve there. It is NaN for pixels that a lens puts nothing at.
+    """
+    E = essential_from_pose(cam1_from_cam0)
+    rays0, rays1 = camera0.rays(points0), camera1.rays(points1)
+    residuals = np.abs(np.sum(rays1 @ E * rays0, axis=1))
+    # The residual's derivatives by pixels: those by rays, through the inverse of what pixels are by rays.
+    slopes1 = _by_pixels((rays0 @ E.T)[:, :2], camera1.pixels_by_rays(rays1))
+    squares = np.sum(slopes1**2, axis=1)
+    if not in_picture1:
+        squares = squares + np.sum(_by_pixels((rays1 @ E)[:, :2], camera0.pixels_by_rays(rays0)) ** 2, axis=1)
+    return _ratio(residuals, np.sqrt(squares))
+
+
+def _by_pixels(by_rays: FloatArray, pixels_by_rays: FloatArray) -> FloatArray:
+    """Derivatives (n, 2) by rays as those by pixels; NaN where the lens is flat."""
+    (a, b), (c, d) = np.moveaxis(pixels_by_rays, 0, -1)
+    # The transposed inverse of a 2 x 2 matrix, written out.
+    x, y = by_rays.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slopes: FloatArray = np.stack([d * x - c * y, a * y - b * x], axis=1) / (a * d - b * c)[:, None]
+    return slopes
 
 
 def _fit_matrix(points0: FloatArray, points1: FloatArray, kind: EstimateKind, options: dict[str, Any]) -> _Fit:
@@ -160,18 +266,72 @@ def _fit_essential(
     )
     R, t = np.array(pose.R), np.array(pose.t).ravel()
     t = t / (np.linalg.norm(t) or 1.0)  # PoseLib's is of length 1 up to the steps of its refinement
-    found = RelativePose(cam1_from_cam0=np.column_stack([R, t]))
+    pose = np.column_stack([R, t])
     inliers = _flags(stats, len(points0))
+    threshold_px = options["max_epipolar_error"]
+    if camera0.lens.distorts or camera1.lens.distorts:
+        pose, inliers = _refit(pose, inliers, points0, points1, cameras, threshold_px)
     sources = (camera0.source, camera1.source)
+    left_px = _left_by_rotation_px(points0[inliers], points1[inliers], cameras)
+    rotation_only = _explained(left_px, pose, points0[inliers], points1[inliers], cameras, threshold_px)
     info = {
         "iterations": int(stats["iterations"]),
         "cameras": sources[0] if sources[0] == sources[1] else f"picture 0: {sources[0]}, picture 1: {sources[1]}",
-        "K0": camera0.K.tolist(),
-        "K1": camera1.K.tolist(),
-        # What a rotation alone leaves over. Where it is not larger than the noise, t is arbitrary.
-        "parallax_px": _parallax_px(R, points0[inliers], points1[inliers], cameras),
+        **{f"K{number}": camera.K.tolist() for number, camera in enumerate(cameras)},
+        **{
+            f"lens{number}": {"model": camera.lens.model, "distortion": list(camera.lens.distortion)}
+            for number, camera in enumerate(cameras)
+            if camera.lens.distorts
+        },
+        # What a rotation alone leaves over, the median. Where it is not larger than the noise, t is arbitrary.
+        "parallax_px": float(np.median(left_px)) if len(left_px) else 0.0,
+        "rotation_only": rotation_only,
     }
-    return _Fit(matrix=essential_from_pose(found.cam1_from_cam0), inliers=inliers, info=info, pose=found)
+    warnings = []
+    if guessed := [number for number, camera in enumerate(cameras) if camera.is_guessed]:
+        which = "both pictures" if len(guessed) == 2 else f"picture {guessed[0]}"
+        warnings.append(f"The focal length of {which} is a guess, and the pose depends on it; give the cameras.")
+    if rotation_only:
+        warnings.append(
+            "There is hardly any parallax: the camera turned but did not move far, so the direction of the motion is "
+            "arbitrary; a homography describes this pair."
+        )
+    return _Fit(
+        matrix=essential_from_pose(pose),
+        inliers=inliers,
+        info=info,
+        pose=RelativePose(cam1_from_cam0=pose),
+        rotation_only=rotation_only,
+        warnings=tuple(warnings),
+    )
+
+
+def _refit(
+    pose: FloatArray,
+    inliers: BoolArray,
+    points0: FloatArray,
+    points1: FloatArray,
+    cameras: tuple[Camera, Camera],
+    threshold_px: float,
+) -> tuple[FloatArray, BoolArray]:
+    """Pose and inliers by pixels of the pictures as they are; PoseLib measures in undistorted ones.
+
+    The two differ most at the edges, where undistorting stretches.
+    """
+    rays = [camera.rays(points)[:, :2] for camera, points in zip(cameras, (points0, points1), strict=True)]
+    places = [at * camera.focal_px for at, camera in zip(rays, cameras, strict=True)]
+    pinholes = [camera.centered_pinhole() for camera in cameras]
+    for _ in range(2):
+        near = pose_distance_px(pose, *cameras, points0, points1) <= threshold_px
+        if near.sum() < _FEWEST["essential"]:
+            break
+        start = poselib.CameraPose()
+        start.R, start.t = pose[:, :3], pose[:, 3]
+        options = {"loss_type": "CAUCHY", "loss_scale": threshold_px / 2}
+        refined, _ = poselib.refine_relative_pose(places[0][near], places[1][near], start, *pinholes, options)
+        R, t = np.array(refined.R), np.array(refined.t).ravel()
+        pose, inliers = np.column_stack([R, t / (np.linalg.norm(t) or 1.0)]), near
+    return pose, pose_distance_px(pose, *cameras, points0, points1) <= threshold_px if inliers.any() else inliers
 
 
 def _check_size(number: int, camera: Camera | None, size: tuple[int, int]) -> None:
@@ -193,21 +353,17 @@ def _known_cameras(matches: Matches, camera0: Camera | None, camera1: Camera | N
         return None
     # Pictures of one size are taken to be of one camera.
     if camera0 is None and camera1 is not None and camera1.size == size0:
-        camera0 = Camera(width=size0[0], height=size0[1], K=camera1.K, source="that of picture 1")
+        camera0 = replace(camera1, source="that of picture 1", cam_from_world=None)
     if camera1 is None and camera0 is not None and camera0.size == size1:
-        camera1 = Camera(width=size1[0], height=size1[1], K=camera0.K, source="that of picture 0")
-    return camera0 or _guessed(size0), camera1 or _guessed(size1)
-
-
-def _guessed(size: tuple[int, int]) -> Camera:
-    return Camera.from_focal(size, _GUESSED_FOCAL * max(size), source="guessed")
+        camera1 = replace(camera0, source="that of picture 0", cam_from_world=None)
+    return camera0 or Camera.guessed(size0), camera1 or Camera.guessed(size1)
 
 
 def _shared_focal_cameras(
     points0: FloatArray, points1: FloatArray, matches: Matches, options: dict[str, Any]
 ) -> tuple[Camera, Camera]:
     """Cameras with one estimated focal length, or with a guessed one where that fails."""
-    guessed0, guessed1 = _guessed(matches.size0), _guessed(matches.size1)
+    guessed0, guessed1 = Camera.guessed(matches.size0), Camera.guessed(matches.size1)
     if len(points0) < _FEWEST_SHARED_FOCAL:
         return guessed0, guessed1
     pair, stats = poselib.estimate_shared_focal_relative_pose(
@@ -237,13 +393,39 @@ def _flags(stats: dict[str, Any], count: int) -> BoolArray:
     return flags if len(flags) == count else np.zeros(count, dtype=bool)
 
 
-def _parallax_px(R: FloatArray, points0: FloatArray, points1: FloatArray, cameras: tuple[Camera, Camera]) -> float:
-    """Median angle between rays of camera 0, rotated, and those of camera 1, in pixels at the centre of picture 1."""
-    if not len(points0):
-        return 0.0
-    rays0, rays1 = cameras[0].rays(points0) @ R.T, cameras[1].rays(points1)
-    angles = np.arctan2(np.linalg.norm(np.cross(rays0, rays1), axis=1), np.sum(rays0 * rays1, axis=1))
-    return float(np.median(angles)) * cameras[1].focal_px
+def _left_by_rotation_px(points0: FloatArray, points1: FloatArray, cameras: tuple[Camera, Camera]) -> FloatArray:
+    """Angles (n,) that the best rotation leaves between the rays, in pixels at the centre of picture 1.
+
+    The rotation is that of most matches (the sum of angles is least), and not the pose's, which shares a motion without
+    parallax between R and t as it likes.
+    """
+    rays = [camera.rays(points) for camera, points in zip(cameras, (points0, points1), strict=True)]
+    rays0, rays1 = (at / np.linalg.norm(at, axis=1, keepdims=True) for at in rays)
+    weights, angles = np.ones(len(rays0)), np.zeros(len(rays0))
+    for _ in range(_ROTATION_SWEEPS if len(rays0) else 0):
+        U, _, Vt = np.linalg.svd((rays1 * weights[:, None]).T @ rays0)
+        R = U @ np.diag([1, 1, np.linalg.det(U @ Vt)]) @ Vt
+        angles = 2 * np.arcsin(np.clip(np.linalg.norm(rays0 @ R.T - rays1, axis=1) / 2, 0, 1))
+        weights = 1 / np.maximum(angles, 1e-9 + 1e-2 * np.median(angles))
+    return angles * cameras[1].focal_px
+
+
+def _explained(
+    left_px: FloatArray,
+    pose: FloatArray,
+    points0: FloatArray,
+    points1: FloatArray,
+    cameras: tuple[Camera, Camera],
+    threshold_px: float,
+) -> bool:
+    """Whether a rotation that leaves so much (n,) of the inliers explains their motion."""
+    if not len(left_px):
+        return False
+    rms_px = float(np.sqrt(np.nanmean(pose_distance_px(pose, *cameras, points0, points1) ** 2)))
+    # The threshold cuts the noise off, and even where it is wide leaves no more than a uniform distribution has.
+    cut = min(rms_px / (threshold_px / np.sqrt(3)), 0.99)
+    deviation_px = rms_px / np.sqrt(1 - cut**4)
+    return float(np.mean(left_px > max(threshold_px, _DEVIATIONS * deviation_px))) < _UNEXPLAINED
 
 
 def _distance_from_line_px(points: FloatArray) -> float:

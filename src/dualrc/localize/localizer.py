@@ -10,7 +10,7 @@ import numpy as np
 from dualrc.collection.retrieval import global_descriptor, most_similar, read_descriptors, write_descriptors
 from dualrc.config import check_bounds
 from dualrc.errors import DataError, DualRCError
-from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif
+from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif, lacks_sensor_size
 from dualrc.localize.maps import Correspondences, Map
 from dualrc.matcher import Matcher, PictureFeatures
 from dualrc.matcher.cache import LruCache
@@ -21,6 +21,8 @@ _CELLS = 16
 _SAVE_EVERY = 100  # pictures of the map
 # So many supporting cells are as good as any number.
 _ENOUGH_CELLS = 20
+# EXIF's focal length is that of the map's camera if they differ by a smaller share.
+_SAME_FOCAL = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,7 @@ class Localizer:
         self.broken: dict[str, str] = {}
         self._descriptors: dict[str, FloatArray] = {}
         self._descriptors_file = descriptors
+        self._cameras: dict[Size, Camera | None] = {}  # that the map's pictures of a size share
         self._kept: LruCache[str, PictureFeatures] = LruCache(self.config.max_memory * 2**30, keep=1)
 
     def localize(
@@ -95,7 +98,8 @@ class Localizer:
     ) -> Localization:
         """The pose of one picture; what it can't be localized for is the result's `reason`.
 
-        Without a camera: EXIF's, else the one that the map's pictures of this size share, else an estimated one.
+        Without a camera: the one that the map's pictures of this size share, unless EXIF tells another focal length;
+        else EXIF's, else an estimated one. The result's camera has a `source` that says which.
         Without candidates: the most similar pictures of the map.
         """
         start = time.perf_counter()
@@ -107,8 +111,12 @@ class Localizer:
         except DualRCError as error:
             return Localization(reason=str(error), seconds=time.perf_counter() - start)
         names = list(candidates) if candidates is not None else self.candidates(features)
-        found = self.correspondences(features, names)
+        picture = None if isinstance(query, PictureFeatures) else query
+        found = self.correspondences(features, names, picture)
         result = self.pose(found, features.size, camera=camera, names=names)
+        if camera is None and result.camera is not None and picture is not None and lacks_sensor_size(picture):
+            source = f"{result.camera.source}, as EXIF has no sensor size"
+            result = replace(result, camera=replace(result.camera, source=source))
         return replace(result, seconds=time.perf_counter() - start)
 
     def candidates(self, query: PictureFeatures) -> list[str]:
@@ -143,15 +151,17 @@ class Localizer:
         if file is not None and new % _SAVE_EVERY:
             write_descriptors(file, made_with, self._descriptors)
 
-    def correspondences(self, query: PictureFeatures, names: Iterable[str]) -> Correspondences:
-        """What the query sees of these pictures of the map, together."""
+    def correspondences(
+        self, query: PictureFeatures, names: Iterable[str], picture: str | Path | None = None
+    ) -> Correspondences:
+        """What the query sees of these pictures of the map, together; quality "high" looks at its picture."""
         parts = []
         for name in names:
             features = self._features(name)
             part = Correspondences.join([])
             if features is not None:
                 try:
-                    part = self.map.correspond(self.matcher, name, features, query)
+                    part = self.map.correspond(self.matcher, name, features, query, picture)
                 except DataError as error:
                     self.broken[name] = str(error)
             parts.append(part)
@@ -184,7 +194,13 @@ class Localizer:
 
     def _find_camera(self, query: str | Path | PictureFeatures, size: Size) -> Camera | None:
         told = None if isinstance(query, PictureFeatures) else camera_from_exif(query)
-        return told or self.map.camera(size)
+        if size not in self._cameras:
+            self._cameras[size] = self.map.camera(size)
+        shared = self._cameras[size]
+        if told is None or shared is None:
+            return told or shared
+        # The map's was refined and has its lens; EXIF rounds, but tells another lens or zoom.
+        return shared if abs(np.log(told.focal_px / shared.focal_px)) <= _SAME_FOCAL else told
 
     def _features(self, name: str) -> PictureFeatures | None:
         """Features of a picture of the map, kept as long as they fit into memory; None where it is broken."""

@@ -24,7 +24,9 @@ def results_config(localizer: Localizer) -> dict[str, Any]:
     info = localizer.matcher.info
     config = asdict(localizer.config)
     del config["max_memory"]
-    kept = {key: info[key] for key in ("network", "matcher", "weights")}
+    kept = {key: info[key] for key in ("network", "weights")}
+    # Not on memory, without which a run can't go on elsewhere.
+    kept["matcher"] = {key: value for key, value in info["matcher"].items() if key != "max_memory"}
     return {**kept, "localize": config, "map": dict(localizer.map.info)}
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from dualrc.config import first_difference
 from dualrc.errors import DataError, OutputError
-from dualrc.files import check_writable, read_text, write_json, write_text
-from dualrc.geometry import Camera, pose_from_quaternion, quaternion_from_rotation
+from dualrc.files import check_writable, parse_json, read_text, write_json, write_text
+from dualrc.geometry import Camera, Lens, pose_from_quaternion, quaternion_from_rotation
 from dualrc.localize.localizer import Localization
 from dualrc.types import FloatArray
 
@@ -108,7 +108,14 @@ def _to_entry(found: Localization) -> dict[str, Any]:
         "rotation_deviation_deg": None if found.covariance is None else found.rotation_deviation_deg,
         "covariance": None if found.covariance is None else found.covariance.tolist(),
         "camera": camera
-        and {"width": camera.width, "height": camera.height, "K": camera.K.tolist(), "source": camera.source},
+        and {
+            "width": camera.width,
+            "height": camera.height,
+            "K": camera.K.tolist(),
+            "model": camera.lens.model,
+            "distortion": list(camera.lens.distortion),
+            "source": camera.source,
+        },
         "candidates": found.candidates,
         "seconds": round(found.seconds, 3),
     }
@@ -122,7 +129,7 @@ def _from_entry(entry: Mapping[str, Any], where: str) -> Localization:
         return Localization(
             cam_from_world=array("cam_from_world"),
             reason=entry["reason"],
-            camera=Camera(**{**entry["camera"], "K": np.array(entry["camera"]["K"])}) if entry["camera"] else None,
+            camera=_to_camera(entry["camera"]) if entry["camera"] else None,
             candidates=entry["candidates"],
             correspondences=entry["correspondences"],
             inliers=entry["inliers"],
@@ -134,11 +141,18 @@ def _from_entry(entry: Mapping[str, Any], where: str) -> Localization:
         raise DataError(f"{where}: not a result ({error}); delete the file and localize again.") from error
 
 
+def _to_camera(entry: Mapping[str, Any]) -> Camera:
+    # Files of earlier versions know pinholes only.
+    lens = Lens(entry.get("model", "PINHOLE"), tuple(entry.get("distortion", ())))
+    K = np.array(entry["K"], dtype=np.float64)
+    return Camera(width=entry["width"], height=entry["height"], K=K, lens=lens, source=entry["source"])
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_text(path))
         if content["format"] != _FORMAT or not isinstance(content["queries"] | content["config"], dict):
             raise ValueError("another format")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (DataError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is not a file of localizations ({error}); write to another one.") from error
     return dict(content)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from dualrc.errors import ConfigError
-from dualrc.image import Scale, to_input, to_tensor
+from dualrc.image import Scale, normalize_colors, resize, to_tensor
+from dualrc.machine import device_name
 from dualrc.matcher.budget import enough_memory
 from dualrc.matcher.features import PendingImage, PictureFeatures, chunks
 from dualrc.model.backbone import CompactBackbone
@@ -68,13 +69,18 @@ class Extractor:
                     pixels = self._upload([item.pixels for item in chunk if item.pixels is not None])
                     found = self._network.engine.extract(partial(self._extract, size=size), pixels)
                 for number, item in enumerate(chunk):
-                    coarse, fine, *light = (tensor[number : number + 1] for tensor in found)
+                    seen, coarse, fine, *light = (tensor[number : number + 1] for tensor in found)
                     one = Features(coarse=coarse, fine=fine, light=light[0] if light else None)
-                    item.features = PictureFeatures(maps=one, scale=item.scale, mask=None, made_by=self.made_by)
+                    item.features = PictureFeatures(
+                        maps=one, scale=item.scale, mask=None, made_by=self.made_by, pixels=seen[0]
+                    )
                     item.pixels = None
 
-    def _upload(self, pictures: list[npt.NDArray[np.uint8]]) -> Tensor:
-        """Pictures of the same size, uint8 (h w 3), as one tensor on the device."""
+    def _upload(self, given: list[npt.NDArray[np.uint8] | Tensor]) -> Tensor:
+        """Pictures of the same size, uint8 (h w 3), as one tensor on the device; tensors are there already."""
+        pictures = [picture for picture in given if not isinstance(picture, Tensor)]
+        if not pictures:
+            return torch.stack([picture for picture in given if isinstance(picture, Tensor)])
         if self.device.type != "cuda":
             pixels = [to_tensor(picture) for picture in pictures]
             return torch.stack(pixels).to(self.device) if len(pixels) > 1 else pixels[0][None].to(self.device)
@@ -88,15 +94,17 @@ class Extractor:
         return shelf.to(self.device, non_blocking=True)
 
     def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, ...]:
-        """Coarse and fine features of pictures on the device, uint8 (b h w 3), and their brightness if it is used."""
-        antialias = self._network.config.backbone.antialias
-        images = to_input(pixels, size, antialias=antialias).contiguous(memory_format=torch.channels_last)
+        """Pictures on the device, uint8 (b h w 3), at this size; coarse and fine features; brightness if it is used."""
+        resized = resize(pixels, size, antialias=self._network.config.backbone.antialias)
+        images = normalize_colors(resized / 255).contiguous(memory_format=torch.channels_last)
         if self.device.type == "cuda":
             images = images.to(self.dtype)
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocast):
             features = self._network.extract(images)
         light = () if features.light is None else (features.light,)
-        return features.coarse, features.fine, *light
+        # A copy even where nothing was resized: the pixels may be the user's own array.
+        seen = resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+        return seen, features.coarse, features.fine, *light
 
 
 def has_int8(network: Network, device: torch.device) -> bool:
@@ -105,15 +113,25 @@ def has_int8(network: Network, device: torch.device) -> bool:
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device that is asked for, or the best one here."""
+    """The device that is asked for, or the best one here; "gpu" is another name for "cuda"."""
+    here = devices()
     if device is None:
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        return torch.device(here[0])
     try:
-        chosen = torch.device(device)
+        chosen = torch.device(device_name(device) if isinstance(device, str) else device)
         torch.empty(1, device=chosen).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
+        # PyTorch's own words on an unknown name are a list of all that it was ever ported to.
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"The device {device!r} can't be used ({reason}); choose cpu, cuda or mps.") from error
+        reason = "no such device" if reason.startswith("Expected one of") else reason
+        remedy = f"here there is {', '.join(here)}"
+        raise ConfigError(f"The device {str(device)!r} can't be used ({reason}); {remedy}.") from error
     return chosen
+
+
+def devices() -> list[str]:
+    """The devices of this machine, best first."""
+    found = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    if len(found) == 1:
+        found = ["cuda"]
+    return [*found, *(["mps"] if torch.backends.mps.is_available() else []), "cpu"]

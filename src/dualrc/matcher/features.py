@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from dualrc.image import ImageInput, Scale, read
 from dualrc.matcher.cache import LruCache
@@ -21,6 +22,8 @@ class PictureFeatures:
     scale: Scale
     mask: BoolArray | None
     made_by: str  # the weights; features of different networks can't be compared
+    # The picture as the network saw it, uint8 (h w 3): what the search for another scale looks at.
+    pixels: Tensor
 
     def __repr__(self) -> str:
         return "PictureFeatures({}x{}, seen as {}x{})".format(*self.scale.image_size, *self.scale.input_size)
@@ -34,9 +37,9 @@ class PictureFeatures:
     def bytes(self) -> int:
         """Memory that the features take."""
         maps = self.maps
-        tensors = (maps.coarse, maps.fine, *(() if maps.light is None else (maps.light,)))
+        tensors = [tensor for tensor in (maps.coarse, maps.fine, maps.light, self.pixels) if tensor is not None]
         # NCNet's coarse and fine map may be one.
-        return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
+        return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
 Matchable = ImageInput | PictureFeatures
@@ -47,7 +50,7 @@ class PendingImage:
     """A picture on its way to its features."""
 
     scale: Scale
-    pixels: ImageArray | None = None
+    pixels: ImageArray | Tensor | None = None  # (h w 3); a tensor is on the device
     features: PictureFeatures | None = None
 
     @property

@@ -2,16 +2,16 @@
 
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from dualrc import config as configs
-from dualrc.config import MatcherConfig
+from dualrc.config import MatcherConfig, MatcherOptions
 from dualrc.errors import ConfigError, WeightsError
 from dualrc.matcher.extract import Precision, choose_device, has_int8
 from dualrc.matcher.matcher import Matcher
-from dualrc.model.checkpoint import bundled, file_hash, load_weights
+from dualrc.model.checkpoint import bundled, file_hash, load_weights, read_calibration
 
 
 def load(
@@ -21,13 +21,14 @@ def load(
     device: str | torch.device | None = None,
     precision: Precision | None = None,
     engine: str | None = None,
-    **settings: Any,
+    **settings: Unpack[MatcherOptions],
 ) -> Matcher:
     """A matcher with the preset's bundled weights, or with a weights file of that preset, on the best device.
 
     `precision` is that of the backbone: float16 on a GPU, int8 on a CPU with VNNI, else float32. `engine` names what
     carries out everything after the backbone (see `dualrc.ops`); None: the best for the device.
-    `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_memory.
+    Scores are probabilities where the weights have a calibration beside them, as the bundled ones do.
+    `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_zoom, max_memory.
     """
     _, matcher_config = configs.preset(preset)
     known = [field.name for field in fields(MatcherConfig)]
@@ -50,5 +51,11 @@ def load(
     if precision is None and has_int8(network, choose_device(device)):
         precision = "int8"
     return Matcher(
-        network, matcher_config, device=device, precision=precision, engine=engine, weights_hash=file_hash(path)
+        network,
+        matcher_config,
+        device=device,
+        precision=precision,
+        engine=engine,
+        weights_hash=file_hash(path),
+        calibration=read_calibration(path),
     )

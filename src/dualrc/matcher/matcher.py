@@ -4,6 +4,7 @@ import copy
 import itertools
 import math
 import uuid
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,9 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualrc.calibration import Calibration
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
+from dualrc.evidence import LOOKED_AT
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
+from dualrc.matcher import foothold
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device
 from dualrc.matcher.features import FeatureCache, Matchable, PendingImage, PictureFeatures, shapes, stack
@@ -31,6 +35,8 @@ from dualrc.provenance import provenance
 from dualrc.types import UNSET, FloatArray, Size, Unset
 
 T = TypeVar("T")
+_USABLE = 64  # pixels of the side of a picture: with fewer there are few matches
+_STRIP = 4  # times as long as wide: there a size, which is that of the long side, leaves little of the other
 # Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
 # coarse tensor than this; on a CPU one at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
@@ -53,9 +59,13 @@ class Matcher:
         precision: Precision | None = None,
         engine: str | None = None,
         weights_hash: str | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
-        """Copies the network; `engine` is one of `dualrc.ops`, None: the best for the device."""
-        self.config, self.weights_hash = config, weights_hash
+        """Copies the network; `engine` is one of `dualrc.ops`, None: the best for the device.
+
+        Without a calibration, scores are the network's own: they rank matches, and differ from call to call.
+        """
+        self.config, self.weights_hash, self.calibration = config, weights_hash, calibration
         self.network = copy.deepcopy(network).eval()
         fold_batch_norm(self.network)
         chosen = choose_device(device)
@@ -74,6 +84,7 @@ class Matcher:
             precision=self.precision,
             engine=self.engine,
         )
+        self._info["calibration"] = None if calibration is None else calibration.hash
 
     def __repr__(self) -> str:
         return f"Matcher({self.network.config.preset!r} on {self.device}, {self.precision}, {self.engine})"
@@ -89,15 +100,21 @@ class Matcher:
     ) -> PictureFeatures:
         """Everything that matching needs to know of one picture; `mask` (height, width) says where to look."""
         item = self._item(read(picture), size)
-        return self._in_memory([item], lambda features: self._masked(features, mask))
+        return self._in_memory([item], lambda features: self.masked(features, mask))
 
     def _item(self, pixels: npt.NDArray[np.uint8], size: int | Unset | None) -> PendingImage:
         own = (pixels.shape[1], pixels.shape[0])
         settings = self._settings(size=size)
         network = network_size(own, long_side=settings.size, max_size=settings.max_size)
+        if min(network) < _USABLE and min(own) >= 2 * min(network) and max(own) >= _STRIP * min(own):
+            warnings.warn(
+                "A picture of {}x{} pixels is seen at {}x{}, where little can be found; give a larger size, or cut it "
+                "into parts.".format(*own, *network),
+                stacklevel=2,
+            )
         return PendingImage(scale=Scale(image_size=own, input_size=network), pixels=pixels)
 
-    def _extract_items(self, items: Iterable[PendingImage]) -> None:
+    def extract(self, items: Iterable[PendingImage]) -> None:
         """Give features to those that have none."""
 
         def together(scale: Scale) -> int:
@@ -127,8 +144,8 @@ class Matcher:
         if isinstance(image0, PictureFeatures) or isinstance(image1, PictureFeatures):
             raise ConfigError('quality = "high" looks at the pictures again; give pictures instead of features.')
         pictures = read(image0), read(image1)
-        again = partial(match_again, self, pictures, top=settings.top, min_score=settings.min_score)
-        return self._with_pair(again, *pictures, mask0, mask1, size)
+        found = self._with_pair(partial(match_again, self, pictures), *pictures, mask0, mask1, size)
+        return self._selected(found, settings)
 
     def match_features(
         self,
@@ -141,8 +158,9 @@ class Matcher:
         min_score: float | Unset = UNSET,
     ) -> Matches:
         """Match two pictures by features that were extracted before, always in standard quality."""
-        pair = (self._masked(features0, mask0), self._masked(features1, mask1))
-        return next(self._match_batch([pair], self._settings(top=top, min_score=min_score)))
+        pair = (self.masked(features0, mask0), self.masked(features1, mask1))
+        settings = self._settings(top=top, min_score=min_score)
+        return self._selected(next(self.match_uncalibrated([pair], settings)), settings)
 
     def match_many(
         self,
@@ -205,8 +223,9 @@ class Matcher:
         """Match pairs together, or one by one where there is too little memory for that."""
         found: list[Matches] = []
         with suppress(NoMemoryError):
-            self._extract_items(item for _, items in batch for item in items)
-            found = list(self._match_batch([(one.known(), other.known()) for _, (one, other) in batch], settings))
+            self.extract(item for _, items in batch for item in items)
+            pairs = [(one.known(), other.known()) for _, (one, other) in batch]
+            found = [self._selected(matches, settings) for matches in self.match_uncalibrated(pairs, settings)]
         if batch and not found:
             let_go()
         yield from found or (alone(pair) for pair, _ in batch)
@@ -266,7 +285,7 @@ class Matcher:
             with self._working(features0, features1):
                 there, score = self.network.match_points(features0.maps, features1.maps, inputs)
             result[asked] = features1.scale.to_picture(there.cpu().numpy())
-            scores[asked] = score.cpu().numpy()
+            scores[asked] = self._calibrated(score.cpu().numpy())
             if features1.mask is not None:
                 scores[~inside_mask(result, features1.mask)] = 0
             scores[scores < self._settings(min_score=min_score).min_score] = 0
@@ -289,21 +308,29 @@ class Matcher:
         mask0: npt.ArrayLike | None = None,
         mask1: npt.ArrayLike | None = None,
         size: int | Unset | None = UNSET,
+        min_score: float | Unset = UNSET,
     ) -> Warp:
-        """Where every pixel of picture 0 is in picture 1, with a certainty of 0 to 1."""
-        return self._with_pair(self._warp, image0, image1, mask0, mask1, size)
+        """Where every pixel of picture 0 is in picture 1, with a certainty of 0 to 1 on the scale of the scores.
 
-    def _warp(self, features0: PictureFeatures, features1: PictureFeatures) -> Warp:
+        A pixel that has no counterpart with at least `min_score`, or lies outside the mask, has NaN and certainty 0.
+        """
+        warp = partial(self._warp, min_score=min_score)
+        return self._with_pair(warp, image0, image1, mask0, mask1, size)
+
+    def _warp(self, features0: PictureFeatures, features1: PictureFeatures, min_score: float | Unset) -> Warp:
         with self._working(features0, features1):
             points, certainty = self.network.warp(features0.maps, features1.maps)
-        places, sure = spread(points.cpu(), certainty.cpu(), features0.scale, FINE_STRIDE)
+        known = torch.from_numpy(self._calibrated(certainty.cpu().numpy()))
+        places, sure = spread(points.cpu(), known, features0.scale, FINE_STRIDE)
         dense = features1.scale.to_picture(places.reshape(-1, 2)).reshape(places.shape)
         width, height = features1.size
         sure = sure * ((dense > -0.5) & (dense < (width - 0.5, height - 0.5))).all(2)
         for features, points_there in ((features0, pixel_grid(features0.size)), (features1, dense)):
             if features.mask is not None:
                 sure = sure * inside_mask(points_there.reshape(-1, 2), features.mask).reshape(sure.shape)
-        return Warp(points1=dense.astype(np.float32), certainty=sure.astype(np.float32), size1=features1.size)
+        sure = np.where(sure < self._settings(min_score=min_score).min_score, 0, sure).astype(np.float32)
+        dense = np.where(sure[:, :, None] > 0, dense, np.nan).astype(np.float32)
+        return Warp(points1=dense, certainty=sure, size1=features1.size)
 
     @property
     def _pairs_ahead(self) -> int:
@@ -336,7 +363,7 @@ class Matcher:
         ]
 
         def with_masks(features0: PictureFeatures, features1: PictureFeatures) -> T:
-            pair = self._masked(features0, mask0), self._masked(features1, mask1)
+            pair = self.masked(features0, mask0), self.masked(features1, mask1)
             self._check_makers(pair)
             return use(*pair)
 
@@ -349,14 +376,14 @@ class Matcher:
         for sizes in self.budget.sizes(wanted, fixed):
             tried = [replace(item, scale=scale) for item, scale in zip(items, sizes, strict=False)]
             with suppress(NoMemoryError):
-                self._extract_items(tried)
+                self.extract(tried)
                 result = use(*(item.known() for item in tried))
                 self.budget.tell(wanted, sizes)
                 return result
             let_go()
         raise NoMemoryError
 
-    def _masked(self, features: PictureFeatures, mask: npt.ArrayLike | None) -> PictureFeatures:
+    def masked(self, features: PictureFeatures, mask: npt.ArrayLike | None) -> PictureFeatures:
         """The same features, looked at only where a mask of the picture's size is true; None: as they are."""
         if mask is None:
             return features
@@ -380,18 +407,38 @@ class Matcher:
         """The config with what a call asked for; checked as any config is."""
         return replace(self.config, **{name: value for name, value in changes.items() if value is not UNSET})
 
-    @torch.inference_mode()
-    def _match_batch(
-        self,
-        batch: list[tuple[PictureFeatures, PictureFeatures]],
-        settings: MatcherConfig,
+    def match_uncalibrated(
+        self, batch: list[tuple[PictureFeatures, PictureFeatures]], settings: MatcherConfig
     ) -> Iterator[Matches]:
-        """Match pairs of the same shapes together."""
-        if not batch:
-            return
+        """Match pairs of the same shapes together; those without a foothold are looked at again, at other scales.
+
+        Scores are the network's own; the best `top` are there, and often more.
+        """
         for pair in batch:
             self._check_makers(pair)
-        top = settings.top
+        top, searches = settings.top, settings.max_zoom > 1
+        if top is not None:
+            # The best ones vote, whatever is asked for: on the scale, and on the pair.
+            top = max(top, foothold.TOP if searches else 0, LOOKED_AT if self.calibration is not None else 0)
+        for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
+            yield self._searched(matches, pair) if searches else matches
+
+    def _searched(self, matches: Matches, pair: tuple[PictureFeatures, PictureFeatures]) -> Matches:
+        """The matches as they are if they agree with each other; else those at another scale, if they agree there."""
+        found = foothold.vote(matches)
+        if found.firm and found.same_scale:
+            return matches
+        from dualrc.matcher.rematch import search
+
+        return search(self, pair, matches, found)
+
+    @torch.inference_mode()
+    def match_plain(
+        self, batch: list[tuple[PictureFeatures, PictureFeatures]], top: int | None = None
+    ) -> Iterator[Matches]:
+        """Match pairs of the same shapes together, once, with the network's own scores; the best `top` of each."""
+        if not batch:
+            return
         sides = [stack([pair[side].maps for pair in batch]) for side in (0, 1)]
         # Masks may still reject some after refinement, so then the best are counted later.
         masked = any(features.mask is not None for pair in batch for features in pair)
@@ -403,11 +450,24 @@ class Matcher:
         ends = list(itertools.accumulate(counts))
         for start, end, pair in zip([0, *ends], ends, batch, strict=False):
             matches = self._to_matches(columns[start:end], *pair)
+            # What lies outside of the masks has no say in how the pair is judged.
             if masked:
-                matches = matches.inside(pair[0].mask, pair[1].mask)
-            if settings.min_score > 0:
-                matches = matches.above(settings.min_score)
-            yield matches if top is None else matches[:top]
+                matches = replace(matches.inside(pair[0].mask, pair[1].mask), whole=None)
+            yield matches if top is None or top >= len(matches) else matches[:top]
+
+    def _selected(self, matches: Matches, settings: MatcherConfig) -> Matches:
+        """The best of matches with the network's own scores, which become probabilities."""
+        matches = replace(matches, whole=None)
+        if self.calibration is not None:
+            info = {**matches.info, "pair_model": self.calibration.pair_info()}
+            matches = replace(matches, scores=self.calibration.matches(matches.scores), info=info)
+        if settings.min_score > 0:
+            matches = matches.above(settings.min_score)
+        return matches if settings.top is None or settings.top >= len(matches) else matches[: settings.top]
+
+    def _calibrated(self, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Scores of points that were asked for as probabilities; 0, for those without a counterpart, stays 0."""
+        return scores if self.calibration is None else np.where(scores > 0, self.calibration.points(scores), 0)
 
     def _to_matches(
         self, columns: npt.NDArray[np.float32], features0: PictureFeatures, features1: PictureFeatures

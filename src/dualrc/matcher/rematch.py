@@ -1,20 +1,32 @@
-"""High quality: match again, one image warped into the frame of the other by the motion that most matches share."""
+"""Looking again: at other scales where matches do not agree, and, in high quality, through the motion they share."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from dualrc import geometry
+from dualrc.image import Scale, to_tensor
+from dualrc.matcher.foothold import ENOUGH, Foothold
+from dualrc.matcher.views import Box, Look, View, match_views, scale_views
 from dualrc.matches import Matches
-from dualrc.types import BoolArray, FloatArray, ImageArray, Size
+from dualrc.pixels import STRIDE
+from dualrc.types import FloatArray, ImageArray
 
 if TYPE_CHECKING:
     from dualrc.matcher.features import PictureFeatures
     from dualrc.matcher.matcher import Matcher
 
+_STEP = 2.0  # from scale to scale of the search; the network sees through what is left
+_SURE = 0.5  # agreement that ends the search
+_TAKEN = 2 * ENOUGH  # agreement that a scale of the search needs: several are tried, and the best is taken
+_EXACTER = 2  # looks at the exact scale
+_EXACT = 1.2  # times larger or smaller: closer to the right scale little is gained
+_BEST, _OUTSIDE, _MARGIN = 300, 3, 0.15  # matches, percent of them and share of their extent around: where to look
+_MOST = 0.5  # of a picture: what covers more is all of it
+_WORSE = 0.8  # times the agreement: so much may be lost by chance at the exact scale, which places matches better
+_LONGEST = 640  # pixels: pictures that are smaller at the right scale are enlarged, which places matches better
 _LOOKS = 2  # after the first
 _SAMPLE = 3000  # matches that the motion is estimated from
 _THRESHOLD = 0.006  # of picture 1's long side: scenes are not planes, and a rough motion will do
@@ -23,57 +35,140 @@ _ITERATIONS = 5000
 _TOP = 1000  # matches by whose scores two looks are compared
 _SPACING = 0.02  # of picture 0's long side: where the second look found nothing this near, the first one stands
 
+NOTHING = (
+    "The matches do not agree with each other, at this scale or at others: the pictures may not show the same thing. "
+    'If they do, try quality="high", turn one upright, or crop both to what they share.'
+)
+
+
+def search(
+    matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]", first: Matches, foothold: Foothold
+) -> Matches:
+    """Match at the scale that the first look points to, or, where it has no foothold, at the best of several.
+
+    Scales are compared by how much the matches agree with each other. `first` stands where none is better.
+    """
+    look: Look | None = None
+    scale, agreed = foothold.scale, foothold.share
+    if not foothold.firm:
+        look, scale = _best_scale(matcher, features)
+        if look is None:
+            return replace(first, info={**first.info, "warning": NOTHING})
+        scale, agreed = scale * look.foothold.scale, look.foothold.share
+    for _ in range(_EXACTER):
+        seen = first if look is None else look.matches
+        exact = _look_at_scale(matcher, features, scale, _boxes(seen, features), _LONGEST)
+        if exact is None or exact.foothold.share < _WORSE * agreed:
+            break
+        if look is None and weight(exact.matches) <= weight(first):
+            break
+        look, rest, agreed = exact, exact.foothold.scale, exact.foothold.share
+        if max(rest, 1 / rest) < _EXACT:
+            break
+        scale *= rest
+    if look is None:
+        return first
+    # In the pictures' own pixels.
+    ratio = [f.size[0] / f.scale.input_size[0] for f in features]
+    return replace(look.matches, info={**look.matches.info, "zoom": round(scale * ratio[1] / ratio[0], 3)})
+
+
+def _best_scale(matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]") -> tuple[Look | None, float]:
+    """The scale, of several, at which the matches agree most, and what was found there; None: they agree nowhere."""
+    best: Look | None = None
+    best_scale, most = 1.0, _TAKEN
+    steps = int(np.log(matcher.config.max_zoom) / np.log(_STEP) + 1e-6)
+    for scale in (_STEP**power for step in range(1, steps + 1) for power in (-step, step)):
+        look = _look_at_scale(matcher, features, scale)
+        if look is not None and look.foothold.share > most:
+            best, best_scale, most = look, scale, look.foothold.share
+            if most > _SURE:
+                break
+    return best, best_scale
+
+
+def _look_at_scale(
+    matcher: "Matcher",
+    features: "tuple[PictureFeatures, PictureFeatures]",
+    scale: float,
+    boxes: tuple[Box | None, Box | None] = (None, None),
+    longest: int = 0,
+) -> Look | None:
+    """What is found if things are so many times larger in picture 1; None where a picture would be too small."""
+    own = features[0].scale, features[1].scale
+    scale = 2 ** (round(16 * np.log2(scale)) / 16)  # the same from both sides, for all that matches differ in rounding
+    views = scale_views(own, scale, boxes, longest)
+    if views is not None and longest > 0:
+        first, second = (
+            scale if view is None else Scale(image_size=view.size, input_size=view.size)
+            for scale, view in zip(own, views, strict=True)
+        )
+        if not matcher.budget.fits((first, second)):
+            views = scale_views(own, scale, boxes)
+    return None if views is None else match_views(matcher, features, views)
+
+
+def _boxes(matches: Matches, features: "tuple[PictureFeatures, PictureFeatures]") -> tuple[Box | None, Box | None]:
+    """The part of each picture, as the network sees it, that holds nearly all of the best matches; None: most of it."""
+    points = matches.points0[:_BEST], matches.points1[:_BEST]
+    first, second = (_box(own, f.scale) for own, f in zip(points, features, strict=True))
+    return first, second
+
+
+def _box(points: FloatArray, scale: Scale) -> Box | None:
+    size = np.array(scale.input_size)
+    low, high = np.percentile(scale.to_network(points), (_OUTSIDE, 100 - _OUTSIDE), axis=0)
+    margin = _MARGIN * (high - low)
+    # In whole cells, which rounding of the matches does not move.
+    left, top = (np.clip(low - margin, 0, size - 1) // STRIDE * STRIDE).astype(int).tolist()
+    right, bottom = (-(-np.clip(high + margin, (left + 1, top + 1), size) // STRIDE) * STRIDE).astype(int).tolist()
+    box = (left, top, right - left, bottom - top)
+    return None if box[2] * box[3] > _MOST * size.prod() else box
+
 
 def match_again(
     matcher: "Matcher",
     pictures: tuple[ImageArray, ImageArray],
-    *features: "PictureFeatures",
-    top: int | None,
-    min_score: float,
+    features0: "PictureFeatures",
+    features1: "PictureFeatures",
 ) -> Matches:
-    """Match, then bring the picture that shows things larger into the frame of the other and match again."""
-    best = first = matcher.match_features(*features, top=None, min_score=min_score)
+    """Match, then bring the picture that shows things larger into the frame of the other and match again.
+
+    Scores are the network's own, by whose sums two looks are compared.
+    """
+    everything = replace(matcher.config, top=None)
+    best = first = next(matcher.match_uncalibrated([(features0, features1)], everything))
     for _ in range(_LOOKS):
         motion = shared_motion(best)
         if motion is None:
             break
-        again = _match_moved(matcher, pictures, features, motion, min_score)
+        again = _match_moved(matcher, pictures, (features0, features1), motion)
         if weight(again) <= weight(best):
             break
         best = again
-    found = first if best is first else joined(best, first)
-    return found if top is None else found[:top]
+    return first if best is first else joined(best, first)
 
 
 def _match_moved(
     matcher: "Matcher",
     pictures: tuple[ImageArray, ImageArray],
-    features: "tuple[PictureFeatures, ...]",
+    features: "tuple[PictureFeatures, PictureFeatures]",
     motion: "Motion",
-    min_score: float,
 ) -> Matches:
     """Match one picture as it is with the other in its frame."""
     moves0 = motion.enlarges < 1  # picture 0 is the larger one
     own_from_frame = np.linalg.inv(motion.frame1_from_0) if moves0 else motion.frame1_from_0
-    shrinks = 1 / motion.enlarges if moves0 else motion.enlarges
     still, moving = features[moves0], int(not moves0)
-    picture, seen = bring(pictures[moving], own_from_frame, still.size, shrinks)
-    pair = (picture, still) if moves0 else (still, picture)
-    masks = (seen, None) if moves0 else (None, seen)
-    found = matcher.match(
-        *pair,
-        mask0=masks[0],
-        mask1=masks[1],
-        size=max(still.scale.input_size),
-        top=None,
-        min_score=min_score,
-        quality="standard",
+    frame = still.scale
+    view = View(
+        picture_from_view=own_from_frame @ geometry.resize_homography(frame.input_size, frame.image_size),
+        size=frame.input_size,
+        shrinks=(1 / motion.enlarges if moves0 else motion.enlarges) * frame.image_size[0] / frame.input_size[0],
     )
-    points = [found.points0, found.points1]
-    points[moving] = geometry.apply_homography(own_from_frame, points[moving]).astype(np.float32)
-    found = replace(found, points0=points[0], points1=points[1], size0=features[0].size, size1=features[1].size)
-    whole = (np.ones((f.size[1], f.size[0]), dtype=bool) if f.mask is None else f.mask for f in features)
-    return found.inside(*whole)
+    pixels = to_tensor(pictures[moving]).to(matcher.device)
+    if moves0:
+        return match_views(matcher, features, (view, None), (pixels, None)).matches
+    return match_views(matcher, features, (None, view), (None, pixels)).matches
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,22 +196,6 @@ def shared_motion(matches: Matches) -> Motion | None:
     if not 1e-4 < area < 1e4:  # mirrored, or collapsed
         return None
     return Motion(frame1_from_0=fit.matrix, enlarges=float(np.sqrt(area)))
-
-
-def bring(
-    picture: ImageArray, picture_from_frame: FloatArray, frame: Size, shrinks: float
-) -> tuple[ImageArray, BoolArray]:
-    """The picture as it looks in a frame of this size, where it is so many times smaller, and where that shows it."""
-    size = (picture.shape[1], picture.shape[0])
-    if shrinks > 1:  # scaled down first, so that nothing aliases
-        smaller = (max(1, round(size[0] / shrinks)), max(1, round(size[1] / shrinks)))
-        picture = np.asarray(Image.fromarray(picture).resize(smaller, Image.Resampling.LANCZOS))
-        picture_from_frame = geometry.resize_homography(size, smaller) @ picture_from_frame
-        size = smaller
-    # As for drawing, the places of a frame's pixels in the picture are those of picture 1's in picture 0.
-    places = geometry.homography_grid(np.linalg.inv(picture_from_frame), size, frame)
-    seen = geometry.sample_bilinear(picture, places).round().astype(np.uint8)
-    return seen, geometry.on_picture(places, size)
 
 
 def weight(matches: Matches) -> float:

@@ -1,4 +1,10 @@
-"""Weights files: safetensors with the network's config in the header; pickled files are only converted, safely."""
+"""Weights files: safetensors with the network's config in the header; pickled files are only converted, safely.
+
+Files may come from anybody. A weights file's config is bounded (`config.py`), and the names and shapes in its header
+must be those of the network that the config describes before anything is allocated; safetensors itself refuses offsets
+that overlap or lie outside of the file, and headers of more than 100 MB. Pickles are read with an allow-list, and only
+where their records are stored as they are, so that a file takes about as much memory as its size.
+"""
 
 import argparse
 import codecs
@@ -6,6 +12,7 @@ import hashlib
 import json
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import resources
@@ -18,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dualrc.calibration import Calibration
 from dualrc.config import (
     PRESETS,
     ConsensusConfig,
@@ -28,7 +36,7 @@ from dualrc.config import (
     to_dict,
 )
 from dualrc.errors import ConfigError, WeightsError
-from dualrc.files import is_file, replacing
+from dualrc.files import is_file, limit_zip, parse_json, replacing, write_json
 from dualrc.model.backbone import ResNet
 from dualrc.model.dualrc import make_network
 from dualrc.model.network import Network
@@ -86,18 +94,24 @@ def save_weights(network: Network, path: str | Path, *, dtype: torch.dtype | Non
 def load_weights(path: str | Path) -> Network:
     """Build the network that a weights file describes, in float32 on the CPU."""
     path = Path(path)
-    network = make_network(read_config(path))
-    _fill(network, _read_tensors(path), str(path))
+    config = read_config(path)
+    with torch.device("meta"):
+        expected = make_network(config).state_dict()
+    state = _read_tensors(path, expected)
+    network = make_network(config)
+    _fill(network, state, str(path))
     return network
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file."""
+def _read_tensors(path: Path, expected: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, whose names and shapes must be those that are expected, if any are."""
     if not is_file(path):
         raise WeightsError(f"The file {path} does not exist; check the path.")
     try:
         with safe_open(str(path), framework="pt") as file:
             names = file.keys()
+            if expected is not None:
+                _compare(expected, {name: tuple(file.get_slice(name).get_shape()) for name in names}, str(path))
             return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"{path} is broken ({error}); copy it again.") from error
@@ -117,9 +131,39 @@ def read_config(path: str | Path) -> NetworkConfig:
     if metadata.get("format") != _FORMAT or "network" not in metadata:
         raise WeightsError(f"{path} was not written by dualrc: its header has no config; train or convert one.")
     try:
-        return from_dict(NetworkConfig, json.loads(metadata["network"]))
+        return from_dict(NetworkConfig, parse_json(metadata["network"]))
     except (ConfigError, ValueError, TypeError) as error:
         raise WeightsError(f"{path}: its config can't be used ({error}); a newer dualrc may read it.") from error
+
+
+def calibration_path(weights: str | Path) -> Path:
+    """Where the calibration of a weights file lies: beside it."""
+    return Path(weights).with_suffix(".calibration.json")
+
+
+def read_calibration(weights: str | Path) -> Calibration | None:
+    """What the scores of a weights file mean; None where nobody has found out, or only for other weights."""
+    path = calibration_path(weights)
+    if not is_file(path):
+        return None
+    try:
+        calibration = from_dict(Calibration, json.loads(path.read_text(encoding="utf-8")))
+    except (ConfigError, OSError, ValueError, TypeError, AttributeError) as error:
+        remedy = "make it again with benchmarks/calibrate.py, or delete it"
+        raise WeightsError(f"{path} can't be used ({error}); {remedy}.") from error
+    if calibration.weights != file_hash(weights):
+        warnings.warn(
+            f"{path} belongs to other weights, so scores are not calibrated; make it again with "
+            "benchmarks/calibrate.py, or delete it.",
+            stacklevel=2,
+        )
+        return None
+    return calibration
+
+
+def save_calibration(calibration: Calibration, weights: str | Path) -> None:
+    """Write a calibration beside the weights file that it belongs to."""
+    write_json(calibration_path(weights), to_dict(calibration))
 
 
 def file_hash(path: str | Path) -> str:
@@ -236,15 +280,22 @@ def _renamed(name: str, tensor: Tensor, config: NetworkConfig) -> tuple[str, Ten
     return name, tensor
 
 
+def load_pickle(path: str | Path, *allowed: Any) -> Any:
+    """What torch.save wrote: tensors, plain values and the allowed classes, in memory of the file's size."""
+    if zipfile.is_zipfile(path):
+        limit_zip(path, Path(path).stat().st_size, stored=True)
+    with torch.serialization.safe_globals(list(allowed)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
 def _unpickle(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not is_file(path):
         raise WeightsError(f"The checkpoint {path} does not exist; check the path.")
     try:
         # Nothing else beside tensors is let in.
-        with torch.serialization.safe_globals(_ALLOWED), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True)
+        content = load_pickle(path, *_ALLOWED)
     except Exception as error:  # a file that is no checkpoint can fail in any way
         raise WeightsError(
             f"{path} is not a PyTorch checkpoint, is broken, or holds more than weights; give another file."
@@ -255,14 +306,19 @@ def _unpickle(path: str | Path) -> dict[str, Any]:
 
 
 def _fill(module: torch.nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """Load weights that must fit exactly, and say in one line what doesn't."""
+    """Load weights that must fit exactly."""
     expected = module.state_dict()
+    _compare(expected, {name: tuple(tensor.shape) for name, tensor in state.items()}, source)
+    module.load_state_dict({**{name: expected[name] for name in expected.keys() - state.keys()}, **state})
+
+
+def _compare(expected: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Raise WeightsError, in one line, where names or shapes are not those of the network."""
     # A counter of training steps that older files don't have and that nothing reads.
-    state = {name: t for name, t in expected.items() if name.endswith("num_batches_tracked")} | dict(state)
-    missing, unknown = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
-    shapes = [name for name in expected.keys() & state.keys() if expected[name].shape != state[name].shape]
-    for label, names in (("lacks", missing), ("has the unknown", unknown), ("has another shape of", sorted(shapes))):
+    needed = {name for name in expected if not name.endswith("num_batches_tracked")}
+    missing, unknown = sorted(needed - found.keys()), sorted(found.keys() - expected.keys())
+    shapes = sorted(name for name in expected.keys() & found.keys() if tuple(expected[name].shape) != found[name])
+    for label, names in (("lacks", missing), ("has the unknown", unknown), ("has another shape of", shapes)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise WeightsError(f"{source} does not fit the network: it {label} {names[0]}{more}; give another file.")
-    module.load_state_dict(state)

@@ -84,10 +84,11 @@ def needs(
     if isinstance(config.backbone, TrunkConfig) and on_gpu:
         features += _one_map(config)  # a graph gives copies of its results
     pixels, image = [math.prod(size) for size in seen], max(math.prod(size) for size in images)
-    kept = features * item * sum(pixels)
+    held = features * item + 3  # bytes for each pixel: its features, and its colors for a look at another scale
+    kept = held * sum(pixels)
     # Of the other image there are features; of this one the pixels, as bytes and as numbers, then the maps.
     loading = (18 if on_gpu else 14) * image + 36 * max(pixels)
-    extract = features * item * min(pixels) + max(loading, 6 * image * on_gpu + widest * item * max(pixels))
+    extract = held * min(pixels) + max(loading, 6 * image * on_gpu + widest * item * max(pixels))
     width = 256 if isinstance(config.backbone, TrunkConfig) else config.backbone.fine_channels
     extract += 9 * width**2 * item  # a convolution's weights, reordered
     cell = _cell(config)

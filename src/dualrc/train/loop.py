@@ -26,7 +26,7 @@ from dualrc.losses import (
     weak_losses,
 )
 from dualrc.model.backbone import PaperBackbone, Trunk
-from dualrc.model.checkpoint import load_imagenet_trunk, load_weights, save_weights
+from dualrc.model.checkpoint import load_imagenet_trunk, load_pickle, load_weights, save_weights
 from dualrc.model.dualrc import DualRCNet, make_network
 from dualrc.model.network import Features, Network
 from dualrc.provenance import provenance
@@ -280,7 +280,7 @@ class _Run:
         try:
             if not path.exists():
                 return
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            state = load_pickle(path)
             if state["config"] == to_toml(self.config):
                 self.network.load_state_dict(state["network"])
                 self.average.load_state_dict(state["average"])

@@ -176,8 +176,3 @@ EXPORT int dualrc_consensus(const Consensus *c)
     }
     return failed;
 }
-
-EXPORT int64_t dualrc_consensus_size(void)
-{
-    return sizeof(Consensus);
-}

@@ -4,9 +4,12 @@ import ctypes
 import warnings
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from dualrc.ops.native import sources
 
 LANES = 16  # values of the widest vector registers
 _FLOATS, _WHOLE, _FLAGS = (torch.float32,), (torch.int64,), (torch.bool, torch.uint8)
@@ -118,11 +121,17 @@ def open_library(path: str) -> "Library | None":
     """The library in a file; None, with a warning, where it can't be used."""
     try:
         library = ctypes.CDLL(path)
-        for name, kernel in _KERNELS.items():
-            if getattr(library, f"dualrc_{name}_size")() != ctypes.sizeof(kernel.structure()):
-                raise OSError("it is older or newer than the package")
+        library.dualrc_sources.restype = ctypes.c_char_p
+        if library.dualrc_sources() != sources.digest().encode():
+            raise OSError("they were compiled from other sources than the package's")
     except (OSError, AttributeError) as error:
-        warnings.warn(f"{path} can't be used ({error}); matching is slower. Install dualrc again.", stacklevel=2)
+        reason = "they are of another version" if isinstance(error, AttributeError) else error
+        remedy = "pip install --force-reinstall --no-deps dualrc; in a checkout, python setup.py build_ext -f --inplace"
+        # Without the file's name, so that all variants give one warning.
+        message = (
+            f"The C kernels in {Path(path).parent} can't be used ({reason}); torch is, which is slower. Compile them"
+        )
+        warnings.warn(f"{message}: {remedy}", stacklevel=2)
         return None
     return Library(library)
 

@@ -300,10 +300,6 @@ static void fit_match(const Fit *f, int64_t match)
         for (int64_t match = 0; match < s->count; match++)                        \
             name##_match(s, match);                                               \
         return 0;                                                                 \
-    }                                                                             \
-    EXPORT int64_t dualrc_##name##_size(void)                                     \
-    {                                                                             \
-        return sizeof(structure);                                                 \
     }
 
 ALL_MATCHES(meet, Meet)

@@ -187,8 +187,3 @@ EXPORT int dualrc_search(const Search *s)
     }
     return failed;
 }
-
-EXPORT int64_t dualrc_search_size(void)
-{
-    return sizeof(Search);
-}

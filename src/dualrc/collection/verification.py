@@ -1,0 +1,487 @@
+"""Which pairs of a collection show the same thing: geometry of two pictures, then what other pairs say of it.
+
+A dense matcher finds hundreds of matches that agree with some epipolar geometry also where two pictures show different
+things that look alike. What such a pair can't do is agree with the rest of the collection.
+
+1. *Two views.* An essential matrix for each pair; where focal lengths are unknown, they are first found as those that
+   suit all pairs. A pair is sure when a third of its matches agree, and those lie together in both pictures.
+2. *Point cycles.* A match from picture 0 to picture 1 is confirmed where sure pairs lead over a third picture to the
+   same place, and contradicted where they lead elsewhere.
+3. *Rotations.* Sure pairs give each picture a rotation. A pair that has too few cycles must agree with those.
+
+Pairs that are accepted help to judge the next ones, until nothing changes. Everything that is dropped has a reason.
+"""
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc import geometry
+from dualrc.collection.progress import Progress, no_progress
+from dualrc.collection.rotations import RotationGraph
+from dualrc.collection.store import MatchStore, Names
+from dualrc.geometry import Camera
+from dualrc.matches import Matches
+from dualrc.pixels import FINE_STRIDE
+from dualrc.types import BoolArray, FloatArray
+
+_MAX_ERROR = 0.35  # of a match from its pair's epipolar geometry, in fine cells of the matcher
+_SAMPLE = 1000  # matches that a pair's geometry is first estimated from
+_QUICK, _THOROUGH = 300, 2000  # draws: for a pair with many right matches, or with few
+_FEWEST = 30  # matches that must agree, and cycles that tell something
+_SURE_SHARE, _SURE_TOGETHER = 0.35, 0.85  # of a pair that needs no other to confirm it
+_WITNESS_TOGETHER = 0.8  # of a pair that helps to judge others
+_ALONE_SHARE, _ALONE_TOGETHER = 0.1, 0.8  # of a pair that connects pictures which no other pair does
+_LEAST_CONFIRMED = 0.025  # of all matches, where only confirmed ones are used
+_NEIGHBORS = 8  # matches around one that tell how many there agree
+_CONFIRMED = 0.3  # of the inliers, by cycles
+_BETWEEN = 6  # third pictures that are asked
+_REACH = 1.0  # fine cells from a match to the next one that carries it on
+_SAME = 2.0  # fine cells between two ends of one cycle
+_MAX_TURN_DEG = 10.0  # between a pair's rotation and that of the collection
+_FOCAL_PAIRS = 60  # that focal lengths are found from
+_CACHED = 64  # pairs whose matches are kept in memory
+
+# Causes.
+_FEW = "too few matches agree"
+_ELSEWHERE = "other pairs contradict its matches"
+_TURNED = "other pairs contradict its rotation"
+_UNCONFIRMED = "other pairs do not confirm it"
+_WEAK = "too weak without other pairs"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PairCheck:
+    """What is known of a pair."""
+
+    names: Names
+    kept: bool = False
+    cause: str = ""  # why it was dropped, in a word or two
+    reason: str = ""  # and in figures
+    matches: int = 0
+    inliers: int = 0
+    together: float = 0.0  # share of the matches around inliers that are inliers too
+    pair_score: float = 0.0
+    confirmed: int = 0  # inliers by cycles
+    contradicted: int = 0
+    turn_deg: float | None = None  # from the rotation that the other pairs give
+    confirmed_only: bool = False  # the inliers are only those that cycles confirm
+    pose: FloatArray | None = None  # cam1_from_cam0 (3, 4)
+    flags: npt.NDArray[np.uint8] | None = None  # a bit for each match
+
+    @property
+    def share(self) -> float:
+        """Of the matches that are inliers."""
+        return self.inliers / max(self.matches, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What is written of it."""
+        words = ("kept", "cause", "reason", "matches", "inliers", "confirmed", "contradicted", "confirmed_only")
+        return {
+            "name0": self.names[0],
+            "name1": self.names[1],
+            **{word: getattr(self, word) for word in words},
+            "together": round(self.together, 3),
+            "pair_score": round(self.pair_score, 6),
+            "rotation_off_deg": None if self.turn_deg is None else round(self.turn_deg, 2),
+        }
+
+    def inlier_flags(self) -> BoolArray:
+        """Which matches of the pair agree with its geometry."""
+        if self.flags is None:
+            return np.zeros(self.matches, dtype=bool)
+        return np.unpackbits(self.flags, count=self.matches).astype(bool)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Verification:
+    """All pairs of a collection, checked."""
+
+    checks: dict[Names, PairCheck]
+    cameras: dict[str, Camera]  # that were used; unknown focal lengths are those that suit the pairs, where it is clear
+
+    @property
+    def kept(self) -> list[PairCheck]:
+        """The pairs to use."""
+        return [check for check in self.checks.values() if check.kept]
+
+    @property
+    def dropped(self) -> list[PairCheck]:
+        """The pairs not to use; each has a reason."""
+        return [check for check in self.checks.values() if not check.kept]
+
+    def summary(self) -> "VerificationSummary":
+        """How many pairs were kept, and why the others were not."""
+        causes = Counter(check.cause for check in self.dropped)
+        return VerificationSummary(pairs=len(self.checks), kept=len(self.kept), dropped=dict(causes.most_common()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerificationSummary:
+    """What verification came to."""
+
+    pairs: int
+    kept: int
+    dropped: dict[str, int]  # pairs by cause
+
+
+def verify_pairs(
+    store: MatchStore, pairs: Iterable[Names], cameras: Mapping[str, Camera], progress: Progress = no_progress
+) -> Verification:
+    """Check the pairs of a store, of which each is named once; the cameras need no poses."""
+    return _Verifier(store, list(pairs), cameras, progress).run()
+
+
+def load_pair(store: MatchStore, names: Names) -> Matches | None:
+    """A pair's matches, those of the pair the other way round among them, best first."""
+    pair, other = store.get(*names), store.get(*names[::-1])
+    if pair is None:
+        return None
+    if other is not None and len(other):
+        other = other.swapped()
+        pair = replace(
+            pair,
+            points0=np.concatenate([pair.points0, other.points0]),
+            points1=np.concatenate([pair.points1, other.points1]),
+            scores=np.concatenate([pair.scores, other.scores]),
+        )
+    return pair.top(len(pair))
+
+
+def cell_px(matches: Matches, side: int) -> float:
+    """The matcher's fine cell in pixels of a picture."""
+    size = (matches.size0, matches.size1)[side]
+    network = matches.info.get(f"network_size{side}", size)
+    return FINE_STRIDE * max(size) / max(*network, 1)
+
+
+class _Verifier:
+    """The pairs, and what is known of them so far."""
+
+    def __init__(
+        self, store: MatchStore, pairs: Sequence[Names], cameras: Mapping[str, Camera], progress: Progress
+    ) -> None:
+        self._store, self._pairs, self._cameras, self._progress = store, pairs, dict(cameras), progress
+        self._checks: dict[Names, PairCheck] = {}
+        self._trusted: dict[str, dict[str, Names]] = defaultdict(dict)  # for each picture, its trusted pairs by partner
+        self._matches: OrderedDict[Names, Matches] = OrderedDict()
+        self._thorough: set[Names] = set()  # pairs that were fitted twice
+        self._asked: dict[Names, Any] = {}  # by whom each pair was judged
+        self._trees: OrderedDict[tuple[Names, int], Any] = OrderedDict()
+
+    def run(self) -> Verification:
+        """Check all pairs."""
+        self._find_focals()
+        for count, names in enumerate(self._pairs, start=1):
+            self._checks[names] = self._two_views(names)
+            self._progress("Verifying pairs", count, len(self._pairs))
+        for check in self._checks.values():
+            if check.share >= _SURE_SHARE and check.together >= _SURE_TOGETHER and check.inliers >= _FEWEST:
+                self._trust(check)
+        self._recheck_sure()
+        while self._judge_open() or self._join_components():
+            pass
+        return Verification(checks=self._checks, cameras=self._cameras)
+
+    # Two views
+
+    def _load(self, names: Names) -> Matches:
+        if names not in self._matches:
+            found = load_pair(self._store, names)
+            assert found is not None
+            self._matches[names] = found
+            if len(self._matches) > _CACHED:
+                self._matches.popitem(last=False)
+        self._matches.move_to_end(names)
+        return self._matches[names]
+
+    def _threshold_px(self, matches: Matches) -> float:
+        return _MAX_ERROR * (cell_px(matches, 0) + cell_px(matches, 1)) / 2
+
+    def _find_focals(self) -> None:
+        """Replace guessed focal lengths by those that suit the pairs of pictures with the same guess."""
+        groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+        for name, camera in self._cameras.items():
+            if camera.source.startswith("guess"):
+                groups[camera.size].append(name)
+        for size, names in groups.items():
+            members = set(names)
+            scored = [(self._load(pair).pair_score, pair) for pair in self._pairs if members >= set(pair)]
+            fundamentals = []
+            for _, pair in sorted(scored, reverse=True)[:_FOCAL_PAIRS]:
+                matches = self._load(pair)
+                fit = geometry.estimate(
+                    matches[_spread(len(matches), _SAMPLE)],
+                    "fundamental",
+                    threshold_px=self._threshold_px(matches),
+                    max_iterations=_QUICK,
+                )
+                if fit.matrix is not None and fit.inliers.mean() >= 0.5:
+                    fundamentals.append(fit.matrix)
+            focal_px = geometry.shared_focal_px(fundamentals, size)
+            if focal_px is not None:
+                for name in names:
+                    self._cameras[name] = Camera.from_focal(size, focal_px, source=self._cameras[name].source)
+
+    def _two_views(self, names: Names) -> PairCheck:
+        """Fit a geometry to a pair's matches alone."""
+        matches = self._load(names)
+        check = PairCheck(names=names, matches=len(matches), pair_score=matches.pair_score)
+        fit = self._fit(names, matches, _spread(len(matches), _SAMPLE), _QUICK)
+        if fit is None:
+            return replace(check, cause=_FEW, reason="no geometry fits its matches")
+        check = self._with_fit(check, matches, *fit)
+        return replace(check, cause=_FEW, reason=f"{check.inliers} of its {check.matches} matches agree")
+
+    def _fit(self, names: Names, matches: Matches, rows: Any, iterations: int) -> tuple[FloatArray, BoolArray] | None:
+        """The relative pose that most of the matches in these rows share, and which of all agree with it."""
+        camera0, camera1 = self._cameras[names[0]], self._cameras[names[1]]
+        threshold_px = self._threshold_px(matches)
+        fit = geometry.estimate(
+            matches[rows],
+            "essential",
+            camera0=camera0,
+            camera1=camera1,
+            threshold_px=threshold_px,
+            max_iterations=iterations,
+        )
+        if fit.pose is None:
+            return None
+        pose = fit.pose.cam1_from_cam0
+        rays0, rays1 = camera0.rays(matches.points0)[:, :2], camera1.rays(matches.points1)[:, :2]
+        distance = geometry.sampson_distance_px(geometry.essential_from_pose(pose), rays0, rays1)
+        agree: BoolArray = distance * (camera0.focal_px + camera1.focal_px) / 2 <= threshold_px
+        return pose, agree
+
+    def _with_fit(self, check: PairCheck, matches: Matches, pose: FloatArray, flags: BoolArray) -> PairCheck:
+        return replace(
+            check,
+            inliers=int(flags.sum()),
+            together=_together(matches, flags),
+            pose=pose,
+            flags=np.packbits(flags),
+        )
+
+    # Other pairs
+
+    def _trust(self, check: PairCheck) -> None:
+        """Accept a pair, so that it helps to judge others."""
+        name0, name1 = check.names
+        self._checks[check.names] = replace(check, kept=True, cause="", reason="")
+        if not check.confirmed_only:
+            self._trusted[name0][name1] = self._trusted[name1][name0] = check.names
+
+    def _distrust(self, check: PairCheck) -> None:
+        name0, name1 = check.names
+        self._checks[check.names] = replace(check, kept=False)
+        self._trusted[name0].pop(name1, None)
+        self._trusted[name1].pop(name0, None)
+
+    def _carry(self, points: FloatArray, start: str, end: str) -> FloatArray:
+        """Where points (n, 2) of a picture are in another by a trusted pair of the two; NaN where it does not tell."""
+        from scipy.spatial import cKDTree
+
+        names = self._trusted[start][end]
+        side = names.index(start)
+        if (names, side) not in self._trees:
+            kept = self._load(names)[self._checks[names].inlier_flags()]
+            here, there = (kept.points0, kept.points1)[:: 1 - 2 * side]
+            self._trees[names, side] = cKDTree(here), here, there, _REACH * cell_px(kept, side)
+            if len(self._trees) > 2 * _CACHED:
+                self._trees.popitem(last=False)
+        self._trees.move_to_end((names, side))
+        tree, here, there, reach = self._trees[names, side]
+        known = np.isfinite(points).all(1)
+        result = np.full(points.shape, np.nan)
+        distance, index = tree.query(points[known], distance_upper_bound=reach)
+        near = np.isfinite(distance)
+        rows = np.flatnonzero(known)[near]
+        result[rows] = there[index[near]] + (points[rows] - here[index[near]])
+        return result
+
+    def _witnesses(self, names: Names) -> list[str]:
+        """Third pictures that have trusted pairs with both, the best first."""
+        name0, name1 = names
+        between = self._trusted[name0].keys() & self._trusted[name1].keys()
+        weight = {name: min(self._checks[self._trusted[end][name]].inliers for end in names) for name in between}
+        return sorted(between, key=lambda name: (-weight[name], name))[:_BETWEEN]
+
+    def _cycles(self, names: Names, matches: Matches) -> tuple[BoolArray, BoolArray]:
+        """Which matches trusted pairs over third pictures confirm, and which they contradict."""
+        name0, name1 = names
+        yes, no = np.zeros(len(matches), np.int64), np.zeros(len(matches), np.int64)
+        tolerance = _SAME * cell_px(matches, 1)
+        for name in self._witnesses(names):
+            ends = self._carry(self._carry(matches.points0.astype(np.float64), name0, name), name, name1)
+            apart = np.linalg.norm(ends - matches.points1, axis=1)
+            yes += apart <= tolerance
+            no += apart > tolerance
+        return (yes > 0) & (yes >= no), no > yes
+
+    def _recheck_sure(self) -> None:
+        """Take sure pairs back that the others contradict, the weakest first, and those whose rotations they do."""
+        for check in sorted(self._kept(), key=_strength):
+            self._distrust(check)
+            yes, no = self._cycles(check.names, self._load(check.names))
+            asked = _with_votes(check, yes, no, None)
+            if asked.contradicted >= _FEWEST and asked.contradicted > asked.confirmed:
+                self._checks[check.names] = replace(asked, kept=False, cause=_ELSEWHERE, reason=_elsewhere(asked))
+            else:
+                self._trust(asked)
+        graph = self._rotations()
+        for check in self._kept():
+            turned = _with_turn(check, graph.between(*check.names))
+            if (turned.turn_deg or 0) > _MAX_TURN_DEG and check.confirmed < _CONFIRMED * check.inliers:
+                self._distrust(turned)
+
+    def _kept(self) -> list[PairCheck]:
+        return [check for check in self._checks.values() if check.kept]
+
+    def _rotations(self) -> RotationGraph:
+        return RotationGraph(
+            {check.names: (check.pose[:, :3], _strength(check)) for check in self._kept() if check.pose is not None}
+        )
+
+    def _judge_open(self) -> bool:
+        """Judge the pairs that are not kept by those that are, the strongest first; whether any was accepted."""
+        graph, changed = self._rotations(), False
+        todo = [check for check in self._checks.values() if not check.kept and check.matches >= _FEWEST]
+        for count, check in enumerate(sorted(todo, key=_strength, reverse=True), start=1):
+            asked = (self._witnesses(check.names), graph.between(*check.names) is None)
+            if self._asked.get(check.names) == asked:
+                continue
+            self._asked[check.names] = asked
+            judged = self._judge(check, graph)
+            self._checks[check.names] = judged
+            if judged.kept:
+                self._trust(judged)
+                changed = True
+            self._progress("Comparing pairs", count, len(todo))
+        return changed
+
+    def _judge(self, check: PairCheck, graph: RotationGraph) -> PairCheck:
+        """What the trusted pairs say of a pair; it is kept if its rotation and its matches agree with theirs."""
+        matches, wanted = self._load(check.names), graph.between(*check.names)
+        yes, no = self._cycles(check.names, matches)
+        check = _with_votes(check, yes, no, wanted)
+        if check.together >= _WITNESS_TOGETHER and _agrees(check) and check.confirmed >= _CONFIRMED * check.inliers:
+            return replace(check, kept=True)
+        fits = []
+        if yes.sum() >= _FEWEST:
+            fits.append(self._fit(check.names, matches, np.flatnonzero(yes), _QUICK))
+            if wanted is not None:
+                fits.append(self._fit_direction(check.names, matches, np.flatnonzero(yes), wanted))
+        found = [_with_votes(self._with_fit(check, matches, *fit), yes, no, wanted) for fit in fits if fit is not None]
+        least = _LEAST_CONFIRMED * check.matches
+        found = [again for again in (check, *found) if _agrees(again) and again.confirmed >= least]
+        if found:
+            # The rest of its matches may agree by chance: only those that others confirm are used.
+            best = max(found, key=lambda again: again.confirmed)
+            flags = best.inlier_flags() & yes
+            return replace(best, inliers=best.confirmed, flags=np.packbits(flags), confirmed_only=True, kept=True)
+        if check.turn_deg is not None and check.turn_deg > _MAX_TURN_DEG:
+            turned = f"its rotation is {check.turn_deg:.0f} degrees off that of the other pairs"
+            return replace(check, cause=_TURNED, reason=turned)
+        if check.contradicted >= _FEWEST:
+            return replace(check, cause=_ELSEWHERE, reason=_elsewhere(check))
+        return replace(
+            check, cause=_UNCONFIRMED, reason=f"other pairs confirm {check.confirmed} of its {check.inliers} matches"
+        )
+
+    def _fit_direction(
+        self, names: Names, matches: Matches, rows: Any, rotation: FloatArray
+    ) -> tuple[FloatArray, BoolArray] | None:
+        """As `_fit`, with a rotation that is known."""
+        camera0, camera1 = self._cameras[names[0]], self._cameras[names[1]]
+        threshold_px = self._threshold_px(matches)
+        scale = threshold_px * 2 / (camera0.focal_px + camera1.focal_px)
+        rays0, rays1 = camera0.rays(matches.points0), camera1.rays(matches.points1)
+        direction = geometry.estimate_direction(rays0[rows], rays1[rows], rotation, scale)
+        if direction is None:
+            return None
+        pose = np.column_stack([rotation, direction])
+        return pose, geometry.sampson_distance_px(
+            geometry.essential_from_pose(pose), rays0[:, :2], rays1[:, :2]
+        ) <= scale
+
+    def _join_components(self) -> bool:
+        """Accept the strongest pair between pictures that no kept pair connects, if it is good enough by itself."""
+        graph = self._rotations()
+        best = None
+        for names, check in self._checks.items():
+            if check.kept or check.matches < _FEWEST or graph.between(*names) is not None:
+                continue
+            if names not in self._thorough:
+                self._thorough.add(names)
+                self._checks[names] = self._look_closer(check)
+            closer = self._checks[names]
+            enough = closer.inliers >= max(_FEWEST, _ALONE_SHARE * closer.matches)
+            if enough and closer.together >= _ALONE_TOGETHER and closer.contradicted <= closer.confirmed:
+                best = closer if best is None or _strength(closer) > _strength(best) else best
+            else:
+                agree = f"{closer.inliers} of its {closer.matches} matches agree"
+                around = f"{closer.together:.0%} of those around them, and no other pair connects the two"
+                self._checks[names] = replace(closer, cause=_WEAK, reason=f"{agree}, {around}")
+        if best is None:
+            return False
+        self._trust(best)
+        return True
+
+    def _look_closer(self, check: PairCheck) -> PairCheck:
+        """Fit a pair again with more matches and draws, and take what more matches agree with."""
+        matches = self._load(check.names)
+        fit = self._fit(check.names, matches, _spread(len(matches), 2 * _SAMPLE), _THOROUGH)
+        if fit is None or fit[1].sum() <= check.inliers:
+            return check
+        return self._with_fit(check, matches, *fit)
+
+
+def _spread(count: int, most: int) -> npt.NDArray[np.int64]:
+    """At most so many of `count` rows, evenly spread."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
+
+
+def _with_votes(check: PairCheck, yes: BoolArray, no: BoolArray, rotation: FloatArray | None) -> PairCheck:
+    flags = check.inlier_flags()
+    asked = replace(check, confirmed=int((yes & flags).sum()), contradicted=int((no & flags).sum()))
+    return _with_turn(asked, rotation)
+
+
+def _with_turn(check: PairCheck, rotation: FloatArray | None) -> PairCheck:
+    if rotation is None or check.pose is None:
+        return replace(check, turn_deg=None)
+    return replace(check, turn_deg=geometry.rotation_error_deg(check.pose[:, :3], rotation))
+
+
+def _elsewhere(check: PairCheck) -> str:
+    return f"other pairs lead {check.contradicted} of {check.confirmed + check.contradicted} matches elsewhere"
+
+
+def _agrees(check: PairCheck) -> bool:
+    """Whether the other pairs speak for a pair."""
+    if check.turn_deg is not None and check.turn_deg > _MAX_TURN_DEG:
+        return False
+    return check.confirmed >= _FEWEST and check.confirmed >= 2 * check.contradicted
+
+
+def _strength(check: PairCheck) -> float:
+    """How much a pair is trusted before others are asked."""
+    return check.inliers * check.together * max(check.pair_score, 0.01) ** 0.5
+
+
+def _together(matches: Matches, flags: BoolArray) -> float:
+    """The share of the matches around inliers that are inliers too, in the picture where it is less."""
+    from scipy.spatial import cKDTree
+
+    count = min(_NEIGHBORS, len(matches) - 1)
+    if count < 1 or not flags.any():
+        return 0.0
+    shares = []
+    for points in (matches.points0, matches.points1):
+        _, near = cKDTree(points).query(points[flags], k=count + 1)
+        shares.append(float(flags[near[:, 1:]].mean()))
+    return min(shares)

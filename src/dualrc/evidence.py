@@ -1,0 +1,149 @@
+"""Evidence that two pictures show the same place, from their matches alone: how sure, how many, and in what agreement.
+
+A pair is judged by the best match of each cell of a grid, so that one well matched part does not decide alone. What
+stands at the same place of both pictures (a stamp, a caption, bars, a frame, a watermark) is no evidence, unless the
+middle of the pictures stands still too.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc.types import BoolArray, FloatArray, Size
+
+LOOKED_AT = 4000  # best matches that evidence is looked for in
+_GRID = 16  # cells along each side of a picture
+_CELLS = 64  # best cells that a pair is judged by, a quarter of all
+_NOTHING = -5.0  # log-odds of a cell without a match
+_LARGEST = 7.0  # log-odds of a score of one, which rounding can make
+_TRIALS = 200  # motions and epipolar geometries that are tried
+_NEIGHBORS = 6  # cells around one that a motion is taken from
+# Distances are in long sides of the picture. Scenes are not planes, so an affine motion is a rough one.
+_MOTION = 0.02
+_EPIPOLAR = 0.004
+# In sides of the picture: a match that moves less stands still; one at a border slides along it.
+_STILL, _SLIDE = 0.03, 0.01
+_STILL_PX = 3.0  # stands still as seen from a corner, where the pictures differ in size
+_BORDER = 0.25  # width of the border, in sides; what is left is the middle
+# The middle moves in the same way where this share of its cells does, of all and of those that are matched.
+_ALIKE_OF_ALL, _ALIKE_OF_MATCHED = 0.25, 0.6
+
+Indices = npt.NDArray[np.int64]
+
+
+class Evidence(NamedTuple):
+    """What a pair's matches tell."""
+
+    strength: float  # mean log-odds of the scores of the best 64 cells
+    motion: float  # share of these cells that move by one affine motion
+    epipolar: float  # share of these cells that agree with one epipolar geometry
+
+
+def collect(points0: FloatArray, points1: FloatArray, scores: FloatArray, size0: Size, size1: Size) -> Evidence:
+    """The evidence in matches (n, 2), (n, 2) with calibrated scores (n,)."""
+    finite = np.isfinite(points0).all(1) & np.isfinite(points1).all(1) & (scores > 0)
+    order = np.argsort(-scores, kind="stable")
+    order = order[finite[order]][:LOOKED_AT]
+    side0, side1 = (np.maximum(np.array(size, dtype=np.float64), 1) for size in (size0, size1))
+    here, there = points0[order].astype(np.float64), points1[order].astype(np.float64)
+    # From the picture in which the matches lie closer together, so that exchanging the two changes nothing.
+    if len(order) and (here / side0).std() > (there / side1).std():
+        here, there, side0, side1 = there, here, side1, side0
+    votes = np.flatnonzero(_voting(here, there, side0, side1))
+    rows = np.sort(votes[_first_of_cells(here[votes] / side0)])[:_CELLS]
+    here, there = here[rows] / side0.max(), there[rows] / side1.max()
+    score = scores[order][rows].astype(np.float64)
+    odds = np.minimum(np.log(np.maximum(score, 1e-12) / np.maximum(1 - score, 1e-12)), _LARGEST)
+    strength = float((np.maximum(odds, _NOTHING).sum() + (_CELLS - len(odds)) * _NOTHING) / _CELLS)
+    if len(rows) < 8:
+        return Evidence(strength, 0.0, 0.0)
+    random = np.random.default_rng(0)
+    return Evidence(
+        strength,
+        _motion_cells(here, there, score, random) / _CELLS,
+        _epipolar_cells(here, there, score, random) / _CELLS,
+    )
+
+
+def _cell(unit: FloatArray) -> Indices:
+    """The cell of places (n, 2) given in sides of the picture."""
+    cells: Indices = np.clip(unit * _GRID, 0, _GRID - 1).astype(np.int64) @ np.array([1, _GRID])
+    return cells
+
+
+def _first_of_cells(unit: FloatArray) -> Indices:
+    """The first of the places in each cell, which is the best one."""
+    return np.unique(_cell(unit), return_index=True)[1]
+
+
+def _voting(here: FloatArray, there: FloatArray, side0: FloatArray, side1: FloatArray) -> BoolArray:
+    """Which matches, best first, may vote.
+
+    Those don't that stand still, or slide along a border at the same distance from it, unless the middle of the
+    picture moves in the same way.
+    """
+    unit0, unit1 = here / side0, there / side1
+    apart = np.abs(unit0 - unit1)  # (n, 2)
+    still: BoolArray = np.all(apart < _STILL, axis=1)
+    for corner in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        still |= (np.abs((here - corner * side0) - (there - corner * side1)) < _STILL_PX).all(1)
+    at_border = (np.minimum(unit0, 1 - unit0) < _BORDER) & (apart < _SLIDE)
+    inside = np.flatnonzero((np.abs(unit0 - 0.5) < 0.5 - _BORDER).all(1))
+    middle = inside[_first_of_cells(unit0[inside])]
+    cells = (_GRID * (1 - 2 * _BORDER)) ** 2
+    votes = np.ones(len(here), dtype=np.bool_)
+    for suspect, motion in ((still, still), *((at_border[:, axis], apart[:, axis] < _SLIDE) for axis in (0, 1))):
+        if motion[middle].sum() < max(_ALIKE_OF_ALL * cells, _ALIKE_OF_MATCHED * len(middle)):
+            votes &= ~suspect
+    return votes
+
+
+def _motion_cells(here: FloatArray, there: FloatArray, weight: FloatArray, random: np.random.Generator) -> int:
+    """How many of the cells share the affine motion that most of them do."""
+    apart = np.square(here[:, None] - here).sum(2)
+    np.fill_diagonal(apart, np.inf)
+    near = np.argpartition(apart, _NEIGHBORS, axis=1)[:, :_NEIGHBORS]
+    seed = random.choice(len(here), _TRIALS, p=weight / weight.sum())
+    # Two neighbors each, always different ones.
+    half = _NEIGHBORS // 2
+    chosen = np.stack([random.integers(0, half, _TRIALS), random.integers(half, _NEIGHBORS, _TRIALS)], axis=1)
+    others = near[seed[:, None], chosen]
+    before, after = here[others] - here[seed][:, None], there[others] - there[seed][:, None]  # (t, 2, 2), a row each
+    area = before[:, 0, 0] * before[:, 1, 1] - before[:, 0, 1] * before[:, 1, 0]
+    known = np.abs(area) > 1e-5  # neighbors on a line leave the motion open
+    adjoint = np.stack([before[:, 1, 1], -before[:, 0, 1], -before[:, 1, 0], before[:, 0, 0]], axis=1)
+    motion = adjoint.reshape(-1, 2, 2) / np.where(known, area, 1)[:, None, None] @ after
+    moved = (here - here[seed][:, None]) @ motion + there[seed][:, None]
+    agree = (np.square(moved - there).sum(2) < _MOTION**2).sum(1)
+    return int(np.where(known, agree, 0).max())
+
+
+def _epipolar_cells(here: FloatArray, there: FloatArray, weight: FloatArray, random: np.random.Generator) -> int:
+    """How many of the cells agree with the epipolar geometry that most of them do."""
+    scales = [max(float(points.std()), 1e-3) for points in (here, there)]
+    here, there = ((points - points.mean(0)) / scale for points, scale in zip((here, there), scales, strict=True))
+    limit = _EPIPOLAR**2 / (scales[0] * scales[1])
+    ones = np.ones((len(here), 1))
+    here, there = np.hstack([here, ones]), np.hstack([there, ones])
+    products = (there[:, :, None] * here[:, None]).reshape(-1, 9)
+    # The largest keys of a row are a sample by weight, without repetition.
+    keys = np.log(random.random((_TRIALS, len(here)))) / np.maximum(weight, 1e-6)
+    sample = np.argpartition(-keys, 7, axis=1)[:, :8]
+
+    def agreeing(equations: FloatArray) -> BoolArray:
+        """Which cells agree with the solutions of equations (t, k, 9), each of eight cells or more: (t, n)."""
+        matrix = np.linalg.eigh(equations.swapaxes(1, 2) @ equations)[1][:, :, 0].reshape(-1, 3, 3)
+        lines1, lines0 = here @ matrix.swapaxes(1, 2), there @ matrix
+        slope = np.square(lines1[..., :2]).sum(2) + np.square(lines0[..., :2]).sum(2)
+        # Sampson's distance.
+        return np.square((lines1 * there).sum(2)) < limit * slope
+
+    found = agreeing(products[sample])
+    best = found[found.sum(1).argmax()]
+    for _ in range(3):
+        better = agreeing(products[None, best])[0] if best.sum() >= 8 else best
+        if better.sum() <= best.sum():
+            break
+        best = better
+    return int(best.sum())

@@ -1,0 +1,303 @@
+"""Pictures warped into each other's frames, and several pictures as one panorama."""
+
+import warnings
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from dualrc import geometry
+from dualrc.draw import Drawing
+from dualrc.errors import ConfigError, DataError
+from dualrc.image import ImageInput, read
+from dualrc.matcher import Matcher, load
+from dualrc.matches import Estimate, Warp
+from dualrc.pixels import on_picture
+from dualrc.types import BoolArray, FloatArray, ImageArray, Size
+
+_TOP = 4000  # matches of a pair that a homography is fitted to
+_THRESHOLD = 0.004  # of the long side: hand-held cameras do not turn about their centre
+_FEWEST, _SHARE = 60, 0.2  # matches that must agree, and of all
+_ALL_PAIRS, _AHEAD = 8, 3  # more pictures are taken to be in order, and matched with the next three
+_WIDEST = 6.0  # times the area of all pictures: beyond that, a plane is no place for them
+_BAND = 32  # canvas pixels: what is finer is taken from few pictures, what is coarser is averaged
+_SHARP = 16  # power of the weights by which fine detail is mixed
+_ROWS = 256  # of a canvas that are sampled at a time
+_GAIN_SPREAD, _GAIN_NOISE = 0.1, 0.02  # of log brightness: how much exposures differ, and overlaps by chance
+
+
+def warp_image(
+    image: ImageInput,
+    transform: npt.ArrayLike | Estimate | Warp,
+    size: Size | None = None,
+    *,
+    min_certainty: float = 0.1,
+) -> Drawing:
+    """A picture in the frame of another one, RGBA (height, width, 4); alpha is 0 where it shows nothing.
+
+    By a homography (3, 3), or an Estimate of one, picture 0 is drawn in the frame of picture 1, whose `size` (width,
+    height) has to be given. By a Warp, picture 1 is drawn in the frame of picture 0, where that is certain enough.
+    """
+    picture = read(image)
+    own = (picture.shape[1], picture.shape[0])
+    places: FloatArray
+    if isinstance(transform, Warp):
+        if own != transform.size1:
+            raise DataError(
+                f"The picture has {own[0]}x{own[1]} pixels and the warp leads to one of "
+                f"{transform.size1[0]}x{transform.size1[1]}; give picture 1 of the warp."
+            )
+        places, known = np.asarray(transform.points1, dtype=np.float64), transform.certainty > min_certainty
+    else:
+        if size is None:
+            raise ConfigError("A homography leads into another picture; give its size=(width, height).")
+        places = geometry.homography_grid(_homography(transform), own, size)
+        known = np.ones(places.shape[:2], dtype=bool)
+    known = known & on_picture(places, own)
+    return _with_alpha(_sampled(picture, places, known), known)
+
+
+def panorama(
+    images: Sequence[ImageInput],
+    *,
+    matcher: Matcher | None = None,
+    reference: int | None = None,
+    max_pixels: int = 12_000_000,
+) -> Drawing:
+    """Several pictures, taken from one place or of one plane, as one: RGBA (height, width, 4).
+
+    All pairs of up to eight pictures are matched; more are taken to be in order. Pictures that join no other are left
+    out, with a warning. `reference` is the number of the picture whose frame is kept; None: the one in the middle.
+    Exposures are balanced, coarse brightness is averaged over overlaps, and fine detail comes from one picture.
+    """
+    if len(images) < 2:
+        raise DataError("A panorama takes at least two pictures.")
+    if reference is not None and not 0 <= reference < len(images):
+        raise ConfigError(f"reference = {reference} is none of the pictures 0 to {len(images) - 1}.")
+    pictures = [read(image) for image in images]
+    links = _links(pictures, matcher or load())
+    frames = _frames(links, len(pictures), reference)
+    if len(frames) < 2:
+        raise DataError(
+            "No two of these pictures could be joined: they must overlap, and be taken from one place or show a plane."
+        )
+    left_out = [number for number in range(len(pictures)) if number not in frames]
+    if left_out:
+        names = ", ".join(str(number) for number in left_out)
+        warnings.warn(f"Left out of the panorama, as they join no other picture: number {names}.", stacklevel=2)
+    sizes = {number: (pictures[number].shape[1], pictures[number].shape[0]) for number in frames}
+    frames, size = _canvas(frames, sizes, max_pixels)
+    return _blended({number: pictures[number] for number in frames}, frames, size)
+
+
+def _homography(transform: npt.ArrayLike | Estimate) -> FloatArray:
+    if isinstance(transform, Estimate):
+        if transform.matrix is None or transform.kind != "homography":
+            reason = transform.info.get("reason", f"it is a {transform.kind} matrix")
+            raise DataError(f"This estimate holds no homography ({reason}); estimate one, or give a Warp.")
+        transform = transform.matrix
+    matrix = np.asarray(transform, dtype=np.float64)
+    if matrix.shape != (3, 3):
+        raise DataError(f"A homography has shape (3, 3), not {matrix.shape}.")
+    return matrix
+
+
+def _links(pictures: list[ImageArray], matcher: Matcher) -> dict[tuple[int, int], tuple[FloatArray, int]]:
+    """The homographies between pictures that overlap, from the first to the second, and how many matches agree."""
+    count = len(pictures)
+    pairs = [(i, j) for i, j in combinations(range(count), 2) if count <= _ALL_PAIRS or j - i <= _AHEAD]
+    features = [matcher.features(picture) for picture in pictures]
+    links = {}
+    for i, j in pairs:
+        matches = matcher.match_features(features[i], features[j], top=_TOP)
+        threshold_px = _THRESHOLD * max(matches.size1)
+        fit = geometry.estimate(matches, "homography", threshold_px=threshold_px, min_inliers=_FEWEST)
+        agree = int(fit.inliers.sum())
+        if fit.matrix is not None and agree >= _SHARE * len(matches):
+            links[i, j] = (fit.matrix, agree)
+    return links
+
+
+def _frames(
+    links: dict[tuple[int, int], tuple[FloatArray, int]], count: int, reference: int | None
+) -> dict[int, FloatArray]:
+    """Homographies from the pictures that join into the reference's frame, along the links that most matches hold."""
+    tree: dict[int, list[int]] = {number: [] for number in range(count)}
+    part = list(range(count))  # of the forest so far
+    for (i, j), _ in sorted(links.items(), key=lambda item: -item[1][1]):
+        if part[i] != part[j]:
+            tree[i].append(j)
+            tree[j].append(i)
+            old, new = part[i], part[j]
+            part = [new if own == old else own for own in part]
+    if reference is None:
+        largest = max(part, key=part.count)
+        members = [number for number in range(count) if part[number] == largest]
+        # The middle of the tree: the picture from which the longest chain is shortest.
+        reference = min(members, key=lambda number: max(_steps(tree, number).values()))
+    frames: dict[int, FloatArray] = {reference: np.eye(3)}
+    for number in _steps(tree, reference):  # nearest first
+        for other in tree[number]:
+            if other not in frames:
+                pair = links.get((other, number))
+                step = pair[0] if pair is not None else np.linalg.inv(links[number, other][0])
+                frames[other] = frames[number] @ step
+    return frames
+
+
+def _steps(tree: dict[int, list[int]], start: int) -> dict[int, int]:
+    """How many links away each picture is, nearest first."""
+    steps, queue = {start: 0}, [start]
+    for number in queue:
+        for other in tree[number]:
+            if other not in steps:
+                steps[other] = steps[number] + 1
+                queue.append(other)
+    return steps
+
+
+def _canvas(
+    frames: dict[int, FloatArray], sizes: dict[int, Size], max_pixels: int
+) -> tuple[dict[int, FloatArray], Size]:
+    """Homographies from the pictures to a canvas that holds them all, and its size."""
+    corners = []
+    for number, H in frames.items():
+        width, height = sizes[number]
+        edge = np.linspace(0, 1, 9)
+        across, down = edge * (width - 1), edge * (height - 1)
+        outline = np.concatenate(
+            [np.stack([across, 0 * across + y], 1) for y in (0, height - 1)]
+            + [np.stack([0 * down + x, down], 1) for x in (0, width - 1)]
+        )
+        depth = outline @ H[2, :2] + H[2, 2]
+        middle = H[2, :2] @ ((width - 1) / 2, (height - 1) / 2) + H[2, 2]
+        if not (depth * middle > 0).all():
+            raise DataError(_TOO_WIDE)
+        corners.append(geometry.apply_homography(H, outline))
+    points = np.concatenate(corners)
+    low, high = points.min(axis=0), points.max(axis=0)
+    extent = high - low + 1
+    if not np.isfinite(extent).all() or extent.prod() > _WIDEST * sum(w * h for w, h in sizes.values()):
+        raise DataError(_TOO_WIDE)
+    ratio = min(1.0, float(np.sqrt(max_pixels / extent.prod())))
+    full = (int(np.ceil(extent[0])), int(np.ceil(extent[1])))
+    size = (max(1, int(full[0] * ratio)), max(1, int(full[1] * ratio)))
+    placed = geometry.resize_homography(full, size) @ geometry.crop_homography(*low)
+    return {number: placed @ H for number, H in frames.items()}, size
+
+
+_TOO_WIDE = (
+    "These pictures together span too wide an angle for a flat panorama; give fewer, or another reference picture."
+)
+
+
+def _blended(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], size: Size) -> Drawing:
+    """The pictures on one canvas."""
+    gains = _gains(pictures, frames, size)
+    width, height = size
+    coarse, fine = torch.zeros(3, height, width), torch.zeros(3, height, width)
+    coarse_weight, fine_weight = torch.zeros(height, width), torch.full((height, width), 1e-37)
+    for number, picture in pictures.items():
+        left, top, right, bottom = _box(frames[number], picture, size)
+        values, weight = _placed(picture, frames[number], (left, top, right, bottom))
+        values = values * gains[number][:, None, None]
+        known = (weight > 0).float()
+        smooth = _smooth(values * known) / _smooth(known[None]).clamp(min=1e-6)
+        part = slice(top, bottom), slice(left, right)
+        coarse[:, *part] += smooth * weight
+        coarse_weight[part] += weight
+        sharp = weight**_SHARP
+        fine[:, *part] += (values - smooth) * sharp
+        fine_weight[part] += sharp
+    shown = (coarse_weight > 0).numpy()
+    colors = coarse / coarse_weight.clamp(min=1e-6) + fine / fine_weight
+    return _with_alpha(colors.permute(1, 2, 0).numpy(), shown)
+
+
+def _box(H: FloatArray, picture: ImageArray, size: Size) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of the part of the canvas that a picture covers."""
+    height, width = picture.shape[:2]
+    corners = geometry.apply_homography(H, [(0, 0), (width - 1, 0), (0, height - 1), (width - 1, height - 1)])
+    left, top = np.clip(np.floor(corners.min(axis=0)).astype(int), 0, np.array(size) - 1)
+    right, bottom = np.clip(np.ceil(corners.max(axis=0)).astype(int) + 1, (left + 1, top + 1), size)
+    return int(left), int(top), int(right), int(bottom)
+
+
+def _placed(picture: ImageArray, H: FloatArray, box: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+    """A picture on a part of the canvas: colors (3 h w), and a weight (h w) that falls to 0 at the picture's border."""
+    left, top, right, bottom = box
+    own = (picture.shape[1], picture.shape[0])
+    places = geometry.homography_grid(geometry.crop_homography(left, top) @ H, own, (right - left, bottom - top))
+    known = on_picture(places, own)
+    values = _sampled(picture, places, known)
+    inward = 1 - np.abs((places + 0.5) / own * 2 - 1)  # 0 at the borders, 1 in the middle
+    weight = np.where(known, np.clip(inward, 0.02, 1).min(axis=2), 0.0)
+    return torch.from_numpy(values.astype(np.float32)).permute(2, 0, 1), torch.from_numpy(weight.astype(np.float32))
+
+
+def _smooth(values: Tensor) -> Tensor:
+    """Without detail finer than a band: (c h w) -> (c h w)."""
+    height, width = values.shape[1:]
+    cells = (max(1, height // _BAND), max(1, width // _BAND))
+    coarse = F.interpolate(values[None], size=cells, mode="area")
+    return F.interpolate(coarse, size=(height, width), mode="bilinear", align_corners=False)[0]
+
+
+def _gains(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], size: Size) -> dict[int, Tensor]:
+    """Factors (3,) by which the exposures of overlapping pictures agree best, from a small canvas."""
+    small = (max(1, size[0] // 8), max(1, size[1] // 8))
+    shrink = geometry.resize_homography(size, small)
+    logs, knowns = [], []
+    for number, picture in pictures.items():
+        values, weight = _placed(picture, shrink @ frames[number], (0, 0, *small))
+        logs.append(torch.log(values.clamp(min=1) + 4).double().numpy())
+        knowns.append((weight > 0).numpy())
+    count = len(logs)
+    # Least squares: overlaps agree, and gains stay near 1.
+    normal, target = np.eye(count) / _GAIN_SPREAD**2, np.zeros((count, 3))
+    for i, j in combinations(range(count), 2):
+        shared = knowns[i] & knowns[j]
+        if shared.sum() < 16:
+            continue
+        difference = np.median(logs[i][:, shared] - logs[j][:, shared], axis=1)
+        strength = 1 / _GAIN_NOISE**2
+        normal[[i, j], [i, j]] += strength
+        normal[[i, j], [j, i]] -= strength
+        target[i] -= strength * difference
+        target[j] += strength * difference
+    found = np.exp(np.linalg.solve(normal, target)).astype(np.float32)
+    return {number: torch.from_numpy(row) for number, row in zip(pictures, found, strict=True)}
+
+
+def _sampled(picture: ImageArray, places: FloatArray, known: BoolArray) -> FloatArray:
+    """Values of a picture at places (h, w, 2), 0 where they are not known: (h, w, 3); shrunk without aliasing."""
+    shrinks = _shrinks(places, known)
+    own = (picture.shape[1], picture.shape[0])
+    if shrinks > 1:
+        smaller = (max(1, round(own[0] / shrinks)), max(1, round(own[1] / shrinks)))
+        picture = np.asarray(Image.fromarray(picture).resize(smaller, Image.Resampling.LANCZOS))
+    ratio = np.array([picture.shape[1] / own[0], picture.shape[0] / own[1]])
+    values = np.zeros((*places.shape[:2], 3), dtype=np.float32)
+    for start in range(0, len(places), _ROWS):  # a few at a time: each takes some hundred bytes a pixel meanwhile
+        rows = slice(start, start + _ROWS)
+        at = np.where(known[rows][..., None], (places[rows] + 0.5) * ratio - 0.5, np.nan)
+        values[rows] = geometry.sample_bilinear(picture, at)
+    return values
+
+
+def _shrinks(places: FloatArray, known: BoolArray) -> float:
+    """How many pixels of the picture a pixel of the frame spans, in the middle of all."""
+    right, below = places[:-1, 1:] - places[:-1, :-1], places[1:, :-1] - places[:-1, :-1]
+    area = np.abs(right[..., 0] * below[..., 1] - right[..., 1] * below[..., 0])
+    inner = known[:-1, :-1] & known[:-1, 1:] & known[1:, :-1] & np.isfinite(area)
+    return float(np.sqrt(np.median(area[inner]))) if inner.any() else 1.0
+
+
+def _with_alpha(values: FloatArray, known: BoolArray) -> Drawing:
+    colors = np.where(known[..., None], values.round().clip(0, 255), 255).astype(np.uint8)
+    return np.concatenate([colors, known[..., None].astype(np.uint8) * 255], axis=2).view(Drawing)

@@ -1,0 +1,219 @@
+"""Pairs that only look alike are dropped, and true pairs are kept, in a courtyard whose opposite walls are the same."""
+
+import importlib.util
+import json
+import sys
+from itertools import combinations
+
+import numpy as np
+import pytest
+from collection_data import make_matches
+from conftest import ROOT
+
+from dualrc import geometry
+from dualrc.collection.rotations import RotationGraph
+from dualrc.collection.store import MatchStore
+from dualrc.collection.verification import load_pair, verify_pairs
+from dualrc.geometry import Camera, cam1_from_cam0, fundamental_from_pose, sampson_distance_px, transform_points
+from dualrc.scenes import look_at
+
+SIZE = (640, 480)
+TURN = np.diag([-1.0, -1.0, 1.0])  # half a turn about the vertical axis
+
+
+def courtyard(count=12, fov_deg=90.0):
+    """Points (n, 3) of round walls with some relief, and cameras inside that look outward all around."""
+    rng = np.random.default_rng(0)
+    angle, distance = rng.uniform(0, np.pi, 5000), rng.uniform(9, 12, 5000)
+    half = np.column_stack([distance * np.cos(angle), distance * np.sin(angle), rng.uniform(-3, 5, 5000)])
+    cameras = {}
+    for number, place in enumerate(np.linspace(0, 2 * np.pi, count, endpoint=False)):
+        outward = np.array([np.cos(place), np.sin(place), 0])
+        beside = np.array([-np.sin(place), np.cos(place), 0])
+        eye = 3 * outward + rng.uniform(-0.5, 0.5) * beside + np.array([0, 0, rng.uniform(0, 1)])
+        view = look_at(eye, eye + outward + rng.uniform(-0.1, 0.1) * beside, size=SIZE, fov_deg=fov_deg)
+        cameras[f"{number:02}.jpg"] = Camera(
+            width=SIZE[0], height=SIZE[1], K=view.K, cam_from_world=view.cam_from_world, source="file"
+        )
+    return np.concatenate([half, half @ TURN.T]), cameras
+
+
+def see(camera, xyz):
+    """Where points are in a picture, NaN outside of it."""
+    pixels = camera.project(transform_points(camera.cam_from_world, xyz))
+    inside = ((pixels >= 0) & (pixels <= np.array(SIZE) - 1)).all(1)
+    return np.where(inside[:, None], pixels, np.nan)
+
+
+def pair_matches(rng, camera0, camera1, xyz, wrong_share, count=600):
+    """Matches with a little noise, and wrong ones anywhere; none of the right ones where nothing is seen by both."""
+    here, there = see(camera0, xyz), see(camera1, xyz)
+    # The first points come first in every pair, as some places are always easier to match than others.
+    both = np.flatnonzero(np.isfinite(here + there).all(1))[: round((1 - wrong_share) * count)]
+    noise = 0.1 * rng.standard_normal((2, len(both), 2))
+    wrong = rng.uniform(0, np.array(SIZE) - 1, (2, count - len(both), 2))
+    points0, points1 = (
+        np.concatenate([side[both] + noise[k], wrong[k]]).astype(np.float32) for k, side in enumerate((here, there))
+    )
+    scores = np.concatenate([rng.uniform(0.3, 1, len(both)), rng.uniform(0, 0.3, len(wrong[0]))]).astype(np.float32)
+    return make_matches(points0, points1, scores, size=SIZE)
+
+
+def fill(path, xyz, cameras, *, alike=0.75, true=0.1, changed=None):
+    """A store in which opposite pictures have matches between walls that are the same."""
+    rng, store, kinds = np.random.default_rng(1), MatchStore(path, {}), {}
+    names, half = list(cameras), len(cameras) // 2
+    for name0, name1 in combinations(names, 2):
+        apart = (names.index(name1) - names.index(name0)) % len(names)
+        apart = min(apart, len(names) - apart)
+        if apart >= half - 1:
+            # The other side as picture 1 would see it if the courtyard were turned by half.
+            turned = cameras[name1].cam_from_world @ np.block([[TURN, np.zeros((3, 1))], [np.zeros((1, 3)), 1]])
+            other = Camera(width=SIZE[0], height=SIZE[1], K=cameras[name1].K, cam_from_world=turned)
+            matches, kinds[name0, name1] = pair_matches(rng, cameras[name0], other, xyz, alike), "alike"
+        else:
+            wrong = (changed or {}).get((name0, name1), true if apart < 3 else 1.0)
+            matches = pair_matches(rng, cameras[name0], cameras[name1], xyz, wrong)
+            seen = np.isfinite(see(cameras[name0], xyz) + see(cameras[name1], xyz)).all(1).sum()
+            kinds[name0, name1] = "true" if wrong < 1 and seen > 80 else "nothing"
+        store.put(name0, name1, matches)
+    return store, kinds
+
+
+def true_share(store, check, cameras):
+    camera0, camera1 = (cameras[name] for name in check.names)
+    F = fundamental_from_pose(cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world), camera0, camera1)
+    matches = load_pair(store, check.names)
+    return np.mean(sampson_distance_px(F, matches.points0, matches.points1)[check.inlier_flags()] < 3)
+
+
+@pytest.fixture(scope="module")
+def verified(tmp_path_factory):
+    xyz, cameras = courtyard()
+    # A true pair with few right matches, which only other pairs can tell.
+    hard = {("00.jpg", "02.jpg"): 0.85}
+    store, kinds = fill(tmp_path_factory.mktemp("courtyard") / "m.sqlite", xyz, cameras, changed=hard)
+    with store:
+        yield store, kinds, cameras, verify_pairs(store, store.names(), cameras)
+
+
+def test_pictures_of_opposite_walls_that_look_alike_are_no_pair(verified):
+    store, kinds, cameras, found = verified
+    alike = [found.checks[names] for names, kind in kinds.items() if kind == "alike"]
+    # Counts alone would let them pass.
+    assert len(alike) >= 10 and all(check.inliers > 90 for check in alike)
+    assert not any(check.kept for check in alike)
+    assert all(true_share(store, check, cameras) > 0.9 for check in found.kept)
+
+
+def test_true_pairs_are_kept_also_if_most_of_their_matches_are_wrong(verified):
+    store, kinds, cameras, found = verified
+    assert [names for names, kind in kinds.items() if kind == "true" and not found.checks[names].kept] == []
+    hard = found.checks["00.jpg", "02.jpg"]
+    assert hard.kept and hard.share < 0.3 and true_share(store, hard, cameras) > 0.9
+
+
+def test_every_dropped_pair_says_why(verified):
+    *_, found = verified
+    assert len(found.kept) + len(found.dropped) == len(found.checks) == 66
+    assert all(check.cause and check.reason for check in found.dropped)
+    summary = found.summary()
+    assert summary.pairs == 66 and summary.kept + sum(summary.dropped.values()) == 66
+    assert summary.dropped["other pairs contradict its rotation"] >= 10
+    assert "degrees off" in next(check.reason for check in found.dropped if "rotation" in check.cause)
+    written = json.loads(json.dumps([check.to_dict() for check in found.checks.values()]))
+    assert {"name0", "name1", "kept", "cause", "reason", "inliers", "pair_score"} <= written[0].keys()
+
+
+def test_unknown_focal_lengths_are_found_before_pairs_are_judged(tmp_path):
+    xyz, cameras = courtyard()
+    guessed = {name: Camera.from_focal(SIZE, 1.2 * 640, source="guess") for name in cameras}
+    with fill(tmp_path / "m.sqlite", xyz, cameras)[0] as store:
+        found = verify_pairs(store, store.names(), guessed)
+        shares = [true_share(store, check, cameras) for check in found.kept]
+    truth = cameras["00.jpg"].focal_px
+    assert abs(truth / (1.2 * 640) - 1) > 0.3
+    assert found.cameras["00.jpg"].focal_px == pytest.approx(truth, rel=0.03)
+    assert found.cameras["00.jpg"].source == "guess"
+    assert len(shares) >= 20 and min(shares) > 0.9
+
+
+@pytest.mark.parametrize(("wrong", "kept"), [(0.2, True), (0.97, False)])
+def test_two_pictures_alone_are_a_pair_if_their_matches_are_clear(tmp_path, wrong, kept):
+    xyz, cameras = courtyard()
+    two = dict(list(cameras.items())[:2])
+    matches = pair_matches(np.random.default_rng(0), *two.values(), xyz, wrong)
+    with MatchStore(tmp_path / "m.sqlite", {}) as store:
+        store.put(*two, matches)
+        (check,) = verify_pairs(store, store.names(), two).checks.values()
+    assert check.kept == kept and bool(check.cause) != kept
+
+
+def test_pairs_without_matches_are_dropped(tmp_path):
+    _, cameras = courtyard(count=3)
+    with MatchStore(tmp_path / "m.sqlite", {}) as store:
+        store.put("00.jpg", "01.jpg", make_matches(np.zeros((0, 2)), np.zeros((0, 2)), size=SIZE))
+        store.put("01.jpg", "02.jpg", make_matches(np.full((40, 2), 5.0), np.full((40, 2), 5.0), size=SIZE))
+        found = verify_pairs(store, store.names(), cameras)
+    assert not found.kept and all(check.cause == "too few matches agree" for check in found.dropped[:1])
+
+
+def test_rotations_fit_all_pairs_but_wrong_ones():
+    from scipy.spatial.transform import Rotation
+
+    rng = np.random.default_rng(0)
+    rotations = Rotation.random(8, random_state=0).as_matrix()
+    edges = {}
+    for a, b in combinations(range(7), 2):
+        noise = Rotation.from_rotvec(0.01 * rng.standard_normal(3)).as_matrix()
+        edges[str(a), str(b)] = noise @ rotations[b] @ rotations[a].T, 1.0
+    edges["1", "5"] = Rotation.random(random_state=3).as_matrix(), 1.5
+    graph = RotationGraph(edges)
+    for a, b in combinations(range(7), 2):
+        wanted = rotations[b] @ rotations[a].T
+        assert geometry.rotation_error_deg(graph.between(str(a), str(b)), wanted) < 1.0
+    assert graph.between("0", "7") is None and graph.component("7") == -1
+    assert RotationGraph({}).between("0", "1") is None
+
+
+def test_a_direction_for_a_known_rotation():
+    rng = np.random.default_rng(0)
+    xyz = rng.uniform((-2, -2, 4), (2, 2, 9), (300, 3))
+    pose = np.column_stack([look_at((1, 2, 0.5), (0, 0, 9), size=SIZE).cam_from_world[:, :3], [0.6, 0.0, 0.8]])
+    xyz = xyz @ pose[:, :3]  # in front of camera 1, which camera 0 is turned like
+    seen = [transform_points(p, xyz) for p in (np.column_stack([pose[:, :3], np.zeros(3)]), pose)]
+    rays0, rays1 = (points / points[:, 2:] for points in seen)
+    rays1[:100, :2] += 0.3 * rng.standard_normal((100, 2))
+    found = geometry.estimate_direction(rays0, rays1, np.eye(3), 1e-3)
+    assert geometry.direction_error_deg(found, pose[:, 3]) < 0.05 and found @ pose[:, 3] > 0
+    assert geometry.estimate_direction(rays0[:3], rays1[:3], np.eye(3), 1e-3) is None
+
+
+def test_one_focal_length_of_many_pairs_and_none_of_few():
+    _, cameras = courtyard()
+    views = list(cameras.values())[:5]
+    fundamentals = [
+        fundamental_from_pose(cam1_from_cam0(a.cam_from_world, b.cam_from_world), a, b)
+        for a, b in combinations(views, 2)
+    ]
+    assert geometry.shared_focal_px(fundamentals, SIZE) == pytest.approx(views[0].focal_px, rel=0.02)
+    assert geometry.shared_focal_px(fundamentals[:2], SIZE) is None
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """benchmarks/reconstruct.py as a module."""
+    spec = importlib.util.spec_from_file_location("reconstruct_script", ROOT / "benchmarks" / "reconstruct.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_refuses_a_layout_that_it_does_not_know(tmp_path, script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["reconstruct.py", str(tmp_path), "--work", str(tmp_path / "work")])
+    with pytest.raises(SystemExit, match=r"No scene was found: .* must hold scenes as SCENE/images"):
+        script.main()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "cameras.json").write_text("{}")
+    with pytest.raises(SystemExit, match="has no folder named images"):
+        script.main()
