@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
+from dualrc.bench.methods import PICTURES, BenchSettings, Stage, Task, make_method
+from dualrc.bench.results import describe_search, stage_work
 from dualrc.cli import app
 from dualrc.config import PRESETS, ConsensusConfig
 from dualrc.data.pairs import PairBatch
@@ -272,6 +274,23 @@ def test_weights_files_evaluation_and_commands(preset, picture, tmp_path):
     settings = MatcherSettings(preset=preset, weights=tmp_path / "own.safetensors", device="cpu", size=96)
     (named,) = make_matchers(["dualrc"], settings)
     assert named.name == preset
+
+
+@pytest.mark.parametrize("preset", ["ncnet", "sparse-ncnet"])
+def test_every_stage_of_the_benchmark_runs(preset, tmp_path):
+    """With generated weights; there is no fine search to describe, but work to be counted."""
+    save_weights(tiny(preset), tmp_path / "own.safetensors")
+    settings = BenchSettings(sizes=((96, 64),), preset=preset, weights=tmp_path / "own.safetensors", batch=2)
+    for name in PICTURES:
+        Image.fromarray(texture(0, 96, 64)).save(tmp_path / name)
+    method = make_method(Task(settings=settings, device="cpu", size=(96, 64), folder=tmp_path))
+    for run in (*method.stages.values(), *method.memory_stages.values()):
+        assert run() is not None
+    assert describe_search(method) is None
+    work = stage_work(method, None)
+    assert all(part.operations > 0 and part.bytes > 0 for part in work.values())
+    pairs = 4 * 6 * 4 * 6 * (2 if preset == "sparse-ncnet" else 16)  # products of cells; of NCNet before pooling
+    assert work[Stage.COARSE].operations > 2 * 1024 * pairs
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are Linux's")

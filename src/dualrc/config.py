@@ -157,8 +157,8 @@ class SparseNCNetConfig:
     soft: bool = True
 
     def __post_init__(self) -> None:
-        if self.neighbors < 1:
-            raise ConfigError(f"neighbors = {self.neighbors} must be at least 1.")
+        if not 1 <= self.neighbors <= 1000:
+            raise ConfigError(f"neighbors = {self.neighbors} must be from 1 to 1000.")
 
 
 @dataclass(frozen=True, kw_only=True)
