@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -333,12 +334,62 @@ def test_results_are_kept_and_read_back(world, tmp_path):
     assert list(poses) == ["a.png", "b.png", QUERY]
     assert np.allclose(poses[QUERY], done[QUERY].cam_from_world, atol=1e-9)
     # A second run tries only what could not be read.
-    assert missing(queries, again) == ["broken.jpg", "nowhere.png"]
+    assert missing(localizer, queries, again) == ["broken.jpg", "nowhere.png"]
     (tmp_path / "out.txt").unlink()  # as if the process had died between its two files
     assert list(dict(localize_all(localizer, queries, again))) == ["broken.jpg", "nowhere.png"]
     assert list(read_poses(tmp_path / "out.txt")) == list(poses)
     with pytest.raises(DataError, match=r"another config \(localize\.candidates is 10 there and 3 now\); write to"):
         ResultsFile(out, results_config(Localizer(Oracle(), world, LocalizeConfig(candidates=3))))
+
+
+def append(path) -> None:
+    """Another content with the same pixels, under the same name."""
+    path.write_bytes(path.read_bytes() + b" ")
+
+
+def test_changed_pictures_are_localized_again(world, tmp_path):
+    images, out = tmp_path / "images", tmp_path / "out.json"
+    queries = {name: images / name for name in ("a.png", QUERY)}
+    one = LocalizeConfig(candidates=1)
+
+    def run() -> list[str]:
+        localizer = Localizer(Oracle(), world, one, descriptors=tmp_path / "map.npz")
+        return list(dict(localize_all(localizer, queries, ResultsFile(out, results_config(localizer)))))
+
+    assert run() == ["a.png", QUERY] and run() == []
+    append(images / QUERY)
+    assert run() == [QUERY] and run() == []
+    # A picture of the map: both the query that it is and those that were matched with it, and its descriptor.
+    [candidate] = json.loads(out.read_text())["queries"][QUERY]["candidates"]
+    append(images / candidate)
+    assert QUERY in run() and run() == []
+    localizer = Localizer(Oracle(), world, one, descriptors=tmp_path / "map.npz")
+    append(images / "c.png")
+    localizer.prepare()
+    assert localizer.matcher.extracted == ["c.png"]
+
+
+def test_one_run_at_a_time_writes_results(world, tmp_path):
+    localizer = Localizer(Oracle(), world)
+    queries = {name: tmp_path / "images" / name for name in ("a.png", "b.png")}
+    first, second = (ResultsFile(tmp_path / "out.json", results_config(localizer)) for _ in range(2))
+    running = localize_all(localizer, queries, first)
+    next(running)
+    refused = []
+
+    def try_it() -> None:
+        try:
+            list(localize_all(localizer, queries, second))
+        except OutputError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=try_it)
+    thread.start()
+    thread.join()
+    assert len(refused) == 1 and "Another run" in refused[0]
+    assert len(list(running)) == 1
+    # It was opened before the first run had done anything, and goes on with what is in the file now.
+    assert list(localize_all(localizer, queries, second)) == [] and list(second) == ["a.png", "b.png"]
 
 
 KILLED = """

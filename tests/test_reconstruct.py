@@ -10,7 +10,6 @@ from collection_data import Scene, apart, make_matches, make_scene
 from collection_data import fill_store as fill
 from conftest import ROOT, tiny_network
 from PIL import ExifTags, Image
-from rich.console import Console
 
 from dualrc import cli
 from dualrc.collection.config import CollectionConfig
@@ -48,7 +47,7 @@ def store_config(weights):
     """What a store of matches by these weights is made with, so that a run finds all of its pairs there."""
     config = settings(weights).collection
     matcher = load(weights=weights, device="cpu", size=None, top=config.top, min_score=config.min_score)
-    return _Run(ROOT, [], config, matcher, Console(quiet=True)).depends_on
+    return _Run(ROOT, [], config, matcher, quiet=True).depends_on
 
 
 def prepare(folder, scene, weights, noise=0.05):

@@ -19,7 +19,7 @@ import dualrc.train.loop
 from dualrc.config import PRESETS, FineConfig, NetworkConfig, ResNetConfig, TrunkConfig, read_toml, to_toml
 from dualrc.data import PairBatch, PhotoMotion, PhotoPairs, PhotosConfig, ScenesConfig, read_photos
 from dualrc.data.photos import Photos
-from dualrc.errors import ConfigError, DataError
+from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.losses import keypoint_losses, paper_loss, published_loss
 from dualrc.model.backbone import ResNet
 from dualrc.model.checkpoint import load_weights
@@ -114,7 +114,8 @@ def test_processes_that_can_not_share_the_pairs(folder, tmp_path):
     assert "set parts to a multiple of 2" in result.stderr
 
 
-def test_control_c_saves_and_the_same_command_goes_on(folder, tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_the_same_command_goes_on(folder, tmp_path, number, status):
     (tmp_path / "run.toml").write_text(to_toml(tiny_run(folder, steps=100_000, validate_every=5_000)))
     out = tmp_path / "run"
     command = [
@@ -133,10 +134,13 @@ def test_control_c_saves_and_the_same_command_goes_on(folder, tmp_path):
     deadline = time.monotonic() + 100
     while not (out / "log.csv").exists() and time.monotonic() < deadline:  # written at step 100
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    with pytest.raises(OutputError, match=f"Another run .process {process.pid} "):
+        train(read_toml(TrainConfig, out / "config.toml"), out, device="cpu")
+    process.send_signal(number)
     _, text = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "the same command goes on from there" in text
+    assert process.returncode == status
+    assert "the same command goes on from there" in text and f"Stopped. The checkpoint is in {out}" in text
+    assert "Traceback" not in text
     step = torch.load(out / "checkpoint.pt", weights_only=True)["step"]
     assert step >= 100
     config = read_toml(TrainConfig, out / "config.toml")
@@ -144,7 +148,7 @@ def test_control_c_saves_and_the_same_command_goes_on(folder, tmp_path):
     assert torch.load(out / "checkpoint.pt", weights_only=True)["step"] == step + 1
 
 
-def test_a_step_whose_loss_is_not_finite_is_left_out(folder, tmp_path, monkeypatch, capsys):
+def test_a_step_whose_loss_is_not_finite_is_left_out(folder, tmp_path, monkeypatch, caplog):
     whole = dualrc.train.loop.matching_losses
     calls = []
 
@@ -156,7 +160,7 @@ def test_a_step_whose_loss_is_not_finite_is_left_out(folder, tmp_path, monkeypat
     monkeypatch.setattr(dualrc.train.loop, "matching_losses", broken)
     figures = train(tiny_run(folder), tmp_path / "once", device="cpu")
     assert np.isfinite(list(figures.values())).all()
-    assert "not finite in 1 of 3 steps" in capsys.readouterr().err
+    assert "not finite in 1 of 3 steps" in caplog.text
     assert all(
         t.isfinite().all() for t in load_weights(tmp_path / "once" / "weights.safetensors").state_dict().values()
     )

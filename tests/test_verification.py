@@ -200,6 +200,21 @@ def test_one_focal_length_of_many_pairs_and_none_of_few():
     assert geometry.shared_focal_px(fundamentals[:2], SIZE) is None
 
 
+def test_cameras_that_look_at_one_point_leave_the_focal_length_open():
+    """Their axes meet, and then every focal length suits; noise in F must not choose one."""
+    K = np.array([[350.0, 0, (SIZE[0] - 1) / 2], [0, 350, (SIZE[1] - 1) / 2], [0, 0, 1]])
+    poses, fundamentals, random = [], [], np.random.default_rng(0)
+    for angle in np.linspace(-0.4, 0.4, 5):
+        c, s = np.cos(angle), np.sin(angle)
+        # On a circle of radius 10 around the point, and turned to it.
+        poses.append(np.array([[c, 0, s, 0], [0, 1, 0, 0], [-s, 0, c, 10]]))
+    for pose0, pose1 in combinations(poses, 2):
+        E = geometry.essential_from_pose(cam1_from_cam0(pose0, pose1))
+        F = np.linalg.inv(K).T @ E @ np.linalg.inv(K)
+        fundamentals.append(F * (1 + 0.01 * random.standard_normal((3, 3))))
+    assert geometry.shared_focal_px(fundamentals, SIZE) is None
+
+
 @pytest.fixture
 def script(monkeypatch):
     """benchmarks/reconstruct.py as a module."""

@@ -4,12 +4,12 @@ matcher = dualrc.load()
 matches = matcher.match("a.jpg", "b.jpg", top=2000)
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dualrc.config import MatcherConfig, NetworkConfig
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError, OutputError, WeightsError
-from dualrc.matcher import Matcher, PictureFeatures, load
 from dualrc.matches import Estimate, Match, Matches, RelativePose, Warp
 
 if TYPE_CHECKING:
@@ -19,17 +19,21 @@ if TYPE_CHECKING:
     from dualrc.collection.reconstruct import ReconstructConfig, reconstruct
     from dualrc.collection.store import MatchStore
     from dualrc.localize import LocalizeConfig, Localizer
+    from dualrc.matcher import Matcher, PictureFeatures, load
     from dualrc.stitch import panorama, warp_image
 
     __version__: str
 
-# What brings further packages with it (PoseLib, pycolmap, rich) is imported when it is asked for.
+# What brings further packages with it (torch, PoseLib, pycolmap, rich) is imported when it is asked for.
 _LAZY = {
     "CollectionConfig": "dualrc.collection.config",
     "LocalizeConfig": "dualrc.localize",
     "Localizer": "dualrc.localize",
     "MatchStore": "dualrc.collection.store",
+    "Matcher": "dualrc.matcher",
+    "PictureFeatures": "dualrc.matcher",
     "ReconstructConfig": "dualrc.collection.reconstruct",
+    "load": "dualrc.matcher",
     "match_collection": "dualrc.collection.matching",
     "panorama": "dualrc.stitch",
     "reconstruct": "dualrc.collection.reconstruct",
@@ -69,6 +73,9 @@ __all__ = [
     "reconstruct",
     "warp_image",
 ]
+
+# What the library tells is shown where the program that uses it asks for it: logging.basicConfig(level="INFO").
+logging.getLogger("dualrc").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:

@@ -1,17 +1,25 @@
 """Files: results appear whole or not at all, what can't be read or written is said in one line, and limits are kept."""
 
+import hashlib
 import json
+import logging
 import os
 import secrets
+import socket
 import stat
+import sys
+import threading
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from dualrc.errors import DataError, OutputError
 
+logger = logging.getLogger(__name__)
+_READERS = 4  # threads that read files to hash them
 MOST_TEXT = 1 << 30  # bytes of a text file; more is none that we or others write
 
 
@@ -132,3 +140,129 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise OutputError(f"{path} can't be written ({reason}); make room or write elsewhere.") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def content_hash(path: str | Path) -> str:
+    """A hash of all bytes of a file; empty where it can't be read."""
+    try:
+        with Path(path).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:32]
+    except (OSError, ValueError):
+        return ""
+
+
+def content_hashes(paths: Mapping[str, Path], done: Callable[[int], None] = lambda count: None) -> dict[str, str]:
+    """The hashes of several files by name, read in several threads; `done` is told how many there are so far."""
+    hashes = {}
+    with ThreadPoolExecutor(_READERS) as pool:
+        for name, found in zip(paths, pool.map(content_hash, paths.values()), strict=True):
+            hashes[name] = found
+            done(len(hashes))
+    return hashes
+
+
+# Lock files that this process holds, by the thread that holds them: a run may be a part of another.
+_held: dict[Path, int] = {}
+
+
+@contextmanager
+def only_run(lock: str | Path) -> Iterator[None]:
+    """Hold a lock file while the block runs; OutputError if another run holds it.
+
+    The file names the process that holds it. The system releases the lock of a process that ends in whatever way, so a
+    file that a killed run left behind is taken over.
+    """
+    lock = Path(lock).resolve()
+    if _held.get(lock) == threading.get_ident():
+        yield
+        return
+    descriptor = _take(lock)
+    _held[lock] = threading.get_ident()
+    try:
+        yield
+    finally:
+        del _held[lock]
+        # While it is still locked, so that it is nobody else's.
+        with suppress(OSError):
+            lock.unlink()
+        os.close(descriptor)
+
+
+def _take(lock: Path) -> int:
+    """Open and lock a file, and write into it who has it."""
+    while True:
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise OutputError(f"{lock} can't be written ({error.strerror}); write elsewhere.") from error
+        try:
+            owner = _owner(descriptor)
+            is_ours = _try_lock(descriptor)
+            if is_ours is None:  # a file system without locks: the file says whose it is
+                is_ours = owner is None or (owner["host"] == socket.gethostname() and not _is_alive(owner["pid"]))
+            if not is_ours or lock in _held:
+                raise OutputError(_in_use(lock, owner))
+            if _is_current(descriptor, lock):
+                if owner is not None:
+                    logger.info("Going on after process %s on %s, which did not end its run.", *owner.values())
+                mine = {"pid": os.getpid(), "host": socket.gethostname()}
+                os.ftruncate(descriptor, 0)
+                os.lseek(descriptor, 0, os.SEEK_SET)
+                os.write(descriptor, json.dumps(mine).encode())
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # its holder ended and deleted it just now
+
+
+def _in_use(lock: Path, owner: dict[str, Any] | None) -> str:
+    who = "" if owner is None else f" (process {owner['pid']} on {owner['host']})"
+    remedy = f"wait for it, stop it, or write elsewhere; if there is no such process, delete {lock}"
+    return f"Another run{who} is writing to {lock.parent}; {remedy}."
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Lock an open file until it is closed: whether nobody else has, or None where files can't be locked."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            os.lseek(descriptor, 2**20, os.SEEK_SET)  # beyond the content, which others read
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _is_current(descriptor: int, path: Path) -> bool:
+    """Whether this is still the file of that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def _owner(descriptor: int) -> dict[str, Any] | None:
+    """Who wrote a lock file: the process and its host."""
+    try:
+        content = json.loads(os.read(descriptor, 4096))
+        return {"pid": int(content["pid"]), "host": str(content["host"])}
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True

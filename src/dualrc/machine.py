@@ -3,8 +3,18 @@
 import os
 import platform
 import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import parent_process
 from pathlib import Path
 
+# Threads of OpenMP that wait for others block at once. By default they spin for milliseconds first, which takes time
+# from the very threads they wait for where other programs use the cores too. libgomp reads the first one when it is
+# loaded, the OpenMP of LLVM and Intel both.
+PASSIVE_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMORY = Path("/proc/meminfo")
 
@@ -23,6 +33,43 @@ def cores() -> int:
         count = os.cpu_count() or 1
     limits = _limit("cpu.max")  # microseconds, and out of how many; the first is missing where there is no limit
     return max(1, min(count, limits[0] // limits[1])) if len(limits) == 2 else count
+
+
+def block_idle_threads() -> None:
+    """Let waiting OpenMP threads of this process block; too late, and without effect, once torch is imported.
+
+    Settings that are in the environment already are kept.
+    """
+    if "torch" not in sys.modules:
+        for name, value in PASSIVE_THREADS.items():
+            os.environ.setdefault(name, value)
+
+
+@contextmanager
+def keep_signals() -> Iterator[None]:
+    """Undo what libraries do in the block to Ctrl-C and SIGTERM; pycolmap prints a stack trace for the second."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set them
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: not set from Python
+                signal.signal(number, handler)
+
+
+def end_with_parent() -> None:
+    """In a process of `multiprocessing`: let it end when the process that started it ends, in whatever way."""
+    parent = parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, name="end with parent", daemon=True).start()
 
 
 def processor() -> str:

@@ -7,8 +7,11 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -16,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from dualrc.errors import DataError, DualRCError
+from dualrc.machine import PASSIVE_THREADS
 
 Run = Callable[[], object]
 _GPU_SIDE, _SIDE = 8192, 1536  # of the matrices whose product is timed
@@ -182,19 +186,35 @@ def in_new_process(function: Callable[[Argument], Result], argument: Argument) -
     """What a module's function returns in a new process with as many threads; DataError says why it failed."""
     package = str(Path(__file__).parents[1])  # the child imports this very package, wherever this one came from
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import _run_child; _run_child()"],
-        input=pickle.dumps((sys.path, torch.get_num_threads(), pickle.dumps((function, argument)))),
-        capture_output=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    if done.returncode < 0:
-        raise DataError(f"the process was killed (signal {-done.returncode}), perhaps for memory; give smaller sizes.")
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
+    call = pickle.dumps((sys.path, torch.get_num_threads(), pickle.dumps((function, argument))))
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import _run_child; _run_child()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**PASSIVE_THREADS, **os.environ, "PYTHONPATH": path},
+        ) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with suppress(BrokenPipeError):  # it died; its status says how
+                # It stays open: the child ends when it is closed, as it is when this process ends in whatever way.
+                process.stdin.write(call)
+                process.stdin.flush()
+            answer = process.stdout.read()
+            status = process.wait()
+        except BaseException:
+            process.kill()
+            raise
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").strip().splitlines()
+    if status < 0:
+        raise DataError(f"the process was killed (signal {-status}), perhaps for memory; give smaller sizes.")
+    if status:
         raise DataError(f"the process failed ({(lines or ['no reason given'])[-1]}).")
-    result: Result = pickle.loads(done.stdout)
+    result: Result = pickle.loads(answer)
     return result
 
 
@@ -204,6 +224,7 @@ def _run_child() -> None:
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)  # whatever the function prints is not its result
         sys.path[:], threads, call = pickle.load(sys.stdin.buffer)
+        threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
         torch.set_num_threads(threads)
         function, argument = pickle.loads(call)  # only now, as the path says where it is found
         try:
@@ -211,3 +232,11 @@ def _run_child() -> None:
         except DualRCError as error:
             sys.exit(str(error))
         pickle.dump(result, out)
+
+
+def _end_with(descriptor: int) -> None:
+    """End this process when the other end of a pipe is closed."""
+    # Not by way of a file object, whose lock a thread must not hold when Python ends.
+    while os.read(descriptor, 1):
+        pass
+    os._exit(1)

@@ -20,6 +20,7 @@ from dualrc.bench.baselines import check_installed
 from dualrc.bench.methods import PICTURES, BenchSettings, Dualrc, Stage, Task, coarse_cells, make_matcher, make_method
 from dualrc.bench.report import show
 from dualrc.bench.results import DeviceResult, Row, Search, SizeResult, describe_search, growth, stage_work
+from dualrc.collection.progress import show_status
 from dualrc.errors import DualRCError
 from dualrc.evaluation.report import write_json
 from dualrc.files import check_writable
@@ -53,7 +54,7 @@ def bench(settings: BenchSettings, *, screen: Console, messages: Console) -> dic
     found_versions |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
     content = {"format": FORMAT, "settings": asdict(settings), "versions": found_versions, "devices": results}
     with tempfile.TemporaryDirectory(prefix="dualrc-bench-") as folder:
-        with messages.status("Making the pictures..."):
+        with show_status("Making the pictures...", messages.quiet):
             _write_pictures(settings, Path(folder))
         for device in settings.devices:
             for found in _measure_device(settings, device, Path(folder), messages):
@@ -104,7 +105,7 @@ def _write_pictures(settings: BenchSettings, folder: Path) -> None:
 def _measure_device(settings: BenchSettings, device: str, folder: Path, messages: Console) -> Iterator[DeviceResult]:
     """What is known after each size, the smallest first."""
     matcher = make_matcher(_tasks(settings, device, settings.sizes[0], folder)[0])
-    with messages.status(f"What {device} can do..."):
+    with show_status(f"What {device} can do...", messages.quiet):
         rates = measure.measure_rates(matcher.device, matcher.dtype)
     result = DeviceResult(
         device=device,
@@ -117,7 +118,7 @@ def _measure_device(settings: BenchSettings, device: str, folder: Path, messages
     )
     del matcher  # or its weights would count in every peak
     for size in sorted(set(settings.sizes), key=lambda size: size[0] * size[1]):
-        with messages.status(f"{size[0]}x{size[1]} on {device}..."):
+        with show_status(f"{size[0]}x{size[1]} on {device}...", messages.quiet):
             sizes = (*result.sizes, _measure_size(_tasks(settings, device, size, folder), rates))
         result = replace(result, sizes=sizes, growth=growth(sizes))
         yield result

@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
-from dualrc.cli import common
+from dualrc.cli import common, running
 from dualrc.config import MIN_SIDE
 from dualrc.errors import ConfigError
 from dualrc.machine import device_name
@@ -15,7 +16,7 @@ from dualrc.types import Size
 _SIZES = ((320, 240), (640, 480))  # a laptop does these in a minute
 
 
-@common.app.command()
+@running.command()
 def bench(
     size: Annotated[
         list[str] | None,
@@ -77,7 +78,7 @@ def bench(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write all figures, machine and versions here: FILE.json.")
     ] = None,
-) -> None:
+) -> dict[str, Any]:
     """Time each stage of matching and the whole, with peak memory, and how both grow with the picture.
 
     dualrc bench --size 320x240 --size 640x480 --with sift --out bench.json
@@ -100,7 +101,7 @@ def bench(
 
     Beside others on two cores, compared in one run:
 
-    OMP_NUM_THREADS=2 dualrc bench --device cpu --size 640x480 --with loftr --with sift
+    dualrc bench --threads 2 --device cpu --size 640x480 --with loftr --with sift
     """
     from dualrc.bench import BenchSettings
     from dualrc.bench import bench as run
@@ -119,7 +120,8 @@ def bench(
         repeats=repeats,
         out=out,
     )
-    run(settings, screen=common.screen, messages=common.messages)
+    messages = Console(stderr=True, quiet=True) if common.current.quiet else common.messages
+    return run(settings, screen=common.screen, messages=messages)
 
 
 def _parse_size(text: str) -> Size:

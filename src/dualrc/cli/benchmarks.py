@@ -7,8 +7,9 @@ from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import typer
+from rich.console import Console
 
-from dualrc.cli import common
+from dualrc.cli import common, running
 from dualrc.errors import ConfigError
 from dualrc.evaluation import BENCHMARKS, evaluate
 from dualrc.evaluation.benchmark import OneNetworkSettings, Option, Settings
@@ -32,19 +33,20 @@ def declared_options(settings_class: type[Settings]) -> dict[str, Declared]:
     return options
 
 
-def make_command() -> Callable[..., None]:
+def make_command() -> Callable[..., Mapping[str, Any]]:
     """The command `evaluate`, with the options of all benchmarks."""
     takers: dict[str, dict[str, Declared]] = {}  # by flag and benchmark
     for name, benchmark in BENCHMARKS.items():
         for flag, declared in declared_options(benchmark.settings_class).items():
             takers.setdefault(flag, {})[name] = declared
 
-    def run(benchmark: str, roots: list[Path] | None, **given: Any) -> None:
+    def run(benchmark: str, roots: list[Path] | None, **given: Any) -> Mapping[str, Any]:
         options: dict[str, Any] = {"roots": tuple(roots or ()), "out": Path(f"evaluation-{benchmark}")}
         for name, value in given.items():
             if value is not None and value is not False and value != []:
                 options |= _setting(flags[name], value, benchmark, takers[flags[name]])
-        evaluate(benchmark, screen=common.screen, messages=common.messages, **options)
+        messages = Console(stderr=True, quiet=True) if common.current.quiet else common.messages
+        return evaluate(benchmark, screen=common.screen, messages=messages, **options)
 
     flags = {flag[2:].replace("-", "_"): flag for flag in takers}
     names: Any = Literal.__getitem__(tuple(BENCHMARKS))
@@ -98,4 +100,10 @@ def _annotation(flag: str, takers: Mapping[str, Declared]) -> Any:
     return Annotated[(list[scalar] if several else scalar) | None, described]  # type: ignore[valid-type]
 
 
-common.app.command(name="evaluate")(make_command())
+def _kept(options: Mapping[str, Any]) -> str:
+    """What a stopped run leaves."""
+    out = options["out"] or f"evaluation-{options['benchmark']}"
+    return f"The pairs that were matched are in {out}."
+
+
+running.command("evaluate", kept=_kept)(make_command())

@@ -1,11 +1,16 @@
 """Commands for folders of pictures."""
 
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dualrc.cli import common
+from dualrc.cli import common, running
+from dualrc.collection.progress import show_progress
 from dualrc.files import check_writable
 from dualrc.matcher import load
 from dualrc.provenance import provenance
@@ -13,6 +18,7 @@ from dualrc.provenance import provenance
 if TYPE_CHECKING:
     from dualrc.localize import Localization, Localizer
 
+logger = logging.getLogger(__name__)
 _NOTHING_LOCALIZED = 3  # the exit status
 
 ImagesArgument = Annotated[
@@ -34,7 +40,7 @@ AddressOption = Annotated[
     str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option(help="Workers; without it, one per GPU, else one per core, as far as memory allows.")
+    int | None, typer.Option(help="Workers; without it, one per GPU, else one per thread, as far as memory allows.")
 ]
 MemoryOption = Annotated[
     float | None,
@@ -48,7 +54,15 @@ ExecutorOption = Annotated[
 ]
 
 
-@common.app.command()
+def _kept_pairs(options: Mapping[str, Any]) -> str:
+    """What a stopped run leaves in its store."""
+    from dualrc.collection.store import MatchStore
+
+    with MatchStore(options["out"] / "matches.sqlite") as store:
+        return f"{len(store) - len(store.failures()):,} matched pairs are in {store.path}."
+
+
+@running.command(kept=_kept_pairs)
 def collection(
     images: ImagesArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the matches; a second run goes on with it.")],
@@ -68,7 +82,8 @@ def collection(
     workers: WorkersOption = None,
     max_memory: MemoryOption = None,
     cache: CacheOption = 4.0,
-) -> None:
+    threads: common.ThreadsOption = None,
+) -> dict[str, Any]:
     """Match the pictures of a folder with each other, on one machine or many.
 
     Matches go to OUT/matches.sqlite as they come: run the same command again after a crash, or with more pictures.
@@ -80,7 +95,8 @@ def collection(
     from dualrc.collection.config import CollectionConfig
     from dualrc.collection.matching import match_collection
 
-    result = match_collection(images, out, common.settings(CollectionConfig, locals()))
+    config = common.settings(CollectionConfig, locals())
+    result = match_collection(images, out, config, quiet=common.current.quiet)
     table = common.table(f"{result.matched:,} pairs matched in {result.seconds:.1f} s")
     table.add_row("pictures", f"{len(result.names):,}")
     table.add_row("pairs", f"{len(result.pairs):,}, of which {result.skipped:,} were there")
@@ -88,11 +104,24 @@ def collection(
         table.add_row("pictures left out", f"{len(result.broken):,}: {', '.join(list(result.broken)[:5])}")
     if result.failed:
         table.add_row("pairs that failed", f"{len(result.failed):,}; the same command tries them again")
+    if result.skipped:
+        table.add_row("time of all runs", f"{result.seconds_all_runs:.1f} s")
     common.screen.print(table)
     common.written(result.store)
+    return {
+        "store": result.store,
+        "pictures": len(result.names),
+        "pairs": len(result.pairs),
+        "matched": result.matched,
+        "skipped": result.skipped,
+        "left_out": result.broken,
+        "failed": result.failed,
+        "seconds": result.seconds,
+        "seconds_all_runs": result.seconds_all_runs,
+    }
 
 
-@common.app.command()
+@running.command(kept=_kept_pairs, log="colmap.log")
 def reconstruct(
     images: ImagesArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model; a second run goes on with it.")],
@@ -120,7 +149,8 @@ def reconstruct(
     max_memory: MemoryOption = None,
     cache: CacheOption = 4.0,
     hloc: Annotated[bool, typer.Option("--hloc", help="Also write hloc's features.h5, matches.h5, pairs.txt.")] = False,
-) -> None:
+    threads: common.ThreadsOption = None,
+) -> dict[str, Any]:
     """Reconstruct cameras and points from a folder of pictures.
 
     OUT gets model (COLMAP's), points.ply, model.png, summary.json, pairs.json, and COLMAP's database.db. Matches are
@@ -135,7 +165,8 @@ def reconstruct(
     from dualrc.collection.reconstruct import reconstruct as run
 
     matching = common.settings(CollectionConfig, locals())
-    summary = run(images, out, ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc))
+    config = ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc)
+    summary = run(images, out, config, quiet=common.current.quiet)
     table = common.table(f"{summary.registered:,} of {summary.pictures:,} pictures placed")
     table.add_row("pairs kept", f"{summary.verification.kept:,} of {summary.verification.pairs:,}")
     for cause, count in summary.verification.dropped.items():
@@ -151,11 +182,22 @@ def reconstruct(
     if summary.models > 1:
         table.add_row("beware", f"{summary.models} models did not join; this is the largest. Match more pairs.")
     table.add_row("time", ", ".join(f"{step} {seconds:.0f} s" for step, seconds in summary.seconds.items()))
+    if summary.matching_seconds_all_runs > summary.seconds["matching"] + 1:
+        table.add_row("matching, all runs", f"{summary.matching_seconds_all_runs:.0f} s")
     common.screen.print(table)
     common.screen.print(f"Written: {out / 'model'}; look at {out / 'model.png'}; {out / 'pairs.json'} has every pair.")
+    return {**asdict(summary), "model": out / "model"}
 
 
-@common.app.command()
+def _kept_poses(options: Mapping[str, Any]) -> str:
+    """What a stopped run leaves in its file."""
+    import json
+
+    queries = json.loads(options["out"].read_text(encoding="utf-8"))["queries"]
+    return f"Results of {len(queries):,} pictures are in {options['out']}."
+
+
+@running.command(kept=_kept_poses, status=lambda result: 0 if result["localized"] else _NOTHING_LOCALIZED)
 def localize(
     queries: Annotated[Path, typer.Argument(metavar="QUERIES", help="Folder of pictures to localize, or one picture.")],
     map: Annotated[
@@ -185,7 +227,7 @@ def localize(
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
     max_memory: common.MaxMemoryOption = None,
-) -> None:
+) -> dict[str, Any]:
     """Find where pictures were taken in a map; a second run goes on where the first stopped.
 
     The exit status is 3 where none of the pictures could be localized, 1 after an error.
@@ -202,30 +244,38 @@ def localize(
     if cameras is not None:
         by_path = colmap.read_cameras(cameras, [str(path) for path in pictures.values()])
         known = {name: by_path[str(path)] for name, path in pictures.items()}
-    with common.messages.status("Reading the map and loading the network..."):
+    with common.status("Reading the map and loading the network..."):
         world = localization.read_map(map, images)
         settings: dict[str, Any] = {"size": size, "top": top, "min_score": min_score, "quality": quality}
         matcher = load(preset, weights=weights, device=device, max_memory=max_memory, **settings)
     localizer = localization.Localizer(matcher, world, config, descriptors=out.with_name(f"{out.stem}-map.npz"))
     made_with = provenance("poselib", "pycolmap", **matcher.info)
     results = localization.ResultsFile(out, localization.results_config(localizer), info=made_with)
-    with common.messages.status("Looking at the map's pictures...") as status:
-        todo = len(localization.missing(pictures, results))
-        ready = localization.localize_all(localizer, pictures, results, cameras=known)
-        for done, (name, found) in enumerate(ready, start=1):
+    start = time.monotonic()
+    with show_progress(common.current.quiet) as tell:
+        for name, found in localization.localize_all(localizer, pictures, results, cameras=known, progress=tell):
             what = f"not localized: {found.reason}"
             if found.reason is None and found.camera is not None:
                 what = f"{found.inliers:,} inliers, camera: {found.camera.source}"
-            common.note(f"{name}: {what}", style=None)
-            status.update(f"Localizing, {done} of {todo} done...")
-    localized = {name: results[name] for name in pictures}
-    _print_localizations(localizer, localized)
+            logger.info("%s: %s", name, what)
+    all_found = {name: results[name] for name in pictures}
+    seconds = {"seconds": time.monotonic() - start, "seconds_all_runs": sum(one.seconds for one in all_found.values())}
+    _print_localizations(localizer, all_found, **seconds)
     common.written(out, results.poses_path)
-    if all(one.cam_from_world is None for one in localized.values()):
-        raise typer.Exit(_NOTHING_LOCALIZED)
+    return {
+        "results": out,
+        "poses": results.poses_path,
+        "pictures": len(all_found),
+        "localized": sum(one.cam_from_world is not None for one in all_found.values()),
+        "not_localized": {name: one.reason for name, one in all_found.items() if one.reason is not None},
+        "unusable_in_map": localizer.broken,
+        **seconds,
+    }
 
 
-def _print_localizations(localizer: "Localizer", found: "dict[str, Localization]") -> None:
+def _print_localizations(
+    localizer: "Localizer", found: "dict[str, Localization]", *, seconds: float, seconds_all_runs: float
+) -> None:
     good = [one for one in found.values() if one.cam_from_world is not None]
     table = common.table(f"{len(good)} of {len(found)} pictures localized")
     if good:
@@ -244,4 +294,5 @@ def _print_localizations(localizer: "Localizer", found: "dict[str, Localization]
     ):
         for name, reason in failures.items():
             table.add_row(label, f"{name}: {reason}")
+    table.add_row("time", f"{seconds:.1f} s in this run; {seconds_all_runs:.1f} s for all pictures, in all runs")
     common.screen.print(table)

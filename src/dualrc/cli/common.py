@@ -1,7 +1,8 @@
 """What the commands share: the program, its two consoles, options and tables."""
 
 from collections.abc import Mapping
-from dataclasses import fields
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dualrc
+from dualrc.collection import progress
 from dualrc.config import PRESETS
 from dualrc.machine import device_name
 
@@ -23,7 +25,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 screen = Console()
-messages = Console(stderr=True)
+messages = progress.console  # one for both, so that messages stand above the bars
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What the command that runs shows."""
+
+    quiet: bool = False
+
+
+current = Shown()
 
 
 def _show_version(wanted: bool) -> None:
@@ -77,6 +89,13 @@ MaxMemoryOption = Annotated[
     ),
 ]
 
+ThreadsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", min=1, metavar="N", help="CPU threads; without it, one per core.", rich_help_panel="Running"
+    ),
+]
+
 
 def settings(kind: type[T], options: Mapping[str, Any]) -> T:
     """A config of those of a command's options that have the names of its fields."""
@@ -87,6 +106,11 @@ def settings(kind: type[T], options: Mapping[str, Any]) -> T:
 def note(text: str, *, style: str | None = "yellow") -> None:
     """Tell something beside the result, as it is: names of files are no markup."""
     messages.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def status(text: str) -> AbstractContextManager[None]:
+    """Show what is done while a block runs."""
+    return progress.show_status(text, current.quiet)
 
 
 def written(*what: object) -> None:

@@ -1,5 +1,6 @@
 """Commands for two pictures."""
 
+import logging
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dualrc import draw
-from dualrc.cli import common
+from dualrc.cli import common, running
 from dualrc.errors import ConfigError, OutputError
 from dualrc.files import check_writable
 from dualrc.image import read
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
 
 _WARP_THRESHOLD = 0.003  # of the long side: what is warped need not fit to the pixel everywhere
 
+logger = logging.getLogger(__name__)
 
-@common.app.command()
+
+@running.command()
 def match(
     image0: Annotated[Path, typer.Argument(metavar="A", help="First picture.")],
     image1: Annotated[Path, typer.Argument(metavar="B", help="Second picture.")],
@@ -58,7 +61,7 @@ def match(
             help="For --estimate essential: cameras.json or cameras.txt, with lenses; else EXIF, else a guess."
         ),
     ] = None,
-) -> None:
+) -> dict[str, Any]:
     """Match two pictures.
 
     dualrc match a.jpg b.jpg -o matches.npz --draw matches.png
@@ -72,10 +75,10 @@ def match(
     if not 0 < threshold < float("inf"):
         raise ConfigError(f"--threshold {threshold} must be a positive number of pixels.")
     views = _cameras((image0, image1), cameras) if estimate == "essential" else (None, None)
-    with common.messages.status("Loading the network..."):
+    with common.status("Loading the network..."):
         settings: dict[str, Any] = {"size": size, "top": top, "min_score": min_score, "quality": quality}
         matcher = load(preset, weights=weights, device=device, max_memory=max_memory, **settings)
-    with common.messages.status("Matching..."):
+    with common.status("Matching..."):
         start = time.perf_counter()
         matches = matcher.match(image0, image1)
         seconds = time.perf_counter() - start
@@ -95,12 +98,13 @@ def match(
         draw.save(draw.draw_matches(read(image0), read(image1), matches, colors=colors), drawing)
     _print_matches(matcher, matches, seconds)
     _warn(matches)
-    for path in (out, drawing):
-        if path is not None:
-            common.written(path)
+    files = [path for path in (out, drawing) if path is not None]
+    for path in files:
+        common.written(path)
+    return _result(matcher, matches, seconds, files)
 
 
-@common.app.command()
+@running.command()
 def warp(
     image0: Annotated[Path, typer.Argument(metavar="A", help="Picture to warp.")],
     image1: Annotated[Path, typer.Argument(metavar="B", help="Picture into whose frame it is warped.")],
@@ -115,7 +119,7 @@ def warp(
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
-) -> None:
+) -> dict[str, Any]:
     """Warp one picture into the frame of another.
 
     dualrc warp a.jpg b.jpg -o a-in-b.png
@@ -123,9 +127,9 @@ def warp(
     _check_outputs(None, out, inputs=(image0, image1))
     from dualrc import geometry, stitch
 
-    with common.messages.status("Loading the network..."):
+    with common.status("Loading the network..."):
         matcher = load(preset, weights=weights, device=device, size=size)
-    with common.messages.status("Matching and warping..."):
+    with common.status("Matching and warping..."):
         if by == "dense":
             drawn = stitch.warp_image(image0, matcher.warp(image1, image0))
         else:
@@ -135,9 +139,10 @@ def warp(
             drawn = stitch.warp_image(image0, model, matches.size1)
     drawn.save(out)
     common.written(out)
+    return {"files": [out], "size": drawn.shape[1::-1], "device": str(matcher.device)}
 
 
-@common.app.command()
+@running.command()
 def panorama(
     images: Annotated[list[Path], typer.Argument(metavar="A B...", help="Pictures; more than eight: in order.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Write FILE.png, transparent around the pictures, or .jpg.")],
@@ -146,7 +151,7 @@ def panorama(
     ] = None,
     size: common.SizeOption = None,
     device: common.DeviceOption = None,
-) -> None:
+) -> dict[str, Any]:
     """Join pictures taken from one place, or of one plane, into one.
 
     dualrc panorama left.jpg middle.jpg right.jpg -o panorama.jpg
@@ -154,20 +159,21 @@ def panorama(
     _check_outputs(None, out, inputs=tuple(images))
     from dualrc import stitch
 
-    with common.messages.status("Loading the network..."):
+    with common.status("Loading the network..."):
         matcher = load(device=device, size=size)
-    with common.messages.status("Matching and joining..."):
+    with common.status("Matching and joining..."):
         drawn = stitch.panorama(images, matcher=matcher, reference=reference)
     drawn.save(out)
     common.screen.print(f"{len(images)} pictures joined to {drawn.shape[1]}x{drawn.shape[0]} pixels.", highlight=False)
     common.written(out)
+    return {"files": [out], "size": drawn.shape[1::-1], "device": str(matcher.device)}
 
 
-@common.app.command()
+@running.command()
 def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and the summary.")] = Path("demo"),
     device: common.DeviceOption = None,
-) -> None:
+) -> dict[str, Any]:
     """Match two pictures of a made-up town, check against the exact truth, and leave pictures to look at."""
     from dualrc.demo import run
 
@@ -175,7 +181,7 @@ def demo(
 
     def tell(step: str) -> None:
         # A line each, also where nobody looks at a terminal.
-        common.messages.print(f"{time.perf_counter() - start:5.1f} s  {step}...", highlight=False)
+        logger.info("%5.1f s  %s...", time.perf_counter() - start, step)
 
     summary = run(out, device=device, tell=tell)
     table = common.table(f"Demo: {summary['matches']:,} matches in {summary['seconds']:.2f} s on {summary['device']}")
@@ -183,6 +189,7 @@ def demo(
         table.add_row(f"correct within {threshold} px", f"{share:.1%}")
     common.screen.print(table)
     common.screen.print(f"Look at {out / 'matches.png'}; the figures are in {out / 'summary.json'}.")
+    return {**summary, "out": out}
 
 
 def _check_outputs(out: Path | None, drawing: Path | None, inputs: tuple[Path, ...]) -> None:
@@ -253,6 +260,32 @@ def _warn(matches: Matches) -> None:
     """Tell where the matches are not to be trusted."""
     if "warning" in matches.info:
         common.note(f"Note: {matches.info['warning']}")
+
+
+def _result(matcher: Matcher, matches: Matches, seconds: float, files: list[Path]) -> dict[str, Any]:
+    """What --json prints."""
+    model = matches.estimate
+    return {
+        "matches": len(matches),
+        "pair_score": matches.pair_score,
+        "size0": matches.size0,
+        "size1": matches.size1,
+        "network_size0": matches.info["network_size0"],
+        "network_size1": matches.info["network_size1"],
+        "zoom": matches.info.get("zoom"),
+        "warning": matches.info.get("warning"),
+        "estimate": model
+        and {
+            "kind": model.kind,
+            "matrix": model.matrix,
+            "inliers": int(model.inliers.sum()),
+            "cam1_from_cam0": model.pose and model.pose.cam1_from_cam0,
+            **model.info,
+        },
+        "device": str(matcher.device),
+        "seconds": seconds,
+        "files": files,
+    }
 
 
 def _rows(matrix: Any) -> str:

@@ -26,7 +26,7 @@ _SAMPLE = 3  # pictures by which a machine tells whether it sees the same folder
 def start_executor(images: Path, names: Sequence[str], config: CollectionConfig, matcher: Matcher) -> Executor:
     """Workers that match as this matcher does."""
 
-    def settings(device: str, cache_bytes: float, match_bytes: float | None = None) -> WorkerSettings:
+    def settings(device: str, cache_bytes: float, match_bytes: float | None = None, *, threads: int) -> WorkerSettings:
         memory = matcher.config.max_memory if match_bytes is None else match_bytes / _GIB
         return WorkerSettings(
             images=str(images.resolve()),
@@ -36,22 +36,25 @@ def start_executor(images: Path, names: Sequence[str], config: CollectionConfig,
             device=device,
             matcher=to_dict(replace(matcher.config, max_memory=memory)),
             cache_bytes=int(cache_bytes),
+            threads=threads,
         )
 
     need = _worker_bytes(matcher)
     if config.executor == "ray":
         return RayExecutor(settings, config, worker_bytes=need, sample=names[:_SAMPLE])
-    devices = _devices(config)
+    devices, threads = _devices(config), config.threads or machine.cores()
     if devices != ["cpu"]:  # a GPU's workers keep features on the GPU
         devices = [devices[number % len(devices)] for number in range(config.workers or len(devices))]
         cache = config.cache * _GIB * len(set(devices)) / len(devices)
-        return LocalExecutor([settings(device, cache) for device in devices])
+        each = max(1, threads // len(devices))
+        return LocalExecutor([settings(device, cache, threads=each) for device in devices])
     limit = machine.memory() * _SHARE if config.max_memory is None else config.max_memory * _GIB
-    count = max(1, min(config.workers or machine.cores(), int(limit // need)))
+    count = max(1, min(config.workers or threads, int(limit // need)))
     cache = min(config.cache * _GIB, max(0.0, limit - count * need))
     # Where not even one worker has what it needs, it sees the pictures smaller.
     share = (limit - cache) / count
-    return LocalExecutor([settings("cpu", cache / count, max(share - _BASE, share / 4))] * count)
+    for_matching = max(share - _BASE, share / 4)
+    return LocalExecutor([settings("cpu", cache / count, for_matching, threads=max(1, threads // count))] * count)
 
 
 def _devices(config: CollectionConfig) -> list[str]:

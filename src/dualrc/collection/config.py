@@ -34,14 +34,16 @@ class CollectionConfig:
     # Where it runs: in processes of this machine, or on a Ray cluster, which is started here if no address is given.
     executor: Literal["local", "ray"] = "local"
     address: str | None = None
-    # Workers; None: one per GPU, else one per core, as far as memory allows.
+    # Workers; None: one per GPU, else one per thread, as far as memory allows.
     workers: int | None = None
+    # CPU threads of all workers of a machine together, divided equally among them; None: one per core.
+    threads: int | None = None
     # GiB that the workers of a machine may take together, about, and how much of that is for features that are kept.
     max_memory: float | None = None  # None: three quarters of what the machine has
     cache: float = 4.0
 
     def __post_init__(self) -> None:
-        check_bounds(self, "neighbors", "overlap", "top", "workers", at_least=1)
+        check_bounds(self, "neighbors", "overlap", "top", "workers", "threads", at_least=1)
         check_bounds(self, "loops", "cache", at_least=0)
         check_bounds(self, "max_memory", above=0)
         if self.device is not None:

@@ -1,5 +1,6 @@
 """Workers in processes of this machine."""
 
+import logging
 import os
 import pickle
 import queue
@@ -11,10 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from dualrc import machine
 from dualrc.collection.executor import Event
 from dualrc.collection.plan import Task
 from dualrc.collection.worker import WorkerSettings, at_once
 
+logger = logging.getLogger(__name__)
 _START = "from dualrc.collection.worker import main; main()"
 
 
@@ -29,6 +32,7 @@ class LocalExecutor:
         # Few, so that workers wait when results can't be stored as fast as they come.
         self._events: queue.Queue[Event] = queue.Queue(maxsize=2 * self.count)
         self._listeners: list[threading.Thread] = []
+        self._reported: set[str] = set()
         self._processes = [self._start(number) for number in range(self.count)]
 
     def give(self, worker: int, tasks: Sequence[Task]) -> None:
@@ -63,11 +67,14 @@ class LocalExecutor:
             [sys.executable, "-c", _START],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            stderr=subprocess.PIPE,
+            env={**machine.PASSIVE_THREADS, **os.environ, "PYTHONPATH": path},
         )
         listener = threading.Thread(target=self._listen, args=(worker, process.stdout), daemon=True)
+        reporter = threading.Thread(target=self._report, args=(process.stderr,), daemon=True)
         self._listeners = [*filter(threading.Thread.is_alive, self._listeners), listener]
         listener.start()
+        reporter.start()
         _tell(process, self._settings[worker])
         return process
 
@@ -79,6 +86,15 @@ class LocalExecutor:
                 self._events.put(Event(worker=worker, kind=kind, value=value))
         except (EOFError, OSError, pickle.UnpicklingError):  # it died, perhaps in the middle of an answer
             self._events.put(Event(worker=worker, kind="died", value=None))
+
+    def _report(self, lines: BinaryIO) -> None:
+        """Pass on what workers say, each line once: several of them may have the same to say."""
+        with lines:
+            for line in lines:
+                text = line.decode(errors="replace").rstrip()
+                if text and text not in self._reported:
+                    self._reported.add(text)
+                    logger.warning("%s", text)
 
 
 def _tell(process: "subprocess.Popen[bytes]", message: Any) -> None:

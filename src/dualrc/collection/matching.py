@@ -1,13 +1,12 @@
 """A folder of pictures to a store of matches; a second run does what the first did not get to."""
 
+import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from dualrc.collection import pairs
 from dualrc.collection.allocation import start_executor
@@ -19,15 +18,19 @@ from dualrc.collection.retrieval import read_descriptors, write_descriptors
 from dualrc.collection.store import MatchStore, Names
 from dualrc.collection.worker import Failure, Result
 from dualrc.errors import DataError
-from dualrc.files import check_writable, make_folder
+from dualrc.files import check_writable, content_hashes, make_folder, only_run
 from dualrc.image import find_pictures
 from dualrc.matcher import Matcher, load
 from dualrc.matches import Matches
 from dualrc.types import FloatArray
 
+logger = logging.getLogger(__name__)
+LOCK = ".dualrc.lock"  # in the folder that a run writes to
 _BLOCK = 256  # pairs
 _SHARE = 8  # blocks per worker, at least: the last one to finish must not keep all others waiting
 _SAVE_EVERY_S = 30.0  # descriptors
+_MANY = 500  # pictures, whose hashes take more than a moment
+_COUNT_EVERY_S = 5.0  # the time of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +45,18 @@ class CollectionResult:
     matched: int  # pairs matched now
     skipped: int  # pairs that were there
     extracted: int  # how often features of a picture were made
-    seconds: float
+    seconds: float  # of this run
+    seconds_all_runs: float  # of all runs that wrote to the store
 
 
 def match_collection(
     images: str | Path, out: str | Path, config: CollectionConfig | None = None, *, quiet: bool = False
 ) -> CollectionResult:
-    """Match the pictures of a folder into `out`/matches.sqlite, but for what is there already."""
+    """Match the pictures of a folder into `out`/matches.sqlite, but for what is there already.
+
+    A picture whose content has changed since is matched again. Shows progress unless `quiet`: a bar on a terminal,
+    else lines in the log (`logging`, level INFO).
+    """
     start = time.monotonic()
     images, out, config = Path(images), Path(out), config or CollectionConfig()
     names = find_pictures(images)
@@ -58,13 +66,16 @@ def match_collection(
     settings: dict[str, Any] = {key: getattr(config, key) for key in ("size", "top", "min_score", "quality")}
     matcher = load(config.preset, weights=config.weights, device="cpu", **settings)
     check_writable(make_folder(out) / "matches.sqlite")
-    run = _Run(images, names, config, matcher, Console(stderr=True, quiet=quiet))
-    with MatchStore(out / "matches.sqlite", run.depends_on) as store, run:
-        chosen = pairs.choose(names, config, lambda: run.describe(out / "descriptors.npz"))
-        if not chosen:
-            raise DataError(f"{images} has no two pictures to match ({_first(run.broken)}); mend or add some.")
-        missing = store.missing(chosen)
-        run.match(missing, store, total=len(chosen))
+    run = _Run(images, names, config, matcher, quiet=quiet)
+    with only_run(out / LOCK), MatchStore(out / "matches.sqlite", run.depends_on) as store, run:
+        with _Counted(store, start) as counted:
+            chosen = pairs.choose(names, config, lambda: run.describe(out / "descriptors.npz"))
+            if not chosen:
+                raise DataError(f"{images} has no two pictures to match ({_first(run.broken)}); mend or add some.")
+            run.forget_changed(store, chosen)
+            missing = store.missing(chosen)
+            run.match(missing, store, counted, total=len(chosen))
+        seconds_all_runs = store.seconds
     failed = len(run.failed)
     return CollectionResult(
         store=store.path,
@@ -76,17 +87,39 @@ def match_collection(
         skipped=len(chosen) - len(missing),
         extracted=run.extracted,
         seconds=time.monotonic() - start,
+        seconds_all_runs=seconds_all_runs,
     )
+
+
+class _Counted:
+    """Counts the time of a run in its store, now and then, so that a killed run counts too."""
+
+    def __init__(self, store: MatchStore, start: float) -> None:
+        self._store, self._counted = store, start
+
+    def __enter__(self) -> "_Counted":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.count(0.0)
+
+    def count(self, every: float = _COUNT_EVERY_S) -> None:
+        """Write down the time since the last one, if that is so many seconds ago."""
+        now = time.monotonic()
+        if now - self._counted >= every:
+            self._store.add_seconds(now - self._counted)
+            self._counted = now
 
 
 class _Run:
     """The workers, once there is something for them to do, and what went wrong."""
 
     def __init__(
-        self, images: Path, names: Sequence[str], config: CollectionConfig, matcher: Matcher, console: Console
+        self, images: Path, names: Sequence[str], config: CollectionConfig, matcher: Matcher, *, quiet: bool
     ) -> None:
         self.images, self.names = images, names
-        self.config, self.matcher, self.console = config, matcher, console
+        self.config, self.matcher, self.quiet = config, matcher, quiet
+        self._contents: dict[str, str] = {}
         self.broken: dict[str, str] = {}
         self.failed: dict[Names, str] = {}
         self.extracted = 0
@@ -113,7 +146,8 @@ class _Run:
 
     def describe(self, file: Path) -> dict[str, FloatArray]:
         """Descriptors of the pictures that can be read, kept in a file."""
-        known = read_descriptors(file, self.depends_on)
+        contents = self._hashes(self.names)
+        known = read_descriptors(file, self.depends_on, contents)
         found = {name: known[name] for name in self.names if name in known}
         missing = [name for name in self.names if name not in found]
         saved = time.monotonic()
@@ -125,15 +159,22 @@ class _Run:
             elif not isinstance(result, Matches):
                 found[task[0]] = result
             if time.monotonic() - saved > _SAVE_EVERY_S:
-                write_descriptors(file, self.depends_on, found)
+                write_descriptors(file, self.depends_on, found, contents)
                 saved = time.monotonic()
 
         self._carry_out("Describing", lambda size: in_chunks(missing, size), (len(found), len(self.names)), handle)
         if missing:
-            write_descriptors(file, self.depends_on, found)
+            write_descriptors(file, self.depends_on, found, contents)
         return {name: found[name] for name in self.names if name in found}
 
-    def match(self, missing: Sequence[Names], store: MatchStore, *, total: int) -> None:
+    def forget_changed(self, store: MatchStore, chosen: Sequence[Names]) -> None:
+        """Drop stored pairs of pictures whose files have another content now."""
+        changed = store.forget_changed(self._hashes(dict.fromkeys(name for pair in chosen for name in pair)))
+        if changed:
+            some = ", ".join(changed[:5]) + (", ..." if changed[5:] else "")
+            logger.warning("Changed since they were matched, and matched again: %d pictures (%s).", len(changed), some)
+
+    def match(self, missing: Sequence[Names], store: MatchStore, counted: _Counted, *, total: int) -> None:
         """Match these pairs into the store."""
 
         def handle(task: Task, result: Result) -> None:
@@ -144,6 +185,7 @@ class _Run:
                 result = Matches.none({"error": result.reason})
             assert isinstance(result, Matches)
             store.put(*pair, result)
+            counted.count()
 
         self._carry_out("Matching", lambda size: in_blocks(missing, size), (total - len(missing), total), handle)
 
@@ -156,7 +198,7 @@ class _Run:
     ) -> None:
         """Let the workers do tasks in blocks of a fitting size; `count` says how many are done, and of how many."""
         done, total = count
-        with show_progress(self.console) as tell:
+        with show_progress(self.quiet) as tell:
             tell(step, done, total)
             if done == total:
                 return
@@ -176,10 +218,18 @@ class _Run:
     def _report(self, task: Task, failure: Failure) -> None:
         """Say once what is wrong with a picture, and with a pair that fails for another reason."""
         if failure.picture is None:
-            self.console.print(f"{' and '.join(task)} failed: {failure.reason}", style="yellow", markup=False)
+            logger.warning("%s failed: %s", " and ".join(task), failure.reason)
         elif failure.picture not in self.broken:
             self.broken[failure.picture] = failure.reason
-            self.console.print(f"Left out: {failure.reason}", style="yellow", markup=False, highlight=False)
+            logger.warning("Left out: %s", failure.reason)
+
+    def _hashes(self, names: Iterable[str]) -> dict[str, str]:
+        """Hashes of these pictures' files; each is read once."""
+        missing = {name: self.images / name for name in names if name not in self._contents}
+        with show_progress(self.quiet or len(missing) < _MANY) as tell:
+            hashes = content_hashes(missing, lambda done: tell("Looking for changes", done, len(missing)))
+        self._contents |= hashes
+        return {name: self._contents[name] for name in names}
 
 
 def _first(reasons: dict[str, str]) -> str:

@@ -1,7 +1,12 @@
-"""Progress of long work, a line a step."""
+"""Progress of long work: a bar on a terminal, else lines in the log."""
 
+import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 
 from rich import progress as rich_progress
 from rich.console import Console
@@ -10,14 +15,49 @@ from rich.text import Text
 # Told of each step's name, how much of it is done, and of how much.
 Progress = Callable[[str, int, int], None]
 
+logger = logging.getLogger(__name__)
+# Where bars are shown. What is printed to it meanwhile stands above them.
+console = Console(stderr=True)
+# Lines are so many seconds apart at first, and at most so many in a long run.
+_EVERY_S, _AT_MOST_S = 5.0, 60.0
+_SLOWER = 20  # a twentieth of the time that a step has taken is the time to its next line
+
 
 def no_progress(step: str, done: int, total: int) -> None:
     """Show nothing."""
 
 
 @contextmanager
-def show_progress(console: Console) -> Iterator[Progress]:
-    """A line for each step with what is done, how fast, and how long the rest will take."""
+def show_progress(quiet: bool = False) -> Iterator[Progress]:
+    """What is done of each step, how fast, and how long the rest will take: a bar, or a line every few seconds."""
+    if quiet:
+        yield no_progress
+    elif _is_interactive():
+        with _bars() as tell:
+            yield tell
+    else:
+        with _Lines() as lines:
+            yield lines.tell
+
+
+@contextmanager
+def show_status(text: str, quiet: bool = False) -> Iterator[None]:
+    """Show what is done while the block runs; without a terminal, only if it takes more than some seconds."""
+    if not quiet and _is_interactive():
+        with console.status(text):
+            yield
+    else:
+        with show_progress(quiet) as tell:
+            tell(text, 0, 0)
+            yield
+
+
+def _is_interactive() -> bool:
+    return console.is_terminal or console.is_jupyter
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
     columns = (
         rich_progress.TextColumn("{task.description}"),
         rich_progress.BarColumn(),
@@ -43,3 +83,81 @@ class _Speed(rich_progress.ProgressColumn):
     def render(self, task: rich_progress.Task) -> Text:
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:.3g}/s")
+
+
+@dataclass
+class _Step:
+    name: str
+    first: int  # what was done when it began
+    done: int
+    total: int  # 0: not known
+    began: float
+    told: float
+
+    def line(self, now: float) -> str:
+        elapsed = now - self.began
+        if self.total == 0:
+            return f"{self.name} {_clock(elapsed)}"
+        text = f"{self.name}: {self.done:,}/{self.total:,}"
+        new = self.done - self.first
+        if new > 0 and elapsed > 0:
+            text += f", {new / elapsed:.3g}/s"
+        if self.done >= self.total:
+            return f"{text}, took {_clock(elapsed)}" if new else text
+        if new > 0 and elapsed > 0:
+            return f"{text}, {_clock((self.total - self.done) * elapsed / new)} left"
+        return text if elapsed < 1 else f"{text}, {_clock(elapsed)} so far"
+
+    def is_due(self, now: float) -> bool:
+        is_finished = self.done >= self.total > 0
+        return not is_finished and now - self.told >= min(_AT_MOST_S, max(_EVERY_S, (now - self.began) / _SLOWER))
+
+
+class _Lines:
+    """A line in the log when a step begins, every few seconds, and when it ends."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: dict[str, _Step] = {}
+        self._latest: _Step | None = None
+        self._ended = threading.Event()
+        # Beside the work, because a step that tells nothing for minutes has its lines too.
+        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
+
+    def __enter__(self) -> "_Lines":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def tell(self, name: str, done: int, total: int) -> None:
+        """Note what is done of a step."""
+        now = time.monotonic()
+        with self._lock:
+            step = self._steps.get(name)
+            if step is None:
+                step = self._steps[name] = _Step(name, first=done, done=done, total=total, began=now, told=now)
+                line = step.line(now) if total else ""
+            else:
+                ends = step.done < step.total <= done
+                step.done, step.total = done, total
+                line = step.line(now) if ends else ""
+            self._latest = step
+        if line:
+            logger.info(line)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_EVERY_S / 5):
+            now, line = time.monotonic(), ""
+            with self._lock:
+                if self._latest is not None and self._latest.is_due(now):
+                    self._latest.told, line = now, self._latest.line(now)
+            if line:
+                logger.info(line)
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds."""
+    return str(timedelta(seconds=round(seconds)))

@@ -52,13 +52,13 @@ class RayExecutor:
 
     def __init__(
         self,
-        settings: Callable[[str, float], WorkerSettings],
+        settings: Callable[..., WorkerSettings],
         config: CollectionConfig,
         *,
         worker_bytes: float,
         sample: Sequence[str],
     ) -> None:
-        """`settings` makes those of a device and a size of cache; `sample` are names of some pictures."""
+        """`settings` makes those of a device, a size of cache and `threads`; `sample` are names of some pictures."""
         self._ray = require("ray", "ray", "Collections on a Ray cluster")
         self._own = not self._ray.is_initialized()
         if self._own:
@@ -66,7 +66,7 @@ class RayExecutor:
         self._actors: list[Any] = []
         try:
             layout = _Layout.of(self._ray.nodes(), config, worker_bytes)
-            here = settings(layout.device, layout.cache_bytes)
+            here = settings(layout.device, layout.cache_bytes, threads=layout.threads)
             self.count, self.at_once = layout.count, at_once(layout.device)
             self._images = Path(here.images)
             sizes = {name: (self._images / name).stat().st_size for name in sample}
@@ -137,6 +137,7 @@ class _Layout:
     device: str
     resources: dict[str, float]
     cache_bytes: float
+    threads: int = 1
 
     @staticmethod
     def of(nodes: Sequence[Any], config: CollectionConfig, worker_bytes: float) -> "_Layout":
@@ -147,15 +148,24 @@ class _Layout:
             resources = {"num_cpus": 1.0, "num_gpus": sum(gpus) / max(count, sum(gpus))}
             return _Layout(count=count, device="cuda", resources=resources, cache_bytes=config.cache * _GIB)
         limit = math.inf if config.max_memory is None else config.max_memory * _GIB
+        cores = [int(min(node.get("CPU", 0), config.threads or math.inf)) for node in alive]
         fitting = [
-            int(min(node.get("CPU", 0), max(1, min(limit, node.get("memory", math.inf)) // worker_bytes)))
-            for node in alive
+            int(min(count, max(1, min(limit, node.get("memory", math.inf)) // worker_bytes)))
+            for count, node in zip(cores, alive, strict=True)
         ]
         count = min(config.workers or sum(fitting), sum(fitting))
         if count == 0:
             raise ConfigError("The Ray cluster has no free processors; add machines to it, or choose --executor local.")
         cache = config.cache * _GIB / min(count, max(fitting))
-        return _Layout(count=count, device="cpu", resources={"num_cpus": 1.0}, cache_bytes=cache)
+        threads = _threads(cores, count)
+        resources = {"num_cpus": float(threads)}
+        return _Layout(count=count, device="cpu", resources=resources, cache_bytes=cache, threads=threads)
+
+
+def _threads(cores: Sequence[int], workers: int) -> int:
+    """Threads of each worker: the most with which machines of so many cores hold all the workers, at least one."""
+    fitting = [count for count in range(1, max(cores) + 1) if sum(each // count for each in cores) >= workers]
+    return max(fitting, default=1)
 
 
 def _connect(ray: Any, address: str | None) -> None:
@@ -165,11 +175,10 @@ def _connect(ray: Any, address: str | None) -> None:
     if address is not None:
         _check_address(address)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    local = {"address": "local", "num_cpus": machine.cores(), "include_dashboard": False}
     try:
-        if address is None:
-            ray.init(address="local", num_cpus=machine.cores(), include_dashboard=False, **quiet)
-        else:
-            ray.init(address=address, **quiet)
+        with machine.keep_signals():  # close() ends the cluster, which Ray would do for SIGTERM in its own way
+            ray.init(**(local if address is None else {"address": address}), **quiet)
     except Exception as error:  # Ray fails in many ways
         reason = (str(error) or type(error).__name__).splitlines()[0]
         where = "can't be started" if address is None else f"at {address} can't be joined"

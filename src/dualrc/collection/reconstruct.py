@@ -9,21 +9,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from dualrc import config as configs
 from dualrc.collection.cameras import choose_cameras, describe_cameras, is_known
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.export import write_database, write_hloc
 from dualrc.collection.figure import draw_reconstruction
 from dualrc.collection.keypoints import MergeConfig, Statistics, merge
-from dualrc.collection.matching import match_collection
+from dualrc.collection.matching import LOCK, CollectionResult, match_collection
 from dualrc.collection.progress import Progress, show_progress
 from dualrc.collection.store import MatchStore, Names
 from dualrc.collection.verification import VerificationSummary, verify_pairs
 from dualrc.colmap import import_pycolmap, quiet_colmap
 from dualrc.errors import DataError, OutputError
-from dualrc.files import replacing, write_json
+from dualrc.files import make_folder, only_run, replacing, write_json
 from dualrc.geometry import Camera
 from dualrc.image import find_pictures
 from dualrc.provenance import provenance
@@ -60,7 +58,8 @@ class Summary:
     left_out: tuple[str, ...]  # pictures that are not registered
     verification: VerificationSummary
     merging: Statistics
-    seconds: dict[str, float]  # of each step
+    seconds: dict[str, float]  # of each step, in this run
+    matching_seconds_all_runs: float  # of this run and those that it went on from
 
 
 def reconstruct(
@@ -71,14 +70,30 @@ def reconstruct(
     Matches are kept in `out`/matches.sqlite, so that a second run goes on where the first stopped.
     """
     images, out, config = Path(images), Path(out), config or ReconstructConfig()
-    pycolmap = import_pycolmap()  # what is missing is said before the long work
+    import_pycolmap()  # what is missing is said before the long work
     # So is what is wrong with the cameras.
     cameras = choose_cameras(images, find_pictures(images), config.cameras)
-    clock = _Clock()
-    matched = match_collection(images, out, config.collection, quiet=quiet)
-    clock.lap("matching")
-    cameras = {name: camera for name, camera in cameras.items() if name not in matched.broken}
-    with show_progress(Console(stderr=True, quiet=quiet)) as tell, MatchStore(matched.store) as store:
+    with only_run(make_folder(out) / LOCK):
+        clock = _Clock()
+        matched = match_collection(images, out, config.collection, quiet=quiet)
+        clock.lap("matching")
+        cameras = {name: camera for name, camera in cameras.items() if name not in matched.broken}
+        return _reconstruct(images, out, config, cameras, matched, clock, quiet=quiet)
+
+
+def _reconstruct(
+    images: Path,
+    out: Path,
+    config: ReconstructConfig,
+    cameras: dict[str, Camera],
+    matched: CollectionResult,
+    clock: "_Clock",
+    *,
+    quiet: bool,
+) -> Summary:
+    """Reconstruct from matches."""
+    pycolmap = import_pycolmap()
+    with show_progress(quiet) as tell, MatchStore(matched.store) as store:
         # The store may hold pictures that have been taken out since.
         pairs = [names for names in matched.pairs if cameras.keys() >= set(names)]
         verified = verify_pairs(store, _usable(store, pairs), cameras, tell)
@@ -97,7 +112,7 @@ def reconstruct(
         if config.hloc:
             write_hloc(out, merged, images, tell)
             clock.lap("hloc")
-        model, models = _map(out, images, cameras, tell, pycolmap)
+        model, models = _map(out, images, cameras, tell, pycolmap, config.collection.threads)
         clock.lap("mapping")
         made_with = store.config
     names = {model.images[number].name for number in model.reg_image_ids()}
@@ -114,6 +129,7 @@ def reconstruct(
         verification=verified.summary(),
         merging=merging,
         seconds=clock.seconds,
+        matching_seconds_all_runs=round(matched.seconds_all_runs, 2),
     )
     _write(model, out, summary, {"config": configs.to_dict(config), "matches": made_with})
     return summary
@@ -136,11 +152,14 @@ def _nothing_to_place(images: Path, out: Path) -> DataError:
     )
 
 
-def _map(out: Path, images: Path, cameras: dict[str, Camera], tell: Progress, pycolmap: Any) -> tuple[Any, int]:
+def _map(
+    out: Path, images: Path, cameras: dict[str, Camera], tell: Progress, pycolmap: Any, threads: int | None
+) -> tuple[Any, int]:
     """The largest model that COLMAP makes of the database, and how many it made."""
     options = pycolmap.IncrementalPipelineOptions()
     options.min_model_size = 2
     options.random_seed = 0
+    options.num_threads = threads or -1  # all
     # A dense matcher gives many times the points of sparse features. Adjusting all of them after every tenth picture
     # more, five times over, takes most of the time and changes nothing that the last adjustment does not.
     options.ba_global_frames_ratio = options.ba_global_points_ratio = _GROWTH

@@ -52,23 +52,38 @@ def most_similar(queries: FloatArray, database: FloatArray, k: int) -> npt.NDArr
     return found
 
 
-def read_descriptors(path: Path, config: Mapping[str, Any]) -> dict[str, FloatArray]:
-    """Descriptors by picture name; none if the file is absent, broken, over 4 GiB, or made with another config."""
+def read_descriptors(
+    path: Path, config: Mapping[str, Any], contents: Mapping[str, str] | None = None
+) -> dict[str, FloatArray]:
+    """Descriptors by picture name; none if the file is absent, broken, over 4 GiB, or made with another config.
+
+    With `contents`, hashes of the pictures' files, only those of pictures that have not changed.
+    """
     try:
         limit_zip(path, 4 << 30)
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             if json.loads(str(arrays["config"])) != json.loads(json.dumps(config)):
                 return {}
-            return dict(zip(arrays["names"].tolist(), arrays["vectors"], strict=True))
+            found = zip(arrays["names"].tolist(), arrays["contents"].tolist(), arrays["vectors"], strict=True)
+            return {name: each for name, content, each in found if contents is None or contents.get(name) == content}
     except Exception:  # it is only a cache, and a damaged file can fail in any way
         return {}
 
 
-def write_descriptors(path: Path, config: Mapping[str, Any], descriptors: Mapping[str, FloatArray]) -> None:
-    """Write them all, whole or not at all."""
+def write_descriptors(
+    path: Path, config: Mapping[str, Any], descriptors: Mapping[str, FloatArray], contents: Mapping[str, str]
+) -> None:
+    """Write them all, whole or not at all; `contents` are hashes of the pictures' files."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         vectors = np.stack([*descriptors.values()]) if descriptors else np.zeros((0, 0), np.float32)
-        np.savez(file, names=np.array([*descriptors], dtype=str), vectors=vectors, config=np.array(json.dumps(config)))
+        names, hashes = ([*descriptors], [contents[name] for name in descriptors])
+        np.savez(
+            file,
+            names=np.array(names, dtype=str),
+            contents=np.array(hashes, dtype=str),
+            vectors=vectors,
+            config=np.array(json.dumps(config)),
+        )
 
 
 def _units(vectors: FloatArray) -> FloatArray:

@@ -36,6 +36,8 @@ _SCHEMA = (
     info TEXT NOT NULL, -- JSON
     UNIQUE (name0, name1)
 )""",
+    # A hash of each picture's file, as it was when its pairs were matched.
+    "CREATE TABLE IF NOT EXISTS pictures (name TEXT PRIMARY KEY, content TEXT NOT NULL)",
 )
 _COLUMNS = "name0, name1, width0, height0, width1, height1, points0, points1, scores, error, info"
 _INSERT = (
@@ -96,16 +98,33 @@ class MatchStore:
     def put_many(self, pairs: Iterable[tuple[str, str, Matches]]) -> None:
         """Keep the matches of several pairs in one transaction: all or none of them survive a crash."""
         rows = [_to_row(*pair) for pair in pairs]
-        with self._errors():
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                self._connection.executemany(_INSERT, rows)
-                self._connection.execute("COMMIT")
-            except BaseException:
-                # A full disk may have rolled back by itself.
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
-                raise
+        with self._transaction():
+            self._connection.executemany(_INSERT, rows)
+
+    def forget_changed(self, contents: Mapping[str, str]) -> list[str]:
+        """Drop the pairs of pictures whose content is no longer what it was, and note what it is now.
+
+        `contents` are hashes of the pictures' files by name. Gives the names of those that have changed.
+        """
+        with self._transaction():
+            known = dict(self._connection.execute("SELECT name, content FROM pictures"))
+            changed = {name for name, content in contents.items() if known.get(name, content) != content}
+            stale = [pair for pair in self.names() if changed & set(pair)] if changed else []
+            self._connection.executemany("DELETE FROM pairs WHERE name0 = ? AND name1 = ?", stale)
+            new = [item for item in contents.items() if known.get(item[0]) != item[1]]
+            self._connection.executemany("INSERT OR REPLACE INTO pictures VALUES (?, ?)", new)
+        return sorted(changed)
+
+    @property
+    def seconds(self) -> float:
+        """How long matching took, in all runs together."""
+        return float(self._meta("seconds") or 0.0)
+
+    def add_seconds(self, seconds: float) -> None:
+        """Count the time of a run, or of a part of it."""
+        with self._transaction():
+            text = repr(self.seconds + seconds)
+            self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('seconds', ?)", (text,))
 
     def get(self, name0: str, name1: str) -> Matches | None:
         """A pair's matches; None if it is not there, no matches and `info["error"]` if it failed."""
@@ -142,6 +161,20 @@ class MatchStore:
         """Those of the pairs that are still to be matched, each once; failed ones are, as their cause may be mended."""
         done = set(self.names()) - self.failures().keys()
         return [pair for pair in dict.fromkeys(pairs) if pair not in done]
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All that the block changes, or nothing of it."""
+        with self._errors():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                # A full disk may have rolled back by itself.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
 
     def _prepare(self, config: Mapping[str, Any] | None) -> None:
         if config is None:

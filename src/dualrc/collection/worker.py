@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,7 @@ class WorkerSettings:
     device: str
     matcher: Mapping[str, Any]  # fields of MatcherConfig
     cache_bytes: int  # of features kept
+    threads: int = 1  # on the CPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +66,8 @@ class Worker:
     def __init__(self, settings: WorkerSettings) -> None:
         self.images = Path(settings.images)
         self.matcher = _load(settings)
-        if self.matcher.device.type == "cpu":
-            # One thread, so that as many workers as cores don't get in each other's way, and results are the same.
-            torch.set_num_threads(1)
+        # The workers of a machine share its cores, so that they don't get in each other's way.
+        torch.set_num_threads(settings.threads)
         self.at_once = at_once(settings.device)
         self.prefetches = self.matcher.device.type == "cuda"  # decoding runs beside a GPU
         self.extracted = 0
@@ -187,6 +188,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with answers
+    # The process that started this one shows it.
+    warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr, flush=True)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, messages), daemon=True).start()
     try:

@@ -14,6 +14,7 @@ from dualrc.errors import DataError
 from dualrc.extras import require
 from dualrc.geometry import Camera
 from dualrc.image import read_header
+from dualrc.machine import keep_signals
 from dualrc.pixels import to_colmap
 from dualrc.types import FloatArray, Size
 
@@ -26,7 +27,8 @@ def import_pycolmap() -> Any:
     """The module pycolmap, or an error that says how to get it."""
     # Pillow's library must come first: the other way round writing a PNG ends the process.
     import_module("PIL.Image")
-    return require("pycolmap", "colmap", "COLMAP's models")
+    with keep_signals():
+        return require("pycolmap", "colmap", "COLMAP's models")
 
 
 @contextmanager

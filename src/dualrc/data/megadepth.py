@@ -23,6 +23,7 @@ from dualrc.errors import ConfigError, DataError
 from dualrc.extras import require
 from dualrc.files import inside, make_folder, read_text, replacing, write_text
 from dualrc.geometry import Camera
+from dualrc.machine import end_with_parent
 
 Split = Literal["training", "validation"]
 _ARRAYS = ("image_paths", "depth_paths", "intrinsics", "poses", "overlap_matrix")
@@ -182,7 +183,7 @@ def write_scenes(
     if workers == 1:
         yield from map(_write_scene, tasks)
         return
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
         yield from pool.map(_write_scene, tasks)
 
 

@@ -1,12 +1,10 @@
 """Pairs of procedural scenes: real parallax and occlusion, exactly known, rendered ahead in processes of their own."""
 
-import os
 import signal
-import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from typing import Literal
 
 import numpy as np
@@ -17,6 +15,7 @@ from dualrc.config import check_bounds
 from dualrc.data.pairs import PairBatch, PairSample
 from dualrc.data.views import CutConfig, FilePairs
 from dualrc.errors import ConfigError, DataError
+from dualrc.machine import end_with_parent
 from dualrc.scenes import Rendering, ScenePair, correspond, make_pair
 from dualrc.types import FloatArray
 
@@ -196,11 +195,4 @@ def _settle() -> None:
     """In a worker: one thread each, Ctrl-C is the parent's to handle, and the end of the parent ends it."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def leave() -> None:
-        parent = parent_process()
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=leave, daemon=True).start()
+    end_with_parent()

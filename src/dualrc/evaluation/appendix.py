@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from dualrc.collection.pairs import from_file
+from dualrc.collection.progress import show_status
 from dualrc.config import MIN_SIDE
 from dualrc.draw import draw_dots, draw_matches
 from dualrc.errors import ConfigError, DataError, ImageError
@@ -78,7 +79,7 @@ class Appendix(Benchmark):
         self.sizes = sorted(set(settings.sizes), reverse=True)
         self.drawn_pairs = _drawn_pairs(self.pairs, settings.pairs)
         self.later_notes: list[str] = []  # that come up while pairs are drawn and costs measured
-        with self.messages.status("Reading the weights..."):
+        with show_status("Reading the weights...", self.messages.quiet):
             self.networks = read_networks(settings.weights, settings.preset)
 
     def matchers(self) -> Iterator[tuple[str, PairMatcher]]:

@@ -61,7 +61,6 @@ class Settings:
             "evaluation, where no other option says otherwise."
         ),
     ] = "own"
-    json: Annotated[Path | None, Option("Write all figures and the config here too.")] = None
     out: Annotated[
         Path,
         Option(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from dualrc.collection.progress import show_status
 from dualrc.draw import Picture
 from dualrc.errors import DataError
 from dualrc.evaluation.report import write_json
@@ -57,7 +58,7 @@ def measure_all(tasks: Sequence[Task], folder: Path, messages: Console) -> tuple
     for task in tasks:
         key = _key(task)
         if key not in known:
-            with messages.status(f"Time and memory of {Path(task.weights).name} at {task.size} px..."):
+            with show_status(f"Time and memory of {Path(task.weights).name} at {task.size} px...", messages.quiet):
                 try:
                     known[key] = measure(task)
                 except DataError as error:

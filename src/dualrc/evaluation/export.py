@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from dualrc.collection.progress import show_progress
 from dualrc.collection.store import MatchStore
 from dualrc.errors import DualRCError, ImageError, OutputError
 from dualrc.evaluation.matchers import PairMatcher
-from dualrc.files import replacing
+from dualrc.files import content_hashes, replacing
 from dualrc.image import read
 from dualrc.matches import Matches
 
@@ -71,15 +71,19 @@ def export(
     by_names = {(pair.name0, pair.name1): pair for pair in pairs}
     with (
         MatchStore(path, whole) as store,
-        progress_bar(console) as progress,
+        show_progress(console.quiet) as tell,
         tempfile.TemporaryDirectory(prefix="dualrc-crops-") as crops,
     ):
+        paths = {name: path for pair in pairs for name, path in ((pair.name0, pair.path0), (pair.name1, pair.path1))}
+        if changed := store.forget_changed(content_hashes(paths)):
+            console.print(f"{len(changed)} pictures changed since they were matched; their pairs are matched again.")
         missing = store.missing(by_names)
         present = len(by_names) - len(missing)
-        task = progress.add_task(matcher.name, total=len(by_names), completed=present)
-        for names in missing:
+        step = f"{matcher.name}, matching"
+        tell(step, present, len(by_names))
+        for done, names in enumerate(missing, start=present + 1):
             store.put(*names, _match(by_names[names], matcher, top, Path(crops)))
-            progress.advance(task)
+            tell(step, done, len(by_names))
     if present:
         console.print(f"{matcher.name}: {present} pairs were in {path.name}, {len(missing)} new.")
     for other in sorted(folder.glob("matches-*.sqlite")):
@@ -117,16 +121,3 @@ def read_cropped(path: Path, crop: tuple[int, int] | None) -> Any:
         size = f"{pixels.shape[1]}x{pixels.shape[0]}"
         raise ImageError(f"{path} has {size} pixels, and a crop of {left},{top} leaves nothing; crop less.")
     return np.ascontiguousarray(pixels[top:, left:])
-
-
-def progress_bar(console: Console) -> Progress:
-    """How many pairs are done, and how long the rest will take."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("pairs"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )

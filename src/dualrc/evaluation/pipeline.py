@@ -1,18 +1,19 @@
 """A whole evaluation: open the benchmark, match what is missing, score, and report."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
 
+from dualrc.collection.matching import LOCK
+from dualrc.collection.progress import show_progress
 from dualrc.collection.store import MatchStore
 from dualrc.evaluation.benchmark import Benchmark, Cost, Result, open_benchmark
-from dualrc.evaluation.export import Pair, export, make_folder, progress_bar
+from dualrc.evaluation.export import Pair, export, make_folder
 from dualrc.evaluation.matchers import PairMatcher
 from dualrc.evaluation.report import PairPicture, print_tables, write_figures, write_json, write_page
-from dualrc.files import check_writable
+from dualrc.files import check_writable, only_run
 from dualrc.matches import Matches
 from dualrc.provenance import versions
 
@@ -31,11 +32,15 @@ def evaluate(
     benchmark = open_benchmark(name, options, messages)
     settings = benchmark.settings
     # Whatever can't be written is found out before the long work.
-    if settings.json is not None:
-        check_writable(settings.json)
     make_folder(settings.out / _FIGURES)
     for file in (_RESULTS, _PAGE):
         check_writable(settings.out / file)
+    with only_run(settings.out / LOCK):
+        return _evaluate(benchmark, screen, messages)
+
+
+def _evaluate(benchmark: Benchmark, screen: Console, messages: Console) -> dict[str, Any]:
+    settings = benchmark.settings
     results, pictures, stores = list[Result](), list[PairPicture](), list[str]()
     for label, matcher in benchmark.matchers():
         config = benchmark.store_config()
@@ -51,32 +56,22 @@ def evaluate(
 def _score(benchmark: Benchmark, label: str, matcher: PairMatcher, store: MatchStore) -> Result:
     """A matcher's scores from its store."""
     infos: dict[str, Any] = {}
-    with progress_bar(benchmark.messages) as progress:
-        task = progress.add_task(f"{matcher.name}, scoring", total=len(benchmark.pairs))
+    with show_progress(benchmark.messages.quiet) as tell:
+        total, done = len(benchmark.pairs), 0
 
         def get(pair: Pair) -> Matches:
-            progress.advance(task)
+            nonlocal done
+            done += 1
+            tell(f"{matcher.name}, scoring", min(done, total), total)
             matches = _get(store, pair)
             infos[pair.names] = matches.info
             return matches
 
-        benchmark.progress = _show_steps(progress)
+        benchmark.progress = tell
         figures = benchmark.score(label, get)
     failures = {names: str(info["error"]) for names, info in infos.items() if "error" in info}
     cost = Cost.of(list(infos.values()))
     return Result(matcher=label, cost=cost, failures=failures, figures=figures, config=matcher.config)
-
-
-def _show_steps(progress: Progress) -> Callable[[str, int, int], None]:
-    """A function that shows each step of a long score in a line of its own."""
-    tasks: dict[str, TaskID] = {}
-
-    def show(step: str, done: int, total: int) -> None:
-        if step not in tasks:
-            tasks[step] = progress.add_task(step, total=total)
-        progress.update(tasks[step], completed=done, total=total)
-
-    return show
 
 
 def _get(store: MatchStore, pair: Pair) -> Matches:
@@ -107,8 +102,7 @@ def _report(
         **report.content,
         "stores": stores,
     }
-    for path in (settings.out / _RESULTS, *filter(None, [settings.json])):
-        write_json(path, content)
+    write_json(settings.out / _RESULTS, content)
     numbered = {f"{number:02d} {item.file}": item.picture for number, item in enumerate(pictures, start=1)}
     write_figures(settings.out / _FIGURES, {**report.figures, **numbered})
     write_page(

@@ -11,6 +11,9 @@ _STEPS = 240
 _CAP = 0.05  # a pair that no focal length suits, or that has wrong matches, counts no more than this
 _FEWEST = 3  # pairs
 _DEEPEST = 0.8  # of what the pairs would cost at their worst: a flatter curve has no minimum to trust
+# Focal lengths that cost nearly as little, by a tenth of the way to the worst, may differ by this factor. Cameras that
+# look at one point, whose axes meet there, leave it open; so does a lens that distorts.
+_NEARLY, _WIDEST = 0.1, 1.3
 
 
 def shared_focal_px(fundamentals: Sequence[FloatArray], size: Size) -> float | None:
@@ -32,6 +35,8 @@ def shared_focal_px(fundamentals: Sequence[FloatArray], size: Size) -> float | N
         first, second, _ = np.linalg.svd(K.transpose(0, 2, 1) @ F @ K, compute_uv=False).T
         costs += np.minimum(1 - second / np.maximum(first, 1e-300), _CAP)
     best = int(costs.argmin())
-    if best in (0, _STEPS - 1) or costs[best] > _DEEPEST * _CAP * len(fundamentals):
+    worst = _CAP * len(fundamentals)
+    if best in (0, _STEPS - 1) or costs[best] > _DEEPEST * worst:
         return None
-    return float(focals[best])
+    alike = focals[costs <= costs[best] + _NEARLY * (worst - costs[best])]
+    return float(focals[best]) if alike.max() <= _WIDEST * alike.min() else None

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from dualrc.collection.progress import Progress, no_progress
 from dualrc.collection.retrieval import global_descriptor, most_similar, read_descriptors, write_descriptors
 from dualrc.config import check_bounds
 from dualrc.errors import DataError, DualRCError
+from dualrc.files import content_hash
 from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif, lacks_sensor_size
 from dualrc.localize.maps import Correspondences, Map
 from dualrc.matcher import Matcher, PictureFeatures
@@ -85,6 +87,7 @@ class Localizer:
         # Pictures of the map that could not be used, and why.
         self.broken: dict[str, str] = {}
         self._descriptors: dict[str, FloatArray] = {}
+        self._contents: dict[str, str] = {}
         self._descriptors_file = descriptors
         self._cameras: dict[Size, Camera | None] = {}  # that the map's pictures of a size share
         self._kept: LruCache[str, PictureFeatures] = LruCache(self.config.max_memory * 2**30, keep=1)
@@ -131,25 +134,34 @@ class Localizer:
         best = most_similar(global_descriptor(query)[None], database, self.config.candidates)[0]
         return [names[index] for index in best]
 
-    def prepare(self) -> None:
+    def prepare(self, progress: Progress = no_progress) -> None:
         """Describe the map's pictures that are not described yet."""
         info, config = self.matcher.info, self.matcher.config
         # All that descriptors depend on.
         made_with = {key: info[key] for key in ("weights", "network")} | {"sizes": [config.size, config.max_size]}
         file = self._descriptors_file
+        contents = {} if file is None else {name: self.content(name) for name in self.map.names}
         if not self._descriptors and file is not None:
-            known = read_descriptors(file, made_with)
+            known = read_descriptors(file, made_with, contents)
             self._descriptors = {name: known[name] for name in self.map.names if name in known}
         new = 0
-        for name in self.map.names:
+        for number, name in enumerate(self.map.names):
+            progress("Looking at the map's pictures", number, len(self.map.names))
             if name in self._descriptors or (features := self._features(name)) is None:
                 continue
             self._descriptors[name] = global_descriptor(features)
             new += 1
             if file is not None and new % _SAVE_EVERY == 0:
-                write_descriptors(file, made_with, self._descriptors)
+                write_descriptors(file, made_with, self._descriptors, contents)
         if file is not None and new % _SAVE_EVERY:
-            write_descriptors(file, made_with, self._descriptors)
+            write_descriptors(file, made_with, self._descriptors, contents)
+        progress("Looking at the map's pictures", len(self.map.names), len(self.map.names))
+
+    def content(self, name: str) -> str:
+        """A hash of the file of a picture of the map, as it was when it was first asked for."""
+        if name not in self._contents:
+            self._contents[name] = content_hash(self.map.pictures[name].path)
+        return self._contents[name]
 
     def correspondences(
         self, query: PictureFeatures, names: Iterable[str], picture: str | Path | None = None

@@ -1,10 +1,13 @@
 """Many queries, one after the other, with every result kept as soon as it is there."""
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dualrc.collection.progress import Progress, no_progress
+from dualrc.files import content_hashes, only_run
 from dualrc.geometry import Camera
 from dualrc.image import find_pictures
 from dualrc.localize.localizer import Localization, Localizer
@@ -37,24 +40,54 @@ def localize_all(
     *,
     cameras: Mapping[str, Camera] | None = None,
     candidates: Mapping[str, Sequence[str]] | None = None,
+    progress: Progress = no_progress,
 ) -> Iterator[tuple[str, Localization]]:
-    """Localize the queries that the results lack, and give each as it is kept."""
-    if len(results):
-        results.save()  # an earlier run may have died between its two files
-    for name in missing(queries, results):
-        found = localizer.localize(
-            queries[name],
-            camera=None if cameras is None else cameras.get(name),
-            candidates=None if candidates is None else candidates.get(name),
-        )
-        results.put(name, found)
-        yield name, found
+    """Localize the queries that the results lack, and give each as it is kept.
+
+    Those whose picture, or one of the map's that they were matched with, has another content now are localized again.
+    Only one run at a time can write to the results.
+    """
+    with only_run(results.path.with_name(f".{results.path.name}.lock")):
+        results.load()  # another run may have ended since
+        if len(results):
+            results.save()  # an earlier run may have died between its two files
+        hashes = content_hashes(queries)
+        todo = _missing(localizer, hashes, results)
+        if todo and candidates is None and len(localizer.map.names) > localizer.config.candidates:
+            localizer.prepare(progress)
+        for done, name in enumerate(todo, start=len(queries) - len(todo)):
+            progress("Localizing", done, len(queries))
+            found = localizer.localize(
+                queries[name],
+                camera=None if cameras is None else cameras.get(name),
+                candidates=None if candidates is None else candidates.get(name),
+            )
+            results.put(name, found, content=_content(localizer, hashes[name], found))
+            progress("Localizing", done + 1, len(queries))
+            yield name, found
 
 
-def missing(queries: Mapping[str, Path], results: ResultsFile) -> list[str]:
-    """Queries without a result; a picture that could not be read is tried again, as it may have been mended."""
-    return [name for name in queries if name not in results or _unread(results[name])]
+def missing(localizer: Localizer, queries: Mapping[str, Path], results: ResultsFile) -> list[str]:
+    """Queries without a result, or with one of other pictures.
+
+    One that could not be read is tried again, as it may have been mended.
+    """
+    return _missing(localizer, content_hashes(queries), results)
 
 
-def _unread(found: Localization) -> bool:
-    return found.cam_from_world is None and not found.candidates
+def _missing(localizer: Localizer, hashes: Mapping[str, str], results: ResultsFile) -> list[str]:
+    return [name for name in hashes if name not in results or _is_outdated(localizer, hashes[name], results, name)]
+
+
+def _is_outdated(localizer: Localizer, content: str, results: ResultsFile, name: str) -> bool:
+    found = results[name]
+    if found.cam_from_world is None and not found.candidates:
+        return True
+    known = results.content(name)
+    return bool(known) and known != _content(localizer, content, found)
+
+
+def _content(localizer: Localizer, query: str, found: Localization) -> str:
+    """A hash of a query's picture and of those that it was matched with."""
+    of_map = (localizer.content(name) for name in found.candidates if name in localizer.map.pictures)
+    return hashlib.sha256(" ".join([query, *of_map]).encode()).hexdigest()[:32]

@@ -33,6 +33,10 @@ class ResultsFile:
         self._config = json.loads(json.dumps(dict(config)))
         self._info = dict(info or {})
         self._entries: dict[str, Any] = {}
+        self.load()
+
+    def load(self) -> None:
+        """Read what is in the file, if it is there."""
         if self.path.is_file():
             content = _read(self.path)
             if (difference := first_difference(content["config"], self._config)) is not None:
@@ -59,10 +63,17 @@ class ResultsFile:
     def __getitem__(self, name: str) -> Localization:
         return _from_entry(self._entries[name], f"{self.path}, {name}")
 
-    def put(self, name: str, found: Localization) -> None:
-        """Keep a query's result; it is on disk when this returns."""
-        self._entries[name] = _to_entry(found)
+    def put(self, name: str, found: Localization, *, content: str = "") -> None:
+        """Keep a query's result; it is on disk when this returns.
+
+        `content` is a hash of the pictures that the result comes from.
+        """
+        self._entries[name] = {**_to_entry(found), "content": content}
         self.save()
+
+    def content(self, name: str) -> str:
+        """The hash that was kept with a result; empty if there was none."""
+        return str(self._entries[name].get("content", ""))
 
     def save(self) -> None:
         """Write both files as they should be now."""

@@ -2,7 +2,8 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal, get_args
 
@@ -105,6 +106,20 @@ class Extractor:
         # A copy even where nothing was resized: the pixels may be the user's own array.
         seen = resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
         return seen, features.coarse, features.fine, *light
+
+
+@contextmanager
+def use_threads(count: int | None) -> Iterator[None]:
+    """Run the block with this many CPU threads; None: as many as torch uses."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def has_int8(network: Network, device: torch.device) -> bool:

@@ -21,12 +21,14 @@ def load(
     device: str | torch.device | None = None,
     precision: Precision | None = None,
     engine: str | None = None,
+    threads: int | None = None,
     **settings: Unpack[MatcherOptions],
 ) -> Matcher:
     """A matcher with the preset's bundled weights, or with a weights file of that preset, on the best device.
 
     `precision` is that of the backbone: float16 on a GPU, int8 on a CPU with VNNI, else float32. `engine` names what
-    carries out everything after the backbone (see `dualrc.ops`); None: the best for the device.
+    carries out everything after the backbone (see `dualrc.ops`); None: the best for the device. `threads` limits the
+    CPU threads of the matcher's calls; None: as many as torch uses, one per core.
     Scores are probabilities where the weights have a calibration beside them, as the bundled ones do.
     `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_zoom, max_memory.
     """
@@ -56,6 +58,7 @@ def load(
         device=device,
         precision=precision,
         engine=engine,
+        threads=threads,
         weights_hash=file_hash(path),
         calibration=read_calibration(path),
     )

@@ -23,7 +23,7 @@ from dualrc.evidence import LOOKED_AT
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
 from dualrc.matcher import foothold
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
-from dualrc.matcher.extract import Extractor, Precision, choose_device
+from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
 from dualrc.matcher.features import FeatureCache, Matchable, PendingImage, PictureFeatures, shapes, stack
 from dualrc.matcher.prefetch import ReadAhead, look_ahead
 from dualrc.matches import Matches, Warp, inside_mask
@@ -58,14 +58,21 @@ class Matcher:
         device: str | torch.device | None = None,
         precision: Precision | None = None,
         engine: str | None = None,
+        threads: int | None = None,
         weights_hash: str | None = None,
         calibration: Calibration | None = None,
     ) -> None:
         """Copies the network; `engine` is one of `dualrc.ops`, None: the best for the device.
 
         Without a calibration, scores are the network's own: they rank matches, and differ from call to call.
+        `threads` limits the CPU threads of each call, None: as many as torch uses.
         """
+        if threads is not None and not (isinstance(threads, int) and threads >= 1):
+            raise ConfigError(
+                f"threads = {threads!r} must be a whole number of at least 1; leave it out for all cores."
+            )
         self.config, self.weights_hash, self.calibration = config, weights_hash, calibration
+        self.threads = threads
         self.network = copy.deepcopy(network).eval()
         fold_batch_norm(self.network)
         chosen = choose_device(device)
@@ -120,7 +127,8 @@ class Matcher:
         def together(scale: Scale) -> int:
             return min(_BATCH, self.budget.together((scale, scale))) if self.device.type == "cuda" else 1
 
-        self._extractor(items, together)
+        with use_threads(self.threads):
+            self._extractor(items, together)
 
     def match(
         self,
@@ -400,7 +408,7 @@ class Matcher:
     def _working(self, features0: PictureFeatures, features1: PictureFeatures, count: int = 1) -> Iterator[None]:
         """Let the network work in what memory so many such pairs leave."""
         limit = self.budget.working((features0.scale, features1.scale), count)
-        with enough_memory(), memory.working_memory(limit):
+        with enough_memory(), memory.working_memory(limit), use_threads(self.threads):
             yield
 
     def _settings(self, **changes: Any) -> MatcherConfig:

@@ -2,21 +2,23 @@
 
 import copy
 import csv
+import logging
 import math
+import signal
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from dualrc.config import to_toml
 from dualrc.data import Opened, PairBatch, PairMaker, open_pairs
 from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.files import make_folder, replacing, write_json, write_text
+from dualrc.files import make_folder, only_run, replacing, write_json, write_text
 from dualrc.losses import (
     BatchKeypointLosses,
     MatchingLosses,
@@ -35,8 +37,10 @@ from dualrc.train.config import TrainConfig
 from dualrc.train.pictures import draw_pairs
 from dualrc.train.processes import share_batch_norm, stop_on_signals
 
+logger = logging.getLogger(__name__)
 _LOG_EVERY = 100  # steps
-_SAY_EVERY_S = 30.0  # where steps are slow
+_SAY_EVERY_S = 10.0  # where steps are slow
+_LOCK = ".dualrc.lock"
 
 
 class TrainingStep(nn.Module):
@@ -90,8 +94,10 @@ def train(
     """Train, or go on with an unfinished run in `out`; leaves checkpoint.pt, log.csv and weights.safetensors there.
 
     Beside them, config.toml and versions.json say what was run, and pictures/ shows matches of held-out pairs. Saves
-    and stops after `minutes`, or on Ctrl-C (which is then raised); the same call then continues as if it had never
-    stopped. With several `devices` or `nodes`, a step's pairs are divided among processes. Gives the figures on
+    and stops after `minutes`, or on Ctrl-C or SIGTERM (which is then raised); the same call then continues as if it had
+    never stopped. Progress goes to the log (`logging`, level INFO).
+
+    With several `devices` or `nodes`, a step's pairs are divided among processes. Gives the figures on
     held-out pairs.
     """
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -101,7 +107,13 @@ def train(
     if config.parts % fabric.world_size:
         remedy = f"set parts to a multiple of {fabric.world_size}"
         raise ConfigError(f"{fabric.world_size} processes can't share parts = {config.parts}; {remedy}.")
-    run = _Run(config, Path(out), fabric)
+    # The first process writes, for all of them.
+    with only_run(make_folder(out) / _LOCK) if fabric.global_rank == 0 else nullcontext():
+        return _train(config, Path(out), fabric, deadline)
+
+
+def _train(config: TrainConfig, out: Path, fabric: Any, deadline: float) -> dict[str, float]:
+    run = _Run(config, out, fabric)
     opened = [open_pairs(d, size=config.size, points=config.points, device=fabric.device) for d in config.data]
     shares, count = [d.share for d in config.data], config.pairs // config.parts
     batches = Batches([each.training for each in opened], shares, seed=config.seed, count=count, device=fabric.device)
@@ -128,7 +140,7 @@ def train(
                 each.close()
     if stop.asked:
         run.say(f"Saved at step {run.step}; the same command goes on from there.")
-        raise KeyboardInterrupt
+        signal.raise_signal(stop.asked)
     return figures
 
 
@@ -159,7 +171,6 @@ class _Run:
 
     def __init__(self, config: TrainConfig, out: Path, fabric: Any) -> None:
         self.config, self.out, self.fabric = config, out, fabric
-        self._console = Console(stderr=True)
         self._is_first = fabric.global_rank == 0
         if self._is_first:
             make_folder(out / "pictures")
@@ -216,7 +227,7 @@ class _Run:
                     if number == 0:
                         draw_pairs(self.average, batch, self.out / "pictures" / f"{self.step:07}.jpg")
             self._log({f"held_out_{name}": value for name, value in figures.items()})
-            self.say("held out: " + "  ".join(f"{n} {v:.4f}" for n, v in figures.items()), style="bold")
+            self.say("held out: " + "  ".join(f"{n} {v:.4f}" for n, v in figures.items()))
         self.fabric.barrier()
         return figures
 
@@ -235,16 +246,16 @@ class _Run:
             save_weights(self.average, self.out / "weights.safetensors", dtype=torch.float16)
         self.fabric.barrier()
 
-    def say(self, line: str, style: str | None = None) -> None:
+    def say(self, line: str, level: int = logging.INFO) -> None:
         """Tell the user, once for all processes."""
         if self._is_first:
-            self._console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+            logger.log(level, line)
 
     def say_once(self, opened: Sequence[Opened]) -> None:
         """Tell what data could not be used, if that was not told yet."""
         for line in (line for each in opened for line in each.report()):
             if line not in self._said:
-                self.say(line)
+                self.say(line, logging.WARNING)
                 self._said.add(line)
 
     def _drop_if_not_finite(self) -> None:
@@ -269,7 +280,8 @@ class _Run:
         left = (self.config.steps - self.step) / max(speed, 1e-6) / 60
         self.say(f"{self.step}/{self.config.steps}  {text}  {speed:.1f} steps/s  {left:.1f} min left")
         if skipped:
-            self.say(f"The gradient was not finite in {skipped} of {steps} steps, which were left out.")
+            words = f"The gradient was not finite in {skipped} of {steps} steps, which were left out."
+            self.say(words, logging.WARNING)
         if skipped > steps / 2:
             remedy = f"lower learning_rate and start from {self.out / 'weights.safetensors'}"
             raise DataError(f"The loss is not finite in most steps up to {self.step}; {remedy}.")

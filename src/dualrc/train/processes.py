@@ -46,11 +46,11 @@ class StopRequest:
     """Whether Ctrl-C or a scheduler's SIGTERM asked for the end."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked: signal.Signals | None = None
 
     def agreed(self, late: bool, device: torch.device) -> bool:
         """Whether any process wants to stop, by request or because it is late; all processes get the same answer."""
-        wish = self.asked or late
+        wish = self.asked is not None or late
         if distributed.is_available() and distributed.is_initialized():
             votes = torch.tensor([float(wish)], device=device)
             distributed.all_reduce(votes)
@@ -68,7 +68,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
     before: dict[signal.Signals, Any] = {}
 
     def ask(number: int, frame: FrameType | None) -> None:
-        request.asked = True
+        request.asked = signal.Signals(number)
         restore()
 
     def restore() -> None:
