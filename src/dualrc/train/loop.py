@@ -19,10 +19,18 @@ from dualrc.config import to_toml
 from dualrc.data import Opened, PairBatch, PairMaker, open_pairs
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import make_folder, only_run, replacing, write_json, write_text
-from dualrc.losses import BatchKeypointLosses, MatchingLosses, keypoint_losses, matching_losses
-from dualrc.model.backbone import PaperBackbone
+from dualrc.losses import (
+    BatchKeypointLosses,
+    MatchingLosses,
+    WeakLosses,
+    keypoint_losses,
+    matching_losses,
+    weak_losses,
+)
+from dualrc.model.backbone import PaperBackbone, Trunk
 from dualrc.model.checkpoint import load_imagenet_trunk, load_pickle, load_weights, save_weights
-from dualrc.model.dualrc import DualRCNet, Features, make_network
+from dualrc.model.dualrc import DualRCNet, make_network
+from dualrc.model.network import Features, Network
 from dualrc.provenance import provenance
 from dualrc.train.batches import Batches
 from dualrc.train.config import TrainConfig
@@ -38,7 +46,7 @@ _LOCK = ".dualrc.lock"
 class TrainingStep(nn.Module):
     """Network and loss as one module, which is what gets distributed."""
 
-    def __init__(self, network: DualRCNet, config: TrainConfig) -> None:
+    def __init__(self, network: Network, config: TrainConfig) -> None:
         super().__init__()
         self.network = network
         self.config = config
@@ -63,8 +71,12 @@ class TrainingStep(nn.Module):
         names = [f.name for f in fields(PairBatch)]
         batch = PairBatch(**dict(zip(names, tensors, strict=True)))
         features = Features(coarse=coarse0, fine=fine0), Features(coarse=coarse1, fine=fine1)
+        losses: MatchingLosses | BatchKeypointLosses | WeakLosses
         if self.config.loss == "matching":
-            losses: MatchingLosses | BatchKeypointLosses = matching_losses(self.network, *features, batch)
+            assert isinstance(self.network, DualRCNet)
+            losses = matching_losses(self.network, *features, batch)
+        elif self.config.loss == "weak":
+            losses = weak_losses(self.network, *features, batch)
         else:
             losses = keypoint_losses(self.network, *features, batch, self.config.loss)
         return losses.total(), {name: value.detach() for name, value in losses.logged().items()}
@@ -306,15 +318,17 @@ class _Run:
             raise OutputError(f"{path} can't be written ({error.strerror}); make room or write elsewhere.") from error
 
 
-def _network(config: TrainConfig) -> DualRCNet:
-    """The network to train, in training mode; a ResNet-101 trunk stays as it is."""
+def _network(config: TrainConfig) -> Network:
+    """The network to train, in training mode; a ResNet trunk stays as it is."""
     network = load_weights(config.start_from) if config.start_from else make_network(config.network)
-    if config.loss == "matching" and network.subpixel is None:
-        source = config.start_from or "The config's network"
+    source = config.start_from or "The config's network"
+    if config.loss == "matching" and not (isinstance(network, DualRCNet) and network.subpixel is not None):
         remedy = 'take another network, or loss = "paper"'
         raise ConfigError(f"{source} has no sub-pixel refinement, which the loss trains; {remedy}.")
+    if config.loss == "weak" and isinstance(network, DualRCNet):
+        raise ConfigError(f'{source} is a DualRC-Net, whose fine features loss = "weak" does not train; take another.')
     network.train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if isinstance(network.backbone, PaperBackbone):
+    if isinstance(network.backbone, (PaperBackbone, Trunk)):
         if config.trunk is not None:
             load_imagenet_trunk(network.backbone.trunk, config.trunk)
         network.backbone.trunk.eval().requires_grad_(False)
