@@ -4,14 +4,15 @@ import zlib
 
 import pytest
 import torch
-from conftest import rand
+from conftest import SHARED, rand
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
 from dualrc.config import CompactConfig, ResNetConfig
 from dualrc.errors import WeightsError
 from dualrc.model import backbone as backbones
-from dualrc.model.backbone import CompactBackbone, PaperBackbone, ResNet101, local_contrast, make_backbone
+from dualrc.model.backbone import CompactBackbone, PaperBackbone, ResNet, local_contrast, make_backbone
 from dualrc.model.checkpoint import load_imagenet_trunk
 
 LEVELS = ((256, 8, 12), (512, 4, 6), (1024, 2, 3), (2048, 1, 2))  # conv2 to conv5 of a picture of 32 x 48
@@ -44,8 +45,8 @@ def torchvision_shapes() -> dict[str, tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def trunk() -> ResNet101:
-    return ResNet101(conv5=True)
+def trunk() -> ResNet:
+    return ResNet(conv5=True)
 
 
 def test_trunk_has_torchvisions_names(trunk):
@@ -63,6 +64,42 @@ def test_trunk_strides_are_torchvisions(trunk):
         assert stage[1].conv2.stride == (1, 1)
 
 
+def test_a_resnet50_with_its_strides_on_the_first_convolutions(tmp_path):
+    """As the first ResNets had them; read from a safetensors file in half precision, with more than it needs."""
+    small = ResNet("resnet50", stride_on="1x1")
+    assert [len(stage) for stage in (small.layer1, small.layer2, small.layer3)] == [3, 4, 6]
+    for stage in (small.layer2, small.layer3):
+        assert stage[0].conv1.stride == (2, 2) == stage[0].downsample[0].stride and stage[0].conv2.stride == (1, 1)
+    state = {name: rand(zlib.crc32(name.encode()), *t.shape).half() for name, t in small.state_dict().items() if t.ndim}
+    save_file(state | {"fc.weight": torch.zeros(3)}, tmp_path / "trunk.safetensors")
+    load_imagenet_trunk(small, tmp_path / "trunk.safetensors")
+    assert torch.equal(small.layer3[5].conv2.weight, state["layer3.5.conv2.weight"].float())
+    (tmp_path / "trunk.safetensors").write_bytes(b"nothing")
+    for name in ("trunk", "missing"):
+        with pytest.raises(WeightsError, match=r"; .*\.$"):
+            load_imagenet_trunk(small, tmp_path / f"{name}.safetensors")
+
+
+def test_the_last_stride_can_be_removed():
+    """Every other cell of the finer map sees what the cells of the coarser one see, but for the 3x3 convolutions."""
+    coarse, fine = ResNet("resnet50"), ResNet("resnet50", stride=8)
+    fine.load_state_dict(coarse.state_dict())
+    images = rand(0, 1, 3, 64, 96)
+    with torch.no_grad():
+        assert [tuple(level.shape[2:]) for level in fine(images)] == [(16, 24), (8, 12), (8, 12)]
+        one, other = (net.layer3[0](net(images)[1]) for net in (coarse, fine))
+    assert torch.allclose(one, other[:, :, ::2, ::2], atol=1e-5)
+
+
+@pytest.mark.skipif(not (SHARED / "resnet50").exists(), reason="../shared/data/resnet50 is absent")
+def test_the_shared_resnet50_has_torchvisions_names():
+    trunk = ResNet("resnet50", stride_on="1x1")
+    load_imagenet_trunk(trunk, SHARED / "resnet50" / "trunk.safetensors")
+    with torch.no_grad():
+        features = trunk(rand(0, 1, 3, 64, 64))[2]
+    assert features.shape == (1, 1024, 4, 4) and features.isfinite().all() and (features > 0).float().mean() > 0.05
+
+
 def test_trunk_is_frozen(trunk):
     trunk.train()
     assert not any(module.training for module in trunk.modules())
@@ -75,7 +112,7 @@ def test_trunk_is_frozen(trunk):
 
 
 def test_a_training_network_keeps_its_trunk_frozen(monkeypatch):
-    monkeypatch.setattr(ResNet101, "_stage", staticmethod(lambda inputs, width, depth, stride: nn.BatchNorm2d(1)))
+    monkeypatch.setattr(ResNet, "_stage", staticmethod(lambda inputs, width, depth, stride: nn.BatchNorm2d(1)))
     backbone = PaperBackbone(ResNetConfig(channels=256)).train()
     assert backbone.training and not any(module.training for module in backbone.trunk.modules())
     assert all(p.requires_grad for name, p in backbone.named_parameters() if not name.startswith("trunk."))
@@ -91,7 +128,7 @@ def test_imagenet_file_fills_the_trunk(tmp_path, counters):
     tracked = {name: t.long() for name, t in state.items() if name.endswith("tracked")}
     state = state | tracked if counters else {name: t for name, t in state.items() if name not in tracked}
     torch.save(state, tmp_path / "resnet101.pth")
-    trunk = ResNet101(conv5=False)
+    trunk = ResNet(conv5=False)
     load_imagenet_trunk(trunk, tmp_path / "resnet101.pth")
     assert not any(name.startswith(("fc.", "layer4.")) for name in trunk.state_dict())
     for name, tensor in trunk.state_dict().items():
@@ -106,7 +143,7 @@ def test_imagenet_file_fills_the_trunk(tmp_path, counters):
 class StubTrunk(nn.Module):
     """The maps a trunk might give, at once."""
 
-    def __init__(self, *, conv5: bool) -> None:
+    def __init__(self, kind: str, *, conv5: bool, stride_on: str) -> None:
         super().__init__()
         self.levels = [rand(i, 2, *shape).relu() for i, shape in enumerate(LEVELS)][: 4 if conv5 else 3]
 
@@ -144,7 +181,7 @@ def wiring(b: PaperBackbone, fusion: str, channels: int):
 @pytest.mark.parametrize("channels", [256, 1024])
 @pytest.mark.parametrize("fusion", "abcde")
 def test_fusion_variants_are_wired_as_designed(monkeypatch, fusion, channels):
-    monkeypatch.setattr(backbones, "ResNet101", StubTrunk)
+    monkeypatch.setattr(backbones, "ResNet", StubTrunk)
     b = PaperBackbone(ResNetConfig(fusion=fusion, channels=channels)).requires_grad_(False)
     coarse, fine = b(torch.zeros(2, 3, 32, 48))
     assert coarse.shape == (2, channels, 2, 3) and fine.shape == (2, channels, 8, 12)
@@ -221,7 +258,7 @@ def test_contrast_is_that_of_the_surroundings_and_knows_no_gain_or_level():
 
 
 def test_make_backbone(monkeypatch):
-    monkeypatch.setattr(backbones, "ResNet101", StubTrunk)
+    monkeypatch.setattr(backbones, "ResNet", StubTrunk)
     assert isinstance(make_backbone(ResNetConfig(channels=256)), PaperBackbone)
     assert isinstance(make_backbone(SMALL), CompactBackbone)
 

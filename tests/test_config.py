@@ -78,7 +78,7 @@ def test_configs_are_frozen_and_keyword_only():
         (
             NetworkConfig,
             {"preset": "x", "backbone": {"kind": "vgg"}},
-            "backbone.kind must be one of 'resnet101', 'compact'",
+            "backbone.kind must be one of 'resnet101', 'resnet50', 'compact', 'trunk'",
         ),
         (NetworkConfig, {"preset": "x", "backbone": {}}, "backbone.kind must be one of"),
         (NetworkConfig, {"preset": "x"}, "backbone is missing"),

@@ -237,14 +237,14 @@ def test_a_run_is_described_by_toml(folder):
     assert from_dict(TrainConfig, to_dict(config)) == config
 
 
-def test_a_run_leaves_its_config_and_versions_and_says_what_it_left_out(folder, tmp_path, capsys):
+def test_a_run_leaves_its_config_and_versions_and_says_what_it_left_out(folder, tmp_path, caplog):
     config = tiny_run(folder)
     train(config, tmp_path, device="cpu", minutes=0)
     assert read_toml(TrainConfig, tmp_path / "config.toml") == config
     versions = json.loads((tmp_path / "versions.json").read_text())
     assert versions.keys() == {"dualrc", "torch", "numpy", "lightning", "python", "platform", "device", "processes"}
     assert versions["device"] == "cpu"
-    assert f"too small: 1 ({folder / 'broken.jpg'})" in capsys.readouterr().err
+    assert f"too small: 1 ({folder / 'broken.jpg'})" in caplog.text
 
 
 @pytest.mark.parametrize(

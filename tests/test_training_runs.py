@@ -13,15 +13,18 @@ import pytest
 import torch
 from conftest import ROOT, texture, tiny_config, tiny_network
 from PIL import Image
+from safetensors.torch import save_file
 
 import dualrc.train.loop
 import dualrc.train.step
 from dualrc.config import (
+    PRESETS,
     ConsensusConfig,
     ContextConfig,
     FineConfig,
     NetworkConfig,
     ResNetConfig,
+    TrunkConfig,
     read_toml,
     to_toml,
 )
@@ -29,7 +32,7 @@ from dualrc.data import PairBatch, PhotoMotion, PhotoPairs, PhotosConfig, Scenes
 from dualrc.data.photos import Photos
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.losses import keypoint_losses, paper_loss, published_loss
-from dualrc.model.backbone import ResNet101
+from dualrc.model.backbone import ResNet
 from dualrc.model.checkpoint import load_weights, save_weights
 from dualrc.model.consensus import Consensus
 from dualrc.model.dualrc import Features
@@ -306,7 +309,7 @@ def paper_run(folder, trunk, **changes) -> TrainConfig:
 @pytest.mark.parametrize("loss", ["paper", "published"])
 def test_the_papers_network_trains_but_for_its_trunk(folder, tmp_path, loss):
     torch.manual_seed(0)
-    trunk = ResNet101(conv5=False)
+    trunk = ResNet(conv5=False)
     torch.save(trunk.state_dict() | {"fc.weight": torch.zeros(1)}, tmp_path / "resnet101.pth")
     train(paper_run(folder, str(tmp_path / "resnet101.pth"), loss=loss), tmp_path / "run", device="cpu")
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["network"]
@@ -320,8 +323,48 @@ def test_the_papers_network_trains_but_for_its_trunk(folder, tmp_path, loss):
 def test_the_papers_network_needs_its_trunk(folder):
     with pytest.raises(ConfigError, match="torchvision's file"):
         paper_run(folder, None)
-    with pytest.raises(ConfigError, match="trunk is for a network with a ResNet-101"):
+    with pytest.raises(ConfigError, match="trunk is for a network with a ResNet"):
         tiny_run(folder, trunk="resnet101.pth")
+
+
+@pytest.mark.parametrize("preset", ["ncnet", "sparse-ncnet"])
+@pytest.mark.parametrize("loss", ["weak", "paper"])
+def test_the_rivals_train_their_consensus(folder, tmp_path, preset, loss):
+    """On a ResNet-50 from a safetensors file; what comes out matches, and a second run goes on from it."""
+    network = PRESETS[preset][0]
+    network = replace(
+        network,
+        backbone=replace(network.backbone, network="resnet50", stride_on="1x1"),
+        consensus=replace(network.consensus, initialization="identity"),
+    )
+    torch.manual_seed(0)
+    trunk = ResNet("resnet50", stride_on="1x1")
+    save_file(trunk.state_dict(), tmp_path / "trunk.safetensors")
+    options = {"network": network, "loss": loss, "optimizer": "adam", "average": 0.0}
+    config = tiny_run(folder, trunk=str(tmp_path / "trunk.safetensors"), pairs=2, points=16, steps=2, **options)
+    figures = train(config, tmp_path / "run", device="cpu")
+    assert all(np.isfinite(value) for value in figures.values())
+    expected = {"positive", "negative"} if loss == "weak" else {"keypoint", "orthogonal"}
+    assert figures.keys() == expected | {"within_8px", "within_16px", "within_32px"}
+    state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["network"]
+    for name, tensor in trunk.state_dict().items():
+        assert torch.equal(state[f"backbone.trunk.{name}"], tensor), name
+    fresh = dualrc.train.loop._network(config)
+    learnt = {name: parameter for name, parameter in fresh.named_parameters() if parameter.requires_grad}
+    assert all(name.startswith("consensus") for name in learnt)
+    assert any(not torch.equal(parameter, state[name]) for name, parameter in learnt.items())
+    matcher = dualrc.load(preset, weights=tmp_path / "run" / "weights.safetensors", device="cpu")
+    assert len(matcher.match(texture(0, 96, 96), texture(0, 96, 96))) > 0
+
+
+def test_losses_that_do_not_fit_the_network(folder):
+    resnet = replace(PRESETS["ncnet"][0], backbone=TrunkConfig(network="resnet50"))
+    with pytest.raises(ConfigError, match="two pairs a part"):
+        tiny_run(folder, network=resnet, trunk="trunk.pth", loss="weak", pairs=1)
+    with pytest.raises(ConfigError, match="no sub-pixel refinement"):
+        dualrc.train.loop._network(tiny_run(folder, network=resnet, trunk="trunk.pth", loss="matching"))
+    with pytest.raises(ConfigError, match="is a DualRC-Net"):
+        dualrc.train.loop._network(tiny_run(folder, loss="weak", pairs=2))
 
 
 def test_keypoint_losses_are_means_over_pairs(folder):

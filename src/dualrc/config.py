@@ -33,9 +33,11 @@ def _check_counts(name: str, values: tuple[int, ...], most: int, least: int = 1)
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """The paper's backbone: ResNet-101 to conv4_23, with a top-down path to 1/4 of the picture."""
+    """The paper's backbone: ResNet to its conv4, with a top-down path to 1/4 of the picture."""
 
-    kind: Literal["resnet101"] = "resnet101"
+    kind: Literal["resnet101", "resnet50"] = "resnet101"
+    # Which convolution of a stage's first block has its stride: torchvision's files "3x3", the first ResNets "1x1".
+    stride_on: Literal["3x3", "1x1"] = "3x3"
     # How the levels are joined: the five variants of the paper's appendix.
     fusion: Fusion = "a"
     # Channels that 1x1 convolutions bring every level to. With 1024, conv4 keeps its own.
@@ -53,6 +55,21 @@ class ResNetConfig:
     def fine_channels(self) -> int:
         """Channels of the fine map."""
         return self.channels
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkConfig:
+    """The backbone of NCNet and Sparse-NCNet: ResNet to its conv4, and nothing else."""
+
+    kind: Literal["trunk"] = "trunk"
+    network: Literal["resnet101", "resnet50"] = "resnet101"
+    stride_on: Literal["3x3", "1x1"] = "3x3"  # as in ResNetConfig
+    # Pixels along a side of a cell: 16, or 8 where the last stage's stride is removed.
+    stride: Literal[8, 16] = 8
+
+    antialias: ClassVar[bool] = False
+    coarse_channels: ClassVar[int] = 1024
+    fine_channels: ClassVar[int] = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,15 +148,54 @@ class FineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NCNetConfig:
+    """NCNet: matches are read from the coarse tensor itself."""
+
+    kind: Literal["ncnet"] = "ncnet"
+    # Cells along a side that the correlation is max-pooled by in both pictures; matches end at one of them. 1: none.
+    pool: Literal[1, 2, 3, 4] = 2
+    # Scores are those of a softmax over the other picture, as published for InLoc; else the tensor's own.
+    softmax: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseNCNetConfig:
+    """Sparse-NCNet: only the best correlations of each cell are kept."""
+
+    kind: Literal["sparse-ncnet"] = "sparse-ncnet"
+    neighbors: int = 10  # correlations kept for each cell, in both directions
+    # Cells along a side that features are max-pooled by; matches end at one of them. 1: none.
+    pool: Literal[1, 2, 3, 4] = 2
+    # Whether matches are then moved by a soft-argmax over the 3x3 cells around.
+    soft: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.neighbors <= 1000:
+            raise ConfigError(f"neighbors = {self.neighbors} must be from 1 to 1000.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
     """A whole network; its weights file carries this."""
 
     preset: str
-    backbone: ResNetConfig | CompactConfig
+    backbone: ResNetConfig | CompactConfig | TrunkConfig
     consensus: ConsensusConfig = field(default_factory=ConsensusConfig)
-    fine: FineConfig = field(default_factory=FineConfig)
-    # None: the coarse features of a picture don't depend on the other, as in the paper.
+    fine: FineConfig = field(default_factory=FineConfig)  # of DualRC-Net alone
+    ncnet: NCNetConfig | SparseNCNetConfig | None = None  # None: DualRC-Net
+    # None: the coarse features of a picture don't depend on the other, as in the paper. Of DualRC-Net alone.
     context: ContextConfig | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.backbone, TrunkConfig) != (self.ncnet is not None):
+            raise ConfigError('backbone.kind = "trunk" and a table ncnet belong together; give both or neither.')
+        if self.ncnet is not None and self.context is not None:
+            raise ConfigError("The tables ncnet and context can't be combined; leave one out.")
+
+    @property
+    def resnet(self) -> ResNetConfig | TrunkConfig | None:
+        """The backbone, where it has a ResNet that is not trained here."""
+        return None if isinstance(self.backbone, CompactConfig) else self.backbone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +274,27 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
             fine=FineConfig(reading="corner", query_share=0.5, subpixel=False),
         ),
         # As published: one scale.
+        MatcherConfig(max_size=1600, max_zoom=1.0),
+    ),
+    # As published for HPatches, with the consensus of the models trained on photographs of places.
+    "ncnet": (
+        NetworkConfig(
+            preset="ncnet",
+            backbone=TrunkConfig(),
+            consensus=ConsensusConfig(initialization="uniform"),
+            fine=FineConfig(subpixel=False),
+            ncnet=NCNetConfig(),
+        ),
+        MatcherConfig(max_size=1600, max_zoom=1.0),
+    ),
+    "sparse-ncnet": (
+        NetworkConfig(
+            preset="sparse-ncnet",
+            backbone=TrunkConfig(),
+            consensus=ConsensusConfig(initialization="uniform"),
+            fine=FineConfig(subpixel=False),
+            ncnet=SparseNCNetConfig(),
+        ),
         MatcherConfig(max_size=1600, max_zoom=1.0),
     ),
 }
@@ -336,7 +413,7 @@ def _convert_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
         return None
     options = tuple(option for option in options if option is not type(None))
     if isinstance(value, dict) and len(options) > 1:  # a choice of dataclasses is told apart by their field `kind`
-        kinds = {typing.get_args(typing.get_type_hints(option)["kind"])[0]: option for option in options}
+        kinds = {kind: option for option in options for kind in typing.get_args(typing.get_type_hints(option)["kind"])}
         if value.get("kind") not in kinds:
             raise ConfigError(f"{where}.kind must be one of {', '.join(map(repr, kinds))}.")
         return from_dict(kinds[value["kind"]], value, where + ".")

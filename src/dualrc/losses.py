@@ -1,4 +1,4 @@
-"""Training losses: those that train `default`, then the paper's and the published implementation's of keypoints."""
+"""Training losses: those that train `default`; the paper's and the published code's of keypoints; NCNet's weak one."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -12,7 +12,9 @@ from dualrc.data.pairs import PairBatch
 from dualrc.errors import ConfigError
 from dualrc.model.cells import PLACES, FineMap, Reading, corners
 from dualrc.model.correlation import correlate, mutual_filter
-from dualrc.model.dualrc import DualRCNet, Features
+from dualrc.model.dualrc import DualRCNet
+from dualrc.model.ncnet import ConsensusNet
+from dualrc.model.network import Features, Network
 from dualrc.model.search import TINY, Queries, fine_cosines, point_queries, read_coarse, sharpen
 from dualrc.model.subpixel import Subpixel, Windows, cell_windows, pair_windows, point_windows
 from dualrc.pixels import FINE_STRIDE, RATIO, cell_to_pixel, pixel_to_cell
@@ -202,10 +204,12 @@ def _trust_losses(
 
 @dataclass(frozen=True, kw_only=True)
 class KeypointMaps:
-    """What n keypoints of one picture score in the other, and what they should: both (n fine cells)."""
+    """What n keypoints of one picture score in the other, and what they should: both (n cells)."""
 
     scores: Tensor
     target: Tensor
+    width: int = 0  # cells in a row
+    stride: int = FINE_STRIDE  # pixels along a side of a cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,7 +238,7 @@ class BatchKeypointLosses:
 
 
 def keypoint_losses(
-    network: DualRCNet,
+    network: Network,
     features0: Features,
     features1: Features,
     batch: PairBatch,
@@ -242,6 +246,8 @@ def keypoint_losses(
 ) -> BatchKeypointLosses:
     """The paper's or the published loss, averaged over the pairs of a batch; keypoints are its valid places."""
     losses, errors_px = [], []
+    # One pass over the batch: the steps of a sparse consensus are many and small.
+    tensors = dense_tensor(network, features0, features1) if isinstance(network, ConsensusNet) else None
     for number in range(len(batch.valid)):
         valid = batch.valid[number]
         if not valid.any():
@@ -249,22 +255,31 @@ def keypoint_losses(
         here = slice(number, number + 1)
         pair = [Features(coarse=f.coarse[here], fine=f.fine[here]) for f in (features0, features1)]
         points0, points1 = batch.points0[number][valid], batch.points1[number][valid]
-        maps = keypoint_maps(network, pair[0], pair[1], points0, points1)
+        if isinstance(network, ConsensusNet) and tensors is not None:
+            maps = _coarse_keypoint_maps(network, tensors[number], points0, points1)
+        else:
+            maps = keypoint_maps(network, pair[0], pair[1], points0, points1)
         losses.append(_paper_form(maps) if form == "paper" else _published_form(maps))
-        for found, there, features in ((maps[0], points1, pair[1]), (maps[1], points0, pair[0])):
-            index, width = found.scores.argmax(1), features.fine.shape[3]
-            cells = torch.stack([index % width, index // width], 1)
-            errors_px.append((cell_to_pixel(cells, FINE_STRIDE) - there).norm(dim=1))
+        for found, there in ((maps[0], points1), (maps[1], points0)):
+            index = found.scores.argmax(1)
+            cells = torch.stack([index % found.width, index // found.width], 1)
+            errors_px.append((cell_to_pixel(cells, found.stride) - there).norm(dim=1))
     if not losses:  # nothing to learn from, but all parts of the network take part
-        nothing = features0.fine.sum() * 0 + features1.coarse.sum() * 0
+        learnt = sum((parameter.sum() for parameter in network.consensus.parameters()), start=features0.fine.sum())
+        nothing = (learnt + features1.coarse.sum()) * 0
         losses, errors_px = [KeypointLosses(total=nothing, keypoint=nothing, orthogonal=nothing)], [nothing[None]]
     error_px = torch.cat(errors_px)
     return BatchKeypointLosses(
         mean=KeypointLosses(
             **{f.name: torch.stack([getattr(x, f.name) for x in losses]).mean() for f in fields(KeypointLosses)}
         ),
-        accuracy={f"within_{px}px": (error_px < px).float().mean() for px in (1, 3, 5)},
+        accuracy={f"within_{px}px": (error_px < px).float().mean() for px in _reach(network)},
     )
+
+
+def _reach(network: Network) -> tuple[int, ...]:
+    """Distances in pixels at which keypoints are counted as found; NCNet is trained by its coarse cells alone."""
+    return (8, 16, 32) if isinstance(network, ConsensusNet) else (1, 3, 5)
 
 
 def keypoint_loss(one: KeypointMaps, other: KeypointMaps) -> Tensor:
@@ -304,16 +319,90 @@ def _published_form(maps: tuple[KeypointMaps, KeypointMaps]) -> KeypointLosses:
 
 
 def keypoint_maps(
-    network: DualRCNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
+    network: Network, features0: Features, features1: Features, points0: Tensor, points1: Tensor
 ) -> tuple[KeypointMaps, KeypointMaps]:
     """Both directions of one pair; points (n 2) are (x, y) in network-input pixels and correspond by number."""
+    if isinstance(network, ConsensusNet):
+        return _coarse_keypoint_maps(network, dense_tensor(network, features0, features1)[0], points0, points1)
     tensor = network.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)  # 1 n0 n1
     fine0, fine1 = features0.map(), features1.map()
     cells0, cells1 = pixel_to_cell(points0, FINE_STRIDE), pixel_to_cell(points1, FINE_STRIDE)
+    there, back = _scores(tensor, fine0, fine1, cells0), _scores(tensor.transpose(1, 2), fine1, fine0, cells1)
     return (
-        KeypointMaps(scores=_scores(tensor, fine0, fine1, cells0), target=_target(cells1, fine1)),
-        KeypointMaps(scores=_scores(tensor.transpose(1, 2), fine1, fine0, cells1), target=_target(cells0, fine0)),
+        KeypointMaps(scores=there, target=_target(cells1, *fine1.fine_size), width=fine1.fine_size[1]),
+        KeypointMaps(scores=back, target=_target(cells0, *fine0.fine_size), width=fine0.fine_size[1]),
     )
+
+
+def _coarse_keypoint_maps(
+    network: ConsensusNet, tensor: Tensor, points0: Tensor, points1: Tensor
+) -> tuple[KeypointMaps, KeypointMaps]:
+    """The same without a fine search: keypoints read the coarse tensor (h0 w0 h1 w1), bilinearly, and nothing else."""
+    stride, sizes = network.stride * network.pool, (tensor.shape[:2], tensor.shape[2:])
+    cells = pixel_to_cell(points0, stride), pixel_to_cell(points1, stride)
+    rows, maps = tensor.flatten(2).flatten(0, 1), []
+    for here, there in ((0, 1), (1, 0)):
+        index, weights = corners(cells[here], *sizes[here])
+        read = ((rows if here == 0 else rows.T)[index] * weights[:, :, None]).sum(1)
+        maps.append(
+            KeypointMaps(
+                scores=read / (read.sum(1, keepdim=True) + TINY),
+                target=_target(cells[there], *sizes[there]),
+                width=sizes[there][1],
+                stride=stride,
+            )
+        )
+    return maps[0], maps[1]
+
+
+def dense_tensor(network: Network, features0: Features, features1: Features) -> Tensor:
+    """The coarse tensor (b h0 w0 h1 w1), with zeros for the entries that a sparse one lacks."""
+    tensor = network.coarse_tensor(features0, features1)
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeakLosses:
+    """NCNet's loss: how much better mismatched pictures match than those of a pair."""
+
+    positive: Tensor  # mean matching score of the pairs
+    negative: Tensor  # of pictures of different pairs
+    accuracy: dict[str, Tensor]  # of keypoints; in training none
+
+    def total(self) -> Tensor:
+        """What is minimized."""
+        return self.negative - self.positive
+
+    def logged(self) -> dict[str, Tensor]:
+        """The parts and the accuracy, by name."""
+        return {"positive": self.positive, "negative": self.negative} | self.accuracy
+
+
+def weak_losses(network: Network, features0: Features, features1: Features, batch: PairBatch) -> WeakLosses:
+    """NCNet's weak loss of a batch of at least two pairs; places are not learnt from, only counted.
+
+    Each picture 1 is matched with its own picture 0 and with that of the next pair. Pairs that show nothing in common
+    are no pairs.
+    """
+    if len(batch.valid) < 2:
+        raise ConfigError('loss = "weak" compares pairs with each other; give at least two pairs a part.')
+    shown = batch.valid.any(1).float()
+    positive = (matching_scores(dense_tensor(network, features0, features1)) * shown).sum() / shown.sum().clamp(min=1)
+    rolled = Features(coarse=features0.coarse.roll(-1, 0), fine=features0.fine.roll(-1, 0))
+    negative = matching_scores(dense_tensor(network, rolled, features1)).mean()
+    accuracy: dict[str, Tensor] = {}
+    if not network.training:  # it takes another pass
+        with torch.no_grad():
+            accuracy = keypoint_losses(network, features0, features1, batch, "paper").accuracy
+    return WeakLosses(positive=positive, negative=negative, accuracy=accuracy)
+
+
+def matching_scores(tensor: Tensor) -> Tensor:
+    """The mean, over the cells of both pictures, of the largest softmax score: (b h0 w0 h1 w1) -> (b)."""
+    rows = tensor.flatten(3).flatten(1, 2)
+    # The softmax of the largest entry is e to its distance from the logarithm of the sum.
+    means = [(rows.amax(axis) - rows.logsumexp(axis)).exp().mean(1) for axis in (1, 2)]
+    return (means[0] + means[1]) / 2
 
 
 def _scores(tensor: Tensor, fine0: FineMap, fine1: FineMap, cells: Tensor) -> Tensor:
@@ -329,9 +418,8 @@ def _scores(tensor: Tensor, fine0: FineMap, fine1: FineMap, cells: Tensor) -> Te
     return features @ fine1.features[0].T * fine1.upsample(coarse)
 
 
-def _target(cells: Tensor, fine: FineMap) -> Tensor:
-    """Bilinear weights of the four fine cells around places (n 2), blurred: (n fine cells)."""
-    height, width = fine.height * RATIO, fine.width * RATIO
+def _target(cells: Tensor, height: int, width: int) -> Tensor:
+    """Bilinear weights of the four cells around places (n 2), blurred: (n cells)."""
     index, weights = corners(cells, height, width)
     target = weights.new_zeros(len(cells), height * width).scatter_add_(1, index, weights)
     axis = torch.tensor([0.25, 0.5, 0.25], device=cells.device)

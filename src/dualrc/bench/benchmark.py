@@ -189,8 +189,10 @@ def _measure_times(tasks: list[Task], rates: measure.Rates, searches: dict[str, 
         work = {}
         if isinstance(method, Dualrc):
             try:
-                searches[name] = describe_search(method)
-                work = stage_work(method, searches[name])
+                search = describe_search(method)
+                if search is not None:
+                    searches[name] = search
+                work = stage_work(method, search)
             except RuntimeError as error:
                 notes.append(f"Search of {name}: {measure.reason(error)}")
         for stage in method.stages:

@@ -10,6 +10,7 @@ from dualrc.bench.methods import Dualrc, Stage, coarse_cells
 from dualrc.bench.planted import Motion
 from dualrc.bench.profiler import Kernel
 from dualrc.measure import Peaks, Rates, Timing
+from dualrc.model.dualrc import DualRCNet
 from dualrc.ops import memory
 from dualrc.ops.memory import Work
 from dualrc.ops.torch import FIRST_BLOCK
@@ -106,9 +107,11 @@ class DeviceResult:
     growth: tuple[Growth, ...] = ()
 
 
-def describe_search(method: Dualrc) -> Search:
-    """Matches of the pair, and the coarse cells that were visited to find them."""
+def describe_search(method: Dualrc) -> Search | None:
+    """Matches of the pair, and the coarse cells that were visited to find them; None: there is no fine search."""
     network, correct = method.matcher.network, None
+    if not isinstance(network, DualRCNet):
+        return None
     found, searched = method.on_device(network.match), method.on_device(network.search)
     visited = [count[count > 0] for count in (searched.visited0, searched.visited1)]  # 0: nobody asked
     groups, total = sum(len(count) for count in visited), sum(int(count.sum()) for count in visited)
@@ -126,13 +129,14 @@ def describe_search(method: Dualrc) -> Search:
     )
 
 
-def stage_work(method: Dualrc, search: Search) -> dict[Stage, Work]:
+def stage_work(method: Dualrc, search: Search | None) -> dict[Stage, Work]:
     """The least that each stage has to do."""
     config, seen, item = method.matcher.network.config, method.seen, method.matcher.dtype.itemsize
-    visited = search.visited_cells * search.groups
+    visited = 0.0 if search is None else search.visited_cells * search.groups
+    matches = len(method.further()) if search is None else search.matches
     features = memory.extract_work(config, seen, item)
     coarse = memory.coarse_work(config, seen, seen, item)
-    searching = memory.search_work(config, seen, seen, item, visited=visited, matches=search.matches)
+    searching = memory.search_work(config, seen, seen, item, visited=visited, matches=matches)
     whole = features + features + coarse + searching
     work = {Stage.FEATURES: features, Stage.COARSE: coarse, Stage.SEARCH: searching}
     return work | {Stage.FURTHER: coarse + searching, Stage.WHOLE: whole}

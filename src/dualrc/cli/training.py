@@ -146,16 +146,22 @@ def pairs_rgbd(
 
 @common.app.command()
 def convert(
-    published: Annotated[Path, typer.Argument(help="A published DualRC-Net checkpoint (.pth.tar).")],
+    published: Annotated[
+        Path, typer.Argument(help="A published checkpoint of DualRC-Net, NCNet or Sparse-NCNet (.pth.tar).")
+    ],
     out: Annotated[Path, typer.Argument(help="The weights file to write (.safetensors).")],
 ) -> None:
-    """Turn a published DualRC-Net checkpoint into a weights file for the preset paper.
+    """Turn a published checkpoint into a weights file: DualRC-Net's for the preset paper, others' for their own.
 
     The checkpoint is read without running any code that it may hold.
 
     dualrc convert dualrc-net.pth.tar paper.safetensors
 
     dualrc match a.jpg b.jpg --preset paper --weights paper.safetensors
+
+    dualrc convert ncnet_ivd.pth.tar ncnet.safetensors
+
+    dualrc match a.jpg b.jpg --preset ncnet --weights ncnet.safetensors
     """
     from dualrc.model.checkpoint import convert_published
 

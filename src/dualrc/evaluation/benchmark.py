@@ -43,9 +43,11 @@ class Settings:
     matchers: Annotated[
         tuple[str, ...],
         Option(
-            "dualrc (if nothing is given), dualrc-high (a second look), sift (RootSIFT by OpenCV: sift-ratio and "
-            "sift-mutual), or FILE.py:function, a function of two paths that returns points0, points1, scores. Give "
-            "it several times to compare in one table.",
+            "dualrc (if nothing is given), dualrc-high (a second look), FILE.safetensors (the network of a weights "
+            "file, whatever its preset), sift (RootSIFT by OpenCV: sift-ratio and sift-mutual), stored:FOLDER (matches "
+            "or keypoints with descriptors that another method wrote), or "
+            "FILE.py:function, a function of two paths that returns points0, points1, scores. Give it several times to "
+            "compare in one table.",
             flags=("--matcher",),
         ),
     ] = ("dualrc",)

@@ -1,4 +1,4 @@
-"""Matchers to evaluate: ours, baselines, and a user's function of two paths."""
+"""Matchers to evaluate: ours, baselines, stored results, and a user's function of two paths."""
 
 import hashlib
 import importlib.util
@@ -15,13 +15,16 @@ import numpy as np
 
 from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation.baselines import RootSift
+from dualrc.evaluation.stored import Stored
 from dualrc.image import read
 from dualrc.matcher import Matcher, PictureFeatures, load
 from dualrc.matches import Matches
+from dualrc.model.checkpoint import read_config
 
 _SIFT_RATIO = 0.8
 _CACHED_FEATURES = 4  # pictures
-_KNOWN = "dualrc, dualrc-high, sift, sift-mutual, sift-ratio or FILE.py:function"
+_KNOWN = "dualrc, dualrc-high, FILE.safetensors, sift, sift-mutual, sift-ratio, stored:FOLDER or FILE.py:function"
+_NAMES = {"default": "dualrc", "paper": "dualrc-paper"}  # of presets that are not named as themselves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +58,15 @@ def make_matchers(specs: Sequence[str], settings: MatcherSettings) -> list[PairM
     for spec in specs:
         if spec in ("dualrc", "dualrc-high"):
             matchers.append(DualRC(settings, quality="high" if spec == "dualrc-high" else "standard"))
+        elif spec.endswith(".safetensors"):
+            path = Path(spec)
+            own = replace(settings, preset=read_config(path).preset, weights=path)
+            matchers.append(DualRC(own, name=path.stem))
         elif spec in ("sift", "sift-mutual", "sift-ratio"):
             ratios = {"sift": (_SIFT_RATIO, None), "sift-ratio": (_SIFT_RATIO,), "sift-mutual": (None,)}[spec]
             matchers += [RootSift(features=settings.sift_features, ratio=ratio, size=settings.size) for ratio in ratios]
+        elif spec.startswith("stored:"):
+            matchers.append(Stored(spec.removeprefix("stored:")))
         elif ":" in spec:
             matchers.append(UserFunction(spec))
         else:
@@ -72,13 +81,19 @@ def make_matchers(specs: Sequence[str], settings: MatcherSettings) -> list[PairM
 class DualRC:
     """Our matcher; the features of the last few pictures are cached, because pairs in a row share pictures."""
 
-    def __init__(self, settings: MatcherSettings, *, quality: Literal["standard", "high"] = "standard") -> None:
+    def __init__(
+        self,
+        settings: MatcherSettings,
+        *,
+        quality: Literal["standard", "high"] = "standard",
+        name: str | None = None,
+    ) -> None:
         chosen: dict[str, Any] = {"top": settings.top, "quality": quality}
         chosen |= {} if settings.size is None else {"size": settings.size}
         self._matcher: Matcher = load(settings.preset, weights=settings.weights, device=settings.device, **chosen)
         # Not a method, so that nothing keeps the network in memory when this object goes.
         self._features = lru_cache(_CACHED_FEATURES)(partial(_timed_features, self._matcher))
-        self.name = "dualrc" if settings.preset == "default" else f"dualrc-{settings.preset}"
+        self.name = name or _NAMES.get(settings.preset, settings.preset)
         self.name += "-high" if quality == "high" else ""
         self.config: dict[str, Any] = dict(self._matcher.info)
 

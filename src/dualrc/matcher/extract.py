@@ -18,7 +18,7 @@ from dualrc.machine import device_name
 from dualrc.matcher.budget import enough_memory
 from dualrc.matcher.features import PendingImage, PictureFeatures, chunks
 from dualrc.model.backbone import CompactBackbone
-from dualrc.model.dualrc import DualRCNet, Features
+from dualrc.model.network import Features, Network
 from dualrc.ops import int8
 from dualrc.types import Size
 
@@ -30,7 +30,7 @@ _FEW = 4_000_000  # bytes of pictures that one thread copies: waking the others 
 class Extractor:
     """Gives features to pictures; brings a network to the device, and its backbone to the precision."""
 
-    def __init__(self, network: DualRCNet, device: torch.device, precision: Precision | None, *, made_by: str) -> None:
+    def __init__(self, network: Network, device: torch.device, precision: Precision | None, *, made_by: str) -> None:
         """`network` is altered; `made_by` names the weights in the features."""
         self.device, self.made_by = device, made_by
         self.precision = precision or ("float16" if device.type == "cuda" else "float32")
@@ -122,7 +122,7 @@ def use_threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def has_int8(network: DualRCNet, device: torch.device) -> bool:
+def has_int8(network: Network, device: torch.device) -> bool:
     """Whether this network's backbone can be quantized to int8 there."""
     return device.type == "cpu" and isinstance(network.backbone, CompactBackbone) and int8.works()
 

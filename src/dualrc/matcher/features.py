@@ -10,7 +10,7 @@ from torch import Tensor
 from dualrc.image import ImageInput, Scale, read
 from dualrc.matcher.cache import LruCache
 from dualrc.matcher.prefetch import ReadAhead
-from dualrc.model.dualrc import Features
+from dualrc.model.network import Features
 from dualrc.types import BoolArray, ImageArray, Size
 
 
@@ -37,8 +37,9 @@ class PictureFeatures:
     def bytes(self) -> int:
         """Memory that the features take."""
         maps = self.maps
-        tensors = (maps.coarse, maps.fine, maps.light, self.pixels)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+        tensors = [tensor for tensor in (maps.coarse, maps.fine, maps.light, self.pixels) if tensor is not None]
+        # NCNet's coarse and fine map may be one.
+        return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
 Matchable = ImageInput | PictureFeatures
@@ -107,9 +108,9 @@ def stack(features: list[Features]) -> Features:
     """Pictures of the same shape as one batch."""
     if len(features) == 1:
         return features[0]
-    valid = None
-    if any(f.valid is not None for f in features):
-        whole = torch.ones_like(features[0].fine[:, 0], dtype=torch.bool)
+    valid, masks = None, [f.valid for f in features if f.valid is not None]
+    if masks:
+        whole = torch.ones_like(masks[0])
         valid = torch.cat([whole if f.valid is None else f.valid for f in features])
     lights = [f.light for f in features if f.light is not None]
     return Features(

@@ -28,7 +28,7 @@ from dualrc.matcher.features import FeatureCache, Matchable, PendingImage, Pictu
 from dualrc.matcher.prefetch import ReadAhead, look_ahead
 from dualrc.matches import Matches, Warp, inside_mask
 from dualrc.model.backbone import fold_batch_norm
-from dualrc.model.dualrc import DualRCNet
+from dualrc.model.network import Network
 from dualrc.ops import choose, memory
 from dualrc.pixels import FINE_STRIDE, STRIDE, pixel_grid
 from dualrc.provenance import provenance
@@ -52,7 +52,7 @@ class Matcher:
 
     def __init__(
         self,
-        network: DualRCNet,
+        network: Network,
         config: MatcherConfig,
         *,
         device: str | torch.device | None = None,

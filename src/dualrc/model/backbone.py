@@ -1,14 +1,14 @@
-"""Backbones: a picture to its coarse map at 1/16 and its fine map at 1/4."""
+"""Backbones: a picture to its coarse map at 1/16 and its fine map at 1/4; for NCNet to one map."""
 
 from itertools import pairwise
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from dualrc.config import CompactConfig, ResNetConfig
+from dualrc.config import CompactConfig, ResNetConfig, TrunkConfig
 
 SQUARE = 8  # pixels along each side of the squares whose contrast is measured
 FAINT = 0.002  # added to variances: what varies less, by two or three of 255 levels, is taken for noise
@@ -38,17 +38,29 @@ class Bottleneck(nn.Module):
         return F.relu_(self.bn3(self.conv3(x)) + shortcut)
 
 
-class ResNet101(nn.Module):
-    """ResNet-101 to conv4_23, or to conv5_3, with torchvision's parameter names; frozen."""
+class ResNet(nn.Module):
+    """ResNet to its conv4, or to conv5, with torchvision's parameter names; frozen."""
 
-    def __init__(self, *, conv5: bool) -> None:
+    def __init__(
+        self,
+        kind: Literal["resnet101", "resnet50"] = "resnet101",
+        *,
+        conv5: bool = False,
+        stride_on: Literal["3x3", "1x1"] = "3x3",
+        stride: Literal[8, 16] = 16,
+    ) -> None:
+        """`stride` is that of conv4: 8 where the stride of its stage is removed."""
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
         self.layer1 = self._stage(64, 64, 3, 1)
         self.layer2 = self._stage(256, 128, 4, 2)
-        self.layer3 = self._stage(512, 256, 23, 2)
+        self.layer3 = self._stage(512, 256, 23 if kind == "resnet101" else 6, 2 if stride == 16 else 1)
         self.layer4 = self._stage(1024, 512, 3, 2) if conv5 else None
+        if stride_on == "1x1":
+            for block in (stage[0] for stage in (self.layer2, self.layer3, self.layer4) if stage is not None):
+                assert isinstance(block, Bottleneck)
+                block.conv1.stride, block.conv2.stride = block.conv2.stride, block.conv1.stride
         self.requires_grad_(False)
         self.train(False)
 
@@ -79,13 +91,13 @@ def _upsample_to(x: Tensor, like: Tensor) -> Tensor:
 
 
 class PaperBackbone(nn.Module):
-    """ResNet-101 with a top-down path, in the five variants of the paper's appendix."""
+    """ResNet with a top-down path, in the five variants of the paper's appendix."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         c, fusion = config.channels, config.fusion
         self.fusion = fusion
-        self.trunk = ResNet101(conv5=fusion == "e")
+        self.trunk = ResNet(config.kind, conv5=fusion == "e", stride_on=config.stride_on)
         # conv4 has 1024 channels already, and variants (a) to (d) then use it as it is.
         own_conv4 = c == 1024 and fusion != "e"
         self.lateral5 = nn.Conv2d(2048, c, 1) if fusion == "e" else None
@@ -109,6 +121,19 @@ class PaperBackbone(nn.Module):
             merged = self.smooth3(self.lateral3(conv3).add_(_upsample_to(merged, conv3)))
         merged = self.lateral2(conv2).add_(_upsample_to(merged, conv2))
         return self.coarse(top), self.fine(merged)
+
+
+class Trunk(nn.Module):
+    """ResNet to its conv4, as NCNet and Sparse-NCNet have it."""
+
+    def __init__(self, config: TrunkConfig) -> None:
+        super().__init__()
+        self.trunk = ResNet(config.network, stride_on=config.stride_on, stride=config.stride)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(b 3 h w) -> conv4, (b 1024 h/8 w/8) or (b 1024 h/16 w/16), not normalized."""
+        conv4: Tensor = self.trunk(images)[2]
+        return conv4
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
@@ -207,6 +232,8 @@ def fold_batch_norm(module: nn.Module) -> None:
         fold_batch_norm(child)
 
 
-def make_backbone(config: ResNetConfig | CompactConfig) -> nn.Module:
+def make_backbone(config: ResNetConfig | CompactConfig | TrunkConfig) -> nn.Module:
     """The backbone that a config describes, untrained."""
+    if isinstance(config, TrunkConfig):
+        return Trunk(config)
     return PaperBackbone(config) if isinstance(config, ResNetConfig) else CompactBackbone(config)

@@ -7,29 +7,43 @@ where their records are stored as they are, so that a file takes about as much m
 """
 
 import argparse
+import codecs
 import hashlib
 import json
 import re
 import warnings
 import zipfile
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dualrc.calibration import Calibration
-from dualrc.config import PRESETS, ConsensusConfig, NetworkConfig, ResNetConfig, from_dict, to_dict
+from dualrc.config import (
+    PRESETS,
+    ConsensusConfig,
+    NetworkConfig,
+    ResNetConfig,
+    SparseNCNetConfig,
+    from_dict,
+    to_dict,
+)
 from dualrc.errors import ConfigError, WeightsError
 from dualrc.files import is_file, limit_zip, parse_json, replacing, write_json
-from dualrc.model.backbone import ResNet101
-from dualrc.model.dualrc import DualRCNet, make_network
+from dualrc.model.backbone import ResNet
+from dualrc.model.dualrc import make_network
+from dualrc.model.network import Network
 
 _FORMAT = "dualrc-1"
+# Modules of the trunk in the published networks: NCNet's and Sparse-NCNet's is a sequence.
+_TRUNK = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3"}
 # The published network's names, as patterns, and ours.
 _PUBLISHED_NAMES = (
     (r"FeatureExtraction\.extractor_list\.0\.0\.", "backbone.trunk.conv1."),
@@ -42,13 +56,31 @@ _PUBLISHED_NAMES = (
 )
 
 
+# The published files hold the training run's argparse namespace, and losses as numpy's arrays and numbers.
+_ARRAY: Any = np.zeros(1).__reduce__()
+_SCALAR: Any = np.float64(0).__reduce__()
+_ALLOWED: list[Any] = [
+    argparse.Namespace,
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.float64)),
+    type(np.dtype(np.float32)),
+    *(
+        (function, f"{module}.multiarray.{function.__name__}")
+        for function in (_ARRAY[0], _SCALAR[0])
+        for module in ("numpy.core", "numpy._core")
+    ),
+    (codecs.encode, "_codecs.encode"),
+]
+
+
 def bundled(preset: str) -> Path | None:
     """The weights file of this preset inside the package, if it ships one."""
     path = Path(str(resources.files("dualrc"))) / "weights" / f"{preset}.safetensors"
     return path if path.is_file() else None
 
 
-def save_weights(network: DualRCNet, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
+def save_weights(network: Network, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
     """Write a network and its config; with `dtype`, floating-point tensors are stored in it."""
     state = {
         name: (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous().cpu()
@@ -59,22 +91,30 @@ def save_weights(network: DualRCNet, path: str | Path, *, dtype: torch.dtype | N
         save_file(state, str(temporary), metadata=metadata)
 
 
-def load_weights(path: str | Path) -> DualRCNet:
+def load_weights(path: str | Path) -> Network:
     """Build the network that a weights file describes, in float32 on the CPU."""
     path = Path(path)
     config = read_config(path)
     with torch.device("meta"):
         expected = make_network(config).state_dict()
-    try:
-        with safe_open(str(path), framework="pt") as file:
-            names = file.keys()
-            _compare(expected, {name: tuple(file.get_slice(name).get_shape()) for name in names}, str(path))
-            state = {name: file.get_tensor(name) for name in names}
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path} is broken ({error}); copy it again.") from error
+    state = _read_tensors(path, expected)
     network = make_network(config)
     _fill(network, state, str(path))
     return network
+
+
+def _read_tensors(path: Path, expected: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, whose names and shapes must be those that are expected, if any are."""
+    if not is_file(path):
+        raise WeightsError(f"The file {path} does not exist; check the path.")
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            names = file.keys()
+            if expected is not None:
+                _compare(expected, {name: tuple(file.get_slice(name).get_shape()) for name in names}, str(path))
+            return {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} is broken ({error}); copy it again.") from error
 
 
 def read_config(path: str | Path) -> NetworkConfig:
@@ -132,25 +172,72 @@ def file_hash(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def load_imagenet_trunk(trunk: ResNet101, path: str | Path) -> None:
-    """Fill the trunk from torchvision's ResNet-101 file; the classifier, and conv5 where not used, are left out."""
-    state = _unpickle(path)
+def load_imagenet_trunk(trunk: ResNet, path: str | Path) -> None:
+    """Fill the trunk from a file with torchvision's names (.pth or .safetensors); what it does not use is left out."""
+    state = _read_tensors(Path(path)) if Path(path).suffix == ".safetensors" else _unpickle(path)
     wanted = set(trunk.state_dict())
     _fill(trunk, {name: t for name, t in state.items() if name in wanted and isinstance(t, Tensor)}, str(path))
 
 
 def convert_published(source: str | Path, target: str | Path) -> NetworkConfig:
-    """Turn a published DualRC-Net checkpoint into a weights file for the preset `paper`."""
+    """Turn a published checkpoint of DualRC-Net, NCNet or Sparse-NCNet into a weights file for its preset."""
     content = _unpickle(source)
     stored = content.get("state_dict")
     if not isinstance(stored, Mapping) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
-        raise WeightsError(f"{source} has no state_dict of tensors: it is not a published DualRC-Net checkpoint.")
+        kinds = "DualRC-Net, NCNet or Sparse-NCNet"
+        raise WeightsError(f"{source} has no state_dict of tensors: it is not a published checkpoint of {kinds}.")
     state = {str(name).removeprefix("module."): tensor for name, tensor in stored.items()}
-    config = _published_config(content.get("args"), state, source)
+    if any(name.startswith("FeatureExtraction.model.") for name in state):
+        config, renamed = _from_ncnet(content.get("args"), state, source)
+    else:
+        config = _published_config(content.get("args"), state, source)
+        renamed = dict(_renamed(name, tensor, config) for name, tensor in state.items())
     network = make_network(config)
-    _fill(network, dict(_renamed(name, tensor, config) for name, tensor in state.items()), str(source))
+    _fill(network, renamed, str(source))
     save_weights(network, target)
     return config
+
+
+def _from_ncnet(args: Any, state: Mapping[str, Tensor], source: str | Path) -> tuple[NetworkConfig, dict[str, Tensor]]:
+    """The config and weights of a checkpoint of NCNet, or of Sparse-NCNet, whose convolutions are MinkowskiEngine's."""
+    settings = vars(args) if isinstance(args, argparse.Namespace) else {}
+    if settings.get("feature_extraction_cnn", "resnet101") != "resnet101" or settings.get("bn"):
+        raise WeightsError(f"{source} has another backbone than ResNet-101, or batch norms; these are not known.")
+    layers: dict[int, Tensor] = {}  # by number of the module: out in k k k k
+    renamed: dict[str, Tensor] = {}
+    sparse = False
+    for name, tensor in state.items():
+        if match := re.fullmatch(r"FeatureExtraction\.model\.(\d)\.(.+)", name):
+            renamed[f"backbone.trunk.{_TRUNK.get(match[1], match[1])}.{match[2]}"] = tensor
+        elif (match := re.fullmatch(r"NeighConsensus\.conv\.(\d+)\.weight", name)) and tensor.ndim == 6:
+            layers[int(match[1])] = tensor.movedim(0, 2)  # stored as (k, out, in, k, k, k)
+        elif (match := re.fullmatch(r"NeighConsensus\.conv\.(\d+)\.kernel", name)) and tensor.ndim == 3:
+            layers[int(match[1])], sparse = _from_minkowski(tensor, source), True
+    if not layers:
+        raise WeightsError(f"{source} has no 4D convolutions: it is not a checkpoint of NCNet or Sparse-NCNet.")
+    for layer, (number, weight) in enumerate(sorted(layers.items())):
+        renamed[f"consensus.weights.{layer}"] = weight
+        renamed[f"consensus.biases.{layer}"] = state[f"NeighConsensus.conv.{number}.bias"].flatten()
+    ordered = [layers[number] for number in sorted(layers)]
+    config = PRESETS["sparse-ncnet" if sparse else "ncnet"][0]
+    sizes, channels = tuple(weight.shape[2] for weight in ordered), tuple(len(weight) for weight in ordered)
+    config = replace(config, consensus=replace(config.consensus, kernel_sizes=sizes, channels=channels))
+    if isinstance(config.ncnet, SparseNCNetConfig):
+        config = replace(config, ncnet=replace(config.ncnet, neighbors=int(settings.get("k", config.ncnet.neighbors))))
+    return config, renamed
+
+
+def _from_minkowski(kernel: Tensor, source: str | Path) -> Tensor:
+    """A 4D kernel of MinkowskiEngine, (k^4 in out), as ours, (out in k k k k).
+
+    Its first coordinate runs fastest: region.cpp of its version 0.4 and kernel_region.hpp of 0.5 step through a
+    hypercube so, from the lowest offset of every axis; and an output reads the input at its own place plus the offset.
+    Sparse-NCNet's coordinates are rows and columns of image 0, then of image 1.
+    """
+    size = round(len(kernel) ** 0.25)
+    if size**4 != len(kernel):
+        raise WeightsError(f"{source} has a kernel of {len(kernel)} offsets, which is no 4D cube; give another file.")
+    return kernel.unflatten(0, (size,) * 4).permute(5, 4, 3, 2, 1, 0)
 
 
 def _published_config(args: Any, state: Mapping[str, Tensor], source: str | Path) -> NetworkConfig:
@@ -193,7 +280,7 @@ def _renamed(name: str, tensor: Tensor, config: NetworkConfig) -> tuple[str, Ten
     return name, tensor
 
 
-def load_pickle(path: str | Path, *allowed: type) -> Any:
+def load_pickle(path: str | Path, *allowed: Any) -> Any:
     """What torch.save wrote: tensors, plain values and the allowed classes, in memory of the file's size."""
     if zipfile.is_zipfile(path):
         limit_zip(path, Path(path).stat().st_size, stored=True)
@@ -207,8 +294,8 @@ def _unpickle(path: str | Path) -> dict[str, Any]:
     if not is_file(path):
         raise WeightsError(f"The checkpoint {path} does not exist; check the path.")
     try:
-        # The published files hold the training run's argparse namespace.
-        content = load_pickle(path, argparse.Namespace)
+        # Nothing else beside tensors is let in.
+        content = load_pickle(path, *_ALLOWED)
     except Exception as error:  # a file that is no checkpoint can fail in any way
         raise WeightsError(
             f"{path} is not a PyTorch checkpoint, is broken, or holds more than weights; give another file."

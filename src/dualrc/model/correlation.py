@@ -24,6 +24,14 @@ def valid_cells(valid: Tensor) -> Tensor:
     return valid.unflatten(1, (-1, RATIO)).unflatten(3, (-1, RATIO)).any(4).any(2)
 
 
+def max_pool(scores: Tensor, size: int) -> Tensor:
+    """The largest entry of every size**4 cells; a last row or column that is not whole is left out."""
+    for axis in (1, 2, 3, 4):
+        whole = scores.shape[axis] // size * size
+        scores = scores.narrow(axis, 0, whole).unflatten(axis, (-1, size)).amax(axis + 1)
+    return scores
+
+
 def mask_cells(scores: Tensor, valid0: Tensor | None, valid1: Tensor | None) -> Tensor:
     """Zero scores of coarse cells without a valid fine cell: masks are (b 4h 4w) bool, None where all are valid."""
     for valid, axes in ((valid0, (1, 2)), (valid1, (3, 4))):

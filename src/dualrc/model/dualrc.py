@@ -1,16 +1,19 @@
 """DualRC-Net: features, context, coarse tensor, search, refinement."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dualrc.config import NetworkConfig
+from dualrc.config import NCNetConfig, NetworkConfig, SparseNCNetConfig
 from dualrc.model.backbone import make_backbone
 from dualrc.model.cells import PLACES, FineMap
 from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
 from dualrc.model.engine import Engine
+from dualrc.model.ncnet import NCNet, SparseNCNet
+from dualrc.model.network import Features, Network, NetworkMatches, best_first
 from dualrc.model.refine import CellMatches, cell_centers
 from dualrc.model.search import Correspondences
 from dualrc.model.subpixel import Subpixel
@@ -20,34 +23,11 @@ from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_cell
 # larger, several cells share their counterpart, and only one of them can be its first choice.
 _RETURN_CELLS = 2.0
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Features:
-    """What matching needs to know of an image; depends on that image alone."""
-
-    coarse: Tensor  # b c h w, at 1/16, as the backbone gives it
-    fine: Tensor  # b c 4h 4w, at 1/4, unit length
-    # Where to look: fine cells that may be matched, (b 4h 4w) bool; None: everywhere.
-    valid: Tensor | None = None
-    light: Tensor | None = None  # b 16h 16w: the brightness by which matches are aligned, if they are
-
-    def map(self) -> FineMap:
-        """The fine features, as the search reads them."""
-        return FineMap.of(self.fine, self.valid)
+__all__ = ["DualRCNet", "Features", "Network", "NetworkMatches", "make_network"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class NetworkMatches:
-    """Matches of a batch in network-input pixels, by pair and then best first."""
-
-    pair: Tensor  # n
-    points0: Tensor  # n 2, (x, y), the center of the first pixel at (0, 0)
-    points1: Tensor  # n 2
-    scores: Tensor  # n: see model.refine.PointMatches
-
-
-class DualRCNet(nn.Module):
-    """The dual-resolution correspondence network; `engine` says how its operations are carried out."""
+class DualRCNet(Network):
+    """The dual-resolution correspondence network."""
 
     def __init__(
         self,
@@ -59,17 +39,9 @@ class DualRCNet(nn.Module):
         context: Context | None = None,
         engine: Engine | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.backbone = backbone
-        self.consensus = consensus
+        super().__init__(config, backbone=backbone, consensus=consensus, engine=engine)
         self.subpixel = subpixel
         self.context = context
-        self.engine = engine or Engine()
-
-    def forward(self, images0: Tensor, images1: Tensor, top: int | None = None) -> NetworkMatches:
-        """Normalized images (b 3 h w), sides multiples of 16, to their matches."""
-        return self.match(self.extract(images0), self.extract(images1), top=top)
 
     def extract(self, images: Tensor) -> Features:
         """Normalized images (b 3 h w), sides multiples of 16, to their features."""
@@ -109,7 +81,7 @@ class DualRCNet(nn.Module):
             points = cell_centers(*fine, matches)
         else:
             points = self.engine.refine(self.subpixel, fine, light, matches)
-        keep = _best_first(pair, points.scores, top, len(found.index0))
+        keep = best_first(pair, points.scores, top, len(found.index0))
         return NetworkMatches(
             pair=pair[keep], points0=points.points0[keep], points1=points.points1[keep], scores=points.scores[keep]
         )
@@ -161,27 +133,17 @@ class DualRCNet(nn.Module):
         return near & (back >= 0)
 
 
-def make_network(config: NetworkConfig) -> DualRCNet:
+def make_network(config: NetworkConfig) -> Network:
     """The network that a config describes, untrained, in evaluation mode."""
+    parts: dict[str, Any] = {
+        "backbone": make_backbone(config.backbone),
+        "consensus": Consensus(config.consensus),
+    }
+    if isinstance(config.ncnet, NCNetConfig):
+        return NCNet(config, **parts).eval()
+    if isinstance(config.ncnet, SparseNCNetConfig):
+        return SparseNCNet(config, **parts).eval()
     fine = config.fine
-    network = DualRCNet(
-        config,
-        backbone=make_backbone(config.backbone),
-        consensus=Consensus(config.consensus),
-        subpixel=Subpixel(config.backbone.fine_channels, fine.subpixel_hidden) if fine.subpixel else None,
-        context=None if config.context is None else Context(config.context, config.backbone.coarse_channels),
-    )
-    return network.eval()
-
-
-def _best_first(pair: Tensor, scores: Tensor, top: int | None, pairs: int) -> Tensor:
-    """Indices of matches by pair and then by falling score, at most `top` of each of so many pairs."""
-    keep = scores.sort(descending=True, stable=True).indices
-    if pairs == 1:
-        return keep[:top]
-    keep = keep[pair[keep].sort(stable=True).indices]
-    if top is not None:
-        counts = pair.bincount(minlength=pairs)
-        rank = torch.arange(len(keep), device=keep.device) - (counts.cumsum(0) - counts)[pair[keep]]
-        keep = keep[rank < top]
-    return keep
+    subpixel = Subpixel(config.backbone.fine_channels, fine.subpixel_hidden) if fine.subpixel else None
+    context = None if config.context is None else Context(config.context, config.backbone.coarse_channels)
+    return DualRCNet(config, **parts, subpixel=subpixel, context=context).eval()

@@ -7,18 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from dualrc.config import FineConfig
-from dualrc.model import align, refine, search, subpixel, support
+from dualrc.model import align, refine, relocalize, search, sparse, subpixel, support
 from dualrc.model.cells import FineMap
 from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
-from dualrc.model.correlation import correlate, mask_cells, normalize, valid_cells
+from dualrc.model.correlation import correlate, mask_cells, max_pool, normalize, valid_cells
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
+from dualrc.model.sparse import SparseScores
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
 from dualrc.model.support import Support
 
 if TYPE_CHECKING:
-    from dualrc.model.dualrc import DualRCNet
+    from dualrc.model.network import Network
 
 
 class Engine:
@@ -42,7 +43,7 @@ class Engine:
         """A backbone that gives the same features by this engine; the given one is left as it is."""
         return backbone
 
-    def warm_up(self, network: "DualRCNet", dtype: torch.dtype) -> None:
+    def warm_up(self, network: "Network", dtype: torch.dtype) -> None:
         """Get ready for this network with features of this type, so that no pair has to wait for it."""
 
     def extract(self, extract: Callable[[Tensor], tuple[Tensor, ...]], pixels: Tensor) -> tuple[Tensor, ...]:
@@ -67,7 +68,11 @@ class Engine:
         self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
         """Correlation, mutual filter, consensus, mutual filter: (b c h0 w0), (b c h1 w1) -> (b h0 w0 h1 w1)."""
-        return consensus.filtered(mask_cells(correlate(*(features.float() for features in coarse)), *valid))
+        return self.filtered(mask_cells(correlate(*(features.float() for features in coarse)), *valid), consensus)
+
+    def filtered(self, scores: Tensor, consensus: Consensus) -> Tensor:
+        """Mutual filter, consensus, mutual filter; `scores` (b h0 w0 h1 w1) may be overwritten."""
+        return consensus.filtered(scores)
 
     def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """The 4D convolutions of `coarse`, without the filters: (b h0 w0 h1 w1) -> the same."""
@@ -146,3 +151,33 @@ class Engine:
     ) -> Tensor:
         """How far points of image 1 must move to look like those of image 0; see `model.align.align`."""
         return align.align(light0, light1, pair, points0, points1, motion)
+
+    # Operations of NCNet and Sparse-NCNet.
+
+    def pooled_correlation(self, fine0: Tensor, fine1: Tensor, pool: int) -> Tensor:
+        """Products of unit features (b c H0 W0), (b c H1 W1), the largest of `pool`**4: (b h0 w0 h1 w1)."""
+        return max_pool(torch.einsum("bchw,bcij->bhwij", fine0.float(), fine1.float()), pool)
+
+    def relocalize(
+        self, fine: tuple[Tensor, Tensor], pair: Tensor, index: tuple[Tensor, Tensor], pool: int, *, soft: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Matched coarse cells to places in the fine maps; see `model.relocalize.relocalize`."""
+        return relocalize.relocalize(fine, pair, index, pool, soft=soft)
+
+    def nearest(self, rows: Tensor, others: Tensor, count: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The largest products of features (b n c) with others (b m c); see `model.sparse.nearest`."""
+        return sparse.nearest(rows, others, count, valid)
+
+    def nearest_correlations(
+        self, coarse: tuple[Tensor, Tensor], count: int, valid: tuple[Tensor | None, Tensor | None]
+    ) -> SparseScores:
+        """The largest correlations of each cell of either image, (b c h0 w0), (b c h1 w1), with masks (b h w)."""
+        shape = (len(coarse[0]), *coarse[0].shape[2:], *coarse[1].shape[2:])
+        rows0, rows1 = (features.movedim(1, -1).flatten(1, 2) for features in coarse)
+        masks = [None if mask is None else mask.flatten(1) for mask in valid]
+        found = self.nearest(rows0, rows1, count, masks[1]), self.nearest(rows1, rows0, count, masks[0])
+        return sparse.nearest_correlations(found, shape, valid)
+
+    def sparse_consensus(self, scores: SparseScores, consensus: Consensus) -> SparseScores:
+        """The consensus over the entries of a sparse tensor; see `model.sparse.sparse_consensus`."""
+        return sparse.sparse_consensus(scores, consensus)

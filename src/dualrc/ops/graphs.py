@@ -23,12 +23,13 @@ from dualrc.model.context import Context
 from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
+from dualrc.model.sparse import SparseScores
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
 from dualrc.model.support import Support
 from dualrc.ops import memory
 
 if TYPE_CHECKING:
-    from dualrc.model.dualrc import DualRCNet
+    from dualrc.model.network import Network
 
 _TYPES = (torch.float16, torch.float32)  # for others the kernels fall back on torch, which waits for results
 _KEPT = 64  # graphs
@@ -67,7 +68,7 @@ class GraphEngine(Engine):
     def prepare(self, backbone: nn.Module) -> nn.Module:
         return self.inner.prepare(backbone)
 
-    def warm_up(self, network: "DualRCNet", dtype: torch.dtype) -> None:
+    def warm_up(self, network: "Network", dtype: torch.dtype) -> None:
         self.inner.warm_up(network, dtype)
 
     def extract(self, extract: Callable[[Tensor], tuple[Tensor, ...]], pixels: Tensor) -> tuple[Tensor, ...]:
@@ -134,6 +135,21 @@ class GraphEngine(Engine):
         columns = [F.pad(matches.pair, spare, value=-1), *(F.pad(column, spare) for column in matches[1:])]
         found = self._replayed(key, function, *features, *columns, *(light or ()))
         return PointMatches(*(column[:count] for column in found))
+
+    def filtered(self, scores: Tensor, consensus: Consensus) -> Tensor:
+        return self.inner.filtered(scores, consensus)
+
+    def pooled_correlation(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner.pooled_correlation(*args, **kwargs)
+
+    def relocalize(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.inner.relocalize(*args, **kwargs)
+
+    def nearest(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.inner.nearest(*args, **kwargs)
+
+    def sparse_consensus(self, *args: Any, **kwargs: Any) -> SparseScores:
+        return self.inner.sparse_consensus(*args, **kwargs)
 
     def normalize(self, features: Tensor) -> Tensor:
         return self.inner.normalize(features)

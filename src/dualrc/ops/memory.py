@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dualrc.config import CompactConfig, ConsensusConfig, NetworkConfig
+from dualrc.config import CompactConfig, ConsensusConfig, NetworkConfig, SparseNCNetConfig, TrunkConfig
 from dualrc.model.backbone import make_backbone
 from dualrc.model.cells import PLACES
 from dualrc.model.consensus import Consensus
@@ -82,15 +82,21 @@ def needs(
 ) -> Needs:
     """For images of these (width, height), seen by the network at those; `item` bytes for each value of features."""
     features, widest = _values_per_pixel(config)
+    if isinstance(config.backbone, TrunkConfig) and on_gpu:
+        features += _one_map(config)  # a graph gives copies of its results
     pixels, image = [math.prod(size) for size in seen], max(math.prod(size) for size in images)
     held = features * item + 3  # bytes for each pixel: its features, and its colors for a look at another scale
     kept = held * sum(pixels)
     # Of the other image there are features; of this one the pixels, as bytes and as numbers, then the maps.
     loading = (18 if on_gpu else 14) * image + 36 * max(pixels)
     extract = held * min(pixels) + max(loading, 6 * image * on_gpu + widest * item * max(pixels))
-    extract += 9 * config.backbone.fine_channels**2 * item  # a convolution's weights, reordered
-    entries = math.prod(count / STRIDE**2 for count in pixels)
-    row = entries / min(size[1] for size in seen) * STRIDE
+    width = 256 if isinstance(config.backbone, TrunkConfig) else config.backbone.fine_channels
+    extract += 9 * width**2 * item  # a convolution's weights, reordered
+    cell = _cell(config)
+    entries = math.prod(count / cell**2 for count in pixels)
+    row = entries / min(size[1] for size in seen) * cell
+    if config.ncnet is not None:
+        return _ncnet_needs(config, kept, extract, entries, row, sum(pixels) / cell**2, own)
     queries = max(pixels) / FINE_STRIDE**2
     query = features * FINE_STRIDE**2 * item + 256
     # Of each cell's token: queries, answers, what the MLP makes of it, and copies in another order.
@@ -106,9 +112,44 @@ def needs(
     )
 
 
+def _ncnet_needs(
+    config: NetworkConfig, kept: float, extract: float, entries: float, row: float, cells: float, own: Traits
+) -> Needs:
+    """The same of NCNet or Sparse-NCNet, for so many entries of the dense tensor and cells of both images."""
+    assert config.ncnet is not None
+    matches = 64 * cells  # indices, scores and places
+    if isinstance(config.ncnet, SparseNCNetConfig):
+        # Each entry's neighbors, its coordinates three times, and the channels of both directions four times.
+        entry = 8 * max(config.consensus.kernel_sizes) ** 4 + 3 * 40 + 4 * 8 * max(config.consensus.channels)
+        return Needs(extract, kept + config.ncnet.neighbors * cells * entry, kept + matches, 0)
+    layers = consensus_layers(config.consensus)
+    halo = sum(kernel // 2 for kernel, _, _ in layers)
+    slab = (1 + 2 * halo) * max(8 * (k**2 * min(i, o) + i + o) for k, i, o in layers)
+    products = 8 * config.ncnet.pool**4  # of one row, before and while they are pooled
+    usual = config.consensus.kernel_sizes == (3, 3)  # which the engines' kernels are for
+    work = max(own.row_bytes if usual else slab, products)
+    return Needs(extract, kept + entries * own.tensor_bytes + row * work, kept + 8 * entries + matches, 0)
+
+
+def _cell(config: NetworkConfig) -> int:
+    """Pixels along a side of a cell of the coarse tensor."""
+    if isinstance(config.backbone, TrunkConfig) and config.ncnet is not None:
+        return config.backbone.stride * config.ncnet.pool
+    return STRIDE
+
+
+def _one_map(config: NetworkConfig) -> float:
+    """Values of a trunk's map for each pixel."""
+    assert isinstance(config.backbone, TrunkConfig)
+    return config.backbone.fine_channels / config.backbone.stride**2
+
+
 def _values_per_pixel(config: NetworkConfig) -> tuple[float, float]:
     """Values for each pixel that the network sees: of its features, and of the backbone at its widest."""
     backbone = config.backbone
+    if isinstance(backbone, TrunkConfig):
+        own, widest = _one_map(config), max(80.0, 256 / 16 + 512 / 64 + 4 * _one_map(config))
+        return own + (backbone.coarse_channels / _cell(config) ** 2), widest + 6
     fine, coarse = backbone.fine_channels / FINE_STRIDE**2, backbone.coarse_channels / STRIDE**2
     if isinstance(backbone, CompactConfig):
         half, quarter, eighth = (width / 4**level for level, width in enumerate(backbone.widths[:3], 1))
@@ -152,9 +193,13 @@ def coarse_work(config: NetworkConfig, size0: Size, size1: Size, item: int) -> W
 
     The correlation writes it, the consensus reads and writes it, and the last filter reads and writes it.
     """
-    cells0, cells1, channels = _cells(size0), _cells(size1), config.backbone.coarse_channels
-    entries = cells0 * cells1
-    operations: float = (2 * channels + consensus_operations(config.consensus)) * entries
+    cells0, cells1, channels = _cells(config, size0), _cells(config, size1), config.backbone.coarse_channels
+    entries, products = cells0 * cells1, cells0 * cells1
+    if isinstance(config.ncnet, SparseNCNetConfig):
+        entries, products = config.ncnet.neighbors * (cells0 + cells1), 2 * products
+    elif config.ncnet is not None:
+        products *= config.ncnet.pool**4
+    operations: float = 2 * channels * products + consensus_operations(config.consensus) * entries
     operations += context_operations(config, cells0, cells1)
     return Work(operations=operations, bytes=(5 * entries + (cells0 + cells1) * channels) * item)
 
@@ -171,16 +216,27 @@ def context_operations(config: NetworkConfig, cells0: int, cells1: int) -> float
     return config.context.layers * (token * (cells0 + cells1) + read) + projections
 
 
+def consensus_layers(config: ConsensusConfig) -> list[tuple[int, int, int]]:
+    """Kernel size, input channels and output channels of each 4D convolution."""
+    return list(zip(config.kernel_sizes, (1, *config.channels[:-1]), config.channels, strict=True))
+
+
 def consensus_operations(config: ConsensusConfig) -> int:
     """Operations for each entry of the tensor, of all layers in both directions."""
-    layers = zip(config.kernel_sizes, (1, *config.channels[:-1]), config.channels, strict=True)
-    return 2 * sum(2 * kernel**4 * inputs * outputs for kernel, inputs, outputs in layers)
+    return 2 * sum(2 * kernel**4 * inputs * outputs for kernel, inputs, outputs in consensus_layers(config))
 
 
 def search_work(config: NetworkConfig, size0: Size, size1: Size, item: int, *, visited: float, matches: int) -> Work:
     """Cosines of the cells visited by all groups of 16 queries, and refinement; one pass over tensor and maps."""
-    cells0, cells1, channels = _cells(size0), _cells(size1), config.backbone.fine_channels
-    operations = 2 * channels * PLACES**2 * visited + matches * refine_operations(config)
+    cells0, cells1, channels = _cells(config, size0), _cells(config, size1), config.backbone.fine_channels
+    if config.ncnet is not None:  # the largest entries, then products within the matched cells
+        entries, around = cells0 * cells1, 0
+        if isinstance(config.ncnet, SparseNCNetConfig):
+            entries, around = config.ncnet.neighbors * (cells0 + cells1), 18 * config.ncnet.soft
+        products = (config.ncnet.pool**4 + around) * matches
+        return Work(operations=2 * channels * products, bytes=2 * entries * item)
+    cosines = 2 * channels * PLACES**2 * visited
+    operations = cosines + matches * refine_operations(config)
     return Work(operations=operations, bytes=(2 * cells0 * cells1 + (cells0 + cells1) * PLACES * channels) * item)
 
 
@@ -195,5 +251,5 @@ def refine_operations(config: NetworkConfig) -> int:
     return 2 * (2 * channels * WINDOW**2 + layers)
 
 
-def _cells(size: Size) -> int:
-    return (size[0] // STRIDE) * (size[1] // STRIDE)
+def _cells(config: NetworkConfig, size: Size) -> int:
+    return (size[0] // _cell(config)) * (size[1] // _cell(config))

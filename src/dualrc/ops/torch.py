@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from dualrc.config import FineConfig
-from dualrc.model import refine, subpixel, support
+from dualrc.model import refine, relocalize, subpixel, support
 from dualrc.model.align import align
 from dualrc.model.cells import PLACES, FineMap
 from dualrc.model.consensus import Consensus
-from dualrc.model.correlation import EPSILON, correlate, mask_cells
+from dualrc.model.correlation import EPSILON, correlate, mask_cells, max_pool
 from dualrc.model.engine import Engine
 from dualrc.model.search import TINY, Found, Queries, cell_queries, point_queries, sharpen
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
@@ -48,11 +48,53 @@ class TorchEngine(Engine):
         """Correlation, filters and consensus; without gradients in place and some rows at a time."""
         if torch.is_grad_enabled():
             return super().coarse(coarse, consensus, valid)
-        scores = mask_cells(correlate(*(features.float() for features in coarse)), *valid)
+        return self.filtered(mask_cells(correlate(*(features.float() for features in coarse)), *valid), consensus)
+
+    def filtered(self, scores: Tensor, consensus: Consensus) -> Tensor:
+        """Filters and consensus; without gradients in place and some rows at a time."""
+        if torch.is_grad_enabled():
+            return super().filtered(scores, consensus)
         filter_in_place(scores)
         result = self.consensus(scores, consensus)
         filter_in_place(result)
         return result
+
+    def pooled_correlation(self, fine0: Tensor, fine1: Tensor, pool: int) -> Tensor:
+        """Some rows of image 0 at a time, each pooled at once: the whole correlation is never held."""
+        if torch.is_grad_enabled():
+            return super().pooled_correlation(fine0, fine1, pool)
+        height, width = (side // pool for side in fine0.shape[2:])
+        size1 = fine1.shape[2] // pool, fine1.shape[3] // pool
+        result = fine0.new_empty((len(fine0), height, width, *size1), dtype=torch.float32)
+        if fine0.dtype != torch.float16:  # products of which are added in float32 and rounded once
+            fine0, fine1 = fine0.float(), fine1.float()
+        # Two copies of a part: the products, and what pooling one image makes of them.
+        row = 2 * len(fine0) * pool * fine0.shape[3] * fine1.shape[2] * fine1.shape[3]
+        rows = max(1, memory.working_values() // max(1, row))
+        for start in range(0, height, rows):
+            part = fine0[:, :, start * pool : min(start + rows, height) * pool]
+            result[:, start : start + rows] = max_pool(torch.einsum("bchw,bcij->bhwij", part, fine1), pool)
+        return result
+
+    def relocalize(
+        self, fine: tuple[Tensor, Tensor], pair: Tensor, index: tuple[Tensor, Tensor], pool: int, *, soft: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Some matches at a time."""
+
+        def move(pair: Tensor, index0: Tensor, index1: Tensor) -> tuple[Tensor, Tensor]:
+            return relocalize.relocalize(fine, pair, (index0, index1), pool, soft=soft)
+
+        # Features of the cells of both images, as they are and in float32.
+        values = 4 * fine[0].shape[1] * max(pool**2, 9 * soft)
+        rows = max(1, memory.working_values() // values)
+        places = in_parts(move, min(rows, _WINDOWS), min(rows, _GPU_WINDOWS), pair, *index)
+        return places[0], places[1]
+
+    def nearest(self, rows: Tensor, others: Tensor, count: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Some rows at a time."""
+        some = max(1, memory.working_values() // max(1, 2 * len(rows) * others.shape[1]))
+        parts = [super(TorchEngine, self).nearest(part, others, count, valid) for part in rows.split(some, dim=1)]
+        return torch.cat([part[0] for part in parts], dim=1), torch.cat([part[1] for part in parts], dim=1)
 
     def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """The 4D convolutions on slabs of image 0's rows, with as many more rows as the kernels reach."""

@@ -4,13 +4,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dualrc.config import PRESETS, NetworkConfig, ResNetConfig, check_bounds
+from dualrc.config import PRESETS, NetworkConfig, check_bounds
 from dualrc.data import DataConfig
 from dualrc.errors import ConfigError
 from dualrc.pixels import STRIDE
 
 Precision = Literal["float32", "bfloat16"]
-Loss = Literal["matching", "paper", "published"]
+Loss = Literal["matching", "paper", "published", "weak"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,9 @@ class TrainConfig:
     data: tuple[DataConfig, ...]
     network: NetworkConfig = field(default_factory=lambda: PRESETS["default"][0])
     start_from: str | None = None  # weights file to go on from
-    trunk: str | None = None  # torchvision's ResNet-101 file, for a network with that backbone
-    # "matching" trains `default`; "paper" is the paper's loss of keypoints, "published" what its code computes.
+    trunk: str | None = None  # a ResNet's file with torchvision's names (.pth, .safetensors), for a network with one
+    # "matching" trains `default`; "paper" is the paper's loss of keypoints, "published" what its code computes;
+    # "weak" is NCNet's, which needs pairs of pictures alone.
     loss: Loss = "matching"
     seed: int = 0
     size: int = 320  # side of the pictures
@@ -56,11 +57,13 @@ class TrainConfig:
         check_bounds(self, "learning_rate", above=0)
         check_bounds(self, "clip", "warm_up", "weight_decay", "halve_every", "cool_down", at_least=0)
         check_bounds(self, "average", at_least=0, below=1)
-        is_resnet = isinstance(self.network.backbone, ResNetConfig)
+        is_resnet = self.network.resnet is not None
         if self.trunk is not None and not is_resnet:
-            raise ConfigError("trunk is for a network with a ResNet-101 backbone; leave it out.")
+            raise ConfigError("trunk is for a network with a ResNet backbone; leave it out.")
         if is_resnet and self.trunk is None and self.start_from is None:
-            raise ConfigError("The ResNet-101 backbone is not trained here; name torchvision's file as trunk = ...")
+            raise ConfigError("The ResNet backbone is not trained here; name torchvision's file as trunk = ...")
+        if self.loss == "weak" and self.pairs // self.parts < 2:
+            raise ConfigError('loss = "weak" compares pairs with each other; give at least two pairs a part.')
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: a linear warm-up, then the schedule."""

@@ -19,9 +19,10 @@ from dualrc.config import to_toml
 from dualrc.data import Opened, PairBatch, PairMaker, PhotoPairs, open_pairs
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import make_folder, only_run, replacing, write_json, write_text
-from dualrc.model.backbone import PaperBackbone
+from dualrc.model.backbone import PaperBackbone, Trunk
 from dualrc.model.checkpoint import load_imagenet_trunk, load_pickle, load_weights, save_weights
 from dualrc.model.dualrc import DualRCNet, make_network
+from dualrc.model.network import Network
 from dualrc.ops.training import TrainingEngine
 from dualrc.provenance import provenance
 from dualrc.train.batches import Batches
@@ -151,7 +152,7 @@ class _Run:
             self._describe()
         self._update: Update | Recorded = Update(module, self.optimizer, self.average, self.network, config, fabric)
         self._skipped = self._update.skipped
-        if self.on_one_gpu:
+        if self.on_one_gpu and config.loss == "matching":  # the others read from the GPU how many keypoints there are
             self._update = Recorded(self._update)
         self._said: set[str] = set()
         self._since, self._last_step = time.monotonic(), self.step
@@ -266,7 +267,7 @@ class _Run:
             raise OutputError(f"{path} can't be written ({error.strerror}); make room or write elsewhere.") from error
 
 
-def _started(config: TrainConfig) -> DualRCNet:
+def _started(config: TrainConfig) -> Network:
     """The network of the weights file to go on from; the context that the config asks for is added to it."""
     assert config.start_from is not None
     network = load_weights(config.start_from)
@@ -277,15 +278,17 @@ def _started(config: TrainConfig) -> DualRCNet:
     return larger
 
 
-def _network(config: TrainConfig) -> DualRCNet:
-    """The network to train, in training mode; a ResNet-101 trunk stays as it is."""
+def _network(config: TrainConfig) -> Network:
+    """The network to train, in training mode; a ResNet trunk stays as it is."""
     network = _started(config) if config.start_from else make_network(config.network)
-    if config.loss == "matching" and network.subpixel is None:
-        source = config.start_from or "The config's network"
+    source = config.start_from or "The config's network"
+    if config.loss == "matching" and not (isinstance(network, DualRCNet) and network.subpixel is not None):
         remedy = 'take another network, or loss = "paper"'
         raise ConfigError(f"{source} has no sub-pixel refinement, which the loss trains; {remedy}.")
+    if config.loss == "weak" and isinstance(network, DualRCNet):
+        raise ConfigError(f'{source} is a DualRC-Net, whose fine features loss = "weak" does not train; take another.')
     network.train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if isinstance(network.backbone, PaperBackbone):
+    if isinstance(network.backbone, (PaperBackbone, Trunk)):
         if config.trunk is not None:
             load_imagenet_trunk(network.backbone.trunk, config.trunk)
         network.backbone.trunk.eval().requires_grad_(False)

@@ -9,14 +9,14 @@ from dualrc import draw
 from dualrc.data import PairBatch
 from dualrc.image import restore_colors
 from dualrc.matches import Matches
-from dualrc.model.dualrc import DualRCNet
+from dualrc.model.network import Network
 
 _PAIRS = 4
 _TOP = 60  # matches drawn of a pair
 
 
 @torch.no_grad()
-def draw_pairs(network: DualRCNet, batch: PairBatch, path: Path) -> None:
+def draw_pairs(network: Network, batch: PairBatch, path: Path) -> None:
     """The best matches of the last pairs of a batch, one pair under the other."""
     images0, images1 = batch.images0[-_PAIRS:], batch.images1[-_PAIRS:]  # the first ones may show different things
     found = network.match(network.extract(images0), network.extract(images1), top=_TOP)

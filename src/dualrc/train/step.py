@@ -9,8 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from dualrc.data import PairBatch
-from dualrc.losses import BatchKeypointLosses, MatchingLosses, keypoint_losses, matching_losses
-from dualrc.model.dualrc import DualRCNet, Features
+from dualrc.losses import (
+    BatchKeypointLosses,
+    MatchingLosses,
+    WeakLosses,
+    keypoint_losses,
+    matching_losses,
+    weak_losses,
+)
+from dualrc.model.dualrc import DualRCNet
+from dualrc.model.network import Features, Network
 from dualrc.train.config import TrainConfig
 
 _FIELDS = [f.name for f in fields(PairBatch)]
@@ -22,7 +30,7 @@ Outcome = tuple[Tensor, dict[str, Tensor]]  # the loss and what is logged
 class TrainingStep(nn.Module):
     """Network and loss as one module, which is what gets distributed."""
 
-    def __init__(self, network: DualRCNet, config: TrainConfig) -> None:
+    def __init__(self, network: Network, config: TrainConfig) -> None:
         super().__init__()
         self.network = network
         self.config = config
@@ -51,8 +59,12 @@ class TrainingStep(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         batch = PairBatch(**dict(zip(_FIELDS, tensors, strict=True)))
         features = Features(coarse=coarse0, fine=fine0), Features(coarse=coarse1, fine=fine1)
+        losses: MatchingLosses | BatchKeypointLosses | WeakLosses
         if self.config.loss == "matching":
-            losses: MatchingLosses | BatchKeypointLosses = matching_losses(self.network, *features, batch)
+            assert isinstance(self.network, DualRCNet)
+            losses = matching_losses(self.network, *features, batch)
+        elif self.config.loss == "weak":
+            losses = weak_losses(self.network, *features, batch)
         else:
             losses = keypoint_losses(self.network, *features, batch, self.config.loss)
         return losses.total(), {name: value.detach() for name, value in losses.logged().items()}
@@ -65,8 +77,8 @@ class Update:
         self,
         module: nn.Module,
         optimizer: Any,
-        average: DualRCNet,
-        network: DualRCNet,
+        average: Network,
+        network: Network,
         config: TrainConfig,
         fabric: Any,
     ) -> None:

@@ -16,6 +16,7 @@ from dualrc.config import FineConfig
 from dualrc.model.backbone import CompactBackbone
 from dualrc.model.cells import FineMap
 from dualrc.model.consensus import Consensus
+from dualrc.model.dualrc import DualRCNet
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
 from dualrc.model.subpixel import Subpixel, WindowPairs, inside
@@ -28,7 +29,7 @@ from dualrc.ops.triton import refine as refine_kernels
 from dualrc.ops.triton import search as search_kernels
 
 if TYPE_CHECKING:
-    from dualrc.model.dualrc import DualRCNet
+    from dualrc.model.network import Network
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ class TritonEngine(TorchEngine):
         return fused
 
     @torch.inference_mode()
-    def warm_up(self, network: "DualRCNet", dtype: torch.dtype) -> None:
+    def warm_up(self, network: "Network", dtype: torch.dtype) -> None:
         """Compile, or load from Triton's cache, every kernel that a pair of any sizes may need.
 
         Kernels differ by types, by channels, and by what is masked, never by sizes; so tiny images need them all.
@@ -72,6 +73,9 @@ class TritonEngine(TorchEngine):
                 memory_format=torch.channels_last
             )
             network.extract(images)
+        if not isinstance(network, DualRCNet):  # the others have no search
+            self.filtered(torch.ones(1, 2, 3, 2, 3, device=device), network.consensus)
+            return
         kept = dtype if dtype in (torch.float16, torch.float32) else torch.float32
         fine_channels, coarse_channels = config.backbone.fine_channels, config.backbone.coarse_channels
         everywhere = torch.ones(1, 8, 12, dtype=torch.bool, device=device)
@@ -115,10 +119,20 @@ class TritonEngine(TorchEngine):
         if torch.is_grad_enabled() or not consensus_kernels.supported(shape, dtype, list(consensus.weights)):
             return super().coarse(coarse, consensus, valid)
         scores, maxima, filtered = consensus_kernels.correlate(*coarse, valid, dtype)
-        weights, biases = list(consensus.weights), list(consensus.biases)
-        prepared = self._known(consensus, dtype, lambda: consensus_kernels.prepare(weights, biases, dtype))
-        scores = consensus_kernels.apply(scores, prepared, memory.working_values(), maxima=maxima)
+        scores = consensus_kernels.apply(
+            scores, self._weights(consensus, dtype), memory.working_values(), maxima=maxima
+        )
         return consensus_kernels.mutual_filter(scores, filtered)
+
+    def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
+        """The 4D convolutions of a tensor that was made and filtered elsewhere."""
+        if not consensus_kernels.supported(scores.shape, scores.dtype, list(consensus.weights)):
+            return super().consensus(scores, consensus)
+        return consensus_kernels.apply(scores, self._weights(consensus, scores.dtype), memory.working_values())
+
+    def _weights(self, consensus: Consensus, dtype: torch.dtype) -> consensus_kernels.Prepared:
+        weights, biases = list(consensus.weights), list(consensus.biases)
+        return self._known(consensus, dtype, lambda: consensus_kernels.prepare(weights, biases, dtype))
 
     def _known(self, module: nn.Module, dtype: torch.dtype, prepare: Callable[[], T]) -> T:
         """The weights of a module as the kernels read them, made once for as long as they don't change."""

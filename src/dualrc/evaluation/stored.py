@@ -1,0 +1,288 @@
+"""Stored results of any method: matches of pairs, or keypoints with descriptors of pictures, read from its files.
+
+A file belongs to the pictures whose names it has, relative to the folder; "-" may stand for "/".
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from dualrc.colmap.upright import find_rotation
+from dualrc.data.npz import BROKEN
+from dualrc.errors import ConfigError, DataError
+from dualrc.evaluation.data_files import import_extra
+from dualrc.formats import SUFFIXES
+from dualrc.image import read, read_header
+from dualrc.matches import Matches
+from dualrc.types import FloatArray, Size
+
+T = TypeVar("T")
+_PARTS = 5  # of a picture's path, at most, that a file may be named by
+_CACHED_PICTURES = 32
+_ROWS = 4096  # keypoints whose cosines with all others are held at a time
+_HDF5 = (".h5", ".hdf5")
+# Arrays of a pair's file: points of both pictures, scores, and where the first pixel's center is.
+_FORMS = (
+    ("points0", "points1", ("scores",), 0.0),  # Matches.save
+    # NCNet, Sparse-NCNet and DualRC-Net count from the corner of the first pixel.
+    ("keypoints_A", "keypoints_B", ("scores",), 0.5),
+    ("keypoints0", "keypoints1", ("confidence", "scores", "match_confidence"), 0.0),
+)
+
+Arrays = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Described:
+    points: FloatArray  # (n, 2)
+    descriptors: FloatArray  # (n, c), of length 1
+
+
+class Stored:
+    """Matches that a method wrote to a folder or an HDF5 file, or that follow from its keypoints and descriptors."""
+
+    def __init__(self, place: str) -> None:
+        """`place` is FOLDER, FOLDER:ENDING where several methods' files lie side by side, or FILE.h5."""
+        path, ending = Path(place), ""
+        if not path.exists() and ":" in place:
+            folder, _, ending = place.rpartition(":")
+            path = Path(folder)
+        if not path.exists():
+            raise ConfigError(f"The stored results {path} do not exist; write stored:FOLDER or stored:FOLDER:ENDING.")
+        self._path, self.name = path, ending or path.resolve().stem
+        in_folder = sorted(path.iterdir()) if path.is_dir() else [path]
+        hdf5 = [file for file in in_folder if file.suffix.lower() in _HDF5 and not ending]
+        if not path.is_dir() and not hdf5:
+            raise ConfigError(f"{path} is neither a folder nor an .h5 file; write stored:FOLDER.")
+        self._hdf5 = [_open_hdf5(file) for file in hdf5]
+        self._files = _index(path, ending) if path.is_dir() else {}
+        if not self._files and not self._hdf5:
+            what = f"that end with .{ending}" if ending else "(.npz, .h5)"
+            raise ConfigError(f"{path} holds no stored results {what}; give the folder that a method wrote.")
+        self._used: dict[Path, tuple[Path, ...]] = {}
+        self._describe = lru_cache(_CACHED_PICTURES)(self._read_features)
+        files = sorted({*self._files.values(), *hdf5})
+        stats = [(file.name, file.stat()) for file in files]
+        listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        digest = hashlib.sha256(json.dumps(listing).encode()).hexdigest()[:16]
+        self.config: dict[str, Any] = {"matcher": "stored", "name": self.name, "files": len(files), "digest": digest}
+
+    def match(self, path0: Path, path1: Path) -> Matches:
+        """The pair's stored matches, or the mutual nearest neighbors among the stored descriptors."""
+        sizes = _size(path0), _size(path1)
+        found = self._pair(path0, path1, sizes)
+        if found is None:
+            swapped = self._pair(path1, path0, (sizes[1], sizes[0]))
+            found = None if swapped is None else swapped.swapped()
+        if found is None:
+            one, other = self._describe(path0), self._describe(path1)
+            if one is None or other is None:
+                names = f"{path0.stem}_{path1.stem}.npz, nor keypoints and descriptors of {path0.name} and {path1.name}"
+                raise DataError(f"{self._path} has no matches of {path0} and {path1}: neither {names}; add them.")
+            index0, index1, scores = _mutual(one.descriptors, other.descriptors)
+            found = _matches(one.points[index0], other.points[index1], scores, sizes)
+        finite = np.isfinite(found.points0).all(1) & np.isfinite(found.points1).all(1) & np.isfinite(found.scores)
+        found = found[finite]
+        return found.top(len(found))
+
+    def _pair(self, path0: Path, path1: Path, sizes: tuple[Size, Size]) -> Matches | None:
+        """What is stored for these two, in this order."""
+        for name in _pair_names(path0, path1):
+            if name in self._files:
+                file = self._own(self._files[name], path0, path1)
+                return _reading(file, lambda arrays: _from_pair(arrays, sizes), _arrays(file))
+        for hdf5, (name0, name1) in itertools.product(self._hdf5, itertools.product(_names(path0), _names(path1))):
+            flat0, flat1 = name0.replace("/", "-"), name1.replace("/", "-")
+            for key in (f"{flat0}/{flat1}", f"{flat0}_{flat1}"):
+                if key in hdf5:
+                    return _reading(
+                        f"{hdf5.filename}, {key},", lambda group: self._from_hdf5(group, path0, path1, sizes), hdf5[key]
+                    )
+        return None
+
+    def _from_hdf5(self, group: Any, path0: Path, path1: Path, sizes: tuple[Size, Size]) -> Matches:
+        arrays = {name: group[name][()] for name in group}
+        if "matches0" not in arrays:
+            found = _from_pair(arrays, sizes)
+            return _matches(_upright(found.points0, path0), _upright(found.points1, path1), found.scores, sizes)
+        points = [self._keypoints(path) for path in (path0, path1)]
+        chosen = np.flatnonzero(arrays["matches0"] >= 0)
+        scores = arrays.get("matching_scores0", np.ones(len(arrays["matches0"])))[chosen]
+        return _matches(points[0][chosen], points[1][arrays["matches0"][chosen]], scores, sizes)
+
+    def _keypoints(self, path: Path) -> FloatArray:
+        group = self._features(path)
+        if group is None:
+            raise ValueError(f"there are no keypoints of {path.name}")
+        return _upright(np.asarray(group["keypoints"][()], np.float64)[:, :2], path)
+
+    def _features(self, path: Path) -> Any:
+        """The group of HDF5 files that has a picture's keypoints."""
+        for hdf5, name in itertools.product(self._hdf5, _names(path)):
+            if name in hdf5 and "keypoints" in hdf5[name]:
+                return hdf5[name]
+        return None
+
+    def _read_features(self, path: Path) -> _Described | None:
+        """A picture's keypoints with descriptors; None where nothing is stored."""
+        for name in _names(path):
+            flat = name.replace("/", "-")
+            if flat in self._files:
+                file = self._own(self._files[flat], path)
+                return _reading(file, _described, _arrays(file))
+        group = self._features(path)
+        if group is None or "descriptors" not in group:
+            return None
+        # hloc stores (c, n).
+        arrays = {"keypoints": self._keypoints(path), "descriptors": group["descriptors"][()].T}
+        return _reading(f"{group.file.filename}, {path.name},", _described, arrays)
+
+    def _own(self, file: Path, *paths: Path) -> Path:
+        """The file, unless it was taken for other pictures before."""
+        others = self._used.setdefault(file, paths)
+        if others != paths:
+            remedy = "store results in folders named as the pictures' are"
+            raise DataError(f"{file} could be of {paths[-1]} and of {others[-1]}; {remedy}.")
+        return file
+
+
+def _index(folder: Path, ending: str) -> dict[str, Path]:
+    """The .npz files in a folder and below by name, without endings and with "-" for "/"."""
+    found: dict[str, Path] = {}
+    for file in sorted(folder.rglob("*")):
+        name = file.name
+        if file.suffix.lower() in (*SUFFIXES, *_HDF5) or not file.is_file() or not _is_archive(file):
+            continue
+        if ending:
+            stem = name.removesuffix(".npz").removesuffix(f".{ending}")
+            if stem == name.removesuffix(".npz"):
+                continue
+            stem = stem.removesuffix(".npz")
+        else:
+            stem = name.partition(".npz")[0] if ".npz" in name else name.rpartition(".")[0] or name
+        key = str((file.relative_to(folder).parent / stem.removesuffix("_matches")).as_posix()).replace("/", "-")
+        if key in found:
+            other = found[key].relative_to(folder)
+            remedy = "name one method's ending, as in stored:FOLDER:d2-net"
+            raise ConfigError(f"{folder} holds several results of {key}: {other} and {file.name}; {remedy}.")
+        found[key] = file
+    return found
+
+
+def _is_archive(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(2) == b"PK"
+    except OSError:
+        return file.suffix == ".npz"  # it is told of when it is read
+
+
+def _names(path: Path) -> Iterator[str]:
+    """Names that stored results may have for a picture, the longest first: with its folders, with its ending."""
+    parts = path.parts[-_PARTS:]
+    for start in range(len(parts)):
+        name = "/".join(parts[start:])
+        yield name
+        yield name[: -len(path.suffix)] if path.suffix else name
+
+
+def _pair_names(path0: Path, path1: Path) -> Iterator[str]:
+    """Names that the file of a pair may have: FOLDER-1_2, or both names joined by "_" or "--"."""
+    if path0.parent == path1.parent:
+        for name in _names(path0):
+            yield f"{name.replace('/', '-')}_{path1.stem}"
+            yield f"{name.replace('/', '-')}_{path1.name}"
+    for name0, name1 in itertools.product(_names(path0), _names(path1)):
+        for between in ("_", "--"):
+            yield f"{name0}{between}{name1}".replace("/", "-")
+
+
+def _size(path: Path) -> Size:
+    """(width, height) of a picture."""
+    header = read_header(path)
+    if header is None:  # then this tells what is wrong with it
+        height, width = read(path).shape[:2]
+        return width, height
+    return header.upright_size
+
+
+def _upright(points: FloatArray, path: Path) -> FloatArray:
+    """hloc's points, which are of the picture as it is stored."""
+    return find_rotation(path).rotate_points(points)
+
+
+def _arrays(file: Path) -> Callable[[], Arrays]:
+    def load() -> Arrays:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+            return dict(arrays)
+
+    return load
+
+
+def _reading(what: object, use: Callable[[Any], T], content: Any) -> T:
+    """What `use` makes of a file's content, or an error that names the file."""
+    try:
+        return use(content() if callable(content) else content)
+    except (*BROKEN, DataError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise DataError(f"{what} is broken or holds something else ({reason}); write it again.") from error
+
+
+def _from_pair(arrays: Arrays, sizes: tuple[Size, Size]) -> Matches:
+    for name0, name1, score_names, center in _FORMS:
+        if name0 in arrays and name1 in arrays:
+            points = [np.asarray(arrays[name], np.float64).reshape(-1, 2) - center for name in (name0, name1)]
+            scores = next((np.asarray(arrays[name]).reshape(-1) for name in score_names if name in arrays), None)
+            if scores is None:
+                raise ValueError(f"it has no {score_names[0]}")
+            if "matches" in arrays:  # SuperGlue's: for each keypoint of picture 0 that of picture 1, or -1
+                index = np.asarray(arrays["matches"])
+                points, scores = [points[0][index >= 0], points[1][index[index >= 0]]], scores[index >= 0]
+            return _matches(points[0], points[1], scores, sizes)
+    raise ValueError(f"it has {', '.join(arrays)} instead of keypoints_A, keypoints_B and scores")
+
+
+def _matches(points0: FloatArray, points1: FloatArray, scores: FloatArray, sizes: tuple[Size, Size]) -> Matches:
+    return Matches(points0=points0, points1=points1, scores=scores, size0=sizes[0], size1=sizes[1])
+
+
+def _described(arrays: Arrays) -> _Described:
+    """Keypoints (n, 2 or more: x, y, scale) with descriptors (n, c)."""
+    points = np.asarray(arrays["keypoints"], np.float64)
+    descriptors = np.asarray(arrays["descriptors"], np.float32)
+    if points.ndim != 2 or points.shape[1] < 2 or descriptors.ndim != 2 or len(descriptors) != len(points):
+        raise ValueError(f"keypoints {points.shape} and descriptors {descriptors.shape} do not fit each other")
+    norms = np.linalg.norm(descriptors, axis=1, keepdims=True)
+    return _Described(points=points[:, :2], descriptors=descriptors / np.maximum(norms, 1e-12))
+
+
+def _mutual(descriptors0: FloatArray, descriptors1: FloatArray) -> tuple[Any, Any, FloatArray]:
+    """Indices of mutual nearest neighbors, and their cosines."""
+    if not len(descriptors0) or not len(descriptors1):
+        nothing = np.zeros(0, dtype=np.int64)
+        return nothing, nothing, np.zeros(0, np.float32)
+    one, other = torch.from_numpy(descriptors0), torch.from_numpy(descriptors1)
+
+    def nearest(queries: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+        return torch.cat([(part @ among.T).argmax(1) for part in queries.split(_ROWS)])
+
+    there, back = nearest(one, other), nearest(other, one)
+    index0 = (back[there] == torch.arange(len(one))).nonzero()[:, 0]
+    index1 = there[index0]
+    return index0.numpy(), index1.numpy(), (one[index0] * other[index1]).sum(1).numpy()
+
+
+def _open_hdf5(file: Path) -> Any:
+    h5py = import_extra("h5py", needed_for="hloc's .h5 files", extra="colmap")
+    try:
+        return h5py.File(file, "r")
+    except OSError as error:
+        raise DataError(f"{file} can't be read as HDF5 ({error}); write it again.") from error

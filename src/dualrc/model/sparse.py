@@ -1,0 +1,117 @@
+"""A sparse coarse tensor, and the consensus over its entries: 4D convolutions that keep to the entries there are."""
+
+import itertools
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dualrc.model.consensus import Consensus, swap_images
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SparseScores:
+    """Some entries of coarse tensors (b h0 w0 h1 w1), sorted by their row-major keys."""
+
+    keys: Tensor  # n: rising, each once
+    values: Tensor  # n
+    shape: tuple[int, int, int, int, int]
+
+    def coordinates(self) -> Tensor:
+        """Pair, row and column in image 0, row and column in image 1, of every entry: (n 5)."""
+        left, columns = self.keys, []
+        for size in reversed(self.shape):
+            columns.append(left % size)
+            left = left // size
+        return torch.stack(columns[::-1], dim=1)
+
+    def cells(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Pair, row-major cell of image 0 and that of image 1, of every entry."""
+        count0, count1 = self.shape[1] * self.shape[2], self.shape[3] * self.shape[4]
+        return self.keys // (count0 * count1), self.keys // count1 % count0, self.keys % count1
+
+    def best(self, image: int) -> tuple[Tensor, Tensor]:
+        """For every cell of an image the cell of the other with the largest entry, and that entry, 0 if none: (b n)."""
+        pair, *cells = self.cells()
+        counts = self.shape[1] * self.shape[2], self.shape[3] * self.shape[4]
+        row = pair * counts[image] + cells[image]
+        score = self.values.new_zeros(self.shape[0] * counts[image])
+        score = score.scatter_reduce(0, row, self.values, "amax")
+        # The first in the other image among equals.
+        other = torch.where(self.values == score[row], cells[1 - image], counts[1 - image])
+        index = torch.full_like(score, counts[1 - image], dtype=torch.long).scatter_reduce(0, row, other, "amin")
+        index = index.masked_fill(index == counts[1 - image], 0)
+        return index.view(self.shape[0], -1), score.view(self.shape[0], -1)
+
+    def to_torch(self) -> Tensor:
+        """As torch's own sparse tensor."""
+        return torch.sparse_coo_tensor(
+            self.coordinates().T, self.values, self.shape, is_coalesced=True, check_invariants=False
+        )
+
+
+def nearest(rows: Tensor, others: Tensor, count: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The largest products of each of `rows` (b n c) with `others` (b m c), and with which: (b n count)."""
+    products = torch.bmm(rows.float(), others.float().transpose(1, 2))
+    if valid is not None:
+        products = products.masked_fill(~valid[:, None], -torch.inf)
+    found = products.topk(min(count, others.shape[1]), dim=2)
+    return found.values, found.indices
+
+
+def nearest_correlations(
+    found: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
+    shape: tuple[int, int, int, int, int],
+    valid: tuple[Tensor | None, Tensor | None],
+) -> SparseScores:
+    """What `nearest` found from image 0 and from image 1, as one tensor; what both found counts twice, as published."""
+    batch, count0, count1 = shape[0], shape[1] * shape[2], shape[3] * shape[4]
+    keys, values = [], []
+    for image, (score, index) in enumerate(found):
+        own = torch.arange(index.shape[1], device=index.device)[None, :, None]
+        pair = torch.arange(batch, device=index.device)[:, None, None]
+        cell0, cell1 = (own, index) if image == 0 else (index, own)
+        mask = valid[image]
+        kept = score.isfinite() & (
+            torch.ones_like(own, dtype=torch.bool) if mask is None else mask.flatten(1)[..., None]
+        )
+        keys.append(((pair * count0 + cell0) * count1 + cell1)[kept])
+        values.append(score[kept])
+    unique, place = torch.cat(keys).unique(return_inverse=True)
+    total = values[0].new_zeros(len(unique)).index_add(0, place, torch.cat(values))
+    return SparseScores(keys=unique, values=total, shape=shape)
+
+
+def neighbors(scores: SparseScores, size: int) -> Tensor:
+    """The entries around each entry in all four dimensions, row-major: (n size**4) indices; n where there is none."""
+    halo, count = size // 2, len(scores.keys)
+    coordinates, result = scores.coordinates(), scores.keys.new_empty(count, size**4)
+    steps = range(-halo, halo + 1)
+    limits = torch.tensor(scores.shape[1:], device=scores.keys.device)
+    width0, height1, width1 = scores.shape[2:]
+    offsets = list(itertools.product(steps, repeat=4))
+    moves = torch.tensor(offsets, device=scores.keys.device)
+    for number, offset in enumerate(offsets):
+        moved = coordinates[:, 1:] + moves[number]
+        inside = ((moved >= 0) & (moved < limits)).all(1)
+        shift = ((offset[0] * width0 + offset[1]) * height1 + offset[2]) * width1 + offset[3]
+        key = scores.keys + shift
+        place = torch.searchsorted(scores.keys, key).clamp(max=max(count - 1, 0))
+        result[:, number] = torch.where(inside & (scores.keys[place] == key), place, count)
+    return result
+
+
+def sparse_consensus(scores: SparseScores, consensus: Consensus) -> SparseScores:
+    """N(C) + N(C^T)^T over the entries there are; what is not there counts as zero and stays so."""
+    sizes = {weight.shape[2] for weight in consensus.weights}
+    around = {size: neighbors(scores, size) for size in sizes}
+    # As in the dense consensus, the two directions are two groups of channels.
+    own = scores.values.relu()[:, None].expand(-1, 2).unflatten(1, (2, 1))  # n 2 i
+    for weight, bias in zip(consensus.weights, consensus.biases, strict=True):
+        both = torch.stack([weight, swap_images(weight)]).flatten(3)  # 2 o i k^4
+        padded = torch.cat([own, own.new_zeros(1, *own.shape[1:])])
+        total = bias.expand(len(own), 2, -1)
+        for number, place in enumerate(around[weight.shape[2]].unbind(1)):
+            total = total + torch.einsum("ngi,goi->ngo", padded.index_select(0, place), both[..., number])
+        own = total.relu()
+    return replace(scores, values=own.sum((1, 2)))
