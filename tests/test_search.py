@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dualrc.config import FineConfig
 from dualrc.model.cells import FineMap
 from dualrc.model.correlation import normalize
-from dualrc.model.dualrc import _best_first
 from dualrc.model.engine import Engine
+from dualrc.model.network import best_first
 from dualrc.model.search import cell_queries, read_coarse
 from dualrc.ops import reference
 
@@ -66,12 +66,12 @@ def test_planted_matches_are_found():
 def test_matches_are_ordered_by_pair_and_score():
     pair = torch.tensor([0, 0, 1, 1, 1, 1])
     scores = torch.tensor([0.1, 0.7, 0.3, 0.5, 0.5, 0.2])
-    assert _best_first(pair, scores, None, 2).tolist() == [1, 0, 3, 4, 2, 5]  # equals keep their order
-    assert _best_first(pair, scores, 2, 2).tolist() == [1, 0, 3, 4]
-    assert _best_first(pair, scores, 1, 2).tolist() == [1, 3]
-    assert _best_first(pair, scores, 0, 2).tolist() == []
-    assert _best_first(pair[:0], scores[:0], 3, 2).tolist() == []
-    many = _best_first(torch.zeros(999, dtype=torch.long), torch.zeros(999), None, 1)
+    assert best_first(pair, scores, None, 2).tolist() == [1, 0, 3, 4, 2, 5]  # equals keep their order
+    assert best_first(pair, scores, 2, 2).tolist() == [1, 0, 3, 4]
+    assert best_first(pair, scores, 1, 2).tolist() == [1, 3]
+    assert best_first(pair, scores, 0, 2).tolist() == []
+    assert best_first(pair[:0], scores[:0], 3, 2).tolist() == []
+    many = best_first(torch.zeros(999, dtype=torch.long), torch.zeros(999), None, 1)
     assert many.tolist() == list(range(999))
 
 
