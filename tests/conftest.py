@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +37,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # A shell that runs the tests in the background has Ctrl-C ignored, in the processes that tests start too.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # On tiny inputs threads mostly wait for each other, most of all where other work shares the cores.
     torch.set_num_threads(1)
     if not torch.cuda.is_available():

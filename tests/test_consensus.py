@@ -73,9 +73,12 @@ def test_it_can_be_trained():
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in consensus.parameters())
 
 
-@pytest.mark.parametrize(
-    ("sizes", "channels"), [((3, 3), (16, 2)), ((3,), (16, 1)), ((4, 3), (16, 1)), ((), ())], ids=str
-)
+@pytest.mark.parametrize(("sizes", "channels"), [((3, 3), (16, 2)), ((3,), (16, 1)), ((4, 3), (16, 1))], ids=str)
 def test_layers_that_make_no_sense_are_refused(sizes, channels):
     with pytest.raises(ConfigError, match="odd sizes"):
         Consensus(ConsensusConfig(kernel_sizes=sizes, channels=channels))
+
+
+def test_a_consensus_without_layers_is_refused():
+    with pytest.raises(ConfigError, match="number of channels"):
+        ConsensusConfig(kernel_sizes=(), channels=())

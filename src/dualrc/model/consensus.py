@@ -25,13 +25,13 @@ class Consensus(nn.Module):
         self.weights = nn.ParameterList()  # out in k k k k: image 0's rows and columns, then image 1's
         self.biases = nn.ParameterList()
         for size, inputs, outputs in zip(sizes, (1, *channels[:-1]), channels, strict=True):
-            bound = 1 / math.sqrt(inputs * size**4)
+            uniform = config.initialization == "uniform"
+            bound = (1 if uniform else 0.5) / math.sqrt(inputs * size**4)
             weight = torch.empty(outputs, inputs, *[size] * 4).uniform_(-bound, bound)
             bias = torch.zeros(outputs)
-            if config.initialization == "uniform":
+            if uniform:
                 bias.uniform_(-bound, bound)
             else:
-                weight = weight / 2
                 weight[:, :, size // 2, size // 2, size // 2, size // 2] += 1 / inputs
             self.weights.append(nn.Parameter(weight))
             self.biases.append(nn.Parameter(bias))
