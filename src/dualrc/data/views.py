@@ -1,6 +1,8 @@
 """Batches from pairs of pictures: cut, scaled to one size, decoded in threads."""
 
+import itertools
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,9 +83,31 @@ class FilePairs:
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="pairs")
 
     def make(self, count: int, random: Generator) -> PairBatch:
-        """A batch of `count` pairs."""
+        """A batch of `count` pairs, drawn with replacement."""
         seed = _draw(random)
-        views = list(self._pool.map(lambda slot: self._view(seed, slot), range(count)))
+        return self._batch(seed, [self._drawn(seed, slot) for slot in range(count)])
+
+    def make_in_order(self, first: int, count: int, *, seed: int) -> PairBatch:
+        """A batch of the pairs `first` to `first + count` of an endless sequence of epochs.
+
+        Each epoch holds every pair once, in an order of its own that only `seed` and the number of the epoch decide.
+        """
+        total = len(self.source)
+        epochs = range(first // total, (first + count - 1) // total + 1)
+        orders = {epoch: np.random.default_rng([seed, epoch]).permutation(total).tolist() for epoch in epochs}
+        numbers = (orders[place // total][place % total] for place in range(first, first + count))
+        # Another pair stands in for one that can't be used.
+        choices = [itertools.chain([number], self._drawn(seed, slot)) for slot, number in enumerate(numbers)]
+        return self._batch(int(np.random.default_rng([seed, first]).integers(1 << 62)), choices)
+
+    def _drawn(self, seed: int, slot: int) -> Iterator[int]:
+        """All pairs in an order that only depends on seed and slot."""
+        yield from np.random.default_rng([seed, slot]).permutation(len(self.source)).tolist()
+
+    def _batch(self, seed: int, choices: Sequence[Iterable[int]]) -> PairBatch:
+        """A batch with one pair from each of the choices."""
+        count = len(choices)
+        views = list(self._pool.map(lambda slot: self._view(seed, slot, choices[slot]), range(count)))
         own = torch.Generator(device=self.device).manual_seed(seed)
         images = torch.from_numpy(np.stack([view.images for view in views], axis=1)).to(self.device)  # 2 b s s 3
         images = images.flatten(0, 1).permute(0, 3, 1, 2).float() / 255
@@ -112,9 +136,9 @@ class FilePairs:
     def _tensor(self, arrays: list[npt.NDArray[np.generic]]) -> Tensor:
         return torch.from_numpy(np.stack(arrays, axis=1)).to(self.device)
 
-    def _view(self, seed: int, slot: int) -> _View:
-        """The first pair that can be used, in an order that only depends on seed and slot."""
-        for number in np.random.default_rng([seed, slot]).permutation(len(self.source)).tolist():
+    def _view(self, seed: int, slot: int, choice: Iterable[int]) -> _View:
+        """The first pair of a choice that can be used."""
+        for number in choice:
             if number in self._broken:
                 continue
             try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dualrc.config import PRESETS, NetworkConfig, check_bounds
-from dualrc.data import DataConfig
+from dualrc.data import DataConfig, PhotosConfig, ScenesConfig
 from dualrc.errors import ConfigError
 from dualrc.pixels import STRIDE
 
@@ -17,8 +17,15 @@ Loss = Literal["matching", "paper", "published", "weak"]
 class TrainConfig:
     """A training run."""
 
-    # Where pairs come from; several are mixed by their shares. A tenth of each is held out for validation.
+    # Sources of training pairs; several are mixed by their shares.
     data: tuple[DataConfig, ...]
+    # Sources of validation pairs. Without any, every tenth image or pair of `data` is held out of training.
+    validation: tuple[DataConfig, ...] = ()
+    # "random" draws pairs with replacement. "epochs" takes every pair once before any pair again, in a new order each
+    # time, for one source that has a list of pairs.
+    draw: Literal["random", "epochs"] = "random"
+    # Which weights the run leaves: the last ones, or those with the lowest validation loss.
+    keep: Literal["last", "best"] = "last"
     network: NetworkConfig = field(default_factory=lambda: PRESETS["default"][0])
     start_from: str | None = None  # weights file to go on from
     trunk: str | None = None  # a ResNet's file with torchvision's names (.pth, .safetensors), for a network with one
@@ -64,6 +71,8 @@ class TrainConfig:
             raise ConfigError("The ResNet backbone is not trained here; name torchvision's file as trunk = ...")
         if self.loss == "weak" and self.pairs // self.parts < 2:
             raise ConfigError('loss = "weak" compares pairs with each other; give at least two pairs a part.')
+        if self.draw == "epochs" and (len(self.data) > 1 or isinstance(self.data[0], (PhotosConfig, ScenesConfig))):
+            raise ConfigError('draw = "epochs" needs one [[data]] table with a list of pairs; use draw = "random".')
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: a linear warm-up, then the schedule."""
