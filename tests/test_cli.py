@@ -91,7 +91,7 @@ def test_match_in_little_memory(run, weights, pictures, tmp_path):
         )
     assert status == 0, errors
     width, height = Matches.load(out).info["network_size0"]
-    assert width < 1600 and f"seen as {width}x{height}" in screen
+    assert width < 1600 and f"network input {width}x{height}" in screen
     note = " ".join(errors.split())
     assert f"Note: A pair of 1600x1280 does not fit into 0.1 GiB of memory; it is matched at {width}x{height}." in note
     status, _, errors = run("match", *pictures, "--weights", weights, "--max-memory", 0.0001)
@@ -251,7 +251,7 @@ def test_version(run):
     assert screen.startswith("dualrc ")
 
 
-def test_info_names_versions_presets_and_licence(run):
+def test_info_names_versions_presets_and_license(run):
     status, screen, _ = run("info")
     assert status == 0
     for word in ("torch", "preset default", "preset paper", "Apache-2.0", "cpu", "DUALRC_ENGINE", "reference"):
@@ -333,9 +333,9 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
 @pytest.mark.parametrize(
     ("score", "text"),
     [
-        (0.000312, "0.000312 (nothing"),
+        (0.000312, "0.000312 (no overlap"),
         (0.2, "0.2 (doubtful"),
-        (0.7, "0.7 (the pictures probably"),
+        (0.7, "0.7 (the images probably"),
         (0.99987, "0.99987 ("),
     ],
 )
@@ -345,4 +345,4 @@ def test_a_pair_score_has_enough_digits(score, text):
 
     info = {"pair_score": score, "pair_model": {}}
     assert _pair_verdict(Matches.none(info)).startswith(text)
-    assert "ranks pairs only" in _pair_verdict(Matches.none({}))
+    assert "only to rank pairs" in _pair_verdict(Matches.none({}))

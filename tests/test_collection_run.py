@@ -368,7 +368,7 @@ def test_the_command(images, config, undisturbed, tmp_path):
     pairs.write_text('c.png d.png\n"a/é ü.png" e.png\n', encoding="utf-8")
     arguments += ["--weights", str(config.weights), "--device", "cpu", "--pairs", str(pairs)]
     done = CliRunner().invoke(cli.app, arguments)
-    assert done.exit_code == 0 and "2, of which 2 were there" in done.stdout, done.output
+    assert done.exit_code == 0 and "2, 2 of them matched before" in done.stdout, done.output
 
 
 def test_workers_share_the_memory(images, config, weights, monkeypatch):

@@ -391,7 +391,7 @@ def test_the_command(data, tmp_path):
     )
     assert done.exit_code == 0, done.output
     assert "100.0" in done.output and (tmp_path / "out" / "Aachen_eval_[matchers_oracle].txt").is_file()
-    with pytest.raises(ConfigError, match="--truth is for inloc and aachen; leave it out"):
+    with pytest.raises(ConfigError, match="--truth is an option of inloc and aachen only; omit it"):
         evaluate("pose", roots=(tmp_path,), out=tmp_path, truth=tmp_path)
     with pytest.raises(ConfigError, match="one ROOT"):
         evaluate("aachen", roots=(tmp_path, tmp_path), out=tmp_path)

@@ -491,7 +491,7 @@ def test_stored_results_need_references_and_poses(data, changed, tmp_path):
 
 
 def test_options_of_inloc_are_refused_elsewhere(data, tmp_path):
-    with pytest.raises(ConfigError, match="--verify is for inloc; leave it out"):
+    with pytest.raises(ConfigError, match="--verify is an option of inloc only; omit it"):
         run_evaluation("pose", (tmp_path,), tmp_path, data, ("broken",), verify=True)
 
 

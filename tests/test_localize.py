@@ -486,7 +486,7 @@ def test_the_command(tmp_path):
     command = ["localize", str(tmp_path / "queries"), "--map", str(tmp_path / "model"), "--images", str(images)]
     done = CliRunner().invoke(app, [*command, "--out", str(out), "--candidates", "2", "--device", "cpu"])
     assert done.exit_code == 0, done.output
-    assert "1 of 2 pictures localized" in done.output and "broken.jpg" in done.output
+    assert "1 of 2 images localized" in done.output and "broken.jpg" in done.output
     content = json.loads(out.read_text())["queries"]
     assert set(content) == {QUERY, "broken.jpg"} and len(content[QUERY]["candidates"]) == 2
     pose = read_poses(tmp_path / "out.txt")[QUERY]
@@ -494,7 +494,7 @@ def test_the_command(tmp_path):
     assert rotation_error_deg(pose[:, :3], true[:, :3]) < 2
     (tmp_path / "queries" / QUERY).unlink()
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "none.json"), "--device", "cpu"])
-    assert done.exit_code == 3 and "0 of 1 pictures localized" in done.output
+    assert done.exit_code == 3 and "0 of 1 images localized" in done.output
     assert "exit status is 3" in " ".join(CliRunner().invoke(app, ["localize", "--help"]).output.split())
 
 

@@ -212,7 +212,7 @@ def test_the_command_prints_a_summary(tmp_path, scene, weights, capsys, monkeypa
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
     assert "15 of 15" in printed and "reprojection error" in printed
-    assert "6 of 6 pictures placed" in printed and "track length" in printed and "6 from the file" in printed
+    assert "6 of 6 images registered" in printed and "track length" in printed and "6 from the file" in printed
 
 
 @pytest.mark.slow

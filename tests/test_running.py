@@ -318,12 +318,12 @@ def test_a_stopped_run_says_what_is_kept_and_how_to_go_on(images, weights, tmp_p
         wait_until_gone(*workers)
     count = stored(out)
     assert 2 <= count < 6 and len(workers) == 1
-    assert f"Stopped. {count} matched pairs are in {out / 'matches.sqlite'}. Go on with:" in errors
+    assert f"Stopped. {count} matched pairs are in {out / 'matches.sqlite'}. Continue with:" in errors
     assert "Traceback" not in errors and "stack trace" not in errors and not (out / LOCK).exists()
     typed = shlex.split(errors.strip().splitlines()[-1])
     assert typed[0] == "dualrc" and typed[1:] == arguments(images, out, weights)
     done = CliRunner().invoke(cli.app, typed[1:])
-    assert done.exit_code == 0 and f"6, of which {count} were there" in done.output and "all runs" in done.output
+    assert done.exit_code == 0 and f"6, {count} of them matched before" in done.output and "all runs" in done.output
     with MatchStore(out / "matches.sqlite") as store:
         assert store.seconds > 0.5  # the run that was stopped counts
 
@@ -355,7 +355,7 @@ def test_native_code_that_does_not_come_back_is_ended():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
     assert done.returncode == 143
-    assert done.stderr == "Stopped. All is kept. Go on with:\ndualrc 'x y'\n"
+    assert done.stderr == "Stopped. All is kept. Continue with:\ndualrc 'x y'\n"
 
 
 # Nothing is left behind

@@ -271,8 +271,8 @@ def open_benchmark(name: str, options: Mapping[str, Any], messages: Console | No
     for key in options:
         takers = [other.name for other in BENCHMARKS.values() if key in other.settings_class.__dataclass_fields__]
         if name not in takers:
-            refusal = f"is for {' and '.join(takers)}" if takers else "is an option of no benchmark"
-            raise ConfigError(f"--{key.replace('_', '-')} {refusal}; leave it out.")
+            refusal = f"is an option of {' and '.join(takers)} only" if takers else "is an option of no benchmark"
+            raise ConfigError(f"--{key.replace('_', '-')} {refusal}; omit it.")
     settings = settings_class(**options)
     if BENCHMARKS[name].one_root and len(settings.roots) > 1:
         raise ConfigError(f"{name} has one folder; give one ROOT.")
