@@ -25,7 +25,8 @@ from dualrc.evaluation.triangulation import PosedMap
 from dualrc.geometry import Camera, read_cameras_json
 from dualrc.matches import Matches
 
-RECALL = ((0.05, 0.5), (0.5, 2.0))  # metres and degrees
+# Metres and degrees.
+RECALL = ((0.05, 0.5), (0.5, 2.0))
 TOP = 4000
 
 
@@ -100,7 +101,8 @@ def localize(
 
         def get(pair: Pair) -> Matches:
             matches = store.get(pair.name0, pair.name1)
-            assert matches is not None  # every pair was exported
+            # Every pair was exported.
+            assert matches is not None
             return matches
 
         benchmarks[0].store_undistorted(get, undistorted)

@@ -31,13 +31,16 @@ Array = npt.NDArray[np.float64]
 RIGHT_PX = 3.0
 KNOTS = 16
 PHOTO_PAIRS = {known.RELATED: 120, known.UNRELATED: 180, known.ALIKE: 60}
-SCENES = (24, 16)  # to fit and to test
+# To fit and to test.
+SCENES = (24, 16)
 # Shares of the kinds of pairs by which the model of pairs is fitted: one in two is related.
 SHARES = {known.RELATED: 0.5, known.UNRELATED: 0.25, known.ALIKE: 0.25}
 # Share of the matches, by which their scores are fitted, that come from pairs that have nothing in common.
 NOTHING = 0.05
-LOW = (1e-6, 1e-3)  # scores below the first are as good as zero; knots lie above the second
-RIDGE = 1e-3  # on the coefficients of standardized evidence
+# Scores below the first are as good as zero; knots lie above the second.
+LOW = (1e-6, 1e-3)
+# On the coefficients of standardized evidence.
+RIDGE = 1e-3
 
 
 def main() -> None:

@@ -27,8 +27,10 @@ from dualrc.types import ImageArray
 Array = npt.NDArray[Any]
 RELATED, UNRELATED, ALIKE = "related", "unrelated", "look-alike"
 OVERLAYS = ("stamp", "bars", "caption", "watermark", "frame", "logo", "texture")
-SAMPLE = 1500  # points of a pair with known geometry that match_points is asked for
-OVERLAP = 0.2  # of either picture that a related pair of a multi-view scene shares; none of an unrelated one
+# Points of a pair with known geometry that match_points is asked for.
+SAMPLE = 1500
+# Of either picture that a related pair of a multi-view scene shares; none of an unrelated one.
+OVERLAP = 0.2
 NO_OVERLAP = 0.02
 
 
@@ -36,15 +38,18 @@ NO_OVERLAP = 0.02
 class Pair:
     """Two pictures, what is known of them, and what was found in them."""
 
-    source: str  # photos, scenes, or the name of a scene
-    kind: str  # related, unrelated or look-alike
+    # Photos, scenes, or the name of a scene.
+    source: str
+    # Related, unrelated or look-alike.
+    kind: str
     name: str
     overlay: str = "none"
     size0: tuple[int, int] = (0, 0)
     size1: tuple[int, int] = (0, 0)
     points0: Array = field(default_factory=lambda: np.zeros((0, 2), np.float32))
     points1: Array = field(default_factory=lambda: np.zeros((0, 2), np.float32))
-    scores: Array = field(default_factory=lambda: np.zeros(0, np.float32))  # not calibrated
+    # Not calibrated.
+    scores: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     network0: tuple[int, int] = (0, 0)
     network1: tuple[int, int] = (0, 0)
     # Distance in picture 1 from the truth, in pixels of the network's input; empty where the truth is not known.
@@ -169,7 +174,8 @@ def warped_pair(
     seen = geometry.sample_bilinear(picture, places)
     inside = np.all((places >= 0) & (places <= np.array(size) - 1), axis=2)
     behind = np.asarray(Image.fromarray(other).resize(size))
-    if rng.uniform() < 0.4:  # something stands in front
+    # Something stands in front.
+    if rng.uniform() < 0.4:
         x, y = np.meshgrid(np.arange(size[0]), np.arange(size[1]))
         center, radius = rng.uniform(0, size), rng.uniform(0.1, 0.3) * max(size)
         inside &= (x - center[0]) ** 2 + ((y - center[1]) * rng.uniform(0.5, 2)) ** 2 > radius**2
@@ -239,7 +245,8 @@ def _overlaid(kind: str, image: Image.Image, rng: np.random.Generator) -> ImageA
             [(x, y - radius * 0.7), (x + radius * 0.6, y + radius * 0.4), (x - radius * 0.6, y + radius * 0.4)], dark
         )
         draw.text((x, y + radius * 1.1), text[:6], bright, font, anchor="mm")
-    elif kind == "texture":  # a patterned border, the same on every picture
+    # A patterned border, the same on every picture.
+    elif kind == "texture":
         edge = round(side * rng.uniform(0.03, 0.07))
         pattern = Image.fromarray(rng.integers(0, 256, (height // 6 + 1, width // 6 + 1, 3), dtype=np.uint8))
         pattern = pattern.resize((width, height), Image.Resampling.BICUBIC)
@@ -266,7 +273,8 @@ def photo_pairs(matcher: dualrc.Matcher, photos: Photographs, counts: dict[str, 
         long_side = int(rng.choice([512, 512, 640]))
         laid = OVERLAYS[number % len(OVERLAYS)] if number % 2 == 0 else "none"
         pictures = photos.get(one, long_side), photos.get(other, long_side)
-        if laid != "none":  # the same shape, so that the overlay is at the same place
+        # The same shape, so that the overlay is at the same place.
+        if laid != "none":
             size = (pictures[0].shape[1], pictures[0].shape[0])
             pictures = pictures[0], np.asarray(Image.fromarray(pictures[1]).resize(size))
             pictures = tuple(overlay(laid, pictures, rng))
@@ -349,7 +357,8 @@ def view_overlap(
     for (one, other), pair in found.items():
         R, center = P[other][:, :3] @ P[one][:, :3].T, {n: -P[n][:, :3].T @ P[n][:, 3] for n in (one, other)}
         axes = P[one][2, :3] @ P[other][2, :3]
-        if axes < math.cos(math.radians(40)):  # neighbors only
+        # Neighbors only.
+        if axes < math.cos(math.radians(40)):
             continue
         pose = np.c_[R, P[other][:, 3] - R @ P[one][:, 3]]
         F = np.linalg.inv(K[other]).T @ geometry.essential_from_pose(pose) @ np.linalg.inv(K[one])

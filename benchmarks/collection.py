@@ -72,7 +72,8 @@ def watch(store: Path, samples: list[Sample], stop: threading.Event) -> None:
         try:
             with MatchStore(store) as opened:
                 pairs = len(opened)
-        except DataError:  # not yet there
+        # Not yet there.
+        except DataError:
             pairs = 0
         samples.append(
             Sample(

@@ -29,10 +29,12 @@ from dualrc.localize import (
     results_config,
 )
 
-pycolmap = import_pycolmap()  # after Pillow: see docs/troubleshooting.md
+# After Pillow: see docs/troubleshooting.md.
+pycolmap = import_pycolmap()
 THRESHOLDS_M = (0.25, 0.5, 1.0)
 WITHIN_DEG = 10.0
-Errors = dict[str, tuple[float, float]]  # by query, degrees and metres; infinite where it failed
+# By query, degrees and metres; infinite where it failed.
+Errors = dict[str, tuple[float, float]]
 
 
 def main() -> None:

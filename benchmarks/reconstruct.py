@@ -38,10 +38,13 @@ class Row:
     points: int
     track_length: float
     reprojection_px: float
-    rotation_deg: float  # median
-    position: float  # median, share of the largest distance between cameras
+    # Median.
+    rotation_deg: float
+    # Median, share of the largest distance between cameras.
+    position: float
     seconds: float
-    cpu_seconds: float  # of this process and its threads
+    # Of this process and its threads.
+    cpu_seconds: float
 
 
 def main() -> None:

@@ -25,9 +25,11 @@ from dualrc.measure import Timing, time_once
 from dualrc.pixels import STRIDE
 from dualrc.scenes import make_pair
 
-LEAST, MOST = 300, 700  # pixels of a side
+# Pixels of a side.
+LEAST, MOST = 300, 700
 CALLS = {"first": 0, "second": 1, "third": 2, "tenth": 9}
-TOWN = 1  # the scene of `dualrc demo`
+# The scene of `dualrc demo`.
+TOWN = 1
 
 Pixels = npt.NDArray[np.uint8]
 Pair = tuple[Pixels, Pixels]
@@ -49,7 +51,8 @@ def new_sizes(images: Pair, seed: int) -> Iterator[Pair]:
     random, seen = np.random.default_rng(seed), set()
     while True:
         sides = random.integers(LEAST, MOST + 1, (2, 2))
-        if (key := tuple((sides // STRIDE).ravel().tolist())) in seen:  # the same to the network
+        # The same to the network.
+        if (key := tuple((sides // STRIDE).ravel().tolist())) in seen:
             continue
         seen.add(key)
         (height0, width0), (height1, width1) = sides.tolist()
@@ -72,7 +75,8 @@ def main() -> None:
     cut = new_sizes(images, seed=0)
 
     begin = time.perf_counter()
-    matcher.match(*next(cut))  # what is prepared once for all sizes
+    # What is prepared once for all sizes.
+    matcher.match(*next(cut))
     table = Table("", "median", "middle half", "longest", title=f"{matcher}, very first match excluded")
     table.caption = f"the very first match of this process took {time.perf_counter() - begin:.2f} s"
     times = [

@@ -40,8 +40,10 @@ from dualrc.types import BoolArray, FloatArray
 FALSE_SHARE, FALSE_PX = 0.3, 3.0
 TRUE_OVERLAP = 0.2
 CELL_PX = 32
-SURE_PX, SURE_ANGLE_DEG = 1.5, 2.0  # of matches that depths come from
-SAME_DEPTH, SAME_PLACE = 0.1, 0.15  # relative
+# Of matches that depths come from.
+SURE_PX, SURE_ANGLE_DEG = 1.5, 2.0
+# Relative.
+SAME_DEPTH, SAME_PLACE = 0.1, 0.15
 
 
 def main() -> None:
@@ -103,7 +105,8 @@ def true_matches(matches: Matches, names: Names, truth: dict[str, Camera], thres
 
 def overlap_of_pairs(store: MatchStore, pairs: tuple[Names, ...], truth: dict[str, Camera]) -> dict[Names, float]:
     """The smaller share of either picture that is visible in the other."""
-    samples: dict[str, list[FloatArray]] = {name: [np.zeros((0, 3))] for name in truth}  # x, y, depth
+    # X, y, depth.
+    samples: dict[str, list[FloatArray]] = {name: [np.zeros((0, 3))] for name in truth}
     for names in pairs:
         matches = store.get(*names)
         assert matches is not None

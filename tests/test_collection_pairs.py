@@ -155,7 +155,7 @@ def test_names_with_spaces_and_nothing_around_them(tmp_path):
     names = ["IMG 1.jpg", "IMG 2.jpg", "x.jpg"]
     text = write(tmp_path, "IMG 1.jpg IMG 2.jpg\nx.jpg IMG 1.jpg\n# IMG 1.jpg\n")
     assert pairs.from_file(names, text) == [("IMG 1.jpg", "IMG 2.jpg"), ("IMG 1.jpg", "x.jpg")]
-    with pytest.raises(DataError, match=r"line 1: 'a b c' is not a pair of pictures; write two names with a tab"):
+    with pytest.raises(DataError, match=r"line 1: 'a b c' is not a pair of images; separate two names by a tab"):
         pairs.from_file(["a", "b c", "a b", "c"], write(tmp_path, "a b c\n"))
 
 
@@ -208,7 +208,7 @@ def test_pairs_that_see_the_same_points(tmp_path):
         assert max(shared) == best[name]
     assert len(found) == len(set(found)) <= len(names) and all(a < b for a, b in found)
     assert len(pairs.covisible(names, tmp_path, 99)) == 10
-    with pytest.raises(DataError, match="none of the pictures of the model"):
+    with pytest.raises(DataError, match="has no image of the model"):
         pairs.covisible(["other.jpg"], tmp_path, 3)
 
 

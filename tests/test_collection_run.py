@@ -226,7 +226,7 @@ def test_a_worker_that_is_killed_is_replaced(images, config, undisturbed, tmp_pa
 
 
 def test_other_settings_are_refused_with_the_remedy(images, config, undisturbed, tmp_path):
-    with pytest.raises(DataError, match=r"matcher\.size is 96 there and 64 now.*write to another place"):
+    with pytest.raises(DataError, match=r"matcher\.size is 96 there and 64 now.*write to another folder"):
         match_collection(images, undisturbed.store.parent, replace(config, size=64), quiet=True)
     other = tmp_path / "other.safetensors"
     save_weights(tiny_network(seed=1), other)
@@ -239,7 +239,7 @@ def test_folders_that_can_not_be_matched(config, tmp_path):
     with pytest.raises(DataError, match="holds no pictures"):
         match_collection(tmp_path / "empty", tmp_path / "out", config, quiet=True)
     Image.fromarray(texture(0, 64, 64)).save(tmp_path / "empty" / "one.png")
-    with pytest.raises(DataError, match="one picture only; give a folder with at least two"):
+    with pytest.raises(DataError, match="only one image; pass a folder with at least two"):
         match_collection(tmp_path / "empty", tmp_path / "out", config, quiet=True)
     assert not (tmp_path / "out").exists()
 
@@ -281,7 +281,7 @@ def test_a_read_only_folder(images, config, tmp_path):
 
 def test_a_full_disk_loses_nothing(images, config, undisturbed, tmp_path):
     with small_disk(tmp_path / "disk", "size=160k") as disk:
-        with pytest.raises(OutputError, match=r"make room, or write elsewhere; what was stored is safe"):
+        with pytest.raises(OutputError, match=r"free disk space, or write elsewhere; stored pairs are safe"):
             match_collection(images, disk, config, quiet=True)
         assert 0 < stored(disk) < len(undisturbed.pairs)
         subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)

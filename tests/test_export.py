@@ -157,7 +157,7 @@ def test_pictures_without_known_cameras_share_one_for_each_size(tmp_path):
     assert [camera.source for camera in cameras.values()] == ["guess", "guess", "guess", "exif"]
     assert not any(is_known(camera) for camera in cameras.values())
     assert describe_cameras(cameras) == (
-        "3 unknown focal length, one for each picture size, refined; 1 focal length from EXIF, refined"
+        "3 unknown focal length, one per image size, refined; 1 focal length from EXIF, refined"
     )
     with fill_store(tmp_path / "m.sqlite", scene) as store:
         write_database(tmp_path / "database.db", merge(store), tmp_path, cameras)

@@ -164,7 +164,7 @@ def test_nothing_to_place_is_an_error_that_says_what_to_try(tmp_path, scene, wei
     with MatchStore(out / "matches.sqlite") as store:
         for names in store.names():
             store.put(*names, make_matches(*(rng.uniform(0, 400, (9, 2)) for _ in range(2)), size=(640, 480)))
-    with pytest.raises(DataError, match="could be placed together; give pictures that overlap more"):
+    with pytest.raises(DataError, match="could be registered; add images that overlap more"):
         reconstruct(images, out, settings(weights), quiet=True)
     assert (out / "matches.sqlite").exists() and not (out / "model").exists()
 

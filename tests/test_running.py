@@ -510,7 +510,7 @@ def test_a_picture_with_another_content_is_matched_again(images, weights, tmp_pa
     change(images / "2.png")
     changed = match_collection(images, tmp_path / "out", config, quiet=True)
     assert (changed.matched, changed.skipped) == (3, 3)
-    assert "Changed since they were matched, and matched again: 1 pictures (2.png)." in caplog.messages
+    assert "Images that changed are matched again: 1 images (2.png)." in caplog.messages
     found, fresh = content(changed.store), content(match_collection(images, tmp_path / "new", config, quiet=True).store)
     assert found == fresh
     assert {pair for pair in first if first[pair] != found[pair]} == {pair for pair in first if "2.png" in pair}

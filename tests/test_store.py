@@ -80,12 +80,12 @@ def test_files_that_are_not_stores(tmp_path):
     with pytest.raises(OutputError, match="does not exist"):
         MatchStore(tmp_path / "nowhere" / "m.sqlite", {})
     (tmp_path / "text.sqlite").write_text("hello " * 1000)
-    with pytest.raises(DataError, match="not a store"):
+    with pytest.raises(DataError, match="not a match store"):
         MatchStore(tmp_path / "text.sqlite", {})
     with sqlite3.connect(tmp_path / "other.sqlite") as other:
         other.execute("CREATE TABLE t (x)")
     other.close()
-    with pytest.raises(DataError, match="not a store"):
+    with pytest.raises(DataError, match="not a match store"):
         MatchStore(tmp_path / "other.sqlite")
     (tmp_path / "folder.sqlite").mkdir()
     with pytest.raises(OutputError):
@@ -110,7 +110,7 @@ def test_a_foreign_database_is_refused_and_not_touched(tmp_path, name, config):
     foreign.executescript(FOREIGN[name])
     foreign.close()
     before = path.read_bytes()
-    with pytest.raises(DataError, match=r"not a store of matches.*give another path"):
+    with pytest.raises(DataError, match=r"not a match store.*pass another path"):
         MatchStore(path, config)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -121,7 +121,7 @@ def test_a_foreign_database_in_use_is_refused_and_not_touched(tmp_path):
     foreign = sqlite3.connect(path)
     foreign.executescript(FOREIGN["colmap_wal"])  # the tables are in its -wal file only
     before = {file.name: file.read_bytes() for file in (path, tmp_path / "database.db-wal")}
-    with pytest.raises(DataError, match="not a store of matches"):
+    with pytest.raises(DataError, match="not a match store"):
         MatchStore(path, {})
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     foreign.close()
@@ -129,7 +129,7 @@ def test_a_foreign_database_in_use_is_refused_and_not_touched(tmp_path):
 
 def test_an_empty_file_becomes_a_store(tmp_path):
     (tmp_path / "m.sqlite").touch()
-    with pytest.raises(DataError, match="not a store"):
+    with pytest.raises(DataError, match="not a match store"):
         MatchStore(tmp_path / "m.sqlite")
     with MatchStore(tmp_path / "m.sqlite", {}) as store:
         assert len(store) == 0

@@ -484,9 +484,9 @@ def test_stores_with_a_damaged_config(store, config):
     with sqlite3.connect(store) as connection:
         connection.execute("UPDATE meta SET value = ? WHERE key = 'config'", (config,))
     connection.close()
-    with MatchStore(store) as opened, pytest.raises(DataError, match="its config is damaged"):
+    with MatchStore(store) as opened, pytest.raises(DataError, match="the config is damaged"):
         assert opened.config
-    with pytest.raises(DataError, match="its config is damaged"):
+    with pytest.raises(DataError, match="the config is damaged"):
         MatchStore(store, {"a": 1})
 
 

@@ -120,7 +120,7 @@ def test_every_dropped_pair_says_why(verified):
     summary = found.summary()
     assert summary.pairs == 66 and summary.kept + sum(summary.dropped.values()) == 66
     assert summary.dropped["other pairs contradict its rotation"] >= 10
-    assert "degrees off" in next(check.reason for check in found.dropped if "rotation" in check.cause)
+    assert "differs by" in next(check.reason for check in found.dropped if "rotation" in check.cause)
     written = json.loads(json.dumps([check.to_dict() for check in found.checks.values()]))
     assert {"name0", "name1", "kept", "cause", "reason", "inliers", "pair_score"} <= written[0].keys()
 

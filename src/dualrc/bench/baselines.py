@@ -42,7 +42,8 @@ def make_loftr(pictures: Pictures, device: torch.device) -> Callable[[], npt.NDA
 def make_sift(pictures: Pictures) -> Callable[[], list[Any]]:
     """OpenCV's SIFT with its own settings, and brute-force mutual nearest neighbors; always on the CPU."""
     cv2 = opencv()
-    cv2.setNumThreads(torch.get_num_threads())  # as many as the others have
+    # As many as the others have.
+    cv2.setNumThreads(torch.get_num_threads())
     sift, matcher = cv2.SIFT_create(), cv2.BFMatcher(cv2.NORM_L2, crossCheck=True)
 
     def match() -> list[Any]:

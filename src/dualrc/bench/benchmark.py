@@ -33,9 +33,12 @@ from dualrc.types import Size
 
 FORMAT = "dualrc-bench-2"
 _SCENE = 1
-_LARGEST_SCENE = 1600  # px of the long side that are rendered; larger pictures are scaled up from these
-_LIMIT_S = 20.0  # of a stage in all; slower ones are repeated less often
-_PACKAGES = ("triton", "kornia", "opencv-python-headless")  # whose versions are written too, where installed
+# Px of the long side that are rendered; larger pictures are scaled up from these.
+_LARGEST_SCENE = 1600
+# Of a stage in all; slower ones are repeated less often.
+_LIMIT_S = 20.0
+# Whose versions are written too, where installed.
+_PACKAGES = ("triton", "kornia", "opencv-python-headless")
 _PLANTED = (
     "there are no trained weights of this preset: features are made with generated ones; coarse tensor, search, "
     "further pair and batches are of planted features, and whole pair is making features of both pictures, then the "
@@ -59,7 +62,8 @@ def bench(settings: BenchSettings, *, screen: Console, messages: Console) -> dic
         for device in settings.devices:
             for found in _measure_device(settings, device, Path(folder), messages):
                 results[device] = found
-                if settings.out is not None:  # after every size, so that little is lost if a later one fails
+                # After every size, so that little is lost if a later one fails.
+                if settings.out is not None:
                     write_json(settings.out, content)
             show(results[device], screen)
     if settings.out is not None:
@@ -76,7 +80,8 @@ def _check(settings: BenchSettings) -> None:
         check_writable(settings.out)
     for device in settings.devices:
         for task in _tasks(replace(settings, others=()), device, settings.sizes[0], Path()):
-            make_matcher(task)  # checks device, engine, weights and precision, each with its own remedy
+            # Checks device, engine, weights and precision, each with its own remedy.
+            make_matcher(task)
 
 
 def _tasks(settings: BenchSettings, device: str, size: Size, folder: Path) -> list[Task]:
@@ -116,7 +121,8 @@ def _measure_device(settings: BenchSettings, device: str, folder: Path, messages
         config=matcher.info,
         rates=rates,
     )
-    del matcher  # or its weights would count in every peak
+    # Or its weights would count in every peak.
+    del matcher
     for size in sorted(set(settings.sizes), key=lambda size: size[0] * size[1]):
         with show_status(f"{size[0]}x{size[1]} on {device}...", messages.quiet):
             sizes = (*result.sizes, _measure_size(_tasks(settings, device, size, folder), rates))
@@ -135,7 +141,8 @@ def _measure_size(tasks: list[Task], rates: measure.Rates) -> SizeResult:
     notes += skipped.values()
     tasks = [task for task in tasks if task not in skipped]
     peaks: dict[str, measure.Peaks[Stage]] = {}
-    for task in tasks:  # before anything is built here that would count too
+    # Before anything is built here that would count too.
+    for task in tasks:
         let_go()
         try:
             if (found := peaks_of(task)) is None:

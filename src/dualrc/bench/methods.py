@@ -35,34 +35,48 @@ class Stage(StrEnum):
     FEATURES = "features, one picture"
     COARSE = "coarse tensor"
     SEARCH = "search + refinement"
-    FURTHER = "further pair"  # with features of both pictures at hand
-    WHOLE = "whole pair"  # from uint8 pictures on the host to matches on the host
+    # With features of both pictures at hand.
+    FURTHER = "further pair"
+    # From uint8 pictures on the host to matches on the host.
+    WHOLE = "whole pair"
     BATCH = "batch of pairs"
-    MATCH = "coarse tensor and search"  # SEARCH is what this takes beyond COARSE
+    # SEARCH is what this takes beyond COARSE.
+    MATCH = "coarse tensor and search"
 
 
 OTHERS = ("reference", "loftr", "sift")
 PICTURES = ("picture0.jpg", "picture1.jpg")
-_BATCH_PIXELS = 1024 * 768  # of larger pictures, batches are measured only where asked for
-_REFERENCE_ENTRIES = 6_400  # of the coarse tensor, which the reference engine takes half a minute for
-_COPIES = 4  # that LoFTR holds of its coarse similarity, and the definition of the fine scores
+# Of larger pictures, batches are measured only where asked for.
+_BATCH_PIXELS = 1024 * 768
+# Of the coarse tensor, which the reference engine takes half a minute for.
+_REFERENCE_ENTRIES = 6_400
+# That LoFTR holds of its coarse similarity, and the definition of the fine scores.
+_COPIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
     """What to measure."""
 
-    sizes: tuple[Size, ...]  # of the pictures, (width, height)
-    devices: tuple[str, ...] = ()  # none: the best there is
-    engines: tuple[str, ...] = ()  # each is a method of its own; none: the best for the device
+    # Of the pictures, (width, height).
+    sizes: tuple[Size, ...]
+    # None: the best there is.
+    devices: tuple[str, ...] = ()
+    # Each is a method of its own; none: the best for the device.
+    engines: tuple[str, ...] = ()
     preset: str = "default"
     weights: Path | None = None
     precision: Precision | None = None
-    max_memory: float | None = None  # GiB for a pair; None: most of what is free
-    pair: tuple[Path, Path] | None = None  # None: a rendered scene
-    batch: int | None = None  # pairs; None: 32 on a GPU, 4 elsewhere, of pictures that are not large; 0: no batches
-    others: tuple[str, ...] = ()  # of OTHERS, measured beside this project's matcher
-    repeats: int | None = None  # None: 20 on a GPU, 5 elsewhere; 0: memory alone
+    # GiB for a pair; None: most of what is free.
+    max_memory: float | None = None
+    # None: a rendered scene.
+    pair: tuple[Path, Path] | None = None
+    # Pairs; None: 32 on a GPU, 4 elsewhere, of pictures that are not large; 0: no batches.
+    batch: int | None = None
+    # Of OTHERS, measured beside this project's matcher.
+    others: tuple[str, ...] = ()
+    # None: 20 on a GPU, 5 elsewhere; 0: memory alone.
+    repeats: int | None = None
     out: Path | None = None
 
     def __post_init__(self) -> None:
@@ -79,11 +93,15 @@ class Task:
     """A method, and the pair and device to measure it on."""
 
     settings: BenchSettings
-    method: str = "dualrc"  # or one of OTHERS
-    engine: str | None = None  # as in `load`
+    # Or one of OTHERS.
+    method: str = "dualrc"
+    # As in `load`.
+    engine: str | None = None
     device: str
-    size: Size  # of the pictures, (width, height)
-    folder: Path  # with the PICTURES
+    # Of the pictures, (width, height).
+    size: Size
+    # With the PICTURES.
+    folder: Path
 
     @property
     def name(self) -> str:
@@ -130,8 +148,10 @@ class Method:
     """Something that matches a pair, in stages that are measured for themselves."""
 
     def __init__(self, stages: dict[Stage, Run]) -> None:
-        self.stages = stages  # what is timed
-        self.memory_stages = stages  # whose peak memory is measured, in this order
+        # What is timed.
+        self.stages = stages
+        # Whose peak memory is measured, in this order.
+        self.memory_stages = stages
 
 
 class Dualrc(Method):

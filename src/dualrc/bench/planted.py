@@ -14,12 +14,16 @@ from torch.nn import functional as F
 from dualrc.model.dualrc import Features
 
 # Chosen so that about as many coarse cells have to be visited for a query as with the bundled weights on photographs.
-_FACTORS = 64  # what features depend on; channels are mixtures of these, as those of a network are
-_COMMON, _AROUND = 0.1, 0.3  # parts of a feature's energy: shared by all cells, by those around; the rest is its own
-_AROUND_CELLS = 6  # how far "around" reaches, in cells of the map
+# What features depend on; channels are mixtures of these, as those of a network are.
+_FACTORS = 64
+# Parts of a feature's energy: shared by all cells, by those around; the rest is its own.
+_COMMON, _AROUND = 0.1, 0.3
+# How far "around" reaches, in cells of the map.
+_AROUND_CELLS = 6
 # Deviation of the noise, where a feature's is 1: it varies over the picture, as some places are harder than others.
 _NOISE = (0.3, 4.0)
-_CHUNK = 64  # channels that are mixed at a time, so that making a map takes little more memory than the map
+# Channels that are mixed at a time, so that making a map takes little more memory than the map.
+_CHUNK = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +75,17 @@ def _plant_maps(like0: Tensor, like1: Tensor, motion: Motion, seed: int) -> tupl
     size0 = height0, width0 = like0.shape[2:]
     # Centers of cells in units of half a picture, from its middle.
     y, x = ((torch.arange(count, device=device) + 0.5) / count * 2 - 1 for count in size0)
-    there = motion(torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)).expand(batch, -1, -1, -1)  # b h w 2
+    # B h w 2.
+    there = motion(torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)).expand(batch, -1, -1, -1)
     field0 = F.grid_sample(field1, there, mode="bilinear", padding_mode="border", align_corners=False)
     # What picture 1 does not show is something else, not its border again.
     field0 = torch.where((there.abs() > 1).any(-1)[:, None], field(height0, width0), field0)
-    hard = torch.special.ndtr(smooth(1, height0, width0))  # 0 to 1
+    # 0 to 1.
+    hard = torch.special.ndtr(smooth(1, height0, width0))
     field0 += normal(factors, height0, width0) * (_NOISE[0] * (_NOISE[1] / _NOISE[0]) ** hard)
     mixing = torch.randn(channels, factors, generator=random, device=device)
-    mixing = torch.linalg.qr(mixing).Q  # orthonormal: cosines of mixtures are those of the factors
+    # Orthonormal: cosines of mixtures are those of the factors.
+    mixing = torch.linalg.qr(mixing).Q
     return _mixed(F.normalize(field0), mixing, like0), _mixed(F.normalize(field1), mixing, like1)
 
 

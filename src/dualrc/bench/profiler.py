@@ -30,7 +30,8 @@ def kernel_seconds(run: Run, device: torch.device) -> dict[str, float]:
         with _quiet(), profile(activities=activities, acc_events=True) as seen:
             run()
             synchronize(device)
-    except RuntimeError:  # some machines don't let processes look at the GPU's counters
+    # Some machines don't let processes look at the GPU's counters.
+    except RuntimeError:
         return {}
     seconds: dict[str, float] = {}
     for event in seen.key_averages():

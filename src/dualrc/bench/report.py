@@ -9,8 +9,10 @@ from rich.text import Text
 
 from dualrc.bench.results import DeviceResult, Growth, Row, SizeResult
 
-_NAME = 44  # characters of a kernel's name: enough to tell which it is
-_WIDE = 190  # columns that the table needs; where output is not a terminal, lines are as long as they have to be
+# Characters of a kernel's name: enough to tell which it is.
+_NAME = 44
+# Columns that the table needs; where output is not a terminal, lines are as long as they have to be.
+_WIDE = 190
 
 
 def show(result: DeviceResult, console: Console) -> None:

@@ -16,7 +16,8 @@ from dualrc.ops.memory import Work
 from dualrc.ops.torch import FIRST_BLOCK
 from dualrc.types import Size
 
-_NEAR_PX = 8.0  # two fine cells
+# Two fine cells.
+_NEAR_PX = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +27,18 @@ class Row:
     method: str
     stage: Stage
     timing: Timing | None = None
-    engine: str | None = None  # that the matcher used
+    # That the matcher used.
+    engine: str | None = None
     peak_bytes: int | None = None
-    working_bytes: int | None = None  # the peak less what was held before the first pair
+    # The peak less what was held before the first pair.
+    working_bytes: int | None = None
     work: Work | None = None
-    matrix_share: float | None = None  # operations a second, of the device's measured rate
-    bandwidth_share: float | None = None  # bytes a second, of the device's measured rate
-    kernels: tuple[Kernel, ...] = ()  # that took longest, as the profiler saw them
+    # Operations a second, of the device's measured rate.
+    matrix_share: float | None = None
+    # Bytes a second, of the device's measured rate.
+    bandwidth_share: float | None = None
+    # That took longest, as the profiler saw them.
+    kernels: tuple[Kernel, ...] = ()
     matches: int | None = None
     pairs_per_s: float | None = None
 
@@ -56,13 +62,19 @@ class Row:
 class Search:
     """How much of the coarse tensor the search looked at."""
 
-    on: str  # "pictures" or "planted features"
+    # "pictures" or "planted features".
+    on: str
     matches: int
-    groups: int  # of 16 queries, both ways together
-    visited_cells: float  # mean of a group
-    visited_share: float  # of the cells that it could have visited
-    widened_groups: int  # that visited more cells than the torch engine visits at first
-    planted_correct: float | None  # share of matches within two fine cells of the planted motion
+    # Of 16 queries, both ways together.
+    groups: int
+    # Mean of a group.
+    visited_cells: float
+    # Of the cells that it could have visited.
+    visited_share: float
+    # That visited more cells than the torch engine visits at first.
+    widened_groups: int
+    # Share of matches within two fine cells of the planted motion.
+    planted_correct: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +84,8 @@ class SizeResult:
     size: Size
     network_size: Size
     tensor_entries: int
-    searches: dict[str, Search]  # by method
+    # By method.
+    searches: dict[str, Search]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
@@ -100,7 +113,8 @@ class DeviceResult:
     precision: str
     machine: dict[str, Any]
     preset: str
-    weights: str  # their hash, or "generated"
+    # Their hash, or "generated".
+    weights: str
     config: dict[str, Any]
     rates: Rates
     sizes: tuple[SizeResult, ...] = ()
@@ -113,7 +127,8 @@ def describe_search(method: Dualrc) -> Search | None:
     if not isinstance(network, DualRCNet):
         return None
     found, searched = method.on_device(network.match), method.on_device(network.search)
-    visited = [count[count > 0] for count in (searched.visited0, searched.visited1)]  # 0: nobody asked
+    # 0: nobody asked.
+    visited = [count[count > 0] for count in (searched.visited0, searched.visited1)]
     groups, total = sum(len(count) for count in visited), sum(int(count.sum()) for count in visited)
     if method.task.generated:
         true = Motion().points1(found.points0, method.seen, method.seen)

@@ -18,8 +18,10 @@ from dualrc.errors import DataError
 class ColmapConfig(CutConfig):
     """Pairs from one's own reconstruction."""
 
-    model: str  # folder with cameras.bin, images.bin and points3D.bin, or the same as .txt
-    images: str  # folder of its pictures
+    # Folder with cameras.bin, images.bin and points3D.bin, or the same as .txt.
+    model: str
+    # Folder of its pictures.
+    images: str
     # Share of the 3D points of the picture with fewer of them that the other one must see too.
     min_overlap: float = 0.2
     # And so many of them at least.

@@ -10,7 +10,8 @@ from dualrc.geometry import Camera, reproject
 from dualrc.pixels import resize_points
 from dualrc.types import FloatArray
 
-_POINTS = 4096  # asked in each picture
+# Asked in each picture.
+_POINTS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-MOST_BYTES = 1 << 30  # of an array, unpacked: a file with nothing in it can claim any size
+# Of an array, unpacked: a file with nothing in it can claim any size.
+MOST_BYTES = 1 << 30
 
 
 def read_dataset(file: Any, name: Any) -> npt.NDArray[Any]:

@@ -7,7 +7,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-_UNIFORM, _NORMAL = 128, 96  # random numbers of a picture, more than are used
+# Random numbers of a picture, more than are used.
+_UNIFORM, _NORMAL = 128, 96
 
 
 class Draws:
@@ -127,7 +128,8 @@ def _blurred(images: Tensor, sigma: Tensor) -> Tensor:
     """Gaussian blur with a deviation in pixels for each picture (b 1 1 1); 0: none."""
     reach = 4
     axis = torch.arange(-reach, reach + 1, device=images.device)
-    kernel = torch.exp(-axis.square() / (2 * sigma.float().clamp(min=1e-3).square()))  # b 1 1 9
+    # B 1 1 9.
+    kernel = torch.exp(-axis.square() / (2 * sigma.float().clamp(min=1e-3).square()))
     kernel = (kernel / kernel.sum(3, keepdim=True)).to(images.dtype)
     height, width = images.shape[2:]
     # Shifts and sums: a convolution with a kernel of its own for every picture is slower.

@@ -33,10 +33,14 @@ _ARRAYS = ("image_paths", "depth_paths", "intrinsics", "poses", "overlap_matrix"
 class MegaDepthRecipe:
     """Which pairs of MegaDepth are taken; the defaults are the paper's."""
 
-    min_overlap: float = 0.5  # share of picture 0's sparse points that picture 1 sees; pairs must exceed it
-    scene_pairs: int = 500  # scenes with more valid pairs are for training, the others for validation
-    pairs_per_scene: int = 110  # of a training scene; of a validation scene all are taken
-    points: int = 128  # correspondences a pair in the pairs files
+    # Share of picture 0's sparse points that picture 1 sees; pairs must exceed it.
+    min_overlap: float = 0.5
+    # Scenes with more valid pairs are for training, the others for validation.
+    scene_pairs: int = 500
+    # Of a training scene; of a validation scene all are taken.
+    pairs_per_scene: int = 110
+    # Correspondences a pair in the pairs files.
+    points: int = 128
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -50,7 +54,8 @@ class MegaDepthConfig(CutConfig):
 
     root: str
     split: Split = "training"
-    seed: int = 0  # of the choice of pairs
+    # Of the choice of pairs.
+    seed: int = 0
     kind: Literal["megadepth"] = "megadepth"
 
 
@@ -168,9 +173,12 @@ class SceneResult:
     name: str
     split: Split | None = None
     pairs: int = 0
-    poor: int = 0  # pairs left out because their depth maps agree on too few points
-    broken: tuple[str, ...] = ()  # what could not be read
-    part: Path | None = None  # the lines
+    # Pairs left out because their depth maps agree on too few points.
+    poor: int = 0
+    # What could not be read.
+    broken: tuple[str, ...] = ()
+    # The lines.
+    part: Path | None = None
 
 
 def write_scenes(

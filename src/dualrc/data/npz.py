@@ -17,7 +17,8 @@ import numpy as np
 from dualrc.errors import DataError
 from dualrc.files import limit_zip
 
-MOST_BYTES = 4 << 30  # unpacked
+# Unpacked.
+MOST_BYTES = 4 << 30
 # What reading a file that is not what it should be can raise.
 BROKEN = (
     OSError,
@@ -28,8 +29,10 @@ BROKEN = (
     AttributeError,
     ImportError,
     ArithmeticError,
-    MemoryError,  # broken lengths ask for anything
-    RuntimeError,  # encrypted, or compressed in a way that is not known here
+    # Broken lengths ask for anything.
+    MemoryError,
+    # Encrypted, or compressed in a way that is not known here.
+    RuntimeError,
     struct.error,
     zlib.error,
     zipfile.BadZipFile,
@@ -81,7 +84,8 @@ class ArrayUnpickler(pickle.Unpickler):
 def _allowed() -> dict[tuple[str, str], Any]:
     # The functions that numpy's own pickles name, whose places differ between its versions.
     array: Any = np.zeros(1).__reduce__()
-    array_from_5: Any = np.zeros(1).__reduce_ex__(5)  # how pickles of protocol 5 store it
+    # How pickles of protocol 5 store it.
+    array_from_5: Any = np.zeros(1).__reduce_ex__(5)
     scalar: Any = np.float64(0).__reduce__()
     return {
         ("numpy", "ndarray"): np.ndarray,

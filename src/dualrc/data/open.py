@@ -18,7 +18,8 @@ from dualrc.data.views import FilePairs
 
 DataConfig = PhotosConfig | ScenesConfig | PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfig
 
-_HELD_OUT = 10  # every tenth
+# Every tenth.
+_HELD_OUT = 10
 _HELD_OUT_SCENES = 16
 
 

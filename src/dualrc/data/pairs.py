@@ -15,13 +15,18 @@ from dualrc.types import FloatArray, ImageArray
 class PairBatch:
     """Pairs of pictures of the same size with n places each; points are (x, y) in pixels."""
 
-    images0: Tensor  # b 3 h w, normalized
+    # B 3 h w, normalized.
+    images0: Tensor
     images1: Tensor
-    points0: Tensor  # b n 2
+    # B n 2.
+    points0: Tensor
     points1: Tensor
-    valid: Tensor  # b n: points0 and points1 show the same thing
-    absent0: Tensor  # b n: points0 is known to be hidden in picture 1, or outside it
-    absent1: Tensor  # b n: the same of points1 in picture 0
+    # B n: points0 and points1 show the same thing.
+    valid: Tensor
+    # B n: points0 is known to be hidden in picture 1, or outside it.
+    absent0: Tensor
+    # B n: the same of points1 in picture 0.
+    absent1: Tensor
 
     def swapped(self) -> "PairBatch":
         """The pictures exchanged."""
@@ -56,7 +61,8 @@ class PairSample:
     image0: Path | ImageArray
     image1: Path | ImageArray
     points0: FloatArray  # (n, 2)
-    points1: FloatArray  # (n, 2), which show the same
+    # (n, 2), which show the same.
+    points1: FloatArray
     # (m, 2) points of picture 0 that are known to be hidden in picture 1, or outside it, and (k, 2) of picture 1.
     hidden0: FloatArray = field(default_factory=lambda: np.empty((0, 2)))
     hidden1: FloatArray = field(default_factory=lambda: np.empty((0, 2)))

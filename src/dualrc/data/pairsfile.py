@@ -22,7 +22,8 @@ class PairsFileConfig(CutConfig):
     """Pairs from a file with a line `image0 image1 x0 y0 x1 y1 ...` each."""
 
     file: str
-    images: str  # folder that the names in the file start from
+    # Folder that the names in the file start from.
+    images: str
     kind: Literal["pairs"] = "pairs"
 
 
@@ -32,7 +33,8 @@ class PairLine:
 
     name0: str
     name1: str
-    points0: FloatArray  # (n, 2) in the pixels of the picture as it is
+    # (n, 2) in the pixels of the picture as it is.
+    points0: FloatArray
     points1: FloatArray
 
 

@@ -13,20 +13,27 @@ from dualrc.data.photos import PhotoMotion, Photos
 from dualrc.image import normalize_colors
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_unit
 
-_SMALLER = (2, 4)  # how many times smaller the versions of a photograph are that are read where it is scaled down
-_TAPS = 3  # places that are read for a pixel of a background that is seen from the side
+# How many times smaller the versions of a photograph are that are read where it is scaled down.
+_SMALLER = (2, 4)
+# Places that are read for a pixel of a background that is seen from the side.
+_TAPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
     """One photograph seen in both pictures."""
 
-    levels: tuple[Tensor, ...]  # b 3 s s, 0 to 1; then at half and at a quarter of the size
-    sizes: Tensor  # b 2
-    photo_from_picture: tuple[Tensor, Tensor]  # b 3 3 each
+    # B 3 s s, 0 to 1; then at half and at a quarter of the size.
+    levels: tuple[Tensor, ...]
+    # B 2.
+    sizes: Tensor
+    # B 3 3 each.
+    photo_from_picture: tuple[Tensor, Tensor]
     # The outline: where angle-dependent radius ends; None for the background, which has no end.
-    center: Tensor | None  # b 2
-    radii: Tensor | None  # b 8: mean radius, then amplitudes and phases of three harmonics, and presence
+    # B 2.
+    center: Tensor | None
+    # B 8: mean radius, then amplitudes and phases of three harmonics, and presence.
+    radii: Tensor | None
     # The bending of picture 1's background: b j 6, amplitude (2), frequency (2), phases (2); None: stiff.
     waves: Tensor | None
     # The pattern that covers the background: b 2, its period in pixels of the photograph and how much it hides.
@@ -151,7 +158,8 @@ class PhotoPairs:
             draw.normal(math.radians(motion.rotation_deg)),
         ).where(~still, 0)
         focus = sizes * draw.uniform(0.25, 0.75, 2)
-        middle = draw.uniform(0.2, 0.8, 2) * self.size  # where an occluding layer stands in picture 0
+        # Where an occluding layer stands in picture 0.
+        middle = draw.uniform(0.2, 0.8, 2) * self.size
         tilts, toward = self._tilts(draw) if background and motion.tilted else (None, None)
         views: list[tuple[Tensor, ...]] = []
         for sign in (-0.5, 0.5):
@@ -212,7 +220,8 @@ class PhotoPairs:
             photo = _to_photo(layer, points, number)
             mine = top == rank
             result = torch.where(mine[..., None], _to_picture(layer, photo, other), result)
-            inside = ((photo >= 0) & (photo <= layer.sizes[:, None] - 1)).all(2)  # the rest is mirrored: ambiguous
+            # The rest is mirrored: ambiguous.
+            inside = ((photo >= 0) & (photo <= layer.sizes[:, None] - 1)).all(2)
             known |= mine & inside
         framed = ((result >= 0) & (result <= self.size - 1)).all(2)
         visible = framed & (_top_layer(layers, result, other) == top)
@@ -276,7 +285,8 @@ def _foreshortening(tilt: Tensor) -> Tensor:
 def _project(homography: Tensor, points: Tensor) -> Tensor:
     """(b 3 3), (b n 2) -> (b n 2); places behind the horizon go far away."""
     # Not as a product of matrices: on a GPU that may round its factors to 11 bits, which is a quarter of a pixel.
-    columns = homography[:, None].unbind(3)  # b 1 3 each
+    # B 1 3 each.
+    columns = homography[:, None].unbind(3)
     mapped = points[..., :1] * columns[0] + points[..., 1:] * columns[1] + columns[2]
     depth = mapped[..., 2:]
     return torch.where(depth > 0.05, mapped[..., :2] / depth.clamp(min=0.05), -1e5)
@@ -290,8 +300,10 @@ def _inverse(matrix: Tensor) -> Tensor:
 
 
 def _bend(waves: Tensor, points: Tensor) -> Tensor:
-    amplitude, frequency, phase = waves[:, None].split(2, dim=3)  # b 1 j 2
-    angle = (points[:, :, None] * frequency).sum(3, keepdim=True)  # b n j 1
+    # B 1 j 2.
+    amplitude, frequency, phase = waves[:, None].split(2, dim=3)
+    # B n j 1.
+    angle = (points[:, :, None] * frequency).sum(3, keepdim=True)
     return (amplitude * torch.sin(angle + phase)).sum(2)
 
 
@@ -305,7 +317,8 @@ def _to_picture(layer: _Layer, places: Tensor, number: int) -> Tensor:
     """Places in the layer's photograph to picture `number`."""
     if layer.waves is not None and number == 1:
         straight = places
-        for _ in range(12):  # the bending is a contraction, so this converges on its inverse
+        # The bending is a contraction, so this converges on its inverse.
+        for _ in range(12):
             straight = places - _bend(layer.waves, straight)
         places = straight
     return _project(_inverse(layer.photo_from_picture[number]), places)
@@ -335,7 +348,8 @@ def _sample(layer: _Layer, places: Tensor) -> Tensor:
     middle = places.shape[1] // 2 + side // 2
     # How far apart the places of neighbouring pixels are, in pixels of the photograph, in the middle of the picture.
     right, down = places[:, middle + 1] - places[:, middle], places[:, middle + side] - places[:, middle]
-    if layer.center is not None:  # occluding layers are not tilted
+    # Occluding layers are not tilted.
+    if layer.center is not None:
         return _read(layer, places, right.norm(dim=1))
     # Singular values and the direction in which the photograph shrinks most.
     across, along, both = right.square().sum(1), down.square().sum(1), (right * down).sum(1)

@@ -23,8 +23,10 @@ from dualrc.formats import SUFFIXES, open_picture
 from dualrc.image import read
 from dualrc.types import ImageArray
 
-_MOST_BYTES = 1 << 28  # of a photograph in a tar file
-_MOST_WAITING = 64  # photographs that wait for being decoded or taken: a whole tar file would fill the memory
+# Of a photograph in a tar file.
+_MOST_BYTES = 1 << 28
+# Photographs that wait for being decoded or taken: a whole tar file would fill the memory.
+_MOST_WAITING = 64
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -34,9 +36,12 @@ Result = TypeVar("Result")
 class Photos:
     """Photographs in the upper left corners of square canvases."""
 
-    canvases: Tensor  # n 3 s s uint8
-    sizes: Tensor  # n 2, (width, height)
-    broken: tuple[str, ...]  # names of those left out: they could not be read, or are too small
+    # N 3 s s uint8.
+    canvases: Tensor
+    # N 2, (width, height).
+    sizes: Tensor
+    # Names of those left out: they could not be read, or are too small.
+    broken: tuple[str, ...]
 
 
 def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | None = None) -> Photos:
@@ -44,7 +49,8 @@ def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | 
     images: list[ImageArray] = []
     sizes, broken = [], []
     sources = itertools.islice(_sources(roots), limit)
-    with ThreadPoolExecutor() as pool:  # decoding runs beside Python
+    # Decoding runs beside Python.
+    with ThreadPoolExecutor() as pool:
         for name, pixels in _in_order(pool, lambda source: (source[0], _read_small(*source, canvas)), sources):
             if pixels is None:
                 broken.append(name)
@@ -75,7 +81,8 @@ def _read_small(name: str, source: Path | bytes, canvas: int) -> ImageArray | No
     """A photograph scaled down to the canvas; None if it can't be read or is too small to cut views from."""
     try:
         pixels = read(source) if isinstance(source, Path) else read(open_picture(io.BytesIO(source), name))
-    except ImageError:  # one of many is no reason to stop
+    # One of many is no reason to stop.
+    except ImageError:
         return None
     height, width = pixels.shape[:2]
     scale = canvas / max(height, width)
@@ -144,20 +151,33 @@ class _Bounded:
 class PhotoMotion:
     """How far apart the two pictures of a pair may be."""
 
-    rotation_deg: float = 30.0  # deviation of the usual rotation
-    any_rotation: float = 0.3  # share of pairs turned by any angle
-    octaves: float = 0.85  # deviation of the change of scale, in octaves
-    stretch: float = 0.16  # deviation of how much a view is longer one way than the other
+    # Deviation of the usual rotation.
+    rotation_deg: float = 30.0
+    # Share of pairs turned by any angle.
+    any_rotation: float = 0.3
+    # Deviation of the change of scale, in octaves.
+    octaves: float = 0.85
+    # Deviation of how much a view is longer one way than the other.
+    stretch: float = 0.16
     perspective: float = 0.3
-    shift: float = 0.25  # of the picture's side
-    layers: int = 2  # occluding photographs with their own motion
-    bend: float = 0.5  # share of pairs whose background bends smoothly
-    still: float = 0.2  # share of pairs whose background only shifts by a few pixels, as under another light
-    mosaic: float = 0.5  # share of pairs whose background is nine photographs, so that wide views stay sharp
-    unrelated: float = 0.06  # share of pairs that show different things: nothing there may be trusted
-    tilt_deg: float = 0.0  # the most that the background is seen from the side in one of the pictures
-    tilted: float = 0.0  # share of pairs that are tilted, by any angle up to that
-    repeated: float = 0.0  # share of pairs whose background is covered by a pattern that repeats itself
+    # Of the picture's side.
+    shift: float = 0.25
+    # Occluding photographs with their own motion.
+    layers: int = 2
+    # Share of pairs whose background bends smoothly.
+    bend: float = 0.5
+    # Share of pairs whose background only shifts by a few pixels, as under another light.
+    still: float = 0.2
+    # Share of pairs whose background is nine photographs, so that wide views stay sharp.
+    mosaic: float = 0.5
+    # Share of pairs that show different things: nothing there may be trusted.
+    unrelated: float = 0.06
+    # The most that the background is seen from the side in one of the pictures.
+    tilt_deg: float = 0.0
+    # Share of pairs that are tilted, by any angle up to that.
+    tilted: float = 0.0
+    # Share of pairs whose background is covered by a pattern that repeats itself.
+    repeated: float = 0.0
 
     def __post_init__(self) -> None:
         check_bounds(self, "any_rotation", "bend", "still", "mosaic", "unrelated", at_least=0, at_most=1)
@@ -170,11 +190,15 @@ class PhotosConfig:
     """Pairs made from single photographs."""
 
     kind: Literal["photos"] = "photos"
-    share: float = 1.0  # of the pairs, beside the other data
-    paths: tuple[str, ...]  # folders and tar files
+    # Of the pairs, beside the other data.
+    share: float = 1.0
+    # Folders and tar files.
+    paths: tuple[str, ...]
     motion: PhotoMotion = field(default_factory=PhotoMotion)
-    canvas: int = 512  # larger photographs are scaled down to this side
-    sensors: float = 0.0  # share of pictures with the tones and channels of another sensor or season
+    # Larger photographs are scaled down to this side.
+    canvas: int = 512
+    # Share of pictures with the tones and channels of another sensor or season.
+    sensors: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.paths:

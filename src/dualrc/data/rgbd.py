@@ -25,7 +25,8 @@ from dualrc.geometry import (
 )
 from dualrc.types import FloatArray
 
-_GLANCE = 256  # points of each picture that tell how much two pictures share
+# Points of each picture that tell how much two pictures share.
+_GLANCE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,8 @@ def _framed(a: _Glance, b: _Glance) -> tuple[float, float]:
     shares = []
     for seer, seen in ((a, b), (b, a)):
         camera = seer.frame.camera
-        assert camera.cam_from_world is not None  # read_rgbd gives poses
+        # read_rgbd gives poses.
+        assert camera.cam_from_world is not None
         places = camera.project(transform_points(camera.cam_from_world, seen.world))
         shares.append(float(on_picture(places, camera.size).mean()))
     return shares[0], shares[1]

@@ -19,10 +19,12 @@ from dualrc.machine import end_with_parent
 from dualrc.scenes import Rendering, ScenePair, correspond, make_pair
 from dualrc.types import FloatArray
 
-_POINTS = 2048  # asked in each picture
+# Asked in each picture.
+_POINTS = 2048
 _MIN_OVERLAP = 0.25
 _TRIES = 20
-_FIRST = 16  # pairs before the first batch is made
+# Pairs before the first batch is made.
+_FIRST = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,8 @@ def _draw_pair(config: ScenesConfig, rng: np.random.Generator) -> ScenePair:
                 texture_size=config.texture,
             )
         except ConfigError:
-            continue  # this scene has no two such views; an easier draw comes
+            # This scene has no two such views; an easier draw comes.
+            continue
     raise ConfigError("No two views of a scene overlap; lower angle_deg or zoom.")
 
 
@@ -100,7 +103,8 @@ def _locate(
     points = rng.uniform(0, np.array(rendering.view.size) - 1, (_POINTS, 2))
     found = correspond(rendering, other, points)
     visible, there = found.visible.cpu().numpy(), found.points1.cpu().numpy()
-    shows = rendering.depth.cpu().numpy()[*np.round(points).astype(int).T[::-1]] > 0  # sky is nowhere for sure
+    # Sky is nowhere for sure.
+    shows = rendering.depth.cpu().numpy()[*np.round(points).astype(int).T[::-1]] > 0
     return points[visible], there[visible], points[shows & ~visible]
 
 
@@ -145,7 +149,8 @@ class _Pool:
     def __init__(self, config: ScenesConfig, helper: "_Pool | None" = None) -> None:
         self.config, self.failure = config, ""
         self._samples: list[PairSample] = []
-        self._next = 0  # the next pair to render
+        # The next pair to render.
+        self._next = 0
         self._oldest = 0
         self._pending: set[Future[PairSample]] = set()
         self._executor: ProcessPoolExecutor | None = None

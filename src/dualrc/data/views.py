@@ -20,16 +20,20 @@ from dualrc.image import normalize_colors, read
 from dualrc.pixels import on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, ImageArray
 
-_TRIES = 8  # cuts, of which the first is taken that keeps enough points
-_HIDDEN_SHARE = 1 / 8  # of the places, for the hidden points of each picture
-_MARGIN_PX = 8  # this near to the border of a view, a point outside may still be seen by the network
+# Cuts, of which the first is taken that keeps enough points.
+_TRIES = 8
+# Of the places, for the hidden points of each picture.
+_HIDDEN_SHARE = 1 / 8
+# This near to the border of a view, a point outside may still be seen by the network.
+_MARGIN_PX = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutConfig:
     """How pairs of pictures become views of one size."""
 
-    share: float = 1.0  # of the pairs, beside the other data
+    # Of the pairs, beside the other data.
+    share: float = 1.0
     # None: the whole picture, scaled to a square, as in the paper. Else a random square; this is the least share of
     # the shorter side that it takes.
     crop: float | None = None
@@ -58,7 +62,8 @@ class _View(NamedTuple):
 
     images: ImageArray  # (2, size, size, 3)
     points: npt.NDArray[np.float32]  # (2, n, 2)
-    flags: BoolArray  # (3, n): valid, absent0, absent1
+    # (3, n): valid, absent0, absent1.
+    flags: BoolArray
 
 
 class FilePairs:
@@ -76,7 +81,8 @@ class FilePairs:
             raise DataError("There are no pairs to train on; check the data.")
         self.source, self.config = source, config
         self.size, self.points, self.device = size, points, torch.device(device)
-        self.skipped: dict[str, str] = {}  # names of pairs, and of whole frames or scenes, to what is wrong with them
+        # Names of pairs, and of whole frames or scenes, to what is wrong with them.
+        self.skipped: dict[str, str] = {}
         self._broken: set[int] = set()
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="pairs")
 
@@ -85,7 +91,8 @@ class FilePairs:
         seed = _draw(random)
         views = list(self._pool.map(lambda slot: self._view(seed, slot), range(count)))
         own = torch.Generator(device=self.device).manual_seed(seed)
-        images = torch.from_numpy(np.stack([view.images for view in views], axis=1)).to(self.device)  # 2 b s s 3
+        # 2 b s s 3.
+        images = torch.from_numpy(np.stack([view.images for view in views], axis=1)).to(self.device)
         images = images.flatten(0, 1).permute(0, 3, 1, 2).float() / 255
         images0, images1 = normalize_colors(relight(images, own) if self.config.light else images).split(count)
         points0, points1 = self._tensor([view.points for view in views])

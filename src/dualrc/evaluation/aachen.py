@@ -27,8 +27,10 @@ from dualrc.localize import Correspondences, LocalizeConfig, read_poses, write_p
 from dualrc.matches import Estimate, Matches
 from dualrc.types import FloatArray
 
-THRESHOLDS = ((0.5, 2.0), (1.0, 5.0), (5.0, 10.0))  # metres and degrees
-UNKNOWN = float("nan")  # an error where the true pose is not known
+# Metres and degrees.
+THRESHOLDS = ((0.5, 2.0), (1.0, 5.0), (5.0, 10.0))
+# An error where the true pose is not known.
+UNKNOWN = float("nan")
 _SUBMISSION = {"v1.0": "Aachen_eval", "v1.1": "Aachen_v1_1_eval"}
 _EPIPOLAR_PX = 2.0
 _SHOWN_FAILURES = 20
@@ -53,7 +55,8 @@ class QueryScore:
 
     name: str
     condition: str
-    reason: str | None  # why it was not localized
+    # Why it was not localized.
+    reason: str | None
     candidates: int
     correspondences: int
     inliers: int
@@ -74,9 +77,12 @@ class GroupScore:
 
     queries: int
     localized: int
-    inliers: float  # median over those localized
-    scored: int  # whose true pose is known
-    shares: tuple[float, ...]  # of those, within each threshold; none where no true pose is known
+    # Median over those localized.
+    inliers: float
+    # Whose true pose is known.
+    scored: int
+    # Of those, within each threshold; none where no true pose is known.
+    shares: tuple[float, ...]
     median_error_m: float
     median_error_deg: float
 
@@ -101,7 +107,8 @@ class GroupScore:
 class MapScore:
     """The map that the matches made."""
 
-    pictures: int  # with at least one point
+    # With at least one point.
+    pictures: int
     points: int
     track_length: float
     error_px: float
@@ -113,9 +120,11 @@ class Scores:
 
     conditions: dict[str, GroupScore]
     map: MapScore
-    matches: float  # a pair
+    # A pair.
+    matches: float
     queries: tuple[QueryScore, ...]
-    submission: str  # the file of poses
+    # The file of poses.
+    submission: str
 
 
 class Aachen(Benchmark):
@@ -138,7 +147,8 @@ class Aachen(Benchmark):
     ) -> None:
         """`data` is read from the root unless it is given."""
         super().__init__(settings, messages)
-        import_pycolmap()  # what is missing is said before the long work
+        # What is missing is said before the long work.
+        import_pycolmap()
         self.data = data or read_aachen(settings.roots[0])
         self.pairs, self.notes = self.data.pairs, list(self.data.notes)
         if settings.protocol == "paper":
@@ -229,7 +239,8 @@ class Aachen(Benchmark):
 
     def _camera(self, name: str) -> Camera:
         camera = self.data.queries[name].camera if name in self.data.queries else self.data.database[name]
-        assert camera is not None  # pictures without a camera are not matched
+        # Pictures without a camera are not matched.
+        assert camera is not None
         return camera
 
     def localize(self, merged: MergedMatches, work: Path) -> tuple[PosedMap, list[QueryScore], dict[str, FloatArray]]:
@@ -329,7 +340,8 @@ class Aachen(Benchmark):
         if not len(best) or pair.name0 not in self.truth:
             return draw_matches(image0, image1, best)
         camera0, camera1 = self._camera(pair.name0), self._camera(pair.name1)
-        assert camera1.cam_from_world is not None  # it is one of the database
+        # It is one of the database.
+        assert camera1.cam_from_world is not None
         pose = cam1_from_cam0(self.truth[pair.name0], camera1.cam_from_world)
         points0, points1 = stored_points(best.points0, pair.path0), stored_points(best.points1, pair.path1)
         agree = pose_distance_px(pose, camera0, camera1, points0, points1, in_picture1=True) <= _EPIPOLAR_PX

@@ -32,10 +32,14 @@ _MORE_PAIRS = "pairs*.txt"
 class Query:
     """A picture to be localized."""
 
-    condition: str  # day or night
-    camera: Camera | None = None  # of the picture as it is stored; None where there is none, and then `reason` says why
-    reason: str | None = None  # why it can't be localized with any matches
-    candidates: tuple[str, ...] = ()  # pictures of the database to match it with
+    # Day or night.
+    condition: str
+    # Of the picture as it is stored; None where there is none, and then `reason` says why.
+    camera: Camera | None = None
+    # Why it can't be localized with any matches.
+    reason: str | None = None
+    # Pictures of the database to match it with.
+    candidates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,8 +47,10 @@ class AachenData:
     """A database of pictures with poses, queries, and which pictures are matched."""
 
     version: str
-    database: dict[str, Camera]  # of the pictures as they are stored, with poses
-    queries: dict[str, Query]  # of the conditions that have candidates
+    # Of the pictures as they are stored, with poses.
+    database: dict[str, Camera]
+    # Of the conditions that have candidates.
+    queries: dict[str, Query]
     pairs: list[Pair]
     notes: list[str]
 
@@ -138,7 +144,8 @@ def _read_nvm(path: Path, intrinsics_paths: list[Path], notes: list[str]) -> dic
         try:
             values = [float(value) for value in fields[1:8]]
             R = rotation_from_quaternion(values[:4])
-            pose = np.column_stack([R, -R @ np.array(values[4:7])])  # the file has the camera's place
+            # The file has the camera's place.
+            pose = np.column_stack([R, -R @ np.array(values[4:7])])
         except (ValueError, IndexError) as error:
             raise DataError(f"{path}, line {number}: not a picture with its pose; get the published file.") from error
         camera = cameras.get(name, f"{intrinsics} has no camera for it.")
@@ -210,7 +217,8 @@ def _add_candidates(
         if asked:
             candidates[name0].append(name1)
             if queries[name0].reason is not None:
-                continue  # its matches would not be used
+                # Its matches would not be used.
+                continue
         group = queries[name0].condition if asked else "database"
         pairs.append(Pair(name0=name0, name1=name1, path0=paths[name0], path1=paths[name1], group=group))
     if unusable:

@@ -78,7 +78,8 @@ class Appendix(Benchmark):
         self.pairs, self.notes, self.protocol = self.hpatches.pairs, self.hpatches.notes, self.hpatches.protocol
         self.sizes = sorted(set(settings.sizes), reverse=True)
         self.drawn_pairs = _drawn_pairs(self.pairs, settings.pairs)
-        self.later_notes: list[str] = []  # that come up while pairs are drawn and costs measured
+        # That come up while pairs are drawn and costs measured.
+        self.later_notes: list[str] = []
         with show_status("Reading the weights...", self.messages.quiet):
             self.networks = read_networks(settings.weights, settings.preset)
 
@@ -176,7 +177,8 @@ class Appendix(Benchmark):
                         caption=f"{result.matcher}, {names}: {score}",
                         picture=picture,
                         file=f"best{count} {pair.group} {pair.path0.stem}-{pair.path1.stem} {result.matcher}",
-                        order=(count, number),  # all matchers' pictures of a pair side by side
+                        # All matchers' pictures of a pair side by side.
+                        order=(count, number),
                     )
                 )
         return drawn

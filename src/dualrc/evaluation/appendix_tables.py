@@ -13,8 +13,10 @@ from dualrc.evaluation.networks import Network, variant_label
 from dualrc.evaluation.report import Report, Table, seconds
 
 CHANNELS = (1024, 256)
-STRIDE = 4  # of the map on which matches are located, in pixels of the picture
-_BOTH_CHANNELS = ("a", "e")  # the variants of which the paper compares 256 and 1024 channels
+# Of the map on which matches are located, in pixels of the picture.
+STRIDE = 4
+# The variants of which the paper compares 256 and 1024 channels.
+_BOTH_CHANNELS = ("a", "e")
 # Published curves of neighborhood consensus: long sides of the picture, and of the map that locates matches. NCNet ran
 # without the last stride of its trunk, so its map has an eighth of the picture's size; it is pooled by 2 for consensus.
 _PUBLISHED_SIZES = {
@@ -74,7 +76,8 @@ def compare_sizes(benchmark: HPatches, by_size: Mapping[int, Result], others: Se
     by_size = {size: _with_top(result, -1) for size, result in by_size.items()}
     others = [_with_top(result, -1) for result in others]
     largest, *smaller = sorted(by_size, reverse=True)
-    cells = largest // (2 * STRIDE)  # of the map that Sparse-NCNet makes of the largest pictures
+    # Of the map that Sparse-NCNet makes of the largest pictures.
+    cells = largest // (2 * STRIDE)
     same_picture = [name for name, (picture, _) in _PUBLISHED_SIZES.items() if picture == largest]
     same_map = [name for name, (_, side) in _PUBLISHED_SIZES.items() if side == cells]
     plots = {

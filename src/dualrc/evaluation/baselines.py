@@ -19,7 +19,8 @@ from dualrc.types import FloatArray, Size
 
 OpenCVMethod = Literal["RANSAC", "USAC_MAGSAC"]
 
-_CACHED_PICTURES = 32  # with descriptors of 2 MB each at most
+# With descriptors of 2 MB each at most.
+_CACHED_PICTURES = 32
 _CONFIDENCE = 0.99999
 # In units of the baseline, as in published evaluations: OpenCV's own limit of 50 rejects points of far scenes.
 _MAX_DEPTH = 1e9
@@ -41,10 +42,13 @@ def has_opencv() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Described:
-    points: FloatArray  # (n, 2) in the picture's own pixels
-    descriptors: FloatArray  # (n, 128), of length 1
+    # (n, 2) in the picture's own pixels.
+    points: FloatArray
+    # (n, 128), of length 1.
+    descriptors: FloatArray
     size: Size
-    seen: Size  # the size at which SIFT looked at it
+    # The size at which SIFT looked at it.
+    seen: Size
     seconds: float
 
 
@@ -141,11 +145,13 @@ def opencv_relative_pose(
             rays0, rays1, np.eye(3), method=getattr(cv2, method), prob=_CONFIDENCE, threshold=threshold
         )
     except cv2.error:
-        return None  # it gives up on degenerate points this way
+        # It gives up on degenerate points this way.
+        return None
     if essentials is None or essentials.shape[0] < 3:
         return None
     best, best_count = None, 0
-    for essential in np.split(essentials, len(essentials) // 3):  # five points leave up to ten solutions
+    # Five points leave up to ten solutions.
+    for essential in np.split(essentials, len(essentials) // 3):
         count, R, t, *_ = cv2.recoverPose(
             essential, rays0, rays1, np.eye(3), distanceThresh=_MAX_DEPTH, mask=mask.copy()
         )

@@ -20,8 +20,10 @@ from dualrc.matches import Matches
 T = TypeVar("T")
 GetMatches = Callable[[Pair], Matches]
 
-COST_COLUMNS = ("matches", "a pair", "size")  # in every table
-_BEST, _WORST = 2, 3  # pairs that are drawn
+# In every table.
+COST_COLUMNS = ("matches", "a pair", "size")
+# Pairs that are drawn.
+_BEST, _WORST = 2, 3
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,12 @@ class Option:
 
     help: str
     _: KW_ONLY
-    flags: tuple[str, ...] = ()  # none: --NAME
-    metavar: str | None = None  # what the help calls its value
-    parse: Callable[[str], Any] | None = None  # makes the value from text
+    # None: --NAME.
+    flags: tuple[str, ...] = ()
+    # What the help calls its value.
+    metavar: str | None = None
+    # Makes the value from text.
+    parse: Callable[[str], Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +120,8 @@ class Cost:
     """What a matcher's matches cost, over the pairs that it could match."""
 
     seconds_per_pair: float | None = None
-    resolution: str = ""  # the most frequent size of the pictures that it looked at
+    # The most frequent size of the pictures that it looked at.
+    resolution: str = ""
 
     @staticmethod
     def of(all_infos: Sequence[Mapping[str, Any]]) -> "Cost":
@@ -140,8 +146,10 @@ class Result:
 
     matcher: str
     cost: Cost = Cost()
-    failures: Mapping[str, str] = field(default_factory=dict)  # pairs that could not be matched, and why
-    figures: Any  # the benchmark's own scores
+    # Pairs that could not be matched, and why.
+    failures: Mapping[str, str] = field(default_factory=dict)
+    # The benchmark's own scores.
+    figures: Any
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -149,21 +157,27 @@ class Benchmark(ABC):
     """A data set that was found and checked, with the protocol that scores matches on it."""
 
     name: ClassVar[str]
-    summary: ClassVar[str]  # a sentence for the help of the command line
-    example: ClassVar[str]  # a command line, without `dualrc evaluate NAME`
+    # A sentence for the help of the command line.
+    summary: ClassVar[str]
+    # A command line, without `dualrc evaluate NAME`.
+    example: ClassVar[str]
     settings_class: ClassVar[type[Settings]] = OneNetworkSettings
     # File patterns by which the data set is recognized.
     recognized_by: ClassVar[tuple[str, ...]] = ()
     # Matches that are stored for a pair, so that smaller limits can be scored without matching again.
     stored_matches: ClassVar[int] = 4000
     sift_features: ClassVar[int] = 4000
-    one_root: ClassVar[bool] = False  # whether several folders are refused
-    default_top: ClassVar[int] = 4000  # matches of a pair that are scored
+    # Whether several folders are refused.
+    one_root: ClassVar[bool] = False
+    # Matches of a pair that are scored.
+    default_top: ClassVar[int] = 4000
 
     settings: Settings
     pairs: list[Pair]
-    notes: list[str]  # what a reader of the results must know: excluded sequences, pairs without ground truth
-    protocol: dict[str, Any]  # thresholds and settings of the score, as JSON values
+    # What a reader of the results must know: excluded sequences, pairs without ground truth.
+    notes: list[str]
+    # Thresholds and settings of the score, as JSON values.
+    protocol: dict[str, Any]
     messages: Console
     # Called with the name of a step, how much of it is done, and of how much.
     progress: Callable[[str, int, int], None] = staticmethod(lambda step, done, total: None)

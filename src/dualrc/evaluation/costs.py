@@ -44,10 +44,14 @@ class Task:
 class Measured:
     """What matching a pair took, from files to matches."""
 
-    seconds: float  # the median of several, after a warm-up
-    memory_bytes: int  # peak: of the process, or on a GPU of what torch had allocated there
-    loaded_bytes: int  # of these, before the first pair: libraries and network, on a GPU the network
-    seen: tuple[int, int]  # picture 0 as the network saw it
+    # The median of several, after a warm-up.
+    seconds: float
+    # Peak: of the process, or on a GPU of what torch had allocated there.
+    memory_bytes: int
+    # Of these, before the first pair: libraries and network, on a GPU the network.
+    loaded_bytes: int
+    # Picture 0 as the network saw it.
+    seen: tuple[int, int]
     machine: str
 
 
@@ -77,7 +81,8 @@ def measure(task: Task) -> Measured:
 def _run(task: Task) -> Measured:
     matcher = load(task.preset, weights=task.weights, device=task.device, size=task.size, top=task.top)
     device = matcher.device
-    reset_peak(device)  # reading the weights takes more than keeping them, and is not matching
+    # Reading the weights takes more than keeping them, and is not matching.
+    reset_peak(device)
     loaded = held(device)
     seen = matcher.features(task.path0).scale.input_size
     times = [time_once(lambda: matcher.match(task.path0, task.path1), device) for _ in range(1 + _REPEATS)]

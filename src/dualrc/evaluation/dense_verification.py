@@ -13,12 +13,14 @@ from dualrc.draw import Picture
 from dualrc.geometry import Camera
 from dualrc.types import BoolArray, FloatArray
 
-_LONG_SIDE = 504  # an eighth of a photograph of 4032 pixels, as in InLoc's protocol
+# An eighth of a photograph of 4032 pixels, as in InLoc's protocol.
+_LONG_SIDE = 504
 _NEAREST_M = 0.05
 # Descriptors: RootSIFT of 4 x 4 cells, the side of a cell and the distance of descriptors in pixels.
 _CELL, _STEP = 8, 4
 _ORIENTATIONS = 8
-_LOWEST_CONTRAST = 0.02  # of a mean gradient, in standard deviations of the picture
+# Of a mean gradient, in standard deviations of the picture.
+_LOWEST_CONTRAST = 0.02
 
 
 def verify(
@@ -58,7 +60,8 @@ def render_points(
     index = (row * camera.width + column)[inside][order]
     picture = np.zeros((camera.height * camera.width, 3), dtype=np.uint8)
     seen = np.zeros(len(picture), dtype=np.bool_)
-    picture[index] = colors[inside][order]  # far to near: the last one stays
+    # Far to near: the last one stays.
+    picture[index] = colors[inside][order]
     seen[index] = True
     shape = (camera.height, camera.width)
     return picture.reshape(*shape, 3), seen.reshape(shape)
@@ -104,7 +107,8 @@ def _normalized(gray: Tensor, mask: Tensor) -> Tensor:
 
 def _descriptors(gray: Tensor) -> Tensor:
     """RootSIFT (128, h, w) at every fourth pixel that has all its cells in the picture."""
-    radius = math.ceil(_CELL / 2)  # three standard deviations
+    # Three standard deviations.
+    radius = math.ceil(_CELL / 2)
     gaussian = torch.exp(-0.5 * (torch.arange(-radius, radius + 1) / (_CELL / 6)) ** 2)
     smooth = _separable(gray[None, None], gaussian / gaussian.sum())
     dy, dx = torch.gradient(smooth[0, 0])

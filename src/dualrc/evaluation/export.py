@@ -30,8 +30,10 @@ class Pair:
     name1: str
     path0: Path
     path1: Path
-    group: str  # the sequence or scene
-    crop1: tuple[int, int] | None = None  # columns and rows that are cut off picture 1, on the left and at the top
+    # The sequence or scene.
+    group: str
+    # Columns and rows that are cut off picture 1, on the left and at the top.
+    crop1: tuple[int, int] | None = None
 
     @property
     def names(self) -> str:
@@ -98,7 +100,8 @@ def _match(pair: Pair, matcher: PairMatcher, top: int, crops: Path) -> Matches:
         path1 = pair.path1 if pair.crop1 is None else _cropped_copy(pair.path1, pair.crop1, crops)
         return matcher.match(pair.path0, path1).top(top)
     except OutputError:
-        raise  # a full disk is not the pair's fault, and would fail all that follow
+        # A full disk is not the pair's fault, and would fail all that follow.
+        raise
     except DualRCError as error:
         return Matches.none({"error": str(error)})
 

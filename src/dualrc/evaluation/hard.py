@@ -23,7 +23,8 @@ from dualrc.types import FloatArray
 EVD_TOP, EVD_PX = 1000, 5
 WXBS_TOP, WXBS_PX = 2000, (5, 20)
 _RANSAC_PX = 1.5
-_FEWEST = 8  # matches that a fundamental matrix is estimated from
+# Matches that a fundamental matrix is estimated from.
+_FEWEST = 8
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm")
 _EVD, _WXBS = "evd", "wxbs"
 
@@ -33,8 +34,10 @@ class PairScore:
     """One pair: the share of its matches, or of its points, within each threshold."""
 
     name: str
-    kind: str  # evd or wxbs
-    within: tuple[float, ...]  # at EVD_PX, or at WXBS_PX
+    # Evd or wxbs.
+    kind: str
+    # At EVD_PX, or at WXBS_PX.
+    within: tuple[float, ...]
     matches: int
 
 

@@ -31,7 +31,8 @@ from dualrc.metrics import area_under_curve, coverage, match_errors_px, share_wi
 from dualrc.types import FloatArray
 
 THRESHOLDS_PX = tuple(range(1, 11))
-SHOWN_PX = (1, 3, 5, 10)  # in tables
+# In tables.
+SHOWN_PX = (1, 3, 5, 10)
 CORRECT_PX = 3
 HOMOGRAPHY_PX = (3, 5, 10)
 DEFAULT_TOPS = (1000, 2000)
@@ -81,11 +82,15 @@ class PairScore:
     name0: str
     name1: str
     sequence: str
-    accuracy: tuple[float, ...]  # at 1 to 10 px
+    # At 1 to 10 px.
+    accuracy: tuple[float, ...]
     matches: int
-    correct: int  # within 3 px
-    coverage: float  # of the correct ones
-    corner_error_px: float  # of the estimated homography; inf where there is none
+    # Within 3 px.
+    correct: int
+    # Of the correct ones.
+    coverage: float
+    # Of the estimated homography; inf where there is none.
+    corner_error_px: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +98,13 @@ class GroupScore:
     """Means over pairs."""
 
     pairs: int
-    mma: tuple[float, ...]  # at 1 to 10 px
+    # At 1 to 10 px.
+    mma: tuple[float, ...]
     matches: float
     correct: float
     coverage: float
-    homography_auc: tuple[float, ...]  # at 3, 5 and 10 px of the corner error
+    # At 3, 5 and 10 px of the corner error.
+    homography_auc: tuple[float, ...]
 
     @staticmethod
     def of(scores: Sequence[PairScore]) -> "GroupScore":
@@ -118,7 +125,8 @@ class TopScore:
     """All scores with one limit on the number of matches."""
 
     top: int
-    groups: dict[str, GroupScore]  # overall, illumination, viewpoint; a kind without pairs is missing
+    # Overall, illumination, viewpoint; a kind without pairs is missing.
+    groups: dict[str, GroupScore]
     sequences: dict[str, GroupScore]
     pairs: tuple[PairScore, ...]
 
@@ -299,7 +307,8 @@ class HPatches(Benchmark):
         """Green dots where a match is within 3 px of the truth, red ones elsewhere."""
         best = matches.top(self.tops[0])
         correct = match_errors_px(best, self.homographies[pair]) <= CORRECT_PX
-        radius_px = 3.0 if len(best) > 200 else 6.0  # a few wrong ones must not be overlooked
+        # A few wrong ones must not be overlooked.
+        radius_px = 3.0 if len(best) > 200 else 6.0
         return draw_dots(read(pair.path0), read_cropped(pair.path1, pair.crop1), best, correct, radius_px=radius_px)
 
 

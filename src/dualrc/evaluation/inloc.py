@@ -87,10 +87,12 @@ class QueryScore:
     """One query; errors are inf without a pose, or with one on another floor."""
 
     query: str
-    floor: str | None  # None: it has no reference pose and is not scored
+    # None: it has no reference pose and is not scored.
+    floor: str | None
     distance_m: float = float("inf")
     rotation_deg: float = float("inf")
-    candidates: tuple[CandidatePose, ...] = ()  # best first
+    # Best first.
+    candidates: tuple[CandidatePose, ...] = ()
 
     @staticmethod
     def of(query: str, floor: str, reference: FloatArray, candidates: tuple[CandidatePose, ...]) -> "QueryScore":
@@ -130,8 +132,10 @@ class FloorScore:
 
     queries: int
     without_pose: int
-    within: tuple[float, ...]  # shares at 0.25, 0.5 and 1 m
-    curve: tuple[float, ...]  # shares at CURVE_M
+    # Shares at 0.25, 0.5 and 1 m.
+    within: tuple[float, ...]
+    # Shares at CURVE_M.
+    curve: tuple[float, ...]
 
     @staticmethod
     def of(scores: Sequence[QueryScore]) -> "FloorScore":
@@ -149,8 +153,10 @@ class FloorScore:
 class Scores:
     """All figures of a matcher or of a stored list."""
 
-    floors: dict[str, FloorScore]  # and "all"
-    matches: float  # a pair
+    # And "all".
+    floors: dict[str, FloorScore]
+    # A pair.
+    matches: float
     queries: tuple[QueryScore, ...]
 
 
@@ -270,7 +276,8 @@ class InLoc(Benchmark):
         }
         poses = {query: own[0].pose for query, own in ranked.items() if own and own[0].pose is not None}
         out, stem = self.settings.out, file_name(matcher)
-        write_poses(out / f"poses-{stem}.txt", poses)  # as visuallocalization.net takes them
+        # As visuallocalization.net takes them.
+        write_poses(out / f"poses-{stem}.txt", poses)
         write_result_list(out / f"results-{stem}.mat", {query: own for query, own in ranked.items() if own})
         return self._scores(ranked, float(np.mean(counts)))
 
@@ -358,7 +365,8 @@ class InLoc(Benchmark):
         best = matches.top(self.top)
         agree = np.zeros(len(best), dtype=np.bool_)
         if len(best):
-            with suppress(DataError):  # where the points can't be read, nothing agrees
+            # Where the points can't be read, nothing agrees.
+            with suppress(DataError):
                 agree = self._estimator.inliers(pair, best)
         return draw_dots(read(pair.path0), read(pair.path1), best, agree)
 

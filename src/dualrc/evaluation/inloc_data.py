@@ -22,7 +22,8 @@ from dualrc.types import FloatArray, Size
 
 # Of iPhone 7's lens, which is all that InLoc knows of it: 28 mm for a film of 36 mm.
 _FOCAL = 28 / 36
-_checked_pose = partial(as_pose, tolerance=0.05)  # alignments are text
+# Alignments are text.
+_checked_pose = partial(as_pose, tolerance=0.05)
 _NO_POSE = np.full((3, 4), np.nan)
 Points = npt.NDArray[np.float32]
 Colors = npt.NDArray[np.uint8]
@@ -32,12 +33,16 @@ Colors = npt.NDArray[np.uint8]
 class CandidatePose:
     """A candidate of a query, and the pose that their matches gave."""
 
-    candidate: str  # FLOOR/SCAN/PREFIX_cutout_SCAN_YAW_PITCH.jpg
+    # FLOOR/SCAN/PREFIX_cutout_SCAN_YAW_PITCH.jpg.
+    candidate: str
     inliers: int = 0
-    correspondences: int = 0  # matches with a 3D point
+    # Matches with a 3D point.
+    correspondences: int = 0
     cam_from_world: tuple[tuple[float, ...], ...] | None = None  # (3, 4)
-    reason: str | None = None  # why there is no pose
-    verified: float | None = None  # similarity of the photograph and the scan seen from the pose
+    # Why there is no pose.
+    reason: str | None = None
+    # Similarity of the photograph and the scan seen from the pose.
+    verified: float | None = None
 
     @property
     def pose(self) -> FloatArray | None:
@@ -57,8 +62,10 @@ class Folders:
     queries: Path
     cutouts: Path
     alignments: Path
-    scans: Path  # need not be there
-    cameras: Mapping[str, Camera] = field(default_factory=dict)  # of queries that were not taken with InLoc's phone
+    # Need not be there.
+    scans: Path
+    # Of queries that were not taken with InLoc's phone.
+    cameras: Mapping[str, Camera] = field(default_factory=dict)
 
     def camera(self, query: str, size: Size) -> Camera:
         """The camera of a query of that size; all that InLoc knows is its focal length."""
@@ -182,7 +189,8 @@ def read_alignment(path: Path) -> FloatArray:
     with _reading(path, "an alignment"):
         rows = []
         for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # words between the matrices
+            # Words between the matrices.
+            with suppress(ValueError):
                 values = [float(value) for value in line.split()]
                 rows += [values] if len(values) == 4 else []
         if len(rows) < 8:
@@ -303,6 +311,7 @@ def _reading(path: Path, what: str) -> Iterator[None]:
         raise DataError(f"{path} does not exist; copy the published file there.") from error
     except DualRCError:
         raise
-    except Exception as error:  # a damaged file can fail in any way
+    # A damaged file can fail in any way.
+    except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"{path} is not {what}, or broken ({reason}); get the published file.") from error

@@ -35,11 +35,14 @@ from dualrc.image import read
 from dualrc.matches import Matches
 from dualrc.types import BoolArray, FloatArray, Size
 
-RANSAC_DEG = 0.2  # as in the published evaluations of NCNet and of those that followed
-MIN_INLIERS, PAPER_MIN_INLIERS = 6, 4  # the published evaluation keeps every pose, of 3 inliers even
+# As in the published evaluations of NCNet and of those that followed.
+RANSAC_DEG = 0.2
+# The published evaluation keeps every pose, of 3 inliers even.
+MIN_INLIERS, PAPER_MIN_INLIERS = 6, 4
 # Neighboring points whose distances from the scanner differ by a larger share lie on two surfaces.
 _EDGE = 0.1
-_VERSION = 2  # of the estimation: results of another version are not used
+# Of the estimation: results of another version are not used.
+_VERSION = 2
 
 
 class PoseEstimator:
@@ -49,7 +52,8 @@ class PoseEstimator:
         self._folders, self._min_inliers = folders, min_inliers
         self._results = _ResultCache(file)
         self._read_scan, self._read_photograph = lru_cache(1)(read_scan), lru_cache(1)(read)
-        self.broken: dict[str, str] = {}  # files of the data set that can't be used, and why
+        # Files of the data set that can't be used, and why.
+        self.broken: dict[str, str] = {}
 
     def estimate(self, pair: Pair, matches: Matches) -> CandidatePose:
         """The pose that a candidate's matches give; a candidate whose points can't be read gives none."""
@@ -170,7 +174,8 @@ class _ResultCache:
                 content = json.loads(line)
                 self._entries[content["key"]] = content["entry"]
             except (ValueError, LookupError, TypeError):
-                continue  # the process was killed while it wrote the line
+                # The process was killed while it wrote the line.
+                continue
 
     def get(self, key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The result, computed and stored if it is missing; an error is not stored, because its cause may be mended."""

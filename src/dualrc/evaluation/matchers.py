@@ -22,9 +22,11 @@ from dualrc.matches import Matches
 from dualrc.model.checkpoint import read_config
 
 _SIFT_RATIO = 0.8
-_CACHED_FEATURES = 4  # pictures
+# Pictures.
+_CACHED_FEATURES = 4
 _KNOWN = "dualrc, dualrc-high, FILE.safetensors, sift, sift-mutual, sift-ratio, stored:FOLDER or FILE.py:function"
-_NAMES = {"default": "dualrc", "paper": "dualrc-paper"}  # of presets that are not named as themselves
+# Of presets that are not named as themselves.
+_NAMES = {"default": "dualrc", "paper": "dualrc-paper"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,8 @@ class PairMatcher(Protocol):
     """Matches two picture files; `info` of its matches holds `seconds` and the sizes it looked at, `seen0`, `seen1`."""
 
     name: str
-    config: dict[str, Any]  # everything that its matches depend on, as JSON values
+    # Everything that its matches depend on, as JSON values.
+    config: dict[str, Any]
 
     def match(self, path0: Path, path1: Path) -> Matches:
         """The pair's matches in the pictures' own pixels."""
@@ -130,10 +133,12 @@ class UserFunction:
 
     def match(self, path0: Path, path1: Path) -> Matches:
         """What the function returns for two pictures, checked."""
-        sizes = [read(path).shape[1::-1] for path in (path0, path1)]  # a broken picture is not the function's fault
+        # A broken picture is not the function's fault.
+        sizes = [read(path).shape[1::-1] for path in (path0, path1)]
         start = time.perf_counter()
         try:
-            with _importable(self._folder):  # the function itself may import files beside it
+            # The function itself may import files beside it.
+            with _importable(self._folder):
                 returned = self._function(path0, path1)
         except (Exception, SystemExit) as error:
             raise DataError(f"{self.name} failed ({_one_line(error)}); mend it.") from error
@@ -148,7 +153,8 @@ class UserFunction:
                 size1=sizes[1],
                 info={"seconds": seconds, "seen0": sizes[0], "seen1": sizes[1]},
             )
-        except Exception as error:  # the other pairs are evaluated whatever it returned
+        # The other pairs are evaluated whatever it returned.
+        except Exception as error:
             shapes = "points0 (n, 2), points1 (n, 2) and scores (n,)"
             raise DataError(f"{self.name} did not return {shapes} ({_one_line(error)}); mend it.") from error
 
@@ -162,7 +168,8 @@ def _load_function(path: Path, name: str) -> Callable[[Path, Path], Any]:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} is not a Python file; write FILE.py:function.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
+    # Dataclasses look their module up there.
+    sys.modules[spec.name] = module
     try:
         with _importable(path.resolve().parent):
             spec.loader.exec_module(module)
@@ -183,7 +190,8 @@ def _importable(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if entry in sys.path:  # the user's file may have changed it
+        # The user's file may have changed it.
+        if entry in sys.path:
             sys.path.remove(entry)
 
 

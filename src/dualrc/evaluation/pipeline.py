@@ -76,7 +76,8 @@ def _score(benchmark: Benchmark, label: str, matcher: PairMatcher, store: MatchS
 
 def _get(store: MatchStore, pair: Pair) -> Matches:
     found = store.get(pair.name0, pair.name1)
-    assert found is not None  # every pair was exported, failed ones too
+    # Every pair was exported, failed ones too.
+    assert found is not None
     return found
 
 

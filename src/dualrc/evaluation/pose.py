@@ -36,8 +36,10 @@ class PairScore:
     name1: str
     scene: str
     matches: int
-    epipolar_share: float  # of the matches, within 1 px of the true epipolar line
-    errors_deg: dict[str, float]  # by estimator
+    # Of the matches, within 1 px of the true epipolar line.
+    epipolar_share: float
+    # By estimator.
+    errors_deg: dict[str, float]
 
     def describe(self) -> str:
         """Its result for a caption."""
@@ -51,10 +53,12 @@ class GroupScore:
     """A scene, or all of them."""
 
     pairs: int
-    auc: dict[str, tuple[float, ...]]  # by estimator, at 5, 10 and 20 degrees
+    # By estimator, at 5, 10 and 20 degrees.
+    auc: dict[str, tuple[float, ...]]
     matches: float
     epipolar_share: float
-    not_estimated: dict[str, int]  # by estimator, pairs without a pose
+    # By estimator, pairs without a pose.
+    not_estimated: dict[str, int]
 
     @staticmethod
     def of(scores: Sequence[PairScore]) -> "GroupScore":

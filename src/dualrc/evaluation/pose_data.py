@@ -21,17 +21,22 @@ from dualrc.geometry import PINHOLE, Camera, Lens, cam1_from_cam0, read_cameras_
 from dualrc.image import read_header
 from dualrc.types import FloatArray, Size
 
-_SCANNET_SIZE = (640, 480)  # of the pictures for which ScanNet-1500's intrinsics are given
-_INDEX_KEYS = ("pair_infos", "name")  # MegaDepth-1500's and ScanNet-1500's
-_MAX_STRETCH = 0.02  # ScanNet's own pictures of 1296 x 968 are stretched by 0.4 % to 640 x 480
-_ROTATION_TOLERANCE = 1e-2  # indexes hold rotations in float32 and in text
+# Of the pictures for which ScanNet-1500's intrinsics are given.
+_SCANNET_SIZE = (640, 480)
+# MegaDepth-1500's and ScanNet-1500's.
+_INDEX_KEYS = ("pair_infos", "name")
+# ScanNet's own pictures of 1296 x 968 are stretched by 0.4 % to 640 x 480.
+_MAX_STRETCH = 0.02
+# Indexes hold rotations in float32 and in text.
+_ROTATION_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PoseTruth:
     """A pair's intrinsics and relative pose."""
 
-    K0: FloatArray  # (3, 3), for a picture of size0, or for the picture as it is where that is None
+    # (3, 3), for a picture of size0, or for the picture as it is where that is None.
+    K0: FloatArray
     K1: FloatArray
     size0: Size | None
     size1: Size | None
@@ -193,7 +198,8 @@ def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> N
                 if scene not in intrinsics:
                     raise ValueError(f"intrinsics.npz has no {scene}")
                 K = np.array(intrinsics[scene], dtype=np.float64).reshape(3, 3)
-                if poses is None:  # the files hold world_from_cam (4, 4)
+                # The files hold world_from_cam (4, 4).
+                if poses is None:
                     files = [folder / scene / "pose" / f"{frame}.txt" for frame in frames]
                     pose = cam1_from_cam0(*(np.linalg.inv(np.loadtxt(file).reshape(4, 4)) for file in files))
                 else:
@@ -210,7 +216,8 @@ def _read_cameras(root: Path, _: Mapping[Path, Index], pairs: _Pairs) -> None:
     for path in (*sorted(root.glob("cameras.json")), *sorted(root.glob("*/cameras.json"))):
         folder, scene = path.parent / "images", path.parent.name
         cameras: dict[str, Camera] = {}
-        with pairs.entry(scene):  # one scene's mistake is not the others'
+        # One scene's mistake is not the others'.
+        with pairs.entry(scene):
             cameras = read_cameras_json(path)
         poses = {name: camera.cam_from_world for name, camera in sorted(cameras.items())}
         names = [name for name, pose in poses.items() if pose is not None]

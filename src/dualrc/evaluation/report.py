@@ -34,7 +34,8 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
-    text_columns: Sequence[str] = ("matcher",)  # aligned to the left; the others hold numbers
+    # Aligned to the left; the others hold numbers.
+    text_columns: Sequence[str] = ("matcher",)
 
     def is_text(self, index: int) -> bool:
         """Whether a column holds text."""
@@ -45,21 +46,27 @@ class Table:
 class PairPicture:
     """A drawing of a pair's matches."""
 
-    heading: str  # printed once above drawings in a row that share it
+    # Printed once above drawings in a row that share it.
+    heading: str
     caption: str
     picture: Picture
-    file: str  # its name, without number and ending
-    order: tuple[int, ...] = ()  # drawings of all matchers are sorted by it
+    # Its name, without number and ending.
+    file: str
+    # Drawings of all matchers are sorted by it.
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """What a benchmark has to show."""
 
-    tables: Sequence[Table]  # the main one first
-    figures: Mapping[str, Picture] = field(default_factory=dict)  # diagrams by file name, without ending
+    # The main one first.
+    tables: Sequence[Table]
+    # Diagrams by file name, without ending.
+    figures: Mapping[str, Picture] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    content: Mapping[str, Any] = field(default_factory=dict)  # more entries of results.json
+    # More entries of results.json.
+    content: Mapping[str, Any] = field(default_factory=dict)
 
 
 def share(value: float) -> str:
@@ -84,7 +91,8 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], console: Console
             caption_justify="left",
             box=rich.box.SIMPLE_HEAD,
             pad_edge=False,
-            padding=(0, int(console.width >= 110)),  # a terminal of 80 columns has no room for more
+            # A terminal of 80 columns has no room for more.
+            padding=(0, int(console.width >= 110)),
         )
         for index, column in enumerate(table.columns):
             if table.is_text(index):

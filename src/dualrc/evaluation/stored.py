@@ -25,13 +25,16 @@ from dualrc.matches import Matches
 from dualrc.types import FloatArray, Size
 
 T = TypeVar("T")
-_PARTS = 5  # of a picture's path, at most, that a file may be named by
+# Of a picture's path, at most, that a file may be named by.
+_PARTS = 5
 _CACHED_PICTURES = 32
-_ROWS = 4096  # keypoints whose cosines with all others are held at a time
+# Keypoints whose cosines with all others are held at a time.
+_ROWS = 4096
 _HDF5 = (".h5", ".hdf5")
 # Arrays of a pair's file: points of both pictures, scores, and where the first pixel's center is.
 _FORMS = (
-    ("points0", "points1", ("scores",), 0.0),  # Matches.save
+    # Matches.save.
+    ("points0", "points1", ("scores",), 0.0),
     # NCNet, Sparse-NCNet and DualRC-Net count from the corner of the first pixel.
     ("keypoints_A", "keypoints_B", ("scores",), 0.5),
     ("keypoints0", "keypoints1", ("confidence", "scores", "match_confidence"), 0.0),
@@ -43,7 +46,8 @@ Arrays = Mapping[str, Any]
 @dataclass(frozen=True, kw_only=True)
 class _Described:
     points: FloatArray  # (n, 2)
-    descriptors: FloatArray  # (n, c), of length 1
+    # (n, c), of length 1.
+    descriptors: FloatArray
 
 
 class Stored:
@@ -182,7 +186,8 @@ def _is_archive(file: Path) -> bool:
         with file.open("rb") as opened:
             return opened.read(2) == b"PK"
     except OSError:
-        return file.suffix == ".npz"  # it is told of when it is read
+        # It is told of when it is read.
+        return file.suffix == ".npz"
 
 
 def _names(path: Path) -> Iterator[str]:
@@ -208,7 +213,8 @@ def _pair_names(path0: Path, path1: Path) -> Iterator[str]:
 def _size(path: Path) -> Size:
     """(width, height) of a picture."""
     header = read_header(path)
-    if header is None:  # then this tells what is wrong with it
+    # Then this tells what is wrong with it.
+    if header is None:
         height, width = read(path).shape[:2]
         return width, height
     return header.upright_size
@@ -243,7 +249,8 @@ def _from_pair(arrays: Arrays, sizes: tuple[Size, Size]) -> Matches:
             scores = next((np.asarray(arrays[name]).reshape(-1) for name in score_names if name in arrays), None)
             if scores is None:
                 raise ValueError(f"it has no {score_names[0]}")
-            if "matches" in arrays:  # SuperGlue's: for each keypoint of picture 0 that of picture 1, or -1
+            # SuperGlue's: for each keypoint of picture 0 that of picture 1, or -1.
+            if "matches" in arrays:
                 index = np.asarray(arrays["matches"])
                 points, scores = [points[0][index >= 0], points[1][index[index >= 0]]], scores[index >= 0]
             return _matches(points[0], points[1], scores, sizes)

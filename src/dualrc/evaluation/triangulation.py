@@ -16,8 +16,10 @@ from dualrc.geometry import Camera, cam1_from_cam0, pose_distance_px
 from dualrc.localize import Correspondences
 from dualrc.types import FloatArray
 
-_MAX_ERROR_PX = 4.0  # of a match from the epipolar line that the poses put it on, as COLMAP verifies
-_MIN_MATCHES = 15  # of a pair, as in COLMAP; fewer are chance
+# Of a match from the epipolar line that the poses put it on, as COLMAP verifies.
+_MAX_ERROR_PX = 4.0
+# Of a pair, as in COLMAP; fewer are chance.
+_MIN_MATCHES = 15
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,9 +27,12 @@ class PosedMap:
     """3D points, and which keypoint of which picture shows which."""
 
     xyz: FloatArray  # (m, 3)
-    rows: dict[str, IntArray]  # by picture, for each of its keypoints a row of xyz, or -1
-    track_length: float  # mean number of pictures that a point is seen in
-    error_px: float  # mean distance of a keypoint from its point's projection
+    # By picture, for each of its keypoints a row of xyz, or -1.
+    rows: dict[str, IntArray]
+    # Mean number of pictures that a point is seen in.
+    track_length: float
+    # Mean distance of a keypoint from its point's projection.
+    error_px: float
 
     def correspond(self, merged: MergedMatches, pair: Names, query: str) -> Correspondences:
         """What a query sees of the map's picture that it makes a pair with."""
@@ -94,7 +99,8 @@ def _write_matches(
     verified = 0
     for count, (name0, name1) in enumerate(pairs, start=1):
         camera0, camera1 = cameras[name0], cameras[name1]
-        assert camera0.cam_from_world is not None and camera1.cam_from_world is not None  # see posed_reconstruction
+        # See posed_reconstruction.
+        assert camera0.cam_from_world is not None and camera1.cam_from_world is not None
         pose = cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world)
         indices = merged.indexed(name0, name1).indices
         points0, points1 = (merged.keypoints[name].points[indices[:, side]] for side, name in enumerate((name0, name1)))

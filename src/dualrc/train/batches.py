@@ -10,7 +10,8 @@ from torch import Generator
 
 from dualrc.data import PairBatch, PairMaker, PhotoPairs
 
-_AHEAD = 2  # steps
+# Steps.
+_AHEAD = 2
 
 
 class Batches:

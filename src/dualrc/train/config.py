@@ -20,30 +20,43 @@ class TrainConfig:
     # Where pairs come from; several are mixed by their shares. A tenth of each is held out for validation.
     data: tuple[DataConfig, ...]
     network: NetworkConfig = field(default_factory=lambda: PRESETS["default"][0])
-    start_from: str | None = None  # weights file to go on from
-    trunk: str | None = None  # a ResNet's file with torchvision's names (.pth, .safetensors), for a network with one
+    # Weights file to go on from.
+    start_from: str | None = None
+    # A ResNet's file with torchvision's names (.pth, .safetensors), for a network with one.
+    trunk: str | None = None
     # "matching" trains `default`; "paper" is the paper's loss of keypoints, "published" what its code computes;
     # "weak" is NCNet's, which needs pairs of pictures alone.
     loss: Loss = "matching"
     seed: int = 0
-    size: int = 320  # side of the pictures
-    pairs: int = 32  # a step, over all processes
-    parts: int = 1  # that a step's pairs are made in; several processes take a part each
-    points: int = 256  # places a pair
+    # Side of the pictures.
+    size: int = 320
+    # A step, over all processes.
+    pairs: int = 32
+    # That a step's pairs are made in; several processes take a part each.
+    parts: int = 1
+    # Places a pair.
+    points: int = 256
     steps: int = 10_000
     optimizer: Literal["adamw", "adam"] = "adamw"
     learning_rate: float = 1e-3
-    warm_up: int = 500  # steps
+    # Steps.
+    warm_up: int = 500
     # After warming up: half a cosine down to zero, or halved every so many steps, as the paper does; 0: the cosine.
     halve_every: int = 0
     # Instead of the cosine: the rate stays until so many steps before the end, then falls to zero in a line.
     cool_down: int = 0
-    weight_decay: float = 0.01  # of adamw
-    clip: float = 1.0  # largest norm of the gradient; 0: not clipped
-    average: float = 0.999  # decay of the averaged weights
-    precision: Precision = "bfloat16"  # of the backbone
-    compile: bool = False  # compile the step where it runs on one GPU: faster, after a minute or two of compiling
-    validate_every: int = 1000  # steps, and so often the run is saved
+    # Of adamw.
+    weight_decay: float = 0.01
+    # Largest norm of the gradient; 0: not clipped.
+    clip: float = 1.0
+    # Decay of the averaged weights.
+    average: float = 0.999
+    # Of the backbone.
+    precision: Precision = "bfloat16"
+    # Compile the step where it runs on one GPU: faster, after a minute or two of compiling.
+    compile: bool = False
+    # Steps, and so often the run is saved.
+    validate_every: int = 1000
     validation_batches: int = 8
 
     def __post_init__(self) -> None:

@@ -32,8 +32,10 @@ from dualrc.train.processes import share_batch_norm, stop_on_signals
 from dualrc.train.step import Recorded, TrainingStep, Update
 
 logger = logging.getLogger(__name__)
-_LOG_EVERY = 100  # steps
-_SAY_EVERY_S = 10.0  # where steps are slow
+# Steps.
+_LOG_EVERY = 100
+# Where steps are slow.
+_SAY_EVERY_S = 10.0
 _LOCK = ".dualrc.lock"
 
 
@@ -121,7 +123,8 @@ def _fabric(device: str | None, devices: int, nodes: int) -> Any:
             num_nodes=nodes,
             strategy="ddp" if several else "auto",
         )
-    except Exception as error:  # torch and Lightning refuse devices in many ways
+    # Torch and Lightning refuse devices in many ways.
+    except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"The device {device!r} can't be used ({reason}); choose cpu, cuda or mps.") from error
 
@@ -152,7 +155,8 @@ class _Run:
             self._describe()
         self._update: Update | Recorded = Update(module, self.optimizer, self.average, self.network, config, fabric)
         self._skipped = self._update.skipped
-        if self.on_one_gpu and config.loss == "matching":  # the others read from the GPU how many keypoints there are
+        # The others read from the GPU how many keypoints there are.
+        if self.on_one_gpu and config.loss == "matching":
             self._update = Recorded(self._update)
         self._said: set[str] = set()
         self._since, self._last_step = time.monotonic(), self.step
@@ -248,7 +252,8 @@ class _Run:
                 self.optimizer.load_state_dict(state["optimizer"])
                 self.step = int(state["step"])
                 return
-        except Exception as error:  # a broken file can fail in any way
+        # A broken file can fail in any way.
+        except Exception as error:
             raise DataError(f"{path} is broken or can't be read; delete it, or choose another folder.") from error
         raise ConfigError(f"{path} belongs to another config; choose another folder, or delete it to start over.")
 

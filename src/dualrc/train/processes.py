@@ -63,7 +63,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
     """While the block runs, the first Ctrl-C or SIGTERM asks to stop; the second one kills, as ever."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield request  # signals reach the main thread only
+        # Signals reach the main thread only.
+        yield request
         return
     before: dict[signal.Signals, Any] = {}
 

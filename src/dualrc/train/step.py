@@ -22,9 +22,11 @@ from dualrc.model.network import Features, Network
 from dualrc.train.config import TrainConfig
 
 _FIELDS = [f.name for f in fields(PairBatch)]
-_PLAIN = 3  # steps before one is recorded: kernels are chosen and compiled, and the optimizer makes its state
+# Steps before one is recorded: kernels are chosen and compiled, and the optimizer makes its state.
+_PLAIN = 3
 
-Outcome = tuple[Tensor, dict[str, Tensor]]  # the loss and what is logged
+# The loss and what is logged.
+Outcome = tuple[Tensor, dict[str, Tensor]]
 
 
 class TrainingStep(nn.Module):
@@ -86,7 +88,8 @@ class Update:
         self._parameters = [p for p in network.parameters() if p.requires_grad]
         self._averaged = _floating(average), _floating(network)
         self.device = fabric.device
-        self.skipped = torch.zeros((), device=self.device)  # steps that were left out
+        # Steps that were left out.
+        self.skipped = torch.zeros((), device=self.device)
         self.rate, self._share = (torch.zeros((), device=self.device) for _ in range(2))
         if config.compile and isinstance(module, TrainingStep) and self.device.type == "cuda":
             module.compile_parts()
