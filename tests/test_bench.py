@@ -419,7 +419,7 @@ def test_a_size_that_does_not_fit_is_measured_smaller(run, weights, tmp_path):
     (size,) = json.loads(out.read_text())["devices"]["cpu"]["sizes"]
     width, height = size["network_size"]
     assert width == height < 1024 and size["tensor_entries"] == (width // 16) ** 4
-    assert f"does not fit into the memory; what is measured is {width}x{height}" in " ".join(screen.split())
+    assert f"does not fit into memory; the measured size is {width}x{height}" in " ".join(screen.split())
 
 
 @pytest.mark.parametrize(
@@ -430,8 +430,8 @@ def test_a_size_that_does_not_fit_is_measured_smaller(run, weights, tmp_path):
         (("--size", "16x640"), "too small"),
         (("--with", "surf"), "reference, loftr, sift"),
         (("--engine", "steam"), "no engine 'steam'"),
-        (("--batch", -1), "must not be negative"),
-        (("--repeats", -2), "must not be negative"),
+        (("--batch", -1), "is negative"),
+        (("--repeats", -2), "is negative"),
         (("--preset", "large"), "no preset"),
         (("--weights", "nowhere.safetensors"), "does not exist"),
         (("--device", "abacus"), "can't be used"),

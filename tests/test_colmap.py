@@ -91,7 +91,7 @@ def test_broken_images_txt(tmp_path):
     images = tmp_path / "images.txt"
     for line in ("1 1 0 0 0", "1 0 0 0 0 0 0 0 1 a.jpg", "1 1 0 0 x 0 0 0 1 a.jpg"):
         images.write_text(line + "\n\n")
-        with pytest.raises(DataError, match="line 1: not a picture"):
+        with pytest.raises(DataError, match="line 1: not an image"):
             read_cameras(path, ["a.jpg"])
     images.write_text("1 1 0 0 0 0 0 0 7 a.jpg\n\n")
     with pytest.raises(DataError, match="has no camera 7"):

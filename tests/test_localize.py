@@ -258,7 +258,7 @@ def test_too_few_matches_and_wrong_cameras_are_said(world, tmp_path):
     Image.new("RGB", (64, 64)).save(tmp_path / "images" / "a.png")
     localizer = Localizer(Oracle(), world)
     assert max(errors(localizer.localize(path))) < 1e-3
-    assert "64 x 64 pixels but 128 x 96 in the map" in localizer.broken["a.png"]
+    assert "64 x 64 pixels, but 128 x 96 in the map" in localizer.broken["a.png"]
 
 
 def test_candidates_by_retrieval_and_features_once(world, tmp_path):
@@ -435,7 +435,7 @@ def test_files_that_are_no_results(tmp_path):
     (tmp_path / "d.txt").write_text("somebody's list")
     with pytest.raises(OutputError, match=r"d\.txt exists"):
         ResultsFile(tmp_path / "d.json", {})
-    with pytest.raises(OutputError, match=r"written as \.json"):
+    with pytest.raises(OutputError, match=r"ends in \.json"):
         ResultsFile(tmp_path / "a.txt", {})
     with pytest.raises(OutputError, match="does not exist"):
         ResultsFile(tmp_path / "nowhere" / "a.json", {})

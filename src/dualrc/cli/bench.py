@@ -99,7 +99,7 @@ def bench(
 
     Peak memory on a GPU is the memory that torch allocated; on a CPU, the resident memory of a new process.
 
-    Utilization compares a stage with a large matrix product and a large copy on the same device; the higher one counts.
+    "Of matrix rate" and "of bandwidth" compare a stage with a large matrix product and a large copy on the same device.
 
     Examples:
       dualrc bench --size 320x240 --size 640x480 --with sift --out bench.json
