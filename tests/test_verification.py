@@ -226,7 +226,7 @@ def script(monkeypatch):
 
 def test_the_benchmark_refuses_a_layout_that_it_does_not_know(tmp_path, script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["reconstruct.py", str(tmp_path), "--work", str(tmp_path / "work")])
-    with pytest.raises(SystemExit, match=r"No scene was found: .* must hold scenes as SCENE/images"):
+    with pytest.raises(SystemExit, match=r"No scene was found: .* must have scenes as SCENE/images"):
         script.main()
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "cameras.json").write_text("{}")
