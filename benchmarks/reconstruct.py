@@ -91,10 +91,10 @@ def find_scenes(root: Path) -> dict[Path, dict[str, Camera]]:
             sys.exit(f"{folder} has no folder named images: {layout}.")
         scenes[folder] = read_cameras_json(folder / "cameras.json")
         pictures = find_pictures(folder / "images")
-        strangers = [name for name in pictures if name not in scenes[folder]]
+        unlisted = [name for name in pictures if name not in scenes[folder]]
         unposed = [name for name, camera in scenes[folder].items() if camera.cam_from_world is None]
-        if strangers or unposed:
-            sys.exit(f"{folder / 'cameras.json'} has no camera with cam_from_world for {(strangers + unposed)[0]}.")
+        if unlisted or unposed:
+            sys.exit(f"{folder / 'cameras.json'} has no camera with cam_from_world for {(unlisted + unposed)[0]}.")
     return scenes
 
 

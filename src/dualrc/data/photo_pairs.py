@@ -77,11 +77,11 @@ class PhotoPairs:
         origin, visible1, absent1 = self._locate(layers, back, 1)
         nothing0, nothing1 = torch.zeros_like(absent), torch.zeros_like(absent1)
         # The first pairs may be unrelated: their second image is that of other pairs.
-        strangers = min(round(self.motion.unrelated * count), count // 2)
-        related = (torch.arange(count, device=self.device) >= strangers)[:, None]
+        unrelated = min(round(self.motion.unrelated * count), count // 2)
+        related = (torch.arange(count, device=self.device) >= unrelated)[:, None]
         return PairBatch(
             images0=images0,
-            images1=torch.cat([images1[strangers : 2 * strangers], images1[strangers:]]),
+            images1=torch.cat([images1[unrelated : 2 * unrelated], images1[unrelated:]]),
             points0=torch.cat([here, origin], 1),
             points1=torch.cat([there, back], 1),
             valid=torch.cat([visible, visible1], 1) & related,

@@ -132,8 +132,8 @@ class Aachen(Benchmark):
 
     name = "aachen"
     summary = (
-        "aachen localizes the queries of Aachen Day-Night, v1.0 or v1.1, and writes their poses for the benchmark's "
-        "service."
+        "aachen localizes the queries of Aachen Day-Night, v1.0 or v1.1, and writes their poses for the "
+        "evaluation service."
     )
     example = "data/aachen --out aachen"
     settings_class = AachenSettings

@@ -36,7 +36,7 @@ SHOWN_PX = (1, 3, 5, 10)
 CORRECT_PX = 3
 HOMOGRAPHY_PX = (3, 5, 10)
 DEFAULT_TOPS = (1000, 2000)
-TOP_OPTION = Option("Default: 1000 and 2000.")
+TOP_OPTION = Option("1000 and 2000 by default.")
 # Sequences that the protocol excludes, because their images are larger than 1600 x 1200.
 EXCLUDED = (
     *("i_contruction", "i_crownnight", "i_dc", "i_pencils", "i_whitebuilding"),
