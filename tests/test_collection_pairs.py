@@ -177,7 +177,7 @@ def test_choosing(tmp_path):
     assert choose(NAMES, "sequential", loops=0) == pairs.sequential(NAMES, 2)
     assert choose(NAMES[:3], "sequential") == pairs.exhaustive(NAMES[:3])  # all are near: no loops, no descriptors
     assert choose(["a.jpg", "b.jpg"], write(tmp_path, "b.jpg a.jpg")) == [("a.jpg", "b.jpg")]
-    with pytest.raises(ConfigError, match=r"no way 'random'.*exhaustive"):
+    with pytest.raises(ConfigError, match=r"pairs = 'random' is neither.*exhaustive"):
         choose(NAMES, "random")
     # A picture that can't be read has no descriptor, and no pairs.
     described = dict(zip(NAMES[1:], circle(9), strict=True))

@@ -502,7 +502,7 @@ def test_stores_whose_schema_runs_code(store):
             connection.execute(statement)
         connection.close()
         for config in (None, {"a": 1}):
-            with pytest.raises(DataError, match=r"b\.sqlite is not a store of matches"):
+            with pytest.raises(DataError, match=r"b\.sqlite is not a match store"):
                 MatchStore(copy, config)
 
 

@@ -110,7 +110,7 @@ MinScoreOption = Annotated[
 QualityOption = Annotated[
     Literal["standard", "high"],
     typer.Option(
-        help="Matching quality. high matches a second time after compensating for rotation, zoom and tilt; it is slower.",
+        help="Matching quality. high matches again after compensating for rotation, zoom and tilt; it is slower.",
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
