@@ -1,4 +1,4 @@
-"""The store of matches: what was put is there, whatever happens to the process."""
+"""Tests of the match store: stored pairs survive the death of the process."""
 
 import os
 import signal
@@ -119,7 +119,8 @@ def test_a_foreign_database_is_refused_and_not_touched(tmp_path, name, config):
 def test_a_foreign_database_in_use_is_refused_and_not_touched(tmp_path):
     path = tmp_path / "database.db"
     foreign = sqlite3.connect(path)
-    foreign.executescript(FOREIGN["colmap_wal"])  # the tables are in its -wal file only
+    # The tables are only in its -wal file.
+    foreign.executescript(FOREIGN["colmap_wal"])
     before = {file.name: file.read_bytes() for file in (path, tmp_path / "database.db-wal")}
     with pytest.raises(DataError, match="not a match store"):
         MatchStore(path, {})
@@ -177,7 +178,7 @@ def test_kill_9_loses_at_most_the_pair_in_work(tmp_path):
         assert process.wait() == -signal.SIGKILL
         with MatchStore(path, {"size": 1}) as store:
             numbers = sorted(int(name) for _, name in store.names())
-            # All that the process told of are there; one more may be, and nothing is half there.
+            # All reported pairs are stored completely; one more may be.
             assert numbers[: told[-1] + 1] == list(range(told[-1] + 1))
             assert len(numbers) <= told[-1] + 2
             assert all(len(found) == 500 and (found.points1 == int(name)).all() for (_, name), found in store)

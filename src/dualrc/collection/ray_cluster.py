@@ -174,7 +174,7 @@ def _threads(cores: Sequence[int], workers: int) -> int:
 
 
 def _connect(ray: Any, address: str | None) -> None:
-    """Join the cluster at the address, or start a local cluster without network access and usage statistics."""
+    """Join the cluster at the address, or start a local cluster without dashboard and usage statistics."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Without this setting, Ray prints a deprecation warning.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
