@@ -1,4 +1,4 @@
-"""Training data: every reader gives the same kind of batch."""
+"""Training data; all readers return the same kind of batch."""
 
 from dualrc.data.colmap import ColmapConfig
 from dualrc.data.megadepth import MegaDepthConfig
