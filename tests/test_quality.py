@@ -104,9 +104,9 @@ def test_a_second_look_keeps_pixels_masks_and_limits():
 
 def test_a_second_look_needs_pictures():
     matcher, picture = oracle_matcher(), SceneView(64, 64).picture()
-    with pytest.raises(ConfigError, match="give pictures instead of features"):
+    with pytest.raises(ConfigError, match="pass images instead of features"):
         matcher.match(matcher.features(picture), picture, quality="high")
-    with pytest.raises(ConfigError, match="choose standard or high"):
+    with pytest.raises(ConfigError, match="choose standard, high, search"):
         matcher.match(picture, picture, quality="best")
 
 

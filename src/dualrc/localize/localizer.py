@@ -173,7 +173,7 @@ class Localizer:
     def correspondences(
         self, query: PictureFeatures, names: Iterable[str], picture: str | Path | None = None
     ) -> Correspondences:
-        """Return the correspondences of a query with these map images; quality "high" reads the query image again."""
+        """Return the correspondences of a query with these map images; the higher qualities read it again."""
         parts = []
         for name in names:
             features = self._features(name)

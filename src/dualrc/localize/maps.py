@@ -95,7 +95,7 @@ class Look:
 
     matcher: Matcher
     features: tuple[PictureFeatures, PictureFeatures]
-    # Image files, for quality "high".
+    # Image files, for the higher qualities.
     pictures: tuple[Path, Path] | None
 
     def match(self) -> Matches:
@@ -170,14 +170,16 @@ class Map(ABC):
         query: PictureFeatures,
         picture: str | Path | None = None,
     ) -> Correspondences:
-        """Return the correspondences of a query with a map image; quality "high" reads the query image again."""
+        """Return the correspondences of a query with a map image; the higher qualities read the query image again."""
         known = self.pictures[name]
         if features.size != known.size:
             there, here = ("{} x {}".format(*size) for size in (known.size, features.size))
             remedy = "pass the images that the map was made from"
             raise DataError(f"{known.path} has {here} pixels, but {there} in the map; {remedy}.")
-        if matcher.config.quality == "high" and picture is None:
-            raise ConfigError('quality = "high" reads the images again; pass images instead of features.')
+        if matcher.config.quality != "standard" and picture is None:
+            raise ConfigError(
+                f'quality = "{matcher.config.quality}" warps the images; pass images instead of features.'
+            )
         pictures = None if picture is None or matcher.config.quality == "standard" else (known.path, Path(picture))
         found = self.see(name, Look(matcher=matcher, features=(features, query), pictures=pictures))
         top = matcher.config.top
