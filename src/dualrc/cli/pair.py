@@ -171,24 +171,31 @@ def panorama(
 
 @running.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and the summary.")] = Path("demo"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the images and the summary.")] = Path("demo"),
     device: common.DeviceOption = None,
 ) -> dict[str, Any]:
-    """Match two pictures of a made-up town, check against the exact truth, and leave pictures to look at."""
+    """Match two views of a rendered town and a photograph with a warped copy, and compare with the exact truth."""
     from dualrc.demo import run
 
     start = time.perf_counter()
 
     def tell(step: str) -> None:
-        # A line each, also where nobody looks at a terminal.
+        # One line per step, also without a terminal.
         logger.info("%5.1f s  %s...", time.perf_counter() - start, step)
 
     summary = run(out, device=device, tell=tell)
-    table = common.table(f"Demo: {summary['matches']:,} matches in {summary['seconds']:.2f} s on {summary['device']}")
-    for threshold, share in summary["correct_within_px"].items():
-        table.add_row(f"correct within {threshold} px", f"{share:.1%}")
+    photo = summary["photograph"]
+    table = common.table(f"Demo on {summary['device']}")
+    table.add_row("", "rendered town", *(["photograph"] if photo else []))
+    pairs = [summary, photo] if photo else [summary]
+    table.add_row("matches", *(f"{pair['matches']:,}" for pair in pairs))
+    for threshold in summary["correct_within_px"]:
+        shares = (f"{pair['correct_within_px'][threshold]:.1%}" for pair in pairs)
+        table.add_row(f"correct within {threshold} px", *shares)
+    table.add_row("time", *(f"{pair['seconds']:.2f} s" for pair in pairs))
     common.screen.print(table)
-    common.screen.print(f"Look at {out / 'matches.png'}; the figures are in {out / 'summary.json'}.")
+    drawings = f"{out / 'matches.png'} and {out / 'photo-matches.png'}" if photo else f"{out / 'matches.png'}"
+    common.screen.print(f"Look at {drawings}; the figures are in {out / 'summary.json'}.")
     return {**summary, "out": out}
 
 
