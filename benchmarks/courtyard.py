@@ -1,12 +1,12 @@
-"""Render courtyards whose four sides are the same row of houses, with known cameras.
+"""Render courtyards with the same five houses on each side, in another order, with known cameras.
 
     python benchmarks/courtyard.py DIR --seeds 1 2
     python benchmarks/verification.py DIR --work WORK
 
-Opposite and adjacent sides look alike, so a matcher finds many matches between images that share nothing. Only dirt,
-shadows and the things in the middle differ. Each scene is a folder DIR/courtyard-SEED with images/ and cameras.json,
-the layout that `benchmarks/verification.py` and `benchmarks/reconstruct.py` read. The cameras stand on a ring about the
-middle and look outward.
+Each house looks the same wherever it stands, but for dirt and light, so a matcher finds hundreds of matches between
+images of different sides. Only the neighbors of a house and the things in front of it differ. A scene is a folder
+DIR/courtyard-SEED with images/ and cameras.json, the layout that `benchmarks/verification.py` and
+`benchmarks/reconstruct.py` read. The cameras stand on a ring about the middle and look outward.
 """
 
 import argparse
@@ -35,9 +35,11 @@ def main() -> None:
         write_scene(args.out / f"courtyard-{seed}", seed, args.count, tuple(args.size), args.fov)
 
 
-def write_scene(folder: Path, seed: int, count: int, size: tuple[int, int], fov_deg: float) -> None:
+def write_scene(
+    folder: Path, seed: int, count: int, size: tuple[int, int], fov_deg: float, texture_size: int = 512
+) -> None:
     """Render one courtyard from `count` places."""
-    scene = scenes.make_scene(seed, kind="courtyard")
+    scene = scenes.make_scene(seed, kind="courtyard", texture_size=texture_size)
     make_folder(folder / "images")
     cameras = {}
     for number, view in enumerate(ring(seed, count, size, fov_deg)):

@@ -143,16 +143,16 @@ class Builder:
         self.furnish((-8.5, -2.5, 0), (8.5, 9.5, 0))
 
     def courtyard(self) -> None:
-        """A closed courtyard whose four sides are the same row of houses, with different things between them."""
+        """A closed courtyard: the same five houses on each side, in another order, and things between them."""
         self.add(("ground", "box", (0, 0, -1), (60, 60, 1), "cobbles", "", 4.0), np.zeros(3), np.ones(3), 0.0)
-        # Each side starts with the same random numbers, so its houses have the same sizes, textures and tints.
         rng, seed = self.rng, int(self.rng.integers(1 << 31))
         for side_deg in (0, 90, 180, 270):
-            self.rng, x = np.random.default_rng(seed), -12.0
-            cos, sin = np.cos(np.radians(side_deg)), np.sin(np.radians(side_deg))
-            while x < 10.0:
-                half = self.rng.uniform((1.8, 2.5, 2.6), (3.2, 3.5, 4.4))
-                middle, y = x + half[0], 12.5 + half[1] + self.rng.uniform(-0.5, 0.5)
+            cos, sin, x = np.cos(np.radians(side_deg)), np.sin(np.radians(side_deg)), -12.5
+            for house in rng.permutation(5):
+                # Seeded by its number, so a house has the same size, textures and tint on each side.
+                self.rng = np.random.default_rng([seed, house])
+                half = self.rng.uniform((2.0, 2.5, 2.6), (2.8, 3.5, 4.4))
+                middle, y = x + half[0], 12.5 + half[1]
                 self.put("house", (middle * cos - y * sin, middle * sin + y * cos, 0), half, side_deg)
                 x += 2 * half[0] + 0.3
         self.rng = rng
