@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--fov", type=float, default=70.0, help="field of view of the longer side in degrees")
     args = parser.parse_args()
     for seed in args.seeds:
-        write_scene(args.out / f"courtyard-{seed}", seed, args.count, tuple(args.size), args.fov)
+        write_scene(args.out / f"courtyard-{seed}", seed, args.count, (args.size[0], args.size[1]), args.fov)
 
 
 def write_scene(
