@@ -261,6 +261,39 @@ def test_too_few_matches_and_wrong_cameras_are_said(world, tmp_path):
     assert "64 x 64 pixels, but 128 x 96 in the map" in localizer.broken["a.png"]
 
 
+@pytest.mark.parametrize(("known", "right"), [(True, 0), (True, 25), (False, 96)])
+def test_support_that_chance_gives_is_no_pose(world, known, right):
+    """Wrong dense matches err together, patch by patch, and some patches agree with some pose."""
+    random, camera = np.random.default_rng(3), Camera.from_focal((640, 480), 700)
+    middles = np.stack(np.meshgrid(np.arange(20, 640, 40), np.arange(20, 480, 40)), axis=-1).reshape(-1, 2)
+    depths, order = random.uniform(4, 8, len(middles)), np.arange(len(middles))
+    # Some patches show their own part of the map, the others that of another patch.
+    order[right:] = right + random.permutation(len(middles) - right)
+    points, xyz = [], []
+    for number, shown in enumerate(order):
+        steps = random.uniform(-8, 8, (20, 2))
+        points.append(middles[number] + steps)
+        rays = camera.rays(middles[shown] + steps)
+        xyz.append(rays * depths[shown])
+    count = 20 * len(middles)
+    found = Correspondences(
+        points=np.concatenate(points),
+        xyz=np.concatenate(xyz),
+        scores=np.ones(count),
+        point_ids=np.arange(count),
+        pictures=np.zeros(count, np.int64),
+    )
+    given = camera if known else None
+    pose = Localizer(Oracle(), world).pose(found, (640, 480), camera=given, names=["a"])
+    if right:
+        assert pose.inliers >= 20 * right and np.allclose(pose.cam_from_world, np.eye(3, 4), atol=1e-3)
+    else:
+        # RANSAC alone takes it for a pose.
+        assert absolute_pose(found.points, found.xyz, camera=given).inliers.sum() >= 12
+        assert pose.cam_from_world is None and pose.inliers == 0 and pose.confidence == 0
+        assert "of 192 places, agree with a pose" in pose.reason
+
+
 def test_candidates_by_retrieval_and_features_once(world, tmp_path):
     images, matcher = tmp_path / "images", Oracle()
     (images / "b.png").write_text("broken")

@@ -202,7 +202,7 @@ def test_tiny_pictures_and_no_points():
 @pytest.mark.parametrize(
     ("call", "error", "remedy"),
     [
-        (lambda scene: make_scene(0, kind="moon"), ConfigError, "choose one of square, plane"),
+        (lambda scene: make_scene(0, kind="moon"), ConfigError, "choose one of square, courtyard, plane"),
         (lambda scene: make_scene(0, texture_size=500), ConfigError, "power of two"),
         (lambda scene: make_scene(-1), ConfigError, "0 or more"),
         (lambda scene: look_at((0, 0, 0), (0, 0, 0), size=(8, 8)), ConfigError, "target away from its eye"),
@@ -216,6 +216,17 @@ def test_tiny_pictures_and_no_points():
 def test_mistakes_name_their_remedy(scene, call, error, remedy):
     with pytest.raises(error, match=remedy):
         call(scene)
+
+
+def test_a_courtyard_has_the_same_houses_on_each_side_in_another_order():
+    solids = make_scene(3, kind="courtyard", texture_size=32).solids
+    walls = solids[1:61]  # after the ground: four sides of five houses of three parts each
+    sides = [walls[start : start + 15 : 3] for start in range(0, 60, 15)]
+    looks = [[(house.textures, tuple(house.tint.round(9))) for house in side] for side in sides]
+    assert all(sorted(look) == sorted(looks[0]) for look in looks) and len(set(looks[0])) == 5
+    assert len({tuple(look) for look in looks}) > 1
+    # They stand around an open middle.
+    assert all(np.abs(house.corners[:, :2]).max(axis=1).min() > 11 for side in sides for house in side)
 
 
 def test_mistaken_correspondences_name_their_remedy(scene, pair):
