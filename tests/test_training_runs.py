@@ -347,7 +347,7 @@ def test_the_rivals_train_their_consensus(folder, tmp_path, preset, loss):
     figures = train(config, tmp_path / "run", device="cpu")
     assert all(np.isfinite(value) for value in figures.values())
     expected = {"positive", "negative"} if loss == "weak" else {"keypoint", "orthogonal"}
-    assert figures.keys() == expected | {"within_8px", "within_16px", "within_32px"}
+    assert figures.keys() == expected | {"loss", "within_8px", "within_16px", "within_32px"}
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["network"]
     for name, tensor in trunk.state_dict().items():
         assert torch.equal(state[f"backbone.trunk.{name}"], tensor), name

@@ -9,10 +9,12 @@ from dualrc.data.photo_pairs import PhotoPairs
 from dualrc.data.photos import PhotoMotion, PhotosConfig, read_photos
 from dualrc.data.rgbd import RgbdConfig
 from dualrc.data.scenes import ScenesConfig
+from dualrc.data.views import FilePairs
 
 __all__ = [
     "ColmapConfig",
     "DataConfig",
+    "FilePairs",
     "MegaDepthConfig",
     "Opened",
     "PairBatch",

@@ -41,15 +41,17 @@ class Opened:
         self.held_out.close()
 
 
-def open_pairs(config: DataConfig, *, size: int, points: int, device: torch.device | str = "cpu") -> Opened:
-    """Return makers of batches of `size` x `size` images with `points` points each; every tenth is held out.
+def open_pairs(
+    config: DataConfig, *, size: int, points: int, device: torch.device | str = "cpu", hold_out: bool = True
+) -> Opened:
+    """Return makers of batches of `size` x `size` images with `points` points each.
 
-    With fewer than ten images or pairs, the same ones serve for training and validation.
+    Every tenth image or pair is held out. With fewer than ten, or `hold_out=False`, both makers use all of them.
     """
     settings: dict[str, Any] = {"size": size, "points": points, "device": torch.device(device)}
     if isinstance(config, PhotosConfig):
         photos = read_photos(config.paths, canvas=config.canvas)
-        parts = (_some_photos(photos, numbers) for numbers in _split(len(photos.sizes)))
+        parts = (_some_photos(photos, numbers) for numbers in _split(len(photos.sizes), hold_out))
         training, held_out = (
             PhotoPairs(part, motion=config.motion, sensors=config.sensors, **settings) for part in parts
         )
@@ -57,9 +59,11 @@ def open_pairs(config: DataConfig, *, size: int, points: int, device: torch.devi
     if isinstance(config, ScenesConfig):
         other = replace(config, seed=config.seed + 1, pool=min(config.pool, _HELD_OUT_SCENES), workers=0)
         scenes = ScenePairs(config, **settings)
+        if not hold_out:
+            return Opened(training=scenes, held_out=scenes)
         return Opened(training=scenes, held_out=ScenePairs(other, helper=scenes, **settings))
     source = _source(config)
-    sources = (_Some(source, numbers) for numbers in _split(len(source)))
+    sources = (_Some(source, numbers) for numbers in _split(len(source), hold_out))
     pairs, held_out_pairs = (FilePairs(some, config, **settings) for some in sources)
     if isinstance(source, (RgbdPairs, MegaDepthPairs)):
         pairs.skipped.update(source.broken)
@@ -80,9 +84,9 @@ def _source(config: PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfi
             return RgbdPairs(config.root, min_overlap=config.min_overlap)
 
 
-def _split(count: int) -> tuple[list[int], list[int]]:
+def _split(count: int, hold_out: bool) -> tuple[list[int], list[int]]:
     """Return the numbers for training and the numbers for validation."""
-    held_out = list(range(_HELD_OUT - 1, count, _HELD_OUT))
+    held_out = list(range(_HELD_OUT - 1, count, _HELD_OUT)) if hold_out else []
     if not held_out:
         return list(range(count)), list(range(count))
     return [number for number in range(count) if number % _HELD_OUT != _HELD_OUT - 1], held_out

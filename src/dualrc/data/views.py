@@ -1,6 +1,8 @@
 """Batches from pairs of images: cropped, scaled to one size, decoded in threads."""
 
+import itertools
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +89,31 @@ class FilePairs:
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="pairs")
 
     def make(self, count: int, random: Generator) -> PairBatch:
-        """Make a batch of `count` pairs."""
+        """Make a batch of `count` pairs, drawn with replacement."""
         seed = _draw(random)
-        views = list(self._pool.map(lambda slot: self._view(seed, slot), range(count)))
+        return self._batch(seed, [self._drawn(seed, slot) for slot in range(count)])
+
+    def make_in_order(self, first: int, count: int, *, seed: int) -> PairBatch:
+        """Make a batch of the pairs `first` to `first + count` of an infinite sequence of epochs.
+
+        Each epoch has every pair once, in an order that depends only on `seed` and the number of the epoch.
+        """
+        total = len(self.source)
+        epochs = range(first // total, (first + count - 1) // total + 1)
+        orders = {epoch: np.random.default_rng([seed, epoch]).permutation(total).tolist() for epoch in epochs}
+        numbers = (orders[place // total][place % total] for place in range(first, first + count))
+        # A random pair replaces a pair that cannot be used.
+        choices = [itertools.chain([number], self._drawn(seed, slot)) for slot, number in enumerate(numbers)]
+        return self._batch(int(np.random.default_rng([seed, first]).integers(1 << 62)), choices)
+
+    def _drawn(self, seed: int, slot: int) -> Iterator[int]:
+        """Yield all pairs in an order that depends only on seed and slot."""
+        yield from np.random.default_rng([seed, slot]).permutation(len(self.source)).tolist()
+
+    def _batch(self, seed: int, choices: Sequence[Iterable[int]]) -> PairBatch:
+        """Make a batch with one pair from each of the choices."""
+        count = len(choices)
+        views = list(self._pool.map(lambda slot: self._view(seed, slot, choices[slot]), range(count)))
         own = torch.Generator(device=self.device).manual_seed(seed)
         # (2, b, s, s, 3).
         images = torch.from_numpy(np.stack([view.images for view in views], axis=1)).to(self.device)
@@ -119,9 +143,9 @@ class FilePairs:
     def _tensor(self, arrays: list[npt.NDArray[np.generic]]) -> Tensor:
         return torch.from_numpy(np.stack(arrays, axis=1)).to(self.device)
 
-    def _view(self, seed: int, slot: int) -> _View:
-        """Return the first usable pair, in an order that depends only on seed and slot."""
-        for number in np.random.default_rng([seed, slot]).permutation(len(self.source)).tolist():
+    def _view(self, seed: int, slot: int, choice: Iterable[int]) -> _View:
+        """Return the first usable pair of a choice."""
+        for number in choice:
             if number in self._broken:
                 continue
             try:

@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 from torch import Generator
 
-from dualrc.data import PairBatch, PairMaker, PhotoPairs
+from dualrc.data import FilePairs, PairBatch, PairMaker, PhotoPairs
 
 # Number of steps to prepare ahead on the CPU.
 _AHEAD = 2
@@ -22,9 +22,22 @@ class Batches:
     """
 
     def __init__(
-        self, makers: Sequence[PairMaker], shares: Sequence[float], *, seed: int, count: int, device: torch.device
+        self,
+        makers: Sequence[PairMaker],
+        shares: Sequence[float],
+        *,
+        seed: int,
+        count: int,
+        device: torch.device,
+        parts: int = 1,
+        epochs: bool = False,
     ) -> None:
-        """`count`: number of pairs in a part."""
+        """`count`: pairs in a part, of `parts` in a step. `epochs`: the pairs of the only maker come in epochs."""
+        self._parts, self._in_order = parts, None
+        if epochs:
+            (maker,) = makers
+            assert isinstance(maker, FilePairs)
+            self._in_order = maker
         self._shares, self._seed, self._count = shares, seed, count
         self._make = [_captured(maker, count, device) for maker in makers]
         # A GPU makes pairs from photos in milliseconds, one step ahead, on a separate stream.
@@ -86,6 +99,9 @@ class Batches:
 
     @torch.no_grad()
     def _part(self, step: int, part: int) -> PairBatch:
+        if self._in_order is not None:
+            first = (step * self._parts + part) * self._count
+            return self._in_order.make_in_order(first, self._count, seed=self._seed)
         source, seed = self._draw(step, part)
         return self._make[source](seed)
 

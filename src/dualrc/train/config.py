@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dualrc.config import PRESETS, NetworkConfig, check_bounds
-from dualrc.data import DataConfig
+from dualrc.data import DataConfig, PhotosConfig, ScenesConfig
 from dualrc.errors import ConfigError
 from dualrc.pixels import STRIDE
 
@@ -17,8 +17,15 @@ Loss = Literal["matching", "paper", "published", "weak"]
 class TrainConfig:
     """Configuration of a training run."""
 
-    # Sources of pairs, mixed by their shares. A tenth of each source is held out for validation.
+    # Sources of training pairs, mixed by their shares.
     data: tuple[DataConfig, ...]
+    # Sources of validation pairs. Without any, every tenth image or pair of `data` is held out of training.
+    validation: tuple[DataConfig, ...] = ()
+    # "random" draws pairs with replacement. "epochs" takes every pair once before any pair again, in a new order each
+    # time, for one source that has a list of pairs.
+    draw: Literal["random", "epochs"] = "random"
+    # Which weights the run leaves: the last ones, or those with the lowest validation loss.
+    keep: Literal["last", "best"] = "last"
     network: NetworkConfig = field(default_factory=lambda: PRESETS["default"][0])
     # Weights file to continue from.
     start_from: str | None = None
@@ -79,6 +86,8 @@ class TrainConfig:
             )
         if self.loss == "weak" and self.pairs // self.parts < 2:
             raise ConfigError('loss = "weak" compares pairs with each other; use at least two pairs per part.')
+        if self.draw == "epochs" and (len(self.data) > 1 or isinstance(self.data[0], (PhotosConfig, ScenesConfig))):
+            raise ConfigError('draw = "epochs" needs one [[data]] table with a list of pairs; use draw = "random".')
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step: a linear warm-up, then the schedule."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dualrc.config import to_toml
-from dualrc.data import Opened, PairBatch, PairMaker, PhotoPairs, open_pairs
+from dualrc.data import FilePairs, Opened, PairBatch, PairMaker, PhotoPairs, open_pairs
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import make_folder, only_run, replacing, write_json, write_text
 from dualrc.model.backbone import PaperBackbone, Trunk
@@ -70,14 +71,25 @@ def train(
 
 def _train(config: TrainConfig, out: Path, fabric: Any, deadline: float) -> dict[str, float]:
     run = _Run(config, out, fabric)
-    opened = [open_pairs(d, size=config.size, points=config.points, device=fabric.device) for d in config.data]
+    open_data = partial(open_pairs, size=config.size, points=config.points, device=fabric.device)
+    training = [open_data(d, hold_out=not config.validation) for d in config.data]
+    validation = [open_data(d, hold_out=False) for d in config.validation]
+    opened, held_out = training + validation, [each.held_out for each in validation or training]
     shares, count = [d.share for d in config.data], config.pairs // config.parts
-    makers = [each.training for each in opened]
+    makers = [each.training for each in training]
     if config.compile and run.on_one_gpu:
         for maker in makers:
             if isinstance(maker, PhotoPairs):
                 maker.compile()
-    batches = Batches(makers, shares, seed=config.seed, count=count, device=fabric.device)
+    batches = Batches(
+        makers,
+        shares,
+        seed=config.seed,
+        count=count,
+        device=fabric.device,
+        parts=config.parts,
+        epochs=config.draw == "epochs",
+    )
     run.say_once(opened)
     parts = range(fabric.global_rank, config.parts, fabric.world_size)
     figures: dict[str, float] = {}
@@ -90,7 +102,7 @@ def _train(config: TrainConfig, out: Path, fabric: Any, deadline: float) -> dict
                     if stop.asked:
                         run.say("Saving...")
                     else:
-                        figures = run.validate([each.held_out for each in opened])
+                        figures = run.validate(held_out)
                     run.save()
                     run.say_once(opened)
                 if ending:
@@ -149,6 +161,8 @@ class _Run:
             share_batch_norm(self.network)
             module, self.optimizer = fabric.setup(module, self.optimizer)
         self.step = 0
+        # The lowest validation loss so far, and whether the current weights have it.
+        self._best, self._is_best = math.inf, False
         self._resume()
         if self._is_first:
             self._describe()
@@ -181,17 +195,27 @@ class _Run:
             batches = self.config.validation_batches
             with torch.no_grad():
                 for number in range(batches):
-                    random = torch.Generator(device=self.fabric.device).manual_seed(1 + number)
-                    batch = makers[number % len(makers)].make(self.config.pairs // self.config.parts, random)
-                    _, logged = step(1, *(getattr(batch, f.name) for f in fields(batch)))
-                    for name, value in logged.items():
+                    batch = self._validation_batch(makers, number)
+                    loss, logged = step(1, *(getattr(batch, f.name) for f in fields(batch)))
+                    for name, value in {"loss": loss, **logged}.items():
                         figures[name] = figures.get(name, 0.0) + float(value) / batches
                     if number == 0:
                         draw_pairs(self.average, batch, self.out / "pictures" / f"{self.step:07}.jpg")
             self._log({f"held_out_{name}": value for name, value in figures.items()})
-            self.say("held out: " + "  ".join(f"{n} {v:.4f}" for n, v in figures.items()))
+            self.say("validation: " + "  ".join(f"{n} {v:.4f}" for n, v in figures.items()))
+            # A NaN is never the best.
+            self._is_best = figures["loss"] < self._best
+            if self._is_best:
+                self._best = figures["loss"]
         self.fabric.barrier()
         return figures
+
+    def _validation_batch(self, makers: Sequence[PairMaker], number: int) -> PairBatch:
+        """Return a fixed batch; with a list of pairs, successive batches take successive pairs."""
+        count, maker = self.config.pairs // self.config.parts, makers[number % len(makers)]
+        if isinstance(maker, FilePairs):
+            return maker.make_in_order(number // len(makers) * count, count, seed=1)
+        return maker.make(count, torch.Generator(device=self.fabric.device).manual_seed(1 + number))
 
     def save(self) -> None:
         """Write the checkpoint and the averaged weights atomically."""
@@ -199,13 +223,18 @@ class _Run:
             state = {
                 "config": to_toml(self.config),
                 "step": self.step,
+                "best": self._best,
                 "network": self.network.state_dict(),
                 "average": self.average.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
             }
             with replacing(self.out / "checkpoint.pt") as temporary:
                 torch.save(state, temporary)
-            save_weights(self.average, self.out / "weights.safetensors", dtype=torch.float16)
+            weights = self.out / "weights.safetensors"
+            if self.config.keep == "last" or self._is_best or not weights.exists():
+                save_weights(self.average, weights, dtype=torch.float16)
+            # Further steps change the weights.
+            self._is_best = False
         self.fabric.barrier()
 
     def say(self, line: str, level: int = logging.INFO) -> None:
@@ -252,6 +281,8 @@ class _Run:
                 self.average.load_state_dict(state["average"])
                 self.optimizer.load_state_dict(state["optimizer"])
                 self.step = int(state["step"])
+                # Checkpoints of earlier versions have none.
+                self._best = float(state.get("best", math.inf))
                 return
         # A damaged file can raise any exception.
         except Exception as error:
