@@ -62,8 +62,10 @@ class _Box(NamedTuple):
 class _View(NamedTuple):
     """One pair of a batch."""
 
-    images: ImageArray  # (2, size, size, 3)
-    points: npt.NDArray[np.float32]  # (2, n, 2)
+    # (2, size, size, 3).
+    images: ImageArray
+    # (2, n, 2).
+    points: npt.NDArray[np.float32]
     # (3, n): valid, absent0, absent1.
     flags: BoolArray
 

@@ -51,7 +51,7 @@ def train(
 ) -> dict[str, float]:
     """Train, or continue an unfinished run; write checkpoint.pt, log.csv and weights.safetensors to `out`.
 
-    config.toml and versions.json in `out` describe the run, and pictures/ shows matches of held-out pairs. The run
+    config.toml and versions.json in `out` describe the run, and `pictures/` shows matches of held-out pairs. The run
     saves a checkpoint and stops after `minutes`, or on Ctrl-C or SIGTERM (which is then raised). The same call
     continues as if it had never stopped. Progress goes to the log (`logging`, level INFO).
 
