@@ -109,7 +109,7 @@ class FilePairs:
         return self._batch(int(np.random.default_rng([seed, first]).integers(1 << 62)), choices)
 
     def _drawn(self, seed: int, slot: int) -> Iterator[int]:
-        """Yield all pairs in an order that depends only on seed and slot."""
+        """Yield the numbers of all pairs, in an order that depends only on seed and slot."""
         yield from np.random.default_rng([seed, slot]).permutation(len(self.source)).tolist()
 
     def _batch(self, seed: int, choices: Sequence[Iterable[int]]) -> PairBatch:

@@ -32,7 +32,7 @@ class Batches:
         parts: int = 1,
         epochs: bool = False,
     ) -> None:
-        """`count`: pairs in a part, of `parts` in a step. `epochs`: the pairs of the only maker come in epochs."""
+        """`count`: pairs per part. `parts`: parts per step. `epochs`: take the pairs of the only maker in epochs."""
         self._parts, self._in_order = parts, None
         if epochs:
             (maker,) = makers
