@@ -447,10 +447,10 @@ def test_roots_that_are_not_complete(data, changed, tmp_path):
     write_references(changed / "DUC_refposes_all.mat", {"DUC1": {"other.JPG": pose_at(0.0)}})
     refused("has no pose of any query")
     (changed / "DUC_refposes_all.mat").write_bytes(b"MATLAB 5.0 no more")
-    refused("is not a file of reference poses, or broken")
+    refused("is not a file of reference poses, or damaged")
     (changed / "DUC_refposes_all.mat").unlink()
     shutil.rmtree(changed / "database" / "alignments")
-    refused("is not complete: database/alignments is missing")
+    refused("is incomplete: database/alignments is missing")
 
 
 def test_without_references_poses_are_only_written(data, changed, tmp_path):

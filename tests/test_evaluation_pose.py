@@ -202,7 +202,7 @@ def test_missing_pictures_and_entries_are_named_and_counted(data, tmp_path):
     next(root.glob("*/*.npz")).write_bytes(pickle.dumps(index))
     (root / "Undistorted_SfM" / "0015" / "images" / "0003.jpg").write_text("broken")
     content, text = run(data, root, tmp_path / "out", "pose_oracle")
-    assert "pair 0 4 is not scored: it has no picture" in text
+    assert "pair 0 4 is not scored: it has no image" in text
     assert "1 of 4 pairs could not be matched" in text
     assert content["results"][0].figures.overall.auc[POSELIB][0] == pytest.approx(0.75, abs=0.01)
 
@@ -309,10 +309,10 @@ def corrupt(kind, path):
 @pytest.mark.parametrize("kind", ["checksum", "compressed", "method", "encrypted", "header"])
 def test_a_broken_index_is_told_in_one_line_and_does_not_stop_other_layouts(data, tmp_path, kind):
     path = corrupt(kind, tmp_path / "stray.npz")
-    with pytest.raises(DataError, match=r"stray\.npz is not an index, or broken") as caught:
+    with pytest.raises(DataError, match=r"stray\.npz is not an index, or damaged") as caught:
         read_index(path)
     assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match=r"stray\.npz is not an index, or broken"):
+    with pytest.raises(DataError, match=r"stray\.npz is not an index, or damaged"):
         read_pose_data(tmp_path)
     for write in (write_cameras_json, write_scannet):
         found = read_pose_data(write(tmp_path))

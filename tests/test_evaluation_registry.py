@@ -149,7 +149,7 @@ def test_options_that_a_benchmark_does_not_take(registered, data, tmp_path):
         (("shift", data, "--size", 64, "--size", 96), "--size was passed 2 times; shift accepts it once."),
         (("shift", data, data), "shift has one folder; pass one ROOT."),
         (("shift", data, "--top", 0), "leaves no matches to score"),
-        (("shift",), "No dataset was passed."),
+        (("shift",), "No dataset was passed; pass its folder."),
         (("hpatches", data), "it looks like shift: run `dualrc evaluate shift` on it."),
     ):
         done = call(*arguments, "--out", tmp_path / "out")

@@ -105,7 +105,7 @@ def test_hloc_files(tmp_path, pictures, with_matches):
         broken = shutil.copytree(own, tmp_path / "broken")
         with h5py.File(broken / "matches.h5", "a") as file:
             file["v_wall-1.ppm/v_wall-2.ppm/matches0"][0] = 99
-        with pytest.raises(DataError, match=r"matches\.h5, v_wall-1\.ppm/v_wall-2\.ppm, is broken"):
+        with pytest.raises(DataError, match=r"matches\.h5, v_wall-1\.ppm/v_wall-2\.ppm, is damaged"):
             stored(broken).match(*pictures)
     else:
         found = stored(own / "features.h5").match(*pictures)
@@ -135,7 +135,7 @@ def test_a_file_is_not_taken_for_two_pairs(tmp_path, pictures):
         ({"keypoints_A": POINTS0, "keypoints_B": POINTS1}, "no scores"),
         ({"nonsense": POINTS0}, "it has nonsense instead of keypoints_A"),
         ({"keypoints_A": np.array([None, {}])}, "it has keypoints_A instead|pickle"),
-        ("cut", "broken"),
+        ("cut", "damaged"),
     ],
 )
 def test_broken_files(tmp_path, pictures, arrays, words):
@@ -186,7 +186,7 @@ def test_evaluation_of_stored_results_counts_what_is_missing(tmp_path):
     pairs = result.figures[0].pairs
     assert [pair.accuracy[0] for pair in pairs] == pytest.approx([1, 1, 1, 0, 0])
     assert list(result.failures) == ["v_wall/1.png v_wall/5.png", "v_wall/1.png v_wall/6.png"]
-    assert "broken" in result.failures["v_wall/1.png v_wall/5.png"]
+    assert "damaged" in result.failures["v_wall/1.png v_wall/5.png"]
     assert "neither 1_6.npz" in result.failures["v_wall/1.png v_wall/6.png"]
     # Other files mean another config, so that old matches are not scored again.
     before = stored(tmp_path / "own").config
