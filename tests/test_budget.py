@@ -279,7 +279,7 @@ def test_many_pairs_with_a_giant(tmp_path, monkeypatch):
     # The device may run out of memory all the same: first batches become single pairs, then these smaller.
     matcher = tiny_matcher()
     tried = short_of_memory(matcher, monkeypatch, 50)
-    with pytest.warns(UserWarning, match="device has left"):
+    with pytest.warns(UserWarning, match="remaining memory of the device"):
         found = list(matcher.match_many(pairs))
     assert [count for count, _ in tried[:3]] == [2, 1, 1]
     assert [len(one) > 0 for one in found] == [True] * 5

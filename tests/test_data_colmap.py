@@ -117,7 +117,7 @@ def test_batches_go_on_without_a_picture(folder, tmp_path):
     batch = maker.make(8, torch.Generator().manual_seed(0))
     assert batch.valid.sum(1).min() >= 8
     assert set(maker.skipped) == {"a.png deep/c.png", "b.png deep/c.png"}
-    assert "c.png is empty or not a picture" in maker.report()
+    assert "c.png is empty or not an image" in maker.report()
     maker.close()
 
 
@@ -137,7 +137,7 @@ def test_a_picture_on_its_side(folder, renderings, tmp_path):
 def test_folders_that_hold_no_model(folder, tmp_path):
     with pytest.raises(DataError):
         ColmapPairs(tmp_path, folder / "images")
-    with pytest.raises(DataError, match="folder of pictures"):
+    with pytest.raises(DataError, match="folder of images"):
         ColmapPairs(folder / "model", tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="min_overlap"):
         ColmapConfig(model="m", images="i", min_overlap=2.0)

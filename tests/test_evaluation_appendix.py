@@ -427,7 +427,7 @@ def test_processes_that_fail_are_named_and_the_others_go_on(task, tmp_path, monk
     assert (tmp_path / "costs.json").read_text() == "{"  # nothing was kept: it is tried again next time
     (tmp_path / "sitecustomize.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(DataError, match=r"killed \(signal 9\), perhaps for memory; give smaller sizes"):
+    with pytest.raises(DataError, match=r"killed \(signal 9\), probably for lack of memory; give smaller sizes"):
         costs.measure(task)
 
 

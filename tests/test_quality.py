@@ -104,7 +104,7 @@ def test_a_second_look_keeps_pixels_masks_and_limits():
 
 def test_a_second_look_needs_pictures():
     matcher, picture = oracle_matcher(), SceneView(64, 64).picture()
-    with pytest.raises(ConfigError, match="give pictures instead of features"):
+    with pytest.raises(ConfigError, match="give images instead of features"):
         matcher.match(matcher.features(picture), picture, quality="high")
     with pytest.raises(ConfigError, match="choose standard or high"):
         matcher.match(picture, picture, quality="best")

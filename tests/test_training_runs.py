@@ -193,7 +193,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(folder, tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(dualrc.train.loop.OutputError, match="make room"):
+    with pytest.raises(dualrc.train.loop.OutputError, match="free some space"):
         train(config, tmp_path, device="cpu")
     assert (tmp_path / "checkpoint.pt").read_bytes() == good
 
@@ -359,7 +359,7 @@ def test_the_rivals_train_their_consensus(folder, tmp_path, preset, loss):
 
 def test_losses_that_do_not_fit_the_network(folder):
     resnet = replace(PRESETS["ncnet"][0], backbone=TrunkConfig(network="resnet50"))
-    with pytest.raises(ConfigError, match="two pairs a part"):
+    with pytest.raises(ConfigError, match="two pairs per part"):
         tiny_run(folder, network=resnet, trunk="trunk.pth", loss="weak", pairs=1)
     with pytest.raises(ConfigError, match="no sub-pixel refinement"):
         dualrc.train.loop._network(tiny_run(folder, network=resnet, trunk="trunk.pth", loss="matching"))

@@ -1,4 +1,4 @@
-"""The demo: a pair of pictures with exact ground truth, matched, checked and drawn."""
+"""The demo: matches a rendered pair with exact ground truth, checks it and draws it."""
 
 import time
 from collections.abc import Callable
@@ -20,25 +20,25 @@ Tell = Callable[[str], None]
 
 
 def run(out: str | Path, *, device: str | None = None, tell: Tell = lambda _: None) -> dict[str, Any]:
-    """Match a made-up pair; leaves drawings, matches and summary.json in `out`. `tell` is told each step."""
+    """Match a rendered pair; write drawings, matches and summary.json to `out`. `tell` receives each step."""
     out = make_folder(out)
     tell("Loading the network")
     matcher = load(device=device)
-    tell("Rendering two views of a made-up town")
+    tell("Rendering two views of a synthetic town")
     pair = make_pair(_SEED, size=(800, 608))
     image0, image1 = (rendering.image.cpu().numpy() for rendering in pair)
-    tell("Matching them, twice: the first time warms up")
+    tell("Matching them twice; the first run warms up")
     matcher.match(image0, image1)
     start = time.perf_counter()
     matches = matcher.match(image0, image1, top=_TOP)
     seconds = time.perf_counter() - start
 
-    tell("Comparing the matches with where the points truly are")
+    tell("Comparing the matches with the ground truth")
     truth = correspond(*pair, matches.points0)
     points1, visible = truth.points1.cpu().numpy(), truth.visible.cpu().numpy()
-    # A point that can't be seen in picture 1 has no right answer: its match is wrong.
+    # A point that is occluded in image 1 has no correspondence, so any match of it is wrong.
     error_px = np.where(visible, np.linalg.norm(points1 - matches.points1, axis=1), np.inf)
-    tell("Drawing them")
+    tell("Drawing the results")
     for name, image in (("a.png", image0), ("b.png", image1)):
         draw.save(image, out / name)
     draw.save(draw.draw_matches(image0, image1, matches), out / "matches.png")
