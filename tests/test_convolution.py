@@ -153,7 +153,7 @@ def test_what_is_not_supported_is_refused():
     for layer in (nn.Conv2d(4, 4, (1, 3)), nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, padding="same")):
         with pytest.raises(ValueError, match="not supported"):
             FusedConv(layer, relu=False)
-    with pytest.raises(ValueError, match="replicated"):
+    with pytest.raises(ValueError, match="Replicated"):
         FusedConv(nn.Conv2d(4, 4, 3), relu=False, replicate=True)
     convolve = FusedConv(convolution(4, 6, 1), relu=False)
     for x in (torch.zeros(1, 4, 2, 2).half(), torch.zeros(1, 3, 2, 2)):

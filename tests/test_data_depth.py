@@ -228,7 +228,7 @@ def test_broken_rgbd_folders(rgbd):
             read_rgbd(rgbd)
     poses.write_text(lines)
     (rgbd / "K.txt").write_text("1 2 3")
-    with pytest.raises(DataError, match="holds 3 numbers; write 9"):
+    with pytest.raises(DataError, match="has 3 numbers; write 9"):
         read_rgbd(rgbd)
     (rgbd / "K.txt").unlink()
     with pytest.raises(DataError, match=r"K\.txt does not exist"):

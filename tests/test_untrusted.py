@@ -171,7 +171,7 @@ def test_toml(tmp_path, kind):
 def test_text_files_have_a_limit(tmp_path):
     with (tmp_path / "large.txt").open("wb") as file:
         file.truncate(3 * GIB)  # holes, which take no room
-    with pytest.raises(DataError, match="more than 1024 MiB"):
+    with pytest.raises(DataError, match="larger than 1024 MiB"):
         read_text(tmp_path / "large.txt")
 
 
@@ -422,7 +422,7 @@ def test_unknown_tensors_are_not_read(tmp_path):
 def test_configs_have_bounds():
     config = to_dict(tiny_network().config)
     assert from_dict(NetworkConfig, config) == tiny_network().config
-    with pytest.raises(ConfigError, match="widths has 0, which must be from 1 to 4096"):
+    with pytest.raises(ConfigError, match="widths contains 0; give values from 1 to 4096"):
         from_dict(NetworkConfig, config | {"backbone": {"kind": "compact", "widths": [0] * 5}})
 
 

@@ -228,7 +228,7 @@ def test_a_strip_keeps_its_short_side(shipped):
     picture = texture(2, 1800, 120)
     features = shipped.features(picture)
     assert features.scale.input_size == (1792, 112)
-    with pytest.warns(UserWarning, match="1800x120 pixels is seen at 512x32, where little can be found"):
+    with pytest.warns(UserWarning, match="1800x120 pixels is resized to 512x32, where few matches can be found"):
         assert shipped.features(picture, size=512).scale.input_size == (512, 32)
 
 

@@ -79,7 +79,7 @@ def vote(matches: Matches) -> Foothold:
 
 
 def _shuffled(places: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Return a pseudo-random order of positions (n,) that does not depend on their input order."""
+    """Return a pseudo-random order of positions (n,), independent of their input order and of each other."""
     x, y = (np.rint(part).astype(np.int64).astype(np.uint32) for part in (places.real, places.imag))
     return np.argsort((x * np.uint32(73856093) ^ y * np.uint32(19349663)) * np.uint32(2654435761), kind="stable")
 

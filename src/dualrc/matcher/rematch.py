@@ -172,7 +172,7 @@ def _match_moved(
     motion: "Motion",
 ) -> Matches:
     """Match one image with the other image warped into its frame."""
-    # Index 0 if image 0 has the larger scale.
+    # Warp the image that shows the scene larger, so that no detail is invented.
     moves0 = motion.enlarges < 1
     own_from_frame = np.linalg.inv(motion.frame1_from_0) if moves0 else motion.frame1_from_0
     still, moving = features[moves0], int(not moves0)
