@@ -165,7 +165,7 @@ def test_what_is_not_supported_is_refused():
         convolve(torch.zeros(1, 4, 2, 2), onto=torch.zeros(1, 6, 2, 1))
     with pytest.raises(ValueError, match="half the size"):
         upsample_add(torch.zeros(1, 4, 2, 2), torch.zeros(1, 4, 2, 2))
-    with pytest.raises(ValueError, match="8 divides"):
+    with pytest.raises(ValueError, match="divisible by 8"):
         add_contrast(torch.zeros(1, 3, 8, 12))
     with pytest.raises(ValueError, match="choose float16"):
         fuse(make(), torch.float64)

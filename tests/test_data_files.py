@@ -111,7 +111,7 @@ def test_names_that_could_not_be_read_are_not_written(tmp_path, name):
 
 
 def test_files_that_are_missing_or_empty(tmp_path):
-    with pytest.raises(DataError, match="folder of images"):
+    with pytest.raises(DataError, match="folder of pictures"):
         PairsFile(tmp_path / "pairs.txt", tmp_path / "nowhere")
     with pytest.raises(DataError, match="does not exist"):
         PairsFile(tmp_path / "pairs.txt", tmp_path)
