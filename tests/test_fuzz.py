@@ -173,7 +173,7 @@ def test_a_heic_picture_without_its_extra(tmp_path, monkeypatch):
     try:
         for name in ("1.heic", "2.HEIC"):
             (tmp_path / name).write_bytes(struct.pack(">I", 24) + b"ftypheic" + bytes(12))
-        with pytest.raises(ImageError, match=r"1\.heic is a HEIF picture, .*pip install 'dualrc\[heif\]', or convert"):
+        with pytest.raises(ImageError, match=r"1\.heic is a HEIF image, .*pip install 'dualrc\[heif\]', or convert"):
             read(tmp_path / "1.heic")
         with pytest.raises(DataError, match=r"cannot read 2 HEIF images \(pip install 'dualrc\[heif\]'\)"):
             find_pictures(tmp_path)

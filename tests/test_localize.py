@@ -514,7 +514,7 @@ def test_options_of_matching_reach_the_matcher(tmp_path):
     pose, true = read_poses(tmp_path / "out.txt")[QUERY], renderings()[QUERY].view.cam_from_world
     assert rotation_error_deg(pose[:, :3], true[:, :3]) < 2
     localizer = Localizer(load(quality="high", device="cpu"), read_map(tmp_path / "model", images))
-    with pytest.raises(ConfigError, match="give images instead of features"):
+    with pytest.raises(ConfigError, match="give pictures instead of features"):
         localizer.localize(localizer.matcher.features(images / QUERY))
 
 
