@@ -247,7 +247,7 @@ class MatcherConfig:
         if not 1 <= self.max_zoom <= 16:
             raise ConfigError(f"max_zoom = {self.max_zoom} must be from 1 (no search over scales) to 16.")
         if self.max_memory is not None and not 0 < self.max_memory < math.inf:
-            raise ConfigError(f"max_memory = {self.max_memory} must be finite and above 0, in GiB.")
+            raise ConfigError(f"max_memory = {self.max_memory} must be above 0 and finite, in GiB.")
 
 
 class MatcherOptions(TypedDict, total=False):
