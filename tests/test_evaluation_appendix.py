@@ -223,7 +223,7 @@ def test_weights_that_won_t_do_are_refused_before_anything_is_matched(folder, tm
     assert changed != whole
     (tmp_path / "other.safetensors").write_bytes(changed)
     for name, words in (
-        ("cut", "broken"),
+        ("cut", "corrupt"),
         ("text", "not a safetensors file"),
         ("nowhere", "does not exist"),
         ("other", "does not fit the network"),
