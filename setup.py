@@ -1,4 +1,4 @@
-"""What pyproject.toml can't say: how the C engine is compiled."""
+"""Compilation of the C kernels, which pyproject.toml cannot describe."""
 
 import platform
 import runpy
@@ -7,12 +7,12 @@ import sys
 from setuptools import Extension, setup
 
 FOLDER = "src/dualrc/ops/native"
-# On Linux they share the threads of torch, whose OpenMP is loaded first; elsewhere they work on one.
+# On Linux the kernels share the thread pool of torch, whose OpenMP is loaded first. Elsewhere they are single-threaded.
 threads = "-fopenmp" if sys.platform == "linux" else "-fopenmp-simd"
 flags = ["-std=gnu11", "-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", threads]
-# Python compares this with the sources that it finds beside it.
+# Python compares this digest with the sources in the package.
 digest = runpy.run_path(f"{FOLDER}/sources.py")["digest"]()
-# One library for each instruction set; ops/native/library.py chooses.
+# One library per instruction set; ops/native/library.py selects one at run time.
 variants = {"generic": []}
 if platform.machine() in ("x86_64", "AMD64"):
     variants |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]}
@@ -25,7 +25,8 @@ setup(
             define_macros=[("DUALRC_SOURCES", f'"{digest}"')],
             extra_compile_args=[*flags, *processor],
             extra_link_args=[threads],
-            optional=True,  # without a C compiler, torch does the same more slowly
+            # Without a C compiler, torch computes the same results more slowly.
+            optional=True,
         )
         for name, processor in variants.items()
     ]

@@ -437,7 +437,7 @@ def test_a_size_that_does_not_fit_is_measured_smaller(run, weights, tmp_path):
         (("--repeats", -2), "is negative"),
         (("--preset", "large"), "no preset"),
         (("--weights", "nowhere.safetensors"), "does not exist"),
-        (("--device", "abacus"), "can't be used"),
+        (("--device", "abacus"), "Cannot use"),
         (("--out", "nowhere/bench.json"), "does not exist"),
         (("--pair", "nowhere.jpg", "nothing.jpg"), "does not exist"),
     ],

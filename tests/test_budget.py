@@ -199,7 +199,7 @@ def test_the_largest_size_that_fits():
 
 
 def test_where_not_even_the_smallest_fits(pictures):
-    with pytest.raises(ImageError, match=r"Not even the smallest .* 32x32 takes .* give more max_memory"):
+    with pytest.raises(ImageError, match=r"Not even the smallest .* 32x32 needs .* give more max_memory"):
         tiny_matcher(max_memory=1e-6).match(*pictures)
     none = list(tiny_matcher(max_memory=1e-6).match_many([pictures], errors="empty"))
     assert len(none) == 1 and "Not even the smallest" in none[0].info["error"]
@@ -224,7 +224,7 @@ def short_of_memory(matcher, monkeypatch, longest, error=torch.OutOfMemoryError)
 def test_a_device_that_runs_out_of_memory(pictures, monkeypatch, error, quality):
     matcher = oracle_matcher()
     tried = short_of_memory(matcher, monkeypatch, 14, error)
-    with pytest.warns(UserWarning, match="does not fit into the memory that the device has left; it is matched at"):
+    with pytest.warns(UserWarning, match="does not fit into the remaining memory of the device; it is matched at"):
         found = matcher.match(*pictures, quality=quality)
     assert [side for _, side in tried[:3]] == [20, 16, 12]
     assert found.info["network_size0"] == (192, 144) and len(found) > 100
@@ -241,7 +241,7 @@ def test_a_device_that_runs_out_of_memory(pictures, monkeypatch, error, quality)
 def test_a_device_without_any_memory(pictures, monkeypatch):
     matcher = tiny_matcher()
     tried = short_of_memory(matcher, monkeypatch, 0)
-    with pytest.raises(ImageError, match=r"not enough memory .* smaller size"):
+    with pytest.raises(ImageError, match=r"Not enough memory .* smaller size"):
         matcher.match(*pictures)
     assert tried[-1] == (1, 2)
     monkeypatch.setattr(matcher.network, "extract", lambda images: (_ for _ in ()).throw(MemoryError()))
@@ -279,7 +279,7 @@ def test_many_pairs_with_a_giant(tmp_path, monkeypatch):
     # If the device runs out of memory nevertheless, batches are split into pairs, then pairs are scaled down.
     matcher = tiny_matcher()
     tried = short_of_memory(matcher, monkeypatch, 50)
-    with pytest.warns(UserWarning, match="device has left"):
+    with pytest.warns(UserWarning, match="remaining memory of the device"):
         found = list(matcher.match_many(pairs))
     assert [count for count, _ in tried[:3]] == [2, 1, 1]
     assert [len(one) > 0 for one in found] == [True] * 5

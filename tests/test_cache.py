@@ -51,11 +51,11 @@ def test_an_error_is_raised_again_without_another_look():
 
     def broken():
         looks.append(1)
-        raise ImageError("a.jpg is not a picture.")
+        raise ImageError("a.jpg is not an image.")
 
     caught = []
     for _ in range(3):
-        with pytest.raises(ImageError, match="is not a picture") as info:
+        with pytest.raises(ImageError, match="is not an image") as info:
             cache.get("a", broken)
         caught.append(info.value)
         filled(cache, "bcd")

@@ -153,7 +153,7 @@ def test_tensors_that_do_not_fit_are_named(file):
         load_weights(file)
     file.write_bytes(save_again)
     rewrite(file, **{"backbone.fine.bias": torch.zeros(3)})
-    with pytest.raises(WeightsError, match=r"another shape of backbone\.fine\.bias;"):
+    with pytest.raises(WeightsError, match=r"different shape of backbone\.fine\.bias;"):
         load_weights(file)
 
 

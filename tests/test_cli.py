@@ -221,8 +221,8 @@ def test_devices_that_are_not_here_are_one_clear_line(run, weights, pictures, na
     status, _, errors = run("match", *pictures, "--weights", weights, "--device", name)
     asked = name.replace("gpu", "cuda")
     assert status == 1 and errors.count("\n") == 1
-    assert errors.startswith(f"Error: The device '{asked}' can't be used (")
-    assert errors.endswith(f"available here: {', '.join(devices())}.\n") and "cpu" in devices()
+    assert errors.startswith(f"Error: Cannot use the device '{asked}' (")
+    assert errors.endswith(f"available devices: {', '.join(devices())}.\n") and "cpu" in devices()
 
 
 def test_gpu_is_another_name_for_cuda(monkeypatch):

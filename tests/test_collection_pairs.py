@@ -38,7 +38,7 @@ def test_pictures_of_a_folder(tmp_path):
 
 
 def test_folders_without_pictures(tmp_path):
-    with pytest.raises(DataError, match="holds no pictures; give"):
+    with pytest.raises(DataError, match="contains no images; give"):
         find_pictures(tmp_path)
     with pytest.raises(DataError, match="is not a folder; give"):
         find_pictures(tmp_path / "nowhere")

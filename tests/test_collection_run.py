@@ -242,7 +242,7 @@ def test_other_settings_are_refused_with_the_remedy(images, config, undisturbed,
 
 def test_folders_that_can_not_be_matched(config, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="holds no pictures"):
+    with pytest.raises(DataError, match="contains no images"):
         match_collection(tmp_path / "empty", tmp_path / "out", config, quiet=True)
     Image.fromarray(texture(0, 64, 64)).save(tmp_path / "empty" / "one.png")
     with pytest.raises(DataError, match="only one image; pass a folder with at least two"):
@@ -364,7 +364,7 @@ def test_a_worker_with_other_weights_refuses(images, weights):
 
 
 def test_what_a_worker_refuses_is_said_once(images, config, tmp_path):
-    with pytest.raises(ConfigError, match="device 'abacus' can't be used"):
+    with pytest.raises(ConfigError, match="Cannot use the device 'abacus'"):
         match_collection(images, tmp_path, replace(config, device="abacus"), quiet=True)
 
 

@@ -69,7 +69,7 @@ def test_configs_are_frozen_and_keyword_only():
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
-        (MatcherConfig, {"tops": 3}, "Unknown setting tops; known here: .*top"),
+        (MatcherConfig, {"tops": 3}, "Unknown setting tops; choose one of .*top"),
         (
             NetworkConfig,
             {"preset": "x", "backbone": {"kind": "compact", "width": 3}},
@@ -111,7 +111,7 @@ def test_none_and_whole_numbers_are_taken():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "can't be read"),
+        (None, "Cannot read"),
         (b"top = ", "not valid TOML"),
         (b"\xff", "not valid TOML"),
         (b"tops = 3", "Unknown setting tops"),

@@ -118,7 +118,7 @@ def test_batches_go_on_without_a_picture(folder, tmp_path):
     batch = maker.make(8, torch.Generator().manual_seed(0))
     assert batch.valid.sum(1).min() >= 8
     assert set(maker.skipped) == {"a.png deep/c.png", "b.png deep/c.png"}
-    assert "c.png is empty or not a picture" in maker.report()
+    assert "c.png is empty or not an image" in maker.report()
     maker.close()
 
 

@@ -148,7 +148,7 @@ def test_dots_are_green_and_red_in_both_pictures():
 
 def test_the_picture_must_be_the_matched_one():
     matches = make_matches([], [], (300, 400), (400, 300))
-    with pytest.raises(DataError, match="Picture 0 has 400 x 300 pixels but the matches are for 300 x 400"):
+    with pytest.raises(DataError, match="Image 0 has 400 x 300 pixels but the matches are for 300 x 400"):
         draw.draw_matches(gray(400, 300), gray(400, 300), matches)
     unknown = make_matches([], [], (0, 0), (0, 0))
     assert draw.draw_matches(gray(400, 300), gray(400, 300), unknown).size
@@ -160,7 +160,7 @@ def test_pictures_are_whatever_the_matcher_takes(tmp_path):
     Image.fromarray(gray(400, 300)).save(tmp_path / "a.png")
     for picture in (tmp_path / "a.png", str(tmp_path / "a.png"), gray(400, 300)[:, :, 0], gray(400, 300) / 255):
         assert np.array_equal(draw.draw_matches(picture, gray(400, 300), matches), expected)
-    with pytest.raises(ImageError, match="not a picture"):
+    with pytest.raises(ImageError, match="not an image"):
         draw.draw_matches(gray(0, 5), gray(9, 9), make_matches([], [], (0, 0), (0, 0)))
 
 

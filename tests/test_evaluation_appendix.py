@@ -227,7 +227,7 @@ def test_weights_that_won_t_do_are_refused_before_anything_is_matched(folder, tm
     assert changed != whole
     (tmp_path / "other.safetensors").write_bytes(changed)
     for name, words in (
-        ("cut", "broken"),
+        ("cut", "corrupt"),
         ("text", "not a safetensors file"),
         ("nowhere", "does not exist"),
         ("other", "does not fit the network"),
@@ -435,7 +435,7 @@ def test_processes_that_fail_are_named_and_the_others_go_on(task, tmp_path, monk
     assert (tmp_path / "costs.json").read_text() == "{"
     (tmp_path / "sitecustomize.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(DataError, match=r"killed \(signal 9\), perhaps for memory; give smaller sizes"):
+    with pytest.raises(DataError, match=r"killed \(signal 9\), probably for lack of memory; give smaller sizes"):
         costs.measure(task)
 
 

@@ -131,7 +131,7 @@ def test_broken_exif_is_told_once(tmp_path, kind):
     path.write_bytes(whole[:start] + b"\x7f\xff\xff\xff" + whole[start + 4 :])
     if kind == "PNG":  # its checksum is that of the sound data
         path.write_bytes(mend_png(path.read_bytes()))
-    with pytest.warns(UserWarning, match=rf"broken\.{ENDINGS[kind]} has damaged EXIF data; what .* ignored"):
+    with pytest.warns(UserWarning, match=rf"broken\.{ENDINGS[kind]} has damaged EXIF data; unreadable .* ignored"):
         pixels = read(path)
     assert np.array_equal(pixels, read(sound))  # the orientation before the damage is taken
     assert read_header(path).orientation == 6 and camera_from_exif(path) is None  # no second warning
@@ -154,7 +154,7 @@ def test_formats_of_no_photograph_are_not_opened(tmp_path, kind):
     path = tmp_path / "picture.png"  # the name says nothing
     image = Image.fromarray(RGB)
     (image.convert("1") if kind == "XBM" else image).save(path, kind)
-    with pytest.raises(ImageError, match=r"picture\.png is empty or not a picture of a known format; give a JPEG"):
+    with pytest.raises(ImageError, match=r"picture\.png is empty or not an image of a known format; give a JPEG"):
         read(path)
     assert read_header(path) is None
 
@@ -173,12 +173,12 @@ def test_a_heic_picture_without_its_extra(tmp_path, monkeypatch):
     try:
         for name in ("1.heic", "2.HEIC"):
             (tmp_path / name).write_bytes(struct.pack(">I", 24) + b"ftypheic" + bytes(12))
-        with pytest.raises(ImageError, match=r"1\.heic is a HEIF picture, .*pip install 'dualrc\[heif\]', or convert"):
+        with pytest.raises(ImageError, match=r"1\.heic is a HEIF image, .*pip install 'dualrc\[heif\]', or convert"):
             read(tmp_path / "1.heic")
-        with pytest.raises(DataError, match=r"can't read 2 HEIF pictures \(pip install 'dualrc\[heif\]'\)"):
+        with pytest.raises(DataError, match=r"cannot read 2 HEIF images \(pip install 'dualrc\[heif\]'\)"):
             find_pictures(tmp_path)
         (tmp_path / "3.png").write_bytes(encoded("PNG"))
-        with pytest.warns(UserWarning, match="can't read 2 HEIF pictures"):
+        with pytest.warns(UserWarning, match="cannot read 2 HEIF images"):
             assert find_pictures(tmp_path) == ["3.png"]
         assert find_pictures(tmp_path) == ["3.png"]  # told once
     finally:

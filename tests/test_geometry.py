@@ -187,7 +187,7 @@ def test_cameras_json_round_trip(tmp_path):
     ("text", "message"),
     [
         ("{", "JSON"),
-        ("[]", "does not hold cameras"),
+        ("[]", "contains no cameras"),
         ('{"a": 3}', "not a camera"),
         ('{"a": {"width": 3, "height": 3}}', "'K' is missing"),
         ('{"a": {"width": 3, "height": 3, "K": [[1]]}}', "a: K is not"),
@@ -260,7 +260,7 @@ def test_exif_of_what_is_no_picture(tmp_path):
     with pytest.raises(ImageError, match="does not exist"):
         camera_from_exif(path)
     path.write_text("no picture")
-    with pytest.raises(ImageError, match="can't be read"):
+    with pytest.raises(ImageError, match=r"Cannot read .* as an image"):
         camera_from_exif(path)
 
 
@@ -322,7 +322,7 @@ def test_estimates_a_relative_pose_with_known_cameras():
     assert direction_error_deg(pose[:, 3], POSE[:, 3]) < 0.5
     assert np.linalg.norm(pose[:, 3]) == pytest.approx(1)
     assert found.matrix == pytest.approx(essential_from_pose(pose))
-    assert found.info["cameras"] == "picture 0: file, picture 1: exif"
+    assert found.info["cameras"] == "image 0: file, image 1: exif"
     assert found.info["parallax_px"] > 10
     assert estimate(matches, "fundamental").pose is None
     json.dumps(found.info)
@@ -353,11 +353,11 @@ def test_guesses_where_sizes_differ_and_shares_where_they_agree():
     assert found.info["cameras"] == "guessed"
     assert found.info["K1"][0][0] == pytest.approx(600)
     one = estimate(matches, "essential", camera0=camera0)
-    assert one.info["cameras"] == "picture 0: given, picture 1: guessed"
+    assert one.info["cameras"] == "image 0: given, image 1: guessed"
     same = scene_matches(camera0, camera0)
     for cameras in ({"camera0": camera0}, {"camera1": camera0}):
         shared = estimate(same, "essential", **cameras)
-        assert "that of picture" in shared.info["cameras"]
+        assert "that of image" in shared.info["cameras"]
         assert shared.info["K0"] == shared.info["K1"]
 
 
@@ -366,7 +366,7 @@ def test_camera_of_another_size_or_unknown_size_is_refused():
     points = np.zeros((9, 2))
     with pytest.raises(DataError, match="500 x 400"):
         estimate(make_matches(points, points), "essential", camera0=camera)
-    with pytest.raises(DataError, match="size of picture 1"):
+    with pytest.raises(DataError, match="size of image 1"):
         estimate(make_matches(points, points, size1=(0, 0)), "essential")
 
 
@@ -441,7 +441,7 @@ def test_a_picture_matched_with_itself_has_no_relative_pose():
     same = make_matches(points, points)
     found = estimate(same, "essential")
     assert found.matrix is None
-    assert "share one centre" in found.info["reason"]
+    assert "share one center" in found.info["reason"]
     assert found.pose is None
     assert np.allclose(estimate(same, "homography").matrix, np.eye(3), atol=1e-6)
 

@@ -69,7 +69,7 @@ def random_pixels(count=300, seed=0):
 
 def test_all_models_of_colmap_are_known_but_the_sphere():
     assert set(pycolmap.CameraModelId.__members__) - {"INVALID", "EQUIRECTANGULAR"} == set(COEFFICIENTS)
-    with pytest.raises(DataError, match=r"EQUIRECTANGULAR is not supported; undistort the pictures, or give one of"):
+    with pytest.raises(DataError, match=r"EQUIRECTANGULAR is not supported; undistort the images, or give one of"):
         Lens("EQUIRECTANGULAR")
 
 
@@ -157,7 +157,7 @@ def test_cameras_json_has_a_model_and_its_coefficients(tmp_path):
             read_cameras_json(path)
     del entry["model"]
     path.write_text(json.dumps({"a": entry}))
-    with pytest.raises(DataError, match="its distortion has no model; name COLMAP's"):
+    with pytest.raises(DataError, match="its distortion has no model; name a COLMAP model"):
         read_cameras_json(path)
 
 
@@ -250,9 +250,9 @@ def test_a_guess_and_a_motion_without_parallax_are_said(tmp_path):
     other = replace(matches, size1=(800, 480))
     guessed = estimate(other, "essential")
     assert guessed.info["cameras"] == "guessed"
-    assert guessed.warnings[0].startswith("The focal length of both pictures is a guess")
+    assert guessed.warnings[0].startswith("The focal length of both images is a guess")
     one = estimate(other, "essential", camera0=camera0)
-    assert one.warnings[0].startswith("The focal length of picture 1 is a guess")
+    assert one.warnings[0].startswith("The focal length of image 1 is a guess")
 
 
 def photo(path, tags, size=SIZE):
@@ -272,7 +272,7 @@ def test_exif_without_a_sensor_size_is_said(tmp_path, run):  # noqa: F811
     assert describe_cameras(cameras) == expected
     status, out, _ = run("match", *paths, "--estimate", "essential", "-o", tmp_path / "m.json", "--device", "cpu")
     assert status == 0
-    assert "EXIF tells a focal length of 4.2 mm but no sensor size" in " ".join(out.replace("│", " ").split())
+    assert "EXIF has a focal length of 4.2 mm but no sensor size" in " ".join(out.replace("│", " ").split())
     warnings = json.loads((tmp_path / "m.json").read_text())["estimate"]["warnings"]
     assert any("no sensor size" in warning for warning in warnings)
     photo(tmp_path / "b.jpg", {**focal, ExifTags.Base.FocalLengthIn35mmFilm: 28})

@@ -367,7 +367,7 @@ def test_results_are_kept_and_read_back(world, tmp_path):
     assert np.array_equal(again[QUERY].cam_from_world, done[QUERY].cam_from_world)
     assert np.array_equal(again[QUERY].covariance, done[QUERY].covariance)
     assert again[QUERY].camera.source == "the map's"
-    assert "not a picture" in again["broken.jpg"].reason and "does not exist" in again["nowhere.png"].reason
+    assert "not an image" in again["broken.jpg"].reason and "does not exist" in again["nowhere.png"].reason
     poses = read_poses(tmp_path / "out.txt")
     assert list(poses) == ["a.png", "b.png", QUERY]
     assert np.allclose(poses[QUERY], done[QUERY].cam_from_world, atol=1e-9)
@@ -632,9 +632,9 @@ def test_poses_that_are_open():
     assert "0 correspondences are too few" in absolute_pose([], [], camera=CAMERA).reason
     points[:295] = np.nan
     assert "5 correspondences are too few" in absolute_pose(points, xyz, camera=CAMERA).reason
-    with pytest.raises(DataError, match="give one each"):
+    with pytest.raises(DataError, match="give one pixel per point"):
         absolute_pose(points, xyz[:3], camera=CAMERA)
-    with pytest.raises(DataError, match="Neither the camera nor the size"):
+    with pytest.raises(DataError, match="The camera and the size of its image are both unknown"):
         absolute_pose(points, xyz)
 
 

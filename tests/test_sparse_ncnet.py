@@ -234,11 +234,11 @@ def test_conversion_of_minkowski_kernels(published, tmp_path):
 
 
 def test_checkpoints_that_are_not_known(published):
-    for args, words in (({"bn": 1}, "batch norms"), ({"feature_extraction_cnn": "resnet18"}, "another backbone")):
+    for args, words in (({"bn": 1}, "batch norms"), ({"feature_extraction_cnn": "resnet18"}, "a backbone other than")):
         settings = argparse.Namespace(**{**vars(published["args"]), **args})
         with pytest.raises(WeightsError, match=words):
             checkpoint._from_ncnet(settings, published["state_dict"], "file")
-    for shape, words in (((80, 1, 16), "no 4D cube"), ((3, 3), "no 4D convolutions")):
+    for shape, words in (((80, 1, 16), "not a 4D cube"), ((3, 3), "no 4D convolutions")):
         state = {"FeatureExtraction.model.0.weight": rand(0, 1), "NeighConsensus.conv.1.kernel": rand(0, *shape)}
         with pytest.raises(WeightsError, match=words):
             checkpoint._from_ncnet(None, state, "file")

@@ -60,7 +60,7 @@ def test_what_cannot_be_warped():
     with pytest.raises(DataError, match=r"shape \(3, 3\)"):
         stitch.warp_image(ramp(20, 20), np.eye(4), (9, 9))
     warp = Warp(points1=pixel_grid((9, 9)), certainty=np.ones((9, 9), np.float32), size1=(30, 30))
-    with pytest.raises(DataError, match="give picture 1"):
+    with pytest.raises(DataError, match="give image 1"):
         stitch.warp_image(ramp(20, 20), warp)
     with pytest.raises(DataError, match="at least two"):
         stitch.panorama([ramp(20, 20)])
@@ -90,8 +90,8 @@ def shipped():
 
 def test_a_panorama_shows_what_one_wide_picture_shows(turned, shipped):
     pictures, truth = turned
-    # An unrelated image is left out.
-    with pytest.warns(UserWarning, match="number 3"):
+    # A picture that does not belong to the others is left out.
+    with pytest.warns(UserWarning, match="overlap with no other: 3"):
         joined = dualrc.panorama([*pictures, texture(1, 320, 240)], matcher=shipped, reference=1)
     assert isinstance(joined, dualrc.draw.Drawing) and joined.shape[2] == 4
     assert joined.shape[1] > 440 and joined.shape[0] >= 240
@@ -107,7 +107,7 @@ def test_a_panorama_shows_what_one_wide_picture_shows(turned, shipped):
 
 
 def test_pictures_that_join_nothing(shipped):
-    with pytest.raises(DataError, match="No two of these pictures could be joined"):
+    with pytest.raises(DataError, match="No two of these images could be joined"):
         stitch.panorama([texture(1, 160, 128), texture(2, 160, 128)], matcher=shipped)
 
 

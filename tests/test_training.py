@@ -299,7 +299,7 @@ def test_a_broken_checkpoint_is_named(folder, tmp_path, content):
 def test_out_that_can_not_be_a_folder(folder, tmp_path):
     (tmp_path / "file").write_text("")
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(OutputError, match=r"can't be made .*; choose another one"):
+        with pytest.raises(OutputError, match=r"Cannot create the folder .*; choose another one"):
             train(tiny_run(folder), out, device="cpu")
 
 

@@ -172,7 +172,7 @@ def test_pictures_that_do_not_belong_together(photograph, shipped):
     photograph = photograph[::2, ::2]
     other = np.repeat(np.repeat(texture(7, 80, 60), 4, axis=0), 4, axis=1)
     found = shipped.match(photograph, other)
-    assert "may not show the same thing" in found.info["warning"] and "zoom" not in found.info
+    assert "may not show the same scene" in found.info["warning"] and "zoom" not in found.info
     assert found.pair_score < 0.01
     many = next(shipped.match_many([(photograph, other)]))
     assert same_matches(many, found) and many.info["warning"] == found.info["warning"]
@@ -190,7 +190,7 @@ def test_the_command_line_says_what_was_found(photograph, shrunk, tmp_path):
     shrinks = CliRunner().invoke(app, ["match", str(tmp_path / "a.png"), str(tmp_path / "b.png"), "--device", "cpu"])
     assert shrinks.exit_code == 0 and "times larger in image 0" in shrinks.output
     other = CliRunner().invoke(app, ["match", str(tmp_path / "a.png"), str(tmp_path / "c.png"), "--device", "cpu"])
-    assert other.exit_code == 0 and "may not show the same thing" in " ".join(other.output.split())
+    assert other.exit_code == 0 and "may not show the same scene" in " ".join(other.output.split())
 
 
 def test_any_homography_is_a_view(photograph, shipped):
@@ -228,7 +228,7 @@ def test_a_strip_keeps_its_short_side(shipped):
     picture = texture(2, 1800, 120)
     features = shipped.features(picture)
     assert features.scale.input_size == (1792, 112)
-    with pytest.warns(UserWarning, match="1800x120 pixels is seen at 512x32, where little can be found"):
+    with pytest.warns(UserWarning, match="1800x120 pixels is resized to 512x32, where few matches can be found"):
         assert shipped.features(picture, size=512).scale.input_size == (512, 32)
 
 

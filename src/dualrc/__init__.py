@@ -1,4 +1,4 @@
-"""Dense correspondences between two photographs.
+"""Dense correspondences between two images.
 
 matcher = dualrc.load()
 matches = matcher.match("a.jpg", "b.jpg", top=2000)
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-# What brings further packages with it (torch, PoseLib, pycolmap, rich) is imported when it is asked for.
+# Names whose modules need further packages (torch, PoseLib, pycolmap, rich) are imported on first access.
 _LAZY = {
     "CollectionConfig": "dualrc.collection.config",
     "LocalizeConfig": "dualrc.localize",
@@ -74,7 +74,7 @@ __all__ = [
     "warp_image",
 ]
 
-# What the library tells is shown where the program that uses it asks for it: logging.basicConfig(level="INFO").
+# Log messages are shown only if the application configures logging: logging.basicConfig(level="INFO").
 logging.getLogger("dualrc").addHandler(logging.NullHandler())
 
 

@@ -1,4 +1,4 @@
-"""`python -m dualrc` is the command line."""
+"""Entry point of `python -m dualrc`, the command line."""
 
 from dualrc.cli import main
 

@@ -1,6 +1,6 @@
-"""What scores mean: probabilities, fitted to matches and pairs that are known to be right or wrong.
+"""Calibration of scores: probabilities, fitted to matches and pairs that are known to be correct or wrong.
 
-A calibration belongs to a weights file and lies beside it, as NAME.calibration.json; `benchmarks/calibrate.py` makes
+A calibration belongs to a weights file and lies next to it, as NAME.calibration.json; `benchmarks/calibrate.py` creates
 it.
 """
 
@@ -22,30 +22,32 @@ from dualrc.evidence import Evidence
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A rising map from a network's scores to probabilities, linear between its knots."""
+    """Increasing, piecewise linear map from network scores to probabilities."""
 
     scores: tuple[float, ...]
     probabilities: tuple[float, ...]
 
     def __post_init__(self) -> None:
         if len(self.scores) != len(self.probabilities) or len(self.scores) < 2:
-            raise ConfigError("A curve of scores needs as many scores as probabilities, two or more.")
+            raise ConfigError(
+                "A calibration curve needs as many scores as probabilities, at least two; add the missing ones."
+            )
         for name in ("scores", "probabilities"):
             values = getattr(self, name)
             if not all(low < high < math.inf for low, high in itertools.pairwise(values)):
-                raise ConfigError(f"The {name} of a curve must be numbers that rise.")
+                raise ConfigError(f"The {name} of a calibration curve must be increasing numbers; correct them.")
         if self.scores[0] != 0 or self.probabilities[0] < 0 or self.probabilities[-1] > 1:
-            raise ConfigError("A curve must start at the score 0, and its probabilities must lie in 0 to 1.")
+            raise ConfigError("A calibration curve must start at score 0 with probabilities from 0 to 1; correct it.")
 
     def __call__(self, scores: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """Probabilities of scores of any shape; the order of the scores is kept."""
+        """Convert scores of any shape to probabilities; their order does not change."""
         values = np.interp(np.asarray(scores, dtype=np.float64), self.scores, self.probabilities)
         return values.astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairModel:
-    """Logistic regression: how likely two pictures show some part in common, given the evidence in their matches."""
+    """Logistic regression of the probability that two images overlap, given the evidence in their matches."""
 
     bias: float
     strength: float
@@ -53,34 +55,35 @@ class PairModel:
     epipolar: float
 
     def __call__(self, evidence: Evidence) -> float:
-        """The probability, 0 to 1."""
+        """Return the probability, 0 to 1."""
         terms = zip(evidence, (self.strength, self.motion, self.epipolar), strict=True)
         odds = self.bias + sum(value * weight for value, weight in terms)
         return 1 / (1 + math.exp(-min(max(odds, -50.0), 50.0)))
 
     @staticmethod
     def from_info(values: Mapping[str, Any]) -> "PairModel":
-        """The model that `asdict` made plain values of."""
+        """Create the model from the plain values of `asdict`."""
         return PairModel(**{name: float(value) for name, value in values.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What a weights file's scores mean."""
+    """Calibration of the scores of a weights file."""
 
-    # The first digits of the weights' SHA-256: a calibration of other weights is not used.
+    # First digits of the SHA-256 of the weights. A calibration of other weights is not used.
     weights: str
-    # Scores to the probability that a match is within 3 px of the truth, in pixels that the network sees: of `match`,
-    # and of `match_points` and `warp`.
+    # Maps scores of `match` to the probability that a match is correct within 3 px of the network input.
     matches: Curve
+    # The same for scores of `match_points` and `warp`.
     points: Curve
+    # Maps the evidence of a pair to the probability that its images overlap.
     pairs: PairModel
 
     @property
     def hash(self) -> str:
-        """The first 16 hexadecimal digits of the SHA-256 of its values."""
+        """First 16 hexadecimal digits of the SHA-256 of the values."""
         return hashlib.sha256(json.dumps(to_dict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def pair_info(self) -> dict[str, float]:
-        """The model of pairs as plain values."""
+        """Return the model of pairs as plain values."""
         return asdict(self.pairs)

@@ -1,4 +1,4 @@
-"""Settings of the network and of the matcher: frozen dataclasses, TOML in and out, unknown keys refused."""
+"""Settings of network and matcher: frozen dataclasses that read and write TOML and reject unknown keys."""
 
 import dataclasses
 import math
@@ -17,54 +17,57 @@ from dualrc.errors import ConfigError
 T = TypeVar("T")
 Fusion = Literal["a", "b", "c", "d", "e"]
 
-_MOST_TOML = 1 << 20  # bytes
-MIN_SIDE = 32  # pixels of a picture, and of what the network sees
+# Largest TOML file in bytes.
+_MOST_TOML = 1 << 20
+# Shortest side of an image, and of the network input, in pixels.
+MIN_SIDE = 32
 
 
-# The config in a weights file says what is built: larger networks than these are somebody's mistake, or a trap.
+# Upper bounds for the config in a weights file. Larger networks are a mistake or an attack.
 _MOST_CHANNELS, _MOST_BLOCKS = 4096, 64
 
 
 def _check_counts(name: str, values: tuple[int, ...], most: int, least: int = 1) -> None:
     for value in values:
         if not least <= value <= most:
-            raise ConfigError(f"{name} has {value}, which must be from {least} to {most}.")
+            raise ConfigError(f"{name} contains {value}; give values from {least} to {most}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetConfig:
-    """The paper's backbone: ResNet to its conv4, with a top-down path to 1/4 of the picture."""
+    """The paper's backbone: ResNet up to conv4, with an FPN-like top-down path to 1/4 of the image."""
 
     kind: Literal["resnet101", "resnet50"] = "resnet101"
-    # Which convolution of a stage's first block has its stride: torchvision's files "3x3", the first ResNets "1x1".
+    # Convolution with the stride in a stage's first block: "3x3" in torchvision's files, "1x1" in the first ResNets.
     stride_on: Literal["3x3", "1x1"] = "3x3"
-    # How the levels are joined: the five variants of the paper's appendix.
+    # Fusion of the levels: one of the five variants in the paper's appendix.
     fusion: Fusion = "a"
-    # Channels that 1x1 convolutions bring every level to. With 1024, conv4 keeps its own.
+    # Channels of every level after a 1x1 convolution. With 1024, conv4 is used unchanged.
     channels: Literal[256, 1024] = 1024
 
-    # Whether pictures are smoothed before they are made smaller; the published network sees them as they are.
+    # Whether images are smoothed before downscaling. The published network does not smooth them.
     antialias: ClassVar[bool] = False
 
     @property
     def coarse_channels(self) -> int:
-        """Channels of the coarse map."""
+        """Number of channels of the coarse map."""
         return self.channels
 
     @property
     def fine_channels(self) -> int:
-        """Channels of the fine map."""
+        """Number of channels of the fine map."""
         return self.channels
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrunkConfig:
-    """The backbone of NCNet and Sparse-NCNet: ResNet to its conv4, and nothing else."""
+    """The backbone of NCNet and Sparse-NCNet: ResNet up to conv4."""
 
     kind: Literal["trunk"] = "trunk"
     network: Literal["resnet101", "resnet50"] = "resnet101"
-    stride_on: Literal["3x3", "1x1"] = "3x3"  # as in ResNetConfig
-    # Pixels along a side of a cell: 16, or 8 where the last stage's stride is removed.
+    # As in ResNetConfig.
+    stride_on: Literal["3x3", "1x1"] = "3x3"
+    # Stride of the map in pixels: 16, or 8 without the stride of the last stage.
     stride: Literal[8, 16] = 8
 
     antialias: ClassVar[bool] = False
@@ -77,13 +80,13 @@ class CompactConfig:
     """A small residual network for laptops, trained from scratch."""
 
     kind: Literal["compact"] = "compact"
-    # Channels of the levels at 1/2, 1/4, 1/8, 1/16 and 1/32 of the picture.
+    # Channels of the levels at 1/2, 1/4, 1/8, 1/16 and 1/32 of the image.
     widths: tuple[int, int, int, int, int] = (32, 64, 128, 256, 256)
     # Residual blocks at 1/4, 1/8, 1/16 and 1/32.
     depths: tuple[int, int, int, int] = (1, 1, 2, 2)
     coarse_channels: int = 256
     fine_channels: int = 96
-    # Whether it also sees the contrast around each pixel, by which the dark looks like the bright.
+    # Whether the local contrast is a fourth input channel. It makes dark and bright images similar.
     contrast: bool = False
 
     antialias: ClassVar[bool] = True
@@ -97,10 +100,10 @@ class CompactConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """Self- and cross-attention over the coarse cells of both pictures, before they are correlated."""
+    """Self- and cross-attention over the coarse cells of both images before correlation."""
 
     layers: int = 2
-    # Channels of the tokens, and heads that share them.
+    # Channels of the tokens, and number of attention heads.
     width: int = 128
     heads: int = 4
 
@@ -110,12 +113,12 @@ class ContextConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ConsensusConfig:
-    """The learnt 4D convolutions that refine the coarse correlation."""
+    """The learned 4D convolutions that refine the coarse correlation."""
 
     kernel_sizes: tuple[int, ...] = (3, 3)
     # Output channels of each 4D convolution; the last must be 1.
     channels: tuple[int, ...] = (16, 1)
-    # Weights before training: near the identity, or uniform as in the published code.
+    # Weights before training: close to the identity, or uniform as in the published code.
     initialization: Literal["identity", "uniform"] = "identity"
 
     def __post_init__(self) -> None:
@@ -126,35 +129,35 @@ class ConsensusConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FineConfig:
-    """How the coarse tensor guides the search among fine cells."""
+    """Fine search, guided by the coarse tensor, and sub-pixel refinement."""
 
-    # Where fine cell i reads the coarse tensor: "corner" at i/4, as published; "center" where its centre is.
+    # Position at which fine cell i reads the coarse tensor: "corner" at i/4, as published; "center" at its own center.
     reading: Literal["corner", "center"] = "center"
-    # Share of picture 0's coarse cells, best first, whose fine cells are queried.
+    # Share of image 0's coarse cells, best first, whose fine cells are queried. The paper uses 0.5.
     query_share: float = 1.0
-    # The fine score: the cosine itself if 0, else exp((cosine - 1) / temperature), which is sharper.
+    # Fine score: the cosine if 0, otherwise exp((cosine - 1) / temperature), which is sharper.
     temperature: float = 0.0
-    # Sub-pixel refinement of both points of a match.
+    # Whether both points of a match are refined to sub-pixel accuracy.
     subpixel: bool = True
-    # Hidden units of the learnt correction and confidence beside the sub-pixel soft-argmax; 0: soft-argmax alone.
+    # Hidden units of the learned correction and confidence. 0 uses the soft-argmax alone.
     subpixel_hidden: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < self.query_share <= 1:
             raise ConfigError(f"query_share = {self.query_share} must be above 0 and at most 1.")
         if not self.temperature >= 0:
-            raise ConfigError(f"temperature = {self.temperature} must not be negative; 0 is the plain cosine.")
+            raise ConfigError(f"temperature = {self.temperature} must not be negative; 0 gives the plain cosine.")
         _check_counts("subpixel_hidden", (self.subpixel_hidden,), _MOST_CHANNELS, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NCNetConfig:
-    """NCNet: matches are read from the coarse tensor itself."""
+    """NCNet: matches are maxima of the coarse tensor itself."""
 
     kind: Literal["ncnet"] = "ncnet"
-    # Cells along a side that the correlation is max-pooled by in both pictures; matches end at one of them. 1: none.
+    # Pooling factor of the correlation along each axis in both images; 1 disables pooling.
     pool: Literal[1, 2, 3, 4] = 2
-    # Scores are those of a softmax over the other picture, as published for InLoc; else the tensor's own.
+    # Whether scores are softmax probabilities over the other image, as published for InLoc.
     softmax: bool = False
 
 
@@ -163,10 +166,11 @@ class SparseNCNetConfig:
     """Sparse-NCNet: only the best correlations of each cell are kept."""
 
     kind: Literal["sparse-ncnet"] = "sparse-ncnet"
-    neighbors: int = 10  # correlations kept for each cell, in both directions
-    # Cells along a side that features are max-pooled by; matches end at one of them. 1: none.
+    # Number of correlations kept per cell, in both directions.
+    neighbors: int = 10
+    # Pooling factor of the features along each axis; 1 disables pooling.
     pool: Literal[1, 2, 3, 4] = 2
-    # Whether matches are then moved by a soft-argmax over the 3x3 cells around.
+    # Whether a soft-argmax over the surrounding 3x3 cells refines matches.
     soft: bool = True
 
     def __post_init__(self) -> None:
@@ -176,25 +180,27 @@ class SparseNCNetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
-    """A whole network; its weights file carries this."""
+    """Configuration of a network, stored in its weights file."""
 
     preset: str
     backbone: ResNetConfig | CompactConfig | TrunkConfig
     consensus: ConsensusConfig = field(default_factory=ConsensusConfig)
-    fine: FineConfig = field(default_factory=FineConfig)  # of DualRC-Net alone
-    ncnet: NCNetConfig | SparseNCNetConfig | None = None  # None: DualRC-Net
-    # None: the coarse features of a picture don't depend on the other, as in the paper. Of DualRC-Net alone.
+    # For DualRC-Net only.
+    fine: FineConfig = field(default_factory=FineConfig)
+    # None selects DualRC-Net.
+    ncnet: NCNetConfig | SparseNCNetConfig | None = None
+    # For DualRC-Net only. None keeps the coarse features of an image independent of the other image, as in the paper.
     context: ContextConfig | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.backbone, TrunkConfig) != (self.ncnet is not None):
-            raise ConfigError('backbone.kind = "trunk" and a table ncnet belong together; give both or neither.')
+            raise ConfigError('backbone.kind = "trunk" and the table ncnet require each other; give both or neither.')
         if self.ncnet is not None and self.context is not None:
-            raise ConfigError("The tables ncnet and context can't be combined; leave one out.")
+            raise ConfigError("The tables ncnet and context cannot be combined; remove one.")
 
     @property
     def resnet(self) -> ResNetConfig | TrunkConfig | None:
-        """The backbone, where it has a ResNet that is not trained here."""
+        """The backbone config if it contains a ResNet, whose weights are not trained here."""
         return None if isinstance(self.backbone, CompactConfig) else self.backbone
 
 
@@ -209,25 +215,26 @@ def check_quality(quality: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MatcherConfig:
-    """What the matcher does with two pictures; every field can also be given to `dualrc.load`."""
+    """Settings of the matcher; every field is also an argument of `dualrc.load`."""
 
-    # Longest side that the network sees where `size` is not given; larger pictures are scaled down to it. Of strips
-    # (more than four times as long as wide) it sees more along that side, but no more pixels than of a square.
+    # Longest side of the network input if `size` is not given. Larger images are scaled down to it.
+    # Images with an aspect ratio above 4 get a longer side, but no more pixels than a square.
     max_size: int = 1024
-    # The exact long side the network sees, scaling up or down; None: the picture's own, at most max_size.
+    # Exact long side of the network input, scaling up or down. None uses the image's own, at most max_size.
     size: int | None = None
-    # Keep only the best so many matches; None: all.
+    # Number of best matches to keep. None keeps all.
     top: int | None = None
-    # Keep only matches with at least this score: the probability that they are within 3 px, see docs/scores.md.
+    # Lowest score to keep. A score is the probability that a match is correct within 3 px; see docs/scores.md.
     min_score: float = 0.0
-    # "high" warps one image into the frame of the other by the motion that most matches share, and matches again: far
-    # better for rotated, zoomed or tilted images, in about five times the time. "search" also tries simulated views of
-    # both images where the matches agree too little: for extreme viewpoints, in up to twelve times the time.
+    # "high" matches again after warping one image into the frame of the other by the dominant motion.
+    # This is much better for rotated, zoomed or oblique images, and takes about five times as long.
+    # "search" also tries simulated views of both images if the matches agree too little. It is for extreme viewpoints,
+    # and takes up to twelve times as long.
     quality: Quality = "standard"
-    # Where matches do not agree with each other, scales up to so many times larger and smaller are tried; 1: none.
+    # Largest scale factor to search, up and down, if matches do not agree with each other. 1 disables the search.
     max_zoom: float = 4.0
-    # GiB that matching a pair may take on the device beside the weights; None: most of what is free there. Pictures
-    # that don't fit are seen smaller, with a warning.
+    # Memory in GiB for matching a pair on the device, in addition to the weights. None uses most of the free memory.
+    # Images that do not fit are matched at a smaller size, with a warning.
     max_memory: float | None = None
 
     def __post_init__(self) -> None:
@@ -243,18 +250,18 @@ class MatcherConfig:
             if getattr(self, name) is not None and getattr(self, name) < MIN_SIDE:
                 raise ConfigError(f"{name} = {getattr(self, name)} is too small; give at least {MIN_SIDE} pixels.")
         if self.top is not None and self.top < 0:
-            raise ConfigError(f"top = {self.top} must not be negative; leave it out to keep all matches.")
+            raise ConfigError(f"top = {self.top} must not be negative; omit it to keep all matches.")
         if not math.isfinite(self.min_score):
             raise ConfigError(f"min_score = {self.min_score} must be a number; 0 keeps all matches.")
         check_quality(self.quality)
         if not 1 <= self.max_zoom <= 16:
-            raise ConfigError(f"max_zoom = {self.max_zoom} must be from 1 (no search for another scale) to 16.")
+            raise ConfigError(f"max_zoom = {self.max_zoom} must be from 1 (no search over scales) to 16.")
         if self.max_memory is not None and not 0 < self.max_memory < math.inf:
-            raise ConfigError(f"max_memory = {self.max_memory} must be above 0 and finite; it is in GiB.")
+            raise ConfigError(f"max_memory = {self.max_memory} must be above 0 and finite, in GiB.")
 
 
 class MatcherOptions(TypedDict, total=False):
-    """The fields of MatcherConfig as keyword arguments, for `dualrc.load`; see there what each means."""
+    """The fields of MatcherConfig as keyword arguments of `dualrc.load`."""
 
     max_size: int
     size: int | None
@@ -282,10 +289,10 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
             consensus=ConsensusConfig(initialization="uniform"),
             fine=FineConfig(reading="corner", query_share=0.5, subpixel=False),
         ),
-        # As published: one scale.
+        # The paper matches at one scale.
         MatcherConfig(max_size=1600, max_zoom=1.0),
     ),
-    # As published for HPatches, with the consensus of the models trained on photographs of places.
+    # The configuration published for HPatches, with the consensus of the models trained on photographs of places.
     "ncnet": (
         NetworkConfig(
             preset="ncnet",
@@ -310,25 +317,25 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
 
 
 def preset(name: str) -> tuple[NetworkConfig, MatcherConfig]:
-    """The network and matcher settings of a preset."""
+    """Return the network and matcher settings of a preset."""
     if name not in PRESETS:
         raise ConfigError(f"There is no preset {name!r}; choose one of {', '.join(PRESETS)}.")
     return PRESETS[name]
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A config as nested dictionaries; fields that are None are left out, as TOML has no null."""
+    """Convert a config to nested dictionaries; fields that are None are omitted, because TOML has no null."""
     plain: dict[str, Any] = _plain(config)
     return plain
 
 
 def from_dict(kind: type[T], values: dict[str, Any], where: str = "") -> T:
-    """Build a config of this kind; unknown keys and values of the wrong type are refused by name."""
+    """Create a config of this kind; unknown keys and values of the wrong type raise a ConfigError."""
     hints = typing.get_type_hints(kind)
     known = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            raise ConfigError(f"Unknown setting {where}{key}; known here: {', '.join(known)}.")
+            raise ConfigError(f"Unknown setting {where}{key}; choose one of {', '.join(known)}.")
     missing = [
         f.name
         for f in dataclasses.fields(kind)  # type: ignore[arg-type]
@@ -346,19 +353,20 @@ def read_toml(kind: type[T], path: str | Path) -> T:
         with path.open("rb") as file:
             content = file.read(_MOST_TOML + 1)
         if len(content) > _MOST_TOML:
-            raise ConfigError(f"{path} has more than {_MOST_TOML >> 20} MiB, which is no config; check the path.")
+            raise ConfigError(f"{path} is larger than {_MOST_TOML >> 20} MiB, so it is not a config; check the path.")
         values = tomllib.loads(content.decode().replace("\r\n", "\n"))
     except OSError as error:
-        raise ConfigError(f"{path} can't be read ({error.strerror}); check the path.") from error
+        raise ConfigError(f"Cannot read {path} ({error.strerror}); check the path.") from error
     except RecursionError as error:
-        raise ConfigError(f"{path} is not valid TOML (it is nested too deeply); correct it.") from error
-    except ValueError as error:  # numbers with thousands of digits, too
+        raise ConfigError(f"{path} is not valid TOML (nested too deeply); correct it.") from error
+    except ValueError as error:
+        # ValueError also covers numbers with thousands of digits.
         raise ConfigError(f"{path} is not valid TOML ({error}); correct it.") from error
     return from_dict(kind, values)
 
 
 def to_toml(config: Any) -> str:
-    """A config as TOML text."""
+    """Convert a config to TOML text."""
     return tomlkit.dumps(to_dict(config))
 
 
@@ -370,7 +378,7 @@ def check_bounds(
     at_most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Raise ConfigError if a field is out of bounds or not finite; fields that are None are not looked at."""
+    """Raise ConfigError if a field is out of bounds or not finite; None is not checked."""
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     told = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound))
     for name in names:
@@ -380,7 +388,7 @@ def check_bounds(
 
 
 def first_difference(there: Any, here: Any, where: str = "") -> str | None:
-    """The first setting in which two configs, as nested dictionaries, differ, in words; None where they do not."""
+    """Describe the first setting in which two configs, as nested dictionaries, differ; None if they are equal."""
     if isinstance(there, dict) and isinstance(here, dict):
         for key in sorted(there.keys() | here.keys()):
             found = first_difference(there.get(key), here.get(key), f"{where}.{key}" if where else key)
@@ -398,12 +406,13 @@ def _plain(value: Any) -> Any:
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
-    """Check a value from TOML or JSON against a field's type and bring it into that type."""
+    """Check a value from TOML or JSON against the type of a field, and convert it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return _convert_union(arguments, value, where)
     if origin is Literal:
-        if any(value == choice and type(value) is type(choice) for choice in arguments):  # 256.0 is not 256
+        # The types must match too: 256.0 is not 256.
+        if any(value == choice and type(value) is type(choice) for choice in arguments):
             return value
         raise ConfigError(f"{where} = {value!r} must be one of {', '.join(map(repr, arguments))}.")
     if origin is tuple:
@@ -421,7 +430,8 @@ def _convert_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
     if value is None and type(None) in options:
         return None
     options = tuple(option for option in options if option is not type(None))
-    if isinstance(value, dict) and len(options) > 1:  # a choice of dataclasses is told apart by their field `kind`
+    # The field `kind` distinguishes several dataclasses.
+    if isinstance(value, dict) and len(options) > 1:
         kinds = {kind: option for option in options for kind in typing.get_args(typing.get_type_hints(option)["kind"])}
         if value.get("kind") not in kinds:
             raise ConfigError(f"{where}.kind must be one of {', '.join(map(repr, kinds))}.")

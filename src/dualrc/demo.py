@@ -29,10 +29,10 @@ def run(out: str | Path, *, device: str | None = None, tell: Tell = lambda _: No
     out = make_folder(out)
     tell("Loading the network")
     matcher = load(device=device)
-    tell("Rendering two views of a made-up town")
+    tell("Rendering two views of a synthetic town")
     pair = make_pair(_SEED, size=(800, 608))
     image0, image1 = (rendering.image.cpu().numpy() for rendering in pair)
-    tell("Matching them, twice: the first time warms up")
+    tell("Matching them twice; the first run warms up")
     matcher.match(image0, image1)
     matches, seconds = _timed(matcher, image0, image1)
 
@@ -41,7 +41,7 @@ def run(out: str | Path, *, device: str | None = None, tell: Tell = lambda _: No
     points1, visible = truth.points1.cpu().numpy(), truth.visible.cpu().numpy()
     # A point that can't be seen in image 1 has no right answer: its match is wrong.
     error_px = np.where(visible, np.linalg.norm(points1 - matches.points1, axis=1), np.inf)
-    tell("Drawing them")
+    tell("Drawing the results")
     _save(out, "", image0, image1, matches, error_px)
     warp = matcher.warp(image0, image1)
     draw.save(draw.draw_flow(image0, image1, warp.points1, warp.certainty), out / "warp.png")

@@ -1,4 +1,4 @@
-"""Pictures of matches and warps; drawn from whatever the matcher takes, to uint8 (height, width, 3)."""
+"""Drawings of matches and warps as uint8 arrays (height, width, 3), from any image that the matcher accepts."""
 
 import io
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
 
 class Drawing(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A picture as an array, uint8 (height, width, 3), or 4 with transparency, that a notebook shows."""
+    """Image array, uint8 (height, width, 3), or 4 channels with transparency; notebooks display it."""
 
     def _repr_png_(self) -> bytes | None:
-        """What a notebook shows; None for parts of a picture that are no picture."""
+        """Return the PNG that a notebook displays; None for slices that are not images."""
         if (
             self.ndim != 3
             or self.shape[2] not in (3, 4)
@@ -38,34 +38,40 @@ class Drawing(np.ndarray[Any, np.dtype[np.uint8]]):
         return file.getvalue()
 
     def save(self, path: str | Path) -> None:
-        """Write .png or .jpg, whole or not at all."""
+        """Write .png or .jpg atomically."""
         save(self, path)
 
 
-Picture = ImageArray  # what the benchmarks call a drawing
+# Alias used by the benchmarks.
+Picture = ImageArray
 Color = tuple[int, int, int]
 
-_WIDTH_PX, _HEIGHT_PX = 2000, 2000  # the largest canvas, without its caption
-_SMALLEST_PX = 240  # tiny pictures are enlarged to this height, so that lines and caption stay readable
+# Largest canvas, without its caption.
+_WIDTH_PX, _HEIGHT_PX = 2000, 2000
+# Tiny images are enlarged to this height, so that lines and caption stay readable.
+_SMALLEST_PX = 240
 _GAP_PX = 6
 _CAPTION_PX, _FONT_PX = 30, 16
-_PANORAMA = 2.0  # pictures at least this much wider than high are stacked
-# Lines are drawn on an enlarged canvas and averaged down, which smooths them. Pixels that no line touches stay exact.
+# Aspect ratio from which images are stacked vertically.
+_PANORAMA = 2.0
+# Lines are drawn on an enlarged canvas and averaged down, which smooths them. Other pixels stay exact.
 _OVERSAMPLING = 3
 _WHITE, _INK, _GOOD, _BAD = (255, 255, 255), (40, 40, 40), (46, 204, 64), (235, 40, 40)
-# Matplotlib's plasma from a quarter of its way on: the dark quarter can't be seen on a photograph.
+# Matplotlib's plasma without its first quarter, which is too dark to see on a photograph.
 _SCORE_COLORS = ("7e03a8", "a01a9c", "bc3587", "d35171", "e66c5c", "f58b47", "fdac33", "fcd225", "f0f921")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Panel:
-    """Where one picture lies on the canvas."""
+    """Position of one image on the canvas."""
 
-    size: Size  # of the picture
-    box: tuple[int, int, int, int]  # left, top, width, height on the canvas
+    # (width, height) of the image.
+    size: Size
+    # Left, top, width and height on the canvas.
+    box: tuple[int, int, int, int]
 
     def place(self, points: FloatArray) -> FloatArray:
-        """Pixels of the picture (n, 2) to pixels of the canvas."""
+        """Map pixels of the image (n, 2) to pixels of the canvas."""
         left, top, width, height = self.box
         return resize_points(points, self.size, (width, height)) + np.array([left, top])
 
@@ -79,9 +85,9 @@ def draw_matches(
     colors: Literal["score", "inliers"] = "score",
     line_px: float | None = None,
 ) -> Drawing:
-    """Both pictures with lines between corresponding points: at most `limit`, good ones from all over the picture.
+    """Draw both images with lines between corresponding points: at most `limit`, spread over the image.
 
-    `colors` is "score" (dark to bright) or "inliers" (green and red, where the matches have an estimate).
+    `colors` is "score" (dark to bright) or "inliers" (green and red; the matches need an estimate).
     """
     canvas, panels = _side_by_side([image0, image1], matches)
     order = _spread(matches, _drawable(matches, panels), limit)
@@ -90,10 +96,10 @@ def draw_matches(
     ]
     scores = matches.scores[order]
     if colors not in ("score", "inliers"):
-        raise ConfigError(f"colors = {colors!r} is not known; choose score or inliers.")
+        raise ConfigError(f"Unknown colors {colors!r}; choose score or inliers.")
     if colors == "inliers":
         if matches.estimate is None:
-            raise DataError("These matches carry no model to color by; add one: matches.with_estimate(model).")
+            raise DataError("These matches have no estimate to color by; add one with matches.with_estimate(model).")
         line_colors = [_GOOD if good else _BAD for good in matches.estimate.inliers[order]]
     else:
         line_colors = _score_colors(scores)
@@ -102,7 +108,7 @@ def draw_matches(
     pen = _Pen(canvas)
     for start, end, color in zip(*ends, line_colors, strict=True):
         pen.line(start, end, color, line_px)
-    # Lines let the photographs shine through, dots don't.
+    # Lines are transparent, so that the photographs stay visible; dots are opaque.
     pen = _Pen(Image.blend(canvas, pen.finish(), 0.75))
     for points in ends:
         for point, color in zip(points, line_colors, strict=True):
@@ -115,7 +121,7 @@ def draw_matches(
 def draw_dots(
     image0: ImageInput, image1: ImageInput, matches: Matches, correct: npt.ArrayLike, *, radius_px: float | None = None
 ) -> Drawing:
-    """Both pictures with a green dot for every correct match (n,) and a red one for every other."""
+    """Draw both images with a green dot for every correct match (n,) and a red dot for every wrong one."""
     flags = np.asarray(correct, dtype=bool)
     if flags.shape != (len(matches),):
         raise DataError(f"`correct` has shape {flags.shape} for {len(matches)} matches; give one flag per match.")
@@ -124,7 +130,8 @@ def draw_dots(
     if radius_px is None:
         radius_px = 3.0 if len(flags) <= 2000 else 1.5
     pen = _Pen(canvas)
-    for wanted, color in ((True, _GOOD), (False, _BAD)):  # wrong ones last: they are what one looks for
+    # Draw wrong matches last, so that they stay visible.
+    for wanted, color in ((True, _GOOD), (False, _BAD)):
         for panel, points in zip(panels, (matches.points0, matches.points1), strict=True):
             for point in panel.place(points[drawable & (flags == wanted)]):
                 pen.dot(point, color, radius_px)
@@ -140,10 +147,10 @@ def draw_warp(
     certainty: npt.ArrayLike | None = None,
     mode: Literal["blend", "checkerboard"] = "blend",
 ) -> Drawing:
-    """One picture laid over the other, half transparent or in the squares of a checkerboard.
+    """Overlay one image on the other, half transparent or as a checkerboard.
 
-    A homography (3, 3) lays picture 0 over picture 1. A Warp, or its points (h, w, 2), for every pixel of picture 0
-    its place in picture 1, lays picture 1 over picture 0, where the certainty (h, w) allows.
+    A homography (3, 3) overlays image 0 on image 1. A Warp, or its points (h, w, 2) with the position in image 1 of
+    every pixel of image 0, overlays image 1 on image 0, weighted by the certainty (h, w).
     """
     if isinstance(warp, Warp):
         certainty, warp = warp.certainty, warp.points1
@@ -171,9 +178,10 @@ def draw_warp(
 def draw_flow(
     image0: ImageInput, image1: ImageInput, points1: npt.ArrayLike | Warp, certainty: npt.ArrayLike | None = None
 ) -> Drawing:
-    """Picture 0, and beside it picture 1 pulled back into its frame, faded to white where the certainty is low.
+    """Draw image 0 next to image 1 warped into its frame, faded to white where the certainty is low.
 
-    `points1` is a Warp, or the places (h, w, 2) in picture 1 of picture 0's pixels with `certainty` (h, w) in 0 to 1.
+    `points1` is a Warp, or positions (h, w, 2) in image 1 of the pixels of image 0, with `certainty` (h, w) from 0 to
+    1.
     """
     if isinstance(points1, Warp):
         certainty, points1 = points1.certainty, points1.points1
@@ -184,17 +192,17 @@ def draw_flow(
     faded = _mixed(np.full_like(pulled, 255), pulled, weight)
     left = np.asarray(_resized(base, (grid.shape[1], grid.shape[0])))
     canvas, _ = _side_by_side([left, faded])
-    return _captioned(canvas, f"picture 1 in the frame of picture 0, {weight.mean():.0%} certain on average")
+    return _captioned(canvas, f"image 1 in the frame of image 0, {weight.mean():.0%} certain on average")
 
 
 def save(picture: ImageArray, path: str | Path) -> None:
-    """Write .png, with its transparency if it has any, or .jpg, whole or not at all."""
+    """Write .png, with transparency if present, or .jpg, atomically."""
     path = Path(path)
     if path.suffix.lower() not in (".png", ".jpg", ".jpeg"):
-        raise OutputError(f"{path}: pictures are written as .png or .jpg; choose one of these endings.")
+        raise OutputError(f"{path}: images are written as .png or .jpg; choose one of these suffixes.")
     if path.suffix.lower() == ".png" and png_is_broken():
         raise OutputError(
-            f"{path} can't be written: pycolmap was imported before Pillow, whose PNG writer then ends the process. "
+            f"Cannot write {path}: pycolmap was imported before Pillow, whose PNG writer then aborts the process. "
             "Import dualrc or PIL.Image before pycolmap, or write a .jpg."
         )
     options: dict[str, Any] = {} if path.suffix.lower() == ".png" else {"quality": 92, "subsampling": 0}
@@ -205,7 +213,7 @@ def save(picture: ImageArray, path: str | Path) -> None:
 
 
 class _Pen:
-    """Draws smooth lines and dots on a canvas."""
+    """Draws antialiased lines and dots on a canvas."""
 
     def __init__(self, canvas: Image.Image) -> None:
         width, height = canvas.size
@@ -217,7 +225,7 @@ class _Pen:
         self._draw.line(ends, fill=color, width=max(round(width_px * _OVERSAMPLING), 1))
 
     def dot(self, point: FloatArray, color: Color, radius_px: float) -> None:
-        """A disc with a dark rim, which sets it off from a picture of its own color."""
+        """Draw a disc with a dark outline, which separates it from similar colors."""
         x, y = cell_to_pixel(point, _OVERSAMPLING).tolist()
         radius = radius_px * _OVERSAMPLING
         self._draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=color, outline=_INK, width=1)
@@ -231,17 +239,17 @@ def _opened(picture: ImageInput) -> Image.Image:
 
 
 def _side_by_side(pictures: Sequence[ImageInput], matches: Matches | None = None) -> tuple[Image.Image, list[_Panel]]:
-    """Pictures on one canvas at a common height, or stacked at a common width if all are panoramas."""
+    """Place images on one canvas at a common height, or stacked at a common width if all are panoramas."""
     images = [_opened(picture) for picture in pictures]
     if matches is not None:
         for number, (image, size) in enumerate(zip(images, (matches.size0, matches.size1), strict=True)):
             if 0 not in size and image.size != size:
                 raise DataError(
-                    f"Picture {number} has {image.width} x {image.height} pixels but the matches are for "
-                    f"{size[0]} x {size[1]}; give the picture that was matched, upright and in full size."
+                    f"Image {number} has {image.width} x {image.height} pixels but the matches are for "
+                    f"{size[0]} x {size[1]}; give the matched image, upright and in full size."
                 )
     stacked = all(image.width >= _PANORAMA * image.height for image in images)
-    # In these terms pictures lie along one axis and share their extent across it.
+    # Images are placed along one axis and have a common extent across it.
     along, across = (1, 0) if stacked else (0, 1)
     ratios = [image.size[along] / image.size[across] for image in images]
     largest = (_WIDTH_PX, _HEIGHT_PX)
@@ -268,7 +276,7 @@ def _resized(image: Image.Image, size: Size) -> Image.Image:
 
 
 def _fitted(size: Size, largest: Size) -> Size:
-    """The size, shrunk in proportion to fit into the largest."""
+    """Return the size, shrunk in proportion to fit into `largest`."""
     ratio = min(1.0, largest[0] / size[0], largest[1] / size[1])
     return max(round(size[0] * ratio), 1), max(round(size[1] * ratio), 1)
 
@@ -279,12 +287,12 @@ def _drawable(matches: Matches, panels: Sequence[_Panel]) -> BoolArray:
 
 
 def _spread(matches: Matches, drawable: BoolArray, limit: int | None) -> npt.NDArray[np.int64]:
-    """Indices of at most `limit` good matches from all over picture 0, the best last so that they lie on top."""
+    """Return indices of at most `limit` good matches from all over image 0, best last so that they are on top."""
     indices = np.flatnonzero(drawable)
     indices = indices[np.argsort(-matches.scores[indices], kind="stable")]
     if limit is None or len(indices) <= limit:
         return indices[::-1]
-    # The best of every cell of a grid, then the second best of every cell, and so on.
+    # Take the best of every cell of a grid, then the second best of every cell, and so on.
     points = matches.points0[indices]
     extent = np.ptp(points, axis=0) + 1
     cell_px = np.sqrt(extent.prod() / max(limit / 4, 1))
@@ -300,7 +308,7 @@ def _spread(matches: Matches, drawable: BoolArray, limit: int | None) -> npt.NDA
 
 
 def _score_colors(scores: FloatArray) -> list[Color]:
-    """Colours from the lowest to the highest score; equal scores are all of the highest colour."""
+    """Return colors from the lowest to the highest score; equal scores all get the highest color."""
     if not len(scores):
         return []
     low, high = float(scores.min()), float(scores.max())
@@ -312,7 +320,7 @@ def _score_colors(scores: FloatArray) -> list[Color]:
 
 
 def _captioned(canvas: Image.Image, text: str, scale: tuple[float, float] | None = None) -> Drawing:
-    """The canvas with a strip below it: text on the left, the scale of the scores on the right where it fits."""
+    """Add a strip below the canvas: text on the left, the scale of the scores on the right if there is room."""
     width, height = canvas.size
     font = ImageFont.load_default(_FONT_PX)
     result = Image.new("RGB", (max(width, round(font.getlength(text)) + 16), height + _CAPTION_PX), _WHITE)
@@ -349,12 +357,14 @@ def _summary(matches: Matches, drawn: int) -> str:
 
 
 def _dense_grid(points1: FloatArray, certainty: npt.ArrayLike | None, size0: Size) -> tuple[FloatArray, FloatArray]:
-    """Dense points and certainty at the size in which picture 0 is shown: (h w 2), (h w)."""
+    """Resize dense points and certainty to the displayed size of image 0: (h w 2), (h w)."""
     if points1.ndim != 3 or points1.shape[2] != 2:
-        raise DataError(f"A warp is a homography (3, 3) or points (h, w, 2), not an array of shape {points1.shape}.")
+        raise DataError(
+            f"A warp must be a homography (3, 3) or points (h, w, 2), not an array of shape {points1.shape}."
+        )
     weight = np.ones(points1.shape[:2]) if certainty is None else np.asarray(certainty, dtype=np.float64)
     if weight.shape != points1.shape[:2]:
-        raise DataError(f"The certainty has shape {weight.shape} for points of shape {points1.shape}; give both alike.")
+        raise DataError(f"The certainty has shape {weight.shape} for points of shape {points1.shape}; make them equal.")
     size = _fitted(size0, ((_WIDTH_PX - _GAP_PX) // 2, _HEIGHT_PX))
     channels = [
         np.asarray(Image.fromarray(channel.astype(np.float32)).resize(size, Image.Resampling.BILINEAR))
@@ -364,14 +374,14 @@ def _dense_grid(points1: FloatArray, certainty: npt.ArrayLike | None, size0: Siz
 
 
 def _pulled(image: Image.Image, grid: FloatArray, shown_of: Size) -> FloatArray:
-    """Colours of an image at the places of a grid (h, w, 2) over a picture of the size `shown_of`: (h w 3)."""
-    # Shrunk as much as what it is shown with, so that thin structures don't alias.
+    """Sample colors of an image at the positions of a grid (h, w, 2) over an image of size `shown_of`: (h w 3)."""
+    # Downscale to the displayed size first, to avoid aliasing of thin structures.
     ratio = min(1.0, grid.shape[1] / shown_of[0])
     small = _resized(image, (max(round(image.width * ratio), 1), max(round(image.height * ratio), 1)))
     return sample_bilinear(np.asarray(small), resize_points(grid, image.size, small.size))
 
 
 def _mixed(below: FloatArray, above: FloatArray, weight: FloatArray) -> Drawing:
-    """Colours above over colours below, by weights (h, w) from 0 to 1."""
+    """Blend colors `above` over colors `below` by weights (h, w) from 0 to 1."""
     share = weight[..., None]
     return np.clip(np.round(below * (1 - share) + above * share), 0, 255).astype(np.uint8).view(Drawing)

@@ -1,25 +1,25 @@
-"""Exceptions for mistakes that a user can make; each message ends with the remedy."""
+"""Exceptions for mistakes of a user; each message ends with the remedy."""
 
 
 class DualRCError(Exception):
-    """The base of every error that a user can cause and mend."""
+    """Base class of all errors that a user can cause and fix."""
 
 
 class ImageError(DualRCError):
-    """A picture that can't be read or can't be matched."""
+    """An image cannot be read or matched."""
 
 
 class WeightsError(DualRCError):
-    """Weights that are missing, broken, or made for another network."""
+    """Weights are missing, corrupt, or belong to another network."""
 
 
 class ConfigError(DualRCError):
-    """A setting that is unknown or has no meaning."""
+    """A setting is unknown or invalid."""
 
 
 class DataError(DualRCError):
-    """An input file other than a picture or weights that can't be used: matches, cameras, data sets."""
+    """An input file other than an image or weights is unusable: matches, cameras, data sets."""
 
 
 class OutputError(DualRCError):
-    """A result that can't be written."""
+    """A result cannot be written."""

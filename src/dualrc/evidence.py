@@ -1,8 +1,8 @@
-"""Evidence that two pictures show the same place, from their matches alone: how sure, how many, and in what agreement.
+"""Evidence that two images show the same scene, from their matches: scores, number and agreement.
 
-A pair is judged by the best match of each cell of a grid, so that one well matched part does not decide alone. What
-stands at the same place of both pictures (a stamp, a caption, bars, a frame, a watermark) is no evidence, unless the
-middle of the pictures stands still too.
+The best match of each cell of a grid counts, so that one well-matched part does not dominate. Content at the same
+position in both images (a stamp, a caption, bars, a frame, a watermark) is not evidence, unless the center of the
+images is static too.
 """
 
 from typing import NamedTuple
@@ -12,42 +12,54 @@ import numpy.typing as npt
 
 from dualrc.types import BoolArray, FloatArray, Size
 
-LOOKED_AT = 4000  # best matches that evidence is looked for in
-_GRID = 16  # cells along each side of a picture
-_CELLS = 64  # best cells that a pair is judged by, a quarter of all
-_NOTHING = -5.0  # log-odds of a cell without a match
-_LARGEST = 7.0  # log-odds of a score of one, which rounding can make
-_TRIALS = 200  # motions and epipolar geometries that are tried
-_NEIGHBORS = 6  # cells around one that a motion is taken from
-# Distances are in long sides of the picture. Scenes are not planes, so an affine motion is a rough one.
+# Number of best matches that are examined.
+LOOKED_AT = 4000
+# Cells along each side of an image.
+_GRID = 16
+# Number of best cells that count, a quarter of all.
+_CELLS = 64
+# Log-odds of a cell without a match.
+_NOTHING = -5.0
+# Upper bound of log-odds, because rounding can give a score of 1.
+_LARGEST = 7.0
+# Number of sampled motions and epipolar geometries.
+_TRIALS = 200
+# Number of neighboring cells from which a motion is sampled.
+_NEIGHBORS = 6
+# Inlier thresholds in units of the long side. The affine one is wide, because scenes are not planar.
 _MOTION = 0.02
 _EPIPOLAR = 0.004
-# In sides of the picture: a match that moves less stands still; one at a border slides along it.
+# Largest motion of a static match, and of a match that slides along a border, in units of the side.
 _STILL, _SLIDE = 0.03, 0.01
-_STILL_PX = 3.0  # stands still as seen from a corner, where the pictures differ in size
-_BORDER = 0.25  # width of the border, in sides; what is left is the middle
-# The middle moves in the same way where this share of its cells does, of all and of those that are matched.
+# Largest motion of a static match relative to a corner in pixels, for images of different sizes.
+_STILL_PX = 3.0
+# Width of the border in units of the side; the rest is the center.
+_BORDER = 0.25
+# The center has the same motion if at least these shares of all its cells and of its matched cells do.
 _ALIKE_OF_ALL, _ALIKE_OF_MATCHED = 0.25, 0.6
 
 Indices = npt.NDArray[np.int64]
 
 
 class Evidence(NamedTuple):
-    """What a pair's matches tell."""
+    """Evidence in the matches of a pair."""
 
-    strength: float  # mean log-odds of the scores of the best 64 cells
-    motion: float  # share of these cells that move by one affine motion
-    epipolar: float  # share of these cells that agree with one epipolar geometry
+    # Mean log-odds of the scores of the best 64 cells.
+    strength: float
+    # Share of these cells that agree with one affine motion.
+    motion: float
+    # Share of these cells that agree with one epipolar geometry.
+    epipolar: float
 
 
 def collect(points0: FloatArray, points1: FloatArray, scores: FloatArray, size0: Size, size1: Size) -> Evidence:
-    """The evidence in matches (n, 2), (n, 2) with calibrated scores (n,)."""
+    """Collect the evidence in matches (n, 2), (n, 2) with calibrated scores (n,)."""
     finite = np.isfinite(points0).all(1) & np.isfinite(points1).all(1) & (scores > 0)
     order = np.argsort(-scores, kind="stable")
     order = order[finite[order]][:LOOKED_AT]
     side0, side1 = (np.maximum(np.array(size, dtype=np.float64), 1) for size in (size0, size1))
     here, there = points0[order].astype(np.float64), points1[order].astype(np.float64)
-    # From the picture in which the matches lie closer together, so that exchanging the two changes nothing.
+    # Start from the image with the more compact matches, so that the result is symmetric in the images.
     if len(order) and (here / side0).std() > (there / side1).std():
         here, there, side0, side1 = there, here, side1, side0
     votes = np.flatnonzero(_voting(here, there, side0, side1))
@@ -67,24 +79,25 @@ def collect(points0: FloatArray, points1: FloatArray, scores: FloatArray, size0:
 
 
 def _cell(unit: FloatArray) -> Indices:
-    """The cell of places (n, 2) given in sides of the picture."""
+    """Return the cells of positions (n, 2) in units of the sides of the image."""
     cells: Indices = np.clip(unit * _GRID, 0, _GRID - 1).astype(np.int64) @ np.array([1, _GRID])
     return cells
 
 
 def _first_of_cells(unit: FloatArray) -> Indices:
-    """The first of the places in each cell, which is the best one."""
+    """Return the index of the first position in each cell, which is the best one."""
     return np.unique(_cell(unit), return_index=True)[1]
 
 
 def _voting(here: FloatArray, there: FloatArray, side0: FloatArray, side1: FloatArray) -> BoolArray:
-    """Which matches, best first, may vote.
+    """Return which matches, best first, count as evidence.
 
-    Those don't that stand still, or slide along a border at the same distance from it, unless the middle of the
-    picture moves in the same way.
+    Static matches do not count, nor matches that slide along a border at a constant distance, unless the center of the
+    image has the same motion.
     """
     unit0, unit1 = here / side0, there / side1
-    apart = np.abs(unit0 - unit1)  # (n, 2)
+    # (n, 2)
+    apart = np.abs(unit0 - unit1)
     still: BoolArray = np.all(apart < _STILL, axis=1)
     for corner in ((0, 0), (1, 0), (0, 1), (1, 1)):
         still |= (np.abs((here - corner * side0) - (there - corner * side1)) < _STILL_PX).all(1)
@@ -100,18 +113,20 @@ def _voting(here: FloatArray, there: FloatArray, side0: FloatArray, side1: Float
 
 
 def _motion_cells(here: FloatArray, there: FloatArray, weight: FloatArray, random: np.random.Generator) -> int:
-    """How many of the cells share the affine motion that most of them do."""
+    """Return the number of cells that agree with the most common affine motion."""
     apart = np.square(here[:, None] - here).sum(2)
     np.fill_diagonal(apart, np.inf)
     near = np.argpartition(apart, _NEIGHBORS, axis=1)[:, :_NEIGHBORS]
     seed = random.choice(len(here), _TRIALS, p=weight / weight.sum())
-    # Two neighbors each, always different ones.
+    # Two different neighbors for each sample.
     half = _NEIGHBORS // 2
     chosen = np.stack([random.integers(0, half, _TRIALS), random.integers(half, _NEIGHBORS, _TRIALS)], axis=1)
     others = near[seed[:, None], chosen]
-    before, after = here[others] - here[seed][:, None], there[others] - there[seed][:, None]  # (t, 2, 2), a row each
+    # (t, 2, 2) One row per neighbor.
+    before, after = here[others] - here[seed][:, None], there[others] - there[seed][:, None]
     area = before[:, 0, 0] * before[:, 1, 1] - before[:, 0, 1] * before[:, 1, 0]
-    known = np.abs(area) > 1e-5  # neighbors on a line leave the motion open
+    # Collinear neighbors do not determine the motion.
+    known = np.abs(area) > 1e-5
     adjoint = np.stack([before[:, 1, 1], -before[:, 0, 1], -before[:, 1, 0], before[:, 0, 0]], axis=1)
     motion = adjoint.reshape(-1, 2, 2) / np.where(known, area, 1)[:, None, None] @ after
     moved = (here - here[seed][:, None]) @ motion + there[seed][:, None]
@@ -120,23 +135,23 @@ def _motion_cells(here: FloatArray, there: FloatArray, weight: FloatArray, rando
 
 
 def _epipolar_cells(here: FloatArray, there: FloatArray, weight: FloatArray, random: np.random.Generator) -> int:
-    """How many of the cells agree with the epipolar geometry that most of them do."""
+    """Return the number of cells that agree with the most common epipolar geometry."""
     scales = [max(float(points.std()), 1e-3) for points in (here, there)]
     here, there = ((points - points.mean(0)) / scale for points, scale in zip((here, there), scales, strict=True))
     limit = _EPIPOLAR**2 / (scales[0] * scales[1])
     ones = np.ones((len(here), 1))
     here, there = np.hstack([here, ones]), np.hstack([there, ones])
     products = (there[:, :, None] * here[:, None]).reshape(-1, 9)
-    # The largest keys of a row are a sample by weight, without repetition.
+    # The largest keys of a row are a weighted sample without replacement.
     keys = np.log(random.random((_TRIALS, len(here)))) / np.maximum(weight, 1e-6)
     sample = np.argpartition(-keys, 7, axis=1)[:, :8]
 
     def agreeing(equations: FloatArray) -> BoolArray:
-        """Which cells agree with the solutions of equations (t, k, 9), each of eight cells or more: (t, n)."""
+        """Return the cells that agree with the solutions of equations (t, k, 9) of eight cells or more: (t, n)."""
         matrix = np.linalg.eigh(equations.swapaxes(1, 2) @ equations)[1][:, :, 0].reshape(-1, 3, 3)
         lines1, lines0 = here @ matrix.swapaxes(1, 2), there @ matrix
         slope = np.square(lines1[..., :2]).sum(2) + np.square(lines0[..., :2]).sum(2)
-        # Sampson's distance.
+        # Sampson distance.
         return np.square((lines1 * there).sum(2)) < limit * slope
 
     found = agreeing(products[sample])

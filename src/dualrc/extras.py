@@ -1,4 +1,4 @@
-"""Optional dependencies, which the package's extras install."""
+"""Optional dependencies, installed by the extras of the package."""
 
 import sys
 from importlib import import_module
@@ -8,7 +8,7 @@ from dualrc.errors import ConfigError
 
 
 def require(module: str, extra: str, purpose: str) -> Any:
-    """An optional module; an error says which extra has it where it is not installed."""
+    """Import an optional module; if it is missing, raise a ConfigError that names the extra."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -16,7 +16,8 @@ def require(module: str, extra: str, purpose: str) -> Any:
 
 
 def png_is_broken() -> bool:
-    """Whether pycolmap was imported before Pillow: then its own zlib is found first, and writing a PNG aborts."""
-    order = list(sys.modules)  # in the order of their import
+    """Return whether pycolmap was imported before Pillow; its bundled zlib then makes PNG writing abort."""
+    # sys.modules is in order of import.
+    order = list(sys.modules)
     loaded = "pycolmap" in sys.modules and "PIL._imaging" in sys.modules
     return loaded and order.index("pycolmap") < order.index("PIL._imaging")

@@ -1,4 +1,4 @@
-"""Files: results appear whole or not at all, what can't be read or written is said in one line, and limits are kept."""
+"""File access: atomic writing, size limits, and one-line errors for files that cannot be read or written."""
 
 import hashlib
 import json
@@ -19,12 +19,14 @@ from typing import IO, Any
 from dualrc.errors import DataError, OutputError
 
 logger = logging.getLogger(__name__)
-_READERS = 4  # threads that read files to hash them
-MOST_TEXT = 1 << 30  # bytes of a text file; more is none that we or others write
+# Number of threads that hash files.
+_READERS = 4
+# Largest text file in bytes.
+MOST_TEXT = 1 << 30
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether this is a file; false also where that can't be found out."""
+    """Return whether this is a file; False also if that cannot be determined."""
     try:
         return Path(path).is_file()
     except (OSError, ValueError):
@@ -32,21 +34,22 @@ def is_file(path: str | Path) -> bool:
 
 
 def read_text(path: str | Path, remedy: str = "copy it again") -> str:
-    """The content of a text file of at most 1 GiB; a DataError says what is wrong with it."""
+    """Read a text file of at most 1 GiB; a DataError explains what is wrong with it."""
     try:
         with Path(path).open("rb") as file:
             content = b"" if (too_large := os.fstat(file.fileno()).st_size > MOST_TEXT) else file.read(MOST_TEXT)
         if too_large:
-            raise DataError(f"{path} has more than {MOST_TEXT >> 20} MiB, which is no text file for this; {remedy}.")
+            raise DataError(f"{path} is larger than {MOST_TEXT >> 20} MiB, too large for a text file; {remedy}.")
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; check the path.") from error
-    except (OSError, ValueError) as error:  # bytes that are no text, and names that are none
-        raise DataError(f"{path} can't be read as text ({error}); {remedy}.") from error
+    except (OSError, ValueError) as error:
+        # ValueError covers bytes that are not text, and invalid names.
+        raise DataError(f"Cannot read {path} as text ({error}); {remedy}.") from error
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says; ValueError where it is none, or nested too deeply."""
+    """Parse JSON; raise ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -54,59 +57,59 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def inside(folder: str | Path, name: str) -> Path:
-    """The file of a name that is relative to a folder; DataError for names that lead out of it.
+    """Return the path of a name relative to a folder; raise DataError for names that lead outside.
 
-    Links inside the folder are the user's own and are followed.
+    Symbolic links inside the folder are trusted and followed.
     """
     path = Path(name)
     if "\0" in name or path.is_absolute() or path.drive or ".." in path.parts:
-        raise DataError(f"The name {name!r} leads out of {folder}; names must be relative to that folder.")
+        raise DataError(f"The name {name!r} leads outside {folder}; give names relative to that folder.")
     return Path(folder) / name
 
 
 def limit_zip(file: str | Path | IO[bytes], most: int, *, stored: bool = False) -> None:
-    """Raise ValueError if a zip file's members have more than `most` bytes together, however small the file is.
+    """Raise ValueError if the members of a zip file have more than `most` bytes in total when unpacked.
 
-    Readers stop at the sizes that the members are declared with, so that these are what counts. `stored` also refuses
-    members that are compressed.
+    Readers stop at the declared sizes of the members, so these are checked. `stored` also rejects compressed members.
     """
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     if (total := sum(member.file_size for member in members)) > most:
-        raise ValueError(f"it would take {total / 2**30:.1f} GiB of memory, more than the {most / 2**30:.1f} allowed")
+        raise ValueError(f"it needs {total / 2**30:.1f} GiB of memory, more than the {most / 2**30:.1f} allowed")
     if stored and any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise ValueError("it is compressed")
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write a JSON file, whole or not at all; what JSON does not know is written as `str` shows it."""
+    """Write a JSON file atomically; values that JSON cannot represent are converted by `str`."""
     write_text(path, json.dumps(content, ensure_ascii=False, indent=1, default=str) + "\n")
 
 
 def make_folder(path: str | Path) -> Path:
-    """Make a folder with those above it, unless it is there."""
+    """Create a folder and its parents, unless it exists."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         reason = "a file is in its place" if is_file(path) else str(error)
-        raise OutputError(f"The folder {path} can't be made ({reason}); choose another one.") from error
+        raise OutputError(f"Cannot create the folder {path} ({reason}); choose another one.") from error
     return path
 
 
 def check_writable(path: str | Path) -> Path:
-    """Raise OutputError now if `path` could not be written later, so that no work is done in vain."""
+    """Raise OutputError now if `path` could not be written later, before any work is done."""
     path = Path(path)
     try:
         is_folder, has_parent = path.is_dir(), path.parent.is_dir()
-    except (OSError, ValueError) as error:  # a name that is too long, a folder that may not be entered
-        raise OutputError(f"{path} can't be written ({error}); write elsewhere.") from error
+    except (OSError, ValueError) as error:
+        # The name is too long, or the folder is not accessible.
+        raise OutputError(f"Cannot write {path} ({error}); write elsewhere.") from error
     if is_folder:
         raise OutputError(f"{path} is a folder; give the name of a file to write.")
     if not has_parent:
@@ -118,32 +121,33 @@ def check_writable(path: str | Path) -> Path:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Give a temporary path beside `path`; what the block wrote there takes its place when the block succeeds.
+    """Yield a temporary path next to `path`, which replaces `path` if the block succeeds.
 
-    The file may be read and written by those who may by the umask, or by those who might do so with the file before.
+    The file keeps the permissions of the previous file, or gets those of the umask.
     """
     path = check_writable(path)
-    # The suffix is kept because writers such as numpy and Pillow choose the format by it.
+    # Keep the suffix, because writers such as numpy and Pillow derive the format from it.
     temporary = path.with_name(f".{path.stem[:100]}-{secrets.token_hex(6)}{path.suffix}")
     try:
         temporary.touch(exist_ok=False)
         mode = stat.S_IMODE((path if path.exists() else temporary).stat().st_mode)
     except OSError as error:
-        raise OutputError(f"{path} can't be written ({error.strerror}); write elsewhere.") from error
+        raise OutputError(f"Cannot write {path} ({error.strerror}); write elsewhere.") from error
     try:
         yield temporary
         if stat.S_IMODE(temporary.stat().st_mode) != mode:
-            temporary.chmod(mode)  # some libraries put a file of their own there, which only its owner may read
+            # Some libraries replace the file by one that only its owner can read.
+            temporary.chmod(mode)
         temporary.replace(path)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise OutputError(f"{path} can't be written ({reason}); make room or write elsewhere.") from error
+        raise OutputError(f"Cannot write {path} ({reason}); free some space or write elsewhere.") from error
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def content_hash(path: str | Path) -> str:
-    """A hash of all bytes of a file; empty where it can't be read."""
+    """Return a hash of the content of a file; empty if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:32]
@@ -152,7 +156,7 @@ def content_hash(path: str | Path) -> str:
 
 
 def content_hashes(paths: Mapping[str, Path], done: Callable[[int], None] = lambda count: None) -> dict[str, str]:
-    """The hashes of several files by name, read in several threads; `done` is told how many there are so far."""
+    """Hash files by name in several threads; `done` receives the number of finished files."""
     hashes = {}
     with ThreadPoolExecutor(_READERS) as pool:
         for name, found in zip(paths, pool.map(content_hash, paths.values()), strict=True):
@@ -161,16 +165,16 @@ def content_hashes(paths: Mapping[str, Path], done: Callable[[int], None] = lamb
     return hashes
 
 
-# Lock files that this process holds, by the thread that holds them: a run may be a part of another.
+# Lock files held by this process, with the thread that holds them, because runs may be nested.
 _held: dict[Path, int] = {}
 
 
 @contextmanager
 def only_run(lock: str | Path) -> Iterator[None]:
-    """Hold a lock file while the block runs; OutputError if another run holds it.
+    """Hold a lock file while the block runs; raise OutputError if another run holds it.
 
-    The file names the process that holds it. The system releases the lock of a process that ends in whatever way, so a
-    file that a killed run left behind is taken over.
+    The file names the process that holds it. The system releases the lock however the process ends, so a file that a
+    killed run left behind is taken over.
     """
     lock = Path(lock).resolve()
     if _held.get(lock) == threading.get_ident():
@@ -182,29 +186,30 @@ def only_run(lock: str | Path) -> Iterator[None]:
         yield
     finally:
         del _held[lock]
-        # While it is still locked, so that it is nobody else's.
+        # Delete the file while it is still locked, so that it cannot belong to another process.
         with suppress(OSError):
             lock.unlink()
         os.close(descriptor)
 
 
 def _take(lock: Path) -> int:
-    """Open and lock a file, and write into it who has it."""
+    """Open and lock a file, and write the owner into it."""
     while True:
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise OutputError(f"{lock} can't be written ({error.strerror}); write elsewhere.") from error
+            raise OutputError(f"Cannot write {lock} ({error.strerror}); write elsewhere.") from error
         try:
             owner = _owner(descriptor)
             is_ours = _try_lock(descriptor)
-            if is_ours is None:  # a file system without locks: the file says whose it is
+            # On a file system without locks, the content of the file identifies the owner.
+            if is_ours is None:
                 is_ours = owner is None or (owner["host"] == socket.gethostname() and not _is_alive(owner["pid"]))
             if not is_ours or lock in _held:
                 raise OutputError(_in_use(lock, owner))
             if _is_current(descriptor, lock):
                 if owner is not None:
-                    logger.info("Going on after process %s on %s, which did not end its run.", *owner.values())
+                    logger.info("Continuing after process %s on %s, which did not finish its run.", *owner.values())
                 mine = {"pid": os.getpid(), "host": socket.gethostname()}
                 os.ftruncate(descriptor, 0)
                 os.lseek(descriptor, 0, os.SEEK_SET)
@@ -213,7 +218,8 @@ def _take(lock: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its holder ended and deleted it just now
+        # Its owner finished and deleted the file in the meantime.
+        os.close(descriptor)
 
 
 def _in_use(lock: Path, owner: dict[str, Any] | None) -> str:
@@ -223,12 +229,13 @@ def _in_use(lock: Path, owner: dict[str, Any] | None) -> str:
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Lock an open file until it is closed: whether nobody else has, or None where files can't be locked."""
+    """Lock an open file until it is closed; return whether this succeeded, or None if locks are not supported."""
     try:
         if sys.platform == "win32":
             import msvcrt
 
-            os.lseek(descriptor, 2**20, os.SEEK_SET)  # beyond the content, which others read
+            # Lock a byte beyond the content, which other processes read.
+            os.lseek(descriptor, 2**20, os.SEEK_SET)
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
         else:
             import fcntl
@@ -242,7 +249,7 @@ def _try_lock(descriptor: int) -> bool | None:
 
 
 def _is_current(descriptor: int, path: Path) -> bool:
-    """Whether this is still the file of that name."""
+    """Return whether the open file is still the file with this name."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:
@@ -250,7 +257,7 @@ def _is_current(descriptor: int, path: Path) -> bool:
 
 
 def _owner(descriptor: int) -> dict[str, Any] | None:
-    """Who wrote a lock file: the process and its host."""
+    """Return the process and host that wrote a lock file."""
     try:
         content = json.loads(os.read(descriptor, 4096))
         return {"pid": int(content["pid"]), "host": str(content["host"])}
@@ -263,6 +270,7 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
+    except OSError:
+        # The process belongs to another user.
         return True
     return True

@@ -1,4 +1,4 @@
-"""Training losses: those that train `default`; the paper's and the published code's of keypoints; NCNet's weak one."""
+"""Training losses: the loss of `default`, the paper's L = L_k + 0.05 L_o (section 3.4), and the weak loss of NCNet."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -19,40 +19,48 @@ from dualrc.model.search import TINY, Queries, fine_cosines, point_queries, read
 from dualrc.model.subpixel import Subpixel, Windows, cell_windows, pair_windows, point_windows
 from dualrc.pixels import FINE_STRIDE, RATIO, cell_to_pixel, pixel_to_cell
 
-_SHARPNESS = 0.05  # temperature of the cosines in cross-entropies
+# Temperature of the cosines in the cross-entropies.
+_SHARPNESS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatchingLosses:
-    """The parts of the loss that trains `default`, each a mean over places; `accuracy` are shares, not losses."""
+    """Terms of the loss that trains `default`, averaged over positions; `accuracy` are shares, not losses."""
 
-    coarse_raw: Tensor  # cross-entropy of the coarse cosines
-    coarse: Tensor  # negative logarithm of the refined coarse score of the true cell
-    fine: Tensor  # cross-entropy of the fine cosines
-    joint: Tensor  # cross-entropy of coarse score times fine score
-    subpixel: Tensor  # smooth L1 distance in fine cells
-    trust: Tensor  # binary cross-entropy of the confidence
+    # Cross-entropy of the coarse cosines.
+    coarse_raw: Tensor
+    # Negative log of the refined coarse score at the true cell.
+    coarse: Tensor
+    # Cross-entropy of the fine cosines.
+    fine: Tensor
+    # Cross-entropy of coarse score times fine score.
+    joint: Tensor
+    # Smooth L1 distance in fine cells.
+    subpixel: Tensor
+    # Binary cross-entropy of the confidence.
+    trust: Tensor
     accuracy: dict[str, Tensor]
 
     def total(self) -> Tensor:
-        """The sum that is minimized."""
+        """Return the weighted sum that is minimized."""
         return 0.5 * self.coarse_raw + self.coarse + 0.5 * self.fine + self.joint + 2 * self.subpixel + self.trust
 
     def logged(self) -> dict[str, Tensor]:
-        """The parts and the accuracy, by name."""
+        """Return the terms and the accuracy by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "accuracy"} | self.accuracy
 
 
 def matching_losses(network: DualRCNet, features0: Features, features1: Features, batch: PairBatch) -> MatchingLosses:
-    """Both directions of a batch, averaged."""
+    """Compute the losses of a batch, averaged over both directions."""
     if network.subpixel is None:
-        raise ConfigError("These losses train sub-pixel refinement; give a network with fine.subpixel = true.")
+        raise ConfigError("These losses train the sub-pixel refinement; give a network with fine.subpixel = true.")
     device = features0.coarse.device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         coarse = network.in_context(features0, features1)
     raw = correlate(*(maps.float() for maps in coarse))
     refined = mutual_filter(network.engine.consensus(mutual_filter(raw), network.consensus))
-    raw, refined = (t.flatten(3).flatten(1, 2) for t in (raw, refined))  # b n0 n1
+    # (b n0 n1)
+    raw, refined = (t.flatten(3).flatten(1, 2) for t in (raw, refined))
     fine0, fine1 = features0.map(), features1.map()
     reading, back = network.config.fine.reading, batch.swapped()
     one = _one_way(network, raw, refined, fine1, _places(fine0, fine1, batch, reading))
@@ -69,16 +77,21 @@ def matching_losses(network: DualRCNet, features0: Features, features1: Features
 
 @dataclass(frozen=True, kw_only=True)
 class _Places:
-    """Places of picture 0 and where they truly are in picture 1, through the whole batch: n = b * points."""
+    """Positions in image 0 and their true positions in image 1, over the whole batch: n = b * points."""
 
-    pair: Tensor  # n: which pair of the batch
+    # (n) Pair of the batch.
+    pair: Tensor
     queries: Queries
     windows: Windows
-    there: Tensor  # n 2, (x, y) in fine cells of picture 1
-    column: Tensor  # n: of the fine cell that holds it
+    # (n 2) as (x, y) in fine cells of image 1.
+    there: Tensor
+    # (n) Column and row of the fine cell that contains it.
+    column: Tensor
     row: Tensor
-    valid: Tensor  # n: the place is seen in both pictures
-    asked: Tensor  # n: valid, or known to be hidden
+    # (n) Whether the position is visible in both images.
+    valid: Tensor
+    # (n) Whether the position is valid, or known to be occluded.
+    asked: Tensor
 
 
 def _places(fine0: FineMap, fine1: FineMap, batch: PairBatch, reading: Reading) -> _Places:
@@ -99,7 +112,7 @@ def _places(fine0: FineMap, fine1: FineMap, batch: PairBatch, reading: Reading) 
 
 
 def _one_way(network: DualRCNet, raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places) -> MatchingLosses:
-    """Places of picture 0 look for themselves in picture 1."""
+    """Compute the losses of positions in image 0 that are searched in image 1."""
     subpixel, temperature = network.subpixel, network.config.fine.temperature
     assert subpixel is not None
     weight = places.valid.float() / places.valid.sum().clamp(min=1)
@@ -122,7 +135,7 @@ def _one_way(network: DualRCNet, raw: Tensor, refined: Tensor, fine1: FineMap, p
 
 
 def _coarse_losses(raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses (n) of the coarse cosines and of the refined scores, and those scores, (n cells), of sum 1."""
+    """Return losses (n) of the coarse cosines and of the refined scores, and those scores (n cells) with sum 1."""
     cell = places.row // RATIO * fine1.width + places.column // RATIO
     cosines = read_coarse(raw, places.queries).flatten(0, 1) / _SHARPNESS
     scores = read_coarse(refined, places.queries).flatten(0, 1)
@@ -134,11 +147,11 @@ def _coarse_losses(raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places
 def _fine_losses(
     scores: Tensor, fine1: FineMap, places: _Places, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses (n) of the fine cosines and of coarse score times fine score; the cells and scores the matcher finds."""
+    """Return losses (n) of the fine cosines and of the joint scores, and the cells and scores of the search."""
     cosines = fine_cosines(places.queries, fine1).flatten(0, 1)
     index, weights = corners(places.there, *fine1.fine_size)
-    # The sum of exp over all fine cells, with and without the coarse score, is a sum over coarse cells of their 16
-    # fine cells' sums: nothing of the size of the fine correlation is made but its exponential.
+    # The sum of exp over all fine cells is a sum over coarse cells of the sums of their 16 fine cells.
+    # Only the exponential has the size of the fine correlation.
     sums, target = _CellSums.apply(cosines, index, weights, fine1.height)  # type: ignore[no-untyped-call]
     coarse = scores + 1e-6
     cell = fine1.position(index) // PLACES
@@ -147,17 +160,18 @@ def _fine_losses(
     with torch.no_grad():
         best = cosines.view(len(cosines), fine1.height, RATIO, -1, RATIO).amax((2, 4)).flatten(1)
         score, found_cell = (scores * sharpen(best, temperature)).max(1)
-        members = fine1.members(found_cell)  # n 16
+        # (n 16)
+        members = fine1.members(found_cell)
         found = members.gather(1, cosines.gather(1, members).argmax(1, keepdim=True))[:, 0]
     return fine_loss, joint_loss, found, score
 
 
 class _CellSums(Function):
-    """Sums of exp((cosine - 1) / 0.05) over the fine cells of each coarse cell; (cosine - 1) / 0.05 at some cells."""
+    """Sum exp((cosine - 1) / 0.05) over the fine cells of each coarse cell, and read exponents at some cells."""
 
     @staticmethod
     def forward(ctx: Any, cosines: Tensor, index: Tensor, weights: Tensor, height: int) -> tuple[Tensor, Tensor]:
-        """(n HW), (n 4), (n 4) -> (n h*w), and (n): the weighted mean of the exponents at the indices."""
+        """(n HW), (n 4), (n 4) -> (n h*w) sums, and (n) the weighted mean of the exponents at the indices."""
         powers = torch.sub(cosines / _SHARPNESS, 1 / _SHARPNESS)
         target = (weights * powers.gather(1, index)).sum(1)
         powers.exp_()
@@ -175,9 +189,9 @@ class _CellSums(Function):
 
 
 def _subpixel_losses(subpixel: Subpixel, fine1: FineMap, places: _Places, score: Tensor) -> Tensor:
-    """How far (n) refinement ends from the truth, begun at the true cell or one beside it, as the search may end."""
+    """Return the error (n) of the refinement, started at the true cell or next to it, where the search may end."""
     height, width = fine1.height * RATIO, fine1.width * RATIO
-    # Places are random already, so which three in ten are moved may be fixed.
+    # Positions are random already, so a fixed pattern can select the 30 % that are moved.
     number = torch.arange(len(places.column), device=places.column.device)
     jitter = torch.stack([number // 10 % 3 - 1, number // 30 % 3 - 1]) * (number % 10 < 3)
     column, row = (places.column + jitter[0]).clamp(0, width - 1), (places.row + jitter[1]).clamp(0, height - 1)
@@ -191,9 +205,9 @@ def _subpixel_losses(subpixel: Subpixel, fine1: FineMap, places: _Places, score:
 def _trust_losses(
     subpixel: Subpixel, fine1: FineMap, places: _Places, found: Tensor, score: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Loss (n) of the confidence in what the search found, and how many pixels (n) that is off."""
+    """Return the loss (n) of the confidence in the result of the search, and the error of that result in pixels (n)."""
     width = fine1.width * RATIO
-    # The features are not to be bent for the confidence.
+    # Detached, because the confidence must not change the features.
     windows = places.windows, cell_windows(fine1, places.pair, found)
     refined = subpixel(pair_windows(*(Windows(w.features.detach(), w.whole) for w in windows)), score)
     end = torch.stack([found % width, found // width], 1) + refined.offset.detach()
@@ -204,36 +218,40 @@ def _trust_losses(
 
 @dataclass(frozen=True, kw_only=True)
 class KeypointMaps:
-    """What n keypoints of one picture score in the other, and what they should: both (n cells)."""
+    """Scores of n keypoints of one image over the other, S, and their target, S_gt: both (n cells)."""
 
     scores: Tensor
     target: Tensor
-    width: int = 0  # cells in a row
-    stride: int = FINE_STRIDE  # pixels along a side of a cell
+    # Number of cells in a row.
+    width: int = 0
+    # Side of a cell in pixels.
+    stride: int = FINE_STRIDE
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeypointLosses:
-    """A loss of keypoints and its parts, over both directions."""
+    """Keypoint loss and its terms, summed over both directions."""
 
     total: Tensor
-    keypoint: Tensor  # L_k
-    orthogonal: Tensor  # L_o
+    # L_k of the paper.
+    keypoint: Tensor
+    # L_o of the paper.
+    orthogonal: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchKeypointLosses:
-    """The means of a batch's keypoint losses; `accuracy` are shares of keypoints, not losses."""
+    """Mean keypoint losses of a batch; `accuracy` are shares of keypoints, not losses."""
 
     mean: KeypointLosses
     accuracy: dict[str, Tensor]
 
     def total(self) -> Tensor:
-        """What is minimized."""
+        """Return the loss that is minimized."""
         return self.mean.total
 
     def logged(self) -> dict[str, Tensor]:
-        """The parts and the accuracy, by name."""
+        """Return the terms and the accuracy by name."""
         return {"keypoint": self.mean.keypoint, "orthogonal": self.mean.orthogonal} | self.accuracy
 
 
@@ -244,9 +262,9 @@ def keypoint_losses(
     batch: PairBatch,
     form: Literal["paper", "published"],
 ) -> BatchKeypointLosses:
-    """The paper's or the published loss, averaged over the pairs of a batch; keypoints are its valid places."""
+    """Compute the paper's or the published loss, averaged over pairs; keypoints are the valid positions."""
     losses, errors_px = [], []
-    # One pass over the batch: the steps of a sparse consensus are many and small.
+    # One pass for the whole batch, because a sparse consensus consists of many small steps.
     tensors = dense_tensor(network, features0, features1) if isinstance(network, ConsensusNet) else None
     for number in range(len(batch.valid)):
         valid = batch.valid[number]
@@ -264,7 +282,8 @@ def keypoint_losses(
             index = found.scores.argmax(1)
             cells = torch.stack([index % found.width, index // found.width], 1)
             errors_px.append((cell_to_pixel(cells, found.stride) - there).norm(dim=1))
-    if not losses:  # nothing to learn from, but all parts of the network take part
+    # Without keypoints the loss is zero, but all parts of the network must have gradients.
+    if not losses:
         learnt = sum((parameter.sum() for parameter in network.consensus.parameters()), start=features0.fine.sum())
         nothing = (learnt + features1.coarse.sum()) * 0
         losses, errors_px = [KeypointLosses(total=nothing, keypoint=nothing, orthogonal=nothing)], [nothing[None]]
@@ -278,17 +297,17 @@ def keypoint_losses(
 
 
 def _reach(network: Network) -> tuple[int, ...]:
-    """Distances in pixels at which keypoints are counted as found; NCNet is trained by its coarse cells alone."""
+    """Return the error thresholds in pixels for the accuracy; NCNet is trained on coarse cells only."""
     return (8, 16, 32) if isinstance(network, ConsensusNet) else (1, 3, 5)
 
 
 def keypoint_loss(one: KeypointMaps, other: KeypointMaps) -> Tensor:
-    """The paper's L_k: Frobenius norms of S - S_gt, of both directions."""
+    """Compute the paper's L_k = |S_AB - S_gt| + |S_BA - S_gt| in the Frobenius norm."""
     return sum((torch.linalg.matrix_norm(m.scores - m.target) for m in (one, other)), start=one.scores.new_zeros(()))
 
 
 def orthogonal_loss(one: KeypointMaps, other: KeypointMaps) -> Tensor:
-    """The paper's L_o: Frobenius norms of S S^T - S_gt S_gt^T, of both directions."""
+    """Compute the paper's L_o: Frobenius norms of S S^T - S_gt S_gt^T, summed over both directions."""
     differences = (m.scores @ m.scores.T - m.target @ m.target.T for m in (one, other))
     return sum((torch.linalg.matrix_norm(d) for d in differences), start=one.scores.new_zeros(()))
 
@@ -296,7 +315,7 @@ def orthogonal_loss(one: KeypointMaps, other: KeypointMaps) -> Tensor:
 def paper_loss(
     network: DualRCNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
 ) -> KeypointLosses:
-    """The loss as the paper writes it, L_k + 0.05 L_o, of one pair; keypoints as in `keypoint_maps`."""
+    """Compute the loss of the paper, L_k + 0.05 L_o, of one pair; keypoints as in `keypoint_maps`."""
     return _paper_form(keypoint_maps(network, features0, features1, points0, points1))
 
 
@@ -308,7 +327,7 @@ def _paper_form(maps: tuple[KeypointMaps, KeypointMaps]) -> KeypointLosses:
 def published_loss(
     network: DualRCNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
 ) -> KeypointLosses:
-    """The loss as it was published, 0.95 L_k + 0.05 L_o with means over keypoints, of one pair."""
+    """Compute the loss of the published code, 0.95 L_k + 0.05 L_o with means over keypoints, of one pair."""
     return _published_form(keypoint_maps(network, features0, features1, points0, points1))
 
 
@@ -321,10 +340,11 @@ def _published_form(maps: tuple[KeypointMaps, KeypointMaps]) -> KeypointLosses:
 def keypoint_maps(
     network: Network, features0: Features, features1: Features, points0: Tensor, points1: Tensor
 ) -> tuple[KeypointMaps, KeypointMaps]:
-    """Both directions of one pair; points (n 2) are (x, y) in network-input pixels and correspond by number."""
+    """Return both directions of one pair; points (n 2) are (x, y) in network-input pixels and correspond by row."""
     if isinstance(network, ConsensusNet):
         return _coarse_keypoint_maps(network, dense_tensor(network, features0, features1)[0], points0, points1)
-    tensor = network.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)  # 1 n0 n1
+    # (1 n0 n1)
+    tensor = network.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)
     fine0, fine1 = features0.map(), features1.map()
     cells0, cells1 = pixel_to_cell(points0, FINE_STRIDE), pixel_to_cell(points1, FINE_STRIDE)
     there, back = _scores(tensor, fine0, fine1, cells0), _scores(tensor.transpose(1, 2), fine1, fine0, cells1)
@@ -337,7 +357,7 @@ def keypoint_maps(
 def _coarse_keypoint_maps(
     network: ConsensusNet, tensor: Tensor, points0: Tensor, points1: Tensor
 ) -> tuple[KeypointMaps, KeypointMaps]:
-    """The same without a fine search: keypoints read the coarse tensor (h0 w0 h1 w1), bilinearly, and nothing else."""
+    """Return the maps without a fine search: keypoints interpolate the coarse tensor (h0 w0 h1 w1)."""
     stride, sizes = network.stride * network.pool, (tensor.shape[:2], tensor.shape[2:])
     cells = pixel_to_cell(points0, stride), pixel_to_cell(points1, stride)
     rows, maps = tensor.flatten(2).flatten(0, 1), []
@@ -356,59 +376,63 @@ def _coarse_keypoint_maps(
 
 
 def dense_tensor(network: Network, features0: Features, features1: Features) -> Tensor:
-    """The coarse tensor (b h0 w0 h1 w1), with zeros for the entries that a sparse one lacks."""
+    """Return the coarse tensor (b h0 w0 h1 w1); missing entries of a sparse tensor are zero."""
     tensor = network.coarse_tensor(features0, features1)
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeakLosses:
-    """NCNet's loss: how much better mismatched pictures match than those of a pair."""
+    """NCNet's weak loss: the mean score of non-matching images minus that of matching images."""
 
-    positive: Tensor  # mean matching score of the pairs
-    negative: Tensor  # of pictures of different pairs
-    accuracy: dict[str, Tensor]  # of keypoints; in training none
+    # Mean matching score of the pairs.
+    positive: Tensor
+    # Mean matching score of images of different pairs.
+    negative: Tensor
+    # Accuracy of keypoints; empty during training.
+    accuracy: dict[str, Tensor]
 
     def total(self) -> Tensor:
-        """What is minimized."""
+        """Return the loss that is minimized."""
         return self.negative - self.positive
 
     def logged(self) -> dict[str, Tensor]:
-        """The parts and the accuracy, by name."""
+        """Return the terms and the accuracy by name."""
         return {"positive": self.positive, "negative": self.negative} | self.accuracy
 
 
 def weak_losses(network: Network, features0: Features, features1: Features, batch: PairBatch) -> WeakLosses:
-    """NCNet's weak loss of a batch of at least two pairs; places are not learnt from, only counted.
+    """Compute NCNet's weak loss of a batch of at least two pairs; positions are used for the accuracy only.
 
-    Each picture 1 is matched with its own picture 0 and with that of the next pair. Pairs that show nothing in common
-    are no pairs.
+    Each image 1 is matched with its own image 0 and with that of the next pair. Pairs without overlap do not count as
+    positive pairs.
     """
     if len(batch.valid) < 2:
-        raise ConfigError('loss = "weak" compares pairs with each other; give at least two pairs a part.')
+        raise ConfigError('loss = "weak" compares pairs with each other; give at least two pairs per part.')
     shown = batch.valid.any(1).float()
     positive = (matching_scores(dense_tensor(network, features0, features1)) * shown).sum() / shown.sum().clamp(min=1)
     rolled = Features(coarse=features0.coarse.roll(-1, 0), fine=features0.fine.roll(-1, 0))
     negative = matching_scores(dense_tensor(network, rolled, features1)).mean()
     accuracy: dict[str, Tensor] = {}
-    if not network.training:  # it takes another pass
+    # Skipped during training, because it needs another pass.
+    if not network.training:
         with torch.no_grad():
             accuracy = keypoint_losses(network, features0, features1, batch, "paper").accuracy
     return WeakLosses(positive=positive, negative=negative, accuracy=accuracy)
 
 
 def matching_scores(tensor: Tensor) -> Tensor:
-    """The mean, over the cells of both pictures, of the largest softmax score: (b h0 w0 h1 w1) -> (b)."""
+    """Return the mean, over the cells of both images, of the largest softmax score: (b h0 w0 h1 w1) -> (b)."""
     rows = tensor.flatten(3).flatten(1, 2)
-    # The softmax of the largest entry is e to its distance from the logarithm of the sum.
+    # The softmax of the maximum is exp(maximum - logsumexp).
     means = [(rows.amax(axis) - rows.logsumexp(axis)).exp().mean(1) for axis in (1, 2)]
     return (means[0] + means[1]) / 2
 
 
 def _scores(tensor: Tensor, fine0: FineMap, fine1: FineMap, cells: Tensor) -> Tensor:
-    """Coarse score times fine cosine of places (n 2) of picture 0 with every fine cell of picture 1."""
-    # Facts of the published implementation: places are counted from the first cell's corner, half a cell off, in the
-    # coarse tensor as well as among the fine cells; and it is the nearest fine cell that asks.
+    """Return coarse score times fine cosine of positions (n 2) of image 0 with every fine cell of image 1."""
+    # As in the published implementation, positions are relative to the corner of the first cell, half a cell off.
+    # This holds for the coarse tensor and for the fine cells, and the nearest fine cell is the query.
     corner, pair = cells + 0.5, torch.zeros(len(cells), dtype=torch.long, device=cells.device)
     column, row = corner.round().long().unbind(1)
     height, width = fine0.height * RATIO, fine0.width * RATIO
@@ -419,7 +443,7 @@ def _scores(tensor: Tensor, fine0: FineMap, fine1: FineMap, cells: Tensor) -> Te
 
 
 def _target(cells: Tensor, height: int, width: int) -> Tensor:
-    """Bilinear weights of the four cells around places (n 2), blurred: (n cells)."""
+    """Return the target S_gt: bilinear weights of the four cells around positions (n 2), blurred: (n cells)."""
     index, weights = corners(cells, height, width)
     target = weights.new_zeros(len(cells), height * width).scatter_add_(1, index, weights)
     axis = torch.tensor([0.25, 0.5, 0.25], device=cells.device)

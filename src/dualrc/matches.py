@@ -1,4 +1,4 @@
-"""Matches between two pictures: the common currency of the package."""
+"""Matches between two images, the common data type of the package."""
 
 import csv
 import json
@@ -20,7 +20,7 @@ from dualrc.types import BoolArray, FloatArray, Size
 
 EstimateKind = Literal["homography", "fundamental", "essential"]
 
-# What reading a file that is not what it should be can raise.
+# Exceptions that reading a damaged file can raise.
 _BROKEN = (
     DataError,
     OSError,
@@ -30,36 +30,40 @@ _BROKEN = (
     TypeError,
     AttributeError,
     RuntimeError,
-    MemoryError,  # broken lengths ask for anything
+    # Damaged lengths can request any amount of memory.
+    MemoryError,
     zipfile.BadZipFile,
     zlib.error,
     csv.Error,
 )
 _COLUMNS = ("x0", "y0", "x1", "y1", "score")
 
-_MOST_BYTES = 1 << 30  # of the arrays of an .npz file, unpacked: some 40 million matches
-_PAIR_TOP = 100  # matches that a pair without a calibration is judged by
+# Largest size of the arrays in an .npz file, unpacked: about 40 million matches.
+_MOST_BYTES = 1 << 30
+# Number of best matches that score a pair without a calibration.
+_PAIR_TOP = 100
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RelativePose:
-    """Where camera 1 sees what camera 0 sees: x1 = R x0 + t, up to the unknown scale of t."""
+    """Relative pose of two cameras: x1 = R x0 + t, up to the unknown scale of t."""
 
-    cam1_from_cam0: FloatArray  # (3, 4) [R | t], t of length 1
+    # (3, 4) [R | t], t has length 1
+    cam1_from_cam0: FloatArray
 
     @property
     def R(self) -> FloatArray:  # noqa: N802
-        """The rotation (3, 3)."""
+        """Rotation (3, 3)."""
         return self.cam1_from_cam0[:, :3]
 
     @property
     def t(self) -> FloatArray:
-        """The direction (3,) of the translation."""
+        """Direction of the translation (3,)."""
         return self.cam1_from_cam0[:, 3]
 
 
 class Match(NamedTuple):
-    """One pair of corresponding points, as iterating over Matches gives it."""
+    """One pair of corresponding points, as iteration over Matches yields it."""
 
     x0: float
     y0: float
@@ -70,19 +74,21 @@ class Match(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Estimate:
-    """A two-view model fitted to matches, and which of them agree with it."""
+    """A two-view model fitted to matches, and the matches that agree with it."""
 
     kind: EstimateKind
-    # 3x3, maps picture 0 to picture 1: x1 ~ H x0, or x1' F x0 = 0. An essential matrix is for normalized rays.
-    # None when no model could be fitted.
+    # (3, 3) From image 0 to image 1: x1 ~ H x0, or x1' F x0 = 0. An essential matrix applies to normalized rays.
+    # None if no model could be fitted.
     matrix: FloatArray | None
-    inliers: BoolArray  # (n,)
-    pose: RelativePose | None = None  # of an essential matrix
-    # Whether a rotation alone explains the motion: the pose's direction is then arbitrary.
+    # (n,)
+    inliers: BoolArray
+    # Pose of an essential matrix.
+    pose: RelativePose | None = None
+    # Whether a rotation alone explains the motion. The direction of the pose is then arbitrary.
     rotation_only: bool = False
-    # What makes it less than it seems, such as a guessed focal length; each is a sentence for the user.
+    # Sentences for the user about limitations, such as a guessed focal length.
     warnings: tuple[str, ...] = ()
-    # How it was obtained: threshold, iterations, cameras. Plain JSON values.
+    # Provenance as plain JSON values: threshold, iterations, cameras.
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -93,22 +99,25 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Matches:
-    """Corresponding points of two pictures in their own pixels, best first.
+    """Corresponding points of two images in their original pixels, best first.
 
-    Points are (x, y) in the upright picture, the centre of its first pixel at (0, 0).
+    Points are (x, y) in the upright image; the center of the first pixel is (0, 0).
     """
 
-    points0: FloatArray  # (n, 2) float32
-    points1: FloatArray  # (n, 2) float32
-    # (n,) float32, higher is better: the probability that a match is within 3 px, in pixels that the network sees,
-    # where the weights are calibrated.
+    # (n, 2) float32
+    points0: FloatArray
+    # (n, 2) float32
+    points1: FloatArray
+    # (n,) float32, higher is better. With calibrated weights, the probability of an error of at most 3 px.
+    # The error is measured in pixels of the network input.
     scores: FloatArray
-    size0: Size  # (width, height); (0, 0) where a file did not tell
+    # (width, height); (0, 0) if a file does not contain it
+    size0: Size
     size1: Size
     estimate: Estimate | None = None
-    # What made these matches: versions, config, hash of the weights. Plain JSON values.
+    # Provenance as plain JSON values: versions, config, hash of the weights.
     info: Mapping[str, Any] = field(default_factory=dict)
-    # All matches of the pair, where these are a selection of them.
+    # All matches of the pair, if these are a selection of them.
     whole: "Matches | None" = None
 
     def __post_init__(self) -> None:
@@ -125,11 +134,13 @@ class Matches:
             width, height = getattr(self, name)
             object.__setattr__(self, name, (int(width), int(height)))
         if self.estimate is not None and self.estimate.inliers.shape != (count,):
-            raise DataError(f"The estimate has {len(self.estimate.inliers)} inlier flags for {count} matches.")
+            raise DataError(
+                f"The estimate has {len(self.estimate.inliers)} inlier flags for {count} matches; give one per match."
+            )
 
     @staticmethod
     def none(info: Mapping[str, Any]) -> "Matches":
-        """No matches, of pictures that could not even be looked at; `info` says why."""
+        """Return empty matches for images that could not be read; `info` has the reason."""
         empty = np.zeros((0, 2), np.float32)
         return Matches(points0=empty, points1=empty, scores=empty[:, 0], size0=(0, 0), size1=(0, 0), info=info)
 
@@ -142,7 +153,7 @@ class Matches:
         return f"Matches({len(self)} of {sizes}{scores})"
 
     def __iter__(self) -> Iterator[Match]:
-        """Each match as a named tuple (x0, y0, x1, y1, score), in order."""
+        """Iterate over matches as named tuples (x0, y0, x1, y1, score)."""
         return (Match(*row) for row in _rows(self).tolist())
 
     @overload
@@ -150,7 +161,7 @@ class Matches:
     @overload
     def __getitem__(self, index: slice | npt.NDArray[np.bool_ | np.signedinteger[Any]] | list[int]) -> "Matches": ...
     def __getitem__(self, index: Any) -> "Match | Matches":
-        """One match by its number, or the matches that a slice, a boolean mask or an array of indices selects."""
+        """Return one match by index, or the matches that a slice, a boolean mask or an array of indices selects."""
         if isinstance(index, int | np.integer) and not isinstance(index, bool):
             (x0, y0), (x1, y1) = self.points0[index].tolist(), self.points1[index].tolist()
             return Match(x0, y0, x1, y1, float(self.scores[index]))
@@ -168,17 +179,18 @@ class Matches:
 
     @property
     def pair_score(self) -> float:
-        """The probability that the pictures show some part in common, where one pair in two does.
+        """Probability that the images overlap, for a prior of one in two.
 
-        From the best 1000 matches: their scores, and how many of them, all over the pictures, share one motion and
-        one epipolar geometry. What stands at the same place of both pictures, as stamps and bars do, does not count
-        unless their middle does so too. A selection of a pair's matches has the value of them all. Matches that
-        were not scored by calibrated weights have a value of 0 to 1 that only ranks pairs: the squared mean of the
+        It is computed from the scores of the best matches, and from the shares of them, spread over the images, that
+        agree with one affine motion and one epipolar geometry. Content at the same position in both images, such as
+        stamps and bars, does not count unless the center is static too. A selection of matches has the score of the
+        whole pair. Without calibrated weights it is a value from 0 to 1 that only ranks pairs: the squared mean of the
         square roots of the best 100 scores.
         """
         if self.whole is not None:
             return self.whole.pair_score
-        if (known := self.info.get("pair_score")) is not None:  # of a selection that was stored
+        # Stored with a selection of matches.
+        if (known := self.info.get("pair_score")) is not None:
             return float(known)
         if (model := self.info.get("pair_model")) is not None:
             evidence = collect(self.points0, self.points1, self.scores, self.size0, self.size1)
@@ -187,15 +199,15 @@ class Matches:
         return float((np.sqrt(best.clip(min=0)).sum() / _PAIR_TOP) ** 2)
 
     def top(self, count: int) -> "Matches":
-        """The best `count` matches, or all if there are fewer."""
+        """Return the best `count` matches, or all if there are fewer."""
         return self[np.argsort(-self.scores, kind="stable")[: max(count, 0)]]
 
     def above(self, min_score: float) -> "Matches":
-        """Matches with at least this score."""
+        """Return the matches with at least this score."""
         return self[self.scores >= min_score]
 
     def inside(self, mask0: npt.ArrayLike | None = None, mask1: npt.ArrayLike | None = None) -> "Matches":
-        """Matches whose points fall on true pixels of the masks (height, width)."""
+        """Return the matches whose points lie on true pixels of the masks (height, width)."""
         keep = np.ones(len(self), dtype=bool)
         for mask, points in ((mask0, self.points0), (mask1, self.points1)):
             if mask is not None:
@@ -203,11 +215,11 @@ class Matches:
         return self[keep]
 
     def with_estimate(self, estimate: Estimate) -> "Matches":
-        """The same matches with a model that was fitted to them."""
+        """Return the same matches with a fitted model."""
         return replace(self, estimate=estimate)
 
     def swapped(self) -> "Matches":
-        """The same matches with the two pictures exchanged; a fitted model is left behind."""
+        """Return the same matches with the images swapped; a fitted model is dropped."""
         sizes = {"network_size0": "network_size1", "network_size1": "network_size0"}
         info = {sizes.get(key, key): value for key, value in self.info.items()}
         if "zoom" in info:
@@ -224,7 +236,7 @@ class Matches:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The dictionary that other matching libraries expect."""
+        """Return the dictionary that other matching libraries expect."""
         return {
             "keypoints0": self.points0,
             "keypoints1": self.points1,
@@ -234,15 +246,15 @@ class Matches:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write .npz, .json or .csv, whole or not at all.
+        """Write .npz, .json or .csv atomically.
 
-        A .csv has the columns x0, y0, x1, y1, score (and inlier, where a model was fitted); sizes, model and info
-        go into a second file beside it, FILE.csv.json.
+        A .csv has the columns x0, y0, x1, y1, score, and inlier if there is an estimate. Sizes, model and info go to a
+        second file next to it, FILE.csv.json.
         """
         path = Path(path)
         writer = _WRITERS.get(path.suffix.lower())
         if writer is None:
-            raise OutputError(f"{path}: matches are written as .npz, .json or .csv; choose one of these endings.")
+            raise OutputError(f"{path}: matches are written as .npz, .json or .csv; choose one of these suffixes.")
         if path.suffix.lower() == ".csv":
             check_writable(_beside(path))
         with replacing(path) as temporary:
@@ -252,24 +264,24 @@ class Matches:
 
     @staticmethod
     def load(path: str | Path) -> "Matches":
-        """Read what `save` wrote: at most 1 GiB of arrays, or of text; never a pickle."""
+        """Read a file of `save`, with at most 1 GiB of arrays or text; never unpickles."""
         path = Path(path)
         reader = _READERS.get(path.suffix.lower())
         if reader is None:
-            raise DataError(f"{path}: matches are read from .npz, .json or .csv files.")
+            raise DataError(f"{path}: matches are read from .npz, .json or .csv files; give one of these.")
         if not path.exists():
             raise DataError(f"{path} does not exist; check the path.")
         try:
             return reader(path)
         except _BROKEN as error:
-            raise DataError(f"{path} does not hold matches ({error}); write it again with Matches.save.") from error
+            raise DataError(f"{path} does not contain matches ({error}); write it again with Matches.save.") from error
 
     def stored_info(self) -> dict[str, Any]:
-        """The info that is stored with these matches: a selection brings the pair_score of all."""
+        """Return the info to store with these matches; a selection includes the pair_score of the whole pair."""
         return dict(self.info) if self.whole is None else {**self.info, "pair_score": self.pair_score}
 
     def _header(self) -> dict[str, Any]:
-        """Everything but the arrays of one row per match."""
+        """Return everything except the arrays with one row per match."""
         header: dict[str, Any] = {"size0": self.size0, "size1": self.size1, "info": self.stored_info()}
         if self.estimate is not None:
             matrix, pose = self.estimate.matrix, self.estimate.pose
@@ -286,10 +298,12 @@ class Matches:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Warp:
-    """Where every pixel of picture 0 is in picture 1, and how sure that is."""
+    """Position in image 1 of every pixel of image 0, with a certainty."""
 
-    points1: FloatArray  # (height, width, 2) float32; NaN where nothing is known
-    certainty: FloatArray  # (height, width) float32, on the scale of the scores of matches; 0 where nothing is known
+    # (height, width, 2) float32; NaN where unknown
+    points1: FloatArray
+    # (height, width) float32, on the scale of match scores; 0 where unknown
+    certainty: FloatArray
     size1: Size
 
     def __repr__(self) -> str:
@@ -299,11 +313,11 @@ class Warp:
 
 
 def inside_mask(points: FloatArray, mask: BoolArray) -> BoolArray:
-    """Which points (n, 2) fall on true pixels of a mask (height, width)."""
+    """Return whether points (n, 2) lie on true pixels of a mask (height, width)."""
     if mask.ndim != 2:
-        raise DataError(f"A mask has two axes (height, width), not shape {mask.shape}.")
+        raise DataError(f"A mask must have two axes (height, width), not shape {mask.shape}.")
     height, width = mask.shape
-    # Beyond the picture is beyond it, however far: infinite values have no integer.
+    # Clip first, because infinite values cannot be converted to integers.
     near = np.clip(np.nan_to_num(points, nan=-1), -1, max(height, width))
     column, row = np.floor(near + 0.5).astype(np.int64).T
     valid = (column >= 0) & (column < width) & (row >= 0) & (row < height)
@@ -320,7 +334,7 @@ def _from_parts(header: Mapping[str, Any], rows: FloatArray, inliers: BoolArray 
     estimate = None
     if "estimate" in header and inliers is not None:
         stored, info = header["estimate"], dict(header["estimate"]["info"])
-        # Files of earlier versions have the pose in the info.
+        # Files of earlier versions store the pose in the info.
         pose = info.pop("cam1_from_cam0", None) or stored.get("cam1_from_cam0")
         estimate = Estimate(
             kind=stored["kind"],
@@ -357,7 +371,8 @@ def _write_npz(matches: Matches, path: Path) -> None:
         arrays["inliers"] = matches.estimate.inliers
         if matches.estimate.matrix is not None:
             arrays["matrix"] = matches.estimate.matrix
-    with path.open("wb") as file:  # given a path, numpy would add .npz to a name that ends with .NPZ
+    # With a path, numpy would append .npz to a name that ends with .NPZ.
+    with path.open("wb") as file:
         np.savez_compressed(file, **arrays)
 
 
@@ -374,7 +389,8 @@ def _write_json(matches: Matches, path: Path) -> None:
     for name in ("points0", "points1", "scores"):
         values = getattr(matches, name)
         plain = values.astype(object)
-        plain[np.isnan(values)] = None  # JSON has no NaN, which stands for a point without counterpart
+        # JSON has no NaN, which marks a point without a counterpart.
+        plain[np.isnan(values)] = None
         content[name] = plain.tolist()
     if matches.estimate is not None:
         content["inliers"] = matches.estimate.inliers.tolist()

@@ -1,4 +1,4 @@
-"""Time and peak memory of functions, here or in a new process that nothing else has filled with memory."""
+"""Time and peak memory of functions, in this process or in a new one."""
 
 import gc
 import os
@@ -22,8 +22,10 @@ from dualrc.errors import DataError, DualRCError
 from dualrc.machine import PASSIVE_THREADS
 
 Run = Callable[[], object]
-_GPU_SIDE, _SIDE = 8192, 1536  # of the matrices whose product is timed
-_GPU_COPY, _COPY = 2**30, 2**28  # bytes of the copy that is timed
+# Sides of the matrices whose product is timed.
+_GPU_SIDE, _SIDE = 8192, 1536
+# Bytes of the timed copy.
+_GPU_COPY, _COPY = 2**30, 2**28
 Key = TypeVar("Key")
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -31,41 +33,48 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds of several runs: the median, the quartiles around it, and all of them."""
+    """Seconds of several runs: median, quartiles and all samples."""
 
     median_s: float
-    low_s: float  # a quarter of the runs took less
-    high_s: float  # a quarter took more
+    # First quartile.
+    low_s: float
+    # Third quartile.
+    high_s: float
     samples_s: tuple[float, ...]
 
     @staticmethod
     def of(samples: list[float]) -> "Timing":
-        """The summary of at least one run."""
-        # Inclusive, so that the quartiles of few samples lie among them.
+        """Summarize at least one run."""
+        # The inclusive method keeps the quartiles of few samples between them.
         low, middle, high = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else samples * 3
         return Timing(median_s=middle, low_s=low, high_s=high, samples_s=tuple(samples))
 
     def minus(self, other: "Timing") -> "Timing":
-        """What this takes beyond the other, round by round."""
+        """Return the additional time over `other`, round by round."""
         pairs = zip(self.samples_s, other.samples_s, strict=False)
         return Timing.of([max(mine - yours, 0.0) for mine, yours in pairs])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device was measured to reach."""
+    """Measured peak rates of a device."""
 
-    operations_per_s: float  # additions and multiplications of a large matrix product
-    bytes_per_s: float  # read and written by a large copy
+    # Additions and multiplications per second in a large matrix product.
+    operations_per_s: float
+    # Bytes read and written per second by a large copy.
+    bytes_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks(Generic[Key]):
-    """Memory in bytes: resident in a process, or on a GPU allocated by torch."""
+    """Memory in bytes: resident memory of a process, or memory allocated by torch on a GPU."""
 
-    loaded: int  # before the first run: libraries and networks, on a GPU the networks
-    bytes: dict[Key, int]  # the peak of each run, with what was held before it
-    failure: str | None = None  # why there are no more runs
+    # Before the first run: libraries and networks, on a GPU the networks.
+    loaded: int
+    # Peak of each run, including memory held before it.
+    bytes: dict[Key, int]
+    # Reason why there are no more runs.
+    failure: str | None = None
 
 
 def synchronize(device: torch.device) -> None:
@@ -77,7 +86,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_once(run: Run, device: torch.device) -> float:
-    """Seconds of one run, until the device has finished it."""
+    """Return the seconds of one run, including work on the device."""
     synchronize(device)
     start = time.perf_counter()
     run()
@@ -88,13 +97,14 @@ def time_once(run: Run, device: torch.device) -> float:
 def time_interleaved(
     runs: Mapping[Key, Run], device: torch.device, *, repeats: int, limit_s: float
 ) -> tuple[dict[Key, Timing], dict[Key, str]]:
-    """Time runs in turn, round by round, so that other load on the machine slows all alike; with reasons of failures.
+    """Time runs in turn, round by round, so that other load affects all alike; also return reasons of failures.
 
-    A run that has taken `limit_s` in all is not repeated further.
+    A run that has taken `limit_s` in total is not repeated.
     """
     samples: dict[Key, list[float]] = {name: [] for name in runs}
     failures: dict[Key, str] = {}
-    warmups = 3 if device.type == "cuda" else 1  # kernels are compiled and graphs captured in the first ones
+    # The first runs compile kernels and capture graphs.
+    warmups = 3 if device.type == "cuda" else 1
     for number in range(-warmups, repeats):
         for name, run in runs.items():
             taken = samples[name]
@@ -111,7 +121,7 @@ def time_interleaved(
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype, *, repeats: int = 20) -> Rates:
-    """The best of several large products of this type and of several large copies, so that a GPU reaches its clock."""
+    """Return the best of several large products of this type and several large copies; a GPU needs time to clock up."""
     side, count = (_GPU_SIDE, _GPU_COPY) if device.type == "cuda" else (_SIDE, _COPY)
     one, other, product = (torch.rand(side, side, device=device).to(dtype) for _ in range(3))
     multiplying = min(time_once(lambda: torch.mm(one, other, out=product), device) for _ in range(repeats))
@@ -121,13 +131,14 @@ def measure_rates(device: torch.device, dtype: torch.dtype, *, repeats: int = 20
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
+    """Return the first line of the message of an error, or its type if there is none."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def measure_peaks(runs: Mapping[Key, Run], device: torch.device) -> Peaks[Key]:
-    """The peak memory of runs, one after the other, up to the first that fails."""
-    reset_peak(device)  # reading weights takes more than keeping them
+    """Measure the peak memory of runs one after the other, up to the first failure."""
+    # Reading weights needs more memory than keeping them.
+    reset_peak(device)
     loaded, found = held(device), dict[Key, int]()
     for name, run in runs.items():
         try:
@@ -138,7 +149,7 @@ def measure_peaks(runs: Mapping[Key, Run], device: torch.device) -> Peaks[Key]:
 
 
 def peak_of(run: Run, device: torch.device) -> int:
-    """The peak memory of one run in bytes, with what was held before it."""
+    """Return the peak memory of one run in bytes, including memory held before it."""
     reset_peak(device)
     run()
     synchronize(device)
@@ -146,7 +157,7 @@ def peak_of(run: Run, device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak start again from what is held now."""
+    """Reset the peak to the memory held now."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -154,27 +165,29 @@ def reset_peak(device: torch.device) -> None:
         return
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:  # not Linux, or not allowed: then the peak may be that of something before
+    except OSError:
+        # Not on Linux, or not permitted. The peak may then include earlier work.
         return
 
 
 def peak(device: torch.device) -> int:
-    """Bytes: the most that torch had allocated on a GPU, else the most resident memory of this process."""
+    """Return the peak in bytes: memory allocated by torch on a GPU, else resident memory of this process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
 
 
 def held(device: torch.device) -> int:
-    """The same now."""
+    """Return the bytes held now: memory allocated by torch on a GPU, else resident memory of this process."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident("VmRSS")
 
 
 def _resident(key: str) -> int:
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
-    except OSError:  # not Linux
+    except OSError:
+        # Not on Linux.
         import resource
 
-        # There it counts what the parent held when it started this process, and on a Mac in bytes.
+        # ru_maxrss includes the memory of the parent at the start of this process. On macOS it is in bytes.
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return int(most if sys.platform == "darwin" else 1024 * most)
     found = re.search(rf"^{key}:\s+(\d+) kB", status, re.MULTILINE)
@@ -183,8 +196,9 @@ def _resident(key: str) -> int:
 
 
 def in_new_process(function: Callable[[Argument], Result], argument: Argument) -> Result:
-    """What a module's function returns in a new process with as many threads; DataError says why it failed."""
-    package = str(Path(__file__).parents[1])  # the child imports this very package, wherever this one came from
+    """Call a module's function in a new process with as many threads; a DataError explains a failure."""
+    # The child must import this package, wherever it is installed.
+    package = str(Path(__file__).parents[1])
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     call = pickle.dumps((sys.path, torch.get_num_threads(), pickle.dumps((function, argument))))
     with (
@@ -199,8 +213,9 @@ def in_new_process(function: Callable[[Argument], Result], argument: Argument) -
     ):
         assert process.stdin is not None and process.stdout is not None
         try:
-            with suppress(BrokenPipeError):  # it died; its status says how
-                # It stays open: the child ends when it is closed, as it is when this process ends in whatever way.
+            # If the process died, its exit status explains why.
+            with suppress(BrokenPipeError):
+                # The pipe stays open. The child ends when it closes, which also happens if this process ends.
                 process.stdin.write(call)
                 process.stdin.flush()
             answer = process.stdout.read()
@@ -211,7 +226,7 @@ def in_new_process(function: Callable[[Argument], Result], argument: Argument) -
         errors.seek(0)
         lines = errors.read().decode(errors="replace").strip().splitlines()
     if status < 0:
-        raise DataError(f"the process was killed (signal {-status}), perhaps for memory; give smaller sizes.")
+        raise DataError(f"the process was killed (signal {-status}), probably for lack of memory; give smaller sizes.")
     if status:
         raise DataError(f"the process failed ({(lines or ['no reason given'])[-1]}).")
     result: Result = pickle.loads(answer)
@@ -219,14 +234,16 @@ def in_new_process(function: Callable[[Argument], Result], argument: Argument) -
 
 
 def _run_child() -> None:
-    """In the new process: call the function that standard input names, and write its result to standard output."""
+    """Call the function that standard input describes, and write its result to standard output; for the child."""
     result: Any
     with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # whatever the function prints is not its result
+        # Output of the function goes to standard error, not into its result.
+        os.dup2(2, 1)
         sys.path[:], threads, call = pickle.load(sys.stdin.buffer)
         threading.Thread(target=_end_with, args=(sys.stdin.fileno(),), daemon=True).start()
         torch.set_num_threads(threads)
-        function, argument = pickle.loads(call)  # only now, as the path says where it is found
+        # Unpickle after sys.path is set, because that is where the function is found.
+        function, argument = pickle.loads(call)
         try:
             result = function(argument)
         except DualRCError as error:
@@ -235,8 +252,8 @@ def _run_child() -> None:
 
 
 def _end_with(descriptor: int) -> None:
-    """End this process when the other end of a pipe is closed."""
-    # Not by way of a file object, whose lock a thread must not hold when Python ends.
+    """End this process when the other end of a pipe closes."""
+    # Read the descriptor directly, because a thread must not hold the lock of a file object when Python ends.
     while os.read(descriptor, 1):
         pass
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Accuracy and recall, areas under curves, and coverage: pure functions of errors and points."""
+"""Metrics: accuracy, recall, area under a curve, and coverage, as pure functions of errors and points."""
 
 from collections.abc import Sequence
 
@@ -10,23 +10,24 @@ from dualrc.matches import Matches
 from dualrc.pixels import on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, Size
 
-# Places per axis at which the overlap of two pictures is looked at: ten in every cell of the usual grid.
+# Samples per axis for the overlap of two images: ten in every cell of the usual grid.
 _OVERLAP_SAMPLES = 100
 
 
 def match_errors_px(matches: Matches, H: npt.ArrayLike) -> FloatArray:
-    """How far each point of picture 1 is from where the true homography sends its point of picture 0: (n,)."""
-    with np.errstate(invalid="ignore"):  # inf - inf
+    """Return the distance of each point of image 1 to its point of image 0 mapped by the true homography: (n,)."""
+    # inf - inf is NaN.
+    with np.errstate(invalid="ignore"):
         offsets = apply_homography(H, matches.points0) - matches.points1
     errors: FloatArray = np.linalg.norm(offsets, axis=1)
     return np.where(np.isnan(errors), np.inf, errors)
 
 
 def share_within(errors: npt.ArrayLike, thresholds: Sequence[float]) -> FloatArray:
-    """The share of errors within each threshold, 0 where there are none: (k,).
+    """Return the share of errors within each threshold, 0 if there are no errors: (k,).
 
-    Of a pair's matches it is the matching accuracy, whose mean over pairs is the MMA; of pairs it is the recall.
-    Failures are infinite or NaN errors.
+    For the matches of a pair this is the matching accuracy, whose mean over pairs is the MMA. For pairs it is the
+    recall. Failures have infinite or NaN errors.
     """
     values = np.asarray(errors, dtype=np.float64).ravel()
     if not len(values):
@@ -36,10 +37,10 @@ def share_within(errors: npt.ArrayLike, thresholds: Sequence[float]) -> FloatArr
 
 
 def area_under_curve(errors: npt.ArrayLike, thresholds: Sequence[float]) -> FloatArray:
-    """The area under the curve of recall over the error up to each threshold, as a share of the whole: (k,).
+    """Return the area under the curve of recall over error up to each threshold, normalized to 1: (k,).
 
-    The curve runs straight from (0, 0) through every sorted error, as published evaluations draw it, and stays level
-    from the last error below the threshold on. Failures are infinite or NaN errors.
+    The curve is linear from (0, 0) through every sorted error, as in published evaluations. It is constant after the
+    last error below the threshold. Failures have infinite or NaN errors.
     """
     values = np.asarray(errors, dtype=np.float64).ravel()
     values = np.sort(np.where(np.isnan(values), np.inf, values))
@@ -57,7 +58,7 @@ def area_under_curve(errors: npt.ArrayLike, thresholds: Sequence[float]) -> Floa
 
 
 def pose_error_deg(cam1_from_cam0: npt.ArrayLike, true_cam1_from_cam0: npt.ArrayLike) -> float:
-    """The larger of the errors of rotation and of translation direction, poses (3, 4); inf if undefined.
+    """Return the larger of the rotation error and the translation direction error, poses (3, 4); inf if undefined.
 
     t and -t count as the same direction, as in published evaluations.
     """
@@ -69,9 +70,9 @@ def pose_error_deg(cam1_from_cam0: npt.ArrayLike, true_cam1_from_cam0: npt.Array
 
 
 def coverage(points0: npt.ArrayLike, H: npt.ArrayLike, size0: Size, size1: Size, *, cells: int = 10) -> float:
-    """The share of the overlap's cells that hold a point of picture 0; 0 where the pictures don't overlap.
+    """Return the share of the overlap's cells that contain a point of image 0; 0 without overlap.
 
-    The grid of cells x cells lies over the part of picture 0 that picture 1 shows; cells outside of it don't count.
+    The grid of cells x cells covers the part of image 0 that is visible in image 1; cells outside it do not count.
     """
     inside = _overlap(H, size0, size1)
     if not inside.any():
@@ -92,9 +93,9 @@ def coverage(points0: npt.ArrayLike, H: npt.ArrayLike, size0: Size, size1: Size,
 
 
 def _overlap(H: npt.ArrayLike, size0: Size, size1: Size) -> BoolArray:
-    """Which places of a regular grid over picture 0 are shown by picture 1, (rows, columns)."""
+    """Return which samples of a regular grid over image 0 are visible in image 1, (rows, columns)."""
     if 0 in (*size0, *size1):
         return np.zeros((0, 0), dtype=bool)
-    # The inverse homography sends pixels of picture 0 to picture 1, and knows of the horizon.
+    # homography_grid with the inverse maps image 0 to image 1 and handles the horizon.
     grid = homography_grid(np.linalg.inv(np.asarray(H)), size1, size0, (_OVERLAP_SAMPLES, _OVERLAP_SAMPLES))
     return on_picture(grid, size1)

@@ -1,4 +1,4 @@
-"""What a result was made with, to be stored beside it."""
+"""Provenance of a result, stored with it: versions, device, weights and configs."""
 
 import platform
 from dataclasses import is_dataclass
@@ -13,23 +13,24 @@ _PACKAGES = ("dualrc", "torch", "numpy")
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions of Python, of dualrc with what it always needs, and of the named packages as far as installed."""
+    """Return the versions of Python, of dualrc and its core packages, and of the named packages if installed."""
     found = {"python": platform.python_version()}
     for package in (*_PACKAGES, *packages):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    # The package's own metadata may leave out the build, such as +cu130.
+    # Package metadata may omit the build, such as +cu130.
     return found | {"torch": str(torch.__version__)}
 
 
 def provenance(
     *packages: str, device: torch.device | str | None = None, weights: str | None = None, **configs: Any
 ) -> dict[str, Any]:
-    """Versions, platform, device, hash of the weights, and the configs in force: plain JSON values.
+    """Return versions, platform, device, hash of the weights, and configs as plain JSON values.
 
-    `packages` are further ones that took part; configs are dataclasses or JSON values, by their names in the result.
+    `packages` are further packages that contributed. Configs are dataclasses or JSON values, by their names in the
+    result.
     """
     made = {**versions(*packages), "platform": platform.platform()}
     if device is not None:

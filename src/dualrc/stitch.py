@@ -1,4 +1,4 @@
-"""Pictures warped into each other's frames, and several pictures as one panorama."""
+"""Warping of images into the frame of another image, and panoramas of several images."""
 
 import warnings
 from collections.abc import Sequence
@@ -20,15 +20,25 @@ from dualrc.matches import Estimate, Warp
 from dualrc.pixels import on_picture
 from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
-_TOP = 4000  # matches of a pair that a homography is fitted to
-_THRESHOLD = 0.004  # of the long side: hand-held cameras do not turn about their centre
-_FEWEST, _SHARE = 60, 0.2  # matches that must agree, and of all
-_ALL_PAIRS, _AHEAD = 8, 3  # more pictures are taken to be in order, and matched with the next three
-_WIDEST = 6.0  # times the area of all pictures: beyond that, a plane is no place for them
-_BAND = 32  # canvas pixels: what is finer is taken from few pictures, what is coarser is averaged
-_SHARP = 16  # power of the weights by which fine detail is mixed
-_ROWS = 256  # of a canvas that are sampled at a time
-_GAIN_SPREAD, _GAIN_NOISE = 0.1, 0.02  # of log brightness: how much exposures differ, and overlaps by chance
+# Number of matches of a pair to which a homography is fitted.
+_TOP = 4000
+# Inlier threshold as a share of the long side. It is wide, because hand-held cameras do not rotate about their center.
+_THRESHOLD = 0.004
+# Smallest number of inliers, and smallest inlier ratio.
+_FEWEST, _SHARE = 60, 0.2
+# Largest number of images of which all pairs are matched. More images are assumed to be in order.
+# Each of them is matched with the next three.
+_ALL_PAIRS, _AHEAD = 8, 3
+# Largest canvas, as a multiple of the total area of the images. Beyond it, a planar panorama is unsuitable.
+_WIDEST = 6.0
+# Band limit in canvas pixels: finer detail comes from few images, coarser content is averaged.
+_BAND = 32
+# Power of the weights that blend fine detail.
+_SHARP = 16
+# Number of canvas rows that are sampled per step.
+_ROWS = 256
+# Standard deviations of log brightness: of exposures, and of overlaps by chance.
+_GAIN_SPREAD, _GAIN_NOISE = 0.1, 0.02
 
 
 def warp_image(
@@ -38,10 +48,10 @@ def warp_image(
     *,
     min_certainty: float = 0.1,
 ) -> Drawing:
-    """A picture in the frame of another one, RGBA (height, width, 4); alpha is 0 where it shows nothing.
+    """Warp an image into the frame of another one, RGBA (height, width, 4); alpha is 0 where it is not visible.
 
-    By a homography (3, 3), or an Estimate of one, picture 0 is drawn in the frame of picture 1, whose `size` (width,
-    height) has to be given. By a Warp, picture 1 is drawn in the frame of picture 0, where that is certain enough.
+    A homography (3, 3), or an Estimate of one, warps image 0 into the frame of image 1, whose `size` (width, height) is
+    required. A Warp warps image 1 into the frame of image 0, where its certainty is above `min_certainty`.
     """
     picture = read(image)
     own = (picture.shape[1], picture.shape[0])
@@ -49,13 +59,13 @@ def warp_image(
     if isinstance(transform, Warp):
         if own != transform.size1:
             raise DataError(
-                f"The picture has {own[0]}x{own[1]} pixels and the warp leads to one of "
-                f"{transform.size1[0]}x{transform.size1[1]}; give picture 1 of the warp."
+                f"The image has {own[0]}x{own[1]} pixels, but the warp is for an image of "
+                f"{transform.size1[0]}x{transform.size1[1]}; give image 1 of the warp."
             )
         places, known = np.asarray(transform.points1, dtype=np.float64), transform.certainty > min_certainty
     else:
         if size is None:
-            raise ConfigError("A homography leads into another picture; give its size=(width, height).")
+            raise ConfigError("A homography maps to another image of unknown size; give its size=(width, height).")
         places = geometry.homography_grid(_homography(transform), own, size)
         known = np.ones(places.shape[:2], dtype=bool)
     known = known & on_picture(places, own)
@@ -69,27 +79,28 @@ def panorama(
     reference: int | None = None,
     max_pixels: int = 12_000_000,
 ) -> Drawing:
-    """Several pictures, taken from one place or of one plane, as one: RGBA (height, width, 4).
+    """Combine images taken from one position, or of one plane, into a panorama: RGBA (height, width, 4).
 
-    All pairs of up to eight pictures are matched; more are taken to be in order. Pictures that join no other are left
-    out, with a warning. `reference` is the number of the picture whose frame is kept; None: the one in the middle.
-    Exposures are balanced, coarse brightness is averaged over overlaps, and fine detail comes from one picture.
+    All pairs of up to eight images are matched; more images are assumed to be in order. Images that overlap with no
+    other are left out, with a warning. `reference` is the index of the image whose frame is kept; None selects the
+    central one. Exposures are balanced, coarse brightness is averaged over overlaps, and fine detail comes from one
+    image.
     """
     if len(images) < 2:
-        raise DataError("A panorama takes at least two pictures.")
+        raise DataError("A panorama needs at least two images; give more.")
     if reference is not None and not 0 <= reference < len(images):
-        raise ConfigError(f"reference = {reference} is none of the pictures 0 to {len(images) - 1}.")
+        raise ConfigError(f"reference = {reference} is not an image index; choose one from 0 to {len(images) - 1}.")
     pictures = [read(image) for image in images]
     links = _links(pictures, matcher or load())
     frames = _frames(links, len(pictures), reference)
     if len(frames) < 2:
         raise DataError(
-            "No two of these pictures could be joined: they must overlap, and be taken from one place or show a plane."
+            "No two of these images could be joined; give images that overlap, taken from one position or of one plane."
         )
     left_out = [number for number in range(len(pictures)) if number not in frames]
     if left_out:
         names = ", ".join(str(number) for number in left_out)
-        warnings.warn(f"Left out of the panorama, as they join no other picture: number {names}.", stacklevel=2)
+        warnings.warn(f"Images left out of the panorama, because they overlap with no other: {names}.", stacklevel=2)
     sizes = {number: (pictures[number].shape[1], pictures[number].shape[0]) for number in frames}
     frames, size = _canvas(frames, sizes, max_pixels)
     return _blended({number: pictures[number] for number in frames}, frames, size)
@@ -99,16 +110,16 @@ def _homography(transform: npt.ArrayLike | Estimate) -> FloatArray:
     if isinstance(transform, Estimate):
         if transform.matrix is None or transform.kind != "homography":
             reason = transform.info.get("reason", f"it is a {transform.kind} matrix")
-            raise DataError(f"This estimate holds no homography ({reason}); estimate one, or give a Warp.")
+            raise DataError(f"This estimate has no homography ({reason}); estimate one, or give a Warp.")
         transform = transform.matrix
     matrix = np.asarray(transform, dtype=np.float64)
     if matrix.shape != (3, 3):
-        raise DataError(f"A homography has shape (3, 3), not {matrix.shape}.")
+        raise DataError(f"A homography must have shape (3, 3), not {matrix.shape}.")
     return matrix
 
 
 def _links(pictures: list[ImageArray], matcher: Matcher) -> dict[tuple[int, int], tuple[FloatArray, int]]:
-    """The homographies between pictures that overlap, from the first to the second, and how many matches agree."""
+    """Return the homographies between overlapping images, from the first to the second, and their inlier counts."""
     count = len(pictures)
     pairs = [(i, j) for i, j in combinations(range(count), 2) if count <= _ALL_PAIRS or j - i <= _AHEAD]
     features = [matcher.features(picture) for picture in pictures]
@@ -126,9 +137,10 @@ def _links(pictures: list[ImageArray], matcher: Matcher) -> dict[tuple[int, int]
 def _frames(
     links: dict[tuple[int, int], tuple[FloatArray, int]], count: int, reference: int | None
 ) -> dict[int, FloatArray]:
-    """Homographies from the pictures that join into the reference's frame, along the links that most matches hold."""
+    """Return homographies into the frame of the reference, along the links with the most inliers."""
     tree: dict[int, list[int]] = {number: [] for number in range(count)}
-    part = list(range(count))  # of the forest so far
+    # Connected component of each image in the forest so far.
+    part = list(range(count))
     for (i, j), _ in sorted(links.items(), key=lambda item: -item[1][1]):
         if part[i] != part[j]:
             tree[i].append(j)
@@ -138,10 +150,11 @@ def _frames(
     if reference is None:
         largest = max(part, key=part.count)
         members = [number for number in range(count) if part[number] == largest]
-        # The middle of the tree: the picture from which the longest chain is shortest.
+        # The center of the tree: the image whose longest path is shortest.
         reference = min(members, key=lambda number: max(_steps(tree, number).values()))
     frames: dict[int, FloatArray] = {reference: np.eye(3)}
-    for number in _steps(tree, reference):  # nearest first
+    # Breadth first.
+    for number in _steps(tree, reference):
         for other in tree[number]:
             if other not in frames:
                 pair = links.get((other, number))
@@ -151,7 +164,7 @@ def _frames(
 
 
 def _steps(tree: dict[int, list[int]], start: int) -> dict[int, int]:
-    """How many links away each picture is, nearest first."""
+    """Return the number of links to each image, nearest first."""
     steps, queue = {start: 0}, [start]
     for number in queue:
         for other in tree[number]:
@@ -164,7 +177,7 @@ def _steps(tree: dict[int, list[int]], start: int) -> dict[int, int]:
 def _canvas(
     frames: dict[int, FloatArray], sizes: dict[int, Size], max_pixels: int
 ) -> tuple[dict[int, FloatArray], Size]:
-    """Homographies from the pictures to a canvas that holds them all, and its size."""
+    """Return homographies from the images to a canvas that contains all of them, and its size."""
     corners = []
     for number, H in frames.items():
         width, height = sizes[number]
@@ -191,13 +204,11 @@ def _canvas(
     return {number: placed @ H for number, H in frames.items()}, size
 
 
-_TOO_WIDE = (
-    "These pictures together span too wide an angle for a flat panorama; give fewer, or another reference picture."
-)
+_TOO_WIDE = "These images span too wide an angle for a planar panorama; give fewer images, or another reference."
 
 
 def _blended(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], size: Size) -> Drawing:
-    """The pictures on one canvas."""
+    """Blend the images on one canvas."""
     gains = _gains(pictures, frames, size)
     width, height = size
     coarse, fine = torch.zeros(3, height, width), torch.zeros(3, height, width)
@@ -220,7 +231,7 @@ def _blended(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], siz
 
 
 def _box(H: FloatArray, picture: ImageArray, size: Size) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of the part of the canvas that a picture covers."""
+    """Return left, top, right and bottom of the part of the canvas that an image covers."""
     height, width = picture.shape[:2]
     corners = geometry.apply_homography(H, [(0, 0), (width - 1, 0), (0, height - 1), (width - 1, height - 1)])
     left, top = np.clip(np.floor(corners.min(axis=0)).astype(int), 0, np.array(size) - 1)
@@ -229,19 +240,20 @@ def _box(H: FloatArray, picture: ImageArray, size: Size) -> tuple[int, int, int,
 
 
 def _placed(picture: ImageArray, H: FloatArray, box: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
-    """A picture on a part of the canvas: colors (3 h w), and a weight (h w) that falls to 0 at the picture's border."""
+    """Warp an image to a part of the canvas: colors (3 h w), and a weight (h w) that falls to 0 at the border."""
     left, top, right, bottom = box
     own = (picture.shape[1], picture.shape[0])
     places = geometry.homography_grid(geometry.crop_homography(left, top) @ H, own, (right - left, bottom - top))
     known = on_picture(places, own)
     values = _sampled(picture, places, known)
-    inward = 1 - np.abs((places + 0.5) / own * 2 - 1)  # 0 at the borders, 1 in the middle
+    # 0 at the borders, 1 in the center.
+    inward = 1 - np.abs((places + 0.5) / own * 2 - 1)
     weight = np.where(known, np.clip(inward, 0.02, 1).min(axis=2), 0.0)
     return torch.from_numpy(values.astype(np.float32)).permute(2, 0, 1), torch.from_numpy(weight.astype(np.float32))
 
 
 def _smooth(values: Tensor) -> Tensor:
-    """Without detail finer than a band: (c h w) -> (c h w)."""
+    """Remove detail finer than the band limit: (c h w) -> (c h w)."""
     height, width = values.shape[1:]
     cells = (max(1, height // _BAND), max(1, width // _BAND))
     coarse = F.interpolate(values[None], size=cells, mode="area")
@@ -249,7 +261,7 @@ def _smooth(values: Tensor) -> Tensor:
 
 
 def _gains(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], size: Size) -> dict[int, Tensor]:
-    """Factors (3,) by which the exposures of overlapping pictures agree best, from a small canvas."""
+    """Return the gains (3,) that make the exposures of overlapping images agree, from a small canvas."""
     small = (max(1, size[0] // 8), max(1, size[1] // 8))
     shrink = geometry.resize_homography(size, small)
     logs, knowns = [], []
@@ -258,7 +270,7 @@ def _gains(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], size:
         logs.append(torch.log(values.clamp(min=1) + 4).double().numpy())
         knowns.append((weight > 0).numpy())
     count = len(logs)
-    # Least squares: overlaps agree, and gains stay near 1.
+    # Least squares: overlaps should agree, and gains should be close to 1.
     normal, target = np.eye(count) / _GAIN_SPREAD**2, np.zeros((count, 3))
     for i, j in combinations(range(count), 2):
         shared = knowns[i] & knowns[j]
@@ -275,7 +287,7 @@ def _gains(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], size:
 
 
 def _sampled(picture: ImageArray, places: FloatArray, known: BoolArray) -> FloatArray:
-    """Values of a picture at places (h, w, 2), 0 where they are not known: (h, w, 3); shrunk without aliasing."""
+    """Sample an image at positions (h, w, 2), 0 where unknown: (h, w, 3); downscaled first to avoid aliasing."""
     shrinks = _shrinks(places, known)
     own = (picture.shape[1], picture.shape[0])
     if shrinks > 1:
@@ -283,7 +295,8 @@ def _sampled(picture: ImageArray, places: FloatArray, known: BoolArray) -> Float
         picture = np.asarray(Image.fromarray(picture).resize(smaller, Image.Resampling.LANCZOS))
     ratio = np.array([picture.shape[1] / own[0], picture.shape[0] / own[1]])
     values = np.zeros((*places.shape[:2], 3), dtype=np.float32)
-    for start in range(0, len(places), _ROWS):  # a few at a time: each takes some hundred bytes a pixel meanwhile
+    # A few rows at a time, because sampling needs some hundred bytes per pixel.
+    for start in range(0, len(places), _ROWS):
         rows = slice(start, start + _ROWS)
         at = np.where(known[rows][..., None], (places[rows] + 0.5) * ratio - 0.5, np.nan)
         values[rows] = geometry.sample_bilinear(picture, at)
@@ -291,7 +304,7 @@ def _sampled(picture: ImageArray, places: FloatArray, known: BoolArray) -> Float
 
 
 def _shrinks(places: FloatArray, known: BoolArray) -> float:
-    """How many pixels of the picture a pixel of the frame spans, in the middle of all."""
+    """Return the median size of a pixel of the frame, in pixels of the image."""
     right, below = places[:-1, 1:] - places[:-1, :-1], places[1:, :-1] - places[:-1, :-1]
     area = np.abs(right[..., 0] * below[..., 1] - right[..., 1] * below[..., 0])
     inner = known[:-1, :-1] & known[:-1, 1:] & known[1:, :-1] & np.isfinite(area)

@@ -1,4 +1,4 @@
-"""The arrays and sizes that the whole package speaks of."""
+"""Array and size types used throughout the package."""
 
 from enum import Enum
 
@@ -7,12 +7,14 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.floating]
 BoolArray = npt.NDArray[np.bool_]
-ImageArray = npt.NDArray[np.uint8]  # (height, width, 3), RGB, upright
-Size = tuple[int, int]  # (width, height)
+# (height, width, 3), RGB, upright
+ImageArray = npt.NDArray[np.uint8]
+# (width, height)
+Size = tuple[int, int]
 
 
 class Unset(Enum):
-    """The type of UNSET: a setting that a call leaves as it was loaded, where None has a meaning of its own."""
+    """Type of UNSET, a setting that a call leaves unchanged; None has a meaning of its own."""
 
     UNSET = "UNSET"
 

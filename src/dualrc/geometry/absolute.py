@@ -1,4 +1,4 @@
-"""The pose of a camera from places in its picture and the 3D points that they show."""
+"""Absolute pose of a camera from 2D-3D correspondences."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,47 +14,53 @@ from dualrc.geometry.lens import PINHOLE, Lens
 from dualrc.geometry.ransac import best_first, ransac_options, scattered
 from dualrc.types import BoolArray, FloatArray, Size
 
-# A focal length outside of this range, in long sides of the picture, is an artefact of points in a plane.
+# A focal length outside this range, in units of the long side, is an artifact of coplanar points.
 _PLAUSIBLE_FOCAL = (0.2, 10.0)
 _REFINEMENTS = 50
-_BEST_FIRST = 500  # iterations until all correspondences are drawn alike
-_NEVER_MISS = 0.9999  # how sure to be that a sample without a wrong match was drawn
-# A standard deviation of the centre above this share of the distance to the points leaves the pose open.
+# Iterations until samples are drawn uniformly from all correspondences.
+_BEST_FIRST = 500
+# Probability of drawing at least one sample without an outlier.
+_NEVER_MISS = 0.9999
+# Largest standard deviation of the center, relative to the distance to the points, for a determined pose.
 _LARGEST_DEVIATION = 0.5
-# Correspondences whose pixels lie in one patch, of this share of what they all span, err together.
+# Errors of correspondences in one patch, of this share of their total extent, are correlated.
 _PATCH_SHARE = 1 / 16
 _ESTIMATED = "focal length estimated with the pose"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AbsolutePose:
-    """Where a camera stands, and which correspondences say so."""
+    """Pose of a camera, and the correspondences that support it."""
 
-    inliers: BoolArray  # (n,)
-    cam_from_world: FloatArray | None = None  # (3, 4); None where there is no pose, and then `reason` says why
+    # (n,)
+    inliers: BoolArray
+    # (3, 4) None if there is no pose; then `reason` explains why.
+    cam_from_world: FloatArray | None = None
     reason: str | None = None
-    camera: Camera | None = None  # the one used, with its estimated focal length where that was not known
-    # (6, 6) of a small rotation in radians about the camera's axes and of its centre in the world. It knows nothing of
-    # errors that all correspondences share, as those of the map's poses.
+    # The camera that was used, with the estimated focal length if it was unknown.
+    camera: Camera | None = None
+    # (6, 6) Covariance of a small rotation in radians about the camera axes and of the center in the world.
+    # It excludes errors that all correspondences share, such as errors of the poses in the map.
     covariance: FloatArray | None = None
 
     @property
     def center(self) -> FloatArray | None:
-        """The camera's place in the world (3,)."""
+        """Position of the camera in the world (3,)."""
         pose = self.cam_from_world
         return None if pose is None else -pose[:, :3].T @ pose[:, 3]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _State:
-    """A pose and a camera on the way to the best."""
+    """A pose and a camera during the optimization."""
 
-    pose: FloatArray  # (3, 4)
+    # (3, 4)
+    pose: FloatArray
     K: FloatArray
     lens: Lens = PINHOLE
 
     def project(self, xyz: FloatArray) -> FloatArray:
-        """Pixels (n, 2); far away where a point is behind the camera or out of its view."""
+        """Project points to pixels (n, 2); points behind the camera or outside its view get far-away pixels."""
         places = transform_points(self.pose, xyz)
         in_front = places[:, 2:] > 1e-9
         places = places / np.where(in_front, places[:, 2:], 1.0)
@@ -64,7 +70,7 @@ class _State:
         return np.where(in_front & np.isfinite(pixels), pixels, 1e12)
 
     def residuals(self, points: FloatArray, xyz: FloatArray) -> FloatArray:
-        """How far points (n, 2) are from where they should be, in pixels: (n,)."""
+        """Return the reprojection errors of points (n, 2) in pixels: (n,)."""
         return np.linalg.norm(self.project(xyz) - points, axis=1)
 
 
@@ -80,17 +86,18 @@ def absolute_pose(
     max_iterations: int = 20_000,
     seed: int = 0,
 ) -> AbsolutePose:
-    """The pose of a camera that sees 3D points (n, 3) at pixels (n, 2), by LO-RANSAC and refinement.
+    """Estimate the pose of a camera that sees 3D points (n, 3) at pixels (n, 2), by LO-RANSAC and refinement.
 
-    Without a camera, the focal length of a picture of `size` is estimated with the pose. Better scores are tried first.
+    Without a camera, the focal length of an image of `size` is estimated together with the pose. Higher scores are
+    sampled first.
     """
     points, xyz = np.asarray(points, np.float64).reshape(-1, 2), np.asarray(xyz, np.float64).reshape(-1, 3)
     if len(points) != len(xyz):
-        raise DataError(f"There are {len(points)} pixels for {len(xyz)} points; give one each.")
+        raise DataError(f"There are {len(points)} pixels but {len(xyz)} points; give one pixel per point.")
     if camera is None and size is None:
-        raise DataError("Neither the camera nor the size of its picture is known; give one of them.")
+        raise DataError("The camera and the size of its image are both unknown; give one of them.")
     count = len(points)
-    # A pixel that the lens puts nothing at has no ray.
+    # Pixels outside the range of the lens have no ray.
     seen = points if camera is None else camera.rays(points)
     used = best_first(np.zeros(count) if scores is None else np.asarray(scores), points, xyz, seen)
 
@@ -100,7 +107,7 @@ def absolute_pose(
     fewest = max(min_inliers, 4 if camera is not None else 5)
     if len(used) < fewest:
         return failed(f"{len(used)} correspondences are too few: a pose needs {fewest}")
-    # The world may be far from its origin, where double precision gets thin.
+    # Center the world, because double precision is limited far from the origin.
     middle = np.median(xyz[used], axis=0)
     ours, theirs = points[used], xyz[used] - middle
     if camera is not None:
@@ -116,7 +123,7 @@ def absolute_pose(
     distance = float(np.median(np.linalg.norm(transform_points(state.pose, theirs[near]), axis=1)))
     deviation = np.sqrt(np.trace(covariance[3:6, 3:6])) if np.isfinite(covariance).all() else np.inf
     if not deviation <= _LARGEST_DEVIATION * distance:
-        return failed("the correspondences leave the pose open: they lie on a line or in a point")
+        return failed("the correspondences do not determine the pose: they lie on a line or in a point")
     pose = np.column_stack([state.pose[:, :3], state.pose[:, 3] - state.pose[:, :3] @ middle])
     if camera is None:
         camera = Camera.from_focal(size or (0, 0), float(state.K[0, 0]), source=_ESTIMATED)
@@ -133,7 +140,7 @@ def _with_camera(points: FloatArray, xyz: FloatArray, camera: Camera, options: d
         camera.rays(points)[:, :2] * camera.focal_px,
         xyz,
         camera.centered_pinhole(),
-        # From the best scores, but not for long: they may mislead, and then no sample would be good.
+        # Best scores first, but only briefly: misleading scores would give no good sample.
         {**options, "max_prosac_iterations": _BEST_FIRST},
         {},
     )
@@ -144,7 +151,7 @@ def _with_camera(points: FloatArray, xyz: FloatArray, camera: Camera, options: d
 def _with_focal(
     points: FloatArray, xyz: FloatArray, size: Size, threshold_px: float, max_iterations: int, seed: int
 ) -> _State | None:
-    """RANSAC for pose and focal length, with local optimization of every new best; PoseLib has only the solver."""
+    """Estimate pose and focal length by LO-RANSAC; PoseLib has only the minimal solver."""
     center = Camera.from_focal(size, 1.0).K[:2, 2]
     random = np.random.default_rng(seed)
     best, best_cost, needed, tried = None, np.inf, float(max_iterations), 0
@@ -174,16 +181,16 @@ def _solutions(points: FloatArray, xyz: FloatArray, size: Size, center: FloatArr
 
 
 def _cost(state: _State, points: FloatArray, xyz: FloatArray, threshold_px: float) -> float:
-    """Squared residuals, each at most that of the threshold."""
+    """Return the sum of squared residuals, each truncated at the threshold."""
     return float(np.minimum(state.residuals(points, xyz) ** 2, threshold_px**2).sum())
 
 
 def _refine(
     state: _State, points: FloatArray, xyz: FloatArray, threshold_px: float, *, focal: bool, steps: int = _REFINEMENTS
 ) -> tuple[_State, FloatArray]:
-    """Levenberg and Marquardt's descent on Cauchy's loss of the inliers, and the covariance of what it ends with.
+    """Minimize the Cauchy loss of the inliers by Levenberg-Marquardt; return the state and its covariance.
 
-    The loss turns at the inliers' own spread, so that exact ones count more than those just below the threshold.
+    The scale of the loss is the spread of the inliers, so precise inliers count more than those near the threshold.
     """
     near = state.residuals(points, xyz) <= threshold_px
     points, xyz = points[near], xyz[near]
@@ -214,10 +221,10 @@ def _refine(
 
 
 def _covariance(J: FloatArray, residuals: FloatArray, weights: FloatArray, points: FloatArray) -> FloatArray:
-    """(unknown, unknown); NaN where the pose is open.
+    """Return the covariance (unknown, unknown); NaN if the pose is not determined.
 
-    Neighbouring correspondences err together: all of a patch of the picture count as one observation, as far as their
-    errors have one direction (the sandwich estimator with clusters).
+    Errors of neighboring correspondences are correlated. All of a patch count as one observation, as far as their
+    errors have the same direction (the sandwich estimator with clusters).
     """
     unknown = J.shape[2]
     cell = _PATCH_SHARE * max(float(np.ptp(points, axis=0).max()), 1e-9)
@@ -225,9 +232,9 @@ def _covariance(J: FloatArray, residuals: FloatArray, weights: FloatArray, point
     count = int(patch.max()) + 1
     gradients = (J * (weights[:, None] * residuals)[:, :, None]).sum(axis=1)
     sums = np.stack([np.bincount(patch.ravel(), column, minlength=count) for column in gradients.T], axis=1)
-    # The mean slope of Cauchy's loss over the directions of a residual is its weight, squared.
+    # The mean curvature of the Cauchy loss over the directions of a residual is the square of its weight.
     normal = _normal(J, weights**2)
-    # Scaled to ones on the diagonal, because radians and metres don't compare.
+    # Scale the diagonal to one, because radians and meters are not comparable.
     scale = np.sqrt(np.diag(normal))
     if count <= unknown or not np.all(scale > 0) or np.linalg.cond(normal / np.outer(scale, scale)) > 1e12:
         return np.full((unknown, unknown), np.nan)
@@ -249,9 +256,9 @@ def _loss(state: _State, points: FloatArray, xyz: FloatArray, spread: float) -> 
 def _linearize(
     state: _State, points: FloatArray, xyz: FloatArray, spread: float, unknown: int
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Derivatives of the pixels (n, 2, unknown), residuals (n, 2), and weights (n,) of Cauchy's loss.
+    """Return derivatives of the pixels (n, 2, unknown), residuals (n, 2), and weights (n,) of the Cauchy loss.
 
-    Unknown are a rotation about the camera's axes, its centre, and perhaps the logarithm of its focal length.
+    The unknowns are a rotation about the camera axes, the center, and optionally the logarithm of the focal length.
     """
     R, K = state.pose[:, :3], state.K
     places = transform_points(state.pose, xyz)
@@ -259,12 +266,13 @@ def _linearize(
     z = np.maximum(z, 1e-9)
     pixels = state.project(xyz)
     rays = places[:, :2] / z[:, None]
-    # Pixels by places in the camera's frame, (n, 2, 3): through the rays of depth 1, the lens, and K.
+    # Derivatives of pixels by camera coordinates, (n, 2, 3): through rays of depth 1, the lens, and K.
     by_place = np.zeros((len(xyz), 2, 3))
     by_place[:, :, :2] = K[:2, :2] @ state.lens.jacobian(rays) / z[:, None, None]
     by_place[:, :, 2] = -(by_place[:, :, :2] @ rays[:, :, None])[:, :, 0]
     zero = np.zeros_like(x)
-    by_rotation = np.stack([[zero, z, -y], [-z, zero, x], [y, -x, zero]]).transpose(2, 0, 1)  # -[place]x
+    # -[X]x for each point X in camera coordinates.
+    by_rotation = np.stack([[zero, z, -y], [-z, zero, x], [y, -x, zero]]).transpose(2, 0, 1)
     J = np.zeros((len(xyz), 2, unknown))
     J[:, :, :3] = by_place @ by_rotation
     J[:, :, 3:6] = -by_place @ R
@@ -286,7 +294,7 @@ def _moved(state: _State, step: FloatArray) -> _State:
 
 
 def _rotation(vector: FloatArray) -> FloatArray:
-    """The rotation (3, 3) by |vector| radians about it."""
+    """Return the rotation (3, 3) by |vector| radians about the vector."""
     angle = float(np.linalg.norm(vector))
     if angle < 1e-12:
         return np.eye(3)

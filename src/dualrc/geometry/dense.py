@@ -1,4 +1,4 @@
-"""Dense warps: for every pixel of one picture its place in another one."""
+"""Dense warps: the position in another image for every pixel of an image."""
 
 from typing import Any
 
@@ -12,25 +12,25 @@ from dualrc.types import FloatArray, ImageArray, Size
 
 
 def homography_grid(H: npt.ArrayLike, size0: Size, size1: Size, shown: Size | None = None) -> FloatArray:
-    """For the pixels of picture 1, at `shown` size, their places in picture 0: (h, w, 2); NaN beyond the horizon."""
+    """Return positions in image 0 of the pixels of image 1 at size `shown`: (h, w, 2); NaN beyond the horizon."""
     H = np.asarray(H, dtype=np.float64)
     try:
         inverse = np.linalg.inv(H)
     except np.linalg.LinAlgError as error:
-        raise DataError("The homography is singular, so nothing can be warped by it; estimate another one.") from error
+        raise DataError("The homography is singular and cannot warp an image; estimate another one.") from error
     shown = shown or size1
     grid = resize_points(pixel_grid(shown).astype(np.float64), shown, size1)
     pixels = grid.reshape(-1, 2)
-    # What is seen lies on the same side of the horizon as the centre of picture 0 does.
+    # Visible points lie on the same side of the horizon as the center of image 0.
     center = np.array([(size0[0] - 1) / 2, (size0[1] - 1) / 2, 1.0])
     depth = (pixels @ inverse[2, :2] + inverse[2, 2]) * (H[2] @ center)
     return np.where(depth[:, None] > 0, apply_homography(inverse, pixels), np.nan).reshape(grid.shape)
 
 
 def bilinear_corners(points: FloatArray, size: Size) -> tuple[Any, Any, FloatArray]:
-    """Rows, columns and weights, (4, ...) each, of the pixels around points (..., 2) inside an image of `size`.
+    """Return rows, columns and weights, (4, ...) each, of the pixels around points (..., 2) in an image of `size`.
 
-    A pixel without weight is that of the point once more: the value at a pixel's center is its own.
+    A pixel with weight 0 repeats the pixel of the point, so that the value at a pixel center is exact.
     """
     clipped = np.clip(points, 0, (size[0] - 1, size[1] - 1))
     left, top = np.moveaxis(clipped.astype(np.int64), -1, 0)
@@ -41,9 +41,10 @@ def bilinear_corners(points: FloatArray, size: Size) -> tuple[Any, Any, FloatArr
 
 
 def sample_bilinear(picture: ImageArray, points: FloatArray) -> FloatArray:
-    """Values of a picture (h, w, c) at points (..., 2), those of its border beyond it, and zero for NaN: (..., c)."""
+    """Sample an image (h, w, c) at points (..., 2), clamped at the border; NaN gives zero: (..., c)."""
     finite = np.all(np.isfinite(points), axis=-1, keepdims=True)
     rows, columns, weights = bilinear_corners(np.where(finite, points, 0), (picture.shape[1], picture.shape[0]))
-    corners = zip(rows, columns, weights, strict=True)  # one after the other: all together would take much memory
+    # One corner at a time, to save memory.
+    corners = zip(rows, columns, weights, strict=True)
     values: FloatArray = sum(picture[row, column] * weight[..., None] for row, column, weight in corners)
     return np.where(finite, values, 0.0)

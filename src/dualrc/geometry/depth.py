@@ -1,4 +1,4 @@
-"""Depth maps: RGB-D folders, and where points with known depth lie in another picture."""
+"""Depth maps: RGB-D folders, and reprojection of points with known depth."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from dualrc.image import read_header
 from dualrc.pixels import on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, Size
 
-# Neighbouring depths that differ by a larger share lie on two surfaces, and between them is nothing.
+# Largest relative difference of neighboring depths on one surface. Beyond it, interpolation is undefined.
 _EDGE = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RgbdFrame:
-    """A picture with a depth map of the same view, and its camera with its pose."""
+    """An image with an aligned depth map, a camera and a pose."""
 
     name: str
     image: Path
@@ -33,18 +33,21 @@ class RgbdFrame:
 
 
 class Reprojection(NamedTuple):
-    """Where points of picture 0 lie in picture 1; a point that is neither seen nor hidden is not known."""
+    """Reprojection of points from image 0 to image 1; a point that is neither seen nor hidden is unknown."""
 
-    points1: FloatArray  # (n, 2); NaN without depth, or behind camera 1
-    seen: BoolArray  # (n,) both depth maps agree on it
-    hidden: BoolArray  # (n,) outside picture 1, or something stands before it there
+    # (n, 2) NaN without depth, or behind camera 1.
+    points1: FloatArray
+    # (n,) Both depth maps agree.
+    seen: BoolArray
+    # (n,) Outside image 1, or occluded there.
+    hidden: BoolArray
 
 
 def read_rgbd(root: str | Path) -> list[RgbdFrame]:
-    """The frames of a folder with images/NAME, depth/NAME.png, K.txt and world_from_cam.txt (name, 16 values).
+    """Read the frames of a folder with images/NAME, depth/NAME.png, K.txt and world_from_cam.txt (name, 16 values).
 
-    In place of K.txt there may be COLMAP's cameras.txt with one camera; its lens distorts the depth maps too.
-    Whether a frame's files are whole shows when they are read: a folder may be half copied.
+    COLMAP's cameras.txt with one camera can replace K.txt; its lens then distorts the depth maps too. Images and depth
+    maps are opened later, because a folder may be copied incompletely.
     """
     root = Path(root)
     if not root.is_dir():
@@ -53,17 +56,17 @@ def read_rgbd(root: str | Path) -> list[RgbdFrame]:
     K = _numbers(root / "K.txt", 9).reshape(3, 3) if colmap is None else colmap.K
     poses = dict(_read_poses(root / "world_from_cam.txt"))
     if not poses:
-        raise DataError(f"{root / 'world_from_cam.txt'} is empty; write a name and 16 numbers a line.")
-    # One K serves all pictures, so they have one size, which any of them tells.
+        raise DataError(f"{root / 'world_from_cam.txt'} is empty; write a name and 16 numbers per line.")
+    # All images share one K, so they have one size, and any readable image gives it.
     images = {name: inside(root / "images", name) for name in poses}
     headers = (header for path in images.values() if (header := read_header(path)) is not None)
     header = next(headers, None)
     if header is None:
-        raise DataError(f"None of the pictures in {root / 'images'} can be read; copy the folder again.")
+        raise DataError(f"Cannot read any of the images in {root / 'images'}; copy the folder again.")
     width, height = header.stored_size
     if colmap is not None and colmap.size != (width, height):
         there, here = f"{colmap.width}x{colmap.height}", f"{width}x{height}"
-        raise DataError(f"{root / 'cameras.txt'} is for {there} pixels, and the pictures have {here}; mend it.")
+        raise DataError(f"{root / 'cameras.txt'} is for {there} pixels, but the images have {here}; correct it.")
     lens = PINHOLE if colmap is None else colmap.lens
     return [
         RgbdFrame(
@@ -77,36 +80,38 @@ def read_rgbd(root: str | Path) -> list[RgbdFrame]:
 
 
 def read_depth_m(path: str | Path, *, unit_m: float = 0.001) -> npt.NDArray[np.float32]:
-    """A depth map (h, w) in metres from a 16-bit PNG, 0 where there is none; `unit_m` is what 1 stands for."""
+    """Read a depth map (h, w) in meters from a 16-bit PNG, 0 where unknown; `unit_m` is the unit in meters."""
     if not is_file(path):
         raise DataError(f"The depth map {path} does not exist; check the path.")
     try:
         with open_picture(path, str(path), only=("PNG", "TIFF")) as image:
             values = np.asarray(image)
-    except Exception as error:  # a damaged file can fail in any way
-        raise DataError(f"The depth map {path} can't be read ({error}); copy it again.") from error
+    except Exception as error:
+        # Reading a damaged file can raise any exception.
+        raise DataError(f"Cannot read the depth map {path} ({error}); copy it again.") from error
     if values.ndim != 2 or values.dtype == np.uint8:
-        raise DataError(f"{path} is not a depth map; give a PNG of one channel of 16 bits.")
+        raise DataError(f"{path} is not a depth map; give a PNG with one 16-bit channel.")
     return (values * unit_m).astype(np.float32)
 
 
 def sample_depth(depth: npt.ArrayLike, points: npt.ArrayLike, size: Size) -> FloatArray:
-    """Depths (n,) at points (n, 2) of a picture of `size`; NaN where there is none and between two surfaces."""
+    """Interpolate depths (n,) at points (n, 2) of an image of `size`; NaN where unknown and between two surfaces."""
     values = np.asarray(depth)
     height, width = values.shape
     places = resize_points(np.asarray(points, dtype=np.float64).reshape(-1, 2), size, (width, height))
     inside = on_picture(places, (width, height))
     rows, columns, weights = bilinear_corners(np.where(inside[:, None], places, 0), (width, height))
-    near = values[rows, columns].astype(np.float64)  # (4, n); here rather than before, because maps are large
+    # (4, n) Converted after indexing, because maps are large.
+    near = values[rows, columns].astype(np.float64)
     known = inside & np.all(np.isfinite(near) & (near > 0), axis=0)
     near = np.where(known, near, 1.0)
     known &= near.max(axis=0) <= (1 + _EDGE) * near.min(axis=0)
-    # The inverse depth of a plane is linear in the picture; depth itself is not.
+    # Inverse depth of a plane is linear in the image; depth is not.
     return np.where(known, 1 / (weights / near).sum(axis=0), np.nan)
 
 
 def unproject(camera: Camera, points: npt.ArrayLike, depths: npt.ArrayLike) -> FloatArray:
-    """Points (n, 2) with depths (n,) along the optical axis, to places in the world (n, 3)."""
+    """Map points (n, 2) with depths (n,) along the optical axis to world coordinates (n, 3)."""
     pose = _pose(camera)
     places = camera.rays(points) * np.asarray(depths, dtype=np.float64)[:, None]
     world: FloatArray = (places - pose[:, 3]) @ pose[:, :3]
@@ -123,10 +128,10 @@ def reproject(
     tolerance: float = 0.05,
     max_error_px: float = 2.0,
 ) -> Reprojection:
-    """Where points (n, 2) of picture 0 lie in picture 1, with a check of both depth maps.
+    """Reproject points (n, 2) of image 0 to image 1, checked with both depth maps.
 
-    A point is seen if the depth at its place in picture 1 is its own up to a share of `tolerance`, and if the way back
-    with that depth ends within `max_error_px` of where it began.
+    A point is seen if the measured depth in image 1 agrees with its own within the relative `tolerance`, and if the
+    reprojection back with that depth ends within `max_error_px` of the start.
     """
     points0 = np.asarray(points0, dtype=np.float64).reshape(-1, 2)
     world = unproject(camera0, points0, sample_depth(depth0, points0, camera0.size))
@@ -149,7 +154,7 @@ def _pose(camera: Camera) -> FloatArray:
 
 
 def _read_poses(path: Path) -> Iterator[tuple[str, FloatArray]]:
-    """Names and cam_from_world (3, 4), from lines with a name and world_from_cam, row by row."""
+    """Yield names and cam_from_world (3, 4), from lines with a name and world_from_cam, row by row."""
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         fields = line.rsplit(maxsplit=16)
         if not fields or line.startswith("#"):
@@ -171,12 +176,12 @@ def _read_poses(path: Path) -> Iterator[tuple[str, FloatArray]]:
 
 
 def _read_colmap_camera(path: Path) -> Camera | None:
-    """The one camera of COLMAP's cameras.txt; None where there is no such file."""
+    """Read the single camera of COLMAP's cameras.txt; None if there is no such file."""
     if not path.exists():
         return None
     lines = [line.split() for line in read_text(path).splitlines() if line.strip() and not line.startswith("#")]
     if len(lines) != 1:
-        raise DataError(f"{path} has {len(lines)} cameras; all frames share one, so write one line.")
+        raise DataError(f"{path} has {len(lines)} cameras; all frames share one, so write exactly one line.")
     try:
         _, model, width, height, *params = lines[0]
         return Camera.from_colmap(model, (int(width), int(height)), [float(value) for value in params], source="file")
@@ -190,7 +195,7 @@ def _numbers(path: Path, count: int) -> FloatArray:
     try:
         values = np.array([float(field) for field in read_text(path).split()])
     except ValueError as error:
-        raise DataError(f"{path} holds something else than numbers ({error}); write {count} of them.") from error
+        raise DataError(f"{path} contains something other than numbers ({error}); write {count} numbers.") from error
     if len(values) != count:
-        raise DataError(f"{path} holds {len(values)} numbers; write {count} of them.")
+        raise DataError(f"{path} has {len(values)} numbers; write {count} numbers.")
     return values

@@ -1,4 +1,4 @@
-"""A focal length that many pairs of one camera agree on."""
+"""Estimation of one focal length from many pairs of the same camera."""
 
 from collections.abc import Sequence
 
@@ -6,22 +6,26 @@ import numpy as np
 
 from dualrc.types import FloatArray, Size
 
-_RANGE = (0.4, 4.0)  # of focal lengths that are tried, in long sides
+# Range of candidate focal lengths, in units of the long side.
+_RANGE = (0.4, 4.0)
 _STEPS = 240
-_CAP = 0.05  # a pair that no focal length suits, or that has wrong matches, counts no more than this
-_FEWEST = 3  # pairs
-_DEEPEST = 0.8  # of what the pairs would cost at their worst: a flatter curve has no minimum to trust
-# Focal lengths that cost nearly as little, by a tenth of the way to the worst, may differ by this factor. Cameras that
-# look at one point, whose axes meet there, leave it open; so does a lens that distorts.
+# Largest cost of a pair, because pairs may have wrong matches or fit no focal length.
+_CAP = 0.05
+# Smallest number of pairs.
+_FEWEST = 3
+# Largest minimum that is trusted, as a share of the worst cost. A flatter curve has no reliable minimum.
+_DEEPEST = 0.8
+# Focal lengths within this share of the way from minimum to worst cost may differ by at most this factor.
+# Cameras whose axes meet in one point leave the focal length undetermined, as does lens distortion.
 _NEARLY, _WIDEST = 0.1, 1.3
 
 
 def shared_focal_px(fundamentals: Sequence[FloatArray], size: Size) -> float | None:
-    """The focal length of pictures of one `size` that makes F (3, 3) of their pairs essential matrices; None: unclear.
+    """Return the focal length of images of one `size` that makes the F (3, 3) of pairs essential; None if unclear.
 
-    An essential matrix has two equal singular values. How unequal they are is added over all pairs for each focal
-    length, and the least sum wins. A pair with parallel optical axes, of a plane, or with a wrong F tells
-    nothing, so several pairs are needed.
+    An essential matrix has two equal singular values. Their difference is summed over all pairs for each focal length,
+    and the smallest sum wins. A pair with parallel optical axes, of a plane, or with a wrong F gives no information, so
+    several pairs are needed.
     """
     if len(fundamentals) < _FEWEST:
         return None

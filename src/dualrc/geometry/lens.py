@@ -1,7 +1,7 @@
-"""Lens distortion: COLMAP's camera models, but for their focal lengths and principal points.
+"""Lens distortion: COLMAP's camera models, without focal lengths and principal points.
 
-A lens maps the place (x / z, y / z) where a ray meets the plane in front of the camera to the place where the lens puts
-it; K then gives the pixel. Both are (n, 2), and free of any pixel convention.
+A lens maps the undistorted position (x / z, y / z) of a ray on the plane z = 1 to a distorted position; K then gives
+the pixel. Both positions are (n, 2) and independent of any pixel convention.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,25 +15,29 @@ from dualrc.types import BoolArray, FloatArray
 
 _Bend = Callable[[FloatArray, Sequence[float]], FloatArray]
 
-_STEP = 1e-6  # of the differences that derivatives are taken by
-_CONVERGED = 1e-11  # a place is found when the lens puts it this near, in focal lengths
+# Step of the finite differences.
+_STEP = 1e-6
+# Largest residual of a converged position, in focal lengths.
+_CONVERGED = 1e-11
 _ITERATIONS, _HALVINGS = 100, 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """A camera model of COLMAP's."""
+    """A camera model of COLMAP."""
 
     bend: _Bend
-    coefficients: str = ""  # their names, in COLMAP's order
-    # Whether COLMAP has one focal length for both axes; `wide` is the same model with two, and zeros at its end.
+    # Names of the coefficients in COLMAP's order.
+    coefficients: str = ""
+    # Whether the model has one focal length for both axes. `wide` is the equivalent model with two, zero-padded.
     one_focal: bool = False
     wide: str = ""
-    # Whether `bend` works on angles: a place at the angle theta from the axis is given at the distance theta.
+    # Whether `bend` uses angles: a position at angle theta from the axis has the distance theta.
     fisheye: bool = False
-    # Pairs of coefficients (x, y) that are vectors of the picture and turn with it.
+    # Pairs of coefficients (x, y) that are image vectors and rotate with the image.
     vectors: tuple[tuple[int, int], ...] = ()
-    straight: bool = True  # whether it is a pinhole where all coefficients are 0
+    # Whether all coefficients 0 give a pinhole.
+    straight: bool = True
 
 
 def _squares(places: FloatArray) -> FloatArray:
@@ -42,7 +46,7 @@ def _squares(places: FloatArray) -> FloatArray:
 
 
 def _polynomial(squares: FloatArray, coefficients: Sequence[float]) -> FloatArray:
-    """1 + c1 s + c2 s^2 + ..."""
+    """Return 1 + c1 s + c2 s^2 + ..."""
     total = np.zeros_like(squares)
     for coefficient in reversed(coefficients):
         total = (total + coefficient) * squares
@@ -50,7 +54,7 @@ def _polynomial(squares: FloatArray, coefficients: Sequence[float]) -> FloatArra
 
 
 def _tangential(places: FloatArray, x: float, y: float) -> FloatArray:
-    """What a lens that is not parallel to the sensor adds; (x, y) says how it is tilted."""
+    """Return the shift by a lens that is not parallel to the sensor; (x, y) is its tilt."""
     tilt = np.array([x, y])
     shift: FloatArray = _squares(places) * tilt + 2 * (places @ tilt)[:, None] * places
     return shift
@@ -83,7 +87,7 @@ def _thin_prism(places: FloatArray, c: Sequence[float]) -> FloatArray:
 
 
 def _rad_tan_thin_prism(places: FloatArray, c: Sequence[float]) -> FloatArray:
-    # Unlike in the other models, tilt and prism act on what the polynomial left.
+    # Unlike in the other models, tilt and prism act on the radially distorted position.
     bent = _radial(places, c[:6])
     px, py, sx1, sx2, sy1, sy2 = c[6:]
     squares = _squares(bent)
@@ -99,7 +103,7 @@ def _fov(places: FloatArray, c: Sequence[float]) -> FloatArray:
 
 
 def _division(places: FloatArray, c: Sequence[float]) -> FloatArray:
-    # The model is defined the other way round: a place of the picture at the radius r has the ray (x, y, 1 + k r^2).
+    # The model defines the inverse: an image position at radius r has the ray (x, y, 1 + k r^2).
     with np.errstate(invalid="ignore"):
         return places * (2 / (1 + np.sqrt(1 - 4 * c[0] * _squares(places))))
 
@@ -141,14 +145,14 @@ _MODELS = {
 
 def _model(name: str) -> _Model:
     if name not in _MODELS:
-        remedy = f"undistort the pictures, or give one of {', '.join(_MODELS)}"
+        remedy = f"undistort the images, or give one of {', '.join(_MODELS)}"
         raise DataError(f"The camera model {name} is not supported; {remedy}.")
     return _MODELS[name]
 
 
 @dataclass(frozen=True)
 class Lens:
-    """How a lens bends rays: the name of a camera model of COLMAP's, and its coefficients beyond f, cx and cy."""
+    """Lens distortion: the name of a COLMAP camera model, and its coefficients after f, cx and cy."""
 
     model: str = "PINHOLE"
     distortion: tuple[float, ...] = ()
@@ -158,9 +162,9 @@ class Lens:
         names = _model(self.model).coefficients.split()
         if len(values) != len(names):
             expected = f"{len(names)} ({', '.join(names)})" if names else "none"
-            raise DataError(f"{self.model} has {expected} distortion coefficients, not {len(values)}; mend them.")
+            raise DataError(f"{self.model} has {expected} distortion coefficients, not {len(values)}; correct them.")
         if not np.isfinite(values).all():
-            raise DataError(f"{self.model} has distortion coefficients that are not finite; mend them.")
+            raise DataError(f"{self.model} has distortion coefficients that are not finite; correct them.")
         object.__setattr__(self, "distortion", values)
 
     @property
@@ -170,12 +174,12 @@ class Lens:
         return model.fisheye or not model.straight or any(self.distortion)
 
     def distort(self, places: npt.ArrayLike) -> FloatArray:
-        """Where the lens puts places of the plane (n, 2); NaN beyond the field of view, where the model folds back."""
+        """Distort positions (n, 2); NaN beyond the field of view, where the model is not one-to-one."""
         inner = self._inner(np.asarray(places, dtype=np.float64).reshape(-1, 2))
         return np.where(self._folds(inner)[:, None], np.nan, self._bend(inner)) if self.distorts else inner.copy()
 
     def undistort(self, places: npt.ArrayLike) -> FloatArray:
-        """The inverse of `distort`, (n, 2); NaN where the lens puts nothing of what is in front of the camera."""
+        """Invert `distort`, (n, 2); NaN for positions that correspond to nothing in front of the camera."""
         target = np.asarray(places, dtype=np.float64).reshape(-1, 2)
         if not self.distorts:
             return target.copy()
@@ -188,23 +192,23 @@ class Lens:
         return inner
 
     def jacobian(self, places: npt.ArrayLike) -> FloatArray:
-        """Derivatives of `distort` at places of the plane: (n, 2) -> (n, 2, 2), row by coordinate of the result."""
+        """Return derivatives of `distort`: (n, 2) -> (n, 2, 2), one row per coordinate of the result."""
         points = np.asarray(places, dtype=np.float64).reshape(-1, 2)
         if not self.distorts:
             return np.broadcast_to(np.eye(2), (len(points), 2, 2))
-        # The plane runs away at the edge of a fisheye's view, and the step with it.
+        # Positions diverge at the edge of a fisheye's view, so the step grows with them.
         step = _STEP * (1 + np.linalg.norm(points, axis=1, keepdims=True))
         return _differences(lambda at: self._bend(self._inner(at)), points, step)
 
     def turned(self, rotation: npt.ArrayLike) -> "Lens":
-        """The lens of the same picture turned by a rotation (2, 2)."""
+        """Return the lens of the same image rotated by (2, 2)."""
         values = np.array(self.distortion)
         for pair in _MODELS[self.model].vectors:
             values[list(pair)] = np.asarray(rotation, dtype=np.float64) @ values[list(pair)]
         return Lens(self.model, tuple(values.tolist()))
 
     def with_two_focals(self) -> "Lens":
-        """The same lens in a model of COLMAP's that has two focal lengths."""
+        """Return the same lens in a COLMAP model with two focal lengths."""
         if not (wide := _MODELS[self.model].wide):
             return self
         zeros = len(_MODELS[wide].coefficients.split()) - len(self.distortion)
@@ -212,12 +216,12 @@ class Lens:
 
     @staticmethod
     def layout(model: str) -> tuple[int, int]:
-        """How many focal lengths and how many distortion coefficients a model of COLMAP's has."""
+        """Return the number of focal lengths and of distortion coefficients of a COLMAP model."""
         kind = _model(model)
         return 1 if kind.one_focal else 2, len(kind.coefficients.split())
 
     def _inner(self, places: FloatArray) -> FloatArray:
-        """What `bend` works on: the places themselves, or for a fisheye at distances that are angles."""
+        """Return the inputs of `bend`: the positions, or for a fisheye positions whose distances are angles."""
         if not _MODELS[self.model].fisheye:
             return places
         radius = np.linalg.norm(places, axis=1, keepdims=True)
@@ -228,9 +232,9 @@ class Lens:
             return _MODELS[self.model].bend(inner, self.distortion)
 
     def _folds(self, inner: FloatArray) -> BoolArray:
-        """Which places (n,) `bend` does not map one to one.
+        """Return positions (n,) where `bend` is not one-to-one.
 
-        Polynomials turn back beyond some radius, and what is outside of the view would appear in the picture.
+        Polynomials turn back beyond some radius. Without this check, points outside the view would appear in the image.
         """
         with np.errstate(over="ignore", invalid="ignore"):
             (a, b), (c, d) = np.moveaxis(_differences(self._bend, inner, _STEP), 0, -1)
@@ -239,7 +243,7 @@ class Lens:
         return ~upright
 
     def _unbend(self, target: FloatArray) -> FloatArray:
-        """The inverse of `bend` by Newton's steps, halved until they bring a place nearer; NaN where there is none."""
+        """Invert `bend` by damped Newton steps, halved until the residual decreases; NaN if there is no solution."""
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             inner = target.copy()
             away = _distances(self._bend(inner), target)
@@ -250,14 +254,14 @@ class Lens:
                 step = _solve(_differences(self._bend, inner[todo], _STEP), target[todo] - self._bend(inner[todo]))
                 todo = todo[self._descend(inner, away, target, todo, step)]
                 todo = todo[away[todo] > _CONVERGED]
-            # Rounding ends the descent a little above _CONVERGED where a model is steep.
+            # For steep models, rounding stops the descent slightly above _CONVERGED.
             found = (away <= 100 * _CONVERGED * (1 + np.linalg.norm(target, axis=1))) & ~self._folds(inner)
         return np.where(found[:, None], inner, np.nan)
 
     def _descend(
         self, inner: FloatArray, away: FloatArray, target: FloatArray, rows: npt.NDArray[np.int64], step: FloatArray
     ) -> BoolArray:
-        """Move these rows of `inner` by their steps, or by as much as brings them nearer; returns which have moved."""
+        """Move rows of `inner` by their steps, halved until the residual decreases; return which rows moved."""
         moved = np.zeros(len(rows), dtype=np.bool_)
         for halving in range(_HALVINGS):
             left = np.flatnonzero(~moved)
@@ -275,13 +279,13 @@ PINHOLE = Lens()
 
 
 def _distances(points0: FloatArray, points1: FloatArray) -> FloatArray:
-    """Distances (n,); infinite where a point is not finite."""
+    """Return distances (n,); infinite if a point is not finite."""
     distances = np.linalg.norm(points0 - points1, axis=1)
     return np.where(np.isfinite(distances), distances, np.inf)
 
 
 def _solve(J: FloatArray, residuals: FloatArray) -> FloatArray:
-    """Steps (n, 2) with J (n, 2, 2) step = residual; NaN where there is none."""
+    """Solve J (n, 2, 2) step = residual for steps (n, 2); NaN if J is singular."""
     (a, b), (c, d) = np.moveaxis(J, 0, -1)
     x, y = residuals.T
     steps: FloatArray = np.stack([d * x - b * y, a * y - c * x], axis=1) / (a * d - b * c)[:, None]
@@ -291,7 +295,7 @@ def _solve(J: FloatArray, residuals: FloatArray) -> FloatArray:
 def _differences(
     function: Callable[[FloatArray], FloatArray], points: FloatArray, step: FloatArray | float
 ) -> FloatArray:
-    """Derivatives (n, 2, 2) of a function of points (n, 2) by differences of `step` to both sides."""
+    """Return derivatives (n, 2, 2) of a function of points (n, 2) by central differences."""
     columns = []
     for axis in np.eye(2):
         columns.append((function(points + step * axis) - function(points - step * axis)) / (2 * step))

@@ -1,4 +1,4 @@
-"""Two-view models from matches: the one door to robust estimators, which are PoseLib's."""
+"""Two-view models from matches, estimated robustly with PoseLib."""
 
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -14,25 +14,26 @@ from dualrc.geometry.ransac import best_first, ransac_options, scattered
 from dualrc.matches import Estimate, EstimateKind, Matches, RelativePose
 from dualrc.types import BoolArray, FloatArray
 
-# The fewest matches that leave one model. (Solvers take less, and then choose among several that fit.)
+# Fewest matches that determine a unique model. Minimal solvers need fewer but return several solutions.
 _FEWEST = {"homography": 4, "fundamental": 8, "essential": 6}
 _FEWEST_SHARED_FOCAL = 7
-_FEWEST_DIRECTION, _DIRECTION_SAMPLE = 5, 1500  # matches that a direction needs, and that draws are judged by
-# An estimated focal length outside of this range, in long sides, is an artefact of a degenerate motion.
+# Fewest matches for a direction, and number of matches that score the samples.
+_FEWEST_DIRECTION, _DIRECTION_SAMPLE = 5, 1500
+# An estimated focal length outside this range, in units of the long side, is an artifact of degenerate motion.
 _PLAUSIBLE_FOCAL = (0.3, 5.0)
-# A homography that flattens normalized points further than this is not one of a picture.
+# Largest condition number of a homography between images, in normalized coordinates.
 _LARGEST_CONDITION = 1e7
-# Less than this is the rounding of coordinates, for example of a picture matched with itself.
+# Smaller parallax is rounding of coordinates, for example of an image matched with itself.
 _SMALLEST_PARALLAX_PX = 0.01
-# A rotation explains a match that it leaves within the threshold, or within so many standard deviations of the noise;
-# it explains the motion if it leaves fewer than this share of the inliers, about what chance puts on epipolar lines.
+# A rotation explains a match if its residual is within the threshold or this number of noise deviations.
+# It explains the motion if a smaller share of inliers remains, about the chance level for epipolar lines.
 _DEVIATIONS, _UNEXPLAINED = 4.5, 0.05
 _ROTATION_SWEEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Fit:
-    """What a solver found, with one flag per match that it was given."""
+    """Result of a solver, with one inlier flag per given match."""
 
     matrix: FloatArray
     inliers: BoolArray
@@ -53,11 +54,12 @@ def estimate(
     max_iterations: int = 20_000,
     seed: int = 0,
 ) -> Estimate:
-    """Fit a model with LO-RANSAC; where none can be fitted, the matrix is None and info["reason"] says why.
+    """Fit a model with LO-RANSAC; on failure the matrix is None and info["reason"] explains why.
 
-    `threshold_px` bounds the distance in picture 1 for a homography, else the Sampson distance, in pixels of the
-    pictures as they are. Cameras only serve an essential matrix, for which points are undistorted; info["cameras"] says
-    which were used where they are not given. `warnings` tells of a guessed focal length and of missing parallax.
+    `threshold_px` bounds the transfer error in image 1 for a homography, otherwise the Sampson distance, in pixels of
+    the original images. Cameras are used for an essential matrix only, where points are undistorted. info["cameras"]
+    reports the cameras that were used if they are not given. `warnings` report a guessed focal length and missing
+    parallax.
     """
     if kind not in get_args(EstimateKind):
         raise ConfigError(f"Unknown model {kind!r}; choose one of {', '.join(get_args(EstimateKind))}.")
@@ -103,7 +105,7 @@ def estimate(
 def _with_rays(
     matches: Matches, used: npt.NDArray[np.int64], camera0: Camera | None, camera1: Camera | None
 ) -> npt.NDArray[np.int64]:
-    """Those of the rows whose points have rays: a lens puts nothing at some pixels."""
+    """Return the rows whose points have rays; some pixels lie outside the range of a lens."""
     for camera, points in ((camera0, matches.points0), (camera1, matches.points1)):
         if camera is not None and camera.lens.distorts:
             used = used[np.isfinite(camera.rays(points[used])).all(axis=1)]
@@ -113,42 +115,43 @@ def _with_rays(
 def _degenerate(
     fit: _Fit, kind: EstimateKind, points0: FloatArray, points1: FloatArray, threshold_px: float
 ) -> str | None:
-    """Why the supporting points (n, 2) leave the model open, if they do."""
+    """Return the reason if the inlier points (n, 2) do not determine the model, else None."""
     if min(_distance_from_line_px(points0), _distance_from_line_px(points1)) <= threshold_px:
         return "the matches lie on a line or in a point"
     if kind == "homography" and _condition(fit.matrix, points0, points1) > _LARGEST_CONDITION:
         return "the best homography is degenerate"
     if fit.info.get("parallax_px", np.inf) < _SMALLEST_PARALLAX_PX:
-        return "the cameras share one centre, so there is no direction between them"
+        return "the cameras share one center, so there is no direction between them"
     return None
 
 
 def relative_pose(
     matches: Matches, camera0: Camera, camera1: Camera, *, threshold_px: float = 2.0, seed: int = 0
 ) -> RelativePose | None:
-    """The relative pose of two known cameras; None where it can't be estimated."""
+    """Estimate the relative pose of two calibrated cameras; None on failure."""
     return estimate(matches, "essential", camera0=camera0, camera1=camera1, threshold_px=threshold_px, seed=seed).pose
 
 
 def estimate_direction(
     rays0: npt.ArrayLike, rays1: npt.ArrayLike, rotation: npt.ArrayLike, threshold: float, *, draws: int = 500
 ) -> FloatArray | None:
-    """The direction t (3,) from camera 0 to camera 1 for a known rotation cam1_from_cam0 (3, 3); None: too few rays.
+    """Estimate the direction t (3,) for a known rotation cam1_from_cam0 (3, 3); None if there are too few rays.
 
-    Rays (n, 3) have depth 1, best first, and the threshold on the Sampson distance is in their units, pixels over the
-    focal length. Two matches give a direction; the one that most agree with is refined by all of those.
+    Rays (n, 3) have depth 1, best first. The threshold on the Sampson distance is in units of rays, pixels divided by
+    the focal length. Two matches determine a direction. The one with the most inliers is refined on them.
     """
     R = np.asarray(rotation, dtype=np.float64)
     x0, x1 = np.asarray(rays0, dtype=np.float64), np.asarray(rays1, dtype=np.float64)
     if len(x0) < _FEWEST_DIRECTION:
         return None
     y0 = x0 @ R.T
-    # x1' [t]x R x0 and the epipolar lines are all linear in t: the residual is t . normals.
+    # x1' [t]x R x0 and the epipolar lines are linear in t; the residual is t . normals.
     normals = np.cross(y0, x1)
-    lines1 = np.cross(y0[:, None], np.eye(3)[:2]), np.cross(x1[:, None], R[:, :2].T)  # (n, 2, 3) each
+    # (n, 2, 3) each
+    lines1 = np.cross(y0[:, None], np.eye(3)[:2]), np.cross(x1[:, None], R[:, :2].T)
 
     def distances(directions: FloatArray, rows: Any) -> FloatArray:
-        """Sampson distances (m, n) for directions (m, 3)."""
+        """Return Sampson distances (m, n) for directions (m, 3)."""
         squares = sum((directions @ lines[rows, i].T) ** 2 for lines in lines1 for i in range(2))
         return np.abs(directions @ normals[rows].T) / np.sqrt(squares + 1e-30)
 
@@ -169,34 +172,34 @@ def estimate_direction(
         scale = np.abs(normals[near] @ best) / np.maximum(off[near], 1e-15)
         rows_scaled = normals[near] / np.maximum(scale, 1e-15)[:, None]
         best = np.linalg.svd(rows_scaled.T @ rows_scaled)[0][:, -1]
-    # Of the two signs, the one with more points in front of both cameras.
+    # Choose the sign with more points in front of both cameras.
     across = np.cross(x1[near], y0[near])
     depth0 = np.sum(np.cross(np.broadcast_to(best, across.shape), x1[near]) * across, axis=1)
     return best if np.mean(depth0 > 0) > 0.5 else -best
 
 
 def essential_from_pose(cam1_from_cam0: npt.ArrayLike) -> FloatArray:
-    """E = [t]x R, with x1' E x0 = 0 for rays: (3, 4) -> (3, 3)."""
+    """Return E = [t]x R, with x1' E x0 = 0 for rays: (3, 4) -> (3, 3)."""
     pose = np.asarray(cam1_from_cam0, dtype=np.float64)
     essential: FloatArray = cross_matrix(pose[:, 3]) @ pose[:, :3]
     return essential
 
 
 def fundamental_from_pose(cam1_from_cam0: npt.ArrayLike, camera0: Camera, camera1: Camera) -> FloatArray:
-    """F of norm 1, with x1' F x0 = 0 for pixels (undistorted ones); all zeros where the cameras share one centre."""
+    """Return F of norm 1, with x1' F x0 = 0 for undistorted pixels; zero if the cameras share one center."""
     F = np.linalg.inv(camera1.K).T @ essential_from_pose(cam1_from_cam0) @ np.linalg.inv(camera0.K)
     return F / (np.linalg.norm(F) or 1.0)
 
 
 def sampson_distance_px(F: npt.ArrayLike, points0: npt.ArrayLike, points1: npt.ArrayLike) -> FloatArray:
-    """To first order, how far both points (n, 2) together are from agreeing with F: (n,)."""
+    """Return the Sampson distance, the first-order distance of both points (n, 2) to agreement with F: (n,)."""
     lines1, lines0 = _epipolar_lines(F, points0), _epipolar_lines(np.asarray(F).T, points1)
     residuals = np.abs(np.sum(to_homogeneous(points1) * lines1, axis=1))
     return _ratio(residuals, np.sqrt(np.sum(lines1[:, :2] ** 2, axis=1) + np.sum(lines0[:, :2] ** 2, axis=1)))
 
 
 def epipolar_distance_px(F: npt.ArrayLike, points0: npt.ArrayLike, points1: npt.ArrayLike) -> FloatArray:
-    """How far each point of picture 1 is from the epipolar line of its point in picture 0: (n,)."""
+    """Return the distance of each point of image 1 to the epipolar line of its point in image 0: (n,)."""
     lines1 = _epipolar_lines(F, points0)
     residuals = np.abs(np.sum(to_homogeneous(points1) * lines1, axis=1))
     return _ratio(residuals, np.linalg.norm(lines1[:, :2], axis=1))
@@ -211,15 +214,15 @@ def pose_distance_px(
     *,
     in_picture1: bool = False,
 ) -> FloatArray:
-    """To first order, how far both points (n, 2) together are from agreeing with a pose, in distorted pixels: (n,).
+    """Return the first-order distance of both points (n, 2) to agreement with a pose, in distorted pixels: (n,).
 
-    This is the Sampson distance through both lenses; `in_picture1` moves the point of picture 1 alone, which makes it
-    the distance from the epipolar curve there. It is NaN for pixels that a lens puts nothing at.
+    This is the Sampson distance through both lenses. `in_picture1` moves the point of image 1 only, which gives the
+    distance to the epipolar curve there. Pixels outside the range of a lens give NaN.
     """
     E = essential_from_pose(cam1_from_cam0)
     rays0, rays1 = camera0.rays(points0), camera1.rays(points1)
     residuals = np.abs(np.sum(rays1 @ E * rays0, axis=1))
-    # The residual's derivatives by pixels: those by rays, through the inverse of what pixels are by rays.
+    # Derivatives of the residual by pixels: the derivatives by rays times the inverse of d pixels / d rays.
     slopes1 = _by_pixels((rays0 @ E.T)[:, :2], camera1.pixels_by_rays(rays1))
     squares = np.sum(slopes1**2, axis=1)
     if not in_picture1:
@@ -228,9 +231,9 @@ def pose_distance_px(
 
 
 def _by_pixels(by_rays: FloatArray, pixels_by_rays: FloatArray) -> FloatArray:
-    """Derivatives (n, 2) by rays as those by pixels; NaN where the lens is flat."""
+    """Convert derivatives (n, 2) by rays to derivatives by pixels; NaN where the lens is singular."""
     (a, b), (c, d) = np.moveaxis(pixels_by_rays, 0, -1)
-    # The transposed inverse of a 2 x 2 matrix, written out.
+    # Transposed inverse of a 2 x 2 matrix.
     x, y = by_rays.T
     with np.errstate(divide="ignore", invalid="ignore"):
         slopes: FloatArray = np.stack([d * x - c * y, a * y - b * x], axis=1) / (a * d - b * c)[:, None]
@@ -241,7 +244,7 @@ def _fit_matrix(points0: FloatArray, points1: FloatArray, kind: EstimateKind, op
     solve = poselib.estimate_homography if kind == "homography" else poselib.estimate_fundamental
     matrix, stats = solve(points0, points1, options, {})
     matrix = np.array(matrix, dtype=np.float64)
-    # A homography is scaled as everybody writes it, unless the first pixel goes to (nearly) infinity.
+    # The usual scale of a homography is H[2, 2] = 1, unless the first pixel maps (nearly) to infinity.
     scale = matrix[2, 2] if kind == "homography" else 0.0
     norm = np.linalg.norm(matrix)
     if np.isfinite(norm) and norm > 0:
@@ -265,7 +268,8 @@ def _fit_essential(
         rays0 * camera0.focal_px, rays1 * camera1.focal_px, *pinholes, options, {}
     )
     R, t = np.array(pose.R), np.array(pose.t).ravel()
-    t = t / (np.linalg.norm(t) or 1.0)  # PoseLib's is of length 1 up to the steps of its refinement
+    # PoseLib's t has length 1 only up to the steps of its refinement.
+    t = t / (np.linalg.norm(t) or 1.0)
     pose = np.column_stack([R, t])
     inliers = _flags(stats, len(points0))
     threshold_px = options["max_epipolar_error"]
@@ -276,24 +280,24 @@ def _fit_essential(
     rotation_only = _explained(left_px, pose, points0[inliers], points1[inliers], cameras, threshold_px)
     info = {
         "iterations": int(stats["iterations"]),
-        "cameras": sources[0] if sources[0] == sources[1] else f"picture 0: {sources[0]}, picture 1: {sources[1]}",
+        "cameras": sources[0] if sources[0] == sources[1] else f"image 0: {sources[0]}, image 1: {sources[1]}",
         **{f"K{number}": camera.K.tolist() for number, camera in enumerate(cameras)},
         **{
             f"lens{number}": {"model": camera.lens.model, "distortion": list(camera.lens.distortion)}
             for number, camera in enumerate(cameras)
             if camera.lens.distorts
         },
-        # What a rotation alone leaves over, the median. Where it is not larger than the noise, t is arbitrary.
+        # Median residual of the best rotation. If it is not larger than the noise, t is arbitrary.
         "parallax_px": float(np.median(left_px)) if len(left_px) else 0.0,
         "rotation_only": rotation_only,
     }
     warnings = []
     if guessed := [number for number, camera in enumerate(cameras) if camera.is_guessed]:
-        which = "both pictures" if len(guessed) == 2 else f"picture {guessed[0]}"
+        which = "both images" if len(guessed) == 2 else f"image {guessed[0]}"
         warnings.append(f"The focal length of {which} is a guess, and the pose depends on it; give the cameras.")
     if rotation_only:
         warnings.append(
-            "There is hardly any parallax: the camera turned but did not move far, so the direction of the motion is "
+            "There is hardly any parallax: the camera rotated but moved little, so the direction of the motion is "
             "arbitrary; a homography describes this pair."
         )
     return _Fit(
@@ -314,9 +318,9 @@ def _refit(
     cameras: tuple[Camera, Camera],
     threshold_px: float,
 ) -> tuple[FloatArray, BoolArray]:
-    """Pose and inliers by pixels of the pictures as they are; PoseLib measures in undistorted ones.
+    """Refine pose and inliers in pixels of the original images; PoseLib measures undistorted pixels.
 
-    The two differ most at the edges, where undistorting stretches.
+    The two differ most at the edges, where undistortion stretches the image.
     """
     rays = [camera.rays(points)[:, :2] for camera, points in zip(cameras, (points0, points1), strict=True)]
     places = [at * camera.focal_px for at, camera in zip(rays, cameras, strict=True)]
@@ -337,37 +341,37 @@ def _refit(
 def _check_size(number: int, camera: Camera | None, size: tuple[int, int]) -> None:
     if camera is None and 0 in size:
         raise DataError(
-            f"The size of picture {number} is not known, so its camera can't be guessed; give cameras or match again."
+            f"The size of image {number} is unknown, so its camera cannot be guessed; give cameras or match again."
         )
     if camera is not None and 0 not in size and camera.size != size:
         raise DataError(
-            f"The camera of picture {number} is for {camera.width} x {camera.height} pixels but the picture has "
-            f"{size[0]} x {size[1]}; give the camera of this picture, or use Camera.resized."
+            f"The camera of image {number} is for {camera.width} x {camera.height} pixels but the image has "
+            f"{size[0]} x {size[1]}; give the camera of this image, or use Camera.resized."
         )
 
 
 def _known_cameras(matches: Matches, camera0: Camera | None, camera1: Camera | None) -> tuple[Camera, Camera] | None:
-    """The cameras to use; None where both are unknown and may share a focal length."""
+    """Return the cameras to use; None if both are unknown and may share a focal length."""
     size0, size1 = matches.size0, matches.size1
     if camera0 is None and camera1 is None and sorted(size0) == sorted(size1):
         return None
-    # Pictures of one size are taken to be of one camera.
+    # Images of equal size are assumed to share one camera.
     if camera0 is None and camera1 is not None and camera1.size == size0:
-        camera0 = replace(camera1, source="that of picture 1", cam_from_world=None)
+        camera0 = replace(camera1, source="that of image 1", cam_from_world=None)
     if camera1 is None and camera0 is not None and camera0.size == size1:
-        camera1 = replace(camera0, source="that of picture 0", cam_from_world=None)
+        camera1 = replace(camera0, source="that of image 0", cam_from_world=None)
     return camera0 or Camera.guessed(size0), camera1 or Camera.guessed(size1)
 
 
 def _shared_focal_cameras(
     points0: FloatArray, points1: FloatArray, matches: Matches, options: dict[str, Any]
 ) -> tuple[Camera, Camera]:
-    """Cameras with one estimated focal length, or with a guessed one where that fails."""
+    """Return cameras with one estimated focal length, or with a guessed one if the estimation fails."""
     guessed0, guessed1 = Camera.guessed(matches.size0), Camera.guessed(matches.size1)
     if len(points0) < _FEWEST_SHARED_FOCAL:
         return guessed0, guessed1
     pair, stats = poselib.estimate_shared_focal_relative_pose(
-        # Centred here and not by PoseLib, which takes one principal point: a rotated picture has another one.
+        # Centered here, because PoseLib takes a single principal point, and a rotated image has a different one.
         points0 - guessed0.K[:2, 2],
         points1 - guessed1.K[:2, 2],
         np.zeros(2),
@@ -388,16 +392,16 @@ def _shared_focal_cameras(
 
 
 def _flags(stats: dict[str, Any], count: int) -> BoolArray:
-    """Inlier flags; PoseLib returns an empty list when it did not start."""
+    """Return inlier flags; PoseLib returns an empty list if it did not start."""
     flags = np.array(stats["inliers"], dtype=bool)
     return flags if len(flags) == count else np.zeros(count, dtype=bool)
 
 
 def _left_by_rotation_px(points0: FloatArray, points1: FloatArray, cameras: tuple[Camera, Camera]) -> FloatArray:
-    """Angles (n,) that the best rotation leaves between the rays, in pixels at the centre of picture 1.
+    """Return the angles (n,) between rays that the best rotation leaves, in pixels at the center of image 1.
 
-    The rotation is that of most matches (the sum of angles is least), and not the pose's, which shares a motion without
-    parallax between R and t as it likes.
+    The rotation minimizes the sum of angles. The rotation of the pose is not suitable, because without parallax it
+    divides the motion between R and t arbitrarily.
     """
     rays = [camera.rays(points) for camera, points in zip(cameras, (points0, points1), strict=True)]
     rays0, rays1 = (at / np.linalg.norm(at, axis=1, keepdims=True) for at in rays)
@@ -418,25 +422,25 @@ def _explained(
     cameras: tuple[Camera, Camera],
     threshold_px: float,
 ) -> bool:
-    """Whether a rotation that leaves so much (n,) of the inliers explains their motion."""
+    """Return whether a rotation with residuals `left_px` (n,) explains the motion of the inliers."""
     if not len(left_px):
         return False
     rms_px = float(np.sqrt(np.nanmean(pose_distance_px(pose, *cameras, points0, points1) ** 2)))
-    # The threshold cuts the noise off, and even where it is wide leaves no more than a uniform distribution has.
+    # The threshold truncates the noise; in the limit of a wide distribution the inliers are uniform.
     cut = min(rms_px / (threshold_px / np.sqrt(3)), 0.99)
     deviation_px = rms_px / np.sqrt(1 - cut**4)
     return float(np.mean(left_px > max(threshold_px, _DEVIATIONS * deviation_px))) < _UNEXPLAINED
 
 
 def _distance_from_line_px(points: FloatArray) -> float:
-    """The largest distance of a point (n, 2) from the line that fits them all best."""
+    """Return the largest distance of points (n, 2) from their best-fitting line."""
     centered = points - points.mean(axis=0)
     normal = np.linalg.svd(centered.T @ centered)[0][:, 1]
     return float(np.abs(centered @ normal).max())
 
 
 def _condition(H: FloatArray, points0: FloatArray, points1: FloatArray) -> float:
-    """The condition number of H between coordinates in which the points are centred and of unit spread."""
+    """Return the condition number of H in coordinates where the points are centered with unit spread."""
     normalizing0, normalizing1 = _normalizing(points0), _normalizing(points1)
     return float(np.linalg.cond(normalizing1 @ H @ np.linalg.inv(normalizing0)))
 
@@ -448,13 +452,13 @@ def _normalizing(points: FloatArray) -> FloatArray:
 
 
 def _epipolar_lines(F: npt.ArrayLike, points: npt.ArrayLike) -> FloatArray:
-    """Lines (a, b, c) in the other picture with a x + b y + c = 0: (n, 2) -> (n, 3)."""
+    """Return lines (a, b, c) in the other image with a x + b y + c = 0: (n, 2) -> (n, 3)."""
     lines: FloatArray = to_homogeneous(points) @ np.asarray(F, dtype=np.float64).T
     return lines
 
 
 def _ratio(numerators: FloatArray, denominators: FloatArray) -> FloatArray:
-    """Quotients; NaN where a line or a point leaves them undefined."""
+    """Return quotients; NaN where undefined."""
     with np.errstate(divide="ignore", invalid="ignore"):
         quotients: FloatArray = numerators / denominators
     return quotients

@@ -1,4 +1,4 @@
-"""Pictures in, Matches out."""
+"""The matcher: images in, `Matches` out."""
 
 from dualrc.matcher.extract import Precision
 from dualrc.matcher.features import PictureFeatures

@@ -1,4 +1,4 @@
-"""A memory budget: what a pair of pictures takes on the device, and how large it may be seen for what there is."""
+"""Memory budget: the memory that a pair of images needs on the device, and the largest size that fits."""
 
 import gc
 import warnings
@@ -18,25 +18,30 @@ from dualrc.ops import graphs, memory
 from dualrc.pixels import STRIDE
 
 _GIB = 2**30
-_SHARE = 0.8  # of what is free on the device, where no budget is given
-_LEAST = 32 * 2**20  # bytes that consensus and search work in, at least
-_MOST, _GPU_MOST = _GIB // 2, _GIB  # and at most; more brings little
-_KNOWN = 1000  # estimates that are kept
-_SMALLER = 0.8  # of both sides, where the device has less than it said
+# Share of the free memory of the device that is used if no budget is given.
+_SHARE = 0.8
+# Smallest workspace of consensus and search, in bytes.
+_LEAST = 32 * 2**20
+# Largest workspace on a CPU and on a GPU, in bytes. More brings little.
+_MOST, _GPU_MOST = _GIB // 2, _GIB
+# Number of estimates kept.
+_KNOWN = 1000
+# Factor of both sides if the device has less memory than reported.
+_SMALLER = 0.8
 
 Pair = tuple[Scale, Scale]
 
 
 class NoMemoryError(ImageError):
-    """The device ran out of memory."""
+    """Raised if the device runs out of memory."""
 
     def __init__(self) -> None:
-        super().__init__("There is not enough memory for pictures of this size; give a smaller size.")
+        super().__init__("Not enough memory for images of this size; give a smaller size.")
 
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """Turn running out of memory into an error that says what to do."""
+    """Convert out-of-memory errors to a NoMemoryError, whose message contains the remedy."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -47,7 +52,7 @@ def enough_memory() -> Iterator[None]:
 
 
 def let_go() -> None:
-    """Free the memory that is kept for speed alone."""
+    """Free memory that is kept for speed only."""
     graphs.clear_all()
     gc.collect()
     if torch.cuda.is_available():
@@ -55,10 +60,10 @@ def let_go() -> None:
 
 
 class Budget:
-    """What matching a pair may take on a device beside the weights.
+    """Memory for matching a pair on a device, in addition to the weights.
 
-    The estimates are calibrated (docs/speed.md) for pictures of which every cell is matched: on a CPU they are at most
-    a third too high, and not too low. They depend on the sizes alone, so that one CUDA graph serves a size.
+    The estimates are calibrated (docs/speed.md) on images in which every cell is matched. On a CPU they are at most a
+    third too high, and not too low. They depend on the sizes alone, so that one CUDA graph serves a size.
     """
 
     def __init__(
@@ -79,7 +84,7 @@ class Budget:
 
     @cached_property
     def total(self) -> int:
-        """Bytes; where none are given, most of what is free when it is first asked."""
+        """Budget in bytes; by default most of the memory that is free at the first access."""
         if self.max_memory is not None:
             return int(self.max_memory * _GIB)
         if not self._on_gpu:
@@ -88,50 +93,51 @@ class Budget:
         return int(_SHARE * (torch.cuda.mem_get_info(self.device)[0] + unused))
 
     def least(self, pair: Pair) -> int:
-        """Bytes that a pair takes with the least working memory."""
+        """Return the bytes that a pair needs with the smallest workspace."""
         return self._held(pair) + _LEAST
 
     def need(self, pair: Pair) -> int:
-        """Bytes that a pair takes with as much working memory as it may have."""
+        """Return the bytes that a pair needs with the largest workspace."""
         return self._held(pair) + self._most
 
     def working(self, pair: Pair, count: int = 1) -> int:
-        """Bytes that consensus and search of so many such pairs may work in."""
+        """Return the workspace in bytes for consensus and search of `count` such pairs."""
         return max(_LEAST, min(self.total - count * self._held(pair), self._most))
 
     def together(self, pair: Pair) -> int:
-        """How many such pairs can be matched together."""
+        """Return the number of such pairs that fit into one batch."""
         return max(1, (self.total - _LEAST) // self._held(pair))
 
     def spare(self, pair: Pair) -> float:
-        """Bytes that matching this pair leaves for features of other pictures."""
+        """Return the bytes that matching this pair leaves for features of other images."""
         return min(self._most, self.total - self._held(pair) - self.working(pair))
 
     def fits(self, pair: Pair) -> bool:
-        """Whether there is memory for a pair at this size."""
+        """Return whether a pair fits into memory at this size."""
         return self.least(pair) <= self.total
 
     def sizes(self, pair: Pair, fixed: tuple[bool, bool]) -> Iterator[Pair]:
-        """The pair at the sizes to try, the largest that fits first; what is fixed stays as it is.
+        """Yield the pair at the sizes to try, the largest that fits first; fixed sizes do not change.
 
-        The others are for a device that has less memory than it said.
+        The later sizes are for a device that has less memory than it reported.
         """
         found = self.fitted(pair, fixed)
         yield found
-        if self._on_gpu:  # once more, now that all is free which was kept for speed
+        # Retry after memory that was kept for speed has been freed.
+        if self._on_gpu:
             yield found
         while (smaller := _resized(found, fixed, _SMALLER)) != found:
             yield smaller
             found = smaller
 
     def tell(self, wanted: Pair, seen: Pair) -> None:
-        """Warn, once, of pictures that are not seen at the size that was wanted."""
+        """Warn, once per size, that images are matched at a smaller size than requested."""
         if seen == wanted or wanted in self._told:
             return
         self._told.add(wanted)
         where, remedy = f"{_gib(self.total)} of memory", "Give more max_memory"
         if self.fits(wanted):
-            where, remedy = "the memory that the device has left", "Free some"
+            where, remedy = "the remaining memory of the device", "Free some memory"
         warnings.warn(
             f"A pair of {_sizes(wanted)} does not fit into {where}; it is matched at {_sizes(seen)}. {remedy}, or give "
             "a smaller size to silence this.",
@@ -139,22 +145,23 @@ class Budget:
         )
 
     def fitted(self, pair: Pair, fixed: tuple[bool, bool] = (False, False)) -> Pair:
-        """The pair as it is, or at the largest size that fits, the same ratio for both pictures."""
+        """Return the pair unchanged, or at the largest size that fits, with the same ratio for both images."""
         if self.fits(pair) or all(fixed):
             return pair
         longest = max(max(scale.input_size) for scale, stays in zip(pair, fixed, strict=True) if not stays) // STRIDE
-        cells = range(MIN_SIDE // STRIDE, longest)  # along the longest side
+        # Possible lengths of the longest side, in cells.
+        cells = range(MIN_SIDE // STRIDE, longest)
         count = bisect_left(cells, True, key=lambda side: not self.fits(_resized(pair, fixed, side / longest)))
         if count == 0:
             least = _resized(pair, fixed, 0)
             raise ImageError(
-                f"Not even the smallest size fits into {_gib(self.total)} of memory: {_sizes(least)} takes "
+                f"Not even the smallest size fits into {_gib(self.total)} of memory: {_sizes(least)} needs "
                 f"{_gib(self.least(least))}; give more max_memory."
             )
         return _resized(pair, fixed, cells[count - 1] / longest)
 
     def _held(self, pair: Pair) -> int:
-        """Bytes that a pair takes beside what consensus and search work in; asked several times for each."""
+        """Return the bytes that a pair needs without the workspace; cached, because it is called often."""
         if pair not in self._known:
             if len(self._known) > _KNOWN:
                 self._known.clear()
@@ -168,7 +175,7 @@ class Budget:
 
 
 def _resized(pair: Pair, fixed: tuple[bool, bool], ratio: float) -> Pair:
-    """The pair seen at this ratio of the size, but for what is fixed."""
+    """Return the pair at this ratio of the input size, except for fixed images."""
     first, second = (
         scale
         if stays
@@ -179,7 +186,7 @@ def _resized(pair: Pair, fixed: tuple[bool, bool], ratio: float) -> Pair:
 
 
 def _scaled(side: int, ratio: float) -> int:
-    # The small term keeps 64 * 0.49999999 from losing a whole cell.
+    # The small term avoids losing a whole cell to rounding, as in 64 * 0.49999999.
     return max(MIN_SIDE, int(side * ratio + 1e-6) // STRIDE * STRIDE)
 
 

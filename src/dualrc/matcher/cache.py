@@ -1,4 +1,4 @@
-"""Features of pictures, kept for the next time as far as memory allows."""
+"""A cache of image features, limited by memory."""
 
 import math
 from collections import OrderedDict
@@ -9,11 +9,11 @@ from dualrc.errors import ImageError
 
 
 class HasBytes(Protocol):
-    """Something that knows how much memory it takes, now."""
+    """An object that reports its memory."""
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory in bytes."""
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -21,13 +21,13 @@ Value = TypeVar("Value", bound=HasBytes)
 
 
 class LruCache(Generic[Key, Value]):
-    """The least recently used values go first when all together take more than `max_bytes`.
+    """Cache that evicts the least recently used values if all together need more than `max_bytes`.
 
-    An ImageError is remembered too: a picture that can't be used is looked at once.
+    It also caches ImageErrors, so that an unusable image is read once only.
     """
 
     def __init__(self, max_bytes: float = math.inf, *, keep: int = 2) -> None:
-        """`keep` values stay whatever they take: those of the pair in work."""
+        """Create an empty cache. The latest `keep` values stay regardless of size: the pair in progress."""
         self.max_bytes, self.keep = max_bytes, keep
         self._values: OrderedDict[Key, Value] = OrderedDict()
         self._errors: dict[Key, str] = {}
@@ -39,14 +39,14 @@ class LruCache(Generic[Key, Value]):
         return len(self._values)
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """What `make` gives for a key, called if it is not kept; an ImageError that it raised is raised every time."""
+        """Return the cached value of a key, or call `make`; a cached ImageError is raised again every time."""
         if key in self._errors:
             raise ImageError(self._errors[key])
         if key not in self._values:
             try:
                 self._values[key] = make()
             except ImageError as error:
-                # Its words alone: the error itself holds on to the frames that it came through, and they to pictures.
+                # Keep the message only, because the error references frames, which reference images.
                 self._errors[key] = str(error)
                 raise
         self._values.move_to_end(key)
@@ -55,6 +55,6 @@ class LruCache(Generic[Key, Value]):
         return found
 
     def shrink(self, max_bytes: float) -> None:
-        """Let values go until the others take no more than this, or only `keep` are left."""
+        """Evict values until the others need at most `max_bytes`, or only `keep` are left."""
         while len(self._values) > self.keep and sum(value.bytes for value in self._values.values()) > max_bytes:
             self._values.popitem(last=False)

@@ -1,4 +1,4 @@
-"""From pictures to their features: on which device, in which precision, and how many at a time."""
+"""Feature extraction: device, precision and batch size."""
 
 import logging
 import threading
@@ -23,19 +23,21 @@ from dualrc.ops import int8
 from dualrc.types import Size
 
 Precision = Literal["float32", "float16", "bfloat16", "int8"]
-_PATIENCE_S = 3.0  # before a user is told what is going on
-_FEW = 4_000_000  # bytes of pictures that one thread copies: waking the others can take longer than a pair on a GPU
+# Seconds before a message explains the delay.
+_PATIENCE_S = 3.0
+# Bytes of images that one thread copies. Waking other threads can take longer than a pair on a GPU.
+_FEW = 4_000_000
 
 
 class Extractor:
-    """Gives features to pictures; brings a network to the device, and its backbone to the precision."""
+    """Extracts features of images; moves a network to a device and its backbone to a precision."""
 
     def __init__(self, network: Network, device: torch.device, precision: Precision | None, *, made_by: str) -> None:
-        """`network` is altered; `made_by` names the weights in the features."""
+        """Prepare the network, which is modified in place; `made_by` identifies the weights in the features."""
         self.device, self.made_by = device, made_by
         self.precision = precision or ("float16" if device.type == "cuda" else "float32")
         if self.precision not in get_args(Precision):
-            raise ConfigError(f"Precision {self.precision!r} is not known; choose {', '.join(get_args(Precision))}.")
+            raise ConfigError(f"Unknown precision {self.precision!r}; choose one of {', '.join(get_args(Precision))}.")
         self._network = network.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         if self.precision == "int8":
             if not has_int8(network, device):
@@ -45,7 +47,7 @@ class Extractor:
         if device.type == "cuda":
             network.backbone.to(self.dtype)
         self._autocast = self.dtype != torch.float32 and device.type != "cuda"
-        # Where kernels are compiled for the first time, that takes a minute.
+        # The first compilation of the kernels takes a minute.
         note = "Preparing the GPU kernels; this takes about a minute, the first time only."
         patience = threading.Timer(_PATIENCE_S, logging.getLogger("dualrc").warning, [note])
         patience.start()
@@ -57,13 +59,14 @@ class Extractor:
 
     @torch.inference_mode()
     def __call__(self, items: Iterable[PendingImage], together: Callable[[Scale], int]) -> None:
-        """Give features to those that have none, pictures of the same size together, at most so many."""
+        """Extract features of the items without any, in batches of one size with at most `together` images."""
         groups: dict[tuple[Size, Size], list[PendingImage]] = {}
         for item in items:
             if item.features is None:
                 groups.setdefault((item.scale.image_size, item.scale.input_size), []).append(item)
         for members in groups.values():
-            group = list({id(item): item for item in members}.values())  # one may stand in several pairs
+            # One image may occur in several pairs.
+            group = list({id(item): item for item in members}.values())
             size = group[0].scale.input_size
             for chunk in chunks(group, together(group[0].scale)):
                 with enough_memory():
@@ -78,14 +81,14 @@ class Extractor:
                     item.pixels = None
 
     def _upload(self, given: list[npt.NDArray[np.uint8] | Tensor]) -> Tensor:
-        """Pictures of the same size, uint8 (h w 3), as one tensor on the device; tensors are there already."""
+        """Stack images of the same size, uint8 (h w 3), on the device; tensors are already there."""
         pictures = [picture for picture in given if not isinstance(picture, Tensor)]
         if not pictures:
             return torch.stack([picture for picture in given if isinstance(picture, Tensor)])
         if self.device.type != "cuda":
             pixels = [to_tensor(picture) for picture in pictures]
             return torch.stack(pixels).to(self.device) if len(pixels) > 1 else pixels[0][None].to(self.device)
-        # By way of memory that the GPU reads itself; torch keeps it for the next time.
+        # Copy through pinned memory, which torch caches for the next time.
         shelf = torch.empty(len(pictures), *pictures[0].shape, dtype=torch.uint8, pin_memory=True)
         if shelf.numel() <= _FEW:
             for picture, place in zip(pictures, shelf, strict=True):
@@ -95,7 +98,7 @@ class Extractor:
         return shelf.to(self.device, non_blocking=True)
 
     def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, ...]:
-        """Pictures on the device, uint8 (b h w 3), at this size; coarse and fine features; brightness if it is used."""
+        """Resize images on the device, uint8 (b h w 3); return them, coarse and fine features, and brightness."""
         resized = resize(pixels, size, antialias=self._network.config.backbone.antialias)
         images = normalize_colors(resized / 255).contiguous(memory_format=torch.channels_last)
         if self.device.type == "cuda":
@@ -103,14 +106,14 @@ class Extractor:
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self._autocast):
             features = self._network.extract(images)
         light = () if features.light is None else (features.light,)
-        # A copy even where nothing was resized: the pixels may be the user's own array.
+        # Always a copy: without resizing, the pixels may be the user's own array.
         seen = resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
         return seen, features.coarse, features.fine, *light
 
 
 @contextmanager
 def use_threads(count: int | None) -> Iterator[None]:
-    """Run the block with this many CPU threads; None: as many as torch uses."""
+    """Run the block with this number of CPU threads; None keeps the setting of torch."""
     before = torch.get_num_threads()
     if count is None or count == before:
         yield
@@ -123,12 +126,12 @@ def use_threads(count: int | None) -> Iterator[None]:
 
 
 def has_int8(network: Network, device: torch.device) -> bool:
-    """Whether this network's backbone can be quantized to int8 there."""
+    """Return whether the backbone of this network can be quantized to int8 on this device."""
     return device.type == "cpu" and isinstance(network.backbone, CompactBackbone) and int8.works()
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device that is asked for, or the best one here; "gpu" is another name for "cuda"."""
+    """Return the requested device, or the best one available; "gpu" is an alias of "cuda"."""
     here = devices()
     if device is None:
         return torch.device(here[0])
@@ -136,16 +139,16 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         chosen = torch.device(device_name(device) if isinstance(device, str) else device)
         torch.empty(1, device=chosen).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # PyTorch's own words on an unknown name are a list of all that it was ever ported to.
+        # The message of PyTorch for an unknown name lists every backend it ever had.
         reason = (str(error) or type(error).__name__).splitlines()[0]
         reason = "no such device" if reason.startswith("Expected one of") else reason
-        remedy = f"available here: {', '.join(here)}"
-        raise ConfigError(f"The device {str(device)!r} can't be used ({reason}); {remedy}.") from error
+        remedy = f"available devices: {', '.join(here)}"
+        raise ConfigError(f"Cannot use the device {str(device)!r} ({reason}); {remedy}.") from error
     return chosen
 
 
 def devices() -> list[str]:
-    """The devices of this machine, best first."""
+    """Return the devices of this machine, best first."""
     found = [f"cuda:{number}" for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     if len(found) == 1:
         found = ["cuda"]

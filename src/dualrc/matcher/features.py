@@ -1,4 +1,4 @@
-"""Pictures on their way to features, and the features."""
+"""Features of images, and images that wait for their features."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,13 +16,15 @@ from dualrc.types import BoolArray, ImageArray, Size
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PictureFeatures:
-    """A picture's features, ready to be matched with many others."""
+    """Features of an image, ready to be matched with many others."""
 
-    maps: Features  # batch of one
+    # Feature maps with a batch size of one.
+    maps: Features
     scale: Scale
     mask: BoolArray | None
-    made_by: str  # the weights; features of different networks can't be compared
-    # The picture as the network saw it, uint8 (h w 3): what the search for another scale looks at.
+    # Identifies the weights, because features of different networks cannot be compared.
+    made_by: str
+    # The image as the network saw it, uint8 (h w 3). The search over scales resamples it.
     pixels: Tensor
 
     def __repr__(self) -> str:
@@ -30,15 +32,15 @@ class PictureFeatures:
 
     @property
     def size(self) -> Size:
-        """The picture's (width, height)."""
+        """(width, height) of the image."""
         return self.scale.image_size
 
     @property
     def bytes(self) -> int:
-        """Memory that the features take."""
+        """Memory of the features in bytes."""
         maps = self.maps
         tensors = [tensor for tensor in (maps.coarse, maps.fine, maps.light, self.pixels) if tensor is not None]
-        # NCNet's coarse and fine map may be one.
+        # Coarse and fine map of NCNet may be the same tensor.
         return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
@@ -47,39 +49,40 @@ Matchable = ImageInput | PictureFeatures
 
 @dataclass(kw_only=True, eq=False)
 class PendingImage:
-    """A picture on its way to its features."""
+    """An image that waits for its features."""
 
     scale: Scale
-    pixels: ImageArray | Tensor | None = None  # (h w 3); a tensor is on the device
+    # (h w 3) A tensor is on the device.
+    pixels: ImageArray | Tensor | None = None
     features: PictureFeatures | None = None
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory of pixels and features in bytes."""
         return (0 if self.pixels is None else self.pixels.nbytes) + (
             0 if self.features is None else self.features.bytes
         )
 
     def known(self) -> PictureFeatures:
-        """The features, which it has by now."""
+        """Return the features, which must be present."""
         assert self.features is not None
         return self.features
 
 
 class FeatureCache:
-    """Pictures given by path and their features, the latest ones."""
+    """Cache of images given by path and their features, most recent last."""
 
     def __init__(self, make: Callable[[ImageArray], PendingImage], reader: ReadAhead) -> None:
         self._make, self._reader = make, reader
         self._kept: LruCache[Path, PendingImage] = LruCache()
 
     def ask(self, picture: Matchable) -> None:
-        """This picture will be asked for soon."""
+        """Announce that this image is needed soon, so that it is read in the background."""
         if isinstance(picture, (str, Path)) and Path(picture) not in self._kept:
             self._reader.ask(Path(picture))
 
     def get(self, picture: Matchable) -> PendingImage:
-        """The picture, read now if it has to be; its features come later."""
+        """Return the image, read now if necessary; its features follow later."""
         if isinstance(picture, PictureFeatures):
             return PendingImage(scale=picture.scale, features=picture)
         if not isinstance(picture, (str, Path)):
@@ -90,22 +93,22 @@ class FeatureCache:
         return self._kept.get(key, lambda: self._make(self._reader.take(key)))
 
     def shrink(self, max_bytes: float) -> None:
-        """Keep only the latest that fit into so many bytes, and at least two."""
+        """Evict the oldest images until the others fit into `max_bytes`, but keep at least two."""
         self._kept.shrink(max_bytes)
 
 
 def shapes(pair: tuple[PendingImage, PendingImage]) -> tuple[Size, ...]:
-    """The sizes that the network sees; pairs with the same can be matched together."""
+    """Return the sizes of the network input; pairs with equal sizes can form a batch."""
     return tuple(item.scale.input_size for item in pair)
 
 
 def chunks(items: list[PendingImage], size: int) -> Iterator[list[PendingImage]]:
-    """So many at a time."""
+    """Yield chunks of at most `size` items."""
     return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def stack(features: list[Features]) -> Features:
-    """Pictures of the same shape as one batch."""
+    """Stack features of images of the same shape into one batch."""
     if len(features) == 1:
         return features[0]
     valid, masks = None, [f.valid for f in features if f.valid is not None]

@@ -1,4 +1,4 @@
-"""Whether matches agree with each other: the evidence, cheap and free of any model, that two images were matched."""
+"""Agreement between matches: fast evidence, without a geometric model, that two images show the same scene."""
 
 from typing import Any, NamedTuple
 
@@ -7,48 +7,59 @@ import numpy.typing as npt
 
 from dualrc.matches import Matches
 
-TOP = 1000  # matches that vote
-_PARTNERS = (1, 4)  # of each match; the second number only where the first leaves a doubt
+# Number of matches that vote.
+TOP = 1000
+# Partners of each match. The second number applies only if the first leaves doubt.
+_PARTNERS = (1, 4)
 _FEWEST_MATCHES, _FEWEST_PAIRS = 16, 40
-_NEAR = 0.25  # of the long side: only matches near each other move alike
-_LEAST_PX = (12, 4)  # apart in one image and in the other, or the direction between them is noise
-_BIN = 0.2  # of log scale and of angle
-_SCALES = 12  # bins on each side of the scale 1
-# Share of the pairs in 3 x 3 bins around the fullest. Unrelated images have up to 0.12, typically 0.05; images of a
-# plane tilted by 60 degrees 0.24, wide baselines of a 3D scene 0.18 and more, ordinary pairs 0.5 to 1.
+# Largest distance of partners, as a share of the long side. Only nearby matches move alike.
+_NEAR = 0.25
+# Smallest distances of partners in one image and in the other. The direction between closer points is noise.
+_LEAST_PX = (12, 4)
+# Bin size of log scale and of angle.
+_BIN = 0.2
+# Bins on each side of scale 1.
+_SCALES = 12
+# Smallest share of the pairs in 3 x 3 bins around the fullest bin that counts as agreement.
+# Unrelated images reach up to 0.12, typically 0.05. Images of a plane tilted by 60 degrees reach 0.24.
+# Wide baselines of a 3D scene reach 0.18 and more, ordinary pairs 0.5 to 1.
 ENOUGH = 0.15
-_PLENTY = 0.4  # with one partner each: no doubt
-SAME = 1.6  # times larger or smaller: the network sees through this
+# Share with one partner each that leaves no doubt.
+_PLENTY = 0.4
+# Largest scale factor that the network matches well.
+SAME = 1.6
 
 
 class Foothold(NamedTuple):
-    """How much matches agree on a similarity between the two images as the network saw them."""
+    """Agreement of matches on a similarity transform between the two network inputs."""
 
-    share: float  # of pairs of nearby matches that agree, 0 to 1
-    scale: float  # how many times larger things are in image 1 there
+    # Share of pairs of nearby matches that agree, 0 to 1.
+    share: float
+    # Scale factor from image 0 to image 1 of the pairs that agree.
+    scale: float
 
     @property
     def firm(self) -> bool:
-        """Whether enough agree at all."""
+        """Whether enough matches agree."""
         return self.share >= ENOUGH
 
     @property
     def same_scale(self) -> bool:
-        """Whether the images are at scales that the network matches well."""
+        """Whether the scales of the images are close enough for the network."""
         return 1 / SAME <= self.scale <= SAME
 
 
 def vote(matches: Matches) -> Foothold:
-    """How much the best matches agree, from the rotation and scale between pairs of them; `info` has network sizes.
+    """Measure the agreement of the best matches by rotation and scale between pairs; `info` has the network sizes.
 
-    Exchanging the images leaves the share and inverts the scale, but for near-ties.
+    Swapping the images keeps the share and inverts the scale, except for near-ties.
     """
     count = min(len(matches), TOP)
     if count < _FEWEST_MATCHES:
         return Foothold(0.0, 1.0)
     sizes = [np.array(matches.info[f"network_size{number}"], dtype=np.float64) for number in (0, 1)]
     own = (matches.points0, matches.size0), (matches.points1, matches.size1)
-    # Points as complex numbers, in network pixels: the ratio of two differences is a scale and a rotation.
+    # Points as complex numbers in network pixels. The ratio of two differences is a scale and a rotation.
     places = [
         (points[:count] * (seen / size)).astype(np.float64).view(np.complex128)[:, 0]
         for (points, size), seen in zip(own, sizes, strict=True)
@@ -68,13 +79,13 @@ def vote(matches: Matches) -> Foothold:
 
 
 def _shuffled(places: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """An arbitrary order of places (n,), the same whatever order they come in; one more or less moves no other."""
+    """Return a pseudo-random order of positions (n,), independent of their input order and of each other."""
     x, y = (np.rint(part).astype(np.int64).astype(np.uint32) for part in (places.real, places.imag))
     return np.argsort((x * np.uint32(73856093) ^ y * np.uint32(19349663)) * np.uint32(2654435761), kind="stable")
 
 
 def _fullest(steps0: npt.NDArray[Any], steps1: npt.NDArray[Any], near: tuple[float, float]) -> Foothold:
-    """The similarity that most of these steps (n,) from match to match agree on."""
+    """Return the similarity that most steps (n,) between matches agree on."""
     length0, length1 = np.abs(steps0), np.abs(steps1)
     far_px, least_px = _LEAST_PX
     apart = (np.maximum(length0, length1) > far_px) & (np.minimum(length0, length1) > least_px)

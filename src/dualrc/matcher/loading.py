@@ -1,4 +1,4 @@
-"""A matcher for a preset, with the weights inside the package or others."""
+"""Loading of a matcher for a preset, with bundled or other weights."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -24,30 +24,31 @@ def load(
     threads: int | None = None,
     **settings: Unpack[MatcherOptions],
 ) -> Matcher:
-    """A matcher with the preset's bundled weights, or with a weights file of that preset, on the best device.
+    """Load a matcher with the bundled weights of a preset, or with a weights file of that preset.
 
-    `precision` is that of the backbone: float16 on a GPU, int8 on a CPU with VNNI, else float32. `engine` names what
-    carries out everything after the backbone (see `dualrc.ops`); None: the best for the device. `threads` limits the
-    CPU threads of the matcher's calls; None: as many as torch uses, one per core.
-    Scores are probabilities where the weights have a calibration beside them, as the bundled ones do.
-    `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_zoom, max_memory.
+    `device` defaults to the best one available. `precision` is that of the backbone: by default float16 on a GPU, int8
+    on a CPU with VNNI, otherwise float32. `engine` selects the implementation of everything after the backbone (see
+    `dualrc.ops`); None selects the best one for the device. `threads` limits the CPU threads of each call; None keeps
+    the setting of torch, one per core. Scores are probabilities if a calibration lies next to the weights file, as for
+    the bundled weights. `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_zoom,
+    max_memory.
     """
     _, matcher_config = configs.preset(preset)
     known = [field.name for field in fields(MatcherConfig)]
     for name in settings:
         if name not in known:
-            raise ConfigError(f"Unknown setting {name}; known here: {', '.join(known)}.")
+            raise ConfigError(f"Unknown setting {name}; choose one of {', '.join(known)}.")
     matcher_config = replace(matcher_config, **settings)
     path = Path(weights) if weights is not None else bundled(preset)
     if path is None:
         raise WeightsError(
-            f"The package carries no weights for the preset {preset!r}; give a weights file (weights=..., or --weights "
-            "on the command line); `dualrc convert` makes one of a published checkpoint."
+            f"The package has no weights for the preset {preset!r}; give a weights file (weights=..., or --weights "
+            "on the command line). `dualrc convert` creates one from a published checkpoint."
         )
     network = load_weights(path)
     if network.config.preset != preset:
         raise WeightsError(
-            f"{path} holds weights of the preset {network.config.preset!r}, not {preset!r}; "
+            f"{path} has weights for the preset {network.config.preset!r}, not {preset!r}; "
             f"load the preset {network.config.preset!r}, or give other weights."
         )
     if precision is None and has_int8(network, choose_device(device)):

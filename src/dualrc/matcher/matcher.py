@@ -1,4 +1,4 @@
-"""The matcher: pictures in, Matches in their own pixels out."""
+"""The matcher: images in, `Matches` in their original pixels out."""
 
 import copy
 import itertools
@@ -36,19 +36,22 @@ from dualrc.provenance import provenance
 from dualrc.types import UNSET, FloatArray, Size, Unset
 
 T = TypeVar("T")
-_USABLE = 64  # pixels of the side of a picture: with fewer there are few matches
-_STRIP = 4  # times as long as wide: there a size, which is that of the long side, leaves little of the other
-# Where there is a GPU, so many pairs go through the network together, fewer if they would have more entries of the
-# coarse tensor than this; on a CPU one at a time is as fast.
+# Shortest useful side of the network input, in pixels. Smaller inputs give few matches.
+_USABLE = 64
+# Aspect ratio of a strip. The size limits its long side, which leaves few pixels on the short side.
+_STRIP = 4
+# Largest batch on a GPU, in pairs and in entries of the coarse tensor. On a CPU, one pair at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
-_PIXELS = 100_000_000  # and no more pixels than these wait for being matched together
-_READERS, _AHEAD = 4, 8  # beside a GPU so many threads read the pictures of so many pairs ahead
+# Largest number of image pixels that wait for a batch.
+_PIXELS = 100_000_000
+# With a GPU: threads that read images in advance, and number of pairs that they read ahead.
+_READERS, _AHEAD = 4, 8
 
 
 class Matcher:
-    """Finds correspondences between pictures; `dualrc.load` makes one.
+    """Finds correspondences between images; `dualrc.load` creates one.
 
-    Pictures are paths, PIL images, arrays or tensors, or what `features` gave for them.
+    Images are paths, PIL images, arrays, tensors, or the result of `features`.
     """
 
     def __init__(
@@ -63,15 +66,13 @@ class Matcher:
         weights_hash: str | None = None,
         calibration: Calibration | None = None,
     ) -> None:
-        """Copies the network; `engine` is one of `dualrc.ops`, None: the best for the device.
+        """Create a matcher with a copy of the network; `engine` is one of `dualrc.ops`, None for the best one.
 
-        Without a calibration, scores are the network's own: they rank matches, and differ from call to call.
-        `threads` limits the CPU threads of each call, None: as many as torch uses.
+        Without a calibration, scores are raw network scores. They rank matches and are not probabilities. `threads`
+        limits the CPU threads of each call; None keeps the setting of torch.
         """
         if threads is not None and not (isinstance(threads, int) and threads >= 1):
-            raise ConfigError(
-                f"threads = {threads!r} must be a whole number of at least 1; leave it out for all cores."
-            )
+            raise ConfigError(f"threads = {threads!r} must be a whole number of at least 1; omit it to use all cores.")
         self.config, self.weights_hash, self.calibration = config, weights_hash, calibration
         self.threads = threads
         self.network = copy.deepcopy(network).eval()
@@ -99,14 +100,14 @@ class Matcher:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What is in force: versions, configs, device and weights; stored with every result."""
+        """Versions, configs, device and weights, as stored with every result."""
         return dict(self._info)
 
     @torch.inference_mode()
     def features(
         self, picture: ImageInput, *, mask: npt.ArrayLike | None = None, size: int | Unset | None = UNSET
     ) -> PictureFeatures:
-        """Everything that matching needs to know of one picture; `mask` (height, width) says where to look."""
+        """Extract the features of one image; `mask` (height, width) selects the region to match."""
         item = self._item(read(picture), size)
         return self._in_memory([item], lambda features: self.masked(features, mask))
 
@@ -116,14 +117,14 @@ class Matcher:
         network = network_size(own, long_side=settings.size, max_size=settings.max_size)
         if min(network) < _USABLE and min(own) >= 2 * min(network) and max(own) >= _STRIP * min(own):
             warnings.warn(
-                "A picture of {}x{} pixels is seen at {}x{}, where little can be found; give a larger size, or cut it "
-                "into parts.".format(*own, *network),
+                "An image of {}x{} pixels is resized to {}x{}, where few matches can be found; give a larger size, or "
+                "split the image.".format(*own, *network),
                 stacklevel=2,
             )
         return PendingImage(scale=Scale(image_size=own, input_size=network), pixels=pixels)
 
     def extract(self, items: Iterable[PendingImage]) -> None:
-        """Give features to those that have none."""
+        """Extract features of the items without any."""
 
         def together(scale: Scale) -> int:
             return min(_BATCH, self.budget.together((scale, scale))) if self.device.type == "cuda" else 1
@@ -143,12 +144,13 @@ class Matcher:
         min_score: float | Unset = UNSET,
         quality: Quality | Unset = UNSET,
     ) -> Matches:
-        """Return corresponding points of two images, best first; the higher qualities need images, not features."""
+        """Match two images, best matches first; the higher qualities need images, not features."""
         settings = self._settings(top=top, min_score=min_score, quality=quality)
         if settings.quality == "standard":
             match = partial(self.match_features, top=top, min_score=min_score)
             return self._with_pair(match, image0, image1, mask0, mask1, size)
-        from dualrc.matcher.rematch import match_again  # brings the estimators, which no other call needs
+        # This imports the estimators, which no other call needs.
+        from dualrc.matcher.rematch import match_again
 
         if isinstance(image0, PictureFeatures) or isinstance(image1, PictureFeatures):
             message = f'quality = "{settings.quality}" warps the images; pass images instead of features.'
@@ -168,7 +170,7 @@ class Matcher:
         top: int | Unset | None = UNSET,
         min_score: float | Unset = UNSET,
     ) -> Matches:
-        """Match two pictures by features that were extracted before, always in standard quality."""
+        """Match two images by features extracted before, always in standard quality."""
         pair = (self.masked(features0, mask0), self.masked(features1, mask1))
         settings = self._settings(top=top, min_score=min_score)
         return self._selected(next(self.match_uncalibrated([pair], settings)), settings)
@@ -183,12 +185,12 @@ class Matcher:
         quality: Quality | Unset = UNSET,
         errors: Literal["raise", "empty"] = "raise",
     ) -> Iterator[Matches]:
-        """Match many pairs, in order; a picture that stands in several pairs is usually read only once.
+        """Match pairs in order; an image that occurs in several pairs is usually read only once.
 
-        With errors="empty" a pair whose pictures can't be used gives no matches, with the reason in info["error"].
+        With errors="empty", a pair with an unusable image gives no matches, and info["error"] has the reason.
         """
         if errors not in ("raise", "empty"):
-            raise ConfigError(f"errors = {errors!r} is not known; choose raise or empty.")
+            raise ConfigError(f"Unknown value errors = {errors!r}; choose raise or empty.")
         settings = self._settings(top=top, min_score=min_score, quality=quality)
         alone = partial(self._match_alone, size=size, settings=settings, errors=errors)
         if settings.quality != "standard":
@@ -207,7 +209,8 @@ class Matcher:
                     cache.shrink(self.budget.spare((items[0].scale, items[1].scale)))
                     fits = self.budget.fits((items[0].scale, items[1].scale))
                 except ImageError as error:
-                    yield from self._match_items(batch, settings, alone)  # what came before is not lost
+                    # Results of earlier pairs are not lost.
+                    yield from self._match_items(batch, settings, alone)
                     batch = []
                     if errors == "raise":
                         raise
@@ -231,7 +234,7 @@ class Matcher:
         settings: MatcherConfig,
         alone: Callable[[tuple[Matchable, Matchable]], Matches],
     ) -> Iterator[Matches]:
-        """Match pairs together, or one by one where there is too little memory for that."""
+        """Match pairs as one batch, or one by one if there is not enough memory."""
         found: list[Matches] = []
         with suppress(NoMemoryError):
             self.extract(item for _, items in batch for item in items)
@@ -249,7 +252,7 @@ class Matcher:
         settings: MatcherConfig,
         errors: Literal["raise", "empty"],
     ) -> Matches:
-        """Match a pair for itself, at a smaller size where it has to be."""
+        """Match one pair alone, at a smaller size if necessary."""
         options: dict[str, Any] = {"top": settings.top, "min_score": settings.min_score, "quality": settings.quality}
         try:
             return self.match(*pair, size=size, **options)
@@ -273,15 +276,15 @@ class Matcher:
         size: int | Unset | None = UNSET,
         min_score: float | Unset = UNSET,
     ) -> Matches:
-        """Where these points of picture 0 are in picture 1: one row per point, in order.
+        """Locate points of image 0 in image 1: one row per point, in order.
 
-        A point that has no counterpart with at least `min_score`, or lies outside the picture or its mask, has NaN for
-        it and score 0.
+        A point gets NaN and score 0 if it has no counterpart with at least `min_score`, or lies outside the image or
+        its mask.
         """
         points = np.asarray(points0, dtype=np.float32)
         points = points.reshape(0, 2) if points.size == 0 else points
         if points.ndim != 2 or points.shape[1] != 2:
-            raise DataError(f"Points have shape (n, 2), one (x, y) a row, not {points.shape}.")
+            raise DataError(f"Points must have shape (n, 2), one (x, y) per row, not {points.shape}.")
         find = partial(self._match_points, points=points, min_score=min_score)
         return self._with_pair(find, image0, image1, mask0, mask1, size)
 
@@ -321,9 +324,9 @@ class Matcher:
         size: int | Unset | None = UNSET,
         min_score: float | Unset = UNSET,
     ) -> Warp:
-        """Where every pixel of picture 0 is in picture 1, with a certainty of 0 to 1 on the scale of the scores.
+        """Locate every pixel of image 0 in image 1, with a certainty from 0 to 1 on the scale of the scores.
 
-        A pixel that has no counterpart with at least `min_score`, or lies outside the mask, has NaN and certainty 0.
+        A pixel gets NaN and certainty 0 if it has no counterpart with at least `min_score`, or lies outside the mask.
         """
         warp = partial(self._warp, min_score=min_score)
         return self._with_pair(warp, image0, image1, mask0, mask1, size)
@@ -348,7 +351,7 @@ class Matcher:
         return _AHEAD if self.device.type == "cuda" else 0
 
     def _batch_size(self, pair: tuple[PendingImage, PendingImage]) -> int:
-        """How many pairs like this one go through the network together."""
+        """Return the batch size for pairs like this one."""
         if self.device.type != "cuda":
             return 1
         cells = [math.prod(side // STRIDE for side in item.scale.input_size) for item in pair]
@@ -365,9 +368,10 @@ class Matcher:
         mask1: npt.ArrayLike | None,
         size: int | Unset | None,
     ) -> T:
-        """What `use` makes of the features of two pictures, at the largest size that there is memory for."""
+        """Call `use` with the features of two images, at the largest size that fits into memory."""
         items = [
-            PendingImage(scale=image.scale, features=image)  # they have their size already
+            # Features have a fixed size already.
+            PendingImage(scale=image.scale, features=image)
             if isinstance(image, PictureFeatures)
             else self._item(read(image), size)
             for image in (image0, image1)
@@ -381,7 +385,7 @@ class Matcher:
         return self._in_memory(items, with_masks)
 
     def _in_memory(self, items: list[PendingImage], use: Callable[..., T]) -> T:
-        """The same for the features of one item or two; a single one counts as a pair of its like."""
+        """Call `use` with the features of one or two items; the budget treats a single item as a pair with itself."""
         wanted = items[0].scale, items[-1].scale
         fixed = items[0].features is not None, items[-1].features is not None
         for sizes in self.budget.sizes(wanted, fixed):
@@ -395,7 +399,7 @@ class Matcher:
         raise NoMemoryError
 
     def masked(self, features: PictureFeatures, mask: npt.ArrayLike | None) -> PictureFeatures:
-        """The same features, looked at only where a mask of the picture's size is true; None: as they are."""
+        """Restrict features to a mask (height, width) of the image; None keeps them unchanged."""
         if mask is None:
             return features
         array = np.asarray(mask.cpu() if isinstance(mask, Tensor) else mask) != 0
@@ -405,37 +409,37 @@ class Matcher:
 
     def _check_makers(self, pair: tuple[PictureFeatures, PictureFeatures]) -> None:
         if any(features.made_by != self._extractor.made_by for features in pair):
-            raise ConfigError("These features were made with other weights; make them with this matcher's features().")
+            raise ConfigError("These features come from other weights; extract them with features() of this matcher.")
 
     @contextmanager
     def _working(self, features0: PictureFeatures, features1: PictureFeatures, count: int = 1) -> Iterator[None]:
-        """Let the network work in what memory so many such pairs leave."""
+        """Limit the workspace of the network to the memory that `count` such pairs leave."""
         limit = self.budget.working((features0.scale, features1.scale), count)
         with enough_memory(), memory.working_memory(limit), use_threads(self.threads):
             yield
 
     def _settings(self, **changes: Any) -> MatcherConfig:
-        """The config with what a call asked for; checked as any config is."""
+        """Return the config with the options of a call, validated."""
         return replace(self.config, **{name: value for name, value in changes.items() if value is not UNSET})
 
     def match_uncalibrated(
         self, batch: list[tuple[PictureFeatures, PictureFeatures]], settings: MatcherConfig
     ) -> Iterator[Matches]:
-        """Match pairs of the same shapes together; those without a foothold are looked at again, at other scales.
+        """Match pairs of the same shapes as one batch; pairs without agreement are matched again at other scales.
 
-        Scores are the network's own; the best `top` are there, and often more.
+        Scores are raw network scores. The result has the best `top` matches, and often more.
         """
         for pair in batch:
             self._check_makers(pair)
         top, searches = settings.top, settings.max_zoom > 1
         if top is not None:
-            # The best ones vote, whatever is asked for: on the scale, and on the pair.
+            # The votes on the scale and on the pair need the best matches, whatever the caller asked for.
             top = max(top, foothold.TOP if searches else 0, LOOKED_AT if self.calibration is not None else 0)
         for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
             yield self._searched(matches, pair, searches) if searches or self.calibration is not None else matches
 
     def _searched(self, matches: Matches, pair: tuple[PictureFeatures, PictureFeatures], other_scales: bool) -> Matches:
-        """The matches as they are if they agree with each other; else those at another scale, if they agree there."""
+        """Return the matches if they agree with each other, else those at another scale if they agree there."""
         found = foothold.vote(matches)
         if self.calibration is not None and (not found.firm or is_stationary(matches)):
             matches = without_blank_areas(matches, pair)
@@ -452,27 +456,27 @@ class Matcher:
     def match_plain(
         self, batch: list[tuple[PictureFeatures, PictureFeatures]], top: int | None = None
     ) -> Iterator[Matches]:
-        """Match pairs of the same shapes together, once, with the network's own scores; the best `top` of each."""
+        """Match pairs of the same shapes as one batch, once, with raw network scores; the best `top` of each."""
         if not batch:
             return
         sides = [stack([pair[side].maps for pair in batch]) for side in (0, 1)]
-        # Masks may still reject some after refinement, so then the best are counted later.
+        # Masks may reject matches after the refinement, so the best are selected later.
         masked = any(features.mask is not None for pair in batch for features in pair)
         with self._working(*batch[0], count=len(batch)):
             found = self.network.match(sides[0], sides[1], top=None if masked else top)
-        # All results travel at once, and are told apart here.
+        # One transfer to the host for all results.
         columns = torch.cat([found.points0, found.points1, found.scores[:, None]], dim=1).cpu().numpy()
         counts = found.pair.bincount(minlength=len(batch)).tolist() if len(batch) > 1 else [len(columns)]
         ends = list(itertools.accumulate(counts))
         for start, end, pair in zip([0, *ends], ends, batch, strict=False):
             matches = self._to_matches(columns[start:end], *pair)
-            # What lies outside of the masks has no say in how the pair is judged.
+            # Matches outside the masks must not influence the pair score.
             if masked:
                 matches = replace(matches.inside(pair[0].mask, pair[1].mask), whole=None)
             yield matches if top is None or top >= len(matches) else matches[:top]
 
     def _selected(self, matches: Matches, settings: MatcherConfig) -> Matches:
-        """The best of matches with the network's own scores, which become probabilities."""
+        """Select the best matches and convert raw network scores to probabilities."""
         matches = replace(matches, whole=None)
         if self.calibration is not None:
             info = {**matches.info, "pair_model": self.calibration.pair_info()}
@@ -482,7 +486,7 @@ class Matcher:
         return matches if settings.top is None or settings.top >= len(matches) else matches[: settings.top]
 
     def _calibrated(self, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Scores of points that were asked for as probabilities; 0, for those without a counterpart, stays 0."""
+        """Convert scores of requested points to probabilities; 0, for points without a counterpart, stays 0."""
         return scores if self.calibration is None else np.where(scores > 0, self.calibration.points(scores), 0)
 
     def _to_matches(

@@ -1,4 +1,4 @@
-"""Pictures read before they are needed, so that decoding runs beside the GPU."""
+"""Reading of images in advance, so that decoding overlaps with work on the GPU."""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class ReadAhead:
-    """Reads the pictures that it is told of in threads."""
+    """Reads announced images in background threads."""
 
     def __init__(self, threads: int) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
@@ -26,24 +26,24 @@ class ReadAhead:
         self._pool.shutdown(cancel_futures=True)
 
     def ask(self, path: Path) -> None:
-        """This picture will be taken soon."""
+        """Announce that this image is needed soon."""
         if path not in self._waiting:
             self._waiting[path] = self._pool.submit(read, path)
 
     def take(self, path: Path) -> ImageArray:
-        """The picture, read by now or read here; raises what reading it raised."""
+        """Return the image, read in advance or now; raise the exception of reading, if any."""
         future = self._waiting.pop(path, None)
         return read(path) if future is None else future.result()
 
     def drop(self, path: Path) -> None:
-        """The picture is not needed after all."""
+        """Cancel the announcement of an image."""
         future = self._waiting.pop(path, None)
         if future is not None:
             future.cancel()
 
 
 def look_ahead(items: Iterable[T], count: int) -> Iterator[tuple[T, list[T]]]:
-    """Each item with those that newly come into view when `count` more are seen ahead of it; the first sees all."""
+    """Yield each item with the items that newly enter a window of `count` items ahead; the first item gets all."""
     rest = iter(items)
     seen = list(islice(rest, count + 1))
     new = seen

@@ -1,4 +1,4 @@
-"""Looking again: at other scales where matches do not agree, and, in high quality, through the motion they share."""
+"""Second passes: at other scales if matches do not agree, and in high quality through their common motion."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -19,35 +19,50 @@ if TYPE_CHECKING:
     from dualrc.matcher.features import PictureFeatures
     from dualrc.matcher.matcher import Matcher
 
-_STEP = 2.0  # from scale to scale of the search; the network sees through what is left
-_SURE = 0.5  # agreement that ends the search
-_TAKEN = 2 * ENOUGH  # agreement that a scale of the search needs: several are tried, and the best is taken
-_EXACTER = 2  # looks at the exact scale
-_EXACT = 1.2  # times larger or smaller: closer to the right scale little is gained
-_BEST, _OUTSIDE, _MARGIN = 300, 3, 0.15  # matches, percent of them and share of their extent around: where to look
-_MOST = 0.5  # of a picture: what covers more is all of it
-_WORSE = 0.8  # times the agreement: so much may be lost by chance at the exact scale, which places matches better
-_LONGEST = 640  # pixels: pictures that are smaller at the right scale are enlarged, which places matches better
-_LOOKS = 2  # after the first
-_SAMPLE = 3000  # matches that the motion is estimated from
-_THRESHOLD = 0.006  # of picture 1's long side: scenes are not planes, and a rough motion will do
-_FEWEST = 30  # matches that must share the motion
+# Factor between the scales of the search. The network tolerates what remains.
+_STEP = 2.0
+# Agreement that ends the search.
+_SURE = 0.5
+# Agreement that a scale of the search needs. The best of several scales could agree by chance.
+_TAKEN = 2 * ENOUGH
+# Number of passes at the exact scale.
+_EXACTER = 2
+# Scale factor below which another pass gains little.
+_EXACT = 1.2
+# Best matches that define a crop, percentage of outliers on each side, and margin as a share of their extent.
+_BEST, _OUTSIDE, _MARGIN = 300, 3, 0.15
+# Largest share of an image that a crop may cover. Beyond it, the whole image is used.
+_MOST = 0.5
+# Share of the agreement that the exact scale must keep. It localizes better, so a small loss by chance is accepted.
+_WORSE = 0.8
+# Long side in pixels up to which images are enlarged at the right scale. This improves localization.
+_LONGEST = 640
+# Number of passes after the first, in high quality.
+_LOOKS = 2
+# Number of matches from which the common motion is estimated.
+_SAMPLE = 3000
+# Inlier threshold as a share of image 1's long side. It is wide, because scenes are not planar.
+_THRESHOLD = 0.006
+# Smallest number of matches that must share the motion.
+_FEWEST = 30
 _ITERATIONS = 5000
-_TOP = 1000  # matches by whose scores two looks are compared
-_SPACING = 0.02  # of picture 0's long side: where the second look found nothing this near, the first one stands
+# Number of matches whose scores compare two passes.
+_TOP = 1000
+# Share of image 0's long side. A match of the first pass stays if the second found nothing this close.
+_SPACING = 0.02
 
 NOTHING = (
-    "The matches do not agree with each other, at this scale or at others: the pictures may not show the same thing. "
-    'If they do, try quality="search", turn one upright, or crop both to what they share.'
+    "The matches do not agree with each other at any scale: the images may not show the same scene. "
+    'If they do, try quality="search", rotate one image upright, or crop both images to their overlap.'
 )
 
 
 def search(
     matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]", first: Matches, foothold: Foothold
 ) -> Matches:
-    """Match at the scale that the first look points to, or, where it has no foothold, at the best of several.
+    """Match at the scale that the first pass indicates, or at the best of several scales if it has no agreement.
 
-    Scales are compared by how much the matches agree with each other. `first` stands where none is better.
+    Scales are compared by the agreement of their matches. The result is `first` if no scale is better.
     """
     look: Look | None = None
     scale, agreed = foothold.scale, foothold.share
@@ -69,13 +84,13 @@ def search(
         scale *= rest
     if look is None:
         return first
-    # In the pictures' own pixels.
+    # The zoom is the scale between the original images.
     ratio = [f.size[0] / f.scale.input_size[0] for f in features]
     return replace(look.matches, info={**look.matches.info, "zoom": round(scale * ratio[1] / ratio[0], 3)})
 
 
 def _best_scale(matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]") -> tuple[Look | None, float]:
-    """The scale, of several, at which the matches agree most, and what was found there; None: they agree nowhere."""
+    """Return the pass and the scale with the highest agreement of several; None if the matches agree at no scale."""
     best: Look | None = None
     best_scale, most = 1.0, _TAKEN
     steps = int(np.log(matcher.config.max_zoom) / np.log(_STEP) + 1e-6)
@@ -95,9 +110,10 @@ def _look_at_scale(
     boxes: tuple[Box | None, Box | None] = (None, None),
     longest: int = 0,
 ) -> Look | None:
-    """What is found if things are so many times larger in picture 1; None where a picture would be too small."""
+    """Match at a scale factor from image 0 to image 1; None if an image would become too small."""
     own = features[0].scale, features[1].scale
-    scale = 2 ** (round(16 * np.log2(scale)) / 16)  # the same from both sides, for all that matches differ in rounding
+    # Rounding makes the scale the same in both directions, although matches differ slightly.
+    scale = 2 ** (round(16 * np.log2(scale)) / 16)
     views = scale_views(own, scale, boxes, longest)
     if views is not None and longest > 0:
         first, second = (
@@ -110,7 +126,7 @@ def _look_at_scale(
 
 
 def _boxes(matches: Matches, features: "tuple[PictureFeatures, PictureFeatures]") -> tuple[Box | None, Box | None]:
-    """The part of each picture, as the network sees it, that holds nearly all of the best matches; None: most of it."""
+    """Return the crop of each network input with nearly all of the best matches; None for the whole image."""
     points = matches.points0[:_BEST], matches.points1[:_BEST]
     first, second = (_box(own, f.scale) for own, f in zip(points, features, strict=True))
     return first, second
@@ -120,7 +136,7 @@ def _box(points: FloatArray, scale: Scale) -> Box | None:
     size = np.array(scale.input_size)
     low, high = np.percentile(scale.to_network(points), (_OUTSIDE, 100 - _OUTSIDE), axis=0)
     margin = _MARGIN * (high - low)
-    # In whole cells, which rounding of the matches does not move.
+    # Whole cells do not depend on small differences between the matches.
     left, top = (np.clip(low - margin, 0, size - 1) // STRIDE * STRIDE).astype(int).tolist()
     right, bottom = (-(-np.clip(high + margin, (left + 1, top + 1), size) // STRIDE) * STRIDE).astype(int).tolist()
     box = (left, top, right - left, bottom - top)
@@ -135,10 +151,10 @@ def match_again(
     *,
     search_views: bool = False,
 ) -> Matches:
-    """Match, then warp the image that shows things larger into the frame of the other and match again.
+    """Match, then warp the image with the larger scale into the frame of the other image, and match again.
 
     With `search_views`, matches of simulated views are further starting points, unless the result is beyond doubt.
-    The result that agrees most with an epipolar geometry is then kept. Scores are the network's own.
+    The result that agrees best with an epipolar geometry is kept. Scores are raw network scores.
     """
     features = features0, features1
     everything = replace(matcher.config, top=None)
@@ -150,7 +166,7 @@ def match_again(
     if search_views and (agreed := verified_weight(best)) < BEYOND_DOUBT:
         starts = best_views(matcher, features)
         looks = [_looked_again(matcher, pictures, features, start, 0.0, 1) for start in starts]
-        # A start itself lacks detail.
+        # The matches of the simulated views themselves lack detail.
         looks = [look for look, start in zip(looks, starts, strict=True) if look is not start]
         start = max(looks, key=verified_weight, default=None)
         if start is not None:
@@ -167,7 +183,7 @@ def _looked_again(
     least: float,
     looks: int,
 ) -> Matches:
-    """The matches of further looks through the motion that matches share, while each finds more than `least`."""
+    """Match again through the common motion of the matches, while each pass has a larger weight than `least`."""
     for _ in range(looks):
         motion = shared_motion(best)
         if motion is None:
@@ -185,8 +201,9 @@ def _match_moved(
     features: "tuple[PictureFeatures, PictureFeatures]",
     motion: "Motion",
 ) -> Matches:
-    """Match one picture as it is with the other in its frame."""
-    moves0 = motion.enlarges < 1  # picture 0 is the larger one
+    """Match one image with the other image warped into its frame."""
+    # Warp the image that shows the scene larger, so that no detail is invented.
+    moves0 = motion.enlarges < 1
     own_from_frame = np.linalg.inv(motion.frame1_from_0) if moves0 else motion.frame1_from_0
     still, moving = features[moves0], int(not moves0)
     frame = still.scale
@@ -203,14 +220,16 @@ def _match_moved(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Motion:
-    """How picture 0 moves into picture 1, as a whole."""
+    """Global motion from image 0 to image 1."""
 
-    frame1_from_0: FloatArray  # 3x3
-    enlarges: float  # things are so many times larger in picture 1
+    # (3, 3) Homography.
+    frame1_from_0: FloatArray
+    # Scale factor from image 0 to image 1.
+    enlarges: float
 
 
 def shared_motion(matches: Matches) -> Motion | None:
-    """The homography that most matches share, if there is one."""
+    """Estimate the homography that most matches share; None if there is none."""
     if len(matches) < _FEWEST:
         return None
     threshold_px = _THRESHOLD * max(matches.size1)
@@ -219,22 +238,23 @@ def shared_motion(matches: Matches) -> Motion | None:
     )
     if fit.matrix is None:
         return None
-    # By the middle of what agrees: beyond the horizon of a homography nothing has a size.
+    # Measure at the median of the inliers, because scale is undefined beyond the horizon of a homography.
     middle = np.median(matches.top(_SAMPLE).points0[fit.inliers], axis=0)
     steps = geometry.apply_homography(fit.matrix, middle + np.array([(0, 0), (1, 0), (0, 1)]))
     area = float(np.linalg.det(steps[1:] - steps[0]))
-    if not 1e-4 < area < 1e4:  # mirrored, or collapsed
+    # The homography mirrors or collapses the image.
+    if not 1e-4 < area < 1e4:
         return None
     return Motion(frame1_from_0=fit.matrix, enlarges=float(np.sqrt(area)))
 
 
 def weight(matches: Matches) -> float:
-    """How much a look has found."""
+    """Return the sum of the best scores of a pass."""
     return float(matches.top(_TOP).scores.sum())
 
 
 def joined(second: Matches, first: Matches) -> Matches:
-    """The matches of the second look, and those of the first where the second found nothing nearby, best first."""
+    """Merge both passes, best first; matches of the first pass stay where the second found nothing nearby."""
     cell = max(1.0, _SPACING * max(first.size0))
     width = int(first.size0[0] / cell) + 1
 

@@ -1,4 +1,4 @@
-"""Views: a picture resampled by a homography, as it looks from elsewhere. Scales are one family of views."""
+"""Views: images resampled by a homography. Changes of scale are one kind of view."""
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,26 +20,32 @@ if TYPE_CHECKING:
     from dualrc.matcher.matcher import Matcher
 
 _LARGEST_GROWTH = 2.0
-_LEAST_SIDE = 64  # pixels of a view: with fewer cells, what agrees agrees by chance
+# Shortest side of a view in pixels. In smaller views, matches agree by chance.
+_LEAST_SIDE = 64
 
-Box = tuple[int, int, int, int]  # left, top, width and height, in pixels of what the network saw
+# Left, top, width and height in pixels of the network input.
+Box = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class View:
-    """A picture as it looks after a homography, at the size that the network sees."""
+    """An image warped by a homography, at the size of the network input."""
 
-    picture_from_view: FloatArray  # 3x3, pixels of the view to those of the picture
-    size: Size  # (width, height), multiples of 16
-    shrinks: float = 1.0  # how many times smaller things are in the view than in the picture, about its middle
+    # (3, 3) From pixels of the view to pixels of the image.
+    picture_from_view: FloatArray
+    # (width, height), multiples of 16
+    size: Size
+    # Factor by which the view is smaller than the image, near its center.
+    shrinks: float = 1.0
 
-    box: Box | None = None  # the view is this part of what the network saw of the picture, resized
-    # Each pixel of the view is a mean along this vector (2,) of the image, where the view is foreshortened.
+    # Set if the view is this crop of the network input, resized.
+    box: Box | None = None
+    # (2,) Vector in image pixels that each pixel of the view averages over, so that foreshortened views do not alias.
     blur: FloatArray | None = None
 
     @staticmethod
     def part(own: Scale, box: Box, size: Size) -> "View":
-        """A part of what the network saw of a picture, or all of it, at another size."""
+        """Create a view of a crop of the network input, or of all of it, at another size."""
         left, top, width, height = box
         seen_from_view = geometry.crop_homography(-left, -top) @ geometry.resize_homography(size, (width, height))
         picture_from_seen = geometry.resize_homography(own.input_size, own.image_size)
@@ -47,27 +53,29 @@ class View:
         return View(picture_from_view=picture_from_seen @ seen_from_view, size=size, shrinks=float(ratio), box=box)
 
     def places(self, picture: Size) -> FloatArray:
-        """Where the view's pixels are in a picture of this size: (h, w, 2); NaN beyond the horizon."""
-        # As for drawing, the places of a view's pixels in the picture are those of picture 1's in picture 0.
+        """Return the positions of the view's pixels in an image of this size: (h, w, 2); NaN beyond the horizon."""
+        # homography_grid maps image 1 to image 0; here they are the view and the image.
         return geometry.homography_grid(np.linalg.inv(self.picture_from_view), picture, self.size)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Look:
-    """What was found between two pictures, each seen as it is or through a view."""
+    """Result of matching two images, each directly or through a view."""
 
-    matches: Matches  # in the pictures' own pixels
-    foothold: Foothold  # between what the network saw
+    # In pixels of the original images.
+    matches: Matches
+    # Agreement between the network inputs.
+    foothold: Foothold
 
 
 def scale_views(
     scales: tuple[Scale, Scale], scale: float, boxes: tuple[Box | None, Box | None] = (None, None), longest: int = 0
 ) -> tuple[View | None, View | None] | None:
-    """Views in which things `scale` times larger in picture 1 are as large as in picture 0; None: too small for that.
+    """Return views that compensate for a scale factor from image 0 to image 1; None if a view would be too small.
 
-    `scale` is that between the pictures as the network sees them now, and boxes are parts of that to look at. The
-    picture that shows things larger is shrunk; then both are enlarged, at most twice, if their longest side is less
-    than `longest`. A picture that stays as it is needs no view.
+    `scale` relates the current network inputs, and boxes are crops of them. The image with the larger scale is shrunk.
+    Then both are enlarged, at most twice, if their longest side is below `longest`. An image that does not change needs
+    no view.
     """
     parts = [box or (0, 0, *own.input_size) for box, own in zip(boxes, scales, strict=True)]
     ratios = min(1.0, scale), min(1.0, 1 / scale)
@@ -87,15 +95,16 @@ def _rounded(side: float) -> int:
 
 
 def see(pixels: Tensor, picture: Size, view: View) -> tuple[Tensor, BoolArray]:
-    """A picture of this size in a view: uint8 (h w 3), at whatever size it is given, and where that shows it (h, w)."""
+    """Warp pixels, uint8 (h w 3), of an image of size `picture` into a view; return the mask of its extent (h, w)."""
     places = view.places(picture)
     source = (pixels.shape[1], pixels.shape[0])
     shrinks = view.shrinks * float(np.sqrt(source[0] * source[1] / (picture[0] * picture[1])))
     images = pixels[None].permute(0, 3, 1, 2).float()
-    if shrinks > 1:  # scaled down first, so that nothing aliases
+    # Downscale first to avoid aliasing.
+    if shrinks > 1:
         size = (max(1, round(source[1] / shrinks)), max(1, round(source[0] / shrinks)))
         images = F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
-    # Far outside is outside: grid_sample takes no NaN.
+    # grid_sample does not accept NaN, so unknown positions are placed far outside.
     known = torch.from_numpy(np.nan_to_num(places, nan=-1e6).clip(-1e6, 1e6)).to(pixels.device)
     seen = torch.stack(
         [
@@ -123,9 +132,10 @@ def _steps(view: View) -> list[FloatArray]:
 def features_through(
     matcher: "Matcher", features: PictureFeatures, view: View, pixels: Tensor | None = None
 ) -> PictureFeatures:
-    """The features of a picture in a view, in the view's pixels; `pixels`: the picture in more detail (h w 3)."""
+    """Extract features of an image in a view, in pixels of the view; `pixels` is the image in more detail (h w 3)."""
     mask: BoolArray | None = None
-    if view.box is not None:  # resized on the device, as any picture is
+    # The device resizes crops, as it resizes any image.
+    if view.box is not None:
         left, top, width, height = view.box
         pixels = features.pixels[top : top + height, left : left + width]
     else:
@@ -145,7 +155,7 @@ def match_views(
     views: tuple[View | None, View | None],
     pixels: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Look:
-    """Match two pictures through views; None: as the features are."""
+    """Match two images through views; None uses the features as they are."""
     seen = [
         own if view is None else features_through(matcher, own, view, detail)
         for own, view, detail in zip(features, views, pixels, strict=True)

@@ -1,4 +1,4 @@
-"""Backbones: a picture to its coarse map at 1/16 and its fine map at 1/4; for NCNet to one map."""
+"""Backbones: an image to its coarse map F~ at 1/16 and its fine map F^ at 1/4; NCNet uses a single map."""
 
 from itertools import pairwise
 from typing import Literal, Self
@@ -10,12 +10,14 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from dualrc.config import CompactConfig, ResNetConfig, TrunkConfig
 
-SQUARE = 8  # pixels along each side of the squares whose contrast is measured
-FAINT = 0.002  # added to variances: what varies less, by two or three of 255 levels, is taken for noise
+# Side of the squares whose mean and variance define the local contrast, in pixels.
+SQUARE = 8
+# Added to variances. Variation below two or three of 255 levels counts as noise.
+FAINT = 0.002
 
 
 class Bottleneck(nn.Module):
-    """ResNet's bottleneck block, with torchvision's parameter names."""
+    """Bottleneck block of ResNet, with torchvision's parameter names."""
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -39,7 +41,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet to its conv4, or to conv5, with torchvision's parameter names; frozen."""
+    """ResNet up to conv4, or up to conv5, with torchvision's parameter names; its weights are frozen."""
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class ResNet(nn.Module):
         stride_on: Literal["3x3", "1x1"] = "3x3",
         stride: Literal[8, 16] = 16,
     ) -> None:
-        """`stride` is that of conv4: 8 where the stride of its stage is removed."""
+        """Build the stages. `stride` is the stride of conv4; 8 removes the stride of its stage."""
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
@@ -71,11 +73,11 @@ class ResNet(nn.Module):
         return nn.Sequential(*blocks)
 
     def train(self, mode: bool = True) -> Self:
-        """Stay in evaluation mode: batch-norm statistics are never updated."""
+        """Stay in evaluation mode, so that batch-norm statistics are never updated."""
         return super().train(False)
 
     def forward(self, images: Tensor) -> list[Tensor]:
-        """(b 3 h w) -> conv2 (256, 1/4), conv3 (512, 1/8), conv4 (1024, 1/16) and, where built, conv5 (2048, 1/32)."""
+        """(b 3 h w) -> conv2 (256, 1/4), conv3 (512, 1/8), conv4 (1024, 1/16) and, if built, conv5 (2048, 1/32)."""
         x = F.max_pool2d(F.relu_(self.bn1(self.conv1(images))), 3, 2, 1)
         levels = []
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
@@ -86,19 +88,19 @@ class ResNet(nn.Module):
 
 
 def _upsample_to(x: Tensor, like: Tensor) -> Tensor:
-    # align_corners=True is what the published network was trained with.
+    # The published network was trained with align_corners=True.
     return F.interpolate(x, size=like.shape[2:], mode="bilinear", align_corners=True)
 
 
 class PaperBackbone(nn.Module):
-    """ResNet with a top-down path, in the five variants of the paper's appendix."""
+    """ResNet with an FPN-like top-down path, in the five variants of the paper's appendix."""
 
     def __init__(self, config: ResNetConfig) -> None:
         super().__init__()
         c, fusion = config.channels, config.fusion
         self.fusion = fusion
         self.trunk = ResNet(config.kind, conv5=fusion == "e", stride_on=config.stride_on)
-        # conv4 has 1024 channels already, and variants (a) to (d) then use it as it is.
+        # conv4 already has 1024 channels, so variants (a) to (d) use it unchanged.
         own_conv4 = c == 1024 and fusion != "e"
         self.lateral5 = nn.Conv2d(2048, c, 1) if fusion == "e" else None
         self.lateral4 = nn.Identity() if own_conv4 else nn.Conv2d(1024, c, 1)
@@ -116,7 +118,7 @@ class PaperBackbone(nn.Module):
         if self.lateral5 is not None:
             top = top + _upsample_to(self.lateral5(conv5[0]), conv4)
         merged = self.smooth4(top)
-        # Added in place: at 1/4 of a large picture one map of 1024 channels is half a gigabyte.
+        # The sum is in place: at 1/4 of a large image, one map with 1024 channels takes half a gigabyte.
         if self.lateral3 is not None:
             merged = self.smooth3(self.lateral3(conv3).add_(_upsample_to(merged, conv3)))
         merged = self.lateral2(conv2).add_(_upsample_to(merged, conv2))
@@ -124,7 +126,7 @@ class PaperBackbone(nn.Module):
 
 
 class Trunk(nn.Module):
-    """ResNet to its conv4, as NCNet and Sparse-NCNet have it."""
+    """ResNet up to conv4, the backbone of NCNet and Sparse-NCNet."""
 
     def __init__(self, config: TrunkConfig) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ class Trunk(nn.Module):
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    # Even kernels at stride 2 keep a cell's centre in the middle of the pixels that it covers.
+    # Even kernels at stride 2 keep the center of a cell in the middle of its pixels.
     padding = (kernel - 1) // 2
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, kernel, stride, padding, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
@@ -153,22 +155,24 @@ class ResidualBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        nn.init.zeros_(self.bn2.weight)  # a block starts as the identity
+        # A zero weight makes the block an identity at initialization.
+        nn.init.zeros_(self.bn2.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu_(self.bn2(self.conv2(F.relu_(self.bn1(self.conv1(x))))) + x)
 
 
 def to_gray(images: Tensor) -> Tensor:
-    """The mean of the colours: (b 3 h w) -> (b 1 h w)."""
+    """Return the mean of the color channels: (b 3 h w) -> (b 1 h w)."""
     red, green, blue = images.split(1, dim=1)
-    return (red + green + blue) / 3  # mean(1) takes four times as long
+    # The sum of channels is four times as fast as mean(1).
+    return (red + green + blue) / 3
 
 
 def local_contrast(images: Tensor) -> Tensor:
-    """How the brightness of each pixel compares with that around: (b 3 h w) -> (b 1 h w), in deviations.
+    """Return brightness normalized by its local mean and standard deviation: (b 3 h w) -> (b 1 h w).
 
-    Around is a smooth window of some 24 px, by the means of squares of 8 px.
+    The statistics come from means over squares of 8 px, smoothed to a window of about 24 px.
     """
     gray = to_gray(images.float())
     sums = F.avg_pool2d(torch.cat([gray, gray.square()], dim=1), SQUARE)
@@ -179,7 +183,7 @@ def local_contrast(images: Tensor) -> Tensor:
 
 
 class CompactBackbone(nn.Module):
-    """A small residual network with a top-down path."""
+    """Small residual network with an FPN-like top-down path."""
 
     def __init__(self, config: CompactConfig) -> None:
         super().__init__()
@@ -211,7 +215,7 @@ class CompactBackbone(nn.Module):
         x4 = self.level4(self.stem(images))
         x8 = self.level8(x4)
         x16 = self.level16(x8)
-        # At 1/32 an odd map loses half a cell of context, so its last row and column are repeated.
+        # A map with an odd side would lose half a cell of context at 1/32, so its last row and column are repeated.
         odd = (0, x16.shape[3] % 2, 0, x16.shape[2] % 2)
         x32 = self.level32(F.pad(x16, odd, mode="replicate"))
         up32 = F.interpolate(self.down32(x32), scale_factor=2, mode="bilinear", align_corners=False)
@@ -222,7 +226,7 @@ class CompactBackbone(nn.Module):
 
 
 def fold_batch_norm(module: nn.Module) -> None:
-    """Fold every batch norm into the convolution before it; for inference, which it does not change."""
+    """Fold every batch norm into the convolution before it. The output in evaluation mode does not change."""
     children = list(module.named_children())
     for (name, convolution), (next_name, norm) in pairwise(children):
         if isinstance(convolution, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d):
@@ -233,7 +237,7 @@ def fold_batch_norm(module: nn.Module) -> None:
 
 
 def make_backbone(config: ResNetConfig | CompactConfig | TrunkConfig) -> nn.Module:
-    """The backbone that a config describes, untrained."""
+    """Build the backbone that a config describes, untrained."""
     if isinstance(config, TrunkConfig):
         return Trunk(config)
     return PaperBackbone(config) if isinstance(config, ResNetConfig) else CompactBackbone(config)

@@ -1,9 +1,9 @@
-"""Weights files: safetensors with the network's config in the header; pickled files are only converted, safely.
+"""Weights files: safetensors with the network config in the header, and safe conversion of pickled checkpoints.
 
-Files may come from anybody. A weights file's config is bounded (`config.py`), and the names and shapes in its header
-must be those of the network that the config describes before anything is allocated; safetensors itself refuses offsets
-that overlap or lie outside of the file, and headers of more than 100 MB. Pickles are read with an allow-list, and only
-where their records are stored as they are, so that a file takes about as much memory as its size.
+Files may come from untrusted sources. `config.py` bounds the config in a weights file. The names and shapes in the
+header must match the network that the config describes before anything is allocated. safetensors itself rejects
+offsets that overlap or lie outside the file, and headers larger than 100 MB. Pickles are read with an allow-list, and
+only if their records are stored uncompressed, so a file needs about as much memory as its size on disk.
 """
 
 import argparse
@@ -42,9 +42,9 @@ from dualrc.model.dualrc import make_network
 from dualrc.model.network import Network
 
 _FORMAT = "dualrc-1"
-# Modules of the trunk in the published networks: NCNet's and Sparse-NCNet's is a sequence.
+# Module names of the trunk in the published NCNet and Sparse-NCNet, where the trunk is a sequence.
 _TRUNK = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3"}
-# The published network's names, as patterns, and ours.
+# Patterns of names in the published DualRC-Net, and the names used here.
 _PUBLISHED_NAMES = (
     (r"FeatureExtraction\.extractor_list\.0\.0\.", "backbone.trunk.conv1."),
     (r"FeatureExtraction\.extractor_list\.0\.1\.", "backbone.trunk.bn1."),
@@ -56,7 +56,7 @@ _PUBLISHED_NAMES = (
 )
 
 
-# The published files hold the training run's argparse namespace, and losses as numpy's arrays and numbers.
+# Published files contain the argparse namespace of the training run, and losses as numpy arrays and scalars.
 _ARRAY: Any = np.zeros(1).__reduce__()
 _SCALAR: Any = np.float64(0).__reduce__()
 _ALLOWED: list[Any] = [
@@ -75,13 +75,13 @@ _ALLOWED: list[Any] = [
 
 
 def bundled(preset: str) -> Path | None:
-    """The weights file of this preset inside the package, if it ships one."""
+    """Return the path of the weights file of a preset inside the package, or None if there is none."""
     path = Path(str(resources.files("dualrc"))) / "weights" / f"{preset}.safetensors"
     return path if path.is_file() else None
 
 
 def save_weights(network: Network, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
-    """Write a network and its config; with `dtype`, floating-point tensors are stored in it."""
+    """Write a network and its config. `dtype` converts floating-point tensors."""
     state = {
         name: (tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor).contiguous().cpu()
         for name, tensor in network.state_dict().items()
@@ -104,7 +104,7 @@ def load_weights(path: str | Path) -> Network:
 
 
 def _read_tensors(path: Path, expected: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, whose names and shapes must be those that are expected, if any are."""
+    """Read the tensors of a safetensors file; names and shapes must match `expected` if it is given."""
     if not is_file(path):
         raise WeightsError(f"The file {path} does not exist; check the path.")
     try:
@@ -114,11 +114,11 @@ def _read_tensors(path: Path, expected: Mapping[str, Tensor] | None = None) -> d
                 _compare(expected, {name: tuple(file.get_slice(name).get_shape()) for name in names}, str(path))
             return {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path} is broken ({error}); copy it again.") from error
+        raise WeightsError(f"{path} is corrupt ({error}); copy it again.") from error
 
 
 def read_config(path: str | Path) -> NetworkConfig:
-    """The network config in a weights file's header."""
+    """Return the network config in the header of a weights file."""
     path = Path(path)
     if not is_file(path):
         raise WeightsError(f"The weights file {path} does not exist, or is a folder; check the path.")
@@ -127,33 +127,33 @@ def read_config(path: str | Path) -> NetworkConfig:
             metadata: Mapping[str, str] = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         remedy = "convert a published checkpoint with `dualrc convert`, or copy the file again"
-        raise WeightsError(f"{path} is not a safetensors file, or broken ({error}); {remedy}.") from error
+        raise WeightsError(f"{path} is not a safetensors file, or it is corrupt ({error}); {remedy}.") from error
     if metadata.get("format") != _FORMAT or "network" not in metadata:
-        raise WeightsError(f"{path} was not written by dualrc: its header has no config; train or convert one.")
+        raise WeightsError(f"{path} was not written by dualrc: its header has no config; train or convert a model.")
     try:
         return from_dict(NetworkConfig, parse_json(metadata["network"]))
     except (ConfigError, ValueError, TypeError) as error:
-        raise WeightsError(f"{path}: its config can't be used ({error}); a newer dualrc may read it.") from error
+        raise WeightsError(f"{path} has an unsupported config ({error}); try a newer version of dualrc.") from error
 
 
 def calibration_path(weights: str | Path) -> Path:
-    """Where the calibration of a weights file lies: beside it."""
+    """Return the path of the calibration file of a weights file, next to it."""
     return Path(weights).with_suffix(".calibration.json")
 
 
 def read_calibration(weights: str | Path) -> Calibration | None:
-    """What the scores of a weights file mean; None where nobody has found out, or only for other weights."""
+    """Read the calibration of a weights file; None if there is none, or if it belongs to other weights."""
     path = calibration_path(weights)
     if not is_file(path):
         return None
     try:
         calibration = from_dict(Calibration, json.loads(path.read_text(encoding="utf-8")))
     except (ConfigError, OSError, ValueError, TypeError, AttributeError) as error:
-        remedy = "make it again with benchmarks/calibrate.py, or delete it"
+        remedy = "create it again with benchmarks/calibrate.py, or delete it"
         raise WeightsError(f"{path} can't be used ({error}); {remedy}.") from error
     if calibration.weights != file_hash(weights):
         warnings.warn(
-            f"{path} belongs to other weights, so scores are not calibrated; make it again with "
+            f"{path} belongs to other weights, so scores are not calibrated; create it again with "
             "benchmarks/calibrate.py, or delete it.",
             stacklevel=2,
         )
@@ -162,25 +162,25 @@ def read_calibration(weights: str | Path) -> Calibration | None:
 
 
 def save_calibration(calibration: Calibration, weights: str | Path) -> None:
-    """Write a calibration beside the weights file that it belongs to."""
+    """Write a calibration next to the weights file that it belongs to."""
     write_json(calibration_path(weights), to_dict(calibration))
 
 
 def file_hash(path: str | Path) -> str:
-    """The first 16 hexadecimal digits of a file's SHA-256."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a file."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def load_imagenet_trunk(trunk: ResNet, path: str | Path) -> None:
-    """Fill the trunk from a file with torchvision's names (.pth or .safetensors); what it does not use is left out."""
+    """Load the trunk from a file with torchvision's names (.pth or .safetensors); ignore other entries."""
     state = _read_tensors(Path(path)) if Path(path).suffix == ".safetensors" else _unpickle(path)
     wanted = set(trunk.state_dict())
     _fill(trunk, {name: t for name, t in state.items() if name in wanted and isinstance(t, Tensor)}, str(path))
 
 
 def convert_published(source: str | Path, target: str | Path) -> NetworkConfig:
-    """Turn a published checkpoint of DualRC-Net, NCNet or Sparse-NCNet into a weights file for its preset."""
+    """Convert a published checkpoint of DualRC-Net, NCNet or Sparse-NCNet to a weights file for its preset."""
     content = _unpickle(source)
     stored = content.get("state_dict")
     if not isinstance(stored, Mapping) or not all(isinstance(tensor, Tensor) for tensor in stored.values()):
@@ -199,22 +199,24 @@ def convert_published(source: str | Path, target: str | Path) -> NetworkConfig:
 
 
 def _from_ncnet(args: Any, state: Mapping[str, Tensor], source: str | Path) -> tuple[NetworkConfig, dict[str, Tensor]]:
-    """The config and weights of a checkpoint of NCNet, or of Sparse-NCNet, whose convolutions are MinkowskiEngine's."""
+    """Return config and weights of a checkpoint of NCNet, or of Sparse-NCNet with MinkowskiEngine convolutions."""
     settings = vars(args) if isinstance(args, argparse.Namespace) else {}
     if settings.get("feature_extraction_cnn", "resnet101") != "resnet101" or settings.get("bn"):
-        raise WeightsError(f"{source} has another backbone than ResNet-101, or batch norms; these are not known.")
-    layers: dict[int, Tensor] = {}  # by number of the module: out in k k k k
+        raise WeightsError(f"{source} has a backbone other than ResNet-101, or batch norms; convert another file.")
+    # Weights (out in k k k k) by module number.
+    layers: dict[int, Tensor] = {}
     renamed: dict[str, Tensor] = {}
     sparse = False
     for name, tensor in state.items():
         if match := re.fullmatch(r"FeatureExtraction\.model\.(\d)\.(.+)", name):
             renamed[f"backbone.trunk.{_TRUNK.get(match[1], match[1])}.{match[2]}"] = tensor
         elif (match := re.fullmatch(r"NeighConsensus\.conv\.(\d+)\.weight", name)) and tensor.ndim == 6:
-            layers[int(match[1])] = tensor.movedim(0, 2)  # stored as (k, out, in, k, k, k)
+            # Stored as (k, out, in, k, k, k).
+            layers[int(match[1])] = tensor.movedim(0, 2)
         elif (match := re.fullmatch(r"NeighConsensus\.conv\.(\d+)\.kernel", name)) and tensor.ndim == 3:
             layers[int(match[1])], sparse = _from_minkowski(tensor, source), True
     if not layers:
-        raise WeightsError(f"{source} has no 4D convolutions: it is not a checkpoint of NCNet or Sparse-NCNet.")
+        raise WeightsError(f"{source} has no 4D convolutions, so it is not a checkpoint of NCNet or Sparse-NCNet.")
     for layer, (number, weight) in enumerate(sorted(layers.items())):
         renamed[f"consensus.weights.{layer}"] = weight
         renamed[f"consensus.biases.{layer}"] = state[f"NeighConsensus.conv.{number}.bias"].flatten()
@@ -228,28 +230,29 @@ def _from_ncnet(args: Any, state: Mapping[str, Tensor], source: str | Path) -> t
 
 
 def _from_minkowski(kernel: Tensor, source: str | Path) -> Tensor:
-    """A 4D kernel of MinkowskiEngine, (k^4 in out), as ours, (out in k k k k).
+    """Convert a 4D kernel of MinkowskiEngine, (k^4 in out), to (out in k k k k).
 
-    Its first coordinate runs fastest: region.cpp of its version 0.4 and kernel_region.hpp of 0.5 step through a
-    hypercube so, from the lowest offset of every axis; and an output reads the input at its own place plus the offset.
-    Sparse-NCNet's coordinates are rows and columns of image 0, then of image 1.
+    The first coordinate varies fastest and starts at the lowest offset of every axis: see region.cpp in version 0.4 and
+    kernel_region.hpp in version 0.5. An output reads the input at its own position plus the offset. Sparse-NCNet orders
+    its coordinates as row and column of image 0, then row and column of image 1.
     """
     size = round(len(kernel) ** 0.25)
     if size**4 != len(kernel):
-        raise WeightsError(f"{source} has a kernel of {len(kernel)} offsets, which is no 4D cube; give another file.")
+        raise WeightsError(f"{source} has a kernel of {len(kernel)} offsets, not a 4D cube; give another file.")
     return kernel.unflatten(0, (size,) * 4).permute(5, 4, 3, 2, 1, 0)
 
 
 def _published_config(args: Any, state: Mapping[str, Tensor], source: str | Path) -> NetworkConfig:
     settings = vars(args) if isinstance(args, argparse.Namespace) else {}
     four_d = [name for name in state if re.fullmatch(r"NeighConsensus\.conv\.\d+\.weight", name)]
-    four_d.sort(key=lambda name: int(name.split(".")[2]))  # conv.10 comes after conv.8
+    # Sort by number, so that conv.10 follows conv.8.
+    four_d.sort(key=lambda name: int(name.split(".")[2]))
     fine = [name for name in state if re.search(r"\.(last|fine)_layer_block\.weight$", name)]
     if not four_d or not fine:
         raise WeightsError(f"{source} lacks the layers of DualRC-Net; known: backbone {settings.get('backbone')!r}.")
     channels = int(state[fine[0]].shape[0])
     if channels not in (256, 1024):
-        raise WeightsError(f"{source} has {channels} fine channels; only 256 and 1024 are known.")
+        raise WeightsError(f"{source} has {channels} fine channels; only 256 and 1024 are supported.")
     consensus = ConsensusConfig(
         kernel_sizes=tuple(int(state[name].shape[0]) for name in four_d),
         channels=tuple(int(state[name].shape[1]) for name in four_d),
@@ -266,12 +269,13 @@ def _renamed(name: str, tensor: Tensor, config: NetworkConfig) -> tuple[str, Ten
         if count:
             return renamed, tensor
     if match := re.fullmatch(r"FeatureExtraction\.inner_block_list\.(\d)\.(\w+)", name):
-        # From the coarsest level; with 1024 channels conv4 has no 1x1 convolution and the list starts at conv3.
+        # The list starts at the coarsest level. With 1024 channels conv4 has no 1x1 convolution, so conv3 is first.
         top = 3 if config.backbone == ResNetConfig(channels=1024) else 4
         return f"backbone.lateral{top - int(match[1])}.{match[2]}", tensor
     if match := re.fullmatch(r"NeighConsensus\.conv\.(\d+)\.(\w+)", name):
-        layer = int(match[1]) // 2  # every other module is a ReLU
-        # Stored with the first kernel dimension in front: (k, out, in, k, k, k).
+        # Every second module is a ReLU.
+        layer = int(match[1]) // 2
+        # The file stores the first kernel dimension in front: (k, out, in, k, k, k).
         return (
             (f"consensus.weights.{layer}", tensor.movedim(0, 2))
             if match[2] == "weight"
@@ -281,7 +285,7 @@ def _renamed(name: str, tensor: Tensor, config: NetworkConfig) -> tuple[str, Ten
 
 
 def load_pickle(path: str | Path, *allowed: Any) -> Any:
-    """What torch.save wrote: tensors, plain values and the allowed classes, in memory of the file's size."""
+    """Read a file of torch.save: tensors, plain values and the allowed classes, in memory of the file's size."""
     if zipfile.is_zipfile(path):
         limit_zip(path, Path(path).stat().st_size, stored=True)
     with torch.serialization.safe_globals(list(allowed)), warnings.catch_warnings():
@@ -294,31 +298,32 @@ def _unpickle(path: str | Path) -> dict[str, Any]:
     if not is_file(path):
         raise WeightsError(f"The checkpoint {path} does not exist; check the path.")
     try:
-        # Nothing else beside tensors is let in.
+        # The allow-list rejects everything else that is not a tensor.
         content = load_pickle(path, *_ALLOWED)
-    except Exception as error:  # a file that is no checkpoint can fail in any way
+    except Exception as error:
+        # Reading a file that is not a checkpoint can raise any exception.
         raise WeightsError(
-            f"{path} is not a PyTorch checkpoint, is broken, or holds more than weights; give another file."
+            f"{path} is not a PyTorch checkpoint, is corrupt, or holds more than weights; give another file."
         ) from error
     if not isinstance(content, dict):
-        raise WeightsError(f"{path} does not hold a dictionary of weights; give another file.")
+        raise WeightsError(f"{path} does not contain a dictionary of weights; give another file.")
     return content
 
 
 def _fill(module: torch.nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """Load weights that must fit exactly."""
+    """Load weights whose names and shapes must match exactly."""
     expected = module.state_dict()
     _compare(expected, {name: tuple(tensor.shape) for name, tensor in state.items()}, source)
     module.load_state_dict({**{name: expected[name] for name in expected.keys() - state.keys()}, **state})
 
 
 def _compare(expected: Mapping[str, Tensor], found: Mapping[str, tuple[int, ...]], source: str) -> None:
-    """Raise WeightsError, in one line, where names or shapes are not those of the network."""
-    # A counter of training steps that older files don't have and that nothing reads.
+    """Raise a one-line WeightsError if names or shapes differ from those of the network."""
+    # Older files lack this counter of training steps, and nothing reads it.
     needed = {name for name in expected if not name.endswith("num_batches_tracked")}
     missing, unknown = sorted(needed - found.keys()), sorted(found.keys() - expected.keys())
     shapes = sorted(name for name in expected.keys() & found.keys() if tuple(expected[name].shape) != found[name])
-    for label, names in (("lacks", missing), ("has the unknown", unknown), ("has another shape of", shapes)):
+    for label, names in (("lacks", missing), ("has the unknown", unknown), ("has a different shape of", shapes)):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise WeightsError(f"{source} does not fit the network: it {label} {names[0]}{more}; give another file.")

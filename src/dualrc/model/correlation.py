@@ -1,31 +1,32 @@
-"""The coarse 4D correlation C and the soft mutual nearest neighbor filter M."""
+"""The coarse 4D correlation tensor C and the soft mutual nearest neighbor filter M (section 3.1 of the paper)."""
 
 import torch
 from torch import Tensor
 
 from dualrc.pixels import RATIO
 
-EPSILON = 1e-5  # added to maxima, which may be zero, as published
+# Added to maxima, which may be zero, as in the published code.
+EPSILON = 1e-5
 
 
 def normalize(features: Tensor) -> Tensor:
-    """Unit features: (b c h w) divided by sqrt(sum of squares + 1e-6) over channels, as published."""
+    """Normalize features over channels: (b c h w) divided by sqrt(sum of squares + 1e-6), as published."""
     norm = torch.linalg.vector_norm(features, dim=1, keepdim=True, dtype=torch.float32)
     return features * torch.rsqrt(norm.square() + 1e-6).to(features.dtype)
 
 
 def correlate(coarse0: Tensor, coarse1: Tensor) -> Tensor:
-    """Cosine correlation: (b c h0 w0), (b c h1 w1) -> (b h0 w0 h1 w1)."""
+    """Compute C, the cosine correlation: (b c h0 w0), (b c h1 w1) -> (b h0 w0 h1 w1)."""
     return torch.einsum("bchw,bcij->bhwij", normalize(coarse0), normalize(coarse1))
 
 
 def valid_cells(valid: Tensor) -> Tensor:
-    """Which coarse cells hold a valid fine cell: (b 4h 4w) bool -> (b h w)."""
+    """Return coarse cells that contain a valid fine cell: (b 4h 4w) bool -> (b h w)."""
     return valid.unflatten(1, (-1, RATIO)).unflatten(3, (-1, RATIO)).any(4).any(2)
 
 
 def max_pool(scores: Tensor, size: int) -> Tensor:
-    """The largest entry of every size**4 cells; a last row or column that is not whole is left out."""
+    """Take the maximum over blocks of size**4 entries; incomplete blocks at the end are dropped."""
     for axis in (1, 2, 3, 4):
         whole = scores.shape[axis] // size * size
         scores = scores.narrow(axis, 0, whole).unflatten(axis, (-1, size)).amax(axis + 1)
@@ -33,16 +34,18 @@ def max_pool(scores: Tensor, size: int) -> Tensor:
 
 
 def mask_cells(scores: Tensor, valid0: Tensor | None, valid1: Tensor | None) -> Tensor:
-    """Zero scores of coarse cells without a valid fine cell: masks are (b 4h 4w) bool, None where all are valid."""
+    """Set scores of coarse cells without a valid fine cell to zero; masks are (b 4h 4w) bool, None for all valid."""
     for valid, axes in ((valid0, (1, 2)), (valid1, (3, 4))):
-        if valid is not None:  # a cell outside the mask must not compete with those inside
+        # A cell outside the mask must not compete with cells inside it.
+        if valid is not None:
             cells = valid_cells(valid)
             scores = scores * cells.view(*[n if i in (0, *axes) else 1 for i, n in enumerate(scores.shape)])
     return scores
 
 
 def mutual_filter(scores: Tensor) -> Tensor:
-    """M: each score times its ratio to the best of either image, (b h0 w0 h1 w1) -> the same."""
-    best0 = scores.amax((1, 2), keepdim=True) + EPSILON  # over image 0, for each cell of image 1
+    """Apply M: multiply each score by r^A and r^B, its ratios to the maximum over each image; same shape."""
+    # Maximum over image 0 for each cell of image 1, and the reverse.
+    best0 = scores.amax((1, 2), keepdim=True) + EPSILON
     best1 = scores.amax((3, 4), keepdim=True) + EPSILON
     return scores * (scores / best0) * (scores / best1)

@@ -1,4 +1,10 @@
-"""DualRC-Net: features, context, coarse tensor, search, refinement."""
+"""DualRC-Net: features, context, coarse tensor, fine search, refinement.
+
+Symbols of the paper, with A for image 0 and B for image 1: `coarse` is F~ and `fine` is F^ (section 3.2). The coarse
+tensor is C-bar, the correlation C after filter M, consensus N and filter M (section 3.1). The search returns the argmax
+of S = S^ * U_r(S~) in both directions, and mutual nearest neighbors are matches (section 3.3). Context and refinement
+are additions of this project; the preset `paper` has neither.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -19,15 +25,15 @@ from dualrc.model.search import Correspondences
 from dualrc.model.subpixel import Subpixel
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_cell
 
-# A dense or asked-for point is trusted when the way back ends within so many fine cells of it: where one image is
-# larger, several cells share their counterpart, and only one of them can be its first choice.
+# Tolerance of the round trip for dense or requested points, in fine cells.
+# Where one image is larger, several cells share a counterpart, and only one of them can be its first choice.
 _RETURN_CELLS = 2.0
 
 __all__ = ["DualRCNet", "Features", "Network", "NetworkMatches", "make_network"]
 
 
 class DualRCNet(Network):
-    """The dual-resolution correspondence network."""
+    """The Dual-Resolution Correspondence Network of the paper."""
 
     def __init__(
         self,
@@ -44,31 +50,32 @@ class DualRCNet(Network):
         self.context = context
 
     def extract(self, images: Tensor) -> Features:
-        """Normalized images (b 3 h w), sides multiples of 16, to their features."""
+        """Extract features of normalized images (b 3 h w) whose sides are multiples of 16."""
         coarse, fine = self.backbone(images)
-        if torch.is_autocast_enabled(images.device.type):  # cosines need more digits than the convolutions
+        # Cosines need more precision than the convolutions.
+        if torch.is_autocast_enabled(images.device.type):
             coarse, fine = coarse.float(), fine.float()
-        # No loss reads the brightness.
+        # Training does not use the brightness.
         light = None if self.subpixel is None or self.training else self.engine.brightness(images)
         return Features(coarse=coarse, fine=self.engine.normalize(fine), light=light)
 
     def coarse_tensor(self, features0: Features, features1: Features) -> Tensor:
-        """The refined coarse tensor, b h0 w0 h1 w1."""
+        """Compute the refined coarse tensor C-bar, (b h0 w0 h1 w1)."""
         valid = features0.valid, features1.valid
         return self.engine.coarse(self.in_context(features0, features1), self.consensus, valid)
 
     def in_context(self, features0: Features, features1: Features) -> tuple[Tensor, Tensor]:
-        """The coarse features that are correlated: each as the other image lets it be seen, where there is context."""
+        """Return the coarse features to correlate, conditioned on the other image if there is a context module."""
         coarse, valid = (features0.coarse, features1.coarse), (features0.valid, features1.valid)
         return coarse if self.context is None else self.engine.context(self.context, coarse, valid)
 
     def search(self, features0: Features, features1: Features) -> Correspondences:
-        """What every queried fine cell of image 0 finds in image 1, and what that finds back."""
+        """Find the best fine cell of image 1 for each queried fine cell of image 0, and its best in image 0."""
         tensor = self.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)
         return self.engine.search(tensor, features0.map(), features1.map(), self.config.fine)
 
     def match(self, features0: Features, features1: Features, *, top: int | None = None) -> NetworkMatches:
-        """Mutual matches of every pair of a batch; the best `top` of each pair where given."""
+        """Return the mutual matches of every pair in a batch, or the best `top` of each pair."""
         found = self.search(features0, features1)
         mutual = (found.back == found.index0).flatten().nonzero()[:, 0]
         columns = found.index0, found.index1, found.score0, found.score1
@@ -87,7 +94,7 @@ class DualRCNet(Network):
         )
 
     def match_points(self, features0: Features, features1: Features, points0: Tensor) -> tuple[Tensor, Tensor]:
-        """Where points of image 0 (n 2, network pixels) of one pair are in image 1, and scores; score 0: nowhere."""
+        """Locate points of image 0 (n 2, network pixels) of one pair in image 1; a score of 0 means not found."""
         fine0, fine1, config = features0.map(), features1.map(), self.config.fine
         tensor = self.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)
         cells0 = pixel_to_cell(points0, FINE_STRIDE)
@@ -111,7 +118,7 @@ class DualRCNet(Network):
         return cell_to_pixel(cells1, FINE_STRIDE), torch.where(good, score, 0)
 
     def warp(self, features0: Features, features1: Features) -> tuple[Tensor, Tensor]:
-        """For every fine cell of image 0 of one pair: its place in image 1 (4h 4w 2, pixels), certainty (4h 4w)."""
+        """Locate every fine cell of image 0 of one pair in image 1 (4h 4w 2, pixels), with certainty (4h 4w)."""
         fine0, fine1 = features0.map(), features1.map()
         tensor = self.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)
         found = self.engine.search(tensor, fine0, fine1, replace(self.config.fine, query_share=1.0))
@@ -128,13 +135,13 @@ class DualRCNet(Network):
 
     @staticmethod
     def _returns(fine0: FineMap, back: Tensor, cells0: Tensor) -> Tensor:
-        """Whether the fine cells `back` (n) of image 0, -1: none, lie near the places (n 2) that were left from."""
+        """Return whether the fine cells `back` (n) of image 0, -1 for none, lie near the start positions (n 2)."""
         near = (fine0.coordinates(back) - cells0).abs().amax(1) <= _RETURN_CELLS
         return near & (back >= 0)
 
 
 def make_network(config: NetworkConfig) -> Network:
-    """The network that a config describes, untrained, in evaluation mode."""
+    """Build the network that a config describes, untrained, in evaluation mode."""
     parts: dict[str, Any] = {
         "backbone": make_backbone(config.backbone),
         "consensus": Consensus(config.consensus),

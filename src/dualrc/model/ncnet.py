@@ -1,6 +1,6 @@
-"""NCNet and Sparse-NCNet: matches are the best entries of the coarse tensor, placed by finer features.
+"""NCNet and Sparse-NCNet: matches are maxima of the coarse tensor, localized with finer features.
 
-Cells are counted as published: cell i of a map with stride s is centered at (i + 0.5) s - 0.5 pixels.
+The cell convention is the published one: cell i of a map with stride s has its center at (i + 0.5) s - 0.5 pixels.
 """
 
 from abc import abstractmethod
@@ -15,34 +15,39 @@ from dualrc.model.network import Features, Network, NetworkMatches, best_first, 
 from dualrc.model.sparse import SparseScores
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_cell
 
-# A point is trusted when the way back ends within so many coarse cells of it.
+# Tolerance of the round trip of a point, in coarse cells.
 _RETURN_CELLS = 1
 
 
 class BestCells(NamedTuple):
-    """What every coarse cell of each image prefers in the other: row-major indices, and scores, above 0 if any."""
+    """Best cell in the other image for every coarse cell: row-major indices, and scores above 0 if there is one."""
 
-    index1: Tensor  # b n0: for each cell of image 0
-    score0: Tensor  # b n0
-    index0: Tensor  # b n1: for each cell of image 1
-    score1: Tensor  # b n1
+    # (b n0) For each cell of image 0.
+    index1: Tensor
+    # (b n0)
+    score0: Tensor
+    # (b n1) For each cell of image 1.
+    index0: Tensor
+    # (b n1)
+    score1: Tensor
 
 
 class ConsensusNet(Network):
-    """What NCNet and Sparse-NCNet share: cells of the coarse tensor to points."""
+    """Common part of NCNet and Sparse-NCNet: from cells of the coarse tensor to points."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         assert isinstance(self.config.backbone, TrunkConfig) and self.config.ncnet is not None
         self.pool = self.config.ncnet.pool
-        self.stride = self.config.backbone.stride  # of the fine map; of the coarse tensor `pool` times as much
+        # Stride of the fine map. The stride of the coarse tensor is `pool` times as large.
+        self.stride = self.config.backbone.stride
 
     @abstractmethod
     def best(self, features0: Features, features1: Features) -> BestCells:
-        """What every coarse cell prefers."""
+        """Return the best cell in the other image for every coarse cell."""
 
     def match(self, features0: Features, features1: Features, *, top: int | None = None) -> NetworkMatches:
-        """What cells of either image prefer in the other, each match once."""
+        """Return the best cell in the other image for each cell of either image, without duplicates."""
         best = self.best(features0, features1)
         pair, index0, index1, scores = both_ways(best)
         keep = best_first(pair, scores, top, len(best.index1))
@@ -51,7 +56,7 @@ class ConsensusNet(Network):
         return NetworkMatches(pair=pair, points0=points0, points1=points1, scores=scores[keep])
 
     def match_points(self, features0: Features, features1: Features, points0: Tensor) -> tuple[Tensor, Tensor]:
-        """A point moves as the match of its cell does, if that cell, or one beside it, is preferred in turn."""
+        """Move each point with the match of its cell, if the round trip ends in that cell or next to it."""
         best = self.best(features0, features1)
         height, width = (side // self.pool for side in features0.fine.shape[2:])
         cells = pixel_to_cell(points0, self.stride * self.pool).round().long()
@@ -64,7 +69,7 @@ class ConsensusNet(Network):
         return there + (points0 - here), torch.where(near, score, 0)
 
     def warp(self, features0: Features, features1: Features) -> tuple[Tensor, Tensor]:
-        """All squares of 4x4 pixels, each as a point."""
+        """Locate the center of each square of 4x4 pixels as a point."""
         size = [side * self.stride // FINE_STRIDE for side in features0.fine.shape[2:]]
         centers = square_centers(size[0], size[1], features0.fine.device)
         points, score = self.match_points(features0, features1, centers)
@@ -73,7 +78,7 @@ class ConsensusNet(Network):
     def _places(
         self, features0: Features, features1: Features, pair: Tensor, index0: Tensor, index1: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Matched coarse cells to points in network-input pixels, (n 2)."""
+        """Convert matched coarse cells to points in network-input pixels, (n 2)."""
         soft = isinstance(self.config.ncnet, SparseNCNetConfig) and self.config.ncnet.soft
         fine, index = (features0.fine, features1.fine), (index0, index1)
         cells0, cells1 = self.engine.relocalize(fine, pair, index, self.pool, soft=soft)
@@ -84,7 +89,7 @@ class NCNet(ConsensusNet):
     """Neighborhood Consensus Networks: a dense coarse tensor, max-pooled from a finer correlation."""
 
     def extract(self, images: Tensor) -> Features:
-        """One map serves as both."""
+        """Extract one map that serves as coarse and fine map."""
         fine = self.backbone(images)
         if torch.is_autocast_enabled(images.device.type):
             fine = fine.float()
@@ -92,7 +97,7 @@ class NCNet(ConsensusNet):
         return Features(coarse=fine, fine=fine)
 
     def coarse_tensor(self, features0: Features, features1: Features) -> Tensor:
-        """Correlation, max-pooling, then mutual filter, consensus, mutual filter."""
+        """Correlate and max-pool, then apply mutual filter, consensus, mutual filter."""
         scores = self.engine.pooled_correlation(features0.fine, features1.fine, self.pool)
         cell = self.stride * self.pool
         if features0.valid is not None:
@@ -102,17 +107,17 @@ class NCNet(ConsensusNet):
         return self.engine.filtered(scores, self.consensus)
 
     def best(self, features0: Features, features1: Features) -> BestCells:
-        """The largest entries of rows and columns."""
+        """Return the maxima of rows and columns of the coarse tensor."""
         tensor = self.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)
         assert isinstance(self.config.ncnet, NCNetConfig)
         return best_cells(tensor, softmax=self.config.ncnet.softmax)
 
 
 class SparseNCNet(ConsensusNet):
-    """Sparse Neighborhood Consensus Networks: a coarse tensor of the best correlations of each cell."""
+    """Sparse Neighborhood Consensus Networks: a sparse coarse tensor with the best correlations of each cell."""
 
     def extract(self, images: Tensor) -> Features:
-        """Coarse features are the largest of each channel within a cell."""
+        """Extract a fine map, and a coarse map by max-pooling each channel within a cell."""
         fine = self.backbone(images)
         if torch.is_autocast_enabled(images.device.type):
             fine = fine.float()
@@ -120,7 +125,7 @@ class SparseNCNet(ConsensusNet):
         return Features(coarse=self.engine.normalize(coarse), fine=self.engine.normalize(fine))
 
     def sparse_scores(self, features0: Features, features1: Features) -> SparseScores:
-        """The entries of the coarse tensor after the consensus."""
+        """Return the entries of the coarse tensor after the consensus."""
         assert isinstance(self.config.ncnet, SparseNCNetConfig)
         cell = self.stride * self.pool
         valid = [None if f.valid is None else valid_cells(f.valid, cell) for f in (features0, features1)]
@@ -129,11 +134,11 @@ class SparseNCNet(ConsensusNet):
         return self.engine.sparse_consensus(scores, self.consensus)
 
     def coarse_tensor(self, features0: Features, features1: Features) -> Tensor:
-        """As a sparse tensor."""
+        """Return the coarse tensor as a sparse tensor."""
         return self.sparse_scores(features0, features1).to_torch()
 
     def best(self, features0: Features, features1: Features) -> BestCells:
-        """The largest entries of rows and columns."""
+        """Return the maxima of rows and columns of the coarse tensor."""
         scores = self.sparse_scores(features0, features1)
         index1, score0 = scores.best(0)
         index0, score1 = scores.best(1)
@@ -141,15 +146,16 @@ class SparseNCNet(ConsensusNet):
 
 
 def valid_cells(valid: Tensor, stride: int) -> Tensor:
-    """Which cells of this stride hold a square of 4x4 pixels that may be matched: (b 4h 4w) -> (b h w) bool."""
+    """Return cells of this stride that contain a valid square of 4x4 pixels: (b 4h 4w) -> (b h w) bool."""
     return F.max_pool2d(valid[:, None].float(), stride // FINE_STRIDE)[:, 0] > 0
 
 
 def best_cells(tensor: Tensor, *, softmax: bool) -> BestCells:
-    """The largest entries of the rows and columns of a coarse tensor (b n m); the score is 0 where none is positive."""
+    """Return the maxima of rows and columns of a coarse tensor (b n m); a score is 0 if no entry is positive."""
     score0, index1 = tensor.max(2)
     score1, index0 = tensor.max(1)
-    if softmax:  # of the largest entry: e to its distance from the logarithm of the sum
+    # The softmax of the maximum is exp(maximum - logsumexp).
+    if softmax:
         score0, score1 = (
             torch.where(score > 0, (score - tensor.logsumexp(axis)).exp(), 0)
             for score, axis in ((score0, 2), (score1, 1))
@@ -158,12 +164,12 @@ def best_cells(tensor: Tensor, *, softmax: bool) -> BestCells:
 
 
 def both_ways(best: BestCells) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Matches of either direction, each once and with the larger score: pair, index0, index1, score, all (n)."""
+    """Merge matches of both directions without duplicates, with the larger score: pair, index0, index1, score (n)."""
     batch, count0 = best.index1.shape
     count1, device = best.index0.shape[1], best.index1.device
     own0 = torch.arange(count0, device=device).expand(batch, -1)
     own1 = torch.arange(count1, device=device).expand(batch, -1)
-    # A match that both directions find is kept as one of image 0's.
+    # A match found in both directions is kept once, as a match of image 0.
     mutual0 = best.index0.gather(1, best.index1) == own0
     mutual1 = best.index1.gather(1, best.index0) == own1
     other = best.score1.gather(1, best.index1)

@@ -1,4 +1,4 @@
-"""What a matcher, the benchmarks and training need of any network: features of an image, and matches of two."""
+"""Interface of a network for matcher, benchmarks and training: features of an image, and matches of a pair."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -15,33 +15,38 @@ from dualrc.pixels import FINE_STRIDE, cell_to_pixel
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Features:
-    """What matching needs to know of an image; depends on that image alone."""
+    """Features of a batch of images; they depend on the images alone, not on their partners."""
 
-    # b c h w: what the coarse tensor is made of. Of DualRC-Net at 1/16, as the backbone gives it.
+    # (b c h w) Input of the coarse tensor. DualRC-Net: F~ at 1/16, as the backbone returns it.
     coarse: Tensor
-    # b c h w, unit length: what says where in a coarse cell a match ends. Of DualRC-Net at 1/4, of NCNet at 1/8.
+    # (b c h w) Unit features that localize a match inside a coarse cell. DualRC-Net: F^ at 1/4. NCNet: at 1/8.
     fine: Tensor
-    # Where to look: squares of 4x4 pixels that may be matched, (b h w) bool; None: everywhere.
+    # (b h w) bool: squares of 4x4 pixels that may be matched. None allows all.
     valid: Tensor | None = None
-    light: Tensor | None = None  # b h w in pixels: the brightness by which matches are aligned, if they are
+    # (b h w) in pixels: the brightness for the photometric alignment, if the network uses it.
+    light: Tensor | None = None
 
     def map(self) -> FineMap:
-        """The fine features, as the search reads them."""
+        """Return the fine features in the layout of the search."""
         return FineMap.of(self.fine, self.valid)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NetworkMatches:
-    """Matches of a batch in network-input pixels, by pair and then best first."""
+    """Matches of a batch in network-input pixels, sorted by pair, then by descending score."""
 
-    pair: Tensor  # n
-    points0: Tensor  # n 2, (x, y), the center of the first pixel at (0, 0)
-    points1: Tensor  # n 2
-    scores: Tensor  # n: see model.refine.PointMatches
+    # (n)
+    pair: Tensor
+    # (n 2) as (x, y); the center of the first pixel is (0, 0).
+    points0: Tensor
+    # (n 2)
+    points1: Tensor
+    # (n) See model.refine.PointMatches.
+    scores: Tensor
 
 
 class Network(nn.Module, ABC):
-    """A network that matches images by a coarse tensor; `engine` says how its operations are carried out."""
+    """Network that matches images through a coarse tensor; `engine` executes its operations."""
 
     def __init__(
         self, config: NetworkConfig, *, backbone: nn.Module, consensus: Consensus, engine: Engine | None = None
@@ -53,32 +58,32 @@ class Network(nn.Module, ABC):
         self.engine = engine or Engine()
 
     def forward(self, images0: Tensor, images1: Tensor, top: int | None = None) -> NetworkMatches:
-        """Normalized images (b 3 h w), sides multiples of 16, to their matches."""
+        """Match normalized images (b 3 h w) whose sides are multiples of 16."""
         return self.match(self.extract(images0), self.extract(images1), top=top)
 
     @abstractmethod
     def extract(self, images: Tensor) -> Features:
-        """Normalized images (b 3 h w), sides multiples of 16, to their features."""
+        """Extract features of normalized images (b 3 h w) whose sides are multiples of 16."""
 
     @abstractmethod
     def coarse_tensor(self, features0: Features, features1: Features) -> Tensor:
-        """The refined coarse tensor, b h0 w0 h1 w1; it may be a sparse one."""
+        """Compute the refined coarse tensor (b h0 w0 h1 w1), which may be sparse."""
 
     @abstractmethod
     def match(self, features0: Features, features1: Features, *, top: int | None = None) -> NetworkMatches:
-        """Matches of every pair of a batch; the best `top` of each pair where given."""
+        """Return the matches of every pair in a batch, or the best `top` of each pair."""
 
     @abstractmethod
     def match_points(self, features0: Features, features1: Features, points0: Tensor) -> tuple[Tensor, Tensor]:
-        """Where points of image 0 (n 2, network pixels) of one pair are in image 1, and scores; score 0: nowhere."""
+        """Locate points of image 0 (n 2, network pixels) of one pair in image 1; a score of 0 means not found."""
 
     @abstractmethod
     def warp(self, features0: Features, features1: Features) -> tuple[Tensor, Tensor]:
-        """For every square of 4x4 pixels of image 0 of one pair: its place in image 1 (h w 2), certainty (h w)."""
+        """Locate every square of 4x4 pixels of image 0 of one pair in image 1 (h w 2), with certainty (h w)."""
 
 
 def best_first(pair: Tensor, scores: Tensor, top: int | None, pairs: int) -> Tensor:
-    """Indices of matches by pair and then by falling score, at most `top` of each of so many pairs."""
+    """Return indices that sort matches by pair, then by descending score, with at most `top` of each pair."""
     keep = scores.sort(descending=True, stable=True).indices
     if pairs == 1:
         return keep[:top]
@@ -91,6 +96,6 @@ def best_first(pair: Tensor, scores: Tensor, top: int | None, pairs: int) -> Ten
 
 
 def square_centers(height: int, width: int, device: torch.device) -> Tensor:
-    """Centers of all squares of 4x4 pixels of an image of so many, row by row: (n 2), (x, y) in pixels."""
+    """Return the centers of `height` x `width` squares of 4x4 pixels, row by row: (n 2) as (x, y) in pixels."""
     row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     return cell_to_pixel(torch.stack([column, row], dim=-1).flatten(0, 1).float(), FINE_STRIDE).to(device)

@@ -1,4 +1,4 @@
-"""Refinement: from matched fine cells to points in both images and one score."""
+"""Refinement: from matched fine cells to points in both images with one score."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,31 +12,39 @@ from dualrc.pixels import FINE_STRIDE, cell_to_pixel
 if TYPE_CHECKING:
     from dualrc.model.engine import Engine
 
-CROWD = 8  # better matches in the same place of both images that halve a score
+# Number of better matches in the same square of both images that halves a score.
+CROWD = 8
 
 
 class CellMatches(NamedTuple):
     """Matched fine cells of a batch."""
 
-    pair: Tensor  # n: which pair of the batch; -1 where a row is empty
-    index0: Tensor  # n: row-major fine cells
-    index1: Tensor  # n
-    score0: Tensor  # n: from image 0 to image 1
-    score1: Tensor  # n: and back
+    # (n) Pair of the batch; -1 marks an empty row.
+    pair: Tensor
+    # (n) Row-major fine cells of image 0.
+    index0: Tensor
+    # (n) Row-major fine cells of image 1.
+    index1: Tensor
+    # (n) Score from image 0 to image 1.
+    score0: Tensor
+    # (n) Score from image 1 to image 0.
+    score1: Tensor
 
 
 class PointMatches(NamedTuple):
     """Matched points in network-input pixels."""
 
-    points0: Tensor  # n 2
-    points1: Tensor  # n 2
-    # n: the sum of both directions' scores, 0 to 2, as published; with refinement, a confidence of 0 to 1 times the
-    # share of the matches around that agree, lowered where many better ones lie.
+    # (n 2)
+    points0: Tensor
+    # (n 2)
+    points1: Tensor
+    # (n) Without refinement: the sum of the scores of both directions, 0 to 2, as published.
+    # With refinement: a confidence from 0 to 1, times the support of the neighbors, lowered in crowded squares.
     scores: Tensor
 
 
 def cell_centers(fine0: FineMap, fine1: FineMap, matches: CellMatches) -> PointMatches:
-    """Matches at the centers of their cells, as in the paper."""
+    """Return the matches at the centers of their cells, as in the paper."""
     points = (fine.coordinates(index) for fine, index in ((fine0, matches.index0), (fine1, matches.index1)))
     points0, points1 = (cell_to_pixel(point, FINE_STRIDE) for point in points)
     return PointMatches(points0, points1, matches.score0 + matches.score1)
@@ -49,10 +57,10 @@ def refine(
     light: tuple[Tensor, Tensor] | None,
     matches: CellMatches,
 ) -> PointMatches:
-    """Move both points of each match to where features, neighbors and brightness agree, and score it.
+    """Refine both points of each match by features, neighbors and brightness, and score the match.
 
-    Every step treats the two images alike: exchanging them exchanges the points. `light` is the brightness (b h w) of
-    both images, or None to leave the last step out.
+    Every step is symmetric in the images: swapping the images swaps the points. `light` is the brightness (b h w) of
+    both images; None skips the photometric alignment.
     """
     known, pair = matches.pair, matches.pair.clamp(min=0)
     index0, index1 = matches.index0, matches.index1
@@ -64,11 +72,11 @@ def refine(
     around0 = engine.support(index0, cells0, cells1, confidence, known, shape0)
     around1 = engine.support(index1, cells1, cells0, confidence, known, shape1)
     score = confidence * (around0.share * around1.share).sqrt()
-    # The best matches lie close together; what would follow there comes after what stands alone elsewhere.
+    # The best matches cluster. Lowering crowded scores ranks isolated matches elsewhere before them.
     crowd0, crowd1 = crowd(index0, score, known, shape0), crowd(index1, score, known, shape1)
     score = score * ((1 + crowd0 / CROWD) * (1 + crowd1 / CROWD)).rsqrt()
 
-    # Each direction tells how far the other image's point is off; half of it is taken from either.
+    # Each direction estimates the full residual in the other image, so each point takes half of it.
     points0 = cell_to_pixel(cells0 + around1.shift / 2, FINE_STRIDE)
     points1 = cell_to_pixel(cells1 + around0.shift / 2, FINE_STRIDE)
     if light is not None:
@@ -81,6 +89,6 @@ def refine(
 def refine_points(
     subpixel: Subpixel, fine0: FineMap, fine1: FineMap, pair: Tensor, points0: Tensor, index1: Tensor, score: Tensor
 ) -> Offsets:
-    """Offsets of the fine cells `index1` (n) of image 1 that points (n 2, in fine cells) of image 0 found there."""
+    """Refine the fine cells `index1` (n) of image 1 that points (n 2, in fine cells) of image 0 matched."""
     windows = pair_windows(point_windows(fine0, pair, points0), cell_windows(fine1, pair, index1))
     return subpixel(windows, score)

@@ -1,4 +1,4 @@
-"""A sparse coarse tensor, and the consensus over its entries: 4D convolutions that keep to the entries there are."""
+"""A sparse coarse tensor, and neighborhood consensus by 4D convolutions restricted to its entries."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -11,14 +11,16 @@ from dualrc.model.consensus import Consensus, swap_images
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SparseScores:
-    """Some entries of coarse tensors (b h0 w0 h1 w1), sorted by their row-major keys."""
+    """Entries of sparse coarse tensors (b h0 w0 h1 w1), sorted by their row-major keys."""
 
-    keys: Tensor  # n: rising, each once
-    values: Tensor  # n
+    # (n) Strictly increasing.
+    keys: Tensor
+    # (n)
+    values: Tensor
     shape: tuple[int, int, int, int, int]
 
     def coordinates(self) -> Tensor:
-        """Pair, row and column in image 0, row and column in image 1, of every entry: (n 5)."""
+        """Return pair, row and column in image 0, and row and column in image 1 of every entry: (n 5)."""
         left, columns = self.keys, []
         for size in reversed(self.shape):
             columns.append(left % size)
@@ -26,32 +28,32 @@ class SparseScores:
         return torch.stack(columns[::-1], dim=1)
 
     def cells(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Pair, row-major cell of image 0 and that of image 1, of every entry."""
+        """Return pair, row-major cell of image 0 and row-major cell of image 1 of every entry."""
         count0, count1 = self.shape[1] * self.shape[2], self.shape[3] * self.shape[4]
         return self.keys // (count0 * count1), self.keys // count1 % count0, self.keys % count1
 
     def best(self, image: int) -> tuple[Tensor, Tensor]:
-        """For every cell of an image the cell of the other with the largest entry, and that entry, 0 if none: (b n)."""
+        """Return the cell of the other image with the largest entry for each cell, and that entry or 0: (b n)."""
         pair, *cells = self.cells()
         counts = self.shape[1] * self.shape[2], self.shape[3] * self.shape[4]
         row = pair * counts[image] + cells[image]
         score = self.values.new_zeros(self.shape[0] * counts[image])
         score = score.scatter_reduce(0, row, self.values, "amax")
-        # The first in the other image among equals.
+        # Ties go to the first cell in row-major order.
         other = torch.where(self.values == score[row], cells[1 - image], counts[1 - image])
         index = torch.full_like(score, counts[1 - image], dtype=torch.long).scatter_reduce(0, row, other, "amin")
         index = index.masked_fill(index == counts[1 - image], 0)
         return index.view(self.shape[0], -1), score.view(self.shape[0], -1)
 
     def to_torch(self) -> Tensor:
-        """As torch's own sparse tensor."""
+        """Convert to torch's sparse COO tensor."""
         return torch.sparse_coo_tensor(
             self.coordinates().T, self.values, self.shape, is_coalesced=True, check_invariants=False
         )
 
 
 def nearest(rows: Tensor, others: Tensor, count: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The largest products of each of `rows` (b n c) with `others` (b m c), and with which: (b n count)."""
+    """Return the largest products of each of `rows` (b n c) with `others` (b m c), and their indices: (b n count)."""
     products = torch.bmm(rows.float(), others.float().transpose(1, 2))
     if valid is not None:
         products = products.masked_fill(~valid[:, None], -torch.inf)
@@ -64,7 +66,7 @@ def nearest_correlations(
     shape: tuple[int, int, int, int, int],
     valid: tuple[Tensor | None, Tensor | None],
 ) -> SparseScores:
-    """What `nearest` found from image 0 and from image 1, as one tensor; what both found counts twice, as published."""
+    """Merge the results of `nearest` from both images; correlations found twice are added, as published."""
     batch, count0, count1 = shape[0], shape[1] * shape[2], shape[3] * shape[4]
     keys, values = [], []
     for image, (score, index) in enumerate(found):
@@ -83,7 +85,7 @@ def nearest_correlations(
 
 
 def neighbors(scores: SparseScores, size: int) -> Tensor:
-    """The entries around each entry in all four dimensions, row-major: (n size**4) indices; n where there is none."""
+    """Return indices (n size**4) of the entries around each entry in all four dimensions, row-major; n for none."""
     halo, count = size // 2, len(scores.keys)
     coordinates, result = scores.coordinates(), scores.keys.new_empty(count, size**4)
     steps = range(-halo, halo + 1)
@@ -102,13 +104,14 @@ def neighbors(scores: SparseScores, size: int) -> Tensor:
 
 
 def sparse_consensus(scores: SparseScores, consensus: Consensus) -> SparseScores:
-    """N(C) + N(C^T)^T over the entries there are; what is not there counts as zero and stays so."""
+    """Apply N(C) + N(C^T)^T to the stored entries only; entries that are not stored count as zero and stay zero."""
     sizes = {weight.shape[2] for weight in consensus.weights}
     around = {size: neighbors(scores, size) for size in sizes}
-    # As in the dense consensus, the two directions are two groups of channels.
-    own = scores.values.relu()[:, None].expand(-1, 2).unflatten(1, (2, 1))  # n 2 i
+    # As in the dense consensus, the two directions are two groups of channels: (n 2 i).
+    own = scores.values.relu()[:, None].expand(-1, 2).unflatten(1, (2, 1))
     for weight, bias in zip(consensus.weights, consensus.biases, strict=True):
-        both = torch.stack([weight, swap_images(weight)]).flatten(3)  # 2 o i k^4
+        # (2 o i k^4)
+        both = torch.stack([weight, swap_images(weight)]).flatten(3)
         padded = torch.cat([own, own.new_zeros(1, *own.shape[1:])])
         total = bias.expand(len(own), 2, -1)
         for number, place in enumerate(around[weight.shape[2]].unbind(1)):

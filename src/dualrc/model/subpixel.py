@@ -1,4 +1,4 @@
-"""Sub-pixel refinement from features: where, around a fine cell, a place fits best, and how far to trust that."""
+"""Sub-pixel refinement from features: the best offset within a 3x3 window of fine cells, and its confidence."""
 
 import math
 from typing import NamedTuple
@@ -8,41 +8,51 @@ from torch import Tensor, nn
 
 from dualrc.model.cells import FineMap
 
-_SIDE = 3  # of the windows
+# Side of a window, in fine cells.
+_SIDE = 3
 WINDOW = _SIDE**2
 _MIDDLE = WINDOW // 2
 
 
 class Windows(NamedTuple):
-    """Unit features of the 3x3 fine cells around places."""
+    """Unit features of the 3x3 fine cells around positions."""
 
-    features: Tensor  # n 9 c
-    whole: Tensor  # n: the window lies inside the image
+    # (n 9 c)
+    features: Tensor
+    # (n) Whether the window lies inside the image.
+    whole: Tensor
 
 
 class WindowPairs(NamedTuple):
     """The windows around both points of matches."""
 
-    middle0: Tensor  # n c: unit features
-    middle1: Tensor  # n c
-    cosine: Tensor  # n 9 9: of the cells around one with those around the other
-    whole0: Tensor  # n: the window lies inside the image
-    whole1: Tensor  # n
+    # (n c) Unit features at the center of the window in image 0.
+    middle0: Tensor
+    # (n c) Unit features at the center of the window in image 1.
+    middle1: Tensor
+    # (n 9 9) Cosines of all cells of one window with all cells of the other.
+    cosine: Tensor
+    # (n) Whether the window in image 0 lies inside the image.
+    whole0: Tensor
+    # (n) Whether the window in image 1 lies inside the image.
+    whole1: Tensor
 
     def swapped(self) -> "WindowPairs":
-        """The same with the images exchanged."""
+        """Return the same windows with the images swapped."""
         return WindowPairs(self.middle1, self.middle0, self.cosine.transpose(1, 2), self.whole1, self.whole0)
 
 
 class Offsets(NamedTuple):
-    """Offsets from fine cells, and the logit of the probability that they end where they should."""
+    """Offsets from fine cells, and the logit of the probability that they are correct."""
 
-    offset: Tensor  # n 2, (x, y) in fine cells
-    logit: Tensor  # n
+    # (n 2) as (x, y) in fine cells.
+    offset: Tensor
+    # (n)
+    logit: Tensor
 
 
 def cell_windows(fine: FineMap, pair: Tensor, index: Tensor) -> Windows:
-    """The windows around fine cells: pair (n), index (n); beyond the border the cells at it are repeated."""
+    """Return the windows around fine cells: pair (n), index (n); border cells are replicated outside the image."""
     height, width = fine.fine_size
     columns, rows = _steps(index.device)
     row, column = (index // width)[:, None] + rows, (index % width)[:, None] + columns
@@ -51,15 +61,16 @@ def cell_windows(fine: FineMap, pair: Tensor, index: Tensor) -> Windows:
 
 
 def inside(fine: FineMap, index: Tensor) -> Tensor:
-    """Whether the windows around fine cells (n) lie inside the image."""
+    """Return whether the windows around fine cells (n) lie inside the image."""
     height, width = fine.fine_size
     row, column = index // width, index % width
     return (row > 0) & (row < height - 1) & (column > 0) & (column < width - 1)
 
 
 def point_windows(fine: FineMap, pair: Tensor, points: Tensor) -> Windows:
-    """The windows around any places: pair (n), points (n 2), (x, y) in fine cells."""
-    places = points[:, None] + torch.stack(_steps(points.device), dim=1)  # n 9 2
+    """Return the windows around arbitrary positions: pair (n), points (n 2), (x, y) in fine cells."""
+    # (n 9 2)
+    places = points[:, None] + torch.stack(_steps(points.device), dim=1)
     x, y = places.unbind(2)
     height, width = fine.fine_size
     whole = ((x >= 0) & (x <= width - 1) & (y >= 0) & (y <= height - 1)).all(1)
@@ -68,23 +79,23 @@ def point_windows(fine: FineMap, pair: Tensor, points: Tensor) -> Windows:
 
 
 def _steps(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Columns and rows (9) of a window, from its middle."""
+    """Return the column and row offsets (9) of a window from its center."""
     axis = torch.arange(_SIDE, device=device) - _SIDE // 2
     return axis.repeat(_SIDE), axis.repeat_interleave(_SIDE)
 
 
 def pair_windows(windows0: Windows, windows1: Windows) -> WindowPairs:
-    """Windows around the points of matches, with all cosines between them."""
+    """Combine the windows around both points of matches with all cosines between them."""
     cosine = torch.bmm(windows0.features, windows1.features.transpose(1, 2))
     middles = windows0.features[:, _MIDDLE], windows1.features[:, _MIDDLE]
     return WindowPairs(*middles, cosine, windows0.whole, windows1.whole)
 
 
 class Subpixel(nn.Module):
-    """A soft-argmax over the 3x3 fine cells around a match, with a learnt correction and a learnt confidence.
+    """Soft-argmax over the 3x3 fine cells around a match, with a learned correction and a learned confidence.
 
-    Both are learnt from the features of the two cells, the cosines of all cells around one with all around the other,
-    and the score that the match was found with.
+    The inputs of the learned part are the features of both cells, the cosines between all cells of both windows, and
+    the score of the match.
     """
 
     def __init__(self, channels: int, hidden: int) -> None:
@@ -93,7 +104,8 @@ class Subpixel(nn.Module):
         self.correction: nn.Sequential | None = None
         if hidden:
             last = nn.Linear(hidden, 3)
-            nn.init.zeros_(last.weight)  # starts as the plain soft-argmax
+            # Zero weights make this the plain soft-argmax at initialization.
+            nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
             inputs = 2 * channels + WINDOW**2 + 1
             self.correction = nn.Sequential(
@@ -101,13 +113,14 @@ class Subpixel(nn.Module):
             )
 
     def forward(self, windows: WindowPairs, score: Tensor) -> Offsets:
-        """Where the places of image 0 lie in image 1, found there with this score (n).
+        """Locate positions of image 0 in image 1, given the scores (n) of their matches.
 
-        Offsets are zero at the image's border, where half a window would pull inwards.
+        Offsets are zero at the image border, where an incomplete window would bias them inward.
         """
         weight = (windows.cosine[:, _MIDDLE] / self.log_temperature.exp()).softmax(1)
         offset = torch.stack([weight @ steps.float() for steps in _steps(weight.device)], dim=1)
-        logit = torch.logit(score.float(), eps=1e-6)  # where nothing is learnt, the score is the only confidence
+        # Without a learned part, the score is the only confidence.
+        logit = torch.logit(score.float(), eps=1e-6)
         if self.correction is not None:
             known = torch.log(score.float().clamp(min=0) + 1e-4) / 2
             inputs = [windows.middle0, windows.middle1, 4 * windows.cosine.flatten(1), known[:, None]]
@@ -119,11 +132,11 @@ class Subpixel(nn.Module):
 def refine_both(
     subpixel: Subpixel, windows: WindowPairs, score0: Tensor, score1: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets for both points of matches, (n 2) each, and their confidence, (n) in 0 to 1.
+    """Return offsets for both points of matches, (n 2) each, and their confidence, (n) from 0 to 1.
 
-    `score0` is what cell 0 found cell 1 with, `score1` the way back. Cell 0 fits at offset1 from cell 1, and cell 1 at
-    offset0 from cell 0. To first order in any smooth motion, the point half of offset0 from cell 0 corresponds to the
-    point half of offset1 from cell 1; and exchanging the images exchanges the two.
+    `score0` is the score from cell 0 to cell 1, `score1` the score back. Cell 0 corresponds to cell 1 plus offset1, and
+    cell 1 to cell 0 plus offset0. To first order in any smooth motion, cell 0 plus half of offset0 then corresponds to
+    cell 1 plus half of offset1. This choice is symmetric: swapping the images swaps the offsets.
     """
     in1 = subpixel(windows, score0)
     in0 = subpixel(windows.swapped(), score1)

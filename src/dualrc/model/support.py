@@ -1,4 +1,4 @@
-"""Support: how well a match agrees with the affine motion of the matches around it, and where that motion puts it."""
+"""Support: how well a match agrees with the affine motion of its neighbors, and the residual to that motion."""
 
 import math
 from typing import NamedTuple
@@ -6,51 +6,68 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-STEP = 3  # fine cells between the neighbors that are read
-REACH = 3  # steps to each side: 48 neighbors in a window of 19 x 19 cells
-SIGMA = 0.25  # fine cells: standard deviation of a neighbor that agrees
-NEAR = 1.0  # fine cells: standard deviation of a neighbor that may shift a match
-OWN = 1.0  # weight of the match's own estimate against its neighbors'
-RIDGE = 0.1  # added to the normal matrix, or rounding would decide the motion of neighbors on a line
-DOUBT = 4.0  # added to the neighbors' total weight, so that a lone match has little support
-CROWD_CELLS = 8  # fine cells along each side of the squares in which better matches are counted
+# Spacing of the neighbors, in fine cells.
+STEP = 3
+# Steps to each side: 48 neighbors in a window of 19 x 19 fine cells.
+REACH = 3
+# Standard deviation of the residual of a neighbor that agrees, in fine cells.
+SIGMA = 0.25
+# Standard deviation of the residual of a neighbor that may shift a match, in fine cells.
+NEAR = 1.0
+# Weight of the match's own position against its neighbors.
+OWN = 1.0
+# Added to the diagonal of the normal matrix, which is singular for neighbors on a line.
+RIDGE = 0.1
+# Added to the total weight of the neighbors, so that an isolated match has little support.
+DOUBT = 4.0
+# Side of the squares in which better matches are counted, in fine cells.
+CROWD_CELLS = 8
 
 
 class Support(NamedTuple):
-    """What the neighbors of matches tell."""
+    """Agreement and motion of the neighbors of matches."""
 
-    share: Tensor  # n: how well they agree with the match, 0 to 1
-    motion: Tensor  # n 2 2: their affine motion, from this image to the other
-    shift: Tensor  # n 2: from the match's point in the other image to where they would put it, in fine cells
+    # (n) Share of the neighbors' confidence that agrees with the match, 0 to 1.
+    share: Tensor
+    # (n 2 2) Affine motion of the neighbors, from this image to the other.
+    motion: Tensor
+    # (n 2) Mean residual of the neighbors, from the match's point in the other image, in fine cells.
+    shift: Tensor
 
 
 class NeighborMaps(NamedTuple):
-    """Matches laid out by their cell, so that neighbors are found at fixed offsets."""
+    """Matches on a padded grid of cells, where neighbors are at fixed offsets."""
 
-    maps: Tensor  # 5 p: x, y, u, v and confidence by place; zero where there is no match
-    at: Tensor  # n: places of the matches
-    known: Tensor  # 5 n: the same five values of the matches themselves
-    row: int  # places from one row of cells to the next
+    # (5 p) x, y, u, v and confidence of every grid position; zero where there is no match.
+    maps: Tensor
+    # (n) Grid positions of the matches.
+    at: Tensor
+    # (5 n) The same five values in the order of the matches.
+    known: Tensor
+    # Distance between two rows of the grid, in positions.
+    row: int
 
 
 def lay_out(
     index: Tensor, here: Tensor, there: Tensor, confidence: Tensor, pair: Tensor, shape: tuple[int, int, int]
 ) -> NeighborMaps:
-    """Matches by their cells in this image, with margins as wide as the neighborhood; arguments as in `support`."""
+    """Place matches on a grid with margins as wide as the neighborhood; arguments as in `support`."""
     pairs, height, width = shape
     margin = STEP * REACH
-    row = width + margin  # one margin serves as the right one of a row and the left one of the next
+    # The right margin of a row is also the left margin of the next row.
+    row = width + margin
     at = (pair * (height + margin) + index // width + margin) * row + index % width + margin
     known = torch.cat([here.T, there.T, confidence[None]])
     places = (pairs * (height + margin) + margin) * row + margin
-    maps = known.new_zeros(5, places + 1)  # one more for empty rows
+    # The extra position collects empty rows.
+    maps = known.new_zeros(5, places + 1)
     maps[:, at.masked_fill(pair < 0, places)] = known
     maps[4, places].zero_()
     return NeighborMaps(maps, at.clamp(min=margin * (row + 1)), known, row)
 
 
 def neighbor_offsets(row: int, device: torch.device) -> Tensor:
-    """From a place to its 48 neighbors; a match does not support itself."""
+    """Return the grid offsets of the 48 neighbors; a match does not support itself."""
     axis = torch.arange(-REACH, REACH + 1, device=device) * STEP
     offsets = (axis[:, None] * row + axis).flatten()
     return offsets[offsets != 0]
@@ -59,25 +76,28 @@ def neighbor_offsets(row: int, device: torch.device) -> Tensor:
 def support(
     index: Tensor, here: Tensor, there: Tensor, confidence: Tensor, pair: Tensor, shape: tuple[int, int, int]
 ) -> Support:
-    """What the neighbors of each match tell.
+    """Estimate the affine motion of the neighbors of each match, and how well they agree with the match.
 
-    `index` (n) are the row-major fine cells of this image that are matched, each once; `here` and `there` (n 2) where
-    exactly the matches lie in both images, in fine cells; `pair` (n) which pair of the batch they belong to, -1 where
-    a row is empty. `shape` is (pairs, height, width).
+    `index` (n) are the matched row-major fine cells of this image, each at most once. `here` and `there` (n 2) are the
+    exact positions of the matches in both images, in fine cells. `pair` (n) is the pair of the batch, or -1 for an
+    empty row. `shape` is (pairs, height, width).
     """
     layout = lay_out(index, here, there, confidence, pair, shape)
     return explain(layout, layout.at, layout.known)
 
 
 def explain(layout: NeighborMaps, at: Tensor, known: Tensor) -> Support:
-    """Support of matches at places (n) with values (5 n).
+    """Compute the support of matches at grid positions (n) with values (5 n).
 
-    Through each match goes the affine motion that fits its neighbors best, weighted by their confidence. The share is
-    the part of their confidence that this motion explains; the shift is the mean residual of those near to it.
+    An affine motion that maps the match onto itself is fitted to the neighbors by weighted least squares. The weights
+    are their confidences. The share is the part of the total confidence that this motion explains. The shift is the
+    mean residual of the neighbors close to it.
     """
     offsets = neighbor_offsets(layout.row, at.device)
-    around = layout.maps.index_select(1, (offsets[:, None] + at).flatten()).unflatten(1, (len(offsets), -1))  # 5 k n
-    x, y, u, v = (around[:4] - known[:4, None]).unbind(0)  # relative to the match
+    # (5 k n)
+    around = layout.maps.index_select(1, (offsets[:, None] + at).flatten()).unflatten(1, (len(offsets), -1))
+    # Coordinates relative to the match.
+    x, y, u, v = (around[:4] - known[:4, None]).unbind(0)
     weight = around[4]
     wx, wy = weight * x, weight * y
     xx, xy, yy = (wx * x).sum(0) + RIDGE, (wx * y).sum(0), (wy * y).sum(0) + RIDGE
@@ -96,14 +116,14 @@ def explain(layout: NeighborMaps, at: Tensor, known: Tensor) -> Support:
 
 
 def _gaussian(square: Tensor, deviation: float) -> Tensor:
-    # The clamp keeps out subnormal numbers, which can take thirty times as long.
+    # The clamp avoids subnormal numbers, which can be thirty times slower.
     return (square * (-0.5 / deviation**2)).clamp(min=-80).exp()
 
 
 def crowd(index: Tensor, score: Tensor, pair: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """How many matches with a higher score lie in the same 8x8 fine cells of this image: (n); as for `support`.
+    """Count the matches with a higher score in the same 8x8 fine cells of this image: (n); arguments as in `support`.
 
-    Among equals the first in the image counts as higher.
+    Among equal scores, the first in row-major order counts as higher.
     """
     pairs, height, width = shape
     side = CROWD_CELLS

@@ -1,10 +1,10 @@
-"""Engines: how the operations of `model.engine.Engine` are carried out, and which one a device gets.
+"""Engines that execute the operations of `model.engine.Engine`, and the choice of one for a device.
 
-- `definition`: plain torch, whole tensors; what training uses.
-- `torch`: torch on parts that fit into memory; any device, any floating-point type.
-- `native`: C, for float32 on a CPU; `native-avx512`, `native-avx2` and `native-generic` force an instruction set.
-- `triton`: Triton kernels, for a GPU; `triton+graphs` replays them as CUDA graphs.
-- `reference`: the formulas an entry at a time, which all others are tested against.
+- `definition`: plain torch on whole tensors; the engine of training.
+- `torch`: torch in chunks that fit into memory; any device, any floating-point type.
+- `native`: C kernels for float32 on a CPU; `native-avx512`, `native-avx2`, `native-generic` force an instruction set.
+- `triton`: Triton kernels for a GPU; `triton+graphs` captures them in CUDA graphs.
+- `reference`: the formulas of the paper, one entry at a time; all other engines are tested against it.
 """
 
 import os
@@ -14,11 +14,12 @@ import torch
 from dualrc.errors import ConfigError
 from dualrc.model.engine import Engine
 
-VARIABLE = "DUALRC_ENGINE"  # names the engine where the call does not, for debugging
+# Environment variable that selects the engine if the caller does not; for debugging.
+VARIABLE = "DUALRC_ENGINE"
 
 
 def choose(device: torch.device, name: str | None = None) -> Engine:
-    """The engine with this name, or the best for a device; asked once, when a matcher is made."""
+    """Return the engine with this name, or the best one for a device. A matcher calls this once."""
     from dualrc.ops import native, triton
     from dualrc.ops.graphs import GraphEngine
     from dualrc.ops.native import library
@@ -29,7 +30,7 @@ def choose(device: torch.device, name: str | None = None) -> Engine:
     name = name or os.environ.get(VARIABLE) or _best(device)
     kind, _, variant = name.partition("-")
     if (kind == "native" or name == "reference") and device.type != "cpu":
-        raise ConfigError(f"The engine {name!r} needs a CPU, not {device.type}; {remedy}.")
+        raise ConfigError(f"The engine {name!r} runs on a CPU, not on {device.type}; {remedy}.")
     plain: dict[str, type[Engine]] = {"definition": Engine, "torch": TorchEngine, "reference": ReferenceEngine}
     if name in plain:
         return plain[name]()
@@ -37,13 +38,13 @@ def choose(device: torch.device, name: str | None = None) -> Engine:
         return native.NativeEngine(variant or None)
     if name in ("triton", "triton+graphs"):
         if not triton.usable(device) or (name == "triton+graphs" and device.type != "cuda"):
-            raise ConfigError(f"The engine {name!r} needs Triton and a GPU that it supports; {remedy}.")
+            raise ConfigError(f"The engine {name!r} needs Triton and a supported GPU; {remedy}.")
         return GraphEngine(triton.TritonEngine()) if name == "triton+graphs" else triton.TritonEngine()
     raise ConfigError(f"There is no engine {name!r}; choose one of {', '.join(names())}, or {remedy}.")
 
 
 def names() -> list[str]:
-    """Engines that can be asked for by name, whatever this machine has."""
+    """Return the names of all engines, including those that this machine cannot run."""
     from dualrc.ops.native import library
 
     variants = [f"native-{variant}" for variant in library.VARIANTS]

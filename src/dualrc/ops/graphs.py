@@ -1,6 +1,7 @@
-"""CUDA graphs: operations are captured once for each shape that repeats, and replayed.
+"""CUDA graphs: operations are captured once per repeated shape, then replayed.
 
-Launching the many small kernels of an operation takes longer than they run. A graph launches them at once.
+Launching the many small kernels of an operation takes longer than running them. A graph launches all kernels with
+one call.
 """
 
 import threading
@@ -31,21 +32,29 @@ from dualrc.ops import memory
 if TYPE_CHECKING:
     from dualrc.model.network import Network
 
-_TYPES = (torch.float16, torch.float32)  # for others the kernels fall back on torch, which waits for results
-_KEPT = 64  # graphs
-_KNOWN = 1024  # shapes that are counted
-_SEEN = 2  # calls of a shape before it is captured: capturing takes as long as ten calls
-_VALUES = 48_000_000  # values of inputs; larger work keeps the GPU busy by itself
-_ALL_VALUES = 160_000_000  # values of the inputs of all graphs, which are kept with them
-_LEAST_MATCHES = 1024  # matches are padded to a power of two, so that few graphs serve all numbers
+# With other types the kernels fall back on torch, which synchronizes with the host and cannot be captured.
+_TYPES = (torch.float16, torch.float32)
+# Largest number of graphs kept.
+_KEPT = 64
+# Largest number of shapes whose calls are counted.
+_KNOWN = 1024
+# Calls of a shape before it is captured. A capture takes as long as ten calls.
+_SEEN = 2
+# Largest number of input values of one graph. Larger operations keep the GPU busy without a graph.
+_VALUES = 48_000_000
+# Largest number of input values of all graphs together, because each graph keeps a copy of its inputs.
+_ALL_VALUES = 160_000_000
+# The number of matches is padded to a power of two, at least this, so that few graphs cover all numbers.
+_LEAST_MATCHES = 1024
 
 Function = Callable[..., tuple[Tensor, ...]]
 
 
 class GraphEngine(Engine):
-    """Another engine whose operations are captured; they must launch work that depends on nothing but shapes.
+    """Wrapper that captures the operations of another engine in CUDA graphs.
 
-    Weights are read where they were when a graph was captured, so they must not change.
+    The work of a captured operation must depend on shapes alone. A graph reads the weights at the addresses of the
+    time of capture, so the weights must not change.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -53,10 +62,14 @@ class GraphEngine(Engine):
         self.name = f"{engine.name}+graphs"
         self._lock = threading.Lock()
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
-        self._seen: OrderedDict[Any, int] = OrderedDict()  # calls of shapes that were not captured
-        self._failed: set[Any] = set()  # what could not be captured
-        self._pool: Any = None  # memory that all graphs work in, one after the other
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # on which they are captured
+        # Number of calls of each shape that is not captured.
+        self._seen: OrderedDict[Any, int] = OrderedDict()
+        # Keys of operations that could not be captured.
+        self._failed: set[Any] = set()
+        # Memory pool that all graphs share. They run one after the other.
+        self._pool: Any = None
+        # Streams for the capture.
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         _all.add(self)
 
     def __deepcopy__(self, memo: Any) -> Self:
@@ -176,14 +189,14 @@ class GraphEngine(Engine):
         return self.inner.align(*args, **kwargs)
 
     def _run(self, name: tuple[Any, ...], function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """function(*tensors), replayed where its shapes repeat; `name` holds all else that it depends on."""
+        """Return function(*tensors), by a graph if its shapes repeat; `name` holds everything else it depends on."""
         key = (*name, *((tensor.shape, tensor.dtype) for tensor in tensors))
         if not self._repeats(key, tensors):
             return function(*tensors)
         return self._replayed(key, function, *tensors)
 
     def _repeats(self, key: tuple[Any, ...], inputs: Sequence[Tensor]) -> bool:
-        """Whether work with this key was done often enough to be captured; counts this time."""
+        """Count a call with this key, and return whether it occurred often enough to be captured."""
         fits = all(x.dtype in _TYPES for x in inputs if x.is_floating_point())
         if torch.is_grad_enabled() or not fits or _count(inputs) > _VALUES:
             return False
@@ -201,7 +214,7 @@ class GraphEngine(Engine):
             return False
 
     def _replayed(self, key: tuple[Any, ...], function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """function(*tensors) by its graph, which is captured if there is none yet."""
+        """Return function(*tensors) by its graph, which is captured first if there is none yet."""
         device = tensors[0].device
         key = (*key, memory.working_values(), device)
         with self._lock:
@@ -210,7 +223,7 @@ class GraphEngine(Engine):
                 try:
                     with torch.cuda.device(device):
                         self._pool = self._pool or torch.cuda.graph_pool_handle()
-                        # On one stream, or graphs could not use the same memory one after the other.
+                        # All captures use one stream, or the graphs could not share one memory pool.
                         if device not in self._streams:
                             self._streams[device] = torch.cuda.Stream(device)
                         graph = _Graph.capture(function, tensors, self._streams[device], self._pool)
@@ -228,15 +241,16 @@ class GraphEngine(Engine):
                 return graph.replay(tensors)
 
     def _forget(self) -> None:
-        """Let the graphs go that were not used for longest, if there are too many."""
+        """Drop the least recently used graphs if there are too many."""
         values = sum(_count(graph.inputs) for graph in self._graphs.values())
         while len(self._graphs) > 1 and (len(self._graphs) > _KEPT or values > _ALL_VALUES):
             key, oldest = self._graphs.popitem(last=False)
-            self._seen.pop(key, None)  # or it would be captured again at once, and another would go
+            # Reset the count, or the next call would capture this graph again and drop another one.
+            self._seen.pop(key, None)
             values -= _count(oldest.inputs)
 
     def clear(self) -> None:
-        """Let the graphs go, with the memory that they work in."""
+        """Drop all graphs and release their memory."""
         with self._lock:
             self._graphs.clear()
             self._seen.clear()
@@ -248,7 +262,7 @@ _all: "WeakSet[GraphEngine]" = WeakSet()
 
 
 def clear_all() -> None:
-    """Let all graphs of this process go, where memory is short."""
+    """Drop all graphs of this process, for example when memory is short."""
     for engine in list(_all):
         engine.clear()
 
@@ -256,13 +270,13 @@ def clear_all() -> None:
 def _restored(
     valid: tuple[Tensor | None, Tensor | None], masks: tuple[Tensor, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The masks given to a captured function, in the places where there were masks."""
+    """Put the masks of a captured function back in their positions, with None where there was no mask."""
     given = iter(masks)
     return None if valid[0] is None else next(given), None if valid[1] is None else next(given)
 
 
 def _identity(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """What tells functions apart that are made anew for each call."""
+    """Return a key that identifies a function even if a new partial is created for each call."""
     if isinstance(function, partial):
         return function.func, *function.args, *sorted(function.keywords.items())
     return (function,)
@@ -285,11 +299,12 @@ class _Graph:
         inputs = [torch.empty_like(tensor).copy_(tensor) for tensor in tensors]
         current = torch.cuda.current_stream(stream.device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):  # kernels are compiled and chosen before anything is captured
+        # The first run compiles and selects the kernels, which must not happen during the capture.
+        with torch.cuda.stream(stream):
             function(*inputs)
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # The outer block restores the stream where a capture fails; other threads may allocate memory meanwhile.
+        # The outer block restores the stream if the capture fails. "thread_local" lets other threads allocate memory.
         with (
             torch.cuda.stream(current),
             torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),

@@ -1,6 +1,6 @@
-"""What the operations hold and compute: working memory in force, estimates of memory, counts of operations.
+"""Memory and operation counts of the engines: the workspace limit, memory estimates, and lower bounds of work.
 
-Each operation states its own; `matcher.budget` and `dualrc bench` only add these up.
+Each operation states its own numbers; `matcher.budget` and `dualrc bench` only add them up.
 """
 
 import math
@@ -28,7 +28,7 @@ _working: ContextVar[int] = ContextVar("working memory", default=_GIB // 2)
 
 @contextmanager
 def working_memory(limit: int) -> Iterator[None]:
-    """Let the operations called in this block work in about so many bytes beside inputs and results."""
+    """Limit the workspace of the operations in this block to about `limit` bytes, beside inputs and results."""
     token = _working.set(limit)
     try:
         yield
@@ -37,30 +37,36 @@ def working_memory(limit: int) -> Iterator[None]:
 
 
 def working_values() -> int:
-    """Number of float32 values in the working memory."""
+    """Return the number of float32 values in the workspace."""
     return _working.get() // 4
 
 
 def consensus_values(consensus: Consensus) -> int:
-    """Values that the two directions hold at their widest for one entry of the tensor, in torch."""
+    """Return the largest number of values that torch holds per entry of the tensor, for both directions."""
     return max(2 * (w.shape[2] ** 2 * min(w.shape[:2]) + sum(w.shape[:2])) for w in consensus.weights)
 
 
 class Traits(NamedTuple):
-    """What an engine holds at a time, as measured (docs/speed.md)."""
+    """Peak memory of an engine, as measured (docs/speed.md)."""
 
-    tensor_bytes: int  # of the coarse tensor's copies, for each entry
-    row_bytes: int  # of the consensus, for each entry of a row of image 0
-    search_bytes: int  # of the coarse tensor in the search, for each entry
-    query_copies: int  # of the features of all queries
-    match_copies: float  # of what refinement makes of a match
+    # Bytes of the copies of the coarse tensor, per entry.
+    tensor_bytes: int
+    # Bytes of the consensus, per entry of a row of image 0.
+    row_bytes: int
+    # Bytes of the coarse tensor in the search, per entry.
+    search_bytes: int
+    # Copies of the features of all queries.
+    query_copies: int
+    # Copies of the intermediate values of a match in the refinement.
+    match_copies: float
 
 
 def traits(engine: str, device: torch.device, precision: torch.dtype, hidden: int) -> Traits:
-    """Those of the engine with this name; `hidden` are the consensus' hidden channels."""
+    """Return the traits of the engine with this name; `hidden` is the number of hidden consensus channels."""
     if device.type == "cuda" and precision == torch.float16 and "triton" in engine:
         return Traits(4 * 2, 8 * 2, 2 * 2, 1, 1.3)
-    if engine in ("definition", "reference"):  # the whole fine correlation, as several tensors
+    # These engines hold the full fine correlation in several tensors.
+    if engine in ("definition", "reference"):
         return Traits(4 * 5, 4 * (6 * hidden + 48), 4 * 4 * PLACES**2, 2, 1.5)
     row = 4 * hidden if engine.startswith("native") else 4 * (6 * hidden + 48)
     if device.type == "cpu":
@@ -69,7 +75,7 @@ def traits(engine: str, device: torch.device, precision: torch.dtype, hidden: in
 
 
 class Needs(NamedTuple):
-    """Bytes that each operation takes for a pair beside the weights and its working memory."""
+    """Bytes that each operation needs for a pair, beside the weights and its workspace."""
 
     extract: float
     coarse: float
@@ -80,18 +86,21 @@ class Needs(NamedTuple):
 def needs(
     config: NetworkConfig, images: tuple[Size, Size], seen: tuple[Size, Size], item: int, own: Traits, *, on_gpu: bool
 ) -> Needs:
-    """For images of these (width, height), seen by the network at those; `item` bytes for each value of features."""
+    """Estimate for images of (width, height), resized for the network to `seen`; `item` bytes per feature value."""
     features, widest = _values_per_pixel(config)
     if isinstance(config.backbone, TrunkConfig) and on_gpu:
-        features += _one_map(config)  # a graph gives copies of its results
+        # A CUDA graph returns copies of its results.
+        features += _one_map(config)
     pixels, image = [math.prod(size) for size in seen], max(math.prod(size) for size in images)
-    held = features * item + 3  # bytes for each pixel: its features, and its colors for a look at another scale
+    # Bytes per pixel: its features, and its color for matching at another scale.
+    held = features * item + 3
     kept = held * sum(pixels)
-    # Of the other image there are features; of this one the pixels, as bytes and as numbers, then the maps.
+    # The other image is present as features. This one is present as bytes and as floats, then as feature maps.
     loading = (18 if on_gpu else 14) * image + 36 * max(pixels)
     extract = held * min(pixels) + max(loading, 6 * image * on_gpu + widest * item * max(pixels))
     width = 256 if isinstance(config.backbone, TrunkConfig) else config.backbone.fine_channels
-    extract += 9 * width**2 * item  # a convolution's weights, reordered
+    # One convolution keeps a reordered copy of its weights.
+    extract += 9 * width**2 * item
     cell = _cell(config)
     entries = math.prod(count / cell**2 for count in pixels)
     row = entries / min(size[1] for size in seen) * cell
@@ -99,7 +108,7 @@ def needs(
         return _ncnet_needs(config, kept, extract, entries, row, sum(pixels) / cell**2, own)
     queries = max(pixels) / FINE_STRIDE**2
     query = features * FINE_STRIDE**2 * item + 256
-    # Of each cell's token: queries, answers, what the MLP makes of it, and copies in another order.
+    # Values per token: queries, keys, values, the MLP's hidden layer, and transposed copies.
     tokens = 0 if config.context is None else 4 * 14 * config.context.width * sum(pixels) / STRIDE**2
     match = 4 * (4 * config.backbone.fine_channels + 5 * WINDOW**2 + 4 * config.fine.subpixel_hidden)
     return Needs(
@@ -115,37 +124,40 @@ def needs(
 def _ncnet_needs(
     config: NetworkConfig, kept: float, extract: float, entries: float, row: float, cells: float, own: Traits
 ) -> Needs:
-    """The same of NCNet or Sparse-NCNet, for so many entries of the dense tensor and cells of both images."""
+    """Estimate for NCNet or Sparse-NCNet, from the entries of the dense tensor and the cells of both images."""
     assert config.ncnet is not None
-    matches = 64 * cells  # indices, scores and places
+    # Indices, scores and positions.
+    matches = 64 * cells
     if isinstance(config.ncnet, SparseNCNetConfig):
-        # Each entry's neighbors, its coordinates three times, and the channels of both directions four times.
+        # Per entry: its neighbors, its coordinates three times, and the channels of both directions four times.
         entry = 8 * max(config.consensus.kernel_sizes) ** 4 + 3 * 40 + 4 * 8 * max(config.consensus.channels)
         return Needs(extract, kept + config.ncnet.neighbors * cells * entry, kept + matches, 0)
     layers = consensus_layers(config.consensus)
     halo = sum(kernel // 2 for kernel, _, _ in layers)
     slab = (1 + 2 * halo) * max(8 * (k**2 * min(i, o) + i + o) for k, i, o in layers)
-    products = 8 * config.ncnet.pool**4  # of one row, before and while they are pooled
-    usual = config.consensus.kernel_sizes == (3, 3)  # which the engines' kernels are for
+    # Products of one row, before and during the pooling.
+    products = 8 * config.ncnet.pool**4
+    # The kernels of the engines support this configuration.
+    usual = config.consensus.kernel_sizes == (3, 3)
     work = max(own.row_bytes if usual else slab, products)
     return Needs(extract, kept + entries * own.tensor_bytes + row * work, kept + 8 * entries + matches, 0)
 
 
 def _cell(config: NetworkConfig) -> int:
-    """Pixels along a side of a cell of the coarse tensor."""
+    """Return the side of a cell of the coarse tensor, in pixels."""
     if isinstance(config.backbone, TrunkConfig) and config.ncnet is not None:
         return config.backbone.stride * config.ncnet.pool
     return STRIDE
 
 
 def _one_map(config: NetworkConfig) -> float:
-    """Values of a trunk's map for each pixel."""
+    """Return the number of values per pixel in the map of a trunk."""
     assert isinstance(config.backbone, TrunkConfig)
     return config.backbone.fine_channels / config.backbone.stride**2
 
 
 def _values_per_pixel(config: NetworkConfig) -> tuple[float, float]:
-    """Values for each pixel that the network sees: of its features, and of the backbone at its widest."""
+    """Return the number of values per network pixel: of the features, and of the backbone at its peak."""
     backbone = config.backbone
     if isinstance(backbone, TrunkConfig):
         own, widest = _one_map(config), max(80.0, 256 / 16 + 512 / 64 + 4 * _one_map(config))
@@ -161,7 +173,7 @@ def _values_per_pixel(config: NetworkConfig) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The least that an operation has to do: additions and multiplications in products, and bytes moved."""
+    """Lower bound of the work of an operation: additions and multiplications in products, and bytes moved."""
 
     operations: float
     bytes: float
@@ -171,7 +183,7 @@ class Work:
 
 
 def extract_work(config: NetworkConfig, size: Size, item: int) -> Work:
-    """The backbone's convolutions on one image of this (width, height); each input, weight and output once."""
+    """Count the backbone's convolutions on one image of (width, height), with each input, weight and output once."""
     work = [Work(operations=0, bytes=0)]
 
     def count(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -179,7 +191,8 @@ def extract_work(config: NetworkConfig, size: Size, item: int) -> Work:
         values = inputs[0].numel() + layer.weight.numel() + output.numel()
         work[0] += Work(operations=2 * output.numel() * layer.weight[0].numel(), bytes=values * item)
 
-    with torch.device("meta"):  # shapes without values: nothing is computed
+    # The meta device computes shapes only.
+    with torch.device("meta"):
         backbone = make_backbone(config.backbone).eval()
         for layer in backbone.modules():
             if isinstance(layer, nn.Conv2d):
@@ -189,9 +202,9 @@ def extract_work(config: NetworkConfig, size: Size, item: int) -> Work:
 
 
 def coarse_work(config: NetworkConfig, size0: Size, size1: Size, item: int) -> Work:
-    """Correlation, consensus and filters of one pair: five passes over the tensor at least.
+    """Count correlation, consensus and filters of one pair, with at least five passes over the tensor.
 
-    The correlation writes it, the consensus reads and writes it, and the last filter reads and writes it.
+    The correlation writes the tensor, the consensus reads and writes it, and the last filter reads and writes it.
     """
     cells0, cells1, channels = _cells(config, size0), _cells(config, size1), config.backbone.coarse_channels
     entries, products = cells0 * cells1, cells0 * cells1
@@ -205,11 +218,11 @@ def coarse_work(config: NetworkConfig, size0: Size, size1: Size, item: int) -> W
 
 
 def context_operations(config: NetworkConfig, cells0: int, cells1: int) -> float:
-    """Operations of all layers of attention for images of so many coarse cells; 0 where there is no context."""
+    """Count the operations of all attention layers for images with these numbers of coarse cells; 0 without context."""
     if config.context is None:
         return 0
     width, channels, squares = config.context.width, config.backbone.coarse_channels, POOL**2
-    # Queries, merging and the MLP of a token; the answers of a square; and keys and values read by both images.
+    # Per token: queries, merge and MLP. Per square: keys and values. Both images read them.
     token = 2 * width * (2 * width + 2 * width + 4 * width + 4 * width / squares)
     read = 4 * width * (cells0 + cells1) ** 2 / squares
     projections = 4 * width * channels * (cells0 + cells1)
@@ -217,19 +230,20 @@ def context_operations(config: NetworkConfig, cells0: int, cells1: int) -> float
 
 
 def consensus_layers(config: ConsensusConfig) -> list[tuple[int, int, int]]:
-    """Kernel size, input channels and output channels of each 4D convolution."""
+    """Return kernel size, input channels and output channels of each 4D convolution."""
     return list(zip(config.kernel_sizes, (1, *config.channels[:-1]), config.channels, strict=True))
 
 
 def consensus_operations(config: ConsensusConfig) -> int:
-    """Operations for each entry of the tensor, of all layers in both directions."""
+    """Return the operations per entry of the tensor, for all layers in both directions."""
     return 2 * sum(2 * kernel**4 * inputs * outputs for kernel, inputs, outputs in consensus_layers(config))
 
 
 def search_work(config: NetworkConfig, size0: Size, size1: Size, item: int, *, visited: float, matches: int) -> Work:
-    """Cosines of the cells visited by all groups of 16 queries, and refinement; one pass over tensor and maps."""
+    """Count cosines of the cells that all groups of 16 queries visit, refinement, and one pass over the inputs."""
     cells0, cells1, channels = _cells(config, size0), _cells(config, size1), config.backbone.fine_channels
-    if config.ncnet is not None:  # the largest entries, then products within the matched cells
+    # The maxima of the tensor, then products within the matched cells.
+    if config.ncnet is not None:
         entries, around = cells0 * cells1, 0
         if isinstance(config.ncnet, SparseNCNetConfig):
             entries, around = config.ncnet.neighbors * (cells0 + cells1), 18 * config.ncnet.soft
@@ -241,7 +255,7 @@ def search_work(config: NetworkConfig, size0: Size, size1: Size, item: int, *, v
 
 
 def refine_operations(config: NetworkConfig) -> int:
-    """Operations for each match, in both directions; 0 where the preset refines nothing."""
+    """Return the operations per match in both directions; 0 for a preset without refinement."""
     if not config.fine.subpixel:
         return 0
     channels = config.backbone.fine_channels

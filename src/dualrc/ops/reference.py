@@ -1,6 +1,6 @@
-"""The formulas as they are written, an entry or a match at a time, in float64: the oracle of every other engine.
+"""The formulas of the paper, one entry or one match at a time, in float64: the oracle of every other engine.
 
-Nothing here is shared with the other engines or with the definition but the types that go in and out.
+This file shares only input and output types with the other engines and with the definition in `model`.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from dualrc.model.support import Support
 
 
 class ReferenceEngine(Engine):
-    """Loops over everything; for images of a few cells."""
+    """Loops over all entries; suitable for images of a few cells."""
 
     name = "reference"
 
@@ -99,7 +99,7 @@ class ReferenceEngine(Engine):
     def _search(
         self, tensor: Tensor, fine0: FineMap, points: Tensor, fine1: FineMap, config: FineConfig, width: int | None
     ) -> tuple[Tensor, Tensor]:
-        """The best of every point (b n 2); a fine cell's own feature is read where the width of the map is given."""
+        """Return the best fine cell for each point (b n 2); `width` is given if the points are fine cells."""
         index = torch.full(points.shape[:2], -1)
         score = torch.zeros(points.shape[:2])
         size0, size1 = (fine0.height, fine0.width), (fine1.height, fine1.width)
@@ -108,7 +108,8 @@ class ReferenceEngine(Engine):
             x, y = points[pair, number].tolist()
             features = fine0.features[pair].double().view(4 * size0[0], 4 * size0[1], -1)
             feature = features[int(y), int(x)] if width else _unit(_bilinear(features, x, y))
-            skips = bool(width) and config.reading == "corner" and x == 0 and y == 0  # a fact of the published code
+            # The published implementation reads nothing for the query at (0, 0).
+            skips = bool(width) and config.reading == "corner" and x == 0 and y == 0
             coarse = torch.zeros(size1).double() if skips else coarse_scores(own, x, y, config.reading)
             scores = score_map(coarse, feature, fine1.features[pair].double(), size1, config.temperature)
             if fine1.valid is not None:
@@ -158,7 +159,7 @@ class ReferenceEngine(Engine):
             _subpixel(subpixel, windows, scores[0]),
             _subpixel(subpixel, _swapped(windows), scores[1]),
         ]
-        # offsets[0] lies in image 1, offsets[1] in image 0.
+        # offsets[0] is an offset in image 1, offsets[1] an offset in image 0.
         cells = [
             torch.stack([indices[side] % widths[side], indices[side] // widths[side]], 1) + offsets[1 - side][0] / 2
             for side in (0, 1)
@@ -227,7 +228,7 @@ class ReferenceEngine(Engine):
 
 
 def supported(index: Tensor, here: Tensor, there: Tensor, confidence: Tensor, pair: Tensor, width: int) -> Support:
-    """Share, motion and shift of each match by weighted least squares over its neighbors."""
+    """Return share, motion and shift of each match, by weighted least squares over its neighbors."""
     own = {(p, *divmod(i, width)): n for n, (p, i) in enumerate(zip(pair.tolist(), index.tolist(), strict=True))}
     shares, motions, shifts = [], [], []
     for number, (p, i) in enumerate(zip(pair.tolist(), index.tolist(), strict=True)):
@@ -237,9 +238,11 @@ def supported(index: Tensor, here: Tensor, there: Tensor, confidence: Tensor, pa
         weight = confidence[around].double()
         x, y = (here[around] - here[number]).double().T if around else torch.zeros(2, 0).double()
         uv = (there[around] - there[number]).double()
-        design = torch.stack([x, y], 1)  # k 2
+        # (k 2)
+        design = torch.stack([x, y], 1)
         normal = design.T @ (weight[:, None] * design) + 0.1 * torch.eye(2)
-        motion = torch.linalg.solve(normal, design.T @ (weight[:, None] * uv)).T  # 2 2
+        # (2 2)
+        motion = torch.linalg.solve(normal, design.T @ (weight[:, None] * uv)).T
         residual = uv - design @ motion.T
         square = residual.square().sum(1)
         near = weight * torch.exp(-square / 2)
@@ -252,7 +255,7 @@ def supported(index: Tensor, here: Tensor, there: Tensor, confidence: Tensor, pa
 
 
 def correlation(features0: Tensor, features1: Tensor, valid0: Tensor | None, valid1: Tensor | None) -> Tensor:
-    """C of one pair, an entry at a time: (c h0 w0), (c h1 w1) -> (h0 w0 h1 w1); masked cells correlate with nothing."""
+    """Compute C of one pair: (c h0 w0), (c h1 w1) -> (h0 w0 h1 w1); masked cells have correlation 0."""
     shape = (*features0.shape[1:], *features1.shape[1:])
     result = torch.zeros(shape, dtype=torch.float64)
     for i, j, k, m in itertools.product(*map(range, shape)):
@@ -266,7 +269,7 @@ def correlation(features0: Tensor, features1: Tensor, valid0: Tensor | None, val
 
 
 def convolved(scores: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
-    """N(C) + N(C^T)^T of one pair: (h0 w0 h1 w1) -> the same."""
+    """Compute N(C) + N(C^T)^T of one pair: (h0 w0 h1 w1) -> the same."""
 
     def layers(values: Tensor) -> Tensor:
         values = values[None]
@@ -278,7 +281,7 @@ def convolved(scores: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Te
 
 
 def conv4d(values: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """(i h0 w0 h1 w1), (o i k k k k), (o) -> (o h0 w0 h1 w1), zero padding, one entry of the kernel at a time."""
+    """Convolve (i h0 w0 h1 w1) with (o i k k k k) and bias (o) to (o h0 w0 h1 w1), zero-padded."""
     halo = weight.shape[2] // 2
     h0, w0, h1, w1 = values.shape[1:]
     padded = F.pad(values, [halo] * 8)
@@ -290,7 +293,7 @@ def conv4d(values: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def mutual_filter(scores: Tensor) -> Tensor:
-    """M of one pair, an entry at a time: (h0 w0 h1 w1) -> the same."""
+    """Apply M to one pair, C_ijkl * r^A_ijkl * r^B_ijkl: (h0 w0 h1 w1) -> the same."""
     result = torch.empty_like(scores)
     for i, j, k, m in itertools.product(*map(range, scores.shape)):
         value = scores[i, j, k, m]
@@ -303,7 +306,7 @@ def mutual_filter(scores: Tensor) -> Tensor:
 def attended(
     weights: dict[str, Tensor], heads: list[int], maps: list[Tensor], masks: list[Tensor | None]
 ) -> list[Tensor]:
-    """Coarse features (c h w) of both images after layers of self- and cross-attention with these weights."""
+    """Apply self- and cross-attention layers with these weights to coarse features (c h w) of both images."""
 
     def linear(name: str, x: Tensor) -> Tensor:
         bias = weights.get(f"{name}.bias")
@@ -347,7 +350,7 @@ def attended(
 
 
 def _waves(size: torch.Size, row: int, column: int) -> Tensor:
-    """Sines and cosines of five octaves of a cell's place."""
+    """Return sines and cosines of five octaves of the position of a cell."""
     values: list[float] = []
     for index, side in ((row, size[0]), (column, size[1])):
         angles = [math.pi / 2 * 2**octave * (2 * index + 1 - side) / max(size) for octave in range(5)]
@@ -356,7 +359,7 @@ def _waves(size: torch.Size, row: int, column: int) -> Tensor:
 
 
 def _squares(tokens: Tensor, size: torch.Size, mask: Tensor | None) -> Tensor:
-    """Means (m w) of the valid tokens (h*w w) of each square of 2x2 cells that has one; `mask` is (4h 4w)."""
+    """Average the valid tokens (h*w w) of each square of 2x2 cells that has one: (m w); `mask` is (4h 4w)."""
     means = []
     for row, column in itertools.product(range(0, size[0], 2), range(0, size[1], 2)):
         members = []
@@ -369,7 +372,7 @@ def _squares(tokens: Tensor, size: torch.Size, mask: Tensor | None) -> Tensor:
 
 
 def coarse_scores(tensor: Tensor, x: float, y: float, reading: str) -> Tensor:
-    """S~: what a point (x, y), in fine cells of image 0, reads from the tensor (h0 w0 h1 w1): (h1 w1), sum 1."""
+    """Compute S~ at a point (x, y), in fine cells of image 0, from the tensor (h0 w0 h1 w1): (h1 w1), sum 1."""
     shift = 0.0 if reading == "corner" else 0.5
     flat = tensor.flatten(2)
     scores = _bilinear(flat, (x + shift) / 4 - shift, (y + shift) / 4 - shift).view(tensor.shape[2:])
@@ -377,14 +380,14 @@ def coarse_scores(tensor: Tensor, x: float, y: float, reading: str) -> Tensor:
 
 
 def score_map(coarse: Tensor, feature: Tensor, fine1: Tensor, size1: tuple[int, int], temperature: float) -> Tensor:
-    """S of one query with unit feature (c) against all fine cells (4h*4w c) of image 1: (4h 4w)."""
+    """Compute S = S^ * U_r(S~) of a query with unit feature (c) and all fine cells (4h*4w c) of image 1: (4h 4w)."""
     cosine = (fine1 @ feature).view(4 * size1[0], 4 * size1[1])
     fine = torch.exp((cosine - 1) / temperature) if temperature > 0 else cosine
     return fine * coarse.repeat_interleave(4, dim=0).repeat_interleave(4, dim=1)
 
 
 def best(scores: Tensor) -> tuple[int, float]:
-    """The flat place of the largest score, the first among equals, and the score; -1 where none is above zero."""
+    """Return the flat index of the largest score, the first of equals, and the score; -1 if none is above zero."""
     flat = scores.flatten()
     highest = float(flat.max())
     if highest <= 0:
@@ -393,7 +396,7 @@ def best(scores: Tensor) -> tuple[int, float]:
 
 
 def crowd(index: Tensor, score: Tensor, pair: Tensor, width: int) -> Tensor:
-    """How many better matches lie in the same 8x8 fine cells; among equals the first in the image is better."""
+    """Count the better matches in the same 8x8 fine cells; among equals the first in row-major order is better."""
     rows = list(zip(pair.tolist(), index.tolist(), score.tolist(), strict=True))
 
     def square(p: int, i: int) -> tuple[int, int, int]:
@@ -407,7 +410,7 @@ def crowd(index: Tensor, score: Tensor, pair: Tensor, width: int) -> Tensor:
 
 
 def aligned(light0: Tensor, light1: Tensor, point0: Tensor, point1: Tensor, motion: Tensor) -> Tensor:
-    """The move (2) of one point of image 1 by one Gauss-Newton step on normalized windows of 9x9 samples."""
+    """Return the motion (2) of one point of image 1 by one Gauss-Newton step on normalized 9x9 windows."""
     grid = [(float(dx), float(dy)) for dy in range(-12, 13, 3) for dx in range(-12, 13, 3)]
     weights = torch.tensor([math.exp(-1.125 * (dx * dx + dy * dy) / 144) for dx, dy in grid], dtype=torch.float64)
     weights = weights / weights.sum()
@@ -429,7 +432,8 @@ def aligned(light0: Tensor, light1: Tensor, point0: Tensor, point1: Tensor, moti
         slope = (window(light0, point0, eye, dx, dy) - window(light0, point0, eye, -dx, -dy)) / 2 / spread
         slope = slope - slope @ weights
         slopes.append(slope - template * ((slope * template) @ weights))
-    jacobian = torch.stack(slopes)  # 2 k
+    # (2 k)
+    jacobian = torch.stack(slopes)
     hessian = (jacobian * weights) @ jacobian.T + 0.01 * eye
 
     def normalized(move: Tensor) -> Tensor:
@@ -452,7 +456,7 @@ def aligned(light0: Tensor, light1: Tensor, point0: Tensor, point1: Tensor, moti
 
 
 def _windows(fine: FineMap, pair: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Features (n 9 c) of the 3x3 fine cells around cells, the border repeated; whether they lie inside (n)."""
+    """Return features (n 9 c) of the 3x3 fine cells around cells, borders replicated; whether they lie inside (n)."""
     height, width = 4 * fine.height, 4 * fine.width
     windows, whole = [], []
     for number, i in zip(pair.clamp(min=0).tolist(), index.tolist(), strict=True):
@@ -475,7 +479,7 @@ def _swapped(seen: WindowPairs) -> WindowPairs:
 
 
 def _subpixel(subpixel: Subpixel, seen: WindowPairs, score: Tensor) -> tuple[Tensor, Tensor]:
-    """The soft-argmax and the learnt correction of each match: offsets (n 2), logits (n)."""
+    """Return the soft-argmax with the learned correction for each match: offsets (n 2), logits (n)."""
     offsets, logits = [], []
     layers = [] if subpixel.correction is None else [m for m in subpixel.correction if isinstance(m, torch.nn.Linear)]
     for n, value in enumerate(score.double().tolist()):
@@ -499,7 +503,7 @@ def _subpixel(subpixel: Subpixel, seen: WindowPairs, score: Tensor) -> tuple[Ten
 
 
 def _bilinear(values: Tensor, x: float, y: float) -> Tensor:
-    """A map (h w c) at (x, y), clamped at the border: (c)."""
+    """Interpolate a map (h w c) at (x, y), clamped at the border: (c)."""
     height, width = values.shape[:2]
     x, y = min(max(x, 0.0), width - 1), min(max(y, 0.0), height - 1)
     left, top = math.floor(x), math.floor(y)

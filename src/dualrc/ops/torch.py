@@ -1,8 +1,8 @@
-"""The operations in torch, some at a time: any device, any floating-point type, little memory.
+"""The operations in torch, in chunks: any device, any floating-point type, little memory.
 
-The search scores few candidates. The score of a candidate is its coarse score times a fine score that is at most 1. So
-coarse cells are visited by falling coarse score until the best product found exceeds all that the rest could reach.
-The full fine correlation is never held, and the result is its argmax all the same.
+The search scores few candidates. A score is a coarse score times a fine score, and the fine score is at most 1. The
+search therefore visits coarse cells by descending coarse score. It stops when the best product exceeds the bound of all
+remaining cells. The full fine correlation S is never held, yet the result is its argmax.
 """
 
 import math
@@ -24,34 +24,39 @@ from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
 from dualrc.model.support import Support
 from dualrc.ops import memory
 
-# Rounding may lift the cosine of unit vectors above 1 by so much; bounds allow for it.
+# Largest amount by which rounding may lift the cosine of unit vectors above 1. Bounds allow for it.
 EXCESS = {torch.float16: 4e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5, torch.float64: 1e-9}
-FIRST_BLOCK = 8  # coarse cells visited before the bound is first checked
-_SHORTLIST = 3  # times as many are read exactly, to choose those
-_WIDEN, _GPU_WIDEN = 2, 4  # times as many are visited where the bound did not hold; on a GPU more work is cheap
-_CPU_VALUES = 2**22  # values of the search held at a time by each thread of a CPU, near its cache
-_FILTER_VALUES = 2**20  # scores filtered together, which stay in a CPU's cache
-# Matches whose windows of features, neighbors or brightness are held together; on a CPU they stay near its cache.
+# Coarse cells visited before the bound is checked for the first time.
+FIRST_BLOCK = 8
+# Size of the shortlist, as a multiple of the block. Exact scores of the shortlist select the block.
+_SHORTLIST = 3
+# Growth of the block if the bound did not hold. A GPU has compute to spare for larger blocks.
+_WIDEN, _GPU_WIDEN = 2, 4
+# Values that each CPU thread holds in the search, about the size of its cache.
+_CPU_VALUES = 2**22
+# Scores filtered in one chunk, which fits into the cache of a CPU.
+_FILTER_VALUES = 2**20
+# Matches per chunk for windows of features, neighbors and brightness. On a CPU the chunks fit into the cache.
 _WINDOWS, _GPU_WINDOWS = 2**11, 2**14
 _SUPPORTS, _GPU_SUPPORTS = 2**10, 2**18
 _ALIGNMENTS, _GPU_ALIGNMENTS = 2**10, 2**17
 
 
 class TorchEngine(Engine):
-    """Torch operations on parts that fit into the working memory."""
+    """Torch operations in chunks that fit into the workspace."""
 
     name = "torch"
 
     def coarse(
         self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
-        """Correlation, filters and consensus; without gradients in place and some rows at a time."""
+        """Correlate, filter and apply the consensus; without gradients, in place and in chunks of rows."""
         if torch.is_grad_enabled():
             return super().coarse(coarse, consensus, valid)
         return self.filtered(mask_cells(correlate(*(features.float() for features in coarse)), *valid), consensus)
 
     def filtered(self, scores: Tensor, consensus: Consensus) -> Tensor:
-        """Filters and consensus; without gradients in place and some rows at a time."""
+        """Filter and apply the consensus; without gradients, in place and in chunks of rows."""
         if torch.is_grad_enabled():
             return super().filtered(scores, consensus)
         filter_in_place(scores)
@@ -60,15 +65,16 @@ class TorchEngine(Engine):
         return result
 
     def pooled_correlation(self, fine0: Tensor, fine1: Tensor, pool: int) -> Tensor:
-        """Some rows of image 0 at a time, each pooled at once: the whole correlation is never held."""
+        """Correlate and pool in chunks of rows of image 0, so that the full correlation is never held."""
         if torch.is_grad_enabled():
             return super().pooled_correlation(fine0, fine1, pool)
         height, width = (side // pool for side in fine0.shape[2:])
         size1 = fine1.shape[2] // pool, fine1.shape[3] // pool
         result = fine0.new_empty((len(fine0), height, width, *size1), dtype=torch.float32)
-        if fine0.dtype != torch.float16:  # products of which are added in float32 and rounded once
+        # float16 products are summed in float32 and rounded once.
+        if fine0.dtype != torch.float16:
             fine0, fine1 = fine0.float(), fine1.float()
-        # Two copies of a part: the products, and what pooling one image makes of them.
+        # A chunk has two copies: the products, and the result of pooling one image.
         row = 2 * len(fine0) * pool * fine0.shape[3] * fine1.shape[2] * fine1.shape[3]
         rows = max(1, memory.working_values() // max(1, row))
         for start in range(0, height, rows):
@@ -79,25 +85,25 @@ class TorchEngine(Engine):
     def relocalize(
         self, fine: tuple[Tensor, Tensor], pair: Tensor, index: tuple[Tensor, Tensor], pool: int, *, soft: bool
     ) -> tuple[Tensor, Tensor]:
-        """Some matches at a time."""
+        """Relocalize in chunks of matches."""
 
         def move(pair: Tensor, index0: Tensor, index1: Tensor) -> tuple[Tensor, Tensor]:
             return relocalize.relocalize(fine, pair, (index0, index1), pool, soft=soft)
 
-        # Features of the cells of both images, as they are and in float32.
+        # Features of the cells of both images, in their own type and in float32.
         values = 4 * fine[0].shape[1] * max(pool**2, 9 * soft)
         rows = max(1, memory.working_values() // values)
         places = in_parts(move, min(rows, _WINDOWS), min(rows, _GPU_WINDOWS), pair, *index)
         return places[0], places[1]
 
     def nearest(self, rows: Tensor, others: Tensor, count: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Some rows at a time."""
+        """Search in chunks of rows."""
         some = max(1, memory.working_values() // max(1, 2 * len(rows) * others.shape[1]))
         parts = [super(TorchEngine, self).nearest(part, others, count, valid) for part in rows.split(some, dim=1)]
         return torch.cat([part[0] for part in parts], dim=1), torch.cat([part[1] for part in parts], dim=1)
 
     def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
-        """The 4D convolutions on slabs of image 0's rows, with as many more rows as the kernels reach."""
+        """Apply the 4D convolutions to slabs of rows of image 0, with a halo as wide as the kernels reach."""
         halo = sum(weight.shape[2] // 2 for weight in consensus.weights)
         height = scores.shape[1]
         per_row = max(1, scores[:, 0].numel() * memory.consensus_values(consensus))
@@ -121,7 +127,7 @@ class TorchEngine(Engine):
         *,
         wanted: Tensor | None = None,
     ) -> Found:
-        """The argmax of the full score map, from the cells with a wanted query alone."""
+        """Return the argmax of the full score map, only for cells with a wanted query."""
         tensor, sums = rows_of(tensor)
         if wanted is None:
             queries = cell_queries(fine0, cells0, config.reading)
@@ -131,7 +137,8 @@ class TorchEngine(Engine):
             torch.zeros(wanted.shape, device=tensor.device),
             torch.zeros(wanted.shape[:2], dtype=torch.long, device=tensor.device),
         )
-        for pair, asked in enumerate(wanted):  # each pair has another number of them
+        # Pairs differ in the number of cells with a wanted query.
+        for pair, asked in enumerate(wanted):
             groups, this = asked.any(1).nonzero()[:, 0], slice(pair, pair + 1)
             own = FineMap(features=fine0.features[this], height=fine0.height, width=fine0.width)
             valid = None if fine1.valid is None else fine1.valid[this]
@@ -147,7 +154,7 @@ class TorchEngine(Engine):
     def search_points(
         self, tensor: Tensor, fine0: FineMap, points0: Tensor, fine1: FineMap, config: FineConfig
     ) -> Found:
-        """The same from points, some at a time."""
+        """Search from arbitrary points in chunks."""
         tensor, sums = rows_of(tensor)
 
         def find(points: Tensor) -> Found:
@@ -168,12 +175,12 @@ class TorchEngine(Engine):
         *,
         wanted: Tensor | None = None,
     ) -> Found:
-        """The best fine cell of every query (b g p); `sums` are those of the rows of `tensor` (b n m)."""
+        """Return the best fine cell of every query (b g p); `sums` are the row sums of `tensor` (b n m)."""
         search = _Search(tensor, sums, queries, fine, temperature, wanted)
         return search.run()
 
     def windows(self, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
-        """Windows around cells, some matches at a time."""
+        """Return windows around cells in chunks of matches."""
 
         def find(pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
             windows = (subpixel.cell_windows(fine, pair, index) for fine, index in ((fine0, index0), (fine1, index1)))
@@ -190,7 +197,7 @@ class TorchEngine(Engine):
         pair: Tensor,
         shape: tuple[int, int, int],
     ) -> Support:
-        """Support from neighbors, some matches at a time."""
+        """Compute the support of neighbors in chunks of matches."""
         layout = support.lay_out(index, here, there, confidence, pair, shape)
 
         def find(at: Tensor, known: Tensor) -> Support:
@@ -201,7 +208,7 @@ class TorchEngine(Engine):
     def align(
         self, light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor
     ) -> Tensor:
-        """Alignment by brightness, some matches at a time."""
+        """Align by brightness in chunks of matches."""
 
         def find(*columns: Tensor) -> tuple[Tensor]:
             return (align(light0, light1, *columns),)
@@ -218,7 +225,7 @@ class TorchEngine(Engine):
         index1: Tensor,
         score: Tensor,
     ) -> Offsets:
-        """Offsets of points, some at a time."""
+        """Refine points in chunks."""
 
         def find(*columns: Tensor) -> Offsets:
             return refine.refine_points(subpixel, fine0, fine1, *columns)
@@ -227,7 +234,7 @@ class TorchEngine(Engine):
 
 
 def in_parts(function: Callable[..., Any], on_cpu: int, on_gpu: int, *columns: Tensor) -> tuple[Tensor, ...]:
-    """What a function of columns gives, called with so many rows of them at a time."""
+    """Call a function on chunks of rows of the columns, and concatenate the results."""
     rows = on_gpu if columns[0].is_cuda else on_cpu
     if len(columns[0]) <= rows:
         return tuple(function(*columns))
@@ -236,8 +243,9 @@ def in_parts(function: Callable[..., Any], on_cpu: int, on_gpu: int, *columns: T
 
 
 def filter_in_place(scores: Tensor) -> None:
-    """The mutual filter, some rows at a time."""
-    flat = scores.flatten(3).flatten(1, 2)  # b n m
+    """Apply the mutual filter in chunks of rows."""
+    # (b n m)
+    flat = scores.flatten(3).flatten(1, 2)
     best0 = flat.amax(1, keepdim=True) + EPSILON
     best1 = flat.amax(2, keepdim=True) + EPSILON
     rows = max(1, _FILTER_VALUES // max(1, len(flat) * flat.shape[2]))
@@ -248,17 +256,18 @@ def filter_in_place(scores: Tensor) -> None:
 
 
 def rows_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The coarse tensor (b n m) with whole rows in memory, and their sums, (b n)."""
+    """Return the coarse tensor (b n m) with contiguous rows, and its row sums (b n)."""
     if not tensor.is_contiguous() and not tensor.is_cuda and tensor.transpose(1, 2).is_contiguous():
         result = tensor.new_empty(tensor.shape)
-        for start in range(0, tensor.shape[2], 64):  # a quarter of the time of one copy of all, by the cache
+        # Copying in blocks takes a quarter of the time of one copy, because of the cache.
+        for start in range(0, tensor.shape[2], 64):
             result[:, :, start : start + 64] = tensor[:, :, start : start + 64]
         tensor = result
     return tensor.contiguous(), tensor.sum(2, dtype=torch.float32)
 
 
 class _Search:
-    """One search; groups of queries are open until no cell that was not visited could hold a better answer."""
+    """One search; a group of queries stays open until no unvisited cell could hold a better answer."""
 
     def __init__(
         self,
@@ -271,10 +280,13 @@ class _Search:
     ) -> None:
         self.tensor, self.sums, self.fine, self.temperature = tensor, sums, fine, temperature
         self.shape = queries.features.shape[:3]
-        self.features = queries.features.flatten(0, 1)  # n p c, groups of all pairs
+        # (n p c) Groups of all pairs.
+        self.features = queries.features.flatten(0, 1)
         self.pair = torch.arange(self.shape[0], device=tensor.device).repeat_interleave(self.shape[1])
-        self.rows = queries.rows.flatten(0, 1) + self.pair[:, None] * tensor.shape[1]  # n m
-        self.weights = queries.weights.flatten(0, 1).transpose(1, 2)  # n m p, or 1 m p
+        # (n m)
+        self.rows = queries.rows.flatten(0, 1) + self.pair[:, None] * tensor.shape[1]
+        # (n m p) or (1 m p)
+        self.weights = queries.weights.flatten(0, 1).transpose(1, 2)
         self.wanted = None if wanted is None else wanted.flatten(0, 1)
         groups = len(self.features)
         self.index = torch.full((groups, self.shape[2]), -1, device=tensor.device)
@@ -299,59 +311,73 @@ class _Search:
         return Found(self.index.view(self.shape), self.score.view(self.shape), self.visited.view(self.shape[:2]))
 
     def _visit(self, ids: Tensor, block: int) -> Tensor:
-        """Score the `block` most promising cells for these groups; true where no other cell can do better."""
+        """Score the `block` most promising cells for these groups; return True where no other cell can be better."""
         fine, pair, rows = self.fine, self.pair[ids], self.rows[ids]
-        weights = self.weights[0] if len(self.weights) == 1 else self.weights[ids]  # (g) m p
-        total = torch.matmul(self.sums.flatten()[rows][:, None], weights) + TINY  # g 1 p
-        limits = self._limits(rows)  # g candidates
+        # (g m p) or (m p)
+        weights = self.weights[0] if len(self.weights) == 1 else self.weights[ids]
+        # (g 1 p)
+        total = torch.matmul(self.sums.flatten()[rows][:, None], weights) + TINY
+        # (g candidates)
+        limits = self._limits(rows)
         if fine.valid is not None:
-            empty = ~fine.valid[:, fine.members(torch.arange(fine.cells, device=ids.device))].any(2)  # b candidates
+            # (b candidates)
+            empty = ~fine.valid[:, fine.members(torch.arange(fine.cells, device=ids.device))].any(2)
             limits.masked_fill_(empty[pair], 0)
-        # What the cheap limit leaves is read exactly, and the best of that are visited.
+        # The cheap bound selects a shortlist. Exact coarse scores of the shortlist select the cells to visit.
         candidates = limits.shape[1]
         limit, cells = limits.topk(min(_SHORTLIST * block + 1, candidates), dim=1)
         rest = limit[:, _SHORTLIST * block] if limit.shape[1] > _SHORTLIST * block else torch.zeros_like(limit[:, 0])
         cells = cells[:, : _SHORTLIST * block]
-        read = self.tensor.flatten()[rows[:, None] * candidates + cells[:, :, None]].float()  # g s m
-        coarse = torch.matmul(read, weights) / total  # g s p
+        # (g s m)
+        read = self.tensor.flatten()[rows[:, None] * candidates + cells[:, :, None]].float()
+        # (g s p)
+        coarse = torch.matmul(read, weights) / total
         bounds = coarse.amax(2).masked_fill_(limit[:, : cells.shape[1]] <= 0, 0)
         bounds, order = bounds.topk(min(block + 1, cells.shape[1]))
         if bounds.shape[1] > block:
             rest = torch.maximum(rest, bounds[:, block])
         order = order[:, :block]
         cells = cells.gather(1, order)
-        coarse = coarse.gather(1, order[:, :, None].expand(-1, -1, coarse.shape[2]))  # g k p
+        # (g k p)
+        coarse = coarse.gather(1, order[:, :, None].expand(-1, -1, coarse.shape[2]))
 
-        members = fine.members(cells)  # g k 16
-        candidate = fine.gather(pair, members)  # g k 16 c
+        # (g k 16)
+        members = fine.members(cells)
+        # (g k 16 c)
+        candidate = fine.gather(pair, members)
         cosine = torch.bmm(candidate.flatten(1, 2), self.features[ids].transpose(1, 2)).float()
-        cosine = cosine.unflatten(1, (-1, PLACES))  # g k 16 p
+        # (g k 16 p)
+        cosine = cosine.unflatten(1, (-1, PLACES))
         if fine.valid is not None:
             cosine = cosine.masked_fill(~fine.valid[pair[:, None, None], members][..., None], -math.inf)
-        best = cosine.amax(2)  # within a cell the coarse score is the same
-        score = coarse * (sharpen(best, self.temperature) if self.temperature > 0 else best.clamp(min=0))  # g k p
-        highest = score.amax(1)  # g p
-        # Among equals the first in the image wins, whatever the order of the visit.
-        equal = (score == highest[:, None])[:, :, None] & (cosine == best[:, :, None])  # g k 16 p
+        # The coarse score is constant within a cell.
+        best = cosine.amax(2)
+        # (g k p)
+        score = coarse * (sharpen(best, self.temperature) if self.temperature > 0 else best.clamp(min=0))
+        # (g p)
+        highest = score.amax(1)
+        # Ties go to the first cell in row-major order, independent of the order of the visits: (g k 16 p).
+        equal = (score == highest[:, None])[:, :, None] & (cosine == best[:, :, None])
         index = torch.where(equal, members[..., None], torch.iinfo(members.dtype).max).flatten(1, 2).amin(1)
         positive = highest > 0
         self.index[ids] = index.masked_fill(~positive, -1)
         self.score[ids] = highest.masked_fill(~positive, 0)
         self.visited.index_fill_(0, ids, block)
         rest = rest[:, None] * slack(candidate.dtype, self.temperature)
-        # A query that reads nothing, or only zeros, has nothing to find, whatever its group's bound.
+        # A query that reads only zeros has no answer, whatever the bound of its group.
         certain = (highest > rest) | (rest <= 0) | (total[:, 0] <= TINY)
         if self.wanted is not None:
             certain |= ~self.wanted[ids]
         return certain.all(1)
 
     def _limits(self, rows: Tensor) -> Tensor:
-        """What no query that mixes these rows (g m) of the coarse tensor can exceed: (g candidates).
+        """Return upper bounds for every query that mixes these rows (g m) of the coarse tensor: (g candidates).
 
-        A query reads sum(w t) / sum(w s) over its rows t with sums s, and that is no more than the largest t / s.
+        A query reads sum(w t) / sum(w s) over its rows t with sums s. This is at most the largest t / s.
         """
         tensor, sums = self.tensor.flatten(0, 1), self.sums.flatten()
-        scale = ((1 + 1e-5) / sums).masked_fill_(sums <= 0, 0)  # and a little for rounding
+        # The factor allows for rounding.
+        scale = ((1 + 1e-5) / sums).masked_fill_(sums <= 0, 0)
         limits = tensor.index_select(0, rows[:, 0]).float() * scale[rows[:, 0], None]
         for row in rows.T[1:]:
             torch.maximum(limits, tensor.index_select(0, row).float().mul_(scale[row, None]), out=limits)
@@ -359,5 +385,5 @@ class _Search:
 
 
 def slack(dtype: torch.dtype, temperature: float) -> float:
-    """The factor by which rounding may lift a candidate above its bound."""
+    """Return the factor by which rounding may lift a candidate above its bound."""
     return math.exp(EXCESS[dtype] / temperature) if temperature > 0 else 1 + EXCESS[dtype]

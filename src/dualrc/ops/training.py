@@ -1,8 +1,8 @@
-"""The operations as training on a GPU wants them: half precision, forms whose gradients are fast too.
+"""Operations for training on a GPU: bfloat16, in forms whose gradients are fast too.
 
-The two layers of the consensus are dense 2D convolutions over image 1's coordinates, channels last, their channels
-filled up to what tensor cores multiply. The neighbors in image 0's coordinates are channels, which one pass spreads
-before the first layer and another one adds up after the second; each is the gradient of the other.
+Both consensus layers run as dense 2D convolutions over the coordinates of image 1, channels last, with channels padded
+to a multiple of 8 for tensor cores. The neighbors in the coordinates of image 0 are channels. One pass spreads them
+before the first layer, and another pass sums them after the second. Each pass is the gradient of the other.
 """
 
 from typing import Any
@@ -15,17 +15,19 @@ from torch.nn import functional as F
 from dualrc.model.consensus import Consensus, swap_images
 from dualrc.model.engine import Engine
 
+# Neighbors in the coordinates of image 0: a kernel of 3 x 3.
 _NEIGHBORS = 9
-_FILLED = 8  # channels are filled up to multiples of this
+# Channels are padded to a multiple of this.
+_FILLED = 8
 
 
 class TrainingEngine(Engine):
-    """The definition with another consensus, in bfloat16."""
+    """The definition, with a faster consensus in bfloat16."""
 
     name = "training"
 
     def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
-        """The 4D convolutions; other than two layers with kernels of 3 by definition."""
+        """Apply the 4D convolutions. Networks other than two layers with kernel size 3 use the definition."""
         shapes = [weight.shape[2:] for weight in consensus.weights]
         if shapes != [(3, 3, 3, 3)] * 2:
             with torch.autocast(scores.device.type, torch.bfloat16):
@@ -34,40 +36,45 @@ class TrainingEngine(Engine):
 
 
 def two_layers(scores: Tensor, weights: list[Tensor], biases: list[Tensor], half: torch.dtype) -> Tensor:
-    """N(C) + N(C^T)^T of scores (b h0 w0 h1 w1), with weights (c 1 3 3 3 3) and (1 c 3 3 3 3), in this type."""
+    """Compute N(C) + N(C^T)^T of scores (b h0 w0 h1 w1) in type `half`; weights (c 1 3 3 3 3), (1 c 3 3 3 3)."""
     (weight1, weight2), (bias1, bias2), size = weights, biases, scores.shape
     hidden = len(weight1)
-    first = torch.cat([weight1, swap_images(weight1)])[:, 0].flatten(1, 2)  # 2c 9 3 3
-    kernels = [w[0].flatten(1, 2).transpose(0, 1) for w in (weight2, swap_images(weight2))]  # 9 c 3 3 each
-    # Each direction's results come from its own half of the channels.
+    # (2c 9 3 3)
+    first = torch.cat([weight1, swap_images(weight1)])[:, 0].flatten(1, 2)
+    # (9 c 3 3) each
+    kernels = [w[0].flatten(1, 2).transpose(0, 1) for w in (weight2, swap_images(weight2))]
+    # Each direction reads its own half of the channels.
     second = torch.cat([F.pad(kernels[0], (0, 0, 0, 0, 0, hidden)), F.pad(kernels[1], (0, 0, 0, 0, hidden, 0))])
     x = spread(scores.to(half).flatten(3)[..., None], 1)
-    x = x.flatten(0, 2).unflatten(1, size[3:]).movedim(3, 1)  # n 16 h1 w1, channels last
+    # (n 16 h1 w1), channels last
+    x = x.flatten(0, 2).unflatten(1, size[3:]).movedim(3, 1)
     x = F.conv2d(x, _filled(first, 1).to(half), bias1.repeat(2).to(half), padding=1).relu()
-    x = F.conv2d(x, _filled(second, 0).to(half), padding=1)  # n 24 h1 w1
-    parts = x.movedim(1, 3).flatten(1, 2).unflatten(0, size[:3])  # b h0 w0 m 24
+    # (n 24 h1 w1)
+    x = F.conv2d(x, _filled(second, 0).to(half), padding=1)
+    # (b h0 w0 m 24)
+    parts = x.movedim(1, 3).flatten(1, 2).unflatten(0, size[:3])
     both = (gather(parts, 1, 2).float() + bias2).relu()
     return both.sum(4).view(size)
 
 
 def _filled(weight: Tensor, axis: int) -> Tensor:
-    """A kernel (o i k k) with zeros for channels along an axis up to a multiple of _FILLED."""
+    """Pad a kernel (o i k k) with zero channels along an axis, to a multiple of _FILLED."""
     missing = -weight.shape[axis] % _FILLED
     return F.pad(weight, (0, 0, 0, 0, 0, missing) if axis == 1 else (0, 0, 0, 0, 0, 0, 0, missing))
 
 
 def spread(values: Tensor, sign: int) -> Tensor:
-    """Neighbors in image 0 as channels: (b h w m g) -> (b h w m 9g, filled up); channel 9g + n is group g's."""
+    """Stack neighbors in image 0 as channels: (b h w m g) -> (b h w m 9g, padded); channel 9g + n is group g's."""
     return _Spread.apply(values, sign)  # type: ignore[no-untyped-call]
 
 
 def gather(values: Tensor, sign: int, groups: int) -> Tensor:
-    """Each neighbor's channel added up: (b h w m 9g or more) -> (b h w m g)."""
+    """Sum the channels of all neighbors: (b h w m 9g or more) -> (b h w m g)."""
     return _Gather.apply(values, sign, groups)  # type: ignore[no-untyped-call]
 
 
 def _shifts(values: Tensor, sign: int) -> list[Tensor]:
-    """Values (b h w m c) of the 9 neighbors, zero beyond the border; a negative sign takes the opposite ones."""
+    """Return values (b h w m c) of the 9 neighbors, zero outside the border; a negative sign mirrors them."""
     height, width = values.shape[1:3]
     padded = F.pad(values, (0, 0, 0, 0, 1, 1, 1, 1))
     steps = [(1 + sign * (y - 1), 1 + sign * (x - 1)) for y in range(3) for x in range(3)]

@@ -1,7 +1,7 @@
-"""The scene maker: procedural 3D scenes, pictures of them, and exactly which pixels correspond.
+"""Procedural 3D scenes, rendered images of them, and exact pixel correspondences.
 
-The world is in metres with z up; a camera looks along its z with y down. Random choices are drawn with numpy from
-the seed, so a scene is the same on every device. Solids are convex and seen from outside.
+World units are meters with z up. A camera looks along its z axis with y down. numpy draws all random choices from the
+seed, so a scene is the same on every device. Solids are convex and seen from outside.
 """
 
 from dualrc.scenes.cast import View, look_at

@@ -1,4 +1,4 @@
-"""Cameras, and where their rays meet a scene."""
+"""Cameras, and intersections of their rays with a scene."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,21 @@ from dualrc.scenes.world import ROUND, Array, Scene, Solid
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class View:
-    """A pinhole camera at a place; the centre of its first pixel is (0, 0)."""
+    """A pinhole camera with a pose; the center of the first pixel is (0, 0)."""
 
-    K: Array  # (3, 3)
-    cam_from_world: Array  # (3, 4)
-    size: tuple[int, int]  # (width, height)
+    # (3, 3)
+    K: Array
+    # (3, 4)
+    cam_from_world: Array
+    # (width, height)
+    size: tuple[int, int]
 
 
 def look_at(eye: Any, target: Any, *, size: tuple[int, int], fov_deg: float = 55.0, roll_deg: float = 0.0) -> View:
-    """A camera at `eye` that has `target` in the middle; `fov_deg` is that of the longer side."""
+    """Create a camera at `eye` with `target` in the center; `fov_deg` is the field of view of the longer side."""
     eye, forward = np.asarray(eye, dtype=float), np.asarray(target, dtype=float) - np.asarray(eye, dtype=float)
     if min(size) < 1 or not 0 < fov_deg < 180 or not np.linalg.norm(forward) > 0:
-        raise ConfigError("A camera needs a size from 1 x 1 on, 0 < fov_deg < 180, and a target away from its eye.")
+        raise ConfigError("Give a size of at least 1 x 1, 0 < fov_deg < 180, and a target different from the eye.")
     forward /= np.linalg.norm(forward)
     right = np.cross(forward, [0, 1, 0] if abs(forward[2]) > 0.999 else [0, 0, 1])
     right /= np.linalg.norm(right)
@@ -41,11 +44,12 @@ def as_like(array: npt.ArrayLike, example: Tensor) -> Tensor:
 
 
 def eye_of(view: View) -> Array:
-    return np.asarray(-view.cam_from_world[:, :3].T @ view.cam_from_world[:, 3:])  # (3, 1)
+    # (3, 1)
+    return np.asarray(-view.cam_from_world[:, :3].T @ view.cam_from_world[:, 3:])
 
 
 def rays_through(view: View, x: Tensor, y: Tensor) -> Tensor:
-    """Directions (3, ...) in the world through places in the picture, of length 1 along the optical axis."""
+    """Return directions (3, ...) in the world through image positions, of length 1 along the optical axis."""
     a, b, c = as_like(view.cam_from_world[:, :3].T @ np.linalg.inv(view.K), x).T.reshape(
         3, 3, *[1] * max(x.ndim, y.ndim)
     )
@@ -54,13 +58,14 @@ def rays_through(view: View, x: Tensor, y: Tensor) -> Tensor:
 
 
 def cross_solid(solid: Solid, origins: Tensor, rays: Tensor) -> tuple[Tensor, Tensor]:
-    """Where rays enter and leave a solid, in lengths of the rays (n,); they miss it unless 0 < enter < leave.
+    """Return where rays enter and leave a solid, in ray lengths (n,); a ray hits it if 0 < enter < leave.
 
-    Either all rays (3, n) start at one origin (3, 1), or all go in one direction (3, 1).
+    Either all rays (3, n) start at one origin (3, 1), or all rays have one direction (3, 1).
     """
     planes = as_like(solid.planes, rays)
     speeds = planes[:, :3] @ rays
-    times = (planes[:, 3:] - planes[:, :3] @ origins) / speeds  # (m, n)
+    # (m, n)
+    times = (planes[:, 3:] - planes[:, :3] @ origins) / speeds
     enter = torch.where(speeds < 0, times, 0).amax(dim=0)
     leave = torch.where(speeds < 0, torch.inf, times).amin(dim=0)
     if solid.shape in ROUND:
@@ -75,8 +80,9 @@ def cross_solid(solid: Solid, origins: Tensor, rays: Tensor) -> tuple[Tensor, Te
 
 
 def _bounds(scene: Scene, view: View) -> tuple[Array, Array]:
-    """The least and the largest (x, y) in the picture that each solid can cover, each (n, 2)."""
-    corners = np.stack([solid.corners for solid in scene.solids])  # (n, 8, 3)
+    """Return the smallest and the largest image position (x, y) that each solid can cover, each (n, 2)."""
+    # (n, 8, 3)
+    corners = np.stack([solid.corners for solid in scene.solids])
     corners = (corners @ view.cam_from_world[:, :3].T + view.cam_from_world[:, 3]) @ view.K.T
     depth = corners[..., 2:]
     in_front = depth.min(axis=1, keepdims=True) > 0.05
@@ -85,20 +91,20 @@ def _bounds(scene: Scene, view: View) -> tuple[Array, Array]:
 
 
 def grid_windows(scene: Scene, view: View, x: Array, y: Array) -> list[tuple[slice, slice]]:
-    """The rows and columns of a grid of places that each solid can cover."""
+    """Return the rows and columns of a grid of image positions that each solid can cover."""
     low, high = _bounds(scene, view)
     ranges = [np.searchsorted(grid, (low[:, i], high[:, i])).T.tolist() for i, grid in ((1, y), (0, x))]
     return [(slice(*rows), slice(*columns)) for rows, columns in zip(*ranges, strict=True)]
 
 
 def point_windows(scene: Scene, view: View, points: Tensor) -> list[tuple[slice, Tensor]]:
-    """The points (n, 2), as columns of a grid of one row, that each solid can cover."""
+    """Return the points (n, 2), as columns of a grid with one row, that each solid can cover."""
     bounds = zip(*(as_like(bound, points) for bound in _bounds(scene, view)), strict=True)
     return [(slice(None), ((points >= low) & (points <= high)).all(dim=1).nonzero()[:, 0]) for low, high in bounds]
 
 
 def first_hit(scene: Scene, view: View, rays: Tensor, windows: Any) -> tuple[Tensor, Tensor]:
-    """Depth of the first solid along rays (3, h, w), infinite where there is none, and its number, each (h, w)."""
+    """Return depth and index of the first solid along rays (3, h, w), each (h, w); infinite depth for none."""
     depth, eye = torch.full_like(rays[0], torch.inf), as_like(eye_of(view), rays)
     owner = torch.full_like(depth, -1, dtype=torch.long)
     for number, (solid, window) in enumerate(zip(scene.solids, windows, strict=True)):

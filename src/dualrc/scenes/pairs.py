@@ -1,4 +1,4 @@
-"""Pairs of pictures with exact ground truth."""
+"""Rendered image pairs with exact ground truth."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,29 +15,32 @@ from dualrc.scenes.world import Array, SceneKind, make_scene
 
 
 class ScenePair(NamedTuple):
-    """Two pictures of one scene."""
+    """Two images of one scene."""
 
     rendering0: Rendering
     rendering1: Rendering
 
 
 class Correspondences(NamedTuple):
-    """Where points of picture 0 lie in picture 1."""
+    """Positions in image 1 of points in image 0."""
 
-    points1: Tensor  # (..., 2) float64; NaN where picture 0 shows nothing or the point is behind camera 1
-    visible: Tensor  # (...) inside picture 1 and not hidden there
+    # (..., 2) float64; NaN where image 0 shows nothing, or the point is behind camera 1
+    points1: Tensor
+    # (...) Whether the point is inside image 1 and not occluded there.
+    visible: Tensor
 
 
 def correspond(rendering0: Rendering, rendering1: Rendering, points0: Any) -> Correspondences:
-    """Where points (..., 2) of picture 0 lie in picture 1, by casting rays in both; points may lie between pixels."""
+    """Locate points (..., 2) of image 0 in image 1, by casting rays in both; points may lie between pixels."""
     scene, view0, view1 = rendering0.scene, rendering0.view, rendering1.view
     points = torch.as_tensor(points0, dtype=torch.float64, device=scene.texels.device)
     if points.shape[-1:] != (2,):
         raise DataError(f"points0 has shape {tuple(points.shape)}; give (x, y) along its last axis.")
     if rendering1.scene is not scene:
-        raise DataError("The two pictures show different scenes; render both from one Scene.")
+        raise DataError("The two images show different scenes; render both from one Scene.")
     places = points.reshape(-1, 2)
-    rays = rays_through(view0, *places.T)  # (3, n)
+    # (3, n)
+    rays = rays_through(view0, *places.T)
     depth, _ = first_hit(scene, view0, rays[:, None], point_windows(scene, view0, places))
     world, pose = as_like(eye_of(view0), rays) + rays * depth, as_like(view1.cam_from_world, rays)
     cam1 = pose[:, :3] @ world + pose[:, 3:]
@@ -45,24 +48,25 @@ def correspond(rendering0: Rendering, rendering1: Rendering, points0: Any) -> Co
     points1 = (as_like(view1.K, rays) @ (cam1 / depth1))[:2].T
     rays1 = (world - as_like(eye_of(view1), rays)) / depth1
     first, _ = first_hit(scene, view1, rays1[:, None], point_windows(scene, view1, points1))
-    # What hides a point is nearer by more than the rounding of its own distance.
+    # An occluder is closer by more than the rounding of the point's own depth.
     visible = (first[0] > depth1 * (1 - 1e-9)) & on_picture(points1, view1.size)
     return Correspondences(points1.reshape(points.shape), visible.reshape(points.shape[:-1]))
 
 
 def correspond_all(rendering0: Rendering, rendering1: Rendering) -> Correspondences:
-    """`correspond` for every pixel of picture 0: points1 (h, w, 2), visible (h, w)."""
+    """Apply `correspond` to every pixel of image 0: points1 (h, w, 2), visible (h, w)."""
     width, height = rendering0.view.size
     grid = torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy")
     return correspond(rendering0, rendering1, torch.stack(grid, dim=-1))
 
 
 def homography(pair: ScenePair) -> Array:
-    """H1_from_0 (3, 3) between pictures of a scene of kind "plane", pixel to pixel."""
+    """Return H1_from_0 (3, 3) between images of a scene of kind "plane", in pixels."""
     view0, view1, solids = pair.rendering0.view, pair.rendering1.view, pair.rendering0.scene.solids
     if len(solids) != 1:
-        raise ConfigError('Only a plane has a homography; make the pair with kind="plane".')
-    plane = solids[0].planes[2]  # the side that faces the cameras, normal (0, -1, 0)
+        raise ConfigError('A homography exists for a plane only; create the pair with kind="plane".')
+    # The face toward the cameras, with normal (0, -1, 0).
+    plane = solids[0].planes[2]
     (R0, t0), (R1, t1) = ((v.cam_from_world[:, :3], v.cam_from_world[:, 3]) for v in (view0, view1))
     normal, rotation = R0 @ plane[:3], R1 @ R0.T
     H = rotation + np.outer(t1 - rotation @ t0, normal) / (plane[3] + normal @ t0)
@@ -71,7 +75,7 @@ def homography(pair: ScenePair) -> Array:
 
 
 def make_light(rng: np.random.Generator, base: Light, change: float, *, night: bool = False) -> Light:
-    """Another hour and another camera: `change` 0 keeps the light as it is, 1 is as different as days get."""
+    """Vary light and camera response: `change` 0 keeps the light, 1 is the largest difference between days."""
     sun = np.array(base.to_sun) + change * rng.uniform((-1.2, -0.6, -0.3), (1.2, 0.6, 0.5))
     strength = np.exp(change * rng.uniform(-0.9, 0.2))
     light = replace(
@@ -104,11 +108,11 @@ def make_pair(
     texture_size: int = 512,
     device: Any = "cpu",
 ) -> ScenePair:
-    """Two pictures of a random scene; of picture 0, at least `min_overlap` is visible in picture 1.
+    """Render two images of a random scene; at least `min_overlap` of image 0 is visible in image 1.
 
-    angle_deg: between the cameras, as seen from the scene, give or take a third.
-    roll_deg, zoom: the most that a camera is turned about its axis, and that its focal length is multiplied by.
-    light_change: how different the light and the exposure of picture 1 are, from 0 to 1.
+    angle_deg: angle between the cameras, as seen from the scene, varied by a third.
+    roll_deg, zoom: largest rotation of a camera about its axis, and largest factor of its focal length.
+    light_change: difference of light and exposure of image 1, from 0 to 1.
     """
     if angle_deg < 0 or zoom < 1 or not 0 <= light_change <= 1 or not 0 <= min_overlap < 1:
         raise ConfigError("Give angle_deg >= 0, zoom >= 1, light_change from 0 to 1 and min_overlap below 1.")
@@ -127,11 +131,11 @@ def make_pair(
             roll = roll_deg * rng.uniform(-1, 1)
             eye = target + distance * np.array(outward)
             views.append(look_at(eye, target, size=size, fov_deg=fov_deg, roll_deg=roll))
-        # A glance at a few points, without pictures, tells how much the two share and that nothing blocks the view.
+        # A coarse grid of points without rendering measures the overlap, and that nothing blocks the view.
         blank = torch.empty(0)
         glances = [Rendering(image=blank, depth=blank, view=v, scene=scene, light=light0) for v in views]
         grid = np.stack(np.meshgrid(*(np.linspace(0, n - 1, 16) for n in size)), axis=-1)
         if correspond(glances[0], glances[1], grid).visible.double().mean() >= min_overlap:
             first = render(scene, views[0], light0, supersample=supersample)
             return ScenePair(first, render(scene, views[1], light1, supersample=supersample))
-    raise ConfigError(f"No two views share {min_overlap:.0%} of the picture; lower min_overlap, angle_deg or zoom.")
+    raise ConfigError(f"No two views overlap by {min_overlap:.0%}; lower min_overlap, angle_deg or zoom.")

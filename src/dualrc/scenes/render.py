@@ -1,4 +1,4 @@
-"""Pictures of a scene."""
+"""Rendering of a scene."""
 
 from dataclasses import dataclass
 
@@ -13,41 +13,50 @@ from dualrc.scenes.cast import View, as_like, cross_solid, eye_of, first_hit, gr
 from dualrc.scenes.textures import ramp
 from dualrc.scenes.world import ROUND, Array, Scene, Solid, Triple
 
-_TILE_PX = 256  # A CPU renders tiles of this size, which stay in its cache; other devices the whole picture.
+# A CPU renders tiles of this size, which fit into its cache. Other devices render the whole image.
+_TILE_PX = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Light:
-    """How a picture is lit and exposed."""
+    """Illumination and exposure of an image."""
 
-    to_sun: Triple = (-0.5, -0.6, 0.8)  # a direction of any length, from above
+    # Direction to the sun, of any length, from above.
+    to_sun: Triple = (-0.5, -0.6, 0.8)
     sun: Triple = (2.6, 2.3, 1.9)
     sky: Triple = (0.55, 0.65, 0.85)
-    windows: float = 0.0  # how bright the lit windows are
+    # Brightness of the lit windows.
+    windows: float = 0.0
     exposure: float = 0.7
     gamma: float = 1.0
-    cast: Triple = (1.0, 1.0, 1.0)  # the camera's gain for red, green and blue
-    noise: float = 0.0  # standard deviation, in levels of 255
+    # Gain of the camera for red, green and blue.
+    cast: Triple = (1.0, 1.0, 1.0)
+    # Standard deviation of the noise, in levels of 255.
+    noise: float = 0.0
     noise_seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rendering:
-    """A picture of a scene with its depth."""
+    """An image of a scene with its depth."""
 
-    image: Tensor  # (h, w, 3) uint8
-    depth: Tensor  # (h, w) float32 along the optical axis, at the pixels' centres; 0 where there is nothing
+    # (h, w, 3) uint8
+    image: Tensor
+    # (h, w) float32 along the optical axis, at pixel centers; 0 where there is nothing
+    depth: Tensor
     view: View
     scene: Scene
     light: Light
 
 
 def _cover(solid: Solid, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Normals (3, n), texture coordinates (2, n) and textures (n,) of points (3, n) on a solid."""
+    """Return normals (3, n), texture coordinates (2, n) and textures (n,) of points (3, n) on a solid."""
     planes, uv_axes = as_like(solid.planes, points), as_like(solid.uv_axes, points)
-    outside = planes[:, :3] @ points - planes[:, 3:]  # 0 on the face that a point lies on, else negative
+    # 0 on the face that contains a point, negative on the others.
+    outside = planes[:, :3] @ points - planes[:, 3:]
     order = torch.arange(len(planes), device=points.device)[:, None]
-    face = torch.where(outside == outside.amax(dim=0), order, 0).amax(dim=0)  # an argmax that is fast on a CPU
+    # This argmax is fast on a CPU.
+    face = torch.where(outside == outside.amax(dim=0), order, 0).amax(dim=0)
     normals = planes[face, :3].T
     uv = (uv_axes[..., :3] @ points + uv_axes[..., 3:]).gather(0, face.expand(1, 2, -1))[0]
     textures = torch.tensor(solid.textures, device=points.device)[(normals[2].abs() > 0.95).long()]
@@ -64,14 +73,14 @@ def _cover(solid: Solid, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _sample(scene: Scene, textures: Tensor, uv: Tensor, level: Tensor) -> Tensor:
-    """Texels (n, 4) at texture coordinates (2, n), trilinear."""
+    """Sample texels (n, 4) at texture coordinates (2, n), trilinear."""
     last = scene.texture_size.bit_length() - 1
     level = level.clamp(0, last)
     low = level.clamp(max=last - 1).floor()
     indices, weights = [], []
     for step in (0, 1):
         size = torch.exp2(last - low - step).int()
-        # A level starts after all the larger ones, whose sizes are a geometric series.
+        # A level follows all larger levels, whose sizes form a geometric series.
         base = scene.texture_count * 4 * (scene.texture_size**2 - size * size) // 3 + textures.int() * size * size
         share = 1 - (level - low - step).abs()
         x, y = uv * size - 0.5
@@ -86,14 +95,16 @@ def _sample(scene: Scene, textures: Tensor, uv: Tensor, level: Tensor) -> Tensor
 
 
 def _shadow(scene: Scene, points: Tensor, towards: Array, soft_m: float) -> Tensor:
-    """Share of a far light that reaches points (3, n); a solid that its rays cross for under `soft_m` lets some by."""
+    """Return the share of a distant light that reaches points (3, n); less than `soft_m` of a solid lets some pass."""
     towards = towards / np.linalg.norm(towards)
     across = np.linalg.svd(towards[None])[2][1:]
-    flat = as_like(across, points) @ points  # as the light sees them
+    # Positions in a plane perpendicular to the light.
+    flat = as_like(across, points) @ points
     corners = np.stack([solid.corners for solid in scene.solids])
     low, high = (corners @ across.T).min(axis=1), (corners @ across.T).max(axis=1)
     near = (high > flat.amin(dim=1).tolist()) & (low < flat.amax(dim=1).tolist())
-    near &= corners[..., 2].max(axis=1, keepdims=True) > float(points[2].min()) + 1e-3  # light comes from above
+    # Light comes from above, so only higher solids can cast a shadow.
+    near &= corners[..., 2].max(axis=1, keepdims=True) > float(points[2].min()) + 1e-3
     passed = torch.ones_like(points[0])
     for number in near.all(axis=1).nonzero()[0].tolist():
         (x0, y0), (x1, y1) = low[number].tolist(), high[number].tolist()
@@ -106,7 +117,7 @@ def _shadow(scene: Scene, points: Tensor, towards: Array, soft_m: float) -> Tens
 
 
 def _radiance(scene: Scene, view: View, light: Light, x: Array, y: Array, step: float) -> Tensor:
-    """Linear RGB (h, w, 3) seen through a grid of places in the picture, `step` pixels apart."""
+    """Return linear RGB (h, w, 3) for a grid of image positions, `step` pixels apart."""
     rays = rays_through(view, as_like(x, scene.texels)[None], as_like(y, scene.texels)[:, None])
     depth, owner = (t.flatten() for t in first_hit(scene, view, rays, grid_windows(scene, view, x, y)))
     rays = rays.flatten(1)
@@ -126,7 +137,7 @@ def _radiance(scene: Scene, view: View, light: Light, x: Array, y: Array, step: 
             normals[:, index], uv[:, index], textures[index] = _cover(scene.solids[number], points[:, index])
         tile_m = as_like([solid.tile_m for solid in scene.solids], rays)[owner]
         tints = as_like([solid.tint for solid in scene.solids], rays)[owner]
-        # The texel that fits: as wide as the ray's footprint, whose long side the neighbouring rays help to cover.
+        # The texel is as wide as the footprint of the ray. Neighboring rays help to cover its long side.
         slant = ((normals * rays).sum(dim=0).abs() / lengths).clamp(min=1e-3)
         footprint_m = depth * (step / view.K[0, 0]) * torch.maximum(slant.rsqrt(), 0.5 / slant)
         level = torch.log2(footprint_m * scene.texture_size / tile_m)
@@ -146,7 +157,7 @@ def _radiance(scene: Scene, view: View, light: Light, x: Array, y: Array, step: 
 
 
 def render(scene: Scene, view: View, light: Light | None = None, *, supersample: int = 2) -> Rendering:
-    """A picture of the scene; every pixel is the mean of supersample x supersample rays."""
+    """Render the scene; every pixel is the mean of supersample x supersample rays."""
     if supersample < 1:
         raise ConfigError(f"supersample is {supersample}; give 1 or more.")
     light, texels, (width, height) = light or Light(), scene.texels, view.size
@@ -159,7 +170,8 @@ def render(scene: Scene, view: View, light: Light | None = None, *, supersample:
     rows = [torch.cat([_radiance(scene, view, light, x, y, 1 / supersample) for x in xs], dim=1) for y in ys]
     image = functional.avg_pool2d(torch.cat(rows).movedim(-1, 0), supersample).movedim(0, -1)
     image = image * light.exposure * as_like(light.cast, image)
-    image = image * (2.51 * image + 0.03) / (image * (2.43 * image + 0.59) + 0.14)  # a film's response (ACES)
+    # Tone mapping with the ACES film curve.
+    image = image * (2.51 * image + 0.03) / (image * (2.43 * image + 0.59) + 0.14)
     image = 255 * image.clamp(0, 1) ** (light.gamma / 2.2)
     if light.noise:
         image = image + light.noise * as_like(np.random.default_rng(light.noise_seed).normal(size=image.shape), image)

@@ -1,12 +1,12 @@
-"""Procedural textures that continue over their edges."""
+"""Procedural textures that tile seamlessly."""
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Textures of many like pieces: rows, columns (0: irregular stones), shift of every other row, width of the joints,
-# variation between pieces, streaks along u, stains; then the colours to choose from, and the joints' colour.
+# Textures made of many similar pieces. Fields: rows; columns (0: irregular stones); shift of every other row;
+# width of the joints; variation between pieces; streaks along u; stains; candidate colors; color of the joints.
 _LAID: dict[str, tuple[int, int, float, float, float, float, float, str, str]] = {
     "bricks": (16, 8, 0.5, 0.09, 0.6, 0, 0.1, "a5583f 94664f b98a66", "b5aca0"),
     "cobbles": (14, 0, 0, 0.16, 0.5, 0, 0.1, "968f86 8b8f94 9c8f7c", "5d564c"),
@@ -22,7 +22,7 @@ _INKS = "e8dcc0 d9573f 2f5d7c e0a83c 2c2f36 5f8f74 c9b3a1 7a3f5d f4efe4"
 
 
 class Painter:
-    """Paints textures (size, size, 4) that continue over their edges: linear RGB and glow."""
+    """Paints seamless textures (size, size, 4): linear RGB and glow."""
 
     def __init__(self, rng: np.random.Generator, size: int, device: torch.device) -> None:
         self.rng, self.size, self.device = rng, size, device
@@ -31,7 +31,7 @@ class Painter:
         self.v, self.u = torch.meshgrid(axis, axis, indexing="ij")
 
     def paint(self, name: str) -> Tensor:
-        """A texture by its name; what follows a colon only makes it another one of its kind."""
+        """Paint a texture by name; a suffix after a colon only makes it a different one of its kind."""
         name, glow = name.partition(":")[0], torch.zeros_like(self.u)
         if name == "facade":
             rgb, glow = self.facade()
@@ -51,7 +51,7 @@ class Painter:
         return (torch.tensor(base, device=self.device) + 0.05 * (self.random(3) - 0.5)).clamp(0.02, 0.98)
 
     def fractal(self, power: float = 1.5, stretch: float = 1.0) -> Tensor:
-        """Noise of all scales at once, of mean 0 and deviation 1; `stretch` draws it out along u."""
+        """Return fractal noise with mean 0 and deviation 1; `stretch` elongates it along u."""
         if (power, stretch) not in self.fields:
             white = self.rng.standard_normal((self.size, self.size), dtype=np.float32)
             waves = torch.fft.fftfreq(self.size, 1 / self.size, device=self.device)
@@ -59,11 +59,11 @@ class Painter:
             gain = torch.where(k == 0, 0.0, k.clamp(min=1) ** -power)
             noise = torch.fft.irfft2(torch.fft.rfft2(torch.as_tensor(white, device=self.device)) * gain)
             self.fields[power, stretch] = noise / noise.std()
-        # Shifted, a field is as good as a new one, and much cheaper.
+        # A shifted field looks like a new one and is much cheaper.
         return self.fields[power, stretch].roll(self.rng.integers(0, self.size, 2).tolist(), (0, 1))
 
     def stones(self, x: Tensor, y: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Voronoi cells: how deep inside its cell each place is, in cells, and the cell's number."""
+        """Compute Voronoi cells: the depth of each position inside its cell, in cells, and the index of the cell."""
         sites = 0.15 + 0.7 * self.random(count * count, 2)
         nearest, next_nearest = torch.full_like(x, 9.0), torch.full_like(x, 9.0)
         number = torch.zeros_like(x, dtype=torch.long)
@@ -77,7 +77,7 @@ class Painter:
         return (next_nearest.sqrt() - nearest.sqrt()) / 2, number
 
     def laid(self, name: str) -> Tensor:
-        """Pieces of one or two colours, each a little different, with joints between them (size, size, 3)."""
+        """Paint pieces of one or two colors, each slightly different, with joints between them (size, size, 3)."""
         rows, cols, shift, joint, spread, streaks, stains, colors, joints = _LAID[name]
         wobble = 0.02 if joint else 0.0
         x, y = self.u * (cols or rows) + wobble * self.fractal(1.8), self.v * rows + wobble * self.fractal(1.8)
@@ -96,7 +96,7 @@ class Painter:
         return torch.lerp(self.color(joints), rgb, ramp(inside, 0.3 * joint, joint)[..., None]) if joint else rgb
 
     def facade(self) -> tuple[Tensor, Tensor]:
-        """A wall with four by four windows, and which panes glow at night."""
+        """Paint a wall with four by four windows; also return which panes glow at night."""
         rgb = self.laid("plaster")
         x, y = self.u * 4 % 1, self.v * 4 % 1
         number = (self.u * 4).long() + 4 * (self.v * 4).long()
@@ -106,7 +106,8 @@ class Painter:
         shutter = torch.minimum(0.075 - (across - 0.265).abs(), 0.28 - (y - 0.47).abs()) - (kind < 0.3).float()
         glass = torch.lerp(self.color("26323c"), self.color("8fa6b4"), ramp(y + 0.4 * x, 0.3, 1.1)[..., None])
         wood = self.color("3f6b5c 7a3b34 46597a 6b5a45") * (0.85 + 0.25 * torch.sin(y * 150))[..., None]
-        layers = (  # how far inside a place is, and the colour there
+        # Depth of a position inside each layer, and the color of the layer.
+        layers = (
             (torch.minimum(0.3 - across, 0.1 - (y - 0.84).abs()), rgb * ramp(y, 0.65, 0.95)[..., None]),
             (shutter, wood),
             (pane + 0.03, self.color("e8e2d6 cfc4b0 6b5a45")),
@@ -120,7 +121,7 @@ class Painter:
         return rgb, (pane * sharp).clamp(0, 1) * (self.random(16)[number] > 0.5)
 
     def poster(self) -> Tensor:
-        """Flat shapes over a gradient, and lines of made-up writing (size / 4, size / 4, 3)."""
+        """Paint flat shapes over a gradient, and lines of synthetic text (size / 4, size / 4, 3)."""
         size = self.size // 4
         y, x = (t[:size, :size] * 8 - 1 for t in (self.v, self.u))
         rgb = torch.lerp(self.color(_INKS), self.color(_INKS), (0.5 + 0.5 * y)[..., None])
@@ -131,19 +132,21 @@ class Painter:
             fan = radius / 2 - torch.maximum(b, a.abs() * 1.8 - b)
             inside = (disc, 0.1 - disc.abs(), bar, fan)[self.rng.integers(4)]
             rgb = torch.lerp(rgb, self.color(_INKS).expand_as(rgb), (inside * size / 2).clamp(0, 1)[..., None])
-        letters = functional.pad(self.random(30, 5, 4) > 0.45, (1, 1, 1, 1))  # of 5 x 4 dots with a gap around
-        row, column = ((t + 1) * 21 for t in (y, x))  # the writing has 7 lines' room, 3 of them are used
+        # Letters of 5 x 4 dots with a margin.
+        letters = functional.pad(self.random(30, 5, 4) > 0.45, (1, 1, 1, 1))
+        # There is room for 7 lines of text, of which 3 are used.
+        row, column = ((t + 1) * 21 for t in (y, x))
         row, column = row.long(), column.long()
         ink = letters[row // 7 % 3 * 7 + column // 6, row % 7, column % 6] & (row < 21)
         return torch.where(ink[..., None], self.color("f4efe4 22242a"), rgb)
 
 
 def _edge(x: Tensor) -> Tensor:
-    """Distance to the nearest whole number."""
+    """Return the distance to the nearest integer."""
     return 0.5 - (x % 1 - 0.5).abs()
 
 
 def ramp(x: Tensor, low: float, high: float) -> Tensor:
-    """0 below `low`, 1 above `high`, smooth between."""
+    """Return 0 below `low`, 1 above `high`, smooth between."""
     t = ((x - low) / (high - low)).clamp(0, 1)
     return t * t * (3 - 2 * t)

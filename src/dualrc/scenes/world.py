@@ -1,4 +1,4 @@
-"""What a scene is made of, and how one is put together."""
+"""Solids and textures of a scene, and the construction of random scenes."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -16,14 +16,14 @@ Array = npt.NDArray[np.float64]
 Triple = tuple[float, float, float]
 SceneKind = Literal["square", "courtyard", "plane"]
 
-# A shape fills the cube [-1, 1]^3 of its own coordinates. Planes: (normal, offset), inside where normal x <= offset;
+# A shape fills the cube [-1, 1]^3 of its own coordinates. Planes are (normal, offset); inside is normal x <= offset.
 _CUBE = [[s * (i == k) for i in range(3)] + [1.0] for k in range(3) for s in (-1.0, 1.0)]
 _GABLE = [*_CUBE[:2], [0, -1, 0.5, 0.5], [0, 1, 0.5, 0.5], _CUBE[4]]
 _PLANES = {"box": _CUBE, "gable": _GABLE, "cylinder": _CUBE[4:], "sphere": _CUBE[4:]}
-# round sides: inside where the sum of the squares of the coordinates, with these weights, is at most 1.
+# Round sides: inside is where the weighted sum of squared coordinates is at most 1.
 ROUND = {"cylinder": np.array([[1.0], [1.0], [0.0]]), "sphere": np.array([[1.0], [1.0], [1.0]])}
-# What stands on a square: thing, shape, centre, half sizes, textures of the sides and of level faces, and tile_m; where
-# that is negative, each face shows whole quarters of its texture, about so large.
+# Objects on a square: thing, shape, center, half sizes, textures of the sides and of level faces, and tile_m.
+# With a negative tile_m, each face shows whole quarters of its texture of about that size.
 _Part = tuple[str, str, Triple, Triple, str, str, float]
 _PARTS: tuple[_Part, ...] = (
     ("house", "box", (0, 0, 1), (1, 1, 1), "facade", "", -1.9),
@@ -54,39 +54,49 @@ _PARTS: tuple[_Part, ...] = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Solid:
-    """A convex body and what covers it."""
+    """A convex body with textures."""
 
     shape: str
-    local_from_world: Array  # (3, 4)
-    corners: Array  # (8, 3) of the box around it, in the world
-    planes: Array  # (m, 4) in the world, normals of length 1
-    uv_axes: Array  # (m, 2, 4): for each plane, the texture coordinates of a world point (x, y, z, 1)
-    wraps: tuple[float, float]  # round sides: repeats of the texture around, and from bottom to top
-    tile_m: float  # edge of the square that one repeat of the texture covers
-    tint: Array  # (3,)
-    textures: tuple[int, int]  # of the sides and of level faces
+    # (3, 4)
+    local_from_world: Array
+    # (8, 3) Corners of the bounding box in the world.
+    corners: Array
+    # (m, 4) In the world, normals of length 1.
+    planes: Array
+    # (m, 2, 4) For each plane, maps a world point (x, y, z, 1) to texture coordinates.
+    uv_axes: Array
+    # Repeats of the texture on round sides, around and from bottom to top.
+    wraps: tuple[float, float]
+    # Side of the square that one repeat of the texture covers.
+    tile_m: float
+    # (3,)
+    tint: Array
+    # Textures of the sides and of level faces.
+    textures: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scene:
-    """Solids, and the textures that cover them with all their mip levels."""
+    """Solids, and their textures with all mip levels."""
 
     solids: tuple[Solid, ...]
-    texels: Tensor  # (n, 4) linear RGB and glow: level by level, in each texture by texture, row by row
+    # (n, 4) Linear RGB and glow, ordered by level, texture and row.
+    texels: Tensor
     texture_size: int
     texture_count: int
-    dirt: Tensor  # (1, 1, s, s) a gain over the whole world, so that no two places look the same
+    # (1, 1, s, s) A gain over the whole world, so that no two positions look the same.
+    dirt: Tensor
 
 
 class Builder:
-    """Collects solids and the names of the textures that they need."""
+    """Collects solids and the names of their textures."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng, self.names = rng, list[str]()
         self.solids: list[Solid] = []
 
     def put(self, thing: str, place: Any, scale: Any = 1.0, turn_deg: float = 0.0) -> None:
-        """Add all parts of a thing, sized by `scale` along its own axes, then turned."""
+        """Add all parts of a thing, scaled along its own axes, then rotated."""
         for part in _PARTS:
             if part[0] == thing:
                 self.add(part, place, np.array(scale), turn_deg)
@@ -130,7 +140,7 @@ class Builder:
         )
 
     def square(self) -> None:
-        """A town square: houses on three sides, and things to walk around between them."""
+        """Build a town square: houses on three sides, and objects between them."""
         rng, here = self.rng, np.zeros(3)
         self.add(("ground", "box", (0, 0, -1), (60, 60, 1), "cobbles", "", 4.0), here, np.ones(3), 0.0)
         for side_deg, start, stop in ((0, -13.0, 11.0), (90, -4.0, 10.0), (-90, -12.0, 2.0)):
@@ -170,7 +180,7 @@ class Builder:
 
 
 def make_scene(seed: int, *, kind: SceneKind = "square", texture_size: int = 512, device: Any = "cpu") -> Scene:
-    """A town square, a courtyard whose sides look alike, or a wall of posters ("plane"); the seed determines it."""
+    """Create a town square, a courtyard whose sides look alike, or a wall of posters ("plane"), from the seed only."""
     if kind not in get_args(SceneKind):
         raise ConfigError(f"There is no scene of kind {kind!r}; choose one of {', '.join(get_args(SceneKind))}.")
     if seed < 0:
@@ -185,7 +195,8 @@ def make_scene(seed: int, *, kind: SceneKind = "square", texture_size: int = 512
     else:
         builder.add(("wall", "box", (0, 6, 3), (10, 0.5, 8), "posters", "", -4.0), np.zeros(3), np.ones(3), 0.0)
     painter = Painter(np.random.default_rng([seed, 1]), texture_size, torch.device(device))
-    levels = [torch.stack([painter.paint(name) for name in builder.names]).movedim(-1, 1)]  # (t 4 s s)
+    # (t 4 s s)
+    levels = [torch.stack([painter.paint(name) for name in builder.names]).movedim(-1, 1)]
     while levels[-1].shape[-1] > 1:
         levels.append(functional.avg_pool2d(levels[-1], 2))
     texels = torch.cat([level.movedim(1, -1).reshape(-1, 4) for level in levels])

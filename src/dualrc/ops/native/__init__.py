@@ -1,4 +1,4 @@
-"""The operations in C, for CPUs: compiled on installation for several instruction sets."""
+"""The operations in C for CPUs, compiled at installation for several instruction sets."""
 
 import math
 from typing import Any
@@ -18,42 +18,45 @@ from dualrc.ops import memory
 from dualrc.ops.native import library
 from dualrc.ops.torch import TorchEngine, slack
 
-_COLUMNS, _CHANNELS = 8, 8  # of image 1, and of a direction, that the consensus takes together
-_HIDDEN_VALUES = 2**22  # hidden values that it holds, which stay in the cache that all cores share,
-_ROWS = 8  # but no fewer rows of image 1, as each time two more are computed than needed
+# Columns of image 1, and channels of one direction, that the consensus kernel processes as one block.
+_COLUMNS, _CHANNELS = 8, 8
+# Hidden values that the consensus holds, so that they fit into the cache that all cores share.
+_HIDDEN_VALUES = 2**22
+# Smallest number of rows of image 1 in a strip. Each strip computes two extra rows.
+_ROWS = 8
 
 
 class NativeEngine(TorchEngine):
-    """C for float32 on a CPU without gradients; torch for anything else."""
+    """C kernels for float32 on a CPU without gradients; torch for everything else."""
 
     def __init__(self, variant: str | None = None) -> None:
-        """`variant` is one of library.available(); None: the best that loads."""
+        """Open the kernels. `variant` is one of library.available(); None selects the best that loads."""
         names = [variant] if variant else library.available()
         opened = [(name, found) for name in names if (found := library.opened(name)) is not None]
         if not opened:
             raise ConfigError(
-                f"The C kernels{f' for {variant}' if variant else ''} were not compiled or can't run here; available: "
-                f"{', '.join(library.available()) or 'none'}. Install dualrc again with a C compiler, or leave the "
-                "engine out."
+                f"The C kernels{f' for {variant}' if variant else ''} were not compiled or cannot run here; available: "
+                f"{', '.join(library.available()) or 'none'}. Reinstall dualrc with a C compiler, or omit the engine."
             )
         self._asked = variant
         self.variant, self._library = opened[0]
         self.name = f"native-{self.variant}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For other processes, whose processor may have another instruction set."""
+        """Pickle the requested variant only, because another machine may have another instruction set."""
         return type(self), (self._asked,)
 
     def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
-        """Two layers of kernel 3 in both directions; hidden channels are held for three rows of image 0."""
+        """Apply two layers of kernel size 3 in both directions, with hidden channels of three rows of image 0."""
         weights, biases = list(consensus.weights), list(consensus.biases)
         is_usual = [w.shape[2] for w in weights] == [3, 3] and len(biases[0]) % _CHANNELS == 0
         if not (is_usual and _fits(scores, *weights)):
             return super().consensus(scores, consensus)
         height0, width0, height1, width1 = scores.shape[1:]
-        first = torch.cat([weights[0], swap_images(weights[0])])[:, 0].flatten(1)  # 2c 81
+        # (2c 81)
+        first = torch.cat([weights[0], swap_images(weights[0])])[:, 0].flatten(1)
         second = torch.cat([weights[1], swap_images(weights[1])], dim=1)[0].flatten(1)
-        # Rows of image 1 that are worked on together, each with hidden channels for three rows of image 0.
+        # Values per row of image 1 in a strip: the hidden channels of three rows of image 0.
         row = 3 * width0 * (math.ceil(width1 / _COLUMNS) * _COLUMNS + 2) * len(first)
         rows = min(max(_ROWS, _HIDDEN_VALUES // row - 2), memory.working_values() // row - 2)
         strip = max(2, min(rows, height1 + 1) // 2 * 2)
@@ -88,7 +91,7 @@ class NativeEngine(TorchEngine):
         *,
         wanted: Tensor | None = None,
     ) -> Found:
-        """The search of ops/torch.py, where each query stops as soon as the bound holds for itself."""
+        """Run the search of ops/torch.py, where each query stops when the bound holds for it."""
         if not _fits(tensor, queries.features, fine.features):
             return super().search_queries(tensor, sums, queries, fine, temperature, wanted=wanted)
         batch, groups, places, channels = queries.features.shape
@@ -126,7 +129,7 @@ class NativeEngine(TorchEngine):
         return found
 
     def windows(self, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
-        """Cosines between the 3x3 cells around matches, without a copy of their features."""
+        """Compute cosines between the 3x3 cells around matches, without a copy of their features."""
         if not _fits(fine0.features, fine1.features):
             return super().windows(fine0, fine1, pair, index0, index1)
         cosine = torch.empty(len(pair), WINDOW, WINDOW)
@@ -158,7 +161,7 @@ class NativeEngine(TorchEngine):
         pair: Tensor,
         shape: tuple[int, int, int],
     ) -> Support:
-        """The affine motion of the neighbors and what it explains, match by match."""
+        """Fit the affine motion of the neighbors and measure their agreement, match by match."""
         if not _fits(here, there, confidence):
             return super().support(index, here, there, confidence, pair, shape)
         layout = support.lay_out(index, here, there, confidence, pair, shape)
@@ -185,11 +188,12 @@ class NativeEngine(TorchEngine):
     def align(
         self, light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor
     ) -> Tensor:
-        """Gauss-Newton on brightness, match by match."""
+        """Align by Gauss-Newton on brightness, match by match."""
         if not _fits(light0, light1, points0, points1, motion):
             return super().align(light0, light1, pair, points0, points1, motion)
         places, weights = align.window(pair.device)
-        spare = (0, -len(weights) % library.LANES)  # for whole vectors
+        # Pad the samples to whole vector registers.
+        spare = (0, -len(weights) % library.LANES)
         across, down, weights = (F.pad(column, spare) for column in (*places.T, weights))
         moves = torch.empty(len(pair), 2)
         self._library.call(
@@ -223,6 +227,6 @@ class NativeEngine(TorchEngine):
 
 
 def _fits(*tensors: Tensor) -> bool:
-    """Whether the C functions can work on these."""
+    """Return whether the C functions support these tensors."""
     learning = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return not learning and all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)

@@ -1,20 +1,29 @@
-/* The consensus of model/consensus.py: two layers of kernel 3 in both directions, whose hidden channels are never held
- * for more than three rows of picture 0. */
+/* The consensus of model/consensus.py: two layers of kernel size 3 in both directions. Hidden channels are held for
+ * three rows of image 0 only. */
 
 #include "native.h"
 
-#define AT_ONCE 8 /* columns of picture 1 that are worked on together */
-#define TOGETHER (LANES < 8 ? LANES : 8) /* channels that surely belong to one direction */
+/* Columns of image 1 that are processed as one block. */
+#define AT_ONCE 8
+/* Channels of one vector that are certain to belong to one direction. */
+#define TOGETHER (LANES < 8 ? LANES : 8)
 
 typedef struct {
-    const float *scores; /* height0 width0 height1 width1 */
-    const float *first;  /* 81 channels: weights from the scores, the channels of both directions side by side */
-    const float *bias;   /* channels */
-    const float *second; /* 81 channels: weights of what the two directions add up */
-    float *hidden;       /* 3 width0 strip+2 wide channels: rows of picture 0 */
-    float *out;          /* as scores */
+    /* (height0 width0 height1 width1) */
+    const float *scores;
+    /* (81 channels) Weights of the first layer. The channels of both directions lie side by side. */
+    const float *first;
+    /* (channels) */
+    const float *bias;
+    /* (81 channels) Weights of the second layer, for the channels of both directions. */
+    const float *second;
+    /* (3 width0 strip+2 wide channels) Workspace for three rows of image 0. */
+    float *hidden;
+    /* (height0 width0 height1 width1) */
+    float *out;
     int64_t height0, width0, height1, width1, channels;
-    int64_t strip; /* rows of picture 1, an even number, that are worked on before the next */
+    /* Rows of image 1, an even number, that are processed before the next strip. */
+    int64_t strip;
     float last_bias;
     int32_t threads;
 } Consensus;
@@ -22,7 +31,8 @@ typedef struct {
 INLINE lanes rectified(lanes v)
 {
     typedef int32_t whole_lanes __attribute__((vector_size(4 * LANES)));
-    return (lanes)((whole_lanes)v & ~(whole_lanes)(v <= 0)); /* what is not a number stays so */
+    /* NaN stays NaN. */
+    return (lanes)((whole_lanes)v & ~(whole_lanes)(v <= 0));
 }
 
 INLINE float sum_from(lanes v, int from)
@@ -36,7 +46,7 @@ INLINE float sum_from(lanes v, int from)
     return sums[0];
 }
 
-/* Columns of picture 1 in whole blocks, with one to each side. */
+/* Width of image 1 rounded up to whole blocks, plus one column on each side. */
 INLINE int64_t wide(const Consensus *c)
 {
     return (c->width1 + AT_ONCE - 1) / AT_ONCE * AT_ONCE + 2;
@@ -47,8 +57,8 @@ INLINE float *hidden_at(const Consensus *c, int64_t row0, int64_t column0)
     return c->hidden + ((row0 % 3) * c->width0 + column0) * (c->strip + 2) * wide(c) * c->channels;
 }
 
-/* The hidden channels of one cell of picture 0, for the rows of picture 1 from start - 1 on. `around` has room for the
- * scores of that cell and the eight around it, with a margin of zeros. */
+/* Compute the hidden channels of one cell of image 0, for rows of image 1 from start - 1 on. `around` is workspace for
+ * the scores of this cell and its eight neighbors, with a margin of zeros. */
 static void consensus_first(const Consensus *c, int64_t row0, int64_t column0, int64_t start, float *around)
 {
     const int64_t width = wide(c), channels = c->channels, rows = c->strip + 4, cells = c->height1 * c->width1;
@@ -91,7 +101,7 @@ static void consensus_first(const Consensus *c, int64_t row0, int64_t column0, i
     }
 }
 
-/* What a row of hidden channels adds to eight columns of a row of the result. */
+/* Add the contribution of one row of hidden channels to eight columns of a row of the result. */
 INLINE void add_row(lanes *sums, const float *hidden, const float *weights, int64_t channels)
 {
     const lanes before = load(weights), here = load(weights + channels), after = load(weights + 2 * channels);
@@ -102,14 +112,15 @@ INLINE void add_row(lanes *sums, const float *hidden, const float *weights, int6
     }
 }
 
-/* The result for one cell of picture 0, two rows at a time, from the hidden channels of that cell and the eight around it. */
+/* Compute the result for one cell of image 0, two rows at a time, from the hidden channels of 3x3 cells. */
 static void consensus_second(const Consensus *c, int64_t row0, int64_t column0, int64_t start)
 {
     const int64_t width = wide(c), channels = c->channels;
     float *out = c->out + (row0 * c->width0 + column0) * c->height1 * c->width1;
     for (int64_t row = start; row < start + c->strip && row < c->height1; row += 2)
         for (int64_t left = 0; left < c->width1; left += AT_ONCE) {
-            float totals[2][2][AT_ONCE]; /* of both directions */
+            /* [row][direction][column] */
+            float totals[2][2][AT_ONCE];
             for (int p = 0; p < 4 * AT_ONCE; p++)
                 (&totals[0][0][0])[p] = c->last_bias;
             for (int64_t channel = 0; channel < channels; channel += LANES) {
@@ -143,7 +154,7 @@ static void consensus_second(const Consensus *c, int64_t row0, int64_t column0, 
         }
 }
 
-/* 0, or 1 where there is no memory. */
+/* Return 0, or 1 if memory is exhausted. */
 EXPORT int dualrc_consensus(const Consensus *c)
 {
     int failed = 0;
@@ -153,7 +164,7 @@ EXPORT int dualrc_consensus(const Consensus *c)
         if (around == NULL)
             failed = 1;
         for (int64_t start = 0; start < c->height1; start += c->strip) {
-            /* Margins are zero, and so are rows of the last strip below the picture. */
+            /* Margins stay zero, as do the rows of the last strip below the image. */
             const int64_t size = (c->strip + 2) * wide(c) * c->channels;
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < 3 * c->width0; i++)

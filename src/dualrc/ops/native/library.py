@@ -1,4 +1,4 @@
-"""The compiled C sources: found for this processor, checked, and called with tensors."""
+"""The compiled C kernels: selected for this processor, checked against the sources, and called with tensors."""
 
 import ctypes
 import warnings
@@ -11,21 +11,23 @@ import torch
 
 from dualrc.ops.native import sources
 
-LANES = 16  # values of the widest vector registers
+# Values in the widest vector register.
+LANES = 16
 _FLOATS, _WHOLE, _FLAGS = (torch.float32,), (torch.int64,), (torch.bool, torch.uint8)
 
 
 class _Kernel(NamedTuple):
-    """How a function of the C sources is called: by one structure, whose fields come in this order."""
+    """Signature of a C function. It takes one structure whose fields have this order."""
 
     tensors: dict[str, tuple[torch.dtype, ...]]
     sizes: str
     numbers: str = ""
     counts: str = ""
-    outputs: str = ""  # the tensors that are written to
+    # Names of the tensors that the function writes.
+    outputs: str = ""
 
     def structure(self) -> type[ctypes.Structure]:
-        """What is handed over."""
+        """Return the ctypes structure of the arguments."""
         kinds = (ctypes.c_int64, self.sizes), (ctypes.c_float, self.numbers), (ctypes.c_int32, self.counts)
         fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in self.tensors]
         fields += [(name, kind) for kind, names in kinds for name in names.split()]
@@ -93,12 +95,12 @@ _KERNELS = {
         outputs="moves",
     ),
 }
-# The compiled sources by instruction set, best first, and what torch calls a processor that has it.
+# Instruction sets of the compiled variants, best first, with torch's name for the CPU capability.
 VARIANTS = {"avx512": "AVX512", "avx2": "AVX2", "generic": "DEFAULT"}
 
 
 def available() -> list[str]:
-    """Variants that were compiled and that this processor can run, best first."""
+    """Return the compiled variants that this processor can run, best first."""
     here = torch.backends.cpu.get_cpu_capability()
     order = list(VARIANTS)
     first = list(VARIANTS.values()).index(here) if here in VARIANTS.values() else order.index("generic")
@@ -112,24 +114,24 @@ def _origin(variant: str) -> str | None:
 
 @cache
 def opened(variant: str) -> "Library | None":
-    """The library of this variant, if it was compiled from the sources that this file belongs to."""
+    """Return the library of this variant, or None if it was not compiled from the sources of this package."""
     path = _origin(variant)
     return None if path is None else open_library(path)
 
 
 def open_library(path: str) -> "Library | None":
-    """The library in a file; None, with a warning, where it can't be used."""
+    """Open a library; return None, with a warning, if it cannot be used."""
     try:
         library = ctypes.CDLL(path)
         library.dualrc_sources.restype = ctypes.c_char_p
         if library.dualrc_sources() != sources.digest().encode():
-            raise OSError("they were compiled from other sources than the package's")
+            raise OSError("they were compiled from different sources than those of the package")
     except (OSError, AttributeError) as error:
-        reason = "they are of another version" if isinstance(error, AttributeError) else error
+        reason = "they belong to another version" if isinstance(error, AttributeError) else error
         remedy = "pip install --force-reinstall --no-deps dualrc; in a checkout, python setup.py build_ext -f --inplace"
-        # Without the file's name, so that all variants give one warning.
+        # The message omits the file name, so that all variants together give one warning.
         message = (
-            f"The C kernels in {Path(path).parent} can't be used ({reason}); torch is, which is slower. Compile them"
+            f"Cannot use the C kernels in {Path(path).parent} ({reason}); torch runs instead, slower. Compile them"
         )
         warnings.warn(f"{message}: {remedy}", stacklevel=2)
         return None
@@ -137,15 +139,16 @@ def open_library(path: str) -> "Library | None":
 
 
 class Library:
-    """Functions of the C sources, called by name."""
+    """Functions of the C kernels, called by name."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
     def call(self, name: str, **values: Any) -> None:
-        """Run a function on tensors and numbers; tensors must be of the CPU and of the types that it is written for."""
+        """Run a function on CPU tensors of the types of its signature, and on numbers."""
         kernel = _KERNELS[name]
-        held = {}  # until the function has ended
+        # Keeps copies alive until the function returns.
+        held = {}
         for field, dtypes in kernel.tensors.items():
             tensor = values.pop(field)
             if tensor is not None:
@@ -157,4 +160,4 @@ class Library:
         with torch.profiler.record_function(f"dualrc_{name}"):
             failed = getattr(self._library, f"dualrc_{name}")(ctypes.byref(structure))
         if failed:
-            raise MemoryError("There is no memory left to match; match smaller images, or set max_memory.")
+            raise MemoryError("Not enough memory to match; match smaller images, or set max_memory.")

@@ -1,4 +1,4 @@
-/* What the kernels in C share. They are compiled for several generations of processors (see setup.py). */
+/* Definitions that the C kernels share. setup.py compiles them for several instruction sets. */
 
 #pragma once
 
@@ -15,7 +15,7 @@
 #define LANES 4
 #endif
 
-/* As many numbers as a register holds; the second kind lies anywhere in memory. */
+/* One vector register of floats, aligned and unaligned. */
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef float loose_lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 

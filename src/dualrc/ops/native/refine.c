@@ -1,35 +1,51 @@
-/* The refinement of matches: what model/subpixel.py, model/support.py and model/align.py do in many small steps. */
+/* The refinement of matches: model/subpixel.py, model/support.py and model/align.py in a few loops. */
 
 #include "native.h"
 
-#define WINDOW 9     /* fine cells around a match */
-#define LITTLE 1e-6f /* added to variances, which may be zero */
+/* Fine cells of the window around a match. */
+#define WINDOW 9
+/* Added to variances, which may be zero. */
+#define LITTLE 1e-6f
 
 typedef struct {
-    const float *features0, *features1;    /* pairs cells channels: unit features */
-    const int64_t *pair, *index0, *index1; /* count: row-major fine cells that are matched */
-    float *cosines;                        /* count 9 9 */
-    int64_t count, channels, height0, width0, height1, width1; /* of the maps, in fine cells */
+    /* (pairs cells channels) Unit features. */
+    const float *features0, *features1;
+    /* (count) Pair and row-major fine cells of the matches. */
+    const int64_t *pair, *index0, *index1;
+    /* (count 9 9) Output. */
+    float *cosines;
+    /* Heights and widths of the maps are in fine cells. */
+    int64_t count, channels, height0, width0, height1, width1;
     int32_t threads;
 } Meet;
 
 typedef struct {
-    const float *maps;             /* 5 places: x, y, u, v and trust of matches by place, zero where there is none */
-    const int64_t *at;             /* count: the places of matches */
-    const float *known;            /* 5 count: the same of the matches themselves */
-    const int64_t *offsets;        /* neighbors: from a place to those around */
-    float *share, *motion, *shift; /* count, count 2 2, count 2 */
+    /* (5 places) x, y, u, v and confidence of every grid position, zero where there is no match. */
+    const float *maps;
+    /* (count) Grid positions of the matches. */
+    const int64_t *at;
+    /* (5 count) The same five values in the order of the matches. */
+    const float *known;
+    /* (neighbors) Grid offsets of the neighbors. */
+    const int64_t *offsets;
+    /* (count), (count 2 2) and (count 2) Output. */
+    float *share, *motion, *shift;
     int64_t count, places, neighbors;
     float sigma, near, own, doubt, ridge;
     int32_t threads;
 } Explain;
 
 typedef struct {
-    const float *light0, *light1;            /* pairs height width */
-    const int64_t *pair;                     /* count */
-    const float *points0, *points1, *motion; /* count 2, count 2, count 2 2 */
-    const float *across, *down, *weights;    /* places, a whole number of lanes: of a window, the rest with weight 0 */
-    float *moves;                            /* count 2 */
+    /* (pairs height width) Brightness. */
+    const float *light0, *light1;
+    /* (count) */
+    const int64_t *pair;
+    /* (count 2), (count 2), (count 2 2) */
+    const float *points0, *points1, *motion;
+    /* (places) Offsets and weights of the samples, padded to a multiple of LANES with weight 0. */
+    const float *across, *down, *weights;
+    /* (count 2) Output. */
+    float *moves;
     int64_t count, places, height0, width0, height1, width1;
     float reach, damping, longest, farthest, least, gain, largest;
     int32_t rounds, threads;
@@ -45,7 +61,7 @@ INLINE float sum_of(lanes v)
     return sum[0];
 }
 
-/* Where the features of the 3x3 cells around a cell begin; cells beyond the border are those at it. */
+/* Return pointers to the features of the 3x3 cells around a cell. Border cells are replicated. */
 INLINE void window_of(const float *features, int64_t index, int64_t height, int64_t width, int64_t channels,
                       const float **window)
 {
@@ -87,12 +103,13 @@ static void meet_match(const Meet *m, int64_t match)
         }
 }
 
-/* exp(x) for x of -80 to 0, to a few millionths. */
+/* exp(x) for x from -80 to 0, with a relative error of a few millionths. */
 INLINE float fading(float x)
 {
     float power = (x > -80 ? x : -80) * 1.44269504f;
     int32_t floor = (int32_t)power - 1;
-    float rest = (power - floor) * 0.693147181f; /* 0 to ln 2 */
+    /* From 0 to ln 2. */
+    float rest = (power - floor) * 0.693147181f;
     rest *= 0.25f;
     float exp = 1 + rest * (1 + rest * (0.5f + rest * (1 / 6.f + rest * (1 / 24.f + rest * (1 / 120.f + rest / 720)))));
     exp *= exp;
@@ -111,12 +128,12 @@ static void explain_match(const Explain *e, int64_t match)
     float xx = 0, xy = 0, yy = 0, xu = 0, yu = 0, xv = 0, yv = 0, all = 0;
 #pragma omp simd reduction(+ : xx, xy, yy, xu, yu, xv, yv, all)
     for (int64_t k = 0; k < count; k++) {
-        const float *neighbour = maps + e->offsets[k];
-        x[k] = neighbour[0] - here_x;
-        y[k] = neighbour[e->places] - here_y;
-        u[k] = neighbour[2 * e->places] - there_x;
-        v[k] = neighbour[3 * e->places] - there_y;
-        trust[k] = neighbour[4 * e->places];
+        const float *neighbor = maps + e->offsets[k];
+        x[k] = neighbor[0] - here_x;
+        y[k] = neighbor[e->places] - here_y;
+        u[k] = neighbor[2 * e->places] - there_x;
+        v[k] = neighbor[3 * e->places] - there_y;
+        trust[k] = neighbor[4 * e->places];
         float wx = trust[k] * x[k], wy = trust[k] * y[k];
         xx += wx * x[k], xy += wx * y[k], yy += wy * y[k];
         xu += wx * u[k], yu += wy * u[k], xv += wx * v[k], yv += wy * v[k];
@@ -127,22 +144,22 @@ static void explain_match(const Explain *e, int64_t match)
     const float a = (yy * xu - xy * yu) * inverse, b = (xx * yu - xy * xu) * inverse;
     const float c = (yy * xv - xy * yv) * inverse, d = (xx * yv - xy * xv) * inverse;
     const float sharp = -0.5f / (e->sigma * e->sigma), wide = -0.5f / (e->near * e->near);
-    float agree = 0, voices = 0, shift_x = 0, shift_y = 0;
-#pragma omp simd reduction(+ : agree, voices, shift_x, shift_y)
+    float agree = 0, total = 0, shift_x = 0, shift_y = 0;
+#pragma omp simd reduction(+ : agree, total, shift_x, shift_y)
     for (int64_t k = 0; k < count; k++) {
         float left_x = u[k] - a * x[k] - b * y[k], left_y = v[k] - c * x[k] - d * y[k];
-        float stray = left_x * left_x + left_y * left_y, voice = trust[k] * fading(stray * wide);
+        float stray = left_x * left_x + left_y * left_y, weight = trust[k] * fading(stray * wide);
         agree += trust[k] * fading(stray * sharp);
-        voices += voice, shift_x += voice * left_x, shift_y += voice * left_y;
+        total += weight, shift_x += weight * left_x, shift_y += weight * left_y;
     }
     e->share[match] = agree / (all + e->doubt);
     float *motion = e->motion + 4 * match, *shift = e->shift + 2 * match;
     motion[0] = a, motion[1] = b, motion[2] = c, motion[3] = d;
-    shift[0] = shift_x / (voices + e->own), shift[1] = shift_y / (voices + e->own);
+    shift[0] = shift_x / (total + e->own), shift[1] = shift_y / (total + e->own);
 }
 
-/* A picture at some places, bilinear; what lies beyond the border is as at it. */
-INLINE void look(const float *picture, int64_t height, int64_t width, int64_t count, float x, float y,
+/* Sample an image at several positions, bilinear and clamped at the border. */
+INLINE void look(const float *image, int64_t height, int64_t width, int64_t count, float x, float y,
                  const float *across, const float *down, float *seen)
 {
     const int32_t stride = (int32_t)width;
@@ -156,21 +173,21 @@ INLINE void look(const float *picture, int64_t height, int64_t width, int64_t co
         left = left < stride - 2 ? left : stride - 2;
         top = top < (int32_t)height - 2 ? top : (int32_t)height - 2;
         const float share_x = at_x - left, share_y = at_y - top;
-        const float *pixel = picture + top * stride + left;
+        const float *pixel = image + top * stride + left;
         const float above = pixel[0] + share_x * (pixel[1] - pixel[0]);
         const float below = pixel[stride] + share_x * (pixel[stride + 1] - pixel[stride]);
         seen[k] = above + share_y * (below - above);
     }
 }
 
-/* The same at a place and a pixel to each side of it, for whole steps from a point well inside, which all lie alike between
- * their pixels. */
-INLINE void look_around(const float *picture, int64_t width, int64_t count, float x, float y, const float *across,
+/* Sample at a point plus whole-pixel offsets, and one pixel to each side. The point must be well inside the image. All
+ * samples then share the same interpolation weights. */
+INLINE void look_around(const float *image, int64_t width, int64_t count, float x, float y, const float *across,
                         const float *down, float *seen, float *left, float *right, float *above, float *below)
 {
     const int32_t stride = (int32_t)width, column = (int32_t)x, row = (int32_t)y;
     const float share_x = x - column, share_y = y - row;
-    const float *first = picture + row * stride + column;
+    const float *first = image + row * stride + column;
 #pragma omp simd
     for (int64_t k = 0; k < count; k++) {
         const float *p = first + (int32_t)down[k] * stride + (int32_t)across[k], *q = p + stride;
@@ -204,23 +221,23 @@ static void fit_match(const Fit *f, int64_t match)
     const float area = a * d - b * c;
     if (!(area > 1 / f->largest && area < f->largest))
         return;
-    /* Windows that reach over the border, or might on the way, are not compared. */
+    /* Reject windows that cross the border, or could cross it while they move. */
     if (!inside(x0, y0, f->reach + 1, f->reach + 1, f->height0, f->width0) ||
         !inside(x1, y1, (fabsf(a) + fabsf(b)) * f->reach + f->farthest, (fabsf(c) + fabsf(d)) * f->reach + f->farthest,
                 f->height1, f->width1))
         return;
 
-    const float *picture0 = f->light0 + pair * f->height0 * f->width0, *weights = f->weights;
-    const float *picture1 = f->light1 + pair * f->height1 * f->width1;
+    const float *image0 = f->light0 + pair * f->height0 * f->width0, *weights = f->weights;
+    const float *image1 = f->light1 + pair * f->height1 * f->width1;
     float template[places], left[places], right[places], above[places], below[places];
     if (x0 + f->reach + 2 < f->width0 - 1 && y0 + f->reach + 2 < f->height0 - 1) {
-        look_around(picture0, f->width0, places, x0, y0, f->across, f->down, template, left, right, above, below);
+        look_around(image0, f->width0, places, x0, y0, f->across, f->down, template, left, right, above, below);
     } else {
-        look(picture0, f->height0, f->width0, places, x0, y0, f->across, f->down, template);
-        look(picture0, f->height0, f->width0, places, x0 - 1, y0, f->across, f->down, left);
-        look(picture0, f->height0, f->width0, places, x0 + 1, y0, f->across, f->down, right);
-        look(picture0, f->height0, f->width0, places, x0, y0 - 1, f->across, f->down, above);
-        look(picture0, f->height0, f->width0, places, x0, y0 + 1, f->across, f->down, below);
+        look(image0, f->height0, f->width0, places, x0, y0, f->across, f->down, template);
+        look(image0, f->height0, f->width0, places, x0 - 1, y0, f->across, f->down, left);
+        look(image0, f->height0, f->width0, places, x0 + 1, y0, f->across, f->down, right);
+        look(image0, f->height0, f->width0, places, x0, y0 - 1, f->across, f->down, above);
+        look(image0, f->height0, f->width0, places, x0, y0 + 1, f->across, f->down, below);
     }
 
     float mean = 0, square = 0;
@@ -233,7 +250,7 @@ static void fit_match(const Fit *f, int64_t match)
         square += weights[k] * template[k] * template[k];
     }
     const float scale = 1 / sqrtf(square + LITTLE);
-    /* How the normalized window changes when it moves; changes of gain and level are taken out. */
+    /* Derivatives of the normalized window. The components along gain and offset are projected out. */
     float slope_x[places], slope_y[places], mean_x = 0, mean_y = 0, same_x = 0, same_y = 0;
 #pragma omp simd reduction(+ : mean_x, mean_y, same_x, same_y)
     for (int64_t k = 0; k < places; k++) {
@@ -263,12 +280,12 @@ static void fit_match(const Fit *f, int64_t match)
     }
     float move_x = 0, move_y = 0, before = 0;
     for (int32_t round = 0;; round++) {
-        look(picture1, f->height1, f->width1, places, x1 + move_x, y1 + move_y, offset_x, offset_y, other);
+        look(image1, f->height1, f->width1, places, x1 + move_x, y1 + move_y, offset_x, offset_y, other);
         float mean1 = 0, square1 = 0, likeness = 0, x = 0, y = 0;
 #pragma omp simd reduction(+ : mean1, likeness, x, y)
         for (int64_t k = 0; k < places; k++) {
             float weighed = weights[k] * other[k];
-            /* Template and slopes have no mean and nothing in common, so this window need not be normalized first. */
+            /* Template and slopes have zero mean and are orthogonal, so this window needs no normalization here. */
             mean1 += weighed, likeness += weighed * template[k], x += weighed * slope_x[k], y += weighed * slope_y[k];
         }
 #pragma omp simd reduction(+ : square1)

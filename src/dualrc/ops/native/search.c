@@ -1,30 +1,47 @@
-/* The fine search of ops/torch.py: cells are visited by falling limit until no other can do better. */
+/* The fine search of ops/torch.py: cells are visited by descending bound until no other cell can be better. */
 
 #include "native.h"
 
-#define PLACES 16     /* fine cells of a coarse cell, and most queries of a group */
-#define BLOCK 64      /* candidates whose highest limit is kept */
-#define NOTHING 1e-15f /* what a query reads where all is zero */
+/* Fine cells of a coarse cell, and the largest number of queries of a group. */
+#define PLACES 16
+/* Candidates per block. The search keeps the highest bound of each block. */
+#define BLOCK 64
+/* Sum of the scores that a query reads if all of them are zero. */
+#define NOTHING 1e-15f
 
 typedef struct {
-    const float *tensor;     /* rows candidates: the coarse tensor, rows of all pairs below each other */
-    const float *sums;       /* rows */
-    const float *queries;    /* groups places channels: unit features */
-    const int64_t *pair;     /* groups */
-    const int64_t *rows;     /* groups mixed: the rows of the tensor that a group reads */
-    const float *weights;    /* places mixed, of each group or of all: how it mixes them */
-    const uint8_t *wanted;   /* groups places, or NULL: all are */
-    const float *fine;       /* pairs cells*16 channels: unit features of the searched picture */
-    const uint8_t *valid;    /* pairs cells*16, or NULL: all count */
-    int64_t *index;          /* groups places: what is found, -1: nothing */
-    float *score;            /* groups places */
-    int64_t *visited;        /* groups */
-    int64_t groups, places, channels, mixed, weights_apart, candidates, width; /* width in coarse cells */
-    float temperature, allowance; /* allowance: what a cosine above 1 may make of a limit, by rounding */
+    /* (rows candidates) The coarse tensor, with the rows of all pairs stacked. */
+    const float *tensor;
+    /* (rows) Row sums of the tensor. */
+    const float *sums;
+    /* (groups places channels) Unit features. */
+    const float *queries;
+    /* (groups) */
+    const int64_t *pair;
+    /* (groups mixed) Rows of the tensor that a group interpolates. */
+    const int64_t *rows;
+    /* (groups places mixed) or (places mixed) Weights of the interpolation. */
+    const float *weights;
+    /* (groups places) or NULL, which means that all queries are wanted. */
+    const uint8_t *wanted;
+    /* (pairs cells*16 channels) Unit features of the searched image. */
+    const float *fine;
+    /* (pairs cells*16) or NULL, which means that all cells are valid. */
+    const uint8_t *valid;
+    /* (groups places) Output: the best fine cell, or -1. */
+    int64_t *index;
+    /* (groups places) Output. */
+    float *score;
+    /* (groups) Output: number of coarse cells visited. */
+    int64_t *visited;
+    /* width is in coarse cells. */
+    int64_t groups, places, channels, mixed, weights_apart, candidates, width;
+    /* allowance is the factor by which rounding may lift a score above its bound. */
+    float temperature, allowance;
     int32_t threads;
 } Search;
 
-/* The highest of the limits of a block. */
+/* Return the highest bound of a block. */
 INLINE float highest_of(const float *limits)
 {
     float high[LANES];
@@ -39,7 +56,7 @@ INLINE float highest_of(const float *limits)
     return top;
 }
 
-/* Cosines of the 16 fine cells of a coarse cell with the queries, whose features lie side by side. */
+/* Compute cosines of the 16 fine cells of a coarse cell with the queries. The queries are interleaved by channel. */
 INLINE void cosines(const float *cell, int64_t line, int64_t channels, const float *queries, float (*result)[PLACES])
 {
     for (int place = 0; place < PLACES; place += LANES)
@@ -59,14 +76,15 @@ INLINE void cosines(const float *cell, int64_t line, int64_t channels, const flo
         }
 }
 
-/* Search for one group; `limits` and `tops` have room for all candidates and blocks, `queries` for 16 of channels. */
+/* Search for one group. Workspace: `limits` per candidate, `tops` per block, `queries` for 16 feature vectors. */
 static void search_group(const Search *s, int64_t group, float *limits, float *tops, float *queries)
 {
     const int64_t *rows = s->rows + group * s->mixed;
     const float *weights = s->weights + group * s->weights_apart;
     const int64_t candidates = s->candidates, channels = s->channels, fine_width = 4 * s->width;
     const int64_t blocks = (candidates + BLOCK - 1) / BLOCK;
-    const int64_t first = s->pair[group] * candidates * PLACES; /* fine cell of this pair */
+    /* First fine cell of this pair. */
+    const int64_t first = s->pair[group] * candidates * PLACES;
 
     float share[s->mixed][PLACES], total[PLACES];
     for (int p = 0; p < PLACES; p++)
@@ -76,7 +94,8 @@ static void search_group(const Search *s, int64_t group, float *limits, float *t
             share[m][p] = p < s->places ? weights[p * s->mixed + m] : 0;
             total[p] += share[m][p] * s->sums[rows[m]];
         }
-    float best[PLACES]; /* of queries that want nothing, more than anything */
+    /* Queries that are not wanted start at infinity, so that they never keep the search open. */
+    float best[PLACES];
     int32_t best_index[PLACES];
     for (int p = 0; p < PLACES; p++) {
         int wanted = p < s->places && (s->wanted == NULL || s->wanted[group * s->places + p]);
@@ -87,7 +106,7 @@ static void search_group(const Search *s, int64_t group, float *limits, float *t
         for (int64_t k = 0; k < channels; k++)
             queries[k * PLACES + p] = s->queries[(group * s->places + p) * channels + k];
 
-    /* What no query can exceed: one that reads sum(w t) / sum(w s) stays below the largest t / s. */
+    /* Upper bound of every query: sum(w t) / sum(w s) is at most the largest t / s. */
     for (int64_t m = 0; m < s->mixed; m++) {
         const float *row = s->tensor + rows[m] * candidates, sum = s->sums[rows[m]];
         const float scale = sum > 0 ? (1 + 1e-5f) / sum : 0;
@@ -134,7 +153,8 @@ static void search_group(const Search *s, int64_t group, float *limits, float *t
 
         visited++;
         const int64_t corner = cell / s->width * 4 * fine_width + cell % s->width * 4;
-        float cosine[PLACES][PLACES], high[PLACES]; /* of the cells of this one, with the queries */
+        /* Cosines of the fine cells of this coarse cell with the queries, and their maximum per query. */
+        float cosine[PLACES][PLACES], high[PLACES];
         int32_t index[PLACES] = {0};
         cosines(s->fine + (first + corner) * channels, fine_width * channels, channels, queries, cosine);
         for (int p = 0; p < PLACES; p++)
@@ -154,7 +174,7 @@ static void search_group(const Search *s, int64_t group, float *limits, float *t
             for (int p = 0; p < PLACES; p++)
                 score[p] = coarse[p] * expf((high[p] - 1) / s->temperature);
         for (int p = 0; p < PLACES; p++) {
-            /* Among equals the first in the picture wins, whatever the order of the visit. */
+            /* Ties go to the first cell in row-major order, independent of the order of the visits. */
             int better = (score[p] > best[p]) | ((score[p] == best[p]) & (index[p] < best_index[p]));
             best[p] = better ? score[p] : best[p];
             best_index[p] = better ? index[p] : best_index[p];
@@ -167,7 +187,7 @@ static void search_group(const Search *s, int64_t group, float *limits, float *t
     s->visited[group] = visited;
 }
 
-/* 0, or 1 where there is no memory. */
+/* Return 0, or 1 if memory is exhausted. */
 EXPORT int dualrc_search(const Search *s)
 {
     int failed = 0;

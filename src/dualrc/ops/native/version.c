@@ -1,8 +1,9 @@
-/* Which sources this library was compiled from; library.py refuses it where they are not the package's. */
+/* Digest of the sources of this library. library.py rejects a library that does not match the package. */
 
 #include "native.h"
 
 EXPORT const char *dualrc_sources(void)
 {
-    return DUALRC_SOURCES; /* given by setup.py */
+        /* setup.py defines this macro. */
+        return DUALRC_SOURCES;
 }

@@ -1,4 +1,4 @@
-"""The operations in Triton, for GPUs."""
+"""The operations as Triton kernels for GPUs."""
 
 import os
 import warnings
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class TritonEngine(TorchEngine):
-    """Triton kernels for float16 and float32 without gradients; torch for anything else."""
+    """Triton kernels for float16 and float32 without gradients; torch for everything else."""
 
     name = "triton"
 
@@ -49,7 +49,7 @@ class TritonEngine(TorchEngine):
         return type(self), ()
 
     def prepare(self, backbone: nn.Module) -> nn.Module:
-        """The compact backbone in few kernels, compiled once for images of all sizes."""
+        """Return the compact backbone as a few fused kernels, compiled once for all image sizes."""
         if not isinstance(backbone, CompactBackbone) or interpreted():
             return backbone
         dtype = next(backbone.parameters()).dtype
@@ -63,7 +63,7 @@ class TritonEngine(TorchEngine):
     def warm_up(self, network: "Network", dtype: torch.dtype) -> None:
         """Compile, or load from Triton's cache, every kernel that a pair of any sizes may need.
 
-        Kernels differ by types, by channels, and by what is masked, never by sizes; so tiny images need them all.
+        Kernels depend on types, channels and masks, but never on sizes. Tiny images therefore cover every kernel.
         """
         if interpreted():
             return
@@ -73,7 +73,8 @@ class TritonEngine(TorchEngine):
                 memory_format=torch.channels_last
             )
             network.extract(images)
-        if not isinstance(network, DualRCNet):  # the others have no search
+        # NCNet and Sparse-NCNet have no fine search.
+        if not isinstance(network, DualRCNet):
             self.filtered(torch.ones(1, 2, 3, 2, 3, device=device), network.consensus)
             return
         kept = dtype if dtype in (torch.float16, torch.float32) else torch.float32
@@ -84,7 +85,7 @@ class TritonEngine(TorchEngine):
             tensor = self.coarse((coarse, coarse), network.consensus, (valid, valid)).flatten(3).flatten(1, 2)
             features = torch.full((1, fine_channels, 8, 12), fine_channels**-0.5, dtype=kept, device=device)
             fine = FineMap.of(features, valid)
-            # All cells are asked by `warp`, and those that `match_points` found.
+            # `warp` queries all cells; `match_points` queries the cells that it found.
             for share in {1.0, config.fine.query_share}:
                 found = self.search(tensor, fine, fine, replace(config.fine, query_share=share))
             cells, wanted = torch.arange(6, device=device)[None], torch.ones(1, 6, 16, dtype=torch.bool, device=device)
@@ -100,19 +101,19 @@ class TritonEngine(TorchEngine):
         self.windows(fine, fine, *matches[:3])
 
     def normalize(self, features: Tensor) -> Tensor:
-        """One kernel, for maps that are channels-last, as the backbone gives them."""
+        """Normalize with one kernel, for channels-last maps as the backbone returns them."""
         if not _fits(features) or not features.is_contiguous(memory_format=torch.channels_last):
             return super().normalize(features)
         return feature_kernels.normalize(features)
 
     def brightness(self, images: Tensor) -> Tensor:
-        """One kernel."""
+        """Compute the brightness with one kernel."""
         return feature_kernels.brightness(images) if _fits(images) else super().brightness(images)
 
     def coarse(
         self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
     ) -> Tensor:
-        """In half precision where the features are; the first filter is applied while the consensus reads."""
+        """Compute in half precision if the features are; the consensus applies the first filter while it reads."""
         half = all(features.dtype == torch.float16 for features in coarse)
         dtype = torch.float16 if half else torch.float32
         shape = torch.Size((len(coarse[0]), *coarse[0].shape[2:], *coarse[1].shape[2:]))
@@ -125,7 +126,7 @@ class TritonEngine(TorchEngine):
         return consensus_kernels.mutual_filter(scores, filtered)
 
     def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
-        """The 4D convolutions of a tensor that was made and filtered elsewhere."""
+        """Apply the 4D convolutions to a tensor that was computed and filtered elsewhere."""
         if not consensus_kernels.supported(scores.shape, scores.dtype, list(consensus.weights)):
             return super().consensus(scores, consensus)
         return consensus_kernels.apply(scores, self._weights(consensus, scores.dtype), memory.working_values())
@@ -135,8 +136,8 @@ class TritonEngine(TorchEngine):
         return self._known(consensus, dtype, lambda: consensus_kernels.prepare(weights, biases, dtype))
 
     def _known(self, module: nn.Module, dtype: torch.dtype, prepare: Callable[[], T]) -> T:
-        """The weights of a module as the kernels read them, made once for as long as they don't change."""
-        # Tensors of inference mode have no version, and nothing can change them.
+        """Return the weights of a module in the layout of the kernels, cached while they do not change."""
+        # Inference tensors have no version counter, and nothing can change them.
         state = (
             dtype,
             *((p.device, p.data_ptr(), None if p.is_inference() else p._version) for p in module.parameters()),
@@ -147,7 +148,7 @@ class TritonEngine(TorchEngine):
         return cast(T, known[1])
 
     def search(self, tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig) -> Correspondences:
-        """Eleven kernels for both directions, and nothing that the host waits for."""
+        """Search in both directions with eleven kernels and no synchronization with the host."""
         if not search_kernels.supported(fine0, fine1) or not _fits(tensor):
             return super().search(tensor, fine0, fine1, config)
         excess = EXCESS[fine1.features.dtype]
@@ -163,7 +164,7 @@ class TritonEngine(TorchEngine):
         *,
         wanted: Tensor | None = None,
     ) -> Found:
-        """Four kernels, and nothing that the host waits for."""
+        """Search in one direction with four kernels and no synchronization with the host."""
         if not search_kernels.supported(fine0, fine1) or not _fits(tensor):
             return super().search_cells(tensor, fine0, cells0, fine1, config, wanted=wanted)
         return search_kernels.search_cells(
@@ -185,7 +186,7 @@ class TritonEngine(TorchEngine):
         light: tuple[Tensor, Tensor] | None,
         matches: CellMatches,
     ) -> PointMatches:
-        """Four kernels, and the products of the small network."""
+        """Refine with four kernels, plus the matrix products of the small network."""
         features, lights, weights = [f.features for f in fine], light or (), list(subpixel.parameters())
         if not (
             _fits(*features, *lights, *weights, matches.score0, matches.score1)
@@ -197,7 +198,7 @@ class TritonEngine(TorchEngine):
         return refine_kernels.refine(network, fine, light, matches)
 
     def windows(self, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
-        """Cosines between the 3x3 cells around matches, without a copy of their features."""
+        """Compute cosines between the 3x3 cells around matches, without a copy of their features."""
         if not _fits(fine0.features, fine1.features):
             return super().windows(fine0, fine1, pair, index0, index1)
         cosine = refine_kernels.cosines(fine0, fine1, pair, index0, index1)
@@ -206,18 +207,18 @@ class TritonEngine(TorchEngine):
 
 
 def _fits(*tensors: Tensor) -> bool:
-    """Whether the kernels can work on these."""
+    """Return whether the kernels support these tensors."""
     learning = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return not learning and all(tensor.dtype in (torch.float16, torch.float32) for tensor in tensors)
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, which it does on any device, for tests."""
+    """Return whether Triton interprets its kernels in Python, on any device, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def usable(device: torch.device) -> bool:
-    """Whether kernels can be compiled and run there: Triton needs a C compiler, and not too old a GPU."""
+    """Return whether Triton can compile and run kernels here; it needs a C compiler and a recent GPU."""
     return find_spec("triton") is not None and (interpreted() or (device.type == "cuda" and _works(device)))
 
 
@@ -226,7 +227,8 @@ def _works(device: torch.device) -> bool:
     try:
         scores, maxima = torch.ones(1, 1, 1, 1, 1, device=device), torch.zeros(2, 4, device=device)
         return bool(consensus_kernels.mutual_filter(scores, consensus_kernels.Maxima(*maxima)).isfinite().all())
-    except Exception as error:  # compilers fail in many ways
+    except Exception as error:
+        # Compilation can raise any exception.
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        warnings.warn(f"Triton can't be used here ({reason}); matching is slower without it.", stacklevel=2)
+        warnings.warn(f"Cannot use Triton here ({reason}); matching continues without it, more slowly.", stacklevel=2)
         return False

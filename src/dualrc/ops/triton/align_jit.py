@@ -1,4 +1,4 @@
-"""Kernels of the alignment by brightness; `refine.py` launches them."""
+"""Kernels of the photometric alignment; `refine.py` launches them."""
 
 import triton.language as tl
 
@@ -7,13 +7,15 @@ from dualrc.ops.triton.jit import kernel
 
 @kernel()
 def _look(
-    light: tl.tensor,  # pointers to the first pixel of each match's picture, matches 1
+    # (matches 1) Pointers to the first pixel of each match's image.
+    light: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
-    x: tl.tensor,  # matches places
+    # (matches places)
+    x: tl.tensor,
     y: tl.tensor,
 ) -> tl.tensor:
-    """Brightness between the pixels."""
+    """Sample the brightness, bilinear and clamped."""
     x = tl.minimum(tl.maximum(x, 0.0), (width - 1).to(tl.float32))
     y = tl.minimum(tl.maximum(y, 0.0), (height - 1).to(tl.float32))
     left, top = x.to(tl.int32), y.to(tl.int32)
@@ -36,7 +38,7 @@ def _normalized(window: tl.tensor, weights: tl.tensor) -> tuple[tl.tensor, tl.te
 
 @kernel()
 def _slope(change: tl.tensor, spread: tl.tensor, template: tl.tensor, weights: tl.tensor) -> tl.tensor:
-    """How the normalized window changes when it moves; changes of gain and level are taken out."""
+    """Return the derivative of the normalized window, with gain and offset projected out."""
     slope = change / spread[:, None]
     slope = slope - tl.sum(slope * weights, axis=1)[:, None]
     return slope - template * tl.sum(slope * template * weights, axis=1)[:, None]
@@ -44,15 +46,18 @@ def _slope(change: tl.tensor, spread: tl.tensor, template: tl.tensor, weights: t
 
 @kernel()
 def _number(value: tl.tensor) -> tl.tensor:
-    """A finite number in place of anything else."""
+    """Replace NaN and infinities by finite numbers."""
     return tl.where(value == value, tl.minimum(tl.maximum(value, -3e38), 3e38), 0.0)  # noqa: PLR0124
 
 
 @kernel()
 def fit(
-    light0: tl.tensor,  # b height0 width0
-    light1: tl.tensor,  # b height1 width1
-    number: tl.tensor,  # matches: which of the batch
+    # (b height0 width0)
+    light0: tl.tensor,
+    # (b height1 width1)
+    light1: tl.tensor,
+    # (matches) Pair of the batch.
+    number: tl.tensor,
     height0: tl.tensor,
     width0: tl.tensor,
     height1: tl.tensor,
@@ -77,7 +82,7 @@ def fit(
     PLACES: tl.constexpr,
     MATCHES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How far points of picture 1 must move for their windows to look like those of picture 0."""
+    """Return the motion that aligns the windows of points in image 1 with those in image 0."""
     x0, y0, x1, y1 = _number(x0), _number(y0), _number(x1), _number(y1)
     a, b, c, d = _number(a), _number(b), _number(c), _number(d)
     side: tl.constexpr = 2 * REACH // STEP + 1
@@ -108,7 +113,8 @@ def fit(
         off_x = tl.sum(slope_x * (window - template) * weights, axis=1)
         off_y = tl.sum(slope_y * (window - template) * weights, axis=1)
         step_x, step_y = (yy * off_x - xy * off_y) * inverse, (xx * off_y - xy * off_x) * inverse
-        step_x = tl.where(tl.abs(step_x) < 1e30, step_x, 0.0)  # and where it is not a number
+        # The comparison also replaces NaN by 0.
+        step_x = tl.where(tl.abs(step_x) < 1e30, step_x, 0.0)
         step_y = tl.where(tl.abs(step_y) < 1e30, step_y, 0.0)
         length = tl.maximum(tl.sqrt(step_x * step_x + step_y * step_y) / LONGEST, 1.0)
         step_x, step_y = step_x / length, step_y / length

@@ -1,6 +1,6 @@
 """The compact backbone on a GPU in few launches, at full speed for images of any size.
 
-Batch norms are folded into the weights of the convolutions, which apply what follows them too.
+Batch norms are folded into the convolutions. Each convolution kernel also adds the shortcut and applies the ReLU.
 """
 
 import copy
@@ -16,12 +16,14 @@ from dualrc.ops.triton.convolution import FusedConv
 from dualrc.ops.triton.launch import launcher, parts, power_above, readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_ELEMENTS = 4096  # of a program that upsamples
-_PIXELS = 256  # of a program that measures contrast
+# Elements per program of the up-sampling.
+_ELEMENTS = 4096
+# Pixels per program of the local contrast.
+_PIXELS = 256
 
 
 class FusedResidual(nn.Module):
-    """A residual block of folded convolutions: two launches."""
+    """Residual block with folded convolutions, in two launches."""
 
     def __init__(self, block: ResidualBlock, dtype: torch.dtype) -> None:
         super().__init__()
@@ -33,7 +35,7 @@ class FusedResidual(nn.Module):
 
 
 class FusedBackbone(nn.Module):
-    """What CompactBackbone computes; made by `fuse`."""
+    """Fused equivalent of CompactBackbone, created by `fuse`."""
 
     def __init__(self, folded: CompactBackbone, dtype: torch.dtype) -> None:
         super().__init__()
@@ -43,7 +45,7 @@ class FusedBackbone(nn.Module):
         self.level4 = fused(folded.level4)
         self.level8 = fused(folded.level8)
         self.level16 = fused(folded.level16)
-        # An odd map at 1/16 is padded with its own border.
+        # An odd map at 1/16 is padded by replicating its border.
         self.level32 = fused(folded.level32, replicate=True)
         self.down32 = fused(folded.down32)
         self.down16 = fused(folded.down16)
@@ -67,7 +69,7 @@ class FusedBackbone(nn.Module):
 
     @torch.inference_mode()
     def compile_kernels(self) -> None:
-        """Compile, or load from Triton's cache, every kernel that a picture of any size may need."""
+        """Compile, or load from Triton's cache, every kernel that an image of any size may need."""
         weight = self.fine.weight
         assert isinstance(weight, Tensor)
         self(weight.new_zeros(1, 3, 32, 32))
@@ -82,17 +84,18 @@ class FusedBackbone(nn.Module):
             convolution.tiles = chosen
 
     def _convolutions(self) -> Iterator[tuple[FusedConv, bool]]:
-        """All convolutions, and whether something is added to their results."""
+        """Yield all convolutions, and whether a shortcut is added to their results."""
         for name, module in self.named_modules():
             if isinstance(module, FusedConv):
                 yield module, name.endswith("conv2")
 
 
 def fuse(backbone: CompactBackbone, dtype: torch.dtype = torch.float16) -> FusedBackbone:
-    """A fused copy of a backbone, for inference, on the same device; the backbone itself is not changed."""
+    """Return a fused copy of a backbone for inference, on the same device; the backbone itself is not changed."""
     if dtype not in DTYPES:
         raise ValueError(f"{dtype} is not supported; choose float16, bfloat16 or float32.")
-    folded = copy.deepcopy(backbone).eval().float()  # batch norms are folded in full precision
+    # Fold batch norms in full precision.
+    folded = copy.deepcopy(backbone).eval().float()
     fold_batch_norm(folded)
     return FusedBackbone(folded, dtype).eval()
 
@@ -103,7 +106,8 @@ def _fused(module: nn.Module, *, dtype: torch.dtype, replicate: bool = False) ->
     if isinstance(module, nn.Conv2d):
         return FusedConv(module, relu=False, dtype=dtype)
     assert isinstance(module, nn.Sequential)
-    if isinstance(module[0], nn.Conv2d):  # and what was its batch norm, and a rectifier
+    # The sequence is a convolution, its folded batch norm and a ReLU.
+    if isinstance(module[0], nn.Conv2d):
         return FusedConv(module[0], relu=True, replicate=replicate, dtype=dtype)
     first, *blocks = module
     first = _fused(first, dtype=dtype, replicate=replicate)
@@ -111,11 +115,11 @@ def _fused(module: nn.Module, *, dtype: torch.dtype, replicate: bool = False) ->
 
 
 def upsample_add(small: Tensor, large: Tensor) -> Tensor:
-    """`large` plus `small` upsampled bilinearly by 2 and cut to its size: (b c h w), (b c h' w') -> (b c h' w')."""
+    """Add `small`, up-sampled bilinearly by 2 and cropped, to `large`: (b c h w), (b c h' w') -> (b c h' w')."""
     batch, channels, rows, columns = large.shape
     height, width = small.shape[2:]
     if small.shape[:2] != large.shape[:2] or parts(rows, 2) != height or parts(columns, 2) != width:
-        raise ValueError(f"A map of {tuple(small.shape)} does not have half the size of {tuple(large.shape)}.")
+        raise ValueError(f"A map of {tuple(small.shape)} is not half the size of {tuple(large.shape)}.")
     out = _empty(large, channels, rows, columns)
     if out.numel() == 0:
         return out
@@ -128,10 +132,10 @@ def upsample_add(small: Tensor, large: Tensor) -> Tensor:
 
 
 def add_contrast(images: Tensor) -> Tensor:
-    """The images and their local contrast as a fourth channel, channels-last: (b 3 h w) -> (b 4 h w)."""
+    """Append the local contrast as a fourth channel, channels-last: (b 3 h w) -> (b 4 h w)."""
     batch, colors, height, width = images.shape
     if colors != 3 or height % SQUARE or width % SQUARE:
-        raise ValueError(f"Expected images (b 3 h w) with sides that {SQUARE} divides, not {tuple(images.shape)}.")
+        raise ValueError(f"Expected images (b 3 h w) with sides divisible by {SQUARE}, not {tuple(images.shape)}.")
     out = _empty(images, 4, height, width)
     if out.numel() == 0:
         return out

@@ -1,4 +1,4 @@
-"""Kernels that join the two directions of the fine search; `search.py` has the plan they follow."""
+"""Kernels that connect the two directions of the fine search; `search.py` describes the algorithm."""
 
 import triton.language as tl
 
@@ -8,22 +8,30 @@ from dualrc.ops.triton.search_jit import members, value_of
 
 @kernel()
 def _position(index: tl.tensor, width: tl.tensor) -> tl.tensor:
-    """Where a row-major fine index stands when fine cells are ordered by coarse cell: the inverse of `members`."""
+    """Convert a row-major fine index to the order by coarse cell; the inverse of `members`."""
     row, column = index // (4 * width), index % (4 * width)
     return (row // 4 * width + column // 4) * 16 + row % 4 * 4 + column % 4
 
 
 @kernel("queries", "count", "width", "searched_count", "searched_width")
 def mark(
-    best: tl.tensor,  # queries: keys; 16 queries for each group
-    cells: tl.tensor,  # groups; not read where EVERY cell asks
-    valid: tl.tensor,  # b count*16: of the querying picture; read where MASKED
-    index0: tl.tensor,  # queries: results, the row-major fine cell that asks
-    index1: tl.tensor,  # queries: results, what it found; -1: nothing
-    score: tl.tensor,  # queries: results
-    wanted: tl.tensor,  # b searched_count 16: set to 1 where something was found
+    # (queries) Keys; each group has 16 queries.
+    best: tl.tensor,
+    # (groups) Querying cells; not read if EVERY.
+    cells: tl.tensor,
+    # (b count*16) Mask of the querying image; read only if MASKED.
+    valid: tl.tensor,
+    # (queries) Output: row-major fine cell of the query.
+    index0: tl.tensor,
+    # (queries) Output: the fine cell found, or -1.
+    index1: tl.tensor,
+    # (queries) Output.
+    score: tl.tensor,
+    # (b searched_count 16) Output: set to 1 for each fine cell that was found.
+    wanted: tl.tensor,
     queries: tl.tensor,
-    count: tl.tensor,  # coarse cells of the querying picture
+    # Coarse cells of the querying image.
+    count: tl.tensor,
     width: tl.tensor,
     searched_count: tl.tensor,
     searched_width: tl.tensor,
@@ -31,7 +39,7 @@ def mark(
     EVERY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """What the queries found, and who has to answer."""
+    """Decode the results of the queries, and mark the fine cells that must answer."""
     query = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = query < queries
     group = (query // 16).to(tl.int64)
@@ -52,17 +60,22 @@ def mark(
 
 @kernel("queries", "each", "searched_count", "searched_width")
 def answer(
-    best: tl.tensor,  # b searched_count 16: keys of the way back
-    index1: tl.tensor,  # queries: what they found; -1: nothing
-    back: tl.tensor,  # queries: results, what that found; -1: nothing
-    score: tl.tensor,  # queries: results
+    # (b searched_count 16) Keys of the search back.
+    best: tl.tensor,
+    # (queries) The fine cell found, or -1.
+    index1: tl.tensor,
+    # (queries) Output: the fine cell that index1 found back, or -1.
+    back: tl.tensor,
+    # (queries) Output.
+    score: tl.tensor,
     queries: tl.tensor,
-    each: tl.tensor,  # queries of a pair
+    # Queries per pair.
+    each: tl.tensor,
     searched_count: tl.tensor,
     searched_width: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The answers that belong to the queries."""
+    """Gather the answers of the search back for the queries."""
     query = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = query < queries
     index = tl.load(index1 + query, mask=exists, other=-1)
@@ -75,17 +88,24 @@ def answer(
 
 @kernel("n", "m")
 def turn(
-    tensor: tl.tensor,  # b n m
-    turned: tl.tensor,  # b m n: results
-    sums: tl.tensor,  # b n: results, of the rows of the tensor
-    turned_sums: tl.tensor,  # b m: results, of those of the transposed one
+    # (b n m)
+    tensor: tl.tensor,
+    # (b m n) Output.
+    turned: tl.tensor,
+    # (b n) Output: row sums of the tensor.
+    sums: tl.tensor,
+    # (b m) Output: row sums of the transposed tensor.
+    turned_sums: tl.tensor,
     n: tl.tensor,
     m: tl.tensor,
-    LINES: tl.constexpr,  # rows or columns of a program
-    LENGTH: tl.constexpr,  # read at a time
+    # Rows or columns per program.
+    LINES: tl.constexpr,
+    # Values read per step.
+    LENGTH: tl.constexpr,
 ) -> None:
-    """Transpose a tensor and add up its rows and columns, always in the same order."""
-    programs = (n + LINES - 1) // LINES  # that go along rows; the others go along columns
+    """Transpose a tensor and sum its rows and columns in a fixed order."""
+    # The first programs go along rows, the others along columns.
+    programs = (n + LINES - 1) // LINES
     program = tl.program_id(0)
     pair = tl.program_id(1).to(tl.int64)
     tensor += pair * n * m

@@ -1,9 +1,10 @@
-"""Neighborhood consensus on the GPU: two layers of 4D convolutions in both directions, the hidden one in registers.
+"""Neighborhood consensus on the GPU: two layers of 4D convolutions in both directions, hidden values in registers.
 
-The sums over the 81 neighbors are split. A walk down picture 1's rows adds up three of them in registers, in both
-layers, so that a hidden value is made once and never leaves its program. What it gives to the other 27 neighbors is
-written, and a second kernel adds that up. Those shares are what takes memory, 54 values for each entry of the tensor;
-they are held for a few rows of picture 0 at a time, in slots that are used in turn, so that no row is made twice.
+The sum over 81 neighbors is split. A program walks down the rows of image 1 and accumulates three rows in registers, in
+both layers. A hidden value is therefore computed once and never leaves its program. Its contributions to the other 27
+neighbors are written to memory, and a second kernel adds them up. These contributions dominate memory, with 54 values
+per entry of the tensor. They are held for a few rows of image 0 at a time, in a ring of slots, so no row is computed
+twice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,53 +18,67 @@ from torch.nn import functional as F
 from dualrc.ops.triton.launch import launcher, parts, power_above, readable
 
 CHANNELS = (8, 16, 32)
-SHARES = 54  # of a hidden position, for 27 neighbors in two directions
-SLAB_BYTES = 2**29  # of shares where no limit is given
-_PROGRAMS = 2000  # enough to keep a large GPU busy; more halos are made twice with more
+# Contributions of a hidden position: 27 neighbors in two directions.
+SHARES = 54
+# Memory for contributions if no limit is given.
+SLAB_BYTES = 2**29
+# Enough programs to keep a large GPU busy. More programs compute more halos twice.
+_PROGRAMS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How the work is cut; the results don't depend on it."""
+    """Tile sizes; the results do not depend on them."""
 
-    positions: int = 64  # hidden positions of a program
+    # Hidden positions per program.
+    positions: int = 64
     warps: int = 4
     unroll: int = 3
-    collected: int = 256  # results of a program that adds shares
+    # Results per program that adds contributions.
+    collected: int = 256
     collect_warps: int = 4
-    # Rows of picture 1 that a program walks; 0: chosen to fill the GPU.
+    # Rows of image 1 per program; 0 selects a number that fills the GPU.
     steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The weights of both layers and directions as the kernels read them."""
+    """The weights of both layers and directions in the layout of the kernels."""
 
-    weight1: Tensor  # 3 2C 32: shift in picture 1's rows; channels of both directions; the other shifts, 27 of 32
-    bias1: Tensor  # 2C, float32
-    weight2: Tensor  # 3 64 2C: 27 of 32 results for each direction
-    bias2: Tensor  # 1, float32
+    # (3 2C 32) By row shift in image 1, channel of both directions, and the other 27 shifts padded to 32.
+    weight1: Tensor
+    # (2C) float32
+    bias1: Tensor
+    # (3 64 2C) 27 results padded to 32, for each direction.
+    weight2: Tensor
+    # (1) float32
+    bias2: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slab:
-    """A part of the work whose shares fit into memory."""
+    """A part of the work whose contributions fit into memory."""
 
     pairs: range
-    region: range  # rows of picture 1
-    slots: int  # rows of picture 0 whose shares are kept
-    rows: int  # results made at a time
+    # Rows of image 1.
+    region: range
+    # Number of rows of image 0 whose contributions are kept.
+    slots: int
+    # Number of rows of image 0 whose results are computed per step.
+    rows: int
 
 
 class Maxima(NamedTuple):
-    """What the mutual filter divides by, in float32."""
+    """The maxima that the mutual filter divides by, in float32."""
 
-    best0: Tensor  # b*h1*w1: over picture 0
-    best1: Tensor  # b*h0*w0: over picture 1
+    # (b*h1*w1) Over image 0.
+    best0: Tensor
+    # (b*h0*w0) Over image 1.
+    best1: Tensor
 
 
 def supported(shape: torch.Size, dtype: torch.dtype, weights: Sequence[Tensor]) -> bool:
-    """Whether `apply` can convolve scores of this shape (b h0 w0 h1 w1) and type with these weights."""
+    """Return whether `apply` supports scores of this shape (b h0 w0 h1 w1) and type with these weights."""
     channels = weights[0].shape[0]
     return (
         dtype in (torch.float16, torch.float32)
@@ -76,14 +91,15 @@ def supported(shape: torch.Size, dtype: torch.dtype, weights: Sequence[Tensor]) 
 
 
 def prepare(weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dtype) -> Prepared:
-    """Weights (C 1 3 3 3 3), (1 C 3 3 3 3) and their biases, for scores of this dtype."""
+    """Arrange weights (C 1 3 3 3 3), (1 C 3 3 3 3) and their biases for scores of this type."""
     first, second = weights[0].detach()[:, 0], weights[1].detach()[0]
     channels = len(first)
-    both = torch.cat([first, first.permute(0, 3, 4, 1, 2)])  # 2C di dj dk dl
+    # (2C di dj dk dl)
+    both = torch.cat([first, first.permute(0, 3, 4, 1, 2)])
     weight1 = F.pad(both.permute(3, 0, 1, 2, 4).reshape(3, 2 * channels, 27), (0, 5))
     weight2 = second.new_zeros(3, 2, 32, 2, channels)
     for direction, kernel in enumerate((second, second.permute(0, 3, 4, 1, 2))):
-        # Each direction's channels give to that direction's results only.
+        # The channels of a direction contribute to the results of that direction only.
         weight2[:, direction, :27, direction] = kernel.permute(3, 1, 2, 4, 0).reshape(3, 27, channels)
     return Prepared(
         weight1=weight1.to(dtype).contiguous(),
@@ -101,9 +117,9 @@ def apply(
     maxima: Maxima | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """The consensus of scores (b h0 w0 h1 w1), or with `maxima` of the mutually filtered scores.
+    """Apply the consensus to scores (b h0 w0 h1 w1), or to the mutually filtered scores if `maxima` are given.
 
-    Holds about `max_values` float32 values.
+    The workspace is about `max_values` float32 values.
     """
     scores = readable(scores)
     results = torch.empty_like(scores)
@@ -119,9 +135,9 @@ def apply(
 def correlate(
     maps0: Tensor, maps1: Tensor, valid: tuple[Tensor | None, Tensor | None], dtype: torch.dtype
 ) -> tuple[Tensor, Maxima, Maxima]:
-    """Cosine correlation (b c h0 w0), (b c h1 w1) -> (b h0 w0 h1 w1) of masked maps, its maxima, and others to raise.
+    """Correlate masked maps (b c h0 w0), (b c h1 w1) -> (b h0 w0 h1 w1), its maxima, and initial maxima for later.
 
-    Masks are (b 4h 4w) bool: cells without a valid fine cell correlate with nothing.
+    Masks are (b 4h 4w) bool. Cells without a valid fine cell have correlation 0.
     """
     batch, channels = maps0.shape[:2]
     shape = (batch, *maps0.shape[2:], *maps1.shape[2:])
@@ -157,14 +173,14 @@ def correlate(
 
 
 def _cells(valid: Tensor | None, cells: Tensor) -> Tensor:
-    """Which coarse cells, of which there is a tensor, hold a valid fine cell, as bytes; all without a mask."""
+    """Return coarse cells with a valid fine cell as bytes, in the shape of `cells`; all of them without a mask."""
     if valid is None:
         return torch.ones_like(cells, dtype=torch.uint8)
     return readable(valid.unflatten(1, (-1, 4)).unflatten(3, (-1, 4)).any(4).any(2).view(torch.uint8))
 
 
 def mutual_filter(scores: Tensor, maxima: Maxima) -> Tensor:
-    """The mutual filter in place, computed in float32; `maxima` are raised to those of the scores first."""
+    """Apply the mutual filter in place, in float32; `maxima` are first raised to those of the scores."""
     if scores.numel() == 0:
         return scores
     batch, count0, count1 = len(scores), scores.shape[1] * scores.shape[2], scores.shape[3] * scores.shape[4]
@@ -176,23 +192,26 @@ def mutual_filter(scores: Tensor, maxima: Maxima) -> Tensor:
 
 
 def pitch(w0: int, w1: int) -> int:
-    """Values that a share takes for a row of picture 0 and a row of picture 1."""
+    """Return the number of values of one contribution for a row of image 0 and a row of image 1."""
     return parts(w0 * (w1 + 2), 8) * 8
 
 
 def plan(shape: tuple[int, ...], item: int, limit: int) -> Iterator[Slab]:
-    """Cut the work so that the shares take at most `limit` bytes where that is possible at all."""
+    """Split the work into slabs whose contributions take at most `limit` bytes, if possible."""
     batch, h0, w0, h1, w1 = shape
-    plane = SHARES * pitch(w0, w1)  # values for a row of picture 0 and a row of picture 1
-    tall = max(1, min(h1, (2**31 - 1) // plane))  # the kernels count in 32 bits within a row of picture 0
-    fitting = limit // (plane * item)  # such rows that may be held
+    # Values per row of image 0 and row of image 1.
+    plane = SHARES * pitch(w0, w1)
+    # The kernels use 32-bit offsets within a row of image 0.
+    tall = max(1, min(h1, (2**31 - 1) // plane))
+    # Number of such rows that fit into the limit.
+    fitting = limit // (plane * item)
     if fitting >= h0 * h1 and tall == h1:
         together = min(batch, fitting // (h0 * h1))
         for start in range(0, batch, together):
             pairs = range(start, min(start + together, batch))
             yield Slab(pairs=pairs, region=range(h1), slots=h0, rows=h0)
         return
-    # Results of a row need three; a little more saves launches.
+    # A row of results needs three rows of contributions. More slots save launches.
     least = min(h0, 3)
     region = max(1, min(tall, fitting // least))
     slots = max(least, min(h0, fitting // region))
@@ -205,7 +224,7 @@ def plan(shape: tuple[int, ...], item: int, limit: int) -> Iterator[Slab]:
 
 
 class _Run:
-    """The launches for one tensor."""
+    """The kernel launches for one tensor."""
 
     def __init__(
         self,
@@ -219,13 +238,14 @@ class _Run:
         self.shares = self.padded = results[:0].flatten()
 
     def slab(self, slab: Slab) -> None:
-        """Make the results of a slab, some rows of picture 0 at a time."""
+        """Compute the results of a slab, some rows of image 0 at a time."""
         h0, w0, h1, w1 = self.scores.shape[1:]
         pairs = len(slab.pairs)
         values = pairs * slab.slots * SHARES * len(slab.region) * pitch(w0, w1)
         if len(self.shares) < values:
             self.shares = self.scores.new_empty(values)
-        most = min(slab.rows + 1, h0)  # rows of hidden positions made at a time
+        # Rows of hidden positions computed per step.
+        most = min(slab.rows + 1, h0)
         values = pairs * (most + 2) * h1 * (w0 + 2) * (w1 + 2)
         if len(self.padded) < values:
             self.padded = self.scores.new_empty(values)
@@ -251,10 +271,11 @@ class _Run:
         _, w0, h1, w1 = self.scores.shape[1:]
         prepared, tiles, region, rows = self.prepared, self.tiles, slab.region, stop - start
         half = self.scores.dtype == torch.float16
-        positions = tiles.positions if half else min(32, tiles.positions)  # float32 takes twice the registers
+        # float32 needs twice the registers.
+        positions = tiles.positions if half else min(32, tiles.positions)
         across = parts(w0 * (w1 + 2), positions)
         steps = tiles.steps or _steps(len(region), across * len(slab.pairs) * rows)
-        # In float32 every product is kept whole: the GPU's tensor cores would round the factors.
+        # In float32 every product is exact; tensor cores would round the factors to TF32.
         grid = (across, parts(len(region), steps), len(slab.pairs) * rows)
         launch = launcher(
             "consensus_jit.contribute", HIDDEN=prepared.weight1.shape[1], POSITIONS=positions,
@@ -277,6 +298,6 @@ class _Run:
 
 
 def _steps(rows: int, programs: int) -> int:
-    """How many rows a program walks: all, unless that leaves the GPU idle; four more are read at the ends."""
+    """Return the rows per program: all, unless that leaves the GPU idle; each program reads four extra rows."""
     walks = max(1, min(parts(_PROGRAMS, programs), rows // 12))
     return parts(rows, walks)

@@ -1,7 +1,7 @@
-"""Kernels of the consensus; `consensus.py` has the plan they follow.
+"""Kernels of the consensus; `consensus.py` describes the algorithm.
 
-A condition on one number joins a mask as a limit that is 0 where it fails, because Triton's interpreter mistakes the
-type of a single truth value that is spread over a block.
+A scalar condition enters a mask as a limit that is 0 if the condition fails. Triton's interpreter would infer a wrong
+type for a scalar boolean that is broadcast over a block.
 """
 
 import triton.language as tl
@@ -11,19 +11,26 @@ from dualrc.ops.triton.jit import kernel
 
 @kernel("length0", "length1", "places")
 def measure(
-    maps0: tl.tensor,  # b*n0 CHANNELS
-    maps1: tl.tensor,  # b*n1 CHANNELS
-    scale0: tl.tensor,  # b*n0: results, what makes the features of a cell a unit vector
-    scale1: tl.tensor,  # b*n1
-    maxima: tl.tensor,  # places: results, below any score
-    length0: tl.tensor,  # b*n0
+    # (b*n0 CHANNELS)
+    maps0: tl.tensor,
+    # (b*n1 CHANNELS)
+    maps1: tl.tensor,
+    # (b*n0) Output: factors that normalize the features of a cell.
+    scale0: tl.tensor,
+    # (b*n1)
+    scale1: tl.tensor,
+    # (places) Output: initial maxima, below any score.
+    maxima: tl.tensor,
+    # b*n0
+    length0: tl.tensor,
     length1: tl.tensor,
     places: tl.tensor,
     CHANNELS: tl.constexpr,
-    BLOCK_C: tl.constexpr,  # a power of two, at least CHANNELS
+    # A power of two, at least CHANNELS.
+    BLOCK_C: tl.constexpr,
     POSITIONS: tl.constexpr,
 ) -> None:
-    """Scales of the cells of both pictures, one after the other, and maxima to start from."""
+    """Compute the normalizing factors of the cells of both images, and initialize the maxima."""
     place = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     channel = tl.arange(0, BLOCK_C)
     some = (channel < CHANNELS)[None, :]
@@ -40,9 +47,12 @@ def measure(
 
 @kernel()
 def _raise_maxima(
-    scores: tl.tensor,  # ROWS COLUMNS, in float32
-    best0: tl.tensor,  # pointer to the pair's n1
-    best1: tl.tensor,  # pointer to the pair's n0
+    # (ROWS COLUMNS) float32
+    scores: tl.tensor,
+    # Pointer to the pair's (n1).
+    best0: tl.tensor,
+    # Pointer to the pair's (n0).
+    best1: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
     n0: tl.tensor,
@@ -56,29 +66,39 @@ def _raise_maxima(
 
 @kernel("n0", "n1")
 def correlate(
-    maps0: tl.tensor,  # b n0 CHANNELS
-    maps1: tl.tensor,  # b n1 CHANNELS
-    scale0: tl.tensor,  # b n0
-    scale1: tl.tensor,  # b n1
-    cells0: tl.tensor,  # b n0: whether a cell counts; read where MASKED
-    cells1: tl.tensor,  # b n1
-    scores: tl.tensor,  # b n0 n1: results
-    best0: tl.tensor,  # b n1: raised to the maxima over picture 0
-    best1: tl.tensor,  # b n0: and over picture 1
+    # (b n0 CHANNELS)
+    maps0: tl.tensor,
+    # (b n1 CHANNELS)
+    maps1: tl.tensor,
+    # (b n0)
+    scale0: tl.tensor,
+    # (b n1)
+    scale1: tl.tensor,
+    # (b n0) Whether a cell is valid; read only if MASKED.
+    cells0: tl.tensor,
+    # (b n1)
+    cells1: tl.tensor,
+    # (b n0 n1) Output.
+    scores: tl.tensor,
+    # (b n1) Raised to the maxima over image 0.
+    best0: tl.tensor,
+    # (b n0) Raised to the maxima over image 1.
+    best1: tl.tensor,
     n0: tl.tensor,
     n1: tl.tensor,
     CHANNELS: tl.constexpr,
     MASKED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TERMS: tl.constexpr,  # channels multiplied at a time
+    # Channels multiplied per step.
+    TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Cosines of all cells of picture 0 with all of picture 1, and their maxima."""
+    """Compute cosines of all cells of image 0 with all cells of image 1, and their maxima."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     pair = tl.program_id(2).to(tl.int64)
-    # Cells past the end repeat the last one.
+    # Cells past the end repeat the last cell.
     here, there = pair * n0 + tl.minimum(row, n0 - 1), pair * n1 + tl.minimum(column, n1 - 1)
     rows, columns = maps0 + here * CHANNELS, maps1 + there * CHANNELS
     product = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -104,15 +124,18 @@ def correlate(
 
 @kernel("n0", "n1")
 def find_maxima(
-    scores: tl.tensor,  # b n0 n1
-    best0: tl.tensor,  # b n1: raised to the maxima over picture 0
-    best1: tl.tensor,  # b n0: and over picture 1
+    # (b n0 n1)
+    scores: tl.tensor,
+    # (b n1) Raised to the maxima over image 0.
+    best0: tl.tensor,
+    # (b n0) Raised to the maxima over image 1.
+    best1: tl.tensor,
     n0: tl.tensor,
     n1: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """The maxima that the mutual filter divides by, with one pass over the scores."""
+    """Compute the maxima that the mutual filter divides by, in one pass over the scores."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     pair = tl.program_id(2).to(tl.int64)
@@ -124,12 +147,17 @@ def find_maxima(
 
 @kernel("first_pair", "first_row", "rows", "h0", "w0", "h1", "w1")
 def lay_out(
-    scores: tl.tensor,  # b h0 w0 h1 w1
-    best0: tl.tensor,  # b h1*w1: over picture 0; read where FILTERED
-    best1: tl.tensor,  # b h0*w0: over picture 1
-    padded: tl.tensor,  # pairs rows h1 (w0+2)*(w1+2)
+    # (b h0 w0 h1 w1)
+    scores: tl.tensor,
+    # (b h1*w1) Maxima over image 0; read only if FILTERED.
+    best0: tl.tensor,
+    # (b h0*w0) Maxima over image 1; read only if FILTERED.
+    best1: tl.tensor,
+    # (pairs rows h1 (w0+2)*(w1+2)) Output.
+    padded: tl.tensor,
     first_pair: tl.tensor,
-    first_row: tl.tensor,  # of picture 0; may be -1, and the last may be h0: rows of zeros
+    # First row of image 0. It may be -1, and the last row may be h0; these rows are zero.
+    first_row: tl.tensor,
     rows: tl.tensor,
     h0: tl.tensor,
     w0: tl.tensor,
@@ -138,7 +166,7 @@ def lay_out(
     FILTERED: tl.constexpr,
     POSITIONS: tl.constexpr,
 ) -> None:
-    """Rows of picture 0 with the columns of both pictures side by side and a frame of zeros, filtered on the way."""
+    """Copy rows of image 0 with the columns of both images side by side and a zero border; filter on the way."""
     plane = (w0 + 2) * (w1 + 2)
     place = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     k = tl.program_id(1)
@@ -159,24 +187,31 @@ def lay_out(
 
 @kernel()
 def _three(pointers: tl.tensor, apart: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The weights for the row above, the row itself and the row below, inputs first."""
+    """Load the transposed weights for the row above, the row itself and the row below."""
     above, here, below = tl.load(pointers), tl.load(pointers + apart), tl.load(pointers + 2 * apart)
     return tl.trans(above), tl.trans(here), tl.trans(below)
 
 
 @kernel("first_row", "rows", "slots", "region_start", "region_stop", "steps", "w0", "h1", "w1")
 def contribute(
-    padded: tl.tensor,  # pairs rows+2 h1 (w0+2)*(w1+2)
-    shares: tl.tensor,  # pairs slots 2*27 region pitch, which is w0*(w1+2) rounded up to a multiple of 8
-    weight1: tl.tensor,  # 3 HIDDEN 32: by shift in picture 1's rows; the other three shifts last
-    bias1: tl.tensor,  # HIDDEN
-    weight2: tl.tensor,  # 3 64 HIDDEN
+    # (pairs rows+2 h1 (w0+2)*(w1+2))
+    padded: tl.tensor,
+    # (pairs slots 2*27 region pitch) Output. The pitch is w0*(w1+2) rounded up to a multiple of 8.
+    shares: tl.tensor,
+    # (3 HIDDEN 32) By row shift in image 1; the other three shifts come last.
+    weight1: tl.tensor,
+    # (HIDDEN)
+    bias1: tl.tensor,
+    # (3 64 HIDDEN)
+    weight2: tl.tensor,
     first_row: tl.tensor,
     rows: tl.tensor,
     slots: tl.tensor,
-    region_start: tl.tensor,  # rows of picture 1 that results are wanted for
+    # Rows of image 1 whose results are wanted.
+    region_start: tl.tensor,
     region_stop: tl.tensor,
-    steps: tl.tensor,  # how many of them one program walks
+    # Rows per program.
+    steps: tl.tensor,
     w0: tl.tensor,
     h1: tl.tensor,
     w1: tl.tensor,
@@ -185,34 +220,35 @@ def contribute(
     UNROLL: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """What each hidden position gives to its 27 neighbors in picture 0's coordinates and picture 1's columns.
+    """Compute the contributions of each hidden position to its 27 neighbors in image 0 and in columns of image 1.
 
-    A program walks down picture 1's rows. Each row of scores is read once and gives to the hidden rows above, at and
-    below it; each hidden row is finished in registers and gives to three rows of results in the same way.
+    A program walks down the rows of image 1. Each row of scores is read once and contributes to the hidden rows above,
+    at and below it. Each hidden row is completed in registers and contributes to three rows of results in the same way.
     """
     wide = w1 + 2
     plane, padded_plane = w0 * wide, (w0 + 2) * wide
-    pitch = (plane + 7) // 8 * 8  # so that eight values are written at once
+    # The alignment lets a thread write eight values with one instruction.
+    pitch = (plane + 7) // 8 * 8
     region = region_stop - region_start
     place = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     start = region_start + tl.program_id(1) * steps
     stop = tl.minimum(start + steps, region_stop)
     slab_row = tl.program_id(2)
     pair, row = (slab_row // rows).to(tl.int64), slab_row % rows
-    # Positions in the frame between the columns count as outside the picture, where the hidden layer is zero.
+    # Positions between the columns, in the zero border, count as outside the image. The hidden layer is zero there.
     column = tl.where(place < plane, place % wide, wide)
     inside = column < w1
 
     tap = tl.arange(0, 32)
     shift = (tap // 9) * (h1 * padded_plane) + (tap // 3 % 3) * wide + tap % 3
     source = padded + (pair * (rows + 2) + row) * h1 * padded_plane
-    # Taps first, so that neighbors in memory go to neighboring threads; 32 bits, because pointers take twice the
-    # registers.
+    # Taps come first, so that adjacent addresses go to adjacent threads.
+    # Offsets have 32 bits, because pointers need twice the registers.
     sources = shift[:, None] + place[None, :]
     readable = (tap < 27)[:, None] & inside[None, :]
 
     channel, result = tl.arange(0, HIDDEN), tl.arange(0, 64)
-    # Outputs first: in the shape of the scores' tiles, they would be read in one layout with these, a bad one for both.
+    # Outputs come first. With the shape of the score tiles, both would share one layout, which is slow for both.
     weights1 = weight1 + channel[:, None] * 32 + tap[None, :]
     above1, here1, below1 = _three(weights1, 32 * HIDDEN)
     weights2 = weight2 + result[:, None] * HIDDEN + channel[None, :]
@@ -220,18 +256,24 @@ def contribute(
     bias = tl.load(bias1 + channel)
 
     slot = (first_row + row) % slots
-    number = result // 32 * 27 + result % 32  # both directions' 27 results stand in 32 columns each
+    # The 27 results of each direction occupy 32 columns.
+    number = result // 32 * 27 + result % 32
     target = shares + (pair * slots + slot) * 54 * region * pitch
     targets = number[:, None] * (region * pitch) + place[None, :]
 
     at = tl.maximum(start - 2, 0)
-    hidden_a = tl.zeros((POSITIONS, HIDDEN), tl.float32)  # of the row above the one being read, so far
-    hidden_b = tl.zeros((POSITIONS, HIDDEN), tl.float32)  # of that row
-    result_a = tl.zeros((POSITIONS, 64), tl.float32)  # of the row two above the one being read, so far
-    result_b = tl.zeros((POSITIONS, 64), tl.float32)  # of the row one above it
+    # Partial sums of the hidden row above the row being read.
+    hidden_a = tl.zeros((POSITIONS, HIDDEN), tl.float32)
+    # Partial sums of the hidden row at the row being read.
+    hidden_b = tl.zeros((POSITIONS, HIDDEN), tl.float32)
+    # Partial sums of the result two rows above the row being read.
+    result_a = tl.zeros((POSITIONS, 64), tl.float32)
+    # Partial sums of the result one row above the row being read.
+    result_b = tl.zeros((POSITIONS, 64), tl.float32)
     following = tl.load((source + at * padded_plane) + sources, mask=readable, other=0.0)
     for base in range(at, stop + 2, UNROLL):
-        for step in tl.static_range(UNROLL):  # unrolled by three, the accumulators come back to their registers
+        # After three steps the accumulators are back in their registers, so unrolling by three avoids moves.
+        for step in tl.static_range(UNROLL):
             y = base + step
             scores = tl.trans(following)
             readable = (tap < tl.where(y + 1 < h1, 27, 0))[:, None] & inside[None, :]
@@ -253,9 +295,12 @@ def contribute(
 
 @kernel("first_pair", "first_row", "rows", "slots", "region_start", "region", "h0", "w0", "h1", "w1")
 def collect(
-    shares: tl.tensor,  # pairs slots 2*27 region pitch, which is w0*(w1+2) rounded up to a multiple of 8
-    bias2: tl.tensor,  # 1
-    results: tl.tensor,  # b h0 w0 h1 w1
+    # (pairs slots 2*27 region pitch) The pitch is w0*(w1+2) rounded up to a multiple of 8.
+    shares: tl.tensor,
+    # (1)
+    bias2: tl.tensor,
+    # (b h0 w0 h1 w1)
+    results: tl.tensor,
     first_pair: tl.tensor,
     first_row: tl.tensor,
     rows: tl.tensor,
@@ -268,7 +313,7 @@ def collect(
     w1: tl.tensor,
     POSITIONS: tl.constexpr,
 ) -> None:
-    """Add what the 27 neighbors gave to each position, in both directions, and finish the second layer."""
+    """Sum the contributions of the 27 neighbors to each position in both directions, and finish the second layer."""
     wide = w1 + 2
     plane = w0 * wide
     pitch = (plane + 7) // 8 * 8
@@ -276,7 +321,7 @@ def collect(
     step = tl.program_id(1)
     slab_row = tl.program_id(2)
     pair, i = (slab_row // rows).to(tl.int64), first_row + slab_row % rows
-    # Neighbours count from the first: tiles that are known to be aligned would get another layout than the rest.
+    # Neighbors are relative to the first one. Tiles with known alignment would get another layout than the others.
     first = place - wide - 1
     bias = tl.load(bias2)
     one = tl.zeros((POSITIONS,), tl.float32) + bias
@@ -288,7 +333,7 @@ def collect(
         source = shares + ((pair * slots + slot) * 54 * region + step) * pitch
         for dj in tl.static_range(3):
             for dl in tl.static_range(3):
-                # Beyond a row's ends lies the frame, which holds zeros.
+                # The zero border lies beyond the ends of a row.
                 neighbor = first + (dj * wide + dl)
                 readable = (neighbor >= 0) & (neighbor < end)
                 tap = di * 9 + dj * 3 + dl
@@ -304,15 +349,19 @@ def collect(
 
 @kernel("n0", "n1")
 def filter_scores(
-    scores: tl.tensor,  # b n0 n1
-    best0: tl.tensor,  # b n1
-    best1: tl.tensor,  # b n0
-    results: tl.tensor,  # b n0 n1
+    # (b n0 n1)
+    scores: tl.tensor,
+    # (b n1)
+    best0: tl.tensor,
+    # (b n0)
+    best1: tl.tensor,
+    # (b n0 n1)
+    results: tl.tensor,
     n0: tl.tensor,
     n1: tl.tensor,
     POSITIONS: tl.constexpr,
 ) -> None:
-    """Each score times its share of the maxima of its row and of its column."""
+    """Multiply each score by its ratios to the maxima of its row and its column."""
     place = tl.program_id(1) * POSITIONS + tl.arange(0, POSITIONS)
     row = tl.program_id(0).to(tl.int64)
     pair = row // n0

@@ -1,8 +1,7 @@
 """Convolutions on a GPU, at full speed for maps of any size.
 
-cuDNN chooses and prepares a plan for every convolution at every size it meets, which takes tens of milliseconds for a
-new size. This kernel is compiled once for the channel counts of a layer. It applies bias, shortcut and rectifier to its
-results.
+cuDNN selects and prepares a plan for every convolution at every new size, which takes tens of milliseconds. This kernel
+is compiled once for the channel counts of a layer. It also adds bias and shortcut and applies the ReLU.
 """
 
 from collections.abc import Callable
@@ -15,34 +14,43 @@ from torch.nn import functional as F
 
 from dualrc.ops.triton.launch import Launcher, parts, power_above, readable
 
-_MULTIPROCESSORS = 132  # of an H100 or H200
-_SUM_BLOCK = 128  # the weights' rows are padded to a multiple; no tile may exceed it
-_LARGEST = 2**31  # elements of one image's map; kernels count them in 32 bits
-_KERNEL = 31  # taps that fit into the bits of a mask
+# Multiprocessors of an H100 or H200.
+_MULTIPROCESSORS = 132
+# The rows of the weights are padded to a multiple of this. No tile may exceed it.
+_SUM_BLOCK = 128
+# Largest number of elements in the map of one image, because kernels use 32-bit offsets.
+_LARGEST = 2**31
+# Largest kernel size: the taps of a row must fit into a bit mask.
+_KERNEL = 31
 
 
 class Tiles(NamedTuple):
-    """The part of a convolution that one program computes; the results don't depend on it."""
+    """The part of a convolution that one program computes; the results do not depend on it."""
 
-    # All three are powers of two, at least 16.
+    # Output positions. This and the next two are powers of two, at least 16.
     positions: int
-    outputs: int  # channels
-    terms: int  # of the sum over taps and input channels, read at a time; at most 128
+    # Output channels.
+    outputs: int
+    # Terms of the sum over taps and input channels that are read per step; at most 128.
+    terms: int
     warps: int = 4
-    stages: int = 4  # of the software pipeline
+    # Stages of the software pipeline.
+    stages: int = 4
 
 
 @lru_cache(maxsize=1024)
 def choose_tiles(outputs: int, channels: int, taps: int, positions: int, *, half: bool = True) -> Tiles:
-    """Tiles for a layer with so many output and input channels, taps, and positions in all images together.
+    """Choose tiles for a layer, from its channels, its taps, and its positions in all images together.
 
-    The choices are the fastest ones measured on an H200. A layer has three at most, so that few kernels are compiled.
+    The choices are the fastest ones measured on an H200. A layer has at most three, so that few kernels are compiled.
     """
-    if not half:  # no tensor cores
+    # float32 does not use tensor cores.
+    if not half:
         narrow = min(64, max(16, power_above(outputs)))
         return Tiles(positions=64, outputs=narrow, terms=16, warps=4, stages=3)
     terms = 32 if channels % 64 else 64
-    if channels % 32:  # then blocks span several taps; with few channels, all of them
+    # Blocks span several taps; with few channels, all taps.
+    if channels % 32:
         terms = min(64, max(16, power_above(channels * taps)))
     wide = min(128, max(16, power_above(outputs)))
     enough = _MULTIPROCESSORS if taps > 1 else _MULTIPROCESSORS * 3 // 4
@@ -57,10 +65,12 @@ def choose_tiles(outputs: int, channels: int, taps: int, positions: int, *, half
 
 
 class FusedConv(nn.Module):
-    """A convolution with bias, and with what may follow it: a tensor to add, and the rectifier."""
+    """Convolution with bias, with an optional shortcut and ReLU after it."""
 
-    weight: Tensor  # taps*channels outputs, both padded
-    bias: Tensor  # outputs, padded; float32
+    # (taps*channels outputs) Both are padded.
+    weight: Tensor
+    # (outputs) float32, padded.
+    bias: Tensor
 
     def __init__(
         self,
@@ -71,9 +81,9 @@ class FusedConv(nn.Module):
         dtype: torch.dtype | None = None,
         tiles: Tiles | None = None,
     ) -> None:
-        """`replicate` repeats the last row and column of maps that the stride does not divide.
+        """Convert a convolution. `replicate` repeats the last row and column of maps that the stride does not divide.
 
-        `tiles` replaces the choice of tiles, for tuning.
+        `tiles` overrides the choice of tiles, for tuning.
         """
         super().__init__()
         _check(convolution, replicate)
@@ -93,15 +103,16 @@ class FusedConv(nn.Module):
         self._launchers: dict[tuple[Tiles, bool], Launcher] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: compiled kernels belong to this process."""
+        """Exclude compiled kernels from copies, because they belong to this process."""
         return {**self.__dict__, "_launchers": {}}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self._launchers.clear()  # they are for the dtypes of before
+        # Cached launchers belong to the previous types.
+        self._launchers.clear()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        """(b c h w) -> (b c' h' w'), channels-last, with `onto` added before the rectifier."""
+        """Convolve (b c h w) -> (b c' h' w'), channels-last; `onto` is added before the ReLU."""
         weight, (batch, channels, height, width) = self.weight, x.shape
         if x.dtype != weight.dtype or channels != self.channels:
             raise ValueError(f"Expected {self.channels} channels of {weight.dtype}, not {channels} of {x.dtype}.")
@@ -110,7 +121,7 @@ class FusedConv(nn.Module):
         if max(height * width * channels, positions * self.outputs) >= _LARGEST:
             raise ValueError(f"A map of {height} x {width} is too large; give smaller images.")
         if onto is not None and (onto.shape != shape or onto.dtype != x.dtype):
-            raise ValueError(f"Expected {shape} of {x.dtype} to add, not {tuple(onto.shape)} of {onto.dtype}.")
+            raise ValueError(f"Expected a shortcut {shape} of {x.dtype}, not {tuple(onto.shape)} of {onto.dtype}.")
         out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         if batch * positions:
             x = readable(x, torch.channels_last)
@@ -126,12 +137,12 @@ class FusedConv(nn.Module):
         return choose_tiles(self.outputs, self.channels, self.kernel**2, positions, half=half)
 
     def all_tiles(self) -> list[Tiles]:
-        """All tiles that may be chosen for this layer."""
-        # Each of the choices holds for a range of positions with a power of two in it.
+        """Return all tiles that may be chosen for this layer."""
+        # Every choice holds for a range of positions that contains a power of two.
         return [self.tiles] if self.tiles else list(dict.fromkeys(self._choose(2**power) for power in range(31)))
 
     def out_size(self, length: int) -> int:
-        """Rows or columns of the output, given those of the input."""
+        """Return the rows or columns of the output, given those of the input."""
         if self.replicate:
             return parts(length, self.stride)
         return max(0, (length + 2 * self.padding - self.kernel) // self.stride + 1)
@@ -150,13 +161,13 @@ class FusedConv(nn.Module):
 
 
 def _check(convolution: nn.Conv2d, replicate: bool) -> None:
-    """Refuse what the kernel does not compute."""
+    """Raise ValueError for convolutions that the kernel does not support."""
     kernel, stride, padding = convolution.kernel_size, convolution.stride, convolution.padding
     plain = convolution.groups == 1 and convolution.dilation == (1, 1) and convolution.padding_mode == "zeros"
     square = not isinstance(padding, str) and all(len(set(sizes)) == 1 for sizes in (kernel, stride, padding))
     if not plain or not square:
-        raise ValueError(f"{convolution} is not supported: only square kernels without groups or dilation are.")
+        raise ValueError(f"{convolution} is not supported; use a square kernel without groups or dilation.")
     if kernel[0] > _KERNEL:
-        raise ValueError(f"{convolution} is not supported: kernels have at most {_KERNEL} taps along a side.")
+        raise ValueError(f"{convolution} is not supported; use a kernel of at most {_KERNEL} taps along a side.")
     if replicate and (kernel != stride or padding != (0, 0)):
-        raise ValueError("Borders are replicated only where kernel and stride are equal, without padding.")
+        raise ValueError("Replicated borders are supported only if kernel and stride are equal, without padding.")

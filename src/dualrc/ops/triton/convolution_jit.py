@@ -1,7 +1,7 @@
 """Kernels of the fused backbone; `convolution.py` and `backbone.py` launch them.
 
-Maps are channels-last, (b h w c) in memory. Channel counts are compile-time constants, so the compiler knows how far
-loads are aligned; sizes of maps are not, so one compiled kernel serves pictures of every size.
+Maps are channels-last, (b h w c) in memory. Channel counts are compile-time constants, so the compiler knows the
+alignment of loads. Map sizes are run-time arguments, so one compiled kernel serves images of every size.
 """
 
 import triton.language as tl
@@ -11,7 +11,7 @@ from dualrc.ops.triton.jit import kernel
 
 @kernel()
 def _inside(first: tl.tensor, length: tl.tensor, KERNEL: tl.constexpr) -> tl.tensor:
-    """A bit for each tap along an axis, from the lowest: whether it lies inside the map."""
+    """Return a bit mask of the taps along an axis that lie inside the map, lowest tap first."""
     bits = tl.zeros_like(first)
     for tap in tl.static_range(KERNEL):
         bits |= tl.where((first + tap >= 0) & (first + tap < length), 1 << tap, 0)
@@ -20,44 +20,54 @@ def _inside(first: tl.tensor, length: tl.tensor, KERNEL: tl.constexpr) -> tl.ten
 
 @kernel("height", "width", "out_width", "positions")
 def convolve(  # noqa: PLR0915
-    x: tl.tensor,  # b height width CIN
-    weight: tl.tensor,  # taps*CIN rounded up to whole blocks, PITCH; zeros beyond taps*CIN and COUT
-    bias: tl.tensor,  # PITCH
-    onto: tl.tensor,  # b positions COUT; read where ADD
-    out: tl.tensor,  # b positions COUT
+    # (b height width CIN)
+    x: tl.tensor,
+    # (taps*CIN PITCH) Rounded up to whole blocks; zero beyond taps*CIN and COUT.
+    weight: tl.tensor,
+    # (PITCH)
+    bias: tl.tensor,
+    # (b positions COUT) Read only if ADD.
+    onto: tl.tensor,
+    # (b positions COUT)
+    out: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
     out_width: tl.tensor,
-    positions: tl.tensor,  # outputs of one picture: out_height * out_width
+    # Output positions of one image: out_height * out_width.
+    positions: tl.tensor,
     CIN: tl.constexpr,
     COUT: tl.constexpr,
     PITCH: tl.constexpr,
     KERNEL: tl.constexpr,
     STRIDE: tl.constexpr,
     PADDING: tl.constexpr,
-    REPLICATE: tl.constexpr,  # repeat the last row and column of the map beyond its end
+    # Whether to repeat the last row and column beyond the end of the map.
+    REPLICATE: tl.constexpr,
     ADD: tl.constexpr,
     RELU: tl.constexpr,
-    BLOCK_M: tl.constexpr,  # positions
-    BLOCK_N: tl.constexpr,  # output channels
-    BLOCK_K: tl.constexpr,  # terms of the sum over taps and input channels
+    # Positions per program.
+    BLOCK_M: tl.constexpr,
+    # Output channels per program.
+    BLOCK_N: tl.constexpr,
+    # Terms per step of the sum over taps and input channels.
+    BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """A convolution as an implicit matrix product: (positions, taps*CIN) x (taps*CIN, COUT)."""
+    """Convolve as an implicit matrix product: (positions, taps*CIN) x (taps*CIN, COUT)."""
     blocks: tl.constexpr = (COUT + BLOCK_N - 1) // BLOCK_N
     terms: tl.constexpr = KERNEL * KERNEL * CIN
     steps: tl.constexpr = (terms + BLOCK_K - 1) // BLOCK_K
-    # Consecutive programs share their positions, whose inputs then come from the L2 cache.
+    # Consecutive programs share their positions, so their inputs come from the L2 cache.
     program = tl.program_id(0)
     m = program // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     n = program % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    # 64 bits between pictures, 32 within one.
-    picture = tl.program_id(1).to(tl.int64)
-    x += picture * height * width * CIN
-    out += picture * positions * COUT
-    onto += picture * positions * COUT
+    # Offsets have 64 bits between images and 32 bits within one image.
+    image = tl.program_id(1).to(tl.int64)
+    x += image * height * width * CIN
+    out += image * positions * COUT
+    onto += image * positions * COUT
 
-    # Positions past the end repeat the last one, so that only borders need a mask.
+    # Positions past the end repeat the last position, so that only borders need a mask.
     position = tl.minimum(m, positions - 1)
     top = position // out_width * STRIDE - PADDING
     left = position % out_width * STRIDE - PADDING
@@ -91,7 +101,7 @@ def convolve(  # noqa: PLR0915
                 row, column = tl.minimum(row, height - 1), tl.minimum(column, width - 1)
                 sources = x + (row * width + column) * CIN + (term % CIN)[None, :]
             else:
-                # Terms of a row of taps are adjacent in memory too.
+                # Terms of one row of taps are adjacent in memory.
                 sources = x + corner[:, None] + (dy * width * CIN + term % (KERNEL * CIN))[None, :]
             inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
             if terms % BLOCK_K != 0:
@@ -117,7 +127,7 @@ def _cells(
     small: tl.tensor, row: tl.tensor, column: tl.tensor, width: tl.tensor,
     CHANNELS: tl.constexpr, BLOCK_C: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Channels of some cells of a map, in float32: (m), (m) -> (m BLOCK_C)."""
+    """Load channels of cells of a map as float32: (m), (m) -> (m BLOCK_C)."""
     channel = tl.arange(0, BLOCK_C)
     sources = small + ((row * width + column) * CHANNELS)[:, None] + channel[None, :]
     return tl.load(sources, mask=(channel < CHANNELS)[None, :], other=0.0).to(tl.float32)
@@ -125,26 +135,30 @@ def _cells(
 
 @kernel("height", "width", "out_width", "positions")
 def upsample_add(
-    small: tl.tensor,  # b height width CHANNELS
-    large: tl.tensor,  # b positions CHANNELS
-    out: tl.tensor,  # b positions CHANNELS
+    # (b height width CHANNELS)
+    small: tl.tensor,
+    # (b positions CHANNELS)
+    large: tl.tensor,
+    # (b positions CHANNELS)
+    out: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
     out_width: tl.tensor,
     positions: tl.tensor,
     CHANNELS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,  # a power of two, at least CHANNELS
+    # A power of two, at least CHANNELS.
+    BLOCK_C: tl.constexpr,
 ) -> None:
-    """The larger map plus the smaller one, upsampled bilinearly by 2 (align_corners=False)."""
+    """Add the smaller map, up-sampled bilinearly by 2 (align_corners=False), to the larger map."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    picture = tl.program_id(1).to(tl.int64)
-    small += picture * height * width * CHANNELS
-    large += picture * positions * CHANNELS
-    out += picture * positions * CHANNELS
+    image = tl.program_id(1).to(tl.int64)
+    small += image * height * width * CHANNELS
+    large += image * positions * CHANNELS
+    out += image * positions * CHANNELS
     position = tl.minimum(m, positions - 1)
     y, x = position // out_width, position % out_width
-    # The center of a cell lies a quarter of a small cell away from that of its own, towards one neighbor.
+    # The center of a cell is a quarter of a small cell away from the center of its small cell, toward one neighbor.
     row, column = y // 2, x // 2
     next_row = tl.minimum(tl.maximum(row + y % 2 * 2 - 1, 0), height - 1)
     next_column = tl.minimum(tl.maximum(column + x % 2 * 2 - 1, 0), width - 1)
@@ -164,7 +178,7 @@ def _colors(
     images: tl.tensor, row: tl.tensor, column: tl.tensor, row_stride: tl.tensor, column_stride: tl.tensor,
     color_stride: tl.tensor, exists: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Colors of some pixels, in float32, and a zero: (m), (m) -> (m 4)."""
+    """Load colors of pixels as float32, padded with a zero: (m), (m) -> (m 4)."""
     color = tl.arange(0, 4)
     sources = images + (row * row_stride + column * column_stride)[:, None] + color[None, :] * color_stride
     return tl.load(sources, mask=exists[:, None] & (color < 3)[None, :], other=0.0).to(tl.float32)
@@ -172,29 +186,35 @@ def _colors(
 
 @kernel("squares", "across", "image_stride", "color_stride", "row_stride", "column_stride")
 def square_means(
-    images: tl.tensor,  # b 3 h w, of any strides
-    means: tl.tensor,  # b 2 squares: of the brightness and of its square
-    squares: tl.tensor,  # of a picture
-    across: tl.tensor,  # squares in a row
+    # (b 3 h w) With any strides.
+    images: tl.tensor,
+    # (b 2 squares) Output: means of the brightness and of its square.
+    means: tl.tensor,
+    # Number of squares in an image.
+    squares: tl.tensor,
+    # Number of squares in a row.
+    across: tl.tensor,
     image_stride: tl.tensor,
     color_stride: tl.tensor,
     row_stride: tl.tensor,
     column_stride: tl.tensor,
-    SIDE: tl.constexpr,  # pixels along a square
-    BLOCK: tl.constexpr,  # squares
+    # Side of a square in pixels.
+    SIDE: tl.constexpr,
+    # Squares per program.
+    BLOCK: tl.constexpr,
 ) -> None:
-    """Mean brightness, and mean squared brightness, of each square of pixels."""
+    """Compute the mean brightness and mean squared brightness of each square of pixels."""
     place = tl.arange(0, BLOCK * SIDE * SIDE)
-    picture = tl.program_id(1).to(tl.int64)
+    image = tl.program_id(1).to(tl.int64)
     square = tl.program_id(0) * BLOCK + place // (SIDE * SIDE)
     row = square // across * SIDE + place // SIDE % SIDE
     column = square % across * SIDE + place % SIDE
     colors = _colors(
-        images + picture * image_stride, row, column, row_stride, column_stride, color_stride, square < squares
+        images + image * image_stride, row, column, row_stride, column_stride, color_stride, square < squares
     )
     gray = tl.reshape(tl.sum(colors, axis=1) / 3, (BLOCK, SIDE * SIDE))
     target = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    means += picture * 2 * squares
+    means += image * 2 * squares
     tl.store(means + target, tl.sum(gray, axis=1) / (SIDE * SIDE), mask=target < squares)
     tl.store(means + squares + target, tl.sum(gray * gray, axis=1) / (SIDE * SIDE), mask=target < squares)
 
@@ -203,7 +223,7 @@ def square_means(
 def _between(
     means: tl.tensor, y0: tl.tensor, y1: tl.tensor, x0: tl.tensor, x1: tl.tensor, down: tl.tensor, right: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Bilinear interpolation; y0 and y1 are the offsets of rows, down and right the shares of the second ones."""
+    """Interpolate bilinearly; y0 and y1 are row offsets, down and right the weights of the second row and column."""
     above = tl.load(means + y0 + x0) * (1 - right) + tl.load(means + y0 + x1) * right
     below = tl.load(means + y1 + x0) * (1 - right) + tl.load(means + y1 + x1) * right
     return above * (1 - down) + below * down
@@ -211,11 +231,15 @@ def _between(
 
 @kernel("width", "pixels", "down_squares", "across", "image_stride", "color_stride", "row_stride", "column_stride")
 def add_contrast(
-    images: tl.tensor,  # b 3 h w, of any strides
-    means: tl.tensor,  # b 2 down_squares across: smoothed
-    out: tl.tensor,  # b pixels 4
+    # (b 3 h w) With any strides.
+    images: tl.tensor,
+    # (b 2 down_squares across) Smoothed means.
+    means: tl.tensor,
+    # (b pixels 4) Output.
+    out: tl.tensor,
     width: tl.tensor,
-    pixels: tl.tensor,  # of a picture
+    # Number of pixels in an image.
+    pixels: tl.tensor,
     down_squares: tl.tensor,
     across: tl.tensor,
     image_stride: tl.tensor,
@@ -226,9 +250,9 @@ def add_contrast(
     FAINT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Each pixel's colors and its contrast: brightness less the mean around, in standard deviations."""
+    """Write the colors of each pixel and its contrast: brightness minus local mean, in standard deviations."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    picture = tl.program_id(1).to(tl.int64)
+    image = tl.program_id(1).to(tl.int64)
     exists = place < pixels
     place = tl.minimum(place, pixels - 1)
     row, column = place // width, place % width
@@ -238,13 +262,13 @@ def add_contrast(
     down, right = y - y0.to(tl.float32), x - x0.to(tl.float32)
     y1, x1 = tl.minimum(y0 + 1, down_squares - 1) * across, tl.minimum(x0 + 1, across - 1)
     y0 *= across
-    means += picture * 2 * down_squares * across
+    means += image * 2 * down_squares * across
     mean = _between(means, y0, y1, x0, x1, down, right)
     square = _between(means + down_squares * across, y0, y1, x0, x1, down, right)
-    colors = _colors(images + picture * image_stride, row, column, row_stride, column_stride, color_stride, exists)
+    colors = _colors(images + image * image_stride, row, column, row_stride, column_stride, color_stride, exists)
     gray = tl.sum(colors, axis=1) / 3
     contrast = (gray - mean) / tl.sqrt(tl.maximum(square - mean * mean, 0.0) + FAINT)
     color = tl.arange(0, 4)
     values = tl.where((color < 3)[None, :], colors, contrast[:, None])
-    target = out + picture * pixels * 4 + place[:, None] * 4 + color[None, :]
+    target = out + image * pixels * 4 + place[:, None] * 4 + color[None, :]
     tl.store(target, values.to(out.dtype.element_ty), mask=exists[:, None])

@@ -1,16 +1,18 @@
-"""Launches of what follows the backbone."""
+"""Kernel launches for the outputs of the backbone."""
 
 import torch
 from torch import Tensor
 
 from dualrc.ops.triton.launch import launcher, parts, power_above, readable
 
-_ELEMENTS = 4096  # of a program that normalizes
-_PIXELS = 256  # of a program that blurs
+# Elements per program of the normalization.
+_ELEMENTS = 4096
+# Pixels per program of the blur.
+_PIXELS = 256
 
 
 def normalize(features: Tensor) -> Tensor:
-    """What `model.correlation.normalize` gives, channels-last: (b c h w) -> the same."""
+    """Compute `model.correlation.normalize`, channels-last: (b c h w) -> the same."""
     features = readable(features, torch.channels_last)
     result = torch.empty_like(features)
     channels, positions = features.shape[1], features.numel() // features.shape[1]
@@ -23,7 +25,7 @@ def normalize(features: Tensor) -> Tensor:
 
 
 def brightness(images: Tensor) -> Tensor:
-    """What `model.align.brightness` gives: (b 3 h w) -> (b h w)."""
+    """Compute `model.align.brightness`: (b 3 h w) -> (b h w)."""
     batch, _, height, width = images.shape
     result = torch.empty(batch, height, width, dtype=images.dtype, device=images.device)
     if result.numel():

@@ -1,4 +1,4 @@
-"""Kernels of what follows the backbone: unit features, and the brightness that matches are aligned by."""
+"""Kernels for the outputs of the backbone: unit features, and the brightness for the alignment."""
 
 import triton.language as tl
 
@@ -7,14 +7,16 @@ from dualrc.ops.triton.jit import kernel
 
 @kernel("positions")
 def normalize_rows(
-    features: tl.tensor,  # positions CHANNELS
+    # (positions CHANNELS)
+    features: tl.tensor,
     result: tl.tensor,
     positions: tl.tensor,
     CHANNELS: tl.constexpr,
-    WIDE: tl.constexpr,  # a power of two, at least CHANNELS
+    # A power of two, at least CHANNELS.
+    WIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Rows divided by sqrt(sum of squares + 1e-6)."""
+    """Divide rows by sqrt(sum of squares + 1e-6)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, WIDE)
     place = row[:, None] * CHANNELS + channel[None, :]
@@ -26,8 +28,10 @@ def normalize_rows(
 
 @kernel("height", "width", "image_stride", "row_stride", "column_stride", "color_stride")
 def blur(
-    images: tl.tensor,  # b 3 height width, with these strides
-    result: tl.tensor,  # b height width
+    # (b 3 height width) With these strides.
+    images: tl.tensor,
+    # (b height width)
+    result: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
     image_stride: tl.tensor,
@@ -36,7 +40,7 @@ def blur(
     color_stride: tl.tensor,
     PIXELS: tl.constexpr,
 ) -> None:
-    """The mean of the colors under the kernel 1 4 6 4 1 along each axis, the border repeated."""
+    """Convolve the mean of the colors with the kernel 1 4 6 4 1 along each axis; the border is replicated."""
     place = tl.program_id(0) * PIXELS + tl.arange(0, PIXELS)
     image = tl.program_id(1).to(tl.int64)
     y, x = place // width, place % width
@@ -46,7 +50,7 @@ def blur(
     for dy in tl.static_range(-2, 3):
         row = tl.minimum(tl.maximum(y + dy, 0), height - 1) * row_stride
         for dx in tl.static_range(-2, 3):
-            # 1 4 6 4 1 over 16
+            # Binomial weights 1 4 6 4 1; the divisor 768 is 16 * 16 * 3.
             weight = (6 - 2 * dy * dy + (dy * dy * (dy * dy - 1)) // 4) * (
                 6 - 2 * dx * dx + (dx * dx * (dx * dx - 1)) // 4
             )

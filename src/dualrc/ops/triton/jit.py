@@ -1,4 +1,4 @@
-"""The door to Triton's compiler; only modules of kernels import this."""
+"""Entry point to Triton's compiler; only modules with kernels import this."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import triton
 def kernel(*numbers: str) -> Callable[[Callable[..., Any]], Any]:
     """Mark a function in Triton's language, which is compiled at its first launch.
 
-    The arguments named are numbers that vary; no value of them makes Triton compile the function again.
+    `numbers` are the names of numeric arguments that vary. Triton does not specialize the kernel on their values.
     """
 
     def mark(function: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What launches of all kernels need; Triton itself is imported only where a kernel is launched."""
+"""Launching of kernels; Triton is imported only when a kernel is launched."""
 
 from collections.abc import Callable
 from functools import cache
@@ -8,27 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes; Triton compiles a second kernel for pointers that are aligned less
+# Alignment of pointers in bytes. Triton compiles a second kernel for pointers with less.
+_ALIGNMENT = 16
 
 Grid = tuple[int, int, int]
 
 
 class Launcher:
-    """Launches a kernel with given compile-time constants.
+    """Launches a kernel with fixed compile-time constants.
 
-    From the second launch on, the compiled kernel's entry point is called directly: Triton's own launcher takes several
-    times as long, to examine all arguments. Here, devices and types of tensors are compared, and their alignment is
-    checked. Numbers need no examination, because kernels are not specialized on them.
+    From the second launch on, the entry point of the compiled kernel is called directly. Triton's own launcher examines
+    all arguments and takes several times as long. This class compares only devices, types and alignment of tensors.
+    Numbers need no check, because kernels are not specialized on them.
     """
 
     def __init__(self, kernel: str, constants: dict[str, Any], *, warps: int = 4, stages: int = 3) -> None:
-        """`kernel` is "module.function" of this package; `constants` are the last arguments of the function."""
+        """Prepare launches of `kernel`, "module.function" of this package; `constants` are its last arguments."""
         self._module, self._name = kernel.split(".")
         self._constants = constants
         self._options = {"num_warps": warps, "num_stages": stages}
-        self._last: tuple[Any, ...] = ()  # the constants, in the order of the arguments
-        self._tensors = 0  # arguments that are tensors, which come first
-        self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}  # entry point, function, metadata
+        # Values of the constants in the order of the arguments.
+        self._last: tuple[Any, ...] = ()
+        # Number of tensor arguments, which come first.
+        self._tensors = 0
+        # Entry point, function and metadata by device and types.
+        self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
         self._stream: Callable[[int], int] = _no_stream
         self._direct = True
 
@@ -50,27 +54,30 @@ class Launcher:
         if compiled is not None and not pointers % _ALIGNMENT:
             run, function, metadata = compiled
             try:
-                # No launch metadata and no hooks: those are for Triton's own profiler.
+                # Triton's profiler alone uses launch metadata and hooks, so both are None.
                 run(*grid, self._stream(device.index), function, metadata, None, None, None, *arguments, *self._last)
                 return
-            except (AttributeError, TypeError):  # another version of Triton, which wants other arguments
+            except (AttributeError, TypeError):
+                # Another version of Triton expects other arguments.
                 self._direct = False
                 self._compiled.clear()
         self._compile(grid, *arguments)
 
     def _compile(self, grid: Grid, *arguments: Any) -> None:
-        """Launch by way of Triton, which compiles the kernel or loads it from its cache."""
+        """Launch through Triton, which compiles the kernel or loads it from its cache."""
         function = getattr(import_module(f"dualrc.ops.triton.{self._module}"), self._name)
         compiled = function[grid](*arguments, **self._constants, **self._options)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)
-        if compiled is None or not self._direct or not aligned:  # None: it was interpreted
+        # The interpreter returns None.
+        if compiled is None or not self._direct or not aligned:
             return
         assert all(isinstance(argument, Tensor) for argument in arguments[: len(tensors)])
         try:
             entry = compiled.run, compiled.function, compiled.packed_metadata
             self._stream = import_module("triton.runtime").driver.active.get_current_stream
-        except AttributeError:  # another version of Triton
+        except AttributeError:
+            # Another version of Triton has no such attributes.
             self._direct = False
             return
         self._tensors = len(tensors)
@@ -80,12 +87,12 @@ class Launcher:
 
 @cache
 def launcher(kernel: str, *, warps: int = 4, stages: int = 3, **constants: Any) -> Launcher:
-    """The launcher of "module.function" of this package with these constants; there is one for all who ask."""
+    """Return the shared launcher of "module.function" of this package with these constants."""
     return Launcher(kernel, constants, warps=warps, stages=stages)
 
 
 def _no_stream(device: int) -> int:
-    raise AttributeError(f"The current stream of device {device} is asked for before the first launch.")
+    raise AttributeError(f"The current stream of device {device} is not known before the first launch.")
 
 
 @cache
@@ -94,17 +101,17 @@ def _several_gpus() -> bool:
 
 
 def readable(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """The same values, contiguous and aligned, which they nearly always are."""
+    """Return the tensor contiguous and aligned; usually this is the tensor itself."""
     if not x.is_contiguous(memory_format=memory_format):
         return x.contiguous(memory_format=memory_format)
     return x.clone(memory_format=memory_format) if x.data_ptr() % _ALIGNMENT else x
 
 
 def power_above(number: int) -> int:
-    """The smallest power of two that is no smaller; Triton's blocks have such lengths."""
+    """Return the smallest power of two that is at least `number`; Triton's blocks need such lengths."""
     return 1 << (number - 1).bit_length()
 
 
 def parts(total: int, size: int) -> int:
-    """Parts of at most this size that a total has."""
+    """Return the number of parts of at most `size` that cover `total`."""
     return -(-total // size)

@@ -1,8 +1,8 @@
-"""The refinement on the GPU: what torch does in hundreds of small steps, in few kernels.
+"""The refinement on the GPU, in a few kernels instead of hundreds of small torch operations.
 
-One kernel looks at the windows around each match and writes what the small network reads, in both directions. Matrix
-products carry the network out. One kernel places the matches by its results and lays them out by cell, the next one
-asks the neighbors in both images, and the last one counts better matches and aligns by brightness.
+The first kernel reads the windows around each match and writes the inputs of the small network, in both directions.
+Matrix products evaluate the network. The second kernel applies its offsets and places the matches on a grid of cells.
+The third computes the support of the neighbors in both images. The last counts better matches and aligns by brightness.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +17,10 @@ from dualrc.model.subpixel import WINDOW, Subpixel
 from dualrc.ops.triton.launch import launcher, parts, power_above, readable
 from dualrc.pixels import FINE_STRIDE
 
-_EXPLAINED, _ALIGNED, _PLACED = 8, 4, 128  # matches of a program
-_PLANES = 6  # of the maps of matches: x, y, u, v, confidence, score
+# Matches per program of the support, alignment and placement kernels.
+_EXPLAINED, _ALIGNED, _PLACED = 8, 4, 128
+# Planes of the grid: x, y, u, v, confidence, score.
+_PLANES = 6
 _MARGIN = support.STEP * support.REACH
 _SUPPORT: dict[str, Any] = {
     "STEP": support.STEP,
@@ -47,15 +49,17 @@ _ALIGN: dict[str, Any] = {
 
 
 class Network(NamedTuple):
-    """The weights of a `Subpixel` as they are multiplied."""
+    """The weights of a `Subpixel` in the layout of the matrix products."""
 
     log_temperature: Tensor
-    layers: tuple[tuple[Tensor, Tensor], ...]  # weights (in out) and biases; none where nothing is learnt
-    pitch: int  # values of an input, padded so that rows are aligned
+    # Weights (in out) and biases; empty without a learned correction.
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    # Length of an input row, padded for alignment.
+    pitch: int
 
 
 def prepare(subpixel: Subpixel) -> Network:
-    """The weights, copied."""
+    """Copy the weights of a `Subpixel`."""
     linear = [] if subpixel.correction is None else [m for m in subpixel.correction if isinstance(m, nn.Linear)]
     pitch = parts(linear[0].in_features, 8) * 8 if linear else 0
     layers = []
@@ -70,7 +74,7 @@ def prepare(subpixel: Subpixel) -> Network:
 def refine(
     network: Network, fine: tuple[FineMap, FineMap], light: tuple[Tensor, Tensor] | None, matches: CellMatches
 ) -> PointMatches:
-    """What `model.refine.refine` gives."""
+    """Compute `model.refine.refine`."""
     count, device = len(matches.pair), matches.pair.device
     points0, points1 = (torch.empty(count, 2, dtype=torch.float32, device=device) for _ in range(2))
     score = torch.empty(count, dtype=torch.float32, device=device)
@@ -82,7 +86,7 @@ def refine(
 
     size0, size1 = (f.fine_size for f in fine)
     batch, row0, row1 = len(fine[0].features), size0[1] + _MARGIN, size1[1] + _MARGIN
-    # Rounded up, so that each plane is aligned.
+    # Lengths are rounded up, so that each plane is aligned.
     places0, places1 = (
         parts((batch * (height + _MARGIN) + _MARGIN) * row + _MARGIN, 4) * 4
         for (height, _), row in ((size0, row0), (size1, row1))
@@ -115,7 +119,7 @@ def refine(
 
 
 def _offsets(network: Network, fine: tuple[FineMap, FineMap], matches: CellMatches) -> tuple[Tensor, Tensor]:
-    """Soft-argmax (2 n 2) in images 1 and 0, and what the small network says (2 n 3), or anything without it."""
+    """Return the soft-argmax (2 n 2) in images 1 and 0, and the network's output (2 n 3), undefined without one."""
     count, device = len(matches.pair), matches.pair.device
     steps = torch.empty(2 * count, 2, dtype=torch.float32, device=device)
     inputs = torch.empty(2 * count, network.pitch, dtype=torch.float32, device=device) if network.layers else steps
@@ -136,7 +140,7 @@ def _offsets(network: Network, fine: tuple[FineMap, FineMap], matches: CellMatch
 
 
 def cosines(fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> Tensor:
-    """Products of the features of the 3x3 fine cells around matched ones, (n 9 9), float32."""
+    """Return products of the features of the 3x3 fine cells around matched cells, (n 9 9) float32."""
     result = torch.empty(len(pair), WINDOW, WINDOW, dtype=torch.float32, device=pair.device)
     if len(pair):
         features0, features1 = readable(fine0.features), readable(fine1.features)

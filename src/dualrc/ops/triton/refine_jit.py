@@ -1,4 +1,4 @@
-"""Kernels of the refinement; `refine.py` says what they compute."""
+"""Kernels of the refinement; `refine.py` describes the algorithm."""
 
 import triton.language as tl
 
@@ -9,7 +9,7 @@ from dualrc.ops.triton.support_jit import crowd, order_key
 
 @kernel()
 def _around(index: tl.tensor, cells: tl.tensor, width: tl.tensor) -> tl.tensor:
-    """The 3x3 cells around one of a map with so many cells, as 16 indices: clamped at the border, the last unused."""
+    """Return indices of the 3x3 cells around a cell, clamped at the border, padded to 16."""
     number = tl.arange(0, 16)
     row = tl.minimum(tl.maximum(index // width + number // 3 - 1, 0), cells // width - 1)
     column = tl.minimum(tl.maximum(index % width + number % 3 - 1, 0), width - 1)
@@ -18,7 +18,8 @@ def _around(index: tl.tensor, cells: tl.tensor, width: tl.tensor) -> tl.tensor:
 
 @kernel()
 def _products(
-    features0: tl.tensor,  # pointer to the picture's cells LENGTH
+    # Pointer to the image's (cells LENGTH).
+    features0: tl.tensor,
     features1: tl.tensor,
     at0: tl.tensor,
     at1: tl.tensor,
@@ -26,10 +27,12 @@ def _products(
     cells1: tl.tensor,
     width0: tl.tensor,
     width1: tl.tensor,
-    LENGTH: tl.constexpr,  # channels of a feature
-    CHANNELS: tl.constexpr,  # that are multiplied at a time
+    # Channels of a feature.
+    LENGTH: tl.constexpr,
+    # Channels multiplied per step.
+    CHANNELS: tl.constexpr,
 ) -> tl.tensor:
-    """Products of the 3x3 cells around one with those around another, in the first 9 x 9 of 16 x 16."""
+    """Return products of the 3x3 cells around two cells, in the first 9 x 9 of 16 x 16."""
     rows0 = features0 + _around(at0, cells0, width0) * LENGTH
     rows1 = features1 + _around(at1, cells1, width1) * LENGTH
     product = tl.zeros((16, 16), tl.float32)
@@ -44,12 +47,18 @@ def _products(
 
 @kernel("cells0", "cells1", "width0", "width1")
 def window_products(
-    features0: tl.tensor,  # b cells0 LENGTH
-    features1: tl.tensor,  # b cells1 LENGTH
-    pair: tl.tensor,  # n
-    index0: tl.tensor,  # n
-    index1: tl.tensor,  # n
-    result: tl.tensor,  # n 9 9
+    # (b cells0 LENGTH)
+    features0: tl.tensor,
+    # (b cells1 LENGTH)
+    features1: tl.tensor,
+    # (n)
+    pair: tl.tensor,
+    # (n)
+    index0: tl.tensor,
+    # (n)
+    index1: tl.tensor,
+    # (n 9 9)
+    result: tl.tensor,
     cells0: tl.tensor,
     cells1: tl.tensor,
     width0: tl.tensor,
@@ -69,7 +78,7 @@ def window_products(
 
 @kernel()
 def _store_mean_step(cosine: tl.tensor, temperature: tl.tensor, target: tl.tensor) -> None:
-    """The soft-argmax over the first 9 of 16 cosines, as steps (x, y) from the middle."""
+    """Store the soft-argmax over the first 9 of 16 cosines, as (x, y) from the center of the window."""
     number = tl.arange(0, 16)
     value = tl.where(number < 9, cosine / temperature, float("-inf"))
     weight = tl.exp(value - tl.max(value, axis=0))
@@ -80,16 +89,26 @@ def _store_mean_step(cosine: tl.tensor, temperature: tl.tensor, target: tl.tenso
 
 @kernel("count", "cells0", "cells1", "width0", "width1")
 def look_around(
-    features0: tl.tensor,  # b cells0 LENGTH
-    features1: tl.tensor,  # b cells1 LENGTH
-    pair: tl.tensor,  # count; negative where a row is empty
-    index0: tl.tensor,  # count
-    index1: tl.tensor,  # count
-    score0: tl.tensor,  # count
-    score1: tl.tensor,  # count
-    log_temperature: tl.tensor,  # 1
-    steps: tl.tensor,  # 2 count 2: results, soft-argmax in picture 1 and in picture 0
-    inputs: tl.tensor,  # 2 count PITCH: results, what the small network reads for either; written where LEARNT
+    # (b cells0 LENGTH)
+    features0: tl.tensor,
+    # (b cells1 LENGTH)
+    features1: tl.tensor,
+    # (count) Negative for an empty row.
+    pair: tl.tensor,
+    # (count)
+    index0: tl.tensor,
+    # (count)
+    index1: tl.tensor,
+    # (count)
+    score0: tl.tensor,
+    # (count)
+    score1: tl.tensor,
+    # (1)
+    log_temperature: tl.tensor,
+    # (2 count 2) Output: soft-argmax in image 1, then in image 0.
+    steps: tl.tensor,
+    # (2 count PITCH) Output: inputs of the small network in both directions; written only if LEARNT.
+    inputs: tl.tensor,
     count: tl.tensor,
     cells0: tl.tensor,
     cells1: tl.tensor,
@@ -100,7 +119,7 @@ def look_around(
     PITCH: tl.constexpr,
     LEARNT: tl.constexpr,
 ) -> None:
-    """The windows around a match: features of the middles, all cosines, and the scores."""
+    """Read the windows around a match: features of both centers, all cosines, and the scores."""
     match = tl.program_id(0).to(tl.int64)
     number = tl.maximum(tl.load(pair + match), 0)
     features0 += number * cells0 * LENGTH
@@ -144,16 +163,17 @@ def _offset(
     width: tl.tensor,
     LEARNT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The offset of a point from its cell, and the probability that it is right."""
+    """Return the offset of a point from its cell, and the probability that it is correct."""
     x = tl.load(steps + 2 * row, mask=exists, other=0.0)
     y = tl.load(steps + 2 * row + 1, mask=exists, other=0.0)
     if LEARNT:
         x += tl.load(learnt + 3 * row, mask=exists, other=0.0)
         y += tl.load(learnt + 3 * row + 1, mask=exists, other=0.0)
         sure = 1.0 / (1.0 + tl.exp(-tl.load(learnt + 3 * row + 2, mask=exists, other=0.0)))
-    else:  # the score is the only confidence
+    else:
+        # Without a learned part, the score is the only confidence.
         sure = tl.minimum(tl.maximum(tl.load(score, mask=exists, other=0.0).to(tl.float32), 1e-6), 1.0 - 1e-6)
-    # At the border half a window would pull inwards.
+    # At the border, an incomplete window would bias the offset inward.
     row, column = index // width, index % width
     whole = (row > 0) & (row < height - 1) & (column > 0) & (column < width - 1)
     return tl.where(whole, x, 0.0), tl.where(whole, y, 0.0), sure
@@ -161,7 +181,8 @@ def _offset(
 
 @kernel()
 def _put(
-    maps: tl.tensor,  # pointer to a picture's 6 places
+    # Pointer to the image's (6 places).
+    maps: tl.tensor,
     places: tl.tensor,
     at: tl.tensor,
     x: tl.tensor,
@@ -180,18 +201,29 @@ def _put(
 
 @kernel("count", "height0", "width0", "height1", "width1", "places0", "places1")
 def place(
-    pair: tl.tensor,  # count; negative where a row is empty
-    index0: tl.tensor,  # count
-    index1: tl.tensor,  # count
-    score0: tl.tensor,  # count
-    score1: tl.tensor,  # count
-    steps: tl.tensor,  # 2 count 2
-    learnt: tl.tensor,  # 2 count 3; read where LEARNT
-    known: tl.tensor,  # 5 count: results, both points in fine cells, and the confidence
-    at: tl.tensor,  # 2 count: results, places in the maps
-    maps: tl.tensor,  # 6 places0, 6 places1: filled where there are matches
+    # (count) Negative for an empty row.
+    pair: tl.tensor,
+    # (count)
+    index0: tl.tensor,
+    # (count)
+    index1: tl.tensor,
+    # (count)
+    score0: tl.tensor,
+    # (count)
+    score1: tl.tensor,
+    # (2 count 2)
+    steps: tl.tensor,
+    # (2 count 3) Read only if LEARNT.
+    learnt: tl.tensor,
+    # (5 count) Output: both points in fine cells, and the confidence.
+    known: tl.tensor,
+    # (2 count) Output: positions on the grids.
+    at: tl.tensor,
+    # (6 places0) and (6 places1) Output: filled where there are matches.
+    maps: tl.tensor,
     count: tl.tensor,
-    height0: tl.tensor,  # in fine cells
+    # Sizes in fine cells.
+    height0: tl.tensor,
     width0: tl.tensor,
     height1: tl.tensor,
     width1: tl.tensor,
@@ -201,7 +233,7 @@ def place(
     LEARNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Where matches lie, how far to trust them, and maps of them by cell for both pictures."""
+    """Compute positions and confidences of matches, and place them on grids of cells for both images."""
     match = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     exists = match < count
     number = tl.load(pair + match, mask=exists, other=-1).to(tl.int32)
@@ -212,7 +244,7 @@ def place(
     x0, y0 = (cell0 % width0).to(tl.float32) + x0 / 2, (cell0 // width0).to(tl.float32) + y0 / 2
     x1, y1 = (cell1 % width1).to(tl.float32) + x1 / 2, (cell1 // width1).to(tl.float32) + y1 / 2
     sure = tl.sqrt(sure0 * sure1)
-    # One margin serves as the right one of a row and the left one of the next.
+    # The right margin of a row is also the left margin of the next row.
     row0, row1 = width0 + MARGIN, width1 + MARGIN
     at0 = (number * (height0 + MARGIN) + cell0 // width0 + MARGIN) * row0 + cell0 % width0 + MARGIN
     at1 = (number * (height1 + MARGIN) + cell1 // width1 + MARGIN) * row1 + cell1 % width1 + MARGIN
@@ -224,7 +256,7 @@ def place(
     tl.store(known + 2 * count + match, x1, mask=exists)
     tl.store(known + 3 * count + match, y1, mask=exists)
     tl.store(known + 4 * count + match, sure, mask=exists)
-    # Empty rows read anywhere inside the maps.
+    # Empty rows read any position inside the grid.
     tl.store(at + match, tl.maximum(at0, MARGIN * (row0 + 1)), mask=exists)
     tl.store(at + count + match, tl.maximum(at1, MARGIN * (row1 + 1)), mask=exists)
 
@@ -233,32 +265,49 @@ def place(
     "count", "places0", "places1", "cells_width0", "cells_width1", "margin", "height0", "width0", "height1", "width1"
 )
 def finish(
-    light0: tl.tensor,  # b height0 width0; read where ALIGN
-    light1: tl.tensor,  # b height1 width1
-    pair: tl.tensor,  # count; negative where a row is empty
-    index0: tl.tensor,  # count
-    index1: tl.tensor,  # count
-    known: tl.tensor,  # 5 count
-    at: tl.tensor,  # 2 count
-    maps: tl.tensor,  # 6 places0, 6 places1
-    around: tl.tensor,  # 2 6 count
-    score: tl.tensor,  # count: lowered where many better matches lie
-    points0: tl.tensor,  # count 2: results, in pixels
-    points1: tl.tensor,  # count 2
+    # (b height0 width0) Read only if ALIGN.
+    light0: tl.tensor,
+    # (b height1 width1) Read only if ALIGN.
+    light1: tl.tensor,
+    # (count) Negative for an empty row.
+    pair: tl.tensor,
+    # (count)
+    index0: tl.tensor,
+    # (count)
+    index1: tl.tensor,
+    # (5 count)
+    known: tl.tensor,
+    # (2 count)
+    at: tl.tensor,
+    # (6 places0) and (6 places1)
+    maps: tl.tensor,
+    # (2 6 count)
+    around: tl.tensor,
+    # (count) Lowered in crowded squares.
+    score: tl.tensor,
+    # (count 2) Output: points in pixels.
+    points0: tl.tensor,
+    # (count 2) Output: points in pixels.
+    points1: tl.tensor,
     count: tl.tensor,
     places0: tl.tensor,
     places1: tl.tensor,
-    cells_width0: tl.tensor,  # in fine cells
+    # Widths in fine cells.
+    cells_width0: tl.tensor,
     cells_width1: tl.tensor,
     margin: tl.tensor,
-    height0: tl.tensor,  # in pixels
+    # Sizes in pixels.
+    height0: tl.tensor,
     width0: tl.tensor,
     height1: tl.tensor,
     width1: tl.tensor,
     ALIGN: tl.constexpr,
-    CROWD: tl.constexpr,  # better matches that halve a score
-    SIDE: tl.constexpr,  # of the squares in which they are counted, in fine cells
-    STRIDE: tl.constexpr,  # pixels of a fine cell
+    # Number of better matches that halves a score.
+    CROWD: tl.constexpr,
+    # Side of the squares in which better matches are counted, in fine cells.
+    SIDE: tl.constexpr,
+    # Pixels along the side of a fine cell.
+    STRIDE: tl.constexpr,
     REACH: tl.constexpr,
     STEP: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -271,7 +320,7 @@ def finish(
     PLACES: tl.constexpr,
     MATCHES: tl.constexpr,
 ) -> None:
-    """The final score, and the points moved by the neighbors and by the brightness, half of it in either picture."""
+    """Compute the final scores, and move points by support and alignment, half of the motion in each image."""
     match = tl.program_id(0) * MATCHES + tl.arange(0, MATCHES)
     exists = match < count
     own = tl.load(score + match, mask=exists, other=0.0)

@@ -1,14 +1,13 @@
-"""The fine search from whole coarse cells on the GPU: few kernels, and nothing that the host waits for.
+"""The fine search from whole coarse cells on the GPU: a few kernels, without synchronization with the host.
 
-The first bounds every candidate cell by the highest share that any of a cell's 16 queries reads there, and keeps only
-the maxima of blocks of candidates. The k + 1 highest bounds lie in the k + 1 blocks with the highest maxima, so the
-second works the bounds of those blocks out again and picks the k best cells. The third scores their fine cells, and
-says for each query whether the bound of the next cell proves its answer best. For the few cells with a query that is
-unsure, the fourth goes through the blocks whose maxima leave room for better, and scores every cell in which a query
-reads as much as it has found so far.
+The first kernel bounds every candidate cell by the largest share that any of the 16 queries of a cell reads there, and
+keeps the maximum of each block of candidates. The k + 1 highest bounds lie in the k + 1 blocks with the highest maxima.
+The second kernel recomputes the bounds of those blocks and selects the k best cells. The third scores their fine cells
+and tests for each query whether the bound of the next cell proves its answer best. For the few cells with an unproven
+query, the fourth visits the blocks whose maxima are high enough and scores every cell that could still be better.
 
-For both directions together, three more kernels transpose the coarse tensor and add up its rows, mark what has to
-answer, and gather the answers.
+For both directions together, three more kernels transpose the coarse tensor and sum its rows, mark the fine cells that
+must answer, and gather the answers.
 """
 
 import math
@@ -24,42 +23,52 @@ from dualrc.model.cells import PLACES, FineMap, Reading
 from dualrc.model.search import Correspondences, Found, best_cells
 from dualrc.ops.triton.launch import launcher, parts, readable
 
-VISITED = (1, 2, 4, 8, 16, 32)  # numbers of cells that can be visited at first
-_BLOCK = 64  # candidates
-_BLOCKS = 128  # that are compared at a time
-_QUERIES = 256  # of a program that only reads answers
+# Numbers of cells that the first visit supports.
+VISITED = (1, 2, 4, 8, 16, 32)
+# Candidates per block.
+_BLOCK = 64
+# Blocks compared per step.
+_BLOCKS = 128
+# Queries per program that only reads answers.
+_QUERIES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """How the work is cut; the results don't depend on it."""
+    """Tile sizes; the results do not depend on them."""
 
-    at_once: int = 1024  # candidates that are bounded at a time
+    # Candidates bounded per step.
+    at_once: int = 1024
     bound_warps: int = 4
     choose_warps: int = 4
-    channels: int = 64  # that are multiplied at a time
+    # Channels multiplied per step.
+    channels: int = 64
     score_warps: int = 4
-    abreast: int = 1  # further cells that are scored together
-    parts: int = 4  # programs that share a cell's further search
+    # Further cells scored per step.
+    abreast: int = 1
+    # Programs that share the further search of a cell.
+    parts: int = 4
     further_warps: int = 1
 
 
 def supported(fine0: FineMap, fine1: FineMap) -> bool:
-    """Whether `search_cells` can work with these, in either direction."""
+    """Return whether `search_cells` supports these maps, in either direction."""
     return (
         fine0.features.dtype == fine1.features.dtype
         and fine0.features.dtype in (torch.float16, torch.float32)
-        and max(fine.height * fine.width for fine in (fine0, fine1)) < 2**26  # fine indices have 32 bits
+        # Fine indices have 32 bits.
+        and max(fine.height * fine.width for fine in (fine0, fine1)) < 2**26
     )
 
 
 def search_both(
     tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig, k: int = 8, *, excess: float
 ) -> Correspondences:
-    """Both directions of the search, as `model.search.search_both` defines it."""
+    """Search in both directions, as `model.search.search_both` defines it."""
     batch, count0, count1 = tensor.shape
     every = config.query_share == 1
-    cells0 = None if every else best_cells(tensor, config.query_share)  # b g
+    # (b g)
+    cells0 = None if every else best_cells(tensor, config.query_share)
     groups = count0 if cells0 is None else cells0.shape[1]
     tensor, device, queries = readable(tensor), tensor.device, batch * groups * PLACES
     cells = None if cells0 is None else _counted(cells0, count0)
@@ -113,11 +122,11 @@ def search_cells(
     wanted: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Found:
-    """The best fine cells for all 16 fine cells of each of these cells (b g); the k most promising come first.
+    """Find the best fine cells for all 16 fine cells of each cell (b g); the k most promising cells come first.
 
-    `tensor` (b n m) holds no negative values; a cosine may exceed 1 by `excess`. A transposed tensor is copied, because
-    columns can't be read fast. `wanted` (b g 16) are the queries whose answers will be used; others get the best of
-    the first k.
+    `tensor` (b n m) has no negative values. A cosine may exceed 1 by `excess`. A transposed tensor is copied, because
+    reading columns is slow. `wanted` (b g 16) marks the queries whose answers are used; other queries get the best
+    of the first k cells.
     """
     assert k in VISITED and tensor.dtype in (torch.float16, torch.float32), (k, tensor.dtype)
     tensor, flat = readable(tensor), _counted(cells, tensor.shape[1])
@@ -132,7 +141,7 @@ def search_cells(
 
 
 def _counted(cells: Tensor, count: int) -> Tensor:
-    """Cells (b g) of pairs with so many each, counted through the batch."""
+    """Number the cells (b g) through the batch; each pair has `count` cells."""
     return (cells + count * torch.arange(len(cells), device=cells.device)[:, None]).flatten()
 
 
@@ -150,7 +159,7 @@ def _search(
     wanted: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Keys of the best (n 16) and numbers of visited cells (n) for cells that count through the batch; None: all."""
+    """Return keys of the best (n 16) and numbers of visited cells (n); cells are numbered through the batch."""
     tiles = tiles or Tiles()
     batch, count, candidates = tensor.shape
     groups, device = batch * count if cells is None else len(cells), tensor.device
@@ -177,14 +186,14 @@ def _search(
     choose((groups, 1, 1), tensor, sums, asking, allowed, maxima, chosen, rest, *size, candidates, blocks)
 
     features = readable(fine_query.features), readable(fine_searched.features)
-    # What the bound leaves out of account: a cosine that is a little more than 1.
+    # The bound assumes a cosine of at most 1; rounding may exceed it slightly.
     slack = math.exp(excess / temperature) if temperature > 0 else 1 + excess
     unsure = torch.empty(groups, PLACES, dtype=torch.int8, device=device)
     flags |= {"SHARP": temperature > 0, "PRECISION": "ieee", "VISITED": k, "LENGTH": features[0].shape[2]}
     numbers = float(temperature or 1), float(slack)
 
     def channels(cells: int) -> int:
-        """What is multiplied at a time must fit into the shared memory, in whatever type."""
+        """Return the channels per step, so that the operands fit into shared memory in any type."""
         return max(16, tiles.channels * 16 // (max(cells, 8) * features[0].element_size()))
 
     score = launcher(
@@ -206,14 +215,14 @@ def _search(
 
 
 def _answers(best: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys taken apart: the bits of a score above 0x7FFFFFFF less the index; negative where there is nothing."""
+    """Decode keys: the bits of the score above 0x7FFFFFFF minus the index; negative if nothing was found."""
     nothing = best < 0
     index = (0x7FFFFFFF - (best & 0x7FFFFFFF)).masked_fill_(nothing, -1)
     return index, (best >> 32).to(torch.int32).view(torch.float32).masked_fill(nothing, 0)
 
 
 def _masks(fine: FineMap) -> tuple[Tensor, Tensor] | None:
-    """Which fine cells count, and which coarse cells hold one that does; None where all do."""
+    """Return masks of valid fine cells, and of coarse cells that contain one; None without a mask."""
     if fine.valid is None:
         return None
     valid = readable(fine.valid).view(torch.uint8)

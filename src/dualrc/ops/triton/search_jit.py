@@ -1,4 +1,4 @@
-"""Kernels of the fine search; `search.py` has the plan they follow."""
+"""Kernels of the fine search; `search.py` describes the algorithm."""
 
 import triton.language as tl
 
@@ -7,7 +7,7 @@ from dualrc.ops.triton.jit import kernel
 
 @kernel()
 def _neighbors(at: tl.tensor, size: tl.tensor, CORNER: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The three cells along an axis that the four places of a cell lie between; with corners, the third is unused."""
+    """Return the three cells along an axis around the four places of a cell; if CORNER, the third is not used."""
     first = at if CORNER else tl.maximum(at - 1, 0)
     second = tl.minimum(at + 1, size - 1) if CORNER else at
     third = second if CORNER else tl.minimum(at + 1, size - 1)
@@ -18,7 +18,7 @@ def _neighbors(at: tl.tensor, size: tl.tensor, CORNER: tl.constexpr) -> tuple[tl
 def _places(
     first: tl.tensor, second: tl.tensor, third: tl.tensor, CORNER: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The linear mixtures at the four places along an axis."""
+    """Return the linear interpolations at the four places along an axis."""
     if CORNER:
         a = first
         b = 0.75 * first + 0.25 * second
@@ -34,14 +34,16 @@ def _places(
 
 @kernel()
 def _line(
-    row: tl.tensor,  # pointers into the first cell of a row of cells
-    left: tl.tensor,  # offsets of the three cells
+    # Pointers into the first cell of a row of cells.
+    row: tl.tensor,
+    # Offsets of the three cells.
+    left: tl.tensor,
     middle: tl.tensor,
     right: tl.tensor,
     readable: tl.tensor,
     CORNER: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """What the four places along a row of cells read."""
+    """Interpolate along a row of cells at the four places."""
     first = tl.load(row + left, mask=readable, other=0.0).to(tl.float32)
     second = tl.load(row + middle, mask=readable, other=0.0).to(tl.float32)
     third = second if CORNER else tl.load(row + right, mask=readable, other=0.0).to(tl.float32)
@@ -65,10 +67,11 @@ def _highest(
     sum_above: tl.tensor,
     sum_here: tl.tensor,
     sum_below: tl.tensor,
-    reads: tl.tensor,  # 0 where the first place reads nothing
+    # 0 if the first place reads nothing.
+    reads: tl.tensor,
     CORNER: tl.constexpr,
 ) -> tl.tensor:
-    """The highest share among the four places of one column of a cell."""
+    """Return the largest share among the four places of one column of a cell."""
     a, b, c, d = _places(above, here, below, CORNER)
     total_a, total_b, total_c, total_d = _places(sum_above, sum_here, sum_below, CORNER)
     upper = tl.maximum(a * (reads / (total_a + 1e-15)), b * (1.0 / (total_b + 1e-15)))
@@ -78,16 +81,20 @@ def _highest(
 
 @kernel()
 def _bounds(
-    coarse: tl.tensor,  # pointer to the pair's n m
-    sums: tl.tensor,  # pointer to the pair's n
+    # Pointer to the pair's (n m).
+    coarse: tl.tensor,
+    # Pointer to the pair's (n).
+    sums: tl.tensor,
     cell: tl.tensor,
-    height: tl.tensor,  # of the querying picture, in cells
+    # Height and width of the querying image in cells.
+    height: tl.tensor,
     width: tl.tensor,
     candidates: tl.tensor,
-    candidate: tl.tensor,  # a block of candidate cells
+    # A block of candidate cells.
+    candidate: tl.tensor,
     CORNER: tl.constexpr,
 ) -> tl.tensor:
-    """The most that any of a cell's 16 queries reads at each candidate, as a share of all that it reads."""
+    """Return the largest share of its total that any of the 16 queries of a cell reads at each candidate."""
     above, here, below = _neighbors(cell // width, height, CORNER)
     left, middle, right = _neighbors(cell % width, width, CORNER)
     readable = candidate < candidates
@@ -103,28 +110,34 @@ def _bounds(
     if not CORNER:
         c0, c1, c2, c3 = _line(block + below * row, left_side, middle_side, right_side, readable, CORNER)
         sc0, sc1, sc2, sc3 = _line_of_sums(sums + below * width, left, middle, right, CORNER)
-    # A query at exactly (0, 0) reads nothing by its corner, as published.
+    # With CORNER, the query at (0, 0) reads nothing, as published.
     reads = tl.where(cell == 0, 0.0, 1.0) if CORNER else 1.0
     highest = _highest(a0, b0, c0, sa0, sb0, sc0, reads, CORNER)
     highest = tl.maximum(highest, _highest(a1, b1, c1, sa1, sb1, sc1, 1.0, CORNER))
     highest = tl.maximum(highest, _highest(a2, b2, c2, sa2, sb2, sc2, 1.0, CORNER))
     highest = tl.maximum(highest, _highest(a3, b3, c3, sa3, sb3, sc3, 1.0, CORNER))
-    return tl.where(highest > 0, highest, 0.0)  # never -0, whose bits would order below 0
+    # Avoid -0, whose bits order below 0.
+    return tl.where(highest > 0, highest, 0.0)
 
 
 @kernel()
 def _asking(cells: tl.tensor, group: tl.tensor, EVERY: tl.constexpr) -> tl.tensor:
-    """Which cell a group is, counted through the batch."""
+    """Return the cell of a group, numbered through the batch."""
     return group if EVERY else tl.load(cells + group)
 
 
 @kernel("height", "width", "candidates", "blocks")
 def block_maxima(
-    coarse: tl.tensor,  # b n m
-    sums: tl.tensor,  # b n
-    cells: tl.tensor,  # groups: which cell asks, counted through the batch; not read where EVERY cell does
-    usable: tl.tensor,  # b m: whether a candidate cell has anything to find; read where MASKED
-    maxima: tl.tensor,  # groups blocks
+    # (b n m)
+    coarse: tl.tensor,
+    # (b n)
+    sums: tl.tensor,
+    # (groups) Querying cells, numbered through the batch; not read if EVERY.
+    cells: tl.tensor,
+    # (b m) Whether a candidate cell has a valid fine cell; read only if MASKED.
+    usable: tl.tensor,
+    # (groups blocks)
+    maxima: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
     candidates: tl.tensor,
@@ -135,7 +148,7 @@ def block_maxima(
     BLOCK: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ) -> None:
-    """The highest bound of each block of candidate cells."""
+    """Compute the highest bound of each block of candidate cells."""
     group = tl.program_id(0).to(tl.int64)
     number = _asking(cells, group, EVERY)
     count = height * width
@@ -154,7 +167,7 @@ def block_maxima(
 
 @kernel()
 def _keys(values: tl.tensor, numbers: tl.tensor, exists: tl.tensor) -> tl.tensor:
-    """Integers that order as the values do, none negative, and among equals by falling number; -1 for what isn't."""
+    """Return integers that sort like nonnegative values, then by descending number; -1 for missing entries."""
     bits = values.to(tl.int32, bitcast=True).to(tl.int64)
     return tl.where(exists, (bits << 32) + (0x7FFFFFFF - numbers).to(tl.int64), -1)
 
@@ -166,13 +179,20 @@ def _number(key: tl.tensor, otherwise: tl.tensor) -> tl.tensor:
 
 @kernel("height", "width", "candidates", "blocks")
 def choose(
-    coarse: tl.tensor,  # b n m
-    sums: tl.tensor,  # b n
-    cells: tl.tensor,  # groups
-    usable: tl.tensor,  # b m; read where MASKED
-    maxima: tl.tensor,  # groups blocks
-    chosen: tl.tensor,  # groups VISITED: results, best first; `candidates` where there are no more
-    rest: tl.tensor,  # groups: the highest bound of all others
+    # (b n m)
+    coarse: tl.tensor,
+    # (b n)
+    sums: tl.tensor,
+    # (groups)
+    cells: tl.tensor,
+    # (b m) Read only if MASKED.
+    usable: tl.tensor,
+    # (groups blocks)
+    maxima: tl.tensor,
+    # (groups VISITED) Output: best first; `candidates` for missing entries.
+    chosen: tl.tensor,
+    # (groups) Output: the highest bound of all other cells.
+    rest: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
     candidates: tl.tensor,
@@ -181,11 +201,14 @@ def choose(
     MASKED: tl.constexpr,
     EVERY: tl.constexpr,
     BLOCK: tl.constexpr,
-    AT_ONCE: tl.constexpr,  # blocks
-    VISITED: tl.constexpr,  # cells
-    TAKEN: tl.constexpr,  # a power of two above VISITED
+    # Blocks per step.
+    AT_ONCE: tl.constexpr,
+    # Number of cells to select.
+    VISITED: tl.constexpr,
+    # A power of two above VISITED.
+    TAKEN: tl.constexpr,
 ) -> None:
-    """The candidate cells with the highest bounds, which lie in the blocks with the highest maxima."""
+    """Select the candidate cells with the highest bounds, which lie in the blocks with the highest maxima."""
     group = tl.program_id(0).to(tl.int64)
     number = _asking(cells, group, EVERY)
     count = height * width
@@ -194,7 +217,7 @@ def choose(
     candidate = tl.zeros((TAKEN * BLOCK,), tl.int32) + candidates
     last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)
     for turn in range(VISITED + 1):
-        # The highest key below the last one: keys differ all.
+        # The highest key below the previous one. All keys are distinct.
         best = tl.full((), -1, tl.int64)
         for first in range(0, blocks, AT_ONCE):
             block = first + tl.arange(0, AT_ONCE)
@@ -222,35 +245,38 @@ def choose(
 
 @kernel()
 def _weight(place: tl.tensor, offset: tl.constexpr, CORNER: tl.constexpr) -> tl.tensor:
-    """How much each of the four places along an axis takes of the cell that lies so far from its own."""
+    """Return the weight of the cell at this offset for each of the four places along an axis."""
     at = place * 0.25 if CORNER else place * 0.25 - 0.375
     return tl.maximum(1.0 - tl.abs(at - offset), 0.0)
 
 
 @kernel()
 def members(cell: tl.tensor, place: tl.tensor, width: tl.tensor) -> tl.tensor:
-    """The row-major fine index of a place (0 to 15) of a cell."""
+    """Return the row-major fine index of a place (0 to 15) of a cell."""
     return (cell // width * 4 + place // 4) * (4 * width) + cell % width * 4 + place % 4
 
 
 @kernel()
 def _read(
-    coarse: tl.tensor,  # pointer to the pair's n m
+    # Pointer to the pair's (n m).
+    coarse: tl.tensor,
     sums: tl.tensor,
     cell: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
     candidates: tl.tensor,
-    chosen: tl.tensor,  # COLUMNS: candidate cells; `candidates` where there is none
+    # (COLUMNS) Candidate cells; `candidates` for missing entries.
+    chosen: tl.tensor,
     CORNER: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """What the 16 queries of a cell read at some candidates, 16 x COLUMNS, as shares of their totals, and these."""
+    """Return the shares (16 COLUMNS) that the 16 queries of a cell read at candidates, and the queries' totals."""
     place = tl.arange(0, 16)
     first: tl.constexpr = 0 if CORNER else -1
     mixture = tl.zeros((16, COLUMNS), tl.float32)
     total = tl.zeros((16,), tl.float32)
-    reads = place >= (tl.where(cell == 0, 1, 0) if CORNER else 0)  # a query at (0, 0) reads nothing by its corner
+    # With CORNER, the query at (0, 0) reads nothing.
+    reads = place >= (tl.where(cell == 0, 1, 0) if CORNER else 0)
     for dy in tl.static_range(first, 2):
         row = tl.minimum(tl.maximum(cell // width + dy, 0), height - 1)
         for dx in tl.static_range(first, 2):
@@ -266,13 +292,19 @@ def _read(
 
 @kernel()
 def _score_keys(
-    coarse: tl.tensor,  # pointer to the pair's n m
-    sums: tl.tensor,  # pointer to the pair's n
-    query: tl.tensor,  # pointer to the pair's n*16 c
-    searched: tl.tensor,  # pointer to the pair's m*16 c
-    valid: tl.tensor,  # pointer to the pair's m*16; read where MASKED
+    # Pointer to the pair's (n m).
+    coarse: tl.tensor,
+    # Pointer to the pair's (n).
+    sums: tl.tensor,
+    # Pointer to the pair's (n*16 c).
+    query: tl.tensor,
+    # Pointer to the pair's (m*16 c).
+    searched: tl.tensor,
+    # Pointer to the pair's (m*16); read only if MASKED.
+    valid: tl.tensor,
     cell: tl.tensor,
-    offer: tl.tensor,  # COLUMNS: candidate cells, each 16 times; `candidates` where there is none
+    # (COLUMNS) Candidate cells, each 16 times; `candidates` for missing entries.
+    offer: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
     searched_width: tl.tensor,
@@ -282,11 +314,12 @@ def _score_keys(
     MASKED: tl.constexpr,
     SHARP: tl.constexpr,
     COLUMNS: tl.constexpr,
-    LENGTH: tl.constexpr,  # channels of a feature
+    # Channels of a feature.
+    LENGTH: tl.constexpr,
     CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The best of the offered cells for each of a cell's 16 queries, as keys, and the totals that these read."""
+    """Return keys of the best offered cells for the 16 queries of a cell, and the queries' totals."""
     place, column = tl.arange(0, 16), tl.arange(0, COLUMNS)
     member = members(offer, column % 16, searched_width)
     exists = offer < candidates
@@ -304,47 +337,62 @@ def _score_keys(
     if MASKED:
         allowed = tl.load(valid + member, mask=exists, other=0)
         scores = tl.where((allowed != 0)[None, :], scores, 0.0)
-    # Among equals the first in the picture wins, whatever the order of the visit.
+    # Ties go to the first cell in row-major order, independent of the order of the visits.
     return tl.max(_keys(scores, member[None, :], scores > 0), axis=1), total
 
 
 @kernel()
 def value_of(key: tl.tensor) -> tl.tensor:
-    """What a key was made of; 0 for what isn't."""
+    """Decode the value of a key; 0 for a missing entry."""
     return tl.where(key >= 0, (key >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
 
 
 @kernel("height", "width", "searched_width", "candidates", "temperature", "slack")
 def score_cells(
-    coarse: tl.tensor,  # b n m
-    sums: tl.tensor,  # b n
-    cells: tl.tensor,  # groups
-    chosen: tl.tensor,  # groups VISITED
-    rest: tl.tensor,  # groups
-    query: tl.tensor,  # b n*16 c
-    searched: tl.tensor,  # b m*16 c
-    valid: tl.tensor,  # b m*16; read where MASKED
-    wanted: tl.tensor,  # groups 16; read where SOME
-    best: tl.tensor,  # groups 16: results, keys of the best
-    unsure: tl.tensor,  # groups 16: results, whether an answer that is wanted might be found elsewhere
-    visited: tl.tensor,  # groups: results
+    # (b n m)
+    coarse: tl.tensor,
+    # (b n)
+    sums: tl.tensor,
+    # (groups)
+    cells: tl.tensor,
+    # (groups VISITED)
+    chosen: tl.tensor,
+    # (groups)
+    rest: tl.tensor,
+    # (b n*16 c)
+    query: tl.tensor,
+    # (b m*16 c)
+    searched: tl.tensor,
+    # (b m*16) Read only if MASKED.
+    valid: tl.tensor,
+    # (groups 16) Read only if SOME.
+    wanted: tl.tensor,
+    # (groups 16) Output: keys of the best.
+    best: tl.tensor,
+    # (groups 16) Output: whether a wanted answer might lie in another cell.
+    unsure: tl.tensor,
+    # (groups) Output.
+    visited: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
     searched_width: tl.tensor,
     candidates: tl.tensor,
     temperature: tl.tensor,
-    slack: tl.tensor,  # how much more than its bound a candidate may reach by rounding
+    # Factor by which rounding may lift a candidate above its bound.
+    slack: tl.tensor,
     CORNER: tl.constexpr,
     MASKED: tl.constexpr,
     SOME: tl.constexpr,
     SHARP: tl.constexpr,
     EVERY: tl.constexpr,
     VISITED: tl.constexpr,
-    LENGTH: tl.constexpr,  # channels of a feature
-    CHANNELS: tl.constexpr,  # that are multiplied at a time
+    # Channels of a feature.
+    LENGTH: tl.constexpr,
+    # Channels multiplied per step.
+    CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Score the chosen cells for the 16 queries of a cell, and tell whether another could do better."""
+    """Score the chosen cells for the 16 queries of a cell, and mark queries whose answer is not proven best."""
     group = tl.program_id(0).to(tl.int64)
     number = _asking(cells, group, EVERY)
     count = height * width
@@ -360,7 +408,7 @@ def score_cells(
     target = group * 16 + place
     tl.store(best + target, keys)
     others = tl.zeros((16,), tl.float32) + tl.load(rest + group) * slack
-    # A query that reads nothing, or only zeros, has nothing to find, whatever its group's bound.
+    # A query that reads only zeros has no answer, whatever the bound of its group.
     doubt = (value_of(keys) <= others) & (others > 0) & (total > 1e-15)
     if SOME:
         doubt = doubt & (tl.load(wanted + target) != 0)
@@ -370,18 +418,30 @@ def score_cells(
 
 @kernel("height", "width", "searched_width", "candidates", "blocks", "temperature", "slack")
 def look_further(
-    coarse: tl.tensor,  # b n m
-    sums: tl.tensor,  # b n
-    cells: tl.tensor,  # groups
-    usable: tl.tensor,  # b m; read where MASKED
-    maxima: tl.tensor,  # groups blocks
-    chosen: tl.tensor,  # groups VISITED: cells that were scored before
-    query: tl.tensor,  # b n*16 c
-    searched: tl.tensor,  # b m*16 c
-    valid: tl.tensor,  # b m*16; read where MASKED
-    unsure: tl.tensor,  # groups 16
-    best: tl.tensor,  # groups 16: keys, which are raised
-    visited: tl.tensor,  # groups: raised by the cells that are scored
+    # (b n m)
+    coarse: tl.tensor,
+    # (b n)
+    sums: tl.tensor,
+    # (groups)
+    cells: tl.tensor,
+    # (b m) Read only if MASKED.
+    usable: tl.tensor,
+    # (groups blocks)
+    maxima: tl.tensor,
+    # (groups VISITED) Cells that are already scored.
+    chosen: tl.tensor,
+    # (b n*16 c)
+    query: tl.tensor,
+    # (b m*16 c)
+    searched: tl.tensor,
+    # (b m*16) Read only if MASKED.
+    valid: tl.tensor,
+    # (groups 16)
+    unsure: tl.tensor,
+    # (groups 16) Keys, which are raised.
+    best: tl.tensor,
+    # (groups) Raised by the number of scored cells.
+    visited: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,
     searched_width: tl.tensor,
@@ -395,13 +455,15 @@ def look_further(
     EVERY: tl.constexpr,
     BLOCK: tl.constexpr,
     VISITED: tl.constexpr,
-    ABREAST: tl.constexpr,  # cells that are scored together
-    PARTS: tl.constexpr,  # programs that share a group's blocks
+    # Cells scored per step.
+    ABREAST: tl.constexpr,
+    # Programs that share the blocks of a group.
+    PARTS: tl.constexpr,
     LENGTH: tl.constexpr,
     CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ) -> None:
-    """Where an answer is unsure, score every other cell in which one of the queries could find better."""
+    """Score every other cell in which a query with an unproven answer could find a better one."""
     group = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, 16)
     doubt = tl.load(unsure + group * 16 + place) != 0
@@ -418,7 +480,7 @@ def look_further(
         keys = tl.load(best + group * 16 + place)
         scored = 0
         for block in range(tl.program_id(1), blocks, PARTS):
-            # What a cell must offer a query to be of interest to it.
+            # The smallest share at which a cell can still be better for a query.
             needed = tl.where(doubt, value_of(keys) / slack, float("inf"))
             highest = tl.load(maxima + group * blocks + block)
             if (highest > 0) & (highest >= tl.min(needed, axis=0) * (1.0 - 1e-5)):
@@ -452,6 +514,6 @@ def look_further(
 
 @kernel()
 def _is_needed(shares: tl.tensor, needed: tl.tensor) -> tl.tensor:
-    """Which candidates offer one of the queries enough: (16 k), (16) -> (k)."""
+    """Return the candidates that can be better for one of the queries: (16 k), (16) -> (k)."""
     enough = (shares > 0) & (shares >= needed[:, None])
     return tl.max(enough.to(tl.int32), axis=0) > 0

@@ -7,10 +7,12 @@ from dualrc.ops.triton.jit import kernel
 
 @kernel()
 def _explain(
-    maps: tl.tensor,  # pointer to a picture's planes: x, y, u, v, confidence
+    # Pointer to the image's planes: x, y, u, v, confidence.
+    maps: tl.tensor,
     places: tl.tensor,
     row_length: tl.tensor,
-    at: tl.tensor,  # matches
+    # (matches)
+    at: tl.tensor,
     own_x: tl.tensor,
     own_y: tl.tensor,
     own_u: tl.tensor,
@@ -25,13 +27,14 @@ def _explain(
     OWN: tl.constexpr,
     NEIGHBORS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The share of the neighbors that agree, their motion (a b; c d), and the shift (u, v)."""
+    """Return the share of the neighbors that agree, their motion (a b; c d), and the shift (u, v)."""
     side: tl.constexpr = 2 * REACH + 1
     number = tl.arange(0, NEIGHBORS)
     row, column = number // side - REACH, number % side - REACH
-    witness = (number < side * side) & ((row != 0) | (column != 0))  # it is no witness for itself
+    # A match does not support itself.
+    counts = (number < side * side) & ((row != 0) | (column != 0))
     place = at[:, None] + ((row * row_length + column) * STEP)[None, :]
-    asked = exists[:, None] & witness[None, :]
+    asked = exists[:, None] & counts[None, :]
     weight = tl.load(maps + 4 * places + place, mask=asked, other=0.0)
     x = tl.load(maps + place, mask=asked, other=0.0) - own_x[:, None]
     y = tl.load(maps + places + place, mask=asked, other=0.0) - own_y[:, None]
@@ -46,9 +49,9 @@ def _explain(
     stray_u, stray_v = u - a[:, None] * x - b[:, None] * y, v - c[:, None] * x - d[:, None] * y
     stray = stray_u * stray_u + stray_v * stray_v
     share = tl.sum(weight * tl.exp(-SHARPNESS * stray), axis=1) / (tl.sum(weight, axis=1) + DOUBT)
-    voice = weight * tl.exp(-NEAR * stray)
-    voices = tl.sum(voice, axis=1) + OWN
-    return share, a, b, c, d, tl.sum(voice * stray_u, axis=1) / voices, tl.sum(voice * stray_v, axis=1) / voices
+    near = weight * tl.exp(-NEAR * stray)
+    total = tl.sum(near, axis=1) + OWN
+    return share, a, b, c, d, tl.sum(near * stray_u, axis=1) / total, tl.sum(near * stray_v, axis=1) / total
 
 
 @kernel()
@@ -69,16 +72,23 @@ def _store_motion(
 
 @kernel("count", "places0", "places1", "row0", "row1")
 def explain_both(
-    pair: tl.tensor,  # count; negative where a row is empty
-    known: tl.tensor,  # 5 count
-    at: tl.tensor,  # 2 count
-    maps: tl.tensor,  # 6 places0, 6 places1; the last plane of each is filled
-    around: tl.tensor,  # 2 6 count: results for both pictures, motion and shift
-    score: tl.tensor,  # count: results
+    # (count) Negative for an empty row.
+    pair: tl.tensor,
+    # (5 count)
+    known: tl.tensor,
+    # (2 count)
+    at: tl.tensor,
+    # (6 places0) and (6 places1) The last plane of each is filled.
+    maps: tl.tensor,
+    # (2 6 count) Output: motion and shift for both images.
+    around: tl.tensor,
+    # (count) Output.
+    score: tl.tensor,
     count: tl.tensor,
     places0: tl.tensor,
     places1: tl.tensor,
-    row0: tl.tensor,  # places from one row of cells to the next
+    # Positions from one row of the grid to the next.
+    row0: tl.tensor,
     row1: tl.tensor,
     STEP: tl.constexpr,
     REACH: tl.constexpr,
@@ -90,7 +100,7 @@ def explain_both(
     NEIGHBORS: tl.constexpr,
     MATCHES: tl.constexpr,
 ) -> None:
-    """Support by the neighbors in both pictures, and the score, which is laid out by cell as well."""
+    """Compute the support of the neighbors in both images, and the score, which is placed on the grids too."""
     match = tl.program_id(0) * MATCHES + tl.arange(0, MATCHES)
     exists = match < count
     x0 = tl.load(known + match, mask=exists, other=0.0)
@@ -125,25 +135,28 @@ def explain_both(
 
 @kernel()
 def order_key(score: tl.tensor) -> tl.tensor:
-    """Integers above 0 that order as scores do, which are not negative; 0 is for places without a match."""
+    """Return positive integers that sort like nonnegative scores; 0 marks positions without a match."""
     return score.to(tl.int32, bitcast=True) + 1
 
 
 @kernel()
 def crowd(
-    keys: tl.tensor,  # pointer to a picture's places
+    # Pointer to the image's positions.
+    keys: tl.tensor,
     row_length: tl.tensor,
-    at: tl.tensor,  # matches
-    index: tl.tensor,  # their row-major cells
+    # (matches)
+    at: tl.tensor,
+    # Row-major cells of the matches.
+    index: tl.tensor,
     width: tl.tensor,
     key: tl.tensor,
     exists: tl.tensor,
     SIDE: tl.constexpr,
 ) -> tl.tensor:
-    """How many matches with a higher score lie in the same square of cells; among equals the first is higher."""
+    """Count the matches with a higher score in the same square of cells; among equals the first counts as higher."""
     place = tl.arange(0, SIDE * SIDE)
     row, column = index // width % SIDE, index % width % SIDE
-    # Margins are wider than what squares reach beyond the picture.
+    # The margins are wider than the part of a square beyond the image.
     first = at - row * row_length - column
     offset = place // SIDE * row_length + place % SIDE
     other = tl.load(keys + first[:, None] + offset[None, :], mask=exists[:, None], other=0.0)
