@@ -147,8 +147,9 @@ export class Compare {
       if (!made) return this.viewer.show(null);
       this.#cache.set(key, made);
     }
-    const what = { swipe: "Left of the handle is image 0, right of it image 1.", difference: "Black where both are equal." };
-    byId("compare-note").textContent = what[mode] ?? "";
+    const what = { swipe: "Image 0 is left of the handle, image 1 right of it.", difference: "Black where both are equal." };
+    const blank = key === "warp" ? " Blank where nothing was found." : "";
+    byId("compare-note").textContent = (what[mode] ?? "") + blank;
     if (this.viewer.source !== made) this.viewer.show(made);
     this.viewer.resize();
     if (mode === "flicker") this.#startFlicker();

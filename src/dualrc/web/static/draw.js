@@ -43,7 +43,7 @@ export function drawMatches(ctx, stage, state) {
   const many = state.visible.length;
   if (state.show.lines) {
     ctx.lineWidth = many > 1500 ? 0.7 : 1.1;
-    ctx.globalAlpha = many > 1500 ? 0.4 : many > 300 ? 0.6 : 0.8;
+    ctx.globalAlpha = many > 1500 ? 0.35 : many > 300 ? 0.55 : 0.75;
     for (const [color, pairs] of groups) {
       ctx.strokeStyle = color;
       ctx.beginPath();
@@ -57,7 +57,7 @@ export function drawMatches(ctx, stage, state) {
     ctx.globalAlpha = 1;
   }
   if (!state.show.dots) return;
-  const radius = many > 3000 ? 1.4 : many > 800 ? 2 : 2.8;
+  const radius = many > 3000 ? 1.3 : many > 800 ? 1.8 : 2.4;
   const dots = (pairs, r) => {
     ctx.beginPath();
     for (const pair of pairs) {
@@ -70,7 +70,7 @@ export function drawMatches(ctx, stage, state) {
     ctx.fill();
   };
   ctx.fillStyle = "rgb(0 0 0 / 55%)";
-  for (const pairs of groups.values()) dots(pairs, radius + 1);
+  for (const pairs of groups.values()) dots(pairs, radius + 0.8);
   for (const [color, pairs] of groups) {
     ctx.fillStyle = color;
     dots(pairs, radius);
@@ -101,7 +101,7 @@ export function drawMarker(ctx, x, y, text, color) {
   ctx.strokeStyle = "#fff";
   ctx.stroke();
   ctx.fillStyle = "#fff";
-  ctx.font = "600 11px system-ui, sans-serif";
+  ctx.font = "600 11px Inter, system-ui, sans-serif";
   ctx.textAlign = "center";
   ctx.textBaseline = "middle";
   ctx.fillText(text, x, y + 0.5);
@@ -154,7 +154,7 @@ export function drawLens(ctx, image, point, box, scale, color, text) {
   ctx.restore();
   drawCross(ctx, x + size / 2, y + size / 2, color, 16, Math.max(scale / 2, 5));
   if (text) {
-    ctx.font = "600 11.5px system-ui, sans-serif";
+    ctx.font = "600 12px Inter, system-ui, sans-serif";
     const width = ctx.measureText(text).width + 16;
     ctx.beginPath();
     ctx.roundRect(x + (size - width) / 2, y + size - 27, width, 20, 10);

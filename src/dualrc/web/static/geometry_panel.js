@@ -5,7 +5,8 @@ import { change, state, watch } from "./state.js";
 
 const byId = (id) => document.getElementById(id);
 
-const show = (matrix) => matrix.map((row) => row.map((value) => value.toExponential(4).padStart(12)).join(" ")).join("\n");
+const format = (value) => (Math.abs(value) >= 0.01 && Math.abs(value) < 1e5 ? value.toPrecision(5) : value === 0 ? "0" : value.toExponential(2));
+const show = (matrix) => matrix.map((row) => row.map((value) => format(value).padStart(10)).join(" ")).join("\n");
 
 /** Fit a model on the service to the matches of the pair. */
 async function estimate(api, kind, settings) {

@@ -31,7 +31,8 @@ function row(point, n) {
 function showReadout() {
   const { hover, warps } = state;
   const line = byId("readout");
-  if (!hover) line.textContent = state.result ? "Point at a place in one image to find it in the other." : "";
+  if (state.mode !== "matches") line.textContent = "";
+  else if (!hover) line.textContent = state.result ? "Point at a place in one image to find it in the other." : "";
   else if (hover.other) {
     const there = `image ${1 - hover.image} (${at(hover.other.x, hover.other.y)})`;
     line.textContent = `Image ${hover.image} (${at(hover.x, hover.y)}) → ${there}, ${percent(hover.other.certainty)} certain`;
@@ -56,5 +57,5 @@ export function startKept(stage) {
     byId("kept-copy").disabled = byId("kept-clear").disabled = !state.kept.length;
     if (state.kept.length) announce(`${state.kept.length} points kept`);
   });
-  watch("hover warps result", showReadout);
+  watch("hover warps result mode", showReadout);
 }

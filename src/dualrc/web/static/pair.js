@@ -62,6 +62,7 @@ export class PairView {
     const list = byId("example-list");
     list.replaceChildren(...info.examples.map((example) => this.#example(example)));
     list.closest("section").hidden = !info.examples.length;
+    this.#thumbs(info.examples);
   }
 
   #example({ name, title, description }) {
@@ -76,19 +77,20 @@ export class PairView {
     text.className = "muted";
     button.append(thumbs, strong, text);
     button.addEventListener("click", () => this.openExample(name));
-    for (const i of [0, 1]) this.#thumb(`v1/examples/${name}/view/${i}?max_side=320`, thumbs);
     return button;
   }
 
-  async #thumb(path, place) {
-    const image = document.createElement("img");
-    image.alt = "";
-    place.append(image);
+  /** Small views of the examples, one after the other: the service may still be rendering them. */
+  async #thumbs(examples) {
     try {
-      image.src = await this.api.objectUrl(path);
+      for (const { name } of examples) {
+        const { image0, image1 } = await this.api.json("POST", `v1/examples/${name}`);
+        const urls = await Promise.all([image0, image1].map(({ id }) => this.api.objectUrl(`v1/images/${id}/view?max_side=320`)));
+        const images = urls.map((src) => Object.assign(document.createElement("img"), { src, alt: "" }));
+        byId("example-list").querySelector(`[data-example="${name}"] .thumbs`)?.replaceChildren(...images);
+      }
     } catch {
-      // The example is still being rendered; the card's words have to do.
-      image.remove();
+      // The cards have words too; what is wrong with the service shows when it is used.
     }
   }
 
@@ -155,6 +157,7 @@ export class PairView {
 
   #showPhase() {
     const both = state.images.every(Boolean);
+    if (both && byId("workbench").hidden) scrollTo(0, 0);
     byId("intro").hidden = both;
     byId("workbench").hidden = !both;
     byId("busy").hidden = state.phase !== "matching" && state.phase !== "uploading";

@@ -43,9 +43,9 @@ export class Stage {
     const images = state.images.map((image) => image?.loaded).filter(Boolean);
     const width = this.element.parentElement.clientWidth;
     if (!images.length || !width) return;
-    const most = Math.max(innerHeight - 250, 320);
     const aspect = Math.min(...images.map((image) => image.width / image.height));
     const single = state.mode !== "matches";
+    const most = Math.max(innerHeight - (single ? 250 : 200), 300);
     const beside = Math.min(most, width / 2 / aspect);
     const above = Math.min(Math.max(most, innerWidth < 900 ? innerHeight * 0.72 : 0) / 2, width / aspect);
     const stacked = !single && above > beside * 1.15;
@@ -129,6 +129,7 @@ export class Stage {
     this.#hoverFrame = 0;
     const ctx = this.#context(this.hover);
     const { hover } = state;
+    this.element.classList.toggle("probing", Boolean(hover?.other));
     if (!hover || state.mode !== "matches") return;
     const start = performance.now();
     const places = [null, null];

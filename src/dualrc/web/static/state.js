@@ -12,7 +12,7 @@ export const state = {
   align: "warp",
   amount: 50,
   show: { lines: true, dots: true, certainty: false, color: "position", epipolar: true },
-  filter: { minScore: 0.5, count: 400, spread: true, thresholdPx: 3, inliersOnly: false },
+  filter: { minScore: 0.5, count: 300, spread: true, thresholdPx: 3, inliersOnly: false },
   visible: [], // indices of the matches that are shown
   hover: null, // {image: 0 or 1, x, y, other: {x, y, certainty} or null, how}
   kept: [], // {x0, y0, x1, y1, certainty}
