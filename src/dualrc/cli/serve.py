@@ -76,6 +76,7 @@ def serve(
         require(module, "web", "The page and the service")
     from dualrc.web import server
     from dualrc.web.app import create_app
+    from dualrc.web.reconstruction import Reconstruction
     from dualrc.web.settings import MIB, ServerConfig
 
     local = server.is_loopback(host)
@@ -95,14 +96,17 @@ def serve(
         limit_s=limit,
         feature_bytes=int(cache * 1024 * MIB),
     )
+    if images is not None and reconstruction is None:
+        raise ConfigError("--images belongs to a reconstruction; give both: dualrc serve DIR --images FOLDER.")
     # What can fail is tried before the network is loaded.
+    model = None if reconstruction is None else Reconstruction(reconstruction, images)
     with server.listen(host, port) as listener:
         url = server.url_of(listener)
         with common.status("Loading the network..."):
             from dualrc.matcher import load
 
             matcher = load(preset, weights=weights, device=device, size=size, max_memory=max_memory)
-        app = create_app(matcher, config)
+        app = create_app(matcher, config, reconstruction=model)
         page = url if token is None else f"{url}#token={token}"
 
         def tell() -> None:

@@ -17,13 +17,16 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 import dualrc
-from dualrc.errors import DualRCError
+from dualrc.colmap import import_pycolmap
+from dualrc.errors import ConfigError, DualRCError
 from dualrc.matcher import Matcher
-from dualrc.web import routes_images, routes_pairs
+from dualrc.web import routes_images, routes_pairs, routes_sets
 from dualrc.web.answers import service_of
+from dualrc.web.collections import CollectionStore
 from dualrc.web.examples import Examples
 from dualrc.web.metrics import Metrics
 from dualrc.web.problems import Problem, from_error
+from dualrc.web.reconstruction import Reconstruction
 from dualrc.web.security import Guard
 from dualrc.web.service import Service
 from dualrc.web.settings import ServerConfig
@@ -48,11 +51,18 @@ def create_app(
     matcher: Matcher,
     config: ServerConfig | None = None,
     *,
+    reconstruction: Reconstruction | None = None,
     prepare: bool = True,
 ) -> FastAPI:
-    """The service around a matcher; `prepare` warms up and renders the examples in the background."""
+    """The service around a matcher, with a reconstruction to look at, if there is one.
+
+    `prepare` warms up and renders the examples in the background.
+    """
     config = config or ServerConfig()
     metrics = Metrics()
+    # Now rather than for the first download: imported by another thread, it takes over the signals of the process.
+    with suppress(ConfigError):
+        import_pycolmap()
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -80,13 +90,14 @@ def create_app(
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
     )
-    app.state.metrics, app.state.config = metrics, config
+    app.state.metrics, app.state.collections = metrics, CollectionStore(config)
+    app.state.reconstruction = reconstruction
     app.add_middleware(Guard, config=config, metrics=metrics)
     _add_handlers(app)
     app.add_api_route("/healthz", _health, methods=["GET"], tags=["server"], summary="Whether the server runs")
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["server"], response_class=PlainTextResponse)
     app.add_api_route("/v1/info", _info, methods=["GET"], tags=["server"], summary="What this server is and accepts")
-    for router in (routes_images.router, routes_pairs.router):
+    for router in (routes_images.router, routes_pairs.router, routes_sets.router):
         app.include_router(router)
     app.mount("/", _Page(directory=STATIC, html=True, check_dir=False), name="page")
     return app
@@ -100,7 +111,7 @@ async def _health() -> dict[str, str]:
 async def _info(request: Request) -> dict[str, Any]:
     """Versions, limits and examples."""
     service, config = service_of(request), service_of(request).config
-    matcher = service.matcher
+    matcher, model = service.matcher, request.app.state.reconstruction
     return {
         "version": dualrc.__version__,
         "preset": matcher.network.config.preset,
@@ -116,7 +127,7 @@ async def _info(request: Request) -> dict[str, Any]:
         "max_points": config.max_points,
         "keep_s": config.keep_s,
         "examples": request.app.state.examples.list(),
-        "reconstruction": None,
+        "reconstruction": None if model is None else model.summary(),
     }
 
 

@@ -178,8 +178,9 @@ async def _events(request: Request, job: Job) -> AsyncIterator[str]:
 
 def _public(data: dict[str, Any]) -> dict[str, Any]:
     """What of a job's data is told."""
-    if "pair" in data:
-        return {"result": f"/v1/pairs/{data['pair']}"}
+    for kind in ("pair", "collection"):
+        if kind in data:
+            return {"result": f"/v1/{kind}s/{data[kind]}"}
     return {key: value for key, value in data.items() if isinstance(value, (str, int, float))}
 
 
