@@ -98,7 +98,11 @@ export class Compare {
     byId("flicker-toggle").addEventListener("click", () => this.#toggleFlicker());
     watch("mode align warps", () => this.refresh());
     watch("amount", () => { byId("amount").value = state.amount; this.viewer.redraw(); });
-    watch("result estimate", () => this.#cache.clear());
+    watch("result estimate", () => {
+      this.#cache.clear();
+      // Its images may be closed soon.
+      if (!state.result) this.viewer.show(null);
+    });
   }
 
   #setAmount(amount) {
@@ -153,6 +157,7 @@ export class Compare {
     if (this.viewer.source !== made) this.viewer.show(made);
     this.viewer.resize();
     if (mode === "flicker") this.#startFlicker();
+    this.stage.element.dispatchEvent(new CustomEvent("zoomed"));
     change({ times: { ...state.times, compared: performance.now() } });
   }
 

@@ -52,7 +52,7 @@ export function takeResult(result) {
   orders = makeOrders(result);
   const good = result.scores.reduce((sum, score) => sum + (score >= 0.5), 0);
   // Where hardly anything is certain, hiding the rest would leave an empty image.
-  setFilter({ minScore: good >= 30 ? 0.5 : 0, count: Math.min(result.count, 300) });
+  setFilter({ minScore: good >= 30 ? 0.5 : 0, count: Math.min(result.count, innerWidth < 700 ? 150 : 300) });
 }
 
 function showControls() {

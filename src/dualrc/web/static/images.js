@@ -18,7 +18,13 @@ export class LoadedImage {
       const { bitmap } = this.levels.at(-1);
       const [width, height] = [Math.round(bitmap.width / 2), Math.round(bitmap.height / 2)];
       if (Math.max(width, height) < SMALLEST_LEVEL || this.closed) return;
-      const half = await createImageBitmap(bitmap, { resizeWidth: width, resizeHeight: height, resizeQuality: "medium" });
+      let half;
+      try {
+        half = await createImageBitmap(bitmap, { resizeWidth: width, resizeHeight: height, resizeQuality: "medium" });
+      } catch {
+        // The image was closed meanwhile, or there is no memory: the levels that are there have to do.
+        return;
+      }
       this.levels.push({ bitmap: half, ratio: half.width / this.width });
     }
   }

@@ -27,7 +27,7 @@ export function chooser(label, icon, take, { capture = false, name = label, clas
   const button = document.createElement("button");
   button.type = "button";
   button.className = className;
-  button.innerHTML = `<svg class="icon"><use href="#${icon}"/></svg>`;
+  button.innerHTML = `<svg class="icon" aria-hidden="true"><use href="#${icon}"/></svg>`;
   if (className === "button") button.append(label);
   else button.setAttribute("aria-label", name);
   if (name !== label && className === "button") button.setAttribute("aria-label", name);

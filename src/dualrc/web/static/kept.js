@@ -22,7 +22,7 @@ function row(point, n) {
   remove.type = "button";
   remove.className = "icon-button";
   remove.setAttribute("aria-label", `Remove point ${n + 1}`);
-  remove.innerHTML = '<svg class="icon"><use href="#i-close"/></svg>';
+  remove.innerHTML = '<svg class="icon" aria-hidden="true"><use href="#i-close"/></svg>';
   remove.addEventListener("click", () => change({ kept: state.kept.filter((other) => other !== point) }));
   item.append(number, places, certainty, remove);
   return item;

@@ -22,7 +22,7 @@ function add(text, { bad = false, action = null } = {}) {
   close.type = "button";
   close.className = "icon-button";
   close.setAttribute("aria-label", "Dismiss the message");
-  close.innerHTML = '<svg class="icon"><use href="#i-close"/></svg>';
+  close.innerHTML = '<svg class="icon" aria-hidden="true"><use href="#i-close"/></svg>';
   close.addEventListener("click", () => message.remove());
   message.append(close);
   box().append(message);

@@ -2,7 +2,9 @@
 
 import { Compare } from "./compare.js";
 import { startDownloads } from "./download.js";
+import { showExamples } from "./examples.js";
 import { startFilter, takeResult } from "./filter.js";
+import { DenseWarp } from "./geometry.js";
 import { homography, startGeometry } from "./geometry_panel.js";
 import { decode, fetchView } from "./images.js";
 import { chooser, showSlot, startInputs } from "./inputs.js";
@@ -59,39 +61,7 @@ export class PairView {
   /** Qualities and examples, once the service has told them. */
   takeInfo(info) {
     byId("quality").replaceChildren(...info.qualities.map((name) => new Option(name, name)));
-    const list = byId("example-list");
-    list.replaceChildren(...info.examples.map((example) => this.#example(example)));
-    list.closest("section").hidden = !info.examples.length;
-    this.#thumbs(info.examples);
-  }
-
-  #example({ name, title, description }) {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.className = "example";
-    button.dataset.example = name;
-    const [thumbs, strong, text] = ["span", "strong", "span"].map((tag) => document.createElement(tag));
-    thumbs.className = "thumbs";
-    strong.textContent = title;
-    text.textContent = description;
-    text.className = "muted";
-    button.append(thumbs, strong, text);
-    button.addEventListener("click", () => this.openExample(name));
-    return button;
-  }
-
-  /** Small views of the examples, one after the other: the service may still be rendering them. */
-  async #thumbs(examples) {
-    try {
-      for (const { name } of examples) {
-        const { image0, image1 } = await this.api.json("POST", `v1/examples/${name}`);
-        const urls = await Promise.all([image0, image1].map(({ id }) => this.api.objectUrl(`v1/images/${id}/view?max_side=320`)));
-        const images = urls.map((src) => Object.assign(document.createElement("img"), { src, alt: "" }));
-        byId("example-list").querySelector(`[data-example="${name}"] .thumbs`)?.replaceChildren(...images);
-      }
-    } catch {
-      // The cards have words too; what is wrong with the service shows when it is used.
-    }
+    showExamples(this.api, byId("example-list"), (name) => this.openExample(name));
   }
 
   /** Files from the user; slot is 0, 1 or null for the next free one. */
@@ -133,13 +103,14 @@ export class PairView {
   }
 
   #setImage(i, image) {
-    const images = [...state.images];
+    const images = [...state.images], old = images[i]?.loaded;
     images[i] = image;
     change({ images });
     showSlot(document.querySelector(`.slot[data-slot="${i}"]`), image?.loaded ?? null, (slot, files) => this.take(slot, files));
     this.#tag(i);
     this.#showPhase();
     this.stage.take();
+    if (old && old !== image?.loaded) old.close();
   }
 
   #tag(i) {
@@ -157,9 +128,13 @@ export class PairView {
 
   #showPhase() {
     const both = state.images.every(Boolean);
-    if (both && byId("workbench").hidden) scrollTo(0, 0);
+    const turned = both === byId("workbench").hidden;
+    const lost = turned && byId(both ? "intro" : "workbench").contains(document.activeElement);
     byId("intro").hidden = both;
     byId("workbench").hidden = !both;
+    if (turned) scrollTo(0, 0);
+    // The focus was on what is hidden now.
+    if (lost) byId("main").focus({ preventScroll: true });
     byId("busy").hidden = state.phase !== "matching" && state.phase !== "uploading";
     byId("again").disabled = state.phase !== "ready" && state.phase !== "failed";
     if (state.phase === "uploading") this.#progress("Uploading", undefined);
@@ -218,7 +193,6 @@ export class PairView {
       for (const way of ["01", "10"]) {
         const buffer = await this.api.buffer(`v1/pairs/${pair}/warp?direction=${way}&max_side=${WARP_SIDE}`, run.signal);
         if (run !== this.#run) return;
-        const { DenseWarp } = await import("./geometry.js");
         change({ warps: { ...state.warps, [way]: new DenseWarp(buffer) } });
       }
       change({ times: { ...state.times, warped: performance.now() } });

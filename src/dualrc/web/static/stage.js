@@ -24,6 +24,10 @@ export class Stage {
     for (const i of [0, 1]) this.#listen(i);
     watch("visible show kept warps mode", () => this.redraw());
     watch("hover", () => this.redrawHover());
+    watch("warps", () => {
+      const { hover } = state;
+      if (hover) change({ hover: { ...hover, other: this.find(hover.image, hover.x, hover.y) } });
+    });
     new ResizeObserver(() => this.layout()).observe(element.parentElement);
     addEventListener("resize", () => this.layout());
   }
@@ -132,6 +136,7 @@ export class Stage {
     this.element.classList.toggle("probing", Boolean(hover?.other));
     if (!hover || state.mode !== "matches") return;
     const start = performance.now();
+    state.marks = { lenses: [], line: null };
     const places = [null, null];
     places[hover.image] = { x: hover.x, y: hover.y };
     places[1 - hover.image] = hover.other;
@@ -144,7 +149,9 @@ export class Stage {
       if (at.inside) drawCross(ctx, at.x, at.y, i === hover.image ? ACCENT : color);
       const text = i === hover.image ? `${place.x.toFixed(0)}, ${place.y.toFixed(0)}` : `${Math.round(place.certainty * 100)} % certain`;
       const scale = Math.max(LENS_SCALE, this.viewers[i].view.scale * 2.5);
-      drawLens(ctx, image, place, this.#lensBox(i, at), scale, color, text);
+      const box = this.#lensBox(i, at);
+      drawLens(ctx, image, place, box, scale, color, text);
+      state.marks.lenses.push({ image: i, x: place.x, y: place.y, box, scale });
     });
     const frames = state.frames;
     frames.push(performance.now() - start);
@@ -167,6 +174,7 @@ export class Stage {
     const i = 1 - hover.image, { width, height } = state.images[i];
     const ends = clipLine(epipolarLine(hover.image === 0 ? F : transpose(F), hover.x, hover.y), width, height);
     if (!ends) return;
+    state.marks.line = ends;
     const [a, b] = ends.map(([x, y]) => this.project(i, x, y));
     ctx.save();
     this.#clip(ctx, i);

@@ -18,7 +18,8 @@ export const state = {
   kept: [], // {x0, y0, x1, y1, certainty}
   linked: true,
   times: {},
-  frames: [],
+  frames: [], // milliseconds that drawing the pointer's marks took, the latest last
+  marks: { lenses: [], line: null }, // what was drawn for the pointer
 };
 
 const watchers = new Map();
@@ -40,9 +41,9 @@ export function change(patch) {
 
 /** A copy for tests and for the console: plain values only. */
 export function snapshot(viewers, api) {
-  const { phase, mode, align, amount, show, filter, hover, kept, linked, times, frames, estimate } = state;
+  const { phase, mode, align, amount, show, filter, hover, kept, linked, times, frames, marks, estimate } = state;
   return structuredClone({
-    phase, mode, align, amount, show, filter, hover, kept, linked, times, frames,
+    phase, mode, align, amount, show, filter, hover, kept, linked, times, frames, marks,
     images: state.images.map((image) => image && { id: image.id, name: image.name, width: image.width, height: image.height }),
     pair: state.result?.pair ?? null,
     count: state.result?.count ?? 0,
