@@ -1,10 +1,12 @@
 """The command that starts the service."""
 
 import logging
+import os
 import secrets
 import sys
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -107,7 +109,7 @@ def serve(
 
             matcher = load(preset, weights=weights, device=device, size=size, max_memory=max_memory)
         app = create_app(matcher, config, reconstruction=model)
-        page = url if token is None else f"{url}#token={token}"
+        page = url if token is None else f"{url}#token={quote(token, safe='')}"
 
         def tell() -> None:
             common.screen.print(f"Serving on {matcher.device}: {page}\nCtrl-C stops.", highlight=False, soft_wrap=True)
@@ -120,6 +122,11 @@ def serve(
         _log_to_standard_error()
         server.serve(app, listener, started=tell)
     common.screen.print("Stopped; uploads are removed.", highlight=False)
+    if server.is_busy():
+        # Native code of another thread, such as that which renders examples, does not survive the interpreter's end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     return {"url": url}
 
 

@@ -75,7 +75,7 @@ def create_app(
             sweeper = asyncio.create_task(_sweep(service))
             if prepare:
                 service.jobs.when_idle(service.warm_up)
-                _in_background(lambda: examples.prepare(lambda: service.jobs.closing))
+                _render(examples, service)
             try:
                 yield
             finally:
@@ -188,11 +188,14 @@ async def _sweep(service: Service) -> None:
             await asyncio.to_thread(service.sweep)
 
 
-def _in_background(task: Any) -> None:
+def _render(examples: Examples, service: Service) -> None:
+    """Render the examples in the background."""
+
     def run() -> None:
         try:
-            task()
+            examples.prepare(lambda: service.jobs.closing)
         except Exception:
-            logger.exception("The examples could not be rendered.")
+            if not service.jobs.closing:
+                logger.exception("The examples could not be rendered.")
 
     threading.Thread(target=run, name="examples", daemon=True).start()

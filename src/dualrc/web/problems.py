@@ -16,7 +16,12 @@ class Problem(Exception):  # noqa: N818
     def headers(self) -> dict[str, str]:
         """Headers that belong to the status."""
         headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
-        return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.status in (408, 413):
+            # The rest of the body is not read: the connection can't serve another request.
+            headers["Connection"] = "close"
+        return headers
 
     def body(self) -> dict[str, str]:
         """The JSON body."""
@@ -36,6 +41,8 @@ def from_error(error: DualRCError) -> Problem:
             return Problem(413, "too_many_pixels", message)
         if "not enough memory" in message or "of memory" in message:
             return Problem(503, "no_memory", message, retry_s=10)
+        if "too small or too thin" in message:
+            return Problem(422, "too_small", message)
         return Problem(415, "not_an_image", message)
     if isinstance(error, ConfigError):
         return Problem(422, "bad_setting", message)

@@ -114,7 +114,7 @@ class Guard:
             count += len(message.get("body", b""))
             ended = message["type"] != "http.request" or not message.get("more_body", False)
             if count > most:
-                ended = await _drain(receive, most, deadline) or ended
+                ended = ended or await _drain(receive, most, deadline)
                 raise problem
             return message
 
@@ -155,7 +155,7 @@ def _protected(path: str) -> bool:
 
 
 def _long_json(most: int) -> Problem:
-    return Problem(413, "too_many_bytes", f"The body has more than {most / MIB:.0f} MiB; send less at once.")
+    return Problem(413, "too_many_bytes", f"The body has more than {most / MIB:.3g} MiB; send less at once.")
 
 
 async def _in_time(receive: Receive, deadline: float) -> Message:

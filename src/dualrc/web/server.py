@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from dualrc.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+THREADS = ("matching", "examples")  # by the names that `jobs` and `app` give them
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _GRACE_S = 3  # for requests that run when the server is stopped
 
@@ -45,6 +46,11 @@ def url_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     host = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+def is_busy() -> bool:
+    """Whether a thread of the service still runs."""
+    return any(thread.name in THREADS for thread in threading.enumerate())
 
 
 class Server(uvicorn.Server):

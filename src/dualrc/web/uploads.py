@@ -169,7 +169,7 @@ class ImageStore:
 
     def _check_size(self, size: Size) -> None:
         if size[0] * size[1] > self.config.max_pixels:
-            most = f"{self.config.max_pixels / 1e6:.0f} megapixels"
+            most = f"{self.config.max_pixels / 1e6:.3g} megapixels"
             message = f"The image has {size[0]}x{size[1]} pixels, more than {most}; scale it down and send it again."
             raise Problem(413, "too_many_pixels", message)
 
@@ -201,7 +201,7 @@ def clean_name(name: str | None) -> str:
 
 def too_many_bytes(most: int) -> Problem:
     """A body that is too long."""
-    message = f"The upload has more than {most / MIB:.0f} MiB; send a smaller file."
+    message = f"The upload has more than {most / MIB:.3g} MiB; send a smaller file."
     return Problem(413, "too_many_bytes", message)
 
 
