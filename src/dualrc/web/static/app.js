@@ -109,6 +109,8 @@ async function start() {
   const api = new Api(askToken);
   const pair = new PairView(api);
   startKeys(pair);
+  // The start page would flash before a stored pair.
+  if (/^#pair\/./.test(location.hash)) change({ opening: true });
   document.querySelector(".skip").addEventListener("click", (event) => {
     event.preventDefault();
     byId("main").focus();

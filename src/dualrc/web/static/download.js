@@ -29,6 +29,7 @@ function picture(stage) {
     ctx.drawImage(pane.querySelector("canvas"), pane.offsetLeft * ratio, pane.offsetTop * ratio);
   }
   ctx.drawImage(stage.overlay, 0, 0);
+  ctx.drawImage(stage.pins, 0, 0);
   return new Promise((done) => canvas.toBlob(done, "image/png"));
 }
 

@@ -14,6 +14,11 @@ export function scaleColor(value) {
   return SCALE[i].map((low, c) => Math.round(low + (SCALE[i + 1][c] - low) * (place - i)));
 }
 
+/** A signal color for the mark of a found place. */
+export function certaintyColor(certainty) {
+  return certainty >= 0.6 ? "#4ade80" : certainty >= 0.3 ? "#fbbf24" : "#ff7a59";
+}
+
 /** The color of match k, one of a few, so that many lines can be drawn at once. */
 export function colorOf(k, { result, residuals, show, filter }) {
   if (show.color === "inlier" && residuals) return residuals[k] <= filter.thresholdPx ? INLIER : OUTLIER;

@@ -33,5 +33,10 @@ async function addThumbs(api, list) {
 export function showExamples(api, list, open) {
   list.replaceChildren(...api.info.examples.map((example) => card(example, open)));
   list.closest("section").hidden = !api.info.examples.length;
-  addThumbs(api, list);
+  // Who opens a stored pair does not see the list.
+  new IntersectionObserver((entries, observer) => {
+    if (!entries.some((entry) => entry.isIntersecting)) return;
+    observer.disconnect();
+    addThumbs(api, list);
+  }).observe(list);
 }

@@ -31,7 +31,7 @@ export class PairView {
     startDownloads(api, this.stage);
     startInputs((slot, files) => this.take(slot, files));
     this.#buttons();
-    watch("phase", () => this.#showPhase());
+    watch("phase opening", () => this.#showPhase());
     watch("result", () => this.#showResult());
     window.dualrcState = () => snapshot([...this.stage.viewers, this.compare.viewer], api);
   }
@@ -130,7 +130,8 @@ export class PairView {
     const both = state.images.every(Boolean);
     const turned = both === byId("workbench").hidden;
     const lost = turned && byId(both ? "intro" : "workbench").contains(document.activeElement);
-    byId("intro").hidden = both;
+    byId("intro").hidden = both || state.opening;
+    byId("opening").hidden = both || !state.opening;
     byId("workbench").hidden = !both;
     if (turned) scrollTo(0, 0);
     // The focus was on what is hidden now.
@@ -213,9 +214,14 @@ export class PairView {
     clear();
     this.#abandon();
     const turns = [++this.#turns[0], ++this.#turns[1]];
-    change({ times: { given: performance.now() }, phase: "uploading" });
-    const images = await load();
-    const loaded = await Promise.all(images.map((image) => fetchView(this.api, image)));
+    change({ times: { given: performance.now() }, phase: "uploading", opening: true });
+    let images, loaded;
+    try {
+      images = await load();
+      loaded = await Promise.all(images.map((image) => fetchView(this.api, image)));
+    } finally {
+      change({ opening: false });
+    }
     if (turns.some((turn, i) => turn !== this.#turns[i])) return false;
     images.forEach((image, i) => this.#setImage(i, { ...image, loaded: loaded[i] }));
     return true;

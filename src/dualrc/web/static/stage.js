@@ -1,6 +1,6 @@
 // The stage: two linked viewers, the drawing over them, and the pointer's place in both images.
 
-import { certaintyMap, drawCross, drawLens, drawLine, drawMarker, drawMatches, scaleColor } from "./draw.js";
+import { certaintyColor, certaintyMap, drawCross, drawLens, drawLine, drawMarker, drawMatches } from "./draw.js";
 import { clamp, clipLine, epipolarLine, transpose } from "./geometry.js";
 import { change, state, watch } from "./state.js";
 import { Viewer } from "./viewer.js";
@@ -20,6 +20,7 @@ export class Stage {
     this.viewers = [0, 1].map((i) => new Viewer(element.querySelector(`[data-pane="${i}"]`),
       `Image ${i}. Arrow keys move the point, Shift moves it by one pixel, Enter keeps it, plus and minus zoom.`));
     this.overlay = element.querySelector("#overlay");
+    this.pins = element.querySelector("#pins");
     this.hover = element.querySelector("#hover");
     for (const i of [0, 1]) this.#listen(i);
     watch("visible show kept warps mode", () => this.redraw());
@@ -58,7 +59,7 @@ export class Stage {
     this.element.style.height = `${Math.round(height)}px`;
     for (const viewer of this.viewers) viewer.resize();
     const ratio = devicePixelRatio;
-    for (const canvas of [this.overlay, this.hover]) {
+    for (const canvas of [this.overlay, this.pins, this.hover]) {
       canvas.width = Math.round(this.element.clientWidth * ratio);
       canvas.height = Math.round(this.element.clientHeight * ratio);
     }
@@ -104,14 +105,14 @@ export class Stage {
   paint() {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
-    const ctx = this.#context(this.overlay);
+    const ctx = this.#context(this.overlay), pins = this.#context(this.pins);
     if (state.mode !== "matches") return;
     if (state.show.certainty) WAYS.forEach((way, i) => this.#paintCertainty(ctx, way, i));
     if (state.result) drawMatches(ctx, this, state);
     state.kept.forEach((point, n) => {
       for (const i of [0, 1]) {
         const { x, y, inside } = this.project(i, point[`x${i}`], point[`y${i}`]);
-        if (inside) drawMarker(ctx, x, y, String(n + 1), KEPT);
+        if (inside) drawMarker(pins, x, y, String(n + 1), KEPT);
       }
     });
     if (state.result && !state.times.drawn) change({ times: { ...state.times, drawn: performance.now() } });
@@ -145,8 +146,8 @@ export class Stage {
       const image = state.images[i]?.loaded;
       if (!place || !image) return;
       const at = this.project(i, place.x, place.y);
-      const color = i === hover.image ? ACCENT : `rgb(${scaleColor(0.25 + 0.75 * hover.other.certainty).join(" ")})`;
-      if (at.inside) drawCross(ctx, at.x, at.y, i === hover.image ? ACCENT : color);
+      const color = i === hover.image ? ACCENT : certaintyColor(hover.other.certainty);
+      if (at.inside) drawCross(ctx, at.x, at.y, color);
       const text = i === hover.image ? `${place.x.toFixed(0)}, ${place.y.toFixed(0)}` : `${Math.round(place.certainty * 100)} % certain`;
       const scale = Math.max(LENS_SCALE, this.viewers[i].view.scale * 2.5);
       const box = this.#lensBox(i, at);

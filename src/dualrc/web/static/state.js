@@ -2,6 +2,7 @@
 
 export const state = {
   phase: "empty", // empty, uploading, matching, ready, failed
+  opening: false, // a stored pair or an example is being fetched
   images: [null, null], // {loaded: LoadedImage, id, width, height, name}
   result: null,
   estimate: null,

@@ -123,10 +123,12 @@ export class Viewer extends EventTarget {
   }
 
   panBy(dx, dy) {
+    const { x, y } = this.view;
     this.view.x += dx;
     this.view.y += dy;
     this.place();
-    this.#tell("view", { factor: 1, dx, dy });
+    // At a border nothing moves, and nothing has to be drawn.
+    if (this.view.x !== x || this.view.y !== y) this.#tell("view", { factor: 1, dx, dy });
   }
 
   #tell(name, detail) {
