@@ -9,12 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pycolmap
 import pytest
-from collection_data import make_scene
 from conftest import same_matches
 from PIL import Image
-from web_data import encode, events, pair_of, refused, scene, serving, upload
+from web_data import encode, events, pair_of, refused, scene, serving, upload, write_model
 
-from dualrc import colmap, geometry
+from dualrc import geometry
 from dualrc.image import Scale
 from dualrc.matches import Estimate, Matches
 from dualrc.web import pairs
@@ -315,8 +314,7 @@ def test_a_collection_gives_all_pairs(http, served):
     refused(http.get("/v1/collections/x"), 404, "unknown_id")
 
 
-def test_examples_are_rendered_once(http, served, monkeypatch):
-    monkeypatch.setattr(served.app.state.examples, "_size", (96, 64))
+def test_examples_are_rendered_once(http):
     refused(http.get("/v1/examples/town/view/0"), 503, "not_ready")
     first = http.post("/v1/examples/unrelated").json()
     assert first["truth"] is False and (first["image0"]["width"], first["image0"]["height"]) == (96, 64)
@@ -332,23 +330,8 @@ def test_examples_are_rendered_once(http, served, monkeypatch):
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """What `dualrc reconstruct` leaves: a model of three images, of points that all of them show."""
     folder = tmp_path_factory.mktemp("town")
-    made = make_scene(["a.png", "b.png", "c.png"], count=20)
-    reconstruction = colmap.posed_reconstruction(made.cameras)
-    pixels = made.pixels
-    for number, name in enumerate(made.cameras, start=1):
-        points = [pycolmap.Point2D(place + 0.5) for place in pixels[name]]
-        reconstruction.images[number].points2D = pycolmap.Point2DList(points)
-    for index, xyz in enumerate(made.xyz):
-        elements = [pycolmap.TrackElement(number, index) for number in (1, 2, 3)]
-        reconstruction.add_point3D(xyz, pycolmap.Track(elements), np.array([index, 2, 3], dtype=np.uint8))
-    (folder / "out" / "model").mkdir(parents=True)
-    reconstruction.write_binary(folder / "out" / "model")
-    (folder / "photos").mkdir()
-    for name in made.cameras:
-        Image.fromarray(scene(1, 320, 240)).save(folder / "photos" / name)
-    return folder, made
+    return folder, write_model(folder)
 
 
 def test_a_reconstruction_is_shown(model_folder):

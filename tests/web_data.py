@@ -2,15 +2,19 @@
 
 import asyncio
 import io
+import json
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
 import numpy as np
+import pycolmap
+from collection_data import Scene, make_scene
 from conftest import texture, tiny_matcher
 from PIL import Image
 
+from dualrc import colmap
 from dualrc.web.app import create_app
 from dualrc.web.server import Server, listen, url_of
 from dualrc.web.settings import ServerConfig
@@ -45,6 +49,7 @@ def serving(matcher=None, *, reconstruction=None, **limits):
         thread.start()
         try:
             assert ready.wait(30)
+            app.state.examples._size = (96, 64)  # quick to render
             yield Served(url_of(listener), app, matcher)
         finally:
             server.should_exit = True
@@ -98,8 +103,6 @@ def refused(answer: httpx.Response, status: int, code: str) -> str:
 
 def events(http: httpx.Client, job: str):
     """The names and data of a job's events, as they come."""
-    import json
-
     with http.stream("GET", f"/v1/jobs/{job}/events") as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
         name = None
@@ -108,3 +111,22 @@ def events(http: httpx.Client, job: str):
                 name = line[7:]
             elif line.startswith("data: "):
                 yield name, json.loads(line[6:])
+
+
+def write_model(folder) -> Scene:
+    """What `dualrc reconstruct` leaves in folder/out, of photos in folder/photos: three views of the same points."""
+    made = make_scene(["a.png", "b.png", "c.png"], count=20)
+    reconstruction = colmap.posed_reconstruction(made.cameras)
+    pixels = made.pixels
+    for number, name in enumerate(made.cameras, start=1):
+        points = [pycolmap.Point2D(place + 0.5) for place in pixels[name]]
+        reconstruction.images[number].points2D = pycolmap.Point2DList(points)
+    for index, xyz in enumerate(made.xyz):
+        elements = [pycolmap.TrackElement(number, index) for number in (1, 2, 3)]
+        reconstruction.add_point3D(xyz, pycolmap.Track(elements), np.array([index, 2, 3], dtype=np.uint8))
+    (folder / "out" / "model").mkdir(parents=True)
+    reconstruction.write_binary(folder / "out" / "model")
+    (folder / "photos").mkdir()
+    for name in made.cameras:
+        Image.fromarray(scene(1, 320, 240)).save(folder / "photos" / name)
+    return made

@@ -51,7 +51,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         number, start = secrets.token_hex(8), time.perf_counter()
-        answered = {"status": 500, "bytes": 0}
+        answered = {"status": 0, "bytes": 0}
 
         async def reply(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -74,6 +74,10 @@ class Guard:
                 await answer(problem, scope, receive, reply)
             else:
                 await self.app(scope, limited, reply)
+        except asyncio.CancelledError:
+            # The server stops, and has waited long enough for this request.
+            if not answered["status"]:
+                await answer(Problem(503, "closing", "The server is stopping."), scope, receive, reply)
         finally:
             self._note(scope, number, answered, time.perf_counter() - start)
 
@@ -124,15 +128,16 @@ class Guard:
 
     def _note(self, scope: Scope, number: str, answered: Mapping[str, int], seconds: float) -> None:
         # The pattern of the path: the path itself has ids in it, and who has an id has the image.
-        route = getattr(scope.get("route"), "path", None) or ("static" if answered["status"] < 400 else "unknown")
-        self.metrics.request(route, scope["method"], answered["status"], seconds)
+        status = answered["status"] or 500  # where nothing was answered
+        route = getattr(scope.get("route"), "path", None) or ("static" if status < 400 else "unknown")
+        self.metrics.request(route, scope["method"], status, seconds)
         note: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "request": number,
             "client": client_of(scope),
             "method": scope["method"],
             "route": route,
-            "status": answered["status"],
+            "status": status,
             "bytes": answered["bytes"],
             "ms": round(seconds * 1000, 1),
         }
