@@ -239,6 +239,22 @@ def test_a_warp_is_the_matchers_own_at_the_centers_of_cells(http, served):
     refused(http.get(f"/v1/pairs/{pair}/warp"), 404, "unknown_id")
 
 
+def test_the_warp_of_a_zoomed_pair_is_computed_at_its_scale(http, served):
+    images = pair_of(6)
+    service = served.service
+    uploads = [service.images.get(upload(http, image)) for image in images]
+    features = [served.matcher.features(image) for image in images]
+    for zoom, larger in ((2.0, 1), (0.5, 0)):
+        job = service.warp("test", tuple(uploads), (40, 32), zoom=zoom)
+        assert list(events(http, job.id))[-1][0] == "done"
+        leveled = list(features)
+        # Things are twice as large there.
+        leveled[larger] = served.matcher.features(images[larger], size=80)
+        scale = Scale(image_size=(40, 32), input_size=leveled[0].scale.input_size)
+        own = served.matcher.warp(replace(leveled[0], scale=scale), leveled[1])
+        assert np.array_equal(unpack_warp(job.result["bytes"])[0], own.points1, equal_nan=True)
+
+
 def test_points_are_found_in_their_order(http, served):
     images = pair_of(7)
     ids = [upload(http, image) for image in images]

@@ -63,6 +63,7 @@ def serve(
     cache: Annotated[
         float, typer.Option(metavar="GIB", min=0.05, help="Memory for features of images.", rich_help_panel=_PANEL)
     ] = 0.75,
+    threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
     """Start the page and the HTTP service.
 
@@ -107,7 +108,7 @@ def serve(
         with common.status("Loading the network..."):
             from dualrc.matcher import load
 
-            matcher = load(preset, weights=weights, device=device, size=size, max_memory=max_memory)
+            matcher = load(preset, weights=weights, device=device, threads=threads, size=size, max_memory=max_memory)
         app = create_app(matcher, config, reconstruction=model)
         page = url if token is None else f"{url}#token={quote(token, safe='')}"
 

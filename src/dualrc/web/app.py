@@ -34,6 +34,7 @@ from dualrc.web.settings import ServerConfig
 logger = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
 _SWEEP_S = 30.0
+_FITTING = 2  # models that are fitted at the same time
 _DESCRIPTION = "Dense correspondences between two images. Everything stays on this machine."
 
 
@@ -70,6 +71,7 @@ def create_app(
             service = app.state.service = Service(matcher, Path(folder), config)
             examples = app.state.examples = Examples(service.images)
             app.state.uploading = asyncio.Semaphore(config.max_uploads)
+            app.state.fitting = asyncio.Semaphore(_FITTING)
             app.state.streams = asyncio.Semaphore(config.max_streams)
             service.jobs.open()
             sweeper = asyncio.create_task(_sweep(service))

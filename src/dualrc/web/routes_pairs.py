@@ -82,7 +82,9 @@ async def estimate(request: Request, number: str) -> Response:
         model = service.estimate(pair, body.kind, body.threshold_px, min_score=body.min_score, top=body.top)
         return pairs.describe_estimate(model)
 
-    return await json_answer(fit)
+    # It takes a core for up to a second.
+    async with request.app.state.fitting:
+        return await json_answer(fit)
 
 
 @router.get("/pairs/{number}/warp", summary="Warp of a pair", response_class=Response, responses=_WARP_BYTES)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from dualrc.errors import ConfigError
 logger = logging.getLogger(__name__)
 THREADS = ("matching", "examples")  # by the names that `jobs` and `app` give them
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_CONNECTIONS = 512  # at the same time; more are answered with 503
 _GRACE_S = 3  # for requests that run when the server is stopped
 
 
@@ -65,6 +66,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 timeout_graceful_shutdown=_GRACE_S,
                 timeout_keep_alive=15,
+                limit_concurrency=_CONNECTIONS,
                 h11_max_incomplete_event_size=64 * 1024,
                 lifespan="on",
             )

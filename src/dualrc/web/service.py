@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc import geometry
+from dualrc.errors import DualRCError
 from dualrc.image import Scale
 from dualrc.matcher import Matcher
 from dualrc.matcher.features import PictureFeatures
@@ -77,8 +78,10 @@ class Service:
         """Extract features of a new image when the worker has nothing else to do: it will be matched soon."""
 
         def extract() -> None:
-            if self.images.known(upload.id):
-                self.features(upload, self.matcher.config.size)
+            # Whatever is wrong with the image is said to the one who matches it.
+            with suppress(DualRCError):
+                if self.images.known(upload.id):
+                    self.features(upload, self.matcher.config.size)
 
         self.jobs.when_idle(extract)
 
