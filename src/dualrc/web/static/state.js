@@ -48,6 +48,7 @@ export function snapshot(viewers, api) {
     images: state.images.map((image) => image && { id: image.id, name: image.name, width: image.width, height: image.height }),
     pair: state.result?.pair ?? null,
     count: state.result?.count ?? 0,
+    seconds: state.result?.seconds ?? null,
     visible: state.visible.length,
     minVisibleScore: state.visible.reduce((least, k) => Math.min(least, state.result.scores[k]), 1),
     inliers: inlierCount(),
