@@ -71,7 +71,8 @@ def test_memory_stays_flat(served):
         before = ask(10)
         after = ask(30)
     assert after - before < 30e6
-    assert served.service.jobs.depth == 0 and not [1 for job in served.service.jobs._jobs.values() if job.work]
+    jobs = served.service.jobs
+    assert jobs.depth == jobs.running == 0 and not [1 for job in jobs._jobs.values() if job.work or job.pair]
 
 
 def test_cancelling():
@@ -201,6 +202,12 @@ def test_the_client_is_a_matcher_elsewhere(served, tmp_path):
         coarse = client.warp(image0, kept, max_side=80)
         both = np.isfinite(coarse.points1).all(axis=2) & np.isfinite(own_warp.points1).all(axis=2)
         assert coarse.certainty.shape == (128, 160) and both.mean() > 0.1
+        # Arrays of finished jobs are not kept with them, nor features of images that are gone.
+        service = served.service
+        assert not [
+            1 for job in service.jobs._jobs.values() if job.result and not {"pair", "collection"} & set(job.result)
+        ]
+        assert all(service.images.known(key[0]) for key in service._features._values)
         # What the client sent by itself, it removed.
         count = len(served.service.images)
         client.match(image0, kept, top=5)

@@ -50,6 +50,8 @@ class Job:
     # Jobs with the same key may be given to `together` at once; None: this one runs alone.
     batch_key: tuple[Any, ...] | None = None
     pair: Any = None
+    # Whether clients can ask for it by its id. One that is not listed goes when its result is taken.
+    listed: bool = True
     # Called when the job has ended, in whatever way.
     release: Callable[[], None] = lambda: None
     id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
@@ -79,7 +81,7 @@ class JobQueue:
         self.config, self._together = config, together
         self._waiting: list[Job] = []
         self._jobs: dict[str, Job] = {}
-        self._running: Job | None = None
+        self._working: list[Job] = []
         self._ready = threading.Condition()
         self._idle: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -96,7 +98,7 @@ class JobQueue:
         """Cancel everything and wait for the worker."""
         with self._ready:
             self._closing = True
-            for job in list(self._jobs.values()):
+            for job in [*self._jobs.values(), *self._waiting, *self._working]:
                 self._cancel(job)
             self._ready.notify_all()
         if self._thread.is_alive():
@@ -114,8 +116,8 @@ class JobQueue:
 
     @property
     def running(self) -> int:
-        """Jobs that run: 0 or 1."""
-        return int(self._running is not None)
+        """Jobs that run: one, or those of a batch."""
+        return len(self._working)
 
     def when_idle(self, task: Callable[[], None]) -> None:
         """Do something on the worker thread when no job waits."""
@@ -128,8 +130,7 @@ class JobQueue:
         with self._ready:
             if self._closing:
                 raise Problem(503, "closing", "The server is stopping; try again when it is back.", retry_s=10)
-            mine = sum(one.client == job.client for one in self._waiting)
-            mine += self._running is not None and self._running.client == job.client
+            mine = sum(one.client == job.client for one in [*self._waiting, *self._working])
             if mine >= self.config.max_client_jobs:
                 message = f"You have {mine} jobs waiting; wait for some of them, or cancel them."
                 raise Problem(429, "too_many_jobs", message, retry_s=self._retry_s(mine))
@@ -137,7 +138,8 @@ class JobQueue:
                 message = f"{len(self._waiting)} jobs are waiting, as many as the server accepts; try again soon."
                 raise Problem(503, "queue_full", message, retry_s=self._retry_s(len(self._waiting)))
             self._forget()
-            self._jobs[job.id] = job
+            if job.listed:
+                self._jobs[job.id] = job
             self._waiting.append(job)
             self._ready.notify_all()
         return job
@@ -251,7 +253,7 @@ class JobQueue:
             for job in others:
                 self._waiting.remove(job)
             jobs += others
-        self._running = jobs[0]
+        self._working = jobs
         for job in jobs:
             job.state = "running"
             self._wake(job)
@@ -266,7 +268,7 @@ class JobQueue:
                 self._run_one(jobs[0])
         finally:
             with self._ready:
-                self._running = None
+                self._working = []
 
     def _run_together(self, jobs: list[Job]) -> None:
         assert self._together is not None
@@ -319,7 +321,7 @@ class JobQueue:
 
     def _end(self, job: Job, state: State, problem: Problem | None = None) -> None:
         # The problem first: who sees the state looks for it.
-        job.problem, job.work, job.pair = problem, None, None
+        job.problem, job.work, job.pair, job.start = problem, None, None, _ended
         job.state = state
         self.outcomes[state] += 1
         job.release()
@@ -338,6 +340,11 @@ class JobQueue:
 
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(wake)
+
+
+def _ended() -> Work:
+    """The work of a job that has ended; what it worked on is let go."""
+    raise AssertionError("A job is run once.")
 
 
 def _too_late(job: Job) -> Problem:

@@ -49,6 +49,7 @@ class Service:
             config.feature_bytes, lambda features: features.bytes
         )
         self._warps: ByteCache[tuple[str, str, Size, float, float], bytes] = ByteCache(config.result_bytes // 4, len)
+        self.images.removed = lambda number: self._features.discard(lambda key: key[0] == number)
         on_gpu = matcher.device.type == "cuda"
         self.jobs = JobQueue(config, together=self._match_together if on_gpu else None)
 
@@ -87,8 +88,12 @@ class Service:
 
     def features(self, upload: Upload, size: int | None) -> PictureFeatures:
         """The features of an image, on the worker thread."""
-        make: Callable[[], PictureFeatures] = lambda: self.matcher.features(self.images.pixels(upload), size=size)  # noqa: E731
-        return self._features.make((upload.id, size), make)
+        key = (upload.id, size)
+        found = self._features.make(key, lambda: self.matcher.features(self.images.pixels(upload), size=size))
+        if not self.images.known(upload.id):
+            # It was deleted in the meantime.
+            self._features.discard(lambda kept: kept == key)
+        return found
 
     def match(self, client: str, images: tuple[Upload, Upload], settings: MatchSettings) -> Job:
         """Queue a match of two images; the result is {"pair": id}."""
@@ -109,7 +114,7 @@ class Service:
             yield Progress(stage="matching", fraction=0.6)
             return {"matches": self.matcher.match_points(*features, points, min_score=min_score)}
 
-        return self._submit(client, images, work)
+        return self._submit(client, images, work, listed=False)
 
     def warp(
         self, client: str, images: tuple[Upload, Upload], grid: Size, *, zoom: float = 1.0, min_score: float = 0.0
@@ -130,7 +135,7 @@ class Service:
             self._warps.put(key, packed)
             return {"bytes": packed}
 
-        return self._submit(client, images, work)
+        return self._submit(client, images, work, listed=False)
 
     def collect(
         self,

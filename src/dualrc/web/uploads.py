@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -62,6 +62,7 @@ class ImageStore:
     def __init__(self, folder: Path, config: ServerConfig) -> None:
         self.folder, self.config = folder, config
         self._uploads: dict[str, Upload] = {}
+        self.removed: Callable[[str], None] = lambda _: None  # told the id of every image that goes
         self._lock = threading.RLock()
         self._decoding = threading.BoundedSemaphore(_DECODERS)
         self._pixels: ByteCache[str, ImageArray] = ByteCache(config.pixel_bytes, lambda pixels: pixels.nbytes)
@@ -190,6 +191,7 @@ class ImageStore:
         upload.path.unlink(missing_ok=True)
         self._pixels.discard(lambda key: key == upload.id)
         self._views.discard(lambda key: key[0] == upload.id)
+        self.removed(upload.id)
 
 
 def clean_name(name: str | None) -> str:
