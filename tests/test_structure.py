@@ -44,8 +44,9 @@ ROOMS = [
     "evaluation",
     "bench",
     "demo",
-    "cli",
     "web",
+    "client",
+    "cli",
     "__main__",  # `python -m dualrc`: the command line under Python's name for it
 ]
 
@@ -175,7 +176,8 @@ settings_before, filters = settings(), list(warnings.filters)
 import dualrc
 assert before == (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 assert settings_before == settings() and filters == list(warnings.filters)
-heavy = {"matplotlib", "cv2", "pycolmap", "typer", "rich", "poselib", "scipy", "h5py"} & sys.modules.keys()
+heavy = {"matplotlib", "cv2", "pycolmap", "typer", "rich", "poselib", "scipy", "h5py", "fastapi", "httpx"}
+heavy &= sys.modules.keys()
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
 """

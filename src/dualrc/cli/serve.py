@@ -1,0 +1,144 @@
+"""The command that starts the service."""
+
+import logging
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from dualrc.cli import common, running
+from dualrc.errors import ConfigError
+from dualrc.extras import require
+
+_PANEL = "Limits"
+
+
+@running.command(waits=False)
+def serve(
+    reconstruction: Annotated[
+        Path | None,
+        typer.Argument(metavar="[DIR]", help="Folder of `dualrc reconstruct --out DIR`, to look at in 3D."),
+    ] = None,
+    images: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the images that DIR was made from; without it, they are not shown."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Any other than this machine's own needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="DUALRC_TOKEN",
+            help="Token that requests must carry; `auto` makes one and prints it. Better given in the environment.",
+        ),
+    ] = None,
+    browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    preset: common.PresetOption = "default",
+    weights: common.WeightsOption = None,
+    device: common.DeviceOption = None,
+    size: common.SizeOption = None,
+    max_memory: common.MaxMemoryOption = None,
+    max_bytes: Annotated[
+        float, typer.Option(metavar="MIB", min=0.01, help="Size of an uploaded file, at most.", rich_help_panel=_PANEL)
+    ] = 64,
+    max_pixels: Annotated[
+        float,
+        typer.Option(metavar="MP", min=0.01, help="Megapixels of an uploaded image, at most.", rich_help_panel=_PANEL),
+    ] = 100,
+    max_images: Annotated[int, typer.Option(min=2, help="Uploaded images kept.", rich_help_panel=_PANEL)] = 256,
+    max_queue: Annotated[int, typer.Option(min=1, help="Jobs that may wait.", rich_help_panel=_PANEL)] = 64,
+    max_client_jobs: Annotated[
+        int, typer.Option(min=1, help="Jobs of one client that may wait.", rich_help_panel=_PANEL)
+    ] = 16,
+    keep: Annotated[
+        float, typer.Option(metavar="S", min=1, help="Seconds that images are kept unused.", rich_help_panel=_PANEL)
+    ] = 3600,
+    limit: Annotated[float, typer.Option(metavar="S", min=1, help="Seconds for a job.", rich_help_panel=_PANEL)] = 120,
+    cache: Annotated[
+        float, typer.Option(metavar="GIB", min=0.05, help="Memory for features of images.", rich_help_panel=_PANEL)
+    ] = 0.75,
+    threads: common.ThreadsOption = None,
+) -> dict[str, Any]:
+    """Start the page and the HTTP service.
+
+    dualrc serve --open
+
+    dualrc serve town --images photos      # a reconstruction in 3D
+
+    dualrc serve --host 0.0.0.0 --token auto      # for others too; put HTTPS before it
+
+    The service is described in docs/service.md, and by itself at /openapi.json.
+    """
+    for module in ("fastapi", "uvicorn", "python_multipart"):
+        require(module, "web", "The page and the service")
+    from dualrc.web import server
+    from dualrc.web.app import create_app
+    from dualrc.web.reconstruction import Reconstruction
+    from dualrc.web.settings import MIB, ServerConfig
+
+    local = server.is_loopback(host)
+    if not local and token is None:
+        raise ConfigError(f"Others can reach {host}: give a token (--token auto or DUALRC_TOKEN), or no --host.")
+    if token == "auto":
+        token = secrets.token_urlsafe(24)
+    config = ServerConfig(
+        token=token,
+        hosts=(*dict.fromkeys((host, *server.LOOPBACK)),) if local else (),
+        max_bytes=int(max_bytes * MIB),
+        max_pixels=int(max_pixels * 1e6),
+        max_images=max_images,
+        max_queue=max_queue,
+        max_client_jobs=max_client_jobs,
+        keep_s=keep,
+        limit_s=limit,
+        feature_bytes=int(cache * 1024 * MIB),
+    )
+    if images is not None and reconstruction is None:
+        raise ConfigError("--images belongs to a reconstruction; give both: dualrc serve DIR --images FOLDER.")
+    # What can fail is tried before the network is loaded.
+    model = None if reconstruction is None else Reconstruction(reconstruction, images)
+    with server.listen(host, port) as listener:
+        url = server.url_of(listener)
+        with common.status("Loading the network..."):
+            from dualrc.matcher import load
+
+            matcher = load(preset, weights=weights, device=device, threads=threads, size=size, max_memory=max_memory)
+        app = create_app(matcher, config, reconstruction=model)
+        page = url if token is None else f"{url}#token={quote(token, safe='')}"
+
+        def tell() -> None:
+            common.screen.print(f"Serving on {matcher.device}: {page}\nCtrl-C stops.", highlight=False, soft_wrap=True)
+            sys.stdout.flush()
+            if browser:
+                import webbrowser
+
+                webbrowser.open(page)
+
+        _log_to_standard_error()
+        server.serve(app, listener, started=tell)
+    common.screen.print("Stopped; uploads are removed.", highlight=False)
+    if server.is_busy():
+        # Native code of another thread, such as that which renders examples, does not survive the interpreter's end.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+    return {"url": url}
+
+
+def _log_to_standard_error() -> None:
+    """The access log, a line of JSON for each request, and what uvicorn warns of."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    access = logging.getLogger("dualrc.web.access")
+    access.propagate = False
+    if not common.current.quiet:
+        access.addHandler(handler)
+    uvicorn = logging.getLogger("uvicorn.error")
+    uvicorn.addHandler(handler)
+    uvicorn.setLevel(logging.WARNING)

@@ -1,0 +1,298 @@
+"""A client of `dualrc serve`: the calls of a matcher, done by a server, with the same results.
+
+with Client("http://127.0.0.1:8000") as client:
+    matches = client.match("a.jpg", "b.jpg", top=2000)
+"""
+
+import io
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
+from dualrc.extras import require
+from dualrc.files import parse_json
+from dualrc.geometry import sample_bilinear
+from dualrc.image import ImageInput, read
+from dualrc.matches import EstimateKind, Matches, Warp
+from dualrc.pixels import pixel_grid, resize_points
+from dualrc.types import Size
+from dualrc.web.wire import unpack_warp
+
+Progress = Callable[[Mapping[str, Any]], None]
+_LARGEST_GRID = 4096
+_IMAGE_STATUS = (413, 415)
+
+
+class ServiceError(DualRCError):
+    """A server that can't be reached, or that refused a request."""
+
+    def __init__(self, message: str, *, status: int | None = None, code: str = "") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteImage:
+    """An image that a server keeps for a time; give it to calls of the client instead of the image itself."""
+
+    id: str
+    name: str
+    size: Size  # (width, height), upright
+
+
+Remote = ImageInput | RemoteImage
+
+
+class Client:
+    """Asks a server for matches; close it, or use it in a `with` block."""
+
+    def __init__(
+        self,
+        url: str = "http://127.0.0.1:8000",
+        token: str | None = None,
+        *,
+        timeout_s: float = 300.0,
+        retries: int = 5,
+    ) -> None:
+        """`retries`: how often a request is sent again, after the time that a busy server asks for."""
+        self._httpx = require("httpx", "web", "Clients of the service")
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{url!r} is not the address of a server; give one that begins with http:// or https://.")
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        # Proxies of the environment are for other machines' pages.
+        self._http = self._httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
+        self.url, self._retries = url, retries
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self.url!r})"
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def info(self) -> dict[str, Any]:
+        """Versions, device and limits of the server."""
+        found: dict[str, Any] = self._send("GET", "/v1/info").json()
+        return found
+
+    def upload(self, image: ImageInput, *, name: str | None = None) -> RemoteImage:
+        """Send an image once, to match it often; files go as they are, arrays as PNG."""
+        content, own = _encoded(image)
+        files = {"file": (name or own, content)}
+        answer = self._send("POST", "/v1/images", files=files).json()
+        return RemoteImage(id=answer["id"], name=answer["name"], size=(answer["width"], answer["height"]))
+
+    def delete(self, image: RemoteImage) -> None:
+        """Remove an image before it expires."""
+        self._send("DELETE", f"/v1/images/{image.id}")
+
+    def match(
+        self,
+        image0: Remote,
+        image1: Remote,
+        *,
+        size: int | None = None,
+        top: int | None = None,
+        min_score: float = 0.0,
+        quality: Literal["standard", "high"] = "standard",
+        estimate: EstimateKind | None = None,
+        threshold_px: float = 2.0,
+        progress: Progress | None = None,
+    ) -> Matches:
+        """Corresponding points of two images, best first, as `Matcher.match` gives them.
+
+        `progress` is called with the data of each progress event; an exception that it raises cancels the job.
+        """
+        body: dict[str, Any] = {"quality": quality, "min_score": min_score, "threshold_px": threshold_px}
+        body |= {"top": top, "size": size, "estimate": estimate}
+        with self._uploaded(image0, image1) as (body["image0"], body["image1"]):
+            if progress is None:
+                answer = self._send("POST", "/v1/match", params={"format": "npz"}, json=body)
+            else:
+                job = self._send("POST", "/v1/match", params={"wait": "false"}, json=body).json()["job"]
+                answer = self._send("GET", self._follow(job, progress), params={"format": "npz"})
+        return _matches(answer.content)
+
+    def match_points(
+        self, image0: Remote, image1: Remote, points0: npt.ArrayLike, *, min_score: float = 0.0
+    ) -> Matches:
+        """Where these points of image 0 are in image 1: one row per point, in order; NaN and score 0: nowhere."""
+        points = np.asarray(points0, dtype=np.float32)
+        points = points.reshape(0, 2) if points.size == 0 else points
+        if points.ndim != 2 or points.shape[1] != 2:
+            raise DataError(f"Points have shape (n, 2), one (x, y) a row, not {points.shape}.")
+        with self._uploaded(image0, image1) as (number0, number1):
+            sizes = [self._size(number) for number in (number0, number1)]
+            body = {"image0": number0, "image1": number1, "points": points.tolist(), "min_score": min_score}
+            answer = self._send("POST", "/v1/points", json=body).json()
+        found = [(np.nan, np.nan) if place is None else place for place in answer["points1"]]
+        return Matches(
+            points0=points,
+            points1=np.array(found, dtype=np.float32).reshape(-1, 2),
+            scores=np.array(answer["scores"], dtype=np.float32),
+            size0=sizes[0],
+            size1=sizes[1],
+            info={"server": self.url},
+        )
+
+    def warp(self, image0: Remote, image1: Remote, *, min_score: float = 0.0, max_side: int | None = None) -> Warp:
+        """Where every pixel of image 0 is in image 1, with a certainty.
+
+        `max_side` lets the server send a coarser grid, of which pixels are interpolated here.
+        """
+        with self._uploaded(image0, image1) as (number0, number1):
+            size0, size1 = self._size(number0), self._size(number1)
+            side = min(max_side or max(size0), _LARGEST_GRID)
+            body = {"image0": number0, "image1": number1, "max_side": side, "min_score": min_score}
+            points1, certainty, _ = unpack_warp(self._send("POST", "/v1/warp", json=body).content)
+        if certainty.shape != size0[::-1]:
+            grid = (certainty.shape[1], certainty.shape[0])
+            places = resize_points(pixel_grid(size0).astype(np.float64), size0, grid)
+            # At the rim, pixels lie outside the centers of the cells.
+            places = places.clip(0, np.array(grid) - 1)
+            known: Any = np.concatenate([points1, certainty[..., None]], axis=2)
+            sampled = sample_bilinear(known, places).astype(np.float32)
+            # A pixel beside an unknown cell is unknown, too.
+            certainty = np.where(np.isnan(sampled).any(axis=2), 0, sampled[..., 2]).astype(np.float32)
+            points1 = np.where(certainty[..., None] > 0, sampled[..., :2], np.nan).astype(np.float32)
+        return Warp(points1=points1, certainty=certainty, size1=size1)
+
+    def _size(self, number: str) -> Size:
+        answer = self._send("GET", f"/v1/images/{number}").json()
+        return answer["width"], answer["height"]
+
+    def _uploaded(self, image0: Remote, image1: Remote) -> "_Uploaded":
+        return _Uploaded(self, (image0, image1))
+
+    def _follow(self, job: str, progress: Progress) -> str:
+        """Pass on a job's progress; the address of its result."""
+        try:
+            for name, data in self._events(job):
+                if name == "progress":
+                    progress(data)
+                elif name == "done":
+                    return str(data["result"])
+                elif name == "failed":
+                    raise _error(500, data)
+                else:
+                    break
+        except BaseException:
+            self._send("DELETE", f"/v1/jobs/{job}")
+            raise
+        raise ServiceError("The job was cancelled, or the server stopped; ask again.", code="cancelled")
+
+    def _events(self, job: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        with self._http.stream("GET", f"/v1/jobs/{job}/events") as answer:
+            if answer.status_code >= 400:
+                answer.read()
+                raise _problem(answer)
+            name = ""
+            for line in answer.iter_lines():
+                key, _, value = line.partition(": ")
+                if key == "event":
+                    name = value
+                elif key == "data":
+                    yield name, parse_json(value)
+
+    def _send(self, method: str, path: str, **content: Any) -> Any:
+        """A request, sent again while the server is busy."""
+        for attempt in range(self._retries + 1):
+            try:
+                answer = self._http.request(method, path, **content)
+            except self._httpx.HTTPError as error:
+                reason = str(error) or type(error).__name__
+                raise ServiceError(f"{self.url} can't be reached ({reason}); start it with `dualrc serve`.") from error
+            if answer.status_code not in (429, 503) or attempt == self._retries:
+                break
+            time.sleep(_seconds(answer.headers.get("Retry-After")))
+        if answer.status_code >= 400:
+            raise _problem(answer)
+        return answer
+
+
+class _Uploaded:
+    """Ids of two images on the server; those that had to be sent are removed afterwards."""
+
+    def __init__(self, client: Client, images: tuple[Remote, Remote]) -> None:
+        self._client, self._images = client, images
+        self._sent: list[RemoteImage] = []
+
+    def __enter__(self) -> tuple[str, str]:
+        try:
+            return self._id(self._images[0]), self._id(self._images[1])
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        for image in self._sent:
+            # One that can't be removed expires by itself.
+            with suppress(DualRCError):
+                self._client.delete(image)
+
+    def _id(self, image: Remote) -> str:
+        if not isinstance(image, RemoteImage):
+            image = self._client.upload(image)
+            self._sent.append(image)
+        return image.id
+
+
+def _encoded(image: ImageInput) -> tuple[bytes, str]:
+    """The bytes of an image file, and its name."""
+    if isinstance(image, (str, Path)):
+        try:
+            return Path(image).read_bytes(), Path(image).name
+        except OSError as error:
+            raise ImageError(f"{image} can't be read ({error.strerror}); check the path.") from error
+    target = io.BytesIO()
+    Image.fromarray(read(image)).save(target, "PNG", compress_level=1)
+    return target.getvalue(), "image.png"
+
+
+def _matches(content: bytes) -> Matches:
+    with tempfile.TemporaryDirectory(prefix="dualrc-client-") as folder:
+        path = Path(folder) / "matches.npz"
+        path.write_bytes(content)
+        return Matches.load(path)
+
+
+def _problem(answer: Any) -> DualRCError:
+    try:
+        content = parse_json(answer.content)
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or "error" not in content:
+        content = {"error": f"The server answered with status {answer.status_code}; is it dualrc's?", "code": ""}
+    return _error(answer.status_code, content)
+
+
+def _error(status: int, content: Mapping[str, Any]) -> DualRCError:
+    message, code = str(content.get("error", "")), str(content.get("code", ""))
+    if status in _IMAGE_STATUS or code in ("not_an_image", "too_small", "too_many_pixels"):
+        return ImageError(message)
+    if status == 422:
+        return ConfigError(message)
+    return ServiceError(message, status=status, code=code)
+
+
+def _seconds(asked: str | None) -> float:
+    """How long to wait before the next attempt."""
+    try:
+        return min(max(float(asked or 1), 0.1), 30.0)
+    except ValueError:
+        return 1.0

@@ -1,0 +1,1 @@
+"""The HTTP service and the page on it; `dualrc serve` starts them."""

@@ -1,0 +1,203 @@
+"""The app: routes, the guard before them, the page."""
+
+import asyncio
+import logging
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+import dualrc
+from dualrc.colmap import import_pycolmap
+from dualrc.errors import ConfigError, DualRCError
+from dualrc.matcher import Matcher
+from dualrc.web import routes_images, routes_pairs, routes_sets
+from dualrc.web.answers import service_of
+from dualrc.web.collections import CollectionStore
+from dualrc.web.examples import Examples
+from dualrc.web.metrics import Metrics
+from dualrc.web.problems import Problem, from_error
+from dualrc.web.reconstruction import Reconstruction
+from dualrc.web.security import Guard
+from dualrc.web.service import Service
+from dualrc.web.settings import ServerConfig
+
+logger = logging.getLogger(__name__)
+STATIC = Path(__file__).parent / "static"
+_SWEEP_S = 30.0
+_FITTING = 2  # models that are fitted at the same time
+_DESCRIPTION = "Dense correspondences between two images. Everything stays on this machine."
+
+
+class _Page(StaticFiles):
+    """Files of the page, which browsers ask for again each time: a new version shows at once."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """A file, or the page itself for the root."""
+        answer = await super().get_response(path, scope)
+        answer.headers["Cache-Control"] = "no-cache"
+        return answer
+
+
+def create_app(
+    matcher: Matcher,
+    config: ServerConfig | None = None,
+    *,
+    reconstruction: Reconstruction | None = None,
+    prepare: bool = True,
+) -> FastAPI:
+    """The service around a matcher, with a reconstruction to look at, if there is one.
+
+    `prepare` warms up and renders the examples in the background.
+    """
+    config = config or ServerConfig()
+    metrics = Metrics()
+    # Now rather than for the first download: imported by another thread, it takes over the signals of the process.
+    with suppress(ConfigError):
+        import_pycolmap()
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        with tempfile.TemporaryDirectory(prefix="dualrc-serve-") as folder:
+            service = app.state.service = Service(matcher, Path(folder), config)
+            examples = app.state.examples = Examples(service.images)
+            app.state.uploading = asyncio.Semaphore(config.max_uploads)
+            app.state.fitting = asyncio.Semaphore(_FITTING)
+            app.state.streams = asyncio.Semaphore(config.max_streams)
+            service.jobs.open()
+            sweeper = asyncio.create_task(_sweep(service))
+            if prepare:
+                service.jobs.when_idle(service.warm_up)
+                _render(examples, service)
+            try:
+                yield
+            finally:
+                sweeper.cancel()
+                await asyncio.to_thread(service.jobs.close)
+
+    app = FastAPI(
+        title="dualrc",
+        version=dualrc.__version__,
+        description=_DESCRIPTION,
+        lifespan=life,
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.metrics, app.state.collections = metrics, CollectionStore(config)
+    app.state.reconstruction = reconstruction
+    app.add_middleware(Guard, config=config, metrics=metrics)
+    _add_handlers(app)
+    app.add_api_route("/healthz", _health, methods=["GET"], tags=["server"], summary="Whether the server runs")
+    app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["server"], response_class=PlainTextResponse)
+    app.add_api_route("/v1/info", _info, methods=["GET"], tags=["server"], summary="What this server is and accepts")
+    for router in (routes_images.router, routes_pairs.router, routes_sets.router):
+        app.include_router(router)
+    app.mount("/", _Page(directory=STATIC, html=True, check_dir=False), name="page")
+    return app
+
+
+async def _health() -> dict[str, str]:
+    """Needs no token."""
+    return {"status": "ok", "version": dualrc.__version__}
+
+
+async def _info(request: Request) -> dict[str, Any]:
+    """Versions, limits and examples."""
+    service, config = service_of(request), service_of(request).config
+    matcher, model = service.matcher, request.app.state.reconstruction
+    return {
+        "version": dualrc.__version__,
+        "preset": matcher.network.config.preset,
+        "weights": matcher.weights_hash,
+        "device": str(matcher.device),
+        "engine": matcher.engine,
+        "precision": matcher.precision,
+        "qualities": ["standard", "high"],
+        "max_bytes": config.max_bytes,
+        "max_pixels": config.max_pixels,
+        "max_images": config.max_images,
+        "max_collection": config.max_collection,
+        "max_points": config.max_points,
+        "keep_s": config.keep_s,
+        "examples": request.app.state.examples.list(),
+        "reconstruction": None if model is None else model.summary(),
+    }
+
+
+async def _metrics(request: Request) -> PlainTextResponse:
+    """Counters and gauges in Prometheus' text format."""
+    service, metrics = service_of(request), request.app.state.metrics
+    gauges = {
+        "dualrc_queue_depth": ("Jobs that wait.", lambda: service.jobs.depth),
+        "dualrc_jobs_running": ("Jobs that run.", lambda: service.jobs.running),
+        "dualrc_images": ("Images that are kept.", lambda: len(service.images)),
+        "dualrc_image_file_bytes": ("Bytes of image files on disk.", lambda: service.images.disk_bytes),
+        "dualrc_pixel_cache_bytes": ("Bytes of decoded images and views.", lambda: service.images.pixel_bytes),
+        "dualrc_feature_cache_bytes": ("Bytes of features.", lambda: service.feature_bytes),
+        "dualrc_warp_cache_bytes": ("Bytes of warps.", lambda: service.warp_bytes),
+        "dualrc_pairs": ("Results that are kept.", lambda: len(service.pairs)),
+        "dualrc_pair_bytes": ("Bytes of results.", lambda: service.pairs.bytes),
+    }
+    return PlainTextResponse(metrics.text(gauges, service.jobs.outcomes), media_type="text/plain; version=0.0.4")
+
+
+def _add_handlers(app: FastAPI) -> None:
+    """Every error is JSON with a sentence and a code."""
+
+    @app.exception_handler(Problem)
+    async def problem_handler(_: Request, problem: Problem) -> JSONResponse:
+        return JSONResponse(problem.body(), problem.status, problem.headers)
+
+    @app.exception_handler(DualRCError)
+    async def error_handler(_: Request, error: DualRCError) -> JSONResponse:
+        problem = from_error(error)
+        return JSONResponse(problem.body(), problem.status, problem.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_handler(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        message = f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}; see /openapi.json."
+        return JSONResponse({"error": message, "code": "bad_field"}, 422)
+
+    @app.exception_handler(HTTPException)
+    async def http_handler(_: Request, error: HTTPException) -> JSONResponse:
+        codes = {404: "not_found", 405: "wrong_method"}
+        words = {404: "There is nothing here; see /openapi.json.", 405: "This address needs another method."}
+        status = error.status_code
+        body = {"error": words.get(status, str(error.detail)), "code": codes.get(status, "failed")}
+        return JSONResponse(body, status, error.headers)
+
+    @app.exception_handler(Exception)
+    async def crash_handler(_: Request, error: Exception) -> JSONResponse:
+        logger.error("A request failed.", exc_info=error)
+        return JSONResponse({"error": "The server failed; its log says why.", "code": "failed"}, 500)
+
+
+async def _sweep(service: Service) -> None:
+    """Remove what has expired, now and then."""
+    while True:
+        await asyncio.sleep(min(_SWEEP_S, service.config.keep_s))
+        with suppress(OSError):
+            await asyncio.to_thread(service.sweep)
+
+
+def _render(examples: Examples, service: Service) -> None:
+    """Render the examples in the background."""
+
+    def run() -> None:
+        try:
+            examples.prepare(lambda: service.jobs.closing)
+        except Exception:
+            if not service.jobs.closing:
+                logger.exception("The examples could not be rendered.")
+
+    threading.Thread(target=run, name="examples", daemon=True).start()

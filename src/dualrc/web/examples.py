@@ -1,0 +1,107 @@
+"""Example pairs, rendered by `dualrc.scenes`: nothing is downloaded."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+
+import numpy as np
+from PIL import Image
+
+from dualrc.scenes import make_pair
+from dualrc.types import ImageArray, Size
+from dualrc.web.problems import Problem
+from dualrc.web.uploads import ImageStore, Upload
+
+SIZE = (800, 608)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """An example as the page lists it."""
+
+    name: str
+    title: str
+    description: str
+    truth: bool = True  # whether the images show the same scene, so that every pixel's counterpart is known
+
+
+EXAMPLES = (
+    Example(
+        name="town",
+        title="Town square",
+        description="Two views of a rendered square: another viewpoint, other light.",
+    ),
+    Example(
+        name="wall",
+        title="Wall with posters",
+        description="A plane seen from two sides. A homography explains all matches.",
+    ),
+    Example(
+        name="unrelated",
+        title="Nothing in common",
+        description="Two images of different places. The verdict says so.",
+        truth=False,
+    ),
+)
+
+
+def find(name: str) -> Example:
+    """The example of a name."""
+    found = next((one for one in EXAMPLES if one.name == name), None)
+    if found is None:
+        names = ", ".join(one.name for one in EXAMPLES)
+        raise Problem(404, "unknown_example", f"There is no such example; choose one of {names}.")
+    return found
+
+
+class Examples:
+    """Renders examples when they are first asked for, and keeps them as images that do not expire."""
+
+    def __init__(self, images: ImageStore, size: Size = SIZE) -> None:
+        self._images, self._size = images, size
+        self._lock = threading.Lock()
+        self._ready: dict[str, tuple[Upload, Upload]] = {}
+
+    def list(self) -> list[dict[str, str]]:
+        """What there is."""
+        return [{"name": one.name, "title": one.title, "description": one.description} for one in EXAMPLES]
+
+    def get(self, name: str) -> tuple[Example, tuple[Upload, Upload]]:
+        """An example and its two images, rendered if they have to be."""
+        found = find(name)
+        with self._lock:
+            if name == "unrelated":
+                return found, (self._pair("town")[0], self._pair("wall")[0])
+            return found, self._pair(name)
+
+    def ready(self, name: str) -> tuple[Upload, Upload] | None:
+        """The images of an example, if they are rendered."""
+        find(name)
+        if name != "unrelated":
+            return self._ready.get(name)
+        town, wall = self._ready.get("town"), self._ready.get("wall")
+        return (town[0], wall[0]) if town and wall else None
+
+    def prepare(self, stop: Callable[[], bool]) -> None:
+        """Render all of them, unless it is time to stop."""
+        for one in EXAMPLES:
+            if not stop():
+                self.get(one.name)
+
+    def _pair(self, name: str) -> tuple[Upload, Upload]:
+        if name not in self._ready:
+            options = {"kind": "plane", "angle_deg": 40.0, "roll_deg": 15.0} if name == "wall" else {}
+            pair = make_pair(1, size=self._size, **options)  # type: ignore[arg-type]
+            first, second = (
+                self._keep(rendering.image.cpu().numpy(), f"{name}-{number}.png")
+                for number, rendering in enumerate(pair)
+            )
+            self._ready[name] = first, second
+        return self._ready[name]
+
+    def _keep(self, pixels: ImageArray, name: str) -> Upload:
+        file = BytesIO()
+        Image.fromarray(np.ascontiguousarray(pixels)).save(file, "PNG", compress_level=1)
+        file.seek(0)
+        return self._images.add(file, name, "example", shared=True)

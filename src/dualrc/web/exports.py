@@ -1,0 +1,79 @@
+"""Matches of a pair as files: npz, CSV, and COLMAP's database."""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from dualrc.colmap import colmap_camera, colmap_points, import_pycolmap, quiet_colmap
+from dualrc.geometry import Camera, camera_from_exif
+from dualrc.matches import Matches
+from dualrc.types import FloatArray
+from dualrc.web.pairs import Pair
+from dualrc.web.uploads import Upload
+
+Format = Literal["npz", "csv", "colmap"]
+MEDIA = {"npz": "application/octet-stream", "csv": "text/csv; charset=utf-8", "colmap": "application/vnd.sqlite3"}
+FILES = {"npz": "matches.npz", "csv": "matches.csv", "colmap": "database.db"}
+
+
+def export(pair: Pair, form: Format) -> bytes:
+    """The matches of a pair as a file."""
+    with tempfile.TemporaryDirectory(prefix="dualrc-export-") as folder:
+        path = Path(folder) / FILES[form]
+        if form == "colmap":
+            _write_database(pair, path)
+        else:
+            pair.matches.save(path)
+        return path.read_bytes()
+
+
+def _write_database(pair: Pair, path: Path) -> None:
+    """COLMAP's database of two images: cameras, keypoints, matches and, if there is a model, its inliers."""
+    pycolmap = import_pycolmap()
+    names = [image.name for image in pair.images]
+    if names[0] == names[1]:
+        names = [f"0-{names[0]}", f"1-{names[1]}"]
+    with quiet_colmap(pycolmap), pycolmap.Database.open(path) as database, pycolmap.DatabaseTransaction(database):
+        numbers, columns = [], []
+        points = pair.matches.points0, pair.matches.points1
+        for name, image, places in zip(names, pair.images, points, strict=True):
+            camera = database.write_camera(colmap_camera(_camera(image), image.path, known=False))
+            numbers.append(database.write_image(pycolmap.Image(name=name, camera_id=camera)))
+            keypoints, rows = _unique(places)
+            database.write_keypoints(numbers[-1], colmap_points(keypoints, image.path).astype(np.float32))
+            columns.append(rows)
+        indices = np.stack(columns, axis=1).astype(np.uint32).reshape(-1, 2)
+        if len(indices):
+            database.write_matches(*numbers, indices)
+            if (made := _geometry(pair.matches, indices, pycolmap)) is not None:
+                database.write_two_view_geometry(*numbers, made)
+
+
+def _camera(image: Upload) -> Camera:
+    return camera_from_exif(image.path) or replace(Camera.guessed(image.size), source="guess")
+
+
+def _unique(places: FloatArray) -> tuple[FloatArray, Any]:
+    """Different keypoints (m, 2), and for each match its keypoint (n,)."""
+    keypoints, rows = np.unique(places.reshape(-1, 2), axis=0, return_inverse=True)
+    return keypoints, rows.reshape(-1)
+
+
+def _geometry(matches: Matches, indices: Any, pycolmap: Any) -> Any:
+    """The inliers of a model as COLMAP keeps them; None where there is no model.
+
+    Without matrices: those of images that are stored on their side would be others, and COLMAP estimates them again.
+    """
+    model = matches.estimate
+    if model is None or model.matrix is None:
+        return None
+    kinds = pycolmap.TwoViewGeometryConfiguration
+    made = pycolmap.TwoViewGeometry()
+    made.config = {"homography": kinds.PLANAR, "fundamental": kinds.UNCALIBRATED, "essential": kinds.CALIBRATED}[
+        model.kind
+    ]
+    made.inlier_matches = indices[model.inliers]
+    return made

@@ -1,0 +1,212 @@
+"""Results of pairs: what was found, for as long as it is kept, as the service tells it."""
+
+import math
+import secrets
+import shlex
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc.matches import Estimate, Matches
+from dualrc.web.problems import unknown
+from dualrc.web.settings import ServerConfig
+from dualrc.web.uploads import Upload
+
+SAME, UNSURE = 0.9, 0.1  # least pair scores of the verdicts
+_OVERHEAD = 4096  # bytes of a pair beside its arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchSettings:
+    """What a match request asks for."""
+
+    quality: str = "standard"
+    size: int | None = None
+    top: int | None = None
+    min_score: float = 0.0
+    estimate: str | None = None
+    threshold_px: float = 2.0
+
+
+@dataclass(kw_only=True, eq=False)
+class Pair:
+    """The matches of two images."""
+
+    images: tuple[Upload, Upload]
+    matches: Matches
+    settings: MatchSettings
+    seconds: float
+    device: str
+    id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
+    used: float = field(default_factory=time.monotonic)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that it takes."""
+        arrays = [self.matches] + ([] if self.matches.whole is None else [self.matches.whole])
+        return _OVERHEAD + sum(one.points0.nbytes + one.points1.nbytes + one.scores.nbytes for one in arrays)
+
+
+class PairStore:
+    """Results by their unguessable ids, bounded by their bytes; the least recently used go first."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self._pairs: OrderedDict[str, Pair] = OrderedDict()
+        self._lock = threading.Lock()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the results take."""
+        return self._bytes
+
+    def add(self, pair: Pair) -> None:
+        """Keep a result."""
+        with self._lock:
+            self._pairs[pair.id] = pair
+            self._bytes += pair.bytes
+            self._expire()
+            while self._bytes > self.config.result_bytes and len(self._pairs) > 1:
+                self._drop(next(iter(self._pairs)))
+
+    def get(self, number: str) -> Pair:
+        """The result of this id, which is used now."""
+        with self._lock:
+            self._expire()
+            pair = self._pairs.get(number)
+            if pair is None:
+                raise unknown("result")
+            pair.used = time.monotonic()
+            self._pairs.move_to_end(number)
+            return pair
+
+    def expire(self) -> None:
+        """Drop what was not used for long."""
+        with self._lock:
+            self._expire()
+
+    def _expire(self) -> None:
+        oldest = time.monotonic() - self.config.keep_s
+        while self._pairs and next(iter(self._pairs.values())).used < oldest:
+            self._drop(next(iter(self._pairs)))
+
+    def _drop(self, number: str) -> None:
+        self._bytes -= self._pairs.pop(number).bytes
+
+
+def describe(pair: Pair) -> dict[str, Any]:
+    """The JSON of a result; coordinates are rounded to 1e-4 px, npz has them exactly."""
+    matches, info = pair.matches, pair.matches.info
+    score = matches.pair_score
+    return {
+        "pair": pair.id,
+        "image0": pair.images[0].id,
+        "image1": pair.images[1].id,
+        "name0": pair.images[0].name,
+        "name1": pair.images[1].name,
+        "size0": matches.size0,
+        "size1": matches.size1,
+        "count": len(matches),
+        "points0": rounded(matches.points0),
+        "points1": rounded(matches.points1),
+        "scores": rounded(matches.scores, 6),
+        "pair_score": finite(score),
+        "verdict": verdict(score, calibrated=info.get("pair_model") is not None),
+        "warning": info.get("warning"),
+        "zoom": info.get("zoom"),
+        "estimate": None if matches.estimate is None else describe_estimate(matches.estimate),
+        "seconds": round(pair.seconds, 4),
+        "device": pair.device,
+        "network_size0": info.get("network_size0"),
+        "network_size1": info.get("network_size1"),
+        "commands": commands(pair),
+    }
+
+
+def describe_estimate(model: Estimate) -> dict[str, Any]:
+    """The JSON of a fitted model; `fundamental` serves epipolar lines in pixels."""
+    warnings = list(model.warnings)
+    if model.matrix is None:
+        warnings.append(f"No model was found: {model.info.get('reason', 'no model fits')}.")
+    return {
+        "kind": model.kind,
+        "matrix": None if model.matrix is None else model.matrix.tolist(),
+        "fundamental": fundamental(model),
+        "inliers": model.inliers.tolist(),
+        "inlier_count": int(model.inliers.sum()),
+        "threshold_px": model.info.get("threshold_px"),
+        "cameras": model.info.get("cameras"),
+        "cam1_from_cam0": None if model.pose is None else model.pose.cam1_from_cam0.tolist(),
+        "warnings": warnings,
+    }
+
+
+def fundamental(model: Estimate) -> list[list[float]] | None:
+    """The fundamental matrix, in pixels, of a model that has one; lenses are taken to be free of distortion."""
+    if model.matrix is None or model.kind == "homography":
+        return None
+    if model.kind == "fundamental":
+        return model.matrix.tolist()
+    if "K0" not in model.info:
+        return None
+    K0, K1 = (np.linalg.inv(np.array(model.info[key], dtype=np.float64)) for key in ("K0", "K1"))
+    F = K1.T @ model.matrix @ K0
+    return (F / np.linalg.norm(F)).tolist()
+
+
+def verdict(score: float, *, calibrated: bool) -> dict[str, str]:
+    """A pair score in plain words."""
+    if not calibrated:
+        return {"level": "unsure", "text": "Not sure: these weights have no calibration"}
+    if score >= SAME:
+        return {"level": "same", "text": "The same place"}
+    if score >= UNSURE:
+        return {"level": "unsure", "text": "Not sure"}
+    return {"level": "different", "text": "Probably not the same place"}
+
+
+def commands(pair: Pair) -> dict[str, str]:
+    """The command line and the lines of Python that find the same matches."""
+    names, settings = [image.name for image in pair.images], pair.settings
+    options = {"quality": settings.quality, "size": settings.size, "top": settings.top, "min_score": settings.min_score}
+    given = {key: value for key, value in options.items() if value != getattr(MatchSettings(), key)}
+    flags = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    arguments = [*map(repr, names), *(f"{key}={value!r}" for key, value in given.items())]
+    lines = [
+        "import dualrc",
+        "",
+        "matcher = dualrc.load()",
+        f"matches = matcher.match({', '.join(arguments)})",
+    ]
+    if settings.estimate is not None:
+        flags += ["--estimate", settings.estimate, "--threshold", f"{settings.threshold_px:g}"]
+        lines.append(
+            f"model = dualrc.geometry.estimate(matches, {settings.estimate!r}, threshold_px={settings.threshold_px:g})"
+        )
+    # A name that begins with a dash would be read as an option.
+    files = [f"./{name}" if name.startswith("-") else name for name in names]
+    return {"shell": shlex.join(["dualrc", "match", *files, *flags, "-o", "matches.npz"]), "python": "\n".join(lines)}
+
+
+def rounded(values: npt.NDArray[Any], digits: int = 4) -> list[Any]:
+    """An array as nested lists of short numbers, with None for NaN."""
+    plain = np.round(values.astype(np.float64), digits)
+    if np.isfinite(plain).all():
+        return plain.tolist()
+    found = plain.astype(object)
+    found[~np.isfinite(plain)] = None
+    return found.tolist()
+
+
+def finite(value: float) -> float | None:
+    """A number that JSON has."""
+    return value if math.isfinite(value) else None

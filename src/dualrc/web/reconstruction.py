@@ -1,0 +1,139 @@
+"""A finished reconstruction, as `dualrc reconstruct --out DIR` leaves it, for the 3D view."""
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc.colmap import ModelImage, import_pycolmap, read_model
+from dualrc.errors import DataError
+from dualrc.files import inside
+from dualrc.image import read
+from dualrc.types import FloatArray
+from dualrc.web.cache import ByteCache
+from dualrc.web.problems import Problem, unknown
+from dualrc.web.settings import MIB
+from dualrc.web.uploads import to_jpeg
+
+_VIEW_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Tracks:
+    """Observations, those of one 3D point after those of another."""
+
+    starts: npt.NDArray[np.int64]  # (m + 1,) where those of each point begin
+    images: npt.NDArray[np.int64]  # (k,) number of the image
+    places: FloatArray  # (k, 2) in pixels of the upright image
+
+
+class Reconstruction:
+    """Images, cameras, points and tracks of a COLMAP model; images are known by their numbers only."""
+
+    def __init__(self, folder: Path, images: Path | None = None) -> None:
+        self.name = folder.resolve().name
+        model_folder = folder / "model" if (folder / "model").is_dir() else folder
+        if images is None and (folder / "images").is_dir():
+            images = folder / "images"
+        if images is not None and not images.is_dir():
+            raise DataError(f"{images} is not a folder; give the one that the reconstruction was made from.")
+        self._folder = images
+        model = read_model(model_folder, images)
+        if not model.images:
+            raise DataError(f"The model in {model_folder} has no images; reconstruct again.")
+        self.names = list(model.images)
+        self.xyz = model.xyz.astype(np.float32).reshape(-1, 3)
+        self._images = list(model.images.values())
+        self._tracks = _index(self._images, model.point_ids)
+        stored = import_pycolmap().Reconstruction(str(model_folder)).points3D
+        points = [stored[number] for number in model.point_ids.tolist()]
+        self.rgb = np.array([point.color for point in points], dtype=np.uint8).reshape(-1, 3)
+        self.errors = np.array([point.error for point in points], dtype=np.float64)
+        self._views: ByteCache[tuple[int, int], bytes] = ByteCache(_VIEW_BYTES, len)
+        self._reading = threading.Lock()
+
+    def summary(self) -> dict[str, Any]:
+        """What /v1/info says of it."""
+        return {"name": self.name, "images": len(self.names), "points": len(self.xyz)}
+
+    def describe(self) -> dict[str, Any]:
+        """Images with poses and cameras, all of upright images."""
+        return {
+            "name": self.name,
+            "images": [_describe(number, name, self._images[number]) for number, name in enumerate(self.names)],
+            "points_url": "/v1/reconstruction/points",
+            "count": len(self.xyz),
+            "views": self._folder is not None,
+        }
+
+    def packed(self) -> bytes:
+        """All points, little endian: uint32 count, float32 xyz, uint8 rgb, uint32 track lengths."""
+        lengths = np.diff(self._tracks.starts)
+        count = np.array([len(self.xyz)], dtype="<u4")
+        return b"".join(part.tobytes() for part in (count, self.xyz.astype("<f4"), self.rgb, lengths.astype("<u4")))
+
+    def point(self, index: int) -> dict[str, Any]:
+        """A point and where images show it."""
+        if not 0 <= index < len(self.xyz):
+            raise unknown("point")
+        rows = slice(*self._tracks.starts[index : index + 2].tolist())
+        observed = zip(self._tracks.images[rows].tolist(), self._tracks.places[rows].tolist(), strict=True)
+        error = float(self.errors[index])
+        return {
+            "xyz": self.xyz[index].tolist(),
+            "rgb": self.rgb[index].tolist(),
+            "error": error if error >= 0 else None,
+            "track": [
+                {"image": str(image), "name": self.names[image], "x": round(x, 3), "y": round(y, 3)}
+                for image, (x, y) in observed
+            ],
+        }
+
+    def view(self, number: int, max_side: int) -> bytes:
+        """A JPEG of an image."""
+        if not 0 <= number < len(self.names):
+            raise unknown("image")
+        if self._folder is None:
+            message = "The server does not know the images' folder; start it as dualrc serve DIR --images FOLDER."
+            raise Problem(404, "no_images", message)
+        path = inside(self._folder, self.names[number])
+        with self._reading:
+            return self._views.make((number, max_side), lambda: to_jpeg(read(path), max_side))
+
+
+def _index(images: list[ModelImage], point_ids: npt.NDArray[np.int64]) -> _Tracks:
+    """The observations of all images, sorted by point."""
+    counts = [len(image.point_ids) for image in images]
+    points = np.searchsorted(point_ids, np.concatenate([image.point_ids for image in images]))
+    order = np.argsort(points, kind="stable")
+    starts = np.searchsorted(points[order], np.arange(len(point_ids) + 1))
+    return _Tracks(
+        starts=starts.astype(np.int64),
+        images=np.repeat(np.arange(len(images)), counts)[order],
+        places=np.concatenate([image.points for image in images])[order],
+    )
+
+
+def _describe(number: int, name: str, image: ModelImage) -> dict[str, Any]:
+    camera = None
+    if image.camera is not None:
+        kind, params = image.camera.to_colmap()
+        camera = {
+            "model": kind,
+            "width": image.size[0],
+            "height": image.size[1],
+            "params": [float(value) for value in params],
+            "K": image.camera.K.tolist(),
+        }
+    return {
+        "id": str(number),
+        "name": name,
+        "width": image.size[0],
+        "height": image.size[1],
+        "cam_from_world": image.cam_from_world.tolist(),
+        "camera": camera,
+        "observations": len(image.point_ids),
+    }

@@ -1,0 +1,106 @@
+"""Images: upload once, match often; and examples."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi import Path as FromPath
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+
+from dualrc.web.answers import client, service_of
+from dualrc.web.examples import Examples
+from dualrc.web.problems import Problem
+from dualrc.web.uploads import Upload
+
+router = APIRouter(prefix="/v1", tags=["images"])
+
+MaxSide = Annotated[int, Query(ge=16, le=8192, description="Long side of the view in pixels, at most.")]
+# An id stands for one image for ever.
+_CACHED = {"Cache-Control": "private, max-age=600, immutable"}
+_BINARY = {"type": "string", "format": "binary"}
+_FILE = {"type": "object", "required": ["file"], "properties": {"file": _BINARY}}
+_FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FILE}}}}
+
+
+@asynccontextmanager
+async def form_of(request: Request, files: int) -> AsyncIterator[FormData]:
+    """The multipart form of a request, whose files are closed afterwards."""
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise Problem(415, "not_multipart", "Send the file as multipart/form-data.")
+    # Who comes when many upload waits here, before anything of the body is read.
+    async with request.app.state.uploading:
+        try:
+            form = await request.form(max_files=files, max_fields=16, max_part_size=64 * 1024)
+        except HTTPException as error:
+            raise Problem(422, "bad_form", f"The form can't be read ({error.detail}); send it again.") from error
+        try:
+            yield form
+        finally:
+            await form.close()
+
+
+async def keep(request: Request, file: object, field: str) -> Upload:
+    """Keep one file of a form."""
+    if not isinstance(file, UploadFile):
+        raise Problem(422, "no_file", f"The form has no file in its field `{field}`; send an image there.")
+    images = service_of(request).images
+    return await run_in_threadpool(images.add, file.file, file.filename, client(request))
+
+
+@router.post("/images", status_code=201, openapi_extra=_FORM, summary="Upload an image")
+async def upload_image(request: Request) -> dict[str, Any]:
+    """Keep an image for a time; its features are extracted once and serve all its matches."""
+    service = service_of(request)
+    async with form_of(request, 1) as form:
+        upload = await keep(request, form.get("file"), "file")
+    service.prefetch(upload)
+    return upload.describe(service.config.keep_s)
+
+
+@router.get("/images/{number}", summary="Describe an image")
+async def describe_image(request: Request, number: str) -> dict[str, Any]:
+    """Name, size and the seconds that it is still kept."""
+    service = service_of(request)
+    return service.images.get(number).describe(service.config.keep_s)
+
+
+@router.get("/images/{number}/view", response_class=Response, summary="View an image as JPEG")
+async def view_image(request: Request, number: str, max_side: MaxSide = 2048) -> Response:
+    """The upright image, at most `max_side` long."""
+    images = service_of(request).images
+    jpeg = await run_in_threadpool(images.view, images.get(number), max_side)
+    return Response(jpeg, media_type="image/jpeg", headers=_CACHED)
+
+
+@router.delete("/images/{number}", status_code=204, response_class=Response, summary="Delete an image")
+async def delete_image(request: Request, number: str) -> Response:
+    """Remove an image before it expires."""
+    service_of(request).images.delete(number)
+    return Response(status_code=204)
+
+
+@router.get("/examples/{name}/view/{side}", response_class=Response, summary="View an image of an example")
+async def view_example(
+    request: Request, name: str, side: Annotated[int, FromPath(ge=0, le=1)], max_side: MaxSide = 320
+) -> Response:
+    """A JPEG of one of the two images; 503 while it is not rendered yet."""
+    examples: Examples = request.app.state.examples
+    if (uploads := examples.ready(name)) is None:
+        raise Problem(503, "not_ready", "This example is not rendered yet; ask again in some seconds.", retry_s=5)
+    jpeg = await run_in_threadpool(service_of(request).images.view, uploads[side], max_side)
+    return Response(jpeg, media_type="image/jpeg", headers=_CACHED)
+
+
+@router.post("/examples/{name}", summary="Use an example")
+async def use_example(request: Request, name: str) -> dict[str, Any]:
+    """Two rendered images that are kept like uploads and don't expire."""
+    examples: Examples = request.app.state.examples
+    service = service_of(request)
+    example, uploads = await run_in_threadpool(examples.get, name)
+    for upload in uploads:
+        service.prefetch(upload)
+    images = [upload.describe(service.config.keep_s) for upload in uploads]
+    return {"image0": images[0], "image1": images[1], "truth": example.truth}

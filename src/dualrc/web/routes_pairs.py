@@ -1,0 +1,198 @@
+"""Pairs: matches, fitted models, warps and points, and the jobs that find them."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import StreamingResponse
+
+from dualrc.web import exports, pairs, schemas
+from dualrc.web.answers import checked, client, json_answer, json_body, schema, service_of, wait_for
+from dualrc.web.jobs import Job
+from dualrc.web.pairs import MatchSettings, Pair
+from dualrc.web.problems import Problem
+from dualrc.web.routes_images import form_of, keep
+from dualrc.web.uploads import Upload
+from dualrc.web.wire import grid_of
+
+router = APIRouter(prefix="/v1", tags=["pairs"])
+
+Format = Annotated[Literal["json", "npz", "csv"], Query(description="Of the answer.")]
+AnyFormat = Annotated[Literal["json", "npz", "csv", "colmap"], Query(description="Of the answer.")]
+_BINARY = {"type": "string", "format": "binary"}
+_OPTIONS = schemas.MatchOptions.model_json_schema()["properties"]
+_FORM = {
+    "type": "object",
+    "required": ["image0", "image1"],
+    "properties": {"image0": _BINARY, "image1": _BINARY, **_OPTIONS},
+}
+_MATCH = schema(schemas.MatchBody)
+_MATCH["requestBody"]["content"]["multipart/form-data"] = {"schema": _FORM}
+_WARP_BYTES = {200: {"content": {"application/octet-stream": {}}, "description": "Header and float32 triples."}}
+
+
+@router.post("/match", openapi_extra=_MATCH, summary="Match two images", response_class=Response)
+async def match(
+    request: Request,
+    format: Format = "json",
+    wait: Annotated[bool, Query(description="false: answer at once with a job to follow.")] = True,
+) -> Response:
+    """Match two uploaded images (JSON with their ids), or two files (multipart with the same fields)."""
+    images, settings = await _asked(request)
+    service = service_of(request)
+    job = service.match(client(request), images, settings)
+    if not wait:
+        return await json_answer(lambda: {"job": job.id}, 202)
+    pair = service.pairs.get((await wait_for(request, job))["pair"])
+    return await _formatted(pair, format)
+
+
+async def _asked(request: Request) -> tuple[tuple[Upload, Upload], MatchSettings]:
+    service = service_of(request)
+    if request.headers.get("content-type", "").startswith("multipart/"):
+        async with form_of(request, 2) as form:
+            fields = {key: value for key, value in form.multi_items() if isinstance(value, str) and value != ""}
+            options = checked(schemas.MatchOptions, fields)
+            image0 = await keep(request, form.get("image0"), "image0")
+            image1 = await keep(request, form.get("image1"), "image1")
+        return (image0, image1), options.settings()
+    body = await json_body(request, schemas.MatchBody)
+    return (service.images.get(body.image0), service.images.get(body.image1)), body.settings()
+
+
+@router.get("/pairs/{number}", summary="Get a result", response_class=Response)
+async def get_pair(request: Request, number: str, format: AnyFormat = "json") -> Response:
+    """The matches of a pair: JSON, npz, CSV, or COLMAP's database with the two images."""
+    return await _formatted(service_of(request).pairs.get(number), format)
+
+
+@router.post("/pairs/{number}/estimate", openapi_extra=schema(schemas.EstimateBody), summary="Fit a model")
+async def estimate(request: Request, number: str) -> Response:
+    """Fit a homography, fundamental or essential matrix to the matches that are there; nothing is matched again.
+
+    `inliers` has one flag for each match of the pair; matches that are left out by `min_score` or `top` have false.
+    """
+    service = service_of(request)
+    pair, body = service.pairs.get(number), await json_body(request, schemas.EstimateBody)
+
+    def fit() -> dict[str, Any]:
+        model = service.estimate(pair, body.kind, body.threshold_px, min_score=body.min_score, top=body.top)
+        return pairs.describe_estimate(model)
+
+    # It takes a core for up to a second.
+    async with request.app.state.fitting:
+        return await json_answer(fit)
+
+
+@router.get("/pairs/{number}/warp", summary="Warp of a pair", response_class=Response, responses=_WARP_BYTES)  # type: ignore[arg-type]
+async def pair_warp(
+    request: Request,
+    number: str,
+    direction: Literal["01", "10"] = "01",
+    max_side: Annotated[int, Query(ge=1, le=4096)] = 512,
+) -> Response:
+    """Where every cell of a grid over one image lies in the other (docs/service.md has the format)."""
+    service = service_of(request)
+    pair = service.pairs.get(number)
+    image0, image1 = pair.images if direction == "01" else pair.images[::-1]
+    # Kept, or gone since.
+    images = service.images.get(image0.id), service.images.get(image1.id)
+    zoom = float(pair.matches.info.get("zoom") or 1.0)
+    zoom = zoom if direction == "01" else 1 / zoom
+    job = service.warp(client(request), images, grid_of(image0.size, max_side), zoom=zoom)
+    return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
+
+
+@router.post("/points", openapi_extra=schema(schemas.PointsBody), summary="Match given points")
+async def points(request: Request) -> Response:
+    """Where points of image 0 lie in image 1; null where no counterpart was found."""
+    service, body = service_of(request), await json_body(request, schemas.PointsBody)
+    if len(body.points) > service.config.max_points:
+        message = f"There are {len(body.points)} points; send at most {service.config.max_points} at once."
+        raise Problem(422, "too_many_points", message)
+    images = service.images.get(body.image0), service.images.get(body.image1)
+    asked = np.array(body.points, dtype=np.float32).reshape(-1, 2)
+    job = service.match_points(client(request), images, asked, body.min_score)
+    found = (await wait_for(request, job))["matches"]
+
+    def tell() -> dict[str, Any]:
+        places = [None if None in place else place for place in pairs.rounded(found.points1)]
+        return {"points1": places, "scores": pairs.rounded(found.scores, 6)}
+
+    return await json_answer(tell)
+
+
+@router.post(
+    "/warp",
+    openapi_extra=schema(schemas.WarpBody),
+    summary="Warp of two images",
+    response_class=Response,
+    responses=_WARP_BYTES,  # type: ignore[arg-type]
+)
+async def warp(request: Request) -> Response:
+    """As the warp of a pair, without matching first."""
+    service, body = service_of(request), await json_body(request, schemas.WarpBody)
+    images = service.images.get(body.image0), service.images.get(body.image1)
+    grid = grid_of(images[0].size, body.max_side)
+    job = service.warp(client(request), images, grid, min_score=body.min_score)
+    return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
+
+
+@router.get("/jobs/{number}", tags=["jobs"], summary="How a job stands")
+async def get_job(request: Request, number: str) -> dict[str, Any]:
+    """The data of the job's last event, with its name as `event`."""
+    jobs = service_of(request).jobs
+    name, data = jobs.snapshot(jobs.get(number))
+    return {"event": name, **_public(data)}
+
+
+@router.delete("/jobs/{number}", tags=["jobs"], status_code=204, response_class=Response, summary="Cancel a job")
+async def cancel_job(request: Request, number: str) -> Response:
+    """A queued job ends at once; a running one stops when it can, and its result is dropped."""
+    jobs = service_of(request).jobs
+    jobs.cancel(jobs.get(number))
+    return Response(status_code=204)
+
+
+@router.get("/jobs/{number}/events", tags=["jobs"], summary="Follow a job", response_class=StreamingResponse)
+async def follow_job(request: Request, number: str) -> StreamingResponse:
+    """Server-sent events: `progress` until one of `done`, `failed` and `cancelled`."""
+    job = service_of(request).jobs.get(number)
+    streams = request.app.state.streams
+    if streams.locked():
+        raise Problem(
+            503, "too_many_streams", "Too many jobs are being followed; ask for the job now and then.", retry_s=5
+        )
+    return StreamingResponse(_events(request, job), media_type="text/event-stream")
+
+
+async def _events(request: Request, job: Job) -> AsyncIterator[str]:
+    async with request.app.state.streams:
+        async for event in service_of(request).jobs.follow(job):
+            if event is None:
+                yield ": still there\n\n"
+            else:
+                yield f"event: {event[0]}\ndata: {json.dumps(_public(event[1]))}\n\n"
+
+
+def _public(data: dict[str, Any]) -> dict[str, Any]:
+    """What of a job's data is told."""
+    for kind in ("pair", "collection"):
+        if kind in data:
+            return {"result": f"/v1/{kind}s/{data[kind]}"}
+    return {key: value for key, value in data.items() if isinstance(value, (str, int, float))}
+
+
+async def _formatted(pair: Pair, form: str) -> Response:
+    headers = {"X-Pair": pair.id, "X-Image0": pair.images[0].id, "X-Image1": pair.images[1].id}
+    if form == "json":
+        answer = await json_answer(lambda: pairs.describe(pair))
+        answer.headers.update(headers)
+        return answer
+    kind: exports.Format = form  # type: ignore[assignment]
+    content = await run_in_threadpool(exports.export, pair, kind)
+    headers["Content-Disposition"] = f'attachment; filename="{exports.FILES[kind]}"'
+    return Response(content, media_type=exports.MEDIA[kind], headers=headers)

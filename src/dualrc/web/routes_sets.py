@@ -1,0 +1,87 @@
+"""Sets of images: the pair scores of a collection, and a finished reconstruction."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi import Path as FromPath
+from starlette.concurrency import run_in_threadpool
+
+from dualrc.web import schemas
+from dualrc.web.answers import client, json_answer, json_body, schema, service_of
+from dualrc.web.collections import Collection, CollectionStore
+from dualrc.web.problems import Problem
+from dualrc.web.reconstruction import Reconstruction
+from dualrc.web.routes_images import MaxSide
+
+router = APIRouter(prefix="/v1")
+Number = Annotated[int, FromPath(ge=0, lt=1 << 53)]
+
+
+@router.post(
+    "/collections",
+    tags=["collections"],
+    status_code=202,
+    openapi_extra=schema(schemas.CollectionBody),
+    summary="Match all pairs of some images",
+)
+async def collect(request: Request) -> dict[str, str]:
+    """Start a job whose events have `done` and `total` pairs; single matches go before it."""
+    service, body = service_of(request), await json_body(request, schemas.CollectionBody)
+    if len(body.images) > service.config.max_collection or len(set(body.images)) < len(body.images):
+        message = f"Give 2 to {service.config.max_collection} different images."
+        raise Problem(422, "bad_collection", message)
+    collection = Collection(images=[service.images.get(number) for number in body.images])
+    job = service.collect(client(request), collection.images, collection.tell, collection.finished)
+    _collections(request).add(collection)
+    return {"job": job.id, "collection": collection.id}
+
+
+@router.get("/collections/{number}", tags=["collections"], summary="Scores of a collection")
+async def get_collection(request: Request, number: str) -> Response:
+    """Images, a matrix of pair scores (null where not matched yet), and the results by "i,j"."""
+    collection = _collections(request).get(number)
+    return await json_answer(collection.describe)
+
+
+@router.get("/reconstruction", tags=["reconstruction"], summary="Images and cameras")
+async def get_reconstruction(request: Request) -> Response:
+    """Poses and cameras of upright images, in pixels whose first center is (0, 0); params are COLMAP's."""
+    return await json_answer(_reconstruction(request).describe)
+
+
+@router.get("/reconstruction/points", tags=["reconstruction"], summary="All points", response_class=Response)
+async def get_points(request: Request) -> Response:
+    """Little endian: uint32 count, float32 xyz of each, uint8 rgb of each, uint32 track length of each."""
+    packed = await run_in_threadpool(_reconstruction(request).packed)
+    return Response(packed, media_type="application/octet-stream")
+
+
+@router.get("/reconstruction/points/{index}", tags=["reconstruction"], summary="A point and its track")
+async def get_point(request: Request, index: Number) -> dict[str, Any]:
+    """Where images show a point, in pixels of the upright images."""
+    return _reconstruction(request).point(index)
+
+
+@router.get(
+    "/reconstruction/images/{number}/view",
+    tags=["reconstruction"],
+    summary="View an image of the reconstruction",
+    response_class=Response,
+)
+async def view(request: Request, number: Number, max_side: MaxSide = 1024) -> Response:
+    """A JPEG of the upright image."""
+    jpeg = await run_in_threadpool(_reconstruction(request).view, number, max_side)
+    return Response(jpeg, media_type="image/jpeg", headers={"Cache-Control": "private, max-age=600"})
+
+
+def _collections(request: Request) -> CollectionStore:
+    found: CollectionStore = request.app.state.collections
+    return found
+
+
+def _reconstruction(request: Request) -> Reconstruction:
+    found: Reconstruction | None = request.app.state.reconstruction
+    if found is None:
+        message = "This server shows no reconstruction; start it as dualrc serve DIR --images FOLDER."
+        raise Problem(404, "no_reconstruction", message)
+    return found

@@ -1,0 +1,98 @@
+"""The server: a socket, uvicorn, and a clean end."""
+
+import ipaddress
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from fastapi import FastAPI
+
+from dualrc.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+THREADS = ("matching", "examples")  # by the names that `jobs` and `app` give them
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_CONNECTIONS = 512  # at the same time; more are answered with 503
+_GRACE_S = 3  # for requests that run when the server is stopped
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 takes a free one."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=256)
+    except OSError as error:
+        remedy = "give another --port, or 0 for a free one" if port else "give another --host"
+        raise ConfigError(f"Can't listen on {host} port {port} ({error.strerror or error}); {remedy}.") from error
+    except OverflowError as error:
+        raise ConfigError(f"Port {port} does not exist; give one from 0 to 65535.") from error
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a browser finds a socket."""
+    host, port = listener.getsockname()[:2]
+    host = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+def is_busy() -> bool:
+    """Whether a thread of the service still runs."""
+    return any(thread.name in THREADS for thread in threading.enumerate())
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server; a signal ends it, and the process goes on with what comes after."""
+
+    def __init__(self, app: FastAPI, *, started: Callable[[], None] = lambda: None) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,  # we have our own, without ids of images
+                server_header=False,
+                timeout_graceful_shutdown=_GRACE_S,
+                timeout_keep_alive=15,
+                limit_concurrency=_CONNECTIONS,
+                h11_max_incomplete_event_size=64 * 1024,
+                lifespan="on",
+            )
+        )
+        self._tell = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and tell so."""
+        await super().startup(sockets)
+        if self.started:
+            self._tell()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let Ctrl-C and SIGTERM stop the server, for as long as it runs."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def serve(app: FastAPI, listener: socket.socket, *, started: Callable[[], None] = lambda: None) -> None:
+    """Serve until a signal; `started` is called when the first request would be answered."""
+    Server(app, started=started).run(sockets=[listener])

@@ -1,0 +1,249 @@
+"""What the service can do: work for the matcher, as jobs."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc import geometry
+from dualrc.errors import DualRCError
+from dualrc.image import Scale
+from dualrc.matcher import Matcher
+from dualrc.matcher.features import PictureFeatures
+from dualrc.matches import Estimate, EstimateKind, Matches
+from dualrc.pixels import STRIDE
+from dualrc.types import Size
+from dualrc.web.cache import ByteCache
+from dualrc.web.jobs import Job, JobQueue, Progress, Work
+from dualrc.web.pairs import MatchSettings, Pair, PairStore
+from dualrc.web.settings import ServerConfig
+from dualrc.web.uploads import ImageStore, Upload
+from dualrc.web.wire import pack_warp
+
+_LEAST_SIZE = 64  # pixels of the long side at which an image is looked at to level a zoom
+_WARM_UP = (320, 240)
+
+
+@dataclass(kw_only=True, eq=False)
+class PairWork:
+    """Two images to match, and their matches once they are there."""
+
+    images: tuple[Upload, Upload]
+    settings: MatchSettings
+    found: Matches | None = None
+
+
+class Service:
+    """One matcher and what it works on; every call of the matcher is on the worker thread."""
+
+    def __init__(self, matcher: Matcher, folder: Path, config: ServerConfig) -> None:
+        self.matcher, self.config = matcher, config
+        self.images = ImageStore(folder, config)
+        self.pairs = PairStore(config)
+        self._features: ByteCache[tuple[str, int | None], PictureFeatures] = ByteCache(
+            config.feature_bytes, lambda features: features.bytes
+        )
+        self._warps: ByteCache[tuple[str, str, Size, float, float], bytes] = ByteCache(config.result_bytes // 4, len)
+        self.images.removed = lambda number: self._features.discard(lambda key: key[0] == number)
+        on_gpu = matcher.device.type == "cuda"
+        self.jobs = JobQueue(config, together=self._match_together if on_gpu else None)
+
+    @property
+    def feature_bytes(self) -> int:
+        """Memory that features take."""
+        return self._features.bytes
+
+    @property
+    def warp_bytes(self) -> int:
+        """Memory that warps take."""
+        return self._warps.bytes
+
+    def sweep(self) -> None:
+        """Remove what has expired."""
+        self.images.expire()
+        self.pairs.expire()
+        self._features.discard(lambda key: not self.images.known(key[0]))
+
+    def warm_up(self) -> None:
+        """Match noise once, so that the first request does not pay for what happens once."""
+        noise = np.random.default_rng(0).integers(0, 255, (*_WARM_UP[::-1], 3), dtype=np.uint8)
+        features = self.matcher.features(noise)
+        self.matcher.match_features(features, features)
+
+    def prefetch(self, upload: Upload) -> None:
+        """Extract features of a new image when the worker has nothing else to do: it will be matched soon."""
+
+        def extract() -> None:
+            # Whatever is wrong with the image is said to the one who matches it.
+            with suppress(DualRCError):
+                if self.images.known(upload.id):
+                    self.features(upload, self.matcher.config.size)
+
+        self.jobs.when_idle(extract)
+
+    def features(self, upload: Upload, size: int | None) -> PictureFeatures:
+        """The features of an image, on the worker thread."""
+        key = (upload.id, size)
+        found = self._features.make(key, lambda: self.matcher.features(self.images.pixels(upload), size=size))
+        if not self.images.known(upload.id):
+            # It was deleted in the meantime.
+            self._features.discard(lambda kept: kept == key)
+        return found
+
+    def match(self, client: str, images: tuple[Upload, Upload], settings: MatchSettings) -> Job:
+        """Queue a match of two images; the result is {"pair": id}."""
+        pair = PairWork(images=images, settings=settings)
+        standard = settings.quality == "standard" and settings.size is None
+        sizes = tuple(image.size for image in images)
+        key = (settings.top, settings.min_score, sizes) if standard else None
+        return self._submit(client, images, lambda: self._match(pair), batch_key=key, pair=pair)
+
+    def match_points(
+        self, client: str, images: tuple[Upload, Upload], points: npt.NDArray[np.float32], min_score: float
+    ) -> Job:
+        """Queue the search for given points; the result has `matches`, a row for each."""
+
+        def work() -> Work:
+            yield Progress(stage="features", fraction=0.1)
+            features = self._both(images, self.matcher.config.size)
+            yield Progress(stage="matching", fraction=0.6)
+            return {"matches": self.matcher.match_points(*features, points, min_score=min_score)}
+
+        return self._submit(client, images, work, listed=False)
+
+    def warp(
+        self, client: str, images: tuple[Upload, Upload], grid: Size, *, zoom: float = 1.0, min_score: float = 0.0
+    ) -> Job:
+        """Queue a dense warp at the centers of `grid` cells; the result has its `bytes` (see `pack_warp`)."""
+        key = (images[0].id, images[1].id, grid, zoom, min_score)
+
+        def work() -> Work:
+            if (kept := self._warps.get(key)) is not None:
+                return {"bytes": kept}
+            yield Progress(stage="features", fraction=0.1)
+            features = self._leveled(images, zoom)
+            yield Progress(stage="warp", fraction=0.6)
+            # The warp of an image of the grid's size, which the network sees as it saw the image itself.
+            scale = Scale(image_size=grid, input_size=features[0].scale.input_size)
+            found = self.matcher.warp(replace(features[0], scale=scale), features[1], min_score=min_score)
+            packed = pack_warp(found, images[0].size)
+            self._warps.put(key, packed)
+            return {"bytes": packed}
+
+        return self._submit(client, images, work, listed=False)
+
+    def collect(
+        self,
+        client: str,
+        images: Sequence[Upload],
+        tell: Callable[[int, int, Pair], None],
+        finished: Callable[[], dict[str, Any]],
+    ) -> Job:
+        """Queue all pairs of a set of images; `tell` gets each pair when it is there."""
+        numbers = [(i, j) for i in range(len(images)) for j in range(i + 1, len(images))]
+        settings = MatchSettings(top=1000)
+
+        def work() -> Work:
+            for done, (i, j) in enumerate(numbers):
+                counts = {"done": done, "total": len(numbers)}
+                yield Progress(stage="matching", fraction=done / len(numbers), extra=counts)
+                found = PairWork(images=(images[i], images[j]), settings=settings)
+                tell(i, j, self._matched(found))
+            return finished()
+
+        return self._submit(client, tuple(images), work, long=True, limit_s=self.config.collection_s)
+
+    def estimate(
+        self, pair: Pair, kind: EstimateKind, threshold_px: float, *, min_score: float = 0.0, top: int | None = None
+    ) -> Estimate:
+        """A model of a pair's matches; those below `min_score` or after the best `top` are no inliers."""
+        chosen = np.flatnonzero(pair.matches.scores >= min_score)
+        chosen = chosen[np.argsort(-pair.matches.scores[chosen], kind="stable")][:top]
+        cameras: dict[str, Any] = {}
+        if kind == "essential":
+            cameras = {f"camera{n}": geometry.camera_from_exif(image.path) for n, image in enumerate(pair.images)}
+        model = geometry.estimate(pair.matches[chosen], kind, threshold_px=threshold_px, **cameras)
+        inliers = np.zeros(len(pair.matches), dtype=np.bool_)
+        inliers[chosen] = model.inliers
+        return replace(model, inliers=inliers)
+
+    def _submit(self, client: str, images: tuple[Upload, ...], start: Callable[[], Work], **options: Any) -> Job:
+        hold = ExitStack()
+        hold.enter_context(self.images.hold(*images))
+        limit_s = options.pop("limit_s", self.config.limit_s)
+        job = Job(start=start, client=client, limit_s=limit_s, release=hold.close, **options)
+        try:
+            return self.jobs.submit(job)
+        except BaseException:
+            job.release()
+            raise
+
+    def _match(self, work: PairWork) -> Work:
+        if work.found is None:
+            yield Progress(stage="features", fraction=0.05)
+            if work.settings.quality == "standard":
+                self.features(work.images[0], self._size(work.settings))
+                yield Progress(stage="features", fraction=0.3)
+                self.features(work.images[1], self._size(work.settings))
+        yield Progress(stage="matching", fraction=0.5)
+        pair = self._matched(work)
+        if work.settings.estimate is not None:
+            yield Progress(stage="estimating", fraction=0.9)
+            kind: Any = work.settings.estimate
+            model = self.estimate(pair, kind, work.settings.threshold_px)
+            pair.matches = pair.matches.with_estimate(model)
+        return {"pair": pair.id}
+
+    def _matched(self, work: PairWork) -> Pair:
+        """Match and keep the result."""
+        settings, start = work.settings, time.perf_counter()
+        found = work.found
+        if found is None:
+            options: dict[str, Any] = {"top": settings.top, "min_score": settings.min_score}
+            if settings.quality == "standard":
+                found = self.matcher.match_features(*self._both(work.images, self._size(settings)), **options)
+            else:
+                pixels = [self.images.pixels(image) for image in work.images]
+                high: Literal["high"] = "high"
+                found = self.matcher.match(*pixels, size=self._size(settings), quality=high, **options)
+        pair = Pair(
+            images=work.images,
+            matches=_with_score(found),
+            settings=settings,
+            seconds=time.perf_counter() - start,
+            device=str(self.matcher.device),
+        )
+        self.pairs.add(pair)
+        return pair
+
+    def _match_together(self, works: Sequence[PairWork]) -> list[Matches]:
+        """Matches of pairs with the same settings and sizes, in one batch."""
+        settings = works[0].settings
+        pairs = [self._both(work.images, self._size(settings)) for work in works]
+        return list(self.matcher.match_many(pairs, top=settings.top, min_score=settings.min_score))
+
+    def _size(self, settings: MatchSettings) -> int | None:
+        return self.matcher.config.size if settings.size is None else settings.size
+
+    def _both(self, images: tuple[Upload, Upload], size: int | None) -> tuple[PictureFeatures, PictureFeatures]:
+        return self.features(images[0], size), self.features(images[1], size)
+
+    def _leveled(self, images: tuple[Upload, Upload], zoom: float) -> tuple[PictureFeatures, PictureFeatures]:
+        """Features in which things are about as large in both images, if they are `zoom` times larger in image 1."""
+        features = list(self._both(images, self.matcher.config.size))
+        if zoom != 1:
+            larger = int(zoom > 1)
+            size = int(max(features[larger].scale.input_size) / max(zoom, 1 / zoom)) // STRIDE * STRIDE
+            if size >= _LEAST_SIZE:
+                features[larger] = self.features(images[larger], size)
+        return features[0], features[1]
+
+
+def _with_score(matches: Matches) -> Matches:
+    """The same without the matches that it is a selection of, whose judgment stays in the info."""
+    return replace(matches, info=matches.stored_info(), whole=None)

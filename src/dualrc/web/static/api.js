@@ -1,0 +1,143 @@
+// Requests to the service: the token, errors as one sentence, uploads and server-sent events.
+
+const GONE = "The server does not answer. Check that `dualrc serve` is still running, then try again.";
+
+/** An answer that is not a success; the message is for the user. */
+export class ApiError extends Error {
+  constructor(message, { status = 0, code = "" } = {}) {
+    super(message);
+    this.name = "ApiError";
+    this.status = status;
+    this.code = code;
+  }
+}
+
+export class Api extends EventTarget {
+  #askToken;
+  info = null;
+  pendingFiles = null;
+  requests = 0;
+
+  /** askToken: async () => string, called when the service asks for a token. */
+  constructor(askToken) {
+    super();
+    this.#askToken = askToken;
+    const found = location.hash.match(/^#token=(.+)$/);
+    if (found) {
+      sessionStorage.setItem("dualrc-token", decodeURIComponent(found[1]));
+      history.replaceState(null, "", location.pathname + location.search);
+    }
+  }
+
+  get token() {
+    return sessionStorage.getItem("dualrc-token");
+  }
+
+  /** A Response that is a success; anything else is thrown as ApiError. */
+  async fetch(method, path, { body = undefined, headers = {}, signal = undefined } = {}) {
+    this.requests += 1;
+    const sent = this.token;
+    if (sent) headers = { ...headers, Authorization: `Bearer ${sent}` };
+    let response;
+    try {
+      response = await fetch(path, { method, body, headers, signal });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      this.dispatchEvent(new CustomEvent("reach", { detail: false }));
+      throw new ApiError(GONE, { code: "gone" });
+    }
+    this.dispatchEvent(new CustomEvent("reach", { detail: true }));
+    if (response.ok) return response;
+    if (response.status === 401) {
+      // Another request may have asked in the meantime.
+      if (this.token === sent) sessionStorage.setItem("dualrc-token", await this.#askToken());
+      return this.fetch(method, path, { body, headers, signal });
+    }
+    throw await this.#error(response);
+  }
+
+  async #error(response) {
+    let told = {};
+    try {
+      told = await response.json();
+    } catch {
+      // Not JSON: the status has to do.
+    }
+    const wait = response.headers.get("Retry-After");
+    let text = told.error ?? `The server answered ${response.status}. Try again, or read its log.`;
+    if (wait && !/\d+ ?s/.test(text)) text += ` Try again in ${wait} s.`;
+    return new ApiError(text, { status: response.status, code: told.code });
+  }
+
+  /** JSON in, JSON out; null where there is no body. */
+  async json(method, path, body = undefined, signal = undefined) {
+    const options = { signal };
+    if (body !== undefined) {
+      options.body = JSON.stringify(body);
+      options.headers = { "Content-Type": "application/json" };
+    }
+    const response = await this.fetch(method, path, options);
+    return response.status === 204 ? null : response.json();
+  }
+
+  async blob(path, signal = undefined) {
+    return (await this.fetch("GET", path, { signal })).blob();
+  }
+
+  async buffer(path, signal = undefined) {
+    return (await this.fetch("GET", path, { signal })).arrayBuffer();
+  }
+
+  /** A URL for <img>, which cannot send the token itself; revoke it when done. */
+  async objectUrl(path) {
+    return URL.createObjectURL(await this.blob(path));
+  }
+
+  /** Upload an image: {id, name, width, height, expires_s}. */
+  async upload(file, signal = undefined) {
+    const most = this.info?.max_bytes;
+    if (most && file.size > most) {
+      const size = (bytes) => `${(bytes / 1e6).toFixed(0)} MB`;
+      throw new ApiError(`${file.name} has ${size(file.size)}; this server takes up to ${size(most)}. Choose a smaller file.`, { code: "too_large" });
+    }
+    const form = new FormData();
+    form.append("file", file, file.name || "image.png");
+    return (await this.fetch("POST", "v1/images", { body: form, signal })).json();
+  }
+
+  /** Follow a job; resolves with the data of `done`. EventSource cannot send a token, so the stream is read here. */
+  async events(job, onProgress = () => {}, signal = undefined) {
+    const response = await this.fetch("GET", `v1/jobs/${job}/events`, { signal });
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (;;) {
+      let part;
+      try {
+        part = await reader.read();
+      } catch (error) {
+        if (error.name === "AbortError") throw error;
+        throw new ApiError(GONE, { code: "gone" });
+      }
+      if (part.done) throw new ApiError(GONE, { code: "gone" });
+      const blocks = (rest + part.value).replaceAll("\r\n", "\n").split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const event = parseEvent(block);
+        if (event.name === "progress") onProgress(event.data);
+        if (event.name === "done") return event.data;
+        if (event.name === "failed") throw new ApiError(event.data.error, { code: event.data.code });
+        if (event.name === "cancelled") throw new DOMException("Cancelled.", "AbortError");
+      }
+    }
+  }
+}
+
+function parseEvent(block) {
+  let name = "message";
+  const data = [];
+  for (const line of block.split("\n")) {
+    if (line.startsWith("event:")) name = line.slice(6).trim();
+    if (line.startsWith("data:")) data.push(line.slice(5).trimStart());
+  }
+  return { name, data: data.length ? JSON.parse(data.join("\n")) : null };
+}

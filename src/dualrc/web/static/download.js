@@ -1,0 +1,70 @@
+// Files to save, the view as PNG, and text to copy.
+
+import { fail, say } from "./messages.js";
+import { state } from "./state.js";
+
+const ENDINGS = { npz: "npz", csv: "csv", json: "json", colmap: "db", png: "png" };
+
+function save(blob, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 30_000);
+}
+
+function stem(name) {
+  return (name ?? "image").replace(/\.[^.]+$/, "").replace(/[^\w-]+/g, "_").slice(0, 60) || "image";
+}
+
+/** What the stage shows, without the pointer's marks. */
+function picture(stage) {
+  const ratio = devicePixelRatio;
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [stage.overlay.width, stage.overlay.height];
+  const ctx = canvas.getContext("2d");
+  ctx.fillStyle = getComputedStyle(stage.element).backgroundColor;
+  ctx.fillRect(0, 0, canvas.width, canvas.height);
+  for (const pane of stage.element.querySelectorAll(".pane:not([hidden])")) {
+    ctx.drawImage(pane.querySelector("canvas"), pane.offsetLeft * ratio, pane.offsetTop * ratio);
+  }
+  ctx.drawImage(stage.overlay, 0, 0);
+  ctx.drawImage(stage.pins, 0, 0);
+  return new Promise((done) => canvas.toBlob(done, "image/png"));
+}
+
+/** Copy text; browsers allow this on local addresses and over HTTPS only, so there is an old way too. */
+export async function copy(text, what) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const area = document.createElement("textarea");
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const copied = document.execCommand("copy");
+    area.remove();
+    if (!copied) return fail(new Error("The browser does not allow copying; select the text and copy it yourself."));
+  }
+  say(`Copied ${what}.`);
+}
+
+export function startDownloads(api, stage) {
+  document.getElementById("downloads").addEventListener("click", async (event) => {
+    const format = event.target.dataset.format;
+    if (!format || !state.result) return;
+    const name = `${stem(state.images[0].name)}-${stem(state.images[1].name)}.${ENDINGS[format]}`;
+    event.target.disabled = true;
+    try {
+      save(format === "png" ? await picture(stage) : await api.blob(`v1/pairs/${state.result.pair}?format=${format}`), name);
+    } catch (error) {
+      fail(error, () => event.target.click());
+    } finally {
+      event.target.disabled = false;
+    }
+  });
+  for (const button of document.querySelectorAll("[data-copy]")) {
+    const kind = button.dataset.copy;
+    button.addEventListener("click", () => copy(state.result?.commands[kind] ?? "", kind === "shell" ? "the shell line" : "the Python lines"));
+  }
+}

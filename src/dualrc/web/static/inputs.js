@@ -1,0 +1,112 @@
+// Where images come from: the file dialog, the camera, drag and drop, the clipboard.
+
+const IMAGE = /\.(avif|bmp|gif|heic|heif|jpe?g|jp2|png|ppm|tiff?|webp)$/i;
+const isImage = (file) => file.type.startsWith("image/") || IMAGE.test(file.name);
+
+/** The slots of the empty page. take(slot or null, files) gets what the user gave. */
+export function startInputs(take) {
+  for (const slot of document.querySelectorAll(".slot")) showSlot(slot, null, take);
+  startDrop(take);
+  addEventListener("paste", (event) => {
+    const files = [...(event.clipboardData?.files ?? [])].filter(isImage);
+    if (!files.length) return;
+    event.preventDefault();
+    take(null, files);
+  });
+}
+
+/** A button that opens a file dialog, with the input that does it. */
+export function chooser(label, icon, take, { capture = false, name = label, className = "button" } = {}) {
+  const input = document.createElement("input");
+  input.type = "file";
+  input.accept = capture ? "image/*" : "image/*,.heic,.heif,.tif,.tiff,.ppm";
+  input.hidden = true;
+  input.multiple = !capture;
+  if (capture) input.setAttribute("capture", "environment");
+  input.setAttribute("aria-label", name);
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = className;
+  button.innerHTML = `<svg class="icon" aria-hidden="true"><use href="#${icon}"/></svg>`;
+  if (className === "button") button.append(label);
+  else button.setAttribute("aria-label", name);
+  if (name !== label && className === "button") button.setAttribute("aria-label", name);
+  button.addEventListener("click", () => input.click());
+  input.addEventListener("change", () => {
+    if (input.files.length) take([...input.files]);
+    input.value = "";
+  });
+  return [button, input];
+}
+
+/** Fill a slot: empty with ways to give an image, or with the image. */
+export function showSlot(slot, image, take) {
+  const number = Number(slot.dataset.slot);
+  slot.classList.toggle("filled", image !== null);
+  slot.replaceChildren();
+  const give = (files) => take(number, files);
+  if (image) {
+    const canvas = document.createElement("canvas");
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", `Image ${number}: ${image.name}`);
+    [canvas.width, canvas.height] = [720, Math.round((720 * image.height) / image.width)];
+    canvas.getContext("2d").drawImage(image.level(720 / image.width).bitmap, 0, 0, canvas.width, canvas.height);
+    const name = document.createElement("div");
+    name.className = "slot-name";
+    const text = document.createElement("span");
+    text.textContent = image.name;
+    name.append(text, ...chooser("Replace", "i-image", give, { name: `Replace image ${number}`, className: "icon-button" }));
+    slot.append(canvas, name);
+    return;
+  }
+  slot.innerHTML = '<svg class="icon big-icon" aria-hidden="true"><use href="#i-image"/></svg>';
+  const title = document.createElement("p");
+  title.className = "slot-title";
+  title.textContent = number === 0 ? "First image" : "Second image";
+  const row = document.createElement("div");
+  row.className = "row";
+  row.append(...chooser("Choose a file", "i-image", give, { name: `Choose image ${number}` }),
+    ...chooser("Photograph", "i-camera", give, { capture: true, name: `Photograph image ${number}` }));
+  slot.append(title, row);
+}
+
+/** Files of a drop, with those inside dropped folders. */
+async function dropped(transfer) {
+  const entries = [...transfer.items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
+  if (!entries.some((entry) => entry.isDirectory)) return [...transfer.files];
+  const files = [];
+  const walk = async (entry) => {
+    if (entry.isFile) files.push(await new Promise((done, no) => entry.file(done, no)));
+    else {
+      const reader = entry.createReader();
+      for (;;) {
+        const part = await new Promise((done, no) => reader.readEntries(done, no));
+        if (!part.length) break;
+        for (const child of part) await walk(child);
+      }
+    }
+  };
+  for (const entry of entries) await walk(entry);
+  return files.sort((a, b) => a.name.localeCompare(b.name));
+}
+
+function startDrop(take) {
+  const target = (event) => event.target.closest?.(".slot, .pane");
+  const unmark = () => document.querySelectorAll(".over, .drop-here").forEach((element) => element.classList.remove("over", "drop-here"));
+  addEventListener("dragover", (event) => {
+    if (!event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault();
+    unmark();
+    const element = target(event);
+    element?.classList.add(element.classList.contains("slot") ? "over" : "drop-here");
+  });
+  addEventListener("dragleave", (event) => { if (!event.relatedTarget) unmark(); });
+  addEventListener("drop", async (event) => {
+    if (!event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault();
+    unmark();
+    const element = target(event), place = element?.dataset.slot ?? element?.dataset.pane;
+    const files = await dropped(event.dataTransfer);
+    if (files.length) take(place === "0" || place === "1" ? Number(place) : null, files);
+  });
+}

@@ -1,0 +1,287 @@
+// The pair view: images in, matching with progress, result out.
+
+import { Compare } from "./compare.js";
+import { startDownloads } from "./download.js";
+import { showExamples } from "./examples.js";
+import { startFilter, takeResult } from "./filter.js";
+import { DenseWarp } from "./geometry.js";
+import { homography, startGeometry } from "./geometry_panel.js";
+import { decode, fetchView } from "./images.js";
+import { chooser, showSlot, startInputs } from "./inputs.js";
+import { startKept } from "./kept.js";
+import { announce, clear, fail } from "./messages.js";
+import { Stage } from "./stage.js";
+import { change, snapshot, state, watch } from "./state.js";
+
+const byId = (id) => document.getElementById(id);
+const VERDICT_ICONS = { same: "i-yes", unsure: "i-unsure", different: "i-no" };
+const WARP_SIDE = 512;
+
+export class PairView {
+  #run = null; // AbortController of the current run
+  #turns = [0, 0]; // a slot's latest image wins over one that arrives late
+
+  constructor(api) {
+    this.api = api;
+    this.stage = new Stage(byId("stage"));
+    this.compare = new Compare(this.stage, () => homography(api));
+    startFilter();
+    startGeometry(api);
+    startKept(this.stage);
+    startDownloads(api, this.stage);
+    startInputs((slot, files) => this.take(slot, files));
+    this.#buttons();
+    watch("phase opening", () => this.#showPhase());
+    watch("result", () => this.#showResult());
+    window.dualrcState = () => snapshot([...this.stage.viewers, this.compare.viewer], api);
+  }
+
+  #buttons() {
+    const viewers = () => (state.mode === "matches" ? this.stage : this.compare.viewer);
+    const zoom = (factor) => (state.mode === "matches" ? this.stage.zoomBy(factor) : viewers().zoomAt(factor));
+    byId("zoom-in").addEventListener("click", () => zoom(1.5));
+    byId("zoom-out").addEventListener("click", () => zoom(1 / 1.5));
+    byId("zoom-fit").addEventListener("click", () => { viewers().fit(); this.#showZoom(); });
+    byId("zoom-link").addEventListener("click", () => change({ linked: !state.linked }));
+    watch("linked", () => byId("zoom-link").setAttribute("aria-pressed", state.linked));
+    watch("mode result images", () => requestAnimationFrame(() => this.#showZoom()));
+    this.stage.element.addEventListener("zoomed", () => this.#showZoom());
+    byId("again").addEventListener("click", () => this.run());
+    byId("cancel").addEventListener("click", () => this.cancel());
+    byId("new-pair").addEventListener("click", () => this.reset());
+    byId("quality").addEventListener("change", () => { if (state.result) this.run(); });
+  }
+
+  #showZoom() {
+    const viewer = state.mode === "matches" ? this.stage.viewers[0] : this.compare.viewer;
+    const percent = viewer.view.scale * 100;
+    byId("zoom-level").textContent = `${percent >= 10 ? Math.round(percent) : percent.toPrecision(2)} %`;
+  }
+
+  /** Qualities and examples, once the service has told them. */
+  takeInfo(info) {
+    byId("quality").replaceChildren(...info.qualities.map((name) => new Option(name, name)));
+    showExamples(this.api, byId("example-list"), (name) => this.openExample(name));
+  }
+
+  /** Files from the user; slot is 0, 1 or null for the next free one. */
+  take(slot, files) {
+    clear();
+    if (files.length > 2) {
+      this.api.pendingFiles = files;
+      location.hash = "#folder";
+      return;
+    }
+    if (location.hash.startsWith("#folder")) location.hash = "#pair";
+    change({ times: { given: performance.now() } });
+    if (files.length === 2) files.forEach((file, i) => this.#load(i, file));
+    else this.#load(slot ?? (state.images[0] ? 1 : 0), files[0]);
+  }
+
+  async #load(i, file) {
+    const turn = ++this.#turns[i];
+    this.#abandon();
+    this.#setImage(i, null);
+    change({ phase: "uploading" });
+    try {
+      const sending = this.api.upload(file);
+      // Handled below; the decoded image is shown while the upload runs.
+      sending.catch(() => {});
+      let loaded = await decode(file);
+      if (turn === this.#turns[i] && loaded) this.#setImage(i, { loaded, name: file.name, width: loaded.width, height: loaded.height, id: null });
+      const sent = await sending;
+      if (!loaded || loaded.width !== sent.width || loaded.height !== sent.height) loaded = await fetchView(this.api, sent);
+      if (turn !== this.#turns[i]) return;
+      this.#setImage(i, { loaded, name: file.name, width: sent.width, height: sent.height, id: sent.id });
+      if (state.images.every((image) => image?.id)) await this.run();
+    } catch (error) {
+      if (turn !== this.#turns[i]) return;
+      this.#setImage(i, null);
+      change({ phase: state.images.some(Boolean) ? "uploading" : "empty" });
+      fail(error, error.code === "gone" ? () => this.#load(i, file) : null);
+    }
+  }
+
+  #setImage(i, image) {
+    const images = [...state.images], old = images[i]?.loaded;
+    images[i] = image;
+    change({ images });
+    showSlot(document.querySelector(`.slot[data-slot="${i}"]`), image?.loaded ?? null, (slot, files) => this.take(slot, files));
+    this.#tag(i);
+    this.#showPhase();
+    this.stage.take();
+    if (old && old !== image?.loaded) old.close();
+  }
+
+  #tag(i) {
+    const { pane } = this.stage.viewers[i];
+    pane.querySelector(".tag")?.remove();
+    const image = state.images[i];
+    if (!image) return;
+    const tag = document.createElement("div");
+    tag.className = "tag";
+    const name = document.createElement("span");
+    name.textContent = `${image.name}  ${image.width} × ${image.height}`;
+    tag.append(name, ...chooser("Replace", "i-image", (files) => this.take(i, files), { name: `Replace image ${i} by another`, className: "icon-button" }));
+    pane.append(tag);
+  }
+
+  #showPhase() {
+    const both = state.images.every(Boolean);
+    const turned = both === byId("workbench").hidden;
+    const lost = turned && byId(both ? "intro" : "workbench").contains(document.activeElement);
+    byId("intro").hidden = both || state.opening;
+    byId("opening").hidden = both || !state.opening;
+    byId("workbench").hidden = !both;
+    if (turned) scrollTo(0, 0);
+    // The focus was on what is hidden now.
+    if (lost) byId("main").focus({ preventScroll: true });
+    byId("busy").hidden = state.phase !== "matching" && state.phase !== "uploading";
+    byId("again").disabled = state.phase !== "ready" && state.phase !== "failed";
+    if (state.phase === "uploading") this.#progress("Uploading", undefined);
+  }
+
+  #progress(text, fraction) {
+    byId("busy-text").textContent = text;
+    const bar = byId("busy-progress");
+    if (Number.isFinite(fraction)) bar.value = fraction;
+    else bar.removeAttribute("value");
+  }
+
+  #abandon() {
+    this.#run?.abort();
+    this.#run = null;
+    change({ result: null, estimate: null, homography: null, warps: { "01": null, "10": null }, kept: [], hover: null, mode: "matches" });
+  }
+
+  /** Match the two images. */
+  async run() {
+    this.#abandon();
+    const run = (this.#run = new AbortController());
+    const [image0, image1] = state.images.map((image) => image.id);
+    change({ phase: "matching" });
+    this.#progress("Matching", undefined);
+    let job = null;
+    run.signal.addEventListener("abort", () => { if (job) this.api.json("DELETE", `v1/jobs/${job}`).catch(() => {}); });
+    try {
+      const asked = { image0, image1, quality: byId("quality").value || undefined };
+      ({ job } = await this.api.json("POST", "v1/match?wait=false", asked, run.signal));
+      const done = await this.api.events(job, (progress) => this.#showProgress(progress), run.signal);
+      job = null;
+      this.#finish(await this.api.json("GET", done.result.replace(/^\//, ""), undefined, run.signal), run);
+    } catch (error) {
+      if (run !== this.#run) return;
+      change({ phase: "failed" });
+      fail(error, () => this.run());
+    }
+  }
+
+  #showProgress({ state: where, position, stage, fraction }) {
+    if (where === "queued") this.#progress(position > 0 ? `Waiting, ${position} before this pair` : "Waiting", undefined);
+    else this.#progress(stage ? stage[0].toUpperCase() + stage.slice(1) : "Matching", fraction);
+  }
+
+  #finish(result, run) {
+    change({ result, estimate: result.estimate, phase: "ready" });
+    takeResult(result);
+    announce(`${result.verdict.text} ${result.count} matches.`);
+    history.replaceState(null, "", `#pair/${result.pair}`);
+    this.#loadWarps(result, run);
+  }
+
+  async #loadWarps({ pair }, run) {
+    try {
+      for (const way of ["01", "10"]) {
+        const buffer = await this.api.buffer(`v1/pairs/${pair}/warp?direction=${way}&max_side=${WARP_SIDE}`, run.signal);
+        if (run !== this.#run) return;
+        change({ warps: { ...state.warps, [way]: new DenseWarp(buffer) } });
+      }
+      change({ times: { ...state.times, warped: performance.now() } });
+    } catch (error) {
+      if (run === this.#run) fail(error, () => this.#loadWarps({ pair }, run));
+    }
+  }
+
+  cancel() {
+    if (!this.#run) return this.reset();
+    this.#run.abort();
+    this.#run = null;
+    change({ phase: "failed" });
+    announce("Cancelled");
+  }
+
+  async #openImages(load) {
+    clear();
+    this.#abandon();
+    const turns = [++this.#turns[0], ++this.#turns[1]];
+    change({ times: { given: performance.now() }, phase: "uploading", opening: true });
+    let images, loaded;
+    try {
+      images = await load();
+      loaded = await Promise.all(images.map((image) => fetchView(this.api, image)));
+    } finally {
+      change({ opening: false });
+    }
+    if (turns.some((turn, i) => turn !== this.#turns[i])) return false;
+    images.forEach((image, i) => this.#setImage(i, { ...image, loaded: loaded[i] }));
+    return true;
+  }
+
+  async openExample(name) {
+    try {
+      const opened = await this.#openImages(async () => {
+        const { image0, image1 } = await this.api.json("POST", `v1/examples/${name}`);
+        return [image0, image1];
+      });
+      if (opened) await this.run();
+    } catch (error) {
+      change({ phase: "empty" });
+      fail(error, () => this.openExample(name));
+    }
+  }
+
+  /** A stored result, as folder.js links to it. */
+  async openPair(pair) {
+    if (state.result?.pair === pair) return;
+    try {
+      let result;
+      const opened = await this.#openImages(async () => {
+        result = await this.api.json("GET", `v1/pairs/${pair}`);
+        return [0, 1].map((i) => {
+          const [width, height] = result[`size${i}`];
+          return { id: result[`image${i}`], name: result[`name${i}`] ?? `image ${i}`, width, height };
+        });
+      });
+      if (opened) this.#finish(result, (this.#run = new AbortController()));
+    } catch (error) {
+      this.reset();
+      fail(error);
+    }
+  }
+
+  reset() {
+    this.#abandon();
+    this.#turns = this.#turns.map((turn) => turn + 1);
+    change({ phase: "empty", times: {} });
+    for (const i of [0, 1]) this.#setImage(i, null);
+    history.replaceState(null, "", "#pair");
+  }
+
+  #showResult() {
+    const { result } = state;
+    const verdict = byId("verdict");
+    verdict.className = `verdict ${result?.verdict.level ?? ""}`;
+    verdict.textContent = result?.verdict.text ?? "Not matched yet";
+    if (!result) {
+      byId("facts").textContent = "";
+      byId("result-warning").hidden = true;
+      return;
+    }
+    verdict.insertAdjacentHTML("afterbegin", `<svg class="icon" aria-hidden="true"><use href="#${VERDICT_ICONS[result.verdict.level]}"/></svg>`);
+    const seconds = result.seconds < 10 ? result.seconds.toFixed(2) : result.seconds.toFixed(1);
+    byId("facts").textContent = `${seconds} s on ${result.device}; pair score ${result.pair_score.toFixed(2)}`;
+    byId("result-warning").hidden = !result.warning;
+    byId("result-warning").textContent = result.warning ?? "";
+    for (const kind of ["shell", "python"]) byId(`command-${kind}`).textContent = result.commands[kind];
+  }
+}

@@ -1,0 +1,228 @@
+"""Uploaded images: files in a temporary folder, bounded in number and bytes, kept for a time after their last use."""
+
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from PIL import Image
+
+from dualrc.config import MIN_SIDE
+from dualrc.errors import ImageError
+from dualrc.formats import open_picture
+from dualrc.image import read
+from dualrc.types import ImageArray, Size
+from dualrc.web.cache import ByteCache
+from dualrc.web.problems import Problem, from_error, unknown
+from dualrc.web.settings import MIB, ServerConfig
+
+_LONGEST_NAME = 120
+_DECODERS = 2  # images that are decoded at the same time
+_FULL_RETRY_S = 10
+
+
+@dataclass(kw_only=True, eq=False)
+class Upload:
+    """An image that a client sent, or one of an example."""
+
+    id: str
+    name: str  # as the client calls it; never used as a path
+    path: Path
+    size: Size  # of the upright image
+    bytes: int  # of the file
+    client: str
+    shared: bool = False  # one of an example: it does not expire, and clients can't delete it
+    used: float = field(default_factory=time.monotonic)
+    holds: int = 0  # jobs that need it
+
+    def describe(self, keep_s: float) -> dict[str, object]:
+        """What the service says of an image."""
+        left = keep_s if self.shared else max(0.0, self.used + keep_s - time.monotonic())
+        return {
+            "id": self.id,
+            "name": self.name,
+            "width": self.size[0],
+            "height": self.size[1],
+            "expires_s": round(left),
+        }
+
+
+class ImageStore:
+    """Images by their unguessable ids."""
+
+    def __init__(self, folder: Path, config: ServerConfig) -> None:
+        self.folder, self.config = folder, config
+        self._uploads: dict[str, Upload] = {}
+        self.removed: Callable[[str], None] = lambda _: None  # told the id of every image that goes
+        self._lock = threading.RLock()
+        self._decoding = threading.BoundedSemaphore(_DECODERS)
+        self._pixels: ByteCache[str, ImageArray] = ByteCache(config.pixel_bytes, lambda pixels: pixels.nbytes)
+        self._views: ByteCache[tuple[str, int], bytes] = ByteCache(config.pixel_bytes // 4, len)
+
+    def __len__(self) -> int:
+        return len(self._uploads)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return sum(upload.bytes for upload in self._uploads.values())
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Bytes of decoded images and views in memory."""
+        return self._pixels.bytes + self._views.bytes
+
+    def add(self, file: IO[bytes], name: str | None, client: str, *, shared: bool = False) -> Upload:
+        """Keep a file if it is an image within the limits; its header is checked before it is decoded."""
+        number, name = secrets.token_urlsafe(18), clean_name(name)
+        # The suffix is ours, not the client's.
+        path = self.folder / f"{number}.image"
+        with path.open("wb") as target:
+            shutil.copyfileobj(file, target, MIB)
+        try:
+            if (count := path.stat().st_size) > self.config.max_bytes:
+                raise too_many_bytes(self.config.max_bytes)
+            pixels = self._decode(path, name)
+            upload = Upload(
+                id=number, name=name, path=path, size=pixels.shape[1::-1], bytes=count, client=client, shared=shared
+            )
+            with self._lock:
+                self._make_room(upload)
+                self._uploads[number] = upload
+            self._pixels.put(number, pixels)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        return upload
+
+    def known(self, number: str) -> bool:
+        """Whether there is such an image; that does not count as a use."""
+        return number in self._uploads
+
+    def get(self, number: str) -> Upload:
+        """The image of this id, which is used now."""
+        with self._lock:
+            self.expire()
+            upload = self._uploads.get(number)
+            if upload is None:
+                raise unknown("image")
+            upload.used = time.monotonic()
+            return upload
+
+    @contextmanager
+    def hold(self, *uploads: Upload) -> Iterator[None]:
+        """Keep images while a block needs them."""
+        with self._lock:
+            for upload in uploads:
+                upload.holds += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                for upload in uploads:
+                    upload.holds -= 1
+                    upload.used = time.monotonic()
+
+    def delete(self, number: str) -> None:
+        """Remove an image; those of examples stay."""
+        upload = self.get(number)
+        if not upload.shared:
+            self._remove(upload)
+
+    def expire(self) -> None:
+        """Remove what was not used for long."""
+        with self._lock:
+            oldest = time.monotonic() - self.config.keep_s
+            for upload in [one for one in self._uploads.values() if one.used < oldest and _removable(one)]:
+                self._remove(upload)
+
+    def pixels(self, upload: Upload) -> ImageArray:
+        """The upright image, decoded again if it has to be."""
+        return self._pixels.make(upload.id, lambda: self._decode(upload.path, upload.name))
+
+    def view(self, upload: Upload, max_side: int) -> bytes:
+        """A JPEG of the upright image with at most this long side."""
+        return self._views.make((upload.id, max_side), lambda: to_jpeg(self.pixels(upload), max_side))
+
+    def _decode(self, path: Path, name: str) -> ImageArray:
+        try:
+            with self._decoding, open_picture(path, name) as image:
+                self._check_size(image.size)
+                pixels = read(image)
+        except ImageError as error:
+            # Messages name the client's file, never a path of the server.
+            raise from_error(_renamed(error, path, name)) from error
+        if min(pixels.shape[:2]) < MIN_SIDE:
+            width, height = pixels.shape[1::-1]
+            message = f"{name} has {width}x{height} pixels; each side must have at least {MIN_SIDE}."
+            raise Problem(422, "too_small", message)
+        return pixels
+
+    def _check_size(self, size: Size) -> None:
+        if size[0] * size[1] > self.config.max_pixels:
+            most = f"{self.config.max_pixels / 1e6:.3g} megapixels"
+            message = f"The image has {size[0]}x{size[1]} pixels, more than {most}; scale it down and send it again."
+            raise Problem(413, "too_many_pixels", message)
+
+    def _make_room(self, upload: Upload) -> None:
+        """Remove expired images, then the least recently used ones of the clients that keep the most."""
+        self.expire()
+        while len(self._uploads) >= self.config.max_images or self.disk_bytes + upload.bytes > self.config.max_disk:
+            free = [one for one in self._uploads.values() if _removable(one)]
+            if not free:
+                message = "All images that the server can keep are in use; try again soon."
+                raise Problem(503, "storage_full", message, retry_s=_FULL_RETRY_S)
+            counts = Counter(one.client for one in free)
+            self._remove(min(free, key=lambda one: (-counts[one.client], one.used)))
+
+    def _remove(self, upload: Upload) -> None:
+        with self._lock:
+            self._uploads.pop(upload.id, None)
+        upload.path.unlink(missing_ok=True)
+        self._pixels.discard(lambda key: key == upload.id)
+        self._views.discard(lambda key: key[0] == upload.id)
+        self.removed(upload.id)
+
+
+def clean_name(name: str | None) -> str:
+    """The last part of a client's file name, without control characters, not too long."""
+    last = re.split(r"[/\\]", name or "")[-1]
+    plain = "".join(character for character in last if character.isprintable()).strip()
+    return plain[-_LONGEST_NAME:] or "image"
+
+
+def too_many_bytes(most: int) -> Problem:
+    """A body that is too long."""
+    message = f"The upload has more than {most / MIB:.3g} MiB; send a smaller file."
+    return Problem(413, "too_many_bytes", message)
+
+
+def to_jpeg(pixels: ImageArray, max_side: int) -> bytes:
+    """A JPEG with at most this long side."""
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    if (ratio := max_side / max(image.size)) < 1:
+        width, height = (max(1, round(side * ratio)) for side in image.size)
+        image = image.resize((width, height), Image.Resampling.BOX if ratio < 0.25 else Image.Resampling.BICUBIC)
+    target = BytesIO()
+    image.save(target, "JPEG", quality=92, subsampling=0)
+    return target.getvalue()
+
+
+def _removable(upload: Upload) -> bool:
+    return upload.holds == 0 and not upload.shared
+
+
+def _renamed(error: ImageError, path: Path, name: str) -> ImageError:
+    renamed = ImageError(str(error).replace(str(path), name))
+    renamed.__cause__ = error.__cause__
+    return renamed

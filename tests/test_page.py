@@ -1,0 +1,549 @@
+"""The page in a real browser, on a real `dualrc serve`."""
+
+import base64
+import importlib.util
+import json
+import sqlite3
+import statistics
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import AUDIT, Server, Tab, chromium, executable
+from PIL import Image
+
+from dualrc.matches import Matches
+from dualrc.scenes import ScenePair, correspond, make_pair
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+pytestmark = [
+    pytest.mark.skipif(not _has("playwright"), reason="needs playwright: pip install playwright"),
+    pytest.mark.skipif(executable() is None, reason="needs Chromium: apt-get install chromium"),
+    pytest.mark.skipif(not _has("fastapi"), reason="needs the extra web: pip install dualrc[web]"),
+]
+SIZE = (480, 360)
+TOKEN = "a-token-of-the-tests"
+
+
+@pytest.fixture(scope="module")
+def pair() -> ScenePair:
+    """Two views of a rendered scene."""
+    return make_pair(1, size=SIZE, angle_deg=12, light_change=0.3)
+
+
+@pytest.fixture(scope="module")
+def paths(pair, tmp_path_factory) -> tuple[Path, Path]:
+    """The two views as files."""
+    folder = tmp_path_factory.mktemp("page")
+    files = folder / "first view.png", folder / "second.png"
+    for rendering, path in zip(pair, files, strict=True):
+        Image.fromarray(rendering.image.numpy()).save(path)
+    return files
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = Server()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture
+def tab(browser, server):
+    """An empty page; nothing may be reported on its console."""
+    made = Tab(browser, server.url)
+    yield made
+    made.close()
+    assert made.errors == []
+
+
+@pytest.fixture(scope="module")
+def link(browser, server, paths) -> str:
+    """The address of a finished result, made by choosing two files."""
+    made = Tab(browser, server.url)
+    made.choose(*paths)
+    url = made.page.url
+    made.close()
+    return url
+
+
+@pytest.fixture
+def opened(browser, link):
+    """A page that shows the finished result."""
+    made = Tab(browser, link)
+    made.ready()
+    yield made
+    made.close()
+    assert made.errors == []
+
+
+def test_files_chosen_in_dialogs_are_matched(tab, paths, capsys):
+    tab.choose(*paths)
+    state = tab.state()
+    assert [image["name"] for image in state["images"]] == [path.name for path in paths]
+    assert [(image["width"], image["height"]) for image in state["images"]] == [SIZE, SIZE]
+    assert state["count"] > 500 and 0 < state["visible"] <= state["count"]
+    assert tab.page.locator("#verdict").inner_text() == "The same place"
+    facts = tab.page.locator("#facts").inner_text()
+    assert "s on cpu" in facts or "s on cuda" in facts
+    assert "first view.png" in tab.page.locator("#command-shell").inner_text()
+    assert "match(" in tab.page.locator("#command-python").inner_text()
+    with capsys.disabled():
+        print(
+            f"\n  {SIZE[0]}x{SIZE[1]}: {state['times']['drawn'] - state['times']['given']:.0f} ms from files to matches"
+        )
+
+
+def test_two_dropped_images_are_matched(tab, paths, tmp_path, capsys):
+    large = [tmp_path / path.name for path in paths]
+    for path, new in zip(paths, large, strict=True):
+        Image.open(path).resize((1200, 900)).save(new)
+    # The first images of a size cost more: kernels are chosen, memory is taken.
+    for _ in range(2):
+        tab.page.evaluate("document.getElementById('new-pair').click()")
+        tab.drop("#intro", *large)
+        tab.ready()
+    state = tab.state()
+    assert state["count"] > 500
+    with capsys.disabled():
+        total = state["times"]["drawn"] - state["times"]["given"]
+        print(
+            f"\n  1200x900: {total:.0f} ms from drop to drawn matches, {1000 * state['seconds']:.0f} of them matching"
+        )
+
+
+def test_a_pasted_image_takes_the_first_free_place(tab, paths):
+    data = base64.b64encode(paths[0].read_bytes()).decode()
+    tab.page.evaluate(
+        """(data) => {
+            const clipboardData = new DataTransfer();
+            const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+            clipboardData.items.add(new File([bytes], "pasted.png", { type: "image/png" }));
+            dispatchEvent(new ClipboardEvent("paste", { clipboardData, bubbles: true, cancelable: true }));
+        }""",
+        data,
+    )
+    tab.until("dualrcState().images[0]?.id")
+    assert tab.state()["images"][0]["name"] == "pasted.png" and tab.state()["images"][1] is None
+
+
+def test_one_dropped_image_goes_where_it_was_dropped(tab, paths):
+    tab.drop('.slot[data-slot="1"]', paths[1])
+    tab.until("dualrcState().images[1]?.id")
+    assert tab.state()["images"][0] is None
+    tab.drop('.slot[data-slot="0"]', paths[0])
+    tab.until("dualrcState().phase === 'ready'")
+
+
+@pytest.mark.parametrize("image", [0, 1])
+def test_the_magnified_place_is_where_the_point_truly_is(opened, pair, image):
+    renderings = pair if image == 0 else pair[::-1]
+    grid = np.stack(np.meshgrid(np.linspace(40, 440, 8), np.linspace(60, 320, 6)), axis=-1).reshape(-1, 2).round()
+    errors = []
+    for point in grid:
+        hover = opened.hover(image, *point)
+        if hover is None or hover["other"] is None or hover["other"]["certainty"] < 0.9:
+            continue
+        asked = np.array([hover["x"], hover["y"]])
+        assert np.abs(asked - point).max() < 1.5  # a screen pixel is more than an image pixel here
+        truth = correspond(*renderings, asked).points1.numpy()
+        lens = next(lens for lens in opened.state()["marks"]["lenses"] if lens["image"] != image)
+        errors.append(float(np.linalg.norm(truth - [lens["x"], lens["y"]])))
+    assert len(errors) >= 5
+    assert statistics.median(errors) < 1
+    assert np.mean(np.array(errors) <= 2) >= 0.9, errors
+
+
+def test_the_lens_shows_the_pixels_of_its_place(opened, paths):
+    picture, differences = np.asarray(Image.open(paths[0]), dtype=int), []
+    script = "([x, y]) => [...document.getElementById('hover').getContext('2d').getImageData(x, y, 1, 1).data]"
+    for point in [(240, 180), (100, 220), (300, 90), (400, 300), (60, 310), (200, 140)]:
+        opened.hover(0, *point)
+        lens = opened.state()["marks"]["lenses"][0]
+        box = lens["box"]
+        drawn = opened.page.evaluate(script, [box["x"] + box["size"] / 2, box["y"] + box["size"] / 2])
+        differences.append(np.abs(np.array(drawn[:3]) - picture[round(lens["y"]), round(lens["x"])]).max())
+        assert lens["scale"] >= 8
+    # The page shows a JPEG of a stored image.
+    assert np.median(differences) <= 10, differences
+
+
+def test_hovering_is_fast(opened, capsys):
+    rectangle = opened.page.locator('[data-pane="0"] canvas').bounding_box()
+    script = """(box) => new Promise((done) => {
+        const canvas = document.querySelector('[data-pane="0"] canvas'), times = [];
+        let last = performance.now(), n = 0;
+        const step = (now) => {
+            times.push(now - last);
+            last = now;
+            const clientX = box.x + box.width * (0.2 + 0.6 * (n / 120)), clientY = box.y + box.height * 0.5;
+            const options = { clientX, clientY, pointerId: 1, pointerType: "mouse" };
+            canvas.dispatchEvent(new PointerEvent("pointermove", options));
+            if (n++ < 120) requestAnimationFrame(step);
+            else done(times.slice(2));
+        };
+        requestAnimationFrame(step);
+    })"""
+    frames = np.array(opened.page.evaluate(script, rectangle))
+    drawing = np.array(opened.state()["frames"][-100:])
+    assert len(drawing) == 100
+    with capsys.disabled():
+        print(
+            f"\n  hover: {1000 / frames.mean():.0f} frames/s, 95 % within {np.percentile(frames, 95):.1f} ms;"
+            f" drawing {np.median(drawing):.2f} ms, 95 % within {np.percentile(drawing, 95):.2f} ms"
+        )
+
+
+def test_sliders_refilter_without_a_request(opened):
+    before, requests = opened.state(), len(opened.requests)
+    opened.page.focus("#min-score")
+    opened.page.keyboard.press("End")
+    strict = opened.state()
+    assert strict["visible"] < before["visible"] and strict["minVisibleScore"] >= strict["filter"]["minScore"] > 0.9
+    opened.page.keyboard.press("Home")
+    opened.page.focus("#count")
+    opened.page.keyboard.press("End")
+    everything = opened.state()
+    assert everything["visible"] == everything["count"]
+    opened.page.keyboard.press("Home")
+    assert opened.state()["visible"] == 10
+    assert opened.page.locator("#shown-count").inner_text() == "10 shown"
+    assert len(opened.requests) == requests
+
+
+def test_a_homography_is_fitted_once_and_filtered_here(opened):
+    requests = len(opened.requests)
+    with opened.page.expect_response("**/estimate") as answer:
+        opened.page.select_option("#kind", "homography")
+    told = answer.value.json()
+    opened.until("dualrcState().estimate !== null")
+    state = opened.state()
+    assert np.allclose(state["estimate"]["matrix"], told["matrix"])
+    # The page counts inliers by itself, at the threshold that the service used.
+    assert abs(state["inliers"] - told["inlier_count"]) <= 0.02 * state["count"] + 2
+    assert state["show"]["color"] == "inlier"
+    opened.page.focus("#threshold")
+    opened.page.keyboard.press("Home")
+    assert opened.state()["inliers"] < state["inliers"]
+    opened.page.check("#inliers-only")
+    assert opened.state()["visible"] <= opened.state()["inliers"]
+    assert len(opened.requests) == requests + 1
+    opened.page.click("#re-estimate")
+    opened.until("!document.getElementById('re-estimate').disabled")
+    assert len(opened.requests) == requests + 2
+
+
+@pytest.mark.parametrize("kind", ["fundamental", "essential"])
+def test_the_epipolar_line_runs_through_the_true_place(opened, pair, kind):
+    opened.page.select_option("#kind", kind)
+    opened.until("dualrcState().estimate !== null")
+    distances = []
+    for point in [(100, 200), (240, 120), (300, 300), (380, 180)]:
+        hover = opened.hover(0, *point)
+        place = correspond(*pair, [hover["x"], hover["y"]])
+        line = opened.state()["marks"]["line"]
+        if bool(place.visible) and line is not None:
+            (ax, ay), (bx, by) = line
+            x, y = place.points1.tolist()
+            distances.append(abs((bx - ax) * (y - ay) - (by - ay) * (x - ax)) / np.hypot(bx - ax, by - ay))
+    assert len(distances) >= 2
+    # An essential matrix has a guessed focal length here.
+    assert statistics.median(distances) < (3 if kind == "fundamental" else 15), distances
+
+
+def test_both_images_zoom_together_to_single_pixels(opened):
+    # Whole pixels of the screen: a wheel event has no fractions.
+    position = tuple(round(value) for value in opened.place(0, 240, 200))
+    opened.page.mouse.move(*position)
+    hover = opened.state()["hover"]
+    for _ in range(14):
+        opened.page.mouse.wheel(0, -240)
+    opened.page.wait_for_timeout(100)
+    views = opened.state()["views"]
+    assert views[0]["scale"] >= 40 and views[1]["scale"] >= 40
+    # The point stayed under the pointer, and the other image shows its counterpart.
+    assert np.allclose(opened.place(0, hover["x"], hover["y"]), position, atol=1)
+    shown = opened.state()["hover"]["other"]
+    x, y = ((shown[axis] + 0.5) * views[1]["scale"] + views[1][axis] for axis in "xy")
+    assert 0 <= x <= views[1]["size"][0] and 0 <= y <= views[1]["size"][1]
+    opened.page.mouse.down()
+    opened.page.mouse.move(position[0] + 50, position[1] + 30, steps=4)
+    opened.page.mouse.up()
+    moved = opened.state()["views"]
+    assert abs(moved[0]["x"] - views[0]["x"] - 50) <= 5 and moved[1]["x"] != views[1]["x"]
+    opened.page.click("#zoom-fit")
+    assert opened.state()["views"][0]["scale"] < 3
+
+
+def test_swipe_shows_one_image_beside_the_other(opened, paths):
+    opened.page.check("input[value=swipe]", force=True)
+    opened.until("dualrcState().times.compared")
+    pane = opened.page.locator('[data-pane="compare"] canvas')
+    box = pane.bounding_box()
+    opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    opened.page.mouse.down()
+    opened.page.mouse.move(box["x"] + box["width"] / 2 + 120, box["y"] + 60, steps=5)
+    opened.page.mouse.up()
+    amount = opened.state()["amount"]
+    view = opened.state()["views"][2]
+    assert abs(amount / 100 * SIZE[0] * view["scale"] + view["x"] - box["width"] / 2 - 120) <= 2
+    opened.page.focus("#amount")
+    opened.page.keyboard.press("ArrowRight")
+    assert opened.state()["amount"] > amount
+    # Left of the handle, the page shows image 0.
+    x, y = 100, 200
+    canvas = "document.querySelector('[data-pane=compare] canvas')"
+    script = f"([x, y]) => [...{canvas}.getContext('2d').getImageData(x, y, 1, 1).data]"
+    opened.page.wait_for_timeout(60)
+    drawn = opened.page.evaluate(script, [(x + 0.5) * view["scale"] + view["x"], (y + 0.5) * view["scale"] + view["y"]])
+    near = np.asarray(Image.open(paths[0]), dtype=int)[y - 1 : y + 2, x - 1 : x + 2].reshape(-1, 3)
+    assert np.all(np.array(drawn[:3]) >= near.min(0) - 4) and np.all(np.array(drawn[:3]) <= near.max(0) + 4)
+
+
+@pytest.mark.parametrize("mode", ["flicker", "blend", "difference", "panorama"])
+def test_every_comparison_draws_something(opened, mode):
+    opened.page.select_option("#kind", "homography")
+    opened.until("dualrcState().estimate !== null")
+    opened.page.check(f"input[value={mode}]", force=True)
+    opened.until("dualrcState().times.compared")
+    opened.page.wait_for_timeout(60)
+    spread = opened.page.evaluate("""() => {
+        const canvas = document.querySelector("[data-pane=compare] canvas");
+        const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        return new Set(data.filter((_, i) => i % 404 === 0)).size;
+    }""")
+    assert spread > 20
+
+
+def test_downloads_hold_what_the_service_found(opened, tmp_path):
+    count = opened.state()["count"]
+
+    def download(form: str) -> Path:
+        with opened.page.expect_download() as waited:
+            opened.page.click(f"[data-format={form}]")
+        assert waited.value.suggested_filename.startswith("first_view-second.")
+        path = tmp_path / waited.value.suggested_filename
+        waited.value.save_as(path)
+        return path
+
+    for form in ("npz", "csv"):
+        matches = Matches.load(download(form))
+        assert len(matches) == count
+        assert np.all(matches.scores <= 1) and np.all(matches.points0 <= SIZE)
+    told = json.loads(download("json").read_text())
+    assert told["count"] == len(told["points0"]) == len(told["scores"]) == count
+    with closing(sqlite3.connect(download("colmap"))) as database:
+        assert database.execute("select count(*) from images").fetchone() == (2,)
+    picture = np.asarray(Image.open(download("png")))
+    assert picture.shape[1] > 700 and picture.std() > 20
+
+
+def test_points_are_kept_listed_and_copied(opened):
+    opened.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    places = [(x, y) for x in range(60, 440, 40) for y in (120, 200, 280)]
+    good = [place for place in places if (opened.hover(0, *place)["other"] or {"certainty": 0})["certainty"] > 0.5][:2]
+    assert len(good) == 2
+    for place in good:
+        opened.page.mouse.click(*opened.place(0, *place))
+    assert opened.page.locator("#kept li").count() == 2
+    opened.page.click("#kept-copy")
+    lines = opened.page.evaluate("navigator.clipboard.readText()").splitlines()
+    assert lines[0] == "x0,y0,x1,y1,certainty" and len(lines) == 3
+    kept = opened.state()["kept"][0]
+    assert np.allclose(
+        [float(value) for value in lines[1].split(",")[:4]], [kept[k] for k in ("x0", "y0", "x1", "y1")], atol=0.006
+    )
+    opened.page.click("#kept li >> nth=0 >> button")
+    assert opened.page.locator("#kept li").count() == 1
+
+
+def test_everything_works_from_the_keyboard(opened):
+    page = opened.page
+    page.focus('[data-pane="0"] canvas')
+    page.keyboard.press("ArrowRight")
+    first = opened.state()["hover"]
+    page.keyboard.press("Shift+ArrowRight")
+    assert opened.state()["hover"]["x"] == first["x"] + 1
+    for _ in range(40):
+        if opened.state()["hover"]["other"]:
+            break
+        page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    assert len(opened.state()["kept"]) == 1
+    assert "image 1" in page.locator("#live").inner_text() or "kept" in page.locator("#live").inner_text()
+    page.keyboard.press("+")
+    assert opened.state()["views"][0]["scale"] > opened.state()["views"][0]["size"][0] / SIZE[0]
+    page.keyboard.press("?")
+    assert page.locator("#help").is_visible()
+    page.keyboard.press("Escape")
+    assert not page.locator("#help").is_visible()
+    for key, mode in {"s": "swipe", "b": "blend", "d": "difference", "m": "matches"}.items():
+        page.keyboard.press(key)
+        assert opened.state()["mode"] == mode
+    page.keyboard.press("l")
+    assert opened.state()["show"]["lines"] is False
+    # Tab reaches every control: none of them is outside the order.
+    page.evaluate("document.activeElement.blur()")
+    reached = set()
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement.id || document.activeElement.dataset.format || ''"))
+    assert {"theme", "quality", "min-score", "count", "kind", "npz", "png", "zoom-in"} <= reached
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_controls_have_names_and_text_has_contrast(browser, server, link, theme, width):
+    for url in (server.url, link):
+        tab = Tab(browser, url, color_scheme=theme, viewport={"width": width, "height": 844})
+        if url is link:
+            tab.ready()
+            tab.page.select_option("#kind", "fundamental")
+            tab.until("dualrcState().estimate !== null")
+        assert tab.page.evaluate(AUDIT) == []
+        names = tab.names()
+        assert len(names) > 8
+        assert [entry for entry in names if not entry[1]] == []
+        if width > 1000:
+            tab.page.keyboard.press("?")
+            assert tab.page.evaluate(AUDIT) == []
+        assert tab.errors == []
+        tab.close()
+
+
+def test_a_finger_points_and_two_fingers_zoom(browser, link):
+    tab = Tab(browser, link, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    tab.ready()
+    places = [(x, y) for x in range(60, 440, 40) for y in (120, 200, 280)]
+    for place in places:
+        tab.page.touchscreen.tap(*tab.place(0, *place))
+        if tab.state()["kept"]:
+            break
+    kept = tab.state()["kept"][0]
+    assert abs(kept["x0"] - place[0]) < 2 and abs(kept["y0"] - place[1]) < 2
+    before = tab.state()["views"]
+    tab.page.evaluate("""() => {
+        const canvas = document.querySelector('[data-pane="0"] canvas'), box = canvas.getBoundingClientRect();
+        canvas.setPointerCapture = () => {};
+        const touch = (type, pointerId, x) => canvas.dispatchEvent(new PointerEvent(type, {
+            pointerId, pointerType: "touch", clientX: box.x + box.width / 2 + x, clientY: box.y + 100, bubbles: true,
+        }));
+        for (const [id, x] of [[11, -20], [12, 20]]) touch("pointerdown", id, x);
+        for (let x = 20; x <= 80; x += 10) {
+            for (const [id, side] of [[11, -1], [12, 1]]) touch("pointermove", id, side * x);
+        }
+        for (const id of [11, 12]) touch("pointerup", id, 0);
+    }""")
+    after = tab.state()["views"]
+    assert after[0]["scale"] > 3 * before[0]["scale"] and after[1]["scale"] > 3 * before[1]["scale"]
+    assert len(tab.state()["kept"]) == 1
+    assert tab.errors == []
+    tab.close()
+
+
+def test_images_without_anything_in_common(tab, paths, tmp_path):
+    noise = np.random.default_rng(0).integers(0, 256, (128, 160, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    tab.choose(paths[0], tmp_path / "noise.png")
+    assert tab.page.locator("#verdict").get_attribute("class") == "verdict different"
+    assert "Probably not" in tab.page.locator("#verdict").inner_text()
+    tab.page.keyboard.press("p")
+    # Chance may still fit a homography; if not, the page says so.
+    tab.until("dualrcState().times.compared || /homography/.test(document.getElementById('compare-note').textContent)")
+
+
+def test_an_example_opens_with_one_click(tab):
+    tab.page.click("[data-example=wall]")
+    tab.ready()
+    assert tab.state()["count"] > 500
+    assert tab.page.locator("#verdict").get_attribute("class") == "verdict same"
+
+
+def test_the_theme_can_be_chosen(tab):
+    color = "getComputedStyle(document.body).backgroundColor"
+    light = tab.page.evaluate(color)
+    tab.page.click("#theme")
+    assert tab.page.evaluate(color) == light
+    tab.page.click("#theme")
+    assert tab.page.locator("#theme").get_attribute("aria-label") == "Theme: dark"
+    dark = tab.page.evaluate(color)
+    assert dark != light
+    tab.page.reload()
+    tab.page.wait_for_selector("html[data-ready]", state="attached")
+    assert tab.page.locator("#theme").get_attribute("aria-label") == "Theme: dark"
+    assert tab.page.evaluate(color) == dark
+
+
+def test_matching_can_be_cancelled(tab, paths):
+    tab.page.evaluate("""() => new MutationObserver(() => {
+        if (dualrcState().phase === "matching") document.getElementById("cancel").click();
+    }).observe(document.getElementById("busy-text"), { childList: true })""")
+    for slot, path in enumerate(paths):
+        tab.page.set_input_files(f'.slot[data-slot="{slot}"] input[multiple]', path)
+    tab.until("dualrcState().phase === 'failed'")
+    assert tab.state()["count"] == 0
+    assert not tab.page.locator("#busy").is_visible()
+
+
+def test_a_broken_file_is_explained(browser, server, tmp_path):
+    tab = Tab(browser, server.url)
+    broken = tmp_path / "broken.jpg"
+    broken.write_bytes(b"this is no image")
+    tab.page.set_input_files('.slot[data-slot="0"] input[multiple]', broken)
+    message = tab.page.locator(".message.bad")
+    message.wait_for()
+    assert "broken.jpg" in message.inner_text()
+    assert message.get_attribute("role") == "alert"
+    assert tab.page.evaluate(AUDIT) == []
+    # The answer itself is on the console; nothing else is.
+    assert len(tab.errors) == 1 and "415" in tab.errors[0]
+    tab.page.click("[aria-label='Dismiss the message']")
+    assert message.count() == 0
+    tab.close()
+
+
+def test_a_result_that_is_gone_is_explained(browser, server):
+    tab = Tab(browser, server.url + "#pair/unknown")
+    message = tab.page.locator(".message.bad")
+    message.wait_for()
+    assert "expired" in message.inner_text()
+    assert tab.page.locator("#intro").is_visible()
+    tab.close()
+
+
+def test_a_server_that_is_gone_and_comes_back_with_a_token(browser, server, paths):
+    """Runs last: it ends the server of the other tests."""
+    tab = Tab(browser, server.url)
+    server.stop()
+    tab.page.set_input_files('.slot[data-slot="0"] input[multiple]', paths[0])
+    message = tab.page.locator(".message.bad")
+    message.wait_for()
+    assert "does not answer" in message.inner_text() and "dualrc serve" in message.inner_text()
+    again = Server("--token", TOKEN, port=server.port)
+    try:
+        message.get_by_role("button", name="Try again").click()
+        tab.page.locator("#token-value").fill("wrong")
+        tab.page.keyboard.press("Enter")
+        tab.page.locator("#token[open]").wait_for()
+        tab.page.locator("#token-value").fill(TOKEN)
+        tab.page.keyboard.press("Enter")
+        tab.until("dualrcState().images[0]?.id")
+        by_link = Tab(browser, f"{again.url}#token={TOKEN}")
+        assert TOKEN not in by_link.page.url
+        assert by_link.page.locator("#server").inner_text() != ""
+        assert by_link.errors == []
+        by_link.close()
+    finally:
+        again.stop()
+    tab.close()

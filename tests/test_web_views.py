@@ -1,0 +1,172 @@
+"""The views of a folder and of a reconstruction in a real browser."""
+
+import importlib.util
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+from web_data import pair_of, scene, serving, write_model
+
+from dualrc.web.reconstruction import Reconstruction
+
+pytest.importorskip("playwright")
+browser_data = pytest.importorskip("browser")
+pytestmark = [
+    pytest.mark.skipif(browser_data.executable() is None, reason="needs Chromium: apt-get install chromium"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("fastapi") is None, reason="needs the extra web: pip install dualrc[web]"
+    ),
+]
+# WebGL without a graphics card.
+ARGUMENTS = ("--no-sandbox", "--use-gl=angle", "--use-angle=swiftshader", "--enable-unsafe-swiftshader")
+VIEWER = "document.querySelector('#view-model').viewer"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=browser_data.executable(), args=list(ARGUMENTS))
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def town(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("town")
+    return folder, write_model(folder)
+
+
+@pytest.fixture(scope="module")
+def served(town):
+    with serving(reconstruction=Reconstruction(town[0] / "out", town[0] / "photos"), max_client_jobs=64) as served:
+        yield served
+
+
+@pytest.fixture
+def tab(browser, served):
+    made = browser_data.Tab(browser, served.url, viewport={"width": 1000, "height": 700})
+    yield made
+    made.close()
+    assert made.errors == []
+
+
+def open_view(tab, name: str, condition: str) -> None:
+    tab.page.evaluate(f"location.hash = '{name}'")
+    tab.until(condition)
+
+
+def test_a_reconstruction_is_turned_and_its_tracks_are_shown(tab, town):
+    open_view(tab, "model", f"!!{VIEWER}")
+    page, made = tab.page, town[1]
+    tab.until(f"{VIEWER}.canvas.width > 300")
+    frames = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    page.evaluate(frames)
+    canvas = page.locator("#view-model canvas").first
+    box = canvas.bounding_box()
+    places = np.array(page.evaluate(f"Array.from({{length: 20}}, (_, i) => {VIEWER}.cloud.place(i))"))
+    assert ((places > 0) & (places < (box["width"], box["height"]))).all()
+    # Every point is drawn where the view says, dark on light.
+    script = f"""(places) => {{
+        const source = {VIEWER}.canvas, copy = new OffscreenCanvas(source.width, source.height);
+        const context = copy.getContext("2d"), ratio = source.width / source.clientWidth;
+        context.drawImage(source, 0, 0);
+        const color = (x, y) => [...context.getImageData(Math.floor(x * ratio), Math.floor(y * ratio), 1, 1).data];
+        return places.map(([x, y]) => color(x, y));
+    }}"""
+    drawn = np.array(page.evaluate(script, places.tolist()))
+    assert (drawn[:, 1] < 60).mean() > 0.8  # cameras may be in front of some
+    # A click on one of them shows its three images.
+    apart = np.linalg.norm(places[:, None] - places[None], axis=2) + 1e9 * np.eye(20)
+    index = int(apart.min(axis=1).argmax())
+    page.mouse.click(box["x"] + places[index][0], box["y"] + places[index][1])
+    tab.until(
+        f"document.querySelectorAll('.model-track canvas').length === 3 && {VIEWER}.cloud.selectedPoint === {index}"
+    )
+    words = page.locator(".model-detail").inner_text()
+    x, y = made.pixels["b.png"][index]
+    assert f"Point {index}" in words and "Seen by 3 images" in words and f"{x:.1f}, {y:.1f}" in words
+
+    # Keyboard, wheel and mouse.
+    def view():
+        return page.evaluate(
+            f"(({{yaw, pitch, distance, target}}) => [yaw, pitch, distance, ...target])({VIEWER}.cloud)"
+        )
+
+    canvas.focus()
+    before = view()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("+")
+    turned = view()
+    assert turned[0] != before[0] and turned[2] == pytest.approx(before[2] * 0.85) and turned[3:] == before[3:]
+    page.keyboard.press("Shift+ArrowUp")
+    assert view()[3:] != turned[3:]
+    page.keyboard.press("0")
+    assert view() == pytest.approx(before)
+    page.mouse.move(box["x"] + 200, box["y"] + 200)
+    page.mouse.wheel(0, 300)
+    tab.until(f"{VIEWER}.cloud.distance > {before[2] * 1.2}")
+    page.mouse.down()
+    page.mouse.move(box["x"] + 260, box["y"] + 210, steps=3)
+    page.mouse.up()
+    assert view()[0] != before[0]
+
+    # From a camera's place, points are where its image shows them, but for the view's own field of view and roll.
+    page.get_by_role("button", name="b.png").click()
+    tab.until(f"{VIEWER}.cloud.selectedCamera === 1")
+    seen = np.array(page.evaluate(f"Array.from({{length: 20}}, (_, i) => {VIEWER}.cloud.place(i))"))
+    camera = made.cameras["b.png"]
+    rays = (made.pixels["b.png"] - camera.K[:2, 2]) / camera.K[0, 0]
+    scale = box["height"] / 2 / math.tan(0.45)
+    assert np.allclose(seen - (box["width"] / 2, box["height"] / 2), rays * scale, atol=2)
+
+
+def test_a_folder_shows_a_matrix_of_scores(tab, served, tmp_path):
+    images = {"a.png": pair_of(1)[0], "b.png": pair_of(1)[1], "c.png": scene(5)}
+    for name, pixels in images.items():
+        Image.fromarray(pixels).save(tmp_path / name)
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    open_view(tab, "folder", "!!document.querySelector('.folder-drop')")
+    page = tab.page
+    kept = len(served.service.images)
+    page.set_input_files(".folder-drop input >> nth=0", [tmp_path / name for name in (*images, "broken.png")])
+    tab.until("document.querySelectorAll('.folder-matrix td a').length === 6")
+    tab.until("document.querySelector('.folder-status').hidden")
+    # The broken one is told, and the others go on.
+    assert "broken.png is empty or not a picture" in page.locator(".message.bad").inner_text()
+    tab.errors = [words for words in tab.errors if "415" not in words]
+    own = served.matcher.match(images["a.png"], images["c.png"], top=1000).pair_score
+    label = page.locator("a[data-cell='0,2']").get_attribute("aria-label")
+    assert label.startswith(f"a.png and c.png: score {own:.2f}, ")
+    assert page.locator("a[data-cell='2,0']").get_attribute("href") == page.locator("a[data-cell='0,2']").get_attribute(
+        "href"
+    )
+    # One stop for the Tab key; arrows move, over the diagonal too.
+    assert page.locator(".folder-matrix a[tabindex='0']").count() == 1
+    page.locator("a[data-cell='1,0']").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.cell") == "1,2"
+    target = page.locator("a[data-cell='1,2']").get_attribute("href")
+    page.keyboard.press("Enter")
+    tab.until(f"location.hash === '{target}' && document.querySelector('#workbench').hidden === false")
+    open_view(tab, "folder", "document.querySelectorAll('.folder-matrix td a').length === 6")
+    page.get_by_role("button", name="Clear").click()
+    tab.until("!document.querySelector('.folder-matrix')")
+    while len(served.service.images) > kept:
+        page.wait_for_timeout(20)
+
+
+def test_the_views_have_names_and_contrast_and_fit_a_phone(browser, served):
+    for scheme in ("light", "dark"):
+        made = browser_data.Tab(browser, served.url, viewport={"width": 390, "height": 800}, color_scheme=scheme)
+        for name, condition in (("folder", "!!document.querySelector('.folder-drop')"), ("model", f"!!{VIEWER}")):
+            open_view(made, name, condition)
+            assert made.page.evaluate("document.documentElement.scrollWidth") <= 390
+            # An empty folder has few words to check.
+            found = made.page.evaluate(browser_data.AUDIT)
+            assert [words for words in found if "texts were checked" not in words] == []
+            assert all(words for _, words in made.names())
+        made.close()
+        assert made.errors == []
