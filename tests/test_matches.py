@@ -341,3 +341,25 @@ def test_what_is_shown_of_results_is_one_line():
     warp = Warp(points1=np.zeros((1, 4, 2), np.float32), certainty=certainty, size1=(30, 20))
     assert repr(warp) == "Warp(4x1 to 30x20, 50% of the pixels found)"
     assert "\n" not in repr(make(3))
+
+
+def test_opencv_takes_the_matches():
+    cv2 = pytest.importorskip("cv2")
+    shift = np.array([30.25, -12.5], np.float32)
+    points0 = np.random.default_rng(3).uniform(40, 200, (40, 2)).astype(np.float32)
+    points1 = points0 + shift
+    points1[7] = np.nan
+    scores = np.linspace(1, 0.1, 40, dtype=np.float32)
+    matches = make(40, points0=points0, points1=points1, scores=scores, size0=(320, 240), size1=(320, 240))
+    keypoints0, keypoints1, found = matches.to_cv2()
+    assert len(keypoints0) == len(keypoints1) == len(found) == 39
+    assert [m.queryIdx for m in found] == [m.trainIdx for m in found] == list(range(39))
+    assert [m.distance for m in found] == sorted(m.distance for m in found)
+    assert np.isclose(keypoints0[3].response, scores[3]) and np.isclose(found[3].distance, 1 - scores[3])
+    # What OpenCV's users do with them.
+    there = cv2.KeyPoint.convert([keypoints1[m.trainIdx] for m in found])
+    H, inliers = cv2.findHomography(cv2.KeyPoint.convert([keypoints0[m.queryIdx] for m in found]), there)
+    assert np.allclose(H, [[1, 0, shift[0]], [0, 1, shift[1]], [0, 0, 1]], atol=1e-3) and inliers.all()
+    blank = np.zeros((240, 320, 3), np.uint8)
+    assert cv2.drawMatches(blank, keypoints0, blank, keypoints1, found, None).shape == (240, 640, 3)
+    assert make(0).to_cv2() == ([], [], [])

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from dualrc.calibration import PairModel
 from dualrc.errors import DataError, OutputError
 from dualrc.evidence import collect
+from dualrc.extras import require
 from dualrc.files import check_writable, limit_zip, parse_json, read_text, replacing, write_json
 from dualrc.types import BoolArray, FloatArray, Size
 
@@ -232,6 +233,24 @@ class Matches:
             "image_size0": np.array(self.size0),
             "image_size1": np.array(self.size1),
         }
+
+    def to_cv2(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """OpenCV's types: keypoints of image 0 and of image 1 (cv2.KeyPoint), and matches (cv2.DMatch), in order.
+
+        A keypoint's response is the score. A match's distance is 1 - score, because OpenCV sorts by rising distance.
+        Points without a counterpart, as `match_points` returns them, are left out.
+        """
+        cv2 = require("cv2", "baselines", "OpenCV's keypoints")
+        found = self[np.isfinite(self.points1).all(1)]
+        keypoints0, keypoints1 = (
+            [
+                cv2.KeyPoint(x=x, y=y, size=1.0, response=score)
+                for (x, y), score in zip(points.tolist(), found.scores.tolist(), strict=True)
+            ]
+            for points in (found.points0, found.points1)
+        )
+        matches = [cv2.DMatch(row, row, 1 - score) for row, score in enumerate(found.scores.tolist())]
+        return keypoints0, keypoints1, matches
 
     def save(self, path: str | Path) -> None:
         """Write .npz, .json or .csv, whole or not at all.
