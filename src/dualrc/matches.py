@@ -241,7 +241,7 @@ class Matches:
         Points without a counterpart, as `match_points` returns them, are left out.
         """
         cv2 = require("cv2", "baselines", "OpenCV's keypoints")
-        found = self[np.isfinite(self.points1).all(1)]
+        found = self[np.flatnonzero(np.isfinite(self.points1).all(axis=1))]
         keypoints0, keypoints1 = (
             [
                 cv2.KeyPoint(x=x, y=y, size=1.0, response=score)
