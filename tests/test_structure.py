@@ -43,6 +43,7 @@ ROOMS = [
     "localize",
     "evaluation",
     "bench",
+    "adapters",
     "demo",
     "cli",
     "web",
