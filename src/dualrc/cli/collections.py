@@ -52,6 +52,7 @@ MemoryOption = Annotated[
 ExecutorOption = Annotated[
     Literal["local", "ray"], typer.Option(help="Match in processes of this machine, or on a Ray cluster.")
 ]
+HlocOption = Annotated[bool, typer.Option("--hloc", help="Also write hloc's features.h5, matches.h5, pairs.txt.")]
 
 
 def _kept_pairs(options: Mapping[str, Any]) -> str:
@@ -82,6 +83,7 @@ def collection(
     workers: WorkersOption = None,
     max_memory: MemoryOption = None,
     cache: CacheOption = 4.0,
+    hloc: HlocOption = False,
     threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
     """Match the pictures of a folder with each other, on one machine or many.
@@ -107,7 +109,13 @@ def collection(
     if result.skipped:
         table.add_row("time of all runs", f"{result.seconds_all_runs:.1f} s")
     common.screen.print(table)
-    common.written(result.store)
+    files = [result.store]
+    if hloc:
+        from dualrc.collection.export import export_hloc
+
+        with show_progress(common.current.quiet) as tell:
+            files += export_hloc(out, images, result, tell)
+    common.written(*files)
     return {
         "store": result.store,
         "pictures": len(result.names),
@@ -148,7 +156,11 @@ def reconstruct(
     workers: WorkersOption = None,
     max_memory: MemoryOption = None,
     cache: CacheOption = 4.0,
-    hloc: Annotated[bool, typer.Option("--hloc", help="Also write hloc's features.h5, matches.h5, pairs.txt.")] = False,
+    hloc: HlocOption = False,
+    mapper: Annotated[
+        Literal["incremental", "global"],
+        typer.Option(help="COLMAP's incremental mapping, or its global one (GLOMAP): faster for hundreds of images."),
+    ] = "incremental",
     threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
     """Reconstruct cameras and points from a folder of pictures.
@@ -165,7 +177,7 @@ def reconstruct(
     from dualrc.collection.reconstruct import reconstruct as run
 
     matching = common.settings(CollectionConfig, locals())
-    config = ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc)
+    config = ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc, mapper=mapper)
     summary = run(images, out, config, quiet=common.current.quiet)
     table = common.table(f"{summary.registered:,} of {summary.pictures:,} pictures placed")
     table.add_row("pairs kept", f"{summary.verification.kept:,} of {summary.verification.pairs:,}")

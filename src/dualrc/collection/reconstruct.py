@@ -1,9 +1,7 @@
-"""A folder of pictures to a COLMAP model: matching, shared keypoints, and pycolmap's incremental mapping."""
+"""A folder of pictures to a COLMAP model: matching, shared keypoints, and pycolmap's mapping."""
 
-import copy
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,20 +13,17 @@ from dualrc.collection.config import CollectionConfig
 from dualrc.collection.export import write_database, write_hloc
 from dualrc.collection.figure import draw_reconstruction
 from dualrc.collection.keypoints import MergeConfig, Statistics, merge
+from dualrc.collection.mapping import MAPPERS, Mapper, largest
 from dualrc.collection.matching import LOCK, CollectionResult, match_collection
-from dualrc.collection.progress import Progress, show_progress
+from dualrc.collection.progress import show_progress
 from dualrc.collection.store import MatchStore, Names
 from dualrc.collection.verification import VerificationSummary, verify_pairs
-from dualrc.colmap import import_pycolmap, quiet_colmap
-from dualrc.errors import DataError, OutputError
+from dualrc.colmap import import_pycolmap
+from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import make_folder, only_run, replacing, write_json
 from dualrc.geometry import Camera
 from dualrc.image import find_pictures
 from dualrc.provenance import provenance
-
-_GROWTH, _REFINEMENTS = 1.4, 2  # of the model between two adjustments of all of it, and rounds of each
-_FEWEST_VIEWS = 5  # pictures of a camera, to refine its principal point
-_LARGEST_SHIFT = 0.05  # of a principal point, in long sides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +36,13 @@ class ReconstructConfig:
     cameras: Path | None = None
     # Also write hloc's features.h5, matches.h5 and pairs.txt.
     hloc: bool = False
+    # COLMAP's incremental mapping adds one image at a time. Its global mapping (GLOMAP) solves for all of them at once:
+    # faster for hundreds of images, at least three of which must overlap.
+    mapper: Mapper = "incremental"
+
+    def __post_init__(self) -> None:
+        if self.mapper not in MAPPERS:
+            raise ConfigError(f"mapper = {self.mapper!r} is not known; choose {' or '.join(MAPPERS)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,7 @@ class Summary:
     track_length: float  # mean
     reprojection_error_px: float  # mean
     models: int  # that did not join; the largest is kept
+    mapper: str  # incremental or global
     cameras: str  # where they come from
     left_out: tuple[str, ...]  # pictures that are not registered
     verification: VerificationSummary
@@ -92,7 +95,6 @@ def _reconstruct(
     quiet: bool,
 ) -> Summary:
     """Reconstruct from matches."""
-    pycolmap = import_pycolmap()
     with show_progress(quiet) as tell, MatchStore(matched.store) as store:
         # The store may hold pictures that have been taken out since.
         pairs = [names for names in matched.pairs if cameras.keys() >= set(names)]
@@ -112,7 +114,10 @@ def _reconstruct(
         if config.hloc:
             write_hloc(out, merged, images, tell)
             clock.lap("hloc")
-        model, models = _map(out, images, cameras, tell, pycolmap, config.collection.threads)
+        models = MAPPERS[config.mapper](out, images, cameras, tell, config.collection.threads)
+        if not models:
+            raise _nothing_to_place(images, out)
+        model = largest(models, refine=not all(map(is_known, cameras.values())), tell=tell)
         clock.lap("mapping")
         made_with = store.config
     names = {model.images[number].name for number in model.reg_image_ids()}
@@ -123,7 +128,8 @@ def _reconstruct(
         observations=model.compute_num_observations(),
         track_length=model.compute_mean_track_length(),
         reprojection_error_px=model.compute_mean_reprojection_error(),
-        models=models,
+        models=len(models),
+        mapper=config.mapper,
         cameras=describe_cameras(cameras),
         left_out=tuple(name for name in matched.names if name not in names),
         verification=verified.summary(),
@@ -150,73 +156,6 @@ def _nothing_to_place(images: Path, out: Path) -> DataError:
         "different places, match more pairs (--pairs exhaustive), or give the cameras (--cameras). "
         f"{out / 'pairs.json'} says what is wrong with each pair."
     )
-
-
-def _map(
-    out: Path, images: Path, cameras: dict[str, Camera], tell: Progress, pycolmap: Any, threads: int | None
-) -> tuple[Any, int]:
-    """The largest model that COLMAP makes of the database, and how many it made."""
-    options = pycolmap.IncrementalPipelineOptions()
-    options.min_model_size = 2
-    options.random_seed = 0
-    options.num_threads = threads or -1  # all
-    # A dense matcher gives many times the points of sparse features. Adjusting all of them after every tenth picture
-    # more, five times over, takes most of the time and changes nothing that the last adjustment does not.
-    options.ba_global_frames_ratio = options.ba_global_points_ratio = _GROWTH
-    options.ba_global_max_refinements = _REFINEMENTS
-    options.mapper.ba_global_ignore_redundant_points3D = True
-    known = all(is_known(camera) for camera in cameras.values())
-    if known:
-        options.ba_refine_focal_length = options.ba_refine_extra_params = False
-        options.mapper.abs_pose_refine_focal_length = options.mapper.abs_pose_refine_extra_params = False
-    registered = 0
-
-    def count(pictures: int) -> None:
-        nonlocal registered
-        registered += pictures
-        tell("Mapping", min(registered, len(cameras)), len(cameras))
-
-    tell("Mapping", 0, len(cameras))
-    with tempfile.TemporaryDirectory(dir=out, prefix=".mapping-") as folder, quiet_colmap(pycolmap):
-        models = pycolmap.incremental_mapping(
-            out / "database.db",
-            images,
-            folder,
-            options=options,
-            initial_image_pair_callback=lambda: count(2),
-            next_image_callback=lambda: count(1),
-        )
-    if not models:
-        raise _nothing_to_place(images, out)
-    best = max(models.values(), key=lambda model: (model.num_reg_images(), model.num_points3D()))
-    if not known:
-        tell("Refining", 0, 1)
-        with quiet_colmap(pycolmap):
-            best = _refine_principal_points(best, pycolmap)
-        tell("Refining", 1, 1)
-    return best, len(models)
-
-
-def _refine_principal_points(model: Any, pycolmap: Any) -> Any:
-    """The model with principal points that fit it best, or as it was where pictures don't tell enough of them."""
-    users = Counter(model.images[number].camera_id for number in model.reg_image_ids())
-    if min(users.values()) < _FEWEST_VIEWS:
-        return model
-    refined = copy.deepcopy(model)
-    options = pycolmap.BundleAdjustmentOptions()
-    options.refine_principal_point, options.print_summary = True, False
-    pycolmap.bundle_adjustment(refined, options)
-    refined.update_point_3d_errors()
-    for number in users:
-        before, after = model.cameras[number], refined.cameras[number]
-        moved = max(
-            abs(after.principal_point_x - before.principal_point_x),
-            abs(after.principal_point_y - before.principal_point_y),
-        )
-        # A lens sits nearly straight; what ends far from the middle was not to be seen in these pictures.
-        if not moved < _LARGEST_SHIFT * max(before.width, before.height):
-            return model
-    return refined
 
 
 def _write(model: Any, out: Path, summary: Summary, made_with: dict[str, Any]) -> None:
