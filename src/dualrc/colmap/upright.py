@@ -15,7 +15,7 @@ from dualrc.extras import require
 from dualrc.geometry import Camera
 from dualrc.image import read_header
 from dualrc.machine import keep_signals
-from dualrc.pixels import to_colmap
+from dualrc.pixels import from_colmap, to_colmap
 from dualrc.types import FloatArray, Size
 
 # By EXIF orientation, how x and y of the stored picture's camera become those of the upright one's: rotated by 180
@@ -113,6 +113,11 @@ def colmap_points(points: npt.ArrayLike, path: str | Path | None = None) -> Floa
     """Upright points (n, 2) of a picture file as COLMAP counts its pixels; without a file they are not rotated."""
     places = np.asarray(points, dtype=np.float64).reshape(-1, 2) if path is None else stored_points(points, path)
     return to_colmap(places)
+
+
+def from_colmap_points(points: npt.ArrayLike, path: str | Path) -> FloatArray:
+    """The inverse of `colmap_points`: keypoints (n, 2) of a stored picture file as upright points."""
+    return find_rotation(path).rotate_points(from_colmap(np.asarray(points, dtype=np.float64).reshape(-1, 2)))
 
 
 def colmap_camera(camera: Camera, path: str | Path, *, known: bool) -> Any:
