@@ -25,6 +25,7 @@ ROOMS = [
     "evidence",
     "calibration",
     "formats",
+    "notebook",
     "matches",
     "image",
     "geometry",

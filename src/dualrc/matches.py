@@ -17,6 +17,7 @@ from dualrc.errors import DataError, OutputError
 from dualrc.evidence import collect
 from dualrc.extras import require
 from dualrc.files import check_writable, limit_zip, parse_json, read_text, replacing, write_json
+from dualrc.notebook import matches_html, warp_png
 from dualrc.types import BoolArray, FloatArray, Size
 
 EstimateKind = Literal["homography", "fundamental", "essential"]
@@ -141,6 +142,10 @@ class Matches:
         scores = f", scores {self.scores.max():.3g} to {self.scores.min():.3g}" if len(self) else ""
         sizes = " and ".join(f"{width}x{height}" for width, height in (self.size0, self.size1))
         return f"Matches({len(self)} of {sizes}{scores})"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: lines between empty frames; `dualrc.draw.draw_matches` draws them on the images."""
+        return matches_html(self.points0, self.points1, self.scores, (self.size0, self.size1), repr(self))
 
     def __iter__(self) -> Iterator[Match]:
         """Each match as a named tuple (x0, y0, x1, y1, score), in order."""
@@ -315,6 +320,10 @@ class Warp:
         height, width = self.certainty.shape
         sizes = "{}x{} to {}x{}".format(width, height, *self.size1)
         return f"Warp({sizes}, {np.mean(self.certainty > 0):.0%} of the pixels found)"
+
+    def _repr_png_(self) -> bytes | None:
+        """What a notebook shows: motions as colors."""
+        return warp_png(self.points1, self.certainty)
 
 
 def inside_mask(points: FloatArray, mask: BoolArray) -> BoolArray:

@@ -161,6 +161,12 @@ def reconstruct(
         Literal["incremental", "global"],
         typer.Option(help="COLMAP's incremental mapping, or its global one (GLOMAP): faster for hundreds of images."),
     ] = "incremental",
+    undistort: Annotated[
+        bool,
+        typer.Option(
+            "--undistort", help="Also write OUT/dataset for Nerfstudio and gsplat: images, sparse/0, transforms.json."
+        ),
+    ] = False,
     threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
     """Reconstruct cameras and points from a folder of pictures.
@@ -197,6 +203,12 @@ def reconstruct(
     if summary.matching_seconds_all_runs > summary.seconds["matching"] + 1:
         table.add_row("matching, all runs", f"{summary.matching_seconds_all_runs:.0f} s")
     common.screen.print(table)
+    if undistort:
+        from dualrc.adapters.radiance import write_dataset
+
+        with common.status("Undistorting images..."):
+            write_dataset(out / "model", images, out / "dataset")
+        common.written(out / "dataset")
     common.screen.print(f"Written: {out / 'model'}; look at {out / 'model.png'}; {out / 'pairs.json'} has every pair.")
     return {**asdict(summary), "model": out / "model"}
 
