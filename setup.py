@@ -1,10 +1,16 @@
 """What pyproject.toml can't say: how the C engine is compiled."""
 
+import os
 import platform
 import runpy
 import sys
 
 from setuptools import Extension, setup
+
+# A wheel without compiled code, for machines that no other wheel is for; torch does the work of the C engine there.
+pure = os.environ.get("DUALRC_PURE") == "1"
+# Wheels for others must not lack the C engine without anybody noticing.
+strict = os.environ.get("DUALRC_STRICT") == "1"
 
 FOLDER = "src/dualrc/ops/native"
 # On Linux they share the threads of torch, whose OpenMP is loaded first; elsewhere they work on one.
@@ -17,7 +23,9 @@ variants = {"generic": []}
 if platform.machine() in ("x86_64", "AMD64"):
     variants |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]}
 setup(
-    ext_modules=[
+    ext_modules=[]
+    if pure
+    else [
         Extension(
             f"dualrc.ops.native._{name}",
             sources=[f"{FOLDER}/{source}.c" for source in ("consensus", "search", "refine", "version")],
@@ -25,7 +33,7 @@ setup(
             define_macros=[("DUALRC_SOURCES", f'"{digest}"')],
             extra_compile_args=[*flags, *processor],
             extra_link_args=[threads],
-            optional=True,  # without a C compiler, torch does the same more slowly
+            optional=not strict,  # without a C compiler, torch does the same more slowly
         )
         for name, processor in variants.items()
     ]
