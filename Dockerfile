@@ -14,13 +14,13 @@ FROM python:3.11-slim-bookworm
 # An index that pip looks at too: with PyTorch's index of CPU builds the image is some gigabytes smaller.
 ARG PIP_EXTRA_INDEX_URL
 # matplotlib and torch write caches into the home folder.
-RUN useradd --create-home user
+RUN useradd --uid 1000 --create-home user
 COPY constraints.txt /tmp/
 COPY --from=build /wheels /wheels
 RUN wheel=$(ls /wheels/dualrc-*.whl) \
     && pip install --no-cache-dir -c /tmp/constraints.txt "${wheel}[colmap,heif]" \
     && rm -rf /wheels /tmp/constraints.txt
-USER user
+USER 1000
 WORKDIR /data
 ENTRYPOINT ["dualrc"]
 CMD ["--help"]

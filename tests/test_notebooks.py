@@ -1,6 +1,7 @@
 """The notebooks run from top to bottom and show what they say."""
 
 import os
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -36,7 +37,7 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
     )
     client.execute()
     if (keep := os.environ.get("DUALRC_NOTEBOOKS")) is not None:  # a folder to look at them in
-        nbformat.write(notebook, os.path.join(keep, path.name))
+        nbformat.write(notebook, Path(keep) / path.name)
     shown = [outputs(cell) for cell in notebook.cells if cell.cell_type == "code"]
     # tqdm, which lightning imports, asks for widgets.
     complaints = [str(output["stderr"]) for output in shown if "stderr" in output]
