@@ -1,10 +1,16 @@
 """Compilation of the C kernels, which pyproject.toml cannot describe."""
 
+import os
 import platform
 import runpy
 import sys
 
 from setuptools import Extension, setup
+
+# A wheel without compiled code, for machines that no other wheel is for; torch does the work of the C engine there.
+pure = os.environ.get("DUALRC_PURE") == "1"
+# Wheels for others must not lack the C engine without anybody noticing.
+strict = os.environ.get("DUALRC_STRICT") == "1"
 
 FOLDER = "src/dualrc/ops/native"
 # On Linux the kernels share the thread pool of torch, whose OpenMP is loaded first. Elsewhere they are single-threaded.
@@ -17,7 +23,9 @@ variants = {"generic": []}
 if platform.machine() in ("x86_64", "AMD64"):
     variants |= {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]}
 setup(
-    ext_modules=[
+    ext_modules=[]
+    if pure
+    else [
         Extension(
             f"dualrc.ops.native._{name}",
             sources=[f"{FOLDER}/{source}.c" for source in ("consensus", "search", "refine", "version")],
@@ -26,7 +34,7 @@ setup(
             extra_compile_args=[*flags, *processor],
             extra_link_args=[threads],
             # Without a C compiler, torch computes the same results more slowly.
-            optional=True,
+            optional=not strict,
         )
         for name, processor in variants.items()
     ]

@@ -341,3 +341,64 @@ def test_what_is_shown_of_results_is_one_line():
     warp = Warp(points1=np.zeros((1, 4, 2), np.float32), certainty=certainty, size1=(30, 20))
     assert repr(warp) == "Warp(4x1 to 30x20, 50% of the pixels found)"
     assert "\n" not in repr(make(3))
+
+
+def test_opencv_takes_the_matches():
+    cv2 = pytest.importorskip("cv2")
+    shift = np.array([30.25, -12.5], np.float32)
+    points0 = np.random.default_rng(3).uniform(40, 200, (40, 2)).astype(np.float32)
+    points1 = points0 + shift
+    points1[7] = np.nan
+    scores = np.linspace(1, 0.1, 40, dtype=np.float32)
+    matches = make(40, points0=points0, points1=points1, scores=scores, size0=(320, 240), size1=(320, 240))
+    keypoints0, keypoints1, found = matches.to_cv2()
+    assert len(keypoints0) == len(keypoints1) == len(found) == 39
+    assert [m.queryIdx for m in found] == [m.trainIdx for m in found] == list(range(39))
+    assert [m.distance for m in found] == sorted(m.distance for m in found)
+    assert np.isclose(keypoints0[3].response, scores[3]) and np.isclose(found[3].distance, 1 - scores[3])
+    # What OpenCV's users do with them.
+    there = cv2.KeyPoint.convert([keypoints1[m.trainIdx] for m in found])
+    H, inliers = cv2.findHomography(cv2.KeyPoint.convert([keypoints0[m.queryIdx] for m in found]), there)
+    assert np.allclose(H, [[1, 0, shift[0]], [0, 1, shift[1]], [0, 0, 1]], atol=1e-3) and inliers.all()
+    blank = np.zeros((240, 320, 3), np.uint8)
+    assert cv2.drawMatches(blank, keypoints0, blank, keypoints1, found, None).shape == (240, 640, 3)
+    assert make(0).to_cv2() == ([], [], [])
+
+
+def test_a_notebook_shows_matches_as_lines_between_frames():
+    from xml.etree import ElementTree
+
+    rng = np.random.default_rng(0)
+    fields = {"points0": rng.uniform(0, 400, (300, 2)), "points1": rng.uniform(0, 200, (300, 2))}
+    shown = make(300, **fields, size0=(400, 500), size1=(300, 200))._repr_html_()
+    assert "Matches(300 of 400x500 and 300x200" in shown and "best 200" in shown
+    svg = ElementTree.fromstring(shown[shown.index("<svg") :])
+    lines = list(svg.iter("{http://www.w3.org/2000/svg}line"))
+    assert len(lines) == 200
+    _, _, width, height = (float(value) for value in svg.attrib["viewBox"].split())
+    for line in lines:
+        x0, x1, y0, y1 = (float(line.attrib[key]) for key in ("x1", "x2", "y1", "y2"))
+        assert 0 <= x0 <= x1 <= width and 0 <= y0 <= height and 0 <= y1 <= height
+    assert "<svg" in make(0)._repr_html_() and "<svg" not in make(3, size0=(0, 0))._repr_html_()
+    missing = make(3, points1=np.full((3, 2), np.nan, np.float32))._repr_html_()
+    assert "nan" not in missing.lower()
+
+
+def test_a_notebook_shows_a_warp_as_colors():
+    import io
+
+    from PIL import Image
+
+    grid = np.stack(np.meshgrid(np.arange(900), np.arange(600)), axis=2).astype(np.float32)
+    points1 = 1.1 * grid + 5
+    points1[:100] = np.nan
+    certainty = np.where(np.isfinite(points1[:, :, 0]), 0.9, 0).astype(np.float32)
+    shown = np.asarray(
+        Image.open(io.BytesIO(Warp(points1=points1, certainty=certainty, size1=(990, 660))._repr_png_()))
+    )
+    assert shown.shape == (200, 300, 3)
+    assert not shown[:33].any() and shown[40:].any(axis=2).all()
+    # A zoom moves opposite sides apart: their colors differ.
+    assert np.abs(shown[120, 10].astype(int) - shown[120, 290]).max() > 60
+    nothing = Warp(points1=np.full((9, 9, 2), np.nan), certainty=np.zeros((9, 9)), size1=(9, 9))
+    assert nothing._repr_png_()

@@ -17,7 +17,7 @@ from dualrc.collection.matching import _Run
 from dualrc.collection.reconstruct import ReconstructConfig, reconstruct
 from dualrc.collection.store import MatchStore
 from dualrc.colmap import read_model
-from dualrc.errors import DataError, OutputError
+from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.geometry import Lens, cam1_from_cam0, direction_error_deg, rotation_error_deg
 from dualrc.matcher import load
 from dualrc.model.checkpoint import save_weights
@@ -89,6 +89,25 @@ def test_all_pictures_are_placed_where_they_were_taken(made, scene):
     assert np.max(errors) < 0.1
     # Cameras from a file are kept fixed.
     assert np.allclose(model.images[NAMES[0]].camera.K, scene.cameras[NAMES[0]].K)
+
+
+def test_global_mapping_places_them_too(tmp_path, scene, weights):
+    images, out = prepare(tmp_path, scene, weights)
+    summary = reconstruct(
+        images, out, settings(weights, cameras=tmp_path / "cameras.json", mapper="global"), quiet=True
+    )
+    assert (summary.registered, summary.mapper, summary.models) == (6, "global", 1)
+    assert summary.points > 0.9 * len(scene.xyz) and summary.reprojection_error_px < 0.2
+    model = read_model(out / "model", images)
+    for name in NAMES[1:]:
+        found = cam1_from_cam0(model.images[NAMES[0]].cam_from_world, model.images[name].cam_from_world)
+        wanted = cam1_from_cam0(scene.cameras[NAMES[0]].cam_from_world, scene.cameras[name].cam_from_world)
+        assert rotation_error_deg(found[:, :3], wanted[:, :3]) < 0.1
+        assert direction_error_deg(found[:, 3], wanted[:, 3]) < 0.2
+    assert np.allclose(model.images[NAMES[0]].camera.K, scene.cameras[NAMES[0]].K)
+    assert json.loads((out / "summary.json").read_text())["config"]["mapper"] == "global"
+    with pytest.raises(ConfigError, match="choose incremental or global"):
+        settings(weights, mapper="glomap")
 
 
 def test_given_lenses_stand_as_they_are(tmp_path, scene, weights):

@@ -15,7 +15,9 @@ import numpy.typing as npt
 from dualrc.calibration import PairModel
 from dualrc.errors import DataError, OutputError
 from dualrc.evidence import collect
+from dualrc.extras import require
 from dualrc.files import check_writable, limit_zip, parse_json, read_text, replacing, write_json
+from dualrc.notebook import matches_html, warp_png
 from dualrc.types import BoolArray, FloatArray, Size
 
 EstimateKind = Literal["homography", "fundamental", "essential"]
@@ -152,6 +154,10 @@ class Matches:
         sizes = " and ".join(f"{width}x{height}" for width, height in (self.size0, self.size1))
         return f"Matches({len(self)} of {sizes}{scores})"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: lines between empty frames; `dualrc.draw.draw_matches` draws them on the images."""
+        return matches_html(self.points0, self.points1, self.scores, (self.size0, self.size1), repr(self))
+
     def __iter__(self) -> Iterator[Match]:
         """Iterate over matches as named tuples (x0, y0, x1, y1, score)."""
         return (Match(*row) for row in _rows(self).tolist())
@@ -245,6 +251,24 @@ class Matches:
             "image_size1": np.array(self.size1),
         }
 
+    def to_cv2(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """OpenCV's types: keypoints of image 0 and of image 1 (cv2.KeyPoint), and matches (cv2.DMatch), in order.
+
+        A keypoint's response is the score. A match's distance is 1 - score, because OpenCV sorts by rising distance.
+        Points without a counterpart, as `match_points` returns them, are left out.
+        """
+        cv2 = require("cv2", "baselines", "OpenCV's keypoints")
+        found = self[np.flatnonzero(np.isfinite(self.points1).all(axis=1))]
+        keypoints0, keypoints1 = (
+            [
+                cv2.KeyPoint(x=x, y=y, size=1.0, response=score)
+                for (x, y), score in zip(points.tolist(), found.scores.tolist(), strict=True)
+            ]
+            for points in (found.points0, found.points1)
+        )
+        matches = [cv2.DMatch(row, row, 1 - score) for row, score in enumerate(found.scores.tolist())]
+        return keypoints0, keypoints1, matches
+
     def save(self, path: str | Path) -> None:
         """Write .npz, .json or .csv atomically.
 
@@ -310,6 +334,10 @@ class Warp:
         height, width = self.certainty.shape
         sizes = "{}x{} to {}x{}".format(width, height, *self.size1)
         return f"Warp({sizes}, {np.mean(self.certainty > 0):.0%} of the pixels found)"
+
+    def _repr_png_(self) -> bytes | None:
+        """What a notebook shows: motions as colors."""
+        return warp_png(self.points1, self.certainty)
 
 
 def inside_mask(points: FloatArray, mask: BoolArray) -> BoolArray:

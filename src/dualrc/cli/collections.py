@@ -97,6 +97,7 @@ ExecutorOption = Annotated[
         rich_help_panel=common.WORKERS_PANEL,
     ),
 ]
+HlocOption = Annotated[bool, typer.Option("--hloc", help="Also write features.h5, matches.h5 and pairs.txt for hloc.")]
 
 
 def _kept_pairs(options: Mapping[str, Any]) -> str:
@@ -127,6 +128,7 @@ def collection(
     workers: WorkersOption = None,
     max_memory: MemoryOption = None,
     cache: CacheOption = 4.0,
+    hloc: HlocOption = False,
     threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
     """Match the images of a folder, on one machine or on a Ray cluster.
@@ -154,7 +156,13 @@ def collection(
     if result.skipped:
         table.add_row("time of all runs", f"{result.seconds_all_runs:.1f} s")
     common.screen.print(table)
-    common.written(result.store)
+    files = [result.store]
+    if hloc:
+        from dualrc.collection.export import export_hloc
+
+        with show_progress(common.current.quiet) as tell:
+            files += export_hloc(out, images, result, tell)
+    common.written(*files)
     return {
         "store": result.store,
         "pictures": len(result.names),
@@ -195,8 +203,16 @@ def reconstruct(
     workers: WorkersOption = None,
     max_memory: MemoryOption = None,
     cache: CacheOption = 4.0,
-    hloc: Annotated[
-        bool, typer.Option("--hloc", help="Also write features.h5, matches.h5 and pairs.txt for hloc.")
+    hloc: HlocOption = False,
+    mapper: Annotated[
+        Literal["incremental", "global"],
+        typer.Option(help="COLMAP's incremental mapping, or its global one (GLOMAP): faster for hundreds of images."),
+    ] = "incremental",
+    undistort: Annotated[
+        bool,
+        typer.Option(
+            "--undistort", help="Also write OUT/dataset for Nerfstudio and gsplat: images, sparse/0, transforms.json."
+        ),
     ] = False,
     threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
@@ -215,7 +231,7 @@ def reconstruct(
     from dualrc.collection.reconstruct import reconstruct as run
 
     matching = common.settings(CollectionConfig, locals())
-    config = ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc)
+    config = ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc, mapper=mapper)
     summary = run(images, out, config, quiet=common.current.quiet)
     table = common.table(f"{summary.registered:,} of {summary.pictures:,} images registered")
     table.add_row("pairs kept", f"{summary.verification.kept:,} of {summary.verification.pairs:,}")
@@ -237,6 +253,12 @@ def reconstruct(
         table.add_row("matching, all runs", f"{summary.matching_seconds_all_runs:.0f} s")
     common.screen.print(table)
     files = f"{out / 'model'}, {out / 'model.png'} (overview), {out / 'pairs.json'} (all pairs)"
+    if undistort:
+        from dualrc.adapters.radiance import write_dataset
+
+        with common.status("Undistorting images..."):
+            write_dataset(out / "model", images, out / "dataset")
+        common.written(out / "dataset")
     common.screen.print(f"Written: {files}")
     return {**asdict(summary), "model": out / "model"}
 

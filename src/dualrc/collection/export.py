@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from dualrc.collection.cameras import is_known
-from dualrc.collection.keypoints import IntArray, MergedMatches
+from dualrc.collection.keypoints import IntArray, MergedMatches, merge
+from dualrc.collection.matching import CollectionResult
 from dualrc.collection.pairs import write_pairs
 from dualrc.collection.progress import Progress, no_progress
-from dualrc.collection.store import Names
+from dualrc.collection.store import MatchStore, Names
 from dualrc.colmap import (
     colmap_camera,
     colmap_points,
@@ -145,6 +146,18 @@ def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, pr
             group.create_dataset("matching_scores0", data=scores0, compression="gzip", compression_opts=1)
             progress("Writing matches", count, len(merged.pairs))
     write_pairs(folder / "pairs.txt", merged.pairs)
+
+
+def export_hloc(
+    folder: Path, images: Path, matched: CollectionResult, progress: Progress = no_progress
+) -> tuple[Path, Path, Path]:
+    """Merge the keypoints of a matched collection and write them with `write_hloc`; returns the files.
+
+    For hloc's own mapping and localization: queries and map may stand in one collection.
+    """
+    with MatchStore(matched.store) as store:
+        write_hloc(folder, merge(store, progress=progress, pairs=matched.pairs), images, progress)
+    return folder / "features.h5", folder / "matches.h5", folder / "pairs.txt"
 
 
 def _pair_key(name0: str, name1: str) -> str:

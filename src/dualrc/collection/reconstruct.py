@@ -1,9 +1,7 @@
-"""Reconstruction of a folder of images: matching, shared keypoints, and incremental mapping by pycolmap."""
+"""Reconstruction of a folder of images: matching, shared keypoints, and mapping by pycolmap."""
 
-import copy
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,23 +13,17 @@ from dualrc.collection.config import CollectionConfig
 from dualrc.collection.export import write_database, write_hloc
 from dualrc.collection.figure import draw_reconstruction
 from dualrc.collection.keypoints import MergeConfig, Statistics, merge
+from dualrc.collection.mapping import MAPPERS, Mapper, largest
 from dualrc.collection.matching import LOCK, CollectionResult, match_collection
-from dualrc.collection.progress import Progress, show_progress
+from dualrc.collection.progress import show_progress
 from dualrc.collection.store import MatchStore, Names
 from dualrc.collection.verification import VerificationSummary, verify_pairs
-from dualrc.colmap import import_pycolmap, quiet_colmap
-from dualrc.errors import DataError, OutputError
+from dualrc.colmap import import_pycolmap
+from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import make_folder, only_run, replacing, write_json
 from dualrc.geometry import Camera
 from dualrc.image import find_pictures
 from dualrc.provenance import provenance
-
-# Growth of the model between two global bundle adjustments, and number of refinements in each.
-_GROWTH, _REFINEMENTS = 1.4, 2
-# Minimum number of images of a camera to refine its principal point.
-_FEWEST_VIEWS = 5
-# Maximum shift of a refined principal point, as a fraction of the long side.
-_LARGEST_SHIFT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +36,13 @@ class ReconstructConfig:
     cameras: Path | None = None
     # Also write hloc's features.h5, matches.h5 and pairs.txt.
     hloc: bool = False
+    # COLMAP's incremental mapping adds one image at a time. Its global mapping (GLOMAP) solves for all of them at once:
+    # faster for hundreds of images, at least three of which must overlap.
+    mapper: Mapper = "incremental"
+
+    def __post_init__(self) -> None:
+        if self.mapper not in MAPPERS:
+            raise ConfigError(f"mapper = {self.mapper!r} is not known; choose {' or '.join(MAPPERS)}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +61,8 @@ class Summary:
     reprojection_error_px: float
     # Number of separate models; the largest is kept.
     models: int
+    # incremental or global.
+    mapper: str
     # Origin of the cameras, in words.
     cameras: str
     # Images that are not registered.
@@ -105,7 +106,6 @@ def _reconstruct(
     quiet: bool,
 ) -> Summary:
     """Reconstruct from stored matches."""
-    pycolmap = import_pycolmap()
     with show_progress(quiet) as tell, MatchStore(matched.store) as store:
         # The store may have pairs of images that were deleted since.
         pairs = [names for names in matched.pairs if cameras.keys() >= set(names)]
@@ -125,7 +125,10 @@ def _reconstruct(
         if config.hloc:
             write_hloc(out, merged, images, tell)
             clock.lap("hloc")
-        model, models = _map(out, images, cameras, tell, pycolmap, config.collection.threads)
+        models = MAPPERS[config.mapper](out, images, cameras, tell, config.collection.threads)
+        if not models:
+            raise _nothing_to_place(images, out)
+        model = largest(models, refine=not all(map(is_known, cameras.values())), tell=tell)
         clock.lap("mapping")
         made_with = store.config
     names = {model.images[number].name for number in model.reg_image_ids()}
@@ -136,7 +139,8 @@ def _reconstruct(
         observations=model.compute_num_observations(),
         track_length=model.compute_mean_track_length(),
         reprojection_error_px=model.compute_mean_reprojection_error(),
-        models=models,
+        models=len(models),
+        mapper=config.mapper,
         cameras=describe_cameras(cameras),
         left_out=tuple(name for name in matched.names if name not in names),
         verification=verified.summary(),
@@ -163,74 +167,6 @@ def _nothing_to_place(images: Path, out: Path) -> DataError:
         "places, match more pairs (--pairs exhaustive), or pass the cameras (--cameras). "
         f"{out / 'pairs.json'} has the reason for each pair."
     )
-
-
-def _map(
-    out: Path, images: Path, cameras: dict[str, Camera], tell: Progress, pycolmap: Any, threads: int | None
-) -> tuple[Any, int]:
-    """Return the largest model that COLMAP builds from the database, and the number of models."""
-    options = pycolmap.IncrementalPipelineOptions()
-    options.min_model_size = 2
-    options.random_seed = 0
-    # -1: all threads.
-    options.num_threads = threads or -1
-    # A dense matcher gives many times more points than sparse features. A global bundle adjustment after each 10 %
-    # of growth, as is COLMAP's default, takes most of the time and does not change the final result.
-    options.ba_global_frames_ratio = options.ba_global_points_ratio = _GROWTH
-    options.ba_global_max_refinements = _REFINEMENTS
-    options.mapper.ba_global_ignore_redundant_points3D = True
-    known = all(is_known(camera) for camera in cameras.values())
-    if known:
-        options.ba_refine_focal_length = options.ba_refine_extra_params = False
-        options.mapper.abs_pose_refine_focal_length = options.mapper.abs_pose_refine_extra_params = False
-    registered = 0
-
-    def count(pictures: int) -> None:
-        nonlocal registered
-        registered += pictures
-        tell("Mapping", min(registered, len(cameras)), len(cameras))
-
-    tell("Mapping", 0, len(cameras))
-    with tempfile.TemporaryDirectory(dir=out, prefix=".mapping-") as folder, quiet_colmap(pycolmap):
-        models = pycolmap.incremental_mapping(
-            out / "database.db",
-            images,
-            folder,
-            options=options,
-            initial_image_pair_callback=lambda: count(2),
-            next_image_callback=lambda: count(1),
-        )
-    if not models:
-        raise _nothing_to_place(images, out)
-    best = max(models.values(), key=lambda model: (model.num_reg_images(), model.num_points3D()))
-    if not known:
-        tell("Refining", 0, 1)
-        with quiet_colmap(pycolmap):
-            best = _refine_principal_points(best, pycolmap)
-        tell("Refining", 1, 1)
-    return best, len(models)
-
-
-def _refine_principal_points(model: Any, pycolmap: Any) -> Any:
-    """Return the model with refined principal points, or unchanged if the images do not constrain them."""
-    users = Counter(model.images[number].camera_id for number in model.reg_image_ids())
-    if min(users.values()) < _FEWEST_VIEWS:
-        return model
-    refined = copy.deepcopy(model)
-    options = pycolmap.BundleAdjustmentOptions()
-    options.refine_principal_point, options.print_summary = True, False
-    pycolmap.bundle_adjustment(refined, options)
-    refined.update_point_3d_errors()
-    for number in users:
-        before, after = model.cameras[number], refined.cameras[number]
-        moved = max(
-            abs(after.principal_point_x - before.principal_point_x),
-            abs(after.principal_point_y - before.principal_point_y),
-        )
-        # Real principal points are near the image center; a large shift means that the images do not constrain it.
-        if not moved < _LARGEST_SHIFT * max(before.width, before.height):
-            return model
-    return refined
 
 
 def _write(model: Any, out: Path, summary: Summary, made_with: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from dualrc.colmap.model import Model, ModelImage, posed_reconstruction, read_mo
 from dualrc.colmap.upright import (
     colmap_camera,
     colmap_points,
+    from_colmap_points,
     import_pycolmap,
     quiet_colmap,
     refuse_mirrored,
@@ -22,6 +23,7 @@ __all__ = [
     "colmap_camera",
     "colmap_points",
     "from_colmap_pixels",
+    "from_colmap_points",
     "import_pycolmap",
     "posed_reconstruction",
     "quiet_colmap",

@@ -15,7 +15,7 @@ from dualrc.extras import require
 from dualrc.geometry import Camera
 from dualrc.image import read_header
 from dualrc.machine import keep_signals
-from dualrc.pixels import to_colmap
+from dualrc.pixels import from_colmap, to_colmap
 from dualrc.types import FloatArray, Size
 
 # Rotation of the camera's x and y from the stored to the upright image, by EXIF orientation: none, 180 degrees,
@@ -116,6 +116,11 @@ def colmap_points(points: npt.ArrayLike, path: str | Path | None = None) -> Floa
     """Convert upright points (n, 2) of an image file to COLMAP's pixels; without a file they are not rotated."""
     places = np.asarray(points, dtype=np.float64).reshape(-1, 2) if path is None else stored_points(points, path)
     return to_colmap(places)
+
+
+def from_colmap_points(points: npt.ArrayLike, path: str | Path) -> FloatArray:
+    """The inverse of `colmap_points`: keypoints (n, 2) of a stored picture file as upright points."""
+    return find_rotation(path).rotate_points(from_colmap(np.asarray(points, dtype=np.float64).reshape(-1, 2)))
 
 
 def colmap_camera(camera: Camera, path: str | Path, *, known: bool) -> Any:

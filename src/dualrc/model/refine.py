@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dualrc.model.cells import FineMap
@@ -71,7 +72,9 @@ def refine(
     shape0, shape1 = ((len(f.features), *f.fine_size) for f in fine)
     around0 = engine.support(index0, cells0, cells1, confidence, known, shape0)
     around1 = engine.support(index1, cells1, cells0, confidence, known, shape1)
-    score = confidence * (around0.share * around1.share).sqrt()
+    share = around0.share * around1.share
+    # The derivative of a square root at 0 is infinite. It is taken as 0.
+    score = confidence * torch.where(share > 0, share, 1).sqrt() * (share > 0)
     # The best matches cluster. Lowering crowded scores ranks isolated matches elsewhere before them.
     crowd0, crowd1 = crowd(index0, score, known, shape0), crowd(index1, score, known, shape1)
     score = score * ((1 + crowd0 / CROWD) * (1 + crowd1 / CROWD)).rsqrt()

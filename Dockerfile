@@ -1,0 +1,26 @@
+# dualrc on a CPU: docker build -t dualrc . ; docker run --rm -v "$PWD:/data" dualrc match a.jpg b.jpg --out matches.png
+FROM python:3.11-slim-bookworm AS build
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /source
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY src src
+RUN DUALRC_STRICT=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM python:3.11-slim-bookworm
+# An index that pip looks at too: with PyTorch's index of CPU builds the image is some gigabytes smaller.
+ARG PIP_EXTRA_INDEX_URL
+# matplotlib and torch write caches into the home folder.
+RUN useradd --uid 1000 --create-home user
+COPY constraints.txt /tmp/
+COPY --from=build /wheels /wheels
+RUN wheel=$(ls /wheels/dualrc-*.whl) \
+    && pip install --no-cache-dir -c /tmp/constraints.txt "${wheel}[colmap,heif]" \
+    && rm -rf /wheels /tmp/constraints.txt
+USER 1000
+WORKDIR /data
+ENTRYPOINT ["dualrc"]
+CMD ["--help"]

@@ -1,0 +1,263 @@
+"""Matches for a COLMAP database that somebody else made: for its keypoints, or with keypoints of our own."""
+
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc.collection import pairs as pair_lists
+from dualrc.collection.config import CollectionConfig
+from dualrc.collection.keypoints import merge
+from dualrc.collection.matching import match_collection
+from dualrc.collection.progress import Progress, no_progress, show_progress
+from dualrc.collection.store import MatchStore, Names
+from dualrc.colmap import colmap_points, from_colmap_points, import_pycolmap, quiet_colmap, refuse_mirrored
+from dualrc.errors import ConfigError, DataError, ImageError
+from dualrc.extras import require
+from dualrc.files import inside, make_folder, only_run
+from dualrc.matcher import Matcher, load
+from dualrc.matcher.cache import LruCache
+from dualrc.matcher.features import PictureFeatures
+from dualrc.types import FloatArray
+
+IntArray = npt.NDArray[np.int64]
+
+_RADIUS_PX = 2.0  # between a keypoint and where a match puts it, in pixels that the network sees
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchDatabaseConfig:
+    """How a database is filled."""
+
+    # A text file of two image names a line; None: all pairs of the database's images.
+    pairs: Path | None = None
+    # Match the database's own keypoints; else it gets keypoints of ours.
+    keep_keypoints: bool = False
+    # Give up the keypoints, descriptors and matches that the database has.
+    replace_keypoints: bool = False
+    # Match pairs again that have matches; for the database's own keypoints.
+    overwrite: bool = False
+    # Let COLMAP estimate the two-view geometry of the pairs, which its mapping needs.
+    verify: bool = True
+    # Pixels of the network between a keypoint and its match; only with keep_keypoints.
+    radius: float = _RADIUS_PX
+    # How images are matched; its `pairs` are not used.
+    collection: CollectionConfig = field(default_factory=CollectionConfig)
+
+    def __post_init__(self) -> None:
+        if self.keep_keypoints and self.replace_keypoints:
+            raise ConfigError("Keypoints can't be both kept and replaced; choose one.")
+        if not self.radius > 0:
+            raise ConfigError(f"radius = {self.radius} must be above 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatchDatabaseSummary:
+    """What was written into a database."""
+
+    images: int
+    pairs: int  # that were asked for
+    matched: int  # pairs matched now
+    skipped: int  # pairs that had matches
+    failed: dict[Names, str]  # pairs of images that can't be used, and why
+    matches: int  # of all pairs that were asked for
+    verified: int  # pairs with a two-view geometry, in the whole database
+
+
+def match_database(
+    database: str | Path, images: str | Path, config: MatchDatabaseConfig | None = None, *, quiet: bool = False
+) -> MatchDatabaseSummary:
+    """Fill matches into a COLMAP database; a second run goes on where the first stopped."""
+    path, images, config = Path(database), Path(images), config or MatchDatabaseConfig()
+    pycolmap = import_pycolmap()
+    require("scipy", "colmap", "Keypoints of a database")
+    if not images.is_dir():
+        raise DataError(f"{images} is not a folder; give the folder that the database's image names are relative to.")
+    _check(path)
+    with only_run(path.with_name(f".{path.name}.lock")), quiet_colmap(pycolmap), show_progress(quiet) as tell:
+        with pycolmap.Database.open(path) as opened:
+            numbers = {image.name: image.image_id for image in opened.read_all_images()}
+            keypoints = sum(opened.exists_keypoints(number) for number in numbers.values())
+        wanted = _wanted(numbers, config.pairs, path)
+        for name in {name for names in wanted for name in names}:
+            refuse_mirrored(inside(images, name))
+        if config.keep_keypoints:
+            if keypoints < len(numbers):
+                raise DataError(
+                    f"{path} has keypoints of {keypoints} of its {len(numbers)} images; extract the others first, or "
+                    "leave out --keep-keypoints."
+                )
+            done = _match_keypoints(path, images, numbers, wanted, config, tell)
+        else:
+            if keypoints and not config.replace_keypoints:
+                raise DataError(
+                    f"{path} has keypoints of {keypoints} images; give --keep-keypoints to match these, or "
+                    "--replace-keypoints to give up them, their descriptors and all matches."
+                )
+            done = _match_densely(path, images, numbers, wanted, config, tell, quiet=quiet)
+        if config.verify:
+            tell("Verifying pairs", 0, 1)
+            options = pycolmap.TwoViewGeometryOptions()
+            options.ransac.random_seed = 0
+            pycolmap.geometric_verification(path, two_view_geometry_options=options)
+            tell("Verifying pairs", 1, 1)
+        with pycolmap.Database.open(path) as opened:
+            return replace(done, matches=_count(opened, numbers, wanted), verified=opened.num_verified_image_pairs())
+
+
+def _check(path: Path) -> None:
+    """Raise DataError unless this is a COLMAP database that can be written to."""
+    if not path.is_file():
+        raise DataError(f"{path} does not exist; make it with COLMAP (`colmap feature_extractor`), or check the path.")
+    try:
+        with sqlite3.connect(f"file:{path}?mode=rw", uri=True, timeout=10) as connection:
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            connection.execute("BEGIN IMMEDIATE")
+            connection.rollback()
+        connection.close()
+    except sqlite3.Error as error:
+        remedy = "close the program that uses it" if "locked" in str(error) else "give COLMAP's database.db"
+        raise DataError(f"{path} can't be used as a database ({error}); {remedy}.") from error
+    if not {"images", "keypoints", "matches"} <= tables:
+        raise DataError(f"{path} is a database, but not one of COLMAP's; give COLMAP's database.db.")
+
+
+def _wanted(numbers: dict[str, int], file: Path | None, path: Path) -> list[Names]:
+    """The pairs of a file, else all pairs of the database's images."""
+    if len(numbers) < 2:
+        raise DataError(f"{path} has {len(numbers)} images; import at least two first.")
+    return list(combinations(sorted(numbers), 2)) if file is None else pair_lists.from_file(numbers, file)
+
+
+def _count(database: Any, numbers: dict[str, int], pairs: Iterable[Names]) -> int:
+    ids = [(numbers[name0], numbers[name1]) for name0, name1 in pairs]
+    return sum(len(database.read_matches(*pair)) for pair in ids if database.exists_matches(*pair))
+
+
+def _match_keypoints(
+    path: Path,
+    images: Path,
+    numbers: dict[str, int],
+    pairs: Sequence[Names],
+    config: MatchDatabaseConfig,
+    tell: Progress = no_progress,
+) -> MatchDatabaseSummary:
+    """Match the database's own keypoints, pair by pair; each is written when it is done."""
+    pycolmap, settings = import_pycolmap(), config.collection
+    matcher = load(
+        settings.preset,
+        weights=settings.weights,
+        device=settings.device,
+        threads=settings.threads,
+        size=settings.size,
+        min_score=settings.min_score,
+        max_memory=settings.max_memory,
+    )
+    kept: LruCache[str, PictureFeatures] = LruCache(settings.cache * 2**30)
+    failed: dict[Names, str] = {}
+    matched = skipped = 0
+    with pycolmap.Database.open(path) as database:
+        for count, names in enumerate(pairs, start=1):
+            ids = [numbers[name] for name in names]
+            if database.exists_matches(*ids) and not config.overwrite:
+                skipped += 1
+            else:
+                try:
+                    features = [
+                        kept.get(name, lambda name=name: matcher.features(images / name))  # type: ignore[misc]
+                        for name in names
+                    ]
+                except ImageError as error:
+                    failed[names] = str(error)
+                    continue
+                places = [
+                    from_colmap_points(np.asarray(database.read_keypoints(number))[:, :2], images / name)
+                    for number, name in zip(ids, names, strict=True)
+                ]
+                found = mutual_keypoints(matcher, features, places, config.radius)
+                with pycolmap.DatabaseTransaction(database):
+                    if database.exists_matches(*ids):
+                        database.delete_matches(*ids)
+                    if database.exists_two_view_geometry(*ids):
+                        database.delete_two_view_geometry(*ids)
+                    database.write_matches(*ids, found.astype(np.uint32))
+                matched += 1
+            tell("Matching", count, len(pairs))
+    return MatchDatabaseSummary(
+        images=len(numbers),
+        pairs=len(pairs),
+        matched=matched,
+        skipped=skipped,
+        failed=failed,
+        matches=0,
+        verified=0,
+    )
+
+
+def mutual_keypoints(
+    matcher: Matcher, features: Sequence[PictureFeatures], points: Sequence[FloatArray], radius: float
+) -> IntArray:
+    """Pairs of keypoints (n, 2), given as points of both images, that the matcher puts on each other.
+
+    `radius` is the largest distance between a keypoint and where the other one is found, in pixels of the network.
+    """
+    from scipy.spatial import cKDTree
+
+    nearest = []
+    for here, there in ((0, 1), (1, 0)):
+        answer = np.full(len(points[here]), -1)
+        found = matcher.match_points(features[here], features[there], points[here])
+        rows = np.flatnonzero(np.isfinite(found.points1).all(axis=1))
+        if len(rows) and len(points[there]):
+            scale = features[there].scale
+            limit = radius * max(own / seen for own, seen in zip(scale.image_size, scale.input_size, strict=True))
+            _, index = cKDTree(points[there]).query(found.points1[rows], distance_upper_bound=limit)
+            answer[rows] = np.where(index < len(points[there]), index, -1)
+        nearest.append(answer)
+    index0 = np.flatnonzero(nearest[0] >= 0)
+    index0 = index0[nearest[1][nearest[0][index0]] == index0]
+    return np.stack([index0, nearest[0][index0]], axis=1)
+
+
+def _match_densely(
+    path: Path,
+    images: Path,
+    numbers: dict[str, int],
+    pairs: Sequence[Names],
+    config: MatchDatabaseConfig,
+    tell: Progress = no_progress,
+    *,
+    quiet: bool,
+) -> MatchDatabaseSummary:
+    """Match images as a collection does, and put shared keypoints into the database; matches are kept beside it."""
+    pycolmap = import_pycolmap()
+    beside = make_folder(path.with_name(f"{path.name}.dualrc"))
+    pair_lists.write_pairs(beside / "pairs.txt", pairs)
+    settings = replace(config.collection, pairs=str(beside / "pairs.txt"))
+    done = match_collection(images, beside, settings, quiet=quiet)
+    failed = {**done.failed, **{names: done.broken[name] for names in pairs for name in names if name in done.broken}}
+    with MatchStore(done.store) as store:
+        merged = merge(store, progress=tell, pairs=done.pairs)
+        with pycolmap.Database.open(path) as database, pycolmap.DatabaseTransaction(database):
+            for clear in ("two_view_geometries", "matches", "descriptors", "keypoints"):
+                getattr(database, f"clear_{clear}")()
+            for name, number in numbers.items():
+                points = merged.keypoints[name].points if name in merged.keypoints else np.zeros((0, 2))
+                database.write_keypoints(number, colmap_points(points, images / name).astype(np.float32))
+            for name0, name1 in merged.pairs:
+                indices = merged.indexed(name0, name1).indices
+                database.write_matches(numbers[name0], numbers[name1], indices.astype(np.uint32))
+    return MatchDatabaseSummary(
+        images=len(numbers),
+        pairs=len(pairs),
+        matched=done.matched,
+        skipped=done.skipped,
+        failed=failed,
+        matches=0,
+        verified=0,
+    )

@@ -1,0 +1,114 @@
+"""deep-image-matching: a detector-free matcher, registered from outside of its package."""
+
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+# An entry for `deep_image_matching.config.confs`: the name of the pipeline and its settings.
+PIPELINE = "dualrc"
+CONF: dict[str, Any] = {"extractor": {"name": "no_extractor"}, "matcher": {"name": PIPELINE}}
+_TILE = 1024  # pixels of a side, above which thresholds grow with images
+_MODULE = f"deep_image_matching.matchers.{PIPELINE}"
+
+
+def register() -> Any:
+    """Make the pipeline "dualrc" known to deep-image-matching; returns the matcher's class."""
+    try:
+        from deep_image_matching import config, matchers
+    except ImportError as error:
+        raise ConfigError(
+            f"deep-image-matching can't be imported ({error}): pip install deep-image-matching."
+        ) from error
+    if _MODULE not in sys.modules:
+        module = ModuleType(_MODULE, "The detector-free matcher of dualrc.")
+        matcher_class = _make_class()
+        # The package takes the one class that a module of matchers defines.
+        matcher_class.__module__ = _MODULE
+        module.DualRCMatcher = matcher_class  # type: ignore[attr-defined]
+        sys.modules[_MODULE] = matchers.dualrc = module
+        config.confs[PIPELINE] = CONF
+        config.opt_zoo["matchers"].append(PIPELINE)
+    return sys.modules[_MODULE].DualRCMatcher
+
+
+def _make_class() -> Any:
+    """A class that derives from the package's, which is known only now."""
+    from deep_image_matching.constants import Quality, TileSelection, get_size_by_quality
+    from deep_image_matching.matchers.matcher_base import DetectorFreeMatcherBase
+
+    from dualrc.image import read, read_header
+    from dualrc.matcher import load
+
+    class DualRCMatcher(DetectorFreeMatcherBase):  # type: ignore[misc]
+        """The matcher under the interface of deep-image-matching; images are matched whole, without tiles."""
+
+        _default_conf = {  # noqa: RUF012
+            "preset": "default",
+            "weights": None,
+            "max_num_matches": 4000,
+            "match_threshold": 0.2,
+        }
+        grayscale = False
+        as_float = True
+        max_tile_size = _TILE
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            conf = self.config["matcher"]
+            self.matcher = load(
+                conf["preset"],
+                weights=conf["weights"],
+                device=self._device,
+                top=conf["max_num_matches"],
+                min_score=conf["match_threshold"],
+            )
+
+        def match(
+            self, feature_path: Path, matches_path: Path, img0: Path, img1: Path, try_full_image: bool = False
+        ) -> npt.NDArray[np.int64] | None:
+            """Match two images, verify the matches, and write both to the package's files."""
+            header = read_header(img0)
+            long_side = 0 if header is None else max(header.stored_size)
+            # The base class multiplies its threshold by long side // max_tile_size // 2, which must not be 0.
+            self.max_tile_size = max(1, min(_TILE, long_side // 2))
+            return super().match(feature_path, matches_path, img0, img1, try_full_image)
+
+        def _match_pairs(self, feature_path: Path, img0_path: Path, img1_path: Path) -> npt.NDArray[np.int64]:
+            """Match two images, add their points to the features file, and return pairs of their numbers there."""
+            images = read(img0_path), read(img1_path)
+            # What the package's quality makes of an image is the size that the network sees.
+            size = None
+            if self._quality != Quality.HIGH:
+                sizes = [max(get_size_by_quality(self._quality, image.shape[:2])) for image in images]
+                size = max(16, min(max(sizes), self.matcher.config.max_size) // 16 * 16)
+            found = self.matcher.match(*images, size=size)
+            rows = np.arange(len(found))
+            return self._update_features_h5(
+                feature_path,
+                img0_path.name,
+                img1_path.name,
+                found.points0,
+                found.points1,
+                np.stack([rows, rows], axis=1),
+            )
+
+        def _match_by_tile(
+            self,
+            feature_path: Path,
+            img0: Path,
+            img1: Path,
+            method: Any = TileSelection.PRESELECTION,
+            select_unique: bool = True,
+        ) -> npt.NDArray[np.int64]:
+            logger.info("dualrc matches whole images; the tile selection %s is not used.", method.name)
+            return self._match_pairs(feature_path, img0, img1)
+
+    return DualRCMatcher

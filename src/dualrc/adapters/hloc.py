@@ -1,0 +1,91 @@
+"""hloc: a dense matcher for `hloc.match_dense`, registered from outside of its package."""
+
+import copy
+import sys
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from dualrc.errors import ConfigError
+
+# Entries for `hloc.match_dense.confs`. Images have sides that are multiples of 16, so that the network sees them as
+# they are. hloc rounds the keypoints of a picture to cells of `cell_size` pixels, one keypoint per cell.
+CONFS: dict[str, dict[str, Any]] = {
+    "dualrc": {
+        "output": "matches-dualrc",
+        "model": {"name": "dualrc"},
+        "preprocessing": {"grayscale": False, "resize_max": 1024, "dfactor": 16},
+        "max_error": 1,
+        "cell_size": 1,
+    },
+    # Fewer keypoints, for scenes of many images.
+    "dualrc_large": {
+        "output": "matches-dualrc_large",
+        "model": {"name": "dualrc"},
+        "preprocessing": {"grayscale": False, "resize_max": 1024, "dfactor": 16},
+        "max_error": 2,
+        "cell_size": 8,
+    },
+}
+_MODULE = "hloc.matchers.dualrc"
+
+
+def register() -> dict[str, dict[str, Any]]:
+    """Make `hloc.matchers.dualrc` importable and add the entries of CONFS to hloc's; returns the entries."""
+    try:
+        from hloc import match_dense, matchers
+    except ImportError as error:
+        raise ConfigError(
+            f"hloc can't be imported ({error}); install it as its repository, cvg/Hierarchical-Localization, says."
+        ) from error
+    if _MODULE not in sys.modules:
+        module = ModuleType(_MODULE, "The dense matcher of dualrc.")
+        model = _make_model()
+        # hloc takes the one class that its module defines.
+        model.__module__ = _MODULE
+        module.DualRC = model  # type: ignore[attr-defined]
+        sys.modules[_MODULE] = matchers.dualrc = module
+    confs = copy.deepcopy(CONFS)
+    match_dense.confs.update(confs)
+    return confs
+
+
+def _make_model() -> Any:
+    """A class that derives from hloc's, which is known only now."""
+    from hloc.utils.base_model import BaseModel
+
+    from dualrc.matcher import load
+
+    class DualRC(BaseModel):  # type: ignore[misc]
+        """hloc's interface: a pair of images to keypoints0, keypoints1 and scores."""
+
+        default_conf = {  # noqa: RUF012
+            "preset": "default",
+            "weights": None,
+            "match_threshold": 0.2,
+            "max_num_matches": 4000,
+            "device": None,
+        }
+        required_inputs = ["image0", "image1"]  # noqa: RUF012
+
+        def _init(self, conf: dict[str, Any]) -> None:
+            self.matcher = load(
+                conf["preset"],
+                weights=conf["weights"],
+                device=conf["device"],
+                min_score=conf["match_threshold"],
+                top=conf["max_num_matches"],
+            )
+
+        def _forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
+            image0, image1 = data["image0"], data["image1"]
+            size = max(max(image.shape[-2:]) for image in (image0, image1))
+            found = self.matcher.match(image0, image1, size=None if size <= self.matcher.config.max_size else size)
+            return {
+                "keypoints0": image0.new_tensor(found.points0),
+                "keypoints1": image0.new_tensor(found.points1),
+                "scores": image0.new_tensor(found.scores),
+            }
+
+    return DualRC

@@ -1,0 +1,66 @@
+"""Nerfstudio and gsplat: undistorted images with poses, in the folder that their tools read."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dualrc.colmap import import_pycolmap, quiet_colmap
+from dualrc.errors import DataError, OutputError
+from dualrc.files import make_folder, write_json
+
+# Nerfstudio's cameras look along -z with y up, as OpenGL's do; COLMAP's look along z with y down.
+_OPENGL_FROM_OPENCV = np.diag([1.0, -1.0, -1.0, 1.0])
+
+
+def write_dataset(model: str | Path, images: str | Path, out: str | Path) -> Path:
+    """Write `out`/images, `out`/sparse/0, `out`/points.ply and `out`/transforms.json from a COLMAP model.
+
+    Images are undistorted, so that all cameras are pinholes. `sparse/0` is what gsplat, the original Gaussian
+    Splatting and Nerfstudio's colmap reader open; `transforms.json` is Nerfstudio's own format.
+    """
+    model, images, out = Path(model), Path(images), Path(out)
+    if out.exists() and not (out / "transforms.json").is_file():
+        raise OutputError(f"{out} exists and holds something else; delete it or write elsewhere.")
+    if not (model / "images.bin").is_file() and not (model / "images.txt").is_file():
+        raise DataError(f"{model} holds no COLMAP model; give the folder with images.bin.")
+    pycolmap = import_pycolmap()
+    make_folder(out.parent)
+    # The folder appears when it is whole.
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".dataset-") as folder, quiet_colmap(pycolmap):
+        made, ready = Path(folder, "made"), Path(folder, "ready")
+        pycolmap.undistort_images(made, model, images)
+        (ready / "sparse").mkdir(parents=True)
+        (made / "images").rename(ready / "images")
+        (made / "sparse").rename(ready / "sparse" / "0")
+        undistorted = pycolmap.Reconstruction(ready / "sparse" / "0")
+        undistorted.export_PLY(ready / "points.ply")
+        write_json(ready / "transforms.json", _transforms(undistorted))
+        if out.exists():
+            out.rename(Path(folder, "old"))
+        ready.rename(out)
+    return out
+
+
+def _transforms(model: Any) -> dict[str, Any]:
+    """Nerfstudio's transforms.json; its principal points count pixels as COLMAP's do."""
+    frames = []
+    for number in sorted(model.reg_image_ids(), key=lambda number: model.images[number].name):
+        image = model.images[number]
+        camera = model.cameras[image.camera_id]
+        world_from_cam = np.eye(4)
+        world_from_cam[:3] = image.cam_from_world().inverse().matrix()
+        frames.append(
+            {
+                "file_path": f"images/{image.name}",
+                "w": camera.width,
+                "h": camera.height,
+                "fl_x": camera.focal_length_x,
+                "fl_y": camera.focal_length_y,
+                "cx": camera.principal_point_x,
+                "cy": camera.principal_point_y,
+                "transform_matrix": (world_from_cam @ _OPENGL_FROM_OPENCV).tolist(),
+            }
+        )
+    return {"camera_model": "PINHOLE", "ply_file_path": "points.ply", "frames": frames}

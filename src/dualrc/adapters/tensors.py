@@ -1,0 +1,113 @@
+"""The network as a torch module: batches of images in, matches in their pixels out, on any device, differentiable."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dualrc.calibration import Calibration, Curve
+from dualrc.config import MatcherConfig
+from dualrc.errors import ImageError
+from dualrc.image import Scale, mask_to_cells, network_size, normalize_colors
+from dualrc.model.engine import Engine
+from dualrc.model.network import Features, Network, NetworkMatches, best_first
+from dualrc.ops import choose, triton
+from dualrc.pixels import FINE_STRIDE, resize_points
+
+
+class TensorMatcher(nn.Module):
+    """Matches batches of images with one pass of the network; without the matcher's search over scales.
+
+    Gradients flow from points and scores to the images, and to parameters that require them, where gradients are
+    enabled. That computes whole tensors: use images of a few hundred pixels.
+    """
+
+    def __init__(self, network: Network, config: MatcherConfig, calibration: Calibration | None = None) -> None:
+        super().__init__()
+        self.network = network
+        self.config, self.calibration = config, calibration
+        self._engines: dict[torch.device, Engine] = {}
+
+    def forward(
+        self, images0: Tensor, images1: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
+    ) -> NetworkMatches:
+        """Images (b 1 h w) or (b 3 h w) in 0 to 1, masks (b h w) of where to look, to matches in image pixels."""
+        if len(images0) != len(images1):
+            raise ImageError(f"Both batches need the same number of images, not {len(images0)} and {len(images1)}.")
+        learns = any(tensor.requires_grad for tensor in (images0, images1, *self.parameters()))
+        learns = torch.is_grad_enabled() and learns
+        # The definition alone is differentiable from end to end.
+        self.network.engine = Engine() if learns else self._fast_engine(images0.device)
+        with torch.set_grad_enabled(learns):
+            features0, scale0 = self._extract(images0, mask0)
+            features1, scale1 = self._extract(images1, mask1)
+            masked = mask0 is not None or mask1 is not None
+            found = self.network.match(features0, features1, top=None if masked else self.config.top)
+            points0 = resize_points(found.points0, scale0.input_size, scale0.image_size)
+            points1 = resize_points(found.points1, scale1.input_size, scale1.image_size)
+            scores = found.scores if self.calibration is None else interpolate(self.calibration.matches, found.scores)
+            # Refinement can move a point off its mask, so the best are counted after this.
+            keep = scores >= self.config.min_score
+            for mask, points in ((mask0, points0), (mask1, points1)):
+                if mask is not None:
+                    keep = keep & _on_mask(points.detach(), found.pair, mask)
+            rows = keep.nonzero()[:, 0]
+            rows = rows[best_first(found.pair[rows], scores[rows].detach(), self.config.top, len(images0))]
+            return NetworkMatches(
+                pair=found.pair[rows], points0=points0[rows], points1=points1[rows], scores=scores[rows]
+            )
+
+    def _fast_engine(self, device: torch.device) -> Engine:
+        """The best engine of a device; without CUDA graphs, which need inputs that stay where they are."""
+        if device not in self._engines:
+            name = "triton" if device.type == "cuda" and triton.usable(device) else None
+            self._engines[device] = choose(device, name)
+        return self._engines[device]
+
+    def _extract(self, images: Tensor, mask: Tensor | None) -> tuple[Features, Scale]:
+        """Features of a batch of one size, and how the images were resized."""
+        if images.ndim != 4 or images.shape[1] not in (1, 3) or not images.is_floating_point():
+            raise ImageError(
+                f"Images of shape {tuple(images.shape)} and type {images.dtype} can't be matched; give floats in 0 to "
+                "1 of shape (batch, 1 or 3, height, width)."
+            )
+        size = (images.shape[3], images.shape[2])
+        seen = network_size(size, long_side=self.config.size, max_size=self.config.max_size)
+        scale = Scale(image_size=size, input_size=seen)
+        images = images.float().expand(-1, 3, -1, -1)
+        if seen != size:
+            antialias = self.network.config.backbone.antialias
+            images = F.interpolate(images, size=seen[::-1], mode="bilinear", antialias=antialias, align_corners=False)
+        features = self.network.extract(normalize_colors(images).contiguous(memory_format=torch.channels_last))
+        if mask is not None:
+            cells = [mask_to_cells(one.cpu().numpy() != 0, size, seen, FINE_STRIDE) for one in mask]
+            valid = torch.stack([torch.from_numpy(one) for one in cells]).to(images.device)
+            features = replace(features, valid=valid)
+        return features, scale
+
+
+def interpolate(curve: Curve, scores: Tensor) -> Tensor:
+    """`curve(scores)` as a differentiable function of a tensor of any shape."""
+    knots = scores.new_tensor(curve.scores)
+    values = scores.new_tensor(curve.probabilities)
+    right = torch.searchsorted(knots, scores.detach().contiguous()).clamp(1, len(knots) - 1)
+    share = ((scores - knots[right - 1]) / (knots[right] - knots[right - 1])).clamp(0, 1)
+    return values[right - 1] + share * (values[right] - values[right - 1])
+
+
+def _on_mask(points: Tensor, pair: Tensor, mask: Tensor) -> Tensor:
+    """Which points (n 2) of these pairs (n) fall on non-zero pixels of masks (b h w)."""
+    height, width = mask.shape[1:]
+    column, row = (points + 0.5).floor().long().unbind(1)
+    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    return inside & (mask[pair, row.clamp(0, height - 1), column.clamp(0, width - 1)] != 0)
+
+
+def load_tensor_matcher(preset: str = "default", **options: Any) -> TensorMatcher:
+    """A TensorMatcher in float32 on the CPU, with frozen parameters; `options` are those of `dualrc.load`."""
+    from dualrc.matcher import load
+
+    matcher = load(preset, device="cpu", precision="float32", engine="torch", **options)
+    return TensorMatcher(matcher.network.requires_grad_(False), matcher.config, matcher.calibration)
