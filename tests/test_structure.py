@@ -35,6 +35,7 @@ ROOMS = [
     "model",
     "ops",
     "matcher",
+    "onnx",
     "stitch",
     "data",
     "losses",

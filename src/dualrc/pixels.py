@@ -5,21 +5,22 @@ Coordinates are (x, y), and the center of the first pixel is (0, 0). Cell i of a
 center of the first pixel at (0.5, 0.5).
 """
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from dualrc.types import Size
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STRIDE = 16  # pixels of a network input along each side of a coarse cell
 FINE_STRIDE = 4  # and of a fine cell
 RATIO = STRIDE // FINE_STRIDE  # fine cells along each side of a coarse cell
 
-Points = TypeVar("Points", npt.NDArray[Any], Tensor)
-Cells = TypeVar("Cells", npt.NDArray[Any], Tensor, float)
+Points = TypeVar("Points", npt.NDArray[Any], "Tensor")
+Cells = TypeVar("Cells", npt.NDArray[Any], "Tensor", float)
 
 
 def cell_to_pixel(cells: Cells, stride: float) -> Cells:
@@ -35,10 +36,12 @@ def pixel_to_cell(points: Cells, stride: float) -> Cells:
 def resize_points(points: Points, from_size: tuple[float, float], to_size: tuple[float, float]) -> Points:
     """Points (..., 2) of an image of one size (width, height) in the same image resized to another."""
     ratio = [to / own for own, to in zip(from_size, to_size, strict=True)]
-    if isinstance(points, Tensor):
-        # By numbers rather than a tensor of ratios, whose way to a GPU a CUDA graph can't record.
-        return torch.stack([(points[..., axis] + 0.5) * ratio[axis] - 0.5 for axis in (0, 1)], dim=-1)
-    return (points + 0.5) * np.array(ratio) - 0.5
+    if isinstance(points, np.ndarray):
+        return (points + 0.5) * np.array(ratio) - 0.5
+    import torch
+
+    # By numbers rather than a tensor of ratios, whose way to a GPU a CUDA graph can't record.
+    return torch.stack([(points[..., axis] + 0.5) * ratio[axis] - 0.5 for axis in (0, 1)], dim=-1)
 
 
 def to_colmap(points: Points) -> Points:
@@ -51,8 +54,10 @@ def from_colmap(points: Points) -> Points:
     return points - 0.5
 
 
-def pixel_to_unit(points: Tensor, size: Size) -> Tensor:
+def pixel_to_unit(points: "Tensor", size: Size) -> "Tensor":
     """Points (..., 2) as `grid_sample` takes them, corners not aligned: -1 and 1 are the outer edges of the image."""
+    import torch
+
     return torch.stack([(points[..., axis] + 0.5) / size[axis] * 2 - 1 for axis in (0, 1)], dim=-1)
 
 

@@ -16,7 +16,7 @@ from dualrc.errors import DualRCError  # noqa: E402
 __all__ = ["app", "main"]
 
 # Each adds its commands, in the order in which the help lists them.
-for _name in ("pair", "collections", "benchmarks", "bench", "training", "about"):
+for _name in ("pair", "collections", "benchmarks", "bench", "training", "exporting", "about"):
     import_module(f"dualrc.cli.{_name}")
 
 
