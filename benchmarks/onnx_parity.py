@@ -7,6 +7,7 @@ pair. The memory is the largest resident set of a process that matches the large
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from dualrc.evaluation.hpatches import HPatches, HPatchesSettings
 from dualrc.image import read
 from dualrc.matches import Matches
 from dualrc.metrics import match_errors_px, share_within
-from dualrc.types import ImageArray
+from dualrc.types import FloatArray, ImageArray
 
 TOP = 1000
 SAME_PX = 0.1
@@ -70,80 +71,88 @@ def show_memory(method: str, models: Path, paths: list[Path]) -> None:
 def main() -> None:
     """Match all pairs by all methods and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("roots", type=Path, nargs="+", help="folders of HPatches sequences")
+    parser.add_argument("roots", type=Path, nargs="+", help="folders of HPatches sequences, or sequences")
     parser.add_argument("--models", type=Path, help="folder of exported models; without it, they are exported first")
-    parser.add_argument("--pairs", type=int, help="only the first so many pairs")
+    parser.add_argument("--store", type=Path, help="file that keeps the results by pair; pairs in it are not run again")
     parser.add_argument("--memory", choices=METHODS, help=argparse.SUPPRESS)  # what a process of its own does
     options = parser.parse_args()
     if options.memory:
         show_memory(options.memory, options.models, options.roots)
         return
     with tempfile.TemporaryDirectory() as folder:
-        models = options.models
+        models, store = options.models, options.store or Path(folder) / "results.jsonl"
         if models is None:
             from dualrc.onnx.export import export
 
             models = Path(folder)
             export(models)
-        compare(options, models)
+        benchmark = HPatches(HPatchesSettings(roots=tuple(options.roots), out=Path(os.devnull)))
+        compare(benchmark, models, store)
+        results = read_results(store)
+        show([results[pair.name1] for pair in benchmark.pairs], benchmark, models)
 
 
-def compare(options: argparse.Namespace, models: Path) -> None:
-    """Match all pairs in turn and print the table."""
-    benchmark = HPatches(HPatchesSettings(roots=tuple(options.roots), out=Path(os.devnull)))
-    pairs = benchmark.pairs[: options.pairs]
-    matchers = {method: make_matcher(method, models) for method in METHODS}
-    accuracy: dict[str, list[Any]] = {method: [] for method in METHODS}
-    seconds: dict[str, list[float]] = {method: [] for method in METHODS}
-    same: dict[str, list[float]] = {method: [] for method in METHODS}
-    pair_scores: dict[str, list[float]] = {method: [] for method in METHODS}
-    exact, console, largest = [], Console(width=130), (0, pairs[0])
+def read_results(store: Path) -> dict[str, Any]:
+    """The results in a file, by the name of the second image."""
+    lines = store.read_text(encoding="utf-8").splitlines() if store.exists() else []
+    return {result["name"]: result for result in map(json.loads, lines)}
+
+
+def compare(benchmark: HPatches, models: Path, store: Path) -> None:
+    """Match the pairs that are not in the store, by all methods in turn."""
+    done = read_results(store)
+    pairs = [pair for pair in benchmark.pairs if pair.name1 not in done]
+    matchers = {method: make_matcher(method, models) for method in METHODS} if pairs else {}
     for pair in pairs:
         images = read(pair.path0), read(pair.path1)
-        largest = max(largest, (images[0].size + images[1].size, pair), key=lambda item: item[0])
+        result: dict[str, Any] = {"name": pair.name1, "pixels": images[0].size + images[1].size}
         found = {}
         for method, match in matchers.items():
             begin = time.process_time()
             found[method] = match(*images)
-            seconds[method].append(time.process_time() - begin)
-            errors = match_errors_px(found[method], benchmark.homographies[pair])
-            accuracy[method].append(share_within(errors, THRESHOLDS_PX))
-            same[method].append(share_same(found[method], found["torch"]))
-            pair_scores[method].append(found[method].pair_score)
-        exact.append(found["onnx"].info["exact"])
-        line = ", ".join(f"{method} {same[method][-1]:.3f} {seconds[method][-1]:.2f} s" for method in METHODS)
-        console.print(f"{pair.name1}: {line}, exact {exact[-1]:.3f}", highlight=False)
-    table = Table(
-        "",
-        f"best {TOP} the same",
-        "worst pair",
-        *(f"{px} px" for px in THRESHOLDS_PX),
-        "pair_score differs by",
-        "CPU time",
-        "ratio",
-        "memory",
-        title=f"{len(pairs)} pairs",
-    )
-    reference = np.array(seconds["torch"])
+            result[method] = {
+                "seconds": time.process_time() - begin,
+                "accuracy": share_within(
+                    match_errors_px(found[method], benchmark.homographies[pair]), THRESHOLDS_PX
+                ).tolist(),
+                "same": share_same(found[method], found["torch"]),
+                "pair_score": found[method].pair_score,
+                "exact": found[method].info.get("exact", 1.0),
+            }
+        with store.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        line = ", ".join(f"{method} {result[method]['same']:.3f}" for method in METHODS)
+        print(f"{pair.name1}: {line}, exact {result['onnx']['exact']:.3f}", flush=True)
+
+
+def show(results: list[dict[str, Any]], benchmark: HPatches, models: Path) -> None:
+    """Print the table of the results of all pairs."""
+    columns = ["", f"best {TOP} the same", "worst pair", *(f"{px} px" for px in THRESHOLDS_PX)]
+    table = Table(*columns, "pair_score differs by", "CPU time", "ratio", "memory", title=f"{len(results)} pairs")
+    largest = benchmark.pairs[int(np.argmax([result["pixels"] for result in results]))]
+
+    def column(method: str, name: str) -> FloatArray:
+        return np.array([result[method][name] for result in results])
+
     for method in METHODS:
-        values = np.mean(accuracy[method], axis=0)
-        apart = np.abs(np.subtract(pair_scores[method], pair_scores["torch"])).max()
         command = [sys.executable, __file__, "--memory", method, "--models", str(models)]
-        paths = [str(largest[1].path0), str(largest[1].path1)]
+        paths = [str(largest.path0), str(largest.path1)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         peak = subprocess.run([*command, *paths], capture_output=True, text=True, check=True, env=environment).stdout
+        seconds = column(method, "seconds")
         table.add_row(
             method,
-            f"{np.mean(same[method]):.4f}",
-            f"{np.min(same[method]):.3f}",
-            *(f"{value:.4f}" for value in values),
-            f"{apart:.4f}",
-            f"{np.median(seconds[method]):.2f} s",
-            f"{np.median(np.array(seconds[method]) / reference):.2f}",
+            f"{column(method, 'same').mean():.4f}",
+            f"{column(method, 'same').min():.3f}",
+            *(f"{value:.4f}" for value in column(method, "accuracy").mean(0)),
+            f"{np.abs(column(method, 'pair_score') - column('torch', 'pair_score')).max():.4f}",
+            f"{np.median(seconds):.2f} s",
+            f"{np.median(seconds / column('torch', 'seconds')):.2f}",
             f"{int(peak)} MiB",
         )
+    console, exact = Console(width=130), column("onnx", "exact")
     console.print(table)
-    console.print(f"exact matches: {np.mean(exact):.4f} on average, {np.min(exact):.3f} on the worst pair")
+    console.print(f"exact matches: {exact.mean():.4f} on average, {exact.min():.3f} on the worst pair")
 
 
 if __name__ == "__main__":
