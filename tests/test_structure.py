@@ -36,6 +36,7 @@ ROOMS = [
     "model",
     "ops",
     "matcher",
+    "onnx",
     "stitch",
     "data",
     "losses",

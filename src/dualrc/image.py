@@ -1,18 +1,19 @@
-"""Images: from files and arrays to network inputs, and from network outputs back to pixels."""
+"""Images: from files and arrays to network inputs, and from network outputs back to pixels.
+
+Reading an image does not import torch, because `dualrc.onnx` works without it. Functions on tensors import it.
+"""
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from PIL import Image
-from torch import Tensor
-from torch.nn import functional as F
 
 from dualrc.config import MIN_SIDE
 from dualrc.errors import DataError, ImageError
@@ -20,7 +21,11 @@ from dualrc.formats import SUFFIXES, leave_out, open_picture, read_exif, undecod
 from dualrc.pixels import STRIDE, cell_to_pixel, pixel_grid, pixel_to_unit, resize_points
 from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
-ImageInput = str | Path | Image.Image | npt.NDArray[Any] | Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+ImageInput = Union[str, Path, Image.Image, npt.NDArray[Any], "Tensor"]
 
 # Short side of the network input of a strip in pixels, if the pixel budget allows it.
 SHORT_SIDE = 256
@@ -55,7 +60,9 @@ def read(picture: ImageInput) -> ImageArray:
         return _read_file(Path(picture))
     if isinstance(picture, Image.Image):
         return _to_rgb(picture, str(getattr(picture, "filename", "") or "The image"))
-    if isinstance(picture, Tensor):
+    # Without torch imported, this cannot be a tensor.
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(picture, torch.Tensor):
         tensor = picture.detach().cpu()
         # numpy has no bfloat16.
         array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
@@ -143,19 +150,23 @@ def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:
     return width, height
 
 
-def to_tensor(picture: ImageArray) -> Tensor:
+def to_tensor(picture: ImageArray) -> "Tensor":
     """Convert an image to a tensor that shares its memory if possible."""
+    import torch
+
     # Read-only arrays, such as np.asarray(PIL image), are copied, because torch warns about them.
     return torch.from_numpy(np.require(picture, requirements=["C", "W"]))
 
 
-def to_input(pixels: Tensor, size: Size, *, antialias: bool = True) -> Tensor:
+def to_input(pixels: "Tensor", size: Size, *, antialias: bool = True) -> "Tensor":
     """Resize to (width, height) and normalize: uint8 (b h w 3) -> float32 (b 3 height width)."""
     return normalize_colors(resize(pixels, size, antialias=antialias) / 255)
 
 
-def resize(pixels: Tensor, size: Size, *, antialias: bool = True) -> Tensor:
+def resize(pixels: "Tensor", size: Size, *, antialias: bool = True) -> "Tensor":
     """Resize to (width, height): uint8 (b h w 3) -> float32 (b 3 height width) from 0 to 255."""
+    from torch.nn import functional as F
+
     images = pixels.permute(0, 3, 1, 2).float()
     if tuple(images.shape[:1:-1]) != size:
         images = F.interpolate(
@@ -164,7 +175,7 @@ def resize(pixels: Tensor, size: Size, *, antialias: bool = True) -> Tensor:
     return images
 
 
-def normalize_colors(images: Tensor) -> Tensor:
+def normalize_colors(images: "Tensor") -> "Tensor":
     """Subtract ImageNet's mean and divide by its deviation: (b 3 h w) from 0 to 1, channels-last in memory."""
     mean, deviation = _normal_rows(images.device, images.shape[3])
     # Whole rows are faster than single pixels.
@@ -173,15 +184,19 @@ def normalize_colors(images: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=256)
-@torch.inference_mode(False)
-def _normal_rows(device: torch.device, width: int) -> tuple[Tensor, Tensor]:
+def _normal_rows(device: "torch.device", width: int) -> "tuple[Tensor, Tensor]":
     """Return ImageNet's mean and deviation for a row of `width` pixels, copied to a device once."""
-    mean, deviation = (torch.tensor(colors, device=device).repeat(width) for colors in (_MEAN, _DEVIATION))
+    import torch
+
+    with torch.inference_mode(False):
+        mean, deviation = (torch.tensor(colors, device=device).repeat(width) for colors in (_MEAN, _DEVIATION))
     return mean, deviation
 
 
-def restore_colors(images: Tensor) -> ImageArray:
+def restore_colors(images: "Tensor") -> ImageArray:
     """Invert `normalize_colors`: (b 3 h w) -> uint8 (b, h, w, 3)."""
+    import torch
+
     channels = zip(images.unbind(1), _MEAN, _DEVIATION, strict=True)
     colors = torch.stack([channel * deviation + mean for channel, mean, deviation in channels], dim=3)
     return (colors.clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
@@ -200,12 +215,15 @@ def mask_to_cells(mask: BoolArray, picture: Size, network: Size, stride: int) ->
 
 
 def spread(
-    points: Tensor, certainty: Tensor, scale: Scale, stride: int
+    points: "Tensor", certainty: "Tensor", scale: Scale, stride: int
 ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Interpolate correspondences of cells (h w 2), in network pixels, at every image pixel: (H W 2), certainty (H W).
 
     Uncertain cells are filled from increasingly coarse averages of certain cells around them, and keep certainty 0.
     """
+    import torch
+    from torch.nn import functional as F
+
     height, width = certainty.shape
     cells = cell_to_pixel(torch.from_numpy(pixel_grid((width, height))), stride)
     weight = (certainty > 0).float()[None, None]

@@ -5,14 +5,15 @@ Coordinates are (x, y), and the center of the first pixel is (0, 0). Cell i of a
 places the center of the first pixel at (0.5, 0.5).
 """
 
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from dualrc.types import Size
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Stride of the coarse map, in pixels of the network input.
 STRIDE = 16
@@ -21,8 +22,8 @@ FINE_STRIDE = 4
 # The paper's r: fine cells along each side of a coarse cell.
 RATIO = STRIDE // FINE_STRIDE
 
-Points = TypeVar("Points", npt.NDArray[Any], Tensor)
-Cells = TypeVar("Cells", npt.NDArray[Any], Tensor, float)
+Points = TypeVar("Points", npt.NDArray[Any], "Tensor")
+Cells = TypeVar("Cells", npt.NDArray[Any], "Tensor", float)
 
 
 def cell_to_pixel(cells: Cells, stride: float) -> Cells:
@@ -38,10 +39,12 @@ def pixel_to_cell(points: Cells, stride: float) -> Cells:
 def resize_points(points: Points, from_size: tuple[float, float], to_size: tuple[float, float]) -> Points:
     """Map points (..., 2) of an image of one size (width, height) to the same image resized to another."""
     ratio = [to / own for own, to in zip(from_size, to_size, strict=True)]
-    if isinstance(points, Tensor):
-        # Scalars instead of a tensor, because a CUDA graph cannot capture the copy of a tensor to the GPU.
-        return torch.stack([(points[..., axis] + 0.5) * ratio[axis] - 0.5 for axis in (0, 1)], dim=-1)
-    return (points + 0.5) * np.array(ratio) - 0.5
+    if isinstance(points, np.ndarray):
+        return (points + 0.5) * np.array(ratio) - 0.5
+    import torch
+
+    # Scalars instead of a tensor, because a CUDA graph cannot capture the copy of a tensor to the GPU.
+    return torch.stack([(points[..., axis] + 0.5) * ratio[axis] - 0.5 for axis in (0, 1)], dim=-1)
 
 
 def to_colmap(points: Points) -> Points:
@@ -54,8 +57,10 @@ def from_colmap(points: Points) -> Points:
     return points - 0.5
 
 
-def pixel_to_unit(points: Tensor, size: Size) -> Tensor:
+def pixel_to_unit(points: "Tensor", size: Size) -> "Tensor":
     """Convert points (..., 2) for `grid_sample` with align_corners=False: -1 and 1 are the outer edges of the image."""
+    import torch
+
     return torch.stack([(points[..., axis] + 0.5) / size[axis] * 2 - 1 for axis in (0, 1)], dim=-1)
 
 

@@ -17,7 +17,7 @@ from dualrc.errors import DualRCError  # noqa: E402
 __all__ = ["app", "main"]
 
 # Each module registers its commands. The help lists them in this order.
-for _name in ("pair", "serve", "collections", "colmap", "benchmarks", "bench", "training", "about"):
+for _name in ("pair", "serve", "collections", "colmap", "benchmarks", "bench", "training", "exporting", "about"):
     import_module(f"dualrc.cli.{_name}")
 
 

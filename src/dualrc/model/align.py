@@ -97,10 +97,10 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
     area = motion[:, 0, 0] * motion[:, 1, 1] - motion[:, 0, 1] * motion[:, 1, 0]
     first, last = correlations[0], correlations[-1]
     good = (last > first + GAIN) & (last > LEAST) & (move.norm(dim=1) < FARTHEST)
-    good &= (area > 1 / LARGEST) & (area < LARGEST)
+    good = good & (area > 1 / LARGEST) & (area < LARGEST)
     # Reject windows that cross the border, or could cross it while they move.
-    good &= _inside(light0, points0, torch.full_like(move, REACH + 1))
-    good &= _inside(light1, points1, motion.abs().sum(2) * REACH + FARTHEST)
+    good = good & _inside(light0, points0, torch.full_like(move, REACH + 1))
+    good = good & _inside(light1, points1, motion.abs().sum(2) * REACH + FARTHEST)
     return move.masked_fill(~good[:, None], 0)
 
 

@@ -85,12 +85,12 @@ class Context(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Update coarse maps (b c h0 w0), (b c h1 w1). Only `cells` (b h w) bool are attended to; None means all."""
         if coarse0.shape == coarse1.shape and cells0 is None and cells1 is None:
-            first, second = self._attend([torch.cat([coarse0, coarse1])], [None])[0].split(len(coarse0))
+            first, second = self.attend([torch.cat([coarse0, coarse1])], [None])[0].split(len(coarse0))
         else:
-            first, second = self._attend([coarse0, coarse1], [cells0, cells1])
+            first, second = self.attend([coarse0, coarse1], [cells0, cells1])
         return first, second
 
-    def _attend(self, maps: list[Tensor], cells: list[Tensor | None]) -> list[Tensor]:
+    def attend(self, maps: list[Tensor], cells: list[Tensor | None]) -> list[Tensor]:
         """Process two maps, or one map that holds all first images and then all second images of the batch."""
         sizes = [(x.shape[2], x.shape[3]) for x in maps]
         # (b n c)

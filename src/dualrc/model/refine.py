@@ -44,6 +44,16 @@ class PointMatches(NamedTuple):
     scores: Tensor
 
 
+class Placed(NamedTuple):
+    """Matches placed by features and neighbors, before they are aligned."""
+
+    points0: Tensor  # n 2, in network-input pixels
+    points1: Tensor  # n 2
+    scores: Tensor  # n, as those of PointMatches
+    motion0: Tensor  # n 2 2: from image 0 to image 1, around each match
+    motion1: Tensor  # n 2 2: and back
+
+
 def cell_centers(fine0: FineMap, fine1: FineMap, matches: CellMatches) -> PointMatches:
     """Return the matches at the centers of their cells, as in the paper."""
     points = (fine.coordinates(index) for fine, index in ((fine0, matches.index0), (fine1, matches.index1)))
@@ -63,6 +73,15 @@ def refine(
     Every step is symmetric in the images: swapping the images swaps the points. `light` is the brightness (b h w) of
     both images; None skips the photometric alignment.
     """
+    placed = place(engine, subpixel, fine, matches)
+    points = placed.points0, placed.points1
+    if light is not None:
+        points = align_both(engine, light, matches.pair.clamp(min=0), placed)
+    return PointMatches(*points, placed.scores)
+
+
+def place(engine: "Engine", subpixel: Subpixel, fine: tuple[FineMap, FineMap], matches: CellMatches) -> Placed:
+    """Move both points of each match to where features and neighbors agree, and score it."""
     known, pair = matches.pair, matches.pair.clamp(min=0)
     index0, index1 = matches.index0, matches.index1
     windows = engine.windows(*fine, pair, index0, index1)
@@ -82,11 +101,14 @@ def refine(
     # Each direction estimates the full residual in the other image, so each point takes half of it.
     points0 = cell_to_pixel(cells0 + around1.shift / 2, FINE_STRIDE)
     points1 = cell_to_pixel(cells1 + around0.shift / 2, FINE_STRIDE)
-    if light is not None:
-        move1 = engine.align(*light, pair, points0, points1, around0.motion)
-        move0 = engine.align(*light[::-1], pair, points1, points0, around1.motion)
-        points0, points1 = points0 + move0 / 2, points1 + move1 / 2
-    return PointMatches(points0, points1, score)
+    return Placed(points0, points1, score, around0.motion, around1.motion)
+
+
+def align_both(engine: "Engine", light: tuple[Tensor, Tensor], pair: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
+    """Both points of each match, moved to where the brightness (b h w) of the images agrees; `pair` (n)."""
+    move1 = engine.align(*light, pair, placed.points0, placed.points1, placed.motion0)
+    move0 = engine.align(*light[::-1], pair, placed.points1, placed.points0, placed.motion1)
+    return placed.points0 + move0 / 2, placed.points1 + move1 / 2
 
 
 def refine_points(

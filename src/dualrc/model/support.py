@@ -70,7 +70,8 @@ def neighbor_offsets(row: int, device: torch.device) -> Tensor:
     """Return the grid offsets of the 48 neighbors; a match does not support itself."""
     axis = torch.arange(-REACH, REACH + 1, device=device) * STEP
     offsets = (axis[:, None] * row + axis).flatten()
-    return offsets[offsets != 0]
+    middle = len(offsets) // 2
+    return torch.cat([offsets[:middle], offsets[middle + 1 :]])
 
 
 def support(
@@ -127,12 +128,12 @@ def crowd(index: Tensor, score: Tensor, pair: Tensor, shape: tuple[int, int, int
     """
     pairs, height, width = shape
     side = CROWD_CELLS
-    rows, columns = -(-height // side), -(-width // side)
+    rows, columns = (height + side - 1) // side, (width + side - 1) // side
     row, column = index // width, index % width
     square = ((pair * rows + row // side) * columns + column // side).masked_fill(pair < 0, pairs * rows * columns)
     place = row % side * side + column % side
-    squares = score.new_full((pairs * rows * columns + 1, side * side), -math.inf)
-    squares.view(-1)[square * (side * side) + place] = score
-    around, own = squares.index_select(0, square), score[:, None]
+    squares = score.new_full(((pairs * rows * columns + 1) * side * side,), -math.inf)
+    squares[square * (side * side) + place] = score
+    around, own = squares.view(-1, side * side).index_select(0, square), score[:, None]
     first = torch.arange(side * side, device=index.device) < place[:, None]
     return ((around > own) | ((around == own) & first)).sum(1).to(score.dtype)

@@ -1,0 +1,60 @@
+"""Commands that write the network for other runtimes."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from dualrc.cli import common, running
+from dualrc.errors import ConfigError
+from dualrc.types import Size
+
+export_app = typer.Typer(help="Write the network for other runtimes.", no_args_is_help=True)
+common.app.add_typer(export_app, name="export")
+
+
+def parse_size(text: str) -> Size:
+    """Width and height, written as WxH."""
+    try:
+        width, height = (int(part) for part in text.lower().split("x"))
+    except ValueError as error:
+        raise ConfigError(f"A size of {text!r} is not one; write two whole numbers as WxH, such as 640x480.") from error
+    return width, height
+
+
+@running.command("onnx", app=export_app)
+def export_onnx(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for features.onnx and pair.onnx.")],
+    size: Annotated[
+        str | None, typer.Option(metavar="WxH", help="Width and height of both images, multiples of 16.")
+    ] = None,
+    dynamic: Annotated[
+        bool, typer.Option("--dynamic", help="Images of any size; this is what happens without --size.")
+    ] = False,
+    part: Annotated[Literal["features", "pair", "both"], typer.Option(help="Which model to write.")] = "both",
+    precision: Annotated[
+        Literal["float32", "float16"], typer.Option(help="Precision of the backbone and of the features.")
+    ] = "float32",
+    top: Annotated[int | None, typer.Option(help="Most matches of a pair; at most 3840 for TensorRT.")] = None,
+    preset: common.PresetOption = "default",
+    weights: common.WeightsOption = None,
+) -> dict[str, Any]:
+    """Write ONNX models: image to features, and two images' features to matches.
+
+    dualrc export onnx models
+
+    dualrc export onnx models --size 640x480 --precision float16
+    """
+    from dualrc.onnx.export import TOP, ExportConfig, export
+
+    if size is not None and dynamic:
+        raise ConfigError("--size and --dynamic exclude each other; give one of them.")
+    config = ExportConfig(
+        size=None if size is None else parse_size(size), precision=precision, top=TOP if top is None else top
+    )
+    with common.status("Exporting; this takes a minute..."):
+        files = export(
+            out, config, preset=preset, weights=weights, parts=("features", "pair") if part == "both" else (part,)
+        )
+    common.written(*files)
+    return {"files": files, "size": config.size, "precision": precision, "top": config.top}

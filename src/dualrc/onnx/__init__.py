@@ -1,0 +1,5 @@
+"""Matching with ONNX Runtime: `Matcher` runs exported models without torch, `export` writes them."""
+
+from dualrc.onnx.matcher import ImageFeatures, Matcher
+
+__all__ = ["ImageFeatures", "Matcher"]

@@ -1,0 +1,194 @@
+"""Exporting a network to ONNX: a features model and a pair model, in standard operators alone."""
+
+import io
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from dualrc import config as configs
+from dualrc.config import MIN_SIDE
+from dualrc.errors import ConfigError, WeightsError
+from dualrc.extras import require
+from dualrc.files import make_folder, replacing
+from dualrc.model.backbone import fold_batch_norm
+from dualrc.model.checkpoint import bundled, file_hash, load_weights, read_calibration
+from dualrc.model.correlation import normalize
+from dualrc.model.dualrc import DualRCNet
+from dualrc.onnx.matcher import FILES
+from dualrc.onnx.metadata import ModelInfo, Part
+from dualrc.onnx.modules import FeatureMaps, FeaturesModel, PairMatches, PairModel
+from dualrc.pixels import RATIO, STRIDE
+from dualrc.types import Size
+
+OPSET = 18  # read by ONNX Runtime from 1.14 and TensorRT from 8.6 on
+TOP = 4096  # matches; those that `Matches.pair_score` looks at, and a few more
+# Sizes of the two images that a model of any size is traced with; different, so that none stands for another.
+_TRACED = (208, 176), (240, 144)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """What is exported, and how."""
+
+    # (width, height) of both images, multiples of 16; None: any.
+    size: Size | None = None
+    precision: Literal["float32", "float16"] = "float32"
+    # Rows of the pair model's outputs.
+    top: int = TOP
+
+    def __post_init__(self) -> None:
+        if self.size is not None and any(side % STRIDE or side < MIN_SIDE for side in self.size):
+            raise ConfigError(
+                "A size of {}x{} can't be exported; both sides must be multiples of {} and at least {}.".format(
+                    *self.size, STRIDE, MIN_SIDE
+                )
+            )
+        if self.precision not in ("float32", "float16"):
+            raise ConfigError(f"Precision {self.precision!r} can't be exported; choose float32 or float16.")
+        if self.top < 1:
+            raise ConfigError(f"top = {self.top} must be at least 1.")
+
+
+def export(
+    out: str | Path,
+    config: ExportConfig | None = None,
+    *,
+    preset: str = "default",
+    weights: str | Path | None = None,
+    parts: Sequence[Part] = ("features", "pair"),
+) -> list[Path]:
+    """Write features.onnx and pair.onnx into a folder; `dualrc.onnx.Matcher` reads them."""
+    require("onnx", "onnx", "ONNX exports")
+    config = config or ExportConfig()
+    _, matcher = configs.preset(preset)
+    path = Path(weights) if weights is not None else bundled(preset)
+    if path is None:
+        raise WeightsError(f"The package carries no weights for the preset {preset!r}; give a weights file.")
+    network = load_weights(path)
+    if network.config.preset != preset:
+        raise WeightsError(
+            f"{path} holds weights of the preset {network.config.preset!r}, not {preset!r}; give that preset."
+        )
+    if not isinstance(network, DualRCNet):
+        raise ConfigError(f"The preset {preset!r} can't be exported to ONNX; choose default or paper.")
+    info = ModelInfo(
+        part="features",
+        preset=preset,
+        weights=file_hash(path),
+        precision=config.precision,
+        max_size=matcher.max_size,
+        antialias=network.config.backbone.antialias,
+        top=config.top,
+        dualrc=metadata.version("dualrc"),
+        calibration=read_calibration(path),
+    )
+    folder = make_folder(out)
+    written = []
+    for part in parts:
+        model = make_model(network, part, config)
+        _write(model, folder / FILES[part], replace(info, part=part))
+        written.append(folder / FILES[part])
+    return written
+
+
+def make_model(network: DualRCNet, part: Part, config: ExportConfig) -> bytes:
+    """One part of a network as a serialized ONNX model; the network's batch norms are folded."""
+    fold_batch_norm(network)
+    dtype = getattr(torch, config.precision)
+    sizes = _TRACED if config.size is None else (config.size, config.size)
+    lit = network.subpixel is not None
+    names = FeatureMaps._fields if lit else FeatureMaps._fields[:2]
+    if part == "features":
+        image = torch.zeros(1, 3, sizes[0][1], sizes[0][0])
+        axes = {name: _axes(name, "") for name in ("image", *names)}
+        return _to_onnx(FeaturesModel(network, dtype), {"image": image}, names, {} if config.size else axes)
+    inputs: dict[str, Tensor] = {}
+    axes = {}
+    for number, (width, height) in enumerate(sizes):
+        rows, columns, own = height // STRIDE, width // STRIDE, network.config.backbone
+        maps = FeatureMaps(
+            coarse=torch.rand(1, own.coarse_channels, rows, columns, dtype=dtype),
+            fine=normalize(torch.rand(1, own.fine_channels, RATIO * rows, RATIO * columns, dtype=dtype)),
+            light=torch.rand(1, height, width),
+        )
+        inputs |= {f"{name}{number}": getattr(maps, name) for name in names}
+        axes |= {f"{name}{number}": _axes(name, str(number)) for name in names}
+    model = _to_onnx(PairModel(network, config.top), inputs, PairMatches._fields, {} if config.size else axes)
+    return _simplified(model)
+
+
+def _axes(name: str, number: str) -> dict[int, str]:
+    """Names of the height and the width of a map."""
+    first = 1 if name == "light" else 2
+    return {first: f"{name}_height{number}", first + 1: f"{name}_width{number}"}
+
+
+def _to_onnx(
+    model: nn.Module, inputs: dict[str, Tensor], outputs: Sequence[str], axes: dict[str, dict[int, str]]
+) -> bytes:
+    """Trace a model; `axes` are those that may have any length, by input and output.
+
+    The TorchScript exporter takes seconds and works with every supported torch; the one that is based on torch.export
+    takes minutes to reason about sizes that are products of others.
+    """
+    content = io.BytesIO()
+    with _quiet(), torch.no_grad():
+        torch.onnx.export(
+            model.eval(),
+            tuple(inputs.values()),
+            content,  # type: ignore[arg-type]
+            dynamo=False,
+            opset_version=OPSET,
+            input_names=list(inputs),
+            output_names=list(outputs),
+            dynamic_axes=axes,
+        )
+    return content.getvalue()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the tracer's warnings: of lengths that are always the same, and of its successor."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _simplified(model: bytes) -> bytes:
+    """The same model with constants folded, half as large: what the tracer notes of sizes is mostly the same thing."""
+    runtime = require("onnxruntime", "onnx", "ONNX exports")
+    with tempfile.TemporaryDirectory() as folder:
+        options = runtime.SessionOptions()
+        options.log_severity_level = 3
+        # This level keeps to standard operators, which every runtime has.
+        options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        options.optimized_model_filepath = str(Path(folder) / "model.onnx")
+        runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return (Path(folder) / "model.onnx").read_bytes()
+
+
+def _write(content: bytes, path: Path, info: ModelInfo) -> None:
+    import onnx
+
+    model = onnx.load_from_string(content)
+    standard = [entry for entry in model.opset_import if entry.domain == ""]
+    del model.opset_import[:]
+    model.opset_import.extend(standard)
+    # The tracer guesses shapes, and not all of them are right for other sizes.
+    del model.graph.value_info[:]
+    for output in model.graph.output:
+        if output.name != "count":
+            rows = info.top if info.part == "pair" else 1
+            output.type.tensor_type.shape.dim[0].dim_value = rows
+    onnx.helper.set_model_props(model, info.to_metadata())
+    onnx.checker.check_model(model)
+    with replacing(path) as temporary:
+        onnx.save(model, str(temporary))

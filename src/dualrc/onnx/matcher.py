@@ -1,0 +1,199 @@
+"""The matcher on ONNX Runtime: images in, Matches in their own pixels out, without torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc.config import MIN_SIDE
+from dualrc.errors import ConfigError, ImageError, WeightsError
+from dualrc.extras import require
+from dualrc.image import ImageInput, Scale, network_size, read
+from dualrc.matches import Matches
+from dualrc.onnx.metadata import ModelInfo, Part
+from dualrc.onnx.resize import resize
+from dualrc.types import Size
+
+FILES: dict[Part, str] = {"features": "features.onnx", "pair": "pair.onnx"}
+# Execution providers that are used where nobody chooses: those of this list that are available, in this order.
+PROVIDERS = ("CUDAExecutionProvider", "DmlExecutionProvider", "CoreMLExecutionProvider", "CPUExecutionProvider")
+_MAPS = ("coarse", "fine", "light")
+
+Paths = str | Path | tuple[str | Path, str | Path]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ImageFeatures:
+    """An image's features, ready to be matched with many others."""
+
+    maps: dict[str, npt.NDArray[Any]]  # by output of the features model
+    scale: Scale
+
+    def __repr__(self) -> str:
+        return "ImageFeatures({}x{}, seen as {}x{})".format(*self.scale.image_size, *self.scale.input_size)
+
+
+class RawMatches(NamedTuple):
+    """What the pair model found, best first, in pixels of the network's input and with the network's own scores."""
+
+    points0: npt.NDArray[np.float32]  # n 2
+    points1: npt.NDArray[np.float32]  # n 2
+    scores: npt.NDArray[np.float32]  # n
+    exact: npt.NDArray[np.bool_]  # n: the search proved that both points are the best counterparts of each other
+
+
+class Matcher:
+    """Finds correspondences between images with models that `dualrc export onnx` wrote.
+
+    It looks once, in standard quality: there is no search for another scale, and there are no masks.
+    """
+
+    def __init__(self, path: Paths, providers: Sequence[Any] | None = None, *, threads: int | None = None) -> None:
+        """`path` is the folder of both models, or the paths of the features model and of the pair model.
+
+        `providers` are execution providers as ONNX Runtime takes them; None: the best of this machine. `threads` limits
+        the CPU threads; None: one per core.
+        """
+        runtime = require("onnxruntime", "onnx", "ONNX models")
+        paths = (Path(path) / FILES["features"], Path(path) / FILES["pair"]) if isinstance(path, str | Path) else path
+        if providers is None:
+            providers = [name for name in PROVIDERS if name in runtime.get_available_providers()]
+        self._sessions, infos = {}, []
+        for part, file in zip(FILES, paths, strict=True):
+            session = _open(runtime, Path(file), providers, threads)
+            info = ModelInfo.from_metadata(session.get_modelmeta().custom_metadata_map, str(file))
+            if info.part != part:
+                raise WeightsError(f"{file} is a {info.part} model; give the features model and then the pair model.")
+            self._sessions[part] = session
+            infos.append(info)
+        self.model = infos[1]
+        if infos[0].weights != infos[1].weights or infos[0].precision != infos[1].precision:
+            raise WeightsError(f"{paths[0]} and {paths[1]} were not exported together; export both again.")
+        self.providers: list[str] = self._sessions["pair"].get_providers()
+        # Both sides where the models were exported for one size; None: any multiples of 16.
+        shape = self._sessions["features"].get_inputs()[0].shape
+        self.input_size: Size | None = (shape[3], shape[2]) if isinstance(shape[2], int) else None
+        calibration = self.model.calibration
+        self._info = {
+            "dualrc": metadata.version("dualrc"),
+            "onnxruntime": runtime.__version__,
+            "engine": "onnx",
+            "providers": self.providers,
+            "preset": self.model.preset,
+            "precision": self.model.precision,
+            "weights": self.model.weights,
+            "calibration": None if calibration is None else calibration.hash,
+        }
+
+    def __repr__(self) -> str:
+        size = "any size" if self.input_size is None else "{}x{}".format(*self.input_size)
+        return f"Matcher({self.model.preset!r} on {self.providers[0]}, {self.model.precision}, {size})"
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What is in force: versions, providers and weights; stored with every result."""
+        return dict(self._info)
+
+    def features(self, image: ImageInput, *, size: int | None = None) -> ImageFeatures:
+        """Everything that matching needs to know of one image; `size` is the long side that the network sees."""
+        pixels = read(image)
+        own = (pixels.shape[1], pixels.shape[0])
+        scale = Scale(image_size=own, input_size=self._network_size(own, size))
+        values = resize(pixels, scale.input_size, antialias=self.model.antialias)[None]
+        session = self._sessions["features"]
+        names = [output.name for output in session.get_outputs()]
+        return ImageFeatures(maps=dict(zip(names, session.run(names, {"image": values}), strict=True)), scale=scale)
+
+    def match(
+        self,
+        image0: ImageInput | ImageFeatures,
+        image1: ImageInput | ImageFeatures,
+        *,
+        size: int | None = None,
+        top: int | None = None,
+        min_score: float = 0.0,
+    ) -> Matches:
+        """Corresponding points of two images, best first; at most as many as the pair model was exported for."""
+        features0, features1 = (
+            image if isinstance(image, ImageFeatures) else self.features(image, size=size) for image in (image0, image1)
+        )
+        return self.match_features(features0, features1, top=top, min_score=min_score)
+
+    def match_features(
+        self, features0: ImageFeatures, features1: ImageFeatures, *, top: int | None = None, min_score: float = 0.0
+    ) -> Matches:
+        """Match two images by features that were extracted before; info["exact"] is the share of exact matches."""
+        if top is not None and top < 0:
+            raise ConfigError(f"top = {top} must not be negative; leave it out to keep all matches.")
+        if not math.isfinite(min_score):
+            raise ConfigError(f"min_score = {min_score} must be a number; 0 keeps all matches.")
+        found = self.match_raw(features0, features1)
+        info = {
+            **self._info,
+            "network_size0": features0.scale.input_size,
+            "network_size1": features1.scale.input_size,
+            "exact": round(float(found.exact.mean()), 4) if len(found.exact) else 1.0,
+        }
+        scores = found.scores
+        if self.model.calibration is not None:
+            scores, info["pair_model"] = self.model.calibration.matches(scores), self.model.calibration.pair_info()
+        matches = Matches(
+            points0=features0.scale.to_picture(found.points0),
+            points1=features1.scale.to_picture(found.points1),
+            scores=scores,
+            size0=features0.scale.image_size,
+            size1=features1.scale.image_size,
+            info=info,
+        )
+        if min_score > 0:
+            matches = matches.above(min_score)
+        return matches if top is None or top >= len(matches) else matches[:top]
+
+    def match_raw(self, features0: ImageFeatures, features1: ImageFeatures) -> RawMatches:
+        """What the pair model gives, without its empty rows."""
+        session = self._sessions["pair"]
+        inputs = {
+            f"{name}{side}": features.maps[name]
+            for side, features in enumerate((features0, features1))
+            for name in _MAPS
+            if name in features.maps
+        }
+        wanted = {node.name for node in session.get_inputs()}
+        points0, points1, scores, count, exact = session.run(
+            ["points0", "points1", "scores", "count", "exact"], {name: inputs[name] for name in wanted}
+        )
+        rows = slice(0, int(count[0]))
+        return RawMatches(points0[rows], points1[rows], scores[rows], exact[rows])
+
+    def _network_size(self, own: Size, size: int | None) -> Size:
+        if self.input_size is None:
+            return network_size(own, long_side=size, max_size=self.model.max_size)
+        if size is not None and size != max(self.input_size):
+            raise ConfigError(
+                "These models take images of {}x{} alone; leave size out, or export with --dynamic.".format(
+                    *self.input_size
+                )
+            )
+        if min(own) < MIN_SIDE:
+            raise ImageError("The image of {}x{} pixels is too small; give a larger one.".format(*own))
+        return self.input_size
+
+
+def _open(runtime: Any, path: Path, providers: Sequence[Any], threads: int | None) -> Any:
+    if not path.is_file():
+        raise WeightsError(f"The model {path} does not exist; write it with `dualrc export onnx`.")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3  # errors alone
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if "DmlExecutionProvider" in providers:
+        options.enable_mem_pattern = False  # as DirectML needs it
+    try:
+        return runtime.InferenceSession(str(path), options, providers=list(providers))
+    except Exception as error:  # its classes are those of a C++ library
+        raise WeightsError(f"{path} can't be opened ({str(error).splitlines()[0]}); export it again.") from error
