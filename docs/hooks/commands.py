@@ -54,7 +54,7 @@ def _command(path: str, command: Any) -> list[str]:
     options = [p for p in command.params if p.param_type_name == "option" and not getattr(p, "hidden", False)]
     if arguments:
         lines += ["| argument | meaning |", "|---|---|"]
-        lines += [f"| `{p.make_metavar(context)}` | {_cell(p.help or '')} |" for p in arguments]
+        lines += [f"| `{p.metavar or p.name.upper()}` | {_cell(p.help or '')} |" for p in arguments]
         lines.append("")
     if options:
         lines += ["| option | default | meaning |", "|---|---|---|"]
@@ -65,7 +65,7 @@ def _command(path: str, command: Any) -> list[str]:
 def _option(option: Any, context: Any) -> str:
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     if not option.is_flag:
-        value = option.make_metavar(context)
+        value = option.display_type_rich(context)
         names += f" `{_plain(value)}`" if value else ""
     default = option.default
     if callable(default) or default is None or default is False or type(default).__name__ == "Sentinel":
