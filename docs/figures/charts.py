@@ -61,7 +61,13 @@ def speed() -> None:
     sizes = sorted({size for runs in series.values() for size, _ in runs}, key=_area)
     for label, color in colors.items():
         points = series[label]
-        right.plot([_area(size) for size, _ in points], [time * 1000 for _, time in points], marker="o", color=color, label=label)
+        right.plot(
+            [_area(size) for size, _ in points],
+            [time * 1000 for _, time in points],
+            marker="o",
+            color=color,
+            label=label,
+        )
     right.set(xscale="log", yscale="log", ylabel="milliseconds a pair", title="GPU, one H200, half precision")
     _ticks(right, [_area(size) for size in sizes], sizes)
     for axes in (left, right):
@@ -77,7 +83,7 @@ def _area(size: str) -> int:
 
 
 def _ticks(axes: object, places: list[int], names: list[str]) -> None:
-    axes.set_xticks(places, names, fontsize=9)  # type: ignore[attr-defined]
+    axes.set_xticks(places, names, fontsize=9, rotation=25)  # type: ignore[attr-defined]
     axes.minorticks_off()  # type: ignore[attr-defined]
 
 
@@ -91,8 +97,16 @@ def accuracy() -> None:
     for matcher, color in styles.items():
         row = next(row for row in rows if row[0] == matcher and row[1] == "1000")
         count = row[header.index("matches")]
-        left.plot(limits, [float(value) for value in row[2:6]], marker="o", color=color, label=f"{matcher}, {count} matches")
-    left.set(xscale="log", xlabel="threshold, px", ylabel="mean matching accuracy", ylim=(0, 1), title="30 pairs of HPatches and Oxford")
+        left.plot(
+            limits, [float(value) for value in row[2:6]], marker="o", color=color, label=f"{matcher}, {count} matches"
+        )
+    left.set(
+        xscale="log",
+        xlabel="threshold, px",
+        ylabel="mean matching accuracy",
+        ylim=(0, 1),
+        title="30 pairs of HPatches and Oxford",
+    )
     left.set_xticks(limits, [str(limit) for limit in limits])
     left.minorticks_off()
     header, *rows = table("benchmarks.md", "| matcher | estimator | AUC 5")
@@ -100,7 +114,13 @@ def accuracy() -> None:
         found = [row for row in rows if row[0] == matcher and row[1].startswith("PoseLib")]
         if found:
             right.plot([5, 10, 20], [float(value) for value in found[0][2:5]], marker="o", color=color, label=matcher)
-    right.set(xlabel="threshold, degrees", ylabel="AUC of the pose", xticks=[5, 10, 20], ylim=(0.9, 1), title="83 pairs of two scenes, PoseLib at 1 px")
+    right.set(
+        xlabel="threshold, degrees",
+        ylabel="AUC of the pose",
+        xticks=[5, 10, 20],
+        ylim=(0.9, 1),
+        title="83 pairs of two scenes, PoseLib at 1 px",
+    )
     for axes in (left, right):
         axes.grid(alpha=0.3)
         axes.legend(fontsize=9)
@@ -113,8 +133,9 @@ def calibration() -> None:
     curves = {name: value for name, value in json.loads(text).items() if isinstance(value, dict) and "scores" in value}
     figure = Figure(figsize=(5.4, 3.6), layout="constrained")
     axes = figure.subplots()
-    for (name, curve), color in zip(curves.items(), (INDIGO, ORANGE), strict=False):
-        axes.plot(curve["scores"], curve["probabilities"], marker=".", color=color, label=name)
+    labels = {"matches": ("match", INDIGO), "points": ("match_points, warp", ORANGE)}
+    for name, (label, color) in labels.items():
+        axes.plot(curves[name]["scores"], curves[name]["probabilities"], marker=".", color=color, label=label)
     axes.set(xlabel="score of the network", ylabel="probability within 3 px", ylim=(0, 1))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=9)

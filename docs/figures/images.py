@@ -15,7 +15,7 @@ _GREEN, _RED = (110, 220, 110), (240, 80, 70)
 
 def hero() -> None:
     """Matches between a photograph and a warped copy of it, and between two views of a rendered square."""
-    pair = town(3, size=(800, 600), angle_deg=20.0, light_change=0.6)
+    pair = town(7, size=(800, 600), angle_deg=15.0, light_change=0.5)
     strips = []
     for image0, image1, truth in (_warped_portrait(), (pixels(pair[0]), pixels(pair[1]), pair)):
         matches = matcher().match(image0, image1, min_score=0.5)

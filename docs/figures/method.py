@@ -6,7 +6,6 @@ from common import GRAY, GREEN, INDIGO, ORANGE, RED, errors_px, matcher, pixels,
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
-import dualrc
 from dualrc import scenes
 from dualrc.model.correlation import correlate, mutual_filter
 from dualrc.model.search import TINY, cell_queries, fine_cosines, read_coarse
@@ -26,7 +25,14 @@ def pipeline() -> None:
         "image1": (1, 5, 10, 8, "image 1", "#eeeeee"),
         "features0": (16, 20, 16, 12, "features\ncoarse: 1/16\nfine: 1/4", "#e8eaf6"),
         "features1": (16, 3, 16, 12, "features\ncoarse: 1/16\nfine: 1/4", "#e8eaf6"),
-        "coarse": (38, 9.5, 17, 16, "coarse tensor\n4D correlation\nmutual filter\nconsensus\nmutual filter", "#fff3e0"),
+        "coarse": (
+            38,
+            9.5,
+            17,
+            16,
+            "coarse tensor\n4D correlation\nmutual filter\nconsensus\nmutual filter",
+            "#fff3e0",
+        ),
         "search": (60, 9.5, 14, 16, "exact search\nargmax of\ncoarse score\n× fine cosine,\nboth ways", "#fff3e0"),
         "refine": (79, 9.5, 14, 16, "refinement\nsub-pixel,\nneighbors,\nbrightness", "#fff3e0"),
         "matches": (97, 12.5, 8.4, 10, "matches\n(x, y)\nscores", "#e8f5e9"),
@@ -96,7 +102,9 @@ def coarse_tensor() -> None:
             vmin=0,
             vmax=1,
         )
-        axes.plot(*truth, marker="o", markersize=13, markerfacecolor="none", markeredgecolor="#4dd0e1", markeredgewidth=2)
+        axes.plot(
+            *truth, marker="o", markersize=13, markerfacecolor="none", markeredgecolor="#4dd0e1", markeredgewidth=2
+        )
         share = values.max() / values.sum()
         axes.set_title(f"{title}: best cell {share:.1%}", fontsize=10)
     for axes in panels:
@@ -114,7 +122,9 @@ def _query(pair: scenes.ScenePair, raw: torch.Tensor, refined: torch.Tensor) -> 
 
     def distance(tensor: torch.Tensor) -> np.ndarray:
         best = tensor.flatten(0, 1).flatten(1).argmax(1).numpy()
-        found = np.stack([cell_to_pixel(best % tensor.shape[3], STRIDE), cell_to_pixel(best // tensor.shape[3], STRIDE)])
+        found = np.stack(
+            [cell_to_pixel(best % tensor.shape[3], STRIDE), cell_to_pixel(best // tensor.shape[3], STRIDE)]
+        )
         return np.where(visible, np.linalg.norm(found.T - points1, axis=1), np.nan)
 
     before, after = distance(raw), distance(refined)
@@ -182,14 +192,24 @@ def refinement() -> None:
         error = errors_px(pair, pair_of[0][good], pair_of[1][good])
         error = error[np.isfinite(error)]
         left.plot(thresholds, [(error <= limit).mean() for limit in thresholds], color=color, label=label, linewidth=2)
-    left.set(xscale="log", xlabel="error, px", ylabel="share of matches", ylim=(0, 1.01), title="score > .5, visible in both images")
+    left.set(
+        xscale="log",
+        xlabel="error, px",
+        ylabel="share of matches",
+        ylim=(0, 1.01),
+        title="score > .5, visible in both images",
+    )
     left.set_xticks([0.1, 0.3, 1, 3, 10], ["0.1", "0.3", "1", "3", "10"])
     left.grid(alpha=0.3)
     left.legend(fontsize=9)
     error = errors_px(pair, matches.points0, matches.points1)
     inner = (np.abs(matches.points1 - np.array(_SIZE) / 2) < np.array(_SIZE) / 3).all(1)
-    texture = np.array([images[1][int(y) - 8 : int(y) + 9, int(x) - 8 : int(x) + 9].std() if ok else 0
-                        for (x, y), ok in zip(matches.points1, inner, strict=True)])
+    texture = np.array(
+        [
+            images[1][int(y) - 8 : int(y) + 9, int(x) - 8 : int(x) + 9].std() if ok else 0
+            for (x, y), ok in zip(matches.points1, inner, strict=True)
+        ]
+    )
     moved = np.linalg.norm(centers[1] - matches.points1, axis=1)
     number = int(np.argmax(np.where((error < 0.3) & (moved > 1.2) & inner, texture, 0)))
     truth = scenes.correspond(*pair, matches.points0[number : number + 1]).points1.numpy()[0]
@@ -201,7 +221,9 @@ def refinement() -> None:
     right.plot(*centers[1][number], marker="s", color=ORANGE, markersize=9, linestyle="", label="cell of the search")
     right.plot(x, y, marker="o", color="#4dd0e1", markersize=10, linestyle="", label="refined")
     right.plot(*truth, marker="+", color=RED, markersize=18, markeredgewidth=2, linestyle="", label="truth")
-    right.set(xlim=(x - 14, x + 14), ylim=(y + 10, y - 10), xticks=[], yticks=[], title="one match; fine cells are 4 px")
+    right.set(
+        xlim=(x - 14, x + 14), ylim=(y + 10, y - 10), xticks=[], yticks=[], title="one match; fine cells are 4 px"
+    )
     right.legend(fontsize=9, loc="lower right")
     save_figure(figure, "refine.png")
 
@@ -210,19 +232,34 @@ def pixel_convention() -> None:
     """Where pixel (0, 0) is."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    left.imshow(np.array([[0.95, 0.85, 0.95, 0.85], [0.85, 0.95, 0.85, 0.95], [0.95, 0.85, 0.95, 0.85]]), cmap="gray", vmin=0, vmax=1)
+    left.imshow(
+        np.array([[0.95, 0.85, 0.95, 0.85], [0.85, 0.95, 0.85, 0.95], [0.95, 0.85, 0.95, 0.85]]),
+        cmap="gray",
+        vmin=0,
+        vmax=1,
+    )
     left.plot(0, 0, "o", color=INDIGO)
     left.annotate("(0, 0)\ncenter of the\nfirst pixel", (0, 0), (0.35, 0.55), color=INDIGO, fontsize=9)
     left.plot(-0.5, -0.5, "s", color=RED, clip_on=False)
-    left.annotate("(-0.5, -0.5): outer corner; COLMAP's (0, 0)", (-0.42, -0.62), color=RED, fontsize=9, annotation_clip=False)
+    left.annotate(
+        "(-0.5, -0.5): outer corner; COLMAP's (0, 0)", (-0.42, -0.62), color=RED, fontsize=9, annotation_clip=False
+    )
     left.plot(3, 2, "o", color=GREEN)
     left.annotate("(3, 2)", (3, 2), (2.72, 2.34), color=GREEN, fontsize=9)
     left.set(xticks=range(4), yticks=range(3), xlabel="x", ylabel="y", title="4x3 pixels\n")
-    right.set(xlim=(-1, 16), ylim=(3.2, -0.4), yticks=[], xlabel="x, in pixels of the network's input", title="cell i of stride s: (i + 0.5) s - 0.5\n")
+    right.set(
+        xlim=(-1, 16),
+        ylim=(3.2, -0.4),
+        yticks=[],
+        xlabel="x, in pixels of the network's input",
+        title="cell i of stride s: (i + 0.5) s - 0.5\n",
+    )
     for stride, height, color in ((1, 0.2, GRAY), (4, 1.2, ORANGE), (16, 2.2, INDIGO)):
         for cell in range(16 // stride):
             right.add_patch(Rectangle((cell * stride - 0.5, height), stride, 0.6, facecolor="none", edgecolor=color))
-            right.plot(cell_to_pixel(float(cell), stride), height + 0.3, "o", color=color, markersize=3 if stride == 1 else 5)
+            right.plot(
+                cell_to_pixel(float(cell), stride), height + 0.3, "o", color=color, markersize=3 if stride == 1 else 5
+            )
         name = {1: "pixels", 4: "fine cells, stride 4", 16: "coarse cell, stride 16"}[stride]
         right.text(-0.5, height - 0.07, name, fontsize=9, color=color)
     right.spines["left"].set_visible(False)

@@ -18,14 +18,29 @@ _GROUPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "collections": (
         "Collections and localization",
         "Match folders of images, reconstruct them, and localize images in a map.",
-        ("match_collection", "CollectionConfig", "MatchStore", "reconstruct", "ReconstructConfig", "Localizer")
-        + ("LocalizeConfig",),
+        (
+            "match_collection",
+            "CollectionConfig",
+            "MatchStore",
+            "reconstruct",
+            "ReconstructConfig",
+            "Localizer",
+            "LocalizeConfig",
+        ),
     ),
     "configs-and-errors": (
         "Settings and errors",
         "Settings are frozen dataclasses. Every error that a user can cause is a `DualRCError`.",
-        ("MatcherConfig", "NetworkConfig", "DualRCError", "ConfigError", "DataError", "ImageError")
-        + ("OutputError", "WeightsError"),
+        (
+            "MatcherConfig",
+            "NetworkConfig",
+            "DualRCError",
+            "ConfigError",
+            "DataError",
+            "ImageError",
+            "OutputError",
+            "WeightsError",
+        ),
     ),
 }
 # Public modules have a page each, with the names of their `__all__`.

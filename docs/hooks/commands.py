@@ -66,7 +66,7 @@ def _option(option: Any, context: Any) -> str:
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     if not option.is_flag:
         value = option.display_type_rich(context)
-        names += f" `{_plain(value)}`" if value else ""
+        names += f" `{_plain(value).strip('<>').replace('|', ', ')}`" if value else ""
     default = option.default
     if callable(default) or default is None or default is False or type(default).__name__ == "Sentinel":
         shown = "required" if option.required else ""

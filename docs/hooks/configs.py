@@ -84,8 +84,9 @@ def _table(config: Any) -> list[str]:
     lines = [f"### {config.__name__}", "", inspect.cleandoc(config.__doc__ or ""), ""]
     lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
     for name, kind, default, text in _fields(config):
-        cells = (f"`{name}`", f"`{kind}`", f"`{default}`" if default else "required", text)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        # Inside of code a pipe needs no escape.
+        cells = (f"`{name}`", f"`{kind}`", f"`{default}`" if default else "required", text.replace("|", "\\|"))
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -110,9 +111,7 @@ def _fields(config: Any) -> list[tuple[str, str, str, str]]:
                 if kind.startswith("ClassVar"):
                     continue
                 default = ast.unparse(item.value) if item.value is not None else ""
-                result.append(
-                    (item.target.id, kind, _short(default), comment_of(lines, item.lineno, item.end_lineno))
-                )
+                result.append((item.target.id, kind, _short(default), comment_of(lines, item.lineno, item.end_lineno)))
     return result
 
 

@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import api
 import commands
+
 import configs
 
 # Pages of parts that a checkout may lack; they are left out of the navigation where they are missing.
