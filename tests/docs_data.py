@@ -15,7 +15,7 @@ from PIL import Image
 from dualrc import scenes
 
 DOCS = ROOT / "docs"
-SIZE = (320, 240)
+SIZE = (256, 192)
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)")
 _MARK = re.compile(r"<!-- (skip|file): (.+?) -->")
 
@@ -97,7 +97,7 @@ def write_samples(root: Path) -> None:
     def take(eye, target) -> scenes.Rendering:
         return scenes.render(scene, scenes.look_at(eye, target, size=SIZE, fov_deg=60), supersample=1)
 
-    steps = np.linspace(-2.5, 2.5, 6)
+    steps = np.linspace(-2.0, 2.0, 5)
     walk = [take((x, -9.0 + 0.2 * abs(x), 2.0 + 0.1 * x), (0.4 * x, 6.0, 2.0)) for x in steps]
     for number, rendering in enumerate(walk):
         _save(rendering, root / "photos" / f"{number}.jpg")
@@ -109,7 +109,7 @@ def write_samples(root: Path) -> None:
     for name, x in (("left", -3.0), ("middle", 0.0), ("right", 3.0)):
         _save(take((0, -9.0, 2.0), (x, 6.0, 2.0)), root / f"{name}.jpg")
     (root / "broken.jpg").write_bytes(b"not an image")
-    _write_rgbd(root / "rooms", walk[1:5])
+    _write_rgbd(root / "rooms", walk[1:])
     write_hpatches(root / "sequences", names=("v_wall",))
     for folder in ("configs", "benchmarks"):
         (root / folder).symlink_to(ROOT / folder)

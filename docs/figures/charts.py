@@ -73,7 +73,7 @@ def speed() -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3, which="major")
         axes.set_xlabel("size of both images")
-        axes.legend(fontsize=9)
+        axes.legend(fontsize=9, loc="upper left" if axes is left else "lower right")
     save_figure(figure, "speed.png")
 
 

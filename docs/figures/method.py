@@ -79,7 +79,7 @@ def coarse_tensor() -> None:
     row, column = _query(pair, raw[0], refined[0])
     x, y = (cell_to_pixel(float(value), STRIDE) for value in (column, row))
     truth = scenes.correspond(*pair, np.array([[x, y]])).points1.numpy()[0]
-    figure = Figure(figsize=(12, 3.0), layout="constrained")
+    figure = Figure(figsize=(12, 2.6), layout="constrained")
     panels = figure.subplots(1, 4)
     panels[0].imshow(images[0])
     panels[0].add_patch(

@@ -57,8 +57,9 @@ def _command(path: str, command: Any) -> list[str]:
         lines += [f"| `{p.metavar or p.name.upper()}` | {_cell(p.help or '')} |" for p in arguments]
         lines.append("")
     if options:
-        lines += ["| option | default | meaning |", "|---|---|---|"]
+        lines += ['<div class="fields" markdown>', "", "| option | default | meaning |", "|---|---|---|"]
         lines += [_option(p, context) for p in options if p.name != "help"]
+        lines += ["", "</div>"]
     return lines
 
 

@@ -82,12 +82,12 @@ def _nested() -> list[type]:
 
 def _table(config: Any) -> list[str]:
     lines = [f"### {config.__name__}", "", inspect.cleandoc(config.__doc__ or ""), ""]
-    lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
+    lines += ['<div class="fields" markdown>', "", "| field | type | default | meaning |", "|---|---|---|---|"]
     for name, kind, default, text in _fields(config):
         # Inside of code a pipe needs no escape.
         cells = (f"`{name}`", f"`{kind}`", f"`{default}`" if default else "required", text.replace("|", "\\|"))
         lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return [*lines, "", "</div>"]
 
 
 def _fields(config: Any) -> list[tuple[str, str, str, str]]:
