@@ -1,10 +1,10 @@
-"""The path of `dualrc evaluate aachen` on multi-view scenes: every camera left out in turn and localized.
+"""Run the pipeline of `dualrc evaluate aachen` on multi-view scenes; every camera is left out in turn and localized.
 
     python benchmarks/aachen.py DATA/strecha --work /tmp/aachen
 
-A scene is a folder with images and cameras.json. All pairs of a scene are matched once, into the work folder.
-Their matches are merged into keypoints. Then each camera is a query and all others are the database with its known
-poses: it is triangulated, and the query's matches give its pose. A second run goes on where the first stopped.
+A scene is a folder with images and cameras.json. All pairs of a scene are matched once, into the work folder, and
+merged into keypoints. Then each camera in turn is the query, and all others are the database with known poses. The
+database is triangulated, and the matches of the query give its pose. A second run continues the first.
 """
 
 import argparse
@@ -25,7 +25,8 @@ from dualrc.evaluation.triangulation import PosedMap
 from dualrc.geometry import Camera, read_cameras_json
 from dualrc.matches import Matches
 
-RECALL = ((0.05, 0.5), (0.5, 2.0))  # metres and degrees
+# In meters and degrees.
+RECALL = ((0.05, 0.5), (0.5, 2.0))
 TOP = 4000
 
 
@@ -33,8 +34,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="folder of scenes")
     parser.add_argument("--work", type=Path, required=True, help="folder for matches and poses")
-    parser.add_argument("--size", type=int, help="long side that the network sees; without it, the preset's")
-    parser.add_argument("--scene", help="only this one")
+    parser.add_argument(
+        "--size", type=int, help="long side of the network input, in pixels; default: that of the preset"
+    )
+    parser.add_argument("--scene", help="name of the only scene to run")
     parser.add_argument("--matcher", default="dualrc", help="dualrc, sift-ratio or sift-mutual")
     args = parser.parse_args()
     console = Console(width=150)
@@ -56,7 +59,7 @@ def main() -> None:
 
 
 def pairs_of(scene: Path, cameras: dict[str, Camera]) -> list[Pair]:
-    """All pairs, by names that hold in all scenes."""
+    """Return all pairs, with names that are unique across scenes."""
     images, names = scene / "images", list(cameras)
     return [
         Pair(
@@ -72,7 +75,7 @@ def pairs_of(scene: Path, cameras: dict[str, Camera]) -> list[Pair]:
 
 
 def leave_out(scene: Path, cameras: dict[str, Camera], query: str, work: Path) -> Aachen:
-    """One camera as the query, the others as the database."""
+    """Return the benchmark with one camera as the query and the others as the database."""
     database = {f"{scene.name}/{name}": camera for name, camera in cameras.items()}
     asked = f"{scene.name}/{query}"
     camera = database.pop(asked)
@@ -89,7 +92,7 @@ def leave_out(scene: Path, cameras: dict[str, Camera], query: str, work: Path) -
 def localize(
     scene: Path, cameras: dict[str, Camera], exported: Path, work: Path, console: Console
 ) -> list[tuple[QueryScore, PosedMap]]:
-    """Every camera in a map of the others; their keypoints are the same, whichever is left out."""
+    """Localize every camera in a map of the others; keypoints do not depend on the camera that is left out."""
     benchmarks = [leave_out(scene, cameras, name, work) for name in cameras]
     found = []
     with (
@@ -100,7 +103,8 @@ def localize(
 
         def get(pair: Pair) -> Matches:
             matches = store.get(pair.name0, pair.name1)
-            assert matches is not None  # every pair was exported
+            # The store has every pair.
+            assert matches is not None
             return matches
 
         benchmarks[0].store_undistorted(get, undistorted)

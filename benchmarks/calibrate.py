@@ -1,12 +1,12 @@
-"""Find out what scores mean: fit a calibration to pairs of known kind, test it on others, and write it.
+"""Calibrate scores: fit a calibration to labeled pairs, test it on other pairs, and write it.
 
     python benchmarks/calibrate.py --work DIR --photos PHOTOS --fit-views SCENE --test-views SCENE
                                    --sequences HPATCHES OXFORD --hard HARD --write
 
-PHOTOS are folders or tar files of photographs, of which only those are used that training holds out; a SCENE is a
-folder with images/ and cameras.json. Everything is matched once and kept in DIR; a second run goes on from there. The
-calibration belongs to the weights file and is written beside it (`--write`). `benchmarks/pair_score.py` prints
-the tables again, for any weights.
+PHOTOS are folders or tar files of photos; only those that training holds out are used. A SCENE is a folder with
+images/ and cameras.json. All matches are saved to DIR, and a second run continues there. The calibration belongs to
+the weights file and is written beside it (`--write`). `benchmarks/pair_score.py` prints the tables again, for any
+weights.
 """
 
 import argparse
@@ -31,25 +31,28 @@ Array = npt.NDArray[np.float64]
 RIGHT_PX = 3.0
 KNOTS = 16
 PHOTO_PAIRS = {known.RELATED: 120, known.UNRELATED: 180, known.ALIKE: 60}
-SCENES = (24, 16)  # to fit and to test
-# Shares of the kinds of pairs by which the model of pairs is fitted: one in two is related.
+# Number of rendered scenes for the fit and for the test.
+SCENES = (24, 16)
+# Weights of the kinds of pairs in the fit of the pair model: one of two pairs is related.
 SHARES = {known.RELATED: 0.5, known.UNRELATED: 0.25, known.ALIKE: 0.25}
-# Share of the matches, by which their scores are fitted, that come from pairs that have nothing in common.
+# Share of matches from unrelated pairs in the fit of the score curve.
 NOTHING = 0.05
-LOW = (1e-6, 1e-3)  # scores below the first are as good as zero; knots lie above the second
-RIDGE = 1e-3  # on the coefficients of standardized evidence
+# Scores below the first value count as zero; knots lie above the second.
+LOW = (1e-6, 1e-3)
+# Ridge penalty on the coefficients of standardized features.
+RIDGE = 1e-3
 
 
 def main() -> None:
-    """Match what is not there yet, fit, print the tables, write the calibration."""
+    """Match missing pairs, fit, print the tables, and write the calibration."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder for the matches")
-    parser.add_argument("--weights", type=Path, help="weights file; without it, those inside the package")
-    parser.add_argument("--photos", nargs="*", type=Path, default=[], help="folders or tar files of photographs")
-    parser.add_argument("--fit-views", nargs="*", type=Path, default=[], help="multi-view scenes to fit to")
-    parser.add_argument("--test-views", nargs="*", type=Path, default=[], help="multi-view scenes to test on")
-    parser.add_argument("--sequences", nargs="*", type=Path, default=[], help="folders of sequences, to test on")
-    parser.add_argument("--hard", type=Path, help="folder with evd/ and wxbs/, to test on")
+    parser.add_argument("--weights", type=Path, help="weights file; default: the bundled weights")
+    parser.add_argument("--photos", nargs="*", type=Path, default=[], help="folders or tar files of photos")
+    parser.add_argument("--fit-views", nargs="*", type=Path, default=[], help="multi-view scenes for the fit")
+    parser.add_argument("--test-views", nargs="*", type=Path, default=[], help="multi-view scenes for the test")
+    parser.add_argument("--sequences", nargs="*", type=Path, default=[], help="folders of sequences for the test")
+    parser.add_argument("--hard", type=Path, help="folder with evd/ and wxbs/ for the test")
     parser.add_argument("--write", action="store_true", help="write the calibration beside the weights")
     arguments = parser.parse_args()
     weights = arguments.weights or bundled("default")
@@ -85,12 +88,12 @@ def match_all(arguments: argparse.Namespace, weights: Path) -> None:
 
 
 def photo_pairs(matcher: dualrc.Matcher, roots: list[Path], part: int) -> Iterator[known.Pair]:
-    """Pairs of one half of the photographs that training holds out."""
+    """Yield pairs of one half of the photos that training holds out."""
     return known.photo_pairs(matcher, known.Photographs(roots, part), PHOTO_PAIRS, part)
 
 
 def fit(pairs: list[known.Pair], weights: str) -> Calibration:
-    """The calibration that these pairs tell."""
+    """Fit a calibration to these pairs."""
     true = [pair for pair in pairs if len(pair.errors_px)]
     share = (1 - NOTHING) / len({pair.source for pair in true})
     parts = [(pair.source, share, pair.scores, pair.errors_px) for pair in true]
@@ -103,7 +106,7 @@ def fit(pairs: list[known.Pair], weights: str) -> Calibration:
 
 
 def fit_curve(parts: list[tuple[str, float, Array, Array]]) -> Curve:
-    """The rising curve through the shares of right matches among those with similar scores.
+    """Fit a monotonic curve to the share of correct matches by score.
 
     Parts have a name, the weight of all parts with that name, scores, and errors in pixels.
     """
@@ -115,11 +118,11 @@ def fit_curve(parts: list[tuple[str, float, Array, Array]]) -> Curve:
     order = np.argsort(scores, kind="stable")
     scores, weight = scores[order], weight[order] / weight.sum()
     right = (errors_px[order] < RIGHT_PX).astype(np.float64)
-    # The lowest scores are one group at zero: a curve that is steep there would turn rounding into differences.
+    # The lowest scores form one group at zero: a steep curve there would amplify rounding errors.
     low, start = np.searchsorted(scores, LOW)
     floor = float(np.average(right[:low], weights=weight[:low])) if low else 0.0
     scores, right, weight = scores[start:], right[start:], weight[start:] / weight[start:].sum()
-    # Knots are close together at both ends: where scores are high, and where few are right.
+    # Knots are dense at both ends: at high scores, and where few matches are correct.
     share = (1 - np.cos(np.linspace(0, np.pi, KNOTS + 1))) / 2
     edges = np.unique(np.searchsorted(np.cumsum(weight), share, side="left"))
     edges[-1] = len(scores)
@@ -128,14 +131,14 @@ def fit_curve(parts: list[tuple[str, float, Array, Array]]) -> Curve:
         some = weight[start:end]
         means = [float(np.average(values[start:end], weights=some)) for values in (scores, right)]
         groups.append((means[0], means[1], float(some.sum())))
-    # Neighbors whose shares fall are joined.
+    # Adjacent groups with decreasing shares are merged.
     joined: list[tuple[float, float, float]] = []
     for group in groups:
         joined.append(group)
         while len(joined) > 1 and joined[-2][1] >= joined[-1][1] - 1e-4:
             (s0, p0, n0), (s1, p1, n1) = joined[-2:]
             joined[-2:] = [((s0 * n0 + s1 * n1) / (n0 + n1), (p0 * n0 + p1 * n1) / (n0 + n1), n0 + n1)]
-    # Nothing is certain: the curve ends halfway between the best group's share and 1.
+    # No match is certain: the curve ends halfway between the share of the best group and 1.
     end = (max(1.0, 1.01 * joined[-1][0]), (1 + min(joined[-1][1], 0.999)) / 2)
     joined = [group for group in joined if group[1] < end[1]]
     knots = [(0.0, float(f"{floor:.4f}"))]
@@ -147,7 +150,7 @@ def fit_curve(parts: list[tuple[str, float, Array, Array]]) -> Curve:
 
 
 def fit_pairs(pairs: list[known.Pair], curve: Curve) -> PairModel:
-    """Logistic regression by Newton's method."""
+    """Fit a logistic regression by Newton's method."""
     pairs = [pair for pair in pairs if pair.kind in SHARES]
     features = np.array([collect(p.points0, p.points1, curve(p.scores), p.size0, p.size1) for p in pairs])
     labels = np.array([pair.kind == known.RELATED for pair in pairs], dtype=np.float64)

@@ -1,8 +1,8 @@
-"""Pairs of pictures of known kind, and the matches found in them: what `benchmarks/calibrate.py` fits and tests.
+"""Labeled image pairs and their matches, for `benchmarks/calibrate.py`.
 
-Related pairs show some part in common. Unrelated ones show different photographs. Look-alikes resemble each other and
-show different parts of one place: two halves of one photograph, opposite sides of a square. Of each kind some carry
-the same stamp, caption, bars, frame or watermark in both pictures.
+Related pairs overlap. Unrelated pairs show different photos. Look-alikes resemble each other but show different parts
+of one place: two halves of one photo, or opposite sides of a square. Some pairs of each kind have the same stamp,
+caption, bars, frame or watermark in both images.
 """
 
 import itertools
@@ -27,35 +27,40 @@ from dualrc.types import ImageArray
 Array = npt.NDArray[Any]
 RELATED, UNRELATED, ALIKE = "related", "unrelated", "look-alike"
 OVERLAYS = ("stamp", "bars", "caption", "watermark", "frame", "logo", "texture")
-SAMPLE = 1500  # points of a pair with known geometry that match_points is asked for
-OVERLAP = 0.2  # of either picture that a related pair of a multi-view scene shares; none of an unrelated one
+# Number of points of a pair with known geometry that are passed to `match_points`.
+SAMPLE = 1500
+# Minimum overlap of a related pair of a multi-view scene; unrelated pairs have none.
+OVERLAP = 0.2
 NO_OVERLAP = 0.02
 
 
 @dataclass(kw_only=True)
 class Pair:
-    """Two pictures, what is known of them, and what was found in them."""
+    """Two images, their label, and their matches."""
 
-    source: str  # photos, scenes, or the name of a scene
-    kind: str  # related, unrelated or look-alike
+    # "photos", "scenes", or the name of a scene.
+    source: str
+    # Related, unrelated or look-alike.
+    kind: str
     name: str
     overlay: str = "none"
     size0: tuple[int, int] = (0, 0)
     size1: tuple[int, int] = (0, 0)
     points0: Array = field(default_factory=lambda: np.zeros((0, 2), np.float32))
     points1: Array = field(default_factory=lambda: np.zeros((0, 2), np.float32))
-    scores: Array = field(default_factory=lambda: np.zeros(0, np.float32))  # not calibrated
+    # Not calibrated.
+    scores: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     network0: tuple[int, int] = (0, 0)
     network1: tuple[int, int] = (0, 0)
-    # Distance in picture 1 from the truth, in pixels of the network's input; empty where the truth is not known.
+    # Distance from the ground truth in image 1, in pixels of the network input; empty without ground truth.
     errors_px: Array = field(default_factory=lambda: np.zeros(0, np.float32))
-    # The same for points that match_points was asked for, at random places.
+    # Scores and errors of random points that were passed to `match_points`.
     point_scores: Array = field(default_factory=lambda: np.zeros(0, np.float32))
     point_errors_px: Array = field(default_factory=lambda: np.zeros(0, np.float32))
 
     @property
     def matches(self) -> dualrc.Matches:
-        """What was found, as matches."""
+        """Return the stored matches."""
         return dualrc.Matches(
             points0=self.points0,
             points1=self.points1,
@@ -67,14 +72,14 @@ class Pair:
 
 
 Maker = Callable[[], Iterator[Pair]]
-# Where points (n, 2) of picture 0 are in picture 1; NaN where they are not to be seen there.
+# Maps points (n, 2) of image 0 to image 1; NaN for points that are not visible there.
 Truth = Callable[[Array], Array]
 
 
 def find(
     matcher: dualrc.Matcher, pair: Pair, picture0: Any, picture1: Any, truth: Truth | None = None, seed: int = 0
 ) -> Pair:
-    """Match the pictures and keep what calibration needs."""
+    """Match the images and keep the values that calibration needs."""
     features = [p if isinstance(p, dualrc.PictureFeatures) else matcher.features(p) for p in (picture0, picture1)]
     found = matcher.match_features(*features)
     pair.points0, pair.points1, pair.scores = found.points0, found.points1, found.scores
@@ -96,14 +101,14 @@ def _distance(true: Array, found: Array, scale: Array) -> Array:
     return np.where(np.isfinite(far), far, 1e6).astype(np.float32)
 
 
-# Pairs made from single photographs.
+# Pairs made from single photos.
 
 
 class Photographs:
-    """Photographs, and pairs made of them; the same seed makes the same pair."""
+    """Photos, and pairs made from them; the same seed makes the same pair."""
 
     def __init__(self, roots: list[Path], part: int) -> None:
-        """Those that training held out, every tenth; part 0 is one half of these, part 1 the other."""
+        """Use the photos that training held out, every tenth; part 0 is one half of these, part 1 the other."""
         photos = read_photos(roots)
         numbers = list(range(9 + 10 * part, len(photos.sizes), 20))
         self.photos = Photos(canvases=photos.canvases[numbers], sizes=photos.sizes[numbers], broken=photos.broken)
@@ -112,7 +117,7 @@ class Photographs:
         return len(self.photos.sizes)
 
     def get(self, index: int, long_side: int) -> ImageArray:
-        """A photograph at this long side, both sides multiples of 16."""
+        """Return a photo with this long side; both sides are multiples of 16."""
         width, height = self.photos.sizes[index % len(self)].tolist()
         pixels = self.photos.canvases[index % len(self), :, :height, :width].permute(1, 2, 0).numpy()
         scale = long_side / max(width, height)
@@ -121,7 +126,7 @@ class Photographs:
 
 
 def lit(picture: ImageArray, rng: np.random.Generator, strong: bool) -> ImageArray:
-    """Another exposure, and where `strong`, all that training does to the light."""
+    """Change the exposure and, if `strong`, apply all photometric changes of training."""
     image = torch.from_numpy(picture.astype(np.float32) / 255).permute(2, 0, 1)[None]
     if strong:
         image = relight(image, torch.Generator().manual_seed(int(rng.integers(1 << 31))))
@@ -133,7 +138,7 @@ def lit(picture: ImageArray, rng: np.random.Generator, strong: bool) -> ImageArr
 
 
 def motion(rng: np.random.Generator, size: tuple[int, int]) -> Array:
-    """A random homography of a picture onto one of the same size."""
+    """Return a random homography between two images of the same size."""
     width, height = size
     middle = np.array([width / 2, height / 2])
     angle = rng.uniform(-math.pi, math.pi) if rng.uniform() < 0.1 else rng.normal(0, math.radians(12))
@@ -153,7 +158,7 @@ def motion(rng: np.random.Generator, size: tuple[int, int]) -> Array:
 def warped_pair(
     photos: Photographs, index: int, rng: np.random.Generator, long_side: int
 ) -> tuple[ImageArray, ImageArray, Truth]:
-    """A photograph and a view of it, in front of another one, which also hides a part of it at times."""
+    """Return a photo and a view of it in front of another photo, which sometimes occludes a part of it."""
     picture = photos.get(index, long_side)
     other = np.asarray(Image.fromarray(photos.get(index + 1 + int(rng.integers(50)), long_side)))
     size = (picture.shape[1], picture.shape[0])
@@ -169,7 +174,8 @@ def warped_pair(
     seen = geometry.sample_bilinear(picture, places)
     inside = np.all((places >= 0) & (places <= np.array(size) - 1), axis=2)
     behind = np.asarray(Image.fromarray(other).resize(size))
-    if rng.uniform() < 0.4:  # something stands in front
+    # Add an occluder.
+    if rng.uniform() < 0.4:
         x, y = np.meshgrid(np.arange(size[0]), np.arange(size[1]))
         center, radius = rng.uniform(0, size), rng.uniform(0.1, 0.3) * max(size)
         inside &= (x - center[0]) ** 2 + ((y - center[1]) * rng.uniform(0.5, 2)) ** 2 > radius**2
@@ -186,13 +192,13 @@ def warped_pair(
     return lit(picture, rng, False), lit(view, rng, strong), truth
 
 
-# The same stamp, caption or frame over both pictures.
+# The same stamp, caption or frame over both images.
 
 
 def overlay(kind: str, pictures: tuple[ImageArray, ImageArray], rng: np.random.Generator) -> list[ImageArray]:
-    """Both pictures with the same thing at the same place, as cameras, agencies and films put it there."""
+    """Draw the same overlay at the same place of both images, as cameras, agencies and films do."""
     draws = rng.integers(1 << 31)
-    # Saved and read again by themselves, as JPEG would.
+    # Each image gets its own compression, as in separate JPEG files.
     return [_overlaid(kind, Image.fromarray(p), np.random.default_rng(draws)) for p in pictures]
 
 
@@ -239,7 +245,8 @@ def _overlaid(kind: str, image: Image.Image, rng: np.random.Generator) -> ImageA
             [(x, y - radius * 0.7), (x + radius * 0.6, y + radius * 0.4), (x - radius * 0.6, y + radius * 0.4)], dark
         )
         draw.text((x, y + radius * 1.1), text[:6], bright, font, anchor="mm")
-    elif kind == "texture":  # a patterned border, the same on every picture
+    # A patterned border that is the same on every image.
+    elif kind == "texture":
         edge = round(side * rng.uniform(0.03, 0.07))
         pattern = Image.fromarray(rng.integers(0, 256, (height // 6 + 1, width // 6 + 1, 3), dtype=np.uint8))
         pattern = pattern.resize((width, height), Image.Resampling.BICUBIC)
@@ -249,7 +256,7 @@ def _overlaid(kind: str, image: Image.Image, rng: np.random.Generator) -> ImageA
 
 
 def photo_pairs(matcher: dualrc.Matcher, photos: Photographs, counts: dict[str, int], seed: int) -> Iterator[Pair]:
-    """Related, unrelated and look-alike pairs of photographs; a third of them with an overlay."""
+    """Yield related, unrelated and look-alike pairs of photos; a third of them with an overlay."""
     for number in range(counts[RELATED]):
         rng = np.random.default_rng([seed, 0, number])
         index, long_side = int(rng.integers(len(photos))), int(rng.choice([512, 512, 640]))
@@ -266,7 +273,8 @@ def photo_pairs(matcher: dualrc.Matcher, photos: Photographs, counts: dict[str, 
         long_side = int(rng.choice([512, 512, 640]))
         laid = OVERLAYS[number % len(OVERLAYS)] if number % 2 == 0 else "none"
         pictures = photos.get(one, long_side), photos.get(other, long_side)
-        if laid != "none":  # the same shape, so that the overlay is at the same place
+        # Equal shapes keep the overlay at the same place.
+        if laid != "none":
             size = (pictures[0].shape[1], pictures[0].shape[0])
             pictures = pictures[0], np.asarray(Image.fromarray(pictures[1]).resize(size))
             pictures = tuple(overlay(laid, pictures, rng))
@@ -289,7 +297,7 @@ def photo_pairs(matcher: dualrc.Matcher, photos: Photographs, counts: dict[str, 
 
 
 def scene_pairs(matcher: dualrc.Matcher, count: int, first_seed: int) -> Iterator[Pair]:
-    """Related views of squares and walls, and look-alikes: other sides of one square, and other squares."""
+    """Yield related views of squares and walls, and look-alikes: other sides of one square, and other squares."""
     for number in range(count):
         seed = first_seed + number
         kind = "square" if number % 4 else "plane"
@@ -321,7 +329,7 @@ def scene_pairs(matcher: dualrc.Matcher, count: int, first_seed: int) -> Iterato
 
 
 def view_pairs(matcher: dualrc.Matcher, root: Path) -> Iterator[Pair]:
-    """All pairs of a folder with images/ and cameras.json, by the share of its surface points that both see."""
+    """Yield all pairs of a folder with images/ and cameras.json, labeled by their overlap."""
     cameras = json.loads((root / "cameras.json").read_text(encoding="utf-8"))
     names = sorted(cameras)
     K = {name: np.array(cameras[name]["K"]) for name in names}
@@ -332,7 +340,7 @@ def view_pairs(matcher: dualrc.Matcher, root: Path) -> Iterator[Pair]:
         pair = Pair(source=root.name, kind="", name=f"{one}-{other}")
         found[one, other] = find(matcher, pair, features[one], features[other])
     for pair, shared in zip(found.values(), view_overlap(names, K, P, found).values(), strict=True):
-        # What lies between is neither counted as related nor as not.
+        # Pairs in between are neither related nor unrelated.
         pair.kind = RELATED if shared >= OVERLAP else ALIKE if shared <= NO_OVERLAP else "between"
         pair.name += f" overlap {shared:.2f}"
         yield pair
@@ -341,15 +349,17 @@ def view_pairs(matcher: dualrc.Matcher, root: Path) -> Iterator[Pair]:
 def view_overlap(
     names: list[str], K: dict[str, Array], P: dict[str, Array], found: dict[tuple[str, str], Pair]
 ) -> dict[tuple[str, str], float]:
-    """The smaller share of either picture's surface points that the other one has in its frame.
+    """Return the overlap: the smaller share of either image's surface points inside the frame of the other.
 
-    Surface points come from matches that agree with the known cameras, seen at an angle of a degree or more.
+    Surface points come from matches that agree with the known cameras and have a triangulation angle of at least one
+    degree.
     """
     points: dict[str, list[Array]] = {n: [] for n in names}
     for (one, other), pair in found.items():
         R, center = P[other][:, :3] @ P[one][:, :3].T, {n: -P[n][:, :3].T @ P[n][:, 3] for n in (one, other)}
         axes = P[one][2, :3] @ P[other][2, :3]
-        if axes < math.cos(math.radians(40)):  # neighbors only
+        # Only cameras with similar viewing directions.
+        if axes < math.cos(math.radians(40)):
             continue
         pose = np.c_[R, P[other][:, 3] - R @ P[one][:, 3]]
         F = np.linalg.inv(K[other]).T @ geometry.essential_from_pose(pose) @ np.linalg.inv(K[one])
@@ -366,7 +376,7 @@ def view_overlap(
         points[one].append(kept)
         points[other].append(kept)
     cloud = {n: np.concatenate([np.zeros((0, 3)), *points[n]]) for n in names}
-    # Pictures are divided into cells, so that a part that many matches lie in does not decide alone.
+    # Counted by cells, so that regions with many matches do not dominate.
     shared: dict[tuple[str, str], float] = {}
     for (one, other), pair in found.items():
         shares = []
@@ -396,11 +406,11 @@ def _triangulate(M0: Array, M1: Array, p0: Array, p1: Array) -> Array:
     return xyzw[:, :3] / np.where(np.abs(xyzw[:, 3:]) < 1e-12, 1e-12, xyzw[:, 3:])
 
 
-# Sequences with homographies (HPatches, Oxford-affine), and pairs of hard pictures.
+# Sequences with homographies (HPatches, Oxford-affine), and hard pairs.
 
 
 def sequence_pairs(matcher: dualrc.Matcher, roots: list[Path]) -> Iterator[Pair]:
-    """1-2 to 1-6 of each sequence, and four pairs of pictures from every two sequences."""
+    """Yield the pairs 1-2 to 1-6 of each sequence, and four pairs of images from every two sequences."""
     folders = [path for root in roots for path in sorted(root.iterdir()) if path.is_dir()]
     features: dict[tuple[Path, int], Any] = {}
     for folder in folders:
@@ -424,7 +434,7 @@ def sequence_pairs(matcher: dualrc.Matcher, roots: list[Path]) -> Iterator[Pair]
 
 
 def hard_pairs(matcher: dualrc.Matcher, root: Path) -> Iterator[Pair]:
-    """EVD and WxBS pairs, and pictures of one pair with those of the next."""
+    """Yield the pairs of EVD and WxBS, and pairs of images from successive pairs."""
     for kind in ("evd", "wxbs"):
         folders = sorted((root / kind).iterdir())
         for folder, other in zip(folders, [*folders[1:], folders[0]], strict=True):
@@ -434,7 +444,7 @@ def hard_pairs(matcher: dualrc.Matcher, root: Path) -> Iterator[Pair]:
             yield find(matcher, pair, folder / "1.jpg", other / "2.jpg")
 
 
-# Keeping them.
+# Storage.
 
 
 def save(pairs: list[Pair], path: Path) -> None:
@@ -453,7 +463,7 @@ def save(pairs: list[Pair], path: Path) -> None:
 
 
 def load(path: Path) -> list[Pair]:
-    """Read what `save` wrote."""
+    """Read pairs that `save` wrote."""
     with np.load(path) as arrays:
         entries = json.loads(str(arrays["header"]))
         pairs = [Pair(**{k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}) for entry in entries]
@@ -465,5 +475,5 @@ def load(path: Path) -> list[Pair]:
 
 
 def load_all(folder: Path, use: str) -> list[Pair]:
-    """All pairs in a folder that are there to fit, or to test."""
+    """Read all pairs in a folder for the fit, or for the test."""
     return [pair for path in sorted(folder.glob(f"{use}-*.npz")) for pair in load(path)]

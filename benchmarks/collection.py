@@ -1,4 +1,4 @@
-"""Thousands of pairs of tiny pictures: does the cost of a pair stay flat, and the memory bounded?
+"""Measure whether the cost of a pair and the memory stay constant over thousands of pairs of tiny images.
 
 python benchmarks/collection.py [PICTURES] [local|ray] [WORKERS]
 """
@@ -24,7 +24,7 @@ SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What was there at a moment."""
+    """State at one point in time."""
 
     seconds: float
     pairs: int
@@ -33,7 +33,7 @@ class Sample:
 
 
 def make_pictures(folder: Path, count: int) -> None:
-    """Parts of one large picture of smooth noise, so that neighbours overlap."""
+    """Write crops of one large image of smooth noise; neighbors overlap."""
     rng = np.random.default_rng(0)
     coarse = Image.fromarray(rng.integers(0, 256, (60, 20 + 4 * count, 3), dtype=np.uint8))
     scene = coarse.resize((coarse.width * 4, coarse.height * 4), Image.Resampling.BICUBIC)
@@ -43,7 +43,7 @@ def make_pictures(folder: Path, count: int) -> None:
 
 
 def resident_mib(process: str) -> float:
-    """Memory of a process, from /proc."""
+    """Return the memory of a process, from /proc."""
     try:
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * 4096 / 2**20
     except (OSError, IndexError):
@@ -51,7 +51,7 @@ def resident_mib(process: str) -> float:
 
 
 def workers_mib() -> float:
-    """Memory of all workers: children of this process, or Ray's actors."""
+    """Return the memory of all workers: children of this process, or Ray's actors."""
     total = 0.0
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -66,13 +66,14 @@ def workers_mib() -> float:
 
 
 def watch(store: Path, samples: list[Sample], stop: threading.Event) -> None:
-    """Take a sample every so often."""
+    """Record samples at intervals."""
     start = time.monotonic()
     while not stop.wait(0.5):
         try:
             with MatchStore(store) as opened:
                 pairs = len(opened)
-        except DataError:  # not yet there
+        # The store does not exist yet.
+        except DataError:
             pairs = 0
         samples.append(
             Sample(
@@ -85,8 +86,8 @@ def watch(store: Path, samples: list[Sample], stop: threading.Event) -> None:
 
 
 def report(samples: list[Sample], total: int) -> None:
-    """A row for every tenth of the pairs."""
-    print("| pairs | ms a pair | driver MiB | workers MiB |\n|---|---|---|---|")
+    """Print a row for every tenth of the pairs."""
+    print("| pairs | ms per pair | driver MiB | workers MiB |\n|---|---|---|---|")
     working = [sample for sample in samples if sample.pairs > 0]
     last = working[0]
     for row in range(1, ROWS + 1):
@@ -98,9 +99,9 @@ def report(samples: list[Sample], total: int) -> None:
 
 
 def main() -> None:
-    """Match them all and print the table."""
+    """Match all pairs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pictures", type=int, nargs="?", default=101, help="how many; default %(default)s")
+    parser.add_argument("pictures", type=int, nargs="?", default=101, help="number of images; default %(default)s")
     parser.add_argument("executor", choices=("local", "ray"), nargs="?", default="local", help="default %(default)s")
     parser.add_argument("workers", type=int, nargs="?", default=2, help="default %(default)s")
     options = parser.parse_args()
@@ -109,7 +110,7 @@ def main() -> None:
         images, out = Path(folder) / "images", Path(folder) / "out"
         images.mkdir()
         make_pictures(images, pictures)
-        # A cache that holds a part of the pictures only: 16 for each of two workers.
+        # The cache holds only a part of the images: 16 for each of two workers.
         config = CollectionConfig(
             pairs="exhaustive",
             size=SIZE,
@@ -129,8 +130,8 @@ def main() -> None:
             watcher.join()
         report(samples, len(result.pairs))
         print(
-            f"\n{result.matched} pairs of {len(result.names)} pictures of {SIZE} px in {result.seconds:.0f} s, "
-            f"{executor}, {workers} workers; each picture read {result.extracted / len(result.names):.1f} times"
+            f"\n{result.matched} pairs of {len(result.names)} images of {SIZE} px in {result.seconds:.0f} s, "
+            f"{executor}, {workers} workers; each image was read {result.extracted / len(result.names):.1f} times"
         )
 
 

@@ -1,10 +1,10 @@
-"""RGB-D frames in InLoc's layout, so that `dualrc evaluate inloc` runs on them.
+"""Convert RGB-D frames to InLoc's layout for `dualrc evaluate inloc`.
 
     python benchmarks/hololens.py DATA/rgbd/hololens /tmp/hololens
     dualrc evaluate inloc /tmp/hololens --candidates 5 --out /tmp/hololens-scores
 
-Every fifth frame is a query; the others, with their depth, are the database: each is a scan of its own with one
-cut-out. The candidates of a query are the frames that look most like it, by the network's global descriptors.
+Every fifth frame is a query. The other frames, with their depth, are the database: each is a scan with one cutout. The
+candidates of a query are the most similar frames by the network's global descriptors.
 """
 
 import argparse
@@ -28,8 +28,8 @@ FLOOR = "HL1"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rgbd", type=Path, help="folder of RGB-D frames")
-    parser.add_argument("root", type=Path, help="folder for the data set")
-    parser.add_argument("--every", type=int, default=5, help="take every so many frames as a query")
+    parser.add_argument("root", type=Path, help="folder for the dataset")
+    parser.add_argument("--every", type=int, default=5, help="interval of query frames; default %(default)s")
     parser.add_argument("--candidates", type=int, default=10)
     args = parser.parse_args()
     frames = read_rgbd(args.rgbd)
@@ -39,7 +39,7 @@ def main() -> None:
         write_cutout(args.root / "database", frame)
     write_queries(args.root, queries)
     write_candidates(args.root / "shortlist.txt", queries, database, args.candidates)
-    print(f"{len(queries)} queries, {len(database)} cut-outs: {args.root}")
+    print(f"{len(queries)} queries, {len(database)} cutouts: {args.root}")
 
 
 def cutout_name(frame: RgbdFrame) -> str:
@@ -48,7 +48,7 @@ def cutout_name(frame: RgbdFrame) -> str:
 
 
 def write_cutout(database: Path, frame: RgbdFrame) -> None:
-    """A frame as a scan with one cut-out: the camera's frame is the scanner's."""
+    """Write a frame as a scan with one cutout; the camera's frame is the scanner's."""
     path, scan, camera = database / "cutouts" / cutout_name(frame), Path(frame.name).stem, frame.camera
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(frame.image, path)
@@ -67,7 +67,7 @@ def write_cutout(database: Path, frame: RgbdFrame) -> None:
 
 
 def write_queries(root: Path, queries: list[RgbdFrame]) -> None:
-    """The photographs with their cameras, and their true poses."""
+    """Write the photos with their cameras, and their true poses."""
     folder = root / "query" / "iphone7"
     folder.mkdir(parents=True, exist_ok=True)
     cameras, entries = {}, np.empty((1, len(queries)), dtype=[("queryname", object), ("P", object)])
@@ -81,7 +81,7 @@ def write_queries(root: Path, queries: list[RgbdFrame]) -> None:
 
 
 def write_candidates(path: Path, queries: list[RgbdFrame], database: list[RgbdFrame], count: int) -> None:
-    """The frames that look most like each query."""
+    """Write the most similar frames of each query."""
     matcher = dualrc.load()
 
     def describe(frames: list[RgbdFrame]) -> np.ndarray:

@@ -1,11 +1,11 @@
-"""Localization on known data: cameras of multi-view scenes left out in turn, and RGB-D frames.
+"""Localize on data with ground truth: cameras of multi-view scenes, left out in turn, and RGB-D frames.
 
     python benchmarks/localize.py --strecha DATA/strecha --rgbd DATA/rgbd/hololens --work /tmp/localize
 
-A scene is a folder with images and cameras.json. Its map for a camera is triangulated by COLMAP from SIFT matches
-between the other pictures with their true cameras, so that no figure depends on how well a map was reconstructed. Of
-RGB-D frames every fifth is a query and the others are the map. What is done is kept in the work folder, and a second
-run goes on from there.
+A scene is a folder with images and cameras.json. COLMAP triangulates the map for a camera from SIFT matches between
+the other images with their true cameras, so that results do not depend on the quality of a reconstruction. Of RGB-D
+frames, every fifth is a query and the others are the map. Results are saved in the work folder, and a second run
+continues there.
 """
 
 import argparse
@@ -29,10 +29,12 @@ from dualrc.localize import (
     results_config,
 )
 
-pycolmap = import_pycolmap()  # after Pillow: see docs/troubleshooting.md
+# After Pillow: see docs/troubleshooting.md.
+pycolmap = import_pycolmap()
 THRESHOLDS_M = (0.25, 0.5, 1.0)
 WITHIN_DEG = 10.0
-Errors = dict[str, tuple[float, float]]  # by query, degrees and metres; infinite where it failed
+# Degrees and meters by query; infinite for failures.
+Errors = dict[str, tuple[float, float]]
 
 
 def main() -> None:
@@ -69,7 +71,7 @@ def strecha(
     config: LocalizeConfig,
     console: Console,
 ) -> Errors:
-    """Every camera localized in a map of the others."""
+    """Localize every camera in a map of the others."""
     work.mkdir(parents=True, exist_ok=True)
     errors: Errors = {}
     for name, camera in cameras.items():
@@ -83,14 +85,14 @@ def strecha(
 
 
 def make_map(images: Path, cameras: dict[str, Camera], without: str, work: Path) -> Path:
-    """A model of all pictures but one, with true cameras and points triangulated from SIFT."""
+    """Make a model of all images but one, with true cameras and points triangulated from SIFT."""
     folder, database = work / f"without-{Path(without).stem}", work / "sift.db"
     if (folder / "points3D.bin").is_file():
         return folder
     made = posed_reconstruction(cameras)
     if not (work / "matched").is_file():
         database.unlink(missing_ok=True)
-        # One thread, because several number the pictures as they come, and here they must have the cameras' order.
+        # One thread: several threads would number the images in random order, but ids must follow the cameras.
         single = pycolmap.FeatureExtractionOptions(num_threads=1)
         mode = pycolmap.CameraMode.PER_IMAGE
         pycolmap.extract_features(database, images, list(cameras), camera_mode=mode, extraction_options=single)
@@ -107,7 +109,7 @@ def make_map(images: Path, cameras: dict[str, Camera], without: str, work: Path)
 
 
 def rgbd(root: Path, work: Path, matcher: dualrc.Matcher, config: LocalizeConfig, console: Console) -> Errors:
-    """Every fifth frame localized in a map of the others."""
+    """Localize every fifth frame in a map of the others."""
     work.mkdir(parents=True, exist_ok=True)
     frames = read_rgbd(root)
     queries = {frame.name: frame for frame in frames[::5]}

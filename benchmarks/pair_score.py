@@ -1,9 +1,9 @@
-"""What scores of matches and of pairs are worth: tables of calibration, of true and of false rates.
+"""Evaluate scores of matches and of pairs: calibration tables, and true and false positive rates.
 
     python benchmarks/pair_score.py WORK [--weights FILE] [--figure FILE.png]
 
-WORK is the folder in which `benchmarks/calibrate.py` keeps matched pairs of known kind; only those to test on are
-read. Scores are those of the calibration beside the weights.
+WORK is the folder in which `benchmarks/calibrate.py` saves matched, labeled pairs; only the test pairs are read. Scores
+use the calibration beside the weights.
 """
 
 import argparse
@@ -31,8 +31,8 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, help="folder with matched pairs")
-    parser.add_argument("--weights", type=Path, help="weights file; without it, those inside the package")
-    parser.add_argument("--figure", type=Path, help="also draw the curves")
+    parser.add_argument("--weights", type=Path, help="weights file; default: the bundled weights")
+    parser.add_argument("--figure", type=Path, help="file to draw the curves to")
     arguments = parser.parse_args()
     calibration = read_calibration(arguments.weights or bundled("default"))
     if calibration is None:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def report(pairs: list[known.Pair], calibration: Calibration, figure: Path | None = None) -> None:
-    """Print what scores of matches and pairs are worth on these pairs."""
+    """Print the tables for these pairs."""
     print("Scores of matches: share within 3 px by score, and expected calibration error\n")
     print(
         "| set | call | number | "
@@ -84,7 +84,7 @@ def report_pairs(
     figure: Path | None,
     reliability: dict[str, tuple[Array, Array]],
 ) -> None:
-    """The part about pairs."""
+    """Print the tables of pair scores."""
     pairs = [pair for pair in pairs if pair.kind in NAMES]
     curve = calibration.matches
     evidence = [collect(p.points0, p.points1, curve(p.scores), p.size0, p.size1) for p in pairs]
@@ -100,7 +100,7 @@ def report_pairs(
         low, middle, high = np.quantile(some, [0.05, 0.5, 0.95])
         above = " | ".join(f"{(some > t).mean():.3f}" for t in (0.1, 0.5, 0.9))
         print(f"| {' | '.join(key)} | {len(some)} | {low:.4f} | {middle:.4f} | {high:.4f} | {above} |")
-    # Hard pairs are shown beside the others: in most of them nothing is found.
+    # Hard pairs have a separate column, because most of them have no correct matches.
     easy = np.array([pair.source not in ("evd", "wxbs") for pair in pairs])
     kinds = np.array([pair.kind for pair in pairs])
     related = kinds == known.RELATED
@@ -133,13 +133,13 @@ def report_pairs(
 
 
 def area_of(higher: Array, lower: Array) -> float:
-    """Area under the ROC curve."""
+    """Return the area under the ROC curve."""
     apart = np.subtract.outer(higher, lower)
     return float(np.mean((apart > 0) + (apart == 0) / 2))
 
 
 def reliability_of(scores: Array, right: Array, weight: Array) -> tuple[Array, float]:
-    """The weighted share of what is right in each of ten bins of scores, and the expected calibration error."""
+    """Return the weighted share of correct items in each of ten score bins, and the expected calibration error."""
     bins = np.minimum((scores * BINS).astype(int), BINS - 1)
     total = np.bincount(bins, weight, minlength=BINS)
     with np.errstate(invalid="ignore"):
@@ -152,7 +152,7 @@ def reliability_of(scores: Array, right: Array, weight: Array) -> tuple[Array, f
 def draw(
     path: Path, scores: Array, related: Array, easy: Array, shares: Array, reliability: dict[str, tuple[Array, Array]]
 ) -> None:
-    """Reliability diagrams and the ROC curve."""
+    """Draw reliability diagrams and the ROC curve."""
     from matplotlib.figure import Figure
 
     chart = Figure(figsize=(12, 4), layout="constrained")
@@ -165,14 +165,16 @@ def draw(
         axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
         for name, values in curves.items():
             axes.plot(centers, values, marker="o", markersize=3, linewidth=1, label=name)
-        axes.set(xlabel="score", ylabel="share right", title=title, xlim=(0, 1), ylim=(0, 1), aspect="equal")
+        axes.set(xlabel="score", ylabel="share correct", title=title, xlim=(0, 1), ylim=(0, 1), aspect="equal")
         axes.legend(fontsize=7)
     for name, some in (("without hard pairs", easy), ("all", np.ones_like(easy))):
         order = np.argsort(-scores[some], kind="stable")
         flags = related[some][order]
         true, false = np.cumsum(flags) / flags.sum(), np.cumsum(~flags) / (~flags).sum()
         last.plot(np.maximum(false, 1e-3), true, label=name, linewidth=1)
-    last.set(xlabel="false rate", ylabel="true rate", title="pair_score", xscale="log", ylim=(0, 1.02))
+    last.set(
+        xlabel="false positive rate", ylabel="true positive rate", title="pair_score", xscale="log", ylim=(0, 1.02)
+    )
     last.legend(fontsize=7)
     chart.savefig(path, dpi=110)
 

@@ -1,11 +1,11 @@
-"""Reconstruction of scenes with known cameras, beside COLMAP's own pipeline with SIFT.
+"""Compare reconstructions of scenes with known cameras with COLMAP's own SIFT pipeline.
 
     python benchmarks/reconstruct.py DATA/strecha --work /tmp/reconstruct
 
-A scene is a folder SCENE with SCENE/images and SCENE/cameras.json, whose cameras have poses. Each is reconstructed with
-the file's cameras and without any. The model is aligned to the truth by a similarity, whose rotation fits the cameras'
-rotations: centres alone leave it free to turn about cameras that stand in a row. Matches are kept in the work folder,
-and a second run goes on from there: its times, and the seconds of CPU beside them, are those of what follows matching.
+A scene is a folder SCENE with SCENE/images and SCENE/cameras.json, whose cameras have poses. Each scene is
+reconstructed with the cameras of the file and without any. A similarity aligns the model to the ground truth. Its
+rotation is fitted to the camera rotations, because the centers of cameras in a row do not determine it. Matches are
+saved in the work folder, and a second run continues there: its time and CPU time do not include matching.
 """
 
 import argparse
@@ -32,26 +32,29 @@ pycolmap = import_pycolmap()
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One reconstruction beside the truth."""
+    """One reconstruction compared with the ground truth."""
 
     registered: int
     points: int
     track_length: float
     reprojection_px: float
-    rotation_deg: float  # median
-    position: float  # median, share of the largest distance between cameras
+    # Median.
+    rotation_deg: float
+    # Median, relative to the largest distance between cameras.
+    position: float
     seconds: float
-    cpu_seconds: float  # of this process and its threads
+    # CPU time of this process and its threads.
+    cpu_seconds: float
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="folder of scenes")
     parser.add_argument("--work", type=Path, required=True, help="folder for matches and models")
-    parser.add_argument("--top", type=int, default=CollectionConfig().top, help="matches kept of each pair")
+    parser.add_argument("--top", type=int, default=CollectionConfig().top, help="maximum number of matches per pair")
     args = parser.parse_args()
     table = Table(
-        "scene", "cameras", "method", "placed", "points", "track", "error, px", "rotation, deg", "position, %"
+        "scene", "cameras", "method", "registered", "points", "track", "error, px", "rotation, deg", "position, %"
     )
     table.add_column("time, s")
     table.add_column("CPU, s")
@@ -75,8 +78,8 @@ def main() -> None:
 
 
 def find_scenes(root: Path) -> dict[Path, dict[str, Camera]]:
-    """The scenes of a folder with their true cameras; ends the program with a message where there are none."""
-    layout = f"{root} must hold scenes as SCENE/images/*.jpg with SCENE/cameras.json (or be such a SCENE itself)"
+    """Return the scenes of a folder with their true cameras; exit with a message if there are none."""
+    layout = f"{root} must have scenes as SCENE/images/*.jpg with SCENE/cameras.json (or be such a SCENE itself)"
     folders = (
         [root] if (root / "cameras.json").is_file() else sorted(path.parent for path in root.glob("*/cameras.json"))
     )
@@ -88,10 +91,10 @@ def find_scenes(root: Path) -> dict[Path, dict[str, Camera]]:
             sys.exit(f"{folder} has no folder named images: {layout}.")
         scenes[folder] = read_cameras_json(folder / "cameras.json")
         pictures = find_pictures(folder / "images")
-        strangers = [name for name in pictures if name not in scenes[folder]]
+        unlisted = [name for name in pictures if name not in scenes[folder]]
         unposed = [name for name, camera in scenes[folder].items() if camera.cam_from_world is None]
-        if strangers or unposed:
-            sys.exit(f"{folder / 'cameras.json'} has no camera with cam_from_world for {(strangers + unposed)[0]}.")
+        if unlisted or unposed:
+            sys.exit(f"{folder / 'cameras.json'} has no camera with cam_from_world for {(unlisted + unposed)[0]}.")
     return scenes
 
 
@@ -105,7 +108,7 @@ def run_dualrc(scene: Path, work: Path, truth: dict[str, Camera], *, known: bool
 
 
 def run_sift(scene: Path, work: Path, truth: dict[str, Camera], *, known: bool, top: int) -> Row:
-    """COLMAP with its own features, one camera for all pictures as we assume too; `top` has no meaning here."""
+    """Run COLMAP with its own features, and one camera for all images as in our pipeline; `top` is unused."""
     start = time.monotonic(), time.process_time()
     images, options = scene / "images", pycolmap.IncrementalPipelineOptions()
     options.min_model_size, options.random_seed = 2, 0
@@ -127,7 +130,7 @@ def run_sift(scene: Path, work: Path, truth: dict[str, Camera], *, known: bool, 
 
 
 def score(folder: Path, truth: dict[str, Camera], start: tuple[float, float]) -> Row:
-    """A model's figures, after a similarity alignment to the true cameras; `start` is the time and the CPU time."""
+    """Score a model after a similarity alignment to the true cameras; `start` is the time and the CPU time."""
     seconds, cpu_seconds = time.monotonic() - start[0], time.process_time() - start[1]
     model: Any = pycolmap.Reconstruction(folder)
     found = {name: image.cam_from_world for name, image in read_model(folder).images.items()}

@@ -1,11 +1,11 @@
-"""Pictures of sizes that were not seen before: the first matches of each size, and many sizes in one run.
+"""Time images of new sizes: the first matches of each size, and many sizes in one run.
 
     python benchmarks/sizes.py
     python benchmarks/sizes.py A.jpg B.jpg --device cpu --sizes 5 --pairs 20
 
-Every pair is two pictures cut to their own random sizes, with sides of 300 to 700 pixels. Whatever a matcher prepares
-for a size, such as compiled kernels and CUDA graphs, shows in the first matches of that size. `match_many` is timed
-over pairs of which each has another size, and over as many pairs of one size beside it.
+Each pair is two images cropped to random sizes, with sides of 300 to 700 pixels. Preparation for a size, such as
+compiled kernels and CUDA graphs, shows in the first matches of that size. `match_many` is timed over pairs of different
+sizes, and over the same number of pairs of one size.
 """
 
 import argparse
@@ -25,31 +25,34 @@ from dualrc.measure import Timing, time_once
 from dualrc.pixels import STRIDE
 from dualrc.scenes import make_pair
 
-LEAST, MOST = 300, 700  # pixels of a side
+# Minimum and maximum side in pixels.
+LEAST, MOST = 300, 700
 CALLS = {"first": 0, "second": 1, "third": 2, "tenth": 9}
-TOWN = 1  # the scene of `dualrc demo`
+# Seed of the scene of `dualrc demo`.
+TOWN = 1
 
 Pixels = npt.NDArray[np.uint8]
 Pair = tuple[Pixels, Pixels]
 
 
 def pictures(paths: list[Path]) -> Pair:
-    """The files, or the rendered town, large enough to be cut to any of the sizes."""
+    """Return the image files, or the rendered town, large enough for all crops."""
     if paths:
         image0, image1 = (read(path) for path in paths)
     else:
         image0, image1 = (rendering.image.numpy() for rendering in make_pair(TOWN, size=(800, 720)))
     if min(*image0.shape[:2], *image1.shape[:2]) < MOST:
-        raise SystemExit(f"Pictures need at least {MOST} pixels a side; give larger ones.")
+        raise SystemExit(f"Images need at least {MOST} pixels per side; pass larger ones.")
     return image0, image1
 
 
 def new_sizes(images: Pair, seed: int) -> Iterator[Pair]:
-    """The pair cut to sizes of which the network has seen neither in a pair before."""
+    """Yield crops of the pair with sizes that the network has not seen in a pair before."""
     random, seen = np.random.default_rng(seed), set()
     while True:
         sides = random.integers(LEAST, MOST + 1, (2, 2))
-        if (key := tuple((sides // STRIDE).ravel().tolist())) in seen:  # the same to the network
+        # These sizes give the same network input.
+        if (key := tuple((sides // STRIDE).ravel().tolist())) in seen:
             continue
         seen.add(key)
         (height0, width0), (height1, width1) = sides.tolist()
@@ -57,23 +60,26 @@ def new_sizes(images: Pair, seed: int) -> Iterator[Pair]:
 
 
 def main() -> None:
-    """Time the calls and print one table."""
+    """Time the calls and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pictures", type=Path, nargs="*", metavar="PICTURE", help="two of one thing; default: a town")
-    parser.add_argument("--device", help="cuda, mps or cpu; without it, the best there is")
-    parser.add_argument("--engine", help="as of dualrc.load; without it, the best for the device")
-    parser.add_argument("--sizes", type=int, default=20, help="pairs of sizes for single calls; default %(default)s")
-    parser.add_argument("--pairs", type=int, default=200, help="pairs for match_many; default %(default)s")
+    parser.add_argument(
+        "pictures", type=Path, nargs="*", metavar="IMAGE", help="two images of a scene; default: a town"
+    )
+    parser.add_argument("--device", help="cuda, mps or cpu; default: the fastest available")
+    parser.add_argument("--engine", help="engine, as in dualrc.load; default: the fastest for the device")
+    parser.add_argument("--sizes", type=int, default=20, help="number of sizes for single calls; default %(default)s")
+    parser.add_argument("--pairs", type=int, default=200, help="number of pairs for match_many; default %(default)s")
     options = parser.parse_args()
     if len(options.pictures) not in (0, 2):
-        parser.error("give two pictures or none")
+        parser.error("pass two images or none")
     matcher = dualrc.load(device=options.device, engine=options.engine)
     images = pictures(options.pictures)
     cut = new_sizes(images, seed=0)
 
     begin = time.perf_counter()
-    matcher.match(*next(cut))  # what is prepared once for all sizes
-    table = Table("", "median", "middle half", "longest", title=f"{matcher}, very first match excluded")
+    # Prepares everything that does not depend on the size.
+    matcher.match(*next(cut))
+    table = Table("", "median", "interquartile range", "longest", title=f"{matcher}, very first match excluded")
     table.caption = f"the very first match of this process took {time.perf_counter() - begin:.2f} s"
     times = [
         [time_once(lambda pair=pair: matcher.match(*pair), matcher.device) for _ in range(max(CALLS.values()) + 1)]

@@ -1,15 +1,15 @@
-"""Verification of pairs on scenes with known cameras: false pairs that are kept, true pairs that are lost.
+"""Count false pairs that verification keeps, and true pairs that it loses, on scenes with known cameras.
 
     python benchmarks/verification.py DATA/strecha --work /tmp/reconstruct
 
 A scene is a folder SCENE with SCENE/images and SCENE/cameras.json, whose cameras have poses. All pairs are matched into
-the work folder, where `benchmarks/reconstruct.py` keeps its matches too, and verified with the file's cameras and
-without any. A kept pair is false if fewer than 30 % of its inliers lie within 3 px of the true epipolar geometry.
+the work folder, which `benchmarks/reconstruct.py` shares, and verified with the cameras of the file and without any. A
+verified pair is false if fewer than 30 % of its inliers lie within 3 px of the true epipolar geometry.
 
-A pair is true if at least 20 % of each picture is visible in the other. Visibility comes from depth: matches of all
-pairs that agree with the true cameras are triangulated with them, and the depth of a cell of 32 px is known where most
-of its matches agree within 10 %. A cell is visible in the other picture if its point falls on a cell with that depth,
-within 15 %.
+A pair is true if at least 20 % of each image is visible in the other. Visibility comes from depth: matches of all
+pairs that agree with the true cameras are triangulated. The depth of a cell of 32 px is known where most of its matches
+agree within 10 %. A cell is visible in the other image if its point projects to a cell with the same depth, within
+15 %.
 """
 
 import argparse
@@ -40,15 +40,17 @@ from dualrc.types import BoolArray, FloatArray
 FALSE_SHARE, FALSE_PX = 0.3, 3.0
 TRUE_OVERLAP = 0.2
 CELL_PX = 32
-SURE_PX, SURE_ANGLE_DEG = 1.5, 2.0  # of matches that depths come from
-SAME_DEPTH, SAME_PLACE = 0.1, 0.15  # relative
+# Maximum error and minimum triangulation angle of matches that depths come from.
+SURE_PX, SURE_ANGLE_DEG = 1.5, 2.0
+# Relative tolerances of depth.
+SAME_DEPTH, SAME_PLACE = 0.1, 0.15
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="folder of scenes, or one scene")
     parser.add_argument("--work", type=Path, required=True, help="folder for matches")
-    parser.add_argument("--verbose", action="store_true", help="name each false pair kept and each true one lost")
+    parser.add_argument("--verbose", action="store_true", help="print each false pair kept and each true pair lost")
     args = parser.parse_args()
     table = Table("scene", "cameras", "pairs", "kept", "false", "false, %", "true", "lost", "lost, %", "CPU, s")
     sums = np.zeros(5, dtype=int)
@@ -82,7 +84,7 @@ def figures(counts: np.typing.ArrayLike) -> tuple[str, ...]:
 def judge(
     store: MatchStore, found: Verification, truth: dict[str, Camera], overlaps: dict[Names, float]
 ) -> tuple[list[Names], list[Names], list[Names]]:
-    """False pairs that were kept, true pairs, and true pairs that were lost."""
+    """Return the numbers of false pairs that were kept, of true pairs, and of true pairs that were lost."""
     false = []
     for check in found.kept:
         matches = load_pair(store, check.names)
@@ -94,7 +96,7 @@ def judge(
 
 
 def true_matches(matches: Matches, names: Names, truth: dict[str, Camera], threshold_px: float) -> BoolArray:
-    """Which matches agree with the true cameras."""
+    """Return which matches agree with the true cameras."""
     camera0, camera1 = (truth[name] for name in names)
     F = fundamental_from_pose(cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world), camera0, camera1)
     agree: BoolArray = sampson_distance_px(F, matches.points0, matches.points1) < threshold_px
@@ -102,8 +104,9 @@ def true_matches(matches: Matches, names: Names, truth: dict[str, Camera], thres
 
 
 def overlap_of_pairs(store: MatchStore, pairs: tuple[Names, ...], truth: dict[str, Camera]) -> dict[Names, float]:
-    """The smaller share of either picture that is visible in the other."""
-    samples: dict[str, list[FloatArray]] = {name: [np.zeros((0, 3))] for name in truth}  # x, y, depth
+    """Return the overlap of each pair: the smaller share of either image that is visible in the other."""
+    # Rows of x, y, depth.
+    samples: dict[str, list[FloatArray]] = {name: [np.zeros((0, 3))] for name in truth}
     for names in pairs:
         matches = store.get(*names)
         assert matches is not None
@@ -118,7 +121,7 @@ def overlap_of_pairs(store: MatchStore, pairs: tuple[Names, ...], truth: dict[st
 
 
 def depths_of(matches: Matches, names: Names, truth: dict[str, Camera]) -> tuple[FloatArray, FloatArray]:
-    """Depths (n,) of matches in both pictures by the true cameras; NaN behind a camera or seen under a small angle."""
+    """Return the depths (n,) of matches in both images; NaN behind a camera or at a small triangulation angle."""
     camera0, camera1 = (truth[name] for name in names)
     pose = cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world)
     rays0, rays1 = camera0.rays(matches.points0) @ pose[:, :3].T, camera1.rays(matches.points1)
@@ -132,7 +135,7 @@ def depths_of(matches: Matches, names: Names, truth: dict[str, Camera]) -> tuple
 
 
 def depth_map(samples: FloatArray, camera: Camera) -> FloatArray:
-    """Depth of each cell (rows, columns) of a picture; NaN where samples (n, 3) are few or disagree."""
+    """Return the depth of each cell (rows, columns) of an image; NaN where samples (n, 3) are few or disagree."""
     shape = -(-camera.height // CELL_PX), -(-camera.width // CELL_PX)
     column, row = (np.clip(samples[:, axis] // CELL_PX, 0, shape[1 - axis] - 1).astype(int) for axis in (0, 1))
     cells = row * shape[1] + column
@@ -147,7 +150,7 @@ def depth_map(samples: FloatArray, camera: Camera) -> FloatArray:
 
 
 def visible(maps: dict[str, FloatArray], truth: dict[str, Camera], name0: str, name1: str) -> float:
-    """The share of picture 0's cells that picture 1 shows, of those for which it can be told."""
+    """Return the share of image 0's cells that image 1 shows, among cells with known visibility."""
     camera0, camera1 = truth[name0], truth[name1]
     row, column = np.nonzero(np.isfinite(maps[name0]))
     middle = (np.stack([column, row], axis=1) + 0.5) * CELL_PX - 0.5

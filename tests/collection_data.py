@@ -1,4 +1,4 @@
-"""Collections with known answers: views of 3D points, and stores of the matches between them."""
+"""Collections with known answers: views of 3D points, and stores of their matches."""
 
 from dataclasses import dataclass
 from itertools import combinations
@@ -13,7 +13,7 @@ from dualrc.scenes import look_at
 
 @dataclass(frozen=True)
 class Scene:
-    """Points in the world, cameras by name, and where the points are in each picture."""
+    """3D points, cameras by name, and the projections of the points."""
 
     xyz: np.ndarray  # (n, 3)
     cameras: dict[str, Camera]
@@ -27,7 +27,7 @@ class Scene:
 
 
 def make_scene(names, count=300, size=(320, 240), seed=0) -> Scene:
-    """Points in a box, and cameras on an arc around it with principal points that are not in the middle."""
+    """Return points in a box, and cameras on an arc around it with off-center principal points."""
     rng = np.random.default_rng(seed)
     cameras = {}
     for name, angle in zip(names, np.radians(np.linspace(-25, 25, len(names))), strict=True):
@@ -38,7 +38,7 @@ def make_scene(names, count=300, size=(320, 240), seed=0) -> Scene:
 
 
 def apart(scene: Scene, distance: float) -> Scene:
-    """Only points that are at least so far from all earlier ones, in every picture."""
+    """Keep only points with this minimum distance from all earlier ones, in every image."""
     kept: list[int] = []
     pixels = list(scene.pixels.values())
     for number in range(len(scene.xyz)):
@@ -54,7 +54,7 @@ def make_matches(points0, points1, scores=None, size=(320, 240), **info) -> Matc
 
 
 def fill_store(path, scene: Scene, noise=0.0, seed=0, config=None) -> MatchStore:
-    """A store with the matches of all pairs; each pair sees each point with its own noise."""
+    """Fill a store with the matches of all pairs; each pair has its own noise."""
     rng = np.random.default_rng(seed)
     store = MatchStore(path, config or {})
     pixels = scene.pixels

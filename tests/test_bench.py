@@ -1,4 +1,4 @@
-"""The benchmark: what it counts and times, what it writes, and that planted features are what they claim."""
+"""Tests of the benchmark: counts, times, outputs, and the motion of synthetic features."""
 
 import json
 import math
@@ -39,7 +39,7 @@ def weights(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> Path:
-    """A folder with a picture and the same shifted by 16 pixels, as the benchmark names them."""
+    """Write an image, and the same image shifted by 16 pixels, with the names that the benchmark uses."""
     folder = tmp_path_factory.mktemp("pictures")
     large = texture(3, 176, 128)
     for name, start in zip(methods.PICTURES, (0, 16), strict=True):
@@ -55,7 +55,7 @@ def task(weights, pictures) -> Task:
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run `dualrc bench` as a shell would; gives exit status, output and error output."""
+    """Run `dualrc bench` as a shell would; return exit status, output and error output."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["dualrc", "bench", *map(str, arguments)])
@@ -69,7 +69,7 @@ def run(monkeypatch, capsys):
     return call
 
 
-# Planted features.
+# Synthetic features.
 
 
 def empty_features(width: int, height: int, dtype: torch.dtype = torch.float32, channels: int = 48) -> Features:
@@ -108,7 +108,7 @@ def test_the_search_finds_the_planted_motion(motion):
     assert len(error_px) > 300
     assert (error_px <= 8).float().mean() > 0.85
     assert error_px.median() < 4
-    # What is not planted is not found: the same features against others.
+    # Unrelated features do not match.
     stranger = plant(empty_features(*size0), empty_features(*size1), motion=motion, seed=50)
     with torch.inference_mode():
         found = network.match(planted[0], stranger[1])
@@ -118,10 +118,10 @@ def test_the_search_finds_the_planted_motion(motion):
 
 def test_motion_maps_pixels():
     motion = Motion(matrix=((1.0, 0.0), (0.0, 1.0)), shift=(0.5, 0.0))
-    # Half of half a picture to the right: 160 of 640 pixels.
+    # Half of half an image to the right: 160 of 640 pixels.
     there = motion.points1(torch.tensor([[0.0, 0.0], [10.0, 20.0]]), (640, 480), (640, 480))
     assert torch.allclose(there, torch.tensor([[160.0, 0.0], [170.0, 20.0]]), atol=1e-3)
-    # Into a picture of half the size, pixel centres are at (x + 0.5) / 2 - 0.5.
+    # In an image of half the size, pixel centers are at (x + 0.5) / 2 - 0.5.
     there = Motion(matrix=((1.0, 0.0), (0.0, 1.0)), shift=(0.0, 0.0)).points1(torch.zeros(1, 2), (640, 480), (320, 240))
     assert torch.allclose(there, torch.full((1, 2), -0.25), atol=1e-4)
 
@@ -191,7 +191,8 @@ def test_runs_take_turns_and_failures_are_told():
 
     runs = {"a": lambda: calls.append("a"), "failing": failing, "b": lambda: calls.append("b")}
     timings, failures = measure.time_interleaved(runs, CPU, repeats=3, limit_s=10)
-    assert calls == ["a", "failing", "b", "a", "b", "a", "b", "a", "b"]  # the first of each warms up
+    # The first run of each is the warm-up.
+    assert calls == ["a", "failing", "b", "a", "b", "a", "b", "a", "b"]
     assert failures == {"failing": "no room"}
     assert {name: len(timing.samples_s) for name, timing in timings.items()} == {"a": 3, "b": 3}
 
@@ -235,7 +236,8 @@ def test_a_busy_machine_is_told_of():
 def test_peaks_are_forgotten_between_stages():
     measure.reset_peak(CPU)
     before = measure.peak(CPU)
-    torch.ones(50_000_000)  # 200 MB, gone at once
+    # 200 MB, freed at once.
+    torch.ones(50_000_000)
     assert measure.peak(CPU) > before + 150e6
     measure.reset_peak(CPU)
     assert measure.peak(CPU) < before + 50e6
@@ -384,7 +386,8 @@ def test_the_command_prints_tables_and_writes_json(run, weights, pictures, tmp_p
         assert search["on"] == "pictures" and search["planted_correct"] is None
         rows = {(row["method"], row["stage"]): row for row in size["rows"]}
         ours = [(method, stage) for method in size["searches"] for stage in STAGES]
-        others = [] if cells == 88 else [(REFERENCE, Stage.FURTHER)]  # the larger size is too large for it
+        # The larger size is too large for the reference engine.
+        others = [] if cells == 88 else [(REFERENCE, Stage.FURTHER)]
         assert list(rows) == ours + others and len(size["notes"]) == 1 - len(others)
         for (method, stage), row in rows.items():
             assert len(row["timing"]["samples_s"]) == 2, (method, stage)
@@ -419,7 +422,7 @@ def test_a_size_that_does_not_fit_is_measured_smaller(run, weights, tmp_path):
     (size,) = json.loads(out.read_text())["devices"]["cpu"]["sizes"]
     width, height = size["network_size"]
     assert width == height < 1024 and size["tensor_entries"] == (width // 16) ** 4
-    assert f"does not fit into the memory; what is measured is {width}x{height}" in " ".join(screen.split())
+    assert f"does not fit into memory; the measured size is {width}x{height}" in " ".join(screen.split())
 
 
 @pytest.mark.parametrize(
@@ -430,8 +433,8 @@ def test_a_size_that_does_not_fit_is_measured_smaller(run, weights, tmp_path):
         (("--size", "16x640"), "too small"),
         (("--with", "surf"), "reference, loftr, sift"),
         (("--engine", "steam"), "no engine 'steam'"),
-        (("--batch", -1), "must not be negative"),
-        (("--repeats", -2), "must not be negative"),
+        (("--batch", -1), "is negative"),
+        (("--repeats", -2), "is negative"),
         (("--preset", "large"), "no preset"),
         (("--weights", "nowhere.safetensors"), "does not exist"),
         (("--device", "abacus"), "can't be used"),

@@ -1,4 +1,4 @@
-"""The command line: what it writes, prints and refuses."""
+"""Tests of the command line: outputs, messages and errors."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def weights(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory) -> tuple[Path, Path]:
-    """A picture of smooth noise, and the same shifted by 16 pixels."""
+    """Write an image of smooth noise, and the same image shifted by 16 pixels."""
     folder = tmp_path_factory.mktemp("pictures")
     noise = np.random.default_rng(0).integers(0, 255, (24, 30, 3), dtype=np.uint8)
     large = Image.fromarray(noise).resize((176, 160), Image.Resampling.BICUBIC)
@@ -51,7 +51,7 @@ def pictures(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run the command line as a shell would; gives exit status, output and error output."""
+    """Run the command line as a shell would; return exit status, output and error output."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["dualrc", *map(str, arguments)])
@@ -91,7 +91,7 @@ def test_match_in_little_memory(run, weights, pictures, tmp_path):
         )
     assert status == 0, errors
     width, height = Matches.load(out).info["network_size0"]
-    assert width < 1600 and f"seen as {width}x{height}" in screen
+    assert width < 1600 and f"network input {width}x{height}" in screen
     note = " ".join(errors.split())
     assert f"Note: A pair of 1600x1280 does not fit into 0.1 GiB of memory; it is matched at {width}x{height}." in note
     status, _, errors = run("match", *pictures, "--weights", weights, "--max-memory", 0.0001)
@@ -110,7 +110,7 @@ def test_estimate_is_saved_with_the_matches(run, weights, pictures, tmp_path):
     assert sum(content["inliers"]) > 10
     assert "homography" in screen
     assert "inliers" in screen
-    # The second picture is the first one shifted by 16 pixels.
+    # The second image is the first one shifted by 16 pixels.
     moved = matrix @ [80, 64, 1]
     assert moved[:2] / moved[2] == pytest.approx([64, 64], abs=1.0)
 
@@ -203,7 +203,7 @@ def test_a_read_only_folder_is_refused_before_matching(run, weights, pictures, t
 
 
 def options_of(command: str) -> set[str]:
-    """The flags of a command, in every spelling."""
+    """Return the flags of a command, in every spelling."""
     return {flag for option in get_command(cli.app).commands[command].params for flag in option.opts}
 
 
@@ -251,7 +251,7 @@ def test_version(run):
     assert screen.startswith("dualrc ")
 
 
-def test_info_names_versions_presets_and_licence(run):
+def test_info_names_versions_presets_and_license(run):
     status, screen, _ = run("info")
     assert status == 0
     for word in ("torch", "preset default", "preset paper", "Apache-2.0", "cpu", "DUALRC_ENGINE", "reference"):
@@ -288,20 +288,21 @@ def test_the_demo_leaves_pictures_and_figures(run, tmp_path):
     assert "correct within 3 px" in screen
     for name in ("a.png", "b.png", "matches.png", "correct.png", "warp.png", "matches.npz"):
         assert (tmp_path / "demo" / name).stat().st_size > 0
-    # Each step is told when it begins, one a line.
+    # Each step logs one line when it starts.
     steps = [line.split(" s  ")[1] for line in errors.splitlines() if " s  " in line]
     assert [step.split()[0] for step in steps] == ["Loading", "Rendering", "Matching", "Comparing", "Drawing"]
 
 
 def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
-    """Built, installed into an empty environment outside the checkout, and used from there."""
+    """The wheel works in an empty environment outside of the checkout."""
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--no-build-isolation", "-w"]
     subprocess.run([*build, str(tmp_path), str(ROOT)], check=True, cwd=tmp_path)
     (wheel,) = tmp_path.glob("dualrc-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "dualrc/py.typed" in names
-    assert "dualrc/ops/native/search.c" in names  # a compiled library is checked against the sources
+    # A compiled library is checked against the sources.
+    assert "dualrc/ops/native/search.c" in names
     assert not library.available() or any(name.startswith("dualrc/ops/native/_generic") for name in names)
     assert not any(name.startswith(("tests/", "docs/")) for name in names)
     environment = tmp_path / "environment"
@@ -311,7 +312,7 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
     folder = Path(subprocess.run([python, "-c", find], check=True, capture_output=True, text=True).stdout.strip())
     target = ["--no-deps", "--quiet", "--target", str(folder), str(wheel)]
     subprocess.run([sys.executable, "-m", "pip", "install", *target], check=True)
-    # The dependencies, torch above all, are borrowed from here; the package itself must come from the wheel.
+    # Dependencies, in particular torch, come from this environment; the package itself must come from the wheel.
     here = subprocess.run([sys.executable, "-c", find], check=True, capture_output=True, text=True).stdout.strip()
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [path for path in paths if path and Path(path) != ROOT / "src"]
@@ -325,7 +326,8 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
     command = [python, "-c", code, chosen, *map(str, pictures)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=clean)
     location, engine, count = done.stdout.split()
-    assert engine.startswith("native") or not library.available()  # its sources lie beside it
+    # The sources are beside the library.
+    assert engine.startswith("native") or not library.available()
     assert Path(location).is_relative_to(folder)
     assert int(count) > 0
 
@@ -333,9 +335,9 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
 @pytest.mark.parametrize(
     ("score", "text"),
     [
-        (0.000312, "0.000312 (nothing"),
+        (0.000312, "0.000312 (no overlap"),
         (0.2, "0.2 (doubtful"),
-        (0.7, "0.7 (the pictures probably"),
+        (0.7, "0.7 (the images probably"),
         (0.99987, "0.99987 ("),
     ],
 )
@@ -345,4 +347,4 @@ def test_a_pair_score_has_enough_digits(score, text):
 
     info = {"pair_score": score, "pair_model": {}}
     assert _pair_verdict(Matches.none(info)).startswith(text)
-    assert "ranks pairs only" in _pair_verdict(Matches.none({}))
+    assert "only to rank pairs" in _pair_verdict(Matches.none({}))

@@ -1,4 +1,4 @@
-"""Which pictures are matched with which, in what order, and what happens when workers die."""
+"""Tests of the choice and the order of pairs, and of workers that die."""
 
 import itertools
 
@@ -54,7 +54,7 @@ def test_exhaustive_and_sequential():
 
 
 def circle(count: int) -> np.ndarray:
-    """Descriptors of a camera that comes back to where it began."""
+    """Return descriptors of a camera that returns to its starting point."""
     angle = np.arange(count) / count * 2 * np.pi
     return np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
 
@@ -63,7 +63,8 @@ def test_sequential_closes_loops():
     found = pairs.sequential(NAMES, 2, circle(10), loops=1)
     assert set(found) - set(pairs.sequential(NAMES, 2)) >= {("00.jpg", "09.jpg")}
     apart = [int(b[:2]) - int(a[:2]) for a, b in found]
-    assert all(min(steps, 10 - steps) <= 3 for steps in apart)  # on the circle
+    # Distances along the circle.
+    assert all(min(steps, 10 - steps) <= 3 for steps in apart)
 
 
 def test_retrieval_takes_the_nearest_and_each_pair_once():
@@ -85,7 +86,7 @@ def test_most_similar_at_its_edges():
 def test_descriptors_tell_pictures_apart():
     matcher = dualrc.load(device="cpu")
     pictures = [texture(seed, 128, 96) for seed in range(5)]
-    # The same scene, lighter and moved a little.
+    # The same scene, brighter and slightly shifted.
     again = [np.roll(np.clip(picture.astype(int) + 10, 0, 255).astype(np.uint8), 3, axis=1) for picture in pictures]
     known, asked = ([global_descriptor(matcher.features(p)) for p in group] for group in (pictures, again))
     assert np.allclose(np.linalg.norm(known, axis=1), 1, atol=1e-5) and known[0].dtype == np.float32
@@ -93,7 +94,7 @@ def test_descriptors_tell_pictures_apart():
 
 
 def test_retrieval_finds_the_scene_among_others():
-    """The bundled network on real scenes: the two most similar pictures show the same thing."""
+    """With the bundled network on real scenes, the two most similar images show the same scene."""
     data = ROOT.parent / "shared" / "data"
     if not data.is_dir():
         pytest.skip("needs ../shared/data")
@@ -141,21 +142,22 @@ NASTY = (
 
 
 def test_what_is_written_is_read(tmp_path):
-    """Whatever the names, which hold no control characters (see find_pictures)."""
+    """Any names without control characters (see find_pictures) survive writing and reading."""
     expected = pairs.exhaustive(NASTY)
     pairs.write_pairs(tmp_path / "pairs.txt", expected)
     assert pairs.from_file(NASTY, tmp_path / "pairs.txt") == expected
     plain = [("b.jpg", "c/d.jpg"), ("b.jpg", "e.jpg")]
     pairs.write_pairs(tmp_path / "pairs.txt", plain)
-    assert (tmp_path / "pairs.txt").read_text() == "b.jpg c/d.jpg\nb.jpg e.jpg\n"  # as COLMAP and hloc write it
+    # In the format of COLMAP and hloc.
+    assert (tmp_path / "pairs.txt").read_text() == "b.jpg c/d.jpg\nb.jpg e.jpg\n"
 
 
 def test_names_with_spaces_and_nothing_around_them(tmp_path):
-    """As earlier versions wrote them: read where they can mean one pair alone."""
+    """Files of earlier versions are read if a line can mean only one pair."""
     names = ["IMG 1.jpg", "IMG 2.jpg", "x.jpg"]
     text = write(tmp_path, "IMG 1.jpg IMG 2.jpg\nx.jpg IMG 1.jpg\n# IMG 1.jpg\n")
     assert pairs.from_file(names, text) == [("IMG 1.jpg", "IMG 2.jpg"), ("IMG 1.jpg", "x.jpg")]
-    with pytest.raises(DataError, match=r"line 1: 'a b c' is not a pair of pictures; write two names with a tab"):
+    with pytest.raises(DataError, match=r"line 1: 'a b c' is not a pair of images; separate two names by a tab"):
         pairs.from_file(["a", "b c", "a b", "c"], write(tmp_path, "a b c\n"))
 
 
@@ -175,11 +177,12 @@ def choose(names, how, describe=None, **changes):
 def test_choosing(tmp_path):
     assert choose(NAMES, "auto") == choose(NAMES, "exhaustive") == pairs.exhaustive(NAMES)
     assert choose(NAMES, "sequential", loops=0) == pairs.sequential(NAMES, 2)
-    assert choose(NAMES[:3], "sequential") == pairs.exhaustive(NAMES[:3])  # all are near: no loops, no descriptors
+    # All images are neighbors: no loops and no descriptors are needed.
+    assert choose(NAMES[:3], "sequential") == pairs.exhaustive(NAMES[:3])
     assert choose(["a.jpg", "b.jpg"], write(tmp_path, "b.jpg a.jpg")) == [("a.jpg", "b.jpg")]
-    with pytest.raises(ConfigError, match=r"no way 'random'.*exhaustive"):
+    with pytest.raises(ConfigError, match=r"pairs = 'random' is neither.*exhaustive"):
         choose(NAMES, "random")
-    # A picture that can't be read has no descriptor, and no pairs.
+    # An unreadable image has no descriptor and no pairs.
     described = dict(zip(NAMES[1:], circle(9), strict=True))
     for how in ("retrieval", "sequential"):
         found = choose(NAMES, how, lambda: described)
@@ -208,7 +211,7 @@ def test_pairs_that_see_the_same_points(tmp_path):
         assert max(shared) == best[name]
     assert len(found) == len(set(found)) <= len(names) and all(a < b for a, b in found)
     assert len(pairs.covisible(names, tmp_path, 99)) == 10
-    with pytest.raises(DataError, match="none of the pictures of the model"):
+    with pytest.raises(DataError, match="has no image of the model"):
         pairs.covisible(["other.jpg"], tmp_path, 3)
 
 
@@ -250,7 +253,7 @@ def test_chunks():
 
 
 class Deadly:
-    """An executor whose workers die at some items, as often as said, and else say what they were asked."""
+    """Executor whose workers die at some items a given number of times, and otherwise return their task."""
 
     def __init__(self, count: int, deaths: dict[tuple[str, ...], int], at_once: int = 1) -> None:
         self.count, self.at_once, self.deaths = count, at_once, dict(deaths)
@@ -288,7 +291,8 @@ def test_what_workers_die_of_is_tried_again_and_then_given_up(count, at_once):
         set(),
         lambda item, result: results.append((item, result)),
     )
-    assert sorted(item for item, _ in results) == sorted(asked)  # each once
+    # Each item once.
+    assert sorted(item for item, _ in results) == sorted(asked)
     failed = {item: result for item, result in results if isinstance(result, Failure)}
     assert set(failed) == {deadly} and "killed" in failed[deadly].reason
     assert executor.died <= 5

@@ -1,4 +1,4 @@
-"""The same on a Ray cluster, though one of its machines dies."""
+"""Tests of collections on a Ray cluster, one of whose machines dies."""
 
 import itertools
 import sys
@@ -42,13 +42,13 @@ def config(tmp_path):
 
 
 def heard_of_block(events: list[Event], worker: int) -> int:
-    """How many of the five results of its block a worker has given."""
+    """Return how many of the five results of its block a worker has returned."""
     kinds = [event.kind for event in events if event.worker == worker]
     return kinds[::-1].index("ready") if "ready" in kinds else 0
 
 
 def wait_for_a_death(executor: RayExecutor) -> None:
-    """Until it is known that one of the workers is no more: what it is asked fails, without its turn having come."""
+    """Wait until the death of a worker is known: a call to it fails, although its turn has not come."""
     asked = [actor.start.remote() for actor in executor._actors]
     while True:
         (answer,), asked = executor._ray.wait(asked, num_returns=1, timeout=120.0)
@@ -58,7 +58,8 @@ def wait_for_a_death(executor: RayExecutor) -> None:
             return
 
 
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves files and processes to the interpreter's end
+# Ray closes files and processes only when the interpreter ends.
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_cluster_gives_the_same_though_a_node_dies(images, config, tmp_path, monkeypatch):
     pytest.importorskip("ray")
@@ -75,7 +76,8 @@ def test_a_cluster_gives_the_same_though_a_node_dies(images, config, tmp_path, m
         next_event = RayExecutor.next
 
         def watched_next(executor: RayExecutor) -> Event:
-            if not removed:  # both have an answer before one is heard
+            # Both workers have an answer before one is read.
+            if not removed:
                 executor._ray.wait(list(executor._awaited), num_returns=2)
                 if len(events) >= 15 and all(1 <= heard_of_block(events, worker) <= 3 for worker in range(2)):
                     cluster.remove_node(second, allow_graceful=False)
@@ -84,7 +86,8 @@ def test_a_cluster_gives_the_same_though_a_node_dies(images, config, tmp_path, m
             events.append(next_event(executor))
             return events[-1]
 
-        monkeypatch.setattr(ray_cluster, "_UNREAD", 1)  # none is ahead of what is heard, let alone at its block's end
+        # No worker gets ahead of the results that were read, or reaches the end of its block.
+        monkeypatch.setattr(ray_cluster, "_UNREAD", 1)
         monkeypatch.setattr(RayExecutor, "next", watched_next)
         ray_config = replace(config, executor="ray", address=cluster.address, workers=None)
         result = match_collection(images, tmp_path / "ray", ray_config, quiet=True)

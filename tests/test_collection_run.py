@@ -1,4 +1,4 @@
-"""Folders of pictures to stores of matches, in real processes: complete, always the same, and never lost."""
+"""Tests of matching collections in real processes: complete, deterministic, and crash-safe."""
 
 import itertools
 import multiprocessing
@@ -39,7 +39,7 @@ BROKEN = ["broken.jpg", "text.jpg", "thin.png"]
 
 
 def content(store: Path) -> dict:
-    """All that a store holds, but for the order in which it came."""
+    """Return the content of a store, independent of the order of insertion."""
     with MatchStore(store) as opened:
         return {
             names: (*(getattr(m, key).tobytes() for key in ("points0", "points1", "scores")), m.size0, m.size1, m.info)
@@ -61,7 +61,7 @@ def config(weights) -> CollectionConfig:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """Pictures of several shapes, of which three are broken in their own ways."""
+    """Write images of several shapes; three of them are broken in different ways."""
     root = tmp_path_factory.mktemp("images")
     for number, name in enumerate(GOOD):
         (root / name).parent.mkdir(exist_ok=True)
@@ -82,7 +82,8 @@ def undisturbed(images, config, tmp_path_factory) -> CollectionResult:
 def test_every_pair_is_matched_as_the_matcher_does_it(images, config, weights, undisturbed):
     assert undisturbed.names == tuple(sorted(GOOD + BROKEN))
     assert undisturbed.pairs == tuple(itertools.combinations(sorted(GOOD + BROKEN), 2))
-    assert (undisturbed.matched, undisturbed.skipped, undisturbed.extracted) == (21, 0, 10)  # each picture once
+    # Each image is read once.
+    assert (undisturbed.matched, undisturbed.skipped, undisturbed.extracted) == (21, 0, 10)
     matcher = dualrc.load(weights=weights, device="cpu", size=config.size, top=config.top)
     with MatchStore(undisturbed.store) as store:
         assert len(store) == 45
@@ -118,7 +119,8 @@ def test_a_second_run_does_what_is_missing(images, config, undisturbed, tmp_path
     first = match_collection(some, tmp_path / "out", config, quiet=True)
     assert (first.matched, first.skipped, list(first.broken)) == (10, 0, ["text.jpg"])
     shutil.copy(images / "d.png", some)
-    Image.fromarray(texture(9, 96, 64)).save(some / "text.jpg")  # mended
+    # The file is repaired.
+    Image.fromarray(texture(9, 96, 64)).save(some / "text.jpg")
     more = match_collection(some, tmp_path / "out", config, quiet=True)
     assert (more.matched, more.skipped, more.broken) == (5 + 6, 10, {})
     again = match_collection(some, tmp_path / "out", config, quiet=True)
@@ -133,7 +135,8 @@ def test_pairs_by_retrieval_keep_their_descriptors(images, config, undisturbed, 
     chosen = replace(config, pairs="retrieval", neighbors=1)
     result = match_collection(images, tmp_path, chosen, quiet=True)
     assert 4 <= len(result.pairs) <= 7 and all(set(pair) <= set(GOOD) for pair in result.pairs)
-    assert result.extracted == 10 and sorted(result.broken) == BROKEN  # described and matched: still once each
+    # Described and matched, but still read once each.
+    assert result.extracted == 10 and sorted(result.broken) == BROKEN
     expected = content(undisturbed.store)
     assert content(result.store) == {pair: expected[pair] for pair in result.pairs}
     with MatchStore(result.store) as store:
@@ -144,7 +147,7 @@ def test_pairs_by_retrieval_keep_their_descriptors(images, config, undisturbed, 
 
 
 def run_to_be_killed(images: Path, out: Path, config: CollectionConfig) -> None:
-    """With time between the pairs, so that it is killed in the midst of them however fast they are."""
+    """Run with a delay between pairs, so that the process can be killed before it is finished."""
     next_event = LocalExecutor.next
 
     def slow_next(executor: LocalExecutor) -> Event:
@@ -157,16 +160,17 @@ def run_to_be_killed(images: Path, out: Path, config: CollectionConfig) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started; Linux only."""
+    """Return the child processes of a process; Linux only."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def stored(out: Path) -> int:
-    """How many pairs a store has, while another process writes it."""
+    """Return the number of pairs in a store, while another process writes to it."""
     try:
         with MatchStore(out / "matches.sqlite") as store:
             return len(store)
-    except DataError:  # not yet there, or not yet a store
+    # The store does not exist yet.
+    except DataError:
         return 0
 
 
@@ -180,14 +184,14 @@ def gone(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_kill_9_at_ten_random_moments_loses_nothing(images, config, undisturbed, tmp_path):
     rng = random.Random(0)
-    # The parent is forked from a process that has everything imported; the workers start afresh, as always.
+    # The parent is forked from a process with all imports; its workers start fresh, as always.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["test_collection_run"])
     total, counts = len(undisturbed.pairs), []
     for number in range(10):
         process = processes.Process(target=run_to_be_killed, args=(images, tmp_path, config))
         process.start()
-        # Every other time while it starts; else when some pairs more are there, so that each gets a little further.
+        # Kill alternately during the start, and after some more pairs, so that each run makes progress.
         before, soon = stored(tmp_path), rng.uniform(0, 1.5)
         wanted = before + (rng.randint(1, 6) if number % 2 else 1)
         deadline = time.monotonic() + (60 if number % 2 else soon)
@@ -198,7 +202,8 @@ def test_kill_9_at_ten_random_moments_loses_nothing(images, config, undisturbed,
         process.join()
         assert process.exitcode in (-signal.SIGKILL, 0)
         deadline = time.monotonic() + 10
-        while not all(map(gone, workers)):  # workers end with their parent
+        # Workers end with their parent.
+        while not all(map(gone, workers)):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         counts.append(stored(tmp_path))
@@ -213,7 +218,8 @@ def test_a_worker_that_is_killed_is_replaced(images, config, undisturbed, tmp_pa
     next_event = LocalExecutor.next
 
     def watched_next(executor: LocalExecutor) -> Event:
-        if len(events) == 4:  # it was ready, and has matched three pairs
+        # The worker was ready, and has matched three pairs.
+        if len(events) == 4:
             executor._processes[0].kill()
         events.append(next_event(executor))
         return events[-1]
@@ -226,7 +232,7 @@ def test_a_worker_that_is_killed_is_replaced(images, config, undisturbed, tmp_pa
 
 
 def test_other_settings_are_refused_with_the_remedy(images, config, undisturbed, tmp_path):
-    with pytest.raises(DataError, match=r"matcher\.size is 96 there and 64 now.*write to another place"):
+    with pytest.raises(DataError, match=r"matcher\.size is 96 there and 64 now.*write to another folder"):
         match_collection(images, undisturbed.store.parent, replace(config, size=64), quiet=True)
     other = tmp_path / "other.safetensors"
     save_weights(tiny_network(seed=1), other)
@@ -239,7 +245,7 @@ def test_folders_that_can_not_be_matched(config, tmp_path):
     with pytest.raises(DataError, match="holds no pictures"):
         match_collection(tmp_path / "empty", tmp_path / "out", config, quiet=True)
     Image.fromarray(texture(0, 64, 64)).save(tmp_path / "empty" / "one.png")
-    with pytest.raises(DataError, match="one picture only; give a folder with at least two"):
+    with pytest.raises(DataError, match="only one image; pass a folder with at least two"):
         match_collection(tmp_path / "empty", tmp_path / "out", config, quiet=True)
     assert not (tmp_path / "out").exists()
 
@@ -260,7 +266,7 @@ def test_out_that_is_a_file(images, config, tmp_path):
 
 @contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
-    """A file system of its own, where that is allowed."""
+    """Mount a separate small file system, if that is permitted."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
     if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
@@ -281,7 +287,7 @@ def test_a_read_only_folder(images, config, tmp_path):
 
 def test_a_full_disk_loses_nothing(images, config, undisturbed, tmp_path):
     with small_disk(tmp_path / "disk", "size=160k") as disk:
-        with pytest.raises(OutputError, match=r"make room, or write elsewhere; what was stored is safe"):
+        with pytest.raises(OutputError, match=r"free disk space, or write elsewhere; stored pairs are safe"):
             match_collection(images, disk, config, quiet=True)
         assert 0 < stored(disk) < len(undisturbed.pairs)
         subprocess.run(["mount", "-o", "remount,size=10m", str(disk)], check=True)
@@ -338,7 +344,7 @@ def test_a_worker_in_high_quality_looks_at_the_pictures(images, weights):
 
 
 def test_reading_ahead_changes_nothing(images, weights):
-    """What a worker does beside a GPU: batches, and pictures read by threads before they are needed."""
+    """A worker with a GPU uses batches, and threads that read images ahead."""
     items = [*itertools.combinations(["a/1.png", "b/1.png", "c.png", "text.jpg", "d.png"], 2), ("c.png",)]
     plain, ahead = Worker(settings(images, weights)), Worker(settings(images, weights))
     ahead.prefetches, ahead.at_once = True, 3
@@ -368,7 +374,7 @@ def test_the_command(images, config, undisturbed, tmp_path):
     pairs.write_text('c.png d.png\n"a/é ü.png" e.png\n', encoding="utf-8")
     arguments += ["--weights", str(config.weights), "--device", "cpu", "--pairs", str(pairs)]
     done = CliRunner().invoke(cli.app, arguments)
-    assert done.exit_code == 0 and "2, of which 2 were there" in done.stdout, done.output
+    assert done.exit_code == 0 and "2, 2 of them matched before" in done.stdout, done.output
 
 
 def test_workers_share_the_memory(images, config, weights, monkeypatch):
@@ -381,6 +387,6 @@ def test_workers_share_the_memory(images, config, weights, monkeypatch):
             images, [], replace(config, workers=None, max_memory=limit, cache=0.0), matcher
         )
         assert len(settings) == count
-        # Torch and the network are half a GiB; what is left is for matching, at a smaller size where it has to be.
+        # Torch and the network take half a GiB; the rest is for matching, at a smaller size if necessary.
         given = [one.matcher["max_memory"] for one in settings]
         assert given == pytest.approx([max(limit / count - 0.5, limit / count / 4)] * count)

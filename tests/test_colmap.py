@@ -49,7 +49,7 @@ def test_the_half_pixel_is_taken_off(tmp_path, line, fx, fy):
         ("1 PINHOLE 640 480 -500 500 320 240", "positive focal"),
         ("1 PINHOLE wide 480 500 500 320 240", "line 3: not a camera"),
         ("1 PINHOLE", "line 3: not a camera"),
-        ("", "holds no camera"),
+        ("", "has no camera"),
     ],
 )
 def test_unusable_cameras_are_refused(tmp_path, line, message):
@@ -61,7 +61,7 @@ def test_two_cameras_serve_two_pictures_in_order(tmp_path):
     path = cameras_txt(tmp_path, "9 SIMPLE_PINHOLE 640 480 900 320 240", "2 SIMPLE_PINHOLE 640 480 200 320 240")
     cameras = read_cameras(path, ["a.jpg", "b.jpg"])
     assert [camera.focal_px for camera in cameras.values()] == [200, 900]
-    with pytest.raises(DataError, match=r"2 cameras for 3 pictures; put COLMAP's images\.txt beside it"):
+    with pytest.raises(DataError, match=r"2 cameras for 3 images; put COLMAP's images\.txt beside it"):
         read_cameras(path, ["a.jpg", "b.jpg", "c.jpg"])
 
 
@@ -80,7 +80,7 @@ def test_names_are_resolved_through_images_txt(tmp_path):
     assert cameras["right/c.jpg"].focal_px == 100
     # (0, 0, 0, 1) turns by 180 degrees about z.
     assert np.allclose(cameras["right/c.jpg"].cam_from_world, np.column_stack([np.diag([-1, -1, 1]), [1, 2, 3]]))
-    with pytest.raises(DataError, match=r"several pictures called c\.jpg"):
+    with pytest.raises(DataError, match=r"several images called c\.jpg"):
         read_cameras(path, ["c.jpg"])
     with pytest.raises(DataError, match=r"no camera for d\.jpg"):
         read_cameras(path, ["d.jpg"])
@@ -91,7 +91,7 @@ def test_broken_images_txt(tmp_path):
     images = tmp_path / "images.txt"
     for line in ("1 1 0 0 0", "1 0 0 0 0 0 0 0 1 a.jpg", "1 1 0 0 x 0 0 0 1 a.jpg"):
         images.write_text(line + "\n\n")
-        with pytest.raises(DataError, match="line 1: not a picture"):
+        with pytest.raises(DataError, match="line 1: not an image"):
             read_cameras(path, ["a.jpg"])
     images.write_text("1 1 0 0 0 0 0 0 7 a.jpg\n\n")
     with pytest.raises(DataError, match="has no camera 7"):

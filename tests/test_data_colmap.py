@@ -137,7 +137,7 @@ def test_a_picture_on_its_side(folder, renderings, tmp_path):
 def test_folders_that_hold_no_model(folder, tmp_path):
     with pytest.raises(DataError):
         ColmapPairs(tmp_path, folder / "images")
-    with pytest.raises(DataError, match="folder of pictures"):
+    with pytest.raises(DataError, match="image folder"):
         ColmapPairs(folder / "model", tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="min_overlap"):
         ColmapConfig(model="m", images="i", min_overlap=2.0)

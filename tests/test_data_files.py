@@ -111,7 +111,7 @@ def test_names_that_could_not_be_read_are_not_written(tmp_path, name):
 
 
 def test_files_that_are_missing_or_empty(tmp_path):
-    with pytest.raises(DataError, match="folder of pictures"):
+    with pytest.raises(DataError, match="image folder"):
         PairsFile(tmp_path / "pairs.txt", tmp_path / "nowhere")
     with pytest.raises(DataError, match="does not exist"):
         PairsFile(tmp_path / "pairs.txt", tmp_path)
@@ -236,14 +236,16 @@ def test_what_can_t_be_used_is_left_out_by_name_and_the_rest_goes_on(folder):
     assert set(maker.skipped) == {f"pairs.txt, line {n}" for n in (1, 2, 3, 5, 6, 7)}
     assert "missing.png does not exist" in maker.skipped["pairs.txt, line 1"]
     assert "1 corresponding points are too few" in maker.skipped["pairs.txt, line 5"]
-    assert "0 corresponding points lie on the pictures" in maker.skipped["pairs.txt, line 7"]
+    assert "0 corresponding points inside of the images" in maker.skipped["pairs.txt, line 7"]
     assert maker.report().startswith("Left out as unusable: 6 (pairs.txt, line ")
     # What is known to be broken changes nothing about the batches.
     assert equal(batch, maker.make(16, random()))
     maker.close()
     (folder / "pairs.txt").write_text("\n".join(bad))
     maker = maker_of(folder)
-    with pytest.raises(DataError, match=r"None of the 6 pairs can be used; mend the data\. The first, pairs.txt, line"):
+    with pytest.raises(
+        DataError, match=r"None of the 6 pairs can be used; correct the data\. The first, pairs.txt, line"
+    ):
         maker.make(2, random())
     maker.close()
 

@@ -110,7 +110,7 @@ def test_the_submission_is_as_the_service_wants_it(data, tmp_path):
     assert rotation_error_deg(found[:, :3], true[:, :3]) < 1e-3
     scores = content["results"][0].figures
     assert scores.conditions["day"].localized == 1 and scores.conditions["night"].localized == 0
-    assert scores.conditions["night"].shares == () and "The true poses are not public" in text
+    assert scores.conditions["night"].shares == () and "The ground truth is not public" in text
     written = json.loads((tmp_path / "results.json").read_text())
     assert written["results"][0]["figures"]["queries"][0]["error_m"] is None
 
@@ -197,7 +197,7 @@ def test_a_second_run_matches_nothing_again(data, tmp_path):
     changed.mkdir()
     (changed / "matchers.py").write_text((data / "matchers.py").read_text() + "\n# another config\n")
     _, text = run(changed, data / "v1.0", tmp_path, "nothing", truth=False)
-    assert "was made with another config or data; it is not used" in text
+    assert "was made with another config or dataset and is not used" in text
 
 
 def test_what_is_wrong_with_a_query_is_named_and_counts_as_failure(data, root, tmp_path):
@@ -234,7 +234,7 @@ def test_pictures_that_are_missing_or_of_another_size(data, root, tmp_path):
     content, text = run(data, root, tmp_path / "out", "oracle")
     result = content["results"][0]
     assert len(read_aachen(root).database) == 4
-    assert f"The database picture {DATABASE[1]} is not used: The intrinsics are for 320x240 pixels" in text
+    assert f"The database image {DATABASE[1]} is not used: The intrinsics are for 320x240 pixels" in text
     reasons = {query.name: query.reason for query in result.figures.queries}
     assert reasons == {NIGHT_QUERIES[0]: "None of its pairs could be matched.", NIGHT_QUERIES[1]: None}
     # All pairs of the picture that is no picture, and of the query that is not there.
@@ -261,7 +261,7 @@ def test_a_map_without_points_fails_every_query(data, tmp_path):
     ("remove", "message"),
     [
         ("3D-models/aachen_cvpr2018_db.nvm", r"is not Aachen Day-Night: no 3D-models/aachen_cvpr2018_db.nvm"),
-        ("3D-models/database_intrinsics.txt", r"database_intrinsics.txt does not exist; get the published file"),
+        ("3D-models/database_intrinsics.txt", r"database_intrinsics.txt does not exist; download the published file"),
         ("images", r"has no pictures in images/images_upright; unpack them there"),
         ("queries", r"has no queries: neither queries/day_time_queries"),
         ("image_pairs_to_match.txt", r"image_pairs_to_match.txt, the list of pairs, does not exist"),
@@ -287,9 +287,9 @@ def test_roots_of_other_benchmarks(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("NVM_V3", "NVM_V4", "has no number of pictures"),
-        ("NVM_V3 \n\n5", "NVM_V3 \n\n500", "is cut off: it has fewer than its 500 pictures"),
-        (f"{DATABASE[2]} ", f"x y z\n{DATABASE[2]} ", "line 6: not a picture with its pose"),
+        ("NVM_V3", "NVM_V4", "has no number of images"),
+        ("NVM_V3 \n\n5", "NVM_V3 \n\n500", "is truncated: it has fewer than its 500 images"),
+        (f"{DATABASE[2]} ", f"x y z\n{DATABASE[2]} ", "line 6: not an image with its pose"),
     ],
 )
 def test_broken_nvm_files(root, old, new, message):
@@ -302,8 +302,8 @@ def test_a_database_picture_without_intrinsics_is_named(root):
     edit(root / "3D-models" / "database_intrinsics.txt", f"{DATABASE[2]} ", "db/other.jpg ")
     found = read_aachen(root)
     assert DATABASE[2] not in found.database and len(found.database) == 4
-    assert any(f"The database picture {DATABASE[2]} is not used" in note for note in found.notes)
-    assert any("pairs of the lists have no two usable pictures" in note for note in found.notes)
+    assert any(f"The database image {DATABASE[2]} is not used" in note for note in found.notes)
+    assert any("listed pairs have no two usable images" in note for note in found.notes)
     assert all(DATABASE[2] not in (pair.name0, pair.name1) for pair in found.pairs)
 
 
@@ -323,7 +323,7 @@ def test_broken_colmap_models(data, tmp_path, file):
 
 def test_lists_of_pairs_that_are_none(root):
     (root / "image_pairs_to_match.txt").write_text(f"{DATABASE[0]} {DATABASE[1]}\n{DATABASE[0]}\n")
-    with pytest.raises(DataError, match=r"line 2: 'db/1.jpg' is not two pictures"):
+    with pytest.raises(DataError, match=r"line 2: 'db/1.jpg' is not two images"):
         read_aachen(root)
     (root / "image_pairs_to_match.txt").write_text(f"{DATABASE[0]} {DATABASE[1]}\n")
     with pytest.raises(DataError, match="no candidates for any query"):
@@ -351,7 +351,7 @@ def test_true_poses_of_others(data, tmp_path):
         Aachen(settings)
     write_truth(tmp_path / "truth.txt", NIGHT_QUERIES[:1])
     partly = Aachen(settings)
-    assert any("1 queries have no true pose" in note for note in partly.notes)
+    assert any("1 queries have no ground truth" in note for note in partly.notes)
 
 
 def test_errors_at_the_thresholds_count_and_beyond_do_not():
@@ -391,7 +391,7 @@ def test_the_command(data, tmp_path):
     )
     assert done.exit_code == 0, done.output
     assert "100.0" in done.output and (tmp_path / "out" / "Aachen_eval_[matchers_oracle].txt").is_file()
-    with pytest.raises(ConfigError, match="--truth is for inloc and aachen; leave it out"):
+    with pytest.raises(ConfigError, match="--truth is an option of inloc and aachen only; omit it"):
         evaluate("pose", roots=(tmp_path,), out=tmp_path, truth=tmp_path)
     with pytest.raises(ConfigError, match="one ROOT"):
         evaluate("aachen", roots=(tmp_path, tmp_path), out=tmp_path)

@@ -95,7 +95,7 @@ def varied(folder, tmp_path_factory):
 
 def test_sizes_hold_the_scores_of_hpatches_itself(folder, sized, tmp_path):
     out, content, _ = sized
-    rows = page_tables(out)["Picture size and map size, best 2000 matches"]
+    rows = page_tables(out)["Image size and map size, best 2000 matches"]
     for row, result, size in zip(rows, content["results"], SIZES, strict=False):
         weights = folder / "tiny0.safetensors"
         own, _ = run_evaluation("hpatches", [folder / "data"], tmp_path, folder, ["dualrc"], weights=weights, size=size)
@@ -126,8 +126,8 @@ def test_variants_hold_the_scores_of_hpatches_itself(folder, varied, tmp_path):
     assert fusion[0][1:6] != fusion[4][1:6]
     for row in (*fusion[1:4], channels[0], channels[2]):
         assert row[1:] == ["missing", *["-"] * 9]
-    assert "Fusion variants, 256 channels, 64 px: no weights were given for (b) 256, (c) 256, (d) 256." in text
-    assert "no weights were given for (a) 1024, (e) 1024." in text
+    assert "Fusion variants, 256 channels, 64 px: no weights were passed for (b) 256, (c) 256, (d) 256." in text
+    assert "no weights were passed for (a) 1024, (e) 1024." in text
     assert [network.variant for network in content["networks"]] == [("a", 256), ("e", 256)]
 
 
@@ -212,7 +212,7 @@ def test_nothing_is_matched_or_measured_twice(folder, sized, monkeypatch):
     assert names[0].endswith("tiny0.safetensors, 128 px") and names[1].endswith("tiny1.safetensors")
     assert names[1].startswith("default, ")
     assert "The same map size is not compared: that needs 128 and 64 px; add --size 64." in text
-    assert "Smaller pictures are not compared" in text
+    assert "Smaller images are not compared" in text
 
 
 def test_weights_that_won_t_do_are_refused_before_anything_is_matched(folder, tmp_path):
@@ -233,9 +233,9 @@ def test_weights_that_won_t_do_are_refused_before_anything_is_matched(folder, tm
             run(folder, tmp_path / "out", sizes=SIZES, weights=bad)
     copy = tmp_path / "copy.safetensors"
     copy.write_bytes(whole)
-    with pytest.raises(ConfigError, match="hold the same weights; give each once"):
+    with pytest.raises(ConfigError, match="have the same weights; pass each once"):
         run(folder, tmp_path / "out", weights=(folder / "tiny0.safetensors", copy))
-    with pytest.raises(WeightsError, match="carries no weights for the preset 'paper'; give files with --weights"):
+    with pytest.raises(WeightsError, match="has no weights for the preset 'paper'; pass files with --weights"):
         run(folder, tmp_path / "out", preset="paper")
     assert not list((tmp_path / "out").glob("*.sqlite"))
 
@@ -251,11 +251,11 @@ def test_data_and_settings_that_won_t_do(folder, tmp_path):
     with pytest.raises(DataError, match=r"no sequences i_\* or v_\*"):
         run(folder, tmp_path, "tiny0", roots=(tmp_path,))
     for wrong, words in (
-        ({"roots": ()}, "Give the folder"),
-        ({"top": 0}, "leaves nothing to score"),
+        ({"roots": ()}, "No dataset was passed"),
+        ({"top": 0}, "leaves no matches to score"),
         ({"sizes": (128, 16)}, "at least 32"),
         ({"sizes": ()}, "at least 32"),
-        ({"matchers": ("dualrc",)}, "give --weights"),
+        ({"matchers": ("dualrc",)}, "pass --weights"),
         ({"device": "toaster"}, "toaster"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -357,7 +357,7 @@ def test_which_variants_are_compared(appendix):
         *("(c) 1024", "(c) 256", "(e) 1024", "(e) 256"),
     ]
     assert channels.notes == [
-        "256 against 1024 channels, 800 px: no weights were given for (a) 256, (e) 1024, (e) 256."
+        "256 against 1024 channels, 800 px: no weights were passed for (a) 256, (e) 1024, (e) 256."
     ]
     # Several files of one variant count once.
     several = [network("a", 256, f", {name}/weights") for name in "xyz"] + [network("a", 1024), network("b", 1024)]
@@ -383,7 +383,7 @@ def test_published_curves_stand_beside_the_paper_s_sizes(appendix):
     # NCNet ran at 1600 px without the trunk's last stride, whatever its label in the paper says.
     assert rows["NCNet, 1600 px, relocalized, best 2000, published"][1:3] == ["1600", "200"]
     assert compared.notes == [
-        "The paper draws the curve of NCNet at 1600 px as NCNet (3200 H): its file was made at 1600 px."
+        "The paper labels the curve of NCNet at 1600 px NCNet (3200 H), but its data is for 1600 px."
     ]
     # At half the size other published curves fit, and what can't be compared is left out.
     compared = compare_sizes(appendix, {800: by_size[800]}, [])
@@ -422,7 +422,7 @@ def test_processes_that_fail_are_named_and_the_others_go_on(task, tmp_path, monk
     (tmp_path / "costs.json").write_text("{")
     measured, notes = costs.measure_all([broken], tmp_path, console)
     assert measured == [None]
-    assert "costs.json can't be read; time and memory are measured again" in " ".join(console.file.getvalue().split())
+    assert "costs.json cannot be read; time and memory are measured again" in " ".join(console.file.getvalue().split())
     assert "at 64 px: the process failed" in notes[0] and "broken.png" in notes[0]
     assert (tmp_path / "costs.json").read_text() == "{"  # nothing was kept: it is tried again next time
     (tmp_path / "sitecustomize.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
@@ -446,9 +446,9 @@ def test_the_command_line(folder, tmp_path, monkeypatch, capsys):
     both = ("--weights", weights, "--weights", folder / "nowhere.safetensors")
     out = ("--out", tmp_path / "out")
     assert "nowhere.safetensors does not exist" in call("appendix", data, *both, *out)
-    assert "--weights is given 2 times; here it is taken once" in call("hpatches", data, *both, *out)
-    assert "--size is given 2 times" in call("hpatches", data, "--size", 64, "--size", 96, *out)
-    assert "--pairs is for appendix; leave it out" in call("hpatches", data, "--pairs", "x.txt", *out)
-    assert "--crop is for hpatches; leave it out" in call("appendix", data, "--crop", "1,1", *out)
+    assert "--weights was passed 2 times; hpatches accepts it once" in call("hpatches", data, *both, *out)
+    assert "--size was passed 2 times" in call("hpatches", data, "--size", 64, "--size", 96, *out)
+    assert "--pairs is an option of appendix only; omit it" in call("hpatches", data, "--pairs", "x.txt", *out)
+    assert "--crop is an option of hpatches only; omit it" in call("appendix", data, "--crop", "1,1", *out)
     assert "at least 32" in call("appendix", data, "--size", 64, "--size", 16, *out)
     assert "does not exist" in call("appendix", tmp_path / "nowhere", *out)

@@ -97,7 +97,7 @@ def test_a_crop_moves_the_truth_along_and_unmasks_a_shared_grid(data, tmp_path):
     assert overall(cropped, 1).mma[2] > 0.97
     nothing_left, _ = run(data, tmp_path / "c", "same_grid", roots=still, crop=(400, 0))
     assert len(nothing_left["results"][0].failures) == 5
-    assert "leaves nothing" in next(iter(nothing_left["results"][0].failures.values()))
+    assert "leaves none" in next(iter(nothing_left["results"][0].failures.values()))
 
 
 def test_pictures_in_other_formats(tmp_path):
@@ -164,12 +164,12 @@ def test_settings_that_make_no_sense(data, tmp_path):
         with pytest.raises(ConfigError):
             run(data, tmp_path, "nothing", **wrong)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="can't be made"):
+    with pytest.raises(OutputError, match="cannot be created"):
         run(data, tmp_path / "file", "nothing")
     for name in ("figures", "results.json/x", "report.html/x"):
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "out" / name).write_text("")
-        words = r"figures can't be made .*; move a file that is in its place" if name == "figures" else "is a folder"
+        words = r"figures cannot be created .*; move a file of that name away" if name == "figures" else "is a folder"
         with pytest.raises(OutputError, match=words):
             run(data, tmp_path / "out", "nothing")
         assert not list((tmp_path / "out").glob("*.sqlite"))  # nothing was matched in vain

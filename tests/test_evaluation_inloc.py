@@ -213,11 +213,11 @@ def test_text_lists_are_the_same_as_published_ones(data, tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("a.JPG\n", "line 1: not a query and a cut-out"),
-        ("a.JPG cutout.jpg\n", "line 1: not a query and a cut-out"),
-        ("a.JPG DUC1/001/cutout.jpg\n", "is not a cut-out's name"),
-        ("a.JPG ../../DUC_cutout_001_0_0.jpg\n", "leaves the folder"),
-        ("# nothing\n", "names no candidates"),
+        ("a.JPG\n", "line 1: not a query and a cutout"),
+        ("a.JPG cutout.jpg\n", "line 1: not a query and a cutout"),
+        ("a.JPG DUC1/001/cutout.jpg\n", "is not the name of a cutout"),
+        ("a.JPG ../../DUC_cutout_001_0_0.jpg\n", "is outside of the folder"),
+        ("# nothing\n", "has no candidates"),
     ],
 )
 def test_text_lists_that_say_nothing(tmp_path, text, reason):
@@ -302,8 +302,8 @@ def test_the_alignment_is_the_one_after_refinement(data):
     [
         ("before\n1 0 0 0\n0 1 0 0\n0 0 1 0\n0 0 0 1\n", "4 of 8 rows"),
         ("\n".join(["1 0 0 0", "0 1 0 0", "0 0 1 0", "0 0 0 1"] + ["1 0 0 0"] * 4), "last row"),
-        ("\n".join(["1 0 0 0"] * 7 + ["0 0 0 1"]), "no rotation"),
-        ("\n".join(["1 0 0 nan"] * 7 + ["0 0 0 1"]), "not numbers"),
+        ("\n".join(["1 0 0 0"] * 7 + ["0 0 0 1"]), "no valid rotation"),
+        ("\n".join(["1 0 0 nan"] * 7 + ["0 0 0 1"]), "not finite"),
     ],
 )
 def test_alignments_that_are_none(tmp_path, text, reason):
@@ -384,11 +384,11 @@ def test_broken_files_are_named_and_the_run_goes_on_and_resumes(data, changed, t
     by_query = {score.query: score for score in result.figures.queries}
     assert len(by_query) == 6
     reasons = {one.candidate: one.reason for one in by_query[query].candidates}
-    assert "XYZcut" in reasons[name] and "get the published file" in reasons[name]
+    assert "XYZcut" in reasons[name] and "download the published file" in reasons[name]
     assert any("DUC_trans_002.txt does not exist" in (reason or "") for reason in reasons.values())
     assert by_query["IMG_0741.JPG"].lost and by_query["IMG_0741.JPG"].error_m == float("inf")
     assert len(result.failures) == 4 and "could not be matched and count as failures" in text
-    assert "files can't be used, and their candidates give no pose" in text
+    assert "files cannot be used, and their candidates give no pose" in text
     assert result.figures.floors["DUC2"].within == pytest.approx((2 / 3, 2 / 3, 2 / 3))
     assert result.figures.floors["DUC2"].without_pose == 1
     # What is mended is used by the next run.
@@ -420,13 +420,13 @@ def test_roots_that_are_not_inloc(data, tmp_path):
 
     refused("does not exist", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    refused("it is not InLoc; give another folder", tmp_path / "empty")
+    refused("it is not InLoc; pass another folder", tmp_path / "empty")
     refused("evaluate hpatches", write_hpatches(tmp_path / "hpatches", names=("v_wall",)))
     (tmp_path / "aachen" / "3D-models").mkdir(parents=True)
     refused("evaluate aachen", tmp_path / "aachen")
     refused("one ROOT", data / "data", tmp_path)
-    refused("0 candidates leave nothing", data / "data", candidates=0)
-    refused("Give the folder of the data set")
+    refused("candidates = 0 leaves no pairs", data / "data", candidates=0)
+    refused("No dataset was passed")
     assert not (tmp_path / "out").exists()
 
 
@@ -491,7 +491,7 @@ def test_stored_results_need_references_and_poses(data, changed, tmp_path):
 
 
 def test_options_of_inloc_are_refused_elsewhere(data, tmp_path):
-    with pytest.raises(ConfigError, match="--verify is for inloc; leave it out"):
+    with pytest.raises(ConfigError, match="--verify is an option of inloc only; omit it"):
         run_evaluation("pose", (tmp_path,), tmp_path, data, ("broken",), verify=True)
 
 

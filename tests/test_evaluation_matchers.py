@@ -92,7 +92,7 @@ def test_names_that_are_none(tmp_path):
         (f"{tmp_path}/nowhere.py:match", "does not exist"),
         (f"{file}:absent", "has no function 'absent'"),
         (f"{file}:np", "has no function 'np'"),
-        (f"{tmp_path}/wrong.py:match", "can't be imported"),
+        (f"{tmp_path}/wrong.py:match", "cannot be imported"),
         (f"{tmp_path}/text.txt:match", "not a Python file"),
     ):
         with pytest.raises((ConfigError, DataError), match=words):
@@ -158,7 +158,7 @@ def test_a_file_may_hold_dataclasses_and_import_what_stands_beside_it(tmp_path, 
 def test_files_that_cannot_be_imported_are_told_in_one_line(tmp_path, text, words):
     (tmp_path / "own.py").write_text(text)
     before, known = list(sys.path), set(sys.modules)
-    with pytest.raises(DataError, match=rf"own\.py can't be imported.*{words}.*mend it") as caught:
+    with pytest.raises(DataError, match=rf"own\.py cannot be imported.*{words}.*correct the file") as caught:
         make_matchers([f"{tmp_path}/own.py:match"], MatcherSettings())
     assert "\n" not in str(caught.value)
     assert sys.path == before
@@ -231,5 +231,5 @@ def test_sift_that_opencv_gives_up_on_is_an_error_of_the_picture(pictures):
             raise cv2.error("Failed to allocate\n9 bytes")
 
     matcher._sift = NoMemory()
-    with pytest.raises(ImageError, match=r"can't describe .*a\.png \(.*9 bytes\); give a smaller size"):
+    with pytest.raises(ImageError, match=r"cannot describe .*a\.png \(.*9 bytes\); pass a smaller size"):
         matcher.match(*pictures)

@@ -166,13 +166,13 @@ def test_indexes_that_are_none(tmp_path):
 def test_roots_that_are_none(data, tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         read_pose_data(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="not a data set for poses"):
+    with pytest.raises(DataError, match="not a dataset for poses"):
         read_pose_data(tmp_path)
     with pytest.raises(DataError, match="evaluate hpatches"):
         run(data, write_hpatches(tmp_path / "h", ["v_wall"]), tmp_path / "out", "nothing")
     with pytest.raises(ConfigError, match="crop"):
         run(data, data / "scannet", tmp_path / "out", "nothing", crop=(1, 1))
-    with pytest.raises(DataError, match="Two roots hold the pair"):
+    with pytest.raises(DataError, match="Two roots have the pair"):
         run_evaluation("pose", (data / "scannet", data / "scannet"), tmp_path / "out", data, ["nothing"])
 
 
@@ -191,7 +191,7 @@ def test_incomplete_data_sets(data, tmp_path):
     index = megadepth_index()
     index["pair_infos"].append(((0, 4), 0.2, None))
     (tmp_path / "m" / "0015.npz").write_bytes(pickle.dumps(index))
-    with pytest.raises(DataError, match="an index but no pictures"):
+    with pytest.raises(DataError, match="an index but no images"):
         read_pose_data(tmp_path / "m")
 
 
@@ -223,7 +223,9 @@ def test_bad_poses_are_found_when_reading(data, tmp_path):
     )
     found = read_pose_data(root)
     assert len(found.pairs) == 4 and len(found.notes) == 4
-    for note, words in zip(found.notes, ("not numbers", "no rotation", "no rotation", "no translation"), strict=True):
+    for note, words in zip(
+        found.notes, ("not finite", "no valid rotation", "no valid rotation", "no translation"), strict=True
+    ):
         assert "scene0707_00/color/" in note and "is not scored: " in note and words in note
     content, text = run(data, root, tmp_path / "out", "pose_oracle")
     assert not content["results"][0].failures
@@ -265,12 +267,12 @@ def test_pictures_of_another_shape_are_not_scored(data, tmp_path):
         image.resize((320, 235)).save(picture)  # 2.1 %
     found = read_pose_data(root)
     assert len(found.pairs) == 3
-    assert "585.jpg scene0707_00/color/600.jpg is not scored: K is for a picture of 640x480" in found.notes[0]
+    assert "585.jpg scene0707_00/color/600.jpg is not scored: K is for an image of 640x480" in found.notes[0]
     with Image.open(picture) as image:
         image.resize((1296, 968)).save(picture)  # as ScanNet's are
     assert len(read_pose_data(root).pairs) == 4
     truth = next(iter(found.pairs.values()))
-    with pytest.raises(DataError, match="another shape"):
+    with pytest.raises(DataError, match="aspect ratio"):
         truth.cameras((320, 240), (240, 320))
     # A picture that lies on its side is as we read it.
     exif = Image.Exif()

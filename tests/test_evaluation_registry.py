@@ -143,13 +143,13 @@ def test_a_new_benchmark_is_on_the_command_line(registered, data, tmp_path):
 
 def test_options_that_a_benchmark_does_not_take(registered, data, tmp_path):
     for arguments, words in (
-        (("shift", data, "--crop", "1,1"), "--crop is for hpatches; leave it out."),
-        (("shift", data, "--truth", "x"), "--truth is for inloc and aachen; leave it out."),
-        (("hpatches", data, "--shift-px", 0), "--shift-px is for shift; leave it out."),
-        (("shift", data, "--size", 64, "--size", 96), "--size is given 2 times; here it is taken once."),
-        (("shift", data, data), "shift has one folder; give one ROOT."),
-        (("shift", data, "--top", 0), "leaves nothing to score"),
-        (("shift",), "Give the folder of the data set."),
+        (("shift", data, "--crop", "1,1"), "--crop is an option of hpatches only; omit it."),
+        (("shift", data, "--truth", "x"), "--truth is an option of inloc and aachen only; omit it."),
+        (("hpatches", data, "--shift-px", 0), "--shift-px is an option of shift only; omit it."),
+        (("shift", data, "--size", 64, "--size", 96), "--size was passed 2 times; shift accepts it once."),
+        (("shift", data, data), "shift has one folder; pass one ROOT."),
+        (("shift", data, "--top", 0), "leaves no matches to score"),
+        (("shift",), "No dataset was passed."),
         (("hpatches", data), "it looks like shift: run `dualrc evaluate shift` on it."),
     ):
         done = call(*arguments, "--out", tmp_path / "out")

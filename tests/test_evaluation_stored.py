@@ -123,7 +123,7 @@ def test_a_file_is_not_taken_for_two_pairs(tmp_path, pictures):
     shutil.copytree(pictures[0].parent, tmp_path / "data" / "v_other")
     matcher = stored(tmp_path / "own")
     matcher.match(*pictures)
-    with pytest.raises(DataError, match="folders named as the pictures"):
+    with pytest.raises(DataError, match="folders with the names of the image folders"):
         matcher.match(tmp_path / "data" / "v_other" / "1.ppm", tmp_path / "data" / "v_other" / "2.ppm")
 
 

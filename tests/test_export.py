@@ -1,4 +1,4 @@
-"""COLMAP's database and hloc's files say what we say, in their pixels."""
+"""Tests of COLMAP's database and hloc's files, in their pixel conventions."""
 
 import h5py
 import numpy as np
@@ -16,12 +16,12 @@ from dualrc.errors import DataError, OutputError
 from dualrc.geometry import Camera, cam1_from_cam0, sampson_distance_px
 
 NAMES = ("a.png", "b.png", "c.png", "d.png")
-# How a picture must be stored so that its EXIF orientation turns it upright.
+# Transformation of an upright image to its stored form, by EXIF orientation.
 STORED = {1: None, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
 
 
 def write_picture(path, size=(320, 240), orientation=1, dot=None, **tags):
-    """A black picture, upright of this size, with one white pixel."""
+    """Write a black image with one white pixel; its upright size is given."""
     picture = Image.new("RGB", size)
     if dot is not None:
         picture.putpixel(dot, (255, 255, 255))
@@ -36,7 +36,7 @@ def write_picture(path, size=(320, 240), orientation=1, dot=None, **tags):
 
 
 def export(folder, names=NAMES, noise=0.0, orientations=None, **scene_settings):
-    """A scene, its merged matches, and the database of them."""
+    """Return a scene, its merged matches, and their database."""
     scene = apart(make_scene(names, **scene_settings), 6)
     for name, orientation in zip(names, orientations or [1] * len(names), strict=True):
         write_picture(folder / "images" / name, scene.cameras[name].size, orientation)
@@ -81,7 +81,7 @@ def test_points_of_turned_pictures_are_where_they_are_stored(tmp_path, orientati
 
 @pytest.mark.parametrize("orientation", [3, 6, 8])
 def test_a_turned_picture_in_the_database_still_maps(tmp_path, orientation):
-    """Cameras and keypoints are turned together: known poses of the stored pictures triangulate to the truth."""
+    """Cameras and keypoints are rotated together: known poses of the stored images triangulate to the true points."""
     scene, _, store = export(tmp_path, noise=0.0, orientations=[1, orientation, 1, orientation])
     store.close()
     turn = {3: [[-1, 0, 0], [0, -1, 0], [0, 0, 1]], 6: [[0, 1, 0], [-1, 0, 0], [0, 0, 1]]}
@@ -100,7 +100,7 @@ def test_a_turned_picture_in_the_database_still_maps(tmp_path, orientation):
 
 
 def test_known_points_triangulate_without_bias(tmp_path):
-    """A half pixel forgotten in points or cameras would move the points by some centimetres."""
+    """A missing half pixel in points or cameras would move the points by some centimeters."""
     scene, _, store = export(tmp_path)
     store.close()
     focal = scene.cameras["a.png"].focal_px
@@ -126,7 +126,7 @@ def test_known_points_triangulate_without_bias(tmp_path):
     assert len(errors) > 0.9 * len(scene.xyz)
     assert np.linalg.norm(errors.mean(0)) < 0.05 * half_pixel_m
     assert np.median(np.linalg.norm(errors, axis=1)) < 0.002
-    # The test can fail: the same with points that lack the half pixel.
+    # Check that the test can fail: points without the half pixel.
     with pycolmap.Database.open(tmp_path / "database.db") as database:
         for image in database.read_all_images():
             database.update_keypoints(image.image_id, database.read_keypoints(image.image_id)[:, :2] - 0.5)
@@ -139,7 +139,7 @@ def test_a_known_camera_stands_as_it_is_with_its_half_pixel(tmp_path):
     made = colmap_camera(camera, write_picture(tmp_path / "a.png"), known=True)
     assert made.model_name == "PINHOLE" and made.params.tolist() == [500, 510, 150.5, 130.5]
     assert made.has_prior_focal_length
-    # Upright 240 wide and 320 high, stored the other way round: x of the stored picture is y of the upright one.
+    # Upright 240 wide and 320 high, stored rotated: x of the stored image is y of the upright one.
     upright = Camera(width=240, height=320, K=np.array([[510, 0, 109.0], [0, 500, 150.0], [0, 0, 1]]), source="file")
     made = colmap_camera(upright, write_picture(tmp_path / "b.png", (240, 320), 6), known=True)
     assert (made.width, made.height) == (320, 240)
@@ -157,7 +157,7 @@ def test_pictures_without_known_cameras_share_one_for_each_size(tmp_path):
     assert [camera.source for camera in cameras.values()] == ["guess", "guess", "guess", "exif"]
     assert not any(is_known(camera) for camera in cameras.values())
     assert describe_cameras(cameras) == (
-        "3 unknown focal length, one for each picture size, refined; 1 focal length from EXIF, refined"
+        "3 unknown focal length, one per image size, refined; 1 focal length from EXIF, refined"
     )
     with fill_store(tmp_path / "m.sqlite", scene) as store:
         write_database(tmp_path / "database.db", merge(store), tmp_path, cameras)
@@ -208,7 +208,7 @@ def test_hloc_reads_what_we_write(tmp_path):
                 assert np.array_equal(np.stack([rows, matches0[rows]], axis=1), wanted[np.argsort(wanted[:, 0])])
                 assert (scores0[rows] > 0).all() and (scores0[matches0 < 0] == 0).all()
     assert np.array_equal(points["a.png"], merged.keypoints["a.png"].points)
-    # Turned by 180 degrees: the first pixel is stored last.
+    # Rotated by 180 degrees: the first pixel is stored last.
     upright = merged.keypoints["sub/ü 写.png"].points
     assert np.allclose(points["sub/ü 写.png"], np.array([319, 239]) - upright, atol=1e-4)
     assert (tmp_path / "pairs.txt").read_text(encoding="utf-8").splitlines()[0] == "a.png sub/a.png"
@@ -252,7 +252,7 @@ def test_a_store_without_matches_makes_an_empty_database(tmp_path):
 
 
 def test_geometries_of_verified_pairs_are_those_of_the_stored_pictures(tmp_path):
-    """With poses given nothing is estimated again, also where a picture is stored on its side."""
+    """With given poses nothing is estimated again, even for an image that is stored rotated."""
     scene = apart(make_scene(NAMES), 6)
     for name, orientation in zip(NAMES, (1, 6, 3, 8), strict=True):
         write_picture(tmp_path / name, scene.cameras[name].size, orientation)
@@ -261,7 +261,7 @@ def test_geometries_of_verified_pairs_are_those_of_the_stored_pictures(tmp_path)
         poses = {
             names: cam1_from_cam0(*(scene.cameras[name].cam_from_world for name in names)) for names in merged.pairs
         }
-        # What a killed process left beside an earlier database.
+        # Files that a killed process left beside an earlier database.
         (tmp_path / "database.db-wal").write_bytes(b"left over")
         write_database(tmp_path / "database.db", merged, tmp_path, scene.cameras, poses=poses)
         assert not (tmp_path / "database.db-wal").exists()

@@ -1,4 +1,4 @@
-"""Keypoints of a collection: what each pair saw for itself becomes one point in every picture."""
+"""Tests of keypoints: points that differ between pairs become one point per image."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_three_pictures_give_tracks_of_three(tmp_path):
 
 @pytest.mark.parametrize(("sweeps", "share"), [(0, 0.6), (3, 0.9)])
 def test_places_are_better_than_those_of_single_matches(tmp_path, sweeps, share):
-    """Five pictures: four matches meet in a keypoint. Sweeps also take on what the others' places lack."""
+    """Five images: four matches meet in a keypoint. Sweeps also use the positions in the other images."""
     noise = 0.2
     scene = apart(make_scene("abcde"), 6)
     with fill_store(tmp_path / "m.sqlite", scene, noise) as store:
@@ -37,12 +37,12 @@ def test_places_are_better_than_those_of_single_matches(tmp_path, sweeps, share)
     squares = []
     for name, pixels in scene.pixels.items():
         squares.append((np.linalg.norm(merged.keypoints[name].points[:, None] - pixels, axis=2) ** 2).min(1))
-    # A single match is off by noise * sqrt(2), counting x and y together.
+    # A single match has an error of noise * sqrt(2), over x and y together.
     assert np.sqrt(np.mean(np.concatenate(squares))) < share * noise * np.sqrt(2)
 
 
 def test_each_pair_on_other_points_of_a_surface_still_gives_one_point(tmp_path):
-    """Matches of a plane, each pair shifted by itself: the keypoints of a track must be one point of the plane."""
+    """Matches of a plane, shifted differently in each pair: the keypoints of a track must be one point of the plane."""
     rng = np.random.default_rng(1)
     grid = np.stack(np.meshgrid(np.arange(20, 300, 6.0), np.arange(20, 220, 6.0)), axis=-1).reshape(-1, 2)
     maps = {
@@ -101,8 +101,8 @@ def test_matches_are_one_to_one_and_the_best_wins(tmp_path):
     scene = apart(make_scene(("a", "b"), count=100), 12)
     here, there = scene.pixels["a"], scene.pixels["b"]
     rows = len(here)
-    # A second match from beside each point of the first picture to the same place, with a better score for every
-    # other one.
+    # A second match from a point near each point of the first image to the same place; every other one has a better
+    # score.
     better = np.where(np.arange(rows) % 2 == 0, 0.9, 0.1)
     points0, points1 = np.concatenate([here, here + 0.3]), np.concatenate([there, there + 0.3])
     with MatchStore(tmp_path / "m.sqlite", {}) as store:
@@ -222,7 +222,7 @@ def test_settings_without_meaning_are_refused(settings):
 
 
 def test_a_match_that_leads_past_its_keypoint_is_left_out(tmp_path):
-    """Matches from a end beside keypoints of b that all other pairs put elsewhere."""
+    """Matches from a end near keypoints of b that all other pairs place elsewhere."""
     scene = apart(make_scene(("a", "b", "c", "d", "e")), 12)
     with fill_store(tmp_path / "m.sqlite", scene, noise=0.02) as store:
         pair = store.get("a", "b")

@@ -267,7 +267,7 @@ def test_exif_without_a_sensor_size_is_said(tmp_path, run):  # noqa: F811
     paths = [photo(tmp_path / "a.jpg", focal, (160, 128)), photo(tmp_path / "b.jpg", focal, (160, 128))]
     assert camera_from_exif(paths[0]) is None
     cameras = choose_cameras(tmp_path, ["a.jpg", "b.jpg"])
-    expected = "2 focal length guessed, as EXIF has no sensor size, one for each picture size, refined"
+    expected = "2 guessed focal length (EXIF has no sensor size), one per image size, refined"
     assert describe_cameras(cameras) == expected
     status, out, _ = run("match", *paths, "--estimate", "essential", "-o", tmp_path / "m.json", "--device", "cpu")
     assert status == 0

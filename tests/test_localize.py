@@ -254,11 +254,11 @@ def test_too_few_matches_and_wrong_cameras_are_said(world, tmp_path):
     assert found.cam_from_world is None and found.confidence == 0 and found.inliers == 0
     assert found.reason == f"{found.correspondences} correspondences are too few: a pose needs 12"
     found = Localizer(Oracle(), world).localize(path, camera=Camera.from_focal((64, 48), 60))
-    assert "for 64 x 48 pixels but the picture has 128 x 96" in found.reason
+    assert "for 64 x 48 pixels but the image has 128 x 96" in found.reason
     Image.new("RGB", (64, 64)).save(tmp_path / "images" / "a.png")
     localizer = Localizer(Oracle(), world)
     assert max(errors(localizer.localize(path))) < 1e-3
-    assert "64 x 64 pixels but 128 x 96 in the map" in localizer.broken["a.png"]
+    assert "64 x 64 pixels, but 128 x 96 in the map" in localizer.broken["a.png"]
 
 
 def test_candidates_by_retrieval_and_features_once(world, tmp_path):
@@ -433,9 +433,9 @@ def test_files_that_are_no_results(tmp_path):
         with pytest.raises(DataError, match="not a file of localizations"):
             ResultsFile(tmp_path / name, {})
     (tmp_path / "d.txt").write_text("somebody's list")
-    with pytest.raises(OutputError, match=r"d\.txt is there already"):
+    with pytest.raises(OutputError, match=r"d\.txt exists"):
         ResultsFile(tmp_path / "d.json", {})
-    with pytest.raises(OutputError, match=r"written as \.json"):
+    with pytest.raises(OutputError, match=r"ends in \.json"):
         ResultsFile(tmp_path / "a.txt", {})
     with pytest.raises(OutputError, match="does not exist"):
         ResultsFile(tmp_path / "nowhere" / "a.json", {})
@@ -461,15 +461,15 @@ def test_poses_as_others_read_them(tmp_path):
 
 
 def test_maps_that_are_none(tmp_path):
-    with pytest.raises(ConfigError, match="without pictures; name their folder with --images"):
+    with pytest.raises(ConfigError, match="pass the folder of its images with --images"):
         read_map(write_model(tmp_path / "model"))
-    with pytest.raises(DataError, match="does not hold a COLMAP model"):
+    with pytest.raises(DataError, match="has no COLMAP model"):
         read_map(tmp_path)
     made = pycolmap.Reconstruction(str(tmp_path / "model"))
     for number in list(made.points3D):
         made.delete_point3D(number)
     made.write(str(tmp_path / "model"))
-    with pytest.raises(DataError, match="sees a 3D point"):
+    with pytest.raises(DataError, match="observes a 3D point"):
         read_map(tmp_path / "model", tmp_path)
     with pytest.raises(ConfigError, match="candidates = 0 must be at least 1"):
         LocalizeConfig(candidates=0)
@@ -486,7 +486,7 @@ def test_the_command(tmp_path):
     command = ["localize", str(tmp_path / "queries"), "--map", str(tmp_path / "model"), "--images", str(images)]
     done = CliRunner().invoke(app, [*command, "--out", str(out), "--candidates", "2", "--device", "cpu"])
     assert done.exit_code == 0, done.output
-    assert "1 of 2 pictures localized" in done.output and "broken.jpg" in done.output
+    assert "1 of 2 images localized" in done.output and "broken.jpg" in done.output
     content = json.loads(out.read_text())["queries"]
     assert set(content) == {QUERY, "broken.jpg"} and len(content[QUERY]["candidates"]) == 2
     pose = read_poses(tmp_path / "out.txt")[QUERY]
@@ -494,7 +494,7 @@ def test_the_command(tmp_path):
     assert rotation_error_deg(pose[:, :3], true[:, :3]) < 2
     (tmp_path / "queries" / QUERY).unlink()
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "none.json"), "--device", "cpu"])
-    assert done.exit_code == 3 and "0 of 1 pictures localized" in done.output
+    assert done.exit_code == 3 and "0 of 1 images localized" in done.output
     assert "exit status is 3" in " ".join(CliRunner().invoke(app, ["localize", "--help"]).output.split())
 
 
@@ -514,7 +514,7 @@ def test_options_of_matching_reach_the_matcher(tmp_path):
     pose, true = read_poses(tmp_path / "out.txt")[QUERY], renderings()[QUERY].view.cam_from_world
     assert rotation_error_deg(pose[:, :3], true[:, :3]) < 2
     localizer = Localizer(load(quality="high", device="cpu"), read_map(tmp_path / "model", images))
-    with pytest.raises(ConfigError, match="give pictures instead of features"):
+    with pytest.raises(ConfigError, match="pass images instead of features"):
         localizer.localize(localizer.matcher.features(images / QUERY))
 
 

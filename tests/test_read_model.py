@@ -115,9 +115,9 @@ def test_a_model_without_points(tmp_path):
 
 
 def test_what_is_no_model(tmp_path):
-    with pytest.raises(DataError, match="not a folder; give the one that holds"):
+    with pytest.raises(DataError, match="not a folder; pass the folder that contains"):
         read_model(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"does not hold a COLMAP model .*do not exist"):
+    with pytest.raises(DataError, match=r"has no COLMAP model .*do not exist"):
         read_model(tmp_path)
 
 
@@ -127,7 +127,7 @@ def test_a_model_whose_copy_broke_off(tmp_path, name):
     whole = path.read_bytes()
     for length in (0, 5, 8, 9, 20, 30, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
-        with pytest.raises(DataError, match=rf"{name} is cut off or damaged .*copy or export"):
+        with pytest.raises(DataError, match=rf"{name} is truncated or damaged .*copy or export"):
             read_model(tmp_path / "model")
     path.write_bytes(whole)
     assert list(read_model(tmp_path / "model").images) == ["a.png", "b.png"]
@@ -145,5 +145,5 @@ def test_binary_records_are_those_that_pycolmap_reads(tmp_path):
     for image in model.images.values():
         assert images[image.name].camera_id == image.camera_id
         assert np.allclose(images[image.name].cam_from_world, image.cam_from_world().matrix())
-    with pytest.raises(DataError, match="cut off or damaged"):
+    with pytest.raises(DataError, match="truncated or damaged"):
         read_cameras_bin(tmp_path / "no.bin")

@@ -1,4 +1,4 @@
-"""From a folder of pictures to a model, with matches that are known to be right."""
+"""Tests of reconstruction, with matches that are known to be correct."""
 
 import json
 from dataclasses import replace
@@ -44,14 +44,14 @@ def settings(weights, **changes):
 
 
 def store_config(weights):
-    """What a store of matches by these weights is made with, so that a run finds all of its pairs there."""
+    """Return the config of a store of matches by these weights, so that a run finds all of its pairs."""
     config = settings(weights).collection
     matcher = load(weights=weights, device="cpu", size=None, top=config.top, min_score=config.min_score)
     return _Run(ROOT, [], config, matcher, quiet=True).depends_on
 
 
 def prepare(folder, scene, weights, noise=0.05):
-    """Pictures, a cameras file, and the finished matches of all pairs."""
+    """Write images, a camera file, and the matches of all pairs."""
     grey = np.random.default_rng(0).integers(80, 200, (480, 640, 3), dtype=np.uint8)
     content = {}
     for name, camera in scene.cameras.items():
@@ -87,12 +87,12 @@ def test_all_pictures_are_placed_where_they_were_taken(made, scene):
         wanted = cam1_from_cam0(scene.cameras[NAMES[0]].cam_from_world, scene.cameras[name].cam_from_world)
         errors.append((rotation_error_deg(found[:, :3], wanted[:, :3]), direction_error_deg(found[:, 3], wanted[:, 3])))
     assert np.max(errors) < 0.1
-    # Cameras from a file stand as they are.
+    # Cameras from a file are kept fixed.
     assert np.allclose(model.images[NAMES[0]].camera.K, scene.cameras[NAMES[0]].K)
 
 
 def test_given_lenses_stand_as_they_are(tmp_path, scene, weights):
-    """Pictures that a strong lens bends are placed as exactly as those of a pinhole."""
+    """Images with strong distortion are registered as accurately as those of a pinhole camera."""
     bent = Lens("OPENCV", (-0.2, 0.05, 0.01, -0.004))
     through = Scene(scene.xyz, {name: replace(camera, lens=bent) for name, camera in scene.cameras.items()})
     images, out = prepare(tmp_path, through, weights)
@@ -128,7 +128,7 @@ def test_a_pair_that_does_not_fit_the_others_is_dropped_and_named(tmp_path, scen
     images, out = prepare(tmp_path, scene, weights)
     first, last = NAMES[0], NAMES[-1]
     with MatchStore(out / "matches.sqlite") as store:
-        # Another pair's matches: a geometry that fits perfectly, of other pictures.
+        # The matches of another pair have a geometry that fits perfectly, but belong to other images.
         store.put(first, last, store.get(NAMES[1], NAMES[2]))
     summary = reconstruct(images, out, settings(weights, cameras=tmp_path / "cameras.json"), quiet=True)
     assert (summary.registered, summary.verification.pairs, summary.verification.kept) == (6, 15, 14)
@@ -144,7 +144,7 @@ def test_a_second_run_gives_the_same_from_the_store(made, weights, capfd):
     config = settings(weights, cameras=folder / "cameras.json")
     again = reconstruct(folder / "images", folder / "out", config, quiet=True)
     assert (again.registered, again.points) == (summary.registered, summary.points)
-    # COLMAP's log is kept off the screen.
+    # COLMAP's log does not reach the terminal.
     assert capfd.readouterr().err == ""
 
 
@@ -164,7 +164,7 @@ def test_nothing_to_place_is_an_error_that_says_what_to_try(tmp_path, scene, wei
     with MatchStore(out / "matches.sqlite") as store:
         for names in store.names():
             store.put(*names, make_matches(*(rng.uniform(0, 400, (9, 2)) for _ in range(2)), size=(640, 480)))
-    with pytest.raises(DataError, match="could be placed together; give pictures that overlap more"):
+    with pytest.raises(DataError, match="could be registered; add images that overlap more"):
         reconstruct(images, out, settings(weights), quiet=True)
     assert (out / "matches.sqlite").exists() and not (out / "model").exists()
 
@@ -212,13 +212,13 @@ def test_the_command_prints_a_summary(tmp_path, scene, weights, capsys, monkeypa
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
     assert "15 of 15" in printed and "reprojection error" in printed
-    assert "6 of 6 pictures placed" in printed and "track length" in printed and "6 from the file" in printed
+    assert "6 of 6 images registered" in printed and "track length" in printed and "6 from the file" in printed
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not STRECHA.is_dir(), reason="the Strecha scenes are not in ../shared/data/strecha")
 def test_real_pictures(tmp_path):
-    """Four neighbouring pictures with the bundled network at a small size."""
+    """Reconstruct four neighboring images with the bundled network at a small size."""
     scene = STRECHA / "fountain-P11"
     (tmp_path / "images").mkdir()
     for number in range(3, 7):

@@ -1,4 +1,4 @@
-"""Long runs in real processes: threads, progress, JSON, signals, locks and changed pictures."""
+"""Tests of long runs in real processes: threads, progress, JSON, signals, locks and changed images."""
 
 import json
 import logging
@@ -54,7 +54,7 @@ def images(tmp_path) -> Path:
 
 
 def change(path: Path) -> None:
-    """Put another picture into a file; its name, its size and its time stay what they were."""
+    """Replace the image in a file; name, size and time of the file stay the same."""
     before = path.stat()
     Image.fromarray(texture(99, 96, 64)).save(path, compress_level=0)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -92,7 +92,8 @@ def test_a_matcher_keeps_to_its_threads(monkeypatch):
         matcher.network, "match", lambda *x, **y: seen.append(torch.get_num_threads()) or match(*x, **y)
     )
     matcher.match(texture(0, 96, 64), texture(1, 96, 64))
-    assert set(seen) == {2} and torch.get_num_threads() == 1  # the program's own setting is as it was
+    # The previous setting is restored.
+    assert set(seen) == {2} and torch.get_num_threads() == 1
 
 
 def test_threads_are_checked(weights):
@@ -131,7 +132,7 @@ def test_workers_of_a_cluster_fit_onto_its_machines(cores, workers, expected):
 
 
 def test_the_command_line_lets_waiting_threads_block():
-    """The runtime reads it once, so it is set before torch is imported; what a user has set is kept."""
+    """The OpenMP runtime reads the setting once, so it is set before torch is imported; a user's setting is kept."""
     code = "import os, sys, {}; print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules)"
     plain = {key: value for key, value in ENVIRONMENT.items() if key not in machine.PASSIVE_THREADS}
 
@@ -140,7 +141,8 @@ def test_the_command_line_lets_waiting_threads_block():
         done = subprocess.run(command, env=plain | environment, capture_output=True, text=True, check=True)
         return done.stdout.split()
 
-    assert told("dualrc") == ["None", "False"]  # a library changes nothing
+    # Importing the library changes nothing.
+    assert told("dualrc") == ["None", "False"]
     assert told("dualrc.cli")[0] == "PASSIVE"
     assert told("dualrc.machine; dualrc.machine.block_idle_threads()", OMP_WAIT_POLICY="ACTIVE")[0] == "ACTIVE"
 
@@ -153,7 +155,8 @@ def test_lines_where_there_is_no_terminal(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "dualrc")
     with progress.show_progress() as tell:
         tell("Matching", 2, 6)
-        wait_for(lambda: len(caplog.messages) >= 2)  # nothing is told, and still it is seen to be alive
+        # Without progress, lines still show that the step runs.
+        wait_for(lambda: len(caplog.messages) >= 2)
         tell("Matching", 4, 6)
         wait_for(lambda: any("4/6" in line for line in caplog.messages))
         tell("Matching", 6, 6)
@@ -166,7 +169,8 @@ def test_lines_where_there_is_no_terminal(caplog, monkeypatch):
     with progress.show_progress(quiet=True) as tell:
         tell("Matching", 1, 2)
     with progress.show_status("Loading..."):
-        pass  # it did not take long
+        # A short step.
+        pass
     assert not caplog.messages
 
 
@@ -201,12 +205,13 @@ def test_match_as_json(images, weights, tmp_path):
     result = json.loads(done.stdout)
     assert result["matches"] == len(dualrc.Matches.load(tmp_path / "m.npz")) and result["size0"] == [96, 64]
     assert result["estimate"] is None and result["files"] == [str(tmp_path / "m.npz")]
-    # Untrained weights find nothing that agrees, which is said in both places.
+    # Untrained weights find no consistent matches; both outputs have the warning.
     assert "do not agree" in result["warning"] and done.stderr.strip() == f"Note: {result['warning']}"
     wrong = CliRunner().invoke(cli.app, ["match", *map(str, pictures), "--threads", "0"])
     assert wrong.exit_code == 2 and "--threads" in wrong.output
     quiet = CliRunner().invoke(cli.app, ["match", *map(str, pictures), "--weights", str(weights), "--quiet"])
-    assert (quiet.exit_code, quiet.output) == (0, f"Note: {result['warning']}\n")  # warnings alone
+    # Only warnings are printed.
+    assert (quiet.exit_code, quiet.output) == (0, f"Note: {result['warning']}\n")
 
 
 def test_a_bar_on_a_terminal(images, weights, tmp_path):
@@ -220,13 +225,14 @@ def test_a_bar_on_a_terminal(images, weights, tmp_path):
     try:
         while part := os.read(leader, 2**16):
             shown += part
-    except OSError:  # the other end is closed
+    # The other end is closed.
+    except OSError:
         pass
     os.close(leader)
     assert process.wait(PATIENCE_S) == 0
     text = shown.decode()
     assert "━" in text and "10/10" in text and "Matching: 0/10" not in text
-    # The message stands in a line of its own, above the bar.
+    # The message has its own line, above the bar.
     line = next(line for line in re.split(r"[\r\n]+", text) if "Left out" in line)
     assert "━" not in line
 
@@ -254,7 +260,7 @@ def test_native_output_goes_to_a_file(tmp_path):
 
 @contextmanager
 def slow_run(images: Path, out: Path, weights: Path):
-    """A collection that takes its time: it is stopped while its first pairs are there and its last are not."""
+    """Run a slow collection, to be stopped after its first pairs and before its last."""
     code = (
         "import sys, time\n"
         "from dualrc import cli\n"
@@ -318,14 +324,15 @@ def test_a_stopped_run_says_what_is_kept_and_how_to_go_on(images, weights, tmp_p
         wait_until_gone(*workers)
     count = stored(out)
     assert 2 <= count < 6 and len(workers) == 1
-    assert f"Stopped. {count} matched pairs are in {out / 'matches.sqlite'}. Go on with:" in errors
+    assert f"Stopped. {count} matched pairs are in {out / 'matches.sqlite'}. Continue with:" in errors
     assert "Traceback" not in errors and "stack trace" not in errors and not (out / LOCK).exists()
     typed = shlex.split(errors.strip().splitlines()[-1])
     assert typed[0] == "dualrc" and typed[1:] == arguments(images, out, weights)
     done = CliRunner().invoke(cli.app, typed[1:])
-    assert done.exit_code == 0 and f"6, of which {count} were there" in done.output and "all runs" in done.output
+    assert done.exit_code == 0 and f"6, {count} of them matched before" in done.output and "all runs" in done.output
     with MatchStore(out / "matches.sqlite") as store:
-        assert store.seconds > 0.5  # the run that was stopped counts
+        # The time of the stopped run counts.
+        assert store.seconds > 0.5
 
 
 def test_sigterm_after_pycolmap_is_no_crash():
@@ -339,7 +346,7 @@ def test_sigterm_after_pycolmap_is_no_crash():
 
 
 def test_native_code_that_does_not_come_back_is_ended():
-    """A signal that Python can't handle, because a library holds the main thread, still ends the run."""
+    """A signal that Python cannot handle, because a library blocks the main thread, still ends the run."""
     code = (
         "import ctypes, sys, threading, os, signal\n"
         "from dualrc.cli import running\n"
@@ -350,15 +357,15 @@ def test_native_code_that_does_not_come_back_is_ended():
         "    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()\n"
         "    for _ in range(100): library.usleep(900000)\n"
     )
-    # Each call returns at the signal, and Python would handle it then: it is made to look away.
+    # Each call returns at the signal, when Python would handle it; the test prevents that.
     code = code.replace("    for _", "    signal.signal(signal.SIGTERM, lambda *_: None)\n    for _")
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=60, check=False)
     assert done.returncode == 143
-    assert done.stderr == "Stopped. All is kept. Go on with:\ndualrc 'x y'\n"
+    assert done.stderr == "Stopped. All is kept. Continue with:\ndualrc 'x y'\n"
 
 
-# Nothing is left behind
+# No processes or files are left over
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -369,7 +376,8 @@ def test_kill_9_leaves_no_worker_and_no_lock(images, weights, tmp_path):
         process.kill()
         process.wait()
         wait_until_gone(*workers)
-    assert len(workers) == 1 and (out / LOCK).exists()  # which is taken over
+    # The next run takes the lock over.
+    assert len(workers) == 1 and (out / LOCK).exists()
     config = CollectionConfig(weights=weights, size=96, top=50, device="cpu", workers=1)
     result = match_collection(images, out, config, quiet=True)
     assert result.skipped >= 2 and result.matched + result.skipped == 6 and not (out / LOCK).exists()
@@ -393,7 +401,7 @@ with ProcessPoolExecutor(2, mp_context=get_context("spawn"), initializer=end_wit
 
 
 def say_and_wait(file: str) -> None:
-    """Write the number of this process to a file, and stay for as long as it may."""
+    """Write the id of this process to a file, and wait."""
     Path(file).with_suffix(".new").write_text(str(os.getpid()))
     Path(file).with_suffix(".new").rename(file)
     time.sleep(600)
@@ -428,7 +436,7 @@ with only_run(sys.argv[1]):
 
 @contextmanager
 def holding(lock: Path):
-    """Another process that holds a lock."""
+    """Run another process that holds a lock."""
     command = [sys.executable, "-c", HOLDING, str(lock)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
     try:
@@ -451,7 +459,8 @@ def test_a_second_run_on_a_folder_is_refused(images, weights, tmp_path):
         done = run(*arguments(images, out, weights))
         assert done.returncode == 1 and f"Another run (process {other.pid}" in done.stderr
         assert not (out / "matches.sqlite").exists()
-    assert (out / LOCK).exists()  # it was killed
+    # The process was killed.
+    assert (out / LOCK).exists()
     assert match_collection(images, out, config, quiet=True).matched == 6
     assert not (out / LOCK).exists()
 
@@ -481,7 +490,8 @@ def test_where_files_can_not_be_locked_the_file_says_whose_it_is(tmp_path, monke
     lock, host = tmp_path / "lock", files.socket.gethostname()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    for text in ("", "{", json.dumps({"pid": ended.pid, "host": host})):  # nobody's, damaged, and a dead process's
+    # No owner, a damaged file, and a dead process.
+    for text in ("", "{", json.dumps({"pid": ended.pid, "host": host})):
         lock.write_text(text)
         with only_run(lock):
             assert json.loads(lock.read_text())["pid"] == os.getpid()
@@ -491,7 +501,7 @@ def test_where_files_can_not_be_locked_the_file_says_whose_it_is(tmp_path, monke
             pass
 
 
-# Changed pictures
+# Changed images
 
 
 def content(store: Path) -> dict:
@@ -510,7 +520,7 @@ def test_a_picture_with_another_content_is_matched_again(images, weights, tmp_pa
     change(images / "2.png")
     changed = match_collection(images, tmp_path / "out", config, quiet=True)
     assert (changed.matched, changed.skipped) == (3, 3)
-    assert "Changed since they were matched, and matched again: 1 pictures (2.png)." in caplog.messages
+    assert "Images that changed are matched again: 1 images (2.png)." in caplog.messages
     found, fresh = content(changed.store), content(match_collection(images, tmp_path / "new", config, quiet=True).store)
     assert found == fresh
     assert {pair for pair in first if first[pair] != found[pair]} == {pair for pair in first if "2.png" in pair}
@@ -549,7 +559,8 @@ def test_stores_of_earlier_versions_go_on(tmp_path):
     with MatchStore(tmp_path / "a.sqlite", {}) as store:
         assert store.forget_changed({"a": "1", "b": "2"}) == [] and len(store) == 1 and store.seconds == 0
         assert store.forget_changed({"a": "1", "b": "3"}) == ["b"] and len(store) == 0
-        assert store.forget_changed({"a": "", "b": "3"}) == ["a"]  # can't be read now
+        # The file cannot be read now.
+        assert store.forget_changed({"a": "", "b": "3"}) == ["a"]
         store.add_seconds(1.5)
         store.add_seconds(2)
         assert store.seconds == 3.5

@@ -1,4 +1,4 @@
-"""The store of matches: what was put is there, whatever happens to the process."""
+"""Tests of the match store: stored pairs survive the death of the process."""
 
 import os
 import signal
@@ -80,12 +80,12 @@ def test_files_that_are_not_stores(tmp_path):
     with pytest.raises(OutputError, match="does not exist"):
         MatchStore(tmp_path / "nowhere" / "m.sqlite", {})
     (tmp_path / "text.sqlite").write_text("hello " * 1000)
-    with pytest.raises(DataError, match="not a store"):
+    with pytest.raises(DataError, match="not a match store"):
         MatchStore(tmp_path / "text.sqlite", {})
     with sqlite3.connect(tmp_path / "other.sqlite") as other:
         other.execute("CREATE TABLE t (x)")
     other.close()
-    with pytest.raises(DataError, match="not a store"):
+    with pytest.raises(DataError, match="not a match store"):
         MatchStore(tmp_path / "other.sqlite")
     (tmp_path / "folder.sqlite").mkdir()
     with pytest.raises(OutputError):
@@ -110,7 +110,7 @@ def test_a_foreign_database_is_refused_and_not_touched(tmp_path, name, config):
     foreign.executescript(FOREIGN[name])
     foreign.close()
     before = path.read_bytes()
-    with pytest.raises(DataError, match=r"not a store of matches.*give another path"):
+    with pytest.raises(DataError, match=r"not a match store.*pass another path"):
         MatchStore(path, config)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
@@ -119,9 +119,10 @@ def test_a_foreign_database_is_refused_and_not_touched(tmp_path, name, config):
 def test_a_foreign_database_in_use_is_refused_and_not_touched(tmp_path):
     path = tmp_path / "database.db"
     foreign = sqlite3.connect(path)
-    foreign.executescript(FOREIGN["colmap_wal"])  # the tables are in its -wal file only
+    # The tables are only in its -wal file.
+    foreign.executescript(FOREIGN["colmap_wal"])
     before = {file.name: file.read_bytes() for file in (path, tmp_path / "database.db-wal")}
-    with pytest.raises(DataError, match="not a store of matches"):
+    with pytest.raises(DataError, match="not a match store"):
         MatchStore(path, {})
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     foreign.close()
@@ -129,7 +130,7 @@ def test_a_foreign_database_in_use_is_refused_and_not_touched(tmp_path):
 
 def test_an_empty_file_becomes_a_store(tmp_path):
     (tmp_path / "m.sqlite").touch()
-    with pytest.raises(DataError, match="not a store"):
+    with pytest.raises(DataError, match="not a match store"):
         MatchStore(tmp_path / "m.sqlite")
     with MatchStore(tmp_path / "m.sqlite", {}) as store:
         assert len(store) == 0
@@ -177,7 +178,7 @@ def test_kill_9_loses_at_most_the_pair_in_work(tmp_path):
         assert process.wait() == -signal.SIGKILL
         with MatchStore(path, {"size": 1}) as store:
             numbers = sorted(int(name) for _, name in store.names())
-            # All that the process told of are there; one more may be, and nothing is half there.
+            # All reported pairs are stored completely; one more may be.
             assert numbers[: told[-1] + 1] == list(range(told[-1] + 1))
             assert len(numbers) <= told[-1] + 2
             assert all(len(found) == 500 and (found.points1 == int(name)).all() for (_, name), found in store)

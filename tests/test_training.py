@@ -71,7 +71,7 @@ def test_no_photos_is_an_error_with_a_remedy(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         read_photos([tmp_path / "missing"])
     (tmp_path / "notes.tar").write_text("not a tar file")
-    with pytest.raises(DataError, match="neither a folder nor a whole tar file"):
+    with pytest.raises(DataError, match="neither a folder nor a complete tar file"):
         read_photos([tmp_path / "notes.tar"])
 
 
@@ -80,7 +80,7 @@ def test_a_tar_file_cut_short_is_an_error_with_a_remedy(folder, tmp_path):
         archive.add(folder, "photos")
     data = (tmp_path / "shard.tar.gz").read_bytes()
     (tmp_path / "shard.tar.gz").write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match="whole tar file"):
+    with pytest.raises(DataError, match="complete tar file"):
         read_photos([tmp_path / "shard.tar.gz"])
 
 
@@ -273,7 +273,7 @@ def test_settings_without_meaning_are_refused_by_name(folder, name, value):
 
 @pytest.mark.parametrize("device", ["tpux", "meta", "cuda:99"])
 def test_a_device_that_is_not_there(folder, tmp_path, device):
-    with pytest.raises(ConfigError, match=f"The device '{device}' can't be used .*; choose cpu, cuda or mps") as info:
+    with pytest.raises(ConfigError, match=f"The device '{device}' cannot be used .*; choose cpu, cuda or mps") as info:
         train(tiny_run(folder), tmp_path, device=device)
     assert "\n" not in str(info.value)
 
@@ -290,7 +290,7 @@ def test_a_broken_checkpoint_is_named(folder, tmp_path, content):
         torch.save({"step": 3}, tmp_path / "checkpoint.pt")
     else:
         (tmp_path / "checkpoint.pt").write_bytes(content)
-    with pytest.raises(DataError, match=r"checkpoint\.pt is broken .*; delete it, or choose another folder") as info:
+    with pytest.raises(DataError, match=r"checkpoint\.pt is damaged .*; delete it, or choose another folder") as info:
         train(tiny_run(folder), tmp_path, device="cpu")
     assert "\n" not in str(info.value)
 

@@ -116,7 +116,7 @@ def test_two_processes_train_as_one_with_the_same_pairs(folder, tmp_path):
 
 
 def test_processes_that_can_not_share_the_pairs(folder, tmp_path):
-    with pytest.raises(ConfigError, match="pairs = 4 can't be made in parts = 3"):
+    with pytest.raises(ConfigError, match="pairs = 4 is not a multiple of parts = 3"):
         tiny_run(folder, parts=3)
     (tmp_path / "run.toml").write_text(to_toml(tiny_run(folder)))
     command = [sys.executable, "-m", "dualrc", "train", str(tmp_path / "run.toml"), "--out", str(tmp_path / "run")]
@@ -152,7 +152,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(folder, tmp_path, number, s
     process.send_signal(number)
     _, text = process.communicate(timeout=60)
     assert process.returncode == status
-    assert "the same command goes on from there" in text and f"Stopped. The checkpoint is in {out}" in text
+    assert "run the same command again to continue" in text and f"Stopped. The checkpoint is in {out}" in text
     assert "Traceback" not in text
     step = torch.load(out / "checkpoint.pt", weights_only=True)["step"]
     assert step >= 100
@@ -323,7 +323,7 @@ def test_the_papers_network_trains_but_for_its_trunk(folder, tmp_path, loss):
 def test_the_papers_network_needs_its_trunk(folder):
     with pytest.raises(ConfigError, match="torchvision's file"):
         paper_run(folder, None)
-    with pytest.raises(ConfigError, match="trunk is for a network with a ResNet"):
+    with pytest.raises(ConfigError, match="trunk needs a network with a ResNet"):
         tiny_run(folder, trunk="resnet101.pth")
 
 
@@ -345,7 +345,7 @@ def test_the_rivals_train_their_consensus(folder, tmp_path, preset, loss):
     figures = train(config, tmp_path / "run", device="cpu")
     assert all(np.isfinite(value) for value in figures.values())
     expected = {"positive", "negative"} if loss == "weak" else {"keypoint", "orthogonal"}
-    assert figures.keys() == expected | {"within_8px", "within_16px", "within_32px"}
+    assert figures.keys() == expected | {"loss", "within_8px", "within_16px", "within_32px"}
     state = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["network"]
     for name, tensor in trunk.state_dict().items():
         assert torch.equal(state[f"backbone.trunk.{name}"], tensor), name
@@ -359,7 +359,7 @@ def test_the_rivals_train_their_consensus(folder, tmp_path, preset, loss):
 
 def test_losses_that_do_not_fit_the_network(folder):
     resnet = replace(PRESETS["ncnet"][0], backbone=TrunkConfig(network="resnet50"))
-    with pytest.raises(ConfigError, match="two pairs a part"):
+    with pytest.raises(ConfigError, match="two pairs per part"):
         tiny_run(folder, network=resnet, trunk="trunk.pth", loss="weak", pairs=1)
     with pytest.raises(ConfigError, match="no sub-pixel refinement"):
         dualrc.train.loop._network(tiny_run(folder, network=resnet, trunk="trunk.pth", loss="matching"))
@@ -423,7 +423,7 @@ def test_photographs_of_many_gigabytes_are_picked_right_on_a_gpu():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_recorded_batch_is_the_one_that_would_be_made(folder):
+def test_a_captured_batch_is_the_one_that_would_be_made(folder):
     device = torch.device("cuda")
     maker = PhotoPairs(read_photos([folder], canvas=160), size=64, points=8, motion=PhotoMotion(), device=device)
     recorded = Batches([maker], [1.0], seed=3, count=4, device=device)

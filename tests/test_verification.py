@@ -1,4 +1,4 @@
-"""Pairs that only look alike are dropped, and true pairs are kept, in a courtyard whose opposite walls are the same."""
+"""Tests of verification in a courtyard with equal opposite walls: look-alikes are dropped, true pairs are kept."""
 
 import importlib.util
 import json
@@ -18,11 +18,12 @@ from dualrc.geometry import Camera, cam1_from_cam0, fundamental_from_pose, samps
 from dualrc.scenes import look_at
 
 SIZE = (640, 480)
-TURN = np.diag([-1.0, -1.0, 1.0])  # half a turn about the vertical axis
+# Half a turn about the vertical axis.
+TURN = np.diag([-1.0, -1.0, 1.0])
 
 
 def courtyard(count=12, fov_deg=90.0):
-    """Points (n, 3) of round walls with some relief, and cameras inside that look outward all around."""
+    """Return points (n, 3) of round walls with some relief, and cameras inside that look outward."""
     rng = np.random.default_rng(0)
     angle, distance = rng.uniform(0, np.pi, 5000), rng.uniform(9, 12, 5000)
     half = np.column_stack([distance * np.cos(angle), distance * np.sin(angle), rng.uniform(-3, 5, 5000)])
@@ -39,16 +40,16 @@ def courtyard(count=12, fov_deg=90.0):
 
 
 def see(camera, xyz):
-    """Where points are in a picture, NaN outside of it."""
+    """Project points to an image; NaN outside of it."""
     pixels = camera.project(transform_points(camera.cam_from_world, xyz))
     inside = ((pixels >= 0) & (pixels <= np.array(SIZE) - 1)).all(1)
     return np.where(inside[:, None], pixels, np.nan)
 
 
 def pair_matches(rng, camera0, camera1, xyz, wrong_share, count=600):
-    """Matches with a little noise, and wrong ones anywhere; none of the right ones where nothing is seen by both."""
+    """Return matches with small noise, and random wrong matches; points must be visible in both images."""
     here, there = see(camera0, xyz), see(camera1, xyz)
-    # The first points come first in every pair, as some places are always easier to match than others.
+    # The first points come first in every pair, because some places are always easier to match.
     both = np.flatnonzero(np.isfinite(here + there).all(1))[: round((1 - wrong_share) * count)]
     noise = 0.1 * rng.standard_normal((2, len(both), 2))
     wrong = rng.uniform(0, np.array(SIZE) - 1, (2, count - len(both), 2))
@@ -60,14 +61,14 @@ def pair_matches(rng, camera0, camera1, xyz, wrong_share, count=600):
 
 
 def fill(path, xyz, cameras, *, alike=0.75, true=0.1, changed=None):
-    """A store in which opposite pictures have matches between walls that are the same."""
+    """Fill a store in which opposite images have matches between equal walls."""
     rng, store, kinds = np.random.default_rng(1), MatchStore(path, {}), {}
     names, half = list(cameras), len(cameras) // 2
     for name0, name1 in combinations(names, 2):
         apart = (names.index(name1) - names.index(name0)) % len(names)
         apart = min(apart, len(names) - apart)
         if apart >= half - 1:
-            # The other side as picture 1 would see it if the courtyard were turned by half.
+            # The opposite side, as image 1 would see it in a courtyard that is rotated by half a turn.
             turned = cameras[name1].cam_from_world @ np.block([[TURN, np.zeros((3, 1))], [np.zeros((1, 3)), 1]])
             other = Camera(width=SIZE[0], height=SIZE[1], K=cameras[name1].K, cam_from_world=turned)
             matches, kinds[name0, name1] = pair_matches(rng, cameras[name0], other, xyz, alike), "alike"
@@ -90,7 +91,7 @@ def true_share(store, check, cameras):
 @pytest.fixture(scope="module")
 def verified(tmp_path_factory):
     xyz, cameras = courtyard()
-    # A true pair with few right matches, which only other pairs can tell.
+    # A true pair with few correct matches, which only other pairs can verify.
     hard = {("00.jpg", "02.jpg"): 0.85}
     store, kinds = fill(tmp_path_factory.mktemp("courtyard") / "m.sqlite", xyz, cameras, changed=hard)
     with store:
@@ -100,7 +101,7 @@ def verified(tmp_path_factory):
 def test_pictures_of_opposite_walls_that_look_alike_are_no_pair(verified):
     store, kinds, cameras, found = verified
     alike = [found.checks[names] for names, kind in kinds.items() if kind == "alike"]
-    # Counts alone would let them pass.
+    # Inlier counts alone would accept them.
     assert len(alike) >= 10 and all(check.inliers > 90 for check in alike)
     assert not any(check.kept for check in alike)
     assert all(true_share(store, check, cameras) > 0.9 for check in found.kept)
@@ -120,7 +121,7 @@ def test_every_dropped_pair_says_why(verified):
     summary = found.summary()
     assert summary.pairs == 66 and summary.kept + sum(summary.dropped.values()) == 66
     assert summary.dropped["other pairs contradict its rotation"] >= 10
-    assert "degrees off" in next(check.reason for check in found.dropped if "rotation" in check.cause)
+    assert "differs by" in next(check.reason for check in found.dropped if "rotation" in check.cause)
     written = json.loads(json.dumps([check.to_dict() for check in found.checks.values()]))
     assert {"name0", "name1", "kept", "cause", "reason", "inliers", "pair_score"} <= written[0].keys()
 
@@ -180,7 +181,8 @@ def test_a_direction_for_a_known_rotation():
     rng = np.random.default_rng(0)
     xyz = rng.uniform((-2, -2, 4), (2, 2, 9), (300, 3))
     pose = np.column_stack([look_at((1, 2, 0.5), (0, 0, 9), size=SIZE).cam_from_world[:, :3], [0.6, 0.0, 0.8]])
-    xyz = xyz @ pose[:, :3]  # in front of camera 1, which camera 0 is turned like
+    # In front of camera 1; camera 0 has the same orientation.
+    xyz = xyz @ pose[:, :3]
     seen = [transform_points(p, xyz) for p in (np.column_stack([pose[:, :3], np.zeros(3)]), pose)]
     rays0, rays1 = (points / points[:, 2:] for points in seen)
     rays1[:100, :2] += 0.3 * rng.standard_normal((100, 2))
@@ -201,12 +203,12 @@ def test_one_focal_length_of_many_pairs_and_none_of_few():
 
 
 def test_cameras_that_look_at_one_point_leave_the_focal_length_open():
-    """Their axes meet, and then every focal length suits; noise in F must not choose one."""
+    """If the optical axes intersect, every focal length fits; noise in F must not select one."""
     K = np.array([[350.0, 0, (SIZE[0] - 1) / 2], [0, 350, (SIZE[1] - 1) / 2], [0, 0, 1]])
     poses, fundamentals, random = [], [], np.random.default_rng(0)
     for angle in np.linspace(-0.4, 0.4, 5):
         c, s = np.cos(angle), np.sin(angle)
-        # On a circle of radius 10 around the point, and turned to it.
+        # On a circle of radius 10 around the point, facing it.
         poses.append(np.array([[c, 0, s, 0], [0, 1, 0, 0], [-s, 0, c, 10]]))
     for pose0, pose1 in combinations(poses, 2):
         E = geometry.essential_from_pose(cam1_from_cam0(pose0, pose1))
@@ -217,7 +219,7 @@ def test_cameras_that_look_at_one_point_leave_the_focal_length_open():
 
 @pytest.fixture
 def script(monkeypatch):
-    """benchmarks/reconstruct.py as a module."""
+    """Import benchmarks/reconstruct.py as a module."""
     spec = importlib.util.spec_from_file_location("reconstruct_script", ROOT / "benchmarks" / "reconstruct.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -226,7 +228,7 @@ def script(monkeypatch):
 
 def test_the_benchmark_refuses_a_layout_that_it_does_not_know(tmp_path, script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["reconstruct.py", str(tmp_path), "--work", str(tmp_path / "work")])
-    with pytest.raises(SystemExit, match=r"No scene was found: .* must hold scenes as SCENE/images"):
+    with pytest.raises(SystemExit, match=r"No scene was found: .* must have scenes as SCENE/images"):
         script.main()
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "cameras.json").write_text("{}")

@@ -188,7 +188,7 @@ def test_the_command_line_says_what_was_found(photograph, shrunk, tmp_path):
     for name, picture in (("a.png", photograph), ("b.png", shrunk), ("c.png", texture(5, 320, 240))):
         Image.fromarray(picture).save(tmp_path / name)
     shrinks = CliRunner().invoke(app, ["match", str(tmp_path / "a.png"), str(tmp_path / "b.png"), "--device", "cpu"])
-    assert shrinks.exit_code == 0 and "times larger in picture 0" in shrinks.output
+    assert shrinks.exit_code == 0 and "times larger in image 0" in shrinks.output
     other = CliRunner().invoke(app, ["match", str(tmp_path / "a.png"), str(tmp_path / "c.png"), "--device", "cpu"])
     assert other.exit_code == 0 and "may not show the same thing" in " ".join(other.output.split())
 

@@ -1,4 +1,4 @@
-"""Time and memory of each stage and of the whole, by several engines, beside others, for several picture sizes."""
+"""Benchmark of time and memory: per stage and in total, for several engines, other methods, and image sizes."""
 
 from dualrc.bench.benchmark import bench
 from dualrc.bench.methods import BenchSettings

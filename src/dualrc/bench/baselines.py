@@ -1,4 +1,4 @@
-"""Methods of others that are measured beside this project's: LoFTR and SIFT."""
+"""Other methods to compare with: LoFTR and SIFT."""
 
 import importlib.util
 from collections.abc import Callable
@@ -15,10 +15,10 @@ Pictures = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 
 
 def make_loftr(pictures: Pictures, device: torch.device) -> Callable[[], npt.NDArray[Any]]:
-    """kornia's LoFTR in single precision: pictures on the host to corresponding points on the host, (n, 4).
+    """Return kornia's LoFTR in single precision: images on the host to corresponding points on the host, (n, 4).
 
-    Its weights are generated: trained ones would have to be downloaded. With those it finds more matches, and takes
-    somewhat longer to refine them.
+    Its weights are random, because trained weights would have to be downloaded. With trained weights it finds more
+    matches and takes slightly longer to refine them.
     """
     from kornia.feature import LoFTR
 
@@ -40,9 +40,10 @@ def make_loftr(pictures: Pictures, device: torch.device) -> Callable[[], npt.NDA
 
 
 def make_sift(pictures: Pictures) -> Callable[[], list[Any]]:
-    """OpenCV's SIFT with its own settings, and brute-force mutual nearest neighbors; always on the CPU."""
+    """Return OpenCV's SIFT with default settings and brute-force mutual nearest neighbors, on the CPU."""
     cv2 = opencv()
-    cv2.setNumThreads(torch.get_num_threads())  # as many as the others have
+    # The same number of threads as the other methods.
+    cv2.setNumThreads(torch.get_num_threads())
     sift, matcher = cv2.SIFT_create(), cv2.BFMatcher(cv2.NORM_L2, crossCheck=True)
 
     def match() -> list[Any]:
@@ -54,7 +55,7 @@ def make_sift(pictures: Pictures) -> Callable[[], list[Any]]:
 
 
 def check_installed(method: str) -> None:
-    """Raise ConfigError if a method can't be run on this machine at all."""
+    """Raise ConfigError if a method cannot run on this machine."""
     needed = {"loftr": ("kornia", importlib.util.find_spec("kornia")), "sift": ("OpenCV", has_opencv())}
     package, found = needed.get(method, ("", True))
     if not found:

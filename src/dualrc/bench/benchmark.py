@@ -1,4 +1,4 @@
-"""The benchmark: what each stage takes in time and memory, for given sizes, devices and engines."""
+"""The benchmark: time and memory of each stage, for given sizes, devices and engines."""
 
 import os
 import platform
@@ -33,18 +33,20 @@ from dualrc.types import Size
 
 FORMAT = "dualrc-bench-2"
 _SCENE = 1
-_LARGEST_SCENE = 1600  # px of the long side that are rendered; larger pictures are scaled up from these
-_LIMIT_S = 20.0  # of a stage in all; slower ones are repeated less often
-_PACKAGES = ("triton", "kornia", "opencv-python-headless")  # whose versions are written too, where installed
+# Maximum long side of a rendered scene in pixels; larger images are scaled up.
+_LARGEST_SCENE = 1600
+# Maximum total time of a stage; slower stages are repeated less often.
+_LIMIT_S = 20.0
+# Packages whose versions are recorded if installed.
+_PACKAGES = ("triton", "kornia", "opencv-python-headless")
 _PLANTED = (
-    "there are no trained weights of this preset: features are made with generated ones; coarse tensor, search, "
-    "further pair and batches are of planted features, and whole pair is making features of both pictures, then the "
-    "further pair."
+    "this preset has no trained weights: features come from random weights; coarse tensor, search, further pair and "
+    "batches use synthetic features; whole pair is the extraction of both images' features plus the further pair."
 )
 
 
 def bench(settings: BenchSettings, *, screen: Console, messages: Console) -> dict[str, Any]:
-    """Measure, print the tables and write the JSON; gives what the JSON holds."""
+    """Run the benchmark, print the tables, write the JSON file, and return its content."""
     settings = replace(settings, devices=settings.devices or (choose_device(None).type,))
     _check(settings)
     if (warning := busy_warning(machine.load_average(), machine.cores())) is not None:
@@ -54,12 +56,13 @@ def bench(settings: BenchSettings, *, screen: Console, messages: Console) -> dic
     found_versions |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS")}
     content = {"format": FORMAT, "settings": asdict(settings), "versions": found_versions, "devices": results}
     with tempfile.TemporaryDirectory(prefix="dualrc-bench-") as folder:
-        with show_status("Making the pictures...", messages.quiet):
+        with show_status("Rendering the images...", messages.quiet):
             _write_pictures(settings, Path(folder))
         for device in settings.devices:
             for found in _measure_device(settings, device, Path(folder), messages):
                 results[device] = found
-                if settings.out is not None:  # after every size, so that little is lost if a later one fails
+                # Written after every size, so that an error at a later size loses little.
+                if settings.out is not None:
                     write_json(settings.out, content)
             show(results[device], screen)
     if settings.out is not None:
@@ -68,7 +71,7 @@ def bench(settings: BenchSettings, *, screen: Console, messages: Console) -> dic
 
 
 def _check(settings: BenchSettings) -> None:
-    """Refuse now what would fail after long work."""
+    """Raise an error now for settings that would fail after long work."""
     configs.preset(settings.preset)
     for method in settings.others:
         check_installed(method)
@@ -76,18 +79,19 @@ def _check(settings: BenchSettings) -> None:
         check_writable(settings.out)
     for device in settings.devices:
         for task in _tasks(replace(settings, others=()), device, settings.sizes[0], Path()):
-            make_matcher(task)  # checks device, engine, weights and precision, each with its own remedy
+            # Checks device, engine, weights and precision; each error has its own remedy.
+            make_matcher(task)
 
 
 def _tasks(settings: BenchSettings, device: str, size: Size, folder: Path) -> list[Task]:
-    """Our matcher by every engine, then the others."""
+    """Return the tasks: our matcher with every engine, then the other methods."""
     task = Task(settings=settings, device=device, size=size, folder=folder / f"{size[0]}x{size[1]}")
     ours = [replace(task, engine=engine) for engine in settings.engines or (None,)]
     return ours + [replace(task, method=other) for other in settings.others]
 
 
 def _write_pictures(settings: BenchSettings, folder: Path) -> None:
-    """The pair at every size, as JPEG: decoding is a stage too."""
+    """Write the pair at every size as JPEG, because decoding is a stage too."""
     if settings.pair is not None:
         images = [Image.fromarray(read(path)) for path in settings.pair]
     else:
@@ -103,9 +107,9 @@ def _write_pictures(settings: BenchSettings, folder: Path) -> None:
 
 
 def _measure_device(settings: BenchSettings, device: str, folder: Path, messages: Console) -> Iterator[DeviceResult]:
-    """What is known after each size, the smallest first."""
+    """Yield the results after each size, the smallest first."""
     matcher = make_matcher(_tasks(settings, device, settings.sizes[0], folder)[0])
-    with show_status(f"What {device} can do...", messages.quiet):
+    with show_status(f"Measuring the peak rates of {device}...", messages.quiet):
         rates = measure.measure_rates(matcher.device, matcher.dtype)
     result = DeviceResult(
         device=device,
@@ -116,7 +120,8 @@ def _measure_device(settings: BenchSettings, device: str, folder: Path, messages
         config=matcher.info,
         rates=rates,
     )
-    del matcher  # or its weights would count in every peak
+    # Otherwise its weights would count in every peak.
+    del matcher
     for size in sorted(set(settings.sizes), key=lambda size: size[0] * size[1]):
         with show_status(f"{size[0]}x{size[1]} on {device}...", messages.quiet):
             sizes = (*result.sizes, _measure_size(_tasks(settings, device, size, folder), rates))
@@ -130,12 +135,13 @@ def _measure_size(tasks: list[Task], rates: measure.Rates) -> SizeResult:
     seen = make_matcher(tasks[0]).budget.fitted((scale, scale))[0].input_size
     notes = [_PLANTED] if tasks[0].generated else []
     if seen != tasks[0].seen:
-        notes.append(f"{size[0]}x{size[1]} does not fit into the memory; what is measured is {seen[0]}x{seen[1]}.")
+        notes.append(f"{size[0]}x{size[1]} does not fit into memory; the measured size is {seen[0]}x{seen[1]}.")
     skipped = {task: why for task in tasks if (why := task.reason_to_skip()) is not None}
     notes += skipped.values()
     tasks = [task for task in tasks if task not in skipped]
     peaks: dict[str, measure.Peaks[Stage]] = {}
-    for task in tasks:  # before anything is built here that would count too
+    # Before this process builds anything that would count too.
+    for task in tasks:
         let_go()
         try:
             if (found := peaks_of(task)) is None:
@@ -161,18 +167,18 @@ def _measure_size(tasks: list[Task], rates: measure.Rates) -> SizeResult:
 
 
 def peaks_of(task: Task) -> measure.Peaks[Stage] | None:
-    """Peak memory of a task's stages, on a CPU in a new process, so that no peak hides another; None: can't be told."""
+    """Return the peak memory of the stages of a task, on a CPU from a new process; None if it cannot be measured."""
     kind = torch.device(task.device).type
     return peaks_here(task) if kind == "cuda" else measure.in_new_process(peaks_here, task) if kind == "cpu" else None
 
 
 def peaks_here(task: Task) -> measure.Peaks[Stage]:
-    """The same in this process."""
+    """Return the peak memory of the stages of a task, measured in this process."""
     return measure.measure_peaks(make_method(task).memory_stages, torch.device(task.device))
 
 
 def _measure_times(tasks: list[Task], rates: measure.Rates, searches: dict[str, Search], notes: list[str]) -> list[Row]:
-    """Every stage of every method with its times; ours also with what ran, and how near to the device's limits."""
+    """Time every stage of every method; ours also with its kernels and its share of the device's peak rates."""
     methods = {task.name: make_method(task) for task in tasks}
     counts: dict[tuple[str, Stage], int] = {}
     runs = {
@@ -207,14 +213,14 @@ def _measure_times(tasks: list[Task], rates: measure.Rates, searches: dict[str, 
 
 
 def _counted(run: measure.Run, counts: dict[tuple[str, Stage], int], key: tuple[str, Stage]) -> None:
-    """Run, and keep the number of matches where the stage ends with such; not the matches, which take memory."""
+    """Run a stage, and record its number of matches but not the matches, which take memory."""
     result = run()
     if key[1] in (Stage.FURTHER, Stage.WHOLE) and isinstance(result, Sized):
         counts[key] = len(result)
 
 
 def _with_kernels(row: Row, method: Dualrc) -> Row:
-    """A stage with its engine and kernels, which the profiler sees in one more run."""
+    """Add engine and kernels to a stage, from one more run with the profiler."""
     device, runs = method.matcher.device, method.stages
     engine = None if row.stage == Stage.DECODE else method.matcher.engine
     if row.stage == Stage.BATCH and row.timing is not None:
@@ -226,17 +232,17 @@ def _with_kernels(row: Row, method: Dualrc) -> Row:
 
 
 def busy_warning(load: float | None, cores: int) -> str | None:
-    """A warning if others use this machine's cores, by its load average."""
+    """Return a warning if the load average shows that other processes use the cores."""
     if load is None or load < cores / 2:
         return None
     return (
-        f"the machine was busy when this began (load {load:.1f}, {cores} cores): times are too long, and with "
-        "several threads far too long; trust ratios at most."
+        f"the machine was busy at the start (load {load:.1f}, {cores} cores): times are too long, with several threads "
+        "by far; use ratios only."
     )
 
 
 def _describe_machine(device: torch.device) -> dict[str, Any]:
-    """The processor with its cores and threads, and a GPU with its memory."""
+    """Describe the processor with its cores and threads, and the GPU with its memory."""
     found = {"system": platform.platform(), "processor": machine.processor(), "cores": machine.cores()}
     found |= {"threads": torch.get_num_threads(), "load": machine.load_average()}
     if device.type == "cuda":

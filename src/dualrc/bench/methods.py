@@ -1,4 +1,4 @@
-"""What is measured: this project's matcher stage by stage, by one engine or another, and other methods as a whole."""
+"""Methods to measure: our matcher stage by stage with each engine, and other methods as a whole."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,49 +29,63 @@ T = TypeVar("T")
 
 
 class Stage(StrEnum):
-    """What is measured, by the names that tables and JSON have for it."""
+    """Measured stages; the values are their names in tables and JSON."""
 
     DECODE = "decode + resize"
     FEATURES = "features, one picture"
     COARSE = "coarse tensor"
     SEARCH = "search + refinement"
-    FURTHER = "further pair"  # with features of both pictures at hand
-    WHOLE = "whole pair"  # from uint8 pictures on the host to matches on the host
+    # Starts from the features of both images.
+    FURTHER = "further pair"
+    # From uint8 images on the host to matches on the host.
+    WHOLE = "whole pair"
     BATCH = "batch of pairs"
-    MATCH = "coarse tensor and search"  # SEARCH is what this takes beyond COARSE
+    # SEARCH is the difference between this and COARSE.
+    MATCH = "coarse tensor and search"
 
 
 OTHERS = ("reference", "loftr", "sift")
 PICTURES = ("picture0.jpg", "picture1.jpg")
-_BATCH_PIXELS = 1024 * 768  # of larger pictures, batches are measured only where asked for
-_REFERENCE_ENTRIES = 6_400  # of the coarse tensor, which the reference engine takes half a minute for
-_COPIES = 4  # that LoFTR holds of its coarse similarity, and the definition of the fine scores
+# Largest image for which batches are measured by default.
+_BATCH_PIXELS = 1024 * 768
+# Largest coarse tensor for the reference engine, which takes half a minute for it.
+_REFERENCE_ENTRIES = 6_400
+# Number of copies that LoFTR keeps of its coarse similarity, and the definition of the fine scores.
+_COPIES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What to measure."""
+    """Settings of the benchmark."""
 
-    sizes: tuple[Size, ...]  # of the pictures, (width, height)
-    devices: tuple[str, ...] = ()  # none: the best there is
-    engines: tuple[str, ...] = ()  # each is a method of its own; none: the best for the device
+    # Image sizes, (width, height).
+    sizes: tuple[Size, ...]
+    # Empty: the fastest available.
+    devices: tuple[str, ...] = ()
+    # Each engine is a separate method; empty: the fastest for the device.
+    engines: tuple[str, ...] = ()
     preset: str = "default"
     weights: Path | None = None
     precision: Precision | None = None
-    max_memory: float | None = None  # GiB for a pair; None: most of what is free
-    pair: tuple[Path, Path] | None = None  # None: a rendered scene
-    batch: int | None = None  # pairs; None: 32 on a GPU, 4 elsewhere, of pictures that are not large; 0: no batches
-    others: tuple[str, ...] = ()  # of OTHERS, measured beside this project's matcher
-    repeats: int | None = None  # None: 20 on a GPU, 5 elsewhere; 0: memory alone
+    # Memory for a pair in GiB; None: most of the free memory.
+    max_memory: float | None = None
+    # None: a rendered scene.
+    pair: tuple[Path, Path] | None = None
+    # Pairs per batch; None: 32 on a GPU, 4 on a CPU, for images of moderate size; 0: no batches.
+    batch: int | None = None
+    # Members of OTHERS to compare with.
+    others: tuple[str, ...] = ()
+    # None: 20 on a GPU, 5 on a CPU; 0: measure memory only.
+    repeats: int | None = None
     out: Path | None = None
 
     def __post_init__(self) -> None:
         if unknown := set(self.others) - set(OTHERS):
-            raise ConfigError(f"--with {unknown.pop()} is not known; choose from {', '.join(OTHERS)}.")
+            raise ConfigError(f"--with {unknown.pop()} is unknown; choose from {', '.join(OTHERS)}.")
         if self.batch is not None and self.batch < 0:
-            raise ConfigError(f"--batch {self.batch} must not be negative; 0 leaves batches out.")
+            raise ConfigError(f"--batch {self.batch} is negative; pass 0 to leave batches out.")
         if self.repeats is not None and self.repeats < 0:
-            raise ConfigError(f"--repeats {self.repeats} must not be negative; 0 measures memory alone.")
+            raise ConfigError(f"--repeats {self.repeats} is negative; pass 0 to measure memory only.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,40 +93,44 @@ class Task:
     """A method, and the pair and device to measure it on."""
 
     settings: BenchSettings
-    method: str = "dualrc"  # or one of OTHERS
-    engine: str | None = None  # as in `load`
+    # "dualrc" or a member of OTHERS.
+    method: str = "dualrc"
+    # As in `load`.
+    engine: str | None = None
     device: str
-    size: Size  # of the pictures, (width, height)
-    folder: Path  # with the PICTURES
+    # Image size, (width, height).
+    size: Size
+    # Folder with the PICTURES.
+    folder: Path
 
     @property
     def name(self) -> str:
-        """The method, with its engine where one was asked for."""
+        """Name of the method, with its engine if one was chosen."""
         return f"{self.method} {self.engine}" if self.engine else self.method
 
     @property
     def batch(self) -> int:
-        """Pairs in a batch; 0: no batches."""
+        """Number of pairs in a batch; 0 for no batches."""
         if self.settings.batch is not None:
             return self.settings.batch
         return (32 if self.device.startswith("cuda") else 4) if self.size[0] * self.size[1] <= _BATCH_PIXELS else 0
 
     def pictures(self) -> Pictures:
-        """The pair, decoded."""
+        """Return the decoded pair."""
         return read(self.folder / PICTURES[0]), read(self.folder / PICTURES[1])
 
     @property
     def seen(self) -> Size:
-        """The size that the network sees, if there is memory for it."""
+        """Size of the network input, if memory permits."""
         return network_size(self.size, long_side=max(self.size), max_size=max(self.size))
 
     @property
     def generated(self) -> bool:
-        """Whether there are no trained weights, so that features have to be planted for the search."""
+        """Whether there are no trained weights, so that the search needs synthetic features."""
         return self.settings.weights is None and bundled(self.settings.preset) is None
 
     def reason_to_skip(self) -> str | None:
-        """Why the method is not run at this size, if there is a reason."""
+        """Return why the method does not run at this size, or None."""
         entries, needed = coarse_cells(self.seen) ** 2, 0
         left_out = f"{self.name} is left out at {self.size[0]}x{self.size[1]}"
         if "reference" in (self.method, self.engine) and entries > _REFERENCE_ENTRIES:
@@ -127,15 +145,17 @@ class Task:
 
 
 class Method:
-    """Something that matches a pair, in stages that are measured for themselves."""
+    """A method that matches a pair in stages, which are measured separately."""
 
     def __init__(self, stages: dict[Stage, Run]) -> None:
-        self.stages = stages  # what is timed
-        self.memory_stages = stages  # whose peak memory is measured, in this order
+        # Stages that are timed.
+        self.stages = stages
+        # Stages whose peak memory is measured, in this order.
+        self.memory_stages = stages
 
 
 class Dualrc(Method):
-    """This project's matcher, called as its users call it."""
+    """Our matcher, called as users call it."""
 
     def __init__(self, task: Task) -> None:
         self.task, self.matcher, self.images = task, make_matcher(task), task.pictures()
@@ -153,7 +173,7 @@ class Dualrc(Method):
                 **batch,
             }
         )
-        # The whole comes first, before features are kept for the stages that begin with them.
+        # The whole pair comes first, before features are kept for the stages that start from them.
         self.memory_stages = {
             Stage.WHOLE: self.whole,
             Stage.FEATURES: self.features_of_both,
@@ -165,7 +185,7 @@ class Dualrc(Method):
 
     @cached_property
     def pair(self) -> tuple[PictureFeatures, PictureFeatures]:
-        """Features of both pictures, or planted ones of the same shapes."""
+        """Features of both images, or synthetic ones of the same shapes."""
         pair = self.matcher.features(self.images[0]), self.matcher.features(self.images[1])
         if not self.task.generated:
             return pair
@@ -173,33 +193,33 @@ class Dualrc(Method):
         return replace(pair[0], maps=maps0), replace(pair[1], maps=maps1)
 
     def features_of_both(self) -> object:
-        """Make the features again."""
+        """Extract the features of both images."""
         self.__dict__.pop("pair", None)
         return self.pair
 
     @property
     def seen(self) -> Size:
-        """The size that the network really sees."""
+        """Actual size of the network input."""
         return self.pair[0].scale.input_size
 
     def decode(self) -> object:
-        """A picture from its file to the network's input."""
+        """Read an image from its file and prepare it for the network."""
         pixels = to_tensor(read(self.task.folder / PICTURES[0])).to(self.matcher.device)
         return to_input(pixels[None], self.seen, antialias=self.matcher.network.config.backbone.antialias)
 
     def on_device(self, operation: Callable[[Features, Features], T]) -> T:
-        """What an operation of the network gives for the pair, in the working memory that the matcher would give it."""
+        """Run an operation of the network on the pair, in the working memory that the matcher would use."""
         features0, features1 = self.pair
         limit = self.matcher.budget.working((features0.scale, features1.scale))
         with torch.inference_mode(), memory.working_memory(limit):
             return operation(features0.maps, features1.maps)
 
     def further(self) -> Matches:
-        """Features on the device to matches on the host."""
+        """Match features on the device; matches end on the host."""
         return self.matcher.match_features(*self.pair)
 
     def whole(self) -> Matches:
-        """Pictures on the host to matches on the host; with generated weights the matches are of planted features."""
+        """Match images on the host; matches end on the host. Random weights use synthetic features for matching."""
         if not self.task.generated:
             return self.matcher.match(*self.images)
         for image in self.images:
@@ -207,27 +227,27 @@ class Dualrc(Method):
         return self.further()
 
     def batched(self) -> list[Matches]:
-        """Many pairs at once: pictures, or with generated weights planted features, to matches on the host."""
+        """Match many pairs at once: images, or with random weights synthetic features."""
         return list(self.matcher.match_many(self._many_pairs))
 
     @cached_property
     def _many_pairs(self) -> list[tuple[Any, Any]]:
         if self.task.generated:
             return [self.pair] * self.task.batch
-        # Each pair is another, so that nothing can be kept from one to the next.
+        # All pairs differ, so that nothing can be cached between them.
         one, other = self.images
         return [(np.roll(one, 4 * turn, axis=1), np.roll(other, 4 * turn, axis=1)) for turn in range(self.task.batch)]
 
 
 def make_method(task: Task) -> Method:
-    """The method, ready to be run on its pair."""
+    """Make a method, ready to run on its pair."""
     if task.method == "loftr":
         return Method({Stage.WHOLE: make_loftr(task.pictures(), torch.device(task.device))})
     if task.method == "sift":
         return Method({Stage.WHOLE: make_sift(task.pictures())})
     if task.method == "dualrc":
         return Dualrc(task)
-    # The reference engine works on the CPU alone, on the features that the backbone gives there.
+    # The reference engine runs on the CPU only, on features of the backbone on that device.
     settings = task.settings if task.device == "cpu" else replace(task.settings, precision="float32")
     reference = Dualrc(replace(task, settings=settings, device="cpu", engine="reference"))
     _ = reference.pair
@@ -235,15 +255,15 @@ def make_method(task: Task) -> Method:
 
 
 def make_matcher(task: Task) -> Matcher:
-    """The preset's matcher, with generated weights where it has no others."""
+    """Make the matcher of the preset, with random weights if it has no others."""
     settings = task.settings
     how: dict[str, Any] = {"device": task.device, "precision": settings.precision, "engine": task.engine}
-    # One look: generated pictures and planted features have nothing to find at another scale.
+    # Without the search for scales: rendered images and synthetic features have no other scale.
     changed: dict[str, Any] = {"size": max(task.size), "max_memory": settings.max_memory, "max_zoom": 1.0}
     if not task.generated:
         return load(settings.preset, weights=settings.weights, **how, **changed)
     network_config, matcher_config = configs.preset(settings.preset)
-    # Consensus that is near the identity lets planted matches through, as trained consensus does.
+    # A consensus near the identity passes synthetic matches, as a trained consensus does.
     consensus = replace(network_config.consensus, initialization="identity")
     network_config = replace(network_config, consensus=consensus)
     with torch.random.fork_rng():
@@ -253,5 +273,5 @@ def make_matcher(task: Task) -> Matcher:
 
 
 def coarse_cells(size: Size) -> int:
-    """Coarse cells of a network input of this (width, height)."""
+    """Return the number of coarse cells of a network input of this (width, height)."""
     return (size[0] // STRIDE) * (size[1] // STRIDE)

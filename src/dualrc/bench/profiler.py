@@ -1,4 +1,4 @@
-"""Which kernels really ran, and for how long, as torch's profiler saw them."""
+"""Kernels that ran, and their times, measured with torch's profiler."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -16,25 +16,26 @@ _KEPT = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kernel of a GPU, or an operation on a CPU, and its share of the run's time."""
+    """A GPU kernel, or a CPU operation, and its share of the run time."""
 
     name: str
     share: float
 
 
 def kernel_seconds(run: Run, device: torch.device) -> dict[str, float]:
-    """Seconds by kernel (on a CPU by operation) in one run; empty where the profiler is not to be had."""
+    """Return seconds by kernel (on a CPU by operation) in one run; empty if the profiler is unavailable."""
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     try:
         with _quiet(), profile(activities=activities, acc_events=True) as seen:
             run()
             synchronize(device)
-    except RuntimeError:  # some machines don't let processes look at the GPU's counters
+    # Some machines do not permit access to the GPU's counters.
+    except RuntimeError:
         return {}
     seconds: dict[str, float] = {}
     for event in seen.key_averages():
-        # On a CPU an annotation is a kernel in C, which says its name; on a GPU it is what others are a part of.
+        # On a CPU an annotation is a kernel in C, which records its name; on a GPU it encloses other events.
         annotation = on_gpu and getattr(event, "is_user_annotation", False)
         if event.device_type.name == ("CUDA" if on_gpu else "CPU") and not annotation:
             spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
@@ -44,7 +45,7 @@ def kernel_seconds(run: Run, device: torch.device) -> dict[str, float]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Drop what is written to standard error, where the profiler's library logs its start and stop by itself."""
+    """Discard standard error, to which the profiler's library logs its start and stop."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -56,7 +57,7 @@ def _quiet() -> Iterator[None]:
 
 
 def top(seconds: Mapping[str, float], without: Mapping[str, float] = MappingProxyType({})) -> tuple[Kernel, ...]:
-    """The kernels that took most of the time, `without` those of a run that is a part of this one."""
+    """Return the kernels that took most time, except those in `without`, a run that is part of this one."""
     left = {name: max(0.0, spent - without.get(name, 0.0)) for name, spent in seconds.items()}
     ranked = sorted(left.items(), key=lambda item: -item[1])[:_KEPT]
     return tuple(Kernel(name=name, share=spent / sum(left.values())) for name, spent in ranked if spent > 0)

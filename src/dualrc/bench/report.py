@@ -1,4 +1,4 @@
-"""A benchmark's results on the screen: the stages, and how they grow."""
+"""Output of the benchmark: tables of the stages, and of their growth."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,8 +9,10 @@ from rich.text import Text
 
 from dualrc.bench.results import DeviceResult, Growth, Row, SizeResult
 
-_NAME = 44  # characters of a kernel's name: enough to tell which it is
-_WIDE = 190  # columns that the table needs; where output is not a terminal, lines are as long as they have to be
+# Number of characters of a kernel's name, enough to identify it.
+_NAME = 44
+# Width of the table; output that is not a terminal is not wrapped.
+_WIDE = 190
 
 
 def show(result: DeviceResult, console: Console) -> None:
@@ -34,9 +36,9 @@ def show(result: DeviceResult, console: Console) -> None:
 
 def _stages(sizes: Sequence[SizeResult]) -> Table:
     table = _table("size", "method", "stage")
-    for name in ("median", "middle half", "peak memory", "of matrix rate", "of bandwidth"):
+    for name in ("median", "interquartile range", "peak memory", "of matrix rate", "of bandwidth"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("what ran", overflow="fold")
+    table.add_column("engine and kernels", overflow="fold")
     for size in sizes:
         for number, row in enumerate(size.rows):
             first = f"{size.size[0]}x{size.size[1]}" if number == 0 else ""
@@ -76,8 +78,8 @@ def _search_lines(size: SizeResult) -> Iterator[str]:
         line = f"Search at {size.size[0]}x{size.size[1]}, {method}, on {search.on}: {search.matches:,} matches"
         if search.planted_correct is not None:
             line += f", {search.planted_correct:.1%} as planted"
-        line += f"; {search.visited_cells:.1f} coarse cells visited by a group of queries, {search.visited_share:.2%}"
-        yield f"{line}; {search.widened_groups:,} of {search.groups:,} groups had to look further."
+        line += f"; {search.visited_cells:.1f} coarse cells visited per group of queries, {search.visited_share:.2%}"
+        yield f"{line}; {search.widened_groups:,} of {search.groups:,} groups visited more than the first cells."
 
 
 def _time_cells(row: Row) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What a benchmark found, what each stage had to do at least, and how it grows with the size of the pictures."""
+"""Results of the benchmark: measurements, minimum work of each stage, and growth with the image size."""
 
 import itertools
 import math
@@ -16,35 +16,41 @@ from dualrc.ops.memory import Work
 from dualrc.ops.torch import FIRST_BLOCK
 from dualrc.types import Size
 
-_NEAR_PX = 8.0  # two fine cells
+# Two fine cells.
+_NEAR_PX = 8.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A stage of a method at one size; None: not measured, or not known."""
+    """A stage of a method at one size; None: not measured, or unknown."""
 
     method: str
     stage: Stage
     timing: Timing | None = None
-    engine: str | None = None  # that the matcher used
+    # Engine that the matcher used.
+    engine: str | None = None
     peak_bytes: int | None = None
-    working_bytes: int | None = None  # the peak less what was held before the first pair
+    # Peak memory minus the memory in use before the first pair.
+    working_bytes: int | None = None
     work: Work | None = None
-    matrix_share: float | None = None  # operations a second, of the device's measured rate
-    bandwidth_share: float | None = None  # bytes a second, of the device's measured rate
-    kernels: tuple[Kernel, ...] = ()  # that took longest, as the profiler saw them
+    # Operations per second, as a share of the measured rate of the device.
+    matrix_share: float | None = None
+    # Bytes per second, as a share of the measured rate of the device.
+    bandwidth_share: float | None = None
+    # Kernels that took most time, from the profiler.
+    kernels: tuple[Kernel, ...] = ()
     matches: int | None = None
     pairs_per_s: float | None = None
 
     def with_peak(self, peaks: Peaks[Stage] | None) -> "Row":
-        """The same with the memory of its stage."""
+        """Return the row with the peak memory of its stage."""
         if peaks is None or self.stage not in peaks.bytes:
             return self
         peak = peaks.bytes[self.stage]
         return replace(self, peak_bytes=peak, working_bytes=max(peak - peaks.loaded, 0))
 
     def with_work(self, work: Work | None, rates: Rates) -> "Row":
-        """The same with what its stage had to do, as shares of what the device could do in that time."""
+        """Return the row with its work as shares of the device's peak rates."""
         if work is None or self.timing is None or not self.timing.median_s:
             return self
         matrix_share = work.operations / self.timing.median_s / rates.operations_per_s
@@ -54,32 +60,39 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """How much of the coarse tensor the search looked at."""
+    """Part of the coarse tensor that the search visited."""
 
-    on: str  # "pictures" or "planted features"
+    # "pictures" or "planted features".
+    on: str
     matches: int
-    groups: int  # of 16 queries, both ways together
-    visited_cells: float  # mean of a group
-    visited_share: float  # of the cells that it could have visited
-    widened_groups: int  # that visited more cells than the torch engine visits at first
-    planted_correct: float | None  # share of matches within two fine cells of the planted motion
+    # Number of groups of 16 queries, in both directions.
+    groups: int
+    # Mean per group.
+    visited_cells: float
+    # Share of all cells.
+    visited_share: float
+    # Number of groups that visited more cells than the torch engine visits at first.
+    widened_groups: int
+    # Share of matches within two fine cells of the known motion.
+    planted_correct: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeResult:
-    """All that was measured at one picture size."""
+    """All measurements at one image size."""
 
     size: Size
     network_size: Size
     tensor_entries: int
-    searches: dict[str, Search]  # by method
+    # By method.
+    searches: dict[str, Search]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Growth:
-    """From one size to the next: factors, and what these amount to for each doubling of the pictures' sides."""
+    """Growth from one size to the next: factors, and factors per doubling of the image sides."""
 
     method: str
     stage: Stage
@@ -94,13 +107,14 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceResult:
-    """All that was measured on one device."""
+    """All measurements on one device."""
 
     device: str
     precision: str
     machine: dict[str, Any]
     preset: str
-    weights: str  # their hash, or "generated"
+    # Hash of the weights, or "generated".
+    weights: str
     config: dict[str, Any]
     rates: Rates
     sizes: tuple[SizeResult, ...] = ()
@@ -108,12 +122,13 @@ class DeviceResult:
 
 
 def describe_search(method: Dualrc) -> Search | None:
-    """Matches of the pair, and the coarse cells that were visited to find them; None: there is no fine search."""
+    """Return the matches of the pair and the visited coarse cells; None if the network has no fine search."""
     network, correct = method.matcher.network, None
     if not isinstance(network, DualRCNet):
         return None
     found, searched = method.on_device(network.match), method.on_device(network.search)
-    visited = [count[count > 0] for count in (searched.visited0, searched.visited1)]  # 0: nobody asked
+    # 0 marks cells without a query.
+    visited = [count[count > 0] for count in (searched.visited0, searched.visited1)]
     groups, total = sum(len(count) for count in visited), sum(int(count.sum()) for count in visited)
     if method.task.generated:
         true = Motion().points1(found.points0, method.seen, method.seen)
@@ -130,7 +145,7 @@ def describe_search(method: Dualrc) -> Search | None:
 
 
 def stage_work(method: Dualrc, search: Search | None) -> dict[Stage, Work]:
-    """The least that each stage has to do."""
+    """Return the minimum work of each stage."""
     config, seen, item = method.matcher.network.config, method.seen, method.matcher.dtype.itemsize
     visited = 0.0 if search is None else search.visited_cells * search.groups
     matches = len(method.further()) if search is None else search.matches
@@ -143,7 +158,7 @@ def stage_work(method: Dualrc, search: Search | None) -> dict[Stage, Work]:
 
 
 def growth(sizes: Sequence[SizeResult]) -> tuple[Growth, ...]:
-    """How each stage grows between neighboring sizes, the smallest first."""
+    """Return the growth of each stage between neighboring sizes, the smallest first."""
     found = []
     for small, large in itertools.pairwise(sorted(sizes, key=lambda result: math.prod(result.network_size))):
         side = math.sqrt(math.prod(large.network_size) / math.prod(small.network_size))

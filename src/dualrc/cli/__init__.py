@@ -1,4 +1,4 @@
-"""The command line: parse and delegate."""
+"""The command line, which parses options and calls the library."""
 
 import logging
 import sys
@@ -7,7 +7,8 @@ from importlib import import_module
 
 from dualrc.machine import block_idle_threads
 
-block_idle_threads()  # before anything imports torch, whose OpenMP asks once
+# OpenMP reads its settings once, when torch is imported.
+block_idle_threads()
 
 from dualrc.cli import common  # noqa: E402
 from dualrc.cli.common import app  # noqa: E402
@@ -15,13 +16,13 @@ from dualrc.errors import DualRCError  # noqa: E402
 
 __all__ = ["app", "main"]
 
-# Each adds its commands, in the order in which the help lists them.
+# Each module registers its commands. The help lists them in this order.
 for _name in ("pair", "collections", "benchmarks", "bench", "training", "about"):
     import_module(f"dualrc.cli.{_name}")
 
 
 def main() -> None:
-    """Run the command line; a user's mistake prints one line and exits with 1."""
+    """Run the command line; errors of the package print one line and exit with status 1."""
     warnings.showwarning = lambda message, *_, **__: logging.getLogger("dualrc").warning("Note: %s", message)
     try:
         common.app()

@@ -1,4 +1,4 @@
-"""The command that tells what is here."""
+"""The command that describes the installation."""
 
 from importlib import metadata
 
@@ -9,7 +9,12 @@ from dualrc.errors import ConfigError
 
 @common.app.command()
 def info() -> None:
-    """Versions, devices, engines, presets, weights and licence."""
+    """Print versions, devices, engines, presets, weights and license.
+
+    Examples:
+      dualrc info
+      DUALRC_ENGINE=torch dualrc info
+    """
     import torch
 
     from dualrc import ops
@@ -31,10 +36,10 @@ def info() -> None:
         except ConfigError as error:
             engine = str(error)
         table.add_row(f"engine on {device}", engine)
-    table.add_row("engines", f"{', '.join(ops.names())}; {ops.VARIABLE} chooses one")
+    table.add_row("engines", f"{', '.join(ops.names())}; set {ops.VARIABLE} to choose one")
     for name, (network, matcher) in PRESETS.items():
         path = bundled(name)
-        weights = "give a file with --weights" if path is None else f"inside the package, {file_hash(path)}"
+        weights = "pass a file with --weights" if path is None else f"bundled, {file_hash(path)}"
         table.add_row(f"preset {name}", f"{network.backbone.kind}, at most {matcher.max_size} px; weights: {weights}")
-    table.add_row("licence", metadata.metadata("dualrc")["License-Expression"] or "Apache-2.0")
+    table.add_row("license", metadata.metadata("dualrc")["License-Expression"] or "Apache-2.0")
     common.screen.print(table)

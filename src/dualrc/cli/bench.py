@@ -13,7 +13,8 @@ from dualrc.errors import ConfigError
 from dualrc.machine import device_name
 from dualrc.types import Size
 
-_SIZES = ((320, 240), (640, 480))  # a laptop does these in a minute
+# A laptop takes about a minute for these.
+_SIZES = ((320, 240), (640, 480))
 
 
 @running.command()
@@ -22,9 +23,8 @@ def bench(
         list[str] | None,
         typer.Option(
             metavar="WxH",
-            help="Size of both pictures, which is also what the network sees (in multiples of 16). Give it several "
-            "times, such as 400x304, 800x608 and 1600x1216, to see how time and memory grow; without it, 320x240 and "
-            "640x480.",
+            help="Size of both images and of the network input, rounded down to multiples of 16. Repeat the option to "
+            "see how time and memory scale. Default: 320x240 and 640x480.",
         ),
     ] = None,
     device: Annotated[
@@ -32,76 +32,80 @@ def bench(
         typer.Option(
             parser=device_name,
             metavar="NAME",
-            help="cuda (or gpu), mps or cpu, also several times; without it, the best there is.",
+            help="Device: cuda (or gpu), mps or cpu; repeatable. Default: the fastest available.",
+            rich_help_panel=common.NETWORK_PANEL,
         ),
     ] = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="What carries out everything after the backbone: native or torch on a CPU, triton+graphs, triton or "
-            "torch on a GPU. Several times: all stages by each of them, in turn. Without it, the best for the device."
+            help="Engine for all stages after the backbone: native or torch on a CPU; triton+graphs, triton or torch "
+            "on a GPU. Repeat the option to compare engines. Default: the fastest for the device.",
+            rich_help_panel=common.NETWORK_PANEL,
         ),
     ] = None,
     preset: common.PresetOption = "default",
     weights: Annotated[
         Path | None,
         typer.Option(
-            help="Weights file (.safetensors); without it, those inside the package. A preset that has none there is "
-            "timed with generated weights, and its search on planted features."
+            help="Weights file (.safetensors). Default: the bundled weights, or random weights for a preset without; "
+            "its search is then timed on synthetic features.",
+            rich_help_panel=common.NETWORK_PANEL,
         ),
     ] = None,
     precision: Annotated[
         Literal["float32", "float16", "bfloat16", "int8"] | None,
-        typer.Option(help="Of the backbone; without it, float16 on a GPU, int8 on a CPU that has VNNI, else float32."),
+        typer.Option(
+            help="Precision of the backbone. Default: float16 on a GPU, int8 on a CPU with VNNI, else float32.",
+            rich_help_panel=common.NETWORK_PANEL,
+        ),
     ] = None,
     max_memory: common.MaxMemoryOption = None,
     pair: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="A B", help="Two pictures, scaled to each size; without them, a made-up town."),
+        typer.Option(
+            metavar="A B", help="Two images, scaled to each size. Default: rendered images of a synthetic town."
+        ),
     ] = None,
     others: Annotated[
         list[str] | None,
         typer.Option(
             "--with",
-            help="Beside it, in turn with it: reference (the formulas an entry at a time, small sizes only), loftr "
-            "(kornia's, weights generated), sift (OpenCV's, brute-force matching). Several times.",
+            help="Method to compare with; repeatable. reference: the formulas, one entry at a time, for small sizes. "
+            "loftr: kornia's LoFTR with random weights. sift: OpenCV's SIFT with brute-force matching.",
         ),
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(help="Pairs that are matched as one batch; without it, 32 on a GPU, else 4; 0: no batches."),
+        typer.Option(help="Number of pairs in a batch. Default: 32 on a GPU, 4 on a CPU. 0: do not time batches."),
     ] = None,
     repeats: Annotated[
         int | None,
-        typer.Option(help="Runs of each stage after warming up; without it, 20 on a GPU, else 5; 0: memory alone."),
+        typer.Option(
+            help="Number of timed runs of each stage, after warm-up. Default: 20 on a GPU, 5 on a CPU. 0: measure "
+            "memory only."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write all figures, machine and versions here: FILE.json.")
+        Path | None,
+        typer.Option("--out", "-o", help="File for all measurements, with machine and versions: FILE.json."),
     ] = None,
 ) -> dict[str, Any]:
-    """Time each stage of matching and the whole, with peak memory, and how both grow with the picture.
+    """Measure time and peak memory of matching, per stage and in total.
 
-    dualrc bench --size 320x240 --size 640x480 --with sift --out bench.json
+    Times are medians and interquartile ranges. Runs of all stages and methods are interleaved.
 
-    Times are medians, with the middle half of the runs beside them; all stages and methods take turns.
+    "Whole pair" runs from decoded images to matches. "Further pair" starts from cached features.
 
-    A whole pair goes from decoded pictures to matches; a further pair has the features of its pictures already.
+    Peak memory on a GPU is the memory that torch allocated; on a CPU, the resident memory of a new process.
 
-    Peak memory is what torch allocated on a GPU; on a CPU, the resident memory of a fresh process.
+    "Of matrix rate" and "of bandwidth" compare a stage with a large matrix product and a large copy on the same device.
 
-    Shares compare a stage with a large product of matrices, and a large copy, on this device: the larger one counts.
-
-    The paper's network on a GPU, without trained weights:
-
-    dualrc bench --preset paper --device cuda --size 800x592 --size 1600x1200
-
-    The kernels in C beside plain PyTorch:
-
-    dualrc bench --engine native --engine torch
-
-    Beside others on two cores, compared in one run:
-
-    dualrc bench --threads 2 --device cpu --size 640x480 --with loftr --with sift
+    Examples:
+      dualrc bench --size 320x240 --size 640x480 --with sift --out bench.json
+      dualrc bench --preset paper --device cuda --size 800x592 --size 1600x1200
+      dualrc bench --engine native --engine torch
+      dualrc bench --threads 2 --device cpu --size 640x480 --with loftr --with sift
     """
     from dualrc.bench import BenchSettings
     from dualrc.bench import bench as run
@@ -127,8 +131,8 @@ def bench(
 def _parse_size(text: str) -> Size:
     found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text.strip().lower())
     if found is None:
-        raise ConfigError(f"--size {text} is no size; give WIDTHxHEIGHT in pixels, such as 640x480.")
+        raise ConfigError(f"--size {text} is not a valid size; pass WIDTHxHEIGHT in pixels, such as 640x480.")
     size = int(found[1]), int(found[2])
     if min(size) < MIN_SIDE:
-        raise ConfigError(f"--size {text} is too small; give at least {MIN_SIDE} pixels a side.")
+        raise ConfigError(f"--size {text} is too small; pass at least {MIN_SIDE} pixels per side.")
     return size

@@ -1,4 +1,4 @@
-"""The command that scores matchers; its options are those that the benchmarks declare."""
+"""The command that scores matchers; the benchmarks declare its options."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ class Declared(NamedTuple):
 
 
 def declared_options(settings_class: type[Settings]) -> dict[str, Declared]:
-    """The options of a benchmark's settings by their first flag."""
+    """Return the options of a benchmark's settings by their first flag."""
     options = {}
     for name, hint in get_type_hints(settings_class, include_extras=True).items():
         for option in getattr(hint, "__metadata__", ()):
@@ -34,8 +34,9 @@ def declared_options(settings_class: type[Settings]) -> dict[str, Declared]:
 
 
 def make_command() -> Callable[..., Mapping[str, Any]]:
-    """The command `evaluate`, with the options of all benchmarks."""
-    takers: dict[str, dict[str, Declared]] = {}  # by flag and benchmark
+    """Make the command `evaluate`, with the options of all benchmarks."""
+    # By flag, then by benchmark.
+    takers: dict[str, dict[str, Declared]] = {}
     for name, benchmark in BENCHMARKS.items():
         for flag, declared in declared_options(benchmark.settings_class).items():
             takers.setdefault(flag, {})[name] = declared
@@ -50,43 +51,43 @@ def make_command() -> Callable[..., Mapping[str, Any]]:
 
     flags = {flag[2:].replace("-", "_"): flag for flag in takers}
     names: Any = Literal.__getitem__(tuple(BENCHMARKS))
-    folders = Annotated[list[Path] | None, typer.Argument(metavar="ROOT...", help="Folders of the data set.")]
+    folders = Annotated[list[Path] | None, typer.Argument(metavar="ROOT...", help="Folders of the dataset.")]
     annotations = {"roots": folders} | {name: _annotation(flag, takers[flag]) for name, flag in flags.items()}
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
-        inspect.Parameter("benchmark", keyword, annotation=Annotated[names, typer.Argument(help="What to evaluate.")])
+        inspect.Parameter("benchmark", keyword, annotation=Annotated[names, typer.Argument(help="Benchmark to run.")])
     ]
     parameters += [inspect.Parameter(n, keyword, annotation=a, default=None) for n, a in annotations.items()]
     # Typer reads the parameters of a command from its signature.
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    paragraphs = ["Score matchers on a benchmark, and write a report."]
+    paragraphs = ["Score matchers on a benchmark and write a report."]
     for name, declared_benchmark in BENCHMARKS.items():
-        paragraphs += [declared_benchmark.summary, f"dualrc evaluate {name} {declared_benchmark.example}"]
+        paragraphs += [f"{declared_benchmark.summary}\n  dualrc evaluate {name} {declared_benchmark.example}"]
     run.__doc__ = "\n\n".join(paragraphs)
     return run
 
 
 def _setting(flag: str, value: Any, benchmark: str, takers: Mapping[str, Declared]) -> dict[str, Any]:
-    """The setting that an option gives; an option that the benchmark does not take is refused."""
+    """Return the setting of an option; raise ConfigError if the benchmark does not have the option."""
     if benchmark not in takers:
-        raise ConfigError(f"{flag} is for {' and '.join(takers)}; leave it out.")
+        raise ConfigError(f"{flag} is an option of {' and '.join(takers)} only; omit it.")
     setting, hint, option = takers[benchmark]
     values = value if isinstance(value, list) else [value]
     values = [option.parse(text) for text in values] if option.parse else values
     if _is_repeatable(hint):
         return {setting: tuple(values)}
     if len(values) > 1:
-        raise ConfigError(f"{flag} is given {len(values)} times; here it is taken once.")
+        raise ConfigError(f"{flag} was passed {len(values)} times; {benchmark} accepts it once.")
     return {setting: values[0]}
 
 
 def _is_repeatable(hint: Any) -> bool:
-    """Whether a setting is tuple[T, ...], and its option may be given several times."""
+    """Return whether a setting is tuple[T, ...], which makes its option repeatable."""
     return get_args(hint)[1:] == (...,)
 
 
 def _annotation(flag: str, takers: Mapping[str, Declared]) -> Any:
-    """What Typer is told of an option."""
+    """Return the annotation from which Typer makes an option."""
     general = {declared.option for declared in declared_options(OneNetworkSettings).values()}
     by_option: dict[Option, list[str]] = {}
     for name, declared in takers.items():
@@ -94,16 +95,18 @@ def _annotation(flag: str, takers: Mapping[str, Declared]) -> Any:
     texts = [option.help for option in by_option if option in general]
     texts += [f"{' and '.join(names)}: {own.help}" for own, names in by_option.items() if own not in general]
     _, hint, option = next(iter(takers.values()))
-    described = typer.Option(*(option.flags or (flag,)), help=" ".join(texts), metavar=option.metavar)
+    panel = None if any(option in general for option in by_option) else "Options of single benchmarks"
+    flags = option.flags or (flag,)
+    described = typer.Option(*flags, help=" ".join(texts), metavar=option.metavar, rich_help_panel=panel)
     scalar = str if option.parse else next(part for part in get_args(hint) or (hint,) if part is not NoneType)
     several = any(_is_repeatable(declared.type) for declared in takers.values())
     return Annotated[(list[scalar] if several else scalar) | None, described]  # type: ignore[valid-type]
 
 
 def _kept(options: Mapping[str, Any]) -> str:
-    """What a stopped run leaves."""
+    """Describe the matches that a stopped run leaves."""
     out = options["out"] or f"evaluation-{options['benchmark']}"
-    return f"The pairs that were matched are in {out}."
+    return f"The matched pairs are in {out}."
 
 
 running.command("evaluate", kept=_kept)(make_command())

@@ -1,4 +1,4 @@
-"""Commands for folders of pictures."""
+"""Commands for folders of images."""
 
 import logging
 import time
@@ -19,43 +19,88 @@ if TYPE_CHECKING:
     from dualrc.localize import Localization, Localizer
 
 logger = logging.getLogger(__name__)
-_NOTHING_LOCALIZED = 3  # the exit status
+# Exit status of `localize`.
+_NOTHING_LOCALIZED = 3
 
 ImagesArgument = Annotated[
-    Path, typer.Argument(metavar="IMAGES", help="Folder of pictures; subfolders are searched too.")
+    Path, typer.Argument(metavar="IMAGES", help="Folder of images; subfolders are searched too.")
 ]
 PairsOption = Annotated[
     str,
     typer.Option(
-        help="exhaustive, sequential, retrieval, a text file (two names a line), or the folder of a COLMAP model; "
-        "auto: exhaustive for few pictures, else retrieval."
+        help="Pairs to match: exhaustive, sequential, retrieval, a text file with two image names per line, or the "
+        "folder of a COLMAP model. auto: exhaustive for small collections, else retrieval.",
+        rich_help_panel=common.PAIRS_PANEL,
     ),
 ]
-NeighborsOption = Annotated[int, typer.Option(help="Retrieval and model: match each picture with so many.")]
-OverlapOption = Annotated[int, typer.Option(help="Sequential: match each picture with so many that follow.")]
-LoopsOption = Annotated[int, typer.Option(help="Sequential: and with so many that look alike further away.")]
-TopOption = Annotated[int, typer.Option(help="Keep the best so many matches of each pair.")]
-CacheOption = Annotated[float, typer.Option(help="How many GiB of that are for features kept for later pairs.")]
+NeighborsOption = Annotated[
+    int,
+    typer.Option(
+        help="Number of images to match each image with, by retrieval or from a COLMAP model.",
+        rich_help_panel=common.PAIRS_PANEL,
+    ),
+]
+OverlapOption = Annotated[
+    int,
+    typer.Option(
+        help="Number of subsequent images to match each image with, for sequential pairs.",
+        rich_help_panel=common.PAIRS_PANEL,
+    ),
+]
+LoopsOption = Annotated[
+    int,
+    typer.Option(
+        help="Number of similar images from elsewhere in the sequence to match each image with, for loop closure.",
+        rich_help_panel=common.PAIRS_PANEL,
+    ),
+]
+TopOption = Annotated[
+    int,
+    typer.Option(
+        help="Maximum number of matches per pair; those with the highest scores are kept.",
+        rich_help_panel=common.MATCHES_PANEL,
+    ),
+]
+CacheOption = Annotated[
+    float,
+    typer.Option(
+        help="Part of --max-memory that caches features for later pairs, in GiB.",
+        rich_help_panel=common.WORKERS_PANEL,
+    ),
+]
 AddressOption = Annotated[
-    str | None, typer.Option(help="Where the Ray cluster is; without it, one is started on this machine.")
+    str | None,
+    typer.Option(
+        help="Address of the Ray cluster. Default: start a cluster on this machine.",
+        rich_help_panel=common.WORKERS_PANEL,
+    ),
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option(help="Workers; without it, one per GPU, else one per thread, as far as memory allows.")
+    int | None,
+    typer.Option(
+        help="Number of workers. Default: one per GPU, or one per CPU thread, limited by memory.",
+        rich_help_panel=common.WORKERS_PANEL,
+    ),
 ]
 MemoryOption = Annotated[
     float | None,
     typer.Option(
-        help="GiB for all workers of a machine; without it, three quarters of what it has. Pictures that don't fit are "
-        "seen smaller, and a warning says so."
+        help="Memory of all workers of a machine together, in GiB. Images that need more are scaled down, with a "
+        "warning. Default: three quarters of the memory of the machine.",
+        rich_help_panel=common.WORKERS_PANEL,
     ),
 ]
 ExecutorOption = Annotated[
-    Literal["local", "ray"], typer.Option(help="Match in processes of this machine, or on a Ray cluster.")
+    Literal["local", "ray"],
+    typer.Option(
+        help="Where to match: local (processes on this machine) or ray (a Ray cluster).",
+        rich_help_panel=common.WORKERS_PANEL,
+    ),
 ]
 
 
 def _kept_pairs(options: Mapping[str, Any]) -> str:
-    """What a stopped run leaves in its store."""
+    """Describe the pairs that a stopped run leaves in its store."""
     from dualrc.collection.store import MatchStore
 
     with MatchStore(options["out"] / "matches.sqlite") as store:
@@ -65,7 +110,7 @@ def _kept_pairs(options: Mapping[str, Any]) -> str:
 @running.command(kept=_kept_pairs)
 def collection(
     images: ImagesArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the matches; a second run goes on with it.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the matches; a second run continues there.")],
     pairs: PairsOption = "auto",
     neighbors: NeighborsOption = 20,
     overlap: OverlapOption = 10,
@@ -84,13 +129,15 @@ def collection(
     cache: CacheOption = 4.0,
     threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
-    """Match the pictures of a folder with each other, on one machine or many.
+    """Match the images of a folder, on one machine or on a Ray cluster.
 
-    Matches go to OUT/matches.sqlite as they come: run the same command again after a crash, or with more pictures.
+    Matches are saved to OUT/matches.sqlite, pair by pair.
 
-    dualrc collection photos --out matched
+    Run the same command again to continue after a crash, or to match images that you have added.
 
-    dualrc collection frames --out matched --pairs sequential --executor ray --address auto
+    Examples:
+      dualrc collection photos --out matched
+      dualrc collection frames --out matched --pairs sequential --executor ray --address auto
     """
     from dualrc.collection.config import CollectionConfig
     from dualrc.collection.matching import match_collection
@@ -98,12 +145,12 @@ def collection(
     config = common.settings(CollectionConfig, locals())
     result = match_collection(images, out, config, quiet=common.current.quiet)
     table = common.table(f"{result.matched:,} pairs matched in {result.seconds:.1f} s")
-    table.add_row("pictures", f"{len(result.names):,}")
-    table.add_row("pairs", f"{len(result.pairs):,}, of which {result.skipped:,} were there")
+    table.add_row("images", f"{len(result.names):,}")
+    table.add_row("pairs", f"{len(result.pairs):,}, {result.skipped:,} of them matched before")
     if result.broken:
-        table.add_row("pictures left out", f"{len(result.broken):,}: {', '.join(list(result.broken)[:5])}")
+        table.add_row("images left out", f"{len(result.broken):,}: {', '.join(list(result.broken)[:5])}")
     if result.failed:
-        table.add_row("pairs that failed", f"{len(result.failed):,}; the same command tries them again")
+        table.add_row("pairs that failed", f"{len(result.failed):,}; run the same command again to retry them")
     if result.skipped:
         table.add_row("time of all runs", f"{result.seconds_all_runs:.1f} s")
     common.screen.print(table)
@@ -124,12 +171,12 @@ def collection(
 @running.command(kept=_kept_pairs, log="colmap.log")
 def reconstruct(
     images: ImagesArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model; a second run goes on with it.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model; a second run continues there.")],
     cameras: Annotated[
         Path | None,
         typer.Option(
-            help="cameras.json or COLMAP's cameras.txt, taken as they are with their lenses; without it, focal lengths "
-            "are refined from EXIF, or from a guess for each picture size."
+            help="Camera file, cameras.json or COLMAP's cameras.txt, whose values are kept fixed. Default: start from "
+            "the focal length in EXIF, or from a guess per image size, and refine it."
         ),
     ] = None,
     pairs: PairsOption = "auto",
@@ -148,17 +195,20 @@ def reconstruct(
     workers: WorkersOption = None,
     max_memory: MemoryOption = None,
     cache: CacheOption = 4.0,
-    hloc: Annotated[bool, typer.Option("--hloc", help="Also write hloc's features.h5, matches.h5, pairs.txt.")] = False,
+    hloc: Annotated[
+        bool, typer.Option("--hloc", help="Also write features.h5, matches.h5 and pairs.txt for hloc.")
+    ] = False,
     threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
-    """Reconstruct cameras and points from a folder of pictures.
+    """Reconstruct camera poses and 3D points from a folder of images.
 
-    OUT gets model (COLMAP's), points.ply, model.png, summary.json, pairs.json, and COLMAP's database.db. Matches are
-    kept in OUT/matches.sqlite: run the same command again after a crash, or with more pictures.
+    Writes a COLMAP model and database (model, database.db), points.ply, model.png, summary.json and pairs.json to OUT.
 
-    dualrc reconstruct photos --out town
+    Matches are saved to OUT/matches.sqlite. Run the same command again to continue after a crash, or to add images.
 
-    dualrc reconstruct photos --out town --cameras cameras.txt --pairs sequential
+    Examples:
+      dualrc reconstruct photos --out town
+      dualrc reconstruct photos --out town --cameras cameras.txt --pairs sequential
     """
     from dualrc.collection.config import CollectionConfig
     from dualrc.collection.reconstruct import ReconstructConfig
@@ -167,59 +217,75 @@ def reconstruct(
     matching = common.settings(CollectionConfig, locals())
     config = ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc)
     summary = run(images, out, config, quiet=common.current.quiet)
-    table = common.table(f"{summary.registered:,} of {summary.pictures:,} pictures placed")
+    table = common.table(f"{summary.registered:,} of {summary.pictures:,} images registered")
     table.add_row("pairs kept", f"{summary.verification.kept:,} of {summary.verification.pairs:,}")
     for cause, count in summary.verification.dropped.items():
         table.add_row("pairs dropped", f"{count:,}: {cause}")
     table.add_row("points", f"{summary.points:,}")
-    table.add_row("track length, mean", f"{summary.track_length:.2f} pictures")
+    table.add_row("track length, mean", f"{summary.track_length:.2f} images")
     table.add_row("reprojection error, mean", f"{summary.reprojection_error_px:.2f} px")
     table.add_row("cameras", summary.cameras)
     moved = f"{summary.merging.moved_median_px:.2f} px (median), {summary.merging.moved_95_px:.2f} px (95 %)"
     table.add_row("matches moved to keypoints by", moved)
     if summary.left_out:
-        table.add_row("pictures left out", f"{len(summary.left_out):,}: {', '.join(summary.left_out[:5])}")
+        table.add_row("images left out", f"{len(summary.left_out):,}: {', '.join(summary.left_out[:5])}")
     if summary.models > 1:
-        table.add_row("beware", f"{summary.models} models did not join; this is the largest. Match more pairs.")
+        split = f"{summary.models} separate models; this is the largest. Match more pairs to connect them."
+        table.add_row("warning", split)
     table.add_row("time", ", ".join(f"{step} {seconds:.0f} s" for step, seconds in summary.seconds.items()))
     if summary.matching_seconds_all_runs > summary.seconds["matching"] + 1:
         table.add_row("matching, all runs", f"{summary.matching_seconds_all_runs:.0f} s")
     common.screen.print(table)
-    common.screen.print(f"Written: {out / 'model'}; look at {out / 'model.png'}; {out / 'pairs.json'} has every pair.")
+    files = f"{out / 'model'}, {out / 'model.png'} (overview), {out / 'pairs.json'} (all pairs)"
+    common.screen.print(f"Written: {files}")
     return {**asdict(summary), "model": out / "model"}
 
 
 def _kept_poses(options: Mapping[str, Any]) -> str:
-    """What a stopped run leaves in its file."""
+    """Describe the poses that a stopped run leaves in its file."""
     import json
 
     queries = json.loads(options["out"].read_text(encoding="utf-8"))["queries"]
-    return f"Results of {len(queries):,} pictures are in {options['out']}."
+    return f"Results for {len(queries):,} images are in {options['out']}."
 
 
 @running.command(kept=_kept_poses, status=lambda result: 0 if result["localized"] else _NOTHING_LOCALIZED)
 def localize(
-    queries: Annotated[Path, typer.Argument(metavar="QUERIES", help="Folder of pictures to localize, or one picture.")],
+    queries: Annotated[Path, typer.Argument(metavar="QUERIES", help="Folder of images to localize, or one image.")],
     map: Annotated[
         Path, typer.Option("--map", help="Folder of a COLMAP model, or of RGB-D frames (images, depth, K.txt, poses).")
     ],
-    images: Annotated[Path | None, typer.Option(help="Folder of a COLMAP model's pictures.")] = None,
+    images: Annotated[Path | None, typer.Option(help="Folder with the images of a COLMAP model.")] = None,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", help="Results: FILE.json, and the poses as name qw qx qy qz tx ty tz: FILE.txt."),
+        typer.Option(
+            "--out", "-o", help="File for the results, FILE.json; FILE.txt gets poses as name qw qx qy qz tx ty tz."
+        ),
     ] = Path("localization.json"),
     cameras: Annotated[
         Path | None,
         typer.Option(
-            help="The queries' cameras.json or cameras.txt, with their lenses; else the map's, where its pictures of "
-            "that size share one and EXIF does not tell another; else EXIF's, else estimated."
+            help="Camera file of the queries: cameras.json or COLMAP's cameras.txt. Default: the camera of the map, if "
+            "its images of the same size share one and EXIF does not contradict it; else EXIF; else estimated."
         ),
     ] = None,
     candidates: Annotated[
-        int, typer.Option("--candidates", "--neighbors", help="Pictures of the map to match each query with.")
+        int,
+        typer.Option(
+            "--candidates",
+            "--neighbors",
+            help="Number of map images to match each query with.",
+            rich_help_panel=common.PAIRS_PANEL,
+        ),
     ] = 10,
-    threshold: Annotated[float, typer.Option(help="Inlier threshold, in pixels of the query.")] = 4.0,
-    top: Annotated[int | None, typer.Option(help="Keep the best so many matches of each candidate.")] = None,
+    threshold: Annotated[float, typer.Option(help="Inlier threshold of the pose, in pixels of the query.")] = 4.0,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of matches per candidate; those with the highest scores are kept. Default: all.",
+            rich_help_panel=common.MATCHES_PANEL,
+        ),
+    ] = None,
     min_score: common.MinScoreOption = 0.0,
     size: common.SizeOption = None,
     quality: common.QualityOption = "standard",
@@ -228,11 +294,15 @@ def localize(
     device: common.DeviceOption = None,
     max_memory: common.MaxMemoryOption = None,
 ) -> dict[str, Any]:
-    """Find where pictures were taken in a map; a second run goes on where the first stopped.
+    """Estimate camera poses of images relative to a map.
 
-    The exit status is 3 where none of the pictures could be localized, 1 after an error.
+    The map is a COLMAP model or a folder of RGB-D frames. Run the same command again to continue after a crash.
 
-    dualrc localize queries --map sparse/0 --images images --out poses.json
+    The exit status is 3 if no image could be localized, and 1 after an error.
+
+    Examples:
+      dualrc localize queries --map sparse/0 --images images --out poses.json
+      dualrc localize query.jpg --map kitchen --candidates 20
     """
     from dualrc import colmap
     from dualrc import localize as localization
@@ -277,13 +347,13 @@ def _print_localizations(
     localizer: "Localizer", found: "dict[str, Localization]", *, seconds: float, seconds_all_runs: float
 ) -> None:
     good = [one for one in found.values() if one.cam_from_world is not None]
-    table = common.table(f"{len(good)} of {len(found)} pictures localized")
+    table = common.table(f"{len(good)} of {len(found)} images localized")
     if good:
         for label, values, unit in (
             ("inliers", [float(one.inliers) for one in good], ""),
             ("confidence", [one.confidence for one in good], ""),
-            ("deviation of the place", [one.position_deviation for one in good], " units of the map"),
-            ("deviation of the rotation", [one.rotation_deviation_deg for one in good], " degrees"),
+            ("position uncertainty", [one.position_deviation for one in good], " units of the map"),
+            ("rotation uncertainty", [one.rotation_deviation_deg for one in good], " degrees"),
         ):
             table.add_row(label, f"median {sorted(values)[len(values) // 2]:.3g}{unit}")
     sources = sorted({one.camera.source for one in good if one.camera is not None})
@@ -294,5 +364,5 @@ def _print_localizations(
     ):
         for name, reason in failures.items():
             table.add_row(label, f"{name}: {reason}")
-    table.add_row("time", f"{seconds:.1f} s in this run; {seconds_all_runs:.1f} s for all pictures, in all runs")
+    table.add_row("time", f"{seconds:.1f} s in this run; {seconds_all_runs:.1f} s for all images, in all runs")
     common.screen.print(table)

@@ -1,4 +1,4 @@
-"""What the commands share: the program, its two consoles, options and tables."""
+"""Parts that all commands share: the program, its two consoles, options and tables."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -17,20 +17,33 @@ from dualrc.machine import device_name
 
 T = TypeVar("T")
 
+# Groups of options in the help.
+PAIRS_PANEL = "Choice of pairs"
+MATCHES_PANEL = "Matches"
+NETWORK_PANEL = "Network"
+WORKERS_PANEL = "Workers and memory"
+RUNNING_PANEL = "Running"
+
 app = typer.Typer(
     name="dualrc",
-    help="Dense correspondences between photographs, by Dual-Resolution Correspondence Networks.",
+    help="Find dense correspondences between images with Dual-Resolution Correspondence Networks.\n\n"
+    "Examples:\n"
+    "  dualrc demo\n"
+    "  dualrc match a.jpg b.jpg --draw matches.png\n"
+    "  dualrc reconstruct photos --out town\n\n"
+    "Run `dualrc COMMAND --help` for the options of a command.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
 screen = Console()
-messages = progress.console  # one for both, so that messages stand above the bars
+# Messages and progress bars share a console, so that messages appear above the bars.
+messages = progress.console
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What the command that runs shows."""
+    """Output options of the running command."""
 
     quiet: bool = False
 
@@ -47,17 +60,26 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and stop.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 PresetOption = Annotated[
-    str, typer.Option(autocompletion=lambda: list(PRESETS), help=f"Network: {' or '.join(PRESETS)}.")
+    str,
+    typer.Option(
+        autocompletion=lambda: list(PRESETS),
+        help=f"Network architecture: {', '.join(PRESETS)}.",
+        rich_help_panel=NETWORK_PANEL,
+    ),
 ]
 WeightsOption = Annotated[
-    Path | None, typer.Option(help="Weights file (.safetensors); without it, those inside the package.")
+    Path | None,
+    typer.Option(
+        help="Weights file (.safetensors). Default: the weights bundled with the package.",
+        rich_help_panel=NETWORK_PANEL,
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
@@ -65,62 +87,79 @@ DeviceOption = Annotated[
         parser=device_name,
         metavar="NAME",
         autocompletion=lambda: ["cpu", "cuda", "mps"],
-        help="cuda (or gpu), mps or cpu; without it, the best there is.",
+        help="Device: cuda (or gpu), mps or cpu. Default: the fastest available.",
+        rich_help_panel=NETWORK_PANEL,
     ),
 ]
 SizeOption = Annotated[
     int | None,
     typer.Option(
-        help="Long side that the network sees, in multiples of 16, scaling up or down. More finds more, for more time."
+        help="Long side of the network input, in pixels; images are scaled up or down to it. Larger sizes find more "
+        "matches and take more time. Default: the image's own size, up to the limit of the preset.",
+        rich_help_panel=NETWORK_PANEL,
     ),
 ]
 
-MinScoreOption = Annotated[float, typer.Option(help="Keep only matches with at least this probability.")]
+MinScoreOption = Annotated[
+    float,
+    typer.Option(
+        help="Lowest score of a match to keep, between 0 and 1; a score is the probability that the match is correct.",
+        rich_help_panel=MATCHES_PANEL,
+    ),
+]
 QualityOption = Annotated[
     Literal["standard", "high"],
-    typer.Option(help="high looks again: better if pictures are turned, zoomed or seen from the side, and slower."),
+    typer.Option(
+        help="Matching quality. high matches again after compensating for rotation, zoom and tilt; it is slower.",
+        rich_help_panel=NETWORK_PANEL,
+    ),
 ]
 MaxMemoryOption = Annotated[
     float | None,
     typer.Option(
         metavar="GIB",
-        help="Memory that matching a pair may take on the device beside the network; without it, most of what is free. "
-        "Pictures that don't fit are seen smaller, and a note says so.",
+        help="Memory to match one pair, in GiB, in addition to the network. Images that need more are scaled down, "
+        "with a warning. Default: most of the free memory of the device.",
+        rich_help_panel=NETWORK_PANEL,
     ),
 ]
 
 ThreadsOption = Annotated[
     int | None,
     typer.Option(
-        "--threads", min=1, metavar="N", help="CPU threads; without it, one per core.", rich_help_panel="Running"
+        "--threads",
+        min=1,
+        metavar="N",
+        help="Number of CPU threads. Default: one per core.",
+        rich_help_panel=RUNNING_PANEL,
     ),
 ]
 
 
 def settings(kind: type[T], options: Mapping[str, Any]) -> T:
-    """A config of those of a command's options that have the names of its fields."""
+    """Make a config from the options of a command that share a name with its fields."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: options[name] for name in names if name in options})
 
 
 def note(text: str, *, style: str | None = "yellow") -> None:
-    """Tell something beside the result, as it is: names of files are no markup."""
+    """Print a message to standard error; brackets in file names are not treated as markup."""
     messages.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def status(text: str) -> AbstractContextManager[None]:
-    """Show what is done while a block runs."""
+    """Show a status text while a block runs."""
     return progress.show_status(text, current.quiet)
 
 
 def written(*what: object) -> None:
-    """Tell what files there are now."""
+    """Print the names of the files that were written."""
     screen.print(f"Written: {', '.join(map(str, what))}", highlight=False, markup=False, soft_wrap=True)
 
 
 def table(title: str) -> Table:
-    """A table of two columns under its title, to be filled and printed."""
-    # Above the table rather than as its title, which would be wrapped to the table's width.
+    """Print a title and return an empty two-column table."""
+    # Rich would wrap a title of the table to the width of the table.
     screen.print(title, style="bold", highlight=False)
     result = Table(show_header=False)
     result.add_column(style="cyan", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Commands for two pictures."""
+"""Commands for two images."""
 
 import logging
 import time
@@ -19,27 +19,35 @@ from dualrc.matches import Matches
 if TYPE_CHECKING:
     from dualrc.geometry import Camera
 
-_WARP_THRESHOLD = 0.003  # of the long side: what is warped need not fit to the pixel everywhere
+# Inlier threshold as a fraction of the long side; a warped image need not fit to the pixel everywhere.
+_WARP_THRESHOLD = 0.003
+
+_GEOMETRY_PANEL = "Geometric model"
 
 logger = logging.getLogger(__name__)
 
 
 @running.command()
 def match(
-    image0: Annotated[Path, typer.Argument(metavar="A", help="First picture.")],
-    image1: Annotated[Path, typer.Argument(metavar="B", help="Second picture.")],
+    image0: Annotated[Path, typer.Argument(metavar="A", help="First image.")],
+    image1: Annotated[Path, typer.Argument(metavar="B", help="Second image.")],
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
             "-o",
-            help="Write the matches: FILE.npz, .json, or .csv with x0, y0, x1, y1, score (the rest: FILE.csv.json).",
+            help="File to write the matches to: .npz, .json, or .csv with the columns x0, y0, x1, y1, score (all other "
+            "results go to FILE.csv.json).",
         ),
     ] = None,
-    drawing: Annotated[
-        Path | None, typer.Option("--draw", help="Write a picture of the matches: FILE.png or FILE.jpg.")
+    drawing: Annotated[Path | None, typer.Option("--draw", help="File to draw the matches to: .png or .jpg.")] = None,
+    top: Annotated[
+        int | None,
+        typer.Option(
+            help="Maximum number of matches; those with the highest scores are kept. Default: all.",
+            rich_help_panel=common.MATCHES_PANEL,
+        ),
     ] = None,
-    top: Annotated[int | None, typer.Option(help="Keep only the best so many matches.")] = None,
     min_score: common.MinScoreOption = 0.0,
     size: common.SizeOption = None,
     quality: common.QualityOption = "standard",
@@ -51,29 +59,37 @@ def match(
         Literal["homography", "fundamental", "essential"] | None,
         typer.Option(
             metavar="MODEL",
-            help="Fit a homography, fundamental or essential matrix with RANSAC; matrix and inliers are saved too.",
+            help="Model to fit with RANSAC: homography, fundamental or essential. The matrix and the inliers are saved "
+            "with the matches.",
+            rich_help_panel=_GEOMETRY_PANEL,
         ),
     ] = None,
-    threshold: Annotated[float, typer.Option(help="Inlier threshold of the fit, in pixels.")] = 2.0,
+    threshold: Annotated[
+        float, typer.Option(help="Inlier threshold of --estimate, in pixels.", rich_help_panel=_GEOMETRY_PANEL)
+    ] = 2.0,
     cameras: Annotated[
         Path | None,
         typer.Option(
-            help="For --estimate essential: cameras.json or cameras.txt, with lenses; else EXIF, else a guess."
+            help="Camera file for --estimate essential: cameras.json or COLMAP's cameras.txt, with lens distortion. "
+            "Default: focal lengths from EXIF, or a guess.",
+            rich_help_panel=_GEOMETRY_PANEL,
         ),
     ] = None,
 ) -> dict[str, Any]:
-    """Match two pictures.
+    """Match two images.
 
-    dualrc match a.jpg b.jpg -o matches.npz --draw matches.png
+    Prints a summary; --out saves the matches, --draw draws them, and --estimate fits a geometric model to them.
 
-    dualrc match a.jpg b.jpg --estimate homography --top 2000
+    Examples:
+      dualrc match a.jpg b.jpg -o matches.npz --draw matches.png
+      dualrc match a.jpg b.jpg --estimate homography --top 2000
     """
     _check_outputs(out, drawing, inputs=(image0, image1))
-    # What can be refused is refused before the long work.
+    # Check all options before the slow steps.
     if cameras is not None and estimate != "essential":
-        raise ConfigError("--cameras serves --estimate essential; add that, or leave the cameras out.")
+        raise ConfigError("--cameras needs --estimate essential; add that option, or omit --cameras.")
     if not 0 < threshold < float("inf"):
-        raise ConfigError(f"--threshold {threshold} must be a positive number of pixels.")
+        raise ConfigError(f"--threshold is {threshold}; pass a positive number of pixels.")
     views = _cameras((image0, image1), cameras) if estimate == "essential" else (None, None)
     with common.status("Loading the network..."):
         settings: dict[str, Any] = {"size": size, "top": top, "min_score": min_score, "quality": quality}
@@ -106,23 +122,29 @@ def match(
 
 @running.command()
 def warp(
-    image0: Annotated[Path, typer.Argument(metavar="A", help="Picture to warp.")],
-    image1: Annotated[Path, typer.Argument(metavar="B", help="Picture into whose frame it is warped.")],
+    image0: Annotated[Path, typer.Argument(metavar="A", help="Image to warp.")],
+    image1: Annotated[Path, typer.Argument(metavar="B", help="Image that defines the frame of the result.")],
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Write FILE.png, transparent where A shows nothing, or .jpg.")
+        Path,
+        typer.Option("--out", "-o", help="File to write: .png, transparent where A has no pixels, or .jpg."),
     ],
     by: Annotated[
         Literal["homography", "dense"],
-        typer.Option(help="homography: one motion for all, for planes and turned cameras; dense: each pixel its own."),
+        typer.Option(
+            help="Motion model. homography: one transformation for the whole image, for planar scenes and rotating "
+            "cameras. dense: one displacement per pixel."
+        ),
     ] = "homography",
     size: common.SizeOption = None,
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
     device: common.DeviceOption = None,
 ) -> dict[str, Any]:
-    """Warp one picture into the frame of another.
+    """Warp one image into the frame of another.
 
-    dualrc warp a.jpg b.jpg -o a-in-b.png
+    Examples:
+      dualrc warp a.jpg b.jpg -o a-in-b.png
+      dualrc warp a.jpg b.jpg -o a-in-b.png --by dense
     """
     _check_outputs(None, out, inputs=(image0, image1))
     from dualrc import geometry, stitch
@@ -144,43 +166,62 @@ def warp(
 
 @running.command()
 def panorama(
-    images: Annotated[list[Path], typer.Argument(metavar="A B...", help="Pictures; more than eight: in order.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Write FILE.png, transparent around the pictures, or .jpg.")],
+    images: Annotated[
+        list[Path],
+        typer.Argument(metavar="A B...", help="Images. Pass more than eight images in the order they were taken."),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="File to write: .png, transparent outside of the images, or .jpg."),
+    ],
     reference: Annotated[
-        int | None, typer.Option(help="Number, from 0, of the picture whose frame is kept; without it, the middle one.")
+        int | None,
+        typer.Option(help="Index, from 0, of the image whose frame the panorama uses. Default: the middle one."),
     ] = None,
     size: common.SizeOption = None,
     device: common.DeviceOption = None,
 ) -> dict[str, Any]:
-    """Join pictures taken from one place, or of one plane, into one.
+    """Stitch images into a panorama.
 
-    dualrc panorama left.jpg middle.jpg right.jpg -o panorama.jpg
+    The images must show a plane, or must be taken from one place by a rotating camera.
+
+    Examples:
+      dualrc panorama left.jpg middle.jpg right.jpg -o panorama.jpg
+      dualrc panorama left.jpg middle.jpg right.jpg -o panorama.png --reference 0
     """
     _check_outputs(None, out, inputs=tuple(images))
     from dualrc import stitch
 
     with common.status("Loading the network..."):
         matcher = load(device=device, size=size)
-    with common.status("Matching and joining..."):
+    with common.status("Matching and stitching..."):
         drawn = stitch.panorama(images, matcher=matcher, reference=reference)
     drawn.save(out)
-    common.screen.print(f"{len(images)} pictures joined to {drawn.shape[1]}x{drawn.shape[0]} pixels.", highlight=False)
+    size_text = f"{drawn.shape[1]}x{drawn.shape[0]}"
+    common.screen.print(f"Stitched {len(images)} images to {size_text} pixels.", highlight=False)
     common.written(out)
     return {"files": [out], "size": drawn.shape[1::-1], "device": str(matcher.device)}
 
 
 @running.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pictures and the summary.")] = Path("demo"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the figures and the summary.")] = Path("demo"),
     device: common.DeviceOption = None,
 ) -> dict[str, Any]:
-    """Match two pictures of a made-up town, check against the exact truth, and leave pictures to look at."""
+    """Match two rendered images of a synthetic town, and compare the matches with the ground truth.
+
+    Writes both images, drawings of the matches and summary.json to --out.
+
+    Examples:
+      dualrc demo
+      dualrc demo --out demo --device cpu
+    """
     from dualrc.demo import run
 
     start = time.perf_counter()
 
     def tell(step: str) -> None:
-        # A line each, also where nobody looks at a terminal.
+        # Log files get one line per step too.
         logger.info("%5.1f s  %s...", time.perf_counter() - start, step)
 
     summary = run(out, device=device, tell=tell)
@@ -188,41 +229,41 @@ def demo(
     for threshold, share in summary["correct_within_px"].items():
         table.add_row(f"correct within {threshold} px", f"{share:.1%}")
     common.screen.print(table)
-    common.screen.print(f"Look at {out / 'matches.png'}; the figures are in {out / 'summary.json'}.")
+    common.screen.print(f"Open {out / 'matches.png'} to see the matches; {out / 'summary.json'} has the numbers.")
     return {**summary, "out": out}
 
 
 def _check_outputs(out: Path | None, drawing: Path | None, inputs: tuple[Path, ...]) -> None:
-    """Refuse what can't or shouldn't be written before any work is done."""
+    """Raise an error, before any work, for an output that cannot be written or would replace an input."""
     for path, endings in ((out, (".npz", ".json", ".csv")), (drawing, (".png", ".jpg", ".jpeg"))):
         if path is None:
             continue
         if path.suffix.lower() not in endings:
-            raise OutputError(f"{path}: this is written as {', '.join(endings)}; choose one of these endings.")
+            raise OutputError(f"{path} has an unknown file type; choose one of {', '.join(endings)}.")
         check_writable(path)
-        if any(path.resolve() == picture.resolve() for picture in inputs):
-            raise OutputError(f"{path} is one of the pictures to match; write to another file.")
+        if any(path.resolve() == image.resolve() for image in inputs):
+            raise OutputError(f"{path} is one of the input images; write to another file.")
 
 
-def _cameras(pictures: tuple[Path, Path], file: Path | None) -> "tuple[Camera | None, Camera | None]":
-    """The pictures' cameras from a file, else from EXIF, else None."""
+def _cameras(images: tuple[Path, Path], file: Path | None) -> "tuple[Camera | None, Camera | None]":
+    """Return the cameras of both images from a file, else from EXIF, else None."""
     from dualrc import colmap, geometry
 
     if file is None:
-        return geometry.camera_from_exif(pictures[0]), geometry.camera_from_exif(pictures[1])
-    found = colmap.read_cameras(file, [str(path) for path in pictures])
-    return found[str(pictures[0])], found[str(pictures[1])]
+        return geometry.camera_from_exif(images[0]), geometry.camera_from_exif(images[1])
+    found = colmap.read_cameras(file, [str(path) for path in images])
+    return found[str(images[0])], found[str(images[1])]
 
 
 def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
     table = common.table(f"{len(matches):,} matches in {seconds:.2f} s on {matcher.device}")
     for number, size in enumerate((matches.size0, matches.size1)):
         seen = matches.info[f"network_size{number}"]
-        table.add_row(f"picture {number}", f"{size[0]}x{size[1]}, seen as {seen[0]}x{seen[1]}")
+        table.add_row(f"image {number}", f"{size[0]}x{size[1]}, network input {seen[0]}x{seen[1]}")
     if "zoom" in matches.info:
         zoom = matches.info["zoom"]
-        larger = f"{max(zoom, 1 / zoom):.2g} times larger in picture {int(zoom > 1)}"
-        table.add_row("scale", f"things are {larger}; matched at that scale")
+        larger = f"{max(zoom, 1 / zoom):.2g} times larger in image {int(zoom > 1)}"
+        table.add_row("scale", f"the scene is {larger}; matched at that scale")
     if len(matches):
         table.add_row("scores", f"{matches.scores.max():.3g} to {matches.scores.min():.3g}")
         table.add_row("pair score", _pair_verdict(matches))
@@ -238,32 +279,33 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
         share = inliers / max(1, len(matches))
         table.add_row("inliers", f"{inliers:,} of {len(matches):,} ({share:.0%})")
         if model.matrix is not None and (inliers < 30 or share < 0.1):
-            table.add_row("beware", "few matches agree: the pictures may not show the same thing")
+            table.add_row("warning", "the inlier ratio is low: the images may not show the same scene")
         if "cameras" in model.info:
             table.add_row("cameras", str(model.info["cameras"]))
         for warning in model.warnings:
-            table.add_row("beware", warning)
+            table.add_row("warning", warning)
     common.screen.print(table)
 
 
 def _pair_verdict(matches: Matches) -> str:
-    """The pair score in words and in digits that tell small values apart."""
+    """Return the pair score with its interpretation."""
     score = matches.pair_score
     if matches.info.get("pair_model") is None:
-        return f"{score:.3g} (ranks pairs only: these weights have no calibration)"
+        return f"{score:.3g} (use it only to rank pairs: these weights have no calibration)"
+    # Scores close to 1 need more digits to differ.
     digits = f"{score:.3g}" if score < 0.99 else f"{score:.5f}"
-    verdicts = ((0.9, "the pictures share a part"), (0.5, "the pictures probably share a part"), (0.05, "doubtful"))
-    return f"{digits} ({next((words for low, words in verdicts if score >= low), 'nothing in common was found')})"
+    verdicts = ((0.9, "the images overlap"), (0.5, "the images probably overlap"), (0.05, "doubtful"))
+    return f"{digits} ({next((words for low, words in verdicts if score >= low), 'no overlap found')})"
 
 
 def _warn(matches: Matches) -> None:
-    """Tell where the matches are not to be trusted."""
+    """Print the warning about unreliable matches, if there is one."""
     if "warning" in matches.info:
         common.note(f"Note: {matches.info['warning']}")
 
 
 def _result(matcher: Matcher, matches: Matches, seconds: float, files: list[Path]) -> dict[str, Any]:
-    """What --json prints."""
+    """Return the result that --json prints."""
     model = matches.estimate
     return {
         "matches": len(matches),
@@ -289,5 +331,5 @@ def _result(matcher: Matcher, matches: Matches, seconds: float, files: list[Path
 
 
 def _rows(matrix: Any) -> str:
-    """A matrix as aligned lines."""
+    """Format a matrix as aligned lines."""
     return "\n".join("".join(f"{value:>13.6g}" for value in row) for row in matrix)

@@ -1,4 +1,4 @@
-"""How commands run: their messages, progress and threads, results as JSON, and what happens when they are stopped."""
+"""Run commands: messages, progress, threads, results as JSON, and what happens on Ctrl-C."""
 
 import functools
 import inspect
@@ -23,27 +23,30 @@ import typer
 from dualrc.cli import common
 from dualrc.files import check_writable, make_folder
 
-_PANEL = "Running"
 QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print errors and warnings only.", rich_help_panel=_PANEL)
+    bool, typer.Option("--quiet", "-q", help="Print errors and warnings only.", rich_help_panel=common.RUNNING_PANEL)
 ]
 VerboseOption = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Also print what is done in detail.", rich_help_panel=_PANEL)
+    bool,
+    typer.Option(
+        "--verbose", "-v", help="Also print debug messages, with time stamps.", rich_help_panel=common.RUNNING_PANEL
+    ),
 ]
 JsonOption = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Print the result as JSON to standard output; docs/running.md has the keys.",
-        rich_help_panel=_PANEL,
+        help="Print the result as JSON to standard output; docs/running.md lists the keys.",
+        rich_help_panel=common.RUNNING_PANEL,
     ),
 ]
-_GRACE_S = 10.0  # for native code to come back to Python after a signal
+# Native code has this much time to return to Python after a signal.
+_GRACE_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options that all long commands have."""
+    """Options of all long-running commands."""
 
     quiet: bool = False
     verbose: bool = False
@@ -52,11 +55,11 @@ class RunOptions:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM was received: the run ends as for Ctrl-C, with another status."""
+    """SIGTERM was received; the run ends as after Ctrl-C, with another exit status."""
 
 
 Command = Callable[..., Mapping[str, Any] | None]
-# What is kept when a command is stopped, told from its options.
+# Maps the options of a stopped command to a sentence about the results that it leaves.
 Kept = Callable[[Mapping[str, Any]], str]
 
 
@@ -69,11 +72,13 @@ def command(
     log: str | None = None,
     waits: bool = True,
 ) -> Callable[[Command], Command]:
-    """Make a function a command with --quiet, --verbose, --json and --threads; it returns what --json prints.
+    """Register a function as a command with --quiet, --verbose, --json and --threads; --json prints its result.
 
-    `kept` says what a stopped run leaves. `status` gives the exit status that belongs to a result. `log` is the file in
-    the folder --out that gets what native libraries print.
-    `waits`: native code gets some seconds to end after a signal; else the command ends by itself, as training does.
+    `kept`: describes the results that a stopped run leaves.
+    `status`: maps a result to an exit status.
+    `log`: file in the folder --out that receives the output of native libraries.
+    `waits`: end the process some seconds after a signal if native code does not return. Pass False for a command that
+    handles the signal itself, as training does.
     """
 
     def decorate(function: Command) -> Command:
@@ -98,7 +103,7 @@ def command(
             if status is not None and result is not None and (code := status(result)):
                 raise typer.Exit(code)
 
-        # Typer reads parameters from the signature, and their types from both.
+        # Typer reads parameters from the signature, and types from the signature and the annotations.
         positional = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values()]
         run.__signature__ = own.replace(parameters=[*positional, *added])  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in (*positional, *added)}
@@ -109,7 +114,7 @@ def command(
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for numbers that JSON does not have."""
+    """Convert a value to JSON types; infinities and NaN become null."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
@@ -118,13 +123,14 @@ def _finite(value: Any) -> Any:
         return [_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    if hasattr(value, "tolist"):  # arrays and numbers of numpy
+    # NumPy arrays and scalars.
+    if hasattr(value, "tolist"):
         return _finite(value.tolist())
     return value
 
 
 class _Handler(logging.Handler):
-    """Prints the log above the bars."""
+    """Log handler that prints above the progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         style = "red" if record.levelno >= logging.ERROR else "yellow" if record.levelno >= logging.WARNING else None
@@ -133,7 +139,7 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def _output(chosen: RunOptions) -> Iterator[None]:
-    """Show what the library logs, as far as it is asked for, and leave standard output to JSON."""
+    """Print log messages at the chosen level, and reserve standard output for JSON if that was chosen."""
     log, handler = logging.getLogger("dualrc"), _Handler()
     before = log.level, common.screen.quiet, common.current
     log.addHandler(handler)
@@ -152,7 +158,7 @@ def _output(chosen: RunOptions) -> Iterator[None]:
 
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
-    """Let torch use so many threads."""
+    """Limit torch to `count` threads."""
     if count is None:
         yield
         return
@@ -164,14 +170,15 @@ def _threads(count: int | None) -> Iterator[None]:
 
 @contextmanager
 def _stopping(kept: Kept | None, values: Mapping[str, Any], *, waits: bool) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the block with a word on what is kept and how to go on, and status 130 or 143."""
+    """Exit with status 130 on Ctrl-C and 143 on SIGTERM, and print what was saved and how to continue."""
 
     def tell() -> None:
-        with suppress(Exception):  # whatever is wrong with what is kept, the command is told
+        # The command line is printed even if the saved results cannot be read.
+        with suppress(Exception):
             if kept is not None and (words := kept(values)):
-                common.note(f"Stopped. {words} Go on with:\n{command_line()}", style=None)
+                common.note(f"Stopped. {words} Continue with:\n{command_line()}", style=None)
                 return
-        common.note(f"Stopped. Nothing is kept; run it again with:\n{command_line()}", style=None)
+        common.note(f"Stopped. No results were saved; run it again with:\n{command_line()}", style=None)
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise Terminated
@@ -191,7 +198,7 @@ def _stopping(kept: Kept | None, values: Mapping[str, Any], *, waits: bool) -> I
 
 
 def command_line() -> str:
-    """What was typed, to be typed again."""
+    """Return the command line of this process, quoted for a shell."""
     program = Path(sys.argv[0])
     start = [sys.executable, "-m", "dualrc"] if program.name == "__main__.py" else [program.name]
     return shlex.join([*start, *sys.argv[1:]])
@@ -199,7 +206,7 @@ def command_line() -> str:
 
 @contextmanager
 def _watch(tell: Callable[[], None]) -> Iterator[None]:
-    """End the process some seconds after a signal if native code does not come back to Python, which could."""
+    """End the process some seconds after a signal if native code does not return to Python."""
     ended = threading.Event()
     reading, writing = socket.socketpair()
     writing.setblocking(False)
@@ -225,7 +232,7 @@ def _watch(tell: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _native_output_to(path: Path) -> Iterator[None]:
-    """Let what native libraries write to standard error go to a file, so that it does not break the bars."""
+    """Redirect the standard error output of native libraries to a file, which keeps progress bars intact."""
     try:
         usable = sys.stderr.fileno() == 2
     except (OSError, ValueError):
@@ -238,7 +245,7 @@ def _native_output_to(path: Path) -> Iterator[None]:
     sys.stderr.flush()
     with path.open("w", encoding="utf-8") as log:
         os.dup2(log.fileno(), 2)
-    # What we print ourselves goes where it went before.
+    # Python's own messages still go to the terminal.
     stderr, sys.stderr = sys.stderr, shown
     try:
         yield
@@ -249,4 +256,5 @@ def _native_output_to(path: Path) -> Iterator[None]:
         with suppress(OSError):
             if path.stat().st_size == 0:
                 path.unlink()
-                path.parent.rmdir()  # where nothing else was written either
+                # Fails, and is ignored, if the folder has other files.
+                path.parent.rmdir()

@@ -1,4 +1,4 @@
-"""Commands that make networks."""
+"""Commands that train networks, prepare training data and convert checkpoints."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,22 +19,43 @@ T = TypeVar("T")
 
 @running.command(kept=lambda options: f"The checkpoint is in {options['out']}.", waits=False)
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run; configs/ has ours.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for checkpoint, log and weights.")] = Path(
-        "runs/train"
-    ),
-    minutes: Annotated[float | None, typer.Option(help="Save and stop after so long; run again to go on.")] = None,
+    config: Annotated[
+        Path,
+        typer.Argument(metavar="CONFIG.toml", help="Training configuration; the folder configs/ has examples."),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder for the checkpoint, the log and the weights.")
+    ] = Path("runs/train"),
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Time after which to save a checkpoint and stop, in minutes. Default: run until the last step."
+        ),
+    ] = None,
     device: common.DeviceOption = None,
-    devices: Annotated[int, typer.Option(help="So many GPUs (or processes on a CPU) of this machine.")] = 1,
-    nodes: Annotated[int, typer.Option(help="So many machines; start the command on each, as Fabric expects it.")] = 1,
+    devices: Annotated[
+        int,
+        typer.Option(help="Number of GPUs, or of CPU processes, per machine.", rich_help_panel=common.NETWORK_PANEL),
+    ] = 1,
+    nodes: Annotated[
+        int,
+        typer.Option(
+            help="Number of machines. Start the command on each of them, with the environment variables that Lightning "
+            "Fabric expects.",
+            rich_help_panel=common.NETWORK_PANEL,
+        ),
+    ] = 1,
 ) -> dict[str, Any]:
-    """Train a network on your own data: single photographs are enough, pairs are made from them.
+    """Train a network on your own data.
 
-    Ctrl-C saves; the same command goes on from there. docs/training.md tells of all kinds of data.
+    Single images are enough: pairs are synthesized from them. docs/training.md describes all kinds of data.
 
-    dualrc train configs/default-1.toml --out runs/mine
+    Ctrl-C saves a checkpoint. Run the same command again to continue from it.
 
-    dualrc match a.jpg b.jpg --weights runs/mine/weights.safetensors
+    Examples:
+      dualrc train configs/default-1.toml --out runs/mine
+      dualrc train configs/default-1.toml --out runs/mine --minutes 60 --devices 4
+      dualrc match a.jpg b.jpg --weights runs/mine/weights.safetensors
     """
     from dualrc import train as training
     from dualrc.config import read_toml
@@ -46,36 +67,48 @@ def train(
 
 
 pairs_app = typer.Typer(
-    help="Write pairs files for training: a line a pair, `image0 image1 x0 y0 x1 y1 ...`, in pixels.",
+    help="Write pairs files for training.\n\n"
+    "Each line of a pairs file is one pair: `image0 image1 x0 y0 x1 y1 ...`, in pixels.\n\n"
+    "Examples:\n"
+    "  dualrc pairs colmap sparse/0 --images images --out pairs.txt\n"
+    "  dualrc pairs megadepth data/MegaDepth --out data/MegaDepth/pairs",
     no_args_is_help=True,
 )
 common.app.add_typer(pairs_app, name="pairs")
-PairPointsOption = Annotated[int, typer.Option(min=1, help="Random correspondences a pair; pairs with fewer are out.")]
-PairSeedOption = Annotated[int, typer.Option(help="Another number, another choice; the same number, the same file.")]
-PairsFileOption = Annotated[Path, typer.Option("--out", "-o", help="The pairs file to write.")]
+PairPointsOption = Annotated[
+    int, typer.Option(min=1, help="Number of random correspondences per pair; pairs with fewer are left out.")
+]
+PairSeedOption = Annotated[int, typer.Option(help="Seed of the random choice; the same seed gives the same file.")]
+PairsFileOption = Annotated[Path, typer.Option("--out", "-o", help="Pairs file to write.")]
 
 
 @running.command(
-    "megadepth", app=pairs_app, kept=lambda options: f"Scenes that are done are in {options['out'] / 'scenes'}."
+    "megadepth", app=pairs_app, kept=lambda options: f"Finished scenes are in {options['out'] / 'scenes'}."
 )
 def pairs_megadepth(
     root: Annotated[
         Path,
         typer.Argument(
             metavar="ROOT",
-            help="MegaDepth with D2-Net's preprocessing: scene_info/*.npz, and the pictures and depth maps they name.",
+            help="Folder of MegaDepth with the preprocessing of D2-Net: scene_info/*.npz, and the images and depth "
+            "maps that these files name.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the files; run again to go on.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pairs files; a second run continues there.")],
     seed: PairSeedOption = 0,
-    workers: Annotated[int, typer.Option(min=1, help="Processes; each takes a scene at a time.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Number of processes; each process handles one scene at a time.")
+    ] = 1,
 ) -> dict[str, Any]:
-    """Write MegaDepth's training_pairs.txt and validation_pairs.txt by the paper's recipe.
+    """Write training_pairs.txt and validation_pairs.txt of MegaDepth by the recipe of the paper.
 
-    Pairs of more than 50 % overlap, 128 correspondences each, checked by depth; 110 pairs of each scene that has more
-    than 500, and all pairs of the others for validation.
+    Pairs overlap by more than 50 % and have 128 correspondences each, verified by depth.
 
-    dualrc pairs megadepth data/MegaDepth --out data/MegaDepth/pairs --workers 8
+    Training uses 110 pairs of each scene with more than 500 pairs; validation uses all pairs of the other scenes.
+
+    Examples:
+      dualrc pairs megadepth data/MegaDepth --out data/MegaDepth/pairs
+      dualrc pairs megadepth data/MegaDepth --out data/MegaDepth/pairs --workers 8
     """
     from dualrc.data.megadepth import MegaDepthRecipe, join_scenes, scene_files, write_scenes
 
@@ -84,28 +117,32 @@ def pairs_megadepth(
     for result in _tracked(scenes, "Scenes", len(scene_files(root))):
         results.append(result)
         if result.broken:
-            more = f" ({len(result.broken) - 1} more like it)" if len(result.broken) > 1 else ""
+            more = f" ({len(result.broken) - 1} more)" if len(result.broken) > 1 else ""
             common.note(f"{result.name}: {result.broken[0]}{more}")
     counts = join_scenes(out, results)
     for split, pairs in counts.items():
         common.written(f"{out / f'{split}_pairs.txt'} ({pairs:,} pairs)")
     if broken := sum(bool(result.broken) for result in results):
-        common.screen.print(f"{broken} of {len(results)} scenes lack files; get those and run this again.")
+        common.screen.print(f"{broken} of {len(results)} scenes lack files; add the files and run the command again.")
     return {"pairs": counts, "scenes": len(results), "incomplete": broken}
 
 
 @running.command("colmap", app=pairs_app)
 def pairs_colmap(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="Folder with cameras.bin, images.bin, points3D.bin.")],
-    images: Annotated[Path, typer.Option(help="Folder of the model's pictures.")],
+    images: Annotated[Path, typer.Option(help="Folder with the images of the model.")],
     out: PairsFileOption,
-    min_overlap: Annotated[float, typer.Option(help="Least share of 3D points that two pictures both see.")] = 0.2,
+    min_overlap: Annotated[
+        float, typer.Option(help="Minimum covisibility: share of 3D points that both images observe, from 0 to 1.")
+    ] = 0.2,
     points: PairPointsOption = 128,
     seed: PairSeedOption = 0,
 ) -> dict[str, Any]:
-    """Write the pairs of a COLMAP model whose pictures see the same 3D points.
+    """Write the pairs of a COLMAP model whose images observe the same 3D points.
 
-    dualrc pairs colmap sparse/0 --images images --out pairs.txt
+    Examples:
+      dualrc pairs colmap sparse/0 --images images --out pairs.txt
+      dualrc pairs colmap sparse/0 --images images --out pairs.txt --min-overlap 0.3 --points 256
     """
     from dualrc.data.colmap import ColmapPairs
 
@@ -121,23 +158,29 @@ def pairs_rgbd(
         Path,
         typer.Argument(
             metavar="ROOT",
-            help="Folder with images/NAME, depth/NAME.png (16 bits, millimetres, 0: none), K.txt (3x3) and "
-            "world_from_cam.txt (lines of a name and 16 numbers, row by row).",
+            help="Folder with images/NAME, depth/NAME.png (16 bits, millimeters, 0: no depth), K.txt (3x3) and "
+            "world_from_cam.txt (per line a name and 16 numbers, a 4x4 matrix row by row).",
         ),
     ],
     out: PairsFileOption,
-    min_overlap: Annotated[float, typer.Option(help="Least share of each picture that the other one shows.")] = 0.3,
+    min_overlap: Annotated[
+        float, typer.Option(help="Minimum overlap: share of each image that the other image shows, from 0 to 1.")
+    ] = 0.3,
     points: PairPointsOption = 128,
     seed: PairSeedOption = 0,
 ) -> dict[str, Any]:
-    """Write the overlapping pairs of RGB-D frames with poses; names are those under ROOT/images.
+    """Write the overlapping pairs of RGB-D frames with known poses.
 
-    dualrc pairs rgbd kitchen --out kitchen.txt
+    Image names in the file are relative to ROOT/images.
+
+    Examples:
+      dualrc pairs rgbd kitchen --out kitchen.txt
+      dualrc pairs rgbd kitchen --out kitchen.txt --min-overlap 0.5
     """
     from dualrc.data.rgbd import RgbdPairs
 
     check_writable(out)
-    with common.status("Looking for pictures that overlap..."):
+    with common.status("Searching for images that overlap..."):
         source = RgbdPairs(root, min_overlap=min_overlap)
     for reason in source.broken.values():
         common.note(reason)
@@ -147,34 +190,36 @@ def pairs_rgbd(
 @common.app.command()
 def convert(
     published: Annotated[
-        Path, typer.Argument(help="A published checkpoint of DualRC-Net, NCNet or Sparse-NCNet (.pth.tar).")
+        Path, typer.Argument(help="Published checkpoint of DualRC-Net, NCNet or Sparse-NCNet (.pth.tar).")
     ],
-    out: Annotated[Path, typer.Argument(help="The weights file to write (.safetensors).")],
+    out: Annotated[Path, typer.Argument(help="Weights file to write (.safetensors).")],
 ) -> None:
-    """Turn a published checkpoint into a weights file: DualRC-Net's for the preset paper, others' for their own.
+    """Convert a published checkpoint to a weights file.
 
-    The checkpoint is read without running any code that it may hold.
+    Use the file with the preset paper for DualRC-Net, and with ncnet or sparse-ncnet for the other networks.
 
-    dualrc convert dualrc-net.pth.tar paper.safetensors
+    Reading the checkpoint does not execute code that it may contain.
 
-    dualrc match a.jpg b.jpg --preset paper --weights paper.safetensors
-
-    dualrc convert ncnet_ivd.pth.tar ncnet.safetensors
-
-    dualrc match a.jpg b.jpg --preset ncnet --weights ncnet.safetensors
+    Examples:
+      dualrc convert dualrc-net.pth.tar paper.safetensors
+      dualrc match a.jpg b.jpg --preset paper --weights paper.safetensors
+      dualrc convert ncnet_ivd.pth.tar ncnet.safetensors
+      dualrc match a.jpg b.jpg --preset ncnet --weights ncnet.safetensors
     """
     from dualrc.model.checkpoint import convert_published
 
     check_writable(out)
     if out.suffix != ".safetensors" or out.resolve() == published.resolve():
-        raise OutputError(f"{out}: weights are written as .safetensors, beside the checkpoint; choose another name.")
+        raise OutputError(
+            f"{out} cannot be written; choose a name that ends in .safetensors and is not the checkpoint."
+        )
     with common.status("Converting..."):
         config = convert_published(published, out)
     common.written(f"{out} (preset {config.preset}, {config.backbone}, {config.consensus})")
 
 
 def _tracked(items: Iterable[T], step: str, total: int) -> Iterator[T]:
-    """The same items, with progress."""
+    """Yield the items and show progress."""
     with show_progress(common.current.quiet) as tell:
         tell(step, 0, total)
         for done, item in enumerate(items, start=1):
@@ -183,7 +228,7 @@ def _tracked(items: Iterable[T], step: str, total: int) -> Iterator[T]:
 
 
 def _write_pairs(source: "PairSource", images: Path, out: Path, points: int, seed: int) -> dict[str, Any]:
-    """Write a source's pairs to a file, with progress, and say what was left out."""
+    """Write the pairs of a source to a file, show progress, and report pairs that were left out."""
     from dualrc.data.pairsfile import lines_of, write_pairs
 
     skipped: dict[str, str] = {}
@@ -191,6 +236,6 @@ def _write_pairs(source: "PairSource", images: Path, out: Path, points: int, see
     count = write_pairs(out, _tracked(lines, "Pairs", len(source)))
     if skipped:
         name, reason = next(iter(skipped.items()))
-        common.note(f"Left out: {len(skipped)} of {len(source)} pairs; the first, {name}: {reason}")
+        common.note(f"Left out {len(skipped)} of {len(source)} pairs; the first is {name}: {reason}")
     common.written(f"{out} ({count:,} pairs)")
     return {"file": out, "pairs": count, "left_out": skipped}

@@ -1,1 +1,1 @@
-"""Matches of whole collections of pictures."""
+"""Matching and reconstruction of image collections."""

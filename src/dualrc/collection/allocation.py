@@ -1,4 +1,4 @@
-"""Which workers a collection gets: how many, on which devices, with how much memory."""
+"""Choice of workers for a collection: their number, devices and memory."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,13 +18,16 @@ from dualrc.matcher import Matcher
 from dualrc.pixels import STRIDE
 
 _GIB = 2**30
-_SHARE = 0.75  # of the machine's memory that workers may take
-_BASE = 0.5 * _GIB  # what a worker takes beside matching, as measured: torch, the network and a decoded picture
-_SAMPLE = 3  # pictures by which a machine tells whether it sees the same folder
+# Share of the machine's memory that the workers may use.
+_SHARE = 0.75
+# Measured memory of a worker in addition to matching: torch, the network and a decoded image.
+_BASE = 0.5 * _GIB
+# Number of images by which a Ray worker checks that it sees the same folder.
+_SAMPLE = 3
 
 
 def start_executor(images: Path, names: Sequence[str], config: CollectionConfig, matcher: Matcher) -> Executor:
-    """Workers that match as this matcher does."""
+    """Start workers that use the settings of this matcher."""
 
     def settings(device: str, cache_bytes: float, match_bytes: float | None = None, *, threads: int) -> WorkerSettings:
         memory = matcher.config.max_memory if match_bytes is None else match_bytes / _GIB
@@ -43,7 +46,8 @@ def start_executor(images: Path, names: Sequence[str], config: CollectionConfig,
     if config.executor == "ray":
         return RayExecutor(settings, config, worker_bytes=need, sample=names[:_SAMPLE])
     devices, threads = _devices(config), config.threads or machine.cores()
-    if devices != ["cpu"]:  # a GPU's workers keep features on the GPU
+    # Workers on a GPU cache features in GPU memory.
+    if devices != ["cpu"]:
         devices = [devices[number % len(devices)] for number in range(config.workers or len(devices))]
         cache = config.cache * _GIB * len(set(devices)) / len(devices)
         each = max(1, threads // len(devices))
@@ -51,7 +55,7 @@ def start_executor(images: Path, names: Sequence[str], config: CollectionConfig,
     limit = machine.memory() * _SHARE if config.max_memory is None else config.max_memory * _GIB
     count = max(1, min(config.workers or threads, int(limit // need)))
     cache = min(config.cache * _GIB, max(0.0, limit - count * need))
-    # Where not even one worker has what it needs, it sees the pictures smaller.
+    # If the limit is too low for a single worker, it scales images down.
     share = (limit - cache) / count
     for_matching = max(share - _BASE, share / 4)
     return LocalExecutor([settings("cpu", cache / count, for_matching, threads=max(1, threads // count))] * count)
@@ -66,7 +70,8 @@ def _devices(config: CollectionConfig) -> list[str]:
 
 
 def _worker_bytes(matcher: Matcher) -> float:
-    """Memory that a worker on a CPU needs at most, beside the features that it keeps."""
+    """Return the maximum memory of a CPU worker in bytes, without its feature cache."""
     side = (matcher.config.size or matcher.config.max_size) // STRIDE * STRIDE
-    square = Scale(image_size=(side, side), input_size=(side, side))  # no picture has more cells
+    # A square image has the largest number of cells.
+    square = Scale(image_size=(side, side), input_size=(side, side))
     return _BASE + matcher.budget.need((square, square))

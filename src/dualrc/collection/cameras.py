@@ -1,4 +1,4 @@
-"""The cameras of a collection: from a file, else from EXIF, else one unknown focal length for each picture size."""
+"""Cameras of a collection: from a file, else from EXIF, else one unknown focal length per image size."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,9 +14,9 @@ _EXIF, _GUESS, _NO_SENSOR = "exif", "guess", "guess, without EXIF's sensor size"
 
 
 def choose_cameras(images: str | Path, names: Sequence[str], file: str | Path | None = None) -> dict[str, Camera]:
-    """The cameras of the pictures in a folder, upright; pictures that can't be read have none.
+    """Return the cameras of the upright images of a folder, by name; unreadable images have none.
 
-    Each camera's `source` tells where it comes from.
+    The `source` of each camera names its origin.
     """
     images = Path(images)
     sizes = {name: header.upright_size for name in names if (header := read_header(images / name)) is not None}
@@ -27,7 +27,7 @@ def choose_cameras(images: str | Path, names: Sequence[str], file: str | Path | 
         if name in given:
             if given[name].size != size:
                 there, here = ("{}x{}".format(*pixels) for pixels in (given[name].size, size))
-                raise DataError(f"{file}: the camera of {name} is for {there} pixels, not {here}; mend the file.")
+                raise DataError(f"{file}: the camera of {name} is for {there} pixels, not {here}; correct the file.")
             cameras[name] = given[name]
         else:
             source = _NO_SENSOR if lacks_sensor_size(images / name) else _GUESS
@@ -36,16 +36,16 @@ def choose_cameras(images: str | Path, names: Sequence[str], file: str | Path | 
 
 
 def is_known(camera: Camera) -> bool:
-    """Whether a camera is to be taken as it is; others are refined."""
+    """Return whether the calibration of a camera is kept fixed; other cameras are refined."""
     return camera.source not in (_EXIF, _GUESS, _NO_SENSOR)
 
 
 def describe_cameras(cameras: Mapping[str, Camera]) -> str:
-    """Where the cameras come from, in words."""
+    """Describe the origin of the cameras in words."""
     words = {
         _EXIF: "focal length from EXIF, refined",
-        _GUESS: "unknown focal length, one for each picture size, refined",
-        _NO_SENSOR: "focal length guessed, as EXIF has no sensor size, one for each picture size, refined",
+        _GUESS: "unknown focal length, one per image size, refined",
+        _NO_SENSOR: "guessed focal length (EXIF has no sensor size), one per image size, refined",
     }
     counts = Counter(camera.source for camera in cameras.values())
     return "; ".join(f"{count} {words.get(source, f'from the {source}')}" for source, count in counts.items())

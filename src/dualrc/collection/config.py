@@ -1,4 +1,4 @@
-"""How a folder of pictures is matched."""
+"""Settings of matching an image collection."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,35 +11,36 @@ from dualrc.machine import device_name
 
 @dataclass(frozen=True, kw_only=True)
 class CollectionConfig:
-    """How a folder of pictures is matched."""
+    """Settings of matching an image collection."""
 
-    # exhaustive, sequential, retrieval, a text file (two names a line), or the folder of a COLMAP model; auto:
-    # exhaustive for few pictures, else retrieval.
+    # exhaustive, sequential, retrieval, a text file (two names per line), or the folder of a COLMAP model.
+    # auto: exhaustive for small collections, else retrieval.
     pairs: str = "auto"
-    # Pictures that each is matched with: the most similar (retrieval), or those that share most points (model).
+    # Number of images to match each image with, by retrieval or by covisibility in the model.
     neighbors: int = 20
-    # sequential: each picture with so many that follow, and with so many that look alike further away.
+    # Sequential pairs: number of subsequent images, and number of similar images from elsewhere in the sequence.
     overlap: int = 10
     loops: int = 2
-    # The best so many matches of each pair are kept, with at least this score.
+    # Maximum number of matches per pair, and minimum score of a match.
     top: int = 4000
     min_score: float = 0.0
-    # The network, as in dualrc.load.
+    # Network settings, as in `dualrc.load`.
     size: int | None = None
-    # high looks again at every pair, which takes several times as long.
+    # high matches every pair a second time, which takes several times as long.
     quality: Literal["standard", "high"] = "standard"
     preset: str = "default"
     weights: Path | None = None
     device: str | None = None
-    # Where it runs: in processes of this machine, or on a Ray cluster, which is started here if no address is given.
+    # Processes on this machine, or a Ray cluster. Without an address, a cluster is started on this machine.
     executor: Literal["local", "ray"] = "local"
     address: str | None = None
-    # Workers; None: one per GPU, else one per thread, as far as memory allows.
+    # None: one worker per GPU, or one per CPU thread, limited by memory.
     workers: int | None = None
-    # CPU threads of all workers of a machine together, divided equally among them; None: one per core.
+    # CPU threads of all workers of a machine together, divided equally; None: one per core.
     threads: int | None = None
-    # GiB that the workers of a machine may take together, about, and how much of that is for features that are kept.
-    max_memory: float | None = None  # None: three quarters of what the machine has
+    # Approximate memory of all workers of a machine together in GiB, and the part of it that caches features.
+    # None: three quarters of the memory of the machine.
+    max_memory: float | None = None
     cache: float = 4.0
 
     def __post_init__(self) -> None:
@@ -49,8 +50,8 @@ class CollectionConfig:
         if self.device is not None:
             object.__setattr__(self, "device", device_name(self.device))
         if self.quality not in ("standard", "high"):
-            raise ConfigError(f"quality = {self.quality!r} is not known; choose standard or high.")
+            raise ConfigError(f"quality = {self.quality!r} is unknown; choose standard or high.")
         if self.executor not in ("local", "ray"):
-            raise ConfigError(f"executor = {self.executor!r} is not known; choose local or ray.")
+            raise ConfigError(f"executor = {self.executor!r} is unknown; choose local or ray.")
         if self.address is not None and self.executor != "ray":
-            raise ConfigError("An address is for the executor ray; choose that one, or leave the address out.")
+            raise ConfigError("An address needs the executor ray; choose that executor, or omit the address.")

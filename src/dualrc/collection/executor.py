@@ -1,4 +1,4 @@
-"""What executors have in common: workers by number, events, and the loop that carries out a plan with them."""
+"""Interface of executors: numbered workers, their events, and the loop that runs a plan."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,15 +8,18 @@ from dualrc.collection.plan import Plan, Task
 from dualrc.collection.worker import Failure, Result
 from dualrc.errors import ConfigError
 
-_DEATHS = 12  # of workers in a row, with nothing done in between
+# Number of worker deaths in a row, without a result in between, after which the run is aborted.
+_DEATHS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that a worker did.
+    """Event of a worker.
 
-    ready: it wants work, and `value` pictures were read for the last; result: (task, result); refused: it can't
-    start, because of the exception; died: how it ended, and another will take its place and its number.
+    ready: the worker waits for tasks; `value` is the number of images it read for the previous ones.
+    result: `value` is (task, result).
+    refused: the worker cannot start; `value` is the exception.
+    died: `value` describes how; another worker takes its number.
     """
 
     worker: int
@@ -25,25 +28,27 @@ class Event:
 
 
 class Executor(Protocol):
-    """Workers on this machine or on many."""
+    """Workers on one or several machines."""
 
-    count: int  # workers
-    at_once: int  # tasks that a worker has in work
+    # Number of workers.
+    count: int
+    # Number of tasks that a worker processes concurrently.
+    at_once: int
 
     def give(self, worker: int, tasks: Sequence[Task]) -> None:
-        """Let a worker that is ready work on these."""
+        """Assign tasks to a worker that is ready."""
 
     def next(self) -> Event:
-        """Wait until something happens."""
+        """Wait for the next event."""
 
     def close(self) -> None:
         """End all workers."""
 
 
 def carry_out(executor: Executor, plan: Plan, idle: set[int], handle: Callable[[Task, Result], None]) -> int:
-    """Have every task of a plan worked on, and handle the results as they come; gives how many pictures were read.
+    """Run every task of a plan, pass results to `handle`, and return the number of images that were read.
 
-    `idle` holds the workers that are ready, before and after.
+    `idle`: numbers of the workers that are ready; updated in place.
     """
     extracted, deaths = 0, 0
     while not plan.finished:
@@ -68,8 +73,8 @@ def carry_out(executor: Executor, plan: Plan, idle: set[int], handle: Callable[[
             idle.discard(event.worker)
             for task in plan.died(event.worker):
                 deaths = 0
-                handle(task, Failure(reason=f"Its workers died again and again (the last one {event.value})."))
+                handle(task, Failure(reason=f"Its workers died repeatedly (the last one {event.value})."))
             if deaths >= _DEATHS:
-                remedy = "give a smaller --size or fewer --workers if memory is short"
-                raise ConfigError(f"Workers die as soon as they start (the last one {event.value}); {remedy}.")
+                remedy = "use a smaller --size or fewer --workers if memory is short"
+                raise ConfigError(f"Workers die right after their start (the last one {event.value}); {remedy}.")
     return extracted

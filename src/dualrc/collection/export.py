@@ -1,4 +1,4 @@
-"""What other programs read: COLMAP's database and hloc's HDF5 files, from merged keypoints."""
+"""Export of merged keypoints: COLMAP's database and hloc's HDF5 files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +26,8 @@ from dualrc.geometry import Camera, essential_from_pose, sampson_distance_px
 from dualrc.image import read_header
 from dualrc.types import FloatArray
 
-_MAX_ERROR_PX = 4.0  # of a match from its pair's geometry, as COLMAP verifies
+# Maximum epipolar error of an inlier, as in COLMAP's verification.
+_MAX_ERROR_PX = 4.0
 
 
 def write_database(
@@ -38,13 +39,13 @@ def write_database(
     *,
     poses: Mapping[Names, FloatArray] | None = None,
 ) -> None:
-    """Write COLMAP's database: cameras, pictures, keypoints, matches and verified two-view geometries.
+    """Write a COLMAP database: cameras, images, keypoints, matches and verified two-view geometries.
 
-    `poses` are the pairs' cam1_from_cam0 (3, 4), as `verify_pairs` finds them; without them COLMAP verifies the pairs.
+    `poses`: cam1_from_cam0 (3, 4) of each pair, as returned by `verify_pairs`; without them COLMAP verifies the pairs.
     """
     pycolmap = import_pycolmap()
     images = Path(images)
-    # What SQLite left beside an earlier database, whose process was killed, would damage the new one.
+    # Files that SQLite left beside the database of a killed process would corrupt the new database.
     for leftover in ("-wal", "-shm", "-journal"):
         Path(f"{path}{leftover}").unlink(missing_ok=True)
     with replacing(path) as temporary, quiet_colmap(pycolmap):
@@ -78,7 +79,7 @@ def _two_view_geometry(
     cameras: Mapping[str, Camera],
     pycolmap: Any,
 ) -> Any:
-    """A pair's geometry as COLMAP keeps it, of the stored pictures, with the keypoints that agree with it."""
+    """Return COLMAP's two-view geometry of a pair, for the stored orientation of the images, with its inliers."""
     upright = [cameras[name] for name in names]
     rays = [
         camera.rays(merged.keypoints[name].points[indices[:, side]])[:, :2]
@@ -103,13 +104,13 @@ def _two_view_geometry(
 def _write_pictures(
     database: Any, merged: MergedMatches, images: Path, cameras: Mapping[str, Camera], pycolmap: Any
 ) -> dict[str, int]:
-    """Write cameras, pictures and keypoints; the pictures' numbers by name."""
+    """Write cameras, images and keypoints; return the image ids by name."""
     shared: dict[tuple[Any, ...], int] = {}
     numbers = {}
     for name in sorted(merged.keypoints):
         known = is_known(cameras[name])
         camera = colmap_camera(cameras[name], images / name, known=known)
-        # Pictures of one size and one focal length are taken to be of one camera.
+        # Images of the same size and focal length share a camera.
         key = (known, camera.model_name, camera.width, camera.height, *camera.params)
         if key not in shared:
             shared[key] = database.write_camera(camera)
@@ -120,7 +121,7 @@ def _write_pictures(
 
 
 def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, progress: Progress = no_progress) -> None:
-    """Write hloc's features.h5, matches.h5 and pairs.txt: stored pixels, the centre of the first at (0, 0)."""
+    """Write hloc's features.h5, matches.h5 and pairs.txt, in stored pixels with the first pixel center at (0, 0)."""
     h5py = require("h5py", "colmap", "hloc's files")
     folder, images = Path(folder), Path(images)
     _refuse_ambiguous(merged)
@@ -134,7 +135,7 @@ def write_hloc(folder: str | Path, merged: MergedMatches, images: str | Path, pr
     with replacing(folder / "matches.h5") as temporary, h5py.File(temporary, "w") as file:
         for count, (name0, name1) in enumerate(merged.pairs, start=1):
             found = merged.indexed(name0, name1)
-            # Wide numbers: a picture may have more than 32,767 keypoints.
+            # int32, because an image may have more than 32,767 keypoints.
             matches0 = np.full(len(merged.keypoints[name0]), -1, np.int32)
             scores0 = np.zeros(len(matches0), np.float32)
             matches0[found.indices[:, 0]] = found.indices[:, 1]
@@ -151,9 +152,11 @@ def _pair_key(name0: str, name1: str) -> str:
 
 
 def _refuse_ambiguous(merged: MergedMatches) -> None:
-    """Raise DataError if two pictures have one name in hloc's pair keys."""
+    """Raise DataError if two images have the same name in hloc's pair keys."""
     keys: dict[str, str] = {}
     for name in merged.keypoints:
         other = keys.setdefault(name.replace("/", "-"), name)
         if other != name:
-            raise DataError(f"{other} and {name} are one name in hloc's matches.h5, which has - for /; rename one.")
+            raise DataError(
+                f"{other} and {name} have the same key in hloc's matches.h5, where / becomes -; rename one."
+            )

@@ -1,4 +1,4 @@
-"""A picture of a reconstruction: its points and cameras from the front and from above."""
+"""Drawing of a reconstruction: its points and cameras from the front and from above."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,13 @@ from dualrc.files import replacing
 from dualrc.types import FloatArray
 
 _MARGIN = 0.06
-_CAMERA_SIZE = 0.035  # in widths of the scene
+# As a fraction of the largest extent of the scene.
+_CAMERA_SIZE = 0.035
 _MOST_POINTS = 200_000
 
 
 def draw_reconstruction(model: Any, path: str | Path, title: str) -> None:
-    """Draw pycolmap's Reconstruction into a PNG."""
+    """Draw a pycolmap Reconstruction to a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -25,18 +26,19 @@ def draw_reconstruction(model: Any, path: str | Path, title: str) -> None:
     colors = np.array([point.color for point in points]).reshape(-1, 3) / 255
     centers = np.array([-pose[:, :3].T @ pose[:, 3] for pose in poses])
     axes = _viewing_axes(poses)
-    xyz, centers = xyz @ axes.T, centers @ axes.T  # right, down, forward
+    # Axes: right, down, forward.
+    xyz, centers = xyz @ axes.T, centers @ axes.T
     low, high = _extent(xyz, centers)
     inside = ((xyz >= low) & (xyz <= high)).all(1)
     xyz, colors = xyz[inside], colors[inside]
     width, height, depth = high - low
     ratios = np.clip([width / height, width / depth], 0.5, 3)
-    # As high as both views side by side, and a line for the titles.
+    # The height of both views side by side, plus space for the titles.
     figure = Figure(figsize=(13, 13 / float(ratios.sum()) + 0.9), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(1, 2, width_ratios=ratios)
     reach = _CAMERA_SIZE * float((high - low).max())
-    # Far points first, so that near ones hide them.
+    # Draw far points first, so that near points cover them.
     views = (("from the front", (0, 1), np.argsort(-xyz[:, 2])), ("from above", (0, 2), np.argsort(-xyz[:, 1])))
     for column, (name, (across, along), order) in enumerate(views):
         axis = figure.add_subplot(grid[0, column])
@@ -58,8 +60,8 @@ def draw_reconstruction(model: Any, path: str | Path, title: str) -> None:
 
 
 def _viewing_axes(poses: list[FloatArray]) -> FloatArray:
-    """A frame (3, 3) of rows right, down and forward, as the cameras look on average, with the horizon level."""
-    # Where cameras look all around, their mean direction means little, but what is down still shows.
+    """Return the mean viewing frame (3, 3) of the cameras, with rows right, down and forward, and a level horizon."""
+    # For cameras that look in all directions, only the mean down direction is meaningful.
     down = _unit(np.mean([pose[1, :3] for pose in poses], axis=0), np.array([0.0, 1.0, 0.0]))
     forward = np.mean([pose[2, :3] for pose in poses], axis=0)
     sideways = np.array(poses[0][2, :3])
@@ -74,7 +76,7 @@ def _unit(vector: FloatArray, otherwise: FloatArray) -> FloatArray:
 
 
 def _extent(points: FloatArray, centers: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """A box with all cameras and all but the most distant points."""
+    """Return the corners of a box around all cameras and all but the most distant points."""
     low, high = (np.percentile(points, share, axis=0) for share in (2, 98)) if len(points) else (centers[0], centers[0])
     low, high = np.minimum(low, centers.min(0)), np.maximum(high, centers.max(0))
     margin = _MARGIN * float((high - low).max()) + 1e-9
@@ -82,7 +84,7 @@ def _extent(points: FloatArray, centers: FloatArray) -> tuple[FloatArray, FloatA
 
 
 def _frustum(pose: FloatArray, camera: Any, reach: float) -> FloatArray:
-    """A camera's pyramid as one line (n, 3) in the world."""
+    """Return the frustum of a camera as a polyline (n, 3) in world coordinates."""
     focal = camera.mean_focal_length()
     x, y = camera.width / focal / 2 * reach, camera.height / focal / 2 * reach
     tip, corners = [0.0, 0.0, 0.0], [[-x, -y, reach], [x, -y, reach], [x, y, reach], [-x, y, reach]]

@@ -1,8 +1,8 @@
-"""Keypoints for a collection: the matches of all pairs, each with its own points, share keypoints in every picture.
+"""Keypoints of a collection, shared by the matches of all pairs.
 
-Keypoints are the places of a picture where its matches gather. A match hardly ever ends exactly there, but it tells
-how its surroundings move, so it also tells where one picture's keypoint is in the other; each keypoint is placed
-where all of its matches put it, in a few sweeps over the pictures. So a track is one point in all of its pictures.
+The matcher returns different points for every pair. Keypoints are the cluster centers of all matched points of an
+image. The local affine motion around a match predicts the position of one image's keypoint in the other image. A few
+sweeps over the images move each keypoint to the mean of its predictions. A track then has one point per image.
 """
 
 from collections import OrderedDict, defaultdict
@@ -24,28 +24,38 @@ from dualrc.types import BoolArray, FloatArray, Size
 
 IntArray = npt.NDArray[np.int64]
 
-_SAMPLE = 2000  # matches of a pair that its geometry is estimated from
+# Maximum number of matches from which the epipolar geometry of a pair is estimated.
+_SAMPLE = 2000
 _ITERATIONS = 5000
-_ROUNDS, _LOSS = 8, 0.005  # of clustering, until all but this share of the matches have a cluster
-_LEAST = 1e-6  # weight of a match, so that those with score 0 count too
-_BINS = 4  # per radius, where the density of matches is counted
-_PER_PX, _LARGEST_MOVE = 100, 100  # bins per pixel, and pixels, in which moves are counted
-_NEIGHBORS = 9  # matches that tell how the surroundings of one move, itself included
-_STRAY = 0.25  # in distances of neighbours: one that is off by this counts half
-_PRIOR = 0.5  # neighbours
-_PAST = 0.35  # radii between a keypoint and where a match puts it, at most
-_IN_MEMORY = 2000  # pairs whose matches are kept, at most half a megabyte each
+# Clustering ends after this number of rounds, or when all but this share of the matches has a cluster.
+_ROUNDS, _LOSS = 8, 0.005
+# Weight added to every match, so that matches with score 0 count too.
+_LEAST = 1e-6
+# Density bins per radius.
+_BINS = 4
+# Histogram of displacements: bins per pixel, and range in pixels.
+_PER_PX, _LARGEST_MOVE = 100, 100
+# Number of matches from which the local motion of a match is estimated, including itself.
+_NEIGHBORS = 9
+# Residual of a neighbor at which its weight is one half, relative to the distance between neighbors.
+_STRAY = 0.25
+# Weight of the identity in the fit of the local motion, in neighbors.
+_PRIOR = 0.5
+# Maximum distance between a keypoint and its prediction by a match, in radii.
+_PAST = 0.35
+# Number of pairs whose matches stay in memory; a pair takes at most half a megabyte.
+_IN_MEMORY = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergeConfig:
-    """How the matches of a collection share keypoints."""
+    """Settings of merging matches to keypoints."""
 
-    # Matches this near to a keypoint, in fine cells of the matcher, belong to it.
+    # Matches within this distance of a keypoint belong to it, in fine cells of the matcher.
     radius: float = 0.5
-    # Matches further than this from the best epipolar geometry of their pair, in fine cells, are left out.
+    # Maximum epipolar error of a match, in fine cells; matches with larger errors are dropped.
     max_error: float = 0.35
-    # How often each keypoint is placed anew by what its matches say of the others'.
+    # Number of sweeps that move each keypoint to the mean of the predictions of its matches.
     sweeps: int = 3
 
     def __post_init__(self) -> None:
@@ -55,12 +65,14 @@ class MergeConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Keypoints:
-    """The keypoints of one picture, in its upright pixels."""
+    """The keypoints of one image, in pixels of the upright image."""
 
     points: FloatArray  # (k, 2) float32
-    scores: FloatArray  # (k,) float32, the sum over the supporting matches
+    # (k,) float32, sum of the scores of the supporting matches.
+    scores: FloatArray
     size: Size
-    centers: FloatArray  # (k, 2) float64, of the clusters; the matches within the radius belong to them
+    # (k, 2) float64, cluster centers; matches within the radius belong to the cluster.
+    centers: FloatArray
     radius_px: float
 
     def __len__(self) -> int:
@@ -69,45 +81,51 @@ class Keypoints:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IndexedMatches:
-    """Matches of a pair as numbers of keypoints, one-to-one, best first."""
+    """Matches of a pair as keypoint indices, one-to-one, best first."""
 
     indices: IntArray  # (n, 2)
     scores: FloatArray  # (n,)
-    rows: IntArray  # (n,), of the pair's matches that they are
+    # (n,), rows of these matches in the matches of the pair.
+    rows: IntArray
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What merging came to."""
+    """Statistics of merging."""
 
     keypoints: int
     matches: int
-    pictures_per_keypoint: float  # in how many pictures one is seen on average, its own among them
-    moved_median_px: float  # from the matches' own points to their keypoints
-    moved_95_px: float  # 95 % moved no further
+    # Mean number of images in which a keypoint is seen.
+    pictures_per_keypoint: float
+    # Distance between the points of the matches and their keypoints.
+    moved_median_px: float
+    # 95th percentile of that distance.
+    moved_95_px: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Prepared:
-    """Matches of a pair between clusters, and how the surroundings of each move."""
+    """Matches of a pair between clusters, with their local motion."""
 
     found: IndexedMatches
-    points: tuple[FloatArray, FloatArray]  # (n, 2) each, the matches' own
-    motions: tuple[FloatArray, FloatArray]  # (n, 2, 2) each, from the other picture to picture 0, and to picture 1
+    # (n, 2) each, points of the matches.
+    points: tuple[FloatArray, FloatArray]
+    # (n, 2, 2) each, Jacobians of the motion from the other image to image 0, and to image 1.
+    motions: tuple[FloatArray, FloatArray]
 
     def carried(self, side: int, theirs: Keypoints) -> FloatArray:
-        """Where the matches put the keypoints of the other picture in picture `side`: (n, 2)."""
+        """Return the positions (n, 2) in image `side` that the matches predict for the keypoints of the other image."""
         apart = theirs.points[self.found.indices[:, 1 - side]].astype(np.float64) - self.points[1 - side]
         return self.points[side] + np.einsum("nij,nj->ni", self.motions[side], apart)
 
     def residuals(self, keypoints0: Keypoints, keypoints1: Keypoints) -> FloatArray:
-        """How far the keypoints of picture 1 are from where the matches put those of picture 0: (n,)."""
+        """Return the distances (n,) between the keypoints of image 1 and their predictions from image 0."""
         there = keypoints1.points[self.found.indices[:, 1]]
         return np.linalg.norm(self.carried(1, keypoints0) - there, axis=1)
 
 
 class MergedMatches:
-    """Keypoints of all pictures of a store, and its matches between them; `merge` makes it."""
+    """Keypoints of all images of a store, and the matches between them; made by `merge`."""
 
     def __init__(
         self,
@@ -120,12 +138,13 @@ class MergedMatches:
         self.keypoints: dict[str, Keypoints] = {}
         self.pairs: list[Names] = []
         self._store = store
-        # A bit per match, best first.
+        # One bit per match, best match first.
         self._verified: dict[Names, npt.NDArray[np.uint8]] = {
             names: np.packbits(f) for names, f in (inliers or {}).items()
         }
         self._prepared: OrderedDict[Names, _Prepared] = OrderedDict()
-        self.placed = False  # whether the keypoints are where their matches put them
+        # Whether the keypoints were moved to the predictions of their matches.
+        self.placed = False
         usable, seen = set(store.names()) - store.failures().keys(), set[Names]()
         for names in wanted:
             if names in usable and names[0] != names[1] and not seen & {names, names[::-1]}:
@@ -133,7 +152,7 @@ class MergedMatches:
                 seen.add(names)
 
     def indexed(self, name0: str, name1: str) -> IndexedMatches:
-        """A pair's matches as numbers of keypoints; a match that leads past its keypoint is left out."""
+        """Return the matches of a pair as keypoint indices, without matches that miss their keypoint."""
         pair = self._prepare((name0, name1))
         if not self.placed:
             return pair.found
@@ -143,7 +162,7 @@ class MergedMatches:
         )
 
     def matches(self, name0: str, name1: str) -> Matches:
-        """A pair's matches, from keypoint to keypoint."""
+        """Return the matches of a pair, from keypoint to keypoint."""
         kept = self._load((name0, name1))
         found = self.indexed(name0, name1)
         index0, index1 = found.indices.T
@@ -155,7 +174,7 @@ class MergedMatches:
         )
 
     def statistics(self) -> Statistics:
-        """How much is shared, and how far the matches' points are from their keypoints."""
+        """Return how many matches share keypoints, and how far the points of the matches are from their keypoints."""
         counts, matches = np.zeros(_LARGEST_MOVE * _PER_PX, np.int64), 0
         for names in self.pairs:
             pair = self._load(names)
@@ -177,7 +196,7 @@ class MergedMatches:
         )
 
     def _load(self, names: Names) -> Matches:
-        """The matches of a pair that agree with its geometry, best first."""
+        """Return the matches of a pair that agree with its epipolar geometry, best first."""
         pair = load_pair(self._store, names)
         if pair is None:
             raise DataError(f"The pair {names[0]}, {names[1]} is not in the store; match it first.")
@@ -186,7 +205,7 @@ class MergedMatches:
         return pair[np.unpackbits(self._verified[names], count=len(pair)).astype(bool)]
 
     def _prepare(self, names: Names) -> "_Prepared":
-        """A pair's matches between clusters; the pairs that were used last are kept in memory."""
+        """Return the matches of a pair between clusters; the pairs used last stay in memory."""
         if names not in self._prepared:
             matches = self._load(names)
             found = self._assign(matches, *names)
@@ -202,7 +221,7 @@ class MergedMatches:
         return self._prepared[names]
 
     def _assign(self, matches: Matches, name0: str, name1: str) -> IndexedMatches:
-        """Of the matches, best first, one for each keypoint on either side."""
+        """Assign at most one match to each keypoint of either image; better matches come first."""
         index0 = _nearest(matches.points0, self.keypoints[name0])
         index1 = _nearest(matches.points1, self.keypoints[name1])
         rows = np.flatnonzero((index0 >= 0) & (index1 >= 0))
@@ -221,10 +240,11 @@ def merge(
     pairs: Iterable[Names] | None = None,
     inliers: Mapping[Names, BoolArray] | None = None,
 ) -> MergedMatches:
-    """Find the keypoints that the matches of these pairs share, of all in the store if none are named.
+    """Find the keypoints that the matches of these pairs share; without `pairs`, of all pairs in the store.
 
-    The store must stay open. Pairs that are not there, or failed, are left out. `inliers` says which matches of a pair,
-    as `load_pair` orders them, agree with its geometry; without it, a fundamental matrix is fitted.
+    The store must stay open. Pairs that failed or are not in the store are left out.
+    `inliers`: for each pair, which of its matches, in the order of `load_pair`, agree with its geometry. Without it, a
+    fundamental matrix is fitted.
     """
     require("scipy", "colmap", "Keypoints of a collection")
     merged = MergedMatches(store, config or MergeConfig(), store.names() if pairs is None else pairs, inliers)
@@ -245,20 +265,21 @@ def merge(
 
 
 def _verify(matches: Matches, max_error: float) -> BoolArray:
-    """Which matches agree with the epipolar geometry that most of them share."""
+    """Return which matches agree with the dominant epipolar geometry."""
     threshold_px = max_error * (cell_px(matches, 0) + cell_px(matches, 1)) / 2
-    # A sample of the best tells the geometry as well as all.
+    # The best matches determine the geometry as well as all matches, in less time.
     sample = matches.top(_SAMPLE)
     fit = geometry.estimate(sample, "fundamental", threshold_px=threshold_px, max_iterations=_ITERATIONS)
     if fit.matrix is None:
         return np.zeros(len(matches), dtype=bool)
     distance = geometry.sampson_distance_px(fit.matrix, matches.points0, matches.points1)
-    agree: BoolArray = distance <= threshold_px  # false for NaN
+    # The comparison is false for NaN.
+    agree: BoolArray = distance <= threshold_px
     return agree
 
 
 def _gather(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoints:
-    """The clusters of a picture's matches."""
+    """Return the clusters of the matched points of an image."""
     points, scores, size, cells = [], [], (0, 0), []
     for names in pairs:
         side = names.index(name)
@@ -279,7 +300,7 @@ def _gather(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoin
 
 
 def _cluster(points: FloatArray, weights: FloatArray, radius: float) -> FloatArray:
-    """Centres of clusters: where the points weigh most within the radius, then where most of the rest do, and so on."""
+    """Return cluster centers: density peaks of the points, then density peaks of the points without a cluster, etc."""
     centers: FloatArray = np.zeros((0, 2))
     left = np.arange(len(points))
     for _ in range(_ROUNDS):
@@ -294,7 +315,7 @@ def _cluster(points: FloatArray, weights: FloatArray, radius: float) -> FloatArr
 
 
 def _peaks(points: FloatArray, weights: FloatArray, radius: float) -> FloatArray:
-    """Places where the points around weigh more than anywhere else within the radius."""
+    """Return the positions where the weighted density of the points is highest within the radius."""
     from scipy.ndimage import gaussian_filter, maximum_filter
 
     step = radius / _BINS
@@ -304,14 +325,14 @@ def _peaks(points: FloatArray, weights: FloatArray, radius: float) -> FloatArray
     bins = np.ravel_multi_index((row, column), shape)
     density = np.bincount(bins, weights + _LEAST, minlength=shape[0] * shape[1]).reshape(shape)
     density = gaussian_filter(density, _BINS / 2, truncate=2.5, mode="constant")
-    # Equal places are told apart by chance; by their order, a row of them would have its only peak at the start.
+    # Random noise breaks ties; broken by order, a row of equal bins would have only one peak, at its start.
     density *= 1 + 1e-9 * np.random.default_rng(0).random(shape)
     peak = (density == maximum_filter(density, size=2 * _BINS + 1, mode="constant")) & (density > _LEAST / 100)
     return np.argwhere(peak)[:, ::-1] * step + step / 2 + origin
 
 
 def _place(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoints:
-    """The keypoints of a picture where its matches put them, given those of the other pictures."""
+    """Return the keypoints of an image, moved to the predictions from the keypoints of the other images."""
     mine = merged.keypoints[name]
     places, weights, owners = [], [], []
     for names in pairs:
@@ -328,7 +349,7 @@ def _place(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoint
 
 
 def _local_motion(source: FloatArray, target: FloatArray, rows: IntArray) -> FloatArray:
-    """Jacobians (n, 2, 2) of the motion from source to target points around the given ones."""
+    """Return the Jacobians (n, 2, 2) of the motion from source to target points around the given rows."""
     from scipy.spatial import cKDTree
 
     count = min(_NEIGHBORS, len(source))
@@ -339,12 +360,12 @@ def _local_motion(source: FloatArray, target: FloatArray, rows: IntArray) -> Flo
     reach = float(np.median(np.linalg.norm(before[:, 1:], axis=2))) + 1e-9
     weight = np.ones(near.shape)
     jacobian = np.tile(np.eye(2), (len(rows), 1, 1))
-    # As if some neighbours had moved along without any change of shape, in case there are too few true ones.
+    # The prior stands for neighbors that move without a change of shape; it matters if there are few real neighbors.
     prior = _PRIOR * reach**2 * np.eye(2)
     for _ in range(2):
         weighted = (before * weight[:, :, None]).swapaxes(1, 2)  # (n, 2, k)
         jacobian = ((weighted @ after).swapaxes(1, 2) + prior) @ np.linalg.inv(weighted @ before + prior)
-        # Neighbours that move otherwise lie on another surface, or are wrong.
+        # Neighbors that move differently lie on another surface or are wrong.
         stray = np.linalg.norm(after - before @ jacobian.swapaxes(1, 2), axis=2)
         weight = 1 / (1 + (stray / (_STRAY * reach)) ** 2)
     return jacobian
@@ -353,7 +374,7 @@ def _local_motion(source: FloatArray, target: FloatArray, rows: IntArray) -> Flo
 def _robust_means(
     points: FloatArray, weights: FloatArray, owner: IntArray, start: FloatArray, scale: float
 ) -> FloatArray:
-    """Weighted means of the points of each owner, of which far ones count less; `start` where there are none."""
+    """Return robust weighted means of the points of each owner, and `start` for owners without points."""
     rows = owner >= 0
     points, weights, owner = points[rows], weights[rows] + _LEAST, owner[rows]
     means = start
@@ -367,7 +388,7 @@ def _robust_means(
 
 
 def _nearest(points: FloatArray, keypoints: Keypoints) -> IntArray:
-    """The number of the keypoint that each point belongs to, or -1."""
+    """Return the index of the keypoint that each point belongs to, or -1."""
     return _nearest_within(points, keypoints.centers, keypoints.radius_px)
 
 

@@ -1,4 +1,4 @@
-"""Workers in processes of this machine."""
+"""Workers as processes on this machine."""
 
 import logging
 import os
@@ -22,25 +22,25 @@ _START = "from dualrc.collection.worker import main; main()"
 
 
 class LocalExecutor:
-    """A process per worker, with its own interpreter: nothing of this process is copied, and its main file not run."""
+    """One process per worker, with a fresh interpreter that neither copies this process nor runs its main file."""
 
     def __init__(self, settings: Sequence[WorkerSettings]) -> None:
-        """One worker for each of the settings."""
+        """Start one worker per element of `settings`."""
         self.count = len(settings)
         self.at_once = max(at_once(each.device) for each in settings)
         self._settings = settings
-        # Few, so that workers wait when results can't be stored as fast as they come.
+        # A short queue: workers wait if results cannot be stored as fast as they arrive.
         self._events: queue.Queue[Event] = queue.Queue(maxsize=2 * self.count)
         self._listeners: list[threading.Thread] = []
         self._reported: set[str] = set()
         self._processes = [self._start(number) for number in range(self.count)]
 
     def give(self, worker: int, tasks: Sequence[Task]) -> None:
-        """Let a worker that is ready work on these."""
+        """Assign tasks to a worker that is ready."""
         _tell(self._processes[worker], tasks)
 
     def next(self) -> Event:
-        """Wait until something happens; a worker that died is replaced at once."""
+        """Wait for the next event, and replace a worker that died."""
         event = self._events.get()
         if event.kind == "died":
             status = _end(self._processes[event.worker])
@@ -53,14 +53,15 @@ class LocalExecutor:
         for process in self._processes:
             process.kill()
         for listener in self._listeners:
-            while listener.is_alive():  # it may wait for room to say that its worker is gone
+            # The listener may be blocked on the full queue.
+            while listener.is_alive():
                 with suppress(queue.Empty):
                     self._events.get(timeout=0.05)
         for process in self._processes:
             _end(process)
 
     def _start(self, worker: int) -> "subprocess.Popen[bytes]":
-        # The child finds this very package, wherever it was imported from.
+        # The child must import this package, wherever it was imported from.
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         process = subprocess.Popen(
@@ -79,16 +80,17 @@ class LocalExecutor:
         return process
 
     def _listen(self, worker: int, answers: BinaryIO) -> None:
-        """Turn a worker's answers into events."""
+        """Convert the answers of a worker to events."""
         try:
             while True:
                 kind, value = pickle.load(answers)
                 self._events.put(Event(worker=worker, kind=kind, value=value))
-        except (EOFError, OSError, pickle.UnpicklingError):  # it died, perhaps in the middle of an answer
+        # The worker died, perhaps in the middle of an answer.
+        except (EOFError, OSError, pickle.UnpicklingError):
             self._events.put(Event(worker=worker, kind="died", value=None))
 
     def _report(self, lines: BinaryIO) -> None:
-        """Pass on what workers say, each line once: several of them may have the same to say."""
+        """Log the messages of workers, each line once, because several workers may print the same line."""
         with lines:
             for line in lines:
                 text = line.decode(errors="replace").rstrip()
@@ -99,13 +101,14 @@ class LocalExecutor:
 
 def _tell(process: "subprocess.Popen[bytes]", message: Any) -> None:
     assert process.stdin is not None
-    with suppress(OSError):  # it is dead; its listener will say so
+    # The worker is dead; its listener reports it.
+    with suppress(OSError):
         pickle.dump(message, process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
         process.stdin.flush()
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Release a dead process; gives its exit status, negative for a signal."""
+    """Release a dead process and return its exit status, which is negative after a signal."""
     for stream in (process.stdin, process.stdout):
         assert stream is not None
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""A folder of pictures to a store of matches; a second run does what the first did not get to."""
+"""Matching of the images of a folder to a store; a second run continues the first."""
 
 import logging
 import math
@@ -25,44 +25,59 @@ from dualrc.matches import Matches
 from dualrc.types import FloatArray
 
 logger = logging.getLogger(__name__)
-LOCK = ".dualrc.lock"  # in the folder that a run writes to
-_BLOCK = 256  # pairs
-_SHARE = 8  # blocks per worker, at least: the last one to finish must not keep all others waiting
-_SAVE_EVERY_S = 30.0  # descriptors
-_MANY = 500  # pictures, whose hashes take more than a moment
-_COUNT_EVERY_S = 5.0  # the time of a run
+# Lock file in the output folder of a run.
+LOCK = ".dualrc.lock"
+# Maximum number of pairs in a block.
+_BLOCK = 256
+# Minimum number of blocks per worker; with fewer, the last block would keep the other workers waiting.
+_SHARE = 8
+# Interval at which descriptors are saved.
+_SAVE_EVERY_S = 30.0
+# Number of images above which hashing shows progress.
+_MANY = 500
+# Interval at which the run time is saved.
+_COUNT_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectionResult:
-    """Where the matches are, and what was done for them."""
+    """Location of the matches, and statistics of the run."""
 
     store: Path
-    names: tuple[str, ...]  # all pictures of the folder
-    pairs: tuple[Names, ...]  # all pairs that were asked for
-    broken: dict[str, str]  # pictures that can't be used, and why
-    failed: dict[Names, str]  # pairs that failed for another reason, and why
-    matched: int  # pairs matched now
-    skipped: int  # pairs that were there
-    extracted: int  # how often features of a picture were made
-    seconds: float  # of this run
-    seconds_all_runs: float  # of all runs that wrote to the store
+    # All images of the folder.
+    names: tuple[str, ...]
+    # All requested pairs.
+    pairs: tuple[Names, ...]
+    # Reasons by image that cannot be used.
+    broken: dict[str, str]
+    # Reasons by pair that failed although both images can be used.
+    failed: dict[Names, str]
+    # Number of pairs matched in this run.
+    matched: int
+    # Number of pairs matched in earlier runs.
+    skipped: int
+    # Number of feature extractions.
+    extracted: int
+    # Time of this run.
+    seconds: float
+    # Time of all runs that wrote to the store.
+    seconds_all_runs: float
 
 
 def match_collection(
     images: str | Path, out: str | Path, config: CollectionConfig | None = None, *, quiet: bool = False
 ) -> CollectionResult:
-    """Match the pictures of a folder into `out`/matches.sqlite, but for what is there already.
+    """Match the images of a folder, except pairs that are already in `out`/matches.sqlite.
 
-    A picture whose content has changed since is matched again. Shows progress unless `quiet`: a bar on a terminal,
-    else lines in the log (`logging`, level INFO).
+    An image whose content has changed is matched again. Unless `quiet`, progress is shown: a bar on a terminal, else
+    lines in the log (`logging`, level INFO).
     """
     start = time.monotonic()
     images, out, config = Path(images), Path(out), config or CollectionConfig()
     names = find_pictures(images)
     if len(names) < 2:
-        raise DataError(f"{images} holds one picture only; give a folder with at least two.")
-    # On the CPU, only to check the settings and to say what matches depend on; each worker has its own.
+        raise DataError(f"{images} has only one image; pass a folder with at least two.")
+    # This matcher, on the CPU, only checks settings and describes them; each worker loads its own.
     settings: dict[str, Any] = {key: getattr(config, key) for key in ("size", "top", "min_score", "quality")}
     matcher = load(config.preset, weights=config.weights, device="cpu", **settings)
     check_writable(make_folder(out) / "matches.sqlite")
@@ -71,7 +86,7 @@ def match_collection(
         with _Counted(store, start) as counted:
             chosen = pairs.choose(names, config, lambda: run.describe(out / "descriptors.npz"))
             if not chosen:
-                raise DataError(f"{images} has no two pictures to match ({_first(run.broken)}); mend or add some.")
+                raise DataError(f"{images} has no two images to match ({_first(run.broken)}); repair or add images.")
             run.forget_changed(store, chosen)
             missing = store.missing(chosen)
             run.match(missing, store, counted, total=len(chosen))
@@ -92,7 +107,7 @@ def match_collection(
 
 
 class _Counted:
-    """Counts the time of a run in its store, now and then, so that a killed run counts too."""
+    """Adds the time of a run to its store at intervals, so that a killed run counts too."""
 
     def __init__(self, store: MatchStore, start: float) -> None:
         self._store, self._counted = store, start
@@ -104,7 +119,7 @@ class _Counted:
         self.count(0.0)
 
     def count(self, every: float = _COUNT_EVERY_S) -> None:
-        """Write down the time since the last one, if that is so many seconds ago."""
+        """Add the time since the last call that added it, if that is at least `every` seconds."""
         now = time.monotonic()
         if now - self._counted >= every:
             self._store.add_seconds(now - self._counted)
@@ -112,7 +127,7 @@ class _Counted:
 
 
 class _Run:
-    """The workers, once there is something for them to do, and what went wrong."""
+    """Workers, which start when the first task arrives, and a record of failures."""
 
     def __init__(
         self, images: Path, names: Sequence[str], config: CollectionConfig, matcher: Matcher, *, quiet: bool
@@ -128,12 +143,14 @@ class _Run:
 
     @property
     def depends_on(self) -> dict[str, Any]:
-        """All that matches depend on, but for the kind of device, and for memory, without which a run can't go on
-        elsewhere: where it makes pictures be seen smaller, each pair's info tells, as it does of the device.
+        """Settings that matches depend on.
+
+        The device and the memory limit are left out, so that a run can continue on another machine. The info of each
+        pair names the device, and the size of images that were scaled down to fit into memory.
         """
         info = self.matcher.info
         fields = {key: value for key, value in info["matcher"].items() if key != "max_memory"}
-        # Recalibrated, the same matches have other scores.
+        # Another calibration gives the same matches other scores.
         made = {key: info[key] for key in ("weights", "calibration") if info[key] is not None or key == "weights"}
         return {**made, "network": info["network"], "matcher": fields}
 
@@ -145,7 +162,7 @@ class _Run:
             self._executor.close()
 
     def describe(self, file: Path) -> dict[str, FloatArray]:
-        """Descriptors of the pictures that can be read, kept in a file."""
+        """Return the descriptors of the readable images, cached in a file."""
         contents = self._hashes(self.names)
         known = read_descriptors(file, self.depends_on, contents)
         found = {name: known[name] for name in self.names if name in known}
@@ -168,14 +185,14 @@ class _Run:
         return {name: found[name] for name in self.names if name in found}
 
     def forget_changed(self, store: MatchStore, chosen: Sequence[Names]) -> None:
-        """Drop stored pairs of pictures whose files have another content now."""
+        """Remove stored pairs of images whose files have changed."""
         changed = store.forget_changed(self._hashes(dict.fromkeys(name for pair in chosen for name in pair)))
         if changed:
             some = ", ".join(changed[:5]) + (", ..." if changed[5:] else "")
-            logger.warning("Changed since they were matched, and matched again: %d pictures (%s).", len(changed), some)
+            logger.warning("Images that changed are matched again: %d images (%s).", len(changed), some)
 
     def match(self, missing: Sequence[Names], store: MatchStore, counted: _Counted, *, total: int) -> None:
-        """Match these pairs into the store."""
+        """Match pairs and add them to the store."""
 
         def handle(task: Task, result: Result) -> None:
             pair = (task[0], task[1])
@@ -196,7 +213,7 @@ class _Run:
         count: tuple[int, int],
         handle: Callable[[Task, Result], None],
     ) -> None:
-        """Let the workers do tasks in blocks of a fitting size; `count` says how many are done, and of how many."""
+        """Run tasks in blocks of a suitable size; `count` is the number of finished tasks and the total."""
         done, total = count
         with show_progress(self.quiet) as tell:
             tell(step, done, total)
@@ -216,7 +233,7 @@ class _Run:
             self.extracted += carry_out(self._executor, plan, self._idle, each)
 
     def _report(self, task: Task, failure: Failure) -> None:
-        """Say once what is wrong with a picture, and with a pair that fails for another reason."""
+        """Log a failure; failures of an image are logged once."""
         if failure.picture is None:
             logger.warning("%s failed: %s", " and ".join(task), failure.reason)
         elif failure.picture not in self.broken:
@@ -224,7 +241,7 @@ class _Run:
             logger.warning("Left out: %s", failure.reason)
 
     def _hashes(self, names: Iterable[str]) -> dict[str, str]:
-        """Hashes of these pictures' files; each is read once."""
+        """Return the content hashes of these images; each file is read once."""
         missing = {name: self.images / name for name in names if name not in self._contents}
         with show_progress(self.quiet or len(missing) < _MANY) as tell:
             hashes = content_hashes(missing, lambda done: tell("Looking for changes", done, len(missing)))
@@ -233,5 +250,5 @@ class _Run:
 
 
 def _first(reasons: dict[str, str]) -> str:
-    """The first of several reasons."""
+    """Return the first of several reasons."""
     return next(iter(reasons.values()), "none were chosen").rstrip(".")

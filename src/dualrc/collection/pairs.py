@@ -1,4 +1,4 @@
-"""Which pictures of a collection are matched with which: each unordered pair once, names in sorted order."""
+"""Choice of pairs: each unordered pair occurs once, with its names in sorted order."""
 
 import re
 from collections import Counter
@@ -15,16 +15,17 @@ from dualrc.errors import ConfigError, DataError
 from dualrc.files import read_text, write_text
 from dualrc.types import FloatArray
 
-_FEW = 60  # pictures: so many are matched exhaustively where nothing else is asked for
+# Largest collection that `auto` matches exhaustively, in images.
+_FEW = 60
 _WORD = re.compile(r'"([^"]*)"|(\S+)')
 
 
 def choose(
     names: Sequence[str], config: CollectionConfig, describe: Callable[[], dict[str, FloatArray]]
 ) -> list[Names]:
-    """The pairs that a config asks for.
+    """Return the pairs that a config asks for.
 
-    `describe` gives the descriptors of the pictures that can be read; it is called only where they are needed.
+    `describe`: returns the descriptors of the readable images; it is called only if they are needed.
     """
     how, overlap, loops = config.pairs, config.overlap, config.loops
     if how == "auto":
@@ -46,11 +47,11 @@ def choose(
     if Path(how).is_file():
         return from_file(names, how)
     known = "auto, exhaustive, sequential, retrieval, a text file or the folder of a COLMAP model"
-    raise ConfigError(f"There is no way {how!r} to choose pairs, nor a file of that name; give {known}.")
+    raise ConfigError(f"pairs = {how!r} is neither a strategy nor a file or folder; pass {known}.")
 
 
 def exhaustive(names: Sequence[str]) -> list[Names]:
-    """Every picture with every other."""
+    """Return all pairs."""
     ordered = sorted(set(names))
     return [(name0, name1) for index, name0 in enumerate(ordered) for name1 in ordered[index + 1 :]]
 
@@ -58,9 +59,9 @@ def exhaustive(names: Sequence[str]) -> list[Names]:
 def sequential(
     names: Sequence[str], overlap: int, descriptors: FloatArray | None = None, loops: int = 0
 ) -> list[Names]:
-    """Every picture with the next `overlap`, in the order given; and with `loops` that are alike but not near.
+    """Return the pairs of every image with the next `overlap` images, and with `loops` similar, distant images.
 
-    The second closes the loop where a camera comes back to a place; it needs a descriptor per picture.
+    The distant images close loops where a camera returns to a place; they need one descriptor per image.
     """
     near = [(names[i], names[j]) for i in range(len(names)) for j in range(i + 1, min(i + overlap + 1, len(names)))]
     if descriptors is None or loops <= 0:
@@ -73,7 +74,7 @@ def sequential(
 
 
 def retrieval(names: Sequence[str], descriptors: FloatArray, k: int) -> list[Names]:
-    """Every picture with the `k` most similar others."""
+    """Return the pairs of every image with the `k` most similar images."""
     pairs = []
     for index, alike in enumerate(most_similar(descriptors, descriptors, k + 1)):
         others = [other for other in alike.tolist() if other != index]
@@ -82,13 +83,13 @@ def retrieval(names: Sequence[str], descriptors: FloatArray, k: int) -> list[Nam
 
 
 def covisible(names: Iterable[str], model: str | Path, k: int) -> list[Names]:
-    """Every picture of a COLMAP model with the `k` others that share most 3D points with it, if any do."""
+    """Return the pairs of every image of a COLMAP model with the `k` images that share most 3D points with it."""
     from dualrc.colmap import read_model
 
     images = read_model(model).images
     known = sorted(images.keys() & set(names))
     if not known:
-        raise DataError(f"The folder has none of the pictures of the model {model}; give the folder that it is of.")
+        raise DataError(f"The folder has no image of the model {model}; pass the folder with the images of the model.")
     seen_by: dict[int, list[str]] = {}
     for name in known:
         for point in np.unique(images[name].point_ids).tolist():
@@ -102,10 +103,10 @@ def covisible(names: Iterable[str], model: str | Path, k: int) -> list[Names]:
 
 
 def from_file(names: Iterable[str], path: str | Path) -> list[Names]:
-    """The pairs of a text file, `name0 name1` a line, as COLMAP and hloc write it.
+    """Return the pairs of a text file with `name0 name1` per line, as COLMAP and hloc write it.
 
-    Where a name holds spaces there is a tab between the two, as `write_pairs` writes it, or there are double quotes
-    around it; without either, the line is read where it can mean one pair of the names alone.
+    Names with spaces are separated by a tab, as `write_pairs` does, or enclosed in double quotes. A line with
+    neither is accepted if only one pair of image names fits it.
     """
     known, pairs = set(names), []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -114,19 +115,19 @@ def from_file(names: Iterable[str], path: str | Path) -> list[Names]:
             pairs += found
         elif line.strip() and not line.startswith("#"):
             words = _words(line)
-            problem = f"{line.strip()!r} is not a pair of pictures"
-            remedy = 'write two names with a tab between them, or those with spaces as "name"'
+            problem = f"{line.strip()!r} is not a pair of images"
+            remedy = 'separate two names by a tab, or quote names with spaces as "name"'
             if not found and len(words) == 2 and words[0] != words[1]:
                 missing = next((word for word in words if word not in known), words[0])
-                problem, remedy = f"{missing!r} is not in the folder", "names are relative to it"
+                problem, remedy = f"{missing!r} is not in the folder", "write names relative to the folder"
             raise DataError(f"{path}, line {number}: {problem}; {remedy}.")
     if not pairs:
-        raise DataError(f"{path} lists no pairs; write two names a line.")
+        raise DataError(f"{path} lists no pairs; write two names per line.")
     return _once(pairs)
 
 
 def write_pairs(path: str | Path, pairs: Iterable[Names]) -> None:
-    """Write a text file that `from_file` reads, and COLMAP and hloc too where no name holds spaces."""
+    """Write a text file for `from_file`; COLMAP and hloc can read it too if no name has spaces."""
     lines = []
     for pair in pairs:
         plain = not any(re.search(r'[\s"]|^#', name) for name in pair)
@@ -135,7 +136,7 @@ def write_pairs(path: str | Path, pairs: Iterable[Names]) -> None:
 
 
 def _readings(line: str, known: AbstractSet[str]) -> list[Names]:
-    """The pairs of known names that a line can mean; the surest way to read it decides."""
+    """Return the pairs of known names that a line can mean, by the strictest syntax that fits."""
     found: list[Names] = []
     if "\t" in line:
         name0, _, name1 = line.partition("\t")
@@ -160,5 +161,5 @@ def _words(line: str) -> list[str]:
 
 
 def _once(pairs: Iterable[Names]) -> list[Names]:
-    """Each unordered pair once, in the order in which they come."""
+    """Return each unordered pair once, in order of first occurrence."""
     return list(dict.fromkeys((min(pair), max(pair)) for pair in pairs))

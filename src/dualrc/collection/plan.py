@@ -1,4 +1,4 @@
-"""What is matched when, and by whom: blocks of pairs that share pictures, and what to do when a worker dies."""
+"""Schedule of the pairs: blocks of pairs that share images, and retries after a worker dies."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
@@ -6,18 +6,20 @@ from dataclasses import dataclass
 
 from dualrc.collection.store import Names
 
-# What a worker is asked for: a pair to match, or a single picture to describe.
+# Task of a worker: a pair to match, or a single image to describe.
 Task = tuple[str, ...]
 
-_DEATHS = 3  # workers that one task may cost
-_AHEAD = 32  # waiting blocks among which a worker's next one is chosen
+# A task fails after this number of workers died with it.
+_DEATHS = 3
+# Number of waiting blocks from which the next block of a worker is chosen.
+_AHEAD = 32
 
 
 def in_blocks(pairs: Collection[Names], size: int) -> list[list[Task]]:
-    """The pairs in blocks of at most `size`, in an order in which those near each other share pictures.
+    """Divide pairs into blocks of at most `size`, ordered so that pairs close to each other share images.
 
-    They follow Hilbert's curve through the matrix of all pairs: whatever number of pictures is kept, the curve stays
-    for long in a square of that side.
+    The order follows a Hilbert curve through the matrix of all pairs. For any cache size, the curve stays for long in a
+    square with as many rows as the cache has images.
     """
     rank = _breadth_first(pairs)
     side = 1 << (len(rank) - 1).bit_length()
@@ -31,7 +33,7 @@ def in_blocks(pairs: Collection[Names], size: int) -> list[list[Task]]:
 
 
 def _along_curve(row: int, column: int, side: int) -> int:
-    """How far along Hilbert's curve a place of a square is, whose side is a power of two."""
+    """Return the position of a cell on the Hilbert curve through a square; `side` is a power of two."""
     distance = 0
     while side > 1:
         side //= 2
@@ -44,12 +46,12 @@ def _along_curve(row: int, column: int, side: int) -> int:
 
 
 def in_chunks(names: Sequence[str], size: int) -> list[list[Task]]:
-    """Single pictures in blocks of at most `size`."""
+    """Divide single images into blocks of at most `size`."""
     return [[(name,) for name in names[start : start + size]] for start in range(0, len(names), size)]
 
 
 def _breadth_first(pairs: Iterable[Names]) -> dict[str, int]:
-    """A place for every picture, such that those with common partners stand near each other."""
+    """Return a rank for every image; images with common partners get ranks close to each other."""
     partners: dict[str, list[str]] = {}
     for name0, name1 in sorted(pairs):
         partners.setdefault(name0, []).append(name1)
@@ -70,9 +72,11 @@ def _breadth_first(pairs: Iterable[Names]) -> dict[str, int]:
 
 @dataclass(kw_only=True, eq=False)
 class _Block:
-    tasks: dict[Task, None]  # those still to do, in order
+    # Unfinished tasks, in order.
+    tasks: dict[Task, None]
     pictures: set[str]
-    deaths: int  # of workers that had it
+    # Number of workers that died with this block.
+    deaths: int
 
     @staticmethod
     def of(tasks: Iterable[Task], deaths: int = 0) -> "_Block":
@@ -81,22 +85,23 @@ class _Block:
 
 
 class Plan:
-    """Gives blocks to workers, by number, until every task is done or has failed."""
+    """Assigns blocks to numbered workers until every task is done or has failed."""
 
     def __init__(self, blocks: Iterable[Iterable[Task]], *, at_once: int) -> None:
-        """`at_once` says how many tasks a worker has in work: when it dies, one of the first so many is to blame."""
+        """`at_once`: number of concurrent tasks of a worker; if it dies, one of its first `at_once` tasks caused it."""
         self._waiting = deque(_Block.of(block) for block in blocks)
         self._given: dict[int, _Block] = {}
-        self._latest: dict[int, set[str]] = {}  # pictures that a worker probably still has
+        # Images that a worker has probably cached.
+        self._latest: dict[int, set[str]] = {}
         self._at_once = at_once
 
     @property
     def finished(self) -> bool:
-        """Whether nothing waits and nothing is in work."""
+        """Whether no task is waiting or running."""
         return not self._waiting and not self._given
 
     def next(self, worker: int) -> list[Task]:
-        """A block for this worker, with pictures that it has if possible; empty if nothing waits."""
+        """Return a block for this worker, preferably with images that it has cached; empty if no block waits."""
         if not self._waiting:
             return []
         known = self._latest.get(worker, set())
@@ -109,17 +114,17 @@ class Plan:
         return list(block.tasks)
 
     def done(self, worker: int, task: Task) -> None:
-        """A task's result has come."""
+        """Record that the result of a task has arrived."""
         self._given[worker].tasks.pop(task, None)
 
     def returned(self, worker: int) -> None:
-        """A worker has nothing in work, or no more."""
+        """Record that a worker is idle; unfinished tasks of its block wait again."""
         block = self._given.pop(worker, None)
         if block is not None and block.tasks:
             self._waiting.appendleft(block)
 
     def died(self, worker: int) -> list[Task]:
-        """Take a dead worker's block back; gives the tasks that are given up because they killed too many."""
+        """Take back the block of a dead worker; return tasks that failed because too many workers died with them."""
         self._latest.pop(worker, None)
         block = self._given.pop(worker, None)
         if block is None or not block.tasks:
@@ -130,8 +135,8 @@ class Plan:
         suspects, others = tasks[: self._at_once], tasks[self._at_once :]
         if others:
             self._waiting.appendleft(_Block.of(others, block.deaths))
-        # Suspects are tried again at once and, the second time, each alone, so that only the guilty is given up: for
-        # that, two deaths in company count as one.
+        # Suspects are retried at once, and the second time each on its own, so that only the task to blame fails.
+        # Two deaths of a group therefore count as one death of each task.
         parts = [suspects]
         if len(suspects) > 1 and deaths >= _DEATHS - 1:
             parts, deaths = [[task] for task in suspects], deaths - 1

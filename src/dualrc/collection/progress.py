@@ -1,4 +1,4 @@
-"""Progress of long work: a bar on a terminal, else lines in the log."""
+"""Progress of long tasks: a bar on a terminal, else lines in the log."""
 
 import logging
 import threading
@@ -12,15 +12,16 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.text import Text
 
-# Told of each step's name, how much of it is done, and of how much.
+# Called with the name of a step, the number of finished items and the total.
 Progress = Callable[[str, int, int], None]
 
 logger = logging.getLogger(__name__)
-# Where bars are shown. What is printed to it meanwhile stands above them.
+# Console of the bars; text printed to it appears above them.
 console = Console(stderr=True)
-# Lines are so many seconds apart at first, and at most so many in a long run.
+# Interval between lines: at first, and at most.
 _EVERY_S, _AT_MOST_S = 5.0, 60.0
-_SLOWER = 20  # a twentieth of the time that a step has taken is the time to its next line
+# The interval grows to this fraction of the time that the step has taken: one twentieth.
+_SLOWER = 20
 
 
 def no_progress(step: str, done: int, total: int) -> None:
@@ -29,7 +30,7 @@ def no_progress(step: str, done: int, total: int) -> None:
 
 @contextmanager
 def show_progress(quiet: bool = False) -> Iterator[Progress]:
-    """What is done of each step, how fast, and how long the rest will take: a bar, or a line every few seconds."""
+    """Show progress, speed and remaining time of each step: a bar, or a line every few seconds."""
     if quiet:
         yield no_progress
     elif _is_interactive():
@@ -42,7 +43,7 @@ def show_progress(quiet: bool = False) -> Iterator[Progress]:
 
 @contextmanager
 def show_status(text: str, quiet: bool = False) -> Iterator[None]:
-    """Show what is done while the block runs; without a terminal, only if it takes more than some seconds."""
+    """Show a status while the block runs; without a terminal, only if it takes more than a few seconds."""
     if not quiet and _is_interactive():
         with console.status(text):
             yield
@@ -78,7 +79,7 @@ def _bars() -> Iterator[Progress]:
 
 
 class _Speed(rich_progress.ProgressColumn):
-    """Pairs or pictures a second."""
+    """Items per second."""
 
     def render(self, task: rich_progress.Task) -> Text:
         speed = task.finished_speed or task.speed
@@ -88,9 +89,11 @@ class _Speed(rich_progress.ProgressColumn):
 @dataclass
 class _Step:
     name: str
-    first: int  # what was done when it began
+    # Number of items finished at the start.
+    first: int
     done: int
-    total: int  # 0: not known
+    # 0: unknown.
+    total: int
     began: float
     told: float
 
@@ -114,14 +117,14 @@ class _Step:
 
 
 class _Lines:
-    """A line in the log when a step begins, every few seconds, and when it ends."""
+    """Logs a line when a step starts, every few seconds, and when it ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._steps: dict[str, _Step] = {}
         self._latest: _Step | None = None
         self._ended = threading.Event()
-        # Beside the work, because a step that tells nothing for minutes has its lines too.
+        # A separate thread, so that a step without progress for minutes is logged too.
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
 
     def __enter__(self) -> "_Lines":
@@ -133,7 +136,7 @@ class _Lines:
         self._thread.join()
 
     def tell(self, name: str, done: int, total: int) -> None:
-        """Note what is done of a step."""
+        """Record the progress of a step."""
         now = time.monotonic()
         with self._lock:
             step = self._steps.get(name)
@@ -159,5 +162,5 @@ class _Lines:
 
 
 def _clock(seconds: float) -> str:
-    """Hours, minutes and seconds."""
+    """Format seconds as hours, minutes and seconds."""
     return str(timedelta(seconds=round(seconds)))

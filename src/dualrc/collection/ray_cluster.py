@@ -20,11 +20,12 @@ from dualrc.extras import require
 
 _GIB = 2**30
 _REACH_S = 10.0
-_UNREAD = 16  # results of a worker that wait to be stored, before it waits too
+# Number of unread results after which a worker waits.
+_UNREAD = 16
 
 
 class _Actor:
-    """A worker, made in its actor's process; what it refuses comes back as a value rather than as Ray's exception."""
+    """A worker in the process of a Ray actor; it returns refusals as values instead of raising them through Ray."""
 
     def __init__(self, settings: WorkerSettings, sample: dict[str, int]) -> None:
         self._sees = False
@@ -36,19 +37,19 @@ class _Actor:
             self._worker = error
 
     def start(self) -> Any:
-        """("ready", whether it sees the pictures) or ("refused", why)."""
+        """Return ("ready", whether it can read the images) or ("refused", the reason)."""
         if isinstance(self._worker, DualRCError):
             return "refused", self._worker
         return "ready", self._sees
 
     def work(self, tasks: Sequence[Task], contents: dict[str, bytes] | None) -> Any:
-        """Yield the worker's answers."""
+        """Yield the answers of the worker."""
         assert isinstance(self._worker, Worker)
         yield from self._worker.answers(tasks, contents)
 
 
 class RayExecutor:
-    """An actor per GPU of the cluster or, where it has none, per processor."""
+    """One actor per GPU of the cluster or, on a cluster without GPUs, per CPU."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class RayExecutor:
         worker_bytes: float,
         sample: Sequence[str],
     ) -> None:
-        """`settings` makes those of a device, a size of cache and `threads`; `sample` are names of some pictures."""
+        """`settings`: makes worker settings for a device, a cache size and `threads`; `sample`: some image names."""
         self._ray = require("ray", "ray", "Collections on a Ray cluster")
         self._own = not self._ray.is_initialized()
         if self._own:
@@ -70,10 +71,11 @@ class RayExecutor:
             self.count, self.at_once = layout.count, at_once(layout.device)
             self._images = Path(here.images)
             sizes = {name: (self._images / name).stat().st_size for name in sample}
-            self._arguments = (self._ray.put(here), sizes)  # weights travel to each machine once
+            # The object store copies weights to each machine once.
+            self._arguments = (self._ray.put(here), sizes)
             self._kind = self._ray.remote(_Actor).options(scheduling_strategy="SPREAD", **layout.resources)
             self._sees = [False] * self.count
-            # Answers that are awaited, by worker: the start's one, or a stream of those to a block.
+            # Pending answers by worker: the answer to the start, or a stream of answers to a block.
             self._awaited: dict[Any, int] = {}
             self._actors = [None] * self.count
             for worker in range(self.count):
@@ -83,13 +85,13 @@ class RayExecutor:
             raise
 
     def give(self, worker: int, tasks: Sequence[Task]) -> None:
-        """Let a worker that is ready work on these."""
+        """Assign tasks to a worker that is ready."""
         contents = None if self._sees[worker] else self._contents(tasks)
         work = self._actors[worker].work.options(num_returns="streaming", _generator_backpressure_num_objects=_UNREAD)
         self._awaited[work.remote(tasks, contents)] = worker
 
     def next(self) -> Event:
-        """Wait until something happens; a worker that died is replaced as soon as there is room for another."""
+        """Wait for the next event, and replace a worker that died as soon as the cluster has room."""
         ready, _ = self._ray.wait(list(self._awaited), num_returns=1)
         answers = ready[0]
         worker = self._awaited.pop(answers)
@@ -97,18 +99,20 @@ class RayExecutor:
         try:
             kind, value = self._ray.get(next(answers) if streamed else answers)
         except (self._ray.exceptions.RayError, StopIteration) as error:
-            self._ray.kill(self._actors[worker])  # where only its answer is lost, or it has a bug
+            # The actor may still be alive if only its answer was lost, or if it has a bug.
+            self._ray.kill(self._actors[worker])
             self._start(worker)
-            reason = (str(error) or "without a word").splitlines()[0]
+            reason = (str(error) or "no reason given").splitlines()[0]
             return Event(worker=worker, kind="died", value=f"ended: {reason}")
         if kind == "result":
-            self._awaited[answers] = worker  # at the end of the line, so that others are heard too
+            # Appended at the end, so that the other workers get their turn.
+            self._awaited[answers] = worker
         elif kind == "ready" and not streamed:
             self._sees[worker], value = value, 0
         return Event(worker=worker, kind=kind, value=value)
 
     def close(self) -> None:
-        """End all workers, and the cluster if it was started or joined here."""
+        """End all workers, and leave the cluster if it was started or joined here."""
         for actor in self._actors:
             if actor is not None:
                 with suppress(self._ray.exceptions.RayError):
@@ -121,17 +125,18 @@ class RayExecutor:
         self._awaited[self._actors[worker].start.remote()] = worker
 
     def _contents(self, tasks: Sequence[Task]) -> dict[str, bytes]:
-        """The files of these pictures, for a machine that does not see them."""
+        """Return the content of these image files, for a machine that cannot read them."""
         contents = {}
         for name in dict.fromkeys(name for task in tasks for name in task):
-            with suppress(OSError):  # the worker will not find it either, and say so
+            # The worker will report the missing file.
+            with suppress(OSError):
                 contents[name] = (self._images / name).read_bytes()
         return contents
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layout:
-    """How many workers there are, and what each asks of the cluster."""
+    """Number of workers and the resources of each."""
 
     count: int
     device: str
@@ -163,39 +168,41 @@ class _Layout:
 
 
 def _threads(cores: Sequence[int], workers: int) -> int:
-    """Threads of each worker: the most with which machines of so many cores hold all the workers, at least one."""
+    """Return the largest number of threads per worker with which all workers fit on machines with these cores."""
     fitting = [count for count in range(1, max(cores) + 1) if sum(each // count for each in cores) >= workers]
     return max(fitting, default=1)
 
 
 def _connect(ray: Any, address: str | None) -> None:
-    """Join the cluster at the address, or start one on this machine that needs no network and tells nobody."""
+    """Join the cluster at the address, or start a local cluster without dashboard and usage statistics."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # without it, a warning of what will change
+    # Without this setting, Ray prints a deprecation warning.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if address is not None:
         _check_address(address)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     local = {"address": "local", "num_cpus": machine.cores(), "include_dashboard": False}
     try:
-        with machine.keep_signals():  # close() ends the cluster, which Ray would do for SIGTERM in its own way
+        # close() ends the cluster; Ray's own handler for SIGTERM would interfere.
+        with machine.keep_signals():
             ray.init(**(local if address is None else {"address": address}), **quiet)
-    except Exception as error:  # Ray fails in many ways
+    # Ray raises many kinds of exceptions.
+    except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        where = "can't be started" if address is None else f"at {address} can't be joined"
+        where = "could not be started" if address is None else f"at {address} could not be joined"
         raise ConfigError(
             f"The Ray cluster {where} ({reason}); check `ray status`, or choose --executor local."
         ) from error
 
 
 def _check_address(address: str) -> None:
-    """Refuse at once what Ray would try to reach for minutes."""
+    """Raise ConfigError at once for an address that Ray would try to reach for minutes."""
     if "://" in address:
-        remedy = "run this on a machine of the cluster with --address auto, or give host:port"
-        raise ConfigError(
-            f"The address {address} is one of Ray's remote clients, which can't stream results; {remedy}."
-        )
+        remedy = "run the command on a machine of the cluster with --address auto, or pass host:port"
+        raise ConfigError(f"The address {address} is a Ray client address, which cannot stream results; {remedy}.")
     host, _, port = address.rpartition(":")
-    if not host:  # auto, local
+    # Names such as auto and local have no port.
+    if not host:
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()

@@ -1,4 +1,4 @@
-"""A folder of pictures to a COLMAP model: matching, shared keypoints, and pycolmap's incremental mapping."""
+"""Reconstruction of a folder of images: matching, shared keypoints, and incremental mapping by pycolmap."""
 
 import copy
 import tempfile
@@ -26,18 +26,21 @@ from dualrc.geometry import Camera
 from dualrc.image import find_pictures
 from dualrc.provenance import provenance
 
-_GROWTH, _REFINEMENTS = 1.4, 2  # of the model between two adjustments of all of it, and rounds of each
-_FEWEST_VIEWS = 5  # pictures of a camera, to refine its principal point
-_LARGEST_SHIFT = 0.05  # of a principal point, in long sides
+# Growth of the model between two global bundle adjustments, and number of refinements in each.
+_GROWTH, _REFINEMENTS = 1.4, 2
+# Minimum number of images of a camera to refine its principal point.
+_FEWEST_VIEWS = 5
+# Maximum shift of a refined principal point, as a fraction of the long side.
+_LARGEST_SHIFT = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReconstructConfig:
-    """How a folder of pictures becomes a model."""
+    """Settings of a reconstruction."""
 
     collection: CollectionConfig = field(default_factory=CollectionConfig)
     keypoints: MergeConfig = field(default_factory=MergeConfig)
-    # cameras.json or COLMAP's cameras.txt; None: EXIF, else unknown focal lengths.
+    # cameras.json or COLMAP's cameras.txt; None: focal lengths from EXIF, else unknown.
     cameras: Path | None = None
     # Also write hloc's features.h5, matches.h5 and pairs.txt.
     hloc: bool = False
@@ -45,33 +48,43 @@ class ReconstructConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a reconstruction came to."""
+    """Summary of a reconstruction."""
 
-    registered: int  # pictures
-    pictures: int  # in the folder
+    # Number of registered images.
+    registered: int
+    # Number of images in the folder.
+    pictures: int
     points: int
     observations: int
-    track_length: float  # mean
-    reprojection_error_px: float  # mean
-    models: int  # that did not join; the largest is kept
-    cameras: str  # where they come from
-    left_out: tuple[str, ...]  # pictures that are not registered
+    # Mean number of images per track.
+    track_length: float
+    # Mean over all observations.
+    reprojection_error_px: float
+    # Number of separate models; the largest is kept.
+    models: int
+    # Origin of the cameras, in words.
+    cameras: str
+    # Images that are not registered.
+    left_out: tuple[str, ...]
     verification: VerificationSummary
     merging: Statistics
-    seconds: dict[str, float]  # of each step, in this run
-    matching_seconds_all_runs: float  # of this run and those that it went on from
+    # Time of each step in this run.
+    seconds: dict[str, float]
+    # Matching time of this run and of the runs that it continued.
+    matching_seconds_all_runs: float
 
 
 def reconstruct(
     images: str | Path, out: str | Path, config: ReconstructConfig | None = None, *, quiet: bool = False
 ) -> Summary:
-    """Reconstruct a folder of pictures into `out`: model, database.db, points.ply, model.png, summary.json, pairs.json.
+    """Reconstruct a folder of images.
 
-    Matches are kept in `out`/matches.sqlite, so that a second run goes on where the first stopped.
+    Writes model, database.db, points.ply, model.png, summary.json and pairs.json to `out`. Matches are saved to
+    `out`/matches.sqlite; a second run continues the first.
     """
     images, out, config = Path(images), Path(out), config or ReconstructConfig()
-    import_pycolmap()  # what is missing is said before the long work
-    # So is what is wrong with the cameras.
+    # Report a missing package and wrong cameras before the slow steps.
+    import_pycolmap()
     cameras = choose_cameras(images, find_pictures(images), config.cameras)
     with only_run(make_folder(out) / LOCK):
         clock = _Clock()
@@ -91,10 +104,10 @@ def _reconstruct(
     *,
     quiet: bool,
 ) -> Summary:
-    """Reconstruct from matches."""
+    """Reconstruct from stored matches."""
     pycolmap = import_pycolmap()
     with show_progress(quiet) as tell, MatchStore(matched.store) as store:
-        # The store may hold pictures that have been taken out since.
+        # The store may have pairs of images that were deleted since.
         pairs = [names for names in matched.pairs if cameras.keys() >= set(names)]
         verified = verify_pairs(store, _usable(store, pairs), cameras, tell)
         write_json(out / "pairs.json", [check.to_dict() for check in verified.checks.values()])
@@ -136,7 +149,7 @@ def _reconstruct(
 
 
 def _usable(store: MatchStore, pairs: Iterable[Names]) -> list[Names]:
-    """The pairs that are in the store and did not fail, each once, whichever way round."""
+    """Return the pairs that are in the store and did not fail, each once in either order."""
     there, chosen = set(store.names()) - store.failures().keys(), dict[frozenset[str], Names]()
     for names in pairs:
         if names in there and names[0] != names[1]:
@@ -146,22 +159,23 @@ def _usable(store: MatchStore, pairs: Iterable[Names]) -> list[Names]:
 
 def _nothing_to_place(images: Path, out: Path) -> DataError:
     return DataError(
-        f"No two pictures of {images} could be placed together; give pictures that overlap more and are taken from "
-        "different places, match more pairs (--pairs exhaustive), or give the cameras (--cameras). "
-        f"{out / 'pairs.json'} says what is wrong with each pair."
+        f"No two images of {images} could be registered; add images that overlap more and are taken from different "
+        "places, match more pairs (--pairs exhaustive), or pass the cameras (--cameras). "
+        f"{out / 'pairs.json'} has the reason for each pair."
     )
 
 
 def _map(
     out: Path, images: Path, cameras: dict[str, Camera], tell: Progress, pycolmap: Any, threads: int | None
 ) -> tuple[Any, int]:
-    """The largest model that COLMAP makes of the database, and how many it made."""
+    """Return the largest model that COLMAP builds from the database, and the number of models."""
     options = pycolmap.IncrementalPipelineOptions()
     options.min_model_size = 2
     options.random_seed = 0
-    options.num_threads = threads or -1  # all
-    # A dense matcher gives many times the points of sparse features. Adjusting all of them after every tenth picture
-    # more, five times over, takes most of the time and changes nothing that the last adjustment does not.
+    # -1: all threads.
+    options.num_threads = threads or -1
+    # A dense matcher gives many times more points than sparse features. A global bundle adjustment after each 10 %
+    # of growth, as is COLMAP's default, takes most of the time and does not change the final result.
     options.ba_global_frames_ratio = options.ba_global_points_ratio = _GROWTH
     options.ba_global_max_refinements = _REFINEMENTS
     options.mapper.ba_global_ignore_redundant_points3D = True
@@ -198,7 +212,7 @@ def _map(
 
 
 def _refine_principal_points(model: Any, pycolmap: Any) -> Any:
-    """The model with principal points that fit it best, or as it was where pictures don't tell enough of them."""
+    """Return the model with refined principal points, or unchanged if the images do not constrain them."""
     users = Counter(model.images[number].camera_id for number in model.reg_image_ids())
     if min(users.values()) < _FEWEST_VIEWS:
         return model
@@ -213,24 +227,24 @@ def _refine_principal_points(model: Any, pycolmap: Any) -> Any:
             abs(after.principal_point_x - before.principal_point_x),
             abs(after.principal_point_y - before.principal_point_y),
         )
-        # A lens sits nearly straight; what ends far from the middle was not to be seen in these pictures.
+        # Real principal points are near the image center; a large shift means that the images do not constrain it.
         if not moved < _LARGEST_SHIFT * max(before.width, before.height):
             return model
     return refined
 
 
 def _write(model: Any, out: Path, summary: Summary, made_with: dict[str, Any]) -> None:
-    """Write the model and what is told of it; each appears whole or not at all."""
+    """Write the model, the points, the drawing and the summary, each atomically."""
     _write_model(model, out / "model")
     with replacing(out / "points.ply") as temporary:
         model.export_PLY(temporary)
-    title = f"{summary.registered} of {summary.pictures} pictures, {summary.points:,} points"
+    title = f"{summary.registered} of {summary.pictures} images, {summary.points:,} points"
     draw_reconstruction(model, out / "model.png", title)
     write_json(out / "summary.json", {**asdict(summary), **made_with, "versions": provenance("pycolmap", "poselib")})
 
 
 def _write_model(model: Any, folder: Path) -> None:
-    """Write COLMAP's binary files, in place of a model that was there."""
+    """Write COLMAP's binary files and replace an existing model."""
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".model-") as temporary:
             new, old = Path(temporary, "new"), Path(temporary, "old")
@@ -240,11 +254,13 @@ def _write_model(model: Any, folder: Path) -> None:
                 folder.rename(old)
             new.rename(folder)
     except OSError as error:
-        raise OutputError(f"{folder} can't be written ({error.strerror}); make room or write elsewhere.") from error
+        raise OutputError(
+            f"{folder} cannot be written ({error.strerror}); free disk space or write elsewhere."
+        ) from error
 
 
 class _Clock:
-    """Seconds of each step."""
+    """Measures the time of each step in seconds."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

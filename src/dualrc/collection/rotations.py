@@ -1,7 +1,7 @@
-"""Rotations of all pictures from rotations between two.
+"""Rotation averaging: absolute rotations of all images from relative rotations of pairs.
 
-A pair counts as much as the triples that it is part of agree. The best pairs that connect all pictures give the first
-rotations, which robust averaging over all pairs refines.
+The weight of a pair depends on the agreement of the triples that it is part of. A maximum spanning tree gives initial
+rotations; robust averaging over all pairs refines them.
 """
 
 from collections import defaultdict
@@ -17,15 +17,17 @@ from dualrc.types import FloatArray
 IntArray = npt.NDArray[np.int64]
 
 _ROUNDS = 10
-_TRIPLES = 50  # of a pair that are looked at
-_SCALE_DEG = 5.0  # a pair that is off by this counts a quarter
+# Maximum number of triples per pair.
+_TRIPLES = 50
+# Scale of the robust weights: a pair with this error has a quarter of its weight.
+_SCALE_DEG = 5.0
 
 
 class RotationGraph:
-    """Rotations of pictures, each known within its component."""
+    """Absolute rotations of images, defined within each connected component."""
 
     def __init__(self, edges: Mapping[Names, tuple[FloatArray, float]]) -> None:
-        """`edges` gives, for two names, R1 R0^T (3, 3) and a weight."""
+        """`edges`: the relative rotation R1 R0^T (3, 3) and a weight, by two names."""
         names = sorted({name for pair in edges for name in pair})
         self._index = {name: number for number, name in enumerate(names)}
         ends = np.array([[self._index[a], self._index[b]] for a, b in edges], dtype=np.int64).reshape(-1, 2)
@@ -36,24 +38,24 @@ class RotationGraph:
         _average(self._rotations, ends, relative, weights)
 
     def component(self, name: str) -> int:
-        """The number of a picture's component; -1 for a picture without pairs."""
+        """Return the component of an image; -1 for an image without pairs."""
         return int(self._component[self._index[name]]) if name in self._index else -1
 
     def between(self, name0: str, name1: str) -> FloatArray | None:
-        """The rotation (3, 3) from picture 0 to picture 1; None where they are not connected."""
+        """Return the rotation (3, 3) from image 0 to image 1, or None if they are not connected."""
         if not 0 <= self.component(name0) == self.component(name1):
             return None
         rotation: FloatArray = self._rotations[self._index[name1]] @ self._rotations[self._index[name0]].T
         return rotation
 
     def absolute(self, name: str) -> FloatArray:
-        """The rotation (3, 3) of a picture in its component."""
+        """Return the rotation (3, 3) of an image in its component."""
         rotation: FloatArray = self._rotations[self._index[name]]
         return rotation
 
 
 def _triple_support(ends: IntArray, relative: FloatArray) -> FloatArray:
-    """For each pair, the share of its triples of pictures whose rotations cancel out; half where it has none: (n,)."""
+    """Return for each pair the share (n,) of its triples whose rotations cancel; one half for pairs without triples."""
     rotations: dict[int, dict[int, FloatArray]] = defaultdict(dict)
     for (a, b), rotation in zip(ends.tolist(), relative, strict=True):
         rotations[a][b], rotations[b][a] = rotation, rotation.T
@@ -68,7 +70,7 @@ def _triple_support(ends: IntArray, relative: FloatArray) -> FloatArray:
 def _spanning_tree(
     count: int, ends: IntArray, relative: FloatArray, weights: FloatArray
 ) -> tuple[IntArray, FloatArray]:
-    """Components (n,), and rotations (n, 3, 3) along the pairs of largest weight."""
+    """Return components (n,), and rotations (n, 3, 3) along a maximum spanning tree."""
     component, rotations = np.full(count, -1, np.int64), np.tile(np.eye(3), (count, 1, 1))
     parent = np.arange(count)
 
@@ -101,17 +103,18 @@ def _spanning_tree(
 
 
 def _average(rotations: FloatArray, ends: IntArray, relative: FloatArray, weights: FloatArray) -> None:
-    """Change the rotations so that all pairs fit, those that don't counting less (Geman-McClure)."""
+    """Refine rotations in place so that they fit all pairs, with Geman-McClure weights."""
     from scipy.sparse import coo_array, diags_array
     from scipy.sparse.linalg import splu
 
     count = len(rotations)
     if not len(ends) or len(ends) < count:
-        return  # a tree fits its pairs exactly
+        # A tree fits its pairs exactly.
+        return
     first, second = ends.T
     base = weights / max(float(weights.max()), 1e-12)
     for _ in range(_ROUNDS):
-        # What is left over, as seen from the world: R1 = exp(residual) applied between the two.
+        # Residuals in the world frame.
         residual = _logarithm(rotations[second].transpose(0, 2, 1) @ relative @ rotations[first])
         off = np.degrees(np.linalg.norm(residual, axis=1))
         weight = base / (1 + (off / _SCALE_DEG) ** 2) ** 2
@@ -129,7 +132,7 @@ def _average(rotations: FloatArray, ends: IntArray, relative: FloatArray, weight
 
 
 def _logarithm(rotations: FloatArray) -> FloatArray:
-    """Axes times angles: (n, 3, 3) -> (n, 3)."""
+    """Return rotation vectors: (n, 3, 3) -> (n, 3)."""
     from scipy.spatial.transform import Rotation
 
     return np.asarray(Rotation.from_matrix(rotations).as_rotvec())

@@ -1,8 +1,8 @@
-"""A crash-safe store of matches between pictures, keyed by their names: one SQLite file in WAL mode.
+"""Crash-safe store of matches, keyed by image names: one SQLite file in WAL mode.
 
-A pair is there whole or not at all, whenever the process dies. One process at a time should write; any may read.
-A file may come from anybody: one with views or triggers is refused, a value has at most 256 MiB, and a pair whose
-arrays do not fit together is an error that names it.
+A pair is stored completely or not at all, even if the process is killed. Only one process at a time should write; any
+number may read. Files are not trusted: a file with views or triggers is rejected, a value has at most 256 MiB, and
+inconsistent arrays raise an error that names the pair.
 """
 
 import json
@@ -24,7 +24,8 @@ Names = tuple[str, str]
 
 _FORMAT = "dualrc-matches-1"
 _BUSY_S = 60.0
-_MOST_BYTES = 1 << 28  # of a value: a pair's points are a fraction of that
+# Maximum size of a value; the points of a pair take a small fraction of it.
+_MOST_BYTES = 1 << 28
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     """CREATE TABLE IF NOT EXISTS pairs (
@@ -36,7 +37,7 @@ _SCHEMA = (
     info TEXT NOT NULL, -- JSON
     UNIQUE (name0, name1)
 )""",
-    # A hash of each picture's file, as it was when its pairs were matched.
+    # Hash of each image file when its pairs were matched.
     "CREATE TABLE IF NOT EXISTS pictures (name TEXT PRIMARY KEY, content TEXT NOT NULL)",
 )
 _COLUMNS = "name0, name1, width0, height0, width1, height1, points0, points1, scores, error, info"
@@ -51,18 +52,18 @@ class MatchStore:
     """Matches of many pairs, all made with one config; `with MatchStore(path, config) as store: ...`."""
 
     def __init__(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
-        """Open the store, or make it; without a config it must exist, and any config in it will do.
+        """Open or create the store; without a config it must exist, and its config is not checked.
 
-        The config holds everything that the matches depend on, the hash of the weights too, as plain JSON values.
+        `config`: everything that the matches depend on, including the hash of the weights, as plain JSON values.
         """
         self.path = Path(path)
         if config is None and not self.path.is_file():
             raise DataError(f"The store {self.path} does not exist; check the path, or match first.")
         if not self.path.parent.is_dir():
-            raise OutputError(f"The folder {self.path.parent} does not exist; create it or write elsewhere.")
+            raise OutputError(f"The folder {self.path.parent} does not exist; create it, or write elsewhere.")
         with self._errors():
             self._refuse_foreign(may_be_empty=config is not None)
-            # Autocommit: what is not inside an explicit transaction is durable when the call returns.
+            # Autocommit: a statement outside of an explicit transaction is durable when the call returns.
             self._connection = _distrust(sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None))
         try:
             self._prepare(config)
@@ -77,34 +78,34 @@ class MatchStore:
         self.close()
 
     def close(self) -> None:
-        """Release the file; everything put is in it already."""
+        """Close the file; all pairs are already saved."""
         self._connection.close()
 
     @property
     def config(self) -> dict[str, Any]:
-        """What the matches were made with."""
+        """The config that the matches were made with."""
         try:
             config = parse_json(self._meta("config") or "{}")
             if not isinstance(config, dict):
-                raise ValueError("it is no table of settings")
+                raise ValueError("it is not a JSON object")
         except ValueError as error:
-            raise DataError(f"{self.path}: its config is damaged ({error}); delete the file.") from error
+            raise DataError(f"{self.path}: the config is damaged ({error}); delete the file.") from error
         return config
 
     def put(self, name0: str, name1: str, matches: Matches) -> None:
-        """Keep a pair's matches, in place of what was there; `info["error"]` marks a pair that failed."""
+        """Store the matches of a pair, replacing earlier ones; `info["error"]` marks a pair that failed."""
         self.put_many([(name0, name1, matches)])
 
     def put_many(self, pairs: Iterable[tuple[str, str, Matches]]) -> None:
-        """Keep the matches of several pairs in one transaction: all or none of them survive a crash."""
+        """Store the matches of several pairs in one transaction: all or none of them survive a crash."""
         rows = [_to_row(*pair) for pair in pairs]
         with self._transaction():
             self._connection.executemany(_INSERT, rows)
 
     def forget_changed(self, contents: Mapping[str, str]) -> list[str]:
-        """Drop the pairs of pictures whose content is no longer what it was, and note what it is now.
+        """Remove the pairs of images whose content has changed, record the new content, and return the names.
 
-        `contents` are hashes of the pictures' files by name. Gives the names of those that have changed.
+        `contents`: hashes of the image files by name.
         """
         with self._transaction():
             known = dict(self._connection.execute("SELECT name, content FROM pictures"))
@@ -117,24 +118,24 @@ class MatchStore:
 
     @property
     def seconds(self) -> float:
-        """How long matching took, in all runs together."""
+        """Matching time of all runs."""
         return float(self._meta("seconds") or 0.0)
 
     def add_seconds(self, seconds: float) -> None:
-        """Count the time of a run, or of a part of it."""
+        """Add the time of a run, or of a part of it."""
         with self._transaction():
             text = repr(self.seconds + seconds)
             self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('seconds', ?)", (text,))
 
     def get(self, name0: str, name1: str) -> Matches | None:
-        """A pair's matches; None if it is not there, no matches and `info["error"]` if it failed."""
+        """Return the matches of a pair; None if it is not stored, no matches and `info["error"]` if it failed."""
         with self._errors():
             query = f"SELECT {_COLUMNS} FROM pairs WHERE name0 = ? AND name1 = ?"
             row = self._connection.execute(query, (name0, name1)).fetchone()
         return None if row is None else _from_row(row, self.path)
 
     def __iter__(self) -> Iterator[tuple[Names, Matches]]:
-        """All pairs with their matches, in the order in which they came."""
+        """Yield all pairs with their matches, in order of insertion."""
         for names in self.names():
             matches = self.get(*names)
             if matches is not None:
@@ -145,12 +146,12 @@ class MatchStore:
             return int(self._connection.execute("SELECT COUNT(*) FROM pairs").fetchone()[0])
 
     def names(self) -> list[Names]:
-        """The pairs that are there, failed ones too."""
+        """Return all stored pairs, including failed ones."""
         with self._errors():
             return self._connection.execute("SELECT name0, name1 FROM pairs ORDER BY rowid").fetchall()
 
     def failures(self) -> dict[Names, str]:
-        """Why pairs failed."""
+        """Return the reasons of failed pairs."""
         with self._errors():
             rows = self._connection.execute(
                 "SELECT name0, name1, error FROM pairs WHERE error IS NOT NULL ORDER BY rowid"
@@ -158,20 +159,20 @@ class MatchStore:
             return {(name0, name1): error for name0, name1, error in rows}
 
     def missing(self, pairs: Iterable[Names]) -> list[Names]:
-        """Those of the pairs that are still to be matched, each once; failed ones are, as their cause may be mended."""
+        """Return the pairs that are not stored or failed, each once; failed pairs are retried."""
         done = set(self.names()) - self.failures().keys()
         return [pair for pair in dict.fromkeys(pairs) if pair not in done]
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        """All that the block changes, or nothing of it."""
+        """Run the block in a transaction."""
         with self._errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._connection.execute("COMMIT")
             except BaseException:
-                # A full disk may have rolled back by itself.
+                # SQLite may already have rolled back if the disk is full.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
@@ -181,10 +182,10 @@ class MatchStore:
             return
         with self._errors():
             self._connection.execute("PRAGMA journal_mode = WAL")
-            # In WAL mode this survives the death of the process; only a power cut can cost the latest pairs.
+            # In WAL mode this survives the death of the process; a power failure can lose only the latest pairs.
             self._connection.execute("PRAGMA synchronous = NORMAL")
             text = json.dumps(config, sort_keys=True, allow_nan=False)
-            # In one transaction, because tables without the format would be those of a foreign file.
+            # In one transaction: a file with tables but without the format entry would count as foreign.
             self._connection.execute("BEGIN IMMEDIATE")
             for statement in _SCHEMA:
                 self._connection.execute(statement)
@@ -193,15 +194,15 @@ class MatchStore:
             self._connection.execute("COMMIT")
         if (difference := first_difference(self.config, json.loads(text))) is not None:
             raise DataError(
-                f"{self.path} holds matches made with another config ({difference}); "
-                "write to another place, delete the file to start over, or go back to its config."
+                f"{self.path} has matches made with another config ({difference}); "
+                "write to another folder, delete the file to start over, or use its config."
             )
 
     def _refuse_foreign(self, *, may_be_empty: bool) -> None:
-        """Raise DataError if the file is not a store, such as COLMAP's database, before anything is changed in it."""
+        """Raise DataError if the file is not a store, for example a COLMAP database, before it is changed."""
         if not self.path.is_file():
             return
-        # Immutable, because else SQLite makes files beside a database in WAL mode. Where they are, they must be read.
+        # Immutable mode keeps SQLite from creating files beside the database. But an existing WAL file must be read.
         wal = self.path.with_name(self.path.name + "-wal")
         how = "mode=ro" if wal.exists() else "mode=ro&immutable=1"
         connection = _distrust(sqlite3.connect(f"{self.path.resolve().as_uri()}?{how}", uri=True, timeout=_BUSY_S))
@@ -209,14 +210,15 @@ class MatchStore:
             kinds = {kind for (kind,) in connection.execute("SELECT DISTINCT type FROM sqlite_master")}
             if may_be_empty and not kinds:
                 return
-            if kinds & {"view", "trigger"}:  # these would run whatever their maker wrote
-                raise DataError(f"{self.path} is not a store of matches; give another path.")
+            # Views and triggers could run arbitrary SQL.
+            if kinds & {"view", "trigger"}:
+                raise DataError(f"{self.path} is not a match store; pass another path.")
             found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
         finally:
             connection.close()
         if found != (_FORMAT,):
-            version = "" if found is None else f" that this version reads ({found[0]})"
-            raise DataError(f"{self.path} is not a store of matches{version}; give another path.")
+            version = "" if found is None else f" that this version can read ({found[0]})"
+            raise DataError(f"{self.path} is not a match store{version}; pass another path.")
 
     def _meta(self, key: str) -> str | None:
         with self._errors():
@@ -225,21 +227,22 @@ class MatchStore:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Say in one line what SQLite can't do."""
+        """Convert errors of SQLite to errors of this package."""
         try:
             yield
         except sqlite3.OperationalError as error:
-            if "no such" in str(error):  # table or column
-                raise DataError(f"{self.path} is not a store of matches; give another path.") from error
-            remedy = "make room, or write elsewhere; what was stored is safe"
-            raise OutputError(f"The store {self.path} can't be used ({error}); {remedy}.") from error
+            # SQLite reports a missing table or column.
+            if "no such" in str(error):
+                raise DataError(f"{self.path} is not a match store; pass another path.") from error
+            remedy = "free disk space, or write elsewhere; stored pairs are safe"
+            raise OutputError(f"The store {self.path} cannot be used ({error}); {remedy}.") from error
         except sqlite3.DatabaseError as error:
-            what = "not a store of matches, or broken"
-            raise DataError(f"{self.path} is {what} ({error}); give another path.") from error
+            what = "not a match store, or damaged"
+            raise DataError(f"{self.path} is {what} ({error}); pass another path.") from error
 
 
 def _distrust(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """Settings for a file that somebody else may have made."""
+    """Apply settings for a file from an untrusted source."""
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
     connection.execute("PRAGMA trusted_schema = OFF")
     connection.execute("PRAGMA cell_size_check = ON")

@@ -1,15 +1,16 @@
-"""Which pairs of a collection show the same thing: geometry of two pictures, then what other pairs say of it.
+"""Verification of pairs: two-view geometry first, then consistency with the other pairs of the collection.
 
-A dense matcher finds hundreds of matches that agree with some epipolar geometry also where two pictures show different
-things that look alike. What such a pair can't do is agree with the rest of the collection.
+A dense matcher also finds hundreds of matches with a common epipolar geometry between images of different but similar
+structures. Such a pair is inconsistent with the rest of the collection.
 
-1. *Two views.* An essential matrix for each pair; where focal lengths are unknown, they are first found as those that
-   suit all pairs. A pair is sure when a third of its matches agree, and those lie together in both pictures.
-2. *Point cycles.* A match from picture 0 to picture 1 is confirmed where sure pairs lead over a third picture to the
-   same place, and contradicted where they lead elsewhere.
-3. *Rotations.* Sure pairs give each picture a rotation. A pair that has too few cycles must agree with those.
+1. *Two views.* Each pair gets an essential matrix. Unknown focal lengths are estimated first, jointly from all pairs. A
+   pair is trusted at once if a third of its matches are inliers that form dense regions in both images.
+2. *Point cycles.* A chain of two trusted pairs over a third image confirms a match if it ends at the same point, and
+   contradicts it if it ends elsewhere.
+3. *Rotations.* Rotation averaging over the trusted pairs gives each image a rotation. A pair with few cycles must agree
+   with these rotations.
 
-Pairs that are accepted help to judge the next ones, until nothing changes. Everything that is dropped has a reason.
+Accepted pairs help to judge the remaining ones, until no decision changes. Each dropped pair has a reason.
 """
 
 from collections import Counter, OrderedDict, defaultdict
@@ -29,24 +30,40 @@ from dualrc.matches import Matches
 from dualrc.pixels import FINE_STRIDE
 from dualrc.types import BoolArray, FloatArray
 
-_MAX_ERROR = 0.35  # of a match from its pair's epipolar geometry, in fine cells of the matcher
-_SAMPLE = 1000  # matches that a pair's geometry is first estimated from
-_QUICK, _THOROUGH = 300, 2000  # draws: for a pair with many right matches, or with few
-_FEWEST = 30  # matches that must agree, and cycles that tell something
-_SURE_SHARE, _SURE_TOGETHER = 0.35, 0.85  # of a pair that needs no other to confirm it
-_WITNESS_TOGETHER = 0.8  # of a pair that helps to judge others
-_ALONE_SHARE, _ALONE_TOGETHER = 0.1, 0.8  # of a pair that connects pictures which no other pair does
-_LEAST_CONFIRMED = 0.025  # of all matches, where only confirmed ones are used
-_NEIGHBORS = 8  # matches around one that tell how many there agree
-_CONFIRMED = 0.3  # of the inliers, by cycles
-_BETWEEN = 6  # third pictures that are asked
-_REACH = 1.0  # fine cells from a match to the next one that carries it on
-_SAME = 2.0  # fine cells between two ends of one cycle
-_MAX_TURN_DEG = 10.0  # between a pair's rotation and that of the collection
-_FOCAL_PAIRS = 60  # that focal lengths are found from
-_CACHED = 64  # pairs whose matches are kept in memory
+# Maximum epipolar error of an inlier, in fine cells of the matcher.
+_MAX_ERROR = 0.35
+# Number of matches for the first estimate of the geometry.
+_SAMPLE = 1000
+# RANSAC iterations for a pair with a high inlier ratio, and for a pair with a low one.
+_QUICK, _THOROUGH = 300, 2000
+# Minimum number of inliers, and minimum number of cycles for a decision.
+_FEWEST = 30
+# Minimum inlier ratio and inlier density of a pair that needs no confirmation.
+_SURE_SHARE, _SURE_TOGETHER = 0.35, 0.85
+# Minimum inlier density of a pair that may confirm others.
+_TRUSTED_TOGETHER = 0.8
+# Minimum inlier ratio and inlier density of the only pair that connects two components.
+_ALONE_SHARE, _ALONE_TOGETHER = 0.1, 0.8
+# Minimum share of confirmed matches, for a pair of which only confirmed matches are used.
+_LEAST_CONFIRMED = 0.025
+# Number of neighbors of a match in the measure of inlier density.
+_NEIGHBORS = 8
+# Minimum share of inliers that cycles confirm.
+_CONFIRMED = 0.3
+# Maximum number of third images per pair.
+_BETWEEN = 6
+# Maximum distance between a point and the match that transfers it, in fine cells.
+_REACH = 1.0
+# Maximum distance between the ends of a cycle, in fine cells.
+_SAME = 2.0
+# Maximum difference between the rotation of a pair and the averaged rotations.
+_MAX_TURN_DEG = 10.0
+# Maximum number of pairs from which a focal length is estimated.
+_FOCAL_PAIRS = 60
+# Number of pairs whose matches stay in memory.
+_CACHED = 64
 
-# Causes.
+# Causes for dropping a pair.
 _FEW = "too few matches agree"
 _ELSEWHERE = "other pairs contradict its matches"
 _TURNED = "other pairs contradict its rotation"
@@ -56,30 +73,38 @@ _WEAK = "too weak without other pairs"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairCheck:
-    """What is known of a pair."""
+    """State of a pair."""
 
     names: Names
     kept: bool = False
-    cause: str = ""  # why it was dropped, in a word or two
-    reason: str = ""  # and in figures
+    # Cause for dropping the pair, a short phrase.
+    cause: str = ""
+    # The cause with numbers.
+    reason: str = ""
     matches: int = 0
     inliers: int = 0
-    together: float = 0.0  # share of the matches around inliers that are inliers too
+    # Inlier density: share of inliers among the neighbors of inliers.
+    together: float = 0.0
     pair_score: float = 0.0
-    confirmed: int = 0  # inliers by cycles
+    # Number of inliers that cycles confirm.
+    confirmed: int = 0
     contradicted: int = 0
-    turn_deg: float | None = None  # from the rotation that the other pairs give
-    confirmed_only: bool = False  # the inliers are only those that cycles confirm
-    pose: FloatArray | None = None  # cam1_from_cam0 (3, 4)
-    flags: npt.NDArray[np.uint8] | None = None  # a bit for each match
+    # Difference from the rotation that the other pairs imply.
+    turn_deg: float | None = None
+    # Whether only matches that cycles confirm are inliers.
+    confirmed_only: bool = False
+    # cam1_from_cam0 (3, 4).
+    pose: FloatArray | None = None
+    # One bit per match.
+    flags: npt.NDArray[np.uint8] | None = None
 
     @property
     def share(self) -> float:
-        """Of the matches that are inliers."""
+        """Inlier ratio."""
         return self.inliers / max(self.matches, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """What is written of it."""
+        """Return the entries of pairs.json."""
         words = ("kept", "cause", "reason", "matches", "inliers", "confirmed", "contradicted", "confirmed_only")
         return {
             "name0": self.names[0],
@@ -91,7 +116,7 @@ class PairCheck:
         }
 
     def inlier_flags(self) -> BoolArray:
-        """Which matches of the pair agree with its geometry."""
+        """Return which matches of the pair are inliers."""
         if self.flags is None:
             return np.zeros(self.matches, dtype=bool)
         return np.unpackbits(self.flags, count=self.matches).astype(bool)
@@ -99,45 +124,47 @@ class PairCheck:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Verification:
-    """All pairs of a collection, checked."""
+    """Result of verification for all pairs."""
 
     checks: dict[Names, PairCheck]
-    cameras: dict[str, Camera]  # that were used; unknown focal lengths are those that suit the pairs, where it is clear
+    # Cameras used; unknown focal lengths are replaced by estimates where these are reliable.
+    cameras: dict[str, Camera]
 
     @property
     def kept(self) -> list[PairCheck]:
-        """The pairs to use."""
+        """Verified pairs."""
         return [check for check in self.checks.values() if check.kept]
 
     @property
     def dropped(self) -> list[PairCheck]:
-        """The pairs not to use; each has a reason."""
+        """Pairs that were dropped, with their reasons."""
         return [check for check in self.checks.values() if not check.kept]
 
     def summary(self) -> "VerificationSummary":
-        """How many pairs were kept, and why the others were not."""
+        """Return the number of verified pairs, and of dropped pairs by cause."""
         causes = Counter(check.cause for check in self.dropped)
         return VerificationSummary(pairs=len(self.checks), kept=len(self.kept), dropped=dict(causes.most_common()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationSummary:
-    """What verification came to."""
+    """Numbers of verified and dropped pairs."""
 
     pairs: int
     kept: int
-    dropped: dict[str, int]  # pairs by cause
+    # Number of pairs by cause.
+    dropped: dict[str, int]
 
 
 def verify_pairs(
     store: MatchStore, pairs: Iterable[Names], cameras: Mapping[str, Camera], progress: Progress = no_progress
 ) -> Verification:
-    """Check the pairs of a store, of which each is named once; the cameras need no poses."""
+    """Verify pairs of a store, each given once; the cameras need no poses."""
     return _Verifier(store, list(pairs), cameras, progress).run()
 
 
 def load_pair(store: MatchStore, names: Names) -> Matches | None:
-    """A pair's matches, those of the pair the other way round among them, best first."""
+    """Return the matches of a pair, merged with those of the swapped pair, best first."""
     pair, other = store.get(*names), store.get(*names[::-1])
     if pair is None:
         return None
@@ -153,28 +180,31 @@ def load_pair(store: MatchStore, names: Names) -> Matches | None:
 
 
 def cell_px(matches: Matches, side: int) -> float:
-    """The matcher's fine cell in pixels of a picture."""
+    """Return the size of the matcher's fine cell in pixels of image `side`."""
     size = (matches.size0, matches.size1)[side]
     network = matches.info.get(f"network_size{side}", size)
     return FINE_STRIDE * max(size) / max(*network, 1)
 
 
 class _Verifier:
-    """The pairs, and what is known of them so far."""
+    """State of the verification."""
 
     def __init__(
         self, store: MatchStore, pairs: Sequence[Names], cameras: Mapping[str, Camera], progress: Progress
     ) -> None:
         self._store, self._pairs, self._cameras, self._progress = store, pairs, dict(cameras), progress
         self._checks: dict[Names, PairCheck] = {}
-        self._trusted: dict[str, dict[str, Names]] = defaultdict(dict)  # for each picture, its trusted pairs by partner
+        # Trusted pairs by image and partner.
+        self._trusted: dict[str, dict[str, Names]] = defaultdict(dict)
         self._matches: OrderedDict[Names, Matches] = OrderedDict()
-        self._thorough: set[Names] = set()  # pairs that were fitted twice
-        self._asked: dict[Names, Any] = {}  # by whom each pair was judged
+        # Pairs whose geometry was estimated twice.
+        self._thorough: set[Names] = set()
+        # Third images that were used for the last decision on each pair.
+        self._asked: dict[Names, Any] = {}
         self._trees: OrderedDict[tuple[Names, int], Any] = OrderedDict()
 
     def run(self) -> Verification:
-        """Check all pairs."""
+        """Verify all pairs."""
         self._find_focals()
         for count, names in enumerate(self._pairs, start=1):
             self._checks[names] = self._two_views(names)
@@ -187,7 +217,7 @@ class _Verifier:
             pass
         return Verification(checks=self._checks, cameras=self._cameras)
 
-    # Two views
+    # Two-view geometry
 
     def _load(self, names: Names) -> Matches:
         if names not in self._matches:
@@ -203,7 +233,7 @@ class _Verifier:
         return _MAX_ERROR * (cell_px(matches, 0) + cell_px(matches, 1)) / 2
 
     def _find_focals(self) -> None:
-        """Replace guessed focal lengths by those that suit the pairs of pictures with the same guess."""
+        """Replace guessed focal lengths by estimates from the pairs of images with the same guess."""
         groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
         for name, camera in self._cameras.items():
             if camera.source.startswith("guess"):
@@ -228,17 +258,17 @@ class _Verifier:
                     self._cameras[name] = Camera.from_focal(size, focal_px, source=self._cameras[name].source)
 
     def _two_views(self, names: Names) -> PairCheck:
-        """Fit a geometry to a pair's matches alone."""
+        """Estimate the geometry of a pair from its own matches."""
         matches = self._load(names)
         check = PairCheck(names=names, matches=len(matches), pair_score=matches.pair_score)
         fit = self._fit(names, matches, _spread(len(matches), _SAMPLE), _QUICK)
         if fit is None:
             return replace(check, cause=_FEW, reason="no geometry fits its matches")
         check = self._with_fit(check, matches, *fit)
-        return replace(check, cause=_FEW, reason=f"{check.inliers} of its {check.matches} matches agree")
+        return replace(check, cause=_FEW, reason=f"{check.inliers} of its {check.matches} matches are inliers")
 
     def _fit(self, names: Names, matches: Matches, rows: Any, iterations: int) -> tuple[FloatArray, BoolArray] | None:
-        """The relative pose that most of the matches in these rows share, and which of all agree with it."""
+        """Estimate the relative pose from these rows, and return it with its inliers among all matches."""
         camera0, camera1 = self._cameras[names[0]], self._cameras[names[1]]
         threshold_px = self._threshold_px(matches)
         fit = geometry.estimate(
@@ -266,10 +296,10 @@ class _Verifier:
             flags=np.packbits(flags),
         )
 
-    # Other pairs
+    # Consistency with other pairs
 
     def _trust(self, check: PairCheck) -> None:
-        """Accept a pair, so that it helps to judge others."""
+        """Accept a pair, and use it to judge others."""
         name0, name1 = check.names
         self._checks[check.names] = replace(check, kept=True, cause="", reason="")
         if not check.confirmed_only:
@@ -282,7 +312,7 @@ class _Verifier:
         self._trusted[name1].pop(name0, None)
 
     def _carry(self, points: FloatArray, start: str, end: str) -> FloatArray:
-        """Where points (n, 2) of a picture are in another by a trusted pair of the two; NaN where it does not tell."""
+        """Transfer points (n, 2) to another image along a trusted pair; NaN where no match is near."""
         from scipy.spatial import cKDTree
 
         names = self._trusted[start][end]
@@ -303,19 +333,19 @@ class _Verifier:
         result[rows] = there[index[near]] + (points[rows] - here[index[near]])
         return result
 
-    def _witnesses(self, names: Names) -> list[str]:
-        """Third pictures that have trusted pairs with both, the best first."""
+    def _third_images(self, names: Names) -> list[str]:
+        """Return the images that have trusted pairs with both, best first."""
         name0, name1 = names
         between = self._trusted[name0].keys() & self._trusted[name1].keys()
         weight = {name: min(self._checks[self._trusted[end][name]].inliers for end in names) for name in between}
         return sorted(between, key=lambda name: (-weight[name], name))[:_BETWEEN]
 
     def _cycles(self, names: Names, matches: Matches) -> tuple[BoolArray, BoolArray]:
-        """Which matches trusted pairs over third pictures confirm, and which they contradict."""
+        """Return which matches the cycles over third images confirm, and which they contradict."""
         name0, name1 = names
         yes, no = np.zeros(len(matches), np.int64), np.zeros(len(matches), np.int64)
         tolerance = _SAME * cell_px(matches, 1)
-        for name in self._witnesses(names):
+        for name in self._third_images(names):
             ends = self._carry(self._carry(matches.points0.astype(np.float64), name0, name), name, name1)
             apart = np.linalg.norm(ends - matches.points1, axis=1)
             yes += apart <= tolerance
@@ -323,7 +353,7 @@ class _Verifier:
         return (yes > 0) & (yes >= no), no > yes
 
     def _recheck_sure(self) -> None:
-        """Take sure pairs back that the others contradict, the weakest first, and those whose rotations they do."""
+        """Drop trusted pairs that the others contradict by cycles, the weakest first, or by rotations."""
         for check in sorted(self._kept(), key=_strength):
             self._distrust(check)
             yes, no = self._cycles(check.names, self._load(check.names))
@@ -347,11 +377,11 @@ class _Verifier:
         )
 
     def _judge_open(self) -> bool:
-        """Judge the pairs that are not kept by those that are, the strongest first; whether any was accepted."""
+        """Judge the pairs that are not kept, the strongest first; return whether any was accepted."""
         graph, changed = self._rotations(), False
         todo = [check for check in self._checks.values() if not check.kept and check.matches >= _FEWEST]
         for count, check in enumerate(sorted(todo, key=_strength, reverse=True), start=1):
-            asked = (self._witnesses(check.names), graph.between(*check.names) is None)
+            asked = (self._third_images(check.names), graph.between(*check.names) is None)
             if self._asked.get(check.names) == asked:
                 continue
             self._asked[check.names] = asked
@@ -364,11 +394,11 @@ class _Verifier:
         return changed
 
     def _judge(self, check: PairCheck, graph: RotationGraph) -> PairCheck:
-        """What the trusted pairs say of a pair; it is kept if its rotation and its matches agree with theirs."""
+        """Judge a pair; it is kept if its rotation and its matches agree with the trusted pairs."""
         matches, wanted = self._load(check.names), graph.between(*check.names)
         yes, no = self._cycles(check.names, matches)
         check = _with_votes(check, yes, no, wanted)
-        if check.together >= _WITNESS_TOGETHER and _agrees(check) and check.confirmed >= _CONFIRMED * check.inliers:
+        if check.together >= _TRUSTED_TOGETHER and _agrees(check) and check.confirmed >= _CONFIRMED * check.inliers:
             return replace(check, kept=True)
         fits = []
         if yes.sum() >= _FEWEST:
@@ -379,12 +409,12 @@ class _Verifier:
         least = _LEAST_CONFIRMED * check.matches
         found = [again for again in (check, *found) if _agrees(again) and again.confirmed >= least]
         if found:
-            # The rest of its matches may agree by chance: only those that others confirm are used.
+            # The other inliers may agree by chance, so only confirmed matches are used.
             best = max(found, key=lambda again: again.confirmed)
             flags = best.inlier_flags() & yes
             return replace(best, inliers=best.confirmed, flags=np.packbits(flags), confirmed_only=True, kept=True)
         if check.turn_deg is not None and check.turn_deg > _MAX_TURN_DEG:
-            turned = f"its rotation is {check.turn_deg:.0f} degrees off that of the other pairs"
+            turned = f"its rotation differs by {check.turn_deg:.0f} degrees from the other pairs"
             return replace(check, cause=_TURNED, reason=turned)
         if check.contradicted >= _FEWEST:
             return replace(check, cause=_ELSEWHERE, reason=_elsewhere(check))
@@ -395,7 +425,7 @@ class _Verifier:
     def _fit_direction(
         self, names: Names, matches: Matches, rows: Any, rotation: FloatArray
     ) -> tuple[FloatArray, BoolArray] | None:
-        """As `_fit`, with a rotation that is known."""
+        """Like `_fit`, with a known rotation."""
         camera0, camera1 = self._cameras[names[0]], self._cameras[names[1]]
         threshold_px = self._threshold_px(matches)
         scale = threshold_px * 2 / (camera0.focal_px + camera1.focal_px)
@@ -409,7 +439,7 @@ class _Verifier:
         ) <= scale
 
     def _join_components(self) -> bool:
-        """Accept the strongest pair between pictures that no kept pair connects, if it is good enough by itself."""
+        """Accept the strongest pair between two components, if it is good enough by itself; return whether any was."""
         graph = self._rotations()
         best = None
         for names, check in self._checks.items():
@@ -423,8 +453,10 @@ class _Verifier:
             if enough and closer.together >= _ALONE_TOGETHER and closer.contradicted <= closer.confirmed:
                 best = closer if best is None or _strength(closer) > _strength(best) else best
             else:
-                agree = f"{closer.inliers} of its {closer.matches} matches agree"
-                around = f"{closer.together:.0%} of those around them, and no other pair connects the two"
+                agree = f"{closer.inliers} of its {closer.matches} matches are inliers"
+                around = (
+                    f"{closer.together:.0%} of the matches around them are too, and no other pair connects the images"
+                )
                 self._checks[names] = replace(closer, cause=_WEAK, reason=f"{agree}, {around}")
         if best is None:
             return False
@@ -432,7 +464,7 @@ class _Verifier:
         return True
 
     def _look_closer(self, check: PairCheck) -> PairCheck:
-        """Fit a pair again with more matches and draws, and take what more matches agree with."""
+        """Estimate the geometry again with more matches and iterations, and keep the result with more inliers."""
         matches = self._load(check.names)
         fit = self._fit(check.names, matches, _spread(len(matches), 2 * _SAMPLE), _THOROUGH)
         if fit is None or fit[1].sum() <= check.inliers:
@@ -441,7 +473,7 @@ class _Verifier:
 
 
 def _spread(count: int, most: int) -> npt.NDArray[np.int64]:
-    """At most so many of `count` rows, evenly spread."""
+    """Return at most `most` of `count` rows, evenly spaced."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 
 
@@ -458,23 +490,23 @@ def _with_turn(check: PairCheck, rotation: FloatArray | None) -> PairCheck:
 
 
 def _elsewhere(check: PairCheck) -> str:
-    return f"other pairs lead {check.contradicted} of {check.confirmed + check.contradicted} matches elsewhere"
+    return f"other pairs transfer {check.contradicted} of {check.confirmed + check.contradicted} matches elsewhere"
 
 
 def _agrees(check: PairCheck) -> bool:
-    """Whether the other pairs speak for a pair."""
+    """Return whether the other pairs support a pair."""
     if check.turn_deg is not None and check.turn_deg > _MAX_TURN_DEG:
         return False
     return check.confirmed >= _FEWEST and check.confirmed >= 2 * check.contradicted
 
 
 def _strength(check: PairCheck) -> float:
-    """How much a pair is trusted before others are asked."""
+    """Return the strength of a pair before it is compared with others."""
     return check.inliers * check.together * max(check.pair_score, 0.01) ** 0.5
 
 
 def _together(matches: Matches, flags: BoolArray) -> float:
-    """The share of the matches around inliers that are inliers too, in the picture where it is less."""
+    """Return the share of inliers among the neighbors of inliers, the lower one of both images."""
     from scipy.spatial import cKDTree
 
     count = min(_NEIGHBORS, len(matches) - 1)

@@ -1,4 +1,4 @@
-"""A worker: one matcher and a cache of features, the same in a process on this machine and in an actor of Ray's."""
+"""A worker with one matcher and a feature cache; it runs in a local process or in a Ray actor."""
 
 import itertools
 import os
@@ -25,51 +25,59 @@ from dualrc.matcher.prefetch import ReadAhead
 from dualrc.matches import Matches
 from dualrc.types import FloatArray
 
-# What is kept of a match's info: the rest is the same for all pairs, and stands in the store's config.
+# Info stored per pair; all other info is the same for all pairs and part of the store's config.
 _INFO = ("device", "precision", "network_size0", "network_size1", "zoom", "warning")
-_READERS = 4  # threads that read pictures beside a GPU
+# Threads that read images ahead of a GPU.
+_READERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """All that a worker needs to know, on whatever machine it runs."""
+    """Settings of a worker, independent of the machine it runs on."""
 
-    images: str  # the folder of the pictures
+    # Folder of the images.
+    images: str
     preset: str
-    weights: bytes | None  # the content of a weights file; None: those inside the package
+    # Content of a weights file; None: the bundled weights.
+    weights: bytes | None
     weights_hash: str
     device: str
-    matcher: Mapping[str, Any]  # fields of MatcherConfig
-    cache_bytes: int  # of features kept
-    threads: int = 1  # on the CPU
+    # Fields of MatcherConfig.
+    matcher: Mapping[str, Any]
+    # Size of the feature cache.
+    cache_bytes: int
+    # CPU threads.
+    threads: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a task has no result."""
+    """Reason why a task has no result."""
 
     reason: str
-    picture: str | None = None  # the picture that is to blame, if it is one
+    # Name of the image that caused it, if any.
+    picture: str | None = None
 
 
 Result = Matches | FloatArray | Failure
 
 
 def at_once(device: str) -> int:
-    """How many pairs a worker on this device matches together."""
+    """Return the number of pairs that a worker on this device matches in a batch."""
     return 8 if device.startswith("cuda") else 1
 
 
 class Worker:
-    """Matches pairs and describes pictures."""
+    """Matches pairs and computes image descriptors."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.images = Path(settings.images)
         self.matcher = _load(settings)
-        # The workers of a machine share its cores, so that they don't get in each other's way.
+        # The workers of a machine share its cores.
         torch.set_num_threads(settings.threads)
         self.at_once = at_once(settings.device)
-        self.prefetches = self.matcher.device.type == "cuda"  # decoding runs beside a GPU
+        # Images are decoded while the GPU works.
+        self.prefetches = self.matcher.device.type == "cuda"
         self.extracted = 0
         limit = settings.cache_bytes
         if self.matcher.device.type == "cuda":
@@ -77,21 +85,21 @@ class Worker:
         self._kept: LruCache[str, PictureFeatures] = LruCache(limit)
 
     def sees(self, sizes: Mapping[str, int]) -> bool:
-        """Whether these pictures are in the folder on this machine too, with so many bytes."""
+        """Return whether this machine can read these images, with the given sizes in bytes."""
         try:
             return all((self.images / name).stat().st_size == size for name, size in sizes.items())
         except OSError:
             return False
 
     def answers(self, tasks: Sequence[Task], contents: Mapping[str, bytes] | None = None) -> Iterator[tuple[str, Any]]:
-        """("result", (task, result)) for each task, then ("ready", how many pictures were read)."""
+        """Yield ("result", (task, result)) for each task, then ("ready", number of images that were read)."""
         before = self.extracted
         for answer in self.work(tasks, contents):
             yield "result", answer
         yield "ready", self.extracted - before
 
     def work(self, tasks: Sequence[Task], contents: Mapping[str, bytes] | None = None) -> Iterator[tuple[Task, Result]]:
-        """The tasks' results as they come, in order; `contents` are the picture files, where they can't be seen."""
+        """Yield the results of tasks in order; `contents` are the image files if this machine cannot read them."""
         with tempfile.TemporaryDirectory(prefix="dualrc-") as folder:
             paths = {name: self.images / name for task in tasks for name in task}
             for number, (name, content) in enumerate((contents or {}).items()):
@@ -122,14 +130,15 @@ class Worker:
         for task in [task for task in ready if len(task) == 1]:
             yield task, global_descriptor(ready.pop(task)[0])
         if self.matcher.config.quality == "high":
-            # It looks at the pictures, whose features only tell here that they can be read.
+            # High quality reads the images again; their features only prove that they are readable.
             for task in ready:
                 yield task, self._again(*(paths[name] for name in task))
             return
         pairs = [(features[0], features[1]) for features in ready.values()]
         try:
             results: list[Result] = [_slim(matches) for matches in self.matcher.match_many(pairs)]
-        except ImageError:  # too little memory for all of them together
+        # The batch does not fit into memory.
+        except ImageError:
             results = [self._alone(*pair) for pair in pairs]
         yield from zip(ready, results, strict=True)
 
@@ -140,21 +149,21 @@ class Worker:
             return Failure(reason=str(error))
 
     def _again(self, path0: Path, path1: Path) -> Result:
-        """A pair in high quality."""
+        """Match a pair in high quality."""
         try:
             return _slim(self.matcher.match(path0, path1))
         except ImageError as error:
             return Failure(reason=str(error))
 
     def _features(self, name: str, path: Path, reader: ReadAhead) -> PictureFeatures:
-        """A picture's features, from the cache if they are there."""
+        """Return the features of an image, from the cache if possible."""
 
         def make() -> PictureFeatures:
             self.extracted += 1
             try:
                 return self.matcher.features(reader.take(path))
             except ImageError as error:
-                # Said of the user's file, wherever its content came from.
+                # Name the user's file, wherever its content came from.
                 raise ImageError(str(error).replace(str(path), str(self.images / name))) from error
 
         return self._kept.get(name, make)
@@ -173,22 +182,24 @@ def _load(settings: WorkerSettings) -> Matcher:
         matcher = load(settings.preset, weights=path, device=settings.device, **settings.matcher)
     if matcher.weights_hash != settings.weights_hash:
         raise WeightsError(
-            f"A worker's package carries other weights ({matcher.weights_hash}) than this one's "
+            f"The package of a worker has other weights ({matcher.weights_hash}) than this one "
             f"({settings.weights_hash}); install the same version of dualrc on all machines."
         )
     return matcher
 
 
-# A worker in a process of its own: pickled messages come by standard input and go by standard output; our own
-# program is at both ends.
+# Worker process: the parent, which is this program too, sends pickled messages to standard input and reads answers
+# from standard output.
 
 
 def main() -> None:
-    """Work for the process that started this one, and end with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    """Serve the parent process, and end with it."""
+    # Ctrl-C reaches the whole process group; the parent decides when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print must not mix with answers
-    # The process that started this one shows it.
+    # Output of libraries must not mix with the answers.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # The parent process shows warnings.
     warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr, flush=True)
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, messages), daemon=True).start()
@@ -204,7 +215,7 @@ def main() -> None:
 
 
 def _listen(stream: BinaryIO, messages: "queue.SimpleQueue[Any]") -> None:
-    """Put messages into the queue, until the other end is gone and there is nobody to work for."""
+    """Put messages into the queue until the parent process is gone."""
     try:
         while True:
             messages.put(pickle.load(stream))

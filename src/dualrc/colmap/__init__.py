@@ -1,7 +1,7 @@
-"""COLMAP's files in our convention: the one home of its half pixel and of its pictures that lie on their side.
+"""COLMAP's files; the only place that converts its pixel convention and its stored image orientation.
 
-COLMAP puts the center of the first pixel at (0.5, 0.5), we put it at (0, 0). COLMAP's cameras are for pictures as they
-are stored, ours for pictures rotated upright as their EXIF orientation says.
+COLMAP puts the center of the first pixel at (0.5, 0.5); this package puts it at (0, 0). COLMAP's cameras are those of
+images as they are stored; ours are those of images rotated upright according to their EXIF orientation.
 """
 
 from dualrc.colmap.cameras import from_colmap_pixels, read_cameras

@@ -1,4 +1,4 @@
-"""COLMAP models: pictures, cameras, poses and points."""
+"""COLMAP models: images, cameras, poses and points."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,57 +20,61 @@ from dualrc.types import FloatArray, Size
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelImage:
-    """A registered picture of a COLMAP model, upright."""
+    """A registered image of a COLMAP model, upright."""
 
     size: Size
-    points: FloatArray  # (n, 2) float64, the observations that have a 3D point
+    # (n, 2) float64, the observations of 3D points.
+    points: FloatArray
     point_ids: npt.NDArray[np.int64]  # (n,)
     cam_from_world: FloatArray  # (3, 4)
-    camera: Camera | None  # None where its model is none that looks through a plane, as EQUIRECTANGULAR
+    # None for a camera model without a perspective projection, such as EQUIRECTANGULAR.
+    camera: Camera | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Model:
-    """A COLMAP model in our convention."""
+    """A COLMAP model in our pixel convention, with upright images."""
 
-    images: dict[str, ModelImage]  # by name
-    point_ids: npt.NDArray[np.int64]  # (m,), ascending
+    # Images by name.
+    images: dict[str, ModelImage]
+    # (m,), ascending.
+    point_ids: npt.NDArray[np.int64]
     xyz: FloatArray  # (m, 3)
 
     def xyz_of(self, point_ids: npt.ArrayLike) -> FloatArray:
-        """The 3D points with these ids, (n,) -> (n, 3)."""
+        """Return the 3D points with these ids: (n,) -> (n, 3)."""
         return self.xyz[np.searchsorted(self.point_ids, point_ids)]
 
 
 def read_model(path: str | Path, images: str | Path | None = None) -> Model:
-    """A COLMAP model, binary or text, from its folder; `images` holds its pictures, whose EXIF orientations count.
+    """Read a binary or text COLMAP model from its folder; `images` is the folder of its images, for EXIF orientations.
 
-    Counts and lengths of binary files must fit their sizes, and names must not lead out of the folder of the pictures.
+    Counts and lengths in binary files must fit the file sizes, and names must stay inside the image folder.
     """
     pycolmap = import_pycolmap()
     path = Path(path)
     if not path.is_dir():
-        raise DataError(f"{path} is not a folder; give the one that holds cameras.bin or cameras.txt.")
+        raise DataError(f"{path} is not a folder; pass the folder that contains cameras.bin or cameras.txt.")
     refuse_damaged(path)
     try:
         model = pycolmap.Reconstruction(str(path))
     except (ValueError, RuntimeError, IndexError, MemoryError) as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"{path} does not hold a COLMAP model ({reason}); give the folder of cameras.bin.") from error
+        raise DataError(f"{path} has no COLMAP model ({reason}); pass the folder of cameras.bin.") from error
     if not model.is_valid():
         raise DataError(f"The COLMAP model {path} is damaged; copy or export it again.")
     point_ids = np.array(sorted(model.points3D), dtype=np.int64)
     xyz = np.array([model.points3D[point_id].xyz for point_id in point_ids.tolist()]).reshape(-1, 3)
     for image in model.images.values():
-        # Else a model could have any picture of this machine read.
-        inside(images or "the folder of the pictures", image.name)
+        # Otherwise a model could make this program read any image of the machine.
+        inside(images or "the image folder", image.name)
     registered = sorted((model.images[number] for number in model.reg_image_ids()), key=lambda image: image.name)
     folder = None if images is None else Path(images)
     return Model(images={image.name: _model_image(image, folder) for image in registered}, point_ids=point_ids, xyz=xyz)
 
 
 def posed_reconstruction(cameras: Mapping[str, Camera]) -> Any:
-    """pycolmap's Reconstruction of upright pictures with known cameras and poses, ready to be triangulated."""
+    """Return a pycolmap Reconstruction of upright images with known cameras and poses, for triangulation."""
     pycolmap = import_pycolmap()
     made = pycolmap.Reconstruction()
     for number, (name, camera) in enumerate(cameras.items(), start=1):
@@ -86,7 +90,7 @@ def posed_reconstruction(cameras: Mapping[str, Camera]) -> Any:
 
 
 def _model_image(image: Any, folder: Path | None) -> ModelImage:
-    """A registered picture of pycolmap's, upright."""
+    """Convert a registered image of pycolmap to an upright image."""
     seen, size = image.get_observation_points2D(), (image.camera.width, image.camera.height)
     points = from_colmap(np.array([point.xy for point in seen], dtype=np.float64).reshape(-1, 2))
     pose = np.array(image.cam_from_world().matrix(), dtype=np.float64)

@@ -1,4 +1,4 @@
-"""COLMAP's files of cameras and pictures, text and binary, record by record and in COLMAP's own convention."""
+"""COLMAP's camera and image files, text and binary, record by record in COLMAP's own convention."""
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ class CameraRecord:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ImageRecord:
-    """A picture of images.bin or images.txt, without its points."""
+    """An image of images.bin or images.txt, without its points."""
 
     name: str
     camera_id: int
@@ -36,7 +36,7 @@ class ImageRecord:
 
 
 def read_cameras_bin(path: Path) -> dict[int, CameraRecord]:
-    """The cameras of cameras.bin by their ids."""
+    """Read cameras.bin; return the cameras by id."""
     pycolmap = import_pycolmap()
 
     def read(data: bytes, at: int) -> tuple[CameraRecord, int]:
@@ -51,7 +51,7 @@ def read_cameras_bin(path: Path) -> dict[int, CameraRecord]:
 
 
 def read_images_bin(path: Path) -> Iterator[ImageRecord]:
-    """The pictures of images.bin."""
+    """Read the images of images.bin."""
 
     def read(data: bytes, at: int) -> tuple[ImageRecord, int]:
         values, camera_id = struct.unpack_from("<7d", data, at + 4), struct.unpack_from("<I", data, at + 60)[0]
@@ -64,7 +64,7 @@ def read_images_bin(path: Path) -> Iterator[ImageRecord]:
 
 
 def refuse_damaged(folder: Path) -> None:
-    """Raise DataError if a binary file ends too early, as when a copy broke off; pycolmap may then read forever."""
+    """Raise DataError if a binary file is truncated; pycolmap could otherwise read forever."""
     for name, read in (("cameras.bin", read_cameras_bin), ("images.bin", read_images_bin), ("points3D.bin", _points)):
         if (folder / name).is_file():
             for _ in read(folder / name):
@@ -72,7 +72,7 @@ def refuse_damaged(folder: Path) -> None:
 
 
 def read_cameras_txt(path: Path) -> dict[int, CameraRecord]:
-    """The cameras of cameras.txt by their ids."""
+    """Read cameras.txt; return the cameras by id."""
     form = "CAMERA_ID MODEL WIDTH HEIGHT PARAMS"
 
     def parse(line: str) -> CameraRecord:
@@ -82,14 +82,14 @@ def read_cameras_txt(path: Path) -> dict[int, CameraRecord]:
 
     cameras = _text_records(path, [entry for entry in _lines(path) if entry[1]], parse, f"a camera; write {form}")
     if not cameras:
-        raise DataError(f"{path} holds no camera; write {form}.")
+        raise DataError(f"{path} has no camera; write {form}.")
     return {camera.camera_id: camera for camera in cameras}
 
 
 def read_images_txt(path: Path) -> dict[str, ImageRecord]:
-    """The pictures of images.txt by name.
+    """Read images.txt; return the images by name.
 
-    Every second line is a picture: IMAGE_ID QW QX QY QZ TX TY TZ CAMERA_ID NAME; the others are its points.
+    Every second line is an image: IMAGE_ID QW QX QY QZ TX TY TZ CAMERA_ID NAME. The other lines are its points.
     """
 
     def parse(line: str) -> ImageRecord:
@@ -98,21 +98,21 @@ def read_images_txt(path: Path) -> dict[str, ImageRecord]:
         return ImageRecord(name=fields[9], camera_id=int(fields[8]), cam_from_world=pose)
 
     lines = _lines(path)
-    # A picture without points is followed by an empty line, so empty lines count, but not at the very start.
+    # An image without points is followed by an empty line, so empty lines count, except at the start of the file.
     while lines and not lines[0][1]:
         del lines[0]
     pictures = [entry for entry in lines[::2] if entry[1]]
-    found = _text_records(path, pictures, parse, "a picture; export the model from COLMAP again")
+    found = _text_records(path, pictures, parse, "an image; export the model from COLMAP again")
     return {image.name: image for image in found}
 
 
 def _points(path: Path) -> Iterator[None]:
-    """Nothing of each 3D point of points3D.bin, which only shows that it is there."""
+    """Yield None for each 3D point of points3D.bin; this checks only that all points are present."""
     return _binary_records(path, lambda data, at: (None, at + 51 + 8 * int(struct.unpack_from("<Q", data, at + 43)[0])))
 
 
 def _binary_records(path: Path, read: Callable[[bytes, int], tuple[T, int]]) -> Iterator[T]:
-    """The records of a file that begins with their number; `read` gives one and where the next begins."""
+    """Yield the records of a file that starts with their number; `read` returns a record and the next position."""
     try:
         data, at = path.read_bytes(), 8
         for _ in range(struct.unpack_from("<Q", data)[0]):
@@ -121,7 +121,7 @@ def _binary_records(path: Path, read: Callable[[bytes, int], tuple[T, int]]) -> 
                 raise ValueError("it ends too early")
             yield record
     except (OSError, struct.error, ValueError) as error:
-        raise DataError(f"{path} is cut off or damaged ({error}); copy or export the model again.") from error
+        raise DataError(f"{path} is truncated or damaged ({error}); copy or export the model again.") from error
 
 
 def _text_records(path: Path, lines: list[tuple[int, str]], parse: Callable[[str], T], expected: str) -> list[T]:
@@ -135,7 +135,7 @@ def _text_records(path: Path, lines: list[tuple[int, str]], parse: Callable[[str
 
 
 def _lines(path: Path) -> list[tuple[int, str]]:
-    """The stripped lines of a text file with their numbers, without comments."""
+    """Return the stripped lines of a text file with their numbers, without comments."""
     lines = read_text(path, "export it from COLMAP as text").splitlines()
     numbered = enumerate((line.strip() for line in lines), start=1)
     return [(number, line) for number, line in numbered if not line.startswith("#")]

@@ -1,4 +1,4 @@
-"""pycolmap, pictures as they are stored and upright, and what COLMAP wants to know of the stored ones."""
+"""Import of pycolmap, and conversion between stored and upright images."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +18,14 @@ from dualrc.machine import keep_signals
 from dualrc.pixels import to_colmap
 from dualrc.types import FloatArray, Size
 
-# By EXIF orientation, how x and y of the stored picture's camera become those of the upright one's: rotated by 180
-# degrees, by 90 clockwise and by 90 counterclockwise.
+# Rotation of the camera's x and y from the stored to the upright image, by EXIF orientation: none, 180 degrees,
+# 90 degrees clockwise, 90 degrees counterclockwise.
 _ROTATIONS = {1: ((1, 0), (0, 1)), 3: ((-1, 0), (0, -1)), 6: ((0, -1), (1, 0)), 8: ((0, 1), (-1, 0))}
 
 
 def import_pycolmap() -> Any:
-    """The module pycolmap, or an error that says how to get it."""
-    # Pillow's library must come first: the other way round writing a PNG ends the process.
+    """Import pycolmap, or raise an error that names the extra to install."""
+    # Pillow's library must be loaded first; in the other order, writing a PNG crashes the process.
     import_module("PIL.Image")
     with keep_signals():
         return require("pycolmap", "colmap", "COLMAP's models")
@@ -33,7 +33,7 @@ def import_pycolmap() -> Any:
 
 @contextmanager
 def quiet_colmap(pycolmap: Any) -> Iterator[None]:
-    """Keep COLMAP from writing its log to the screen; errors come as exceptions."""
+    """Keep COLMAP from logging to the terminal; its errors are raised as exceptions."""
     before = pycolmap.logging.minloglevel
     pycolmap.logging.minloglevel = int(pycolmap.logging.FATAL.value)
     try:
@@ -44,14 +44,17 @@ def quiet_colmap(pycolmap: Any) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UprightRotation:
-    """How a stored picture becomes the upright one: by quarter turns about its center."""
+    """Rotation of a stored image to the upright image, by quarter turns."""
 
-    pixels: FloatArray  # (3, 3), upright from stored
-    camera: FloatArray  # (3, 3), upright from stored
-    size: Size  # of the upright picture
+    # (3, 3), upright from stored.
+    pixels: FloatArray
+    # (3, 3), upright from stored.
+    camera: FloatArray
+    # Size of the upright image.
+    size: Size
 
     def rotate_camera(self, stored: Camera) -> Camera:
-        """The camera of the upright picture."""
+        """Return the camera of the upright image."""
         return replace(
             stored,
             width=self.size[0],
@@ -62,8 +65,8 @@ class UprightRotation:
         )
 
     def stored_camera(self, upright: Camera) -> Camera:
-        """The camera of the stored picture, without a pose."""
-        # The matrix that rotates places rotates a size too, but for signs; the inverse of a rotation is its transpose.
+        """Return the camera of the stored image, without a pose."""
+        # Up to signs, the matrix that rotates points also rotates a size. The inverse of a rotation is its transpose.
         width, height = (int(abs(side)) for side in self.pixels[:2, :2].T @ upright.size)
         return replace(
             upright,
@@ -75,48 +78,48 @@ class UprightRotation:
         )
 
     def rotate_points(self, stored: FloatArray) -> FloatArray:
-        """Points (n, 2) of the upright picture."""
+        """Rotate points (n, 2) to the upright image."""
         return stored @ self.pixels[:2, :2].T + self.pixels[:2, 2]
 
 
 def find_rotation(path: str | Path, size: Size | None = None) -> UprightRotation:
-    """How a picture file with a camera for `size`, without it for the stored one, is rotated upright.
+    """Return the rotation of an image file to upright, for a camera of `size`; default is the stored size.
 
-    A file that can't be read is taken as upright.
+    A file that cannot be read counts as upright.
     """
     header = read_header(path)
     orientation, stored = (1, size or (1, 1)) if header is None else (header.orientation, header.stored_size)
     if orientation not in _ROTATIONS:
-        remedy = "save it upright, without that tag, and run COLMAP on it again"
-        raise DataError(f"{path} is mirrored by its EXIF orientation {orientation}, as no camera is; {remedy}.")
+        remedy = "save it upright without that tag, and run COLMAP on it again"
+        raise DataError(f"{path} is mirrored by its EXIF orientation {orientation}, unlike any camera; {remedy}.")
     width, height = size = size or stored
     sideways = orientation in (6, 8)
     if sideways and (width - height) * (stored[0] - stored[1]) < 0:
-        # The camera is one of the upright picture: some versions of COLMAP rotated pictures themselves.
+        # The camera is that of the upright image; some versions of COLMAP rotate images when they read them.
         orientation, sideways = 1, False
     camera = np.eye(3)
     camera[:2, :2] = rotation = np.array(_ROTATIONS[orientation])
     pixels = camera.copy()
-    # A rotation about the first pixel, then a shift so that the picture begins at (0, 0) again.
+    # A rotation about the first pixel, then a shift so that the image starts at (0, 0) again.
     pixels[:2, 2] = -np.minimum(rotation @ (width - 1, height - 1), 0)
     return UprightRotation(pixels=pixels, camera=camera, size=(height, width) if sideways else size)
 
 
 def stored_points(points: npt.ArrayLike, path: str | Path) -> FloatArray:
-    """Upright points (n, 2) of a picture file in its pixels as they are stored, still in our convention."""
+    """Convert upright points (n, 2) of an image file to its stored pixels, in our convention."""
     upright, rotation = np.asarray(points, dtype=np.float64).reshape(-1, 2), find_rotation(path)
     # The inverse of a rotation is its transpose.
     return (upright - rotation.pixels[:2, 2]) @ rotation.pixels[:2, :2]
 
 
 def colmap_points(points: npt.ArrayLike, path: str | Path | None = None) -> FloatArray:
-    """Upright points (n, 2) of a picture file as COLMAP counts its pixels; without a file they are not rotated."""
+    """Convert upright points (n, 2) of an image file to COLMAP's pixels; without a file they are not rotated."""
     places = np.asarray(points, dtype=np.float64).reshape(-1, 2) if path is None else stored_points(points, path)
     return to_colmap(places)
 
 
 def colmap_camera(camera: Camera, path: str | Path, *, known: bool) -> Any:
-    """pycolmap's Camera of a picture file: as it is if it is known, else one focal length and one distortion."""
+    """Return the pycolmap Camera of an image file: unchanged if known, else one focal length and one distortion."""
     stored = find_rotation(path).stored_camera(camera)
     model, params = stored.to_colmap()
     if not known:
@@ -127,10 +130,10 @@ def colmap_camera(camera: Camera, path: str | Path, *, known: bool) -> Any:
 
 
 def upright_from_stored(path: str | Path) -> FloatArray:
-    """The rotation (3, 3) from the camera of a picture file as it is stored to that of the upright picture."""
+    """Return the rotation (3, 3) from the camera of the stored image to that of the upright image."""
     return find_rotation(path).camera
 
 
 def refuse_mirrored(path: str | Path) -> None:
-    """Raise DataError if a picture file is mirrored by its EXIF orientation."""
+    """Raise DataError if an image file is mirrored by its EXIF orientation."""
     find_rotation(path)

@@ -1,4 +1,4 @@
-"""Training data: every reader gives the same kind of batch."""
+"""Training data; all readers return the same kind of batch."""
 
 from dualrc.data.colmap import ColmapConfig
 from dualrc.data.megadepth import MegaDepthConfig
@@ -9,10 +9,12 @@ from dualrc.data.photo_pairs import PhotoPairs
 from dualrc.data.photos import PhotoMotion, PhotosConfig, read_photos
 from dualrc.data.rgbd import RgbdConfig
 from dualrc.data.scenes import ScenesConfig
+from dualrc.data.views import FilePairs
 
 __all__ = [
     "ColmapConfig",
     "DataConfig",
+    "FilePairs",
     "MegaDepthConfig",
     "Opened",
     "PairBatch",

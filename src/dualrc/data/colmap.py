@@ -1,4 +1,4 @@
-"""Pairs from a COLMAP model: the tracks of its 3D points are correspondences, no depth maps needed."""
+"""Pairs from a COLMAP model; tracks of its 3D points are correspondences, so no depth maps are needed."""
 
 from dataclasses import dataclass
 from itertools import combinations
@@ -16,13 +16,15 @@ from dualrc.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class ColmapConfig(CutConfig):
-    """Pairs from one's own reconstruction."""
+    """Pairs from a COLMAP model."""
 
-    model: str  # folder with cameras.bin, images.bin and points3D.bin, or the same as .txt
-    images: str  # folder of its pictures
-    # Share of the 3D points of the picture with fewer of them that the other one must see too.
+    # Folder with cameras.bin, images.bin and points3D.bin, or .txt files of these names.
+    model: str
+    # Folder of the images.
+    images: str
+    # Minimum covisibility: share of the 3D points of the image with fewer points that the other one observes too.
     min_overlap: float = 0.2
-    # And so many of them at least.
+    # Minimum number of shared points.
     min_common: int = 50
     kind: Literal["colmap"] = "colmap"
 
@@ -33,19 +35,19 @@ class ColmapConfig(CutConfig):
 
 
 class ColmapPairs:
-    """The pairs of a model that see enough of the same points."""
+    """The covisible pairs of a model."""
 
     def __init__(
         self, model: str | Path, images: str | Path, *, min_overlap: float = 0.2, min_common: int = 50
     ) -> None:
         self.images = Path(images)
         if not self.images.is_dir():
-            raise DataError(f"The folder of pictures {self.images} does not exist; check the path.")
+            raise DataError(f"The image folder {self.images} does not exist; check the path.")
         self.model = read_model(model, self.images)
         self.pairs = _overlapping(self.model, min_overlap, min_common)
         if not self.pairs:
             raise DataError(
-                f"No two pictures of {model} share {min_common} points and {min_overlap:.0%} of them; "
+                f"No two images of {model} share {min_common} points and {min_overlap:.0%} of their points; "
                 "lower min_common or min_overlap."
             )
 
@@ -53,14 +55,14 @@ class ColmapPairs:
         return len(self.pairs)
 
     def name(self, number: int) -> str:
-        """The names of both pictures."""
+        """Return the names of both images."""
         return " ".join(self.pairs[number])
 
     def load(self, number: int) -> PairSample:
-        """The points that both pictures see."""
+        """Load the points that both images observe."""
         name0, name1 = self.pairs[number]
         image0, image1 = self.model.images[name0], self.model.images[name1]
-        # Where a picture sees one point twice, the first place stands for it.
+        # If an image observes a point twice, the first observation is used.
         _, seen0, seen1 = np.intersect1d(image0.point_ids, image1.point_ids, return_indices=True)
         return PairSample(
             image0=self.images / name0,

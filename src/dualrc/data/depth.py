@@ -1,4 +1,4 @@
-"""Pairs of pictures with depth maps and poses: which points correspond, and which are hidden."""
+"""Image pairs with depth maps and poses: corresponding and occluded points."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +10,13 @@ from dualrc.geometry import Camera, reproject
 from dualrc.pixels import resize_points
 from dualrc.types import FloatArray
 
-_POINTS = 4096  # asked in each picture
+# Number of points sampled in each image.
+_POINTS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DepthView:
-    """A picture with its depth map (h, w) and its camera with its pose."""
+    """An image with its depth map (h, w) and its camera with a pose."""
 
     image: Path
     depth: FloatArray
@@ -23,7 +24,7 @@ class DepthView:
 
 
 def correspond_by_depth(view0: DepthView, view1: DepthView, seed: int | list[int], count: int = _POINTS) -> PairSample:
-    """Random points of both pictures that the depth maps find in the other one, or know to be hidden there."""
+    """Sample points of both images that correspond by depth, or that are known to be occluded in the other image."""
     rng = np.random.default_rng(seed)
     points0, points1 = points_with_depth(view0, rng, count), points_with_depth(view1, rng, count)
     there = reproject(points0, view0.depth, view0.camera, view1.depth, view1.camera)
@@ -39,7 +40,7 @@ def correspond_by_depth(view0: DepthView, view1: DepthView, seed: int | list[int
 
 
 def points_with_depth(view: DepthView, rng: np.random.Generator, count: int) -> FloatArray:
-    """At most `count` random pixels (n, 2) of the depth map that have a depth, in pixels of the picture."""
+    """Sample at most `count` pixels (n, 2) of the depth map that have a depth, in pixels of the image."""
     height, width = view.depth.shape
     known = np.flatnonzero(view.depth > 0)
     chosen = known if len(known) <= count else known[rng.choice(len(known), count, replace=False)]

@@ -1,4 +1,4 @@
-"""What light and cameras do to a picture: random changes made on the training device, (b 3 h w) in 0 to 1."""
+"""Random photometric changes on the training device, for images (b 3 h w) between 0 and 1."""
 
 import math
 from collections.abc import Callable
@@ -7,31 +7,32 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-_UNIFORM, _NORMAL = 128, 96  # random numbers of a picture, more than are used
+# Random numbers per image, more than are used.
+_UNIFORM, _NORMAL = 128, 96
 
 
 class Draws:
-    """Random numbers for each picture of a batch, in the shape that is asked for, else in that of `single`.
+    """Random numbers for each image of a batch, in the requested shape, or in that of `single`.
 
-    They are drawn at once and handed out in order, so that what is done with them can be compiled.
+    They are generated at once and handed out in order, so that the code that uses them can be compiled.
     """
 
     def __init__(self, uniform: Tensor, normal: Tensor, single: tuple[int, ...] = ()) -> None:
-        """`uniform` (b k), 0 to 1, and `normal` (b l) are the numbers to hand out."""
+        """`uniform` (b k), between 0 and 1, and `normal` (b l) are the numbers to hand out."""
         self._uniform, self._normal, self._single = uniform, normal, single
         self._used = [0, 0]
 
     @staticmethod
     def of(count: int, random: Generator, device: torch.device) -> "Draws":
-        """New numbers for so many pictures."""
+        """Generate numbers for `count` images."""
         return Draws(*draw_numbers(count, random, device))
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
-        """Between low and high: (b, *shape)."""
+        """Return numbers between low and high: (b, *shape)."""
         return low + (high - low) * self._next(self._uniform, 0, shape or self._single)
 
     def normal(self, deviation: float, *shape: int) -> Tensor:
-        """Around 0: (b, *shape)."""
+        """Return normal numbers around 0: (b, *shape)."""
         return deviation * self._next(self._normal, 1, shape or self._single)
 
     def _next(self, numbers: Tensor, which: int, shape: tuple[int, ...]) -> Tensor:
@@ -41,20 +42,20 @@ class Draws:
         return numbers[:, start:end].reshape(-1, *shape)
 
     def chance(self, probability: float) -> Tensor:
-        """True with this probability."""
+        """Return True with this probability."""
         return self.uniform(0, 1) < probability
 
 
 def draw_numbers(count: int, random: Generator, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The numbers of `Draws` for so many pictures: uniform ones of 0 to 1, and normal ones."""
+    """Generate the numbers of `Draws` for `count` images: uniform ones between 0 and 1, and normal ones."""
     uniform = torch.rand(count, _UNIFORM, generator=random, device=device)
     return uniform, torch.randn(count, _NORMAL, generator=random, device=device)
 
 
 def relight(images: Tensor, random: Generator, sensors: float = 0.0) -> Tensor:
-    """Another light, another camera: shadows, exposure, colour, night, blur, noise and compression.
+    """Change light and camera: shadows, exposure, color, night, blur, noise and compression.
 
-    A share of the pictures, `sensors`, is as another sensor or season would have it.
+    `sensors`: share of images that simulate another sensor or season.
     """
     numbers = draw_numbers(len(images), random, images.device)
     noise = torch.randn(images.shape, generator=random, device=images.device)
@@ -62,7 +63,7 @@ def relight(images: Tensor, random: Generator, sensors: float = 0.0) -> Tensor:
 
 
 def light(images: Tensor, uniforms: Tensor, normals: Tensor, noise: Tensor, sensors: float) -> Tensor:
-    """What `relight` does with these random numbers, all of one floating-point type; `noise` is (b 3 h w)."""
+    """Apply the changes of `relight` with these random numbers, all of one dtype; `noise` is (b 3 h w)."""
     device = images.device
     draws = Draws(uniforms, normals, single=(1, 1, 1))
     uniform, normal, chance = draws.uniform, draws.normal, draws.chance
@@ -73,11 +74,11 @@ def light(images: Tensor, uniforms: Tensor, normals: Tensor, noise: Tensor, sens
     night = chance(0.3)
     gain = torch.exp2(normal(0.6) - torch.where(night, uniform(0, 8), 0))
     tint = torch.exp(normal(0.12, 3, 1, 1) * (1 + 2 * night))
-    # Lamps of other colours make other surfaces bright.
+    # Lamps of other colors change the brightness of surfaces.
     mixing = torch.eye(3, device=device, dtype=images.dtype) + normal(0.08, 3, 3) * (1 + 2 * night)[..., 0]
     linear = torch.einsum("bij,bjhw->bihw", mixing, linear).clamp(0, 1)
     linear = linear * torch.where(night, _lamps(uniform, linear), 1)
-    # Surfaces answer other lamps differently: what was the brighter one by day may be the darker one at night.
+    # Under other lamps, a surface that is brighter by day may be darker at night.
     wave = (images.clamp(0, 1) * normal(5.0, 3, 1, 1)).sum(1, keepdim=True) + uniform(0, 2 * math.pi)
     linear = linear * torch.exp(wave.sin() * torch.where(night, uniform(0, 2.5), uniform(0, 0.8) * chance(0.3)))
     # Shadows and glows: a smooth field, sometimes with hard edges.
@@ -96,13 +97,13 @@ def light(images: Tensor, uniforms: Tensor, normals: Tensor, noise: Tensor, sens
 
 
 def _other_sensor(draws: Draws, images: Tensor) -> Tensor:
-    """Channels swapped or inverted, another tone curve, and tones that change across the picture."""
+    """Swap or invert channels, and apply another tone curve that varies over the image."""
     uniform, normal, chance = draws.uniform, draws.normal, draws.chance
     order = uniform(0, 1, 3).argsort(1)
     images = images.gather(1, order[:, :, None, None].expand_as(images))
     images = torch.where(chance(0.2), images.mean(1, keepdim=True), images)
     images = torch.where(chance(0.3) ^ (uniform(0, 1, 3, 1, 1) < 0.1), 1 - images, images)
-    # Smooth curves that need not rise everywhere: sensors answer to other materials.
+    # Smooth, not necessarily monotonic curves: other sensors respond differently to materials.
     amount = uniform(0, 0.5)
     for wave in (1, 2, 3):
         images = images + (images * (wave * math.pi)).sin() * normal(1.0, 3, 1, 1) * amount / wave
@@ -111,8 +112,8 @@ def _other_sensor(draws: Draws, images: Tensor) -> Tensor:
 
 
 def _lamps(uniform: Callable[..., Tensor], images: Tensor) -> Tensor:
-    """The light of coloured lamps on pictures (b 3 h w): where they stand they outshine the night many times."""
-    # At a quarter of the resolution, as light is smooth.
+    """Return the light of colored lamps on images (b 3 h w), much brighter than the night around them."""
+    # At a quarter of the resolution, because light is smooth.
     y, x = ((torch.arange(side // 4, device=images.device) + 0.5) / (side // 4) for side in images.shape[2:])
     light = torch.ones(len(images), 3, len(y), len(x), device=images.device)
     for _ in range(8):
@@ -124,13 +125,14 @@ def _lamps(uniform: Callable[..., Tensor], images: Tensor) -> Tensor:
 
 
 def _blurred(images: Tensor, sigma: Tensor) -> Tensor:
-    """Gaussian blur with a deviation in pixels for each picture (b 1 1 1); 0: none."""
+    """Apply Gaussian blur with a standard deviation in pixels per image (b 1 1 1); 0: none."""
     reach = 4
     axis = torch.arange(-reach, reach + 1, device=images.device)
-    kernel = torch.exp(-axis.square() / (2 * sigma.float().clamp(min=1e-3).square()))  # b 1 1 9
+    # (b, 1, 1, 9).
+    kernel = torch.exp(-axis.square() / (2 * sigma.float().clamp(min=1e-3).square()))
     kernel = (kernel / kernel.sum(3, keepdim=True)).to(images.dtype)
     height, width = images.shape[2:]
-    # Shifts and sums: a convolution with a kernel of its own for every picture is slower.
+    # Shifts and sums are faster than a convolution with one kernel per image.
     padded = F.pad(images, (reach, reach, 0, 0), mode="replicate")
     images = sum((padded[..., i : i + width] * kernel[..., i : i + 1] for i in range(2 * reach + 1)), start=sigma * 0)
     padded = F.pad(images, (0, 0, reach, reach), mode="replicate")
@@ -138,7 +140,7 @@ def _blurred(images: Tensor, sigma: Tensor) -> Tensor:
 
 
 def _compressed(images: Tensor, strength: Tensor) -> Tensor:
-    """Block transform and rounding, as in JPEG; `strength` (b 1 1 1) is the step of the middle frequencies."""
+    """Apply block transform and rounding, as in JPEG; `strength` (b 1 1 1) is the step of the middle frequencies."""
     place = torch.arange(8, device=images.device)
     basis = torch.cos(math.pi / 8 * (place[None] + 0.5) * place[:, None]) / 2
     basis[0] /= math.sqrt(2)

@@ -1,4 +1,4 @@
-"""MegaDepth by the paper's recipe, from D2-Net's scene_info files and the undistorted depth maps."""
+"""MegaDepth by the recipe of the paper, from D2-Net's scene_info files and the undistorted depth maps."""
 
 import zlib
 from collections.abc import Iterable, Iterator
@@ -31,12 +31,16 @@ _ARRAYS = ("image_paths", "depth_paths", "intrinsics", "poses", "overlap_matrix"
 
 @dataclass(frozen=True, kw_only=True)
 class MegaDepthRecipe:
-    """Which pairs of MegaDepth are taken; the defaults are the paper's."""
+    """Selection of pairs of MegaDepth; the defaults are those of the paper."""
 
-    min_overlap: float = 0.5  # share of picture 0's sparse points that picture 1 sees; pairs must exceed it
-    scene_pairs: int = 500  # scenes with more valid pairs are for training, the others for validation
-    pairs_per_scene: int = 110  # of a training scene; of a validation scene all are taken
-    points: int = 128  # correspondences a pair in the pairs files
+    # Share of the sparse points of image 0 that image 1 observes; pairs must exceed it.
+    min_overlap: float = 0.5
+    # Scenes with more valid pairs are for training, the others for validation.
+    scene_pairs: int = 500
+    # Number of pairs of a training scene; validation scenes use all pairs.
+    pairs_per_scene: int = 110
+    # Number of correspondences per pair in the pairs files.
+    points: int = 128
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -46,16 +50,17 @@ class MegaDepthRecipe:
 
 @dataclass(frozen=True, kw_only=True)
 class MegaDepthConfig(CutConfig):
-    """Pairs straight from MegaDepth, with new correspondences every time; needs no pairs file."""
+    """Pairs directly from MegaDepth, with new correspondences every time; needs no pairs file."""
 
     root: str
     split: Split = "training"
-    seed: int = 0  # of the choice of pairs
+    # Seed of the selection of pairs.
+    seed: int = 0
     kind: Literal["megadepth"] = "megadepth"
 
 
 class MegaDepthScene:
-    """A scene and its valid pairs, in an order that depends on the recipe's seed and the scene's name alone."""
+    """A scene and its valid pairs, in an order that depends only on the seed and on the name of the scene."""
 
     def __init__(self, root: str | Path, path: Path, recipe: MegaDepthRecipe) -> None:
         self.root, self.path, self.name = Path(root), path, path.stem
@@ -63,27 +68,27 @@ class MegaDepthScene:
         self._images, self._depths, self._intrinsics, self._poses, overlap = (info[name] for name in _ARRAYS)
         count = len(self._images)
         if any(len(info[name]) != count for name in _ARRAYS) or np.shape(overlap) != (count, count):
-            raise DataError(f"{path} has lists of different lengths; get the published file again.")
+            raise DataError(f"{path} has lists of different lengths; download the published file again.")
         whole = np.array([all(x is not None for x in entries) for entries in zip(*self._entries(), strict=True)])
         valid = (np.asarray(overlap) > recipe.min_overlap) & whole[:, None] & whole & ~np.eye(count, dtype=bool)
         pairs = np.argwhere(valid)
         rng = np.random.default_rng([recipe.seed, zlib.crc32(self.name.encode())])
-        # By direction, as the published matrix has them: (i, j) and (j, i) count apart.
+        # Directed, as in the published matrix: (i, j) and (j, i) are different pairs.
         self.pairs: list[tuple[int, int]] = [(int(i), int(j)) for i, j in rng.permutation(pairs)]
         self.split: Split = "training" if len(pairs) > recipe.scene_pairs else "validation"
         self._seed = recipe.seed
 
     def pair_name(self, pair: tuple[int, int]) -> str:
-        """The names of both pictures."""
+        """Return the names of both images."""
         return f"{self._images[pair[0]]} {self._images[pair[1]]}"
 
     def load(self, pair: tuple[int, int]) -> PairSample:
-        """Read a pair and find its correspondences."""
+        """Load a pair and find its correspondences."""
         seed = [self._seed, zlib.crc32(self.name.encode()), *pair]
         return correspond_by_depth(self._view(pair[0]), self._view(pair[1]), seed)
 
     def line(self, pair: tuple[int, int], points: int) -> PairLine:
-        """The pair as a line of a pairs file with so many random correspondences."""
+        """Return the pair as a line of a pairs file, with `points` random correspondences."""
         return line_of(self.load(pair), self.root, points=points, seed=[self._seed, *pair])
 
     def _entries(self) -> tuple[Any, ...]:
@@ -96,13 +101,13 @@ class MegaDepthScene:
             K = from_colmap_pixels(np.asarray(self._intrinsics[number], dtype=np.float64))
             pose = np.asarray(self._poses[number], dtype=np.float64)
         except (TypeError, ValueError) as error:
-            raise DataError(f"{self.path}: picture {number} has no camera ({error}); get the file again.") from error
+            raise DataError(f"{self.path}: image {number} has no camera ({error}); download the file again.") from error
         camera = Camera(width=width, height=height, K=K, source="file", cam_from_world=pose)
         return DepthView(image=inside(self.root, str(self._images[number])), depth=depth, camera=camera)
 
 
 class MegaDepthPairs:
-    """The pairs of one split; scenes that can't be read are named in `broken`."""
+    """The pairs of one split; `broken` lists scenes that cannot be read."""
 
     def __init__(self, root: str | Path, split: Split, recipe: MegaDepthRecipe | None = None) -> None:
         recipe = recipe or MegaDepthRecipe()
@@ -118,35 +123,35 @@ class MegaDepthPairs:
             self._pairs += [(scene, pair) for pair in scene.pairs[:limit] if scene.split == split]
         if not self._pairs:
             reason = next(iter(self.broken.values()), "")
-            raise DataError(f"{root} has no pairs for {split}; download its other scenes. {reason}".strip())
+            raise DataError(f"{root} has no pairs for {split}; download more scenes. {reason}".strip())
 
     def __len__(self) -> int:
         return len(self._pairs)
 
     def name(self, number: int) -> str:
-        """The names of both pictures."""
+        """Return the names of both images."""
         scene, pair = self._pairs[number]
         return scene.pair_name(pair)
 
     def load(self, number: int) -> PairSample:
-        """Read a pair and find its correspondences."""
+        """Load a pair and find its correspondences."""
         scene, pair = self._pairs[number]
         return scene.load(pair)
 
 
 def scene_files(root: str | Path) -> list[Path]:
-    """The scene_info files of a MegaDepth folder."""
+    """Return the scene_info files of a MegaDepth folder."""
     folder = Path(root) / "scene_info"
     if not folder.is_dir():
-        raise DataError(f"{folder} does not exist; put the scene_info files of D2-Net's preprocessing there.")
+        raise DataError(f"{folder} does not exist; copy the scene_info files of D2-Net's preprocessing there.")
     files = sorted(folder.glob("*.npz"))
     if not files:
-        raise DataError(f"{folder} holds no .npz file; put the scene_info files of D2-Net's preprocessing there.")
+        raise DataError(f"{folder} has no .npz file; copy the scene_info files of D2-Net's preprocessing there.")
     return files
 
 
 def read_depth_h5(path: Path) -> npt.NDArray[np.float32]:
-    """The depth map (h, w) of an HDF5 file, 0 where there is none; at most 1 GiB, and in the file itself."""
+    """Read the depth map (h, w) of an HDF5 file, 0 where there is none; at most 1 GiB, without external data."""
     h5py = require("h5py", "colmap", "MegaDepth's depth maps")
     try:
         with h5py.File(path, "r") as file:
@@ -154,29 +159,32 @@ def read_depth_h5(path: Path) -> npt.NDArray[np.float32]:
     except FileNotFoundError as error:
         raise DataError(f"The depth map {path} does not exist; download it again.") from error
     except (OSError, KeyError, ValueError, TypeError, RuntimeError, MemoryError) as error:
-        raise DataError(f"The depth map {path} is broken ({error}); download it again.") from error
+        raise DataError(f"The depth map {path} is damaged ({error}); download it again.") from error
     if depth.ndim != 2 or 0 in depth.shape:
-        raise DataError(f"{path} holds no depth map but an array of shape {depth.shape}; download it again.")
-    # Negative values mark order rather than depth in some of these files.
+        raise DataError(f"{path} has an array of shape {depth.shape} instead of a depth map; download it again.")
+    # In some of these files, negative values mark order instead of depth.
     return np.where(np.isfinite(depth) & (depth > 0), depth, np.float32(0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SceneResult:
-    """What a scene gave to the pairs files."""
+    """Contribution of a scene to the pairs files."""
 
     name: str
     split: Split | None = None
     pairs: int = 0
-    poor: int = 0  # pairs left out because their depth maps agree on too few points
-    broken: tuple[str, ...] = ()  # what could not be read
-    part: Path | None = None  # the lines
+    # Number of pairs left out because their depth maps agree on too few points.
+    poor: int = 0
+    # Files that could not be read.
+    broken: tuple[str, ...] = ()
+    # File with the lines of the scene.
+    part: Path | None = None
 
 
 def write_scenes(
     root: str | Path, out: str | Path, recipe: MegaDepthRecipe, *, workers: int = 1
 ) -> Iterator[SceneResult]:
-    """Write the lines of each scene to a file of its own in `out`/scenes; scenes that are whole there are kept."""
+    """Write the lines of each scene to a file in `out`/scenes; complete files from earlier runs are kept."""
     files, parts = scene_files(root), Path(out) / "scenes"
     _begin(parts, recipe)
     tasks = [(Path(root), path, parts, recipe) for path in files]
@@ -188,7 +196,7 @@ def write_scenes(
 
 
 def join_scenes(out: str | Path, results: Iterable[SceneResult]) -> dict[Split, int]:
-    """Join the scenes' lines to training_pairs.txt and validation_pairs.txt; gives their numbers of pairs."""
+    """Join the scenes to training_pairs.txt and validation_pairs.txt, and return their numbers of pairs."""
     parts, counts = list(results), {}
     for split in get_args(Split):
         chosen = [result for result in parts if result.split == split and result.part is not None]
@@ -201,11 +209,11 @@ def join_scenes(out: str | Path, results: Iterable[SceneResult]) -> dict[Split, 
 
 
 def _begin(parts: Path, recipe: MegaDepthRecipe) -> None:
-    """Make the folder of the scenes, for this recipe alone."""
+    """Create the folder of the scenes, for one recipe."""
     note, text = parts / "recipe.toml", to_toml(recipe)
     make_folder(parts)
     if note.exists() and read_text(note) != text:
-        raise ConfigError(f"{parts} holds pairs of another recipe; choose another folder, or delete it.")
+        raise ConfigError(f"{parts} has pairs of another recipe; choose another folder, or delete it.")
     write_text(note, text)
 
 
@@ -221,14 +229,14 @@ def _write_scene(task: tuple[Path, Path, Path, MegaDepthRecipe]) -> SceneResult:
     except DataError as error:
         return SceneResult(name=path.stem, broken=(str(error),))
     lines, poor, broken = _scene_lines(scene, recipe)
-    # A scene with files missing is done again next time, when they may be there.
+    # A scene with missing files is repeated in the next run, when they may exist.
     part = parts / f"{scene.name}-{scene.split}.{'partial' if broken else 'txt'}"
     write_pairs(part, lines)
     return SceneResult(name=scene.name, split=scene.split, pairs=len(lines), poor=poor, broken=tuple(broken), part=part)
 
 
 def _scene_lines(scene: MegaDepthScene, recipe: MegaDepthRecipe) -> tuple[list[PairLine], int, list[str]]:
-    """The lines of a scene, how many pairs were poor, and what was broken; those are replaced where there are more."""
+    """Return the lines of a scene, the number of poor pairs, and errors; unusable pairs are replaced by others."""
     wanted = recipe.pairs_per_scene if scene.split == "training" else len(scene.pairs)
     lines: list[PairLine] = []
     poor, broken = 0, dict[str, None]()

@@ -1,7 +1,7 @@
-"""Arrays of others' .npz files, also those of Python objects, without running code that a file may hold.
+"""Arrays of untrusted .npz files, including those of Python objects, without executing code.
 
-The arrays of a file take at most 4 GiB together, however small the file is, and a shape must be that of the data.
-Objects are unpickled only if they are arrays, plain values and containers of them.
+All arrays of a file take at most 4 GiB in memory, and shapes must fit the data. Objects are unpickled only if they
+are arrays, plain values, or containers of them.
 """
 
 import pickle
@@ -17,8 +17,9 @@ import numpy as np
 from dualrc.errors import DataError
 from dualrc.files import limit_zip
 
-MOST_BYTES = 4 << 30  # unpacked
-# What reading a file that is not what it should be can raise.
+# Maximum size in memory.
+MOST_BYTES = 4 << 30
+# Exceptions that reading a damaged file can raise.
 BROKEN = (
     OSError,
     ValueError,
@@ -28,8 +29,10 @@ BROKEN = (
     AttributeError,
     ImportError,
     ArithmeticError,
-    MemoryError,  # broken lengths ask for anything
-    RuntimeError,  # encrypted, or compressed in a way that is not known here
+    # Wrong lengths can request any amount of memory.
+    MemoryError,
+    # The file is encrypted, or uses an unknown compression.
+    RuntimeError,
     struct.error,
     zlib.error,
     zipfile.BadZipFile,
@@ -38,13 +41,13 @@ BROKEN = (
 
 
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """The named arrays of an .npz file; the others, which may be large, are not touched."""
+    """Read the named arrays of an .npz file; other arrays, which may be large, are not read."""
     try:
         limit_zip(path, MOST_BYTES)
         with zipfile.ZipFile(path) as archive:
             found = {name.removesuffix(".npy") for name in archive.namelist()}
             if missing := [name for name in names if name not in found]:
-                raise DataError(f"{path} has no {missing[0]}; get the published file.")
+                raise DataError(f"{path} has no {missing[0]}; download the published file.")
             arrays = {}
             for name in names:
                 with archive.open(f"{name}.npy") as file:
@@ -54,11 +57,11 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
         raise
     except BROKEN as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path} is missing or broken ({reason}); get the published file again.") from error
+        raise DataError(f"{path} is missing or damaged ({reason}); download the published file again.") from error
 
 
 def read_array(file: IO[bytes]) -> Any:
-    """One array of an .npz file; objects in it are let in only if they are arrays and plain values."""
+    """Read one array of an .npz file; objects in it must be arrays and plain values."""
     version = np.lib.format.read_magic(file)
     read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read_header(file)
@@ -69,7 +72,7 @@ def read_array(file: IO[bytes]) -> Any:
 
 
 class ArrayUnpickler(pickle.Unpickler):
-    """Reads numpy arrays in plain containers, and refuses everything else by its name."""
+    """Unpickler for numpy arrays in plain containers; it rejects everything else by name."""
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = _allowed().get((module.replace("numpy._core", "numpy.core"), name))
@@ -79,9 +82,10 @@ class ArrayUnpickler(pickle.Unpickler):
 
 
 def _allowed() -> dict[tuple[str, str], Any]:
-    # The functions that numpy's own pickles name, whose places differ between its versions.
+    # Functions that numpy's own pickles use; their modules differ between versions of numpy.
     array: Any = np.zeros(1).__reduce__()
-    array_from_5: Any = np.zeros(1).__reduce_ex__(5)  # how pickles of protocol 5 store it
+    # Form of an array in pickles of protocol 5.
+    array_from_5: Any = np.zeros(1).__reduce_ex__(5)
     scalar: Any = np.float64(0).__reduce__()
     return {
         ("numpy", "ndarray"): np.ndarray,
@@ -96,12 +100,12 @@ def _allowed() -> dict[tuple[str, str], Any]:
 
 
 def _no_bytes() -> bytes:
-    """How old pickles store no bytes at all; with an argument it could be asked for terabytes."""
+    """Return empty bytes, as in old pickles; bytes() with an argument could allocate terabytes."""
     return b""
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """How old pickles store bytes."""
+    """Return bytes from their form in old pickles."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it asks for the encoding {encoding!r}, which is not allowed here")
     return text.encode("latin1")

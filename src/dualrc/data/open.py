@@ -1,4 +1,4 @@
-"""From a reader's config to batches: the one place that knows all readers of pairs."""
+"""Makers of batches from the config of a reader; the only module that knows all readers of pairs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,37 +18,40 @@ from dualrc.data.views import FilePairs
 
 DataConfig = PhotosConfig | ScenesConfig | PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfig
 
-_HELD_OUT = 10  # every tenth
+# Every tenth image or pair is held out.
+_HELD_OUT = 10
 _HELD_OUT_SCENES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """Makers of batches from one source, to train on and to check with."""
+    """Makers of batches from one source, for training and for validation."""
 
     training: PairMaker
     held_out: PairMaker
 
     def report(self) -> list[str]:
-        """Lines about what could not be used so far."""
+        """Return lines about data that could not be used so far."""
         lines = (maker.report() for maker in (self.training, self.held_out))
         return [line for line in dict.fromkeys(lines) if line]
 
     def close(self) -> None:
-        """Stop what is being prepared."""
+        """Stop preparing batches."""
         self.training.close()
         self.held_out.close()
 
 
-def open_pairs(config: DataConfig, *, size: int, points: int, device: torch.device | str = "cpu") -> Opened:
-    """Makers of batches of `size` x `size` pictures with so many places each; every tenth picture or pair is held out.
+def open_pairs(
+    config: DataConfig, *, size: int, points: int, device: torch.device | str = "cpu", hold_out: bool = True
+) -> Opened:
+    """Return makers of batches of `size` x `size` images with `points` points each.
 
-    Where there are fewer than ten, the same ones serve for both.
+    Every tenth image or pair is held out. With fewer than ten, or `hold_out=False`, both makers use all of them.
     """
     settings: dict[str, Any] = {"size": size, "points": points, "device": torch.device(device)}
     if isinstance(config, PhotosConfig):
         photos = read_photos(config.paths, canvas=config.canvas)
-        parts = (_some_photos(photos, numbers) for numbers in _split(len(photos.sizes)))
+        parts = (_some_photos(photos, numbers) for numbers in _split(len(photos.sizes), hold_out))
         training, held_out = (
             PhotoPairs(part, motion=config.motion, sensors=config.sensors, **settings) for part in parts
         )
@@ -56,9 +59,11 @@ def open_pairs(config: DataConfig, *, size: int, points: int, device: torch.devi
     if isinstance(config, ScenesConfig):
         other = replace(config, seed=config.seed + 1, pool=min(config.pool, _HELD_OUT_SCENES), workers=0)
         scenes = ScenePairs(config, **settings)
+        if not hold_out:
+            return Opened(training=scenes, held_out=scenes)
         return Opened(training=scenes, held_out=ScenePairs(other, helper=scenes, **settings))
     source = _source(config)
-    sources = (_Some(source, numbers) for numbers in _split(len(source)))
+    sources = (_Some(source, numbers) for numbers in _split(len(source), hold_out))
     pairs, held_out_pairs = (FilePairs(some, config, **settings) for some in sources)
     if isinstance(source, (RgbdPairs, MegaDepthPairs)):
         pairs.skipped.update(source.broken)
@@ -79,9 +84,9 @@ def _source(config: PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfi
             return RgbdPairs(config.root, min_overlap=config.min_overlap)
 
 
-def _split(count: int) -> tuple[list[int], list[int]]:
-    """Numbers to train on and numbers to check with."""
-    held_out = list(range(_HELD_OUT - 1, count, _HELD_OUT))
+def _split(count: int, hold_out: bool) -> tuple[list[int], list[int]]:
+    """Return the numbers for training and the numbers for validation."""
+    held_out = list(range(_HELD_OUT - 1, count, _HELD_OUT)) if hold_out else []
     if not held_out:
         return list(range(count)), list(range(count))
     return [number for number in range(count) if number % _HELD_OUT != _HELD_OUT - 1], held_out
@@ -92,7 +97,7 @@ def _some_photos(photos: Photos, numbers: Sequence[int]) -> Photos:
 
 
 class _Some:
-    """Some pairs of a source."""
+    """A subset of the pairs of a source."""
 
     def __init__(self, source: PairSource, numbers: Sequence[int]) -> None:
         self._source, self._numbers = source, numbers
@@ -101,9 +106,9 @@ class _Some:
         return len(self._numbers)
 
     def name(self, number: int) -> str:
-        """What a report calls this pair."""
+        """Return the name of a pair in reports."""
         return self._source.name(self._numbers[number])
 
     def load(self, number: int) -> PairSample:
-        """Read a pair."""
+        """Load a pair."""
         return self._source.load(self._numbers[number])

@@ -1,4 +1,4 @@
-"""The pair sample: two pictures, corresponding points, and which of them count."""
+"""Training pairs: two images, corresponding points, and their validity."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,18 +13,23 @@ from dualrc.types import FloatArray, ImageArray
 
 @dataclass(frozen=True, kw_only=True)
 class PairBatch:
-    """Pairs of pictures of the same size with n places each; points are (x, y) in pixels."""
+    """Pairs of images of the same size with n points each; points are (x, y) in pixels."""
 
-    images0: Tensor  # b 3 h w, normalized
+    # (b, 3, h, w), normalized.
+    images0: Tensor
     images1: Tensor
-    points0: Tensor  # b n 2
+    # (b, n, 2).
+    points0: Tensor
     points1: Tensor
-    valid: Tensor  # b n: points0 and points1 show the same thing
-    absent0: Tensor  # b n: points0 is known to be hidden in picture 1, or outside it
-    absent1: Tensor  # b n: the same of points1 in picture 0
+    # (b, n): points0 and points1 correspond.
+    valid: Tensor
+    # (b, n): points0 is known to be occluded in image 1, or outside of it.
+    absent0: Tensor
+    # (b, n): points1 is known to be occluded in image 0, or outside of it.
+    absent1: Tensor
 
     def swapped(self) -> "PairBatch":
-        """The pictures exchanged."""
+        """Return the batch with the images exchanged."""
         return PairBatch(
             images0=self.images1,
             images1=self.images0,
@@ -37,45 +42,46 @@ class PairBatch:
 
 
 class PairMaker(Protocol):
-    """What training takes its batches from."""
+    """Source of batches for training."""
 
     def make(self, count: int, random: Generator) -> PairBatch:
-        """A batch of `count` pairs; the same generator state makes the same batch."""
+        """Make a batch of `count` pairs; the same generator state makes the same batch."""
 
     def report(self) -> str:
-        """One line about what could not be used so far; empty if all could."""
+        """Return one line about data that could not be used so far; empty if there is none."""
 
     def close(self) -> None:
-        """Stop what is being prepared."""
+        """Stop preparing batches."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairSample:
-    """Two pictures as they are, and what is known of their points, in their own pixels."""
+    """Two original images and their points, in original pixels."""
 
     image0: Path | ImageArray
     image1: Path | ImageArray
     points0: FloatArray  # (n, 2)
-    points1: FloatArray  # (n, 2), which show the same
-    # (m, 2) points of picture 0 that are known to be hidden in picture 1, or outside it, and (k, 2) of picture 1.
+    # (n, 2), corresponding points.
+    points1: FloatArray
+    # (m, 2), points of image 0 that are known to be occluded in image 1 or outside of it, and (k, 2) of image 1.
     hidden0: FloatArray = field(default_factory=lambda: np.empty((0, 2)))
     hidden1: FloatArray = field(default_factory=lambda: np.empty((0, 2)))
 
 
 class PairSource(Protocol):
-    """Pairs by number, read when they are asked for."""
+    """Pairs by number, loaded on request."""
 
     def __len__(self) -> int: ...
 
     def name(self, number: int) -> str:
-        """What a report calls this pair."""
+        """Return the name of a pair in reports."""
 
     def load(self, number: int) -> PairSample:
-        """Read a pair; a DualRCError says what is wrong with it."""
+        """Load a pair; raise DualRCError if it cannot be used."""
 
 
 def left_out(names_and_reasons: Sequence[str], what: str) -> str:
-    """One line about what could not be used, with some of them; empty if there is nothing."""
+    """Return one line about data that could not be used, with examples; empty if there is none."""
     if not names_and_reasons:
         return ""
     some = names_and_reasons[:3]

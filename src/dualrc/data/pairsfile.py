@@ -1,4 +1,4 @@
-"""Pairs files, as published with the paper: a line names two pictures and lists x0 y0 x1 y1 of each correspondence."""
+"""Pairs files as published with the paper: each line has two image names and x0 y0 x1 y1 of each correspondence."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,15 +14,16 @@ from dualrc.files import inside, is_file, read_text, replacing
 from dualrc.formats import SUFFIXES
 from dualrc.types import FloatArray
 
-_FORM = "write `image0 image1 x0 y0 x1 y1 ...`, four numbers a correspondence"
+_FORM = "write `image0 image1 x0 y0 x1 y1 ...`, four numbers per correspondence"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairsFileConfig(CutConfig):
-    """Pairs from a file with a line `image0 image1 x0 y0 x1 y1 ...` each."""
+    """Pairs from a file with lines `image0 image1 x0 y0 x1 y1 ...`."""
 
     file: str
-    images: str  # folder that the names in the file start from
+    # Folder to which the names in the file are relative.
+    images: str
     kind: Literal["pairs"] = "pairs"
 
 
@@ -32,21 +33,22 @@ class PairLine:
 
     name0: str
     name1: str
-    points0: FloatArray  # (n, 2) in the pixels of the picture as it is
+    # (n, 2), in pixels of the original image.
+    points0: FloatArray
     points1: FloatArray
 
 
 class TooFewPointsError(DataError):
-    """A pair whose pictures share too little."""
+    """The images of a pair share too few points."""
 
 
 class PairsFile:
-    """The pairs of a file; a line is looked at when its pair is asked for."""
+    """The pairs of a file; lines are parsed when their pair is loaded."""
 
     def __init__(self, file: str | Path, images: str | Path) -> None:
         self.file, self.images = Path(file), Path(images)
         if not self.images.is_dir():
-            raise DataError(f"The folder of pictures {self.images} does not exist; check the path.")
+            raise DataError(f"The image folder {self.images} does not exist; check the path.")
         lines = read_text(self.file).splitlines()
         self._lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         if not self._lines:
@@ -56,11 +58,11 @@ class PairsFile:
         return len(self._lines)
 
     def name(self, number: int) -> str:
-        """The line."""
+        """Return the file name and line number."""
         return f"{self.file.name}, line {self._lines[number][0]}"
 
     def load(self, number: int) -> PairSample:
-        """The pair of a line."""
+        """Load the pair of a line."""
         line = parse_line(self._lines[number][1])
         return PairSample(
             image0=inside(self.images, line.name0),
@@ -71,12 +73,12 @@ class PairsFile:
 
 
 def parse_line(line: str) -> PairLine:
-    """The pair that a line tells; names may hold spaces if both end like pictures."""
+    """Parse a line; names may have spaces if both end like image files."""
     words = line.split()
     numbers = len(words)
     while numbers and _is_number(words[numbers - 1]):
         numbers -= 1
-    # Numbers that are left over from fours belong to the second name.
+    # Numbers that do not form a group of four belong to the second name.
     numbers += (len(words) - numbers) % 4
     names = _split_names(words[:numbers])
     values = np.array([float(word) for word in words[numbers:]]).reshape(-1, 2, 2)
@@ -86,7 +88,7 @@ def parse_line(line: str) -> PairLine:
 
 
 def format_line(pair: PairLine) -> str:
-    """The line of a pair."""
+    """Format a pair as a line."""
     values = np.concatenate([pair.points0, pair.points1], axis=1).ravel().tolist()
     line = " ".join([pair.name0, pair.name1, *(f"{value:.3f}" for value in values)])
     try:
@@ -95,12 +97,12 @@ def format_line(pair: PairLine) -> str:
     except DataError:
         same = False
     if not same or len(line.splitlines()) != 1:
-        raise DataError(f"{pair.name0} and {pair.name1} can't stand in a pairs file; rename them without spaces.")
+        raise DataError(f"{pair.name0} and {pair.name1} are ambiguous in a pairs file; rename them without spaces.")
     return line
 
 
 def write_pairs(path: str | Path, pairs: Iterable[PairLine]) -> int:
-    """Write a pairs file, whole or not at all; gives the number of pairs."""
+    """Write a pairs file atomically, and return the number of pairs."""
     count = 0
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         for pair in pairs:
@@ -112,7 +114,7 @@ def write_pairs(path: str | Path, pairs: Iterable[PairLine]) -> int:
 def lines_of(
     source: PairSource, images: str | Path, *, points: int, seed: int, skipped: dict[str, str]
 ) -> Iterator[PairLine]:
-    """Lines for the pairs of a source, names from the folder `images`; what can't be used goes to `skipped`."""
+    """Yield lines for the pairs of a source, with names relative to `images`; `skipped` gets unusable pairs."""
     for number in range(len(source)):
         try:
             line = line_of(source.load(number), images, points=points, seed=[seed, number])
@@ -123,11 +125,11 @@ def lines_of(
         yield line
     if len(skipped) == len(source):
         name, reason = next(iter(skipped.items()))
-        raise DataError(f"None of the {len(source)} pairs can be used; mend the data. The first, {name}: {reason}")
+        raise DataError(f"None of the {len(source)} pairs can be used; correct the data. The first, {name}: {reason}")
 
 
 def line_of(sample: PairSample, images: str | Path, *, points: int, seed: list[int]) -> PairLine:
-    """A line with so many random correspondences of a pair, its names from the folder `images`."""
+    """Return a line with `points` random correspondences of a pair, with names relative to `images`."""
     names = []
     for image in (sample.image0, sample.image1):
         if not isinstance(image, Path) or not is_file(image):
@@ -148,12 +150,12 @@ def _is_number(word: str) -> bool:
 
 
 def _split_names(words: list[str]) -> tuple[str, str]:
-    """Two names from the words before the numbers."""
+    """Split the words before the numbers into two names."""
     if len(words) == 2:
         return words[0], words[1]
     splits = [(" ".join(words[:i]), " ".join(words[i:])) for i in range(1, len(words))]
     found = [names for names in splits if all(name.lower().endswith(SUFFIXES) for name in names)]
     if len(found) == 1:
         return found[0]
-    problem = "The names can't be told from one another or from the numbers" if len(words) > 2 else "A name is missing"
+    problem = "The names are ambiguous" if len(words) > 2 else "A name is missing"
     raise DataError(f"{problem}; {_FORM}.")

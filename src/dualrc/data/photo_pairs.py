@@ -1,4 +1,4 @@
-"""Pairs made from single photographs, on the training device: known motion, occlusion and light."""
+"""Pairs synthesized from single photos on the training device, with known motion, occlusion and light."""
 
 import math
 from dataclasses import dataclass
@@ -13,28 +13,35 @@ from dualrc.data.photos import PhotoMotion, Photos
 from dualrc.image import normalize_colors
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_unit
 
-_SMALLER = (2, 4)  # how many times smaller the versions of a photograph are that are read where it is scaled down
-_TAPS = 3  # places that are read for a pixel of a background that is seen from the side
+# Factors of the reduced versions of a photo, which are sampled where it is scaled down.
+_SMALLER = (2, 4)
+# Number of samples per pixel of a tilted background.
+_TAPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """One photograph seen in both pictures."""
+    """One photo as seen in both images."""
 
-    levels: tuple[Tensor, ...]  # b 3 s s, 0 to 1; then at half and at a quarter of the size
-    sizes: Tensor  # b 2
-    photo_from_picture: tuple[Tensor, Tensor]  # b 3 3 each
-    # The outline: where angle-dependent radius ends; None for the background, which has no end.
-    center: Tensor | None  # b 2
-    radii: Tensor | None  # b 8: mean radius, then amplitudes and phases of three harmonics, and presence
-    # The bending of picture 1's background: b j 6, amplitude (2), frequency (2), phases (2); None: stiff.
+    # (b, 3, s, s), between 0 and 1; then at half and at a quarter of the size.
+    levels: tuple[Tensor, ...]
+    # (b, 2).
+    sizes: Tensor
+    # (b, 3, 3) each.
+    photo_from_picture: tuple[Tensor, Tensor]
+    # Outline with an angle-dependent radius; None for the background, which is unbounded.
+    # (b, 2).
+    center: Tensor | None
+    # (b, 8): mean radius, amplitudes and phases of three harmonics, and presence.
+    radii: Tensor | None
+    # Deformation of the background of image 1: (b, j, 6), amplitude (2), frequency (2), phases (2); None: rigid.
     waves: Tensor | None
-    # The pattern that covers the background: b 2, its period in pixels of the photograph and how much it hides.
+    # Pattern over the background: (b, 2), its period in pixels of the photo and its opacity.
     pattern: Tensor | None = None
 
 
 class PhotoPairs:
-    """Makes batches of pairs from photographs; the same generator state makes the same batch."""
+    """Makes batches of pairs from photos; the same generator state makes the same batch."""
 
     def __init__(
         self,
@@ -56,25 +63,25 @@ class PhotoPairs:
         self.tiles = _packed(_middles(photos)).to(device) if motion.mosaic else None
 
     def make(self, count: int, random: Generator) -> PairBatch:
-        """A batch of `count` pairs."""
+        """Make a batch of `count` pairs."""
         layers = [self._layer(count, random, background=True)]
         layers += [self._layer(count, random, background=False) for _ in range(self.motion.layers)]
         numbers = draw_numbers(2 * count, random, self.device)
         noise = torch.randn(2 * count, 3, self.size, self.size, generator=random, device=self.device)
         images0, images1 = normalize_colors(self.pictures(layers, *numbers, noise)).split(count)
         half = self.points // 2
-        # Half of the places are centres of fine cells of picture 0, half of picture 1.
+        # Half of the points are centers of fine cells of image 0, half of image 1.
         here = self._cell_centers(count, half, random)
         there, visible, absent = self._locate(layers, here, 0)
         back = self._cell_centers(count, self.points - half, random)
         origin, visible1, absent1 = self._locate(layers, back, 1)
         nothing0, nothing1 = torch.zeros_like(absent), torch.zeros_like(absent1)
-        # The first pairs may show different things: their second picture is that of other pairs.
-        strangers = min(round(self.motion.unrelated * count), count // 2)
-        related = (torch.arange(count, device=self.device) >= strangers)[:, None]
+        # The first pairs may be unrelated: their second image is that of other pairs.
+        unrelated = min(round(self.motion.unrelated * count), count // 2)
+        related = (torch.arange(count, device=self.device) >= unrelated)[:, None]
         return PairBatch(
             images0=images0,
-            images1=torch.cat([images1[strangers : 2 * strangers], images1[strangers:]]),
+            images1=torch.cat([images1[unrelated : 2 * unrelated], images1[unrelated:]]),
             points0=torch.cat([here, origin], 1),
             points1=torch.cat([there, back], 1),
             valid=torch.cat([visible, visible1], 1) & related,
@@ -83,23 +90,23 @@ class PhotoPairs:
         )
 
     def pictures(self, layers: list[_Layer], uniforms: Tensor, normals: Tensor, noise: Tensor) -> Tensor:
-        """Both pictures of all pairs, (2b 3 s s) in 0 to 1; the last three are the random numbers of their light."""
+        """Render both images of all pairs, (2b 3 s s) between 0 and 1, with the random numbers of their light."""
         both = torch.cat([self._render(layers, number) for number in (0, 1)])
-        # Half precision takes half of the time on a GPU, and is finer than the 256 levels of a picture.
+        # Half precision takes half the time on a GPU, and is finer than the 256 levels of an image.
         if not both.is_cuda:
             return light(both, uniforms, normals, noise, self.sensors)
         return light(both.half(), uniforms.half(), normals.half(), noise.half(), self.sensors).float()
 
     def compile(self) -> None:
-        """Compile the making of pictures, which is most of the work; takes a while when the first batch is made."""
+        """Compile the rendering, which is most of the work; the first batch then takes a while."""
         self.pictures = torch.compile(self.pictures, dynamic=False)  # type: ignore[method-assign]
 
     def report(self) -> str:
-        """One line about photographs that are left out; empty if none is."""
-        return left_out(self.photos.broken, "Photographs left out as unreadable or too small")
+        """Return one line about photos that are left out; empty if there are none."""
+        return left_out(self.photos.broken, "Photos left out as unreadable or too small")
 
     def close(self) -> None:
-        """Nothing is being prepared."""
+        """Do nothing, because no batches are prepared."""
 
     def _cell_centers(self, count: int, points: int, random: Generator) -> Tensor:
         cells = torch.randint(self.size // FINE_STRIDE, (count, points, 2), generator=random, device=self.device)
@@ -110,7 +117,7 @@ class PhotoPairs:
         canvases, sizes = self._canvases(count, nine, random)
         canvases = canvases.float() / 255
         draw, motion = Draws.of(count, random, self.device), self.motion
-        # Photo pixels per picture pixel: below 1 enlarges. The two pictures share their mean scale.
+        # Photo pixels per image pixel; values below 1 enlarge. Both images share their mean scale.
         many = torch.arange(count, device=self.device) < nine
         mean_scale = torch.exp2(draw.uniform(-1.0, 0.2) + torch.where(many, 0.55, 0.0))
         still = (draw.uniform(0, 1) < motion.still) & background
@@ -142,7 +149,7 @@ class PhotoPairs:
     def _views(
         self, draw: Draws, sizes: Tensor, mean_scale: Tensor, widest: Tensor, still: Tensor, *, background: bool
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
-        """A place of each photograph (b 2), and how both pictures see it: place, scale, angle, stretch, perspective."""
+        """Return a position in each photo (b 2), and place, scale, angle, stretch and perspective in both images."""
         motion = self.motion
         apart = draw.normal(motion.octaves).clamp(-2.2, 2.2).where(~still, 0)
         turn = torch.where(
@@ -151,7 +158,8 @@ class PhotoPairs:
             draw.normal(math.radians(motion.rotation_deg)),
         ).where(~still, 0)
         focus = sizes * draw.uniform(0.25, 0.75, 2)
-        middle = draw.uniform(0.2, 0.8, 2) * self.size  # where an occluding layer stands in picture 0
+        # Position of an occluding layer in image 0.
+        middle = draw.uniform(0.2, 0.8, 2) * self.size
         tilts, toward = self._tilts(draw) if background and motion.tilted else (None, None)
         views: list[tuple[Tensor, ...]] = []
         for sign in (-0.5, 0.5):
@@ -162,7 +170,7 @@ class PhotoPairs:
             tilt = torch.zeros_like(perspective)
             if tilts is not None and toward is not None:
                 angle = tilts * (toward[:, 0] * sign > 0)
-                # Near things look larger, the more the nearer the camera is.
+                # Closer parts appear larger, the more the closer the camera is.
                 perspective = perspective + toward[:, 1:] * (angle.tan() * toward[:, 0].abs()).clamp(max=0.5)[:, None]
                 tilt = toward[:, 1:] * angle[:, None]
             views.append((place, scale, sign * turn + draw.normal(0.1), stretch, perspective, tilt))
@@ -173,13 +181,13 @@ class PhotoPairs:
         return focus, views
 
     def _tilts(self, draw: Draws) -> tuple[Tensor, Tensor]:
-        """Angles (b) that one of the pictures is tilted by, and (b 3): which, by its sign, and the direction."""
+        """Return tilt angles (b) of one of the images, and (b 3): which image, by sign, and the direction."""
         angle = draw.uniform(0, math.radians(self.motion.tilt_deg)) * (draw.uniform(0, 1) < self.motion.tilted)
         axis = draw.uniform(0, 2 * math.pi)
         return angle, torch.stack([draw.uniform(-0.5, 0.5), axis.cos(), axis.sin()], 1)
 
     def _canvases(self, count: int, nine: int, random: Generator) -> tuple[Tensor, Tensor]:
-        """Photographs (b 3 s s) and their sizes (b 2), the first `nine` of them joined from the middles of nine."""
+        """Return photos (b 3 s s) and their sizes (b 2); the first `nine` are mosaics of the centers of nine photos."""
         index = torch.randint(len(self.canvases), (count,), generator=random, device=self.device)
         canvases = self.canvases.index_select(0, index).view(torch.uint8)
         sizes = self.sizes.index_select(0, index).float()
@@ -204,7 +212,7 @@ class PhotoPairs:
         return image
 
     def _locate(self, layers: list[_Layer], points: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Where places of one picture (b n 2) are in the other; whether visible there; whether surely not."""
+        """Map points of one image (b n 2) to the other, with flags for visible and for certainly absent points."""
         other = 1 - number
         top = _top_layer(layers, points, number)
         result, known = torch.zeros_like(points), torch.zeros_like(top, dtype=torch.bool)
@@ -212,7 +220,8 @@ class PhotoPairs:
             photo = _to_photo(layer, points, number)
             mine = top == rank
             result = torch.where(mine[..., None], _to_picture(layer, photo, other), result)
-            inside = ((photo >= 0) & (photo <= layer.sizes[:, None] - 1)).all(2)  # the rest is mirrored: ambiguous
+            # Beyond the borders the photo is mirrored, so positions there are ambiguous.
+            inside = ((photo >= 0) & (photo <= layer.sizes[:, None] - 1)).all(2)
             known |= mine & inside
         framed = ((result >= 0) & (result <= self.size - 1)).all(2)
         visible = framed & (_top_layer(layers, result, other) == top)
@@ -220,12 +229,12 @@ class PhotoPairs:
 
 
 def _packed(pictures: Tensor) -> Tensor:
-    """Eight pixels of (n 3 h w) as one number: training went wrong on a GPU with more than 2^31 numbers in a tensor."""
+    """Pack eight pixels of (n 3 h w) into one number; GPU training failed with more than 2^31 numbers in a tensor."""
     return pictures.contiguous().view(torch.int64)
 
 
 def _middles(photos: Photos) -> Tensor:
-    """Squares from the middles of the photographs, n 3 t t; of small ones the upper left corner of the canvas."""
+    """Return squares from the centers of the photos, n 3 t t; of small photos the upper left corner of the canvas."""
     tile = photos.canvases.shape[3] // 64 * 40
     starts = ((photos.sizes - tile) // 2).clamp(min=0).tolist()
     return torch.stack(
@@ -244,9 +253,9 @@ def _photo_from_picture(
     *,
     size: int,
 ) -> Tensor:
-    """Homographies (b 3 3) that take `place` in the picture to `focus` in the photograph.
+    """Return homographies (b 3 3) that map `place` in the image to `focus` in the photo.
 
-    `tilt` (b 2) is the angle from which the photograph is seen, in the direction in which it shrinks.
+    `tilt` (b 2): viewing angle of the photo, in the direction in which it shrinks.
     """
     cos, sin = torch.cos(turn), torch.sin(turn)
     rotation = torch.stack([torch.stack([cos, -sin], 1), torch.stack([sin, cos], 1)], 1)
@@ -264,7 +273,7 @@ def _photo_from_picture(
 
 
 def _foreshortening(tilt: Tensor) -> Tensor:
-    """Matrices (b 2 2) of determinant 1 that stretch the direction of `tilt` (b 2) as seen from that angle."""
+    """Return matrices (b 2 2) of determinant 1 that stretch the direction of `tilt` (b 2) as seen from that angle."""
     angle = tilt.norm(dim=1)
     x, y = (tilt / angle.clamp(min=1e-6)[:, None]).unbind(1)
     long = angle.cos().rsqrt()
@@ -274,45 +283,49 @@ def _foreshortening(tilt: Tensor) -> Tensor:
 
 
 def _project(homography: Tensor, points: Tensor) -> Tensor:
-    """(b 3 3), (b n 2) -> (b n 2); places behind the horizon go far away."""
-    # Not as a product of matrices: on a GPU that may round its factors to 11 bits, which is a quarter of a pixel.
-    columns = homography[:, None].unbind(3)  # b 1 3 each
+    """Apply homographies: (b 3 3), (b n 2) -> (b n 2); points behind the horizon are moved far away."""
+    # Not a matrix product: on a GPU that may round its factors to 11 bits, an error of a quarter of a pixel.
+    # (b, 1, 3) each.
+    columns = homography[:, None].unbind(3)
     mapped = points[..., :1] * columns[0] + points[..., 1:] * columns[1] + columns[2]
     depth = mapped[..., 2:]
     return torch.where(depth > 0.05, mapped[..., :2] / depth.clamp(min=0.05), -1e5)
 
 
 def _inverse(matrix: Tensor) -> Tensor:
-    """(b 3 3) by cross products: unlike the library's, it never waits for the GPU."""
+    """Invert (b 3 3) by cross products, which, unlike torch's inverse, never synchronizes with the GPU."""
     a, b, c = matrix.unbind(2)
     rows = torch.stack([torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)], dim=1)
     return rows / (a * rows[:, 0]).sum(1)[:, None, None]
 
 
 def _bend(waves: Tensor, points: Tensor) -> Tensor:
-    amplitude, frequency, phase = waves[:, None].split(2, dim=3)  # b 1 j 2
-    angle = (points[:, :, None] * frequency).sum(3, keepdim=True)  # b n j 1
+    # (b, 1, j, 2).
+    amplitude, frequency, phase = waves[:, None].split(2, dim=3)
+    # (b, n, j, 1).
+    angle = (points[:, :, None] * frequency).sum(3, keepdim=True)
     return (amplitude * torch.sin(angle + phase)).sum(2)
 
 
 def _to_photo(layer: _Layer, points: Tensor, number: int) -> Tensor:
-    """Places in picture `number` to the layer's photograph."""
+    """Map points of image `number` to the photo of the layer."""
     places = _project(layer.photo_from_picture[number], points)
     return places + _bend(layer.waves, places) if layer.waves is not None and number == 1 else places
 
 
 def _to_picture(layer: _Layer, places: Tensor, number: int) -> Tensor:
-    """Places in the layer's photograph to picture `number`."""
+    """Map points of the layer's photo to image `number`."""
     if layer.waves is not None and number == 1:
         straight = places
-        for _ in range(12):  # the bending is a contraction, so this converges on its inverse
+        # The deformation is a contraction, so this iteration converges to its inverse.
+        for _ in range(12):
             straight = places - _bend(layer.waves, straight)
         places = straight
     return _project(_inverse(layer.photo_from_picture[number]), places)
 
 
 def _covers(layer: _Layer, places: Tensor) -> Tensor:
-    """Whether the layer's outline holds these places of its photograph: (b n 2) -> (b n)."""
+    """Return whether the outline of the layer contains these points of its photo: (b n 2) -> (b n)."""
     if layer.center is None or layer.radii is None:
         return torch.ones_like(places[..., 0], dtype=torch.bool)
     offset = places - layer.center[:, None]
@@ -330,20 +343,21 @@ def _top_layer(layers: list[_Layer], points: Tensor, number: int) -> Tensor:
 
 
 def _sample(layer: _Layer, places: Tensor) -> Tensor:
-    """Colours of the photograph at the places of a square picture's pixels: (b n 2) -> (b 3 n)."""
+    """Sample colors of the photo at the positions of a square image's pixels: (b n 2) -> (b 3 n)."""
     side = math.isqrt(places.shape[1])
     middle = places.shape[1] // 2 + side // 2
-    # How far apart the places of neighbouring pixels are, in pixels of the photograph, in the middle of the picture.
+    # Distance between the positions of neighboring pixels at the image center, in pixels of the photo.
     right, down = places[:, middle + 1] - places[:, middle], places[:, middle + side] - places[:, middle]
-    if layer.center is not None:  # occluding layers are not tilted
+    # Occluding layers are not tilted.
+    if layer.center is not None:
         return _read(layer, places, right.norm(dim=1))
-    # Singular values and the direction in which the photograph shrinks most.
+    # Singular values, and the direction in which the photo shrinks most.
     across, along, both = right.square().sum(1), down.square().sum(1), (right * down).sum(1)
     mean, half = (across + along) / 2, (((across - along) / 2).square() + both.square()).sqrt()
     longest, shortest = (mean + half).sqrt(), (mean - half).clamp(min=0).sqrt()
     angle = torch.atan2(2 * both, across - along) / 2
     step = right * angle.cos()[:, None] + down * angle.sin()[:, None]
-    # Several places along that direction, so that nothing aliases and the other direction stays sharp.
+    # Several samples along that direction prevent aliasing and keep the other direction sharp.
     spacing = torch.maximum(shortest, longest / _TAPS)
     reach = (1 - spacing / longest.clamp(min=1e-6)).clamp(min=0)[:, None] * step
     shares = [(2 * tap + 1 - _TAPS) / (2 * _TAPS - 2) for tap in range(_TAPS)]
@@ -360,14 +374,14 @@ def _sample(layer: _Layer, places: Tensor) -> Tensor:
 
 
 def _read(layer: _Layer, places: Tensor, spacing: Tensor) -> Tensor:
-    """Colours of the photograph, mirrored beyond its borders, for pixels so far apart (b): (b n 2) -> (b 3 n)."""
+    """Sample colors of the photo, mirrored at its borders, for a pixel spacing (b): (b n 2) -> (b 3 n)."""
     sizes = layer.sizes[:, None]
     period = 2 * (sizes - 1)
     mirrored = (sizes - 1) - ((places.clamp(-1e4, 1e4) % period) - (sizes - 1)).abs()
     full, *smaller = layer.levels
     unit = pixel_to_unit(mirrored, (full.shape[3], full.shape[2]))
     sharp = F.grid_sample(full, unit[:, None], mode="bilinear", align_corners=False)[:, :, 0]
-    # Where the photograph is scaled down, its half-size or quarter-size version is read, so that nothing aliases.
+    # Where the photo is scaled down, a version of half or quarter size is sampled to prevent aliasing.
     for small, factor in zip(smaller, _SMALLER, strict=True):
         soft = F.grid_sample(small, unit[:, None], mode="bilinear", padding_mode="border", align_corners=False)
         sharp = torch.where((spacing > factor / 1.6)[:, None, None], soft[:, :, 0], sharp)

@@ -1,4 +1,4 @@
-"""Single photographs to train on: how they are read, and how pairs are to be made from them."""
+"""Single photos for training: reading them, and settings for pairs made from them."""
 
 import io
 import itertools
@@ -23,8 +23,10 @@ from dualrc.formats import SUFFIXES, open_picture
 from dualrc.image import read
 from dualrc.types import ImageArray
 
-_MOST_BYTES = 1 << 28  # of a photograph in a tar file
-_MOST_WAITING = 64  # photographs that wait for being decoded or taken: a whole tar file would fill the memory
+# Maximum size of a photo in a tar file.
+_MOST_BYTES = 1 << 28
+# Maximum number of photos in the queues of the decoder; a whole tar file would fill the memory.
+_MOST_WAITING = 64
 
 T = TypeVar("T")
 Result = TypeVar("Result")
@@ -32,19 +34,23 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Photos:
-    """Photographs in the upper left corners of square canvases."""
+    """Photos in the upper left corners of square canvases."""
 
-    canvases: Tensor  # n 3 s s uint8
-    sizes: Tensor  # n 2, (width, height)
-    broken: tuple[str, ...]  # names of those left out: they could not be read, or are too small
+    # (n, 3, s, s) uint8.
+    canvases: Tensor
+    # (n, 2), (width, height).
+    sizes: Tensor
+    # Names of photos that are unreadable or too small.
+    broken: tuple[str, ...]
 
 
 def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | None = None) -> Photos:
-    """Photographs from folders and tar files; larger ones are scaled down to the canvas."""
+    """Read photos from folders and tar files; larger ones are scaled down to the canvas."""
     images: list[ImageArray] = []
     sizes, broken = [], []
     sources = itertools.islice(_sources(roots), limit)
-    with ThreadPoolExecutor() as pool:  # decoding runs beside Python
+    # Decoding releases the global interpreter lock.
+    with ThreadPoolExecutor() as pool:
         for name, pixels in _in_order(pool, lambda source: (source[0], _read_small(*source, canvas)), sources):
             if pixels is None:
                 broken.append(name)
@@ -53,7 +59,7 @@ def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | 
             images.append(np.pad(pixels, ((0, canvas - height), (0, canvas - width), (0, 0)), mode="edge"))
             sizes.append((width, height))
     if not images:
-        raise DataError(f"No photographs could be read from {', '.join(map(str, roots))}; check the paths.")
+        raise DataError(f"No photos could be read from {', '.join(map(str, roots))}; check the paths.")
     canvases = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
     return Photos(canvases=canvases, sizes=torch.tensor(sizes), broken=tuple(broken))
 
@@ -61,7 +67,7 @@ def read_photos(roots: Sequence[str | Path], *, canvas: int = 512, limit: int | 
 def _in_order(
     pool: ThreadPoolExecutor, function: Callable[[T], Result], items: Iterable[T], most: int = _MOST_WAITING
 ) -> Iterator[Result]:
-    """Like pool.map, but takes only so many items before their results are taken."""
+    """Like pool.map, but with a limited number of pending results."""
     waiting: deque[Future[Result]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
@@ -72,10 +78,11 @@ def _in_order(
 
 
 def _read_small(name: str, source: Path | bytes, canvas: int) -> ImageArray | None:
-    """A photograph scaled down to the canvas; None if it can't be read or is too small to cut views from."""
+    """Read a photo, scaled down to the canvas; None if it is unreadable or too small to cut views from."""
     try:
         pixels = read(source) if isinstance(source, Path) else read(open_picture(io.BytesIO(source), name))
-    except ImageError:  # one of many is no reason to stop
+    # A broken photo among many is skipped.
+    except ImageError:
         return None
     height, width = pixels.shape[:2]
     scale = canvas / max(height, width)
@@ -86,7 +93,7 @@ def _read_small(name: str, source: Path | bytes, canvas: int) -> ImageArray | No
 
 
 def _sources(roots: Sequence[str | Path]) -> Iterator[tuple[str, Path | bytes]]:
-    """Names and pictures of folders and tar files, in the order of their names or of the file."""
+    """Yield names and images of folders and tar files, in the order of their names or of the file."""
     for root in map(Path, roots):
         if root.is_dir():
             for path in sorted(root.rglob("*")):
@@ -95,13 +102,13 @@ def _sources(roots: Sequence[str | Path]) -> Iterator[tuple[str, Path | bytes]]:
         elif root.is_file():
             yield from _members(root)
         else:
-            raise DataError(f"{root} does not exist; give a folder of photographs or a tar file.")
+            raise DataError(f"{root} does not exist; pass a folder of photos or a tar file.")
 
 
 def _members(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of a tar file's pictures.
+    """Yield names and contents of the images in a tar file.
 
-    Nothing is unpacked, so that names don't matter. Links, files with holes and those of more than 256 MiB come without
+    Nothing is unpacked to disk, so names are harmless. Links, sparse files and files of more than 256 MiB come without
     content, and count as broken.
     """
     try:
@@ -113,19 +120,19 @@ def _members(path: Path) -> Iterator[tuple[str, bytes]]:
                     yield member.name, b"" if file is None else file.read()
     except (tarfile.TarError, OSError, EOFError, ValueError, MemoryError, zlib.error, lzma.LZMAError) as error:
         raise DataError(
-            f"{path} is neither a folder nor a whole tar file; give a folder of photographs or another tar file."
+            f"{path} is neither a folder nor a complete tar file; pass a folder of photos or another tar file."
         ) from error
 
 
 class _BoundedTar(tarfile.TarFile):
-    """A tar file whose headers are not believed where they claim gigabytes."""
+    """A tar file that rejects headers which claim gigabytes."""
 
     def __init__(self, name: Any, mode: Any, fileobj: Any, **options: Any) -> None:
         super().__init__(name, mode, _Bounded(fileobj), **options)
 
 
 class _Bounded:
-    """A file of which no more is read at once than a picture may have."""
+    """A file that limits the size of a single read to that of an image."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -134,7 +141,7 @@ class _Bounded:
         return getattr(self._file, name)
 
     def read(self, size: int) -> bytes:
-        """The next bytes."""
+        """Read the next bytes."""
         if size > _MOST_BYTES:
             raise tarfile.ReadError("a header is too long")
         return bytes(self._file.read(size))
@@ -142,22 +149,35 @@ class _Bounded:
 
 @dataclass(frozen=True, kw_only=True)
 class PhotoMotion:
-    """How far apart the two pictures of a pair may be."""
+    """Random motion between the two images of a pair."""
 
-    rotation_deg: float = 30.0  # deviation of the usual rotation
-    any_rotation: float = 0.3  # share of pairs turned by any angle
-    octaves: float = 0.85  # deviation of the change of scale, in octaves
-    stretch: float = 0.16  # deviation of how much a view is longer one way than the other
+    # Standard deviation of the usual rotation.
+    rotation_deg: float = 30.0
+    # Share of pairs with a rotation by any angle.
+    any_rotation: float = 0.3
+    # Standard deviation of the change of scale, in octaves.
+    octaves: float = 0.85
+    # Standard deviation of the anisotropic stretch of a view.
+    stretch: float = 0.16
     perspective: float = 0.3
-    shift: float = 0.25  # of the picture's side
-    layers: int = 2  # occluding photographs with their own motion
-    bend: float = 0.5  # share of pairs whose background bends smoothly
-    still: float = 0.2  # share of pairs whose background only shifts by a few pixels, as under another light
-    mosaic: float = 0.5  # share of pairs whose background is nine photographs, so that wide views stay sharp
-    unrelated: float = 0.06  # share of pairs that show different things: nothing there may be trusted
-    tilt_deg: float = 0.0  # the most that the background is seen from the side in one of the pictures
-    tilted: float = 0.0  # share of pairs that are tilted, by any angle up to that
-    repeated: float = 0.0  # share of pairs whose background is covered by a pattern that repeats itself
+    # Standard deviation of the shift, as a share of half the image side.
+    shift: float = 0.25
+    # Number of occluding photos with their own motion.
+    layers: int = 2
+    # Share of pairs whose background is deformed smoothly.
+    bend: float = 0.5
+    # Share of pairs whose background only shifts by a few pixels, as under another light.
+    still: float = 0.2
+    # Share of pairs whose background is a mosaic of nine photos, which keeps wide views sharp.
+    mosaic: float = 0.5
+    # Share of pairs of unrelated images, which have no correct matches.
+    unrelated: float = 0.06
+    # Maximum tilt of the background in one of the images.
+    tilt_deg: float = 0.0
+    # Share of pairs with a tilt, of any angle up to the maximum.
+    tilted: float = 0.0
+    # Share of pairs whose background has a repetitive pattern.
+    repeated: float = 0.0
 
     def __post_init__(self) -> None:
         check_bounds(self, "any_rotation", "bend", "still", "mosaic", "unrelated", at_least=0, at_most=1)
@@ -167,19 +187,23 @@ class PhotoMotion:
 
 @dataclass(frozen=True, kw_only=True)
 class PhotosConfig:
-    """Pairs made from single photographs."""
+    """Pairs synthesized from single photos."""
 
     kind: Literal["photos"] = "photos"
-    share: float = 1.0  # of the pairs, beside the other data
-    paths: tuple[str, ...]  # folders and tar files
+    # Share of the pairs, relative to the other sources.
+    share: float = 1.0
+    # Folders and tar files.
+    paths: tuple[str, ...]
     motion: PhotoMotion = field(default_factory=PhotoMotion)
-    canvas: int = 512  # larger photographs are scaled down to this side
-    sensors: float = 0.0  # share of pictures with the tones and channels of another sensor or season
+    # Larger photos are scaled down to this side.
+    canvas: int = 512
+    # Share of images that simulate the tones and channels of another sensor or season.
+    sensors: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.paths:
-            raise ConfigError("paths is empty; name at least one folder or tar file of photographs.")
+            raise ConfigError("paths is empty; add at least one folder or tar file of photos.")
         check_bounds(self, "share", above=0)
         check_bounds(self, "sensors", at_least=0, at_most=1)
         if self.canvas < 64 or self.canvas % 8:
-            raise ConfigError(f"canvas = {self.canvas} must be a multiple of 8 and at least 64.")
+            raise ConfigError(f"canvas = {self.canvas} is not valid; pass a multiple of 8 of at least 64.")

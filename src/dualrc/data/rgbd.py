@@ -1,4 +1,4 @@
-"""Pairs from RGB-D frames with poses: points correspond by projection, checked with both depth maps."""
+"""Pairs from RGB-D frames with poses; points correspond by projection, verified by both depth maps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ from dualrc.geometry import (
 )
 from dualrc.types import FloatArray
 
-_GLANCE = 256  # points of each picture that tell how much two pictures share
+# Number of points per image for the estimate of the overlap.
+_GLANCE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class RgbdConfig(CutConfig):
     """Pairs from a folder of RGB-D frames: images/, depth/, K.txt or cameras.txt, and world_from_cam.txt."""
 
     root: str
-    # Pairs are taken if each picture shows at least this share of what the other one does.
+    # Minimum overlap: share of each image that the other image shows.
     min_overlap: float = 0.3
     kind: Literal["rgbd"] = "rgbd"
 
@@ -43,7 +44,7 @@ class RgbdConfig(CutConfig):
 
 
 class RgbdPairs:
-    """The pairs of an RGB-D folder that overlap enough; frames that can't be read are named in `broken`."""
+    """The overlapping pairs of an RGB-D folder; `broken` lists frames that cannot be read."""
 
     def __init__(self, root: str | Path, *, min_overlap: float = 0.3) -> None:
         self.frames: list[RgbdFrame] = []
@@ -60,24 +61,24 @@ class RgbdPairs:
             raise DataError(f"No frame of {root} can be used; copy the folder again. The first: {first}")
         self.pairs = list(_overlapping(glances, min_overlap))
         if not self.pairs:
-            raise DataError(f"No two pictures of {root} share {min_overlap:.0%}; lower min_overlap.")
+            raise DataError(f"No two images of {root} overlap by {min_overlap:.0%}; lower min_overlap.")
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def name(self, number: int) -> str:
-        """The names of both pictures."""
+        """Return the names of both images."""
         return " ".join(self.frames[i].name for i in self.pairs[number])
 
     def load(self, number: int) -> PairSample:
-        """Read a pair."""
+        """Load a pair."""
         views = [_view(self.frames[i]) for i in self.pairs[number]]
         return correspond_by_depth(views[0], views[1], list(self.pairs[number]))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Glance:
-    """A few points of a picture, in it and in the world."""
+    """A few points of an image, in pixels and in world coordinates."""
 
     frame: RgbdFrame
     points: FloatArray  # (n, 2)
@@ -88,7 +89,7 @@ class _Glance:
         view = _view(frame)
         points = points_with_depth(view, np.random.default_rng(0), _GLANCE)
         if not len(points):
-            raise DataError(f"The depth map {frame.depth} is empty; leave this frame out.")
+            raise DataError(f"The depth map {frame.depth} is empty; remove this frame.")
         depths = sample_depth(view.depth, points, view.camera.size)
         return _Glance(frame=frame, points=points, world=unproject(view.camera, points, depths))
 
@@ -98,7 +99,7 @@ def _view(frame: RgbdFrame) -> DepthView:
 
 
 def _overlapping(glances: list[_Glance], min_overlap: float) -> Iterator[tuple[int, int]]:
-    """Numbers of pairs in which each picture sees enough of the other's points."""
+    """Yield the numbers of pairs in which each image shows enough of the other's points."""
     read = lru_cache(maxsize=64)(lambda number: _view(glances[number].frame))
 
     def share(seer: int, seen: int) -> float:
@@ -108,17 +109,18 @@ def _overlapping(glances: list[_Glance], min_overlap: float) -> Iterator[tuple[i
 
     for first in range(len(glances)):
         others = range(first + 1, len(glances))
-        # What would be seen if nothing stood in between is quickly told, and leaves few pairs to look at.
+        # A fast check that ignores occlusion leaves few candidates.
         candidates = [i for i in others if min(_framed(glances[first], glances[i])) >= min_overlap]
         yield from ((first, i) for i in candidates if min(share(first, i), share(i, first)) >= min_overlap)
 
 
 def _framed(a: _Glance, b: _Glance) -> tuple[float, float]:
-    """Shares of the points of each of two pictures that lie in the frame of the other."""
+    """Return the shares of the points of each of two images that lie inside the frame of the other."""
     shares = []
     for seer, seen in ((a, b), (b, a)):
         camera = seer.frame.camera
-        assert camera.cam_from_world is not None  # read_rgbd gives poses
+        # `read_rgbd` returns cameras with poses.
+        assert camera.cam_from_world is not None
         places = camera.project(transform_points(camera.cam_from_world, seen.world))
         shares.append(float(on_picture(places, camera.size).mean()))
     return shares[0], shares[1]

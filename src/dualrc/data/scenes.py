@@ -1,4 +1,4 @@
-"""Pairs of procedural scenes: real parallax and occlusion, exactly known, rendered ahead in processes of their own."""
+"""Pairs of procedural scenes, with exact parallax and occlusion, rendered ahead by separate processes."""
 
 import signal
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -19,10 +19,12 @@ from dualrc.machine import end_with_parent
 from dualrc.scenes import Rendering, ScenePair, correspond, make_pair
 from dualrc.types import FloatArray
 
-_POINTS = 2048  # asked in each picture
+# Number of points sampled in each image.
+_POINTS = 2048
 _MIN_OVERLAP = 0.25
 _TRIES = 20
-_FIRST = 16  # pairs before the first batch is made
+# Number of pairs to render before the first batch.
+_FIRST = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,34 +34,34 @@ class ScenesConfig(CutConfig):
     kind: Literal["scenes"] = "scenes"
     crop: float | None = 0.6
     light: bool = True
-    # (width, height) of what is rendered and then cut.
+    # (width, height) of the rendered images, from which views are cut.
     picture: tuple[int, int] = (512, 400)
-    # Texels along the side of a texture; a power of 2.
+    # Side of a texture in texels; a power of 2.
     texture: int = 256
-    # The most of the angle between the cameras, of the camera's turn, of the zoom, and the share of pictures at night.
+    # Maximum angle between the cameras, maximum roll and zoom, and share of images at night.
     angle_deg: float = 45.0
     roll_deg: float = 20.0
     zoom: float = 2.0
     night: float = 0.1
-    # Rendered pairs that are kept, and used again and again with other cuts and lights.
+    # Number of rendered pairs in the pool; they are reused with other cuts and lights.
     pool: int = 400
-    # Processes that render; they renew the pool, oldest first. 0: the pool is rendered once, here, before training.
+    # Processes that render and renew the pool, oldest pairs first. 0: render the pool once before training.
     workers: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if min(self.picture) < 64:
-            raise ConfigError(f"picture = {self.picture} must have 64 pixels or more a side.")
+            raise ConfigError(f"picture = {self.picture} is too small; pass 64 pixels or more per side.")
         if self.texture < 32 or self.texture & (self.texture - 1):
-            raise ConfigError(f"texture = {self.texture} must be a power of 2 from 32 on.")
+            raise ConfigError(f"texture = {self.texture} is not valid; pass a power of 2 of at least 32.")
         check_bounds(self, "pool", "zoom", at_least=1)
         check_bounds(self, "workers", "angle_deg", at_least=0)
         check_bounds(self, "night", at_least=0, at_most=1)
 
 
 def render_sample(config: ScenesConfig, number: int) -> PairSample:
-    """Pair `number` of the endless row of pairs that a config stands for."""
+    """Render pair `number` of the infinite sequence that a config defines."""
     rng = np.random.default_rng([config.seed, number])
     rendering0, rendering1 = _draw_pair(config, rng)
     points0, there0, hidden0 = _locate(rendering0, rendering1, rng)
@@ -89,18 +91,20 @@ def _draw_pair(config: ScenesConfig, rng: np.random.Generator) -> ScenePair:
                 texture_size=config.texture,
             )
         except ConfigError:
-            continue  # this scene has no two such views; an easier draw comes
+            # This scene has no two such views; the next attempt is easier.
+            continue
     raise ConfigError("No two views of a scene overlap; lower angle_deg or zoom.")
 
 
 def _locate(
     rendering: Rendering, other: Rendering, rng: np.random.Generator
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Random points that the other picture sees, where it does, and random points that are hidden from it."""
+    """Sample points that the other image shows, with their positions there, and points that are occluded there."""
     points = rng.uniform(0, np.array(rendering.view.size) - 1, (_POINTS, 2))
     found = correspond(rendering, other, points)
     visible, there = found.visible.cpu().numpy(), found.points1.cpu().numpy()
-    shows = rendering.depth.cpu().numpy()[*np.round(points).astype(int).T[::-1]] > 0  # sky is nowhere for sure
+    # The sky has no depth and is left out.
+    shows = rendering.depth.cpu().numpy()[*np.round(points).astype(int).T[::-1]] > 0
     return points[visible], there[visible], points[shows & ~visible]
 
 
@@ -108,7 +112,7 @@ class ScenePairs(FilePairs):
     """Makes batches from a pool of rendered pairs.
 
     Without workers the pool is complete and fixed, and the same generator state makes the same batch. With workers the
-    pool changes with time, and so do the batches.
+    pool and the batches change over time.
     """
 
     def __init__(
@@ -120,17 +124,17 @@ class ScenePairs(FilePairs):
         device: torch.device | str = "cpu",
         helper: "ScenePairs | None" = None,
     ) -> None:
-        """Without workers of its own, those of the `helper` render the pool."""
+        """`helper`: another maker whose workers render this pool."""
         self.pool: _Pool = _Pool(config, None if helper is None else helper.pool)
         super().__init__(self.pool, config, size=size, points=points, device=device)
 
     def make(self, count: int, random: Generator) -> PairBatch:
-        """A batch of `count` pairs."""
+        """Make a batch of `count` pairs."""
         self.pool.renew()
         return super().make(count, random)
 
     def report(self) -> str:
-        """One line about what went wrong so far; empty if nothing did."""
+        """Return one line about errors so far; empty if there are none."""
         return self.pool.failure or super().report()
 
     def close(self) -> None:
@@ -145,7 +149,8 @@ class _Pool:
     def __init__(self, config: ScenesConfig, helper: "_Pool | None" = None) -> None:
         self.config, self.failure = config, ""
         self._samples: list[PairSample] = []
-        self._next = 0  # the next pair to render
+        # Number of the next pair to render.
+        self._next = 0
         self._oldest = 0
         self._pending: set[Future[PairSample]] = set()
         self._executor: ProcessPoolExecutor | None = None
@@ -153,7 +158,7 @@ class _Pool:
             run = map if helper is None or helper._executor is None else helper._executor.map
             self._samples = list(run(render_sample, [config] * config.pool, range(config.pool)))
             return
-        # Forked processes could hang on locks that threads of this one hold.
+        # Forked processes could hang on locks that threads of this process hold.
         context = get_context("spawn")
         self._executor = ProcessPoolExecutor(config.workers, mp_context=context, initializer=_settle)
         while len(self._samples) < min(config.pool, _FIRST):
@@ -163,15 +168,15 @@ class _Pool:
         return len(self._samples)
 
     def name(self, number: int) -> str:
-        """The pair's place in the pool."""
+        """Return the position of the pair in the pool."""
         return f"rendered pair {number}"
 
     def load(self, number: int) -> PairSample:
-        """The pair that is there now."""
+        """Return the pair that is currently at this position."""
         return self._samples[number]
 
     def renew(self, *, patient: bool = False) -> None:
-        """Take in what is finished and order more; `patient` waits for at least one pair."""
+        """Collect finished pairs and order more; `patient` waits for at least one pair."""
         if self._executor is None:
             return
         while len(self._pending) < 2 * self.config.workers:
@@ -184,7 +189,7 @@ class _Pool:
         except BrokenProcessPool as error:
             self._executor.shutdown(cancel_futures=True)
             self._executor = None
-            self.failure = "The processes that render scenes were killed; the pairs that they made are used on."
+            self.failure = "The processes that render scenes were killed; training continues with their earlier pairs."
             if not self._samples:
                 raise DataError("The processes that render scenes were killed; use fewer workers.") from error
 
@@ -202,7 +207,7 @@ class _Pool:
 
 
 def _settle() -> None:
-    """In a worker: one thread each, Ctrl-C is the parent's to handle, and the end of the parent ends it."""
+    """Set up a worker: one thread, no handling of Ctrl-C, and end with the parent process."""
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()

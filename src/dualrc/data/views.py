@@ -1,6 +1,8 @@
-"""Batches from pairs of pictures: cut, scaled to one size, decoded in threads."""
+"""Batches from pairs of images: cropped, scaled to one size, decoded in threads."""
 
+import itertools
 import os
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +22,24 @@ from dualrc.image import normalize_colors, read
 from dualrc.pixels import on_picture, resize_points
 from dualrc.types import BoolArray, FloatArray, ImageArray
 
-_TRIES = 8  # cuts, of which the first is taken that keeps enough points
-_HIDDEN_SHARE = 1 / 8  # of the places, for the hidden points of each picture
-_MARGIN_PX = 8  # this near to the border of a view, a point outside may still be seen by the network
+# Number of random crops, of which the first with enough points is used.
+_TRIES = 8
+# Share of the points that are occluded, for each image.
+_HIDDEN_SHARE = 1 / 8
+# A point outside of a view is ignored within this distance of the border, where the network may still see it.
+_MARGIN_PX = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutConfig:
-    """How pairs of pictures become views of one size."""
+    """Settings of views: image pairs cropped and scaled to one size."""
 
-    share: float = 1.0  # of the pairs, beside the other data
-    # None: the whole picture, scaled to a square, as in the paper. Else a random square; this is the least share of
-    # the shorter side that it takes.
+    # Share of the pairs, relative to the other sources.
+    share: float = 1.0
+    # None: the whole image, scaled to a square, as in the paper. Else a random square, whose side is at least this
+    # share of the shorter side.
     crop: float | None = None
-    # Change light, noise and compression at random, as for single photographs.
+    # Apply random light, noise and compression, as for single photos.
     light: bool = False
     # Pairs with fewer corresponding points are left out.
     min_points: int = 8
@@ -45,7 +51,7 @@ class CutConfig:
 
 
 class _Box(NamedTuple):
-    """A part of a picture, from its outer edge: pixel x covers x to x + 1."""
+    """A part of an image, in coordinates of its outer edge: pixel x covers x to x + 1."""
 
     left: float
     top: float
@@ -58,11 +64,12 @@ class _View(NamedTuple):
 
     images: ImageArray  # (2, size, size, 3)
     points: npt.NDArray[np.float32]  # (2, n, 2)
-    flags: BoolArray  # (3, n): valid, absent0, absent1
+    # (3, n): valid, absent0, absent1.
+    flags: BoolArray
 
 
 class FilePairs:
-    """Makes batches from a source of pairs; pairs that can't be used are left out and remembered in `skipped`.
+    """Makes batches from a source of pairs; `skipped` records pairs that cannot be used.
 
     The same generator state makes the same batch.
     """
@@ -71,21 +78,45 @@ class FilePairs:
         self, source: PairSource, config: CutConfig, *, size: int, points: int, device: torch.device | str = "cpu"
     ) -> None:
         if config.light and size % 8:
-            raise ConfigError(f"size = {size} must be a multiple of 8 where the light is changed.")
+            raise ConfigError(f"size = {size} is not valid with light; pass a multiple of 8.")
         if not len(source):
             raise DataError("There are no pairs to train on; check the data.")
         self.source, self.config = source, config
         self.size, self.points, self.device = size, points, torch.device(device)
-        self.skipped: dict[str, str] = {}  # names of pairs, and of whole frames or scenes, to what is wrong with them
+        # Reasons by name of a pair, or of a whole frame or scene.
+        self.skipped: dict[str, str] = {}
         self._broken: set[int] = set()
         self._pool = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="pairs")
 
     def make(self, count: int, random: Generator) -> PairBatch:
-        """A batch of `count` pairs."""
+        """Make a batch of `count` pairs, drawn with replacement."""
         seed = _draw(random)
-        views = list(self._pool.map(lambda slot: self._view(seed, slot), range(count)))
+        return self._batch(seed, [self._drawn(seed, slot) for slot in range(count)])
+
+    def make_in_order(self, first: int, count: int, *, seed: int) -> PairBatch:
+        """Make a batch of the pairs `first` to `first + count` of an endless sequence of epochs.
+
+        Each epoch holds every pair once, in an order of its own that only `seed` and the number of the epoch decide.
+        """
+        total = len(self.source)
+        epochs = range(first // total, (first + count - 1) // total + 1)
+        orders = {epoch: np.random.default_rng([seed, epoch]).permutation(total).tolist() for epoch in epochs}
+        numbers = (orders[place // total][place % total] for place in range(first, first + count))
+        # Another pair stands in for one that can't be used.
+        choices = [itertools.chain([number], self._drawn(seed, slot)) for slot, number in enumerate(numbers)]
+        return self._batch(int(np.random.default_rng([seed, first]).integers(1 << 62)), choices)
+
+    def _drawn(self, seed: int, slot: int) -> Iterator[int]:
+        """Yield the numbers of all pairs, in an order that depends only on seed and slot."""
+        yield from np.random.default_rng([seed, slot]).permutation(len(self.source)).tolist()
+
+    def _batch(self, seed: int, choices: Sequence[Iterable[int]]) -> PairBatch:
+        """Make a batch with one pair from each of the choices."""
+        count = len(choices)
+        views = list(self._pool.map(lambda slot: self._view(seed, slot, choices[slot]), range(count)))
         own = torch.Generator(device=self.device).manual_seed(seed)
-        images = torch.from_numpy(np.stack([view.images for view in views], axis=1)).to(self.device)  # 2 b s s 3
+        # (2, b, s, s, 3).
+        images = torch.from_numpy(np.stack([view.images for view in views], axis=1)).to(self.device)
         images = images.flatten(0, 1).permute(0, 3, 1, 2).float() / 255
         images0, images1 = normalize_colors(relight(images, own) if self.config.light else images).split(count)
         points0, points1 = self._tensor([view.points for view in views])
@@ -101,20 +132,20 @@ class FilePairs:
         )
 
     def report(self) -> str:
-        """One line about what was left out so far; empty if nothing was."""
+        """Return one line about data that was left out so far; empty if there is none."""
         reasons = [f"{name}: {reason.rstrip('.')}" for name, reason in self.skipped.items()]
         return left_out(reasons, "Left out as unusable")
 
     def close(self) -> None:
-        """Stop what is being prepared."""
+        """Stop preparing batches."""
         self._pool.shutdown(cancel_futures=True)
 
     def _tensor(self, arrays: list[npt.NDArray[np.generic]]) -> Tensor:
         return torch.from_numpy(np.stack(arrays, axis=1)).to(self.device)
 
-    def _view(self, seed: int, slot: int) -> _View:
-        """The first pair that can be used, in an order that only depends on seed and slot."""
-        for number in np.random.default_rng([seed, slot]).permutation(len(self.source)).tolist():
+    def _view(self, seed: int, slot: int, choice: Iterable[int]) -> _View:
+        """Return the first usable pair of a choice."""
+        for number in choice:
             if number in self._broken:
                 continue
             try:
@@ -126,7 +157,9 @@ class FilePairs:
                 self.skipped[self.source.name(number)] = str(error)
                 self._broken.add(number)
         name, reason = next(iter(self.skipped.items()))
-        raise DataError(f"None of the {len(self.source)} pairs can be used; mend the data. The first, {name}: {reason}")
+        raise DataError(
+            f"None of the {len(self.source)} pairs can be used; correct the data. The first, {name}: {reason}"
+        )
 
     def _cut(self, sample: PairSample, rng: np.random.Generator) -> _View:
         pictures = decode(sample.image0), decode(sample.image1)
@@ -135,13 +168,13 @@ class FilePairs:
         if _common(sample, boxes).sum() < self.config.min_points:
             boxes = whole
         if (kept := int(_common(sample, boxes).sum())) < self.config.min_points:
-            raise DataError(f"{kept} corresponding points lie on the pictures, which is too few.")
+            raise DataError(f"{kept} corresponding points inside of the images are too few.")
         images = [_scaled(picture, box, self.size) for picture, box in zip(pictures, boxes, strict=True)]
         points, flags = self._places(sample, boxes, rng)
         return _View(np.stack(images), points, flags)
 
     def _boxes(self, sample: PairSample, whole: tuple[_Box, ...], rng: np.random.Generator) -> tuple[_Box, ...]:
-        """Parts of both pictures around one of the corresponding points."""
+        """Return crops of both images around one of the corresponding points."""
         if self.config.crop is None:
             return whole
         best, most = whole, 0
@@ -163,7 +196,7 @@ class FilePairs:
     def _places(
         self, sample: PairSample, boxes: tuple[_Box, ...], rng: np.random.Generator
     ) -> tuple[npt.NDArray[np.float32], BoolArray]:
-        """So many places as asked: corresponding ones, hidden ones of either picture, and nothing where these end."""
+        """Return the requested number of points: corresponding ones, occluded ones of either image, and padding."""
         both = _to_views(sample, boxes, self.size)
         inside = np.all((both >= 0) & (both <= self.size - 1), axis=2)
         outside = np.any((both < -_MARGIN_PX) | (both > self.size - 1 + _MARGIN_PX), axis=2)
@@ -171,7 +204,7 @@ class FilePairs:
         for number, hidden in enumerate((sample.hidden0, sample.hidden1)):
             known = _to_view(hidden, boxes[number], self.size)
             known = known[np.all((known >= 0) & (known <= self.size - 1), axis=1)]
-            # What the cut took from the other picture is absent there as well.
+            # Points that the crop removed from the other image are absent there too.
             lost = both[number][inside[number] & outside[1 - number]]
             absent.append(_some(np.concatenate([known, lost])[None], int(self.points * _HIDDEN_SHARE), rng)[0])
         valid = _some(both[:, inside.all(axis=0)], self.points - len(absent[0]) - len(absent[1]), rng)
@@ -187,7 +220,7 @@ class FilePairs:
 
 
 def decode(picture: Path | ImageArray) -> ImageArray:
-    """The upright picture, (h, w, 3)."""
+    """Return the upright image, (h, w, 3)."""
     return picture if isinstance(picture, np.ndarray) else read(picture)
 
 
@@ -196,23 +229,23 @@ def _draw(random: Generator) -> int:
 
 
 def _some(points: FloatArray, count: int, rng: np.random.Generator) -> FloatArray:
-    """At most `count` of the points (k, n, 2), at random."""
+    """Return at most `count` of the points (k, n, 2), at random."""
     number = points.shape[1]
     return points if number <= count else points[:, rng.choice(number, count, replace=False)]
 
 
 def _to_view(points: FloatArray, box: _Box, size: int) -> FloatArray:
-    """Points (n, 2) of a picture in a view of `size` x `size` that shows a box of it."""
+    """Map points (n, 2) of an image to a view of `size` x `size` that shows a box of it."""
     return resize_points(points - (box.left, box.top), (box.width, box.height), (size, size))
 
 
 def _to_views(sample: PairSample, boxes: tuple[_Box, ...], size: int) -> FloatArray:
-    """The corresponding points in both views: (2, n, 2)."""
+    """Map the corresponding points to both views: (2, n, 2)."""
     return np.stack([_to_view(p, b, size) for p, b in zip((sample.points0, sample.points1), boxes, strict=True)])
 
 
 def _common(sample: PairSample, boxes: tuple[_Box, ...]) -> BoolArray:
-    """Which corresponding points lie in both boxes."""
+    """Return which corresponding points lie in both boxes."""
     inside: BoolArray = np.all(on_picture(_to_views(sample, boxes, 1), (1, 1)), axis=0)
     return inside
 

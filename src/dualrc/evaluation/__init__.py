@@ -1,4 +1,4 @@
-"""Benchmarks: matches are exported once and scored many times."""
+"""Benchmarks; matches are stored once and can be scored many times."""
 
 from dualrc.evaluation.aachen import Aachen
 from dualrc.evaluation.appendix import Appendix
@@ -11,5 +11,5 @@ from dualrc.evaluation.pose import Pose
 
 __all__ = ["BENCHMARKS", "Benchmark", "evaluate", "register"]
 
-# A new benchmark is a file that declares it and its name here.
+# To add a benchmark, declare it in a new file and list it here.
 register(HPatches, Hard, Pose, InLoc, Aachen, Appendix)

@@ -1,4 +1,4 @@
-"""Aachen Day-Night: how well queries by day and by night are localized in a map that their matches make."""
+"""Aachen Day-Night: accuracy of day and night queries, localized in a map triangulated from the matches."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,10 @@ from dualrc.localize import Correspondences, LocalizeConfig, read_poses, write_p
 from dualrc.matches import Estimate, Matches
 from dualrc.types import FloatArray
 
-THRESHOLDS = ((0.5, 2.0), (1.0, 5.0), (5.0, 10.0))  # metres and degrees
-UNKNOWN = float("nan")  # an error where the true pose is not known
+# In meters and degrees.
+THRESHOLDS = ((0.5, 2.0), (1.0, 5.0), (5.0, 10.0))
+# Error of a query without ground truth.
+UNKNOWN = float("nan")
 _SUBMISSION = {"v1.0": "Aachen_eval", "v1.1": "Aachen_v1_1_eval"}
 _EPIPOLAR_PX = 2.0
 _SHOWN_FAILURES = 20
@@ -42,18 +44,19 @@ _DIFFERENCES = (
 class AachenSettings(OneNetworkSettings):
     """Settings of Aachen Day-Night."""
 
-    truth: Annotated[Path | None, Option("a file of true poses, name qw qx qy qz tx ty tz.")] = None
+    truth: Annotated[Path | None, Option("File of ground-truth poses, name qw qx qy qz tx ty tz.")] = None
 
     paper: ClassVar = {"size": 1600, "top": 8000}
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryScore:
-    """One query; errors are inf where it was not localized, NaN where the true pose is not known."""
+    """Score of a query; errors are inf if it was not localized, and NaN without ground truth."""
 
     name: str
     condition: str
-    reason: str | None  # why it was not localized
+    # Reason why it was not localized.
+    reason: str | None
     candidates: int
     correspondences: int
     inliers: int
@@ -61,7 +64,7 @@ class QueryScore:
     error_deg: float = UNKNOWN
 
     def describe(self) -> str:
-        """Its result for a caption."""
+        """Describe the result for a caption."""
         if self.reason is not None:
             return f"not localized: {self.reason}"
         error = "" if np.isnan(self.error_m) else f"{self.error_m:.2f} m and {self.error_deg:.2f}° off, "
@@ -70,19 +73,22 @@ class QueryScore:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupScore:
-    """All queries of a condition; those that were not localized count as wrong."""
+    """Scores of all queries of a condition; queries that were not localized count as wrong."""
 
     queries: int
     localized: int
-    inliers: float  # median over those localized
-    scored: int  # whose true pose is known
-    shares: tuple[float, ...]  # of those, within each threshold; none where no true pose is known
+    # Median over the localized queries.
+    inliers: float
+    # Number of queries with ground truth.
+    scored: int
+    # Share of scored queries within each threshold; empty without ground truth.
+    shares: tuple[float, ...]
     median_error_m: float
     median_error_deg: float
 
     @staticmethod
     def of(queries: Sequence[QueryScore]) -> "GroupScore":
-        """The score of the queries of a condition."""
+        """Compute the score of the queries of a condition."""
         inliers = [query.inliers for query in queries if query.reason is None]
         known = [query for query in queries if not np.isnan(query.error_m)]
         within = [[q.error_m <= metres and q.error_deg <= degrees for q in known] for metres, degrees in THRESHOLDS]
@@ -99,9 +105,10 @@ class GroupScore:
 
 @dataclass(frozen=True, kw_only=True)
 class MapScore:
-    """The map that the matches made."""
+    """Statistics of the map."""
 
-    pictures: int  # with at least one point
+    # Number of images with at least one point.
+    pictures: int
     points: int
     track_length: float
     error_px: float
@@ -109,22 +116,24 @@ class MapScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """All figures of a matcher."""
+    """All scores of a matcher."""
 
     conditions: dict[str, GroupScore]
     map: MapScore
-    matches: float  # a pair
+    # Mean per pair.
+    matches: float
     queries: tuple[QueryScore, ...]
-    submission: str  # the file of poses
+    # Name of the file of poses.
+    submission: str
 
 
 class Aachen(Benchmark):
-    """Queries with candidates in a database of pictures with known poses."""
+    """Queries with candidates in a database of images with known poses."""
 
     name = "aachen"
     summary = (
-        "aachen localizes the queries of Aachen Day-Night, v1.0 or v1.1, and writes their poses for the benchmark's "
-        "service."
+        "aachen localizes the queries of Aachen Day-Night, v1.0 or v1.1, and writes their poses for the "
+        "evaluation service."
     )
     example = "data/aachen --out aachen"
     settings_class = AachenSettings
@@ -136,9 +145,10 @@ class Aachen(Benchmark):
     def __init__(
         self, settings: AachenSettings, messages: Console | None = None, data: AachenData | None = None
     ) -> None:
-        """`data` is read from the root unless it is given."""
+        """`data`: default is the dataset in the root."""
         super().__init__(settings, messages)
-        import_pycolmap()  # what is missing is said before the long work
+        # Report a missing package before the slow steps.
+        import_pycolmap()
         self.data = data or read_aachen(settings.roots[0])
         self.pairs, self.notes = self.data.pairs, list(self.data.notes)
         if settings.protocol == "paper":
@@ -159,19 +169,21 @@ class Aachen(Benchmark):
         }
 
     def _match_truth(self, truth: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-        """The true poses of the queries by their full names; files have them with or without folders."""
+        """Return the ground-truth poses by the full names of queries; files list names with or without folders."""
         by_file = {Path(name).name: pose for name, pose in truth.items()}
         found = {name: by_file[Path(name).name] for name in self.data.queries if Path(name).name in by_file}
         if not found:
-            raise DataError("The file of true poses has none of the queries; give that of this data set.")
+            raise DataError("The file of ground-truth poses has none of the queries; pass the file of this dataset.")
         if unknown := [name for name in self.data.queries if name not in found]:
-            self.notes.append(f"{len(unknown)} queries have no true pose and are not scored, such as {unknown[0]}.")
+            self.notes.append(f"{len(unknown)} queries have no ground truth and are not scored, such as {unknown[0]}.")
         if len(by_file) > len(found):
-            self.notes.append(f"{len(by_file) - len(found)} true poses are of pictures that are not evaluated.")
+            self.notes.append(
+                f"{len(by_file) - len(found)} ground-truth poses belong to images that are not evaluated."
+            )
         return found
 
     def score(self, matcher: str, get: GetMatches) -> Scores:
-        """Merge the matches, make the map, localize every query, and write the file of poses to `out`."""
+        """Merge the matches, triangulate the map, localize every query, and write the file of poses to `out`."""
         out = self.settings.out
         make_folder(out)
         try:
@@ -182,9 +194,9 @@ class Aachen(Benchmark):
                 counts = self.store_undistorted(get, store)
                 world, queries, poses = self.localize(merge(store, progress=self.progress), Path(work))
         except OSError as error:
-            remedy = "make room or write elsewhere"
-            raise OutputError(f"The folder {out} can't be written ({error.strerror}); {remedy}.") from error
-        # As the benchmark's service wants it: names without folders, only queries that were localized.
+            remedy = "free disk space or write elsewhere"
+            raise OutputError(f"The folder {out} cannot be written ({error.strerror}); {remedy}.") from error
+        # The evaluation service expects names without folders, and localized queries only.
         submission = f"{_SUBMISSION.get(self.data.version, 'poses')}_[{file_name(matcher)}].txt"
         write_poses(out / submission, {Path(name).name: pose for name, pose in poses.items()})
         conditions = grouped(queries, lambda query: query.condition)
@@ -202,7 +214,7 @@ class Aachen(Benchmark):
         )
 
     def store_undistorted(self, get: GetMatches, store: MatchStore) -> list[int]:
-        """Store all matches as pinhole cameras see them; returns the number of matches of each pair."""
+        """Store all matches in undistorted coordinates, and return the number of matches of each pair."""
         counts = []
         for pair in self.pairs:
             matches = get(pair)
@@ -212,7 +224,7 @@ class Aachen(Benchmark):
         return counts
 
     def undistort(self, pair: Pair, matches: Matches) -> Matches:
-        """Matches between the undistorted pictures as they are stored."""
+        """Convert matches to the undistorted, stored images."""
         camera0, camera1 = self._camera(pair.name0), self._camera(pair.name1)
         points0 = camera0.undistort(stored_points(matches.points0, pair.path0))
         points1 = camera1.undistort(stored_points(matches.points1, pair.path1))
@@ -229,11 +241,12 @@ class Aachen(Benchmark):
 
     def _camera(self, name: str) -> Camera:
         camera = self.data.queries[name].camera if name in self.data.queries else self.data.database[name]
-        assert camera is not None  # pictures without a camera are not matched
+        # Only images with a camera are matched.
+        assert camera is not None
         return camera
 
     def localize(self, merged: MergedMatches, work: Path) -> tuple[PosedMap, list[QueryScore], dict[str, FloatArray]]:
-        """The map of the database, the queries' scores, and the poses that were found; `work` is an empty folder."""
+        """Return the map, the scores of the queries, and the estimated poses; `work` is an empty folder."""
         cameras = {name: camera.pinhole for name, camera in self.data.database.items()}
         world = triangulate(cameras, merged, work, self.progress)
         scores, poses, matched = [], {}, set(merged.pairs)
@@ -273,7 +286,7 @@ class Aachen(Benchmark):
         return world, scores, poses
 
     def report(self, results: Sequence[Result]) -> Report:
-        """What was localized, the paper's table with ours, the queries that were not, and recall over distances."""
+        """Return the localized queries, the paper's table with our rows, the failures, and recall curves."""
         failures = [[r.matcher, q.name, q.reason] for r in results for q in r.figures.queries if q.reason is not None]
         more = f"And {len(failures) - _SHOWN_FAILURES} more, in results.json." if failures[_SHOWN_FAILURES:] else ""
         tables = [self._main_table(results), _recall_table(results)]
@@ -303,33 +316,34 @@ class Aachen(Benchmark):
                 counts = [str(group.queries), str(group.localized), f"{group.inliers:.0f}"]
                 rows.append([result.matcher, condition, *counts, *world])
         files = ", ".join(result.figures.submission for result in results)
-        size = f"{len(self.data.database)} database pictures, {len(self.pairs)} pairs"
+        size = f"{len(self.data.database)} database images, {len(self.pairs)} pairs"
         return Table(
             title=f"Aachen Day-Night {self.data.version}: {size}",
             columns=["matcher", "condition", "queries", "localized", "inliers", "points", "track", *COST_COLUMNS],
             rows=rows,
             note=(
-                "Inliers: median of the localized queries; points: of the map, triangulated from the matches between "
-                "database pictures with their known poses; track: pictures that see a point on average; matches and "
-                f"time a pair. Poses for the benchmark's service: {files}."
+                "Inliers: median over the localized queries. Points: in the map, triangulated from matches between "
+                "database images with their known poses. Track: mean number of images per point. Matches and time are "
+                f"per pair. Poses for the evaluation service: {files}."
             ),
             text_columns=["matcher", "condition"],
         )
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
-        """The queries from best to worst, each with its first candidate."""
+        """Rank the queries from best to worst, each with its first candidate."""
         first = {pair.name0: pair for pair in reversed(self.pairs) if pair.name0 in self.data.queries}
         scores = [q for q in result.figures.queries if q.name in first]
         order = sorted(scores, key=lambda q: (np.nan_to_num(q.error_m, nan=0.0, posinf=np.inf), -q.inliers))
         return [(first[q.name], q.describe()) for q in order]
 
     def draw(self, pair: Pair, matches: Matches) -> Picture:
-        """Where the true pose is known, green lines for matches that agree with it and red ones for others."""
+        """Draw matches that agree with the ground truth in green, and others in red."""
         best, image0, image1 = matches.top(self.top), read(pair.path0), read(pair.path1)
         if not len(best) or pair.name0 not in self.truth:
             return draw_matches(image0, image1, best)
         camera0, camera1 = self._camera(pair.name0), self._camera(pair.name1)
-        assert camera1.cam_from_world is not None  # it is one of the database
+        # Image 1 is in the database.
+        assert camera1.cam_from_world is not None
         pose = cam1_from_cam0(self.truth[pair.name0], camera1.cam_from_world)
         points0, points1 = stored_points(best.points0, pair.path0), stored_points(best.points1, pair.path1)
         agree = pose_distance_px(pose, camera0, camera1, points0, points1, in_picture1=True) <= _EPIPOLAR_PX
@@ -339,7 +353,7 @@ class Aachen(Benchmark):
 
 
 def _recall_table(results: Sequence[Result]) -> Table:
-    """The paper's table, below our rows where true poses are known."""
+    """Return the paper's table below our rows, where ground truth is available."""
     rows = []
     for result in results:
         for condition, group in result.figures.conditions.items():
@@ -348,10 +362,10 @@ def _recall_table(results: Sequence[Result]) -> Table:
                 medians = [f"{value:.3f}{unit}" if np.isfinite(value) else "-" for value, unit in errors]
                 shares = [f"{100 * value:.1f}" for value in group.shares]
                 rows.append([result.matcher, condition, str(group.scored), *shares, *medians])
-    note = "Queries that were not localized count as wrong. The paper's figures are of v1.0's night-time queries."
+    note = "Queries that were not localized count as wrong. The paper's numbers are for the night queries of v1.0."
     if not rows:
-        service = "send the file of poses to the benchmark's service, or score it here with --truth"
-        note = f"The true poses are not public: {service}."
+        service = "submit the file of poses to the evaluation service, or pass --truth"
+        note = f"The ground truth is not public: {service}."
     # The paper's table.
     for name, values in read_published("aachen_published.json").items():
         rows.append([f"{name} (paper)", "night", "98", *(f"{value:.1f}" for value in values), "", ""])

@@ -1,4 +1,4 @@
-"""Aachen Day-Night as it is published, v1.0 and v1.1: the reference model, the queries and the pairs to match."""
+"""Files of Aachen Day-Night as published, v1.0 and v1.1: the reference model, the queries and the pairs."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,53 +24,59 @@ _INTRINSICS_1_0, _INTRINSICS_1_1 = "database_intrinsics.txt", "database_intrinsi
 _IMAGES = ("images/images_upright", "images_upright", "database_and_query/images_upright")
 _QUERIES = {condition: f"queries/{condition}_time_queries_with_intrinsics.txt" for condition in ("day", "night")}
 _PAIRS = {"v1.0": "image_pairs_to_match.txt", "v1.1": "image_pairs_to_match_v1_1.txt"}
-# More lists of pairs, such as candidates for the day-time queries, which the published ones lack.
+# Additional lists of pairs, for example candidates of the day queries, which the published lists lack.
 _MORE_PAIRS = "pairs*.txt"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Query:
-    """A picture to be localized."""
+    """An image to localize."""
 
-    condition: str  # day or night
-    camera: Camera | None = None  # of the picture as it is stored; None where there is none, and then `reason` says why
-    reason: str | None = None  # why it can't be localized with any matches
-    candidates: tuple[str, ...] = ()  # pictures of the database to match it with
+    # "day" or "night".
+    condition: str
+    # Camera of the stored image; None if there is none, with the reason in `reason`.
+    camera: Camera | None = None
+    # Reason why no matches can localize it.
+    reason: str | None = None
+    # Database images to match it with.
+    candidates: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AachenData:
-    """A database of pictures with poses, queries, and which pictures are matched."""
+    """Database images with poses, queries, and the pairs to match."""
 
     version: str
-    database: dict[str, Camera]  # of the pictures as they are stored, with poses
-    queries: dict[str, Query]  # of the conditions that have candidates
+    # Cameras with poses of the stored images, by name.
+    database: dict[str, Camera]
+    # Queries of the conditions that have candidates.
+    queries: dict[str, Query]
     pairs: list[Pair]
     notes: list[str]
 
 
 def read_aachen(root: Path) -> AachenData:
-    """Find and check the data set; what is wrong with single pictures is said in the notes."""
+    """Find and check the dataset; notes list problems of single images."""
     check_folder(root)
     notes: list[str] = []
     version, database = _read_database(root, notes)
     folders = [root / folder for folder in _IMAGES if (root / folder).is_dir()]
     if not folders:
-        raise DataError(f"{root} has no pictures in {_IMAGES[0]}; unpack them there.")
+        raise DataError(f"{root} has no images in {_IMAGES[0]}; unpack them there.")
     listed = _read_pairs(root, version)
     queries = _read_queries(root, listed, notes)
     for name in (*database, *queries):
         inside(root, name)
-    # v1.1 may be unpacked beside the pictures of v1.0.
+    # v1.1 may be unpacked beside the images of v1.0.
     paths = {
         name: next((folder / name for folder in folders if (folder / name).is_file()), folders[0] / name)
         for name in (*database, *queries)
     }
     if not any(path.is_file() for path in paths.values()):
-        raise DataError(f"{folders[0]} has none of the pictures, such as {next(iter(paths))}; unpack them there.")
+        raise DataError(f"{folders[0]} has none of the images, such as {next(iter(paths))}; unpack them there.")
     for name, camera in list(database.items()):
         if wrong := _mismatch(camera, paths[name]):
-            notes.append(f"The database picture {name} is not used: {wrong}")
+            notes.append(f"The database image {name} is not used: {wrong}")
             del database[name]
     for name, query in queries.items():
         if query.camera is not None and (wrong := _mismatch(query.camera, paths[name])):
@@ -82,21 +88,21 @@ def read_aachen(root: Path) -> AachenData:
 
 
 def _mismatch(camera: Camera, path: Path) -> str | None:
-    """Why a camera can't be that of a picture file; a file that can't be read is left to the matcher to report."""
+    """Return why a camera does not fit an image file; the matcher reports files that cannot be read."""
     header = read_header(path)
     if header is None or header.stored_size == camera.size:
         return None
     there, here = f"{camera.width}x{camera.height}", "{}x{}".format(*header.stored_size)
-    return f"The intrinsics are for {there} pixels and {path} has {here}; get the published files."
+    return f"The intrinsics are for {there} pixels and {path} has {here}; use the published files."
 
 
 def _read_database(root: Path, notes: list[str]) -> tuple[str, dict[str, Camera]]:
-    """The newest version that is there, with the cameras and poses of its reference model."""
+    """Return the newest version in the folder, and the cameras and poses of its reference model."""
     folder = root / _MODEL_1_1
     old = [root / model for model in _MODELS_1_0 if (root / model / _NVM_1_0).is_file()]
     if (folder / "images.bin").is_file() or (folder / _NVM_1_1).is_file():
         if old:
-            notes.append(f"v1.1 is used; to use v1.0, move {_MODEL_1_1} away.")
+            notes.append(f"v1.1 is used; move {_MODEL_1_1} away to use v1.0.")
         if (folder / "images.bin").is_file():
             return "v1.1", dict(_read_model(folder))
         return "v1.1", _read_nvm(folder / _NVM_1_1, [folder / _INTRINSICS_1_1], notes)
@@ -108,7 +114,7 @@ def _read_database(root: Path, notes: list[str]) -> tuple[str, dict[str, Camera]
 
 
 def _read_intrinsics(path: Path) -> Iterator[tuple[str, Camera | str]]:
-    """Names with their cameras, or with what is wrong with the line: NAME MODEL WIDTH HEIGHT PARAMS."""
+    """Yield names with their cameras, or with the error in the line: NAME MODEL WIDTH HEIGHT PARAMS."""
     for number, line in read_lines(path):
         name, *fields = line.split()
         try:
@@ -121,74 +127,75 @@ def _read_intrinsics(path: Path) -> Iterator[tuple[str, Camera | str]]:
 
 
 def _read_nvm(path: Path, intrinsics_paths: list[Path], notes: list[str]) -> dict[str, Camera]:
-    """VisualSFM's model: after a header and a count, NAME FOCAL QW QX QY QZ CX CY CZ DISTORTION 0, a line a picture."""
+    """Read VisualSFM's model: a header, a count, and NAME FOCAL QW QX QY QZ CX CY CZ DISTORTION 0 per line."""
     intrinsics = next((file for file in intrinsics_paths if file.is_file()), None)
     if intrinsics is None:
-        raise DataError(f"{intrinsics_paths[0]} does not exist; get the published file.")
+        raise DataError(f"{intrinsics_paths[0]} does not exist; download the published file.")
     cameras, database = dict(_read_intrinsics(intrinsics)), {}
     lines = [(number, line) for number, line in read_lines(path) if not line.startswith("NVM_V3")]
     try:
         count = int(lines[0][1])
     except (ValueError, IndexError) as error:
-        raise DataError(f"{path} has no number of pictures after its header; get the published file.") from error
+        raise DataError(f"{path} has no number of images after its header; download it again.") from error
     if len(lines) < count + 1:
-        raise DataError(f"{path} is cut off: it has fewer than its {count} pictures; get it again.")
+        raise DataError(f"{path} is truncated: it has fewer than its {count} images; download it again.")
     for number, line in lines[1 : count + 1]:
         name, *fields = line.rsplit(maxsplit=10)
         try:
             values = [float(value) for value in fields[1:8]]
             R = rotation_from_quaternion(values[:4])
-            pose = np.column_stack([R, -R @ np.array(values[4:7])])  # the file has the camera's place
+            # The file stores the camera position.
+            pose = np.column_stack([R, -R @ np.array(values[4:7])])
         except (ValueError, IndexError) as error:
-            raise DataError(f"{path}, line {number}: not a picture with its pose; get the published file.") from error
+            raise DataError(f"{path}, line {number}: not an image with its pose; download the file again.") from error
         camera = cameras.get(name, f"{intrinsics} has no camera for it.")
         if isinstance(camera, str):
-            notes.append(f"The database picture {name} is not used: {camera}")
+            notes.append(f"The database image {name} is not used: {camera}")
         else:
             database[name] = replace(camera, cam_from_world=pose)
     return database
 
 
 def _read_model(folder: Path) -> Iterator[tuple[str, Camera]]:
-    """Names and cameras with poses from COLMAP's cameras.bin and images.bin, without the points, which are many."""
+    """Read names and cameras with poses from COLMAP's cameras.bin and images.bin, without the many points."""
     try:
         records = read_cameras_bin(folder / "cameras.bin")
         cameras = {number: camera_of(record, f"camera {number}") for number, record in records.items()}
         for image in read_images_bin(folder / "images.bin"):
             yield image.name, replace(cameras[image.camera_id], cam_from_world=image.cam_from_world)
     except (OSError, DataError, KeyError) as error:
-        raise DataError(f"{folder} holds no COLMAP model, or a broken one ({error}); get it again.") from error
+        raise DataError(f"{folder} has no COLMAP model, or a damaged one ({error}); download it again.") from error
 
 
 def _read_queries(root: Path, listed: list[tuple[str, str]], notes: list[str]) -> dict[str, Query]:
-    """The queries with intrinsics, and those of the pairs that have none, which count as failures."""
+    """Read the queries with intrinsics, and add queries from the pairs without intrinsics, which count as failures."""
     queries: dict[str, Query] = {}
     for condition, file in _QUERIES.items():
         for name, camera in _read_intrinsics(root / file) if (root / file).is_file() else ():
             found = {"reason": camera} if isinstance(camera, str) else {"camera": camera}
             queries[name] = Query(condition=condition, **found)
     if not queries:
-        raise DataError(f"{root} has no queries: neither {' nor '.join(_QUERIES.values())}; get the published files.")
+        raise DataError(f"{root} has no queries: neither {' nor '.join(_QUERIES.values())}; download these files.")
     for file_name, count in Counter(Path(name).name for name in queries).items():
         if count > 1:
-            notes.append(f"Several queries are called {file_name}, and the benchmark takes no folders.")
+            notes.append(f"Several queries are called {file_name}, but the evaluation service ignores folders.")
     for name in dict.fromkeys(name for pair in listed for name in pair if name.startswith("query/")):
         if name not in queries:
             condition = name.split("/")[1] if name.split("/")[1] in _QUERIES else "night"
-            reason = f"It has no intrinsics in {_QUERIES[condition]}; add its line."
+            reason = f"It has no intrinsics in {_QUERIES[condition]}; add a line for it."
             queries[name] = Query(condition=condition, reason=reason)
     return queries
 
 
 def _read_pairs(root: Path, version: str) -> list[tuple[str, str]]:
-    """The lines of all lists of pairs."""
+    """Read all lists of pairs."""
     main = root / _PAIRS[version]
     files = [main, *sorted(root.glob(_MORE_PAIRS)), *sorted(root.glob(f"pairs/{_MORE_PAIRS}"))]
     files = [path for path in files if path.is_file()]
     if not files:
-        remedy = "the local features part of the benchmark's code has it"
-        raise DataError(f"{main}, the list of pairs, does not exist; {remedy}.")
-    return [pair for path in files for pair in read_name_pairs(path, what="two pictures")]
+        remedy = "it is part of the benchmark's code for local features"
+        raise DataError(f"The list of pairs {main} does not exist; {remedy}.")
+    return [pair for path in files for pair in read_name_pairs(path, what="two images")]
 
 
 def _add_candidates(
@@ -198,7 +205,7 @@ def _add_candidates(
     paths: Mapping[str, Path],
     notes: list[str],
 ) -> list[Pair]:
-    """Give each query its candidates; returns every pair to match once, though lists have many both ways round."""
+    """Assign candidates to the queries, and return every pair to match once; lists have many in both orders."""
     candidates: dict[str, list[str]] = {name: [] for name in queries}
     pairs, unusable = [], []
     for pair in dict.fromkeys((min(pair), max(pair)) for pair in listed):
@@ -210,23 +217,24 @@ def _add_candidates(
         if asked:
             candidates[name0].append(name1)
             if queries[name0].reason is not None:
-                continue  # its matches would not be used
+                # Its matches would not be used.
+                continue
         group = queries[name0].condition if asked else "database"
         pairs.append(Pair(name0=name0, name1=name1, path0=paths[name0], path1=paths[name1], group=group))
     if unusable:
         example = " ".join(unusable[0])
-        notes.append(f"{len(unusable)} pairs of the lists have no two usable pictures with poses, such as {example}.")
+        notes.append(f"{len(unusable)} listed pairs have no two usable images with poses, such as {example}.")
     if not any(candidates.values()):
-        raise DataError("The lists of pairs have no candidates for any query; give those of this version.")
+        raise DataError("The lists of pairs have no candidates for any query; pass the lists of this version.")
     for name, query in queries.items():
-        alone = "No pair of the lists has it with a picture of the database; add candidates."
+        alone = "No listed pair has it with a database image; add candidates."
         reason = query.reason or (None if candidates[name] else alone)
         queries[name] = replace(query, candidates=tuple(candidates[name]), reason=reason)
     return sorted(pairs, key=lambda pair: (pair.group, pair.name0))
 
 
 def _with_candidates(queries: Mapping[str, Query], version: str, notes: list[str]) -> dict[str, Query]:
-    """The queries of the conditions that have candidates at all; the others are not evaluated."""
+    """Return the queries of the conditions that have candidates; the other conditions are not evaluated."""
     evaluated: dict[str, Query] = {}
     for condition in _QUERIES:
         group = {name: query for name, query in queries.items() if query.condition == condition}
@@ -234,7 +242,7 @@ def _with_candidates(queries: Mapping[str, Query], version: str, notes: list[str
             evaluated |= group
         elif group:
             notes.append(
-                f"The {len(group)} {condition}-time queries are not evaluated: {_PAIRS[version]} has no candidates for "
-                f"them; add a list of them ({_MORE_PAIRS})."
+                f"The {len(group)} {condition} queries are not evaluated: {_PAIRS[version]} has no candidates for "
+                f"them; add a list of candidates ({_MORE_PAIRS})."
             )
     return evaluated

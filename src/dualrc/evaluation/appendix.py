@@ -1,4 +1,4 @@
-"""The comparisons of the paper's appendix on HPatches: fusion variants, channels, sizes, costs, and pictures."""
+"""Comparisons of the paper's appendix on HPatches: fusion variants, channels, sizes, costs, and drawings."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from dualrc.image import read
 from dualrc.matches import Estimate
 from dualrc.metrics import match_errors_px
 
-# Best matches that are drawn, as in the paper: lines, and dots in its text and in its appendix.
+# Number of best matches that are drawn, as in the paper: lines, and dots in its text and in its appendix.
 LINES, DOTS = 500, (2000, 6000)
 
 
@@ -33,12 +33,12 @@ class AppendixSettings(Settings):
     """Settings of the comparisons."""
 
     matchers: Annotated[
-        tuple[str, ...], Option("others beside the first network; without it, none.", flags=("--matcher",))
+        tuple[str, ...], Option("Matchers to compare with the first network. Default: none.", flags=("--matcher",))
     ] = ()
-    # Each file's own header says which variant it is; none: the weights inside the package.
-    weights: Annotated[tuple[Path, ...], Option("several, one for each fusion variant and number of channels.")] = ()
-    # All networks and matchers see the largest size, the first network all of them.
-    sizes: Annotated[tuple[int, ...], Option("several; without it, 1600, 1200, 800.", flags=("--size",))] = (
+    # The header of each file names its variant; empty: the bundled weights.
+    weights: Annotated[tuple[Path, ...], Option("Repeatable, one file per fusion variant and number of channels.")] = ()
+    # All networks and matchers run at the largest size, the first network at all sizes.
+    sizes: Annotated[tuple[int, ...], Option("Repeatable. Default: 1600, 1200, 800.", flags=("--size",))] = (
         1600,
         1200,
         800,
@@ -46,24 +46,24 @@ class AppendixSettings(Settings):
     top: Annotated[int | None, TOP_OPTION] = None
     pairs: Annotated[
         Path | None,
-        Option("draw the pairs of this text file, two names a line, such as v_wall/1.ppm v_wall/6.ppm."),
+        Option("Text file of pairs to draw, two names per line, such as v_wall/1.ppm v_wall/6.ppm."),
     ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if "dualrc" in self.matchers:
-            raise ConfigError("dualrc is what the appendix compares; leave that --matcher out, and give --weights.")
+            raise ConfigError("The appendix compares dualrc itself; omit that --matcher, and pass --weights.")
         if not self.sizes or min(self.sizes) < MIN_SIDE:
             sizes = sorted(set(self.sizes), reverse=True)
-            raise ConfigError(f"Sizes {sizes} won't do; give one or several of at least {MIN_SIDE} pixels.")
+            raise ConfigError(f"Sizes {sizes} are not valid; pass one or more sizes of at least {MIN_SIDE} pixels.")
 
 
 class Appendix(Benchmark):
-    """Networks at several sizes, scored as HPatches scores them, from the same kind of stores."""
+    """Networks at several sizes, scored like HPatches, with the same stores."""
 
     name = "appendix"
     summary = (
-        "appendix compares networks on HPatches as the paper's appendix does: fusion variants, channels, sizes, and "
+        "appendix compares networks on HPatches as in the paper's appendix: fusion variants, channels, sizes, and "
         "costs."
     )
     example = "data/hpatches --weights a.safetensors --weights b.safetensors"
@@ -78,18 +78,19 @@ class Appendix(Benchmark):
         self.pairs, self.notes, self.protocol = self.hpatches.pairs, self.hpatches.notes, self.hpatches.protocol
         self.sizes = sorted(set(settings.sizes), reverse=True)
         self.drawn_pairs = _drawn_pairs(self.pairs, settings.pairs)
-        self.later_notes: list[str] = []  # that come up while pairs are drawn and costs measured
+        # Notes that arise while pairs are drawn and costs are measured.
+        self.later_notes: list[str] = []
         with show_status("Reading the weights...", self.messages.quiet):
             self.networks = read_networks(settings.weights, settings.preset)
 
     def matchers(self) -> Iterator[tuple[str, PairMatcher]]:
-        """The first network at every size, the other networks and matchers at the largest."""
+        """Yield the first network at every size, and the other networks and matchers at the largest size."""
         chosen = replace(
             self.settings.for_matchers(), size=self.sizes[0], top=self.stored, sift_features=self.sift_features
         )
         others = make_matchers(self.settings.matchers, chosen)
         self.drawn = {_sized(self.networks[0], self.sizes[0]), *(matcher.name for matcher in others)}
-        # A network is loaded when it is its turn, because all of them together may not fit into memory.
+        # Networks are loaded one at a time, because all of them together may not fit into memory.
         for size in self.sizes:
             yield _sized(self.networks[0], size), network_matcher(self.networks[0], chosen, size)
         for network in self.networks[1:]:
@@ -98,15 +99,15 @@ class Appendix(Benchmark):
             yield matcher.name, matcher
 
     def store_config(self) -> dict[str, Any]:
-        """The stores of `evaluate hpatches` serve here too."""
+        """Return the config of `evaluate hpatches`, whose stores are used here too."""
         return self.hpatches.store_config()
 
     def score(self, matcher: str, get: GetMatches) -> Any:
-        """The scores of HPatches."""
+        """Compute the scores of HPatches."""
         return self.hpatches.score(matcher, get)
 
     def report(self, results: Sequence[Result]) -> Report:
-        """The four comparisons."""
+        """Return the four comparisons."""
         count, largest = len(self.sizes), self.sizes[0]
         by_size = dict(zip(self.sizes, results, strict=False))
         first = replace(by_size[largest], matcher=self.networks[0].label)
@@ -128,10 +129,10 @@ class Appendix(Benchmark):
         )
 
     def _measure(self, result: Result) -> dict[tuple[Network, int], Measured | None]:
-        """Time and memory of every network at every size, on the first pair that can be matched."""
+        """Measure time and memory of every network at every size, on the first pair that can be matched."""
         usable = [pair for pair in self.pairs if pair.names not in result.failures]
         if not usable:
-            self.later_notes.append("Time and memory are not measured: no pair could be matched.")
+            self.later_notes.append("Time and memory were not measured: no pair could be matched.")
             return {}
         chosen = [(network, size) for network in self.networks for size in self.sizes]
         tasks = [
@@ -151,7 +152,7 @@ class Appendix(Benchmark):
         return dict(zip(chosen, measured, strict=True))
 
     def pictures(self, result: Result, get: GetMatches) -> list[PairPicture]:
-        """The chosen pairs' best matches as lines and as dots, green where they are correct."""
+        """Draw the best matches of the chosen pairs as lines and as dots, correct ones in green."""
         drawn = []
         for number, pair in enumerate(self.drawn_pairs if result.matcher in self.drawn else ()):
             names = f"{pair.name0} and {pair.name1}"
@@ -176,14 +177,15 @@ class Appendix(Benchmark):
                         caption=f"{result.matcher}, {names}: {score}",
                         picture=picture,
                         file=f"best{count} {pair.group} {pair.path0.stem}-{pair.path1.stem} {result.matcher}",
-                        order=(count, number),  # all matchers' pictures of a pair side by side
+                        # Keeps the drawings of a pair by all matchers together.
+                        order=(count, number),
                     )
                 )
         return drawn
 
 
 def _drawn_pairs(pairs: Sequence[Pair], path: Path | None) -> list[Pair]:
-    """The pairs to draw: those of a text file, else the last one, usually 1-6, of the first sequence of each kind."""
+    """Return the pairs to draw: those of a text file, else the last one of the first sequence of each kind."""
     if path is None:
         last = {pair.group: pair for pair in pairs}
         kinds = {name[:2]: pair for name, pair in reversed(last.items())}
@@ -192,7 +194,7 @@ def _drawn_pairs(pairs: Sequence[Pair], path: Path | None) -> list[Pair]:
     chosen = from_file([name for names in by_names for name in names], path)
     for names in chosen:
         if names not in by_names:
-            raise DataError(f"{path}: {names[0]} and {names[1]} have no homography; pair picture 1 with another.")
+            raise DataError(f"{path}: {names[0]} and {names[1]} have no homography; pair image 1 with another image.")
     return [by_names[names] for names in chosen]
 
 

@@ -13,10 +13,12 @@ from dualrc.evaluation.networks import Network, variant_label
 from dualrc.evaluation.report import Report, Table, seconds
 
 CHANNELS = (1024, 256)
-STRIDE = 4  # of the map on which matches are located, in pixels of the picture
-_BOTH_CHANNELS = ("a", "e")  # the variants of which the paper compares 256 and 1024 channels
-# Published curves of neighborhood consensus: long sides of the picture, and of the map that locates matches. NCNet ran
-# without the last stride of its trunk, so its map has an eighth of the picture's size; it is pooled by 2 for consensus.
+# Stride of the map on which matches are located, in pixels of the image.
+STRIDE = 4
+# Variants for which the paper compares 256 and 1024 channels.
+_BOTH_CHANNELS = ("a", "e")
+# Published curves of neighborhood consensus: long sides of the image, and of the map that locates matches. NCNet runs
+# without the last stride of its backbone, so its map has 1/8 of the image size; it is pooled by 2 for consensus.
 _PUBLISHED_SIZES = {
     "DualRC-Net, 1600 px, best 2000": (1600, 400),
     "Sparse-NCNet, 3200 px, hard + soft, best 2000": (3200, 400),
@@ -26,12 +28,12 @@ _PUBLISHED_SIZES = {
     "NCNet, 1600 px, relocalized, best 2000": (1600, 200),
     "NCNet, 800 px, best 2000": (800, 100),
 }
-# The paper's own figures for a map of 200 x 150: long side of the picture, seconds a pair, GPU memory in MB.
+# The paper's values for a map of 200 x 150: long side of the image, seconds per pair, GPU memory in MB.
 _PUBLISHED_COSTS = {"DualRC-Net": (800, 2.05, 1232), "Sparse-NCNet": (1600, 0.82, 680), "NCNet": (3200, 4.15, 7868)}
 
 
 def compare_fusion(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Report:
-    """The five fusion variants, with as many channels as most of them are given with."""
+    """Compare the fusion variants, with the number of channels that most of them have."""
     given = {network.variant for network in results if network.variant}
     channels = max(CHANNELS, key=lambda count: sum(variant[1] == count for variant in given))
     wanted = [(fusion, channels) for fusion in get_args(Fusion)]
@@ -39,7 +41,7 @@ def compare_fusion(benchmark: HPatches, results: Mapping[Network, Result], size:
 
 
 def compare_channels(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Report:
-    """256 against 1024 channels, of the paper's two variants and of others that are given with both."""
+    """Compare 256 with 1024 channels, for the paper's two variants and others that have both."""
     given = {network.variant for network in results}
     fusions = [f for f in get_args(Fusion) if f in _BOTH_CHANNELS or all((f, count) in given for count in CHANNELS)]
     wanted = [(fusion, channels) for fusion in fusions for channels in CHANNELS]
@@ -65,27 +67,28 @@ def _compare_variants(
     return Report(
         tables=[replace(empty, rows=rows)],
         figures={figure: _curves(found, [], f"{title}, best {benchmark.tops[0]} matches")} if found else {},
-        notes=[f"{title}: no weights were given for {', '.join(missing)}."] if missing else [],
+        notes=[f"{title}: no weights were passed for {', '.join(missing)}."] if missing else [],
     )
 
 
 def compare_sizes(benchmark: HPatches, by_size: Mapping[int, Result], others: Sequence[Result]) -> Report:
-    """The same picture size, the same map size and smaller pictures, beside other matchers and published curves."""
+    """Compare equal image sizes, equal map sizes and smaller images with other matchers and published curves."""
     by_size = {size: _with_top(result, -1) for size, result in by_size.items()}
     others = [_with_top(result, -1) for result in others]
     largest, *smaller = sorted(by_size, reverse=True)
-    cells = largest // (2 * STRIDE)  # of the map that Sparse-NCNet makes of the largest pictures
+    # Size of the map that Sparse-NCNet makes of the largest images.
+    cells = largest // (2 * STRIDE)
     same_picture = [name for name, (picture, _) in _PUBLISHED_SIZES.items() if picture == largest]
     same_map = [name for name, (_, side) in _PUBLISHED_SIZES.items() if side == cells]
     plots = {
-        "sizes_same_picture": (f"Pictures of {largest} px", [by_size[largest], *others], same_picture),
+        "sizes_same_picture": (f"Images of {largest} px", [by_size[largest], *others], same_picture),
         "sizes_same_map": (
             f"Maps of {cells} cells",
             [result for size, result in by_size.items() if size == STRIDE * cells],
             same_map,
         ),
         "sizes_smaller": (
-            f"Smaller pictures beside {largest} px",
+            f"Smaller images and {largest} px",
             [*(by_size[size] for size in smaller), *others] if smaller else [],
             [name for name in same_picture if not name.startswith("DualRC-Net")],
         ),
@@ -95,9 +98,9 @@ def compare_sizes(benchmark: HPatches, by_size: Mapping[int, Result], others: Se
         half = STRIDE * cells
         notes.append(f"The same map size is not compared: that needs {largest} and {half} px; add --size {half}.")
     if not smaller:
-        notes.append("Smaller pictures are not compared: only one size was given; add another --size.")
+        notes.append("Smaller images are not compared: only one size was passed; add another --size.")
     if 1600 in (largest, 8 * cells):
-        notes.append("The paper draws the curve of NCNet at 1600 px as NCNet (3200 H): its file was made at 1600 px.")
+        notes.append("The paper labels the curve of NCNet at 1600 px NCNet (3200 H), but its data is for 1600 px.")
     shown = {name: sides for name, sides in _PUBLISHED_SIZES.items() if name in (*same_picture, *same_map)}
     return Report(
         tables=[_size_table(benchmark, by_size, others, shown)],
@@ -118,25 +121,25 @@ def _size_table(
 ) -> Table:
     whole = benchmark.accuracy_table([*by_size.values(), *others])
     sides = [*((str(size), str(size // STRIDE)) for size in by_size), *[("-", "-")] * len(others)]
-    # Without the limit, which is the same for all, and the size that was seen: the table must fit on a screen.
+    # Without the limit, which all rows share, and without the network size, so that the table fits on a screen.
     rows = [[row[0], *side, *row[2:-1]] for row, side in zip(whole.rows, sides, strict=True)]
     curves = published()
     for name, (picture, side) in shown.items():
         rows.append([f"{name}, published", str(picture), str(side), *accuracy_cells(curves[name]), "-", "-"])
     return Table(
-        title=f"Picture size and map size, best {benchmark.tops[-1]} matches",
-        columns=[whole.columns[0], "picture", "map", *whole.columns[2:-1]],
+        title=f"Image size and map size, best {benchmark.tops[-1]} matches",
+        columns=[whole.columns[0], "image", "map", *whole.columns[2:-1]],
         rows=rows,
         note=(
-            "Picture, map: long sides in pixels, and in cells of the map that locates matches. Mean matching accuracy "
-            "at 1, 3, 5 and 10 px, and at 3 px of illumination and of viewpoint sequences; matches and time a pair. "
-            "Published: best 2000 matches, on 108 sequences."
+            "Image, map: long sides, in pixels of the image and in cells of the map that locates matches. Mean "
+            "matching accuracy at 1, 3, 5 and 10 px, and at 3 px for illumination and for viewpoint sequences. "
+            "Matches and time are per pair. Published: best 2000 matches, on 108 sequences."
         ),
     )
 
 
 def compare_costs(costs: Mapping[tuple[Network, int], Measured | None]) -> Report:
-    """Time and memory by network and picture size, beside the paper's own figures."""
+    """Compare time and memory by network and image size with the paper's values."""
     rows, lines = [], dict[str, list[tuple[int, Measured]]]()
     for (network, size), cost in costs.items():
         cells = ["failed", "-", "-", "-"]
@@ -150,12 +153,12 @@ def compare_costs(costs: Mapping[tuple[Network, int], Measured | None]) -> Repor
     machines = list(dict.fromkeys(cost.machine for cost in costs.values() if cost is not None))
     table = Table(
         title="Time and memory",
-        columns=["matcher", "picture", "map", "a pair", "memory", "loaded", "size"],
+        columns=["matcher", "image", "map", "a pair", "memory", "loaded", "size"],
         rows=rows,
         note=(
-            f"On {' and '.join(machines) or 'no machine'}: the median time of a pair after a warm-up, from files to "
-            "matches; the peak memory of a process of its own (on a GPU, of what is allocated there), and what of it "
-            "was taken before the first pair. Published: as the paper says, on its GPU."
+            f"On {' and '.join(machines) or 'no machine'}: median time of a pair after warm-up, from files to "
+            "matches; peak memory of a separate process (on a GPU, allocated memory), and the part of it in use "
+            "before the first pair. Published: values of the paper, on its GPU."
         ),
     )
     figures = {"costs": cost_figure(lines, title=f"Time and memory on {machines[0]}")} if lines else {}
@@ -167,12 +170,12 @@ def _gib(count: int) -> str:
 
 
 def _with_top(result: Result, index: int) -> Result:
-    """The scores with one of the limits on the number of matches."""
+    """Return the scores for one limit on the number of matches."""
     return replace(result, figures=[result.figures[index]])
 
 
 def _curves(results: Sequence[Result], published_names: Sequence[str], title: str) -> Picture:
-    """Accuracy over thresholds, beside the published methods of these names."""
+    """Draw accuracy over thresholds, with the published methods of these names."""
     known = published() if published_names else {}
     note = "Thick: this run. Thin: published, on 108 sequences." if published_names else ""
     scores = {result.matcher: result.figures[0] for result in results}

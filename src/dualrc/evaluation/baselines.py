@@ -1,4 +1,4 @@
-"""Baselines: RootSIFT and OpenCV's pose estimators; no other file imports OpenCV, which is an extra."""
+"""Baselines: RootSIFT and OpenCV's pose estimators; the only file that imports OpenCV, which is optional."""
 
 import time
 from dataclasses import dataclass
@@ -19,19 +19,20 @@ from dualrc.types import FloatArray, Size
 
 OpenCVMethod = Literal["RANSAC", "USAC_MAGSAC"]
 
-_CACHED_PICTURES = 32  # with descriptors of 2 MB each at most
+# Number of images whose descriptors are cached, at most 2 MB each.
+_CACHED_PICTURES = 32
 _CONFIDENCE = 0.99999
-# In units of the baseline, as in published evaluations: OpenCV's own limit of 50 rejects points of far scenes.
+# In units of the baseline, as in published evaluations; OpenCV's own limit of 50 rejects points of distant scenes.
 _MAX_DEPTH = 1e9
 
 
 def opencv() -> ModuleType:
-    """The module cv2."""
+    """Import cv2."""
     return import_extra("cv2", needed_for="SIFT and OpenCV's estimators", extra="baselines")
 
 
 def has_opencv() -> bool:
-    """Whether OpenCV is installed."""
+    """Return whether OpenCV is installed."""
     try:
         opencv()
     except ConfigError:
@@ -41,15 +42,18 @@ def has_opencv() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Described:
-    points: FloatArray  # (n, 2) in the picture's own pixels
-    descriptors: FloatArray  # (n, 128), of length 1
+    # (n, 2), in pixels of the original image.
+    points: FloatArray
+    # (n, 128), unit length.
+    descriptors: FloatArray
     size: Size
-    seen: Size  # the size at which SIFT looked at it
+    # Size at which SIFT ran.
+    seen: Size
     seconds: float
 
 
 class RootSift:
-    """RootSIFT with mutual nearest neighbors and, unless `ratio` is None, the ratio test."""
+    """RootSIFT with mutual nearest neighbors and, unless `ratio` is None, a ratio test."""
 
     def __init__(self, *, features: int, ratio: float | None, size: int | None = None) -> None:
         self._cv2 = opencv()
@@ -66,7 +70,7 @@ class RootSift:
         }
 
     def match(self, path0: Path, path1: Path) -> Matches:
-        """The matches of two pictures, with the time that they would take alone."""
+        """Match two images; the time is that of the pair without cached features."""
         described0, described1 = self._describe(path0), self._describe(path1)
         start = time.perf_counter()
         index0, index1, scores = _mutual(described0.descriptors, described1.descriptors, self._ratio)
@@ -92,7 +96,7 @@ class RootSift:
             keypoints, descriptors = self._sift.detectAndCompute(gray, None)
         except self._cv2.error as error:
             reason = " ".join(str(error).split())
-            raise ImageError(f"SIFT can't describe {path} ({reason}); give a smaller size.") from error
+            raise ImageError(f"SIFT cannot describe {path} ({reason}); pass a smaller size.") from error
         points = np.array([keypoint.pt for keypoint in keypoints]).reshape(-1, 2)
         if descriptors is None:
             descriptors = np.zeros((0, 128), np.float32)
@@ -107,7 +111,7 @@ class RootSift:
 
 
 def _mutual(descriptors0: FloatArray, descriptors1: FloatArray, ratio: float | None) -> tuple[Any, Any, FloatArray]:
-    """Indices of mutual nearest neighbors that pass the ratio test in picture 1, and scores, higher is better."""
+    """Return indices of mutual nearest neighbors that pass the ratio test in image 1, and scores."""
     if not len(descriptors0) or len(descriptors1) < 2:
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing, np.zeros(0, np.float32)
@@ -127,7 +131,7 @@ def _mutual(descriptors0: FloatArray, descriptors1: FloatArray, ratio: float | N
 def opencv_relative_pose(
     matches: Matches, camera0: Camera, camera1: Camera, *, method: OpenCVMethod, threshold_px: float
 ) -> FloatArray | None:
-    """cam1_from_cam0 (3, 4) by OpenCV's essential matrix; None where it finds none."""
+    """Estimate cam1_from_cam0 (3, 4) with OpenCV's essential matrix; None if that fails."""
     cv2 = opencv()
     rays0, rays1 = camera0.rays(matches.points0)[:, :2], camera1.rays(matches.points1)[:, :2]
     finite = np.isfinite(rays0).all(axis=1) & np.isfinite(rays1).all(axis=1)
@@ -141,11 +145,13 @@ def opencv_relative_pose(
             rays0, rays1, np.eye(3), method=getattr(cv2, method), prob=_CONFIDENCE, threshold=threshold
         )
     except cv2.error:
-        return None  # it gives up on degenerate points this way
+        # OpenCV raises an error for degenerate points.
+        return None
     if essentials is None or essentials.shape[0] < 3:
         return None
     best, best_count = None, 0
-    for essential in np.split(essentials, len(essentials) // 3):  # five points leave up to ten solutions
+    # The five-point method returns up to ten solutions.
+    for essential in np.split(essentials, len(essentials) // 3):
         count, R, t, *_ = cv2.recoverPose(
             essential, rays0, rays1, np.eye(3), distanceThresh=_MAX_DEPTH, mask=mask.copy()
         )

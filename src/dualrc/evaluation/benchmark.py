@@ -1,4 +1,4 @@
-"""What a benchmark declares: its name, its options, how it finds pairs, scores matches, and reports."""
+"""Base class of benchmarks: name, options, search for pairs, scores, and report."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,57 +20,61 @@ from dualrc.matches import Matches
 T = TypeVar("T")
 GetMatches = Callable[[Pair], Matches]
 
-COST_COLUMNS = ("matches", "a pair", "size")  # in every table
-_BEST, _WORST = 2, 3  # pairs that are drawn
+# Last columns of every table.
+COST_COLUMNS = ("matches", "a pair", "size")
+# Number of pairs that are drawn.
+_BEST, _WORST = 2, 3
 
 
 @dataclass(frozen=True)
 class Option:
-    """Makes a setting an option of the command line."""
+    """Declares a setting as an option of the command line."""
 
     help: str
     _: KW_ONLY
-    flags: tuple[str, ...] = ()  # none: --NAME
-    metavar: str | None = None  # what the help calls its value
-    parse: Callable[[str], Any] | None = None  # makes the value from text
+    # Empty: --NAME.
+    flags: tuple[str, ...] = ()
+    # Placeholder of the value in the help.
+    metavar: str | None = None
+    # Converts text to the value.
+    parse: Callable[[str], Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of every benchmark; a benchmark adds its own in a subclass."""
+    """Settings of every benchmark; subclasses add their own."""
 
     roots: tuple[Path, ...] = ()
     matchers: Annotated[
         tuple[str, ...],
         Option(
-            "dualrc (if nothing is given), dualrc-high (a second look), FILE.safetensors (the network of a weights "
-            "file, whatever its preset), sift (RootSIFT by OpenCV: sift-ratio and sift-mutual), stored:FOLDER (matches "
-            "or keypoints with descriptors that another method wrote), or "
-            "FILE.py:function, a function of two paths that returns points0, points1, scores. Give it several times to "
-            "compare in one table.",
+            "Matcher to evaluate; repeatable, to compare matchers in one table. dualrc (default), dualrc-high (with "
+            "quality high), FILE.safetensors (a weights file of any preset), sift (RootSIFT of OpenCV: sift-ratio "
+            "and sift-mutual), stored:FOLDER (matches, or keypoints with descriptors, that another method wrote), "
+            "or FILE.py:function, a function of two paths that returns points0, points1, scores.",
             flags=("--matcher",),
         ),
     ] = ("dualrc",)
-    preset: Annotated[str, Option(f"Network: {' or '.join(PRESETS)}; without it, default.")] = "default"
-    device: Annotated[str | None, Option("cuda (or gpu), mps or cpu; without it, the best there is.")] = None
-    top: Annotated[int | None, Option("Score the best so many matches; without it, 4000.")] = None
+    preset: Annotated[str, Option(f"Network architecture: {', '.join(PRESETS)}. Default: default.")] = "default"
+    device: Annotated[str | None, Option("Device: cuda (or gpu), mps or cpu. Default: the fastest available.")] = None
+    top: Annotated[int | None, Option("Number of best matches per pair to score. Default: 4000.")] = None
     protocol: Annotated[
         str,
         Option(
-            "own (if nothing is given), or paper: size, number of matches and verification as in the published "
-            "evaluation, where no other option says otherwise."
+            "Evaluation protocol: own (default), or paper, which sets size, number of matches and verification as "
+            "in the published evaluation unless other options set them."
         ),
     ] = "own"
     out: Annotated[
         Path,
         Option(
-            "Folder for matches, figures, results.json and report.html; a second run goes on where the first "
-            "stopped. Without it, evaluation-BENCHMARK.",
+            "Folder for matches, figures, results.json and report.html; a second run continues there. Default: "
+            "evaluation-BENCHMARK.",
             flags=("--out", "-o"),
         ),
     ]
 
-    # What the published evaluation sets; none: there is no such evaluation.
+    # Settings of the published evaluation; empty if there is none.
     paper: ClassVar[Mapping[str, Any]] = {}
 
     def __post_init__(self) -> None:
@@ -78,23 +82,23 @@ class Settings:
             raise ConfigError(f"There is no protocol {self.protocol!r}; choose own or paper.")
         if self.protocol == "paper":
             if not self.paper:
-                raise ConfigError("The paper has no protocol for this benchmark; leave --protocol out.")
+                raise ConfigError("The paper has no protocol for this benchmark; omit --protocol.")
             defaults = {field.name: field.default for field in fields(self)}
             for name, value in self.paper.items():
                 if getattr(self, name) == defaults[name]:
                     object.__setattr__(self, name, value)
         if not self.roots and self.needs_roots:
-            raise ConfigError("Give the folder of the data set.")
+            raise ConfigError("No dataset was passed; pass its folder.")
         if self.top is not None and self.top < 1:
-            raise ConfigError(f"top = {self.top} leaves nothing to score; give 1 or more.")
+            raise ConfigError(f"top = {self.top} leaves no matches to score; pass 1 or more.")
 
     @property
     def needs_roots(self) -> bool:
-        """Whether there is nothing to evaluate without the folder of a data set."""
+        """Whether the benchmark needs the folder of a dataset."""
         return True
 
     def for_matchers(self) -> MatcherSettings:
-        """The settings of matchers."""
+        """Return the settings of matchers."""
         return MatcherSettings(preset=self.preset, device=self.device)
 
 
@@ -102,24 +106,27 @@ class Settings:
 class OneNetworkSettings(Settings):
     """Settings of a benchmark that evaluates one network, at one size."""
 
-    weights: Annotated[Path | None, Option("Weights file (.safetensors); without it, those inside the package.")] = None
-    size: Annotated[int | None, Option("Long side that the network sees, scaling up or down.")] = None
+    weights: Annotated[Path | None, Option("Weights file (.safetensors). Default: the bundled weights.")] = None
+    size: Annotated[int | None, Option("Long side of the network input, in pixels. Default: the image's own size.")] = (
+        None
+    )
 
     def for_matchers(self) -> MatcherSettings:
-        """The settings of matchers."""
+        """Return the settings of matchers."""
         return replace(super().for_matchers(), weights=self.weights, size=self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a matcher's matches cost, over the pairs that it could match."""
+    """Cost of the matches of a matcher, over the pairs that it could match."""
 
     seconds_per_pair: float | None = None
-    resolution: str = ""  # the most frequent size of the pictures that it looked at
+    # Most frequent size of the network input.
+    resolution: str = ""
 
     @staticmethod
     def of(all_infos: Sequence[Mapping[str, Any]]) -> "Cost":
-        """The mean time and the most frequent resolution, from the `info` of matches."""
+        """Compute the mean time and the most frequent resolution from the `info` of matches."""
         infos = [info for info in all_infos if "error" not in info]
         times = [info["seconds"] for info in infos if "seconds" in info]
         seen = [tuple(info[key]) for info in infos for key in ("seen0", "seen1") if key in info]
@@ -130,92 +137,100 @@ class Cost:
         return Cost(seconds_per_pair=float(np.mean(times)) if times else None, resolution=f"{width}x{height}{others}")
 
     def cells(self, matches: float) -> list[str]:
-        """The cells below COST_COLUMNS, with the number of matches of a pair."""
+        """Return the cells below COST_COLUMNS, with the mean number of matches of a pair."""
         return [f"{matches:.0f}", seconds(self.seconds_per_pair), self.resolution]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A matcher's scores on a benchmark."""
+    """Scores of a matcher on a benchmark."""
 
     matcher: str
     cost: Cost = Cost()
-    failures: Mapping[str, str] = field(default_factory=dict)  # pairs that could not be matched, and why
-    figures: Any  # the benchmark's own scores
+    # Reasons by pair that could not be matched.
+    failures: Mapping[str, str] = field(default_factory=dict)
+    # Scores of the benchmark.
+    figures: Any
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Benchmark(ABC):
-    """A data set that was found and checked, with the protocol that scores matches on it."""
+    """A dataset that was found and checked, and the protocol that scores matches on it."""
 
     name: ClassVar[str]
-    summary: ClassVar[str]  # a sentence for the help of the command line
-    example: ClassVar[str]  # a command line, without `dualrc evaluate NAME`
+    # One sentence for the help of the command line.
+    summary: ClassVar[str]
+    # Example of a command line, without `dualrc evaluate NAME`.
+    example: ClassVar[str]
     settings_class: ClassVar[type[Settings]] = OneNetworkSettings
-    # File patterns by which the data set is recognized.
+    # File patterns that identify the dataset.
     recognized_by: ClassVar[tuple[str, ...]] = ()
-    # Matches that are stored for a pair, so that smaller limits can be scored without matching again.
+    # Number of matches stored per pair, so that smaller limits can be scored without matching again.
     stored_matches: ClassVar[int] = 4000
     sift_features: ClassVar[int] = 4000
-    one_root: ClassVar[bool] = False  # whether several folders are refused
-    default_top: ClassVar[int] = 4000  # matches of a pair that are scored
+    # Whether the benchmark accepts only one folder.
+    one_root: ClassVar[bool] = False
+    # Number of matches scored per pair.
+    default_top: ClassVar[int] = 4000
 
     settings: Settings
     pairs: list[Pair]
-    notes: list[str]  # what a reader of the results must know: excluded sequences, pairs without ground truth
-    protocol: dict[str, Any]  # thresholds and settings of the score, as JSON values
+    # Remarks for readers of the results, such as excluded sequences and pairs without ground truth.
+    notes: list[str]
+    # Thresholds and settings of the score, as JSON values.
+    protocol: dict[str, Any]
     messages: Console
-    # Called with the name of a step, how much of it is done, and of how much.
+    # Called with the name of a step, the number of finished items and the total.
     progress: Callable[[str, int, int], None] = staticmethod(lambda step, done, total: None)
 
     def __init__(self, settings: Any, messages: Console | None = None) -> None:
-        """Subclasses find the data, and raise DataError where there is none."""
+        """Find the data (in subclasses); raise DataError if there is none."""
         self.settings, self.messages = settings, messages or Console(stderr=True)
         self.pairs, self.notes, self.protocol = [], [], {}
 
     @property
     def top(self) -> int:
-        """How many of a pair's best matches are scored."""
+        """Number of best matches scored per pair."""
         return self.settings.top or self.default_top
 
     @property
     def stored(self) -> int:
-        """How many matches of a pair are stored."""
+        """Number of matches stored per pair."""
         return max(self.stored_matches, self.settings.top or 0)
 
     def store_config(self) -> dict[str, Any]:
-        """What stored matches depend on beside the matcher."""
+        """Return what stored matches depend on in addition to the matcher."""
         roots = [str(root.resolve()) for root in self.settings.roots]
         return {"benchmark": self.name, "roots": roots, "crop": None}
 
     def matchers(self) -> Iterator[tuple[str, PairMatcher]]:
-        """The matchers to evaluate, each with the name that tables give it."""
+        """Yield the matchers to evaluate, with their names in tables."""
         wanted = self.settings.matchers if self.settings.roots else ()
         chosen = replace(self.settings.for_matchers(), top=self.stored, sift_features=self.sift_features)
         return ((matcher.name, matcher) for matcher in make_matchers(wanted, chosen))
 
     @abstractmethod
     def score(self, matcher: str, get: GetMatches) -> Any:
-        """Score a matcher by its stored matches of every pair; returns plain dataclasses."""
+        """Score a matcher by the stored matches of every pair; return plain dataclasses."""
 
     def stored_results(self) -> list[Result]:
-        """Results of other methods that are scored beside the matchers."""
+        """Return results of other methods to score along with the matchers."""
         return []
 
     @abstractmethod
     def report(self, results: Sequence[Result]) -> Report:
-        """Tables and diagrams of several matchers' scores."""
+        """Return tables and figures of the scores of several matchers."""
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
-        """The pairs from best to worst, each with its score in words."""
+        """Rank the pairs from best to worst, with a description of their scores."""
         return []
 
     def draw(self, pair: Pair, matches: Matches) -> Picture:
-        """A pair's pictures with right and wrong matches."""
+        """Draw the images of a pair with correct and wrong matches."""
         raise NotImplementedError
 
     def pictures(self, result: Result, get: GetMatches) -> list[PairPicture]:
-        """Drawings of the best and the worst pairs; a pair that can't be read has none."""
+        """Draw the best and the worst pairs, except pairs that cannot be read."""
         ranking = self.ranking(result)
         best = ranking[:_BEST]
         worst = [entry for entry in ranking[-_WORST:] if entry not in best]
@@ -232,25 +247,25 @@ class Benchmark(ABC):
 
 
 def grouped(items: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
-    """Items by their key, in the order in which keys first appear."""
+    """Group items by key, in the order in which keys first appear."""
     groups: dict[str, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
 
 
-# Every benchmark by its name, in the order in which the help lists them.
+# Benchmarks by name, in the order of the help.
 BENCHMARKS: dict[str, type[Benchmark]] = {}
 
 
 def register(*benchmarks: type[Benchmark]) -> None:
-    """Make benchmarks known to `evaluate` and to the command line."""
+    """Register benchmarks for `evaluate` and the command line."""
     for benchmark in benchmarks:
         BENCHMARKS[benchmark.name] = benchmark
 
 
 def recognize(root: Path, name: str) -> str | None:
-    """Another benchmark than `name` whose data set a folder looks like."""
+    """Return the benchmark, other than `name`, whose dataset a folder resembles."""
     for other in BENCHMARKS.values():
         if other.name != name and any(True for pattern in other.recognized_by for _ in root.glob(pattern)):
             return other.name
@@ -258,22 +273,22 @@ def recognize(root: Path, name: str) -> str | None:
 
 
 def folder_hint(root: Path, name: str) -> str:
-    """What to do with a folder that has not the data set of the benchmark `name`."""
+    """Return a hint for a folder that is not a dataset of the benchmark `name`."""
     other = recognize(root, name)
-    return f"it looks like {other}: run `dualrc evaluate {other}` on it" if other else "give another folder"
+    return f"it looks like {other}: run `dualrc evaluate {other}` on it" if other else "pass another folder"
 
 
 def open_benchmark(name: str, options: Mapping[str, Any], messages: Console | None = None) -> Benchmark:
-    """The benchmark of that name with its data; an option that it does not take is refused."""
+    """Open a benchmark with its data; raise ConfigError for an option that it does not have."""
     if name not in BENCHMARKS:
         raise ConfigError(f"There is no benchmark {name!r}; choose one of {', '.join(BENCHMARKS)}.")
     settings_class = BENCHMARKS[name].settings_class
     for key in options:
         takers = [other.name for other in BENCHMARKS.values() if key in other.settings_class.__dataclass_fields__]
         if name not in takers:
-            refusal = f"is for {' and '.join(takers)}" if takers else "is an option of no benchmark"
-            raise ConfigError(f"--{key.replace('_', '-')} {refusal}; leave it out.")
+            refusal = f"is an option of {' and '.join(takers)} only" if takers else "is an option of no benchmark"
+            raise ConfigError(f"--{key.replace('_', '-')} {refusal}; omit it.")
     settings = settings_class(**options)
     if BENCHMARKS[name].one_root and len(settings.roots) > 1:
-        raise ConfigError(f"{name} has one folder; give one ROOT.")
+        raise ConfigError(f"{name} has one folder; pass one ROOT.")
     return BENCHMARKS[name](settings, messages)

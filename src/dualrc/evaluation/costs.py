@@ -1,4 +1,4 @@
-"""What a pair costs: its time, and the peak memory of a fresh process, by network and picture size."""
+"""Cost of a pair: its time, and the peak memory of a new process, by network and image size."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ _DPI = 150
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A network, a picture size, and the pair to match."""
+    """A network, an image size, and a pair to match."""
 
     preset: str
     weights: str
@@ -42,17 +42,21 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What matching a pair took, from files to matches."""
+    """Cost of matching a pair, from files to matches."""
 
-    seconds: float  # the median of several, after a warm-up
-    memory_bytes: int  # peak: of the process, or on a GPU of what torch had allocated there
-    loaded_bytes: int  # of these, before the first pair: libraries and network, on a GPU the network
-    seen: tuple[int, int]  # picture 0 as the network saw it
+    # Median of several runs after warm-up.
+    seconds: float
+    # Peak memory of the process, or on a GPU of torch's allocations.
+    memory_bytes: int
+    # Part of it in use before the first pair: libraries and network, or on a GPU the network.
+    loaded_bytes: int
+    # Size of the network input for image 0.
+    seen: tuple[int, int]
     machine: str
 
 
 def measure_all(tasks: Sequence[Task], folder: Path, messages: Console) -> tuple[list[Measured | None], list[str]]:
-    """Measure each task in a process of its own, but for those in the folder's costs.json; with notes of failures."""
+    """Measure each task in a separate process, except tasks in the folder's costs.json; return failures as notes."""
     path = folder / _FILE
     known, measured, notes = _read(path, messages), list[Measured | None](), list[str]()
     for task in tasks:
@@ -70,14 +74,15 @@ def measure_all(tasks: Sequence[Task], folder: Path, messages: Console) -> tuple
 
 
 def measure(task: Task) -> Measured:
-    """Match the pair in a new process, which nothing else has filled with memory."""
+    """Match the pair in a new process, which has not used any other memory."""
     return in_new_process(_run, task)
 
 
 def _run(task: Task) -> Measured:
     matcher = load(task.preset, weights=task.weights, device=task.device, size=task.size, top=task.top)
     device = matcher.device
-    reset_peak(device)  # reading the weights takes more than keeping them, and is not matching
+    # Loading the weights needs more memory than keeping them, and is not part of matching.
+    reset_peak(device)
     loaded = held(device)
     seen = matcher.features(task.path0).scale.input_size
     times = [time_once(lambda: matcher.match(task.path0, task.path1), device) for _ in range(1 + _REPEATS)]
@@ -93,7 +98,7 @@ def _run(task: Task) -> Measured:
 
 
 def _key(task: Task) -> str:
-    """A digest of all that the figures depend on."""
+    """Return a digest of everything that the cost depends on."""
     hashes = [file_hash(path) for path in (task.weights, task.path0, task.path1)]
     machine = [cores(), os.environ.get("OMP_NUM_THREADS"), torch.__version__, metadata.version("dualrc")]
     text = json.dumps([hashes, task.device, task.size, task.top, machine])
@@ -107,7 +112,7 @@ def _read(path: Path, messages: Console) -> dict[str, Measured]:
         stored = json.loads(path.read_text(encoding="utf-8"))
         return {key: _measured(values) for key, values in stored.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        messages.print(f"{path} can't be read; time and memory are measured again.", style="yellow")
+        messages.print(f"{path} cannot be read; time and memory are measured again.", style="yellow")
         return {}
 
 
@@ -116,8 +121,8 @@ def _measured(values: Mapping[str, Any]) -> Measured:
 
 
 def cost_figure(rows: Mapping[str, Sequence[tuple[int, Measured]]], *, title: str) -> Picture:
-    """Time and memory over the picture's long side, a line for each network."""
-    # As in draw.py: imported late because it is slow, and used without pyplot's global state.
+    """Plot time and memory over the long side of the image, one line per network."""
+    # Imported late because it is slow, and used without pyplot's global state, as in draw.py.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -127,8 +132,8 @@ def cost_figure(rows: Mapping[str, Sequence[tuple[int, Measured]]], *, title: st
         sizes = [size for size, _ in points]
         left.plot(sizes, [cost.seconds for _, cost in points], "o-", linewidth=2, label=name)
         right.plot(sizes, [cost.memory_bytes / 2**30 for _, cost in points], "o-", linewidth=2, label=name)
-    for axes, label in ((left, "seconds a pair"), (right, "peak memory (GiB)")):
-        axes.set(title=label, xlabel="long side of the picture (px)")
+    for axes, label in ((left, "seconds per pair"), (right, "peak memory (GiB)")):
+        axes.set(title=label, xlabel="long side of the image (px)")
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.set_xticks(sorted({size for points in rows.values() for size, _ in points}))
         axes.grid(color="0.9", linewidth=0.7)

@@ -1,4 +1,4 @@
-"""Dense pose verification: a pose is good if the scan, seen from there, looks like the photograph."""
+"""Dense pose verification: compares a photo with the scan, rendered from the estimated pose."""
 
 import math
 
@@ -13,12 +13,14 @@ from dualrc.draw import Picture
 from dualrc.geometry import Camera
 from dualrc.types import BoolArray, FloatArray
 
-_LONG_SIDE = 504  # an eighth of a photograph of 4032 pixels, as in InLoc's protocol
+# One eighth of a photo of 4032 pixels, as in InLoc's protocol.
+_LONG_SIDE = 504
 _NEAREST_M = 0.05
-# Descriptors: RootSIFT of 4 x 4 cells, the side of a cell and the distance of descriptors in pixels.
+# RootSIFT descriptors of 4 x 4 cells: side of a cell, and distance between descriptors, in pixels.
 _CELL, _STEP = 8, 4
 _ORIENTATIONS = 8
-_LOWEST_CONTRAST = 0.02  # of a mean gradient, in standard deviations of the picture
+# Threshold of the mean gradient, in standard deviations of the image.
+_LOWEST_CONTRAST = 0.02
 
 
 def verify(
@@ -28,9 +30,9 @@ def verify(
     xyz: npt.NDArray[np.float32],
     rgb: npt.NDArray[np.uint8],
 ) -> float:
-    """How alike a photograph and the scan's points (n, 3) look from a pose: 1 / median distance of descriptors.
+    """Return the similarity of a photo and the rendered points (n, 3) of a scan: 1 / median descriptor distance.
 
-    It is 0 where the pose sees nothing of the scan.
+    The similarity is 0 if no point of the scan is visible from the pose.
     """
     longest = max(camera.size)
     scale = min(_LONG_SIDE / longest, 1.0)
@@ -43,14 +45,14 @@ def verify(
 def render_points(
     xyz: npt.NDArray[np.float32], rgb: npt.NDArray[np.uint8], camera: Camera, cam_from_points: FloatArray
 ) -> tuple[Picture, BoolArray]:
-    """A picture (h, w, 3) of colored points, the nearest one in each pixel, and which pixels have one (h, w)."""
+    """Render colored points to an image (h, w, 3), the nearest one per pixel, with a mask (h, w) of covered pixels."""
     pose = cam_from_points.astype(np.float32)
     places = xyz @ pose[:, :3].T + pose[:, 3]
     ahead = places[:, 2] > _NEAREST_M
     places, colors = places[ahead], rgb[ahead]
     rays, K = places[:, :2] / places[:, 2:], camera.K.astype(np.float32)
     if camera.lens.distorts:
-        # What is out of the lens's view is put outside of the picture.
+        # Points outside of the field of view are moved out of the image.
         rays = np.nan_to_num(camera.lens.distort(rays), nan=-1e6).astype(np.float32)
     column, row = np.floor(rays @ K[:2, :2].T + K[:2, 2] + 0.5).clip(-1, 1e6).astype(np.int64).T
     inside = (column >= 0) & (row >= 0) & (column < camera.width) & (row < camera.height)
@@ -58,14 +60,15 @@ def render_points(
     index = (row * camera.width + column)[inside][order]
     picture = np.zeros((camera.height * camera.width, 3), dtype=np.uint8)
     seen = np.zeros(len(picture), dtype=np.bool_)
-    picture[index] = colors[inside][order]  # far to near: the last one stays
+    # Ordered from far to near; the last write per pixel remains.
+    picture[index] = colors[inside][order]
     seen[index] = True
     shape = (camera.height, camera.width)
     return picture.reshape(*shape, 3), seen.reshape(shape)
 
 
 def similarity(picture0: Picture, picture1: Picture, seen1: BoolArray) -> float:
-    """1 / median distance of dense descriptors, where picture 1 shows something; 0 if it shows nothing."""
+    """Return 1 / median distance of dense descriptors where image 1 is covered; 0 if it is not covered at all."""
     margin = 3 * _CELL // 2
     known = torch.from_numpy(seen1)[margin : margin + seen1.shape[0] - 3 * _CELL : _STEP]
     known = known[:, margin : margin + seen1.shape[1] - 3 * _CELL : _STEP]
@@ -84,7 +87,7 @@ def _gray(picture: Picture) -> Tensor:
 
 
 def _filled(gray: Tensor, mask: Tensor) -> Tensor:
-    """Holes take the mean of what is known around them, from as far as is needed."""
+    """Fill holes with the mean of the known values around them."""
     if mask.all() or min(gray.shape) < 2:
         return gray
     known = mask.float()[None, None]
@@ -96,15 +99,16 @@ def _filled(gray: Tensor, mask: Tensor) -> Tensor:
 
 
 def _normalized(gray: Tensor, mask: Tensor) -> Tensor:
-    """Mean 0 and deviation 1 where it is known: exposures differ."""
+    """Normalize to mean 0 and deviation 1 over the known pixels, because exposures differ."""
     values = gray[mask]
     deviation = values.std() if len(values) > 1 else torch.tensor(1.0)
     return (gray - values.mean()) / deviation.clamp(min=1e-6)
 
 
 def _descriptors(gray: Tensor) -> Tensor:
-    """RootSIFT (128, h, w) at every fourth pixel that has all its cells in the picture."""
-    radius = math.ceil(_CELL / 2)  # three standard deviations
+    """Compute RootSIFT (128, h, w) at every fourth pixel whose cells are all inside the image."""
+    # Three standard deviations.
+    radius = math.ceil(_CELL / 2)
     gaussian = torch.exp(-0.5 * (torch.arange(-radius, radius + 1) / (_CELL / 6)) ** 2)
     smooth = _separable(gray[None, None], gaussian / gaussian.sum())
     dy, dx = torch.gradient(smooth[0, 0])
@@ -118,13 +122,13 @@ def _descriptors(gray: Tensor) -> Tensor:
     starts = [(row * _CELL, column * _CELL) for row in range(4) for column in range(4)]
     stacked = torch.cat([cells[:, y : y + height : _STEP, x : x + width : _STEP] for y, x in starts])
     total = stacked.sum(dim=0)
-    # Where a wall is blank there is only noise to compare, and all of it is alike.
+    # On blank walls there is only noise to compare, which all looks alike.
     contrast = total / (16 * _LOWEST_CONTRAST)
     return torch.where(contrast < 1, 0.0, (stacked / total.clamp(min=1e-9)).sqrt())
 
 
 def _separable(maps: Tensor, kernel: Tensor) -> Tensor:
-    """Maps (b, 1, h, w) convolved along both axes, their edges repeated."""
+    """Convolve maps (b, 1, h, w) along both axes, with replicated borders."""
     radius = len(kernel) // 2
     maps = functional.pad(maps, (radius, radius, radius, radius), mode="replicate")
     return functional.conv2d(functional.conv2d(maps, kernel.view(1, 1, 1, -1)), kernel.view(1, 1, -1, 1))

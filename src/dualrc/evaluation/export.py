@@ -1,4 +1,4 @@
-"""Matching once: the matches of every pair go into a store, and pairs that it holds are not matched again."""
+"""Matching of all pairs into a store; stored pairs are not matched again."""
 
 import hashlib
 import json
@@ -24,33 +24,35 @@ from dualrc.matches import Matches
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two pictures to match, by the names that stores and results use."""
+    """Two images to match, with the names used in stores and results."""
 
     name0: str
     name1: str
     path0: Path
     path1: Path
-    group: str  # the sequence or scene
-    crop1: tuple[int, int] | None = None  # columns and rows that are cut off picture 1, on the left and at the top
+    # Sequence or scene.
+    group: str
+    # Number of columns and rows that are cut off image 1, on the left and at the top.
+    crop1: tuple[int, int] | None = None
 
     @property
     def names(self) -> str:
-        """Both names, as results list them."""
+        """Both names, as in the results."""
         return f"{self.name0} {self.name1}"
 
 
 def file_name(text: str) -> str:
-    """A text as a part of a file's name."""
+    """Convert a text to a valid part of a file name."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", text)
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for results, unless it is there."""
+    """Create a folder for results."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        remedy = "move a file that is in its place, or write elsewhere"
-        raise OutputError(f"The folder {folder} can't be made ({error.strerror}); {remedy}.") from error
+        remedy = "move a file of that name away, or write elsewhere"
+        raise OutputError(f"The folder {folder} cannot be created ({error.strerror}); {remedy}.") from error
 
 
 def export(
@@ -62,10 +64,10 @@ def export(
     top: int,
     console: Console,
 ) -> Path:
-    """Match the pairs that the store lacks, and return its path; a pair that can't be matched is stored with why."""
+    """Match the pairs that the store lacks, and return its path; pairs that fail are stored with the reason."""
     make_folder(folder)
     whole = {**config, "matcher": matcher.config, "top": top}
-    # Each config has a store of its own, so that matches of other configs are neither mixed in nor overwritten.
+    # Each config has its own store, so that matches of different configs are neither mixed nor overwritten.
     digest = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()[:10]
     path = folder / f"matches-{file_name(matcher.name)}-{digest}.sqlite"
     by_names = {(pair.name0, pair.name1): pair for pair in pairs}
@@ -76,7 +78,7 @@ def export(
     ):
         paths = {name: path for pair in pairs for name, path in ((pair.name0, pair.path0), (pair.name1, pair.path1))}
         if changed := store.forget_changed(content_hashes(paths)):
-            console.print(f"{len(changed)} pictures changed since they were matched; their pairs are matched again.")
+            console.print(f"{len(changed)} images have changed; their pairs are matched again.")
         missing = store.missing(by_names)
         present = len(by_names) - len(missing)
         step = f"{matcher.name}, matching"
@@ -88,7 +90,7 @@ def export(
         console.print(f"{matcher.name}: {present} pairs were in {path.name}, {len(missing)} new.")
     for other in sorted(folder.glob("matches-*.sqlite")):
         if other.name != path.name and other.stem.rpartition("-")[0] == path.stem.rpartition("-")[0]:
-            words = f"{other.name} was made with another config or data; it is not used."
+            words = f"{other.name} was made with another config or dataset and is not used."
             console.print(f"{matcher.name}: {words}", style="yellow")
     return path
 
@@ -98,13 +100,14 @@ def _match(pair: Pair, matcher: PairMatcher, top: int, crops: Path) -> Matches:
         path1 = pair.path1 if pair.crop1 is None else _cropped_copy(pair.path1, pair.crop1, crops)
         return matcher.match(pair.path0, path1).top(top)
     except OutputError:
-        raise  # a full disk is not the pair's fault, and would fail all that follow
+        # A full disk is not a failure of the pair, and would fail all pairs that follow.
+        raise
     except DualRCError as error:
         return Matches.none({"error": str(error)})
 
 
 def _cropped_copy(path: Path, crop: tuple[int, int], folder: Path) -> Path:
-    """A cropped picture as a file, because matchers take paths."""
+    """Write a cropped image to a file, because matchers take paths."""
     copy = folder / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]}.png"
     if not copy.exists():
         pixels = read_cropped(path, crop)
@@ -114,10 +117,10 @@ def _cropped_copy(path: Path, crop: tuple[int, int], folder: Path) -> Path:
 
 
 def read_cropped(path: Path, crop: tuple[int, int] | None) -> Any:
-    """A picture without its first columns and rows: uint8 (h, w, 3)."""
+    """Read an image without its first columns and rows: uint8 (h, w, 3)."""
     pixels = read(path)
     left, top = crop or (0, 0)
     if left >= pixels.shape[1] or top >= pixels.shape[0]:
         size = f"{pixels.shape[1]}x{pixels.shape[0]}"
-        raise ImageError(f"{path} has {size} pixels, and a crop of {left},{top} leaves nothing; crop less.")
+        raise ImageError(f"{path} has {size} pixels, and a crop of {left},{top} leaves none; crop less.")
     return np.ascontiguousarray(pixels[top:, left:])

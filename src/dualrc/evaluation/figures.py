@@ -1,4 +1,4 @@
-"""Diagrams of several panels, with the published methods in the background."""
+"""Figures of several panels, with published methods in the background."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ import numpy as np
 from dualrc.draw import Picture
 from dualrc.metrics import share_within
 
-# Okabe and Ito's colors, which color-blind readers can tell apart.
+# Colors of Okabe and Ito, which color-blind readers can distinguish.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#000000")
-# Muted colors for published methods; with two line styles they suffice for 16.
+# Muted colors for published methods; with two line styles they suffice for 16 methods.
 _MUTED = ("#7f8fa6", "#b08968", "#8ab17d", "#c38d9e", "#9a8cc0", "#d4a373", "#6db5c5", "#a3a380")
 _STYLES = ("-", "--", ":", "-.")
 _DPI = 150
@@ -18,7 +18,7 @@ _DPI = 150
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One diagram: curves of this run over those of others."""
+    """One diagram: curves of this run, drawn over those of other methods."""
 
     title: str
     x: Sequence[float]
@@ -29,7 +29,7 @@ class Panel:
 def recall_curves(
     errors: Mapping[str, Mapping[str, Sequence[float]]], max_error: float, *, title: str, x_label: str
 ) -> Picture:
-    """The share of errors up to each value, a panel for each group of matchers' errors."""
+    """Plot the share of errors up to each value, one panel per group."""
     x = np.linspace(0, max_error, 201).tolist()
     panels = []
     for name, by_matcher in errors.items():
@@ -39,8 +39,8 @@ def recall_curves(
 
 
 def curve_panels(panels: Sequence[Panel], *, title: str, x_label: str, note: str = "") -> Picture:
-    """Panels side by side that share their y from 0 to 1, with one legend below."""
-    # As in draw.py: imported late because it is slow, and used without pyplot's global state.
+    """Plot panels side by side that share a y axis from 0 to 1, with one legend below."""
+    # Imported late because it is slow, and used without pyplot's global state, as in draw.py.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -66,7 +66,7 @@ def curve_panels(panels: Sequence[Panel], *, title: str, x_label: str, note: str
     figure.suptitle(title, fontweight="bold")
     handles = {h.get_label(): h for axes in all_axes for h in axes.get_lines()}
     ordered = [handles[name] for name in (*names, *others)]
-    # Placed outside of the panels, which constrained layout makes room for.
+    # Placed outside of the panels; the constrained layout reserves space for it.
     figure.legend(handles=ordered, loc="outside lower center", ncols=3, frameon=False, fontsize=8, title=note or None)
     canvas = FigureCanvasAgg(figure)
     canvas.draw()  # type: ignore[no-untyped-call]

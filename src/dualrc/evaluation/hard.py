@@ -1,4 +1,4 @@
-"""Hard pairs: planes at extreme angles (EVD), and pairs whose viewpoint, light, season and sensor differ (WxBS)."""
+"""Hard pairs: planes at extreme angles (EVD), and wide baselines in viewpoint, light, season and sensor (WxBS)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,24 +23,27 @@ from dualrc.types import FloatArray
 EVD_TOP, EVD_PX = 1000, 5
 WXBS_TOP, WXBS_PX = 2000, (5, 20)
 _RANSAC_PX = 1.5
-_FEWEST = 8  # matches that a fundamental matrix is estimated from
+# Minimum number of matches to estimate a fundamental matrix.
+_FEWEST = 8
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm")
 _EVD, _WXBS = "evd", "wxbs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairScore:
-    """One pair: the share of its matches, or of its points, within each threshold."""
+    """Score of a pair: the share of its matches, or of its points, within each threshold."""
 
     name: str
-    kind: str  # evd or wxbs
-    within: tuple[float, ...]  # at EVD_PX, or at WXBS_PX
+    # "evd" or "wxbs".
+    kind: str
+    # At the thresholds EVD_PX or WXBS_PX.
+    within: tuple[float, ...]
     matches: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Means over the pairs of each kind, in the order of the thresholds, and all pairs."""
+    """Mean scores by kind, in the order of the thresholds, and the scores of all pairs."""
 
     evd: tuple[float, ...] | None
     wxbs: tuple[float, ...] | None
@@ -49,7 +52,7 @@ class Scores:
 
     @staticmethod
     def of(scores: Sequence[PairScore]) -> "Scores":
-        """The means of the scores of pairs."""
+        """Compute the mean scores of pairs."""
 
         def mean(kind: str) -> tuple[float, ...] | None:
             shares = [score.within for score in scores if score.kind == kind]
@@ -60,10 +63,10 @@ class Scores:
 
 
 class Hard(Benchmark):
-    """Folders below the roots with pictures 1 and 2 and either H_1_2 or points.txt, whose lines are `x1 y1 x2 y2`."""
+    """Folders with images 1 and 2 and either H_1_2 or points.txt, whose lines are `x1 y1 x2 y2`."""
 
     name = "hard"
-    summary = "hard takes EVD (pairs with H_1_2) and WxBS (pairs with points.txt)."
+    summary = "hard scores pairs of EVD (with H_1_2) and of WxBS (with points.txt)."
     example = "data/hard --matcher dualrc --matcher dualrc-high --matcher sift"
     recognized_by = ("evd/*/H_1_2", "wxbs/*/points.txt", "*/points.txt")
 
@@ -81,7 +84,7 @@ class Hard(Benchmark):
             raise DataError(f"{root} has no folder with {layout}; {folder_hint(root, self.name)}.")
         names = [pair.names for pair in self.pairs]
         if len(set(names)) < len(names):
-            raise DataError("Two roots hold pairs of the same name; evaluate them one after the other.")
+            raise DataError("Two roots have pairs of the same name; evaluate them one after the other.")
         self.protocol = {
             "evd": {"pairs": len(self.homographies), "top": self._top(EVD_TOP), "threshold_px": EVD_PX},
             "wxbs": {"pairs": len(self.points), "top": self._top(WXBS_TOP), "thresholds_px": list(WXBS_PX)},
@@ -92,7 +95,7 @@ class Hard(Benchmark):
         return self.settings.top or usual
 
     def _add(self, truth: Path) -> None:
-        """A pair by the file of its truth; what can't be used is noted."""
+        """Add the pair of a ground-truth file; note pairs that cannot be used."""
         folder = truth.parent
         candidates = [[folder / (stem + suffix) for suffix in _SUFFIXES] for stem in "12"]
         found = [[path for path in paths if path.is_file()] for paths in candidates]
@@ -102,7 +105,7 @@ class Hard(Benchmark):
             values = np.empty((0, 0))
         shape = (3, 3) if truth.name == "H_1_2" else (len(values), 4)
         if not all(found) or values.shape != shape or not values.size or not np.isfinite(values).all():
-            self.notes.append(f"{folder.name} is left out: it needs pictures 1 and 2 and a readable {truth.name}.")
+            self.notes.append(f"{folder.name} is left out: it needs images 1 and 2 and a readable {truth.name}.")
             return
         kind = _EVD if truth.name == "H_1_2" else _WXBS
         names = (f"{kind}/{folder.name}/{number}" for number in "12")
@@ -110,7 +113,7 @@ class Hard(Benchmark):
         (self.homographies if kind == _EVD else self.points)[pair] = values
 
     def score(self, matcher: str, get: GetMatches) -> Scores:
-        """EVD by the share of correct matches, WxBS by the share of points near the estimated epipolar lines."""
+        """Score EVD by the share of correct matches, and WxBS by the share of points near the epipolar lines."""
         scores = []
         for pair in self.pairs:
             matches = get(pair)
@@ -138,11 +141,11 @@ class Hard(Benchmark):
             return (0.0,) * len(WXBS_PX)
         there = epipolar_distance_px(fit.matrix, points0, points1)
         back = epipolar_distance_px(fit.matrix.T, points1, points0)
-        # NaN, where a line is not defined, is not near.
+        # NaN, for an undefined line, compares as false.
         return tuple(float(np.mean((there <= px) & (back <= px))) for px in WXBS_PX)
 
     def report(self, results: Sequence[Result]) -> Report:
-        """The means of both sets, and every pair."""
+        """Return the means of both datasets, and a table of all pairs."""
         rows = []
         for result in results:
             evd, wxbs = result.figures.evd, result.figures.wxbs
@@ -156,8 +159,8 @@ class Hard(Benchmark):
             rows=rows,
             note=(
                 f"EVD: share of the best {self._top(EVD_TOP)} matches within {EVD_PX} px of the homography. WxBS: "
-                "share of the hand-made points within 5 and 20 px of the epipolar lines of F, in both pictures; F is "
-                f"estimated from the best {self._top(WXBS_TOP)} matches by PoseLib at {_RANSAC_PX:g} px."
+                "share of the manual points within 5 and 20 px of the epipolar lines of F, in both images; PoseLib "
+                f"estimates F from the best {self._top(WXBS_TOP)} matches at {_RANSAC_PX:g} px."
             ),
         )
         by_pair = []
@@ -168,12 +171,12 @@ class Hard(Benchmark):
         return Report(tables=[main, Table(title="By pair", columns=titles, rows=by_pair, text_columns=["pair"])])
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
-        """By the share within 5 px."""
+        """Rank pairs by the share within 5 px."""
         scored = sorted(zip(self.pairs, result.figures.pairs, strict=True), key=lambda item: -item[1].within[0])
         return [(pair, f"{score.within[0]:.0%} within 5 px, {score.matches} matches") for pair, score in scored]
 
     def draw(self, pair: Pair, matches: Matches) -> Picture:
-        """EVD: green dots where a match is right, red ones elsewhere. WxBS: inliers of the fundamental matrix."""
+        """Draw correct matches of EVD in green and others in red; for WxBS, the inliers of the fundamental matrix."""
         images = read(pair.path0), read(pair.path1)
         best = matches.top(self._top(EVD_TOP if pair in self.homographies else WXBS_TOP))
         if pair in self.homographies:

@@ -1,4 +1,4 @@
-"""HPatches: mean matching accuracy, coverage and homographies on sequences of a picture and five views of it."""
+"""HPatches: mean matching accuracy, coverage and homographies on sequences of an image and five views of it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,12 +31,13 @@ from dualrc.metrics import area_under_curve, coverage, match_errors_px, share_wi
 from dualrc.types import FloatArray
 
 THRESHOLDS_PX = tuple(range(1, 11))
-SHOWN_PX = (1, 3, 5, 10)  # in tables
+# Thresholds in tables.
+SHOWN_PX = (1, 3, 5, 10)
 CORRECT_PX = 3
 HOMOGRAPHY_PX = (3, 5, 10)
 DEFAULT_TOPS = (1000, 2000)
-TOP_OPTION = Option("without it, 1000 and 2000.")
-# The protocol excludes these: their pictures are larger than 1600 x 1200.
+TOP_OPTION = Option("1000 and 2000 by default.")
+# Sequences that the protocol excludes, because their images are larger than 1600 x 1200.
 EXCLUDED = (
     *("i_contruction", "i_crownnight", "i_dc", "i_pencils", "i_whitebuilding"),
     *("v_artisans", "v_astronautis", "v_talent"),
@@ -48,11 +49,11 @@ _RANSAC_PX = 3.0
 
 
 def parse_crop(text: str) -> tuple[int, int]:
-    """Columns and rows, written as X,Y."""
+    """Parse columns and rows from X,Y."""
     try:
         left, top = (int(part) for part in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"A crop of {text!r} is not one; write two whole numbers X,Y.") from error
+        raise ConfigError(f"{text!r} is not a crop; pass two whole numbers X,Y.") from error
     return left, top
 
 
@@ -63,7 +64,9 @@ class HPatchesSettings(OneNetworkSettings):
     top: Annotated[int | None, TOP_OPTION] = None
     crop: Annotated[
         tuple[int, int] | None,
-        Option("cut X columns and Y rows off pictures 2 to 6, on the left and top.", metavar="X,Y", parse=parse_crop),
+        Option(
+            "Number of columns X and rows Y to cut off images 2 to 6, left and top.", metavar="X,Y", parse=parse_crop
+        ),
     ] = None
 
     paper: ClassVar = {"size": 1600}
@@ -71,37 +74,43 @@ class HPatchesSettings(OneNetworkSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.crop is not None and min(self.crop) < 0:
-            raise ConfigError(f"A crop of {self.crop[0]},{self.crop[1]} is not one; give two numbers from 0 on.")
+            raise ConfigError(f"{self.crop[0]},{self.crop[1]} is not a crop; pass two numbers of at least 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairScore:
-    """One pair with one limit on the number of matches."""
+    """Score of a pair for one limit on the number of matches."""
 
     name0: str
     name1: str
     sequence: str
-    accuracy: tuple[float, ...]  # at 1 to 10 px
+    # At 1 to 10 px.
+    accuracy: tuple[float, ...]
     matches: int
-    correct: int  # within 3 px
-    coverage: float  # of the correct ones
-    corner_error_px: float  # of the estimated homography; inf where there is none
+    # Number of matches within 3 px.
+    correct: int
+    # Coverage by the correct matches.
+    coverage: float
+    # Corner error of the estimated homography; inf if there is none.
+    corner_error_px: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupScore:
-    """Means over pairs."""
+    """Mean scores of pairs."""
 
     pairs: int
-    mma: tuple[float, ...]  # at 1 to 10 px
+    # Mean matching accuracy at 1 to 10 px.
+    mma: tuple[float, ...]
     matches: float
     correct: float
     coverage: float
-    homography_auc: tuple[float, ...]  # at 3, 5 and 10 px of the corner error
+    # AUC of the corner error at 3, 5 and 10 px.
+    homography_auc: tuple[float, ...]
 
     @staticmethod
     def of(scores: Sequence[PairScore]) -> "GroupScore":
-        """The means of the scores of pairs."""
+        """Compute the mean scores of pairs."""
         corner_errors = [score.corner_error_px for score in scores]
         return GroupScore(
             pairs=len(scores),
@@ -115,16 +124,17 @@ class GroupScore:
 
 @dataclass(frozen=True, kw_only=True)
 class TopScore:
-    """All scores with one limit on the number of matches."""
+    """All scores for one limit on the number of matches."""
 
     top: int
-    groups: dict[str, GroupScore]  # overall, illumination, viewpoint; a kind without pairs is missing
+    # Overall, illumination, viewpoint; kinds without pairs are missing.
+    groups: dict[str, GroupScore]
     sequences: dict[str, GroupScore]
     pairs: tuple[PairScore, ...]
 
     @staticmethod
     def of(top: int, scores: Sequence[PairScore]) -> "TopScore":
-        """Pairs in groups, by kind and by sequence."""
+        """Group pairs by kind and by sequence."""
         groups = {"overall": scores, **grouped(scores, lambda score: _KINDS[score.sequence[:2]])}
         sequences = grouped(scores, lambda score: score.sequence)
         return TopScore(
@@ -136,10 +146,10 @@ class TopScore:
 
 
 class HPatches(Benchmark):
-    """Sequences under one or several roots, each with picture 1, pictures 2 to 6, and homographies H_1_k."""
+    """Sequences under one or several roots, each with image 1, images 2 to 6, and homographies H_1_k."""
 
     name = "hpatches"
-    summary = "hpatches scores matches by homographies, on sequences i_* and v_*."
+    summary = "hpatches scores matches by homographies, on the sequences i_* and v_*."
     example = "data/hpatches --matcher dualrc --matcher sift --out hpatches"
     settings_class = HPatchesSettings
     recognized_by = ("[iv]_*/H_1_*", "H_1_*")
@@ -178,15 +188,15 @@ class HPatches(Benchmark):
             for folder in folders:
                 if folder.name in found:
                     both = f"{found[folder.name]} and {folder}"
-                    raise DataError(f"The sequence {folder.name} is in {both}; give one of them.")
+                    raise DataError(f"The sequence {folder.name} is in {both}; pass one of them.")
                 if folder.name in EXCLUDED:
-                    self.notes.append(f"{folder.name} is left out, as the protocol does.")
+                    self.notes.append(f"{folder.name} is left out, as in the published protocol.")
                 else:
                     found[folder.name] = folder
         return list(found.values())
 
     def _add_pairs(self, folder: Path) -> None:
-        """Add a sequence's pairs; those without a homography are named in the notes."""
+        """Add the pairs of a sequence; notes list pairs without a homography."""
         crop = self.settings.crop
         pictures = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix.lower() in _SUFFIXES}
         for k in range(2, 7):
@@ -194,7 +204,7 @@ class HPatches(Benchmark):
             if H is None:
                 self.notes.append(f"{folder.name} 1-{k} is not scored: H_1_{k} is missing or not a homography.")
                 continue
-            # A picture that is missing fails when it is read, and then counts as a failure.
+            # A missing image raises an error when it is read, and the pair counts as a failure.
             path0, path1 = (pictures.get(stem, folder / f"{stem}.ppm") for stem in ("1", str(k)))
             names = {"name0": f"{folder.name}/{path0.name}", "name1": f"{folder.name}/{path1.name}"}
             pair = Pair(**names, path0=path0, path1=path1, group=folder.name, crop1=crop)
@@ -202,11 +212,11 @@ class HPatches(Benchmark):
             self.homographies[pair] = H if crop is None else crop_homography(*crop) @ H
 
     def store_config(self) -> dict[str, Any]:
-        """The crop changes what is matched."""
+        """Return the store config with the crop, which changes the matches."""
         return {**super().store_config(), "crop": self.protocol["crop"]}
 
     def score(self, matcher: str, get: GetMatches) -> list[TopScore]:
-        """Scores with each limit on the number of matches."""
+        """Compute scores for each limit on the number of matches."""
         by_top: dict[int, list[PairScore]] = {top: [] for top in self.tops}
         for pair in self.pairs:
             matches = get(pair)
@@ -231,7 +241,7 @@ class HPatches(Benchmark):
         )
 
     def report(self, results: Sequence[Result]) -> Report:
-        """Accuracy, homographies and coverage, accuracy by sequence; and curves beside published methods."""
+        """Return accuracy, homographies and coverage, accuracy by sequence, and curves with published methods."""
         note = f"Thick: this run, {self.protocol['sequences']} sequences. Thin: published, on 108 sequences."
         figures = {}
         for index, top in enumerate(self.tops):
@@ -242,7 +252,7 @@ class HPatches(Benchmark):
         return Report(tables=tables, figures=figures)
 
     def accuracy_table(self, results: Sequence[Result], title: str = "") -> Table:
-        """Mean matching accuracy; a row for each limit on the number of matches."""
+        """Return mean matching accuracy, one row per limit on the number of matches."""
         rows = [
             [
                 name,
@@ -257,8 +267,8 @@ class HPatches(Benchmark):
             columns=["matcher", "top", *(f"{px} px" for px in SHOWN_PX), "illum.", "viewp.", *COST_COLUMNS],
             rows=rows,
             note=(
-                "Mean matching accuracy at 1, 3, 5 and 10 px, and at 3 px of illumination and of viewpoint sequences; "
-                "matches and time a pair; the size that the matcher looked at (+: and others)."
+                "Mean matching accuracy at 1, 3, 5 and 10 px, and at 3 px for illumination and for viewpoint "
+                "sequences. Matches and time are per pair. Size: network input (+: and others)."
             ),
         )
 
@@ -273,8 +283,9 @@ class HPatches(Benchmark):
             columns=["matcher", "top", *(f"H {t} px" for t in HOMOGRAPHY_PX), "correct", "cover", *COST_COLUMNS],
             rows=rows,
             note=(
-                f"H: AUC of the corner error of homographies ({self.protocol['homography_estimator']}); correct ones "
-                f"({CORRECT_PX} px) of a pair's matches, and the share of a 10x10 grid over the overlap they occupy."
+                f"H: AUC of the corner error of homographies ({self.protocol['homography_estimator']}). Correct: "
+                f"matches within {CORRECT_PX} px per pair, and the share of a 10x10 grid over the overlap that they "
+                "occupy."
             ),
         )
 
@@ -283,23 +294,24 @@ class HPatches(Benchmark):
         for name in dict.fromkeys(pair.group for pair in self.pairs):
             scores = [result.figures[0].sequences[name] for result in results]
             rows.append([name, *(f"{share(s.mma[CORRECT_PX - 1])} of {s.matches:.0f}" for s in scores)])
-        rows.append(["time a pair", *(seconds(result.cost.seconds_per_pair) for result in results)])
+        rows.append(["time per pair", *(seconds(result.cost.seconds_per_pair) for result in results)])
         rows.append(["size", *(result.cost.resolution for result in results)])
-        title = f"By sequence: accuracy at {CORRECT_PX} px and matches a pair, best {self.tops[0]}"
+        title = f"By sequence: accuracy at {CORRECT_PX} px and matches per pair, best {self.tops[0]}"
         columns = ["sequence", *(result.matcher for result in results)]
         return Table(title=title, columns=columns, rows=rows, text_columns=["sequence"])
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
-        """By accuracy at 3 px, then by the number of correct matches."""
+        """Rank pairs by accuracy at 3 px, then by the number of correct matches."""
         scored = list(zip(self.pairs, result.figures[0].pairs, strict=True))
         scored.sort(key=lambda item: (-item[1].accuracy[CORRECT_PX - 1], -item[1].correct))
         return [(pair, f"{s.correct}/{s.matches} correct within {CORRECT_PX} px") for pair, s in scored]
 
     def draw(self, pair: Pair, matches: Matches) -> Picture:
-        """Green dots where a match is within 3 px of the truth, red ones elsewhere."""
+        """Draw matches within 3 px of the ground truth as green dots, and others as red dots."""
         best = matches.top(self.tops[0])
         correct = match_errors_px(best, self.homographies[pair]) <= CORRECT_PX
-        radius_px = 3.0 if len(best) > 200 else 6.0  # a few wrong ones must not be overlooked
+        # Large dots make a few wrong matches visible.
+        radius_px = 3.0 if len(best) > 200 else 6.0
         return draw_dots(read(pair.path0), read_cropped(pair.path1, pair.crop1), best, correct, radius_px=radius_px)
 
 
@@ -312,14 +324,14 @@ def _read_homography(path: Path) -> FloatArray | None:
 
 
 def _rows(results: Sequence[Result]) -> Iterator[tuple[str, TopScore, list[str]]]:
-    """For each row of a table its matcher, its scores, and the cells of its cost."""
+    """Yield for each row of a table its matcher, its scores, and the cells of its cost."""
     for result in results:
         for scored in result.figures:
             yield result.matcher, scored, result.cost.cells(scored.groups["overall"].matches)
 
 
 def accuracy_cells(curves: Mapping[str, Sequence[float]]) -> list[str]:
-    """Accuracy overall at 1, 3, 5 and 10 px, and of each kind at 3 px; from accuracy at 1 to 10 px by group."""
+    """Return the accuracy at 1, 3, 5 and 10 px overall, and at 3 px by kind, from accuracies at 1 to 10 px."""
     overall = [share(curves["overall"][px - 1]) for px in SHOWN_PX]
     return overall + [share(curves[kind][CORRECT_PX - 1]) if kind in curves else "-" for kind in _KINDS.values()]
 
@@ -331,7 +343,7 @@ def accuracy_curves(
     title: str,
     note: str = "",
 ) -> Picture:
-    """Accuracy over thresholds, a panel for each group of sequences, over the curves of published methods."""
+    """Plot accuracy over thresholds, one panel per group of sequences, over the curves of published methods."""
     panels = []
     for group in GROUPS:
         ours = {name: scored.groups[group].mma for name, scored in scores.items() if group in scored.groups}
@@ -342,6 +354,6 @@ def accuracy_curves(
 
 
 def published() -> dict[str, dict[str, list[float]]]:
-    """Published curves: method -> overall, illumination or viewpoint -> accuracy at 1 to 10 px."""
+    """Read published curves: method -> overall, illumination or viewpoint -> accuracy at 1 to 10 px."""
     methods = read_published("hpatches_published.json").values()
     return {method["label"]: {group: method[group] for group in GROUPS} for method in methods}

@@ -1,4 +1,4 @@
-"""InLoc: photographs localized indoors by their matches with cut-outs of laser scans, whose pixels have 3D points."""
+"""InLoc: indoor localization of photos by matches with cutouts of laser scans, whose pixels have 3D points."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -34,7 +34,7 @@ from dualrc.matches import Matches
 from dualrc.types import FloatArray
 
 THRESHOLDS_M = (0.25, 0.5, 1.0)
-# Where the published curves have their dots.
+# Distances at which the published curves are sampled.
 CURVE_M = (*(step / 16 for step in range(17)), *(1 + step / 8 for step in range(1, 9)))
 WITHIN_DEG = 10.0
 ALL = "all"
@@ -44,20 +44,22 @@ ALL = "all"
 class InLocSettings(Settings):
     """Settings of InLoc."""
 
-    weights: Annotated[tuple[Path, ...], Option("several to compare networks, as the paper's appendix does.")] = ()
-    size: Annotated[int | None, Option("Long side that the network sees, scaling up or down.")] = None
+    weights: Annotated[tuple[Path, ...], Option("Repeatable, to compare networks as in the paper's appendix.")] = ()
+    size: Annotated[int | None, Option("Long side of the network input, in pixels. Default: the image's own size.")] = (
+        None
+    )
 
-    truth: Annotated[Path | None, Option("a file of reference poses (.mat); without it, the one in ROOT.")] = None
+    truth: Annotated[Path | None, Option("File of reference poses (.mat). Default: the one in ROOT.")] = None
     shortlist: Annotated[
-        Path | None, Option("candidates of each query, .mat as published or text; without it, the one in ROOT.")
+        Path | None, Option("Candidates of each query, .mat as published or text. Default: the list in ROOT.")
     ] = None
     min_inliers: Annotated[
-        int, Option(f"a pose needs so many inliers; without it, {MIN_INLIERS}.", flags=("--min-inliers",))
+        int, Option(f"Minimum number of inliers of a pose. Default: {MIN_INLIERS}.", flags=("--min-inliers",))
     ] = MIN_INLIERS
-    candidates: Annotated[int, Option("match each query with the best so many candidates; without it, 10.")] = 10
-    verify: Annotated[bool, Option("rank poses by dense verification against the scan, not by inliers.")] = False
+    candidates: Annotated[int, Option("Number of candidates to match each query with. Default: 10.")] = 10
+    verify: Annotated[bool, Option("Rank poses by dense verification against the scan, not by inliers.")] = False
     results: Annotated[
-        tuple[Path, ...], Option("score this list of results (.mat) too, or, without ROOT, alone; several times.")
+        tuple[Path, ...], Option("List of results (.mat) to score too, or alone without ROOT; repeatable.")
     ] = ()
 
     paper: ClassVar = {"size": 1600, "top": 2000, "verify": True, "min_inliers": PAPER_MIN_INLIERS}
@@ -65,39 +67,43 @@ class InLocSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.min_inliers < PAPER_MIN_INLIERS:
-            raise ConfigError(f"A pose with {self.min_inliers} inliers is none; give {PAPER_MIN_INLIERS} or more.")
+            raise ConfigError(
+                f"min_inliers = {self.min_inliers} is too low for a pose; pass {PAPER_MIN_INLIERS} or more."
+            )
         if self.candidates < 1:
-            raise ConfigError(f"{self.candidates} candidates leave nothing to match; give 1 or more.")
+            raise ConfigError(f"candidates = {self.candidates} leaves no pairs to match; pass 1 or more.")
         for name in (names := [path.stem for path in dict.fromkeys(self.results)]):
             if names.count(name) > 1:
                 raise ConfigError(f"Two lists of results are called {name}; rename one of them.")
 
     def for_matchers(self) -> MatcherSettings:
-        """The settings of matchers."""
+        """Return the settings of matchers."""
         return replace(super().for_matchers(), weights=next(iter(self.weights), None), size=self.size)
 
     @property
     def needs_roots(self) -> bool:
-        """Stored lists of results are scored without the data set."""
+        """Whether the dataset is needed; stored lists of results can be scored without it."""
         return not self.results
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryScore:
-    """One query; errors are inf without a pose, or with one on another floor."""
+    """Score of a query; errors are inf without a pose, or with a pose on another floor."""
 
     query: str
-    floor: str | None  # None: it has no reference pose and is not scored
+    # None if it has no reference pose and is not scored.
+    floor: str | None
     distance_m: float = float("inf")
     rotation_deg: float = float("inf")
-    candidates: tuple[CandidatePose, ...] = ()  # best first
+    # Best first.
+    candidates: tuple[CandidatePose, ...] = ()
 
     @staticmethod
     def of(query: str, floor: str, reference: FloatArray, candidates: tuple[CandidatePose, ...]) -> "QueryScore":
-        """The score of a query by the pose of its best candidate."""
+        """Score a query by the pose of its best candidate."""
         pose = candidates[0].pose if candidates else None
         distance_m = rotation_deg = float("inf")
-        # Each floor has a frame of its own, so a pose on another one is wrong wherever it is.
+        # Each floor has its own coordinate frame, so a pose on another floor is always wrong.
         if pose is not None and candidates[0].candidate.split("/", maxsplit=1)[0] == floor:
             distance_m, rotation_deg = pose_errors(pose, reference)
         return QueryScore(
@@ -111,11 +117,11 @@ class QueryScore:
 
     @property
     def error_m(self) -> float:
-        """The distance, if the rotation is right."""
+        """Distance if the rotation is correct, else inf."""
         return self.distance_m if self.rotation_deg <= WITHIN_DEG else float("inf")
 
     def describe(self) -> str:
-        """The result of a query that has candidates, for a caption."""
+        """Describe the result of a query with candidates for a caption."""
         best = self.candidates[0]
         if best.pose is None:
             return f"no pose: {best.reason}"
@@ -126,16 +132,18 @@ class QueryScore:
 
 @dataclass(frozen=True, kw_only=True)
 class FloorScore:
-    """The queries of a floor, or all."""
+    """Scores of the queries of a floor, or of all."""
 
     queries: int
     without_pose: int
-    within: tuple[float, ...]  # shares at 0.25, 0.5 and 1 m
-    curve: tuple[float, ...]  # shares at CURVE_M
+    # Share of queries at 0.25, 0.5 and 1 m.
+    within: tuple[float, ...]
+    # Share of queries at CURVE_M.
+    curve: tuple[float, ...]
 
     @staticmethod
     def of(scores: Sequence[QueryScore]) -> "FloorScore":
-        """The shares of queries within each distance."""
+        """Compute the shares of queries within each distance."""
         errors = np.array([score.error_m for score in scores])
 
         def within(thresholds: Sequence[float]) -> tuple[float, ...]:
@@ -147,18 +155,20 @@ class FloorScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """All figures of a matcher or of a stored list."""
+    """All scores of a matcher or of a stored list."""
 
-    floors: dict[str, FloorScore]  # and "all"
-    matches: float  # a pair
+    # By floor, and "all".
+    floors: dict[str, FloorScore]
+    # Mean per pair.
+    matches: float
     queries: tuple[QueryScore, ...]
 
 
 class InLoc(Benchmark):
-    """Queries with their candidates, and reference poses by floor; without roots, only stored lists are scored."""
+    """Queries with candidates, and reference poses by floor; without roots, only stored lists are scored."""
 
     name = "inloc"
-    summary = "inloc localizes InLoc's queries by cut-outs of its scans, and draws the curve beside the published ones."
+    summary = "inloc localizes InLoc's queries by cutouts of its scans, and plots the recall with published curves."
     example = "data/inloc --verify --out inloc"
     settings_class = InLocSettings
     recognized_by = ("cutouts", "cutouts_imageonly", "database/cutouts", "iphone7", "query/iphone7")
@@ -175,7 +185,7 @@ class InLoc(Benchmark):
             truth = truth or find_list(settings.roots[0], ["*refposes*.mat"])
         self.references = {} if truth is None else read_references(truth)
         self._check_references(truth)
-        # Read before the long work, so that a file that can't be used costs nothing.
+        # Read before the slow steps, to report an unusable file at once.
         self._networks = read_networks(settings.weights) if settings.roots and len(settings.weights) > 1 else []
         self._lists = {path: self._read_list(path) for path in dict.fromkeys(settings.results)}
         self.protocol = {
@@ -196,18 +206,20 @@ class InLoc(Benchmark):
         folders = find_folders(root)
         shortlist = self.settings.shortlist or find_list(root, ["*shortlist*.mat", "*shortlist*.txt", "*pairs*.txt"])
         if shortlist is None:
-            remedy = "give densePE_top100_shortlist_cvpr18.mat or a text file with --shortlist"
+            remedy = "pass densePE_top100_shortlist_cvpr18.mat or a text file with --shortlist"
             raise DataError(f"{root} has no list of candidates (*shortlist*.mat); {remedy}.")
         for query, candidates in read_candidates(shortlist).items():
             self.queries.append(query)
             for name in candidates[: self.settings.candidates]:
-                # A picture that is missing fails when it is read, and then counts as a failure.
+                # A missing image raises an error when it is read, and the pair counts as a failure.
                 path0, path1, floor = folders.queries / query, folders.cutouts / name, name.split("/", maxsplit=1)[0]
                 self.pairs.append(Pair(name0=query, name1=name, path0=path0, path1=path1, group=floor))
         if not any(pair.path0.is_file() for pair in self.pairs):
-            raise DataError(f"{folders.queries} has none of the queries, such as {self.queries[0]}; put them there.")
+            raise DataError(f"{folders.queries} has none of the queries, such as {self.queries[0]}; copy them there.")
         if not any(pair.path1.is_file() for pair in self.pairs):
-            raise DataError(f"{folders.cutouts} has none of the candidates, such as {self.pairs[0].name1}.")
+            raise DataError(
+                f"{folders.cutouts} has none of the candidates, such as {self.pairs[0].name1}; copy them there."
+            )
         self._estimator = PoseEstimator(folders, self.settings.out / "poses.jsonl", self.settings.min_inliers)
 
     def _check_references(self, truth: Path | None) -> None:
@@ -218,7 +230,7 @@ class InLoc(Benchmark):
             return
         known = [query for poses in self.references.values() for query in poses]
         if not set(known) & set(self.queries):
-            raise DataError(f"{truth} has no pose of any query in the list; give the file of this data set.")
+            raise DataError(f"{truth} has no pose of any query in the list; pass the file of this dataset.")
         if unknown := [query for query in self.queries if query not in known]:
             self.notes.append(f"{len(unknown)} queries have no reference pose and are not scored: {_some(unknown)}.")
         if untried := [query for query in known if query not in self.queries]:
@@ -226,18 +238,18 @@ class InLoc(Benchmark):
 
     def _read_list(self, path: Path) -> dict[str, tuple[CandidatePose, ...]]:
         if not self.references:
-            raise ConfigError("Results are scored against reference poses; give --truth DUC_refposes_all.mat.")
+            raise ConfigError("Scoring results needs reference poses; pass --truth DUC_refposes_all.mat.")
         listed = read_result_list(path, need_poses=True)
         known = {query for poses in self.references.values() for query in poses}
         if not known & listed.keys():
-            raise DataError(f"{path} has none of the queries that have reference poses; give another list.")
+            raise DataError(f"{path} has none of the queries with reference poses; pass another list.")
         if missing := sorted(known - listed.keys()):
             words = "queries are not in the list and count as failures"
             self.notes.append(f"{path.stem}: {len(missing)} {words}: {_some(missing)}.")
         return listed
 
     def matchers(self) -> Iterator[tuple[str, PairMatcher]]:
-        """The matchers to evaluate; where several weights are given, each of them instead of dualrc."""
+        """Yield the matchers to evaluate; with several weights, each of them instead of dualrc."""
         weights, wanted = self.settings.weights, self.settings.matchers
         if len(weights) < 2 or "dualrc" not in wanted:
             yield from super().matchers()
@@ -249,7 +261,7 @@ class InLoc(Benchmark):
             yield matcher.name, matcher
 
     def score(self, matcher: str, get: GetMatches) -> Scores:
-        """Estimate a pose by each candidate, rank the candidates, and write the poses to `out`."""
+        """Estimate a pose for each candidate, rank the candidates, and write the poses to `out`."""
         self._estimator.broken.clear()
         counts, found = [], dict[str, list[CandidatePose]]({query: [] for query in self.queries})
         for pair in self.pairs:
@@ -261,21 +273,22 @@ class InLoc(Benchmark):
             found = self._estimator.verify(found, photographs, self.progress)
         if broken := self._estimator.broken:
             file, reason = next(iter(broken.items()))
-            note = f"{len(broken)} files can't be used, and their candidates give no pose, such as {file}: {reason}"
+            note = f"{len(broken)} files cannot be used, and their candidates give no pose, such as {file}: {reason}"
             self.notes += [note] * (note not in self.notes)
-        # Best first: those with a pose, by verification where there is one, then by inliers.
+        # Candidates with a pose first, by verification if available, then by inliers.
         ranked = {
             query: tuple(sorted(own, key=lambda one: (one.pose is None, -(one.verified or 0.0), -one.inliers)))
             for query, own in found.items()
         }
         poses = {query: own[0].pose for query, own in ranked.items() if own and own[0].pose is not None}
         out, stem = self.settings.out, file_name(matcher)
-        write_poses(out / f"poses-{stem}.txt", poses)  # as visuallocalization.net takes them
+        # In the format of visuallocalization.net.
+        write_poses(out / f"poses-{stem}.txt", poses)
         write_result_list(out / f"results-{stem}.mat", {query: own for query, own in ranked.items() if own})
         return self._scores(ranked, float(np.mean(counts)))
 
     def stored_results(self) -> list[Result]:
-        """The stored lists of results, as published or as this benchmark writes them."""
+        """Return the stored lists of results, as published or as this benchmark writes them."""
         return [
             Result(matcher=path.stem, figures=self._scores(listed, float("nan")), config={"results": path.name})
             for path, listed in self._lists.items()
@@ -294,7 +307,7 @@ class InLoc(Benchmark):
         return Scores(floors=floors, matches=matches, queries=(*scores, *rest))
 
     def report(self, results: Sequence[Result]) -> Report:
-        """Queries localized by floor, beside the published results where the floors are InLoc's."""
+        """Return localized queries by floor, with the published results if the floors are InLoc's."""
         if not self.references:
             return Report(tables=[self._main_table(results)])
         floors = [*self.references, ALL]
@@ -340,31 +353,32 @@ class InLoc(Benchmark):
             columns=["matcher", "floor", "queries", *(f"{t:g} m" for t in THRESHOLDS_M), "lost", *COST_COLUMNS],
             rows=rows,
             note=(
-                f"Within a distance and {WITHIN_DEG:g} degrees of the reference pose. Lost: queries without a pose; "
-                f"they count as failures, as do poses on another floor. Candidates are ranked by {order}; matches and "
-                "time a pair, without the estimation."
+                f"Within a distance and {WITHIN_DEG:g} degrees of the reference pose. Lost: queries without a pose, "
+                f"which count as failures, as do poses on another floor. Candidates are ranked by {order}. Matches "
+                "and time are per pair, without pose estimation."
             ),
         )
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
-        """Queries by the distance of their pose, each with its best candidate."""
+        """Rank queries by the distance of their pose, each with its best candidate."""
         pairs = {(pair.name0, pair.name1): pair for pair in self.pairs}
         scores: list[QueryScore] = [s for s in result.figures.queries if s.candidates and s.floor is not None]
         scores.sort(key=lambda s: (s.error_m, s.distance_m, -s.candidates[0].inliers))
         return [(pairs[score.query, score.candidates[0].candidate], score.describe()) for score in scores]
 
     def draw(self, pair: Pair, matches: Matches) -> Picture:
-        """Green dots for inliers of the pose, red ones elsewhere."""
+        """Draw inliers of the pose as green dots, and other matches as red dots."""
         best = matches.top(self.top)
         agree = np.zeros(len(best), dtype=np.bool_)
         if len(best):
-            with suppress(DataError):  # where the points can't be read, nothing agrees
+            # If the points cannot be read, there are no inliers.
+            with suppress(DataError):
                 agree = self._estimator.inliers(pair, best)
         return draw_dots(read(pair.path0), read(pair.path1), best, agree)
 
 
 def published() -> dict[str, dict[str, list[float]]]:
-    """Published curves: method -> DUC1, DUC2 or all -> share of queries at CURVE_M."""
+    """Read published curves: method -> DUC1, DUC2 or all -> share of queries at CURVE_M."""
     return read_published("inloc_published.json")
 
 

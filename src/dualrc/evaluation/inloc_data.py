@@ -1,4 +1,4 @@
-"""InLoc's files as published: cut-outs and scans with 3D points, alignments, lists of candidates and of poses."""
+"""InLoc's files as published: cutouts and scans with 3D points, alignments, lists of candidates and of poses."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +20,10 @@ from dualrc.files import replacing
 from dualrc.geometry import Camera, read_cameras_json
 from dualrc.types import FloatArray, Size
 
-# Of iPhone 7's lens, which is all that InLoc knows of it: 28 mm for a film of 36 mm.
+# Relative focal length of the iPhone 7, 28 mm for a film of 36 mm; InLoc publishes nothing else about the camera.
 _FOCAL = 28 / 36
-_checked_pose = partial(as_pose, tolerance=0.05)  # alignments are text
+# A loose tolerance, because alignments are text files with few digits.
+_checked_pose = partial(as_pose, tolerance=0.05)
 _NO_POSE = np.full((3, 4), np.nan)
 Points = npt.NDArray[np.float32]
 Colors = npt.NDArray[np.uint8]
@@ -30,14 +31,18 @@ Colors = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class CandidatePose:
-    """A candidate of a query, and the pose that their matches gave."""
+    """A candidate of a query, and the pose from their matches."""
 
-    candidate: str  # FLOOR/SCAN/PREFIX_cutout_SCAN_YAW_PITCH.jpg
+    # FLOOR/SCAN/PREFIX_cutout_SCAN_YAW_PITCH.jpg.
+    candidate: str
     inliers: int = 0
-    correspondences: int = 0  # matches with a 3D point
+    # Number of matches with a 3D point.
+    correspondences: int = 0
     cam_from_world: tuple[tuple[float, ...], ...] | None = None  # (3, 4)
-    reason: str | None = None  # why there is no pose
-    verified: float | None = None  # similarity of the photograph and the scan seen from the pose
+    # Reason why there is no pose.
+    reason: str | None = None
+    # Similarity of the photo and the scan rendered from the pose.
+    verified: float | None = None
 
     @property
     def pose(self) -> FloatArray | None:
@@ -46,42 +51,44 @@ class CandidatePose:
 
 
 def pose_rows(pose: FloatArray) -> tuple[tuple[float, ...], ...]:
-    """A pose (3, 4) as plain numbers."""
+    """Convert a pose (3, 4) to plain numbers."""
     return tuple(map(tuple, pose.tolist()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Folders:
-    """Where a data set's pictures and points are."""
+    """Folders of images and points of a dataset."""
 
     queries: Path
     cutouts: Path
     alignments: Path
-    scans: Path  # need not be there
-    cameras: Mapping[str, Camera] = field(default_factory=dict)  # of queries that were not taken with InLoc's phone
+    # May not exist.
+    scans: Path
+    # Cameras of queries that were not taken with InLoc's phone.
+    cameras: Mapping[str, Camera] = field(default_factory=dict)
 
     def camera(self, query: str, size: Size) -> Camera:
-        """The camera of a query of that size; all that InLoc knows is its focal length."""
+        """Return the camera of a query of that size; by default only its focal length is known."""
         known = self.cameras.get(query)
         return Camera.from_focal(size, _FOCAL * max(size)) if known is None else known.resized(size)
 
     def alignment(self, cutout: str) -> Path:
-        """The file that takes a cut-out's points to its floor's frame."""
+        """Return the file that aligns the points of a cutout with the frame of its floor."""
         floor, prefix, scan = _parts(cutout)
         return self.alignments / floor / "transformations" / f"{prefix}_trans_{scan}.txt"
 
     def points(self, cutout: str) -> Path:
-        """The file with a cut-out's 3D points."""
+        """Return the file with the 3D points of a cutout."""
         return self.cutouts / f"{cutout}.mat"
 
     def scan(self, cutout: str) -> Path:
-        """The file with all points of the scan from which a cut-out was made."""
+        """Return the file with all points of the scan that a cutout was made from."""
         floor, prefix, scan = _parts(cutout)
         return self.scans / floor / f"{prefix}_scan_{scan}.ptx.mat"
 
 
 def find_folders(root: Path) -> Folders:
-    """The folders under a root, as InLoc publishes them or without the folders query and database."""
+    """Find the folders under a root, as published or without the folders query and database."""
     check_folder(root)
     base = root / "database" if (root / "database").is_dir() else root
     queries = next((root / name for name in ("query/iphone7", "iphone7", "query") if (root / name).is_dir()), None)
@@ -91,7 +98,7 @@ def find_folders(root: Path) -> Folders:
         raise DataError(f"{root} has none of {wanted}: it is not InLoc; {folder_hint(root, 'inloc')}.")
     if queries is None or missing:
         missing = [*(["query/iphone7"] if queries is None else []), *missing]
-        raise DataError(f"{root} is not complete: {', '.join(missing)} is missing; copy the published folders there.")
+        raise DataError(f"{root} is incomplete: {', '.join(missing)} is missing; copy the published folders there.")
     cameras = queries / "cameras.json"
     return Folders(
         queries=queries,
@@ -103,38 +110,38 @@ def find_folders(root: Path) -> Folders:
 
 
 def find_list(root: Path, patterns: Sequence[str]) -> Path | None:
-    """The one file of these names in a folder or one below; None if there is none."""
+    """Return the only file of these names in a folder or its subfolders, or None."""
     found = sorted({path for pattern in patterns for level in ("", "*/") for path in root.glob(level + pattern)})
     if len(found) > 1:
         names = ", ".join(str(path.relative_to(root)) for path in found[:4])
-        raise DataError(f"{root} has several lists ({names}); say which one is meant.")
+        raise DataError(f"{root} has several lists ({names}); pass one of them.")
     return found[0] if found else None
 
 
 def read_candidates(path: Path) -> dict[str, list[str]]:
-    """Candidates by query: a published list (.mat), or text with a query and a cut-out in each line, best first."""
+    """Read candidates by query: a published list (.mat), or text with a query and a cutout per line, best first."""
     if path.suffix.lower() == ".mat":
         return {query: [one.candidate for one in found] for query, found in read_result_list(path).items()}
     candidates: dict[str, list[str]] = {}
     for number, line in read_lines(path):
         fields = [PurePosixPath(name) for name in line.split()]
         if len(fields) != 2 or len(fields[1].parts) < 3:
-            remedy = "write a query and FLOOR/SCAN/CUTOUT.jpg in each line"
-            raise DataError(f"{path}, line {number}: not a query and a cut-out; {remedy}.")
-        # Lists of other tools have the folders in front: query/iphone7/..., database/cutouts/...
+            remedy = "write a query and FLOOR/SCAN/CUTOUT.jpg per line"
+            raise DataError(f"{path}, line {number}: not a query and a cutout; {remedy}.")
+        # Lists of other tools include the folders query/iphone7/... and database/cutouts/...
         cutout = _check_name("/".join(fields[1].parts[-3:]), path)
         candidates.setdefault(fields[0].name, []).append(cutout)
     if not candidates:
-        raise DataError(f"{path} names no candidates; write a query and a cut-out in each line.")
+        raise DataError(f"{path} has no candidates; write a query and a cutout per line.")
     return {query: list(dict.fromkeys(names)) for query, names in candidates.items()}
 
 
 def read_result_list(path: Path, *, need_poses: bool = False) -> dict[str, tuple[CandidatePose, ...]]:
-    """A published list ImgList: candidates by query, best first, and the poses that they gave."""
+    """Read a published list ImgList: candidates by query, best first, and their poses."""
     with _reading(path, "a list of candidates (ImgList)"):
         entries = _read_mat(path, "ImgList")["ImgList"].ravel()
         if need_poses and "P" not in (entries.dtype.names or ()):
-            raise DataError(f"{path} is a list of candidates without poses; give a list of results.")
+            raise DataError(f"{path} is a list of candidates without poses; pass a list of results.")
         return {str(entry["queryname"].item()): _read_entry(entry, path) for entry in entries}
 
 
@@ -144,13 +151,13 @@ def _read_entry(entry: Any, path: Path) -> tuple[CandidatePose, ...]:
     if len(values) > len(names):
         raise ValueError(f"{len(names)} candidates have {len(values)} poses")
     poses = [pose_rows(_checked_pose(p)) if p.shape == (3, 4) and np.isfinite(p).all() else None for p in values]
-    # A list may have poses of the first candidates only.
+    # A list may have poses for the first candidates only.
     pairs = zip_longest(names, poses)
     return tuple(CandidatePose(candidate=name, cam_from_world=pose) for name, pose in pairs)
 
 
 def write_result_list(path: Path, results: Mapping[str, Sequence[CandidatePose]]) -> None:
-    """Write what `read_result_list` reads, as published."""
+    """Write a list in the published format that `read_result_list` reads."""
     columns = [(name, object) for name in ("queryname", "topNname", "topNscore", "P")]
     entries = np.empty((1, len(results)), dtype=columns)
     for index, (query, found) in enumerate(results.items()):
@@ -164,7 +171,7 @@ def write_result_list(path: Path, results: Mapping[str, Sequence[CandidatePose]]
 
 
 def read_references(path: Path) -> dict[str, dict[str, FloatArray]]:
-    """Reference poses cam_from_world (3, 4) by floor and query: FLOOR_RefList in a .mat file."""
+    """Read reference poses cam_from_world (3, 4) by floor and query: FLOOR_RefList in a .mat file."""
     with _reading(path, "a file of reference poses"):
         lists = {name: value for name, value in _read_mat(path).items() if name.endswith("_RefList")}
         if not lists:
@@ -178,11 +185,12 @@ def read_references(path: Path) -> dict[str, dict[str, FloatArray]]:
 
 
 def read_alignment(path: Path) -> FloatArray:
-    """floor_from_scan (3, 4): the second of the two matrices in the file, the one after refinement."""
+    """Read floor_from_scan (3, 4): the second of the two matrices in the file, which is the refined one."""
     with _reading(path, "an alignment"):
         rows = []
         for line in path.read_text(encoding="utf-8").splitlines():
-            with suppress(ValueError):  # words between the matrices
+            # Skip text between the matrices.
+            with suppress(ValueError):
                 values = [float(value) for value in line.split()]
                 rows += [values] if len(values) == 4 else []
         if len(rows) < 8:
@@ -193,15 +201,15 @@ def read_alignment(path: Path) -> FloatArray:
 
 
 def read_cutout(path: Path) -> Points:
-    """A cut-out's 3D points in the scanner's frame (h, w, 3), NaN where there is none."""
-    with _reading(path, "a cut-out's points (XYZcut)"):
+    """Read the 3D points of a cutout in the scanner's frame (h, w, 3), NaN where there is none."""
+    with _reading(path, "a cutout with points (XYZcut)"):
         return _points(_read_mat(path, "XYZcut")["XYZcut"])
 
 
 def read_scan(scan: Path, cutouts: Path) -> tuple[Points, Colors]:
-    """The points (n, 3) of a scan, in the scanner's frame, and their colors (n, 3).
+    """Read the points (n, 3) of a scan, in the scanner's frame, and their colors (n, 3).
 
-    Without the scan's file they are those in the folder of its cut-outs, which are made of the same points.
+    Without the scan's file, return the points in the folder of its cutouts, which come from the same scan.
     """
     if scan.is_file():
         with _reading(scan, "a scan (A)"):
@@ -220,17 +228,17 @@ def read_scan(scan: Path, cutouts: Path) -> tuple[Points, Colors]:
 
 
 def _read_colored(path: Path) -> tuple[Points, Colors]:
-    """A cut-out's points (n, 3) and their colors (n, 3)."""
-    with _reading(path, "a cut-out"):
+    """Read the points (n, 3) of a cutout and their colors (n, 3)."""
+    with _reading(path, "a cutout"):
         content = _read_mat(path, "XYZcut", "RGBcut")
         xyz, rgb = _points(content["XYZcut"]), np.asarray(content["RGBcut"], dtype=np.uint8)
         if xyz.shape != rgb.shape:
-            raise ValueError(f"points have the shape {xyz.shape} and colours {rgb.shape}")
+            raise ValueError(f"points have the shape {xyz.shape} and colors {rgb.shape}")
         return xyz.reshape(-1, 3), rgb.reshape(-1, 3)
 
 
 def _parts(cutout: str) -> tuple[str, str, str]:
-    """Floor, prefix and scan of FLOOR/SCAN/PREFIX_cutout_SCAN_YAW_PITCH.jpg."""
+    """Return floor, prefix and scan of FLOOR/SCAN/PREFIX_cutout_SCAN_YAW_PITCH.jpg."""
     floor, _, name = cutout.split("/")
     prefix, _, scan, *_ = name.split("_")
     return floor, prefix, scan
@@ -241,14 +249,14 @@ def _check_name(cutout: str, path: Path) -> str:
         parts = _parts(cutout)
     except ValueError as error:
         name = "FLOOR/SCAN/PREFIX_cutout_SCAN_YAW_PITCH.jpg"
-        raise DataError(f"{path}: {cutout} is not a cut-out's name; names are {name}.") from error
+        raise DataError(f"{path}: {cutout} is not the name of a cutout; names are {name}.") from error
     if ".." in (*cutout.split("/"), *parts):
-        raise DataError(f"{path}: {cutout} leaves the folder of the cut-outs; get the published list.")
+        raise DataError(f"{path}: {cutout} is outside of the folder of cutouts; download the published list.")
     return cutout
 
 
 def _points(values: Any) -> Points:
-    """3D points (..., 3) with NaN where the scanner, which writes zeros then, saw nothing."""
+    """Return 3D points (..., 3) with NaN instead of the zeros that the scanner writes for missing points."""
     xyz = np.array(values, dtype=np.float32)
     if xyz.shape[-1:] != (3,) or not xyz.size:
         raise ValueError(f"points have the shape {xyz.shape}")
@@ -261,7 +269,7 @@ def _scipy_io() -> Any:
 
 
 def _read_mat(path: Path, *names: str) -> dict[str, Any]:
-    """Variables of a .mat file; those of version 7.3 are HDF5. A variable that claims more than 1 GiB is refused."""
+    """Read variables of a .mat file (version 7.3 is HDF5); variables that claim more than 1 GiB are rejected."""
     if not path.is_file():
         raise FileNotFoundError(path)
     try:
@@ -278,7 +286,7 @@ def _read_mat(path: Path, *names: str) -> dict[str, Any]:
 
 
 def _read_hdf5(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Arrays, and cells of arrays; HDF5 has MATLAB's axes in reverse."""
+    """Read arrays and cells of arrays; HDF5 reverses MATLAB's axes."""
     h5py = import_extra("h5py", needed_for=".mat files of MATLAB 7.3", extra="colmap")
     content: dict[str, Any] = {}
     with h5py.File(path, "r") as file:
@@ -296,13 +304,14 @@ def _read_hdf5(path: Path, names: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def _reading(path: Path, what: str) -> Iterator[None]:
-    """Turn whatever a missing or damaged file raises into one line that names it."""
+    """Convert any exception of a missing or damaged file to a DataError that names it."""
     try:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; copy the published file there.") from error
     except DualRCError:
         raise
-    except Exception as error:  # a damaged file can fail in any way
+    # A damaged file can raise any exception.
+    except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path} is not {what}, or broken ({reason}); get the published file.") from error
+        raise DataError(f"{path} is not {what}, or damaged ({reason}); download the published file.") from error

@@ -1,4 +1,4 @@
-"""Poses of InLoc's queries from their matches with each candidate, cached so that none is estimated twice."""
+"""Poses of InLoc's queries from their matches with each candidate, with a cache."""
 
 import hashlib
 import json
@@ -35,24 +35,28 @@ from dualrc.image import read
 from dualrc.matches import Matches
 from dualrc.types import BoolArray, FloatArray, Size
 
-RANSAC_DEG = 0.2  # as in the published evaluations of NCNet and of those that followed
-MIN_INLIERS, PAPER_MIN_INLIERS = 6, 4  # the published evaluation keeps every pose, of 3 inliers even
-# Neighboring points whose distances from the scanner differ by a larger share lie on two surfaces.
+# As in the published evaluations of NCNet and its successors.
+RANSAC_DEG = 0.2
+# The published evaluation keeps every pose, even with 3 inliers.
+MIN_INLIERS, PAPER_MIN_INLIERS = 6, 4
+# Neighboring points whose distances from the scanner differ by a larger share lie on different surfaces.
 _EDGE = 0.1
-_VERSION = 2  # of the estimation: results of another version are not used
+# Version of the estimation; cached results of other versions are ignored.
+_VERSION = 2
 
 
 class PoseEstimator:
-    """Estimates and verifies the poses of candidates; what is in its file is not computed again."""
+    """Estimates and verifies poses of candidates, and caches the results in a file."""
 
     def __init__(self, folders: Folders, file: Path | None, min_inliers: int = MIN_INLIERS) -> None:
         self._folders, self._min_inliers = folders, min_inliers
         self._results = _ResultCache(file)
         self._read_scan, self._read_photograph = lru_cache(1)(read_scan), lru_cache(1)(read)
-        self.broken: dict[str, str] = {}  # files of the data set that can't be used, and why
+        # Reasons by dataset file that cannot be used.
+        self.broken: dict[str, str] = {}
 
     def estimate(self, pair: Pair, matches: Matches) -> CandidatePose:
-        """The pose that a candidate's matches give; a candidate whose points can't be read gives none."""
+        """Estimate the pose from the matches of a candidate; there is none if the candidate's points cannot be read."""
         if not len(matches):
             reason = str(matches.info.get("error", "there are no matches"))
             return CandidatePose(candidate=pair.name1, reason=reason)
@@ -75,11 +79,11 @@ class PoseEstimator:
         }
 
     def inliers(self, pair: Pair, matches: Matches) -> BoolArray:
-        """Which matches agree with the pose that they give: (n,)."""
+        """Return which matches (n,) are inliers of the pose that they give."""
         return self._solve(pair, matches)[1].inliers
 
     def _solve(self, pair: Pair, matches: Matches) -> tuple[FloatArray, AbsolutePose]:
-        """The 3D points of matches in the floor's frame (n, 3), NaN where there is none, and the pose."""
+        """Return the 3D points of matches in the floor's frame (n, 3), NaN where there is none, and the pose."""
         floor_from_scan = read_alignment(self._folders.alignment(pair.name1))
         cutout = read_cutout(self._folders.points(pair.name1))
         xyz = transform_points(floor_from_scan, points_at(cutout, matches.points1, matches.size1))
@@ -100,7 +104,7 @@ class PoseEstimator:
         photographs: Mapping[str, Path],
         progress: Callable[[str, int, int], None],
     ) -> dict[str, list[CandidatePose]]:
-        """The same poses with `verified`, scan by scan, because scans are large and only the last one is cached."""
+        """Return the poses with `verified`, computed scan by scan, because only the last scan is cached."""
         verified = {query: list(found) for query, found in poses.items()}
         places = [
             (self._folders.scan(one.candidate), query, index)
@@ -127,7 +131,7 @@ class PoseEstimator:
         return {"verified": verify(picture, camera, pose @ floor_from_scan, xyz, rgb)}
 
     def _cached(self, source: str, key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """A result; where the source can't be read, the reason for having none."""
+        """Return a result, or the reason for having none if the source cannot be read."""
         try:
             return self._results.get(key, compute)
         except OutputError:
@@ -138,9 +142,9 @@ class PoseEstimator:
 
 
 def points_at(xyz: Points, pixels: npt.ArrayLike, size: Size) -> FloatArray:
-    """3D points (n, 3) at pixels (n, 2) of a cut-out of `size`; NaN where the scan has none.
+    """Return 3D points (n, 3) at pixels (n, 2) of a cutout of `size`; NaN where the scan has none.
 
-    On one surface they are interpolated; at its edge the nearest one is taken.
+    Points on one surface are interpolated; at an edge the nearest point is used.
     """
     height, width = xyz.shape[:2]
     places = apply_homography(resize_homography(size, (width, height)), pixels)
@@ -159,7 +163,7 @@ def points_at(xyz: Points, pixels: npt.ArrayLike, size: Size) -> FloatArray:
 
 
 class _ResultCache:
-    """Results by the hash of all that they depend on, a line of JSON each; without a file, for this run only."""
+    """Results by the hash of everything that they depend on, one JSON line each; in memory only without a file."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -170,26 +174,27 @@ class _ResultCache:
                 content = json.loads(line)
                 self._entries[content["key"]] = content["entry"]
             except (ValueError, LookupError, TypeError):
-                continue  # the process was killed while it wrote the line
+                # The process was killed while it wrote this line.
+                continue
 
     def get(self, key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The result, computed and stored if it is missing; an error is not stored, because its cause may be mended."""
+        """Return a result, computed and stored if missing; errors are not stored, because their cause may be fixed."""
         if key not in self._entries:
             entry = compute()
             self._entries[key] = entry
             if self._file is not None:
                 try:
                     with self._file.open("a", encoding="utf-8") as file:
-                        # The line before may be incomplete.
+                        # The previous line may be incomplete.
                         file.write(f"\n{json.dumps({'key': key, 'entry': entry})}\n")
                 except OSError as error:
-                    remedy = "make room or write elsewhere"
-                    raise OutputError(f"{self._file} can't be written ({error.strerror}); {remedy}.") from error
+                    remedy = "free disk space or write elsewhere"
+                    raise OutputError(f"{self._file} cannot be written ({error.strerror}); {remedy}.") from error
         return self._entries[key]
 
 
 def _hash(*parts: Any) -> str:
-    """A hash of names, arrays, matches, and of files by their size and time."""
+    """Return a hash of names, arrays, matches, and of files by size and time."""
     digest = hashlib.sha256(f"{_VERSION} {RANSAC_DEG}".encode())
     for part in parts:
         if isinstance(part, Matches):

@@ -1,4 +1,4 @@
-"""Matchers to evaluate: ours, baselines, stored results, and a user's function of two paths."""
+"""Matchers to evaluate: ours, baselines, stored results, and user functions of two paths."""
 
 import hashlib
 import importlib.util
@@ -22,38 +22,41 @@ from dualrc.matches import Matches
 from dualrc.model.checkpoint import read_config
 
 _SIFT_RATIO = 0.8
-_CACHED_FEATURES = 4  # pictures
+# Number of images.
+_CACHED_FEATURES = 4
 _KNOWN = "dualrc, dualrc-high, FILE.safetensors, sift, sift-mutual, sift-ratio, stored:FOLDER or FILE.py:function"
-_NAMES = {"default": "dualrc", "paper": "dualrc-paper"}  # of presets that are not named as themselves
+# Names of presets in tables, where they differ.
+_NAMES = {"default": "dualrc", "paper": "dualrc-paper"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatcherSettings:
-    """How matchers are made."""
+    """Settings of matchers."""
 
     preset: str = "default"
     weights: Path | None = None
     device: str | None = None
-    # Long side that dualrc and SIFT see; a user's function decides for itself.
+    # Long side of the input of dualrc and SIFT; user functions choose their own.
     size: int | None = None
-    # Number of matches of a pair to return, best first.
+    # Maximum number of matches per pair, best first.
     top: int = 4000
-    # SIFT's limit on the features of a picture.
+    # Maximum number of SIFT features per image.
     sift_features: int = 2000
 
 
 class PairMatcher(Protocol):
-    """Matches two picture files; `info` of its matches holds `seconds` and the sizes it looked at, `seen0`, `seen1`."""
+    """Matches two image files; `info` of the matches has `seconds` and the input sizes `seen0`, `seen1`."""
 
     name: str
-    config: dict[str, Any]  # everything that its matches depend on, as JSON values
+    # Everything that the matches depend on, as JSON values.
+    config: dict[str, Any]
 
     def match(self, path0: Path, path1: Path) -> Matches:
-        """The pair's matches in the pictures' own pixels."""
+        """Return the matches of a pair in original pixels."""
 
 
 def make_matchers(specs: Sequence[str], settings: MatcherSettings) -> list[PairMatcher]:
-    """The matchers that the names ask for; "sift" means both of its variants."""
+    """Make the matchers with these names; "sift" means both of its variants."""
     matchers: list[PairMatcher] = []
     for spec in specs:
         if spec in ("dualrc", "dualrc-high"):
@@ -74,12 +77,12 @@ def make_matchers(specs: Sequence[str], settings: MatcherSettings) -> list[PairM
     names = [matcher.name for matcher in matchers]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"The matcher {name} is asked for twice; name each once, and functions differently.")
+            raise ConfigError(f"The matcher {name} was passed twice; pass each once, and name functions differently.")
     return matchers
 
 
 class DualRC:
-    """Our matcher; the features of the last few pictures are cached, because pairs in a row share pictures."""
+    """Our matcher; it caches features of the last few images, because successive pairs share images."""
 
     def __init__(
         self,
@@ -91,14 +94,14 @@ class DualRC:
         chosen: dict[str, Any] = {"top": settings.top, "quality": quality}
         chosen |= {} if settings.size is None else {"size": settings.size}
         self._matcher: Matcher = load(settings.preset, weights=settings.weights, device=settings.device, **chosen)
-        # Not a method, so that nothing keeps the network in memory when this object goes.
+        # A partial, not a method: a bound method in the cache would keep the network in memory.
         self._features = lru_cache(_CACHED_FEATURES)(partial(_timed_features, self._matcher))
         self.name = name or _NAMES.get(settings.preset, settings.preset)
         self.name += "-high" if quality == "high" else ""
         self.config: dict[str, Any] = dict(self._matcher.info)
 
     def match(self, path0: Path, path1: Path) -> Matches:
-        """The matches of two pictures, with the time that they would take alone."""
+        """Match two images; the time is that of the pair without cached features."""
         if self._matcher.config.quality == "high":
             start = time.perf_counter()
             found = self._matcher.match(path0, path1)
@@ -129,14 +132,16 @@ class UserFunction:
         self.config: dict[str, Any] = {"matcher": "function", "file": path.name, "name": name, "sha256": digest}
 
     def match(self, path0: Path, path1: Path) -> Matches:
-        """What the function returns for two pictures, checked."""
-        sizes = [read(path).shape[1::-1] for path in (path0, path1)]  # a broken picture is not the function's fault
+        """Call the function for two images, and check its result."""
+        # Read the images first: a broken image is not an error of the function.
+        sizes = [read(path).shape[1::-1] for path in (path0, path1)]
         start = time.perf_counter()
         try:
-            with _importable(self._folder):  # the function itself may import files beside it
+            # The function itself may import files from its folder.
+            with _importable(self._folder):
                 returned = self._function(path0, path1)
         except (Exception, SystemExit) as error:
-            raise DataError(f"{self.name} failed ({_one_line(error)}); mend it.") from error
+            raise DataError(f"{self.name} failed ({_one_line(error)}); correct the function.") from error
         seconds = time.perf_counter() - start
         try:
             points0, points1, scores = (_to_array(part) for part in returned)
@@ -148,47 +153,52 @@ class UserFunction:
                 size1=sizes[1],
                 info={"seconds": seconds, "seen0": sizes[0], "seen1": sizes[1]},
             )
-        except Exception as error:  # the other pairs are evaluated whatever it returned
+        # The other pairs must be evaluated whatever the function returned.
+        except Exception as error:
             shapes = "points0 (n, 2), points1 (n, 2) and scores (n,)"
-            raise DataError(f"{self.name} did not return {shapes} ({_one_line(error)}); mend it.") from error
+            raise DataError(
+                f"{self.name} did not return {shapes} ({_one_line(error)}); correct the function."
+            ) from error
 
 
 def _load_function(path: Path, name: str) -> Callable[[Path, Path], Any]:
     if not path.is_file():
-        raise ConfigError(f"The matcher's file {path} does not exist; write FILE.py:function.")
-    # The folder is in the name because several folders may hold matchers of the same name.
+        raise ConfigError(f"The matcher file {path} does not exist; pass FILE.py:function.")
+    # The name includes the folder, because several folders may have files of the same name.
     folder = hashlib.sha256(str(path.resolve().parent).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"dualrc_matcher_{path.stem}_{folder}", path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file; write FILE.py:function.")
+        raise ConfigError(f"{path} is not a Python file; pass FILE.py:function.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
+    # Dataclasses look up their module there.
+    sys.modules[spec.name] = module
     try:
         with _importable(path.resolve().parent):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.modules.pop(spec.name, None)
-        raise DataError(f"{path} can't be imported ({_one_line(error)}); mend it.") from error
+        raise DataError(f"{path} cannot be imported ({_one_line(error)}); correct the file.") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{path} has no function {name!r}; write FILE.py:function.")
+        raise ConfigError(f"{path} has no function {name!r}; pass FILE.py:function.")
     return function
 
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Make files in the folder importable, as for a script that is run there."""
+    """Make files in the folder importable, as for a script that runs there."""
     entry = str(folder)
     sys.path.insert(0, entry)
     try:
         yield
     finally:
-        if entry in sys.path:  # the user's file may have changed it
+        # The user's file may have changed sys.path.
+        if entry in sys.path:
             sys.path.remove(entry)
 
 
 def _one_line(error: BaseException) -> str:
-    """An error in one line."""
+    """Format an error in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

@@ -1,4 +1,4 @@
-"""Several weights files to compare in one run."""
+"""Comparison of several weights files in one run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from dualrc.model.checkpoint import bundled, file_hash, load_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """A weights file and what its header says."""
+    """A weights file and the content of its header."""
 
     label: str
     config: NetworkConfig
@@ -21,22 +21,22 @@ class Network:
 
     @property
     def variant(self) -> tuple[Fusion, int] | None:
-        """Fusion variant and channels, where it is one of the paper's."""
+        """Fusion variant and channels, if it is a variant of the paper."""
         backbone = self.config.backbone
         return (backbone.fusion, backbone.channels) if isinstance(backbone, ResNetConfig) else None
 
 
 def variant_label(fusion: str, channels: int) -> str:
-    """A variant as tables name it."""
+    """Return the label of a variant in tables."""
     return f"({fusion}) {channels}"
 
 
 def read_networks(paths: Sequence[Path], preset: str = "default") -> list[Network]:
-    """The networks of weights files, each read whole, so that a broken one is refused before anything is matched."""
+    """Read weights files completely, so that a damaged file is reported before matching."""
     if not paths:
         own = bundled(preset)
         if own is None:
-            raise WeightsError(f"The package carries no weights for the preset {preset!r}; give files with --weights.")
+            raise WeightsError(f"The package has no weights for the preset {preset!r}; pass files with --weights.")
         paths = [own]
     networks: list[Network] = []
     for path in paths:
@@ -46,17 +46,17 @@ def read_networks(paths: Sequence[Path], preset: str = "default") -> list[Networ
             network = replace(network, label=variant_label(*network.variant))
         for other in networks:
             if other.weights_hash == network.weights_hash:
-                raise ConfigError(f"{other.weights} and {path} hold the same weights; give each once.")
+                raise ConfigError(f"{other.weights} and {path} have the same weights; pass each once.")
         networks.append(network)
     labels = [network.label for network in networks]
-    # Where several files hold the same variant, only their paths differ.
+    # Files of the same variant are distinguished by their paths.
     return [n if labels.count(n.label) == 1 else replace(n, label=f"{n.label}, {n.weights}") for n in networks]
 
 
 def network_matcher(network: Network, settings: MatcherSettings, size: int | None) -> PairMatcher:
-    """A network as a matcher, which sees pictures at this size."""
+    """Make a matcher from a network, at this size."""
     matcher = DualRC(replace(settings, preset=network.config.preset, weights=network.weights, size=size))
-    # Other networks and sizes have names of their own, so that their stores are not reported as outdated.
+    # Each network and size has its own name, so that their stores are not reported as outdated.
     variant = network.config.preset if network.variant is None else "{}{}".format(*network.variant)
     matcher.name = "-".join(["dualrc", variant, *([str(size)] if size else []), network.weights_hash[:6]])
     return matcher

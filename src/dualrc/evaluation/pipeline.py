@@ -1,4 +1,4 @@
-"""A whole evaluation: open the benchmark, match what is missing, score, and report."""
+"""The evaluation pipeline: open the benchmark, match missing pairs, score, and report."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,15 +23,15 @@ _RESULTS, _PAGE, _FIGURES = "results.json", "report.html", "figures"
 def evaluate(
     name: str, *, screen: Console | None = None, messages: Console | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Run a benchmark and write results.json, figures and report.html to `out`; returns what is in the JSON.
+    """Run a benchmark, write results.json, figures and report.html to `out`, and return the content of the JSON file.
 
-    `options` are the fields of the benchmark's settings. Tables go to the screen, progress to the messages. Pairs that
-    an interrupted run has matched are not matched again.
+    `options`: fields of the benchmark's settings. Tables go to `screen`, progress goes to `messages`. Pairs that an
+    interrupted run has matched are not matched again.
     """
     screen, messages = screen or Console(), messages or Console(stderr=True)
     benchmark = open_benchmark(name, options, messages)
     settings = benchmark.settings
-    # Whatever can't be written is found out before the long work.
+    # Report an output that cannot be written before the slow steps.
     make_folder(settings.out / _FIGURES)
     for file in (_RESULTS, _PAGE):
         check_writable(settings.out / file)
@@ -54,7 +54,7 @@ def _evaluate(benchmark: Benchmark, screen: Console, messages: Console) -> dict[
 
 
 def _score(benchmark: Benchmark, label: str, matcher: PairMatcher, store: MatchStore) -> Result:
-    """A matcher's scores from its store."""
+    """Score a matcher from its store."""
     infos: dict[str, Any] = {}
     with show_progress(benchmark.messages.quiet) as tell:
         total, done = len(benchmark.pairs), 0
@@ -76,7 +76,8 @@ def _score(benchmark: Benchmark, label: str, matcher: PairMatcher, store: MatchS
 
 def _get(store: MatchStore, pair: Pair) -> Matches:
     found = store.get(pair.name0, pair.name1)
-    assert found is not None  # every pair was exported, failed ones too
+    # The store has every pair, including failed ones.
+    assert found is not None
     return found
 
 
@@ -119,7 +120,7 @@ def _report(
 
 
 def _failure_notes(benchmark: Benchmark, results: Sequence[Result]) -> list[str]:
-    """How many pairs each matcher could not match, with an example."""
+    """Return how many pairs each matcher could not match, with an example."""
     notes = []
     for result in results:
         if result.failures:

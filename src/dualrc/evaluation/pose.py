@@ -1,4 +1,4 @@
-"""Two-view pose: how well the relative pose of two known cameras follows from their matches."""
+"""Two-view pose: accuracy of the relative pose of two known cameras, estimated from their matches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,17 +30,19 @@ _EPIPOLAR_PX = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class PairScore:
-    """One pair; errors are inf where no pose could be estimated."""
+    """Score of a pair; errors are inf if no pose could be estimated."""
 
     name0: str
     name1: str
     scene: str
     matches: int
-    epipolar_share: float  # of the matches, within 1 px of the true epipolar line
-    errors_deg: dict[str, float]  # by estimator
+    # Share of matches within 1 px of the true epipolar line.
+    epipolar_share: float
+    # By estimator.
+    errors_deg: dict[str, float]
 
     def describe(self) -> str:
-        """Its result for a caption."""
+        """Describe the result for a caption."""
         error = self.errors_deg[POSELIB]
         text = "no pose" if np.isinf(error) else f"pose error {error:.2f}°"
         return f"{text} ({POSELIB}), {self.matches} matches"
@@ -48,17 +50,19 @@ class PairScore:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupScore:
-    """A scene, or all of them."""
+    """Score of a scene, or of all scenes."""
 
     pairs: int
-    auc: dict[str, tuple[float, ...]]  # by estimator, at 5, 10 and 20 degrees
+    # By estimator, at 5, 10 and 20 degrees.
+    auc: dict[str, tuple[float, ...]]
     matches: float
     epipolar_share: float
-    not_estimated: dict[str, int]  # by estimator, pairs without a pose
+    # Number of pairs without a pose, by estimator.
+    not_estimated: dict[str, int]
 
     @staticmethod
     def of(scores: Sequence[PairScore]) -> "GroupScore":
-        """The scores of all pairs of a group."""
+        """Compute the scores of the pairs of a group."""
         errors = {name: [score.errors_deg[name] for score in scores] for name in scores[0].errors_deg}
         return GroupScore(
             pairs=len(scores),
@@ -71,7 +75,7 @@ class GroupScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """All figures of a matcher."""
+    """All scores of a matcher."""
 
     overall: GroupScore
     scenes: dict[str, GroupScore]
@@ -79,10 +83,10 @@ class Scores:
 
 
 class Pose(Benchmark):
-    """Pairs of pictures with known cameras, of one or several roots in any of the known layouts."""
+    """Image pairs with known cameras, from one or several roots in any of the supported layouts."""
 
     name = "pose"
-    summary = "pose takes MegaDepth-1500, ScanNet-1500, or folders with cameras.json."
+    summary = "pose scores relative poses on MegaDepth-1500, ScanNet-1500, or folders with cameras.json."
     example = "data/strecha --matcher mine.py:match"
     recognized_by = ("cameras.json", "*/cameras.json", "*.npz", "*/*.npz")
 
@@ -96,10 +100,10 @@ class Pose(Benchmark):
             except DataError as error:
                 if recognize(root, self.name) is None:
                     raise
-                raise DataError(f"{root} is not a data set for poses; {folder_hint(root, self.name)}.") from error
-            # Stores know pairs by their names.
+                raise DataError(f"{root} is not a dataset for poses; {folder_hint(root, self.name)}.") from error
+            # Stores identify pairs by their names.
             if shared := {pair.names for pair in self.truths} & {pair.names for pair in data.pairs}:
-                raise DataError(f"Two roots hold the pair {min(shared)}; evaluate them one after the other.")
+                raise DataError(f"Two roots have the pair {min(shared)}; evaluate them one after the other.")
             self.truths |= data.pairs
             self.notes += data.notes
             layouts.add(data.layout)
@@ -108,7 +112,7 @@ class Pose(Benchmark):
         if has_opencv():
             self.estimators += [OPENCV_RANSAC, OPENCV_MAGSAC]
         else:
-            self.notes.append("OpenCV's estimators are left out: pip install 'dualrc[baselines]'.")
+            self.notes.append("OpenCV's estimators are left out; install them with pip install 'dualrc[baselines]'.")
         self.protocol = {
             "layouts": sorted(layouts),
             "top": self.top,
@@ -118,7 +122,7 @@ class Pose(Benchmark):
         }
 
     def score(self, matcher: str, get: GetMatches) -> Scores:
-        """Pose errors of every estimator, by pair, by scene and overall."""
+        """Compute pose errors of every estimator, by pair, by scene and overall."""
         scores = [self._score_pair(pair, get(pair).top(self.top)) for pair in self.pairs]
         scenes = grouped(scores, lambda score: score.scene)
         return Scores(
@@ -147,7 +151,7 @@ class Pose(Benchmark):
         )
 
     def report(self, results: Sequence[Result]) -> Report:
-        """One table of all pairs, one by scene where there are several, and recall over the pose error."""
+        """Return a table of all pairs, a table by scene if there are several, and recall over the pose error."""
         errors = {
             estimator: {r.matcher: [s.errors_deg[estimator] for s in r.figures.pairs] for r in results}
             for estimator in self.estimators
@@ -173,9 +177,9 @@ class Pose(Benchmark):
             rows=rows,
             note=(
                 "Area under the recall curve of the larger of rotation and translation-direction error, up to 5, 10 "
-                "and 20 degrees; lost pairs, without a pose, count as infinite errors; epipolar: the share of the best "
-                f"{self.top} matches within {_EPIPOLAR_PX:g} px of the true epipolar line; matches and time a pair, "
-                "without the estimation."
+                "and 20 degrees. Lost: pairs without a pose, which count as infinite errors. Epipolar: share of the "
+                f"best {self.top} matches within {_EPIPOLAR_PX:g} px of the true epipolar line. Matches and time are "
+                "per pair, without pose estimation."
             ),
             text_columns=["matcher", "estimator"],
         )
@@ -187,21 +191,21 @@ class Pose(Benchmark):
             for estimator in self.estimators:
                 cells = [" / ".join(share(auc) for auc in score.auc[estimator]) for score in scores]
                 rows.append([scene, str(group.pairs), estimator, *cells])
-            rows.append([scene, str(group.pairs), "matches a pair", *(f"{score.matches:.0f}" for score in scores)])
-        rows.append(["all", "", "time a pair", *(seconds(result.cost.seconds_per_pair) for result in results)])
+            rows.append([scene, str(group.pairs), "matches per pair", *(f"{score.matches:.0f}" for score in scores)])
+        rows.append(["all", "", "time per pair", *(seconds(result.cost.seconds_per_pair) for result in results)])
         rows.append(["all", "", "size", *(result.cost.resolution for result in results)])
         columns = ["scene", "pairs", "estimator", *(result.matcher for result in results)]
         title = "By scene: AUC at 5 / 10 / 20 degrees"
         return Table(title=title, columns=columns, rows=rows, text_columns=["scene", "estimator"])
 
     def ranking(self, result: Result) -> list[tuple[Pair, str]]:
-        """By PoseLib's pose error."""
+        """Rank pairs by PoseLib's pose error."""
         scored = list(zip(self.pairs, result.figures.pairs, strict=True))
         scored.sort(key=lambda item: (item[1].errors_deg[POSELIB], -item[1].matches))
         return [(pair, score.describe()) for pair, score in scored]
 
     def draw(self, pair: Pair, matches: Matches) -> Picture:
-        """Green lines where a match is within 1 px of the true epipolar line, red ones elsewhere."""
+        """Draw matches within 1 px of the true epipolar line in green, and others in red."""
         best, image0, image1 = matches.top(self.top), read(pair.path0), read(pair.path1)
         if not len(best):
             return draw_matches(image0, image1, best)
@@ -210,7 +214,7 @@ class Pose(Benchmark):
 
 
 def _estimate_pose(estimator: str, matches: Matches, cameras: tuple[Camera, Camera]) -> FloatArray | None:
-    """cam1_from_cam0 (3, 4), or None."""
+    """Estimate cam1_from_cam0 (3, 4), or return None."""
     if estimator == OPENCV_RANSAC:
         return opencv_relative_pose(matches, *cameras, method="RANSAC", threshold_px=0.5)
     if estimator == OPENCV_MAGSAC:
@@ -220,9 +224,9 @@ def _estimate_pose(estimator: str, matches: Matches, cameras: tuple[Camera, Came
 
 
 def _epipolar_estimate(matches: Matches, truth: PoseTruth) -> Estimate:
-    """The true fundamental matrix, with the matches within 1 px of it as inliers."""
+    """Return the true fundamental matrix, with the matches within 1 px of it as inliers."""
     pose, cameras = truth.cam1_from_cam0, truth.cameras(matches.size0, matches.size1)
     distances_px = pose_distance_px(pose, *cameras, matches.points0, matches.points1, in_picture1=True)
-    # False for NaN.
+    # The comparison is false for NaN.
     agree = distances_px <= _EPIPOLAR_PX
     return Estimate(kind="fundamental", matrix=fundamental_from_pose(pose, *cameras), inliers=agree)

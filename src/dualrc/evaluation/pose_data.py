@@ -1,4 +1,4 @@
-"""Data sets for two-view pose: MegaDepth-1500 and ScanNet-1500 as LoFTR published them, and cameras.json folders."""
+"""Datasets for two-view pose: MegaDepth-1500 and ScanNet-1500 as published with LoFTR, and cameras.json folders."""
 
 import io
 import zipfile
@@ -21,17 +21,22 @@ from dualrc.geometry import PINHOLE, Camera, Lens, cam1_from_cam0, read_cameras_
 from dualrc.image import read_header
 from dualrc.types import FloatArray, Size
 
-_SCANNET_SIZE = (640, 480)  # of the pictures for which ScanNet-1500's intrinsics are given
-_INDEX_KEYS = ("pair_infos", "name")  # MegaDepth-1500's and ScanNet-1500's
-_MAX_STRETCH = 0.02  # ScanNet's own pictures of 1296 x 968 are stretched by 0.4 % to 640 x 480
-_ROTATION_TOLERANCE = 1e-2  # indexes hold rotations in float32 and in text
+# Image size to which the intrinsics of ScanNet-1500 apply.
+_SCANNET_SIZE = (640, 480)
+# Keys of the indexes of MegaDepth-1500 and of ScanNet-1500.
+_INDEX_KEYS = ("pair_infos", "name")
+# ScanNet's original images of 1296 x 968 are stretched by 0.4 % to 640 x 480.
+_MAX_STRETCH = 0.02
+# Loose, because indexes store rotations as float32 or text.
+_ROTATION_TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PoseTruth:
-    """A pair's intrinsics and relative pose."""
+    """Intrinsics and relative pose of a pair."""
 
-    K0: FloatArray  # (3, 3), for a picture of size0, or for the picture as it is where that is None
+    # (3, 3), for an image of size0; None means the actual size.
+    K0: FloatArray
     K1: FloatArray
     size0: Size | None
     size1: Size | None
@@ -42,10 +47,10 @@ class PoseTruth:
     def __post_init__(self) -> None:
         pose = as_pose(self.cam1_from_cam0, tolerance=_ROTATION_TOLERANCE)
         if not pose[:, 3].any():
-            raise ValueError("the relative pose has no translation, so its direction can't be scored")
+            raise ValueError("the relative pose has no translation, so its direction cannot be scored")
 
     def cameras(self, size0: Size, size1: Size) -> tuple[Camera, Camera]:
-        """The cameras of the two pictures as they are."""
+        """Return the cameras of the two images at their actual sizes."""
         return (
             _camera(self.K0, self.lens0, self.size0, size0),
             _camera(self.K1, self.lens1, self.size1, size1),
@@ -54,7 +59,7 @@ class PoseTruth:
 
 @dataclass(frozen=True, kw_only=True)
 class PoseData:
-    """The pairs of a data set; those without ground truth are named in the notes."""
+    """The pairs of a dataset; notes list pairs without ground truth."""
 
     layout: str
     pairs: dict[Pair, PoseTruth]
@@ -65,7 +70,7 @@ Index = dict[str, Any]
 
 
 def read_pose_data(root: Path) -> PoseData:
-    """Recognize a data set by its index files, and read it."""
+    """Recognize a dataset by its index files, and read it."""
     check_folder(root)
     notes: list[str] = []
     indexes = _read_indexes(root, notes)
@@ -74,19 +79,19 @@ def read_pose_data(root: Path) -> PoseData:
         read(root, indexes, pairs)
         paths = [path for pair in pairs.truths for path in (pair.path0, pair.path1)]
         if paths and not any(path.is_file() for path in paths):
-            raise DataError(f"{root} has an index but no pictures, such as {paths[0]}; put them there.")
+            raise DataError(f"{root} has an index but no images, such as {paths[0]}; copy them there.")
         if paths:
             return PoseData(layout=layout, pairs=pairs.truths, notes=tuple(notes))
     if notes:
         raise DataError(f"{root} has no pair that can be scored. {notes[0]}")
     raise DataError(
-        f"{root} is not a data set for poses: no MegaDepth-1500 or ScanNet-1500 index (*.npz) and no cameras.json "
-        "in it or in its folders; give another one."
+        f"{root} is not a dataset for poses: neither it nor its folders have an index of MegaDepth-1500 or "
+        "ScanNet-1500 (*.npz) or a cameras.json; pass another folder."
     )
 
 
 class _Pairs:
-    """The pairs that a reader has found usable; the others are named in the notes."""
+    """The usable pairs of a reader; notes list the others."""
 
     def __init__(self, notes: list[str]) -> None:
         self.truths: dict[Pair, PoseTruth] = {}
@@ -95,15 +100,15 @@ class _Pairs:
 
     @contextmanager
     def entry(self, name: str) -> Iterator[None]:
-        """Note whatever makes an entry of an index unusable."""
+        """Note any error that makes an entry of an index unusable."""
         try:
             yield
         except (OSError, IndexError, TypeError, ValueError, DataError) as error:
             self.notes.append(f"{name} is not scored: {str(error).rstrip('.')}.")
 
     def add(self, pair: Pair, truth: PoseTruth) -> None:
-        """Add a pair if its cameras can be those of its pictures."""
-        # A picture that can't be read is left to the matcher to report.
+        """Add a pair if its cameras fit its images."""
+        # The matcher reports images that cannot be read.
         sizes = [self._size(path) for path in (pair.path0, pair.path1)]
         truth.cameras(sizes[0] or truth.size0 or (1, 1), sizes[1] or truth.size1 or (1, 1))
         self.truths[pair] = truth
@@ -115,7 +120,7 @@ def _upright_size(path: Path) -> Size | None:
 
 
 def read_index(path: Path) -> Index:
-    """The dictionary in an .npz file, which may be a bare pickle; only arrays and plain values are unpickled."""
+    """Read the dictionary in an .npz file or bare pickle; only arrays and plain values are unpickled."""
     try:
         if path.stat().st_size > MOST_BYTES:
             raise ValueError("it is too large")
@@ -128,14 +133,14 @@ def read_index(path: Path) -> Index:
         content = ArrayUnpickler(io.BytesIO(data), encoding="latin1").load()
     except BROKEN as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path} is not an index, or broken ({reason}); get the published file.") from error
+        raise DataError(f"{path} is not an index, or damaged ({reason}); download the published file.") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path} does not hold a dictionary; get the published file.")
+        raise DataError(f"{path} does not contain a dictionary; download the published file.")
     return content
 
 
 def _read_indexes(root: Path, notes: list[str]) -> dict[Path, Index]:
-    """The index files in a folder or one below."""
+    """Read the index files in a folder or its subfolders."""
     indexes = {}
     for path in (*sorted(root.glob("*.npz")), *sorted(root.glob("*/*.npz"))):
         try:
@@ -149,7 +154,7 @@ def _read_indexes(root: Path, notes: list[str]) -> dict[Path, Index]:
 
 
 def _read_megadepth(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> None:
-    """Each index file has pairs of numbers into its lists of pictures, intrinsics and poses (cam_from_world)."""
+    """Read index files with pairs of indices into lists of images, intrinsics and poses (cam_from_world)."""
     for path, index in indexes.items():
         if "pair_infos" not in index:
             continue
@@ -157,13 +162,14 @@ def _read_megadepth(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) ->
             pictures, intrinsics, poses = (index[key] for key in ("image_paths", "intrinsics", "poses"))
             numbers = [tuple(int(number) for number in info[0]) for info in index["pair_infos"]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise DataError(f"{path} is not an index of MegaDepth-1500 ({error}); get the published file.") from error
+            raise DataError(f"{path} is not an index of MegaDepth-1500 ({error}); download it again.") from error
         for both in numbers:
             with pairs.entry(f"{path.name}, pair {both[0]} {both[1]}"):
                 name0, name1 = (pictures[number] for number in both)
                 if not isinstance(name0, str) or not isinstance(name1, str):
-                    raise ValueError("it has no picture")
-                # As published and as others evaluate; COLMAP's half pixel in it turns a ray by 0.03 degrees or less.
+                    raise ValueError("it has no image")
+                # K as published, like other evaluations use it; its half-pixel offset turns rays by at most 0.03
+                # degrees.
                 K0, K1 = (np.array(intrinsics[number], dtype=np.float64).reshape(3, 3) for number in both)
                 pose = cam1_from_cam0(*(np.array(poses[number], dtype=np.float64) for number in both))
                 pair = Pair(
@@ -173,18 +179,18 @@ def _read_megadepth(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) ->
 
 
 def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> None:
-    """test.npz has rows (scene, sub-scene, frame 0, frame 1) and poses, intrinsics.npz a matrix by scene."""
+    """Read test.npz, with rows (scene, sub-scene, frame 0, frame 1) and poses, and intrinsics.npz, K by scene."""
     for path, index in indexes.items():
         if "name" not in index:
             continue
         if not (path.parent / "intrinsics.npz").is_file():
-            raise DataError(f"{path.parent} has {path.name} but no intrinsics.npz beside it; get the published file.")
+            raise DataError(f"{path.parent} has {path.name} but no intrinsics.npz; download the published file.")
         intrinsics = read_index(path.parent / "intrinsics.npz")
         rows = np.asarray(index["name"])
         poses = np.asarray(index["rel_pose"]) if "rel_pose" in index else None
         if rows.ndim != 2 or rows.shape[1] != 4 or (poses is not None and poses.shape != (len(rows), 12)):
             shapes = f"name {rows.shape}, rel_pose {poses.shape if poses is not None else 'none'}"
-            raise DataError(f"{path} is not ScanNet-1500's ({shapes}); name has 4 columns, rel_pose 12.")
+            raise DataError(f"{path} is not the index of ScanNet-1500 ({shapes}); name has 4 columns, rel_pose 12.")
         for number, (major, minor, *frames) in enumerate(rows.tolist()):
             scene = f"scene{major:04d}_{minor:02d}"
             folder = next((f for f in (root, path.parent, *sorted(root.iterdir())) if (f / scene).is_dir()), root)
@@ -193,7 +199,8 @@ def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> N
                 if scene not in intrinsics:
                     raise ValueError(f"intrinsics.npz has no {scene}")
                 K = np.array(intrinsics[scene], dtype=np.float64).reshape(3, 3)
-                if poses is None:  # the files hold world_from_cam (4, 4)
+                # The files store world_from_cam (4, 4).
+                if poses is None:
                     files = [folder / scene / "pose" / f"{frame}.txt" for frame in frames]
                     pose = cam1_from_cam0(*(np.linalg.inv(np.loadtxt(file).reshape(4, 4)) for file in files))
                 else:
@@ -206,20 +213,21 @@ def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> N
 
 
 def _read_cameras(root: Path, _: Mapping[Path, Index], pairs: _Pairs) -> None:
-    """Every pair of pictures of a scene, or those that its pairs.txt names, two a line."""
+    """Read every pair of images of a scene, or the pairs of its pairs.txt, two names per line."""
     for path in (*sorted(root.glob("cameras.json")), *sorted(root.glob("*/cameras.json"))):
         folder, scene = path.parent / "images", path.parent.name
         cameras: dict[str, Camera] = {}
-        with pairs.entry(scene):  # one scene's mistake is not the others'
+        # An error in one scene must not affect the others.
+        with pairs.entry(scene):
             cameras = read_cameras_json(path)
         poses = {name: camera.cam_from_world for name, camera in sorted(cameras.items())}
         names = [name for name, pose in poses.items() if pose is not None]
         if unposed := [name for name, pose in poses.items() if pose is None]:
-            words = f"{len(unposed)} pictures without cam_from_world are not used, such as {unposed[0]}"
+            words = f"{len(unposed)} images without cam_from_world are not used, such as {unposed[0]}"
             pairs.notes.append(f"{path}: {words}.")
         chosen = list(combinations(names, 2))
         if (path.parent / "pairs.txt").is_file():
-            chosen = read_name_pairs(path.parent / "pairs.txt", names, what="two pictures with poses")
+            chosen = read_name_pairs(path.parent / "pairs.txt", names, what="two images with poses")
         for name0, name1 in chosen:
             full0, full1, camera0, camera1 = f"{scene}/{name0}", f"{scene}/{name1}", cameras[name0], cameras[name1]
             with pairs.entry(f"{full0} {full1}"):
@@ -239,7 +247,7 @@ def _read_cameras(root: Path, _: Mapping[Path, Index], pairs: _Pairs) -> None:
 
 
 def _camera(K: FloatArray, lens: Lens, stated: Size | None, size: Size) -> Camera:
-    """The camera of a picture as it is, which may only be a resized one of the stated size."""
+    """Return the camera at the actual size of an image, which must be a resized version of the stated size."""
     width, height = stated or size
     camera = Camera(width=width, height=height, K=K, lens=lens, source="data set")
     if camera.size == size:
@@ -247,5 +255,5 @@ def _camera(K: FloatArray, lens: Lens, stated: Size | None, size: Size) -> Camer
     stretch = (size[0] / width) / (size[1] / height)
     if not abs(np.log(stretch)) <= np.log1p(_MAX_STRETCH):
         there, here = f"{width}x{height}", f"{size[0]}x{size[1]}"
-        raise DataError(f"K is for a picture of {there}, and this one of {here} has another shape; get its own K.")
+        raise DataError(f"K is for an image of {there}, but the aspect ratio of {here} differs; use its own K.")
     return camera.resized(size)

@@ -1,4 +1,4 @@
-"""Reports: tables on the screen, everything as JSON, figures, and one HTML page that holds them all."""
+"""Reports: tables on the terminal, a JSON file, figures, and one HTML page with all of them."""
 
 import base64
 import dataclasses
@@ -28,54 +28,61 @@ _PICTURE_WIDTH, _FIGURE_WIDTH = 1100, 1600
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Text in rows and columns, the same on the screen and on the page."""
+    """Text in rows and columns, for the terminal and for the page."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
-    text_columns: Sequence[str] = ("matcher",)  # aligned to the left; the others hold numbers
+    # Left-aligned columns; the others contain numbers.
+    text_columns: Sequence[str] = ("matcher",)
 
     def is_text(self, index: int) -> bool:
-        """Whether a column holds text."""
+        """Return whether a column contains text."""
         return self.columns[index] in self.text_columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairPicture:
-    """A drawing of a pair's matches."""
+    """Drawing of the matches of a pair."""
 
-    heading: str  # printed once above drawings in a row that share it
+    # Shown once above successive drawings with the same heading.
+    heading: str
     caption: str
     picture: Picture
-    file: str  # its name, without number and ending
-    order: tuple[int, ...] = ()  # drawings of all matchers are sorted by it
+    # File name, without number and extension.
+    file: str
+    # Sort key of the drawings of all matchers.
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a benchmark has to show."""
+    """Tables, figures and notes of a benchmark."""
 
-    tables: Sequence[Table]  # the main one first
-    figures: Mapping[str, Picture] = field(default_factory=dict)  # diagrams by file name, without ending
+    # The main table first.
+    tables: Sequence[Table]
+    # Diagrams by file name, without extension.
+    figures: Mapping[str, Picture] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    content: Mapping[str, Any] = field(default_factory=dict)  # more entries of results.json
+    # Additional entries of results.json.
+    content: Mapping[str, Any] = field(default_factory=dict)
 
 
 def share(value: float) -> str:
-    """A share of 1 as tables show it: .456."""
+    """Format a share between 0 and 1 for tables: .456."""
     return "1.000" if value >= 0.9995 else f"{value:.3f}".removeprefix("0")
 
 
 def seconds(value: float | None) -> str:
-    """A time as tables show it."""
+    """Format a time for tables."""
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.0f} ms"
 
 
 def print_tables(tables: Sequence[Table], notes: Sequence[str], console: Console) -> None:
-    """Tables and notes on the screen."""
+    """Print tables and notes to the terminal."""
     for table in tables:
         shown = rich.table.Table(
             title=table.title,
@@ -84,7 +91,8 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], console: Console
             caption_justify="left",
             box=rich.box.SIMPLE_HEAD,
             pad_edge=False,
-            padding=(0, int(console.width >= 110)),  # a terminal of 80 columns has no room for more
+            # Terminals of 80 columns have no space for padding.
+            padding=(0, int(console.width >= 110)),
         )
         for index, column in enumerate(table.columns):
             if table.is_text(index):
@@ -99,14 +107,14 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], console: Console
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write plain JSON; infinite numbers and NaN, which it does not have, become null."""
+    """Write plain JSON; infinities and NaN become null."""
     with replacing(path) as temporary:
         text = json.dumps(to_json(content), indent=1, allow_nan=False, ensure_ascii=False)
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
 def to_json(value: Any) -> Any:
-    """Dataclasses, tuples, paths and numbers as JSON values."""
+    """Convert dataclasses, tuples, paths and numbers to JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -119,7 +127,7 @@ def to_json(value: Any) -> Any:
 
 
 def write_figures(folder: Path, figures: Mapping[str, Picture]) -> None:
-    """Write each figure as a PNG, under a name that any file system takes."""
+    """Write each figure to a PNG file with a portable name."""
     make_folder(folder)
     for name, figure in figures.items():
         save(figure, folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name)}.png")
@@ -128,12 +136,12 @@ def write_figures(folder: Path, figures: Mapping[str, Picture]) -> None:
 def write_page(
     path: Path, *, title: str, report: Report, pictures: Sequence[PairPicture], notes: Sequence[str], config: Any
 ) -> None:
-    """Write one HTML file that needs no other."""
+    """Write one self-contained HTML file."""
     main, *tables = map(_table_html, report.tables)
     parts = [f"<h1>{_escape(title)}</h1>", main]
     if notes:
         items = "".join(f"<li>{_escape(note)}</li>" for note in notes)
-        parts.append(f'<div class="notes"><b>To know</b><ul>{items}</ul></div>')
+        parts.append(f'<div class="notes"><b>Notes</b><ul>{items}</ul></div>')
     parts += [f"<figure>{_image(figure, _FIGURE_WIDTH, name)}</figure>" for name, figure in report.figures.items()]
     parts += tables
     heading = ""
@@ -170,7 +178,7 @@ def _table_html(table: Table) -> str:
 
 
 def _image(picture: Picture, width: int, alt: str) -> str:
-    """An <img> that holds the picture: diagrams as PNG, photographs as JPEG."""
+    """Return an <img> with embedded data: PNG for diagrams, JPEG for photos."""
     image = Image.fromarray(picture)
     if image.width > width:
         image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)

@@ -1,6 +1,6 @@
-"""Stored results of any method: matches of pairs, or keypoints with descriptors of pictures, read from its files.
+"""Stored results of other methods: matches of pairs, or keypoints and descriptors of images.
 
-A file belongs to the pictures whose names it has, relative to the folder; "-" may stand for "/".
+File names are those of the images, relative to the folder; "-" may replace "/".
 """
 
 import hashlib
@@ -25,14 +25,17 @@ from dualrc.matches import Matches
 from dualrc.types import FloatArray, Size
 
 T = TypeVar("T")
-_PARTS = 5  # of a picture's path, at most, that a file may be named by
+# Maximum number of path components in a file name.
+_PARTS = 5
 _CACHED_PICTURES = 32
-_ROWS = 4096  # keypoints whose cosines with all others are held at a time
+# Number of keypoints whose cosine similarities with all others are in memory at a time.
+_ROWS = 4096
 _HDF5 = (".h5", ".hdf5")
-# Arrays of a pair's file: points of both pictures, scores, and where the first pixel's center is.
+# Arrays in the file of a pair: points of both images, scores, and the position of the first pixel's center.
 _FORMS = (
-    ("points0", "points1", ("scores",), 0.0),  # Matches.save
-    # NCNet, Sparse-NCNet and DualRC-Net count from the corner of the first pixel.
+    # Written by Matches.save.
+    ("points0", "points1", ("scores",), 0.0),
+    # NCNet, Sparse-NCNet and DualRC-Net put the corner of the first pixel at (0, 0).
     ("keypoints_A", "keypoints_B", ("scores",), 0.5),
     ("keypoints0", "keypoints1", ("confidence", "scores", "match_confidence"), 0.0),
 )
@@ -43,30 +46,31 @@ Arrays = Mapping[str, Any]
 @dataclass(frozen=True, kw_only=True)
 class _Described:
     points: FloatArray  # (n, 2)
-    descriptors: FloatArray  # (n, c), of length 1
+    # (n, c), unit length.
+    descriptors: FloatArray
 
 
 class Stored:
-    """Matches that a method wrote to a folder or an HDF5 file, or that follow from its keypoints and descriptors."""
+    """Matches that a method wrote to a folder or an HDF5 file, or mutual nearest neighbors of its descriptors."""
 
     def __init__(self, place: str) -> None:
-        """`place` is FOLDER, FOLDER:ENDING where several methods' files lie side by side, or FILE.h5."""
+        """`place`: FOLDER, FOLDER:ENDING if it has files of several methods, or FILE.h5."""
         path, ending = Path(place), ""
         if not path.exists() and ":" in place:
             folder, _, ending = place.rpartition(":")
             path = Path(folder)
         if not path.exists():
-            raise ConfigError(f"The stored results {path} do not exist; write stored:FOLDER or stored:FOLDER:ENDING.")
+            raise ConfigError(f"The stored results {path} do not exist; pass stored:FOLDER or stored:FOLDER:ENDING.")
         self._path, self.name = path, ending or path.resolve().stem
         in_folder = sorted(path.iterdir()) if path.is_dir() else [path]
         hdf5 = [file for file in in_folder if file.suffix.lower() in _HDF5 and not ending]
         if not path.is_dir() and not hdf5:
-            raise ConfigError(f"{path} is neither a folder nor an .h5 file; write stored:FOLDER.")
+            raise ConfigError(f"{path} is neither a folder nor an .h5 file; pass stored:FOLDER.")
         self._hdf5 = [_open_hdf5(file) for file in hdf5]
         self._files = _index(path, ending) if path.is_dir() else {}
         if not self._files and not self._hdf5:
             what = f"that end with .{ending}" if ending else "(.npz, .h5)"
-            raise ConfigError(f"{path} holds no stored results {what}; give the folder that a method wrote.")
+            raise ConfigError(f"{path} has no stored results {what}; pass the folder that a method wrote.")
         self._used: dict[Path, tuple[Path, ...]] = {}
         self._describe = lru_cache(_CACHED_PICTURES)(self._read_features)
         files = sorted({*self._files.values(), *hdf5})
@@ -76,7 +80,7 @@ class Stored:
         self.config: dict[str, Any] = {"matcher": "stored", "name": self.name, "files": len(files), "digest": digest}
 
     def match(self, path0: Path, path1: Path) -> Matches:
-        """The pair's stored matches, or the mutual nearest neighbors among the stored descriptors."""
+        """Return the stored matches of a pair, or the mutual nearest neighbors of the stored descriptors."""
         sizes = _size(path0), _size(path1)
         found = self._pair(path0, path1, sizes)
         if found is None:
@@ -94,7 +98,7 @@ class Stored:
         return found.top(len(found))
 
     def _pair(self, path0: Path, path1: Path, sizes: tuple[Size, Size]) -> Matches | None:
-        """What is stored for these two, in this order."""
+        """Return the stored matches of two images, in this order."""
         for name in _pair_names(path0, path1):
             if name in self._files:
                 file = self._own(self._files[name], path0, path1)
@@ -125,14 +129,14 @@ class Stored:
         return _upright(np.asarray(group["keypoints"][()], np.float64)[:, :2], path)
 
     def _features(self, path: Path) -> Any:
-        """The group of HDF5 files that has a picture's keypoints."""
+        """Return the HDF5 group with the keypoints of an image."""
         for hdf5, name in itertools.product(self._hdf5, _names(path)):
             if name in hdf5 and "keypoints" in hdf5[name]:
                 return hdf5[name]
         return None
 
     def _read_features(self, path: Path) -> _Described | None:
-        """A picture's keypoints with descriptors; None where nothing is stored."""
+        """Return the stored keypoints and descriptors of an image, or None."""
         for name in _names(path):
             flat = name.replace("/", "-")
             if flat in self._files:
@@ -141,21 +145,21 @@ class Stored:
         group = self._features(path)
         if group is None or "descriptors" not in group:
             return None
-        # hloc stores (c, n).
+        # hloc stores descriptors as (c, n).
         arrays = {"keypoints": self._keypoints(path), "descriptors": group["descriptors"][()].T}
         return _reading(f"{group.file.filename}, {path.name},", _described, arrays)
 
     def _own(self, file: Path, *paths: Path) -> Path:
-        """The file, unless it was taken for other pictures before."""
+        """Return the file, unless it was used for other images before."""
         others = self._used.setdefault(file, paths)
         if others != paths:
-            remedy = "store results in folders named as the pictures' are"
-            raise DataError(f"{file} could be of {paths[-1]} and of {others[-1]}; {remedy}.")
+            remedy = "store results in folders with the names of the image folders"
+            raise DataError(f"{file} could belong to {paths[-1]} and to {others[-1]}; {remedy}.")
         return file
 
 
 def _index(folder: Path, ending: str) -> dict[str, Path]:
-    """The .npz files in a folder and below by name, without endings and with "-" for "/"."""
+    """Return the .npz files in a folder and its subfolders by name, without extensions and with "-" for "/"."""
     found: dict[str, Path] = {}
     for file in sorted(folder.rglob("*")):
         name = file.name
@@ -171,8 +175,8 @@ def _index(folder: Path, ending: str) -> dict[str, Path]:
         key = str((file.relative_to(folder).parent / stem.removesuffix("_matches")).as_posix()).replace("/", "-")
         if key in found:
             other = found[key].relative_to(folder)
-            remedy = "name one method's ending, as in stored:FOLDER:d2-net"
-            raise ConfigError(f"{folder} holds several results of {key}: {other} and {file.name}; {remedy}.")
+            remedy = "pass the ending of one method, as in stored:FOLDER:d2-net"
+            raise ConfigError(f"{folder} has several results of {key}: {other} and {file.name}; {remedy}.")
         found[key] = file
     return found
 
@@ -182,11 +186,12 @@ def _is_archive(file: Path) -> bool:
         with file.open("rb") as opened:
             return opened.read(2) == b"PK"
     except OSError:
-        return file.suffix == ".npz"  # it is told of when it is read
+        # An error is reported when the file is read.
+        return file.suffix == ".npz"
 
 
 def _names(path: Path) -> Iterator[str]:
-    """Names that stored results may have for a picture, the longest first: with its folders, with its ending."""
+    """Yield names that stored results may use for an image, the longest first: with folders, with extension."""
     parts = path.parts[-_PARTS:]
     for start in range(len(parts)):
         name = "/".join(parts[start:])
@@ -195,7 +200,7 @@ def _names(path: Path) -> Iterator[str]:
 
 
 def _pair_names(path0: Path, path1: Path) -> Iterator[str]:
-    """Names that the file of a pair may have: FOLDER-1_2, or both names joined by "_" or "--"."""
+    """Yield names that the file of a pair may have: FOLDER-1_2, or both names joined by "_" or "--"."""
     if path0.parent == path1.parent:
         for name in _names(path0):
             yield f"{name.replace('/', '-')}_{path1.stem}"
@@ -206,16 +211,17 @@ def _pair_names(path0: Path, path1: Path) -> Iterator[str]:
 
 
 def _size(path: Path) -> Size:
-    """(width, height) of a picture."""
+    """Return (width, height) of an image."""
     header = read_header(path)
-    if header is None:  # then this tells what is wrong with it
+    # Reading the image raises an error with the reason.
+    if header is None:
         height, width = read(path).shape[:2]
         return width, height
     return header.upright_size
 
 
 def _upright(points: FloatArray, path: Path) -> FloatArray:
-    """hloc's points, which are of the picture as it is stored."""
+    """Convert points of hloc, which refer to the stored image, to the upright image."""
     return find_rotation(path).rotate_points(points)
 
 
@@ -228,12 +234,12 @@ def _arrays(file: Path) -> Callable[[], Arrays]:
 
 
 def _reading(what: object, use: Callable[[Any], T], content: Any) -> T:
-    """What `use` makes of a file's content, or an error that names the file."""
+    """Apply `use` to the content of a file; raise DataError that names the file if that fails."""
     try:
         return use(content() if callable(content) else content)
     except (*BROKEN, DataError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{what} is broken or holds something else ({reason}); write it again.") from error
+        raise DataError(f"{what} is damaged or has other content ({reason}); write it again.") from error
 
 
 def _from_pair(arrays: Arrays, sizes: tuple[Size, Size]) -> Matches:
@@ -243,7 +249,8 @@ def _from_pair(arrays: Arrays, sizes: tuple[Size, Size]) -> Matches:
             scores = next((np.asarray(arrays[name]).reshape(-1) for name in score_names if name in arrays), None)
             if scores is None:
                 raise ValueError(f"it has no {score_names[0]}")
-            if "matches" in arrays:  # SuperGlue's: for each keypoint of picture 0 that of picture 1, or -1
+            # SuperGlue's format: for each keypoint of image 0 the index of one in image 1, or -1.
+            if "matches" in arrays:
                 index = np.asarray(arrays["matches"])
                 points, scores = [points[0][index >= 0], points[1][index[index >= 0]]], scores[index >= 0]
             return _matches(points[0], points[1], scores, sizes)
@@ -255,17 +262,17 @@ def _matches(points0: FloatArray, points1: FloatArray, scores: FloatArray, sizes
 
 
 def _described(arrays: Arrays) -> _Described:
-    """Keypoints (n, 2 or more: x, y, scale) with descriptors (n, c)."""
+    """Return keypoints (n, 2 or more: x, y, scale) with descriptors (n, c)."""
     points = np.asarray(arrays["keypoints"], np.float64)
     descriptors = np.asarray(arrays["descriptors"], np.float32)
     if points.ndim != 2 or points.shape[1] < 2 or descriptors.ndim != 2 or len(descriptors) != len(points):
-        raise ValueError(f"keypoints {points.shape} and descriptors {descriptors.shape} do not fit each other")
+        raise ValueError(f"keypoints {points.shape} and descriptors {descriptors.shape} do not fit together")
     norms = np.linalg.norm(descriptors, axis=1, keepdims=True)
     return _Described(points=points[:, :2], descriptors=descriptors / np.maximum(norms, 1e-12))
 
 
 def _mutual(descriptors0: FloatArray, descriptors1: FloatArray) -> tuple[Any, Any, FloatArray]:
-    """Indices of mutual nearest neighbors, and their cosines."""
+    """Return indices of mutual nearest neighbors, and their cosine similarities."""
     if not len(descriptors0) or not len(descriptors1):
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing, np.zeros(0, np.float32)
@@ -285,4 +292,4 @@ def _open_hdf5(file: Path) -> Any:
     try:
         return h5py.File(file, "r")
     except OSError as error:
-        raise DataError(f"{file} can't be read as HDF5 ({error}); write it again.") from error
+        raise DataError(f"{file} cannot be read as HDF5 ({error}); write it again.") from error

@@ -1,4 +1,4 @@
-"""Maps of pictures with known poses: 3D points that pycolmap triangulates from merged matches."""
+"""Maps of images with known poses: pycolmap triangulates merged matches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,21 +16,26 @@ from dualrc.geometry import Camera, cam1_from_cam0, pose_distance_px
 from dualrc.localize import Correspondences
 from dualrc.types import FloatArray
 
-_MAX_ERROR_PX = 4.0  # of a match from the epipolar line that the poses put it on, as COLMAP verifies
-_MIN_MATCHES = 15  # of a pair, as in COLMAP; fewer are chance
+# Maximum epipolar error of a match, as in COLMAP's verification.
+_MAX_ERROR_PX = 4.0
+# Minimum number of matches of a pair, as in COLMAP; fewer may agree by chance.
+_MIN_MATCHES = 15
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PosedMap:
-    """3D points, and which keypoint of which picture shows which."""
+    """3D points, and the point of each keypoint."""
 
     xyz: FloatArray  # (m, 3)
-    rows: dict[str, IntArray]  # by picture, for each of its keypoints a row of xyz, or -1
-    track_length: float  # mean number of pictures that a point is seen in
-    error_px: float  # mean distance of a keypoint from its point's projection
+    # By image, for each keypoint a row of xyz, or -1.
+    rows: dict[str, IntArray]
+    # Mean number of images per point.
+    track_length: float
+    # Mean reprojection error.
+    error_px: float
 
     def correspond(self, merged: MergedMatches, pair: Names, query: str) -> Correspondences:
-        """What a query sees of the map's picture that it makes a pair with."""
+        """Return the correspondences of a query with the map image of a pair."""
         found, side = merged.indexed(*pair), pair.index(query)
         name, mine, theirs = pair[1 - side], found.indices[:, side], found.indices[:, 1 - side]
         rows = self.rows[name][theirs] if name in self.rows else np.full(len(theirs), -1)
@@ -45,7 +50,7 @@ class PosedMap:
 
 
 def triangulate(cameras: Mapping[str, Camera], merged: MergedMatches, work: Path, progress: Progress) -> PosedMap:
-    """Triangulate the matches between pictures whose cameras have poses; `work` is an empty folder for COLMAP."""
+    """Triangulate matches between images whose cameras have poses; `work` is an empty folder for COLMAP."""
     pycolmap = import_pycolmap()
     names = sorted(name for name in cameras if name in merged.keypoints)
     model = posed_reconstruction({name: cameras[name] for name in names})
@@ -73,7 +78,7 @@ def triangulate(cameras: Mapping[str, Camera], merged: MergedMatches, work: Path
 
 
 def _write_pictures(database: Any, model: Any, merged: MergedMatches) -> None:
-    """Write cameras, pictures and keypoints, numbered as in the reconstruction."""
+    """Write cameras, images and keypoints, with the ids of the reconstruction."""
     for camera in model.cameras.values():
         database.write_camera(camera, use_camera_id=True)
     for rig in model.rigs.values():
@@ -88,13 +93,14 @@ def _write_pictures(database: Any, model: Any, merged: MergedMatches) -> None:
 def _write_matches(
     database: Any, cameras: Mapping[str, Camera], merged: MergedMatches, numbers: Mapping[str, int], progress: Progress
 ) -> int:
-    """Write the matches that agree with the poses; returns how many pairs have enough of them."""
+    """Write the matches that agree with the poses, and return the number of pairs with enough of them."""
     pycolmap = import_pycolmap()
     pairs = [pair for pair in merged.pairs if pair[0] in numbers and pair[1] in numbers]
     verified = 0
     for count, (name0, name1) in enumerate(pairs, start=1):
         camera0, camera1 = cameras[name0], cameras[name1]
-        assert camera0.cam_from_world is not None and camera1.cam_from_world is not None  # see posed_reconstruction
+        # `posed_reconstruction` checks this.
+        assert camera0.cam_from_world is not None and camera1.cam_from_world is not None
         pose = cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world)
         indices = merged.indexed(name0, name1).indices
         points0, points1 = (merged.keypoints[name].points[indices[:, side]] for side, name in enumerate((name0, name1)))
@@ -119,4 +125,4 @@ def _triangulate_points(model: Any, work: Path) -> Any:
         return pycolmap.triangulate_points(model, work / "database.db", work, work / "model", options=options)
     except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"COLMAP can't triangulate the matches ({reason}); check the reference model.") from error
+        raise DataError(f"COLMAP cannot triangulate the matches ({reason}); check the reference model.") from error

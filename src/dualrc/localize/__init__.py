@@ -1,4 +1,4 @@
-"""Where a camera stands in a map of pictures: candidates, then 2D-3D correspondences, then the pose."""
+"""Localization of images in a map: retrieval of candidates, 2D-3D correspondences, and the pose."""
 
 from dualrc.localize.localizer import Localization, LocalizeConfig, Localizer
 from dualrc.localize.maps import Correspondences, Map, ModelMap, RgbdMap, read_map

@@ -1,4 +1,4 @@
-"""The pose of a picture in a map, stage by stage."""
+"""Localization of an image in a map, stage by stage."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -18,26 +18,27 @@ from dualrc.matcher import Matcher, PictureFeatures
 from dualrc.matcher.cache import LruCache
 from dualrc.types import FloatArray, Size
 
-# The picture is parted into so many cells along its long side to tell how much of it supports a pose.
+# Number of cells along the long side of the image, in the measure of the area that supports a pose.
 _CELLS = 16
-_SAVE_EVERY = 100  # pictures of the map
-# So many supporting cells are as good as any number.
+# Descriptors are saved after this number of map images.
+_SAVE_EVERY = 100
+# Number of supporting cells above which the confidence no longer grows.
 _ENOUGH_CELLS = 20
-# EXIF's focal length is that of the map's camera if they differ by a smaller share.
+# Relative difference up to which the focal lengths of EXIF and of the map's camera count as equal.
 _SAME_FOCAL = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalizeConfig:
-    """How a picture is localized."""
+    """Settings of localization."""
 
-    # Pictures of the map to match a query with, the most similar ones.
+    # Number of map images to match a query with, the most similar ones.
     candidates: int = 10
-    # A correspondence supports a pose that puts it within so many pixels of its place in the query.
+    # Maximum reprojection error of an inlier, in pixels of the query.
     threshold_px: float = 4.0
-    # A pose with less support is none.
+    # Poses with fewer inliers are rejected.
     min_inliers: int = 12
-    # Memory in GiB for features of the map's pictures.
+    # Memory for cached features of map images, in GiB.
     max_memory: float = 2.0
 
     def __post_init__(self) -> None:
@@ -49,47 +50,53 @@ class LocalizeConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Localization:
-    """Where a query was taken, and how sure that is."""
+    """Pose of a query and its uncertainty."""
 
-    cam_from_world: FloatArray | None = None  # (3, 4); None where that failed, and then `reason` says why
+    # (3, 4); None if localization failed, with the reason in `reason`.
+    cam_from_world: FloatArray | None = None
     reason: str | None = None
-    camera: Camera | None = None  # the one used; its `source` says where it comes from
-    candidates: dict[str, int] = field(default_factory=dict)  # the map's pictures looked at, and each one's inliers
+    # Camera used; its `source` names its origin.
+    camera: Camera | None = None
+    # Candidates in the map, with their numbers of inliers.
+    candidates: dict[str, int] = field(default_factory=dict)
     correspondences: int = 0
     inliers: int = 0
-    covariance: FloatArray | None = None  # (6, 6), as in AbsolutePose
-    confidence: float = 0.0  # 0 to 1
+    # (6, 6), as in AbsolutePose.
+    covariance: FloatArray | None = None
+    # Between 0 and 1.
+    confidence: float = 0.0
     seconds: float = 0.0
 
     @property
     def position_deviation(self) -> float:
-        """Standard deviation of the camera's place, in the map's unit."""
+        """Standard deviation of the camera position, in units of the map."""
         return float("nan") if self.covariance is None else float(np.sqrt(np.trace(self.covariance[3:, 3:])))
 
     @property
     def rotation_deviation_deg(self) -> float:
-        """Standard deviation of the camera's orientation."""
+        """Standard deviation of the camera orientation."""
         if self.covariance is None:
             return float("nan")
         return float(np.degrees(np.sqrt(np.trace(self.covariance[:3, :3]))))
 
 
 class Localizer:
-    """Localizes pictures in a map; features of the map's pictures are kept for the next query."""
+    """Localizes images in a map, and caches features of map images."""
 
     def __init__(
         self, matcher: Matcher, map: Map, config: LocalizeConfig | None = None, *, descriptors: Path | None = None
     ) -> None:
-        """`descriptors` is a file (.npz) that keeps what retrieval knows of the map's pictures for the next run."""
+        """`descriptors`: file (.npz) that caches the descriptors of the map images for the next run."""
         self.matcher = matcher
         self.map = map
         self.config = config or LocalizeConfig()
-        # Pictures of the map that could not be used, and why.
+        # Reasons by map image that could not be used.
         self.broken: dict[str, str] = {}
         self._descriptors: dict[str, FloatArray] = {}
         self._contents: dict[str, str] = {}
         self._descriptors_file = descriptors
-        self._cameras: dict[Size, Camera | None] = {}  # that the map's pictures of a size share
+        # Camera that the map images of a size share.
+        self._cameras: dict[Size, Camera | None] = {}
         self._kept: LruCache[str, PictureFeatures] = LruCache(self.config.max_memory * 2**30, keep=1)
 
     def localize(
@@ -99,11 +106,11 @@ class Localizer:
         camera: Camera | None = None,
         candidates: Sequence[str] | None = None,
     ) -> Localization:
-        """The pose of one picture; what it can't be localized for is the result's `reason`.
+        """Estimate the pose of one image; the `reason` of the result is set if that fails.
 
-        Without a camera: the one that the map's pictures of this size share, unless EXIF tells another focal length;
-        else EXIF's, else an estimated one. The result's camera has a `source` that says which.
-        Without candidates: the most similar pictures of the map.
+        `camera`: default is the camera that the map images of this size share, unless EXIF has another focal length;
+        else the camera from EXIF; else an estimate. The `source` of the result's camera names the choice.
+        `candidates`: names of map images; default is the most similar ones.
         """
         start = time.perf_counter()
         try:
@@ -123,7 +130,7 @@ class Localizer:
         return replace(result, seconds=time.perf_counter() - start)
 
     def candidates(self, query: PictureFeatures) -> list[str]:
-        """The map's pictures that are most similar to the query, best first."""
+        """Return the map images that are most similar to the query, best first."""
         if len(self.map.names) <= self.config.candidates:
             return list(self.map.names)
         self.prepare()
@@ -135,9 +142,9 @@ class Localizer:
         return [names[index] for index in best]
 
     def prepare(self, progress: Progress = no_progress) -> None:
-        """Describe the map's pictures that are not described yet."""
+        """Compute the descriptors of map images that are not cached."""
         info, config = self.matcher.info, self.matcher.config
-        # All that descriptors depend on.
+        # Settings that descriptors depend on.
         made_with = {key: info[key] for key in ("weights", "network")} | {"sizes": [config.size, config.max_size]}
         file = self._descriptors_file
         contents = {} if file is None else {name: self.content(name) for name in self.map.names}
@@ -146,7 +153,7 @@ class Localizer:
             self._descriptors = {name: known[name] for name in self.map.names if name in known}
         new = 0
         for number, name in enumerate(self.map.names):
-            progress("Looking at the map's pictures", number, len(self.map.names))
+            progress("Describing map images", number, len(self.map.names))
             if name in self._descriptors or (features := self._features(name)) is None:
                 continue
             self._descriptors[name] = global_descriptor(features)
@@ -155,10 +162,10 @@ class Localizer:
                 write_descriptors(file, made_with, self._descriptors, contents)
         if file is not None and new % _SAVE_EVERY:
             write_descriptors(file, made_with, self._descriptors, contents)
-        progress("Looking at the map's pictures", len(self.map.names), len(self.map.names))
+        progress("Describing map images", len(self.map.names), len(self.map.names))
 
     def content(self, name: str) -> str:
-        """A hash of the file of a picture of the map, as it was when it was first asked for."""
+        """Return the hash of a map image file at the time of the first call."""
         if name not in self._contents:
             self._contents[name] = content_hash(self.map.pictures[name].path)
         return self._contents[name]
@@ -166,7 +173,7 @@ class Localizer:
     def correspondences(
         self, query: PictureFeatures, names: Iterable[str], picture: str | Path | None = None
     ) -> Correspondences:
-        """What the query sees of these pictures of the map, together; quality "high" looks at its picture."""
+        """Return the correspondences of a query with these map images; quality "high" reads the query image again."""
         parts = []
         for name in names:
             features = self._features(name)
@@ -182,7 +189,7 @@ class Localizer:
     def pose(
         self, found: Correspondences, size: Size, *, camera: Camera | None = None, names: Sequence[str] = ()
     ) -> Localization:
-        """The pose that most correspondences agree with; `names` are the candidates that they come from."""
+        """Estimate the pose with most inliers; `names` are the candidates of the correspondences."""
         pose = absolute_pose(
             found.points,
             found.xyz,
@@ -211,11 +218,11 @@ class Localizer:
         shared = self._cameras[size]
         if told is None or shared is None:
             return told or shared
-        # The map's was refined and has its lens; EXIF rounds, but tells another lens or zoom.
+        # The map's camera is refined and includes distortion. EXIF values are rounded, but reveal another lens or zoom.
         return shared if abs(np.log(told.focal_px / shared.focal_px)) <= _SAME_FOCAL else told
 
     def _features(self, name: str) -> PictureFeatures | None:
-        """Features of a picture of the map, kept as long as they fit into memory; None where it is broken."""
+        """Return the features of a map image, cached as memory permits, or None if it is broken."""
         if name in self.broken:
             return None
         try:
@@ -228,13 +235,13 @@ class Localizer:
 def _check_camera(camera: Camera | None, size: Size) -> None:
     if camera is not None and camera.size != size:
         raise DataError(
-            f"The camera is for {camera.width} x {camera.height} pixels but the picture has {size[0]} x {size[1]}; "
-            "give the camera of this picture, or use Camera.resized."
+            f"The camera is for {camera.width} x {camera.height} pixels but the image has {size[0]} x {size[1]}; "
+            "pass the camera of this image, or use Camera.resized."
         )
 
 
 def _confidence(found: Correspondences, pose: AbsolutePose, size: Size) -> float:
-    """How much of what matched supports the pose, by area, less where that is little."""
+    """Return the share of the matched area that supports the pose, reduced if that area is small."""
     if pose.cam_from_world is None:
         return 0.0
     cells = (found.points / (max(size) / _CELLS)).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Maps: pictures whose pixels have known places in the world."""
+"""Maps: images whose pixels have known 3D positions."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,30 +17,35 @@ from dualrc.matches import Matches
 from dualrc.pixels import FINE_STRIDE
 from dualrc.types import FloatArray, Size
 
-# Cameras of one size and model are one camera if no pixel's ray differs by more, in pixels.
+# Cameras of the same size and model count as one if no pixel's ray differs by more than this, in pixels.
 _SAME_CAMERA_PX = 1.0
-# How points follow the matches around them: how many of those, how many fits, and the share of a cell at which a stray
-# match counts half.
+# Local affine fits: number of neighbors, iterations, residual at which a match has half weight (in cells), and
+# weight of the prior.
 _NEIGHBORS, _FITS, _STRAY, _PRIOR = 8, 5, 0.25, 0.01
-_COMPARED = 9  # places along each side of the picture at which cameras are compared
+# Number of positions along each side of the image at which cameras are compared.
+_COMPARED = 9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Correspondences:
-    """Places in a query's picture and the 3D points seen there."""
+    """2D-3D correspondences of a query."""
 
-    points: FloatArray  # (n, 2) pixels of the query
-    xyz: FloatArray  # (n, 3) in the world
+    # (n, 2), in pixels of the query.
+    points: FloatArray
+    # (n, 3), in world coordinates.
+    xyz: FloatArray
     scores: FloatArray  # (n,)
-    point_ids: npt.NDArray[np.int64]  # (n,), which 3D point of the map; -1: one that has no name
-    pictures: npt.NDArray[np.int64]  # (n,), from which candidate, counted from 0
+    # (n,), ids of the 3D points in the map; -1 for a point without id.
+    point_ids: npt.NDArray[np.int64]
+    # (n,), index of the candidate.
+    pictures: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.scores)
 
     @staticmethod
     def join(parts: "Sequence[Correspondences]") -> "Correspondences":
-        """Those of several candidates, in their order."""
+        """Concatenate the correspondences of several candidates."""
         return Correspondences(
             points=np.concatenate([np.zeros((0, 2)), *(part.points for part in parts)]),
             xyz=np.concatenate([np.zeros((0, 3)), *(part.xyz for part in parts)]),
@@ -52,7 +57,7 @@ class Correspondences:
         )
 
     def best(self, count: int) -> "Correspondences":
-        """Those with the highest scores, or all if there are fewer."""
+        """Return the `count` correspondences with the highest scores."""
         rows = np.argsort(-self.scores, kind="stable")[:count]
         return Correspondences(
             points=self.points[rows],
@@ -63,10 +68,10 @@ class Correspondences:
         )
 
     def merged(self, radius_px: float) -> "Correspondences":
-        """One place for each 3D point that several candidates found: the best one's, averaged with those near it."""
+        """Merge correspondences of the same 3D point: the best position, averaged with those near it."""
         order = np.lexsort((-self.scores, self.point_ids))
         ids = self.point_ids[order]
-        # Points without a name stay as they are.
+        # Points without an id are not merged.
         first = np.ones(len(order), dtype=np.bool_)
         first[1:] = (ids[1:] != ids[:-1]) | (ids[1:] < 0)
         group = np.cumsum(first) - 1
@@ -86,30 +91,31 @@ class Correspondences:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Look:
-    """A picture of a map, and a query, in that order, for a matcher to compare."""
+    """A map image and a query, in that order, for a matcher to compare."""
 
     matcher: Matcher
     features: tuple[PictureFeatures, PictureFeatures]
-    pictures: tuple[Path, Path] | None  # where it is to look at these, in high quality
+    # Image files, for quality "high".
+    pictures: tuple[Path, Path] | None
 
     def match(self) -> Matches:
-        """Their matches."""
+        """Return the matches of the two images."""
         if self.pictures is None:
             return self.matcher.match_features(*self.features)
         return self.matcher.match(*self.pictures)
 
     def match_points(self, points: FloatArray) -> Matches:
-        """Where these points (n, 2) of the map's picture are in the query: a row each."""
+        """Return the positions in the query of points (n, 2) of the map image, one row per point."""
         if self.pictures is None:
             return self.matcher.match_points(*self.features, points)
         return _follow(self.matcher.match(*self.pictures, top=None), points)
 
 
 def _follow(matches: Matches, points: FloatArray) -> Matches:
-    """Where points (n, 2) of picture 0 go with the matches around them: a row each, NaN and score 0 where none is near.
+    """Transfer points (n, 2) of image 0 by the matches around them: one row per point, NaN and score 0 without matches.
 
-    An affine motion is fitted to the nearest matches of each point. Those that move otherwise lie on another surface,
-    or are wrong, and count little.
+    An affine motion is fitted to the nearest matches of each point. Matches that move differently lie on another
+    surface or are wrong, and have little weight.
     """
     from scipy.spatial import cKDTree
 
@@ -122,7 +128,7 @@ def _follow(matches: Matches, points: FloatArray) -> Matches:
         near = nearest[rows]
         before, after = source[near] - points[rows, None], target[near]  # (n, k, 2)
         design = np.concatenate([before, np.ones((*near.shape, 1))], axis=2)
-        # A little as if the picture were neither turned nor stretched, where neighbours lie on a line.
+        # A weak prior for the identity, for neighbors that lie on a line.
         prior, start = _PRIOR * cell**2 * np.diag([1.0, 1, 0]), np.eye(3, 2)
         weights = 1 / (1 + (apart[rows] / cell) ** 2)
         for _ in range(_FITS):
@@ -136,24 +142,25 @@ def _follow(matches: Matches, points: FloatArray) -> Matches:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MapPicture:
-    """A picture of a map."""
+    """An image of a map."""
 
     path: Path
     size: Size
-    camera: Camera | None  # None where it is not known
+    # None if unknown.
+    camera: Camera | None
 
 
 class Map(ABC):
-    """Pictures whose pixels have known places in the world."""
+    """Images whose pixels have known 3D positions."""
 
     def __init__(self, pictures: dict[str, MapPicture], info: dict[str, Any]) -> None:
-        """`info` tells this map from others: plain JSON values."""
+        """`info`: identifies the map, as plain JSON values."""
         self.pictures, self.names = pictures, list(pictures)
         self.info = {**info, "pictures": len(pictures)}
 
     @abstractmethod
     def see(self, name: str, look: "Look") -> Correspondences:
-        """What a query sees of one of the map's pictures."""
+        """Return the correspondences of a query with one of the map images."""
 
     def correspond(
         self,
@@ -163,21 +170,21 @@ class Map(ABC):
         query: PictureFeatures,
         picture: str | Path | None = None,
     ) -> Correspondences:
-        """What a query sees of one of the map's pictures; quality "high" looks at the query's picture."""
+        """Return the correspondences of a query with a map image; quality "high" reads the query image again."""
         known = self.pictures[name]
         if features.size != known.size:
             there, here = ("{} x {}".format(*size) for size in (known.size, features.size))
-            remedy = "give the pictures that the map was made of"
-            raise DataError(f"{known.path} has {here} pixels but {there} in the map; {remedy}.")
+            remedy = "pass the images that the map was made from"
+            raise DataError(f"{known.path} has {here} pixels, but {there} in the map; {remedy}.")
         if matcher.config.quality == "high" and picture is None:
-            raise ConfigError('quality = "high" looks at the pictures again; give pictures instead of features.')
+            raise ConfigError('quality = "high" reads the images again; pass images instead of features.')
         pictures = None if picture is None or matcher.config.quality == "standard" else (known.path, Path(picture))
         found = self.see(name, Look(matcher=matcher, features=(features, query), pictures=pictures))
         top = matcher.config.top
         return found if top is None else found.best(top)
 
     def camera(self, size: Size) -> Camera | None:
-        """The camera that all pictures of this size share, without a pose; None where there is none, or they differ."""
+        """Return the camera without pose that all images of this size share; None if there is none or they differ."""
         cameras = [picture.camera for picture in self.pictures.values() if picture.size == size]
         known = [camera for camera in cameras if camera is not None]
         if not known or len(known) < len(cameras) or len({camera.lens.model for camera in known}) > 1:
@@ -193,36 +200,37 @@ class Map(ABC):
 
 
 def _distinct(cameras: Sequence[Camera]) -> list[Camera]:
-    """The cameras without repetitions, of which a map has as many as pictures."""
+    """Return the distinct cameras; a map may have one per image."""
     return list({(camera.lens, camera.K.tobytes()): camera for camera in cameras}.values())
 
 
 def _is_same(camera0: Camera, camera1: Camera) -> bool:
-    """Whether two cameras of one size see the same at every place of the picture."""
+    """Return whether two cameras of one size have the same rays at every position of the image."""
     x, y = np.meshgrid(*(np.linspace(0, side - 1, _COMPARED) for side in camera0.size))
     grid = np.stack([x.ravel(), y.ravel()], axis=1)
     apart = np.linalg.norm(camera1.project(camera0.rays(grid)) - grid, axis=1)
-    # Beyond the edge of a fisheye's view there is nothing to compare.
+    # Positions outside of a fisheye's field of view give NaN and are ignored.
     return bool(np.nan_to_num(apart).max() <= _SAME_CAMERA_PX)
 
 
 class ModelMap(Map):
-    """A COLMAP model, made of any features: its keypoints that have a 3D point are looked for in the query."""
+    """A COLMAP model, built from any features; its keypoints with a 3D point are searched in the query."""
 
     def __init__(self, model: Model, images: str | Path) -> None:
         self.model = model
         pictures = {
             name: MapPicture(path=Path(images, name), size=image.size, camera=image.camera)
             for name, image in model.images.items()
-            if len(image.points)  # a picture that sees no 3D point can't help
+            # Images without 3D points cannot contribute.
+            if len(image.points)
         }
         if not pictures:
-            raise DataError("No picture of the model sees a 3D point; give a model with points.")
+            raise DataError("No image of the model observes a 3D point; pass a model with points.")
         super().__init__(pictures, {"kind": "COLMAP model", "points": len(model.point_ids)})
 
     def see(self, name: str, look: Look) -> Correspondences:
         image = self.model.images[name]
-        # At their own sub-pixel places, and not at the nearest place where the network would have matched by itself.
+        # Search at the exact keypoints, not at the cell centers that the network would choose.
         found = look.match_points(image.points)
         seen = np.flatnonzero(found.scores > 0)
         ids = image.point_ids[seen]
@@ -236,11 +244,11 @@ class ModelMap(Map):
 
 
 class RgbdMap(Map):
-    """Pictures with depth maps and poses: what matches them has their depth there."""
+    """Images with depth maps and poses; depth gives the 3D position of a match."""
 
     def __init__(self, frames: Sequence[RgbdFrame]) -> None:
         if not frames:
-            raise DataError("The map has no pictures; give at least one with depth and pose.")
+            raise DataError("The map has no images; pass at least one with depth and pose.")
         self.frames = {frame.name: frame for frame in frames}
         pictures = {f.name: MapPicture(path=f.image, size=f.camera.size, camera=f.camera) for f in frames}
         super().__init__(pictures, {"kind": "RGB-D"})
@@ -260,11 +268,11 @@ class RgbdMap(Map):
 
 
 def read_map(path: str | Path, images: str | Path | None = None) -> ModelMap | RgbdMap:
-    """The map in a folder: a COLMAP model, whose pictures are under `images`, or RGB-D frames with poses."""
+    """Read the map in a folder: a COLMAP model with its images under `images`, or RGB-D frames with poses."""
     path = Path(path)
     if (path / "world_from_cam.txt").is_file():
         return RgbdMap(read_rgbd(path))
     model = read_model(path, images)
     if images is None:
-        raise ConfigError(f"{path} is a COLMAP model without pictures; name their folder with --images.")
+        raise ConfigError(f"{path} is a COLMAP model; pass the folder of its images with --images.")
     return ModelMap(model, images)

@@ -1,4 +1,4 @@
-"""Many queries, one after the other, with every result kept as soon as it is there."""
+"""Localization of many queries, with every result saved at once."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from dualrc.localize.results import ResultsFile
 
 
 def find_queries(path: str | Path) -> dict[str, Path]:
-    """The pictures to localize, by name: one file, or those of a folder, named relative to it."""
+    """Return the images to localize, by name: one file, or those of a folder, with names relative to it."""
     path = Path(path)
     if path.is_file():
         return {path.name: path}
@@ -23,12 +23,12 @@ def find_queries(path: str | Path) -> dict[str, Path]:
 
 
 def results_config(localizer: Localizer) -> dict[str, Any]:
-    """What results depend on: results of another config are not mixed with these."""
+    """Return the settings that results depend on; results of different settings are not mixed."""
     info = localizer.matcher.info
     config = asdict(localizer.config)
     del config["max_memory"]
     kept = {key: info[key] for key in ("network", "weights")}
-    # Not on memory, without which a run can't go on elsewhere.
+    # Without the memory limit, so that a run can continue on another machine.
     kept["matcher"] = {key: value for key, value in info["matcher"].items() if key != "max_memory"}
     return {**kept, "localize": config, "map": dict(localizer.map.info)}
 
@@ -42,15 +42,17 @@ def localize_all(
     candidates: Mapping[str, Sequence[str]] | None = None,
     progress: Progress = no_progress,
 ) -> Iterator[tuple[str, Localization]]:
-    """Localize the queries that the results lack, and give each as it is kept.
+    """Localize the queries that have no result, and yield each after it is saved.
 
-    Those whose picture, or one of the map's that they were matched with, has another content now are localized again.
-    Only one run at a time can write to the results.
+    A query is localized again if its image, or a map image that it was matched with, has changed. Only one run at a
+    time can write to the results.
     """
     with only_run(results.path.with_name(f".{results.path.name}.lock")):
-        results.load()  # another run may have ended since
+        # Another run may have ended in the meantime.
+        results.load()
         if len(results):
-            results.save()  # an earlier run may have died between its two files
+            # An earlier run may have died between writing its two files.
+            results.save()
         hashes = content_hashes(queries)
         todo = _missing(localizer, hashes, results)
         if todo and candidates is None and len(localizer.map.names) > localizer.config.candidates:
@@ -68,9 +70,9 @@ def localize_all(
 
 
 def missing(localizer: Localizer, queries: Mapping[str, Path], results: ResultsFile) -> list[str]:
-    """Queries without a result, or with one of other pictures.
+    """Return the queries without a result, or with an outdated one.
 
-    One that could not be read is tried again, as it may have been mended.
+    Images that could not be read are tried again, because they may have been repaired.
     """
     return _missing(localizer, content_hashes(queries), results)
 
@@ -88,6 +90,6 @@ def _is_outdated(localizer: Localizer, content: str, results: ResultsFile, name:
 
 
 def _content(localizer: Localizer, query: str, found: Localization) -> str:
-    """A hash of a query's picture and of those that it was matched with."""
+    """Return a hash of a query image and of the map images that it was matched with."""
     of_map = (localizer.content(name) for name in found.candidates if name in localizer.map.pictures)
     return hashlib.sha256(" ".join([query, *of_map]).encode()).hexdigest()[:32]

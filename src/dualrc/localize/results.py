@@ -1,4 +1,4 @@
-"""Results of localization: one file that grows query by query, and poses as others read them."""
+"""Results of localization: a JSON file that is saved after every query, and a text file of poses."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -18,25 +18,26 @@ _FORMAT = "dualrc-localization-1"
 
 
 class ResultsFile:
-    """Localizations by query name in FILE.json, whole after every query, and their poses in FILE.txt beside it."""
+    """Localizations by query name in FILE.json, saved after every query, and their poses in FILE.txt."""
 
     def __init__(self, path: str | Path, config: Mapping[str, Any], *, info: Mapping[str, Any] | None = None) -> None:
-        """Go on with the file if it is there and was made with the same config.
+        """Open the file if it exists and was made with the same config, else start a new one.
 
-        The config is all that the results depend on, and `info` what else should stand in the file: plain JSON values.
+        `config`: everything that the results depend on; `info`: further entries of the file. Both are plain JSON
+        values.
         """
         self.path = Path(path)
         if self.path.suffix.lower() != ".json":
-            raise OutputError(f"{self.path}: results are written as .json; give such a name.")
+            raise OutputError(f"{self.path} is not a .json file; pass a name that ends in .json.")
         check_writable(self.path)
-        # As JSON gives it back, where tuples are lists.
+        # Converted to JSON and back, which turns tuples into lists.
         self._config = json.loads(json.dumps(dict(config)))
         self._info = dict(info or {})
         self._entries: dict[str, Any] = {}
         self.load()
 
     def load(self) -> None:
-        """Read what is in the file, if it is there."""
+        """Read the file if it exists."""
         if self.path.is_file():
             content = _read(self.path)
             if (difference := first_difference(content["config"], self._config)) is not None:
@@ -44,11 +45,11 @@ class ResultsFile:
                 raise DataError(f"{self.path} was made with another config ({difference}); {remedy}.")
             self._entries = content["queries"]
         elif self.poses_path.exists():
-            raise OutputError(f"{self.poses_path} is there already and is no part of {self.path}; write elsewhere.")
+            raise OutputError(f"{self.poses_path} exists and does not belong to {self.path}; write elsewhere.")
 
     @property
     def poses_path(self) -> Path:
-        """FILE.txt."""
+        """Path of the text file of poses, FILE.txt."""
         return self.path.with_suffix(".txt")
 
     def __contains__(self, name: str) -> bool:
@@ -64,19 +65,19 @@ class ResultsFile:
         return _from_entry(self._entries[name], f"{self.path}, {name}")
 
     def put(self, name: str, found: Localization, *, content: str = "") -> None:
-        """Keep a query's result; it is on disk when this returns.
+        """Save the result of a query to disk.
 
-        `content` is a hash of the pictures that the result comes from.
+        `content`: hash of the images that the result depends on.
         """
         self._entries[name] = {**_to_entry(found), "content": content}
         self.save()
 
     def content(self, name: str) -> str:
-        """The hash that was kept with a result; empty if there was none."""
+        """Return the hash that was saved with a result; empty without one."""
         return str(self._entries[name].get("content", ""))
 
     def save(self) -> None:
-        """Write both files as they should be now."""
+        """Write both files."""
         content = {"format": _FORMAT, "config": self._config, "info": self._info, "queries": self._entries}
         write_json(self.path, content)
         entries = self._entries.items()
@@ -85,7 +86,7 @@ class ResultsFile:
 
 
 def write_poses(path: str | Path, poses: Mapping[str, FloatArray]) -> None:
-    """Write cam_from_world (3, 4) of each name as visuallocalization.net wants it: name qw qx qy qz tx ty tz."""
+    """Write cam_from_world (3, 4) by name in the format of visuallocalization.net: name qw qx qy qz tx ty tz."""
     lines = []
     for name, pose in poses.items():
         values = [*quaternion_from_rotation(np.asarray(pose)[:, :3]), *np.asarray(pose)[:, 3]]
@@ -94,7 +95,7 @@ def write_poses(path: str | Path, poses: Mapping[str, FloatArray]) -> None:
 
 
 def read_poses(path: str | Path) -> dict[str, FloatArray]:
-    """cam_from_world (3, 4) by name, as `write_poses` writes them."""
+    """Read cam_from_world (3, 4) by name, as `write_poses` writes them."""
     poses = {}
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         fields = line.rsplit(maxsplit=7)
@@ -153,7 +154,7 @@ def _from_entry(entry: Mapping[str, Any], where: str) -> Localization:
 
 
 def _to_camera(entry: Mapping[str, Any]) -> Camera:
-    # Files of earlier versions know pinholes only.
+    # Files of earlier versions have pinhole cameras only.
     lens = Lens(entry.get("model", "PINHOLE"), tuple(entry.get("distortion", ())))
     K = np.array(entry["K"], dtype=np.float64)
     return Camera(width=entry["width"], height=entry["height"], K=K, lens=lens, source=entry["source"])
@@ -163,7 +164,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_text(path))
         if content["format"] != _FORMAT or not isinstance(content["queries"] | content["config"], dict):
-            raise ValueError("another format")
+            raise ValueError("unknown format")
     except (DataError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is not a file of localizations ({error}); write to another one.") from error
+        raise DataError(f"{path} is not a file of localizations ({error}); write to another file.") from error
     return dict(content)

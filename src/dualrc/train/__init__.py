@@ -1,4 +1,4 @@
-"""Training: from a TOML file to weights."""
+"""Training of networks from a TOML configuration."""
 
 from dualrc.train.config import TrainConfig
 from dualrc.train.loop import train

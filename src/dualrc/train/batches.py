@@ -1,4 +1,4 @@
-"""The pairs of every step: drawn from the sources by their shares, made ahead where that takes long."""
+"""Batches of every step: sampled from the sources by their shares, and prepared ahead if that is slow."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,25 +8,39 @@ from dataclasses import fields
 import torch
 from torch import Generator
 
-from dualrc.data import PairBatch, PairMaker, PhotoPairs
+from dualrc.data import FilePairs, PairBatch, PairMaker, PhotoPairs
 
-_AHEAD = 2  # steps
+# Number of steps to prepare ahead on the CPU.
+_AHEAD = 2
 
 
 class Batches:
-    """A step's pairs, the same whenever that step is made, in whatever process.
+    """Batches by step, reproducible in any process.
 
-    They are made in parts, each from a seed of its own, so that one process which makes all of them and several which
-    make some of them each train on the same pairs.
+    A batch consists of parts, each made from its own seed. One process that makes all parts and several processes that
+    make some parts each therefore train on the same pairs.
     """
 
     def __init__(
-        self, makers: Sequence[PairMaker], shares: Sequence[float], *, seed: int, count: int, device: torch.device
+        self,
+        makers: Sequence[PairMaker],
+        shares: Sequence[float],
+        *,
+        seed: int,
+        count: int,
+        device: torch.device,
+        parts: int = 1,
+        epochs: bool = False,
     ) -> None:
-        """`count`: pairs of a part."""
+        """`count`: pairs per part. `parts`: parts per step. `epochs`: take the pairs of the only maker in epochs."""
+        self._parts, self._in_order = parts, None
+        if epochs:
+            (maker,) = makers
+            assert isinstance(maker, FilePairs)
+            self._in_order = maker
         self._shares, self._seed, self._count = shares, seed, count
-        self._make = [_recorded(maker, count, device) for maker in makers]
-        # What a GPU makes in milliseconds is made there one step ahead, beside the training.
+        self._make = [_captured(maker, count, device) for maker in makers]
+        # A GPU makes pairs from photos in milliseconds, one step ahead, on a separate stream.
         self._slow = [not (isinstance(maker, PhotoPairs) and device.type == "cuda") for maker in makers]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._made: dict[tuple[int, int], tuple[PairBatch, torch.cuda.Event]] = {}
@@ -34,7 +48,7 @@ class Batches:
         self._prepared: dict[tuple[int, int], Future[PairBatch]] = {}
 
     def get(self, step: int, parts: Sequence[int]) -> PairBatch:
-        """These parts of a step's pairs."""
+        """Return these parts of a step's batch."""
         for later in range(step, step + 1 + _AHEAD):
             for part in parts:
                 self._prepare(later, part)
@@ -49,11 +63,11 @@ class Batches:
         return PairBatch(**{f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(PairBatch)})
 
     def close(self) -> None:
-        """Stop what is being prepared."""
+        """Stop preparing batches."""
         self._pool.shutdown(cancel_futures=True)
 
     def _take(self, step: int, part: int) -> PairBatch:
-        """A part that was made ahead on another stream, or is made now."""
+        """Return a part that was prepared on another stream, or make it now."""
         if self._stream is None:
             return self._part(step, part)
         self._make_ahead(step, part)
@@ -79,18 +93,21 @@ class Batches:
             self._prepared[step, part] = self._pool.submit(self._part, step, part)
 
     def _draw(self, step: int, part: int) -> tuple[int, int]:
-        """Which source makes this part, and from which seed."""
+        """Return the source and the seed of a part."""
         rng = random.Random(f"{self._seed} {step} {part}")
         return rng.choices(range(len(self._make)), self._shares)[0], rng.getrandbits(62)
 
     @torch.no_grad()
     def _part(self, step: int, part: int) -> PairBatch:
+        if self._in_order is not None:
+            first = (step * self._parts + part) * self._count
+            return self._in_order.make_in_order(first, self._count, seed=self._seed)
         source, seed = self._draw(step, part)
         return self._make[source](seed)
 
 
-def _recorded(maker: PairMaker, count: int, device: torch.device) -> Callable[[int], PairBatch]:
-    """Make batches from seeds; photographs on a GPU as one recorded graph, as launching its many steps takes longer."""
+def _captured(maker: PairMaker, count: int, device: torch.device) -> Callable[[int], PairBatch]:
+    """Return a function that makes batches from seeds; on a GPU, photo pairs use a CUDA graph to save launches."""
     if not (isinstance(maker, PhotoPairs) and device.type == "cuda"):
         return lambda seed: maker.make(count, Generator(device=device).manual_seed(seed))
     generator = Generator(device=device)
@@ -108,7 +125,7 @@ def _recorded(maker: PairMaker, count: int, device: torch.device) -> Callable[[i
     def replay(seed: int) -> PairBatch:
         generator.manual_seed(seed)
         graph.replay()
-        # Another part may be made before this one is used.
+        # Copied, because the next replay overwrites the batch.
         return PairBatch(**{f.name: getattr(batch, f.name).clone() for f in fields(batch)})
 
     return replay

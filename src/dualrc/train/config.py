@@ -1,11 +1,11 @@
-"""What a training run is."""
+"""Configuration of a training run."""
 
 import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from dualrc.config import PRESETS, NetworkConfig, check_bounds
-from dualrc.data import DataConfig
+from dualrc.data import DataConfig, PhotosConfig, ScenesConfig
 from dualrc.errors import ConfigError
 from dualrc.pixels import STRIDE
 
@@ -15,58 +15,82 @@ Loss = Literal["matching", "paper", "published", "weak"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """A training run."""
+    """Configuration of a training run."""
 
-    # Where pairs come from; several are mixed by their shares. A tenth of each is held out for validation.
+    # Sources of training pairs; several are mixed by their shares.
     data: tuple[DataConfig, ...]
+    # Sources of validation pairs. Without any, every tenth image or pair of `data` is held out of training.
+    validation: tuple[DataConfig, ...] = ()
+    # "random" draws pairs with replacement. "epochs" takes every pair once before any pair again, in a new order each
+    # time, for one source that has a list of pairs.
+    draw: Literal["random", "epochs"] = "random"
+    # Which weights the run leaves: the last ones, or those with the lowest validation loss.
+    keep: Literal["last", "best"] = "last"
     network: NetworkConfig = field(default_factory=lambda: PRESETS["default"][0])
-    start_from: str | None = None  # weights file to go on from
-    trunk: str | None = None  # a ResNet's file with torchvision's names (.pth, .safetensors), for a network with one
-    # "matching" trains `default`; "paper" is the paper's loss of keypoints, "published" what its code computes;
-    # "weak" is NCNet's, which needs pairs of pictures alone.
+    # Weights file to continue from.
+    start_from: str | None = None
+    # Weights of a ResNet backbone, with torchvision's names (.pth, .safetensors).
+    trunk: str | None = None
+    # "matching" trains `default`; "paper" is the paper's keypoint loss, "published" the loss of its code;
+    # "weak" is NCNet's loss, which needs only image pairs.
     loss: Loss = "matching"
     seed: int = 0
-    size: int = 320  # side of the pictures
-    pairs: int = 32  # a step, over all processes
-    parts: int = 1  # that a step's pairs are made in; several processes take a part each
-    points: int = 256  # places a pair
+    # Side of the images in pixels.
+    size: int = 320
+    # Number of pairs per step, over all processes.
+    pairs: int = 32
+    # Number of parts in which the pairs of a step are made; several processes take one part each.
+    parts: int = 1
+    # Number of point samples per pair.
+    points: int = 256
     steps: int = 10_000
     optimizer: Literal["adamw", "adam"] = "adamw"
     learning_rate: float = 1e-3
-    warm_up: int = 500  # steps
-    # After warming up: half a cosine down to zero, or halved every so many steps, as the paper does; 0: the cosine.
+    # Linear warm-up of the learning rate, in steps.
+    warm_up: int = 500
+    # Learning-rate schedule after the warm-up: halved at this interval, as in the paper; 0: cosine decay to zero.
     halve_every: int = 0
-    # Instead of the cosine: the rate stays until so many steps before the end, then falls to zero in a line.
+    # Alternative to the cosine: constant until this number of steps before the end, then a linear cool-down to zero.
     cool_down: int = 0
-    weight_decay: float = 0.01  # of adamw
-    clip: float = 1.0  # largest norm of the gradient; 0: not clipped
-    average: float = 0.999  # decay of the averaged weights
-    precision: Precision = "bfloat16"  # of the backbone
-    compile: bool = False  # compile the step where it runs on one GPU: faster, after a minute or two of compiling
-    validate_every: int = 1000  # steps, and so often the run is saved
+    # Weight decay of adamw.
+    weight_decay: float = 0.01
+    # Maximum norm of the gradient; 0: no clipping.
+    clip: float = 1.0
+    # Decay of the exponential moving average of the weights.
+    average: float = 0.999
+    # Precision of the backbone.
+    precision: Precision = "bfloat16"
+    # Compile the step on a single GPU: faster, after one or two minutes of compilation.
+    compile: bool = False
+    # Interval of validation and checkpoints, in steps.
+    validate_every: int = 1000
     validation_batches: int = 8
 
     def __post_init__(self) -> None:
         if not self.data:
             raise ConfigError("data is empty; add at least one [[data]] table.")
         if self.size < 64 or self.size % STRIDE:
-            raise ConfigError(f"size = {self.size} must be a multiple of {STRIDE} and at least 64.")
+            raise ConfigError(f"size = {self.size} is not valid; pass a multiple of {STRIDE} of at least 64.")
         check_bounds(self, "pairs", "parts", "points", "steps", "validate_every", "validation_batches", at_least=1)
         if self.pairs % self.parts:
-            raise ConfigError(f"pairs = {self.pairs} can't be made in parts = {self.parts} of equal size.")
+            raise ConfigError(f"pairs = {self.pairs} is not a multiple of parts = {self.parts}; change one of them.")
         check_bounds(self, "learning_rate", above=0)
         check_bounds(self, "clip", "warm_up", "weight_decay", "halve_every", "cool_down", at_least=0)
         check_bounds(self, "average", at_least=0, below=1)
         is_resnet = self.network.resnet is not None
         if self.trunk is not None and not is_resnet:
-            raise ConfigError("trunk is for a network with a ResNet backbone; leave it out.")
+            raise ConfigError("trunk needs a network with a ResNet backbone; omit it.")
         if is_resnet and self.trunk is None and self.start_from is None:
-            raise ConfigError("The ResNet backbone is not trained here; name torchvision's file as trunk = ...")
+            raise ConfigError(
+                "The ResNet backbone is frozen and needs trained weights; set trunk to torchvision's file."
+            )
         if self.loss == "weak" and self.pairs // self.parts < 2:
-            raise ConfigError('loss = "weak" compares pairs with each other; give at least two pairs a part.')
+            raise ConfigError('loss = "weak" compares pairs with each other; use at least two pairs per part.')
+        if self.draw == "epochs" and (len(self.data) > 1 or isinstance(self.data[0], (PhotosConfig, ScenesConfig))):
+            raise ConfigError('draw = "epochs" needs one [[data]] table with a list of pairs; use draw = "random".')
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step: a linear warm-up, then the schedule."""
+        """Return the learning rate of a step: a linear warm-up, then the schedule."""
         if step < self.warm_up:
             return self.learning_rate * (step + 1) / self.warm_up
         if self.halve_every:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dualrc.config import to_toml
-from dualrc.data import Opened, PairBatch, PairMaker, PhotoPairs, open_pairs
+from dualrc.data import FilePairs, Opened, PairBatch, PairMaker, PhotoPairs, open_pairs
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import make_folder, only_run, replacing, write_json, write_text
 from dualrc.model.backbone import PaperBackbone, Trunk
@@ -29,11 +30,13 @@ from dualrc.train.batches import Batches
 from dualrc.train.config import TrainConfig
 from dualrc.train.pictures import draw_pairs
 from dualrc.train.processes import share_batch_norm, stop_on_signals
-from dualrc.train.step import Recorded, TrainingStep, Update
+from dualrc.train.step import CapturedUpdate, TrainingStep, Update
 
 logger = logging.getLogger(__name__)
-_LOG_EVERY = 100  # steps
-_SAY_EVERY_S = 10.0  # where steps are slow
+# Interval of log entries, in steps.
+_LOG_EVERY = 100
+# Maximum time between messages, for slow steps.
+_SAY_EVERY_S = 10.0
 _LOCK = ".dualrc.lock"
 
 
@@ -46,14 +49,13 @@ def train(
     devices: int = 1,
     nodes: int = 1,
 ) -> dict[str, float]:
-    """Train, or go on with an unfinished run in `out`; leaves checkpoint.pt, log.csv and weights.safetensors there.
+    """Train, or continue an unfinished run; write checkpoint.pt, log.csv and weights.safetensors to `out`.
 
-    Beside them, config.toml and versions.json say what was run, and pictures/ shows matches of held-out pairs. Saves
-    and stops after `minutes`, or on Ctrl-C or SIGTERM (which is then raised); the same call then continues as if it had
-    never stopped. Progress goes to the log (`logging`, level INFO).
+    config.toml and versions.json in `out` describe the run, and pictures/ shows matches of held-out pairs. The run
+    saves a checkpoint and stops after `minutes`, or on Ctrl-C or SIGTERM (which is then raised). The same call
+    continues as if it had never stopped. Progress goes to the log (`logging`, level INFO).
 
-    With several `devices` or `nodes`, a step's pairs are divided among processes. Gives the figures on
-    held-out pairs.
+    With several `devices` or `nodes`, processes share the pairs of a step. Returns the metrics on held-out pairs.
     """
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     fabric = _fabric(device, devices, nodes)
@@ -61,22 +63,33 @@ def train(
     fabric.launch()
     if config.parts % fabric.world_size:
         remedy = f"set parts to a multiple of {fabric.world_size}"
-        raise ConfigError(f"{fabric.world_size} processes can't share parts = {config.parts}; {remedy}.")
-    # The first process writes, for all of them.
+        raise ConfigError(f"{fabric.world_size} processes cannot share parts = {config.parts}; {remedy}.")
+    # Only the first process writes files.
     with only_run(make_folder(out) / _LOCK) if fabric.global_rank == 0 else nullcontext():
         return _train(config, Path(out), fabric, deadline)
 
 
 def _train(config: TrainConfig, out: Path, fabric: Any, deadline: float) -> dict[str, float]:
     run = _Run(config, out, fabric)
-    opened = [open_pairs(d, size=config.size, points=config.points, device=fabric.device) for d in config.data]
+    open_data = partial(open_pairs, size=config.size, points=config.points, device=fabric.device)
+    training = [open_data(d, hold_out=not config.validation) for d in config.data]
+    validation = [open_data(d, hold_out=False) for d in config.validation]
+    opened, held_out = training + validation, [each.held_out for each in validation or training]
     shares, count = [d.share for d in config.data], config.pairs // config.parts
-    makers = [each.training for each in opened]
+    makers = [each.training for each in training]
     if config.compile and run.on_one_gpu:
         for maker in makers:
             if isinstance(maker, PhotoPairs):
                 maker.compile()
-    batches = Batches(makers, shares, seed=config.seed, count=count, device=fabric.device)
+    batches = Batches(
+        makers,
+        shares,
+        seed=config.seed,
+        count=count,
+        device=fabric.device,
+        parts=config.parts,
+        epochs=config.draw == "epochs",
+    )
     run.say_once(opened)
     parts = range(fabric.global_rank, config.parts, fabric.world_size)
     figures: dict[str, float] = {}
@@ -89,7 +102,7 @@ def _train(config: TrainConfig, out: Path, fabric: Any, deadline: float) -> dict
                     if stop.asked:
                         run.say("Saving...")
                     else:
-                        figures = run.validate([each.held_out for each in opened])
+                        figures = run.validate(held_out)
                     run.save()
                     run.say_once(opened)
                 if ending:
@@ -99,17 +112,17 @@ def _train(config: TrainConfig, out: Path, fabric: Any, deadline: float) -> dict
             for each in opened:
                 each.close()
     if stop.asked:
-        run.say(f"Saved at step {run.step}; the same command goes on from there.")
+        run.say(f"Saved a checkpoint at step {run.step}; run the same command again to continue.")
         signal.raise_signal(stop.asked)
     return figures
 
 
 def _fabric(device: str | None, devices: int, nodes: int) -> Any:
-    """Lightning's Fabric on devices that are there."""
+    """Return Lightning Fabric on available devices."""
     try:
         from lightning.fabric import Fabric
     except ImportError as error:
-        raise ConfigError(f"Training needs Lightning ({error}): pip install 'dualrc[train]'.") from error
+        raise ConfigError(f"Training needs Lightning ({error}); run pip install 'dualrc[train]'.") from error
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
@@ -121,13 +134,14 @@ def _fabric(device: str | None, devices: int, nodes: int) -> Any:
             num_nodes=nodes,
             strategy="ddp" if several else "auto",
         )
-    except Exception as error:  # torch and Lightning refuse devices in many ways
+    # Torch and Lightning raise many kinds of exceptions for unusable devices.
+    except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"The device {device!r} can't be used ({reason}); choose cpu, cuda or mps.") from error
+        raise ConfigError(f"The device {device!r} cannot be used ({reason}); choose cpu, cuda or mps.") from error
 
 
 class _Run:
-    """The state of a training run, and how it is advanced, checked, reported and saved."""
+    """State of a training run, with its steps, validation, log and checkpoints."""
 
     def __init__(self, config: TrainConfig, out: Path, fabric: Any) -> None:
         self.config, self.out, self.fabric = config, out, fabric
@@ -147,18 +161,23 @@ class _Run:
             share_batch_norm(self.network)
             module, self.optimizer = fabric.setup(module, self.optimizer)
         self.step = 0
+        # The lowest validation loss so far, and whether the present weights have it.
+        self._best, self._is_best = math.inf, False
         self._resume()
         if self._is_first:
             self._describe()
-        self._update: Update | Recorded = Update(module, self.optimizer, self.average, self.network, config, fabric)
+        self._update: Update | CapturedUpdate = Update(
+            module, self.optimizer, self.average, self.network, config, fabric
+        )
         self._skipped = self._update.skipped
-        if self.on_one_gpu and config.loss == "matching":  # the others read from the GPU how many keypoints there are
-            self._update = Recorded(self._update)
+        # The other losses read the number of keypoints from the GPU, which a CUDA graph cannot do.
+        if self.on_one_gpu and config.loss == "matching":
+            self._update = CapturedUpdate(self._update)
         self._said: set[str] = set()
         self._since, self._last_step = time.monotonic(), self.step
 
     def advance(self, batch: PairBatch, parts: int) -> None:
-        """One step of the optimizer."""
+        """Run one step of the optimizer."""
         decay = min(self.config.average, (2 + self.step) / (11 + self.step))
         tensors = [getattr(batch, f.name) for f in fields(batch)]
         loss, logged = self._update(parts, tensors, rate=self.config.rate(self.step), decay=decay)
@@ -169,54 +188,69 @@ class _Run:
             self._report({"loss": loss, **logged}, log=False)
 
     def validate(self, makers: Sequence[PairMaker]) -> dict[str, float]:
-        """Figures on held-out pairs, the same every time, and pictures of some."""
+        """Compute metrics on a fixed set of held-out pairs, and draw some of them."""
         figures: dict[str, float] = {}
         if self._is_first:
             step = TrainingStep(self.average, self.config)
             batches = self.config.validation_batches
             with torch.no_grad():
                 for number in range(batches):
-                    random = torch.Generator(device=self.fabric.device).manual_seed(1 + number)
-                    batch = makers[number % len(makers)].make(self.config.pairs // self.config.parts, random)
-                    _, logged = step(1, *(getattr(batch, f.name) for f in fields(batch)))
-                    for name, value in logged.items():
+                    batch = self._validation_batch(makers, number)
+                    loss, logged = step(1, *(getattr(batch, f.name) for f in fields(batch)))
+                    for name, value in {"loss": loss, **logged}.items():
                         figures[name] = figures.get(name, 0.0) + float(value) / batches
                     if number == 0:
                         draw_pairs(self.average, batch, self.out / "pictures" / f"{self.step:07}.jpg")
             self._log({f"held_out_{name}": value for name, value in figures.items()})
-            self.say("held out: " + "  ".join(f"{n} {v:.4f}" for n, v in figures.items()))
+            self.say("validation: " + "  ".join(f"{n} {v:.4f}" for n, v in figures.items()))
+            # A NaN is never the best.
+            self._is_best = figures["loss"] < self._best
+            if self._is_best:
+                self._best = figures["loss"]
         self.fabric.barrier()
         return figures
 
+    def _validation_batch(self, makers: Sequence[PairMaker], number: int) -> PairBatch:
+        """The same batch every time; of a list of pairs, the batches take the pairs in turn."""
+        count, maker = self.config.pairs // self.config.parts, makers[number % len(makers)]
+        if isinstance(maker, FilePairs):
+            return maker.make_in_order(number // len(makers) * count, count, seed=1)
+        return maker.make(count, torch.Generator(device=self.fabric.device).manual_seed(1 + number))
+
     def save(self) -> None:
-        """Write the checkpoint and the averaged weights; the old ones stay until the new ones are whole."""
+        """Write the checkpoint and the averaged weights atomically."""
         if self._is_first:
             state = {
                 "config": to_toml(self.config),
                 "step": self.step,
+                "best": self._best,
                 "network": self.network.state_dict(),
                 "average": self.average.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
             }
             with replacing(self.out / "checkpoint.pt") as temporary:
                 torch.save(state, temporary)
-            save_weights(self.average, self.out / "weights.safetensors", dtype=torch.float16)
+            weights = self.out / "weights.safetensors"
+            if self.config.keep == "last" or self._is_best or not weights.exists():
+                save_weights(self.average, weights, dtype=torch.float16)
+            # Further steps change the weights.
+            self._is_best = False
         self.fabric.barrier()
 
     def say(self, line: str, level: int = logging.INFO) -> None:
-        """Tell the user, once for all processes."""
+        """Log a message, once for all processes."""
         if self._is_first:
             logger.log(level, line)
 
     def say_once(self, opened: Sequence[Opened]) -> None:
-        """Tell what data could not be used, if that was not told yet."""
+        """Log data that could not be used, if that was not logged yet."""
         for line in (line for each in opened for line in each.report()):
             if line not in self._said:
                 self.say(line, logging.WARNING)
                 self._said.add(line)
 
     def _report(self, logged: dict[str, Tensor], *, log: bool) -> None:
-        """Say how it goes and how long it will take."""
+        """Log losses, speed and remaining time."""
         values = {name: float(value) for name, value in logged.items()}
         steps = self.step - self._last_step
         speed = steps / (time.monotonic() - self._since)
@@ -229,14 +263,14 @@ class _Run:
         left = (self.config.steps - self.step) / max(speed, 1e-6) / 60
         self.say(f"{self.step}/{self.config.steps}  {text}  {speed:.1f} steps/s  {left:.1f} min left")
         if skipped:
-            words = f"The gradient was not finite in {skipped} of {steps} steps, which were left out."
+            words = f"The gradient was not finite in {skipped} of {steps} steps, which were skipped."
             self.say(words, logging.WARNING)
         if skipped > steps / 2:
             remedy = f"lower learning_rate and start from {self.out / 'weights.safetensors'}"
             raise DataError(f"The loss is not finite in most steps up to {self.step}; {remedy}.")
 
     def _resume(self) -> None:
-        """Go on from a checkpoint of the same config, if there is one."""
+        """Continue from a checkpoint of the same config, if there is one."""
         path = self.out / "checkpoint.pt"
         try:
             if not path.exists():
@@ -247,13 +281,16 @@ class _Run:
                 self.average.load_state_dict(state["average"])
                 self.optimizer.load_state_dict(state["optimizer"])
                 self.step = int(state["step"])
+                # Checkpoints of earlier versions have none.
+                self._best = float(state.get("best", math.inf))
                 return
-        except Exception as error:  # a broken file can fail in any way
-            raise DataError(f"{path} is broken or can't be read; delete it, or choose another folder.") from error
+        # A damaged file can raise any exception.
+        except Exception as error:
+            raise DataError(f"{path} is damaged or unreadable; delete it, or choose another folder.") from error
         raise ConfigError(f"{path} belongs to another config; choose another folder, or delete it to start over.")
 
     def _describe(self) -> None:
-        """Leave what is run, in words, in the folder."""
+        """Write the configuration and versions to the folder."""
         write_text(self.out / "config.toml", to_toml(self.config).rstrip() + "\n")
         made = provenance("lightning", device=self.fabric.device, processes=self.fabric.world_size)
         write_json(self.out / "versions.json", made)
@@ -264,11 +301,13 @@ class _Run:
             with path.open("a", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows([self.step, name, f"{value:.6g}"] for name, value in values.items())
         except OSError as error:
-            raise OutputError(f"{path} can't be written ({error.strerror}); make room or write elsewhere.") from error
+            raise OutputError(
+                f"{path} cannot be written ({error.strerror}); free disk space or write elsewhere."
+            ) from error
 
 
 def _started(config: TrainConfig) -> Network:
-    """The network of the weights file to go on from; the context that the config asks for is added to it."""
+    """Load the network of the weights file to continue from, and add the context of the config to it."""
     assert config.start_from is not None
     network = load_weights(config.start_from)
     if network.config.context is not None or config.network.context is None:
@@ -279,14 +318,16 @@ def _started(config: TrainConfig) -> Network:
 
 
 def _network(config: TrainConfig) -> Network:
-    """The network to train, in training mode; a ResNet trunk stays as it is."""
+    """Make the network to train, in training mode; a ResNet backbone stays frozen."""
     network = _started(config) if config.start_from else make_network(config.network)
     source = config.start_from or "The config's network"
     if config.loss == "matching" and not (isinstance(network, DualRCNet) and network.subpixel is not None):
-        remedy = 'take another network, or loss = "paper"'
+        remedy = 'use another network, or loss = "paper"'
         raise ConfigError(f"{source} has no sub-pixel refinement, which the loss trains; {remedy}.")
     if config.loss == "weak" and isinstance(network, DualRCNet):
-        raise ConfigError(f'{source} is a DualRC-Net, whose fine features loss = "weak" does not train; take another.')
+        raise ConfigError(
+            f'{source} is a DualRC-Net, whose fine features loss = "weak" cannot train; use another loss.'
+        )
     network.train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if isinstance(network.backbone, (PaperBackbone, Trunk)):
         if config.trunk is not None:
@@ -298,7 +339,7 @@ def _network(config: TrainConfig) -> Network:
 def _optimizer(network: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
     parameters = [p for p in network.parameters() if p.requires_grad]
     fused = device.type == "cuda"
-    # On a GPU the rate is a tensor, so that a recorded step reads the one of its time.
+    # On a GPU the learning rate is a tensor, so that a captured step reads the current value.
     rate = torch.tensor(config.learning_rate, device=device) if fused else config.learning_rate
     if config.optimizer == "adam":
         return torch.optim.Adam(parameters, lr=rate, fused=fused, capturable=fused)

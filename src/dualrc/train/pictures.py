@@ -1,4 +1,4 @@
-"""Pictures of what a network in training finds."""
+"""Drawings of matches during training."""
 
 from pathlib import Path
 
@@ -12,13 +12,15 @@ from dualrc.matches import Matches
 from dualrc.model.network import Network
 
 _PAIRS = 4
-_TOP = 60  # matches drawn of a pair
+# Number of matches drawn per pair.
+_TOP = 60
 
 
 @torch.no_grad()
 def draw_pairs(network: Network, batch: PairBatch, path: Path) -> None:
-    """The best matches of the last pairs of a batch, one pair under the other."""
-    images0, images1 = batch.images0[-_PAIRS:], batch.images1[-_PAIRS:]  # the first ones may show different things
+    """Draw the best matches of the last pairs of a batch, one pair below the other."""
+    # The first pairs may be unrelated images.
+    images0, images1 = batch.images0[-_PAIRS:], batch.images1[-_PAIRS:]
     found = network.match(network.extract(images0), network.extract(images1), top=_TOP)
     rows = []
     for number, (picture0, picture1) in enumerate(zip(restore_colors(images0), restore_colors(images1), strict=True)):

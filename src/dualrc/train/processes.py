@@ -1,4 +1,4 @@
-"""What several processes share: batch statistics, and the wish to stop."""
+"""State that several processes share: batch statistics, and requests to stop."""
 
 import signal
 import threading
@@ -13,10 +13,10 @@ from torch.distributed.nn import functional as across
 
 
 class SharedBatchNorm(nn.BatchNorm2d):
-    """Batch normalization over the pairs of all processes; torch's own works on GPUs only."""
+    """Batch normalization over the pairs of all processes; torch's own version runs on GPUs only."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """(b c h w) -> the same."""
+        """Normalize (b c h w)."""
         if not self.training:
             return super().forward(x)
         values = x.float()
@@ -36,20 +36,20 @@ class SharedBatchNorm(nn.BatchNorm2d):
 
 
 def share_batch_norm(module: nn.Module) -> None:
-    """Let the batch normalization inside a module see the pairs of all processes, in place."""
+    """Replace batch normalization in a module by `SharedBatchNorm`, in place."""
     for child in module.modules():
         if type(child) is nn.BatchNorm2d:
             child.__class__ = SharedBatchNorm
 
 
 class StopRequest:
-    """Whether Ctrl-C or a scheduler's SIGTERM asked for the end."""
+    """Whether Ctrl-C or SIGTERM requested the end of training."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
 
     def agreed(self, late: bool, device: torch.device) -> bool:
-        """Whether any process wants to stop, by request or because it is late; all processes get the same answer."""
+        """Return whether any process has to stop, by request or because it is late; the answer is the same for all."""
         wish = self.asked is not None or late
         if distributed.is_available() and distributed.is_initialized():
             votes = torch.tensor([float(wish)], device=device)
@@ -60,10 +60,11 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """While the block runs, the first Ctrl-C or SIGTERM asks to stop; the second one kills, as ever."""
+    """In the block, the first Ctrl-C or SIGTERM requests a stop; the second one has its usual effect."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield request  # signals reach the main thread only
+        # Signals can be handled in the main thread only.
+        yield request
         return
     before: dict[signal.Signals, Any] = {}
 

@@ -1,4 +1,4 @@
-"""One step of training: losses, gradients, the optimizer, averaged weights; on a GPU recorded and replayed."""
+"""A training step: losses, gradients, optimizer and averaged weights; on a GPU captured in a CUDA graph."""
 
 import warnings
 from collections.abc import Sequence
@@ -22,13 +22,15 @@ from dualrc.model.network import Features, Network
 from dualrc.train.config import TrainConfig
 
 _FIELDS = [f.name for f in fields(PairBatch)]
-_PLAIN = 3  # steps before one is recorded: kernels are chosen and compiled, and the optimizer makes its state
+# Number of steps before the capture, in which kernels are chosen and compiled and the optimizer creates its state.
+_PLAIN = 3
 
-Outcome = tuple[Tensor, dict[str, Tensor]]  # the loss and what is logged
+# The loss, and values to log.
+Outcome = tuple[Tensor, dict[str, Tensor]]
 
 
 class TrainingStep(nn.Module):
-    """Network and loss as one module, which is what gets distributed."""
+    """Network and loss as one module, for distributed training."""
 
     def __init__(self, network: Network, config: TrainConfig) -> None:
         super().__init__()
@@ -37,17 +39,17 @@ class TrainingStep(nn.Module):
         self._extract, self._loss = network.extract, self._losses
 
     def compile_parts(self) -> None:
-        """Compile backbone and losses, each for itself: one graph of both trusts layouts that kernels may not keep."""
+        """Compile backbone and losses separately; one graph of both assumes layouts that kernels may not keep."""
         self._extract = torch.compile(self.network.extract, dynamic=False)
         self._loss = torch.compile(self._losses, dynamic=False)
 
     def forward(self, parts: int, *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """The fields of a PairBatch, which holds so many parts, to the loss and what is logged."""
+        """Compute the loss, and values to log, from the fields of a PairBatch with this number of parts."""
         batch = PairBatch(**dict(zip(_FIELDS, tensors, strict=True)))
         images = torch.cat([batch.images0, batch.images1]).contiguous(memory_format=torch.channels_last)
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
             features = self._extract(images)
-        # Each part's loss is a mean over its own places, so that it does not matter which process has it.
+        # The loss of a part is a mean over its own points, so it does not depend on the process.
         maps = *features.coarse.chunk(2), *features.fine.chunk(2)
         chunks = [t.chunk(parts) for t in (*maps, *tensors)]
         results = [self._loss(*chunk) for chunk in zip(*chunks, strict=True)]
@@ -86,25 +88,26 @@ class Update:
         self._parameters = [p for p in network.parameters() if p.requires_grad]
         self._averaged = _floating(average), _floating(network)
         self.device = fabric.device
-        self.skipped = torch.zeros((), device=self.device)  # steps that were left out
+        # Number of skipped steps.
+        self.skipped = torch.zeros((), device=self.device)
         self.rate, self._share = (torch.zeros((), device=self.device) for _ in range(2))
         if config.compile and isinstance(module, TrainingStep) and self.device.type == "cuda":
             module.compile_parts()
 
     def __call__(self, parts: int, tensors: Sequence[Tensor], *, rate: float, decay: float) -> Outcome:
-        """Train on the fields of a PairBatch, which holds so many parts."""
+        """Train on the fields of a PairBatch with this number of parts."""
         self.set(rate, decay)
         return self.run(parts, tensors)
 
     def set(self, rate: float, decay: float) -> None:
-        """The learning rate, and the decay of the averaged weights, of the next step."""
+        """Set the learning rate, and the decay of the averaged weights, for the next step."""
         self.rate.fill_(rate)
         self._share.fill_(1 - decay)
         for group in self._optimizer.param_groups:
             group["lr"] = self.rate if self.device.type == "cuda" else rate
 
     def run(self, parts: int, tensors: Sequence[Tensor]) -> Outcome:
-        """The step itself; launches work that depends on nothing but shapes."""
+        """Run the step; all launches depend only on shapes."""
         loss, logged = self._module(parts, *tensors)
         if self._fabric.world_size > 1:
             self._fabric.backward(loss)
@@ -122,7 +125,7 @@ class Update:
         return loss.detach(), logged
 
     def _drop_if_not_finite(self) -> None:
-        """Take no step on a gradient that is not finite; without waiting for the GPU to tell."""
+        """Skip the step if a gradient is not finite, without synchronization with the GPU."""
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         finite = torch.stack(torch._foreach_norm(gradients)).sum().isfinite()
         for gradient in gradients:
@@ -130,8 +133,8 @@ class Update:
         self.skipped += ~finite
 
 
-class Recorded:
-    """Steps on one GPU as a CUDA graph: one launch instead of thousands."""
+class CapturedUpdate:
+    """Training steps on one GPU as a CUDA graph: one launch instead of thousands."""
 
     def __init__(self, update: Update) -> None:
         self._update, self._calls = update, 0
@@ -142,24 +145,24 @@ class Recorded:
         self._parts = 0
 
     def __call__(self, parts: int, tensors: Sequence[Tensor], *, rate: float, decay: float) -> Outcome:
-        """As `Update`; the first steps are plain, then one is recorded."""
+        """Like `Update`; the first steps run without a graph, then one is captured."""
         self._update.set(rate, decay)
         if not self._calls:
             self._inputs, self._parts = [torch.empty_like(t) for t in tensors], parts
         assert parts == self._parts
-        # All steps read the same memory, whatever layout a batch has.
+        # All steps read the same memory, in one layout.
         for own, given in zip(self._inputs, tensors, strict=True):
             own.copy_(given)
         self._calls += 1
         if self._calls == _PLAIN + 1:
-            self._record(parts)
+            self._capture(parts)
         if self._graph is None or self._outcome is None:
             return self._plain(parts)
         self._graph.replay()
         return self._outcome
 
     def _plain(self, parts: int) -> Outcome:
-        # On the stream that will record, as gradients and what is kept for them belong to a stream.
+        # On the stream of the capture, because gradients and saved tensors belong to a stream.
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -167,19 +170,20 @@ class Recorded:
         current.wait_stream(self._stream)
         return outcome
 
-    def _record(self, parts: int) -> None:
+    def _capture(self, parts: int) -> None:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
-            # Other threads may prepare pairs meanwhile.
+            # Other threads may prepare pairs in the meantime.
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._outcome = self._update.run(parts, self._inputs)
             self._graph = graph
         except RuntimeError as error:
-            message = f"Could not capture a training step as a CUDA graph ({error}); it goes on without, more slowly."
+            remedy = "training continues without it, more slowly"
+            message = f"Could not capture a training step in a CUDA graph ({error}); {remedy}."
             warnings.warn(message, stacklevel=2)
 
 
 def _floating(network: nn.Module) -> list[Tensor]:
-    """Parameters and statistics, without gradients."""
+    """Return parameters and statistics, without gradients."""
     return [tensor for tensor in network.state_dict().values() if tensor.is_floating_point()]
