@@ -46,9 +46,12 @@ def _command(path: str, command: Any) -> list[str]:
     usage = " ".join(command.collect_usage_pieces(context))
     lines = [f"## {path} {{ #{path.replace(' ', '-')} }}", ""]
     for paragraph in re.split(r"\n\s*\n", _plain(command.help or "").strip()):
-        text = " ".join(paragraph.split())
-        # An example is a line that begins with the name of the program.
-        lines += ["```sh", text, "```", ""] if text.startswith("dualrc ") else [text, ""]
+        # Lines that begin with the name of the program are examples.
+        rows = [row.strip() for row in paragraph.replace("\b", "").splitlines()]
+        examples = [row for row in rows if re.match(r"(?:[A-Z_]+=\S+ )?dualrc ", row)]
+        text = " ".join(row for row in rows if row not in examples)
+        lines += [text, ""] if text else []
+        lines += ["```sh", *examples, "```", ""] if examples else []
     lines += ["```text", f"{path} {usage}", "```", ""]
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and not getattr(p, "hidden", False)]
@@ -67,7 +70,7 @@ def _option(option: Any, context: Any) -> str:
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     if not option.is_flag:
         value = option.display_type_rich(context)
-        names += f" `{_plain(value).strip('<>').replace('|', ', ')}`" if value else ""
+        names += f" `{_plain(value).strip('<>').removeprefix('list[').removesuffix(']').replace('|', ', ')}`" if value else ""
     default = option.default
     if callable(default) or default is None or default is False or type(default).__name__ == "Sentinel":
         shown = "required" if option.required else ""
