@@ -17,7 +17,8 @@ from dualrc import scenes
 DOCS = Path(__file__).resolve().parents[1]
 IMAGES = DOCS / "images"
 INDIGO, ORANGE, GREEN, GRAY, RED = "#3f51b5", "#f57c00", "#2e7d32", "#757575", "#c62828"
-_LARGEST = 200_000  # bytes of a file
+# Bytes of a file.
+_LARGEST = 200_000
 
 matplotlib.rcParams.update(
     {

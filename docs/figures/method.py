@@ -145,9 +145,10 @@ def exact_search() -> None:
         fine0, fine1 = maps[0].map(), maps[1].map()
         every = torch.arange(fine0.cells)[None]
         queries = cell_queries(fine0, every, network.config.fine.reading)
+        # Queries by coarse cells, and queries by fine cells.
         coarse = read_coarse(tensor, queries)
-        coarse = (coarse / (coarse.sum(2, keepdim=True) + TINY))[0]  # queries x coarse cells
-        cosine = fine_cosines(queries, fine1)[0]  # queries x fine cells
+        coarse = (coarse / (coarse.sum(2, keepdim=True) + TINY))[0]
+        cosine = fine_cosines(queries, fine1)[0]
         # The best cosine in each coarse cell of image 1.
         order = fine1.members(torch.arange(fine1.cells))
         product = torch.stack([cosine[:, order[cell]].amax(1) for cell in range(fine1.cells)], 1) * coarse
