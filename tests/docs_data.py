@@ -17,7 +17,7 @@ from dualrc import scenes
 DOCS = ROOT / "docs"
 SIZE = (256, 192)
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)")
-_MARK = re.compile(r"<!-- (skip|file): (.+?) -->")
+_MARK = re.compile(r"<!-- (skip|file|run): (.+?) -->")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Block:
     text: str
     skip: str | None  # why it is not run
     file: str | None  # the file that it stands for
+    run: str | None = None  # why it runs on a page whose blocks are only checked
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -54,7 +55,9 @@ def blocks(page: Path) -> list[Block]:
         if opened is not None:
             if fence and not fence["language"] and fence["indent"] == opened["indent"]:
                 text = textwrap.dedent("\n".join(body))
-                found.append(Block(page, start, opened["language"], text, mark.get("skip"), mark.get("file")))
+                found.append(
+                    Block(page, start, opened["language"], text, mark.get("skip"), mark.get("file"), mark.get("run"))
+                )
                 opened, body, mark = None, [], {}
             else:
                 body.append(line)

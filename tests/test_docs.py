@@ -19,9 +19,12 @@ from dualrc import cli
 
 PAGES = pages()
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-# Pages that the site makes from the code, and pages of parts that may be missing.
+# Pages that the site makes from the code, and pages of parts that a checkout may lack. The blocks of the latter need
+# servers and other libraries: they are compiled and parsed, and run where a comment `<!-- run: reason -->` is above.
 GENERATED = re.compile(r"docs/reference/[\w-]+\.md")
 OPTIONAL = {f"docs/{name}.md" for name in ("service", "onnx", "integrations")}
+# Commands that go on until they are stopped: only parsed.
+ENDLESS = {"serve"}
 # Pages whose examples make a model, or read the one that was made.
 CONTINUE = {"docs/collections.md", "docs/files.md", "docs/guides/localize.md"}
 # Programs that shell blocks may call besides our own; none of them is run.
@@ -65,7 +68,7 @@ def run_command(block: Block, words: list[str], *, execute: bool) -> None:
         # Parsing refuses unknown options, wrong values and missing arguments.
         with command.make_context(name, list(arguments)):
             pass
-        if execute:
+        if execute and name not in ENDLESS:
             done = CliRunner().invoke(cli.app, words[1:])
             assert done.exit_code == 0, f"{block}: {' '.join(words)}\n{done.output}"
     elif program == "python" and arguments and arguments[0].startswith("benchmarks/"):
@@ -82,17 +85,19 @@ def run_page(name: str, samples: Path) -> None:
     """Run the blocks of a page in order, in one namespace; what they write stays in the folder of the samples."""
     namespace: dict[str, object] = {"__name__": "docs"}
     for block in blocks(ROOT / name):
+        runs = block.skip is None and (name not in OPTIONAL or block.run)
         if block.language == "python":
             code = compile(block.text, str(block), "exec")
             if block.file is not None:
                 (samples / block.file).write_text(block.text)
-            elif block.skip is None:
+            elif runs:
                 exec(code, namespace)
-        elif block.language == "sh":
+        elif block.language in ("sh", "bash"):
             for words in block.commands():
-                run_command(block, words, execute=block.skip is None)
+                run_command(block, words, execute=runs)
         else:
-            assert block.language in ("json", "text", "toml"), f"{block}: say python, sh, json, toml or text"
+            known = ("json", "text", "toml", "yaml")
+            assert block.language in known, f"{block}: name its language: python, sh, {', '.join(known)}"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if any(blocks(ROOT / name))])
