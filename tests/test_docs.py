@@ -159,6 +159,14 @@ def test_images_are_small_and_used():
         assert f"images/{path.name}" in text, f"no document shows {path.name}"
 
 
+def test_charts_are_drawn_from_the_tables_of_the_documents(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "FIGURES": str(tmp_path)}
+    command = [sys.executable, str(DOCS / "figures"), "speed", "accuracy", "calibration"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"speed.png", "accuracy.png", "calibration.png"}
+
+
 def test_the_guide_names_every_benchmark():
     from dualrc.evaluation import BENCHMARKS
 
