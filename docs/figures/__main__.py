@@ -1,6 +1,9 @@
 """Make all figures of the documents, or those that are named: python docs/figures [NAME...]"""
 
+import importlib
+import importlib.util
 import sys
+from pathlib import Path
 
 import charts
 import images
@@ -10,6 +13,9 @@ import method
 def main() -> None:
     """Make the figures."""
     all_figures = {figure.__name__: figure for room in (charts, method, images) for figure in room.FIGURES}
+    # The screenshot of the web page needs a browser, and a package that drives it.
+    if (Path(__file__).parent / "page.py").exists() and importlib.util.find_spec("playwright"):
+        all_figures["page"] = lambda: importlib.import_module("page").main()
     names = sys.argv[1:] or list(all_figures)
     unknown = [name for name in names if name not in all_figures]
     if unknown:

@@ -1,5 +1,6 @@
 """MkDocs hook: adds the reference pages that are made from the code, and the pages of optional parts."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Write pipes inside code in tables as Python-Markdown reads them; GitHub needs a backslash there."""
+
+    def plain(row: re.Match[str]) -> str:
+        return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])
+
+    return re.sub(r"^\|.*$", plain, markdown, flags=re.MULTILINE)
 
 
 def _without(nav: Any, missing: set[str]) -> Any:
