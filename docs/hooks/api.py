@@ -110,6 +110,7 @@ The pages of the Python API are made from the docstrings and type hints of the c
 - [Command line](cli.md): every command with its options, made from the program itself.
 - [Configs](configs.md): every field of every config, with its default.
 - [File formats](../files.md): what is read and written, and the limits on untrusted files.
+- [Model card](model-card.md): the bundled weights, their data, figures and limits.
 - [Long runs](../running.md): output, JSON keys, exit status, threads.
 """
 

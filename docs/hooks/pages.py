@@ -15,6 +15,7 @@ import commands
 
 import configs
 
+_MODEL_CARD = Path(__file__).parents[2] / "src" / "dualrc" / "weights" / "README.md"
 # Pages of parts that a checkout may lack; they are left out of the navigation where they are missing.
 OPTIONAL = ("service.md", "onnx.md", "integrations.md")
 
@@ -36,6 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages["reference/index.md"] = api.index()
     pages["reference/cli.md"] = commands.render()
     pages["reference/configs.md"] = configs.render()
+    pages["reference/model-card.md"] = _MODEL_CARD.read_text(encoding="utf-8")
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
