@@ -54,7 +54,7 @@ def main() -> None:
         path = export(pairs_of(scene, cameras), matcher, args.work, config=config, top=TOP, console=console)
         add_row(table, scene.name, localize(scene, cameras, path, args.work, console))
     console.print(table)
-    limits = " and ".join(f"{metres:g} m, {degrees:g} deg" for metres, degrees in RECALL)
+    limits = " and ".join(f"{meters:g} m, {degrees:g} deg" for meters, degrees in RECALL)
     console.print(f"Medians; recall within {limits}.")
 
 
@@ -119,15 +119,15 @@ def localize(
 
 def add_row(table: Table, name: str, found: list[tuple[QueryScore, PosedMap]]) -> None:
     queries = [query for query, _ in found]
-    metres, degrees = (np.array([getattr(query, key) for query in queries]) for key in ("error_m", "error_deg"))
-    recall = [np.mean((metres <= most_m) & (degrees <= most_deg)) for most_m, most_deg in RECALL]
+    meters, degrees = (np.array([getattr(query, key) for query in queries]) for key in ("error_m", "error_deg"))
+    recall = [np.mean((meters <= most_m) & (degrees <= most_deg)) for most_m, most_deg in RECALL]
     table.add_row(
         name,
         str(len(queries)),
         str(sum(query.reason is None for query in queries)),
         f"{np.median(degrees):.4f}",
-        f"{np.median(metres):.4f}",
-        f"{degrees.max():.3f}, {metres.max():.3f}",
+        f"{np.median(meters):.4f}",
+        f"{degrees.max():.3f}, {meters.max():.3f}",
         f"{np.median([query.inliers for query in queries]):.0f}",
         f"{np.median([len(world.xyz) for _, world in found]):.0f}",
         " / ".join(f"{share:.1%}" for share in recall),

@@ -135,16 +135,16 @@ def center_of(pose: np.ndarray | None) -> np.ndarray:
 
 
 def add_row(table: Table, name: str, errors: Errors, extent: float | None) -> None:
-    degrees, metres = np.array(list(errors.values())).T
-    recall = [np.mean((metres <= within) & (degrees <= WITHIN_DEG)) for within in THRESHOLDS_M]
+    degrees, meters = np.array(list(errors.values())).T
+    recall = [np.mean((meters <= within) & (degrees <= WITHIN_DEG)) for within in THRESHOLDS_M]
     table.add_row(
         name,
         str(len(errors)),
         str(int(np.isfinite(degrees).sum())),
         f"{np.median(degrees):.4f}",
-        f"{np.median(metres):.4f}",
-        "" if extent is None else f"{np.median(metres) / extent:.3%}",
-        f"{degrees.max():.3f}, {metres.max():.3f}",
+        f"{np.median(meters):.4f}",
+        "" if extent is None else f"{np.median(meters) / extent:.3%}",
+        f"{degrees.max():.3f}, {meters.max():.3f}",
         " / ".join(f"{share:.1%}" for share in recall),
     )
 

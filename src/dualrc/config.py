@@ -8,7 +8,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Union
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Union, get_args
 
 import tomlkit
 
@@ -198,6 +198,15 @@ class NetworkConfig:
         return None if isinstance(self.backbone, CompactConfig) else self.backbone
 
 
+Quality = Literal["standard", "high", "search"]
+
+
+def check_quality(quality: str) -> None:
+    """Refuse a quality that does not exist."""
+    if quality not in get_args(Quality):
+        raise ConfigError(f"quality = {quality!r} is unknown; choose {', '.join(get_args(Quality))}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MatcherConfig:
     """What the matcher does with two pictures; every field can also be given to `dualrc.load`."""
@@ -211,9 +220,10 @@ class MatcherConfig:
     top: int | None = None
     # Keep only matches with at least this score: the probability that they are within 3 px, see docs/scores.md.
     min_score: float = 0.0
-    # "high" looks again, at one picture brought into the frame of the other by the motion that most matches share: far
-    # better where pictures are turned, zoomed or seen from the side, for about five times the time.
-    quality: Literal["standard", "high"] = "standard"
+    # "high" warps one image into the frame of the other by the motion that most matches share, and matches again: far
+    # better for rotated, zoomed or tilted images, in about five times the time. "search" also tries simulated views of
+    # both images where the matches agree too little: for extreme viewpoints, in up to twelve times the time.
+    quality: Quality = "standard"
     # Where matches do not agree with each other, scales up to so many times larger and smaller are tried; 1: none.
     max_zoom: float = 4.0
     # GiB that matching a pair may take on the device beside the weights; None: most of what is free there. Pictures
@@ -236,8 +246,7 @@ class MatcherConfig:
             raise ConfigError(f"top = {self.top} must not be negative; leave it out to keep all matches.")
         if not math.isfinite(self.min_score):
             raise ConfigError(f"min_score = {self.min_score} must be a number; 0 keeps all matches.")
-        if self.quality not in ("standard", "high"):
-            raise ConfigError(f"quality = {self.quality!r} is not known; choose standard or high.")
+        check_quality(self.quality)
         if not 1 <= self.max_zoom <= 16:
             raise ConfigError(f"max_zoom = {self.max_zoom} must be from 1 (no search for another scale) to 16.")
         if self.max_memory is not None and not 0 < self.max_memory < math.inf:
@@ -251,7 +260,7 @@ class MatcherOptions(TypedDict, total=False):
     size: int | None
     top: int | None
     min_score: float
-    quality: Literal["standard", "high"]
+    quality: Quality
     max_zoom: float
     max_memory: float | None
 

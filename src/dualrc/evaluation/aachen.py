@@ -91,7 +91,7 @@ class GroupScore:
         """Compute the score of the queries of a condition."""
         inliers = [query.inliers for query in queries if query.reason is None]
         known = [query for query in queries if not np.isnan(query.error_m)]
-        within = [[q.error_m <= metres and q.error_deg <= degrees for q in known] for metres, degrees in THRESHOLDS]
+        within = [[q.error_m <= meters and q.error_deg <= degrees for q in known] for meters, degrees in THRESHOLDS]
         return GroupScore(
             queries=len(queries),
             localized=len(inliers),
@@ -304,7 +304,7 @@ class Aachen(Benchmark):
                 own = [query.error_m if query.error_deg <= max_deg else float("inf") for query in known]
                 errors.setdefault(condition, {})[result.matcher] = own
         title = f"Share of queries within a distance and {max_deg:g}°"
-        curves = recall_curves(errors, max_m, title=title, x_label="metres")
+        curves = recall_curves(errors, max_m, title=title, x_label="meters")
         return Report(tables=tables, figures={"aachen_recall": curves})
 
     def _main_table(self, results: Sequence[Result]) -> Table:
@@ -369,7 +369,7 @@ def _recall_table(results: Sequence[Result]) -> Table:
     # The paper's table.
     for name, values in read_published("aachen_published.json").items():
         rows.append([f"{name} (paper)", "night", "98", *(f"{value:.1f}" for value in values), "", ""])
-    limits = [f"{metres:g} m, {degrees:g}°" for metres, degrees in THRESHOLDS]
+    limits = [f"{meters:g} m, {degrees:g}°" for meters, degrees in THRESHOLDS]
     columns = ["matcher", "condition", "queries", *limits, "median", "error"]
     title, text = "Correctly localized queries (%)", ["matcher", "condition"]
     return Table(title=title, columns=columns, rows=rows, note=note, text_columns=text)

@@ -139,7 +139,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         # PyTorch's own words on an unknown name are a list of all that it was ever ported to.
         reason = (str(error) or type(error).__name__).splitlines()[0]
         reason = "no such device" if reason.startswith("Expected one of") else reason
-        remedy = f"here there is {', '.join(here)}"
+        remedy = f"available here: {', '.join(here)}"
         raise ConfigError(f"The device {str(device)!r} can't be used ({reason}); {remedy}.") from error
     return chosen
 
