@@ -43,8 +43,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Write pipes inside code in tables as Python-Markdown reads them; GitHub needs a backslash there."""
+def on_page_markdown(markdown: str, config: MkDocsConfig, **_: Any) -> str:
+    """Remove links to missing pages, and write pipes in tables as Python-Markdown reads them."""
+    for name in OPTIONAL:
+        if not (Path(config.docs_dir) / name).exists():
+            markdown = re.sub(rf"\[([^\]]*)\]\((?:\.\./)*{re.escape(name)}[^)]*\)", r"\1", markdown)
+
+    # GitHub needs a backslash before a pipe inside code in a table; Python-Markdown shows it.
 
     def plain(row: re.Match[str]) -> str:
         return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])
