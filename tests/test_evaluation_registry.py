@@ -9,7 +9,7 @@ from typing import Annotated
 import numpy as np
 import pytest
 import typer
-from conftest import ROOT, texture
+from conftest import texture
 from evaluation_data import run_evaluation
 from PIL import Image
 from typer.testing import CliRunner
@@ -197,8 +197,3 @@ def test_the_registry_and_the_command_line_agree():
         # Every setting is an option, with one default.
         assert settings == {"roots", *(d.setting for d in declared_options(benchmark.settings_class).values())}
         assert benchmark.summary in help_text and f"dualrc evaluate {name} {benchmark.example}" in help_text
-
-
-def test_the_readme_names_every_benchmark():
-    row = next(line for line in (ROOT / "README.md").read_text().splitlines() if "`dualrc evaluate BENCHMARK" in line)
-    assert all(f"`{name}`" in row for name in BENCHMARKS)

@@ -1,0 +1,145 @@
+"""Charts of figures that stand in the documents; each is read from its table, so that the two can't differ."""
+
+import json
+import re
+from importlib.resources import files
+
+import numpy as np
+from common import DOCS, GRAY, GREEN, INDIGO, ORANGE, RED, save_figure
+from matplotlib.figure import Figure
+
+
+def table(page: str, first: str) -> list[list[str]]:
+    """The rows of the table on a page whose header begins with these cells."""
+    rows: list[list[str]] = []
+    for line in (DOCS / page).read_text(encoding="utf-8").splitlines():
+        if rows and not line.startswith("|"):
+            break
+        if rows or line.startswith(first):
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    if not rows:
+        raise SystemExit(f"docs/{page} has no table that begins with {first!r}.")
+    return [rows[0], *rows[2:]]
+
+
+def _seconds(cell: str) -> float:
+    """The first time in a cell, in seconds."""
+    found = re.search(r"([\d.,]+)\s*(ms|s)\b", cell)
+    if found is None:
+        return float("nan")
+    return float(found[1].replace(",", "")) * (1e-3 if found[2] == "ms" else 1)
+
+
+def speed() -> None:
+    """Time of a pair against the size of the images, on a log scale."""
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    header, *rows = table("speed.md", "| stage | 320x240 |")
+    names = {
+        "LoFTR (kornia), whole pair": ("LoFTR (kornia)", RED),
+        "whole pair": ("dualrc", INDIGO),
+        "SIFT (OpenCV), whole pair": ("SIFT (OpenCV)", GRAY),
+    }
+    pixels = [np.prod([int(side) for side in size.split("x")]) for size in header[1:]]
+    for wanted, (label, color) in names.items():
+        times = next(row[1:] for row in rows if row[0] == wanted)
+        left.plot(pixels, [_seconds(time) for time in times], marker="o", color=color, label=label)
+    left.set(xscale="log", yscale="log", ylabel="seconds a pair", title="CPU, two threads")
+    _ticks(left, pixels, header[1:])
+    header, *rows = table("speed.md", "| preset, image | published code |")
+    series: dict[str, list[tuple[str, float]]] = {}
+    for row in rows:
+        cells = dict(zip(header, row, strict=True))
+        preset, size = re.match(r"`(\w+)`, (\d+x\d+)", row[0]).groups()  # type: ignore[union-attr]
+        published = _seconds(cells["published code"])
+        if np.isfinite(published):
+            series.setdefault("DualRC-Net, published code", []).append((size, published))
+        # A cell may hold several runs, in milliseconds.
+        runs = [float(value) for value in re.findall(r"\d+\.\d+|\d+", cells["whole pair"].split("ms")[0])]
+        series.setdefault(f"dualrc, preset {preset}", []).append((size, float(np.median(runs)) / 1000))
+    colors = {"DualRC-Net, published code": RED, "dualrc, preset paper": ORANGE, "dualrc, preset default": INDIGO}
+    sizes = sorted({size for runs in series.values() for size, _ in runs}, key=_area)
+    for label, color in colors.items():
+        points = series[label]
+        right.plot(
+            [_area(size) for size, _ in points],
+            [time * 1000 for _, time in points],
+            marker="o",
+            color=color,
+            label=label,
+        )
+    right.set(xscale="log", yscale="log", ylabel="milliseconds a pair", title="GPU, one H200, half precision")
+    _ticks(right, [_area(size) for size in sizes], sizes)
+    for axes in (left, right):
+        axes.grid(alpha=0.3, which="major")
+        axes.set_xlabel("size of both images")
+        axes.legend(fontsize=9, loc="upper left" if axes is left else "lower right")
+    save_figure(figure, "speed.png")
+
+
+def _area(size: str) -> int:
+    width, height = size.split("x")
+    return int(width) * int(height)
+
+
+def _ticks(axes: object, places: list[int], names: list[str]) -> None:
+    axes.set_xticks(places, names, fontsize=9, rotation=25)  # type: ignore[attr-defined]
+    axes.minorticks_off()  # type: ignore[attr-defined]
+
+
+def accuracy() -> None:
+    """Matching accuracy against the threshold, and pose."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    header, *rows = table("benchmarks.md", "| matcher | top | 1 px |")
+    limits = [int(name.split()[0]) for name in header if name.endswith(" px")]
+    styles = {"dualrc-high": GREEN, "dualrc": INDIGO, "sift-ratio": ORANGE, "sift-mutual": GRAY}
+    for matcher, color in styles.items():
+        row = next(row for row in rows if row[0] == matcher and row[1] == "1000")
+        count = row[header.index("matches")]
+        left.plot(
+            limits, [float(value) for value in row[2:6]], marker="o", color=color, label=f"{matcher}, {count} matches"
+        )
+    left.set(
+        xscale="log",
+        xlabel="threshold, px",
+        ylabel="mean matching accuracy",
+        ylim=(0, 1),
+        title="30 pairs of HPatches and Oxford",
+    )
+    left.set_xticks(limits, [str(limit) for limit in limits])
+    left.minorticks_off()
+    header, *rows = table("benchmarks.md", "| matcher | estimator | AUC 5")
+    for matcher, color in styles.items():
+        found = [row for row in rows if row[0] == matcher and row[1].startswith("PoseLib")]
+        if found:
+            right.plot([5, 10, 20], [float(value) for value in found[0][2:5]], marker="o", color=color, label=matcher)
+    right.set(
+        xlabel="threshold, degrees",
+        ylabel="AUC of the pose",
+        xticks=[5, 10, 20],
+        ylim=(0.9, 1),
+        title="83 pairs of two scenes, PoseLib at 1 px",
+    )
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=9)
+    save_figure(figure, "accuracy.png")
+
+
+def calibration() -> None:
+    """The curves that turn the network's scores into probabilities."""
+    text = (files("dualrc") / "weights" / "default.calibration.json").read_text(encoding="utf-8")
+    curves = {name: value for name, value in json.loads(text).items() if isinstance(value, dict) and "scores" in value}
+    figure = Figure(figsize=(5.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    labels = {"matches": ("match", INDIGO), "points": ("match_points, warp", ORANGE)}
+    for name, (label, color) in labels.items():
+        axes.plot(curves[name]["scores"], curves[name]["probabilities"], marker=".", color=color, label=label)
+    axes.set(xlabel="score of the network", ylabel="probability within 3 px", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=9)
+    save_figure(figure, "calibration.png")
+
+
+FIGURES = (speed, accuracy, calibration)

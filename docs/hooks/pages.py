@@ -1,0 +1,68 @@
+"""MkDocs hook: adds the reference pages that are made from the code, and the pages of optional parts."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import api
+import commands
+
+import configs
+
+_MODEL_CARD = Path(__file__).parents[2] / "src" / "dualrc" / "weights" / "README.md"
+# Pages of parts that a checkout may lack; they are left out of the navigation where they are missing.
+OPTIONAL = ("service.md", "onnx.md", "integrations.md")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Complete the navigation."""
+    missing = {name for name in OPTIONAL if not (Path(config.docs_dir) / name).exists()}
+    nav = _without(config.nav, missing)
+    for section in nav:
+        if "Reference" in section:
+            section["Reference"][1:1] = [{"Python API": [{page.title: page.path} for page in api.pages()]}]
+    config.nav = nav
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    pages = {page.path: page.text for page in api.pages()}
+    pages["reference/index.md"] = api.index()
+    pages["reference/cli.md"] = commands.render()
+    pages["reference/configs.md"] = configs.render()
+    pages["reference/model-card.md"] = _MODEL_CARD.read_text(encoding="utf-8")
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, config: MkDocsConfig, **_: Any) -> str:
+    """Remove links to missing pages, and write pipes in tables as Python-Markdown reads them."""
+    for name in OPTIONAL:
+        if not (Path(config.docs_dir) / name).exists():
+            markdown = re.sub(rf"\[([^\]]*)\]\((?:\.\./)*{re.escape(name)}[^)]*\)", r"\1", markdown)
+
+    # GitHub needs a backslash before a pipe inside code in a table; Python-Markdown shows it.
+
+    def plain(row: re.Match[str]) -> str:
+        return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])
+
+    return re.sub(r"^\|.*$", plain, markdown, flags=re.MULTILINE)
+
+
+def _without(nav: Any, missing: set[str]) -> Any:
+    """The navigation without some pages."""
+    if isinstance(nav, list):
+        kept = (_without(item, missing) for item in nav)
+        return [item for item in kept if item is not None]
+    if isinstance(nav, dict):
+        parts = {title: _without(item, missing) for title, item in nav.items()}
+        return {title: item for title, item in parts.items() if item is not None} or None
+    return None if nav in missing else nav
