@@ -74,7 +74,8 @@ def main() -> None:
     parser.add_argument("roots", type=Path, nargs="+", help="folders of HPatches sequences, or sequences")
     parser.add_argument("--models", type=Path, help="folder of exported models; without it, they are exported first")
     parser.add_argument("--store", type=Path, help="file that keeps the results by pair; pairs in it are not run again")
-    parser.add_argument("--memory", choices=METHODS, help=argparse.SUPPRESS)  # what a process of its own does
+    # Used internally, for the process that measures the memory of one method.
+    parser.add_argument("--memory", choices=METHODS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
         show_memory(options.memory, options.models, options.roots)

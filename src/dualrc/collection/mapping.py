@@ -1,4 +1,4 @@
-"""COLMAP's mapping of a database: incremental or global, and the principal points of the result."""
+"""Mapping of a database by COLMAP, incremental or global, and refinement of the principal points."""
 
 import copy
 import tempfile
@@ -15,22 +15,26 @@ from dualrc.geometry import Camera
 
 Mapper = Literal["incremental", "global"]
 
-_GROWTH, _REFINEMENTS = 1.4, 2  # of the model between two adjustments of all of it, and rounds of each
-_FEWEST_VIEWS = 5  # pictures of a camera, to refine its principal point
-_LARGEST_SHIFT = 0.05  # of a principal point, in long sides
+# Growth of the model between two global bundle adjustments, and number of refinements in each.
+_GROWTH, _REFINEMENTS = 1.4, 2
+# Minimum number of images of a camera to refine its principal point.
+_FEWEST_VIEWS = 5
+# Maximum shift of a refined principal point, as a fraction of the long side.
+_LARGEST_SHIFT = 0.05
 
 
 def map_incremental(
     out: Path, images: Path, cameras: Mapping[str, Camera], tell: Progress, threads: int | None = None
 ) -> list[Any]:
-    """The models that COLMAP makes of `out`/database.db, adding one image at a time."""
+    """Return the models that COLMAP builds from `out`/database.db, adding one image at a time."""
     pycolmap = import_pycolmap()
     options = pycolmap.IncrementalPipelineOptions()
     options.min_model_size = 2
     options.random_seed = 0
-    options.num_threads = threads or -1  # all
-    # A dense matcher gives many times the points of sparse features. Adjusting all of them after every tenth picture
-    # more, five times over, takes most of the time and changes nothing that the last adjustment does not.
+    # -1: all threads.
+    options.num_threads = threads or -1
+    # A dense matcher gives many times more points than sparse features. A global bundle adjustment after each 10 %
+    # of growth, as is COLMAP's default, takes most of the time and does not change the final result.
     options.ba_global_frames_ratio = options.ba_global_points_ratio = _GROWTH
     options.ba_global_max_refinements = _REFINEMENTS
     options.mapper.ba_global_ignore_redundant_points3D = True
@@ -60,7 +64,7 @@ def map_incremental(
 def map_global(
     out: Path, images: Path, cameras: Mapping[str, Camera], tell: Progress, threads: int | None = None
 ) -> list[Any]:
-    """The models that COLMAP makes of `out`/database.db, solving for all images at once."""
+    """Return the models that COLMAP builds from `out`/database.db, solving for all images at once."""
     pycolmap = import_pycolmap()
     if not hasattr(pycolmap, "global_mapping"):
         raise ConfigError(
@@ -69,7 +73,8 @@ def map_global(
         )
     options = pycolmap.GlobalPipelineOptions()
     options.random_seed = options.mapper.random_seed = 0
-    options.num_threads = options.mapper.num_threads = threads or -1  # all
+    # -1: all threads.
+    options.num_threads = options.mapper.num_threads = threads or -1
     if all(map(is_known, cameras.values())):
         adjustment = options.mapper.bundle_adjustment
         adjustment.refine_focal_length = adjustment.refine_extra_params = False
@@ -87,7 +92,7 @@ MAPPERS: dict[str, Callable[[Path, Path, Mapping[str, Camera], Progress, int | N
 
 
 def largest(models: list[Any], *, refine: bool, tell: Progress) -> Any:
-    """The model with most images; with `refine`, its principal points are adjusted where enough images share them."""
+    """Return the model with most images; `refine` adjusts its principal points if enough images share them."""
     best = max(models, key=lambda model: (model.num_reg_images(), model.num_points3D()))
     if refine:
         pycolmap = import_pycolmap()
@@ -99,7 +104,7 @@ def largest(models: list[Any], *, refine: bool, tell: Progress) -> Any:
 
 
 def _refine_principal_points(model: Any, pycolmap: Any) -> Any:
-    """The model with principal points that fit it best, or as it was where pictures don't tell enough of them."""
+    """Return the model with refined principal points, or unchanged if the images do not constrain them."""
     users = Counter(model.images[number].camera_id for number in model.reg_image_ids())
     if min(users.values()) < _FEWEST_VIEWS:
         return model
@@ -114,7 +119,7 @@ def _refine_principal_points(model: Any, pycolmap: Any) -> Any:
             abs(after.principal_point_x - before.principal_point_x),
             abs(after.principal_point_y - before.principal_point_y),
         )
-        # A lens sits nearly straight; what ends far from the middle was not to be seen in these pictures.
+        # Real principal points are near the image center; a large shift means that the images do not constrain it.
         if not moved < _LARGEST_SHIFT * max(before.width, before.height):
             return model
     return refined

@@ -119,7 +119,7 @@ def colmap_points(points: npt.ArrayLike, path: str | Path | None = None) -> Floa
 
 
 def from_colmap_points(points: npt.ArrayLike, path: str | Path) -> FloatArray:
-    """The inverse of `colmap_points`: keypoints (n, 2) of a stored picture file as upright points."""
+    """Convert COLMAP's keypoints (n, 2) of a stored image file to upright points; the inverse of `colmap_points`."""
     return find_rotation(path).rotate_points(from_colmap(np.asarray(points, dtype=np.float64).reshape(-1, 2)))
 
 
