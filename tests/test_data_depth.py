@@ -381,7 +381,7 @@ def test_folders_that_are_not_megadepth(tmp_path):
     with pytest.raises(DataError, match=r"no pairs for training.*has no depth_paths"):
         MegaDepthPairs(tmp_path, "training")
     (tmp_path / "x.h5").write_bytes(b"")
-    with pytest.raises(DataError, match="broken"):
+    with pytest.raises(DataError, match="damaged"):
         read_depth_h5(tmp_path / "x.h5")
 
 

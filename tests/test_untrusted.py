@@ -316,7 +316,7 @@ def test_tar_files_that_claim_too_much(tmp_path, monkeypatch):
         file.write(member("pax", size=3 * GIB, type=tarfile.XHDTYPE).tobuf(tarfile.PAX_FORMAT))
         for _ in range(20):
             file.write(bytes(1 << 20))
-    with pytest.raises(DataError, match=r"header\.tar\.gz is neither a folder nor a whole tar file"):
+    with pytest.raises(DataError, match=r"header\.tar\.gz is neither a folder nor a complete tar file"):
         read_photos([tmp_path / "header.tar.gz"], canvas=96)
     monkeypatch.setattr("dualrc.data.photos._MOST_BYTES", 1 << 20)
     with gzip.open(tmp_path / "bomb.tar.gz", "wb", compresslevel=1) as file:
