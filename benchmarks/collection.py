@@ -1,6 +1,6 @@
 """Measure whether the cost of a pair and the memory stay constant over thousands of pairs of tiny images.
 
-python benchmarks/collection.py [PICTURES] [local|ray] [WORKERS]
+python benchmarks/collection.py [IMAGES] [local|ray] [WORKERS]
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""A small Aachen Day-Night: a rendered square by day and by night, in the published layouts, through distorting lenses.
+"""A small Aachen Day-Night: a rendered square by day and by night, in the published layouts, with lens distortion.
 
-The lenses are written down here once more, without COLMAP, so that its conventions are checked and not assumed.
+The distortion is implemented here again, without COLMAP, to test its conventions.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,17 @@ from dualrc import scenes
 from dualrc.geometry import sample_bilinear
 
 SIZE = (320, 240)
-MARGIN = 40  # pixels that are rendered around a picture, because a lens may see more than its pinhole
+# Additional pixels rendered around an image, because a lens may see more than its pinhole camera.
+MARGIN = 40
 DAY_QUERIES = ("query/day/nexus4/IMG_20140520_182846.jpg",)
 NIGHT_QUERIES = ("query/night/nexus5x/IMG_20161227_172439.jpg", "query/night/nexus5x/IMG_20161227_192344.jpg")
-NEW_NIGHT_QUERY = "query/night/nexus5x_additional_night/IMG_20170702_005301.jpg"  # v1.1
+# In v1.1 only.
+NEW_NIGHT_QUERY = "query/night/nexus5x_additional_night/IMG_20170702_005301.jpg"
 DATABASE = tuple(f"db/{number}.jpg" for number in (1, 14, 76, 538, 1023))
-SEQUENCE = ("sequences/nexus4_sequences/sequence_1/aachen_nexus4_seq1_0086.png",)  # v1.1
+# In v1.1 only.
+SEQUENCE = ("sequences/nexus4_sequences/sequence_1/aachen_nexus4_seq1_0086.png",)
 
-# Matchers for the command line, FILE.py:function. The oracle knows where points of the square are in every picture.
+# Matchers for the command line, FILE.py:function. The oracle knows the points of the square in every image.
 MATCHERS = """
 import numpy as np
 
@@ -53,10 +56,11 @@ def nothing(path0, path1):
 
 @dataclass(frozen=True)
 class Shot:
-    """A camera of the square."""
+    """A camera in the square."""
 
     eye: tuple[float, float, float]
-    k: float  # radial distortion
+    # Radial distortion.
+    k: float
     night: bool = False
 
     @property
@@ -65,17 +69,17 @@ class Shot:
 
     @property
     def intrinsics(self) -> str:
-        """As COLMAP counts pixels."""
+        """Return the intrinsics in COLMAP's pixel convention."""
         K = self.view.K
         return f"SIMPLE_RADIAL {SIZE[0]} {SIZE[1]} {K[0, 0]} {K[0, 2] + 0.5} {K[1, 2] + 0.5} {self.k}"
 
     def distort(self, points: np.ndarray) -> np.ndarray:
-        """Pixels of the picture from those of its pinhole."""
+        """Convert pixels of the pinhole image to the distorted image."""
         rays = self._rays(points)
         return self._pixels(rays * (1 + self.k * (rays**2).sum(axis=-1, keepdims=True)))
 
     def undistort(self, points: np.ndarray) -> np.ndarray:
-        """Pixels of the pinhole from those of the picture, by Newton's method on the radius."""
+        """Convert pixels of the distorted image to the pinhole image, by Newton's method on the radius."""
         rays = self._rays(points)
         wanted = np.linalg.norm(rays, axis=-1, keepdims=True)
         radius = wanted.copy()
@@ -113,7 +117,7 @@ def _scene() -> scenes.Scene:
 
 @cache
 def picture(name: str) -> np.ndarray:
-    """What the lens saw: uint8 (h, w, 3)."""
+    """Render the distorted image: uint8 (h, w, 3)."""
     shot = SHOTS[name]
     K = shot.view.K.copy()
     K[:2, 2] += MARGIN
@@ -129,7 +133,7 @@ def picture(name: str) -> np.ndarray:
 
 @cache
 def _sightings(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where points of the square are in a picture (n, 2), and which of them it shows."""
+    """Return the positions (n, 2) of points of the square in an image, and their visibility."""
     blank, light, places, visible = torch.empty(0), scenes.Light(), [], []
     x, y = np.meshgrid(np.arange(4, SIZE[0], 16), np.arange(4, SIZE[1], 16))
     grid = np.stack([x, y], axis=-1).reshape(-1, 2).astype(float)
@@ -142,12 +146,13 @@ def _sightings(name: str) -> tuple[np.ndarray, np.ndarray]:
         places.append(SHOTS[name].distort(found.points1.numpy()))
         visible.append(found.visible.numpy())
     points = np.concatenate(places)
-    inside = np.all((points >= 0) & (points <= np.array(SIZE) - 1), axis=1)  # false for NaN
+    # The comparison is false for NaN.
+    inside = np.all((points >= 0) & (points <= np.array(SIZE) - 1), axis=1)
     return points, np.concatenate(visible) & inside
 
 
 def true_matches(name0: str, name1: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """points0, points1 and scores of all points that both pictures show."""
+    """Return points0, points1 and scores of all points that both images show."""
     (points0, seen0), (points1, seen1) = _sightings(name0), _sightings(name1)
     both = seen0 & seen1
     return points0[both], points1[both], np.ones(both.sum())
@@ -160,7 +165,7 @@ def write_matchers(folder: Path) -> Path:
 
 
 def write_truth(path: Path, names) -> Path:
-    """name qw qx qy qz tx ty tz, world to camera, without folders, as the benchmark's service takes it."""
+    """Write name qw qx qy qz tx ty tz, world to camera, without folders, as the evaluation service expects it."""
     from scipy.spatial.transform import Rotation
 
     lines = []
@@ -173,7 +178,7 @@ def write_truth(path: Path, names) -> Path:
 
 
 def write_v1_0(root: Path) -> Path:
-    """Pictures, the NVM model with its intrinsics, queries, and the list of pairs with candidates by night only."""
+    """Write images, the NVM model with its intrinsics, queries, and the list of pairs with night candidates only."""
     _write_pictures(root / "images" / "images_upright", (*DATABASE, *DAY_QUERIES, *NIGHT_QUERIES))
     (root / "3D-models").mkdir()
     _write_nvm(root / "3D-models" / "aachen_cvpr2018_db.nvm", DATABASE)
@@ -184,7 +189,7 @@ def write_v1_0(root: Path) -> Path:
 
 
 def write_v1_1(root: Path) -> Path:
-    """COLMAP's model, pictures in both places where archives put them, and candidates by day in a list of their own."""
+    """Write COLMAP's model, images in both folders of the archives, and a separate list of day candidates."""
     database, night = (*DATABASE, *SEQUENCE), (*NIGHT_QUERIES, NEW_NIGHT_QUERY)
     _write_pictures(root / "images" / "images_upright", (*DATABASE, *DAY_QUERIES, *NIGHT_QUERIES))
     _write_pictures(root / "images_upright", (*SEQUENCE, NEW_NIGHT_QUERY))
@@ -213,7 +218,7 @@ def _write_queries(root: Path, day, night) -> None:
 
 
 def _write_pairs(path: Path, database, queries) -> None:
-    """Pairs of the database both ways round, as published, then each query with its candidates."""
+    """Write the database pairs in both orders, as published, then each query with its candidates."""
     lines = [f"{a} {b}" for a in database for b in database if a != b]
     lines += [f"{query} {name}" for query in queries for name in database]
     path.write_text("\n".join(lines) + "\n")
@@ -243,7 +248,8 @@ def _write_model(folder: Path, names) -> None:
             camera_id=number, model=kind, width=int(width), height=int(height), params=[float(p) for p in params]
         )
         made.add_camera_with_trivial_rig(camera)
-        points = [pycolmap.Point2D(np.array([4.0 + number, 5.0])) for _ in range(number % 3)]  # to be skipped over
+        # Points that the reader must skip.
+        points = [pycolmap.Point2D(np.array([4.0 + number, 5.0])) for _ in range(number % 3)]
         image = pycolmap.Image(name=name, camera_id=number, image_id=number, points2D=pycolmap.Point2DList(points))
         made.add_image_with_trivial_frame(image, pycolmap.Rigid3d(SHOTS[name].view.cam_from_world))
     folder.mkdir(parents=True)

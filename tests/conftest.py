@@ -1,4 +1,4 @@
-"""What the tests share: tiny inputs, and an oracle network that knows where every pixel is."""
+"""Shared parts of the tests: tiny inputs, and an oracle network that knows the position of every pixel."""
 
 import importlib.util
 import math
@@ -37,13 +37,13 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # A shell that runs the tests in the background has Ctrl-C ignored, in the processes that tests start too.
+    # A shell that runs the tests in the background ignores Ctrl-C, which child processes inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # On tiny inputs threads mostly wait for each other, most of all where other work shares the cores.
+    # On tiny inputs, threads mostly wait for each other, especially on a busy machine.
     torch.set_num_threads(1)
     if not torch.cuda.is_available():
-        # Without a GPU, Triton's kernels run in its interpreter; it is told so before anything imports it.
+        # Without a GPU, Triton's kernels run in its interpreter, which must be selected before the first import.
         os.environ["TRITON_INTERPRET"] = "1"
     config.addinivalue_line("markers", "slow: takes minutes or gigabytes; run with --slow")
 
@@ -56,30 +56,30 @@ def pytest_collection_modifyitems(config, items):
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton's kernels; on a CPU they are interpreted
-# Every engine that this machine can run, each instruction set of the C kernels in turn.
+# Every engine that this machine can run, with each instruction set of the C kernels.
 ENGINES = ["definition", "torch", *(f"native-{name}" for name in library.available())]
 if importlib.util.find_spec("triton") is not None:
     ENGINES += ["triton", *(["triton+graphs"] if DEVICE == "cuda" else [])]
 
 
 def make_engine(name: str) -> Engine:
-    """An engine by name, for the device that it works on."""
+    """Return an engine by name, for its device."""
     return choose(torch.device(DEVICE if name.startswith("triton") else "cpu"), name)
 
 
 @pytest.fixture(scope="module", params=[name for name in ENGINES if name in ("torch", ENGINES[2])])
 def cpu_engine(request) -> str:
-    """What works on a CPU, in turn: torch, and the best of the C kernels where they were compiled."""
+    """Return the engines for CPUs in turn: torch, and the best of the compiled C kernels."""
     return request.param
 
 
 def rand(seed: int, *shape: int) -> Tensor:
-    """Standard normal values that depend on the seed alone."""
+    """Return standard normal values that depend only on the seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def texture(seed: int, width: int, height: int) -> np.ndarray:
-    """A picture of smooth blobs, uint8 (height, width, 3)."""
+    """Return an image of smooth blobs, uint8 (height, width, 3)."""
     coarse = rand(seed, 1, 3, height // 6 + 2, width // 6 + 2)
     smooth = F.interpolate(coarse, size=(height, width), mode="bicubic", align_corners=False)[0]
     return (128 + 60 * smooth).clamp(0, 255).permute(1, 2, 0).byte().numpy()
@@ -94,7 +94,7 @@ def tiny_config(preset: str = "default", **fine) -> NetworkConfig:
 
 
 def tiny_network(preset: str = "default", seed: int = 0, **fine) -> DualRCNet:
-    """A whole network of the preset `default`, a thousandth of the size, untrained."""
+    """Return an untrained network of the preset `default`, at a thousandth of its size."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return make_network(tiny_config(preset, **fine))
@@ -105,13 +105,13 @@ def tiny_matcher(seed: int = 0, engine: str | None = None, **matcher) -> Matcher
 
 
 def features_of(network: DualRCNet, picture: np.ndarray):
-    """Features of a picture, uint8 (height, width, 3), on the CPU."""
+    """Return the features of an image, uint8 (height, width, 3), on the CPU."""
     with torch.inference_mode():
         return network.extract(torch.from_numpy(picture).permute(2, 0, 1)[None] / 255)
 
 
-# The oracle. A scene is a plane with coordinates (X, Y) in 0 to SCENE; its colour there is red for X and green for Y.
-# A colour ramp stays a ramp under any resizing, so a cell's mean colour tells exactly where its centre is.
+# The oracle. A scene is a plane with coordinates (X, Y) in 0 to SCENE; red encodes X, and green encodes Y.
+# A color ramp stays a ramp under any resizing, so the mean color of a cell gives the exact position of its center.
 
 SCENE = 400.0
 _LOW, _HIGH = 8.0, 248.0  # away from where colours are clipped
@@ -119,7 +119,7 @@ _LOW, _HIGH = 8.0, 248.0  # away from where colours are clipped
 
 @dataclass(frozen=True)
 class View:
-    """A picture of the scene: pixel (x, y) shows the scene at origin + step * (x, y)."""
+    """A view of the scene: pixel (x, y) shows the scene at origin + step * (x, y)."""
 
     width: int
     height: int
@@ -127,7 +127,7 @@ class View:
     step: tuple[float, float] = (1.0, 1.0)
 
     def picture(self, seed: int = 0) -> np.ndarray:
-        """uint8 (height, width, 3); noise before rounding makes the mean of many pixels finer than one level."""
+        """Render uint8 (height, width, 3); noise before rounding makes the mean of many pixels finer than one level."""
         x, y = np.meshgrid(np.arange(self.width), np.arange(self.height))
         scene = self.to_scene(np.stack([x, y], axis=-1))
         assert scene.min() >= 0 and scene.max() <= SCENE
@@ -163,14 +163,14 @@ class OracleBackbone(nn.Module):
 
 
 def plain_consensus() -> Consensus:
-    """A consensus that changes nothing but for a factor of 2."""
+    """Return a consensus that only multiplies by 2."""
     consensus = Consensus(ConsensusConfig(kernel_sizes=(1,), channels=(1,)))
     nn.init.ones_(consensus.weights[0])
     return consensus
 
 
 def oracle_matcher(*, subpixel: bool = True, engine: str | None = None, **matcher) -> Matcher:
-    """A matcher that finds what View says; the sharper fine score keeps coarse cells from pulling at matches."""
+    """Return a matcher that finds the correspondences of `View`; its sharp fine score limits the coarse bias."""
     config = tiny_config(temperature=0.05, subpixel=subpixel)
     network = DualRCNet(
         config,
@@ -187,7 +187,7 @@ def oracle() -> Matcher:
 
 
 def same_matches(a, b) -> bool:
-    """Equal to the bit."""
+    """Return whether two results are bit-identical."""
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in ("points0", "points1", "scores"))
 
 

@@ -1,4 +1,4 @@
-"""Small data sets in the layouts of the benchmarks, with exact truth, and matchers that know it or know nothing."""
+"""Small datasets in the layouts of the benchmarks, with exact ground truth, an oracle and a broken matcher."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from dualrc.geometry import cam1_from_cam0, homography_grid, resize_homography, 
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 SIZE = (320, 240)
 
-# Both are given to the command line as FILE.py:function. The oracle finds the truth in files beside the pictures.
+# Both are passed to the command line as FILE.py:function. The oracle reads the truth from files beside the images.
 MATCHERS = """
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def write_matchers(folder: Path) -> Path:
 
 
 def run_evaluation(benchmark, roots, out, matchers_folder, names, **settings):
-    """The results, and all that was printed; a name is "sift...", "dualrc", or one of the functions above."""
+    """Return the results and all output; names are "sift...", "dualrc", or functions in the file above."""
     file = matchers_folder / "matchers.py"
     matchers = tuple(name if name.startswith(("sift", "dualrc")) else f"{file}:{name}" for name in names)
     printed = io.StringIO()
@@ -101,7 +101,8 @@ def _views() -> tuple[scenes.Rendering, ...]:
     eyes = ((-3.0, -9.0, 2.0), (-1.0, -9.5, 2.2), (1.0, -9.0, 1.8), (2.5, -8.5, 2.4))
     views = [scenes.look_at(eye, (0.5 * eye[0], 6.0, 2.0), size=SIZE, fov_deg=60) for eye in eyes]
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # these small steps gain nothing from more, and lose much where cores are busy
+    # More threads do not speed up such small steps, and are much slower on a busy machine.
+    torch.set_num_threads(1)
     try:
         return tuple(scenes.render(_scene(), view, supersample=1) for view in views)
     finally:
@@ -120,7 +121,7 @@ def _pairs() -> list[tuple[int, int]]:
 
 
 def write_cameras_json(root: Path) -> Path:
-    """ROOT/scene/cameras.json with ROOT/scene/images."""
+    """Write ROOT/scene/cameras.json with ROOT/scene/images."""
     cameras = {}
     for number, rendering in enumerate(_views()):
         _write_picture(root / "town" / "images" / f"{number:04d}.png", rendering)
@@ -136,7 +137,7 @@ def write_cameras_json(root: Path) -> Path:
 
 
 def megadepth_index() -> dict:
-    """A scene's dictionary: lists with gaps, since a scene names pictures that no pair uses."""
+    """Return the dictionary of a scene: lists with gaps, because no pair uses some of its images."""
     count = len(_views())
     paths, intrinsics, poses = (np.empty(count + 1, dtype=object) for _ in range(3))
     for number, rendering in enumerate(_views()):
@@ -154,7 +155,7 @@ def megadepth_index() -> dict:
 
 
 def write_megadepth(root: Path, *, protocol: int = 4) -> Path:
-    """ROOT/scene_info/0015_0.3_0.5.npz, a bare pickle, with ROOT/Undistorted_SfM/0015/images."""
+    """Write ROOT/scene_info/0015_0.3_0.5.npz, a bare pickle, with ROOT/Undistorted_SfM/0015/images."""
     for number, rendering in enumerate(_views()):
         _write_picture(root / "Undistorted_SfM" / "0015" / "images" / f"{number:04d}.jpg", rendering)
     folder = root / "megadepth_test_1500_scene_info"
@@ -165,7 +166,7 @@ def write_megadepth(root: Path, *, protocol: int = 4) -> Path:
 
 
 def write_scannet(root: Path, *, rel_pose: bool = True) -> Path:
-    """ROOT/test.npz, ROOT/intrinsics.npz (for 640 x 480), ROOT/sceneSSSS_TT/color/N.jpg and pose/N.txt."""
+    """Write ROOT/test.npz, ROOT/intrinsics.npz (for 640 x 480), ROOT/sceneSSSS_TT/color/N.jpg and pose/N.txt."""
     scene, frames = "scene0707_00", (15, 150, 585, 600)
     for frame, rendering in zip(frames, _views(), strict=True):
         _write_picture(root / scene / "color" / f"{frame}.jpg", rendering)
@@ -182,7 +183,7 @@ def write_scannet(root: Path, *, rel_pose: bool = True) -> Path:
 
 
 def write_hpatches(root: Path, names=("i_day", "v_wall"), *, suffix: str = ".png") -> Path:
-    """Sequences of a rendered picture and five warped copies of it."""
+    """Write sequences of a rendered image and five warped copies of it."""
     picture = _views()[0].image.numpy()
     rng = np.random.default_rng(0)
     for name in names:

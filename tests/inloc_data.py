@@ -1,4 +1,4 @@
-"""A small data set in InLoc's layout and file formats: rooms on two floors, scanned, with exact poses."""
+"""A small dataset in InLoc's layout and file formats: scanned rooms on two floors, with exact poses."""
 
 from dataclasses import replace
 from functools import cache
@@ -14,19 +14,22 @@ from dualrc.scenes.world import Builder
 
 SIZE = (320, 240)
 FLOORS = ("DUC1", "DUC2")
-_X = {"DUC1": 0.0, "DUC2": 100.0}  # where the rooms stand, so that no point of one is a point of the other
+# Positions of the rooms, far enough apart that they share no points.
+_X = {"DUC1": 0.0, "DUC2": 100.0}
 YAWS = range(0, 360, 60)
-_QUERY_FOV = 2 * np.degrees(np.arctan(0.5 / (28 / 36)))  # of the focal length that InLoc takes
-# Scans and queries stand in a room of 8 x 6 x 3 m; queries look where the name says, in degrees.
+# Field of view for the focal length that InLoc assumes.
+_QUERY_FOV = 2 * np.degrees(np.arctan(0.5 / (28 / 36)))
+# Scans and queries are in a room of 8 x 6 x 3 m; names of queries include their viewing direction in degrees.
 _SCANS = {"DUC1": {"001": (-2.0, -1.0, 1.5), "002": (2.0, 0.5, 1.5)}, "DUC2": {"011": (0.3, -1.0, 1.5)}}
 _QUERIES = ((-1.2, -0.8, 1.4, 20), (1.3, 0.2, 1.6, 140), (0.2, -0.6, 1.5, 320))
 
 
 @cache
 def _room(seed: int, x: float) -> scenes.Scene:
-    """Walls, a floor, a ceiling and furniture, around (x, 0, 0)."""
+    """Build walls, a floor, a ceiling and furniture around (x, 0, 0)."""
     builder = Builder(np.random.default_rng([seed, 0]))
-    builder.square()  # for its textures, which are those of the scene with the same seed
+    # Only for its textures, which depend on the seed of the scene.
+    builder.square()
     textures = scenes.make_scene(seed, texture_size=128)
     builder.solids, here = [], np.array([x, 0, 0])
     for place, half, sides, level, tile_m in (
@@ -60,7 +63,7 @@ def _rendered(floor: str, eye: tuple[float, ...], yaw: float, fov_deg: float, ch
 
 
 def write_inloc(root: Path, *, scans: bool = True) -> Path:
-    """query/iphone7, database/cutouts, alignments and scans, the list of candidates, and the reference poses."""
+    """Write query/iphone7, database/cutouts, alignments and scans, the candidates, and the reference poses."""
     from scipy.io import savemat
 
     queries, listed, references = root / "query" / "iphone7", {}, {}
@@ -86,7 +89,7 @@ def write_inloc(root: Path, *, scans: bool = True) -> Path:
 
 
 def _write_scan(database: Path, floor: str, scan: str, eye: tuple[float, ...], *, whole: bool) -> dict:
-    """A scan's cut-outs with their points, its alignment, and all its points; its cut-outs' views by name."""
+    """Write the cutouts of a scan with their points, its alignment, and all its points; return the views by name."""
     from scipy.io import savemat
 
     folder, views, columns = database / "cutouts" / floor / scan, {}, []
@@ -97,7 +100,8 @@ def _write_scan(database: Path, floor: str, scan: str, eye: tuple[float, ...], *
         name = f"DUC_cutout_{scan}_{yaw}_0.jpg"
         _write_picture(folder / name, rendering)
         xyz = _local(rendering, floor_from_scan)
-        xyz[:6] = np.nan  # scanners don't see everything
+        # Real scans have missing points.
+        xyz[:6] = np.nan
         savemat(folder / f"{name}.mat", {"XYZcut": xyz, "RGBcut": rendering.image.numpy()})
         views[f"{floor}/{scan}/{name}"] = rendering.view
         columns.append(np.c_[xyz.reshape(-1, 3), rendering.image.numpy().reshape(-1, 3)])
@@ -117,7 +121,7 @@ def _write_scan(database: Path, floor: str, scan: str, eye: tuple[float, ...], *
 
 
 def _alignment(floor: str, scan: str, eye: tuple[float, ...]) -> np.ndarray:
-    """floor_from_scan (4, 4): the scanner is at its own origin, turned anyhow."""
+    """Return floor_from_scan (4, 4) with a random rotation; the scanner is at its own origin."""
     rng = np.random.default_rng(int(scan) + 10 * FLOORS.index(floor))
     R = np.linalg.qr(rng.normal(size=(3, 3)))[0]
     R *= np.linalg.det(R)
@@ -127,7 +131,7 @@ def _alignment(floor: str, scan: str, eye: tuple[float, ...]) -> np.ndarray:
 
 
 def _local(rendering: scenes.Rendering, floor_from_scan: np.ndarray) -> np.ndarray:
-    """The 3D points of every pixel (h, w, 3) in the scanner's frame."""
+    """Return the 3D points of every pixel (h, w, 3) in the scanner's frame."""
     view, depth = rendering.view, rendering.depth.numpy().astype(np.float64)
     x, y = np.meshgrid(np.arange(SIZE[0]), np.arange(SIZE[1]))
     rays = np.stack([x, y, np.ones_like(x)], axis=-1) @ np.linalg.inv(view.K).T
@@ -137,14 +141,14 @@ def _local(rendering: scenes.Rendering, floor_from_scan: np.ndarray) -> np.ndarr
 
 
 def _write_picture(path: Path, rendering: scenes.Rendering) -> None:
-    """The picture, and beside it what the oracle knows."""
+    """Write the image, and the oracle's data beside it."""
     Image.fromarray(rendering.image.numpy()).save(path, "JPEG", quality=95)
     truth = {"depth": rendering.depth.numpy(), "K": rendering.view.K, "cam_from_world": rendering.view.cam_from_world}
     np.savez(path.with_suffix(".truth.npz"), **truth)
 
 
 def _nearest(rendering: scenes.Rendering, floor: str, cutouts: dict) -> tuple[str, ...]:
-    """Candidates: those of the own floor that look in a similar direction, and some of the other floor."""
+    """Return candidates: those of the same floor with a similar direction, and some of the other floor."""
     forward = rendering.view.cam_from_world[2, :3]
     alike = {name: view.cam_from_world[2, :3] @ forward for name, view in cutouts.items()}
     own = sorted((name for name in alike if name.startswith(floor)), key=lambda name: -alike[name])

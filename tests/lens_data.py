@@ -1,4 +1,4 @@
-"""Photographs of rendered scenes through lenses that distort."""
+"""Rendered images with distortion."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from dualrc import scenes
 from dualrc.geometry import Camera, sample_bilinear
 from dualrc.pixels import pixel_grid
 
-# Coefficients of each of COLMAP's models, as strong as lenses have them.
+# Realistic, strong coefficients for each of COLMAP's models.
 COEFFICIENTS = {
     "SIMPLE_PINHOLE": (),
     "PINHOLE": (),
@@ -29,11 +29,12 @@ COEFFICIENTS = {
     "FISHEYE": (),
     "EUCM": (0.6, 1.1),
 }
-WIDE = 1.25  # a pinhole's picture that holds what the lens sees is so many times wider
+# A pinhole image that covers the field of view of the lens is wider by this factor.
+WIDE = 1.25
 
 
 def photograph(scene: scenes.Scene, camera: Camera) -> np.ndarray:
-    """What a camera with a pose sees of a scene, uint8 (h, w, 3)."""
+    """Render the view of a camera with a pose, uint8 (h, w, 3)."""
     width, height = (round(WIDE * side) for side in camera.size)
     K = camera.K.copy()
     K[:2, 2] += (width - camera.width) / 2, (height - camera.height) / 2

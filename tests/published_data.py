@@ -1,7 +1,7 @@
-"""Weights and images by rules, behind what the published implementation computed in tests/data/published.npz.
+"""Generated weights and images behind the results of the published implementation in tests/data/published.npz.
 
-The weights would be too large to keep. Each tensor has a generator of its own, seeded by the tensor's name, so that
-any machine makes the same.
+The weights would be too large to store. Each tensor has its own generator, seeded by its name, so that all machines
+generate the same values.
 """
 
 import zlib
@@ -13,7 +13,7 @@ SIZES = ((96, 80, 0), (80, 112, 1))  # height, width and seed of the two images
 
 
 def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Values that keep activations within bounds and let consensus pass what it is given."""
+    """Return values that keep activations bounded and let the consensus pass its input."""
     if name.endswith("num_batches_tracked"):
         return np.zeros(shape, dtype=np.int64)
     values = np.random.default_rng(zlib.crc32(b"published " + name.encode())).standard_normal(shape, dtype=np.float32)
@@ -31,7 +31,7 @@ def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def image(height: int, width: int, seed: int) -> torch.Tensor:
-    """A network input (1 3 height width): waves of all directions."""
+    """Return a network input (1 3 height width): waves in all directions."""
     generator = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width]
     waves = generator.uniform((-0.3, -0.3, 0, 0.2), (0.3, 0.3, 2 * np.pi, 1), (3, 20, 4))

@@ -1,4 +1,4 @@
-"""The brightness that matches are aligned by; tests/test_ops.py has the alignment itself."""
+"""Tests of the brightness for the alignment; tests/test_ops.py tests the alignment itself."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The trunk's names, the wiring of the fusion variants, and the compact network's geometry."""
+"""Tests of the backbone: torchvision's names, the fusion variants, and the geometry of the compact network."""
 
 import zlib
 
@@ -19,7 +19,7 @@ LEVELS = ((256, 8, 12), (512, 4, 6), (1024, 2, 3), (2048, 1, 2))  # conv2 to con
 
 
 def torchvision_shapes() -> dict[str, tuple[int, ...]]:
-    """torchvision's resnet101().state_dict(), name by name."""
+    """Return the shapes of torchvision's resnet101().state_dict()."""
     shapes: dict[str, tuple[int, ...]] = {"conv1.weight": (64, 3, 7, 7)}
 
     def norm(name: str, width: int) -> None:
@@ -65,7 +65,7 @@ def test_trunk_strides_are_torchvisions(trunk):
 
 
 def test_a_resnet50_with_its_strides_on_the_first_convolutions(tmp_path):
-    """As the first ResNets had them; read from a safetensors file in half precision, with more than it needs."""
+    """The layout of the first ResNets; read from a safetensors file in half precision with additional tensors."""
     small = ResNet("resnet50", stride_on="1x1")
     assert [len(stage) for stage in (small.layer1, small.layer2, small.layer3)] == [3, 4, 6]
     for stage in (small.layer2, small.layer3):
@@ -81,7 +81,7 @@ def test_a_resnet50_with_its_strides_on_the_first_convolutions(tmp_path):
 
 
 def test_the_last_stride_can_be_removed():
-    """Every other cell of the finer map sees what the cells of the coarser one see, but for the 3x3 convolutions."""
+    """Every other cell of the finer map equals a cell of the coarser one, except for the 3x3 convolutions."""
     coarse, fine = ResNet("resnet50"), ResNet("resnet50", stride=8)
     fine.load_state_dict(coarse.state_dict())
     images = rand(0, 1, 3, 64, 96)
@@ -120,7 +120,7 @@ def test_a_training_network_keeps_its_trunk_frozen(monkeypatch):
 
 @pytest.mark.parametrize("counters", [True, False], ids=["with counters", "as old as torchvision's"])
 def test_imagenet_file_fills_the_trunk(tmp_path, counters):
-    """A file like torchvision's, with fc and layer4, one value for each tensor so that the file stays small."""
+    """A file like torchvision's, with fc and layer4, and one value per tensor so that the file stays small."""
     state = {
         name: torch.tensor(0 if name.endswith("tracked") else zlib.crc32(name.encode()) / 2**32).expand(shape)
         for name, shape in torchvision_shapes().items()
@@ -141,7 +141,7 @@ def test_imagenet_file_fills_the_trunk(tmp_path, counters):
 
 
 class StubTrunk(nn.Module):
-    """The maps a trunk might give, at once."""
+    """A ResNet that returns fixed random maps."""
 
     def __init__(self, kind: str, *, conv5: bool, stride_on: str) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def up(x, like):
 
 
 def wiring(b: PaperBackbone, fusion: str, channels: int):
-    """The five variants, step by step."""
+    """Compute the five variants step by step."""
 
     def conv(layer, x, padding=0):
         return F.conv2d(x, layer.weight, layer.bias, padding=padding)
@@ -173,7 +173,7 @@ def wiring(b: PaperBackbone, fusion: str, channels: int):
         if fusion in "cd":
             eighth = conv(b.smooth3, eighth, 1)
         merged = conv(b.lateral2, conv2) + up(eighth, conv2)
-    # With 1024 channels, (a) to (d) return the trunk's own map; all others smooth what they return.
+    # With 1024 channels, (a) to (d) return the ResNet's own map; all others smooth their result.
     untouched = channels == 1024 and fusion != "e"
     return (coarse if untouched else conv(b.coarse, coarse, 1)), conv(b.fine, merged, 1)
 
@@ -188,7 +188,7 @@ def test_fusion_variants_are_wired_as_designed(monkeypatch, fusion, channels):
     expected_coarse, expected_fine = wiring(b, fusion, channels)
     assert torch.allclose(coarse, expected_coarse, rtol=1e-4, atol=1e-5)
     assert torch.allclose(fine, expected_fine, rtol=1e-4, atol=1e-5)
-    # No layer is there without being used.
+    # Every layer is used.
     used = {"a": {3, 2}, "b": {2}, "c": {3, 2}, "d": {3, 2}, "e": {5, 4, 3, 2}}[fusion] | (
         {4} if channels == 256 else set()
     )
@@ -214,7 +214,7 @@ def test_compact_shapes(size):
 
 @pytest.mark.parametrize("axis", [2, 3])
 def test_compact_cells_are_centered(axis):
-    """With kernels that look alike from both sides, a mirrored picture gives mirrored maps: no half pixel is lost."""
+    """With symmetric kernels, a mirrored image gives mirrored maps: there is no half-pixel offset."""
     torch.manual_seed(0)
     backbone = CompactBackbone(SMALL).eval()
     for module in backbone.modules():
@@ -230,7 +230,7 @@ def test_compact_cells_are_centered(axis):
 
 
 def test_compact_maps_move_with_the_picture():
-    """Shifted by 32 px, the inner part of both maps shifts by 2 and 8 cells."""
+    """After a shift by 32 px, the inner parts of both maps are shifted by 2 and 8 cells."""
     torch.manual_seed(0)
     backbone = CompactBackbone(SMALL).eval()
     wide = rand(2, 1, 3, 448, 480)
@@ -245,7 +245,7 @@ def test_contrast_is_that_of_the_surroundings_and_knows_no_gain_or_level():
     images = torch.rand(2, 3, 48, 64, generator=torch.Generator().manual_seed(0))
     found = local_contrast(images)
     assert found.shape == (2, 1, 48, 64)
-    # Where four squares' windows meet, the four count alike; and each is the mean of three by three squares of 8 px.
+    # Where the windows of four squares meet, the four have equal weights; each is the mean of 3x3 squares of 8 px.
     gray = images.mean(1)
     windows = [gray[0, y : y + 24, x : x + 24] for y in (8, 16) for x in (8, 16)]
     mean, square = (torch.stack([power(w) for w in windows]).mean() for power in (torch.mean, lambda w: (w**2).mean()))

@@ -1,4 +1,4 @@
-"""The memory budget: what a pair takes is known beforehand, and what does not fit is seen smaller."""
+"""Tests of the memory budget: the memory of a pair is predicted, and pairs that do not fit are scaled down."""
 
 import warnings
 from dataclasses import replace
@@ -24,7 +24,7 @@ VIEW0, VIEW1 = View(320, 240, (20, 60)), View(304, 256, (30, 50), (0.95, 0.97))
 
 
 def match_with_itself(size):
-    """Matches of a random picture with itself, and the bytes by which memory grew at most."""
+    """Match a random image with itself; return the matches and the peak growth of memory in bytes."""
     (width, height), cpu = size, torch.device("cpu")
     torch.set_num_threads(1)
     matcher = load(device="cpu")
@@ -50,14 +50,14 @@ def budget_of(name, max_memory=1.0, device="cpu"):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are Linux's")
 @pytest.mark.parametrize("size", [(640, 480), (832, 320)])
 def test_the_estimate_is_what_is_measured(size):
-    """Of a picture with itself, where every cell is matched; the least working memory comes on top."""
+    """For an image matched with itself, where every cell has a match, plus the minimum working memory."""
     count, measured = in_new_process(match_with_itself, size)
     assert count > 0.9 * size[0] * size[1] / 16
     pair = (seen_as(*size), seen_as(*size))
     assert measured < budget_of("default").least(pair) < 1.3 * measured + 40 * 2**20
 
 
-# GiB that torch had allocated at most on a GPU in half precision, with so much working memory.
+# Measured peak of torch's allocations on a GPU in half precision in GiB, for a given working memory.
 GPU = [
     ("default", (544, 400), 0.089, 0),
     ("default", (752, 560), 0.158, 0),
@@ -84,7 +84,7 @@ def test_larger_pairs_need_more():
             budget = budget_of(name, device=device)
             needs = [budget.least((seen_as(64, 64), seen_as(64, side))) for side in range(32, 640, 32)]
             assert needs == sorted(needs) and budget.need((seen_as(64, 64),) * 2) > needs[1]
-            # Two pictures that each fit with their like fit together.
+            # If each of two images fits with an image of its own size, both fit together.
             wide, tall = seen_as(640, 320), seen_as(320, 480)
             assert budget.least((wide, tall)) <= max(budget.least((one, one)) for one in (wide, tall))
 
@@ -133,7 +133,7 @@ def test_free_memory(tmp_path, monkeypatch):
 
 
 def least(matcher, size, own=None):
-    """GiB with which a pair of this size just fits."""
+    """Return the memory in GiB with which a pair of this size just fits."""
     scale = Scale(image_size=own or size, input_size=size)
     return matcher.budget.least((scale, scale)) / GIB
 
@@ -163,12 +163,12 @@ def test_a_small_budget_makes_pictures_smaller(oracle, pictures):
     assert found.size0 == (320, 240) and len(found) > 100
     error = found.points1 - VIEW1.from_scene(VIEW0.to_scene(found.points0))
     assert np.median(np.abs(error)) < 3  # of picture pixels: a cell has eight
-    # Told once for each size.
+    # The warning is given once per size.
     assert same_matches(small.match(*pictures), found)
     with pytest.warns(UserWarning, match="A pair of 320x240 does not fit"):
         features = small.features(pictures[0])
     assert max(features.scale.input_size) < 320
-    # All that takes pictures does the same; a size that is asked for is no exception.
+    # All functions that take images do the same, even for an explicit size.
     assert len(small.match_points(*pictures, [[160, 120]])) == 1
     assert small.warp(*pictures).certainty.shape == (240, 320)
     with pytest.warns(UserWarning, match="does not fit"):
@@ -189,11 +189,11 @@ def test_the_largest_size_that_fits():
     assert w0 / h0 == pytest.approx(1.5, abs=0.1) and w0 / w1 == pytest.approx(2, abs=0.1)
     larger = tuple(replace(s, input_size=(s.input_size[0] + 32, s.input_size[1] + 32)) for s in fitted)
     assert not budget.fits(larger)
-    # Features stay as they are, and the other picture makes room.
+    # Features keep their size, and the other image is scaled down.
     half = budget.fitted((fitted[0], pair[1]), (True, False))
     assert half[0] == fitted[0] and budget.fits(half) and half[1].input_size < pair[1].input_size
     assert budget.fitted(pair, (True, True)) == pair
-    # A thin picture does not become thinner than the network can see.
+    # A thin image does not become thinner than the network's minimum.
     thin = budget.fitted((Scale(image_size=(64, 64), input_size=(40_000, 48)),) * 2)
     assert thin[0].input_size[1] == 32 and budget.fits(thin)
 
@@ -206,7 +206,7 @@ def test_where_not_even_the_smallest_fits(pictures):
 
 
 def short_of_memory(matcher, monkeypatch, longest, error=torch.OutOfMemoryError):
-    """Let the network run out of memory for more than so many cells along a side, or for batches."""
+    """Make the network run out of memory above a number of cells along a side, or for batches."""
     match, tried = matcher.network.match, []
 
     def raising(features0, features1, **rest):
@@ -233,7 +233,7 @@ def test_a_device_that_runs_out_of_memory(pictures, monkeypatch, error, quality)
         matcher.match_features(*features)
     with pytest.raises(NoMemoryError):
         matcher.match(*features)
-    # One of them can still make room, if that is enough; here it is not.
+    # The image can still be scaled down, but here that is not enough.
     with pytest.raises(ImageError, match="smaller size"):
         matcher.match(features[0], pictures[1])
 
@@ -276,7 +276,7 @@ def test_many_pairs_with_a_giant(tmp_path, monkeypatch):
     for number in one_by_one:
         assert len(match_set(found[number]) & match_set(expected[number])) >= 0.999 * len(expected[number])
     assert max(found[3].info["network_size0"]) <= 496 and len(found[3]) > 100
-    # The device may run out of memory all the same: first batches become single pairs, then these smaller.
+    # If the device runs out of memory nevertheless, batches are split into pairs, then pairs are scaled down.
     matcher = tiny_matcher()
     tried = short_of_memory(matcher, monkeypatch, 50)
     with pytest.warns(UserWarning, match="remaining memory of the device"):

@@ -1,4 +1,4 @@
-"""The feature cache: what is kept, what goes first, and errors that are remembered."""
+"""Tests of the feature cache: eviction order, and cached errors."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Kept:
 
 
 def filled(cache: LruCache, names: str, size: int = 10) -> list[str]:
-    """Which of the names had to be made."""
+    """Return the names that were not cached."""
     made = []
     for name in names:
         cache.get(name, lambda name=name: made.append(name) or Kept(size))

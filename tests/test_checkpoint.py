@@ -1,4 +1,4 @@
-"""Weights files: round trips, what is refused, and what a stranger's pickle may do (nothing)."""
+"""Tests of weights files: round trips, rejected files, and malicious pickles."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ def file(tmp_path):
 
 
 def rewrite(path: Path, *, metadata=None, drop=(), **tensors) -> None:
-    """The same weights file with other tensors or another header."""
+    """Write a weights file with other tensors or another header."""
     state = load_file(path)
     header = {"format": "dualrc-1", "network": json.dumps(to_dict(read_config(path)))}
     state = {name: tensor for name, tensor in state.items() if name not in drop} | tensors
@@ -166,7 +166,7 @@ def test_saving_where_nothing_can_be_written(tmp_path):
 
 
 class Malicious:
-    """A pickle that would create a file when it is read."""
+    """A pickle that creates a file when it is loaded without restrictions."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -240,7 +240,7 @@ def test_checkpoints_of_other_networks(tmp_path, state, message):
 
 
 def test_deep_consensus_layers_keep_their_order(tmp_path):
-    """Six layers: conv.10 comes after conv.8, not after conv.1."""
+    """With six layers, conv.10 comes after conv.8, not after conv.1."""
     from dualrc.model.checkpoint import _published_config
 
     state = {"FeatureExtraction.fine_layer_block.weight": torch.zeros(256, 1)}

@@ -286,11 +286,26 @@ def test_the_demo_leaves_pictures_and_figures(run, tmp_path):
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert summary["correct_within_px"]["5"] > 0.6
     assert "correct within 3 px" in screen
-    for name in ("a.png", "b.png", "matches.png", "correct.png", "warp.png", "matches.npz"):
+    # The photograph is matplotlib's, which is there unless a distributor removed it.
+    photo = summary["photograph"]
+    assert photo["matches"] > 1000 and photo["correct_within_px"]["1"] > 0.9 and "photograph" in screen
+    drawings = ("a.png", "b.png", "matches.png", "correct.png")
+    for name in (*drawings, *(f"photo-{name}" for name in drawings), "warp.png", "matches.npz"):
         assert (tmp_path / "demo" / name).stat().st_size > 0
-    # Each step logs one line when it starts.
-    steps = [line.split(" s  ")[1] for line in errors.splitlines() if " s  " in line]
-    assert [step.split()[0] for step in steps] == ["Loading", "Rendering", "Matching", "Comparing", "Drawing"]
+    # Each step is reported when it begins, one line each.
+    steps = [line.split(" s  ")[1].split()[0] for line in errors.splitlines() if " s  " in line]
+    assert steps == ["Loading", "Rendering", "Matching", "Comparing", "Drawing", "Matching"]
+
+
+def test_the_demo_without_a_photograph(tmp_path, monkeypatch):
+    """Some distributions install matplotlib without its sample data."""
+    from dualrc import demo
+
+    monkeypatch.setattr("matplotlib.get_data_path", lambda: str(tmp_path))
+    assert demo.find_photograph() is None
+    steps = []
+    assert demo._run_photograph(None, tmp_path, steps.append) is None
+    assert "without its sample data" in steps[0]
 
 
 def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):

@@ -1,4 +1,4 @@
-"""Cameras from files, COLMAP's and ours."""
+"""Tests of camera files, COLMAP's and ours."""
 
 import json
 
@@ -37,7 +37,7 @@ def test_the_half_pixel_is_taken_off(tmp_path, line, fx, fy):
     camera = cameras["c.jpg"]
     assert camera.size == (640, 480)
     assert camera.source == "file"
-    # COLMAP's centre of a 640 x 480 picture is (320, 240), ours is (319.5, 239.5).
+    # COLMAP's center of a 640 x 480 image is (320, 240), ours is (319.5, 239.5).
     assert np.array_equal(camera.K, [[fx, 0, 319.5], [0, fy, 239.5], [0, 0, 1]])
 
 
@@ -67,7 +67,7 @@ def test_two_cameras_serve_two_pictures_in_order(tmp_path):
 
 def test_names_are_resolved_through_images_txt(tmp_path):
     path = cameras_txt(tmp_path, "1 SIMPLE_PINHOLE 640 480 100 320 240", "2 SIMPLE_PINHOLE 640 480 200 320 240")
-    # The first picture has no points, so an empty line stands for them; a name may hold spaces.
+    # The first image has no points, so its second line is empty; a name may have spaces.
     (tmp_path / "images.txt").write_text(
         "# Image list\n"
         "1 1 0 0 0 0.5 0 2 2 left/a b.jpg\n\n"
@@ -78,7 +78,7 @@ def test_names_are_resolved_through_images_txt(tmp_path):
     assert cameras["photos/a b.jpg"].focal_px == 200
     assert np.array_equal(cameras["photos/a b.jpg"].cam_from_world, np.column_stack([np.eye(3), [0.5, 0, 2]]))
     assert cameras["right/c.jpg"].focal_px == 100
-    # (0, 0, 0, 1) turns by 180 degrees about z.
+    # (0, 0, 0, 1) rotates by 180 degrees about z.
     assert np.allclose(cameras["right/c.jpg"].cam_from_world, np.column_stack([np.diag([-1, -1, 1]), [1, 2, 3]]))
     with pytest.raises(DataError, match=r"several images called c\.jpg"):
         read_cameras(path, ["c.jpg"])
@@ -123,7 +123,7 @@ def test_binary_content_in_a_text_file(tmp_path):
 
 
 def write_oriented(path, orientation, size=(64, 48), dot=(50, 7)):
-    """A black picture with one white pixel, to be turned as its EXIF orientation says."""
+    """Write a black image with one white pixel, stored so that its EXIF orientation rotates it."""
     picture = Image.new("RGB", size)
     picture.putpixel(dot, (255, 255, 255))
     exif = Image.Exif()
@@ -150,7 +150,8 @@ def test_cameras_are_turned_upright_with_their_pictures(tmp_path, orientation, s
     picture = write_oriented(tmp_path / f"a.{ending}", orientation)
     path = cameras_txt(tmp_path, "1 PINHOLE 64 48 100 110 30 20")
     (tmp_path / "images.txt").write_text(f"1 0.8 0.1 -0.5 0.3 0.2 -0.4 3 1 a.{ending}\n\n")
-    stored = read_cameras(path, [f"a.{ending}"])[f"a.{ending}"]  # not a file from here
+    # The name is not relative to the working directory, so no file is found.
+    stored = read_cameras(path, [f"a.{ending}"])[f"a.{ending}"]
     point = np.linalg.solve(stored.cam_from_world[:, :3], 5 * stored.rays([(50, 7)])[0] - stored.cam_from_world[:, 3])
     assert pixel_of(stored, point) == pytest.approx((50, 7))
 
@@ -159,7 +160,7 @@ def test_cameras_are_turned_upright_with_their_pictures(tmp_path, orientation, s
     assert np.allclose(camera.K, K)
     assert pixel_of(camera, point) == pytest.approx(pixel)
     assert np.linalg.det(camera.cam_from_world[:, :3]) == pytest.approx(1)
-    # And that is where the white pixel is in the picture as everything here reads it.
+    # The same position as that of the white pixel in the upright image.
     with Image.open(picture) as image:
         row, column = np.argwhere(np.asarray(ImageOps.exif_transpose(image))[..., 0])[0]
     assert (column, row) == pixel

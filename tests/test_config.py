@@ -1,4 +1,4 @@
-"""Configs: TOML in and out, and every wrong setting refused by name."""
+"""Tests of configs: TOML round trips, and errors that name each wrong setting."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Neighborhood consensus: what it keeps and what it refuses; tests/test_ops.py holds it to the reference."""
+"""Tests of neighborhood consensus; tests/test_ops.py compares it with the reference."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ LAYERS = [((3, 3), (16, 1)), ((5, 5, 5), (16, 16, 1)), ((3, 3, 3), (10, 10, 1))]
 
 
 def make(sizes, channels) -> Consensus:
-    """Random kernels, symmetric in nothing."""
+    """Return a consensus with random kernels without symmetry."""
     consensus = Consensus(ConsensusConfig(kernel_sizes=sizes, channels=channels))
     for number, (weight, bias) in enumerate(zip(consensus.weights, consensus.biases, strict=True)):
         weight.data = rand(number, *weight.shape) * (weight.shape[1] * weight.shape[2] ** 4) ** -0.5
@@ -56,7 +56,7 @@ def test_an_untrained_consensus_is_near_the_identity():
 
 
 def test_the_paper_s_consensus_starts_as_the_published_one():
-    """Uniform within 1 / sqrt(inputs * taps), weights and biases alike."""
+    """Weights and biases are uniform within 1 / sqrt(inputs * taps)."""
     torch.manual_seed(0)
     config = PRESETS["paper"][0].consensus
     assert config == ConsensusConfig(kernel_sizes=(3, 3), channels=(16, 1), initialization="uniform")

@@ -1,4 +1,4 @@
-"""Context: attention over the coarse cells of both images before they are correlated."""
+"""Tests of context: attention over the coarse cells of both images before the correlation."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ SMALL = ContextConfig(layers=2, width=16, heads=2)
 
 
 def context(seed: int = 0, channels: int = 12, config: ContextConfig = SMALL) -> Context:
-    """A context that changes its input, as a trained one does."""
+    """Return a context that changes its input, like a trained one."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         made = Context(config, channels).eval()
@@ -29,7 +29,7 @@ def context(seed: int = 0, channels: int = 12, config: ContextConfig = SMALL) ->
 
 
 def network(seed: int = 0, *, trained: bool = True) -> DualRCNet:
-    """A tiny network with context; else the same as `tiny_network`."""
+    """Return `tiny_network` with context."""
     made = tiny_network(seed=seed)
     config = replace(made.config, context=SMALL)
     other = make_network(config)
@@ -45,7 +45,7 @@ def matcher(network: DualRCNet, **settings) -> Matcher:
 
 
 def mask(seed: int, height: int, width: int) -> torch.Tensor:
-    """A random half of the coarse cells, with some of their fine cells."""
+    """Return a mask of a random half of the coarse cells, with some of their fine cells."""
     cells = rand(seed, 1, height, width) > 0
     fine = rand(seed + 1, 1, 4 * height, 4 * width) > 0
     return cells.repeat_interleave(4, 1).repeat_interleave(4, 2) & fine
@@ -117,7 +117,7 @@ def test_a_mask_of_everything_is_no_mask():
 
 
 def test_features_serve_with_any_other_image():
-    """Features depend on one image alone, so that cached ones give the same matches."""
+    """Features depend on one image only, so cached features give the same matches."""
     made, pictures = matcher(network()), (texture(0, 96, 80), texture(1, 112, 64))
     features = [made.features(picture) for picture in pictures]
     assert same_matches(made.match(*pictures), made.match_features(*features))

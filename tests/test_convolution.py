@@ -1,4 +1,4 @@
-"""The fused backbone against the plain one: on a GPU where there is one, else in Triton's interpreter."""
+"""Tests of the fused backbone against the plain one, on a GPU or in Triton's interpreter."""
 
 import copy
 import importlib.util
@@ -22,13 +22,13 @@ SMALL = Tiles(positions=16, outputs=16, terms=16)
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    """Without a GPU, kernels run in Python."""
+    """Run kernels in the interpreter if there is no GPU."""
     if DEVICE == "cpu":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1, padding: int = 0) -> nn.Conv2d:
-    """Random weights, symmetric in nothing."""
+    """Return random weights without symmetry."""
     layer = nn.Conv2d(inputs, outputs, kernel, stride, padding).requires_grad_(False)
     layer.weight.copy_(rand(1, *layer.weight.shape) * (inputs * kernel**2) ** -0.5)
     layer.bias.copy_(rand(2, outputs))
@@ -36,7 +36,7 @@ def convolution(inputs: int, outputs: int, kernel: int, stride: int = 1, padding
 
 
 def by_definition(layer: nn.Conv2d, x: Tensor, onto: Tensor | None = None, *, relu: bool) -> Tensor:
-    """In float32 on the CPU, from inputs and weights rounded as the kernel's are."""
+    """Compute in float32 on the CPU, from inputs and weights rounded like the kernel's."""
     weight = layer.weight.to(x.dtype).float()
     result = F.conv2d(x.cpu().float(), weight, layer.bias, layer.stride, layer.padding)
     result = result if onto is None else result + onto.cpu().float()
@@ -112,7 +112,7 @@ def test_tiles_do_not_change_results():
 @pytest.mark.parametrize("channels", [6, 16])
 @pytest.mark.parametrize("size", [(4, 6), (5, 7), (1, 1), (3, 4)])
 def test_replicated_borders(channels, size):
-    """As CompactBackbone pads maps of odd sides."""
+    """Borders of maps with odd sides are padded as in CompactBackbone."""
     layer = convolution(channels, 8, 2, 2)
     x = rand(6, 2, channels, *size)
     odd = (0, size[1] % 2, 0, size[0] % 2)
@@ -122,7 +122,7 @@ def test_replicated_borders(channels, size):
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_inputs_of_any_layout(offset):
-    """Contiguous, transposed, cut out, and at addresses that are not aligned."""
+    """Inputs may be contiguous, transposed, sliced, or at unaligned addresses."""
     layer = convolution(4, 8, 3, 1, 1)
     convolve = fused(layer, torch.float16, relu=False)
     whole = rand(7, 2, 4 + offset, 6, 8).to(DEVICE, torch.float16)
@@ -195,7 +195,7 @@ def test_contrast(kind, memory):
 
 
 def make(contrast: bool = True) -> CompactBackbone:
-    """A tiny backbone whose batch norms and zero-initialized blocks have something to say."""
+    """Return a tiny backbone with nontrivial batch norms and nonzero residual blocks."""
     config = CompactConfig(
         widths=(4, 8, 8, 16, 12), depths=(1, 1, 2, 1), coarse_channels=12, fine_channels=10, contrast=contrast
     )
@@ -253,7 +253,7 @@ def test_all_kernels_can_be_compiled_ahead():
 
 
 def test_tiles_are_few_and_fit():
-    """Three kernels at most for a layer, whatever the size of the images."""
+    """A layer has at most three kernels, for all image sizes."""
     for outputs, channels, taps in (
         (32, 4, 16),
         (64, 32, 16),

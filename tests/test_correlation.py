@@ -1,4 +1,4 @@
-"""Correlation and the soft mutual filter: known answers."""
+"""Tests of the correlation and the soft mutual filter with known answers."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def test_normalize_is_the_published_one():
 
 
 def test_normalize_survives_half_precision():
-    # A sum of squares of 1024 values of 16 would be beyond what float16 holds.
+    # The sum of squares of 1024 values of 16 overflows float16.
     unit = normalize(torch.full((1, 1024, 1, 1), 16.0, dtype=torch.float16))
     assert unit.dtype == torch.float16 and unit.flatten()[0].item() == pytest.approx(1 / 32, rel=1e-3)
 
@@ -42,7 +42,7 @@ def test_features_correlate_with_themselves():
 
 
 def test_mutual_filter_known_answer():
-    # Rows are picture 0's cells; the maximum of row 0 is 4, of column 1 is 8.
+    # Rows are cells of image 0; the maximum of row 0 is 4, of column 1 is 8.
     scores = torch.tensor([[4.0, 2.0], [1.0, 8.0]]).view(1, 1, 2, 1, 2)
     expected = torch.tensor([[4.0, 2 * 2 / 8 * 2 / 4], [1 / 4 / 8, 8.0]]).view(1, 1, 2, 1, 2)
     assert torch.allclose(mutual_filter(scores), expected, rtol=1e-4)

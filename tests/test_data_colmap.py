@@ -1,4 +1,4 @@
-"""Pairs from COLMAP models: of the scene maker's pictures, and of a real reconstruction."""
+"""Tests of pairs from COLMAP models: of rendered images, and of a real reconstruction."""
 
 import shutil
 
@@ -35,7 +35,7 @@ def renderings():
 
 @pytest.fixture(scope="module")
 def folder(renderings, tmp_path_factory):
-    """A model as COLMAP writes it: tracks of points of the first three pictures, in its own pixels."""
+    """Write a model as COLMAP does: tracks of points of the first three images, in COLMAP's pixels."""
     root = tmp_path_factory.mktemp("colmap")
     (root / "images" / "deep").mkdir(parents=True)
     (root / "model").mkdir()
@@ -51,7 +51,8 @@ def folder(renderings, tmp_path_factory):
             places = {i: found[i].points1[number].numpy() for i in seen}
             tracks.append((triangulated(places, renderings), [(i + 1, len(keypoints[i])) for i in seen]))
             for i, place in places.items():
-                keypoints[i].append(place + 0.5)  # COLMAP's half pixel
+                # COLMAP's half pixel.
+                keypoints[i].append(place + 0.5)
     made = pycolmap.Reconstruction()
     K = renderings[0].view.K
     params = [K[0, 0], K[1, 1], K[0, 2] + 0.5, K[1, 2] + 0.5]
@@ -69,7 +70,7 @@ def folder(renderings, tmp_path_factory):
 
 
 def triangulated(places, renderings):
-    """The point (3,) that projects to these places, by linear least squares."""
+    """Triangulate a point (3,) by linear least squares."""
     rows = []
     for i, (x, y) in places.items():
         P = renderings[i].view.K @ renderings[i].view.cam_from_world
@@ -88,7 +89,7 @@ def test_tracks_are_correspondences(folder, renderings):
         truth = correspond(first, second, sample.points0)
         error = np.linalg.norm(truth.points1.numpy() - sample.points1, axis=1)
         assert np.median(error) < 1e-6
-        # A place found from another picture may sit on the very edge of something.
+        # A point found from another image may lie exactly on an edge.
         assert (error < 0.5).mean() > 0.97
         assert sample.image0 == folder / "images" / names[0] and sample.image1.is_file()
 
@@ -122,7 +123,7 @@ def test_batches_go_on_without_a_picture(folder, tmp_path):
 
 
 def test_a_picture_on_its_side(folder, renderings, tmp_path):
-    """COLMAP saw b.png as it is stored; we see it upright, and so must its points."""
+    """COLMAP used b.png as it is stored; our points refer to the upright image."""
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 3
     for name in ("a.png", "b.png"):

@@ -1,4 +1,4 @@
-"""RGB-D frames and MegaDepth: the scene maker's pictures in those very formats, against its exact geometry."""
+"""Tests of RGB-D frames and MegaDepth: rendered images in those formats, compared with exact geometry."""
 
 import pickle
 import shutil
@@ -36,7 +36,7 @@ RECIPE = MegaDepthRecipe(scene_pairs=5, pairs_per_scene=3, points=20)
 
 @pytest.fixture(scope="module")
 def renderings():
-    """Four views of a scene; the last looks away from the others."""
+    """Render four views of a scene; the last one looks away from the others."""
     scene = make_scene(1, texture_size=64)
     eyes = [(-3, -9, 2.2), (0, -9.5, 2.5), (2.5, -9, 2.0)]
     views = [look_at(eye, (0.2 * i, 2, 1.5), size=SIZE) for i, eye in enumerate(eyes)]
@@ -67,7 +67,7 @@ def rgbd(rgbd_master, tmp_path):
 
 
 def write_scene_info(path, renderings, *, overlap, names, depths):
-    """As D2-Net's preprocessing leaves it: a missing picture is None everywhere, cameras are COLMAP's."""
+    """Write a file like D2-Net's preprocessing: a missing image is None in all lists, cameras are COLMAP's."""
     count = len(names)
     intrinsics, poses = np.empty(count, dtype=object), np.empty(count, dtype=object)
     for i, name in enumerate(names):
@@ -87,7 +87,7 @@ def write_scene_info(path, renderings, *, overlap, names, depths):
 
 @pytest.fixture(scope="module")
 def megadepth_master(renderings, tmp_path_factory):
-    """Scene 0001 has six valid pairs, 0002 two; picture 3 of both is missing."""
+    """Write scene 0001 with six valid pairs and 0002 with two; image 3 of both is missing."""
     import h5py
 
     root = tmp_path_factory.mktemp("megadepth")
@@ -101,7 +101,8 @@ def megadepth_master(renderings, tmp_path_factory):
             Image.fromarray(renderings[i].image.numpy()).save(root / names[i], quality=95)
             with h5py.File(root / depths[i], "w") as file:
                 depth = renderings[i].depth.numpy()
-                depth[0, 0] = -1  # as MegaDepth marks what is merely behind
+                # MegaDepth's mark for pixels of which only the order of depth is known.
+                depth[0, 0] = -1
                 file["depth"] = depth
         overlap = np.full((4, 4), 0.9 if scene == "0001" else 0.5)
         overlap[0, 1] = overlap[1, 0] = 0.8
@@ -115,7 +116,7 @@ def megadepth(megadepth_master, tmp_path):
 
 
 def check_against_geometry(sample, rendering0, rendering1):
-    """Points agree with rays cast into the scene, and what is called hidden is."""
+    """Check points against rays cast into the scene, and that occluded points are occluded."""
     assert len(sample.points0) > 500
     for points, others, first, second in (
         (sample.points0, sample.points1, rendering0, rendering1),
@@ -124,7 +125,8 @@ def check_against_geometry(sample, rendering0, rendering1):
         truth = correspond(first, second, points)
         error = np.linalg.norm(truth.points1.numpy() - others, axis=1)
         assert np.median(error) < 0.1
-        assert (error < 1).mean() > 0.98  # the rest lies where two surfaces meet
+        # The rest lies on edges between surfaces.
+        assert (error < 1).mean() > 0.98
         assert truth.visible.double().mean() > 0.97
     for hidden, first, second in (
         (sample.hidden0, rendering0, rendering1),
@@ -138,7 +140,7 @@ def check_against_geometry(sample, rendering0, rendering1):
 
 
 def plane_depth(camera, normal, offset):
-    """Depth of the plane normal . x = offset, in the camera's frame."""
+    """Return the depth of the plane normal . x = offset, in the camera's frame."""
     x, y = np.meshgrid(np.arange(camera.width), np.arange(camera.height))
     rays = camera.rays(np.column_stack([x.ravel(), y.ravel()]))
     return (offset / (rays @ normal)).reshape(camera.height, camera.width)
@@ -173,7 +175,8 @@ def test_no_depth_beside_holes_between_surfaces_and_outside():
 
 def test_a_point_before_another_camera_is_seen_and_one_behind_a_wall_is_hidden():
     pose0, pose1 = np.eye(4)[:3], np.eye(4)[:3].copy()
-    pose1[0, 3] = -1.0  # one metre to the right
+    # One meter to the right.
+    pose1[0, 3] = -1.0
     K = Camera.from_focal((21, 21), 10.0).K
     camera0 = Camera(width=21, height=21, K=K, cam_from_world=pose0)
     camera1 = Camera(width=21, height=21, K=K, cam_from_world=pose1)
@@ -185,7 +188,8 @@ def test_a_point_before_another_camera_is_seen_and_one_behind_a_wall_is_hidden()
     behind = reproject([[10, 10]], far, camera0, near, camera1)
     assert not behind.seen[0] and behind.hidden[0]
     before = reproject([[10, 10]], near, camera0, far, camera1)
-    assert not before.seen[0] and not before.hidden[0]  # the maps disagree: nothing is known
+    # The maps disagree, so the point is neither seen nor occluded.
+    assert not before.seen[0] and not before.hidden[0]
     nothing = reproject([[10, 10]], np.zeros((21, 21)), camera0, far, camera1)
     assert not nothing.seen[0] and not nothing.hidden[0] and np.isnan(nothing.points1).all()
     assert np.allclose(unproject(camera1, [[10, 10]], [5.0]), [[1, 0, 5]])
@@ -279,7 +283,7 @@ def test_rgbd_command(rgbd, renderings, tmp_path):
 
 @pytest.mark.skipif(not HOLOLENS.is_dir(), reason="needs ../shared/data/rgbd/hololens")
 def test_hololens_correspondences_look_alike():
-    """Depth and poses against what OpenCV's SIFT sees: a pixel or two in the median."""
+    """Depth and poses agree with OpenCV's SIFT to a pixel or two in the median."""
     cv2 = pytest.importorskip("cv2")
     frames = read_rgbd(HOLOLENS)[:6]
     sift, matcher, errors = cv2.SIFT_create(), cv2.BFMatcher(), []
@@ -318,7 +322,8 @@ def test_megadepth_splits(megadepth):
         "0002/images/1.jpg 0002/images/0.jpg",
     ]
     with pytest.raises(DataError, match=r"no pairs for training"):
-        MegaDepthPairs(megadepth, "training")  # by the paper's recipe these scenes are too small
+        # These scenes are too small for the recipe of the paper.
+        MegaDepthPairs(megadepth, "training")
     maker = open_pairs(MegaDepthConfig(root=str(megadepth), split="validation"), size=64, points=16).training
     assert maker.make(2, torch.Generator().manual_seed(0)).valid.any(1).all()
     maker.close()
@@ -362,7 +367,7 @@ def test_megadepth_goes_on_over_what_is_broken_and_again_when_it_is_mended(megad
     bad.write_bytes(data)
     results = {r.name: r for r in write_scenes(megadepth, tmp_path / "out", RECIPE)}
     assert results["0001"].pairs == 3 and results["0002"].pairs == 2
-    # Scenes that were whole are kept, not done again.
+    # Complete scenes are kept.
     part = tmp_path / "out/scenes/0001-training.txt"
     part.write_text("kept\n")
     results = {r.name: r for r in write_scenes(megadepth, tmp_path / "out", RECIPE)}

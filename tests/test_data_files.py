@@ -1,4 +1,4 @@
-"""Pairs files, and batches from pairs of pictures."""
+"""Tests of pairs files, and of batches from image pairs."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from dualrc.data.views import CutConfig, FilePairs
 from dualrc.errors import ConfigError, DataError
 from dualrc.image import _DEVIATION, _MEAN
 
-# Two pictures of the oracle's scene: red tells X and green tells Y, so colours tell where a view looks.
+# Two images of the oracle's scene: red encodes X and green encodes Y, so colors give the position in the scene.
 VIEW0 = View(160, 120)
 VIEW1 = View(120, 150, origin=(30.0, -0.0), step=(1.0, 0.75))
 
@@ -27,13 +27,13 @@ def random(seed=0):
 
 
 def common_points(count=400, seed=0):
-    """Corresponding points of VIEW0 and VIEW1, all inside."""
+    """Return corresponding points of VIEW0 and VIEW1, all inside of both."""
     places = np.random.default_rng(seed).uniform((31, 1), (148, 110), (count, 2))
     return VIEW0.from_scene(places), VIEW1.from_scene(places)
 
 
 def scene_of(images, points):
-    """What the colours (b 3 h w) at points (b n 2) tell, in the scene."""
+    """Return the positions in the scene that the colors (b 3 h w) at points (b n 2) encode."""
     colors = images[:, :2] * torch.tensor(_DEVIATION[:2]).view(1, 2, 1, 1) + torch.tensor(_MEAN[:2]).view(1, 2, 1, 1)
     size = images.shape[3]
     unit = (points + 0.5) / size * 2 - 1
@@ -42,18 +42,19 @@ def scene_of(images, points):
 
 
 def check_same_places(batch):
-    """A level of colour is 1.7 of the scene's units, so one point is known to a few; the mean of many far better."""
+    """A color level is 1.7 units of the scene: single points are inaccurate, but the mean of many is accurate."""
     there0, there1 = scene_of(batch.images0, batch.points0), scene_of(batch.images1, batch.points1)
     difference, place = (there0 - there1)[batch.valid], batch.points0[batch.valid]
     assert difference.norm(dim=1).max() < 4
-    for axis in (0, 1):  # neither a shift nor another scale, in any half of the picture
+    # Neither a shift nor a change of scale, in any half of the image.
+    for axis in (0, 1):
         for half in (place[:, axis] < 48, place[:, axis] >= 48):
             assert half.sum() > 10 and difference[half].mean(0).abs().max() < 0.35
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Pictures and a pairs file with one pair."""
+    """Write images and a pairs file with one pair."""
     Image.fromarray(VIEW0.picture()).save(tmp_path / "a.png")
     Image.fromarray(VIEW1.picture(1)).save(tmp_path / "b.png")
     points0, points1 = common_points()
@@ -75,7 +76,8 @@ def test_a_published_line():
     assert (line.name0, line.name1) == ("a/1.jpg", "b/2.jpg")
     assert line.points0.tolist() == [[1, 2], [5, 6]] and line.points1.tolist() == [[3.5, 4], [7, 8]]
     assert len(parse_line("a.jpg b.jpg").points0) == 0
-    assert parse_line("1 2 0 0 1 1").name1 == "2"  # two numbers more than a multiple of four are names
+    # Numbers in excess of a multiple of four are part of a name.
+    assert parse_line("1 2 0 0 1 1").name1 == "2"
 
 
 def test_names_with_spaces_are_told_by_their_endings():
@@ -165,11 +167,12 @@ def test_hidden_points_and_those_that_the_cut_takes_are_absent():
     maker = FilePairs(One(sample), CutConfig(crop=0.3), size=96, points=64)
     for seed in range(5):
         batch = maker.make(1, random(seed))
-        # A point that is absent in the view of picture 1 lies outside of what that view shows.
+        # A point that is absent in the view of image 1 lies outside of that view.
         lost = scene_of(batch.images0, batch.points0)[batch.absent0]
         corners = scene_of(batch.images1, torch.tensor([[[0.0, 0.0], [95.0, 95.0]]]))[0]
         known = torch.tensor(VIEW0.to_scene(hidden0)).float()
-        far = (lost[:, None] - known).norm(dim=2).min(1).values > 3  # those hidden by the sample's own word are others
+        # Points that the sample itself marks as occluded are excluded.
+        far = (lost[:, None] - known).norm(dim=2).min(1).values > 3
         inner = (lost > corners[0] + 2).all(1) & (lost < corners[1] - 2).all(1)
         assert not (inner & far).any()
     maker.close()
@@ -206,9 +209,11 @@ def test_the_same_generator_state_makes_the_same_batch(folder, light):
     for batch in batches:
         states.append(generator.get_state())
         assert equal(again.make(2, generator), batch)
-    generator.set_state(states[1])  # what was prepared ahead does not fit now
+    # The batches prepared ahead are no longer valid.
+    generator.set_state(states[1])
     assert equal(maker.make(2, generator), batches[1])
-    for _ in range(6):  # others draw from the generator in between
+    # Other code uses the generator in between.
+    for _ in range(6):
         generator.set_state(states[2])
         assert equal(maker.make(2, generator), batches[2])
         torch.rand(3, generator=generator)
@@ -238,7 +243,7 @@ def test_what_can_t_be_used_is_left_out_by_name_and_the_rest_goes_on(folder):
     assert "1 corresponding points are too few" in maker.skipped["pairs.txt, line 5"]
     assert "0 corresponding points inside of the images" in maker.skipped["pairs.txt, line 7"]
     assert maker.report().startswith("Left out as unusable: 6 (pairs.txt, line ")
-    # What is known to be broken changes nothing about the batches.
+    # Pairs that are known to be broken do not change the batches.
     assert equal(batch, maker.make(16, random()))
     maker.close()
     (folder / "pairs.txt").write_text("\n".join(bad))

@@ -1,4 +1,4 @@
-"""Pairs of procedural scenes."""
+"""Tests of pairs of procedural scenes."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def test_a_fixed_pool_makes_the_same_batches(maker):
     other = open_pairs(SMALL, size=64, points=48).training
     assert equal(batch, other.make(4, random()))
     other.close()
-    # Pairs are used again with other cuts and another light.
+    # Pairs are reused with other crops and another light.
     assert len(maker.pool) == 2
     assert not any(torch.equal(batch.images0[i], batch.images0[j]) for i in range(4) for j in range(i))
 
@@ -92,7 +92,8 @@ def test_workers_render_the_same_pairs_renew_the_pool_and_may_die():
             maker.make(1, random())
             time.sleep(0.05)
         assert "were killed" in maker.report()
-        assert equal(maker.make(2, random()), maker.make(2, random()))  # what is there is used on
+        # The existing pairs are used again.
+        assert equal(maker.make(2, random()), maker.make(2, random()))
     finally:
         maker.close()
 

@@ -1,4 +1,4 @@
-"""Drawings keep their proportions, put things where they belong, and survive odd input."""
+"""Tests of drawings: proportions, positions, and unusual input."""
 
 import io
 import subprocess
@@ -33,7 +33,7 @@ def make_matches(points0, points1, size0, size1, scores=None, estimate=None):
 
 
 def changed(picture, background=128):
-    """Which pixels of the canvas, without its caption, were drawn on."""
+    """Return which pixels of the canvas, without its caption, were drawn on."""
     return np.any(picture[:-CAPTION] != background, axis=2)
 
 
@@ -306,7 +306,7 @@ except OutputError as error:
 
 
 def test_pngs_are_written_beside_pycolmap(tmp_path):
-    """pycolmap imported before Pillow breaks Pillow's PNG writer: ours comes after it, and a user's is told of."""
+    """If pycolmap is imported before Pillow, writing PNG fails: our import order avoids it, and users get an error."""
     pytest.importorskip("pycolmap", reason="needs the extra colmap")
     path = tmp_path / "a.png"
     subprocess.run([sys.executable, "-c", PNG_AFTER_PYCOLMAP, path], check=True)

@@ -1,4 +1,4 @@
-"""Aachen Day-Night in both published layouts, with an oracle and a broken matcher, and roots that can't be trusted."""
+"""Tests of Aachen Day-Night in both published layouts, with an oracle, a broken matcher, and damaged datasets."""
 
 import io
 import json
@@ -45,7 +45,7 @@ NIGHT_LIST = "queries/night_time_queries_with_intrinsics.txt"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder with the matchers, the true poses, and a data set in each layout."""
+    """Write the matchers, the true poses, and a dataset in each layout."""
     folder = tmp_path_factory.mktemp("aachen")
     write_matchers(folder)
     write_truth(folder / "truth.txt", QUERIES)
@@ -57,12 +57,12 @@ def data(tmp_path_factory):
 
 @pytest.fixture
 def root(data, tmp_path):
-    """A copy of v1.0 to break."""
+    """Return a copy of v1.0 that a test may damage."""
     return Path(shutil.copytree(data / "v1.0", tmp_path / "root"))
 
 
 def run(data, root, out, *names, truth=True, **settings):
-    """The results, and all that was printed."""
+    """Return the results, and everything that was printed."""
     matchers = tuple(name if name == "dualrc" else f"{data / 'matchers.py'}:{name}" for name in names)
     truth_file = data / "truth.txt" if truth else None
     printed = io.StringIO()
@@ -86,7 +86,8 @@ def test_an_oracle_is_perfect_and_a_broken_matcher_is_not(data, tmp_path, versio
     assert content["protocol"]["version"] == version
     assert night.queries == night.localized == night.scored == (2 if version == "v1.0" else 3)
     assert night.shares == (1, 1, 1)
-    assert night.median_error_m < 1e-4 and night.median_error_deg < 1e-3  # what 2D points in float32 allow
+    # The limit is the precision of 2D points in float32.
+    assert night.median_error_m < 1e-4 and night.median_error_deg < 1e-3
     assert oracle.map.points > 400 and oracle.map.error_px < 0.1
     assert broken.conditions["night"].shares == (0, 0, 0)
     assert broken.conditions["night"].localized == 0
@@ -169,7 +170,7 @@ def test_a_lens_sees_nothing_beyond_its_edge():
 
 
 def test_pictures_that_are_stored_on_their_side(data, root, tmp_path):
-    """An EXIF turn changes what matchers see, and not the pose of the picture as it is stored."""
+    """An EXIF rotation changes the matcher's input, but not the pose of the stored image."""
     name = NIGHT_QUERIES[0]
     path = root / "images" / "images_upright" / name
     exif = Image.Exif()
@@ -179,7 +180,8 @@ def test_pictures_that_are_stored_on_their_side(data, root, tmp_path):
     benchmark = Aachen(AachenSettings(roots=(root,), out=tmp_path))
     pair = next(pair for pair in benchmark.pairs if pair.name0 == name)
     stored = np.array([[10.0, 20.0], [300.0, 200.0]])
-    upright = np.stack([SIZE[1] - 1 - stored[:, 1], stored[:, 0]], axis=1)  # turned clockwise
+    # Rotated clockwise.
+    upright = np.stack([SIZE[1] - 1 - stored[:, 1], stored[:, 0]], axis=1)
     matches = Matches(
         points0=upright, points1=stored, scores=np.ones(2), size0=SIZE[::-1], size1=SIZE, info={"seen0": (160, 240)}
     )
@@ -237,7 +239,7 @@ def test_pictures_that_are_missing_or_of_another_size(data, root, tmp_path):
     assert f"The database image {DATABASE[1]} is not used: The intrinsics are for 320x240 pixels" in text
     reasons = {query.name: query.reason for query in result.figures.queries}
     assert reasons == {NIGHT_QUERIES[0]: "None of its pairs could be matched.", NIGHT_QUERIES[1]: None}
-    # All pairs of the picture that is no picture, and of the query that is not there.
+    # All pairs of the file that is not an image, and of the missing query.
     assert len(result.failures) == 3 + 1 + 4
     assert "8 of 14 pairs could not be matched" in text
 
@@ -262,9 +264,9 @@ def test_a_map_without_points_fails_every_query(data, tmp_path):
     [
         ("3D-models/aachen_cvpr2018_db.nvm", r"is not Aachen Day-Night: no 3D-models/aachen_cvpr2018_db.nvm"),
         ("3D-models/database_intrinsics.txt", r"database_intrinsics.txt does not exist; download the published file"),
-        ("images", r"has no pictures in images/images_upright; unpack them there"),
+        ("images", r"has no images in images/images_upright; unpack them there"),
         ("queries", r"has no queries: neither queries/day_time_queries"),
-        ("image_pairs_to_match.txt", r"image_pairs_to_match.txt, the list of pairs, does not exist"),
+        ("image_pairs_to_match.txt", r"The list of pairs .*image_pairs_to_match.txt does not exist"),
         (".", r"does not exist; check the path"),
     ],
 )
@@ -314,10 +316,10 @@ def test_broken_colmap_models(data, tmp_path, file):
     content = path.read_bytes()
     for cut in range(0, len(content), 37):
         path.write_bytes(content[:cut])
-        with pytest.raises(DataError, match="broken"):
+        with pytest.raises(DataError, match="damaged"):
             read_aachen(root)
     path.write_bytes(struct.pack("<Q", 2**60) + content[8:])
-    with pytest.raises(DataError, match="broken"):
+    with pytest.raises(DataError, match="damaged"):
         read_aachen(root)
 
 
@@ -333,7 +335,8 @@ def test_lists_of_pairs_that_are_none(root):
 def test_both_versions_in_one_folder(data, tmp_path):
     root = Path(shutil.copytree(data / "v1.1", tmp_path / "root"))
     shutil.copytree(data / "v1.0", root, dirs_exist_ok=True)
-    for file in ("day", "night"):  # v1.0's lists came over those of v1.1
+    # The lists of v1.0 overwrite those of v1.1.
+    for file in ("day", "night"):
         name = f"queries/{file}_time_queries_with_intrinsics.txt"
         shutil.copy(data / "v1.1" / name, root / name)
     found = read_aachen(root)
@@ -399,7 +402,7 @@ def test_the_command(data, tmp_path):
 
 @pytest.mark.slow
 def test_a_camera_of_a_real_scene_left_out(tmp_path):
-    """The figures of docs/benchmarks.md come from the same script, at the preset's own size."""
+    """The numbers in docs/benchmarks.md come from the same script, at the default size of the preset."""
     if not (SHARED / "strecha").is_dir():
         pytest.skip("the multi-view scenes are not here")
     import subprocess

@@ -1,4 +1,4 @@
-"""The paper's appendix: its tables hold HPatches' own scores, what is missing is said, and nothing is done twice."""
+"""Tests of the paper's appendix: scores equal those of HPatches, gaps are reported, and nothing runs twice."""
 
 import html
 import io
@@ -38,12 +38,13 @@ PAIRS = 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Data, a user's matchers, and weights: of two tiny networks, and of two of the paper's variants, untrained."""
+    """Write data, user matchers, and weights of two tiny networks and of two untrained variants of the paper."""
     folder = tmp_path_factory.mktemp("appendix")
     write_matchers(folder)
     write_hpatches(folder / "data")
     for name in ("i_day", "v_wall"):
-        for k in (3, 4, 5):  # two pairs of each sequence will do
+        # Two pairs of each sequence suffice.
+        for k in (3, 4, 5):
             (folder / "data" / name / f"H_1_{k}").unlink()
     for seed in (0, 1):
         save_weights(tiny_network(seed=seed), folder / f"tiny{seed}.safetensors")
@@ -56,7 +57,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def run(folder, out, *weights, **settings):
-    """What is in results.json, and all that was printed."""
+    """Return the content of results.json, and everything that was printed."""
     printed = io.StringIO()
     console = Console(width=140, file=printed)
     paths = tuple(folder / f"{name}.safetensors" for name in weights)
@@ -66,7 +67,7 @@ def run(folder, out, *weights, **settings):
 
 
 def page_tables(out) -> dict[str, list[list[str]]]:
-    """The tables of report.html by title, without their heads."""
+    """Return the tables of report.html by title, without their headers."""
     page = (out / "report.html").read_text()
     found = re.findall(r"<h2>([^<]*)</h2><div class=\"wide\">.*?<tbody>(.*?)</tbody>", page, re.DOTALL)
     rows = {title: re.findall(r"<tr>(.*?)</tr>", body) for title, body in found}
@@ -78,7 +79,7 @@ def page_tables(out) -> dict[str, list[list[str]]]:
 
 @pytest.fixture(scope="module")
 def sized(folder, tmp_path_factory):
-    """A tiny network at two sizes beside an oracle."""
+    """Evaluate a tiny network at two sizes, and an oracle."""
     out = tmp_path_factory.mktemp("sized")
     oracle = f"{folder / 'matchers.py'}:homography_oracle"
     content, text = run(folder, out, "tiny0", sizes=SIZES, matchers=(oracle,))
@@ -87,7 +88,7 @@ def sized(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def varied(folder, tmp_path_factory):
-    """Two of the paper's variants at one size."""
+    """Evaluate two variants of the paper at one size."""
     out = tmp_path_factory.mktemp("varied")
     content, text = run(folder, out, "a256", "e256", sizes=(64,))
     return out, content, text
@@ -107,7 +108,8 @@ def test_sizes_hold_the_scores_of_hpatches_itself(folder, sized, tmp_path):
         assert row[:3] == [f"default, {size} px", str(size), str(size // 4)]
         assert row[3:9] == expected
         assert row[9] == f"{groups['overall'].matches:.0f}"
-    assert 0 < mma[9] < 1  # the figures could differ
+    # The comparison below is meaningful only for nontrivial scores.
+    assert 0 < mma[9] < 1
     assert rows[2][0] == "matchers:homography_oracle"
     assert rows[2][3:7] == ["1.000"] * 4
 
@@ -152,7 +154,8 @@ def test_everything_is_on_the_page_and_in_files(sized, varied):
     for plot in ("fusion", "channels", "costs"):
         with Image.open(varied[0] / "figures" / f"{plot}.png") as image:
             assert image.width > 800 and len(image.getcolors(1 << 20)) > 20
-    assert not (out / "figures" / "fusion.png").exists()  # there was nothing to draw
+    # No figure was drawn.
+    assert not (out / "figures" / "fusion.png").exists()
 
 
 def test_pictures_show_right_and_wrong_matches(folder, sized):
@@ -169,7 +172,7 @@ def test_pictures_show_right_and_wrong_matches(folder, sized):
         assert words in page
         with Image.open(out / "figures" / f"{number:02d}_best{count}_v_wall_1-6_default_128_px.png") as image:
             assert count_color(image, _GOOD) > 10 and count_color(image, _BAD) > 10
-    # The oracle has nothing wrong.
+    # The oracle has no wrong matches.
     with Image.open(out / "figures" / "04_best500_v_wall_1-6_matchers_homography_oracle.png") as image:
         assert count_color(image, _GOOD) > 1000 and count_color(image, _BAD) == 0
 
@@ -187,10 +190,10 @@ def test_costs_are_of_each_network_and_size(sized, varied):
         for entry in content["costs"]:
             measured = entry["measured"]
             assert 0 < measured.seconds < 60
-            # On a CPU the libraries are part of it.
+            # On a CPU the libraries are included.
             least = 0 if torch.cuda.is_available() else 50 * 2**20
             assert least < measured.loaded_bytes < measured.memory_bytes < 4 * 2**30
-    # ResNet-101's weights alone are 100 MiB and more, half of that in float16.
+    # The weights of ResNet-101 alone take 100 MiB or more, half of that in float16.
     tiny, large = sized[1]["costs"][0]["measured"], varied[1]["costs"][0]["measured"]
     assert large.loaded_bytes > tiny.loaded_bytes + 40 * 2**20
 
@@ -202,12 +205,13 @@ def test_nothing_is_matched_or_measured_twice(folder, sized, monkeypatch):
     monkeypatch.setattr(costs, "measure", lambda task: tasks.append(task) or real(task))
     content, text = run(folder, out, "tiny0", "tiny1", sizes=SIZES[:1])
     assert f"{PAIRS} pairs were in" in text and "0 new" in text
-    assert "another config" not in text  # other sizes are no older results of this one
+    # Stores of other sizes are not reported as outdated.
+    assert "another config" not in text
     assert [Path(task.weights).stem for task in tasks] == ["tiny1"]
     assert content["results"][0].figures == before["results"][0].figures
     again = json.loads((out / "costs.json").read_text())
     assert len(again) == 3 and all(again[key] == known[key] for key in known)
-    # Two files of one kind are told apart by their paths.
+    # Two files of one variant are distinguished by their paths.
     names = [result.matcher for result in content["results"]]
     assert names[0].endswith("tiny0.safetensors, 128 px") and names[1].endswith("tiny1.safetensors")
     assert names[1].startswith("default, ")
@@ -283,14 +287,15 @@ def test_broken_pictures_are_counted_and_the_rest_goes_on(folder, tmp_path):
     assert "5 of 9 pairs could not be matched" in text
     assert "v_wall 1-4 is not scored" in text
     assert "i_day/1.png and i_day/2.png are not drawn" in text
-    assert content["costs"][0]["measured"] is not None  # of a pair that could be matched
+    # The measured pair is one that could be matched.
+    assert content["costs"][0]["measured"] is not None
     drawn = sorted(path.stem for path in (tmp_path / "out" / "figures").glob("0*"))
     assert drawn == [
         f"0{number}_best{count}_v_wall_1-3_default_64_px" for number, count in enumerate((500, 2000, 6000), start=1)
     ]
 
 
-# The comparisons themselves, of scores made by known matches.
+# Comparisons of scores from known matches.
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +304,7 @@ def appendix(folder):
 
 
 def scores(benchmark, error_px: float, name: str):
-    """Scores of matches that are all wrong by so much."""
+    """Return scores of matches that all have this error."""
 
     def get(pair):
         x, y = np.meshgrid(np.arange(40, 280, 40.0), np.arange(40, 200, 40.0))
@@ -329,7 +334,7 @@ def test_the_paper_s_whole_set_of_variants(appendix):
     fusion = compare_fusion(appendix, results, 1600)
     assert fusion.tables[0].title == "Fusion variants, 1024 channels, 1600 px"
     assert [row[0] for row in fusion.tables[0].rows] == [f"({letter}) 1024" for letter in "abcde"]
-    # Wrong by 0.5 px for (e) to 4.5 px for (a): right from the next whole threshold on.
+    # Errors from 0.5 px for (e) to 4.5 px for (a): correct from the next whole threshold on.
     assert [row[2:6] for row in fusion.tables[0].rows] == [
         [".000", ".000", "1.000", "1.000"],
         [".000", ".000", "1.000", "1.000"],
@@ -350,7 +355,7 @@ def test_which_variants_are_compared(appendix):
     results = {n: scores(appendix, 0, n.label) for n in given}
     rows = [row[0] for row in compare_fusion(appendix, results, 800).tables[0].rows]
     assert rows == ["(a) 1024, x/weights", "(a) 1024, y/weights", "(b) 1024", "(c) 1024", "(d) 1024", "(e) 1024"]
-    # (c) is given with both numbers of channels; (a) and (e) are those of the paper.
+    # (c) is passed with both numbers of channels; (a) and (e) are compared in the paper.
     channels = compare_channels(appendix, results, 800)
     assert [row[0][:8].strip(",") for row in channels.tables[0].rows] == [
         *("(a) 1024", "(a) 1024", "(a) 256"),
@@ -378,14 +383,15 @@ def test_published_curves_stand_beside_the_paper_s_sizes(appendix):
         *(share(curves["overall"][px - 1]) for px in (1, 3, 5, 10)),
         *(share(curves[kind][2]) for kind in ("illumination", "viewpoint")),
     ]
-    assert [name for name in rows if "800 px" in name] == ["default, 800 px"]  # those maps are others
+    # Their map sizes differ.
+    assert [name for name in rows if "800 px" in name] == ["default, 800 px"]
     assert list(compared.figures) == ["sizes_same_picture", "sizes_same_map", "sizes_smaller"]
-    # NCNet ran at 1600 px without the trunk's last stride, whatever its label in the paper says.
+    # NCNet ran at 1600 px without the last stride of its backbone, despite its label in the paper.
     assert rows["NCNet, 1600 px, relocalized, best 2000, published"][1:3] == ["1600", "200"]
     assert compared.notes == [
         "The paper labels the curve of NCNet at 1600 px NCNet (3200 H), but its data is for 1600 px."
     ]
-    # At half the size other published curves fit, and what can't be compared is left out.
+    # At half the size other published curves apply; comparisons that are impossible are left out.
     compared = compare_sizes(appendix, {800: by_size[800]}, [])
     assert {row[0] for row in compared.tables[0].rows[1:]} == {
         *("NCNet, 800 px, best 2000, published", "Sparse-NCNet, 800 px, best 2000, published"),
@@ -409,7 +415,8 @@ def task(folder):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process can't tell its own peak from its parent's")
 def test_memory_is_that_of_the_new_process_alone(task):
-    ballast = np.ones(2**30, dtype=np.uint8)  # 1 GiB, which a fork would count too
+    # 1 GiB, which a forked process would count too.
+    ballast = np.ones(2**30, dtype=np.uint8)
     measured = costs.measure(task)
     assert measured.memory_bytes < 0.9 * 2**30 < ballast.nbytes
     assert measured.seen == (64, 48)
@@ -424,7 +431,8 @@ def test_processes_that_fail_are_named_and_the_others_go_on(task, tmp_path, monk
     assert measured == [None]
     assert "costs.json cannot be read; time and memory are measured again" in " ".join(console.file.getvalue().split())
     assert "at 64 px: the process failed" in notes[0] and "broken.png" in notes[0]
-    assert (tmp_path / "costs.json").read_text() == "{"  # nothing was kept: it is tried again next time
+    # No result was stored, so the next run tries again.
+    assert (tmp_path / "costs.json").read_text() == "{"
     (tmp_path / "sitecustomize.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(DataError, match=r"killed \(signal 9\), probably for lack of memory; give smaller sizes"):

@@ -1,4 +1,4 @@
-"""Hard pairs: planes by their homography, other pairs by hand-made points and an estimated fundamental matrix."""
+"""Tests of hard pairs: planes by homography, other pairs by manual points and an estimated fundamental matrix."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from dualrc.errors import DataError
 from dualrc.evaluation import evaluate
 
 H = np.array([[0.9, 0.1, 4.0], [-0.05, 0.8, 9.0], [1e-4, 2e-4, 1.0]])
-# A stereo pair: rows stay, columns move by a disparity that differs from point to point.
+# A stereo pair: points keep their row and move by different disparities.
 MATCHERS = """
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_known_answers(data):
     results = run(data, "oracle", "nothing")["results"]
     right, none = (result.figures for result in results)
     assert right.evd == (pytest.approx(0.75),)
-    # Of 20 points 12 lie on their epipolar lines, 5 are 10 px off and 3 are 30 px off.
+    # Of 20 points, 12 lie on their epipolar lines, 5 are 10 px away and 3 are 30 px away.
     assert right.wxbs == (pytest.approx(0.6), pytest.approx(0.85))
     assert none.evd == (0,)
     assert none.wxbs == (0, 0)

@@ -1,4 +1,4 @@
-"""HPatches from files to tables: known answers, bad input, resuming, and the measured baseline."""
+"""Tests of HPatches from files to tables: known answers, bad input, resumption, and the measured baseline."""
 
 import json
 import os
@@ -45,7 +45,8 @@ def test_an_oracle_is_perfect_and_a_broken_matcher_is_not(data, tmp_path):
     assert best.mma == (1.0,) * 10
     assert best.homography_auc == pytest.approx((1, 1, 1), abs=1e-3)
     assert best.matches == best.correct == 1000
-    assert content["results"][0].figures[1].groups["overall"].matches == 1200  # of 2000 asked for
+    # 2000 were requested.
+    assert content["results"][0].figures[1].groups["overall"].matches == 1200
     assert content["results"][0].figures[1].groups["overall"].coverage == pytest.approx(1)
     assert max(broken.mma) < 0.05
     assert max(broken.homography_auc) < 0.05
@@ -63,7 +64,8 @@ def test_what_is_written(data, tmp_path):
     assert written["results"][0]["config"]["name"] == "homography_oracle"
     assert written["protocol"]["tops"] == [1000, 2000]
     page = (tmp_path / "out" / "report.html").read_text()
-    assert not re.search(r'(src|href)="(?!data:)', page)  # one file that needs no other
+    # The page is self-contained.
+    assert not re.search(r'(src|href)="(?!data:)', page)
     assert page.count("<img") == 2 + 5
     assert len(page) < 3_000_000
     figures = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
@@ -81,7 +83,7 @@ def test_matches_are_exported_once_and_scored_again(data, tmp_path):
     content, text = run(data, tmp_path, "homography_oracle", top=100)
     assert "10 pairs were in" in text
     assert overall(content).matches == 100
-    # Another config has a store of its own, and the older one is named.
+    # Each config has its own store, and the message names the older one.
     content, text = run(data, tmp_path, "homography_oracle", crop=(8, 0))
     assert "made with another config" in text
     assert len(list(tmp_path.glob("matches-*.sqlite"))) == 2
@@ -122,11 +124,12 @@ def test_broken_data_is_named_and_counted(data, tmp_path):
     (root / "v_wall" / "H_1_5").write_text("1 0 0 0 1 0 0 0")
     content, text = run(data, tmp_path / "out", "homography_oracle", roots=(root,))
     assert len(content["results"][0].failures) == 2
-    assert overall(content).pairs == 3  # two failures count as 0, two have no truth
+    # Two failures count as 0, two pairs have no ground truth.
+    assert overall(content).pairs == 3
     assert overall(content).mma[9] == pytest.approx(1 / 3)
     for words in ("v_wall 1-4 is not scored", "v_wall 1-5 is not scored", "2 of 3 pairs could not be matched"):
         assert words in text
-    # Mended, only the failed pairs are matched again.
+    # After the repair, only the failed pairs are matched again.
     fresh = write_hpatches(tmp_path / "fresh", ["v_wall"])
     for k in (2, 3):
         (root / "v_wall" / f"{k}.png").write_bytes((fresh / "v_wall" / f"{k}.png").read_bytes())
@@ -172,7 +175,8 @@ def test_settings_that_make_no_sense(data, tmp_path):
         words = r"figures cannot be created .*; move a file of that name away" if name == "figures" else "is a folder"
         with pytest.raises(OutputError, match=words):
             run(data, tmp_path / "out", "nothing")
-        assert not list((tmp_path / "out").glob("*.sqlite"))  # nothing was matched in vain
+        # No pair was matched before the error.
+        assert not list((tmp_path / "out").glob("*.sqlite"))
         shutil.rmtree(tmp_path / "out")
     assert parse_crop("3,4") == (3, 4)
     for text in ("3", "3,x", "3,4,5", ""):
@@ -214,7 +218,8 @@ def test_kill_9_and_then_only_what_is_missing(data, tmp_path):
         assert process.wait() == -signal.SIGKILL
     assert calls.read_text().count("\n") == 5
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert calls.read_text().count("\n") == 5 + 6  # the pair in work when it died is done once more
+    # The pair that was running when the process died is matched again.
+    assert calls.read_text().count("\n") == 5 + 6
     assert "4 pairs were in" in done.stderr
     content = json.loads((tmp_path / "out" / "results.json").read_text())
     assert content["results"][0]["figures"][0]["groups"]["overall"]["mma"] == [1.0] * 10

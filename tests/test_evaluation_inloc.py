@@ -1,4 +1,4 @@
-"""InLoc: the published results to the digit, the whole path on rooms with exact truth, and files that are broken."""
+"""Tests of InLoc: exact published results, the pipeline on rooms with ground truth, and damaged files."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ SIZE = (320, 240)
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder with the matchers, and the data set in data."""
+    """Write the matchers, and the dataset in data."""
     folder = tmp_path_factory.mktemp("inloc")
     write_matchers(folder)
     write_inloc(folder / "data")
@@ -57,18 +57,18 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def scored(data):
-    """The oracle and the broken matcher, scored on the whole data set."""
+    """Score the oracle and the broken matcher on the whole dataset."""
     return run_evaluation("inloc", (data / "data",), data / "out", data, ("pose_oracle", "broken"))
 
 
 @pytest.fixture
 def changed(data, tmp_path):
-    """A copy of the data set that a test may break."""
+    """Return a copy of the dataset that a test may damage."""
     return shutil.copytree(data / "data", tmp_path / "data")
 
 
 def first_candidate(root):
-    """The first query, and its first candidate of the same floor."""
+    """Return the first query, and its first candidate on the same floor."""
     query, candidates = next(iter(read_candidates(root / LIST).items()))
     return query, next(name for name in candidates if name.startswith("DUC1"))
 
@@ -143,7 +143,8 @@ def test_what_counts_as_localized(tmp_path):
     assert figures.floors["DUC1"].without_pose == 2
     assert {s.query for s in figures.queries if np.isfinite(s.error_m)} == {"near", "far"}
     assert "1 queries are not in the list and count as failures: missing" in benchmark.notes[0]
-    assert len(benchmark.report(benchmark.stored_results()).tables) == 1  # nothing published is comparable
+    # No published result is comparable.
+    assert len(benchmark.report(benchmark.stored_results()).tables) == 1
 
 
 def test_a_list_survives_writing(tmp_path):
@@ -182,12 +183,13 @@ def test_written_results_score_the_same_and_match_the_references(scored, data, t
     assert again[ALL]["curve"] == pytest.approx(content["results"][0].figures.floors[ALL].curve)
     poses = read_poses(data / "out" / "poses-matchers_pose_oracle.txt")
     for query, reference in {**references["DUC1"], **references["DUC2"]}.items():
-        assert poses[query] == pytest.approx(reference, abs=0.05 if query < "IMG_0740" else 0.5)  # DUC2 is at 100 m
+        # DUC2 is 100 m from the origin.
+        assert poses[query] == pytest.approx(reference, abs=0.05 if query < "IMG_0740" else 0.5)
 
 
 def test_a_second_run_does_nothing_again(scored, data):
     file = data / "out" / "poses.jsonl"
-    # A killed process leaves half a line.
+    # A killed process leaves an incomplete line.
     file.write_bytes(file.read_bytes() + b'\n{"key": "torn')
     before = file.read_bytes()
     content, text = run_evaluation("inloc", (data / "data",), data / "out", data, ("broken",))
@@ -227,7 +229,7 @@ def test_text_lists_that_say_nothing(tmp_path, text, reason):
 
 
 def write_v73(path, arrays):
-    """As MATLAB writes version 7.3: HDF5 after 512 bytes of header, axes in reverse, cells as references."""
+    """Write version 7.3 of MATLAB: HDF5 after a header of 512 bytes, reversed axes, cells as references."""
     h5py = pytest.importorskip("h5py", reason="h5py is not installed")
     with h5py.File(path, "w", userblock_size=512) as file:
         for name, value in arrays.items():
@@ -260,7 +262,7 @@ def test_without_the_scan_its_cutouts_serve(data, changed):
     shutil.rmtree(changed / "database" / "scans")
     again, colors = scan_of(find_folders(changed), name)
     assert len(xyz) == len(again) and np.isfinite(again).all()
-    # The columns hold the cut-outs one after the other, by angle; here they come by name.
+    # The columns contain the cutouts one after the other, by angle; here they are sorted by name.
     assert np.array_equal(np.sort(xyz.sum(axis=1)), np.sort(again.sum(axis=1)))
     assert rgb.sum() == colors.sum()
 
@@ -268,7 +270,8 @@ def test_without_the_scan_its_cutouts_serve(data, changed):
 def test_places_between_points_at_edges_and_where_nothing_is():
     x, y = np.meshgrid(np.arange(6.0), np.arange(4.0))
     xyz = np.stack([x, y, np.full_like(x, 50.0)], axis=-1).astype(np.float32)
-    xyz[:, 3:] *= 2  # another surface, twice as far
+    # Another surface, at twice the distance.
+    xyz[:, 3:] *= 2
     xyz[0, 0] = np.nan
     points = [[1.25, 2.5], [2.4, 1.0], [2.6, 1.0], [0.4, 0.0], [0.6, 0.0], [-0.6, 1.0], [5.4, 3.4]]
     found = points_at(xyz, points, (6, 4))
@@ -276,7 +279,7 @@ def test_places_between_points_at_edges_and_where_nothing_is():
     assert found[1] == pytest.approx([2, 1, 50]) and found[2] == pytest.approx([6, 2, 100])
     assert np.isnan(found[3]).all() and found[4] == pytest.approx([1, 0, 50])
     assert np.isnan(found[5]).all() and found[6] == pytest.approx([10, 6, 100])
-    # Twice the size: the same place has another pixel.
+    # At twice the size, the same position has another pixel.
     assert points_at(xyz, [[2 * 1.25 + 0.5, 2 * 2.5 + 0.5]], (12, 8))[0] == pytest.approx([1.25, 2.5, 50])
 
 
@@ -391,7 +394,7 @@ def test_broken_files_are_named_and_the_run_goes_on_and_resumes(data, changed, t
     assert "files cannot be used, and their candidates give no pose" in text
     assert result.figures.floors["DUC2"].within == pytest.approx((2 / 3, 2 / 3, 2 / 3))
     assert result.figures.floors["DUC2"].without_pose == 1
-    # What is mended is used by the next run.
+    # The next run uses the repaired file.
     folders.points(name).write_bytes(whole)
     shutil.copy(data / "data" / "query" / "iphone7" / "IMG_0741.JPG", folders.queries)
     content, text = run_evaluation("inloc", (changed,), tmp_path / "out", data, ("pose_oracle",), **settings)
@@ -444,10 +447,10 @@ def test_roots_that_are_not_complete(data, changed, tmp_path):
     write_references(changed / "DUC_refposes_all.mat", {"DUC1": {"other.JPG": pose_at(0.0)}})
     refused("has no pose of any query")
     (changed / "DUC_refposes_all.mat").write_bytes(b"MATLAB 5.0 no more")
-    refused("is not a file of reference poses, or broken")
+    refused("is not a file of reference poses, or damaged")
     (changed / "DUC_refposes_all.mat").unlink()
     shutil.rmtree(changed / "database" / "alignments")
-    refused("is not complete: database/alignments is missing")
+    refused("is incomplete: database/alignments is missing")
 
 
 def test_without_references_poses_are_only_written(data, changed, tmp_path):
@@ -496,7 +499,7 @@ def test_options_of_inloc_are_refused_elsewhere(data, tmp_path):
 
 
 def test_several_weights_are_compared_in_one_table(data, tmp_path):
-    """As the paper's appendix compares its variants here."""
+    """Networks are compared as in the paper's appendix."""
     files = [tmp_path / f"{seed}.safetensors" for seed in (0, 1)]
     for seed, file in enumerate(files):
         save_weights(tiny_network(seed=seed), file)

@@ -1,4 +1,4 @@
-"""Matchers under evaluation: how they are named, made and checked."""
+"""Tests of matchers in evaluations: names, construction and checks."""
 
 import io
 import sys
@@ -71,7 +71,7 @@ def test_dualrc_with_a_weights_file(tmp_path):
     assert result.cost.seconds_per_pair > 0
     assert result.figures[0].groups["overall"].matches == 20
     assert not result.failures
-    # Other weights are another config: their matches go into another store.
+    # Other weights mean another config, and another store.
     save_weights(tiny_network(seed=1), tmp_path / "tiny.safetensors")
     _, text = run_evaluation("hpatches", (root,), tmp_path / "out", tmp_path, ["dualrc"], **settings)
     assert "made with another config" in text

@@ -1,4 +1,4 @@
-"""Two-view pose in the three layouts, with an oracle and a broken matcher, and indexes that can't be trusted."""
+"""Tests of two-view pose in the three layouts, with an oracle, a broken matcher, and malicious indexes."""
 
 import json
 import pickle
@@ -31,7 +31,7 @@ WRITERS = {"cameras.json": write_cameras_json, "megadepth": write_megadepth, "sc
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder with the matchers and one data set in each layout."""
+    """Write the matchers and one dataset in each layout."""
     folder = tmp_path_factory.mktemp("pose")
     write_matchers(folder)
     for layout, write in WRITERS.items():
@@ -112,7 +112,7 @@ def test_real_npz_files_with_objects_in_them(tmp_path):
 
 
 class Malicious:
-    """Would run a command when it is unpickled."""
+    """Runs a command when it is unpickled without restrictions."""
 
     def __init__(self, target):
         self.target = target
@@ -124,7 +124,7 @@ class Malicious:
 
 
 class Indirect:
-    """Would look innocent, and evaluate a text."""
+    """Evaluates a text when it is unpickled without restrictions."""
 
     def __reduce__(self):
         return eval, ("1 + 1",)
@@ -202,7 +202,7 @@ def test_missing_pictures_and_entries_are_named_and_counted(data, tmp_path):
     next(root.glob("*/*.npz")).write_bytes(pickle.dumps(index))
     (root / "Undistorted_SfM" / "0015" / "images" / "0003.jpg").write_text("broken")
     content, text = run(data, root, tmp_path / "out", "pose_oracle")
-    assert "pair 0 4 is not scored: it has no picture" in text
+    assert "pair 0 4 is not scored: it has no image" in text
     assert "1 of 4 pairs could not be matched" in text
     assert content["results"][0].figures.overall.auc[POSELIB][0] == pytest.approx(0.75, abs=0.01)
 
@@ -264,17 +264,19 @@ def test_pictures_of_another_shape_are_not_scored(data, tmp_path):
     root = write_scannet(tmp_path)
     picture = root / "scene0707_00" / "color" / "600.jpg"
     with Image.open(picture) as image:
-        image.resize((320, 235)).save(picture)  # 2.1 %
+        # A stretch of 2.1 %.
+        image.resize((320, 235)).save(picture)
     found = read_pose_data(root)
     assert len(found.pairs) == 3
     assert "585.jpg scene0707_00/color/600.jpg is not scored: K is for an image of 640x480" in found.notes[0]
     with Image.open(picture) as image:
-        image.resize((1296, 968)).save(picture)  # as ScanNet's are
+        # The size of ScanNet's original images.
+        image.resize((1296, 968)).save(picture)
     assert len(read_pose_data(root).pairs) == 4
     truth = next(iter(found.pairs.values()))
     with pytest.raises(DataError, match="aspect ratio"):
         truth.cameras((320, 240), (240, 320))
-    # A picture that lies on its side is as we read it.
+    # A rotated image is read upright.
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
     with Image.open(picture) as image:
@@ -283,10 +285,11 @@ def test_pictures_of_another_shape_are_not_scored(data, tmp_path):
 
 
 def corrupt(kind, path):
-    """An .npz file that is broken in a certain way."""
+    """Write an .npz file with a certain kind of damage."""
     np.savez_compressed(path, pair_infos=np.arange(1000))
     data = bytearray(path.read_bytes())
-    start = 30 + len("pair_infos.npy") + int.from_bytes(data[28:30], "little")  # of the compressed bytes
+    # Start of the compressed bytes.
+    start = 30 + len("pair_infos.npy") + int.from_bytes(data[28:30], "little")
     directory = data.index(b"PK\x01\x02")
     if kind == "checksum":
         data[directory + 16] ^= 0xFF
@@ -306,10 +309,10 @@ def corrupt(kind, path):
 @pytest.mark.parametrize("kind", ["checksum", "compressed", "method", "encrypted", "header"])
 def test_a_broken_index_is_told_in_one_line_and_does_not_stop_other_layouts(data, tmp_path, kind):
     path = corrupt(kind, tmp_path / "stray.npz")
-    with pytest.raises(DataError, match=r"stray\.npz is not an index, or broken") as caught:
+    with pytest.raises(DataError, match=r"stray\.npz is not an index, or damaged") as caught:
         read_index(path)
     assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match=r"stray\.npz is not an index, or broken"):
+    with pytest.raises(DataError, match=r"stray\.npz is not an index, or damaged"):
         read_pose_data(tmp_path)
     for write in (write_cameras_json, write_scannet):
         found = read_pose_data(write(tmp_path))
@@ -334,7 +337,8 @@ def test_poses_of_far_scenes_are_found(method):
     pose = opencv_relative_pose(matches, camera, camera, method=method, threshold_px=0.5)
     assert pose is not None
     assert pose_error_deg(pose, truth) < 1
-    assert pose[:, 3] @ truth[:, 3] > 0  # the points are in front of the cameras
+    # The points are in front of the cameras.
+    assert pose[:, 3] @ truth[:, 3] > 0
 
 
 def test_pairs_may_be_chosen(tmp_path):

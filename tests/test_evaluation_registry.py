@@ -1,4 +1,4 @@
-"""A benchmark declares itself: one that stands in this file goes through the whole evaluation and the command line."""
+"""Tests of the registry: a benchmark declared in this file runs through the pipeline and the command line."""
 
 import json
 import re
@@ -47,7 +47,7 @@ class ShiftScore:
 
 
 class Shift(Benchmark):
-    """Pairs of a picture and a copy that is moved."""
+    """Pairs of an image and a shifted copy."""
 
     name = "shift"
     summary = "shift scores matches of pictures that are moved."
@@ -104,7 +104,7 @@ def data(tmp_path):
 
 
 def call(*arguments):
-    """The command of the benchmarks that are registered now."""
+    """Call the command with the benchmarks that are registered now."""
     app = typer.Typer()
     app.command()(make_command())
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -123,7 +123,7 @@ def test_a_new_benchmark_goes_through_the_whole_evaluation(registered, data, tmp
     assert written["settings"]["shift_px"] == 3 and written["seen"] == "here"
     assert "moved-2.png: as it is" in (tmp_path / "out" / "report.html").read_text()
     assert len(list((tmp_path / "out" / "figures").iterdir())) == 2
-    # Another score of the same matches.
+    # The same matches with another score.
     content, text = run_evaluation("shift", (data,), tmp_path / "out", tmp_path, ["three_right"], shift_px=0, top=4)
     assert content["results"][0].figures.correct == 0.25
     assert "2 pairs were in" in text and "0 new" in text
@@ -149,7 +149,7 @@ def test_options_that_a_benchmark_does_not_take(registered, data, tmp_path):
         (("shift", data, "--size", 64, "--size", 96), "--size was passed 2 times; shift accepts it once."),
         (("shift", data, data), "shift has one folder; pass one ROOT."),
         (("shift", data, "--top", 0), "leaves no matches to score"),
-        (("shift",), "No dataset was passed."),
+        (("shift",), "No dataset was passed; pass its folder."),
         (("hpatches", data), "it looks like shift: run `dualrc evaluate shift` on it."),
     ):
         done = call(*arguments, "--out", tmp_path / "out")
@@ -168,7 +168,7 @@ def test_a_benchmark_that_is_removed_is_gone(data, tmp_path):
 
 
 def test_the_paper_s_protocol(tmp_path):
-    """It sets what no other option sets."""
+    """The protocol sets only settings that no option sets."""
     given = {"roots": (tmp_path,), "out": tmp_path, "protocol": "paper"}
     assert HPatchesSettings(**given).size == 1600
     assert HPatchesSettings(**given, size=800).size == 800
@@ -194,7 +194,7 @@ def test_the_registry_and_the_command_line_agree():
     for name, benchmark in BENCHMARKS.items():
         assert benchmark.name == name
         settings = {field.name for field in fields(benchmark.settings_class)}
-        # Every setting can be given, and its default stands in one place.
+        # Every setting is an option, with one default.
         assert settings == {"roots", *(d.setting for d in declared_options(benchmark.settings_class).values())}
         assert benchmark.summary in help_text and f"dualrc evaluate {name} {benchmark.example}" in help_text
 

@@ -1,4 +1,4 @@
-"""Stored results of other methods: every layout gives the same matches, and a broken file costs its pair alone."""
+"""Tests of stored results: every layout gives the same matches, and a damaged file affects only its pair."""
 
 import io
 import shutil
@@ -42,13 +42,14 @@ def assert_same(found):
 
 def write(path, **arrays):
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:  # numpy would add .npz to some of these names
+    # Numpy would add .npz to some of these names.
+    with path.open("wb") as file:
         np.savez(file, **arrays)
 
 
 @pytest.mark.parametrize("name", ["v_wall/1_2.npz.exp", "v_wall-1_2.npz.exp", "v_wall/1.ppm_2.ppm.npz", "1_2.npz"])
 def test_pairs_as_ncnet_and_dualrc_net_write_them(tmp_path, pictures, name):
-    """Their pixels are counted from the first one's corner, and the files are named by sequence."""
+    """Pixels start at the corner of the first one, and files are named by sequence."""
     write(tmp_path / "own" / name, keypoints_A=POINTS0 + 0.5, keypoints_B=POINTS1 + 0.5, scores=SCORES)
     assert_same(stored(tmp_path / "own").match(*pictures))
     assert_same(stored(tmp_path / "own").match(*pictures[::-1]).swapped())
@@ -71,7 +72,7 @@ def test_pairs_as_superglue_writes_them(tmp_path, pictures):
 
 @pytest.mark.parametrize("ending", ["d2-net", "r2d2"])
 def test_keypoints_with_descriptors_are_matched_mutually(tmp_path, pictures, ending):
-    """As D2-Net and R2D2 write them, beside the pictures: x, y and scale, and several methods side by side."""
+    """Files lie beside the images, with x, y and scale, from several methods."""
     descriptors = np.eye(4, dtype=np.float32)[:3] * 7
     scale = np.ones((3, 1))
     for path, points in zip(pictures, (POINTS0, POINTS1[::-1]), strict=True):
@@ -104,7 +105,7 @@ def test_hloc_files(tmp_path, pictures, with_matches):
         broken = shutil.copytree(own, tmp_path / "broken")
         with h5py.File(broken / "matches.h5", "a") as file:
             file["v_wall-1.ppm/v_wall-2.ppm/matches0"][0] = 99
-        with pytest.raises(DataError, match=r"matches\.h5, v_wall-1\.ppm/v_wall-2\.ppm, is broken"):
+        with pytest.raises(DataError, match=r"matches\.h5, v_wall-1\.ppm/v_wall-2\.ppm, is damaged"):
             stored(broken).match(*pictures)
     else:
         found = stored(own / "features.h5").match(*pictures)
@@ -118,7 +119,7 @@ def test_a_picture_without_keypoints_has_no_matches(tmp_path, pictures):
 
 
 def test_a_file_is_not_taken_for_two_pairs(tmp_path, pictures):
-    """Without the sequence in its name, 1_2.npz would be that of every sequence."""
+    """Without the sequence in its name, 1_2.npz would apply to every sequence."""
     write(tmp_path / "own" / "1_2.npz", keypoints_A=POINTS0, keypoints_B=POINTS1, scores=SCORES)
     shutil.copytree(pictures[0].parent, tmp_path / "data" / "v_other")
     matcher = stored(tmp_path / "own")
@@ -134,7 +135,7 @@ def test_a_file_is_not_taken_for_two_pairs(tmp_path, pictures):
         ({"keypoints_A": POINTS0, "keypoints_B": POINTS1}, "no scores"),
         ({"nonsense": POINTS0}, "it has nonsense instead of keypoints_A"),
         ({"keypoints_A": np.array([None, {}])}, "it has keypoints_A instead|pickle"),
-        ("cut", "broken"),
+        ("cut", "damaged"),
     ],
 )
 def test_broken_files(tmp_path, pictures, arrays, words):
@@ -165,7 +166,7 @@ def test_places_that_hold_nothing(tmp_path, pictures):
 
 
 def test_evaluation_of_stored_results_counts_what_is_missing(tmp_path):
-    """Exact matches score 1, and the pairs without a file or with a broken one are failures that say why."""
+    """Exact matches score 1; pairs with a missing or damaged file are failures with a reason."""
     root = write_hpatches(tmp_path / "h", ["v_wall"])
     grid = np.stack(np.meshgrid(np.arange(4, 320, 8), np.arange(4, 240, 8)), axis=-1).reshape(-1, 2)
     for k in (2, 3, 4, 5):
@@ -185,9 +186,9 @@ def test_evaluation_of_stored_results_counts_what_is_missing(tmp_path):
     pairs = result.figures[0].pairs
     assert [pair.accuracy[0] for pair in pairs] == pytest.approx([1, 1, 1, 0, 0])
     assert list(result.failures) == ["v_wall/1.png v_wall/5.png", "v_wall/1.png v_wall/6.png"]
-    assert "broken" in result.failures["v_wall/1.png v_wall/5.png"]
+    assert "damaged" in result.failures["v_wall/1.png v_wall/5.png"]
     assert "neither 1_6.npz" in result.failures["v_wall/1.png v_wall/6.png"]
-    # Other files are another config, so that old matches are not scored again.
+    # Other files mean another config, so that old matches are not scored again.
     before = stored(tmp_path / "own").config
     write(tmp_path / "own" / "v_wall" / "1_6.npz.method", keypoints_A=grid, keypoints_B=grid, scores=np.ones(len(grid)))
     assert stored(tmp_path / "own").config != before

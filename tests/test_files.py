@@ -1,4 +1,4 @@
-"""Results appear whole or not at all."""
+"""Tests of atomic output files."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def test_others_may_read_the_file(tmp_path):
 @pytest.mark.skipif(os.name != "posix", reason="files have no modes here")
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
 def test_modes_follow_the_umask_whoever_writes(tmp_path, mask):
-    """Some libraries, such as safetensors, put a file of their own with mode 0600 in the place of ours."""
+    """Some libraries, such as safetensors, replace our file by their own with mode 0600."""
     before = os.umask(mask)
     try:
         save_weights(tiny_network(), tmp_path / "weights.safetensors")
@@ -41,7 +41,7 @@ def test_modes_follow_the_umask_whoever_writes(tmp_path, mask):
         write_json(tmp_path / "a.json", {})
         modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
         assert modes == dict.fromkeys(("weights.safetensors", "out", "a.json"), 0o666 & ~mask)
-        # A file that was made private stays so.
+        # A private file stays private.
         (tmp_path / "a.json").chmod(0o600)
         write_json(tmp_path / "a.json", {})
         assert (tmp_path / "a.json").stat().st_mode & 0o777 == 0o600

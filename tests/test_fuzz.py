@@ -1,4 +1,4 @@
-"""Damaged and lying pictures: nothing but our own errors comes out, and broken EXIF data cost no picture."""
+"""Tests of damaged and malicious images: only our own errors occur, and broken EXIF data does not affect an image."""
 
 import collections
 import io
@@ -26,19 +26,19 @@ from dualrc.model.checkpoint import save_weights
 from dualrc.train import TrainConfig
 
 RGB = texture(0, 64, 48)
-# Damage per format: some thousand cases in a few seconds.
+# Number of damaged files per format: some thousand in a few seconds.
 CASES = 150
 ENDINGS = {"JPEG": "jpg", "PNG": "png", "TIFF": "tif", "WEBP": "webp", "BMP": "bmp", "GIF": "gif", "PPM": "ppm"} | {
     "JPEG2000": "jp2",
     "AVIF": "avif",
     "HEIF": "heic",
 }
-# Pillow opens these too; no photograph comes in them.
+# Pillow opens these formats too, but photos do not use them.
 REFUSED = ("DDS", "EPS", "ICO", "PCX", "QOI", "SGI", "TGA", "XBM")
 
 
 def camera_exif() -> bytes:
-    """EXIF data with an orientation, a maker and the camera's focal length."""
+    """Return EXIF data with an orientation, a maker and a focal length."""
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation], exif[ExifTags.Base.Make] = 6, "maker"
     exif.get_ifd(ExifTags.IFD.Exif).update({0x920A: 35.0, 0xA405: 35})
@@ -54,7 +54,7 @@ def encoded(kind: str, exif: bytes | None = None, size: int = 1) -> bytes:
 
 
 def damaged(whole: bytes, rng: np.random.Generator) -> bytes:
-    """Some bytes are others, most of them where the headers are; a third of the files are cut."""
+    """Change some bytes, mostly in the headers, and truncate a third of the files."""
     data = bytearray(whole if rng.random() > 1 / 3 else whole[: rng.integers(len(whole))])
     for _ in range(int(rng.integers(1, 8))):
         if data:
@@ -64,7 +64,7 @@ def damaged(whole: bytes, rng: np.random.Generator) -> bytes:
 
 
 def outcome(function, path: Path) -> str:
-    """Either "fine" or "refused"; anything but our errors is the test's failure."""
+    """Return "fine" or "refused"; any error but our own fails the test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -92,7 +92,7 @@ def test_damaged_files(tmp_path, kind):
 
 
 def exif_block(*entries: tuple[int, int, int, bytes], order: str = "<") -> bytes:
-    """EXIF data with these entries: tag, type, count, and four bytes of value or offset."""
+    """Return EXIF data with these entries: tag, type, count, and four bytes of value or offset."""
     packed = b"".join(struct.pack(f"{order}HHI", *entry[:3]) + entry[3] for entry in entries)
     head = b"II*\0" if order == "<" else b"MM\0*"
     return b"Exif\0\0" + head + struct.pack(f"{order}IH", 8, len(entries)) + packed + bytes(4)
@@ -113,7 +113,7 @@ def test_exif_of_every_type_costs_no_picture(tmp_path, kind):
             warnings.simplefilter("ignore")
             pixels, header = read(path), read_header(path)
             assert camera_from_exif(path) is None
-        # An orientation of 8 is meant where the type and the count say that there is one.
+        # The orientation is 8 if type and count are valid.
         assert header.orientation in ((1, 8) if tag == 0x0112 else (1,))
         expected = np.rot90(plain) if header.orientation == 8 else plain
         assert np.array_equal(pixels, expected), (tag, type_, count, value)
@@ -124,7 +124,7 @@ def test_broken_exif_is_told_once(tmp_path, kind):
     path, sound = tmp_path / f"broken.{ENDINGS[kind]}", tmp_path / f"sound.{ENDINGS[kind]}"
     sound.write_bytes(encoded(kind, camera_exif()))
     whole = encoded(kind, camera_exif())
-    # The table of the camera's tags is said to lie far beyond the end.
+    # The offset of the camera tags is far beyond the end.
     pointer = struct.pack("<HHI", 0x8769, 4, 1) if struct.pack("<HHI", 0x8769, 4, 1) in whole else None
     pointer = pointer or struct.pack(">HHI", 0x8769, 4, 1)
     start = whole.index(pointer) + len(pointer)
@@ -139,7 +139,7 @@ def test_broken_exif_is_told_once(tmp_path, kind):
 
 
 def mend_png(data: bytes) -> bytes:
-    """A PNG with right checksums."""
+    """Return a PNG with correct checksums."""
     out, at = data[:8], 8
     while at < len(data):
         length = struct.unpack(">I", data[at : at + 4])[0]
@@ -166,7 +166,7 @@ def test_other_endings_than_the_content_do_not_matter(tmp_path):
 
 
 def test_a_heic_picture_without_its_extra(tmp_path, monkeypatch):
-    """It is named, and what to install; in a folder once."""
+    """The error names the format and the extra to install; in a folder once."""
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     formats.formats.cache_clear()
     monkeypatch.delitem(Image.OPEN, "HEIF", raising=False)
@@ -207,7 +207,7 @@ def test_threads_leave_the_filters_of_warnings_alone(tmp_path):
     assert warnings.filters == before
 
 
-# The commands, on folders in which most pictures are damaged.
+# Commands on folders in which most images are damaged.
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def weights(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Two sound pictures and one damaged in each way for each format."""
+    """Write two intact images, and one with each kind of damage per format."""
     root, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(5)
     for number in range(2):
         Image.fromarray(texture(number, 96, 80)).save(root / f"sound{number}.png")
@@ -232,7 +232,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """Run the command line as a shell would; gives its status and error output, which are never a traceback."""
+    """Run the command line as a shell would; return status and error output, which is never a traceback."""
 
     def call(*arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["dualrc", *map(str, arguments)])
@@ -270,7 +270,7 @@ def test_localization_of_damaged_pictures(run, weights, folder, tmp_path):
         (tmp_path / "map" / name).mkdir(parents=True)
     for number in range(3):
         Image.fromarray(texture(number, 96, 80)).save(tmp_path / "map" / "images" / f"{number}.png")
-        # Of the depth maps one is whole, one is damaged and one is absent.
+        # One depth map is intact, one is damaged and one is missing.
         if number < 2:
             whole = io.BytesIO()
             Image.fromarray(np.full((80, 96), 2000, np.uint16)).save(whole, "PNG")

@@ -1,4 +1,4 @@
-"""Known answers and edges of homographies, cameras and two-view models."""
+"""Tests of homographies, cameras and two-view models: known answers and edge cases."""
 
 import json
 from pathlib import Path
@@ -279,7 +279,7 @@ def test_essential_and_fundamental_from_pose():
 
 
 def test_distances_of_a_sideways_motion():
-    # Rows correspond to rows: the line of (x, y) is y1 = y, and a vertical offset is the distance.
+    # Rows correspond to rows: the epipolar line of (x, y) is y1 = y, and a vertical offset is the distance.
     F = np.array([[0, 0, 0], [0, 0, -1], [0, 1, 0]])
     assert epipolar_distance_px(F, [[5, 10]], [[300, 14]]) == pytest.approx([4])
     assert sampson_distance_px(F, [[5, 10]], [[300, 14]]) == pytest.approx([4 / np.sqrt(2)])
@@ -312,7 +312,7 @@ def test_estimates_a_fundamental_matrix():
 
 
 def test_estimates_a_relative_pose_with_known_cameras():
-    # An off-centre principal point shows that pixels go to PoseLib in its convention.
+    # An off-center principal point reveals a wrong pixel convention in the call of PoseLib.
     camera0 = Camera(width=1000, height=800, K=np.array([[800, 0, 450], [0, 820, 380], [0, 0, 1]]), source="file")
     camera1 = Camera(width=640, height=480, K=np.array([[600, 1, 330], [0, 600, 250], [0, 0, 1]]), source="exif")
     matches = scene_matches(camera0, camera1, noise_px=0.2, wrong=60)

@@ -1,4 +1,4 @@
-"""What the published implementation computes, through `convert_published` and the network."""
+"""Tests against the published implementation, through `convert_published` and the network."""
 
 import importlib.util
 from functools import cache
@@ -34,7 +34,7 @@ def reference() -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="session", params=COUNTS)
 def converted(request, tmp_path_factory):
-    """The tag, and its converted weights file; c256 as a checkpoint of several GPUs, with the prefix `module.`."""
+    """Return the tag and its converted weights; c256 is a checkpoint of several GPUs, with the prefix `module.`."""
     folder = tmp_path_factory.mktemp("golden")
     content = golden().checkpoint(request.param)
     if request.param == "c256":
@@ -50,7 +50,7 @@ def converted(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def computed(converted):
-    """The tag, the network, and its features of images A and B."""
+    """Return the tag, the network, and its features of images A and B."""
     tag, path = converted
     network = load_weights(path)
     with torch.inference_mode():
@@ -73,7 +73,7 @@ def test_features(computed):
 
 @pytest.fixture(params=[name for name in ENGINES if not name.startswith("triton")])
 def engine(request, computed):
-    """The same network by every engine of a CPU."""
+    """Return the network with every CPU engine."""
     computed[1].engine = make_engine(request.param)
 
 
@@ -93,7 +93,7 @@ def test_matches(computed, limit):
         found = network.match(a, b)
     expected, scores = reference()[f"{tag}_matches"], reference()[f"{tag}_scores"]
     assert len(found.scores) == len(expected) == COUNTS[tag]
-    # The vectors have the first pixel's corner at (0, 0), our pixels its centre.
+    # The vectors put the corner of the first pixel at (0, 0), our convention its center.
     ours = np.concatenate([found.points0.numpy(), found.points1.numpy()], axis=1) + 0.5
     assert {*map(tuple, ours.tolist())} == {*map(tuple, expected.tolist())}
     by_place = {tuple(place): score for place, score in zip(expected.tolist(), scores, strict=True)}

@@ -1,4 +1,4 @@
-"""Pictures of every kind come in as upright RGB; everything else is refused with a remedy."""
+"""Tests of reading images: all kinds become upright RGB; errors for other files include a remedy."""
 
 import io
 import struct
@@ -168,7 +168,7 @@ def test_a_damaged_exif_block_does_not_matter(tmp_path):
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A tiny PNG that claims so many pixels."""
+    """Return a tiny PNG that claims this number of pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

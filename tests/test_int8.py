@@ -1,4 +1,4 @@
-"""A backbone in 8 bits against the same in float32."""
+"""Tests of the backbone quantized to int8 against float32."""
 
 import copy
 import pickle
@@ -25,7 +25,7 @@ def channels_last(*shape, seed=0):
 
 
 def rounded(values, low, high):
-    """Values as 8 bits tell them."""
+    """Return values rounded to int8."""
     step = (high - low) / 255
     zero = int(-low / step)
     return ((values / step + zero + 0.5).floor().clamp(0, 255) - zero) * step

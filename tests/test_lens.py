@@ -1,4 +1,4 @@
-"""Cameras with lenses that distort: COLMAP's models, and everything that takes a camera."""
+"""Tests of cameras with distortion: COLMAP's models, and all functions that take a camera."""
 
 import json
 from dataclasses import replace
@@ -56,7 +56,7 @@ def camera_with(model, pose=None, **changes):
 
 
 def theirs(camera):
-    """pycolmap's camera, by names and numbers written out here."""
+    """Return pycolmap's camera, with names and numbers written here independently."""
     made = pycolmap.Camera.create_from_model_name(1, camera.lens.model, 1.0, *camera.size)
     focals = camera.K[[0, 1], [0, 1]][: len(made.focal_length_idxs())]
     made.params = [*focals, *(camera.K[:2, 2] + 0.5), *camera.lens.distortion]
@@ -92,7 +92,7 @@ def test_parameters_go_to_colmap_and_back(model, tmp_path):
     (tmp_path / "cameras.txt").write_text(f"# one\n1 {kind} 640 480 {' '.join(map(str, params))}\n")
     found = read_cameras(tmp_path / "cameras.txt", ["a.jpg"])["a.jpg"]
     assert found.lens == camera.lens and np.allclose(found.K, camera.K) and found.source == "file"
-    # Pictures that are stretched have two focal lengths, which some models lack.
+    # Stretched images have two focal lengths, which some models lack.
     stretched = camera.resized((640, 400))
     kind, params = stretched.to_colmap()
     again = Camera.from_colmap(kind, stretched.size, params)
@@ -103,7 +103,8 @@ def test_parameters_go_to_colmap_and_back(model, tmp_path):
 @pytest.mark.parametrize("model", COEFFICIENTS)
 def test_a_picture_on_its_side_has_its_lens_turned(model, tmp_path):
     exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6  # clockwise
+    # Rotated clockwise.
+    exif[ExifTags.Base.Orientation] = 6
     Image.new("RGB", SIZE).save(tmp_path / "a.jpg", exif=exif)
     stored = camera_with(model)
     kind, params = stored.to_colmap()
@@ -119,7 +120,7 @@ def test_a_picture_on_its_side_has_its_lens_turned(model, tmp_path):
 
 def test_what_the_lens_does_not_see():
     camera = Camera(width=640, height=480, K=K, lens=Lens("SIMPLE_RADIAL", (-0.2,)))
-    # The model turns back at r^2 = 1 / 0.6, and again through the center.
+    # The model reverses at r^2 = 1 / 0.6, and passes through the center again.
     assert np.isnan(camera.project([[2.0, 0, 1], [0, 9, 1], [0, 0, -1], [np.nan, 0, 1]])).all()
     assert np.isfinite(camera.project([[1.2, 0, 1], [0, 0, 1]])).all()
     assert np.isnan(camera.rays([[1e4, 0], [np.nan, 3]])[:, :2]).all()
@@ -165,7 +166,7 @@ def box(count=400):
 
 
 def seen_by(camera0, camera1, *, noise_px=0.0, wrong=0):
-    """Matches of a box of points, the last of which are wrong."""
+    """Return matches of points in a box; the last ones are wrong."""
     rng = np.random.default_rng(2)
     points = [camera.project(transform_points(camera.cam_from_world, box())) for camera in (camera0, camera1)]
     points = [at + noise_px * rng.standard_normal(at.shape) for at in points]
@@ -179,7 +180,7 @@ def pose_error_deg(pose, truth):
 
 @pytest.mark.parametrize("model", COEFFICIENTS)
 def test_an_essential_matrix_through_any_lens(model):
-    # The second bends the other way: what two lenses have in common looks like a part of the motion.
+    # The second lens has the opposite distortion: a common distortion would look like a part of the motion.
     camera0, camera1 = camera_with(model, POSE0), camera_with("OPENCV", POSE1, lens=Lens("OPENCV", PINCUSHION))
     matches, truth = seen_by(camera0, camera1, noise_px=0.2, wrong=100), cam1_from_cam0(POSE0, POSE1)
     found = estimate(matches, "essential", camera0=camera0, camera1=camera1, threshold_px=1.0)
@@ -187,7 +188,7 @@ def test_an_essential_matrix_through_any_lens(model):
     assert found.inliers[:300].mean() > 0.99 and found.inliers[300:].mean() < 0.1
     assert found.info["lens1"] == {"model": "OPENCV", "distortion": list(PINCUSHION)}
     assert ("lens0" in found.info) == camera0.lens.distorts and found.warnings == ()
-    # As if the lenses were none, which is what K alone says.
+    # Without distortion, with K only.
     plain = estimate(matches, "essential", camera0=camera0.pinhole, camera1=camera1.pinhole, threshold_px=1.0)
     assert pose_error_deg(plain.pose, truth) > 1
 
@@ -197,14 +198,14 @@ def test_distances_are_in_pixels_of_the_picture_as_it_is():
     camera0, camera1 = camera_with("OPENCV_FISHEYE", POSE0), camera_with("SIMPLE_RADIAL", POSE1)
     pose, matches = cam1_from_cam0(POSE0, POSE1), seen_by(camera0, camera1)
     assert np.nanmax(pose_distance_px(pose, camera0, camera1, matches.points0, matches.points1)) < 1e-3
-    # The epipolar curve through a point of picture 1, by moving its 3D point along the ray of camera 0.
+    # The epipolar curve through a point of image 1, traced by moving its 3D point along the ray of camera 0.
     places = transform_points(POSE0, box())
     along = camera1.project(transform_points(cam1_from_cam0(POSE0, POSE1), places * 1.0001)) - matches.points1
     across = np.stack([-along[:, 1], along[:, 0]], axis=1) / np.linalg.norm(along, axis=1, keepdims=True)
     moved = matches.points1 + 0.7 * across
     distances = pose_distance_px(pose, camera0, camera1, matches.points0, moved, in_picture1=True)
     assert np.allclose(distances, 0.7, atol=0.02)
-    # For pinholes these are the distances by the fundamental matrix.
+    # For pinhole cameras these are the distances from the fundamental matrix.
     pinholes, points1 = (camera0.pinhole, camera1.pinhole), matches.points1 + 1.5
     F = fundamental_from_pose(pose, *pinholes)
     expected = sampson_distance_px(F, matches.points0, points1)
@@ -220,7 +221,7 @@ def test_an_absolute_pose_through_any_lens(model):
     assert rotation_error_deg(exact.cam_from_world[:, :3], POSE1[:, :3]) < 1e-5
     assert np.linalg.norm(exact.cam_from_world - POSE1) < 1e-5
     assert exact.camera.lens == camera.lens and exact.inliers.sum() >= 300
-    # The covariance is honest: it comes from the derivatives through the lens.
+    # The covariance is correct: it uses the derivatives through the lens.
     noisy = pixels + 0.5 * np.random.default_rng(3).standard_normal(pixels.shape)
     found = absolute_pose(noisy, xyz, camera=camera, threshold_px=3.0)
     deviation = np.sqrt(np.trace(found.covariance[3:, 3:]))
@@ -245,7 +246,7 @@ def test_a_guess_and_a_motion_without_parallax_are_said(tmp_path):
         kept.save(tmp_path / name)
         read = Matches.load(tmp_path / name).estimate
         assert read.rotation_only and read.warnings == found.warnings
-    # Pictures of two sizes share no focal length that could be estimated.
+    # Images of two sizes share no focal length that could be estimated.
     other = replace(matches, size1=(800, 480))
     guessed = estimate(other, "essential")
     assert guessed.info["cameras"] == "guessed"
@@ -288,7 +289,7 @@ def view(eye, target, camera):
 
 
 def test_rgbd_frames_with_a_lens(tmp_path):
-    """Depth maps are as distorted as their pictures, and the lens stands in cameras.txt in place of K.txt."""
+    """Depth maps have the distortion of their images, and cameras.txt replaces K.txt."""
     camera = Camera(width=160, height=120, K=[[140, 0, 80], [0, 140, 59], [0, 0, 1]], lens=Lens("RADIAL", (-0.2, 0.05)))
     eyes, lines = {"a.png": (-0.4, -11, 3), "b.png": (0.4, -11, 3)}, []
     for folder in ("images", "depth"):
@@ -296,7 +297,7 @@ def test_rgbd_frames_with_a_lens(tmp_path):
     for name, eye in eyes.items():
         posed = view(eye, (0, 2, 1.5), camera)
         Image.fromarray(photograph(small_scene(), posed)).save(tmp_path / "images" / name)
-        # A wall two units behind the origin, whose depth along the axis is known in closed form.
+        # A wall two units behind the origin, whose depth along the axis has a closed form.
         x, y = np.meshgrid(np.arange(160), np.arange(120))
         rays = posed.rays(np.stack([x.ravel(), y.ravel()], axis=1)) @ posed.cam_from_world[:, :3]
         depth = (2 - eye[1]) / rays[:, 1]
@@ -344,7 +345,7 @@ def test_pose_benchmarks_through_a_lens(tmp_path):
 
 
 def test_scans_are_rendered_through_the_lens():
-    """InLoc verifies poses by what a camera would see of a scan."""
+    """InLoc verifies poses by rendering the scan through the camera."""
     camera = camera_with("OPENCV")
     xyz = np.array([[0.5, 0.3, 1], [-0.4, -0.35, 1], [0, 0, 1], [50, 0, 1]], dtype=np.float32)
     rgb = np.array([[10, 0, 0], [20, 0, 0], [30, 0, 0], [40, 0, 0]], dtype=np.uint8)
@@ -353,7 +354,7 @@ def test_scans_are_rendered_through_the_lens():
     assert picture[row, column, 0].tolist() == [10, 20, 30] and seen.sum() == 3
 
 
-# What README shows, with the network as it ships.
+# The example of the README, with the bundled network.
 
 EYES = {f"{number}.png": (9 * np.sin(a), 1 - 11 * np.cos(a), 3) for number, a in enumerate(np.linspace(-0.4, 0.4, 5))}
 QUERIES = {"q0.png": (-1.6, -9.5, 3.3), "q1.png": (2.2, -9.2, 3.1)}
@@ -363,7 +364,7 @@ PHONE = Camera(
 
 
 def test_the_two_lines_of_the_readme_through_a_lens(tmp_path, run):  # noqa: F811
-    """Reconstruct photographs of an unknown, distorting camera, then localize others that it took."""
+    """Reconstruct photos of an unknown camera with distortion, then localize other photos of it."""
     truth = {}
     for folder, eyes in (("photos", EYES), ("new-photos", QUERIES)):
         (tmp_path / folder).mkdir()
@@ -383,7 +384,7 @@ def test_the_two_lines_of_the_readme_through_a_lens(tmp_path, run):  # noqa: F81
     assert lens.model == "SIMPLE_RADIAL" and lens.distortion[0] == pytest.approx(-0.15, abs=0.03)
     entry = json.loads((tmp_path / "poses.json").read_text())["queries"]["q0.png"]["camera"]
     assert entry["source"] == "the map's" and entry["distortion"] == [lens.distortion[0]]
-    # The map's own frame and unit are brought to the truth by its cameras.
+    # The cameras align the map to the true frame and unit.
     own = {name: image.cam_from_world for name, image in model.images.items()}
     U, _, Vt = np.linalg.svd(sum(truth[name][:, :3].T @ pose[:, :3] for name, pose in own.items()))
     ours, true = (np.array([center(poses[name]) for name in own]) for poses in (own, truth))
@@ -394,7 +395,8 @@ def test_the_two_lines_of_the_readme_through_a_lens(tmp_path, run):  # noqa: F81
     for name, pose in found.items():
         at = scale * (U @ Vt) @ (center(pose) - ours.mean(0)) + true.mean(0)
         assert rotation_error_deg(pose[:, :3] @ (U @ Vt).T, truth[name][:, :3]) < 0.5
-        assert np.linalg.norm(at - center(truth[name])) < 0.15  # of some 12 to what is seen
+        # The distance to the scene is about 12.
+        assert np.linalg.norm(at - center(truth[name])) < 0.15
 
 
 def center(pose):

@@ -1,4 +1,4 @@
-"""Localization: the pose of a picture in a map, exact where the matches are."""
+"""Tests of localization: poses are exact where the matches are."""
 
 import json
 import os
@@ -44,7 +44,8 @@ SIZE = (128, 96)
 NAMES = ("a.png", "b.png", "c.png")
 QUERY = "q.png"
 EYES = {"a.png": (-3, -11, 3), "b.png": (0, -11.5, 3.5), "c.png": (3, -11, 2.5), QUERY: (1.2, -10, 3)}
-TURN = np.array([[0.0, -1, 0], [1, 0, 0], [0, 0, 1]])  # upright from stored, of EXIF orientation 6
+# Upright from stored, for EXIF orientation 6.
+TURN = np.array([[0.0, -1, 0], [1, 0, 0], [0, 0, 1]])
 
 
 @lru_cache(maxsize=1)
@@ -60,7 +61,7 @@ def camera_of(name):
 
 
 def seen_points(name, count=150):
-    """Pixels (n, 2) of a picture and what they show, in the world (n, 3)."""
+    """Return pixels (n, 2) of an image and their 3D positions (n, 3) in the world."""
     rendering, random = renderings()[name], np.random.default_rng(len(name))
     pixels = random.integers(0, SIZE, (count, 2))
     depth = rendering.depth.numpy()[pixels[:, 1], pixels[:, 0]]
@@ -70,7 +71,7 @@ def seen_points(name, count=150):
 
 
 class Oracle(Matcher):
-    """A matcher that knows the scene; its features are a real network's, of the picture with that name."""
+    """A matcher that knows the scene; its features are those of a real network for the image of that name."""
 
     def __init__(self, *, few=None, slip_px=0.0):
         super().__init__(tiny_network(), MatcherConfig(), device="cpu")
@@ -109,7 +110,7 @@ def write_pictures(folder, *, turned=()):
 
 
 def write_model(folder, *, turned=(), half_px=0.5, distortion=0.0, focals=(), bent=()):
-    """A COLMAP model of the pictures but for the query; COLMAP's half pixel is written out here."""
+    """Write a COLMAP model of all images but the query, with COLMAP's half pixel added here."""
     folder.mkdir(exist_ok=True)
     made, tracks = pycolmap.Reconstruction(), []
     for number, name in enumerate(NAMES, start=1):
@@ -149,7 +150,7 @@ def write_rgbd(folder):
 
 
 def errors(found):
-    """(degrees, metres) from the query's true pose."""
+    """Return the errors (degrees, meters) of a pose of the query."""
     true, pose = renderings()[QUERY].view.cam_from_world, found.cam_from_world
     centers = [-p[:, :3].T @ p[:, 3] for p in (true, pose)]
     return rotation_error_deg(true[:, :3], pose[:, :3]), float(np.linalg.norm(centers[0] - centers[1]))
@@ -193,7 +194,7 @@ def test_rgbd(tmp_path):
     world = read_map(write_rgbd(tmp_path / "rgbd"))
     assert isinstance(world, RgbdMap)
     found = Localizer(Oracle(), world).localize(tmp_path / "rgbd" / "images" / QUERY)
-    # Depth is rounded to a millimetre.
+    # Depth is rounded to a millimeter.
     assert errors(found)[0] < 0.01 and errors(found)[1] < 2e-3
     assert found.inliers > 200
 
@@ -210,7 +211,7 @@ def test_a_depth_map_that_is_missing_costs_only_its_frame(tmp_path):
 def test_an_unknown_focal_length_is_estimated(tmp_path):
     images = write_pictures(tmp_path / "images")
     world = read_map(write_model(tmp_path / "model", focals={"b.png": 1.05}), images)
-    # Cameras of one size that differ tell nothing of the query's.
+    # If cameras of one size differ, none of them is used for the query.
     found = Localizer(Oracle(), world).localize(images / QUERY)
     assert found.camera.source == "focal length estimated with the pose"
     assert found.camera.focal_px == pytest.approx(camera_of(QUERY).focal_px, rel=1e-4)
@@ -228,7 +229,7 @@ def test_a_given_camera_and_exif_come_first(world, tmp_path):
     found = Localizer(Oracle(), world).localize(path, camera=camera_of(QUERY))
     assert found.camera.source == "given" and max(errors(found)) < 1e-3
     exif = Image.Exif()
-    # The map's camera is refined, so EXIF's only counts where it is another one: this focal length is 41 mm.
+    # The map's camera is refined, so EXIF counts only if it differs: this focal length is 41 mm.
     for film_mm, source in ((40, "the map's"), (60, "exif")):
         exif[ExifTags.IFD.Exif] = {ExifTags.Base.FocalLengthIn35mmFilm: film_mm}
         with Image.open(path) as picture:
@@ -242,7 +243,7 @@ def test_the_maps_camera_is_shared_with_its_lens(tmp_path):
     camera = world.camera(SIZE)
     assert camera.lens == Lens("SIMPLE_RADIAL", (0.01,)) and camera.source == "the map's"
     assert world.camera((100, 100)) is None
-    # Less than a pixel at the edge is the same lens.
+    # A difference of less than a pixel at the edge counts as the same lens.
     close = read_map(write_model(tmp_path / "close", distortion=0.01, bent={"b.png": 0.012}), images)
     assert close.camera(SIZE).lens == camera.lens
     assert read_map(write_model(tmp_path / "other", distortion=0.01, bent={"b.png": 0.2}), images).camera(SIZE) is None
@@ -261,11 +262,45 @@ def test_too_few_matches_and_wrong_cameras_are_said(world, tmp_path):
     assert "64 x 64 pixels, but 128 x 96 in the map" in localizer.broken["a.png"]
 
 
+@pytest.mark.parametrize(("known", "right"), [(True, 0), (True, 25), (False, 96)])
+def test_support_that_chance_gives_is_no_pose(world, known, right):
+    """Wrong dense matches err together, patch by patch, and some patches agree with some pose."""
+    random, camera = np.random.default_rng(3), Camera.from_focal((640, 480), 700)
+    middles = np.stack(np.meshgrid(np.arange(20, 640, 40), np.arange(20, 480, 40)), axis=-1).reshape(-1, 2)
+    depths, order = random.uniform(4, 8, len(middles)), np.arange(len(middles))
+    # Some patches show their own part of the map, the others that of another patch.
+    order[right:] = right + random.permutation(len(middles) - right)
+    points, xyz = [], []
+    for number, shown in enumerate(order):
+        steps = random.uniform(-8, 8, (20, 2))
+        points.append(middles[number] + steps)
+        rays = camera.rays(middles[shown] + steps)
+        xyz.append(rays * depths[shown])
+    count = 20 * len(middles)
+    found = Correspondences(
+        points=np.concatenate(points),
+        xyz=np.concatenate(xyz),
+        scores=np.ones(count),
+        point_ids=np.arange(count),
+        pictures=np.zeros(count, np.int64),
+    )
+    given = camera if known else None
+    pose = Localizer(Oracle(), world).pose(found, (640, 480), camera=given, names=["a"])
+    if right:
+        assert pose.inliers >= 20 * right and np.allclose(pose.cam_from_world, np.eye(3, 4), atol=1e-3)
+    else:
+        # RANSAC alone takes it for a pose.
+        assert absolute_pose(found.points, found.xyz, camera=given).inliers.sum() >= 12
+        assert pose.cam_from_world is None and pose.inliers == 0 and pose.confidence == 0
+        assert "of 192 places, agree with a pose" in pose.reason
+
+
 def test_candidates_by_retrieval_and_features_once(world, tmp_path):
     images, matcher = tmp_path / "images", Oracle()
     (images / "b.png").write_text("broken")
     localizer = Localizer(matcher, world, LocalizeConfig(candidates=1))
-    for name in ("a.png", "c.png"):  # a picture is most similar to itself
+    # An image is most similar to itself.
+    for name in ("a.png", "c.png"):
         assert localizer.candidates(matcher.features(images / name)) == [name]
     assert list(localizer.broken) == ["b.png"]
     matcher.extracted.clear()
@@ -274,7 +309,8 @@ def test_candidates_by_retrieval_and_features_once(world, tmp_path):
     tight = Localizer(matcher, world, LocalizeConfig(max_memory=0))
     tight.localize(images / QUERY)
     assert max(errors(tight.localize(images / QUERY))) < 1e-3
-    assert matcher.extracted.count("a.png") == 2  # nothing was kept
+    # No features were cached.
+    assert matcher.extracted.count("a.png") == 2
 
 
 def test_descriptors_of_the_map_are_kept(world, tmp_path):
@@ -292,7 +328,8 @@ def test_descriptors_of_the_map_are_kept(world, tmp_path):
     other = Oracle()
     other.config = MatcherConfig(size=64)
     Localizer(other, world, one, descriptors=file).prepare()
-    assert other.extracted == list(NAMES)  # those of another size are not mixed with these
+    # Descriptors of another size are not reused.
+    assert other.extracted == list(NAMES)
 
 
 def test_points_seen_by_several_pictures_are_merged():
@@ -304,7 +341,8 @@ def test_points_seen_by_several_pictures_are_merged():
         pictures=np.array([0, 1, 2, 0, 1]),
     )
     merged = found.merged(2.0)
-    assert np.allclose(merged.points, [(20, 20), (21, 20), (10.25, 10)])  # points without a name stay two
+    # Points without an id are not merged.
+    assert np.allclose(merged.points, [(20, 20), (21, 20), (10.25, 10)])
     assert merged.point_ids.tolist() == [-1, -1, 7] and merged.scores.tolist() == [0.5, 0.5, 0.6]
     assert len(Correspondences.join([]).merged(1.0)) == 0
 
@@ -333,9 +371,10 @@ def test_results_are_kept_and_read_back(world, tmp_path):
     poses = read_poses(tmp_path / "out.txt")
     assert list(poses) == ["a.png", "b.png", QUERY]
     assert np.allclose(poses[QUERY], done[QUERY].cam_from_world, atol=1e-9)
-    # A second run tries only what could not be read.
+    # A second run retries only unreadable images.
     assert missing(localizer, queries, again) == ["broken.jpg", "nowhere.png"]
-    (tmp_path / "out.txt").unlink()  # as if the process had died between its two files
+    # Simulates a process that died between writing its two files.
+    (tmp_path / "out.txt").unlink()
     assert list(dict(localize_all(localizer, queries, again))) == ["broken.jpg", "nowhere.png"]
     assert list(read_poses(tmp_path / "out.txt")) == list(poses)
     with pytest.raises(DataError, match=r"another config \(localize\.candidates is 10 there and 3 now\); write to"):
@@ -343,7 +382,7 @@ def test_results_are_kept_and_read_back(world, tmp_path):
 
 
 def append(path) -> None:
-    """Another content with the same pixels, under the same name."""
+    """Change the content of a file, but not its pixels and its name."""
     path.write_bytes(path.read_bytes() + b" ")
 
 
@@ -359,7 +398,7 @@ def test_changed_pictures_are_localized_again(world, tmp_path):
     assert run() == ["a.png", QUERY] and run() == []
     append(images / QUERY)
     assert run() == [QUERY] and run() == []
-    # A picture of the map: both the query that it is and those that were matched with it, and its descriptor.
+    # A changed map image affects itself as a query, the queries matched with it, and its descriptor.
     [candidate] = json.loads(out.read_text())["queries"][QUERY]["candidates"]
     append(images / candidate)
     assert QUERY in run() and run() == []
@@ -388,7 +427,7 @@ def test_one_run_at_a_time_writes_results(world, tmp_path):
     thread.join()
     assert len(refused) == 1 and "Another run" in refused[0]
     assert len(list(running)) == 1
-    # It was opened before the first run had done anything, and goes on with what is in the file now.
+    # The file was opened before the first run wrote to it, and is read again now.
     assert list(localize_all(localizer, queries, second)) == [] and list(second) == ["a.png", "b.png"]
 
 
@@ -447,7 +486,7 @@ def test_poses_as_others_read_them(tmp_path):
     for number in range(20):
         axis = random.normal(size=3)
         axis /= np.linalg.norm(axis)
-        # Half turns are where formulas for quaternions fail.
+        # Formulas for quaternions tend to fail at half turns.
         R = 2 * np.outer(axis, axis) - np.eye(3) if number % 2 else pycolmap.Rotation3d(axis * number / 9).matrix()
         poses[f"night/ü {number}.jpg"] = np.column_stack([R, random.normal(size=3) * 1e4])
     write_poses(tmp_path / "poses.txt", poses)
@@ -476,7 +515,7 @@ def test_maps_that_are_none(tmp_path):
 
 
 def test_the_command(tmp_path):
-    """With the bundled network: results and poses are written, and failures are told."""
+    """With the bundled network, results and poses are written, and failures are reported."""
     images = write_pictures(tmp_path / "images")
     write_model(tmp_path / "model")
     (tmp_path / "queries").mkdir()
@@ -499,7 +538,7 @@ def test_the_command(tmp_path):
 
 
 def test_options_of_matching_reach_the_matcher(tmp_path):
-    """With the bundled network: the best of each candidate, and high quality, which follows the matches around."""
+    """With the bundled network: `top` applies per candidate, and high quality transfers points by nearby matches."""
     images, out = write_pictures(tmp_path / "images"), tmp_path / "out.json"
     write_model(tmp_path / "model")
     command = ["localize", str(images / QUERY), "--map", str(tmp_path / "model"), "--images", str(images)]
@@ -519,12 +558,13 @@ def test_options_of_matching_reach_the_matcher(tmp_path):
 
 
 def test_points_follow_the_matches_around_them():
-    """A turn, a stretch and a shift are followed; a point far from all matches is not."""
+    """Points follow a rotation, a stretch and a shift; a point far from all matches does not."""
     x, y = np.meshgrid(np.arange(20.0, 100, 4), np.arange(20.0, 80, 4))
     source = np.stack([x.ravel(), y.ravel()], axis=1)
     motion, shift = np.array([[0.9, -0.5], [0.6, 1.1]]), np.array([7.0, 3.0])
     scores, moved = np.linspace(1, 0.1, len(source)), source @ motion.T + shift
-    moved[::17] += 30  # wrong ones
+    # Wrong matches.
+    moved[::17] += 30
     matches = Matches(points0=source, points1=moved, scores=scores, size0=SIZE, size1=SIZE)
     points = np.array([[31.3, 42.9], [70.2, 55.5], [3.0, 5.0]])
     found = _follow(matches, points)
@@ -533,7 +573,7 @@ def test_points_follow_the_matches_around_them():
     assert np.isnan(_follow(matches[:0], points).points1).all()
 
 
-# The absolute pose alone.
+# The absolute pose only.
 
 CAMERA = Camera(width=640, height=480, K=np.array([[500.0, 0, 310], [0, 520, 235], [0, 0, 1]]))
 POSE = np.array([[0.6, -0.8, 0, 0.1], [0.8, 0.6, 0, 0.2], [0, 0, 1, 6]])

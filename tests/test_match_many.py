@@ -1,4 +1,4 @@
-"""Many pairs: in order, batched where that pays, each picture read once, and none lost with a bad one."""
+"""Tests of many pairs: in order, in batches, each image read once, and errors limited to their pair."""
 
 import itertools
 import threading
@@ -58,7 +58,7 @@ def test_many_reads_each_picture_once(tmp_path, monkeypatch):
 
 
 def test_many_reads_ahead_beside_a_gpu(tmp_path, monkeypatch):
-    """Threads read the coming pictures, and those of one size are extracted and matched together."""
+    """Threads read images ahead, and images of one size are extracted and matched together."""
     paths = [tmp_path / f"{number}.png" for number in range(4)]
     for number, path in enumerate(paths):
         Image.fromarray(texture(number, 64 if number < 3 else 96, 48)).save(path)
@@ -79,7 +79,7 @@ def test_many_reads_ahead_beside_a_gpu(tmp_path, monkeypatch):
 
 
 def test_many_pairs_fall_back_to_single_ones(monkeypatch):
-    """Where a batch does not fit into memory its pairs are matched one by one."""
+    """If a batch does not fit into memory, its pairs are matched one by one."""
     matcher = tiny_matcher()
     pictures = [texture(number, 64, 48) for number in range(4)]
     pairs = [(pictures[0], picture) for picture in pictures[1:]]

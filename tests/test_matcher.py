@@ -1,4 +1,4 @@
-"""The matcher's contract: symmetry, caches, masks, points and settings."""
+"""Tests of the matcher's contract: symmetry, caches, masks, points and settings."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def matches(oracle, pictures):
 
 @pytest.fixture(scope="module")
 def blobs():
-    """A picture of blobs and another one that overlaps it, for networks that see more than colour ramps."""
+    """Return an image of blobs and another one that overlaps it, for networks that use more than color ramps."""
     wide = texture(5, 176, 128)
     return wide[:96, :128], wide[8:120, 16:160]
 
@@ -55,7 +55,7 @@ def test_info_is_plain_and_complete(matches):
 
 
 def assert_symmetric(there, back, *, least=0.999):
-    """Matches of exchanged images are the same, exchanged, to 0.01 px."""
+    """Check that exchanged images give exchanged matches, to 0.01 px."""
     assert len(there) == len(back)
     rows, swapped = (np.concatenate([m.points0, m.points1], axis=1) for m in (there, back.swapped()))
     near = [np.abs(swapped - row).max(1).min() < 0.01 for row in rows]
@@ -75,7 +75,7 @@ def test_symmetry_of_a_network(blobs, temperature, cpu_engine):
     matcher = Matcher(network, MatcherConfig(), device="cpu", engine=cpu_engine)
     found = matcher.match(*blobs)
     assert len(found) > 30
-    # Of so few matches, rounding may let one move that stays the other way round.
+    # With so few matches, rounding may move one match in only one of the two orders.
     assert_symmetric(found, matcher.match(*blobs[::-1]), least=0.98)
 
 
@@ -118,7 +118,7 @@ def test_cached_features_give_the_same(oracle, pictures, matches):
     points = np.array([[50.0, 60.0]])
     assert same_matches(oracle.match_points(features0, features1, points), oracle.match_points(*pictures, points))
     assert np.array_equal(oracle.warp(features0, features1).points1, oracle.warp(*pictures).points1, equal_nan=True)
-    # The size of features is fixed; a mask is not.
+    # Features have a fixed size, but accept any mask.
     left = np.zeros((150, 203), bool)
     left[:, :100] = True
     masked = oracle.match_features(features0, features1, mask0=left)
@@ -172,7 +172,7 @@ MASK1[60:100, 70:120] = 0
 def test_masks_in_match(oracle, pictures, matches):
     masked = oracle.match(*pictures, mask0=MASK0, mask1=MASK1)
     assert inside(masked.points0, MASK0).all() and inside(masked.points1, MASK1).all()
-    # Nearly everything that was inside is still there.
+    # Nearly all matches inside of the mask remain.
     expected = (inside(matches.points0, MASK0) & (inside(matches.points1, MASK1) > 0)).sum()
     assert 0.8 * expected < len(masked) <= 1.05 * expected < len(matches)
     assert len(oracle.match(*pictures, mask0=MASK0, mask1=MASK1, top=10)) == 10
@@ -181,7 +181,7 @@ def test_masks_in_match(oracle, pictures, matches):
 
 
 def test_masks_let_the_second_best_win():
-    """The only true counterpart is masked, so another place may answer, but never the masked one."""
+    """If the only true counterpart is masked, another place may match, but never the masked one."""
     matcher = tiny_matcher()
     picture = texture(3, 96, 64)
     mask = np.ones((64, 96), bool)
@@ -191,19 +191,19 @@ def test_masks_let_the_second_best_win():
 
 
 def test_refined_points_stay_on_a_mask_of_stripes(oracle, pictures):
-    """Cells of 4 px on stripes of 5: many points would leave their stripe by refinement."""
+    """Cells of 4 px on stripes of 5 px: refinement would move many points out of their stripe."""
     stripes0, stripes1 = np.zeros((150, 203), bool), np.zeros((161, 190), bool)
     stripes0[:, np.arange(203) // 5 % 2 == 0] = True
     stripes1[np.arange(161) // 5 % 2 == 0] = True
     masked = oracle.match(*pictures, mask0=stripes0, mask1=stripes1)
     assert len(masked) > 50
     assert inside(masked.points0, stripes0).all() and inside(masked.points1, stripes1).all()
-    # The best are counted after the mask has had its say.
+    # `top` applies after the mask.
     assert same_matches(oracle.match(*pictures, mask0=stripes0, mask1=stripes1, top=len(masked)), masked)
 
 
 def test_masked_cells_do_not_compete(oracle, pictures):
-    """What stands in a masked coarse cell does not matter to the coarse scores of the others."""
+    """Features in a masked coarse cell do not affect the coarse scores of the others."""
     mask = np.ones((150, 203), bool)
     mask[:, :64] = False
     features0, features1 = oracle.features(pictures[0], mask=mask).maps, oracle.features(pictures[1]).maps
@@ -267,7 +267,7 @@ def test_top_and_min_score(oracle, pictures, matches):
     assert same_matches(few.match(*pictures), matches[:5])
     assert same_matches(few.match(*pictures, top=50, min_score=0.0), matches[:50])
     assert same_matches(next(few.match_many([pictures])), matches[:5])
-    # None means all, whatever was loaded.
+    # None means all, regardless of the loaded settings.
     assert same_matches(few.match(*pictures, top=None), above)
     assert same_matches(next(few.match_many([pictures], top=None, min_score=0.0)), matches)
 
@@ -345,7 +345,7 @@ def test_points_seen_by_one_picture_only_have_none(oracle):
     found = oracle.match_points(view0.picture(1), view1.picture(2), points)
     hidden, seen = points[:, 0] < 40, points[:, 0] > 76
     assert (found.scores[seen] > 0).mean() > 0.95
-    # What has no counterpart finds something far worse, or nothing.
+    # Points without a counterpart have much lower scores, or no match.
     assert np.quantile(found.scores[hidden], 0.9) < 0.1 * np.median(found.scores[seen])
 
 
@@ -365,7 +365,7 @@ def test_constant_pictures_are_no_error(value):
     constant, other = np.full((48, 64, 3), value, np.uint8), texture(0, 80, 64)
     for pair in ((constant, other), (other, constant), (constant, constant)):
         matches = matcher.match(*pair)
-        # All but the border looks the same, so few cells find each other, if any.
+        # All but the border looks the same, so few cells are mutual nearest neighbors, if any.
         assert len(matches) < 0.5 * 12 * 16
         assert np.isfinite(matches.scores).all()
         warp = matcher.warp(*pair)
@@ -374,7 +374,7 @@ def test_constant_pictures_are_no_error(value):
 
 
 def test_a_network_that_sees_nothing():
-    """Features of length zero give no matches, and no NaN."""
+    """Features of length zero give no matches and no NaN."""
     network = tiny_network()
     for parameter in network.backbone.parameters():
         torch.nn.init.zeros_(parameter)
@@ -391,7 +391,7 @@ def test_a_picture_matches_itself():
     matches = tiny_matcher().match(picture, picture)
     assert len(matches) > 100
     apart = np.abs(matches.points0 - matches.points1).max(axis=1)
-    # Where an untrained network is wrong, those around are pulled along.
+    # Wrong matches of an untrained network also move their neighbors.
     assert np.mean(apart < 1e-3) > 0.8 and np.mean(apart < 0.5) > 0.95
 
 
@@ -436,7 +436,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 @pytest.mark.slow
 def test_a_large_pair_fits_into_four_gigabytes():
-    """1600x1200 with the preset `paper` on a CPU: minutes."""
+    """1600x1200 with the preset `paper` on a CPU takes minutes."""
     done = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True)
     print(f"{float(done.stdout):.2f} GiB resident at most")
     assert float(done.stdout) < 4

@@ -1,4 +1,4 @@
-"""Matches: filters, and files that give back exactly what was saved."""
+"""Tests of matches: filters, and files that restore exactly what was saved."""
 
 import json
 from dataclasses import replace
@@ -160,7 +160,7 @@ def test_broken_files(tmp_path, name, content):
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_damaged_files(tmp_path, ending):
-    """Cut anywhere, or with bytes changed: matches or a DataError, never anything else."""
+    """Truncated or changed files give matches or a DataError, never another error."""
     path = tmp_path / f"m{ending}"
     make(5, fitted(5)).save(path)
     content = path.read_bytes()

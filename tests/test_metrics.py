@@ -1,4 +1,4 @@
-"""Metrics with known answers."""
+"""Tests of metrics with known answers."""
 
 import numpy as np
 import pytest
@@ -42,9 +42,9 @@ def test_area_under_curve():
     assert area_under_curve([0, 0, 0], [5, 10]).tolist() == [1, 1]
     assert area_under_curve([], [5]).tolist() == [0]
     assert area_under_curve([np.inf, np.nan], [5]).tolist() == [0]
-    # One case: straight up to (2, 1), then level to 5: the triangle of 1 and the rest of 3, of 5.
+    # One case: linear to (2, 1), then constant to 5: a triangle of area 1 and a rectangle of 3, divided by 5.
     assert area_under_curve([2], [5])[0] == pytest.approx(4 / 5)
-    # Two cases, of which one failed: the curve ends at one half.
+    # Two cases, one of which failed: the curve ends at one half.
     assert area_under_curve([2, np.inf], [5])[0] == pytest.approx(2 / 5)
     assert area_under_curve([7], [5])[0] == 0
     assert area_under_curve([5], [5])[0] == pytest.approx(0.5)
@@ -77,10 +77,10 @@ def test_coverage():
     assert coverage(np.repeat(centres[:1], 9, axis=0), IDENTITY, (100, 80), (100, 80)) == 0.01
     assert coverage(np.zeros((0, 2)), IDENTITY, (100, 80), (100, 80)) == 0
     assert coverage([[np.nan, 3]], IDENTITY, (100, 80), (100, 80)) == 0
-    # Picture 1 shows the right half only: the grid lies over that half.
+    # Image 1 shows only the right half: the grid covers that half.
     half = crop_homography(50, 0)
     assert coverage(centres[centres[:, 0] < 50], half, (100, 80), (50, 80)) == 0
     assert coverage(centres, half, (100, 80), (50, 80)) == pytest.approx(0.5)
-    # No overlap at all, and pictures that could not be read.
+    # No overlap at all, and images that could not be read.
     assert coverage(centres, crop_homography(500, 0), (100, 80), (50, 80)) == 0
     assert coverage(centres, IDENTITY, (0, 0), (0, 0)) == 0

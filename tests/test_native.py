@@ -1,4 +1,4 @@
-"""The compiled C sources: which are there, and what is refused; tests/test_ops.py holds them to the reference."""
+"""Tests of the compiled C library: variants and rejected files; tests/test_ops.py compares it with the reference."""
 
 import os
 import shutil
@@ -49,7 +49,7 @@ def copied_library(tmp_path, variant="generic") -> str:
 
 @needs_library
 def test_a_library_of_other_sources_is_refused(tmp_path, monkeypatch):
-    """Whatever its structures: a byte of a source that differs is enough."""
+    """A single different byte of a source is enough."""
     path = copied_library(tmp_path)
     assert library.open_library(path) is not None
     folder = tmp_path / "sources"
@@ -161,7 +161,7 @@ def has_sanitizers() -> bool:
 @pytest.mark.sanitize
 @pytest.mark.skipif(not has_sanitizers(), reason="there is no gcc with AddressSanitizer")
 def test_the_kernels_under_sanitizers():
-    """The odd shapes alone; `scripts/sanitize` without arguments runs everything that the kernels are tested with."""
+    """Only the odd shapes; `scripts/sanitize` without arguments runs all tests of the kernels."""
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "2"}
     chosen = [ROOT / "scripts" / "sanitize", "-k", "odd_shapes or numbers_that_are_none"]
     done = subprocess.run(chosen, capture_output=True, text=True, env=environment, check=False)

@@ -1,4 +1,4 @@
-"""NCNet: what its published code computes, through `convert_published`; and its parts, entry by entry."""
+"""Tests of NCNet: against its published code, through `convert_published`, and its parts, entry by entry."""
 
 from dataclasses import replace
 from functools import cache
@@ -46,7 +46,7 @@ def golden() -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def networks(tmp_path_factory):
-    """The generated checkpoints, converted, by the kernels of the consensus."""
+    """Return the converted checkpoints by the kernels of the consensus."""
     folder, trunk, found = tmp_path_factory.mktemp("ncnet"), data.trunk_state(), {}
     torch.save(data.checkpoint("places", trunk), folder / "ncnet.pth.tar")
     config = convert_published(folder / "ncnet.pth.tar", folder / "ncnet.safetensors")
@@ -64,7 +64,7 @@ def networks(tmp_path_factory):
 
 
 def coarser(network, **changes) -> NCNet:
-    """The same weights at stride 16, without pooling."""
+    """Return the same weights at stride 16, without pooling."""
     config = network.config
     backbone, ncnet = replace(config.backbone, stride=16), replace(config.ncnet, pool=1, **changes)
     made = make_network(replace(config, backbone=backbone, ncnet=ncnet))
@@ -84,7 +84,7 @@ def test_features(networks, stride):
     assert_close(network.extract(data.image(*data.IMAGE_A)).fine[0, data.CHANNELS], golden()[f"features_{stride}"])
 
 
-# The C kernels are for the consensus of places; the others are torch's.
+# The C kernels cover the consensus of the model for places; torch runs the others.
 CASES = [("places", name) for name in CPU_ENGINES]
 CASES += [(tag, name) for tag in ("three", "five") for name in ("definition", "torch")]
 
@@ -106,7 +106,7 @@ def test_tensor_and_matches(networks, tag, limit, engine):
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name.startswith("triton")])
 @pytest.mark.parametrize("half", [False, *([True] if DEVICE == "cuda" else [])])
 def test_the_tensor_in_triton(engine, half):
-    """On a GPU, or interpreted: what the definition computes; several times on a GPU, as graphs are captured then."""
+    """Triton agrees with the definition, on a GPU or interpreted; repeated on a GPU, because graphs are captured."""
     config = PRESETS["ncnet"][0]
     network = NCNet(config, backbone=PatchBackbone(), consensus=Consensus(ConsensusConfig())).to(DEVICE).eval()
     features = [network.extract(rand(seed, 1, 3, 64, 48).to(DEVICE)) for seed in (0, 1)]
@@ -131,7 +131,7 @@ def test_without_pooling(networks, softmax):
 
 
 def test_the_weak_loss(networks):
-    """Of two pairs, and of the same with the pictures 0 exchanged."""
+    """The loss of two pairs, and of the same pairs with their images 0 exchanged."""
     network = coarser(networks["places"])
     images = [torch.cat([data.image(96, 96, seed) for seed in seeds]) for seeds in ((3, 4), (5, 6))]
     points, yes = torch.zeros(2, 1, 2), torch.ones(2, 1, dtype=torch.bool)
@@ -146,7 +146,7 @@ def test_the_weak_loss(networks):
 
 
 def assert_matches(found, expected):
-    # The vectors have the first pixel's corner at (0, 0), our pixels its center.
+    # The vectors put the corner of the first pixel at (0, 0), our convention its center.
     ours = np.concatenate([found.points0.numpy(), found.points1.numpy()], axis=1) + 0.5
     assert len(ours) == len(expected)
     by_place = {tuple(np.round(row[:4], 3).tolist()): row[4] for row in expected.astype(np.float64)}
@@ -167,7 +167,7 @@ def test_pooling_takes_the_largest_of_whole_cells():
 
 @pytest.mark.parametrize("engine", CPU_ENGINES)
 def test_relocalization_finds_the_best_of_the_cells(engine):
-    """Against a search cell by cell, with maps whose last row and column belong to no coarse cell."""
+    """Compared with a search cell by cell, for maps whose last row and column belong to no coarse cell."""
     fine0, fine1 = normalize(rand(1, 2, 6, 5, 7)), normalize(rand(2, 2, 6, 4, 6))
     pair, index0, index1 = torch.tensor([0, 1, 1]), torch.tensor([4, 0, 5]), torch.tensor([2, 3, 5])
     found = make_engine(engine).relocalize((fine0, fine1), pair, (index0, index1), 2, soft=False)
@@ -180,7 +180,7 @@ def test_relocalization_finds_the_best_of_the_cells(engine):
 
 
 def tiny(preset: str, **ncnet):
-    """A preset's network on a ResNet-50, with generated weights."""
+    """Return the network of a preset on a ResNet-50, with random weights."""
     config = PRESETS[preset][0]
     config = replace(
         config,
@@ -194,7 +194,7 @@ def tiny(preset: str, **ncnet):
 
 
 class PatchBackbone(nn.Module):
-    """Features that tell places apart without training: positive parts of random projections of 8x8 pixels."""
+    """Features that discriminate positions without training: positive parts of random projections of 8x8 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ def test_features_of_one_map_are_counted_once():
 
 @pytest.mark.parametrize("preset", ["ncnet", "sparse-ncnet"])
 def test_weights_files_evaluation_and_commands(preset, picture, tmp_path):
-    """Saved, loaded by its preset's name, matched by the command line and evaluated beside another network."""
+    """A network can be saved, loaded by its preset, matched by the command line, and evaluated with another."""
     save_weights(tiny(preset), tmp_path / "own.safetensors", dtype=torch.float16)
     for name in ("a.png", "b.png"):
         Image.fromarray(picture).save(tmp_path / name)
@@ -278,7 +278,7 @@ def test_weights_files_evaluation_and_commands(preset, picture, tmp_path):
 
 @pytest.mark.parametrize("preset", ["ncnet", "sparse-ncnet"])
 def test_every_stage_of_the_benchmark_runs(preset, tmp_path):
-    """With generated weights; there is no fine search to describe, but work to be counted."""
+    """With random weights; there is no fine search to describe, but work to count."""
     save_weights(tiny(preset), tmp_path / "own.safetensors")
     settings = BenchSettings(sizes=((96, 64),), preset=preset, weights=tmp_path / "own.safetensors", batch=2)
     for name in PICTURES:
@@ -296,7 +296,7 @@ def test_every_stage_of_the_benchmark_runs(preset, tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are Linux's")
 @pytest.mark.parametrize("preset", ["ncnet", "sparse-ncnet"])
 def test_memory_of_a_pair(preset):
-    """The estimate covers what is measured, and is not far above it."""
+    """The estimate covers the measured memory, and is not far above it."""
     measured, least = in_new_process(measure_memory, preset)
     assert measured < least < 2 * measured + 64 * 2**20
 

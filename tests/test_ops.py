@@ -1,4 +1,4 @@
-"""Every engine against the reference: odd shapes, masks, ties, empty inputs, half precision, little memory."""
+"""Tests of every engine against the reference: odd shapes, masks, ties, empty inputs, half precision, low memory."""
 
 import copy
 import itertools
@@ -33,18 +33,18 @@ HALF = {"triton", "triton+graphs", "torch", "definition"}
 
 @pytest.fixture(params=ENGINES)
 def engine(request):
-    """Every engine that this machine can run, on the device that it is for."""
+    """Return every engine that this machine can run, on its device."""
     return make_engine(request.param)
 
 
 def only_on_gpu(engine, request):
-    """Leave out what takes too long in Triton's interpreter, unless slow tests are asked for."""
+    """Skip cases that take too long in Triton's interpreter, unless slow tests are enabled."""
     if engine.name == "triton" and DEVICE == "cpu" and not request.config.getoption("--slow"):
         pytest.skip("slow in Triton's interpreter: give --slow to run it")
 
 
 def place(engine, value):
-    """Tensors, and what holds some, on the device of an engine."""
+    """Move tensors, and containers of tensors, to the device of an engine."""
     device = DEVICE if engine.name.startswith("triton") else "cpu"
     if isinstance(value, torch.Tensor | torch.nn.Module):
         return (value if isinstance(value, torch.Tensor) else copy.deepcopy(value)).to(device)
@@ -57,13 +57,13 @@ def place(engine, value):
 
 
 def run(engine, operation, *inputs, **options):
-    """An operation without gradients, on the engine's device, with results on the CPU."""
+    """Run an operation without gradients on the engine's device, with results on the CPU."""
     with torch.no_grad():
         result = getattr(engine, operation)(*(place(engine, value) for value in inputs), **options)
     return result.cpu() if isinstance(result, torch.Tensor) else type(result)(*(column.cpu() for column in result))
 
 
-# What follows the backbone
+# Everything after the backbone
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 4), (1, 96, 2, 1), (1, 1, 1, 1), (0, 4, 2, 2)], ids=str)
@@ -89,7 +89,7 @@ def test_brightness(engine, shape, layout):
 
 
 def consensus_of(channels, sizes=(3, 3)) -> Consensus:
-    """Random kernels, symmetric in nothing, and biases that bring ReLU and the border into play."""
+    """Return random kernels without symmetry, and biases for which ReLU and the border matter."""
     consensus = Consensus(ConsensusConfig(kernel_sizes=sizes, channels=channels))
     for number, (weight, bias) in enumerate(zip(consensus.weights, consensus.biases, strict=True)):
         weight.data = rand(number, *weight.shape) * (weight.shape[1] * weight.shape[2] ** 4) ** -0.5
@@ -127,7 +127,7 @@ def test_the_coarse_tensor(engine, channels, batch, shape0, shape1):
 )
 def test_other_layers(engine, sizes, channels):
     inputs = coarse_maps(1, (3, 4), (2, 5)), consensus_of(channels, sizes), NOTHING
-    # Torch convolves with TF32 on a GPU.
+    # Torch uses TF32 for convolutions on a GPU.
     rtol, atol = (2e-3, 2e-3) if engine.name.startswith("triton") and DEVICE == "cuda" else (1e-4, 1e-5)
     assert torch.allclose(run(engine, "coarse", *inputs), REFERENCE.coarse(*inputs), rtol=rtol, atol=atol)
 
@@ -189,12 +189,12 @@ def coarse_values(kind, seed, *shape):
 
 
 def search_case(kind, seed, shape0, shape1, batch=1, channels=4, masked=False, dtype=torch.float32):
-    """A coarse tensor (b n m) and the fine maps of both images."""
+    """Return a coarse tensor (b n m) and the fine maps of both images."""
     tensor = coarse_values(kind, seed, batch, math.prod(shape0), math.prod(shape1))
     maps = []
     for side, (height, width) in enumerate((shape0, shape1)):
         values = rand(seed + 100 + side, batch, channels, 4 * height, 4 * width)
-        # Four halves have length 1, and their dot products are exact.
+        # Vectors of four halves have length 1, and their dot products are exact.
         features = values.sign() / 2 if kind == "exact" else normalize(values)
         valid = rand(seed + 200 + side, batch, 4 * height, 4 * width) > -0.3 if masked else None
         maps.append(FineMap.of(features.to(dtype), valid))
@@ -202,7 +202,7 @@ def search_case(kind, seed, shape0, shape1, batch=1, channels=4, masked=False, d
 
 
 def scores_of(tensor, fine0, fine1, config, pair, index0, index1):
-    """By the formulas: what fine cell `index0` of image 0 scores with fine cell `index1` of image 1."""
+    """Return the score of fine cell `index0` of image 0 and fine cell `index1` of image 1, by the formulas."""
     row, column = divmod(int(index0), 4 * fine0.width)
     size0, size1 = (fine0.height, fine0.width), (fine1.height, fine1.width)
     own = tensor[pair].double().view(*size0, *size1)
@@ -212,7 +212,7 @@ def scores_of(tensor, fine0, fine1, config, pair, index0, index1):
 
 
 def assert_search(found, expected, case, config, *, exact):
-    """The same correspondences; where they differ, both are as good, which rounding may decide."""
+    """Check that correspondences are equal, or have equal scores up to rounding."""
     tensor, fine0, fine1 = case
     assert torch.equal(found.index0, expected.index0)
     assert torch.allclose(found.score0, expected.score0, rtol=1e-4, atol=1e-8)
@@ -358,7 +358,7 @@ shapes = st.sampled_from([(1, 1), (1, 2), (2, 3), (3, 3), (3, 5), (5, 4), (7, 3)
     masked=st.booleans(),
 )
 def test_the_search_finds_the_argmax(name, kind, seed, shape0, shape1, reading, temperature, share, bytes_, masked):
-    """The definition is the oracle here, for its speed; the tests above hold it to the reference."""
+    """The definition is the oracle here, because it is fast; the tests above compare it with the reference."""
     engine = make_engine(name)
     case = search_case(kind, seed, shape0, shape1, masked=masked)
     config = FineConfig(reading=reading, temperature=temperature, query_share=share)
@@ -368,13 +368,13 @@ def test_the_search_finds_the_argmax(name, kind, seed, shape0, shape1, reading, 
     assert_search(found, expected, case, config, exact=kind == "exact" and temperature == 0)
 
 
-# One query in an image of one cell, against an image of 5 x 8 cells: the bound at work.
+# One query in an image of one cell, against an image of 5 x 8 cells, to test the bound.
 
 BOUNDED = [name for name in ENGINES if name == "torch" or name.startswith("native")]
 
 
 def one_query(name, coarse, cosine, *, temperature=0.0, dtype=torch.float32):
-    """Coarse scores and cosines of 40 cells for one query; every fine cell of a cell has the cosine."""
+    """Return coarse scores and cosines of 40 cells for one query; all fine cells of a cell have the same cosine."""
     angle = torch.tensor(cosine).view(1, 1, 5, 8).repeat_interleave(4, 2).repeat_interleave(4, 3)
     fine1 = torch.cat([angle, (1 - angle.square()).clamp(min=0).sqrt()], dim=1)
     feature = torch.tensor([1.0, 0.0], dtype=dtype).view(1, 1, 1, 2)
@@ -424,7 +424,7 @@ def test_a_cosine_above_one_by_rounding_is_not_missed(name):
 
 
 def test_a_sharp_fine_score_exceeds_one_by_more():
-    """exp((cosine - 1) / 0.05) turns a cosine of 1.002, as half precision gives, into 1.04."""
+    """exp((cosine - 1) / 0.05) maps a cosine of 1.002, as in half precision, to 1.04."""
     coarse, cosine = [0.001] * 40, [0.0] * 40
     for cell in range(20, 36):
         coarse[cell], cosine[cell] = 1.02, 1.0
@@ -434,7 +434,7 @@ def test_a_sharp_fine_score_exceeds_one_by_more():
 
 @pytest.mark.parametrize("name", [*BOUNDED, *(name for name in ENGINES if name == "triton")])
 def test_queries_that_read_only_zeros_cost_nothing(name):
-    """The left of image 0 has no coarse scores at all, and its groups mix it with the next cells."""
+    """The left of image 0 has no coarse scores at all, and its groups include the next cells."""
     fine = FineMap.of(normalize(rand(0, 1, 64, 12, 20)))
     tensor = torch.eye(15).view(1, 3, 5, 15) + 1e-3
     tensor[:, :, :2] = 0
@@ -449,7 +449,7 @@ def test_queries_that_read_only_zeros_cost_nothing(name):
 
 
 def refinement_case(seed=0, count=60, batch=2, hidden=8, channels=12, size0=(5, 6), size1=(6, 5), dtype=torch.float32):
-    """Matches of two small images by one motion, some at borders and some anywhere, of smooth brightness."""
+    """Return matches of two small images with one motion, some at borders, some random, and smooth brightness."""
     fine = tuple(
         FineMap.of(normalize(0.3 + rand(seed + n, batch, channels, 4 * h, 4 * w)).to(dtype))
         for n, (h, w) in enumerate((size0, size1))
@@ -463,7 +463,7 @@ def refinement_case(seed=0, count=60, batch=2, hidden=8, channels=12, size0=(5, 
     index0 = torch.randperm(fine[0].cells * 16, generator=random)[:count]
     x, y = index0 % (4 * size0[1]), index0 // (4 * size0[1])
     there = y.clamp(max=4 * size1[0] - 1) * 4 * size1[1] + x.clamp(max=4 * size1[1] - 1)
-    # Each cell of image 1 is matched once in a pair.
+    # Each cell of image 1 is matched once per pair.
     pair = torch.zeros(count, dtype=torch.long)
     for number in range(count):
         taken = {(p, i) for p, i in zip(pair[:number].tolist(), there[:number].tolist(), strict=True)}
@@ -481,7 +481,7 @@ def refinement_case(seed=0, count=60, batch=2, hidden=8, channels=12, size0=(5, 
 
 
 def assert_points(found, expected, *, least=0.97, tolerance=5e-3):
-    """The same points and scores, but for few that a threshold of the alignment let move in one alone."""
+    """Check that points and scores are equal, except few that a threshold of the alignment moved in only one result."""
     error = torch.maximum(
         (found.points0 - expected.points0).norm(dim=1), (found.points1 - expected.points1).norm(dim=1)
     )
@@ -591,7 +591,7 @@ def test_support(engine, height, width, share):
     inputs = index, here, there, rand(4, len(index)).sigmoid(), pair, (2, height, width)
     found, expected = run(engine, "support", *inputs), REFERENCE.support(*inputs)
     assert torch.allclose(found.share.double(), expected.share.double(), atol=2e-3)
-    # Where neighbors lie nearly on a line, rounding decides most of their motion.
+    # If neighbors lie nearly on a line, rounding determines most of their motion.
     for mine, other in ((found.motion, expected.motion), (found.shift, expected.shift)):
         error = (mine.double() - other).abs() / other.abs().clamp(min=1)
         assert (error < 1e-3).double().mean() > 0.95 and torch.isfinite(mine).all()
@@ -603,7 +603,7 @@ SHIFT = torch.tensor([6.3, -2.6])
 
 
 def surface(motion=None, shift=None, seed=0):
-    """An endless smooth surface as seen where the motion leads from image 0: (1 h w)."""
+    """Return an infinite smooth surface, sampled where the motion leads from image 0: (1 h w)."""
     axis = torch.arange(SIZE, dtype=torch.float32)
     there = torch.stack(torch.meshgrid(axis, axis, indexing="xy"), -1)
     if motion is not None:
@@ -649,7 +649,7 @@ def test_points_move_to_where_the_images_fit_and_stay_where_that_cannot_be_told(
         assert torch.equal(align(surface(), there, bad), wrong)
 
 
-# A whole match
+# A complete match
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -737,7 +737,7 @@ def test_engines_are_chosen_by_name_device_and_variable(monkeypatch):
 
 @pytest.mark.parametrize("name", ["reference", *(name for name in ENGINES if not name.startswith("triton"))])
 def test_every_call_of_a_matcher(name):
-    """Images of a few cells, so that the reference takes part."""
+    """Images of a few cells, so that the reference can take part."""
     matcher, picture = tiny_matcher(engine=name), texture(2, 80, 64)
     pair = picture[:48, :48], picture[4:52, 8:56]
     found, expected = matcher.match(*pair), tiny_matcher(engine="definition").match(*pair)
@@ -750,6 +750,6 @@ def test_every_call_of_a_matcher(name):
 
 
 def test_features_can_be_copied_between_engines():
-    """Features say nothing of the engine that made them."""
+    """Features do not depend on the engine that made them."""
     network = tiny_network()
     assert features_of(network, texture(1, 64, 48)).fine.shape == (1, 16, 12, 16)

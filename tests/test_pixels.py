@@ -1,4 +1,4 @@
-"""The pixel contract: known motions come back through every path without bias."""
+"""Tests of the pixel convention: known motions are recovered on every path without bias."""
 
 import numpy as np
 import pytest
@@ -29,14 +29,14 @@ def well_inside(points, view: View):
 
 
 def errors(points0, points1, view0: View, view1: View):
-    """Errors in picture 1's pixels, (n, 2), of points away from both borders."""
+    """Return errors (n, 2) in pixels of image 1, for points away from both borders."""
     keep = well_inside(points0, view0) & well_inside(points1, view1)
     assert keep.sum() >= 100
     return points1[keep] - view1.from_scene(view0.to_scene(points0[keep]))
 
 
-# Different sizes, so that cells of the two pictures meet at every fraction of a cell. The ratio of a picture to its
-# network input is far from 1 in the later pairs, where a dropped half pixel shows.
+# Different sizes, so that cells of the two images meet at every fraction of a cell. In the later pairs the ratio
+# of an image to its network input is far from 1, which reveals a missing half pixel.
 PAIRS = {
     "odd sizes": (View(333, 250, (20, 60)), View(370, 275, (12.4, 51.7)), 1024),
     "portrait": (View(333, 250, (20, 60)), View(263, 333, (51.3, 31.7), (1.0, 0.97)), 1024),
@@ -52,10 +52,10 @@ def pair(request):
 
 
 def assert_unbiased(error, view1: View):
-    """No bias in either axis: in the scene's units, of which a fine cell covers about four."""
+    """Check that there is no bias along either axis, in units of the scene; a fine cell covers about four."""
     median = np.median(error * view1.step, axis=0)
     assert np.abs(median).max() < 0.05, median
-    # Not only in the middle: hardly a point is off by more than a quarter of a cell.
+    # Single points too: hardly any error exceeds a quarter of a cell.
     assert np.quantile(np.abs(error * view1.step), 0.95) < 1.2
 
 
@@ -65,7 +65,7 @@ def test_match_has_no_bias(pair):
     assert (matches.size0, matches.size1) == ((view0.width, view0.height), (view1.width, view1.height))
     assert len(matches) > 1000
     assert_unbiased(errors(matches.points0, matches.points1, view0, view1), view1)
-    # The other ways to the same matches give the same pixels.
+    # Other calls that give the same matches give the same pixels.
     features = matcher.features(picture0), matcher.features(picture1)
     assert same_matches(matches, matcher.match_features(*features))
 
@@ -111,7 +111,7 @@ def test_a_shifted_picture_matches_with_that_shift(oracle, shift):
         errors(pixel_grid((256, 192))[sure], warp.points1[sure], view0, view1),
         errors(asked.points0, asked.points1, view0, view1),
     ):
-        # All cells meet at the same fraction here, and a soft-argmax of nine cells falls a little short of it.
+        # All cells meet at the same fraction here, and a soft-argmax over nine cells is slightly biased.
         assert np.abs(np.median(error, axis=0)).max() < 0.25
 
 
@@ -121,7 +121,7 @@ def test_whole_cells_are_exact_without_refinement():
     matches = matcher.match(view0.picture(1), view1.picture(2))
     error = errors(matches.points0, matches.points1, view0, view1)
     assert np.abs(error).max() < 1e-4
-    # Cell centres of stride 4 in pixels whose first centre is (0, 0).
+    # Centers of cells with stride 4, in pixels with the first center at (0, 0).
     assert np.allclose(matches.points0 % 4, 1.5, atol=1e-4)
 
 
@@ -190,12 +190,12 @@ def test_to_input_keeps_the_center_and_normalizes():
     assert torch.allclose(same[0, 2], torch.tensor(-0.406 / 0.225).expand(64, 96), atol=1e-5)
     half = to_input(torch.from_numpy(picture)[None], (48, 32))
     red = half[0, 0] * 0.229 * 255 + 0.485 * 255
-    # Network pixel x lies at (x + 0.5) * 2 - 0.5 in the picture.
+    # Network pixel x lies at (x + 0.5) * 2 - 0.5 in the image.
     assert torch.allclose(red[5, 4:-4], 2 * ((torch.arange(48) + 0.5) * 2 - 0.5)[4:-4], atol=1e-3)
 
 
 def test_the_paper_s_networks_see_pictures_that_are_not_smoothed():
-    """As the published evaluation resizes them: every second pixel of a grid vanishes or fills the picture."""
+    """Images are resized as in the published evaluation: every second pixel of a grid vanishes or fills the image."""
     assert not ResNetConfig.antialias and CompactConfig.antialias
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, 96, 128, 3), dtype=np.uint8))
     smoothed, published = (to_input(pixels, (32, 32), antialias=flag) for flag in (True, False))
@@ -214,7 +214,7 @@ def test_mask_cells_have_their_center_on_the_mask():
     cells = mask_to_cells(mask, (64, 48), (64, 48), 4)
     assert cells.shape == (12, 16)
     assert np.argwhere(cells).tolist() == [[2, 5]]
-    # Half the size: cells cover 8 pixels, and the one at row 1, column 3 is centred at (27.5, 11.5).
+    # At half the size, cells cover 8 pixels, and the cell at row 1, column 3 has its center at (27.5, 11.5).
     mask = np.zeros((48, 64), bool)
     mask[12, 28] = True
     assert np.argwhere(mask_to_cells(mask, (64, 48), (32, 24), 4)).tolist() == [[1, 3]]

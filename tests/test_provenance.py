@@ -1,4 +1,4 @@
-"""What is stored beside results."""
+"""Tests of the provenance that is stored with results."""
 
 import json
 import platform

@@ -1,4 +1,4 @@
-"""What the published implementation computes, for weights that any machine makes; test_golden.py has more of it."""
+"""Tests against the published implementation with generated weights; test_golden.py has more of them."""
 
 import argparse
 from pathlib import Path
@@ -17,7 +17,7 @@ COUNTS = {"c1024": 10, "c256": 6}
 
 @pytest.fixture(scope="module", params=BACKBONES)
 def computed(request, tmp_path_factory):
-    """What was published, by name, and the converted network with its features of both images."""
+    """Return the published results by name, and the converted network with its features of both images."""
     tag, folder = request.param, tmp_path_factory.mktemp("published")
     with np.load(Path(__file__).parent / "data" / "published.npz") as arrays:
         published = {name.removeprefix(f"{tag}_"): arrays[name] for name in arrays if name.startswith(f"{tag}_")}
@@ -56,7 +56,7 @@ def test_coarse_tensor_and_matches(computed, name):
         assert_close(network.coarse_tensor(*features)[0], published["coarse_tensor"])
         found = network.match(*features)
     assert len(found.scores) == len(published["scores"]) == COUNTS[tag]
-    # As published, the first pixel's corner is at (0, 0); in our pixels its centre is.
+    # As published, the corner of the first pixel is at (0, 0); in our convention its center is.
     places = torch.cat([found.points0, found.points1], dim=1) + 0.5
     ours = dict(zip(map(tuple, places.tolist()), found.scores.tolist(), strict=True))
     theirs = dict(zip(map(tuple, published["matches"].tolist()), published["scores"].tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""A second look at turned and zoomed pictures, and two motions at once."""
+"""Tests of quality "high" for rotated and zoomed images, and of scenes with two motions."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from dualrc.scenes import Light, look_at, make_scene, render
 
 
 def similarity(center, degrees: float, scale: float, to) -> np.ndarray:
-    """The homography that turns and scales about `center` and moves it `to`."""
+    """Return the homography that rotates and scales about `center` and moves it to `to`."""
     angle = np.radians(degrees)
     H = np.eye(3)
     H[:2, :2] = scale * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
@@ -25,7 +25,7 @@ def similarity(center, degrees: float, scale: float, to) -> np.ndarray:
 
 
 def brought(picture, picture_from_frame, size, shrinks):
-    """A picture in a frame, and where that shows it."""
+    """Return an image in a frame, and where it is visible."""
     view = View(picture_from_view=picture_from_frame, size=size, shrinks=shrinks)
     seen, where = see(torch.from_numpy(np.array(picture)), picture.shape[1::-1], view)
     return seen.numpy(), where
@@ -104,15 +104,15 @@ def test_a_second_look_keeps_pixels_masks_and_limits():
 
 def test_a_second_look_needs_pictures():
     matcher, picture = oracle_matcher(), SceneView(64, 64).picture()
-    with pytest.raises(ConfigError, match="give images instead of features"):
+    with pytest.raises(ConfigError, match="pass images instead of features"):
         matcher.match(matcher.features(picture), picture, quality="high")
-    with pytest.raises(ConfigError, match="choose standard or high"):
+    with pytest.raises(ConfigError, match="choose standard, high, search"):
         matcher.match(picture, picture, quality="best")
 
 
 @pytest.fixture(scope="module")
 def photograph():
-    """A picture of a made-up town."""
+    """Render an image of a synthetic town."""
     view = look_at((4.0, -9.0, 3.0), (0.0, 2.5, 1.8), size=(480, 360), fov_deg=50)
     return np.asarray(render(make_scene(3, texture_size=256), view, Light(), supersample=1).image)
 
@@ -137,12 +137,12 @@ def test_a_second_look_at_a_turned_and_zoomed_picture(photograph, shipped):
 
 @pytest.mark.parametrize("quality", ["standard", "high"])
 def test_two_motions_at_once(photograph, shipped, quality):
-    """Nothing in the matcher fits one motion to all: both halves keep their matches."""
+    """The matcher fits no single motion: both halves keep their matches."""
     shifts = np.array([(14.0, 9.0), (-17.0, -6.0)])
     moved = texture(1, 480, 360)
     for half, (x, y) in zip((slice(30, 210), slice(270, 450)), shifts.astype(int), strict=True):
         moved[30 + y : 330 + y, half.start + x : half.stop + x] = photograph[30:330, half]
-    # A second look ranks first what moves as most does; the rest follows.
+    # Matches with the dominant motion rank first; the others follow.
     found = shipped.match(photograph, moved, top=1000 if quality == "standard" else 4000, quality=quality)
     for half, shift in ((found.points0[:, 0] < 240, shifts[0]), (found.points0[:, 0] >= 240, shifts[1])):
         error = np.linalg.norm(found.points0 + shift - found.points1, axis=1)[half]

@@ -1,4 +1,4 @@
-"""COLMAP's models in our convention."""
+"""Tests of reading COLMAP models in our convention."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from dualrc.geometry import Lens, transform_points
 pycolmap = pytest.importorskip("pycolmap", reason="pycolmap is not installed")
 
 SIZE = (64, 48)
-# Points of the stored picture in our pixels, and their depths.
+# Points of the stored image in our pixels, and their depths.
 POINTS = np.array([(10.0, 5.0), (50.25, 7.5), (33.0, 40.0), (3.0, 44.0)])
 DEPTHS = np.array([4.0, 5.0, 6.0, 7.0])
 POSE = np.array([[0.6, -0.8, 0, 0.3], [0.8, 0.6, 0, -0.2], [0, 0, 1, 1.5]])
@@ -21,12 +21,12 @@ WORLD = (np.c_[POINTS, np.ones(4)] @ np.linalg.inv(K).T * DEPTHS[:, None] - POSE
 
 
 def write_model(folder, *, names=("a.png",), binary=True, model="PINHOLE", params=(100, 110, 30, 20)):
-    """Pictures at one place that all see POINTS, written by pycolmap; the last two observations have no 3D point."""
+    """Write images from one position that all observe POINTS; the last two observations have no 3D point."""
     folder.mkdir(exist_ok=True)
     made = pycolmap.Reconstruction()
     camera = pycolmap.Camera(camera_id=3, model=model, width=SIZE[0], height=SIZE[1], params=list(map(float, params)))
     made.add_camera_with_trivial_rig(camera)
-    # COLMAP's half pixel, written out here.
+    # COLMAP's half pixel, added here.
     keypoints = np.concatenate([POINTS + 0.5, [(20.0, 20.0), (21.0, 21.0)]])
     for number, name in enumerate(names, start=1):
         image = pycolmap.Image(name=name, keypoints=keypoints, camera_id=3, image_id=number)
@@ -68,7 +68,8 @@ def test_pictures_that_lie_on_their_side(tmp_path, orientation):
     upright = {
         1: (x, y),
         3: (width - 1 - x, height - 1 - y),
-        6: (height - 1 - y, x),  # turned clockwise: the top row becomes the right column
+        # Rotated clockwise: the top row becomes the right column.
+        6: (height - 1 - y, x),
         8: (y, width - 1 - x),
     }
     assert image.size == image.camera.size == (SIZE if orientation in (1, 3) else SIZE[::-1])

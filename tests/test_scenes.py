@@ -1,4 +1,4 @@
-"""The scene maker: its ground truth is exact, and its pictures agree with it."""
+"""Tests of the scene renderer: its ground truth is exact, and its images agree with it."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def grid_points(size, step=3.0):
 
 
 def sample(image, points):
-    """Bilinear colours (n, 3) at points that lie inside."""
+    """Return bilinear colors (n, 3) at points inside of the image."""
     x, y = points.T
     column, row = np.clip(np.floor(x), 0, image.shape[1] - 2), np.clip(np.floor(y), 0, image.shape[0] - 2)
     right, down = (x - column)[:, None], (y - row)[:, None]
@@ -40,7 +40,7 @@ def sample(image, points):
 
 
 def wall_scene(scene, *boxes):
-    """Boxes (centre, half sizes) in the textures of another scene."""
+    """Return a scene of boxes (center, half sizes) with the textures of another scene."""
     builder = Builder(np.random.default_rng(0))
     for center, half in boxes:
         builder.add(("wall", "box", center, half, "bricks", "", 2.0), np.zeros(3), np.ones(3), 0.0)
@@ -87,7 +87,7 @@ def test_depth_of_a_sphere_is_analytic(scene):
 
 
 def test_depth_agrees_with_correspondence(pair):
-    """A pixel lifted with its depth and put into the other camera lands where `correspond` says."""
+    """A pixel unprojected with its depth and projected to the other camera agrees with `correspond`."""
     first, second = pair
     points1 = correspond_all(first, second).points1.numpy()
     y, x = np.nonzero(first.depth.numpy() > 0)
@@ -96,7 +96,7 @@ def test_depth_agrees_with_correspondence(pair):
     world = pose0[:, :3].T @ (rays * first.depth.numpy()[y, x] - pose0[:, 3:])
     cam1 = second.view.K @ (pose1[:, :3] @ world + pose1[:, 3:])
     error = np.abs((cam1[:2] / cam1[2]).T - points1[y, x]).max(axis=1)
-    # A pixel centre may fall on an edge, where rounding decides between two surfaces.
+    # A pixel center may fall on an edge, where rounding decides between two surfaces.
     assert np.quantile(error[cam1[2] > 1], 0.999) < 1e-2
 
 
@@ -147,7 +147,7 @@ def test_plane_has_its_homography():
 
 
 def test_colours_agree_at_corresponding_points_and_only_there():
-    """Holds only with the centre of the first pixel at (0, 0), in pictures as in points."""
+    """This holds only if the center of the first pixel is at (0, 0), for images and for points."""
     pair = make_pair(4, size=(320, 240), light_change=0.0, texture_size=256)
     first, second = (rendering.image.numpy() for rendering in pair)
     points0 = grid_points((320, 240), step=2.0)
@@ -161,7 +161,7 @@ def test_colours_agree_at_corresponding_points_and_only_there():
     assert exact < 4
     for shift in ((1, 0), (-1, 0), (0, 1), (0, -1)):
         assert np.median(difference(*shift)) > 1.5 * exact
-    # A half pixel either way is worse as well, and by about as much.
+    # A shift by half a pixel in either direction is worse, by about the same amount.
     assert np.mean(difference(0, 0)) < min(np.mean(difference(d, d)) for d in (0.5, -0.5))
 
 
@@ -202,7 +202,7 @@ def test_tiny_pictures_and_no_points():
 @pytest.mark.parametrize(
     ("call", "error", "remedy"),
     [
-        (lambda scene: make_scene(0, kind="moon"), ConfigError, "choose one of square, plane"),
+        (lambda scene: make_scene(0, kind="moon"), ConfigError, "choose one of square, courtyard, plane"),
         (lambda scene: make_scene(0, texture_size=500), ConfigError, "power of two"),
         (lambda scene: make_scene(-1), ConfigError, "0 or more"),
         (lambda scene: look_at((0, 0, 0), (0, 0, 0), size=(8, 8)), ConfigError, "target different from the eye"),
@@ -216,6 +216,17 @@ def test_tiny_pictures_and_no_points():
 def test_mistakes_name_their_remedy(scene, call, error, remedy):
     with pytest.raises(error, match=remedy):
         call(scene)
+
+
+def test_a_courtyard_has_the_same_houses_on_each_side_in_another_order():
+    solids = make_scene(3, kind="courtyard", texture_size=32).solids
+    walls = solids[1:61]  # after the ground: four sides of five houses of three parts each
+    sides = [walls[start : start + 15 : 3] for start in range(0, 60, 15)]
+    looks = [[(house.textures, tuple(house.tint.round(9))) for house in side] for side in sides]
+    assert all(sorted(look) == sorted(looks[0]) for look in looks) and len(set(looks[0])) == 5
+    assert len({tuple(look) for look in looks}) > 1
+    # They stand around an open middle.
+    assert all(np.abs(house.corners[:, :2]).max(axis=1).min() > 11 for side in sides for house in side)
 
 
 def test_mistaken_correspondences_name_their_remedy(scene, pair):

@@ -1,4 +1,4 @@
-"""Cells, queries and the order of matches: known answers; tests/test_ops.py holds the search to the reference."""
+"""Tests of cells, queries and the order of matches; tests/test_ops.py compares the search with the reference."""
 
 import itertools
 import math
@@ -87,7 +87,7 @@ def test_forward_is_extract_and_match():
 
 
 class FromTheHost(TorchDispatchMode):
-    """Counts values that come from Python or go there: a CUDA graph can't capture that."""
+    """Counts transfers of values between Python and the device, which a CUDA graph cannot capture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class FromTheHost(TorchDispatchMode):
 
 
 def test_search_and_refinement_wait_for_nothing_from_the_host():
-    """Their definitions can be captured as CUDA graphs, with any engine that keeps to shapes."""
+    """Their definitions can be captured in CUDA graphs, with any engine that depends only on shapes."""
     from test_ops import refinement_case
 
     subpixel, fine, light, matches = refinement_case()

@@ -1,4 +1,4 @@
-"""The weights inside the package match rendered scenes as well as they are said to; no scene took part in training."""
+"""Tests of the bundled weights on rendered scenes, which were not part of training."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sparse-NCNet against a dense oracle: the whole tensor, with everything but the chosen entries held at zero."""
+"""Tests of Sparse-NCNet against a dense oracle: the whole tensor, with all but the selected entries set to zero."""
 
 import argparse
 import itertools
@@ -30,7 +30,7 @@ CPU_ENGINES = [name for name in ENGINES if not name.startswith("triton")]
 
 
 def chosen_entries(coarse0, coarse1, count, valid0=None, valid1=None):
-    """The correlation of every cell with its best of the other image, one by one; found twice, it counts twice."""
+    """Return the correlations of every cell with its best cell in the other image; duplicates count twice."""
     batch, (h0, w0), (h1, w1) = len(coarse0), coarse0.shape[2:], coarse1.shape[2:]
     result, there = torch.zeros(batch, h0 * w0, h1 * w1), torch.zeros(batch, h0 * w0, h1 * w1, dtype=torch.bool)
     for b in range(batch):
@@ -53,7 +53,7 @@ def chosen_entries(coarse0, coarse1, count, valid0=None, valid1=None):
 
 
 def dense_consensus(tensor, there, consensus):
-    """The network on the tensor, and on the tensor with its images exchanged; after each layer only `there` is kept."""
+    """Run the consensus on the tensor and on its transpose; after each layer only the entries `there` are kept."""
 
     def one_way(values, kept):
         x = values.relu()[..., None]
@@ -76,7 +76,7 @@ def make(kernel_sizes=(3, 3), channels=(4, 1), **ncnet) -> SparseNCNet:
 
 
 class Given(nn.Module):
-    """Features at 1/8 of the picture, which are its pixels in other words."""
+    """Features at 1/8 of the image size, which are a rearrangement of its pixels."""
 
     def forward(self, images):
         return F.pixel_unshuffle(images, 8).relu()
@@ -115,7 +115,7 @@ def test_masked_cells_are_not_chosen():
 @torch.no_grad()
 @pytest.mark.parametrize("soft", [False, True])
 def test_matches_and_relocalization(soft):
-    """Best entries of rows and columns, then the best fine cells, then a soft-argmax over the 3x3 around, by loops."""
+    """Best entries of rows and columns, then the best fine cells, then a 3x3 soft-argmax, computed by loops."""
     network = make(neighbors=3, soft=soft)
     one, other = (network.extract(rand(seed, 1, 3, *size)) for seed, size in ((0, (64, 48)), (1, (48, 80))))
     tensor = network.coarse_tensor(one, other).to_dense()[0].flatten(2).flatten(0, 1).numpy()
@@ -164,7 +164,7 @@ def test_gradients_reach_the_consensus():
 
 
 def test_keypoint_losses_read_the_tensor_at_keypoints():
-    """A keypoint at a cell's center reads that cell's row; a batch's loss is the mean of its pairs'."""
+    """A keypoint at the center of a cell reads the row of that cell; the loss of a batch is the mean of its pairs."""
     network = make(neighbors=3)
     with torch.no_grad():
         features = [network.extract(rand(seed, 2, 3, 64, 48)) for seed in (0, 1)]
@@ -198,7 +198,7 @@ def test_no_entries_and_one():
 
 
 def minkowski_checkpoint(**args):
-    """A checkpoint in the names of the published repository, with kernels as MinkowskiEngine has them."""
+    """Return a checkpoint with the names of the published repository, and kernels in MinkowskiEngine's layout."""
     state = trunk_state()
     state["NeighConsensus.conv.1.kernel"] = rand(1, 81, 1, 16)
     state["NeighConsensus.conv.1.bias"] = rand(2, 1, 16)
@@ -215,7 +215,7 @@ def published():
 
 
 def test_conversion_of_minkowski_kernels(published, tmp_path):
-    """Entry by entry: the offset of the first coordinate, image 0's row, runs fastest through a kernel."""
+    """Entry by entry: the offset of the first coordinate, the row of image 0, varies fastest in a kernel."""
     torch.save(published, tmp_path / "sparse.pth.tar")
     config = convert_published(tmp_path / "sparse.pth.tar", tmp_path / "sparse.safetensors")
     assert config.preset == "sparse-ncnet" and config.ncnet == SparseNCNetConfig(neighbors=7)

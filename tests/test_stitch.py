@@ -1,4 +1,4 @@
-"""Pictures in each other's frames, and panoramas."""
+"""Tests of warped images and panoramas."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from dualrc.scenes import Light, look_at, make_scene, render
 
 
 def ramp(width, height):
-    """A picture whose colors tell the place."""
+    """Return an image whose colors encode the position."""
     x, y = np.meshgrid(np.arange(width), np.arange(height))
     return np.stack([x, y, 0 * x], axis=-1).astype(np.uint8)
 
@@ -70,7 +70,7 @@ def test_what_cannot_be_warped():
 
 @pytest.fixture(scope="module")
 def turned():
-    """Three pictures from one place, the camera turned and the exposure changed."""
+    """Return three images from one place, with a rotated camera and different exposures."""
     scene = make_scene(3, texture_size=256)
     aims, exposures = (-2.0, 0.0, 2.0), (1.1, 0.95, 1.0)
     views = [look_at((4.0, -9.0, 3.0), (x, 2.5, 1.8), size=(320, 240), fov_deg=40) for x in aims]
@@ -95,7 +95,7 @@ def test_a_panorama_shows_what_one_wide_picture_shows(turned, shipped):
         joined = dualrc.panorama([*pictures, texture(1, 320, 240)], matcher=shipped, reference=1)
     assert isinstance(joined, dualrc.draw.Drawing) and joined.shape[2] == 4
     assert joined.shape[1] > 440 and joined.shape[0] >= 240
-    # The middle picture stands in its own frame, so the wide one is found by shifting it: half a picture to each side.
+    # The panorama has the frame of the middle image, so the wide image differs from it only by a shift.
     matches = shipped.match(np.asarray(joined), truth, top=1000)
     shift = np.median(matches.points1 - matches.points0, axis=0)
     assert np.abs(matches.points1 - matches.points0 - shift).max(axis=1)[:500].mean() < 1.0

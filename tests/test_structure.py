@@ -1,4 +1,4 @@
-"""The plan of the rooms is kept, and importing the package does nothing."""
+"""Tests of the order of rooms, and that importing the package has no side effects."""
 
 import ast
 import subprocess
@@ -11,7 +11,7 @@ from conftest import ROOT
 import dualrc
 
 PACKAGE = ROOT / "src" / "dualrc"
-# The rooms in order: each imports from itself and from what stands above it.
+# The rooms in order: each imports from itself and from the rooms above it.
 ROOMS = [
     "errors",
     "extras",
@@ -55,7 +55,7 @@ def room_of(parts: tuple[str, ...]) -> str:
 
 
 def imported_rooms(path) -> set[str]:
-    """Rooms of dualrc that a file imports, wherever in the file."""
+    """Return the rooms of dualrc that a file imports, anywhere in the file."""
     rooms = set()
     package = ("dualrc", *path.relative_to(PACKAGE).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -88,7 +88,7 @@ def test_rooms_import_only_what_stands_above(path):
 
 
 def test_the_parser_of_imports_sees_them_all(tmp_path, monkeypatch):
-    """The guard guards: every way to import is seen."""
+    """Every form of import is recognized."""
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
     (tmp_path / "model").mkdir()
     file = tmp_path / "model" / "some.py"

@@ -1,4 +1,4 @@
-"""Sub-pixel refinement: a soft-argmax around a match, the same for both images."""
+"""Tests of sub-pixel refinement: a soft-argmax around a match, symmetric in both images."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from dualrc.model.subpixel import Subpixel, cell_windows, pair_windows, point_wi
 
 @pytest.fixture
 def refinement():
-    """Two small fine maps and a refinement whose learnt part has still learnt nothing."""
+    """Return two small fine maps and a refinement whose learned part is untrained."""
     fine0, fine1 = (normalize(rand(number, 1, 4, 8, width)) for number, width in enumerate((8, 12)))
     return fine0, fine1, Subpixel(4, hidden=8).requires_grad_(False)
 
@@ -69,7 +69,7 @@ def test_refinement_moves_both_points_by_half(refinement):
     offset0, offset1, trust = refine_both(subpixel, pair_windows(windows0, windows1), score0, score1)
     assert torch.allclose(offset0, subpixel(pair_windows(windows1, windows0), score1).offset / 2)
     assert torch.allclose(offset1, subpixel(pair_windows(windows0, windows1), score0).offset / 2)
-    # The learnt part treats the images alike too.
+    # The learned part is symmetric in the images too.
     swapped = refine_both(subpixel, pair_windows(windows1, windows0), score1, score0)
     for mine, other in zip((offset1, offset0, trust), swapped, strict=True):
         assert torch.allclose(mine, other, atol=1e-6)

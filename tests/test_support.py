@@ -1,4 +1,4 @@
-"""Support of matches by those around them: what it tells apart; tests/test_ops.py holds it to the reference."""
+"""Tests of the support of matches by their neighbors; tests/test_ops.py compares it with the reference."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from dualrc.model.support import crowd, support
 
 
 def made(seed: int, height: int, width: int, share: float):
-    """Matches from a share of the cells, most by one affine motion, some anywhere."""
+    """Return matches from a share of the cells, most with one affine motion, some random."""
     rng = np.random.default_rng(seed)
     index = rng.permutation(height * width)[: int(share * height * width)]
     here = np.stack([index % width, index // width], 1) + rng.uniform(-0.4, 0.4, (len(index), 2))

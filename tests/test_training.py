@@ -1,4 +1,4 @@
-"""Training: pairs with true correspondences, losses that fall, runs that can be resumed."""
+"""Tests of training: correct correspondences, decreasing losses, and runs that resume."""
 
 import io
 import json
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Twelve photographs of several sizes, and one that can't be read."""
+    """Write twelve photos of several sizes, and one that cannot be read."""
     folder = tmp_path_factory.mktemp("photos")
     for number in range(12):
         Image.fromarray(texture(number, 150 + 7 * number, 140)).save(folder / f"{number:02}.png")
@@ -117,12 +117,12 @@ def test_photos_are_taken_only_so_far_ahead():
 
 @pytest.fixture
 def unlit(monkeypatch):
-    """Pairs without any change of light, so that colours can be compared."""
+    """Make pairs without photometric changes, so that colors can be compared."""
     monkeypatch.setattr(dualrc.data.photo_pairs, "light", lambda images, *numbers: images)
 
 
 def color_error(batch, shift: float) -> float:
-    """Median difference of colours between corresponding points, picture 1 read `shift` pixels aside."""
+    """Return the median color difference between corresponding points, with image 1 read `shift` pixels aside."""
     size = batch.images0.shape[3]
 
     def read(images, points):
@@ -160,7 +160,7 @@ def test_wide_pairs_show_the_same(folder, unlit, motion):
 
 
 def test_a_tilt_shrinks_one_direction():
-    """Seen from 60 degrees, a plane is half as long in the direction of the tilt; its area counts as the same."""
+    """Seen from 60 degrees, a plane has half its length in the direction of the tilt; its area is normalized."""
     matrices = _foreshortening(torch.tensor([[math.radians(60), 0], [0, math.radians(60)], [0, 0]]))
     expected = [torch.diag(torch.tensor(d)) for d in ([2**0.5, 0.5**0.5], [0.5**0.5, 2**0.5], [1.0, 1.0])]
     torch.testing.assert_close(matrices, torch.stack(expected))
@@ -182,7 +182,7 @@ def test_other_sensors_change_tones_and_not_places():
 
 
 def test_what_a_layer_hides_is_absent(folder, unlit):
-    """Nothing moves but the layers: background points correspond to themselves unless something is in front."""
+    """Only the layers move: background points correspond to themselves unless a layer occludes them."""
     still = PhotoMotion(rotation_deg=0, any_rotation=0, octaves=0, perspective=0, shift=0.3, bend=0, layers=1)
     maker = PhotoPairs(read_photos([folder], canvas=256), size=96, points=400, motion=still, device=CPU)
     batch = maker.make(20, torch.Generator().manual_seed(3))
@@ -220,7 +220,8 @@ def tiny_run(folder, **changes) -> TrainConfig:
 def test_a_stopped_run_goes_on_as_if_never_stopped(folder, tmp_path):
     config = tiny_run(folder)
     whole = train(config, tmp_path / "whole", device="cpu")
-    train(config, tmp_path / "parts", device="cpu", minutes=0)  # stops after one step
+    # Stops after one step.
+    train(config, tmp_path / "parts", device="cpu", minutes=0)
     pieces = train(config, tmp_path / "parts", device="cpu")
     assert pieces == pytest.approx(whole, rel=1e-5)
     assert (tmp_path / "parts" / "weights.safetensors").exists()
@@ -322,11 +323,11 @@ def test_the_papers_losses_of_known_maps():
     perfect = maps([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
     assert keypoint_loss(perfect, perfect) == 0
     assert orthogonal_loss(perfect, perfect) == 0
-    # S - S_gt is (0 0 0), (1 -1 0), of norm sqrt 2; both keypoints claim the first cell, so S S^T is all ones.
+    # S - S_gt is (0 0 0), (1 -1 0), of norm sqrt 2; both keypoints match the first cell, so S S^T is all ones.
     twice = maps([[1.0, 0.0, 0.0], [1.0, 0.0, 0.0]], [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
     assert keypoint_loss(twice, perfect) == pytest.approx(2**0.5)
     assert orthogonal_loss(perfect, twice) == pytest.approx(2**0.5)
-    # The norm is of the whole matrix: two rows of norms 3 and 4 give 5 and not 7.
+    # The norm is that of the whole matrix: two rows of norms 3 and 4 give 5, not 7.
     far = maps([[3.0, 0.0], [0.0, 4.0]], [[0.0, 0.0], [0.0, 0.0]])
     assert keypoint_loss(far, far) == 10
     assert orthogonal_loss(far, far) == pytest.approx(2 * (81 + 256) ** 0.5)
@@ -335,7 +336,8 @@ def test_the_papers_losses_of_known_maps():
 def test_a_target_is_bilinear_and_blurred():
     network = tiny_network()
     features = network.extract(rand(0, 1, 3, 64, 64))
-    points = torch.tensor([[21.5, 13.5], [23.5, 13.5]])  # the centre of cell (5, 3); half a cell further right
+    # The center of cell (5, 3); half a cell to the right of it.
+    points = torch.tensor([[21.5, 13.5], [23.5, 13.5]])
     one, other = keypoint_maps(network, features, features, points, points)
     assert torch.equal(one.target, other.target)
     target = one.target.view(2, 16, 16) * 16
@@ -356,10 +358,11 @@ def test_a_target_is_bilinear_and_blurred():
 def test_the_published_loss(tag, tmp_path):
     torch.save(golden().checkpoint(tag), tmp_path / "published.pth.tar")
     convert_published(tmp_path / "published.pth.tar", tmp_path / "paper.safetensors")
-    (tmp_path / "published.pth.tar").unlink()  # hundreds of megabytes
+    # The file has hundreds of megabytes.
+    (tmp_path / "published.pth.tar").unlink()
     network = load_weights(tmp_path / "paper.safetensors")
     (tmp_path / "paper.safetensors").unlink()
-    # The vectors have the first pixel's corner at (0, 0), our pixels its centre.
+    # The vectors put the corner of the first pixel at (0, 0), our convention its center.
     points = [torch.from_numpy(reference()[f"{tag}_{name}"][:, :2]) - 0.5 for name in ("src", "dst")]
     with torch.inference_mode():
         features = [network.extract(golden().image(*image)) for image in (golden().IMAGE_A, golden().IMAGE_B)]

@@ -1,4 +1,4 @@
-"""Whole training runs: they learn, can be interrupted and divided among processes, and follow the paper's recipe."""
+"""Tests of whole training runs: learning, interruption, several processes, and the recipe of the paper."""
 
 import csv
 import os
@@ -46,7 +46,7 @@ CONFIGS = ROOT / "configs"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Thirty photographs of noise with structure at many scales."""
+    """Write thirty images of noise with structure at many scales."""
     folder = tmp_path_factory.mktemp("photos")
     for number in range(30):
         Image.fromarray(texture(number, 160, 150)).save(folder / f"{number:02}.png")
@@ -60,7 +60,7 @@ def tiny_run(folder, **changes) -> TrainConfig:
 
 
 def logged(folder, name: str) -> dict[int, float]:
-    """What log.csv says of one value, by step."""
+    """Return the values of one name in log.csv, by step."""
     with (folder / "log.csv").open() as file:
         return {int(step): float(value) for step, key, value in csv.reader(file) if key == name}
 
@@ -89,7 +89,8 @@ def test_the_loss_curve_of_a_stopped_run_is_that_of_an_undisturbed_one(folder, t
     config = tiny_run(folder, validate_every=2)
     train(config, tmp_path / "whole", device="cpu")
     for _ in range(3):
-        train(config, tmp_path / "parts", device="cpu", minutes=0)  # one step each
+        # One step each.
+        train(config, tmp_path / "parts", device="cpu", minutes=0)
     train(config, tmp_path / "parts", device="cpu")
     whole, parts = logged(tmp_path / "whole", "loss"), logged(tmp_path / "parts", "loss")
     assert list(whole) == [2, 4, 6]
@@ -110,9 +111,8 @@ def test_two_processes_train_as_one_with_the_same_pairs(folder, tmp_path):
         logged(tmp_path / "one", "held_out_fine"), rel=1e-4
     )
     untrained = train(replace(config, steps=1, learning_rate=1e-12), tmp_path / "none", device="cpu")
-    assert (
-        abs(untrained["fine"] - logged(tmp_path / "one", "held_out_fine")[3]) > 1e-2
-    )  # so the agreement says something
+    # Other weights give another loss, so the agreement above is not trivial.
+    assert abs(untrained["fine"] - logged(tmp_path / "one", "held_out_fine")[3]) > 1e-2
 
 
 def test_processes_that_can_not_share_the_pairs(folder, tmp_path):
@@ -145,7 +145,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(folder, tmp_path, number, s
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 100
-    while not (out / "log.csv").exists() and time.monotonic() < deadline:  # written at step 100
+    # Written at step 100.
+    while not (out / "log.csv").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     with pytest.raises(OutputError, match=f"Another run .process {process.pid} "):
         train(read_toml(TrainConfig, out / "config.toml"), out, device="cpu")
@@ -248,7 +249,7 @@ def test_a_rate_that_stays_and_cools_down(folder):
 
 
 def test_context_is_added_to_weights_that_have_none(folder, tmp_path):
-    """Training starts from what the weights did before, and the context learns."""
+    """Training starts from the results of the loaded weights, and the context learns."""
     start, out = tmp_path / "start.safetensors", tmp_path / "run"
     save_weights(tiny_network(), start)
     network = replace(tiny_config(), context=ContextConfig(layers=1, width=8, heads=2))
@@ -260,7 +261,7 @@ def test_context_is_added_to_weights_that_have_none(folder, tmp_path):
     after = load_weights(out / "weights.safetensors")
     assert after.config.context == network.context
     assert after.context.out.weight.abs().sum() > 0
-    # A run that goes on from these keeps their context.
+    # A run that continues from these weights keeps their context.
     again = replace(tiny_run(folder), start_from=str(out / "weights.safetensors"))
     assert dualrc.train.loop._network(again).config.context == network.context
 
@@ -286,7 +287,8 @@ def test_the_consensus_of_training_is_the_defined_one_with_its_gradients(channel
 
 def test_the_papers_schedule():
     config = read_toml(TrainConfig, CONFIGS / "paper.toml")
-    epoch = 942  # 15,070 pairs, 16 a step
+    # 15,070 pairs, 16 per step.
+    epoch = 942
     assert config.steps == 15 * epoch
     assert [config.rate(n * epoch) for n in (0, 4, 5, 10, 14)] == [0.01, 0.01, 0.005, 0.0025, 0.0025]
     assert read_toml(TrainConfig, CONFIGS / "published.toml").rate(0) == 0.001
@@ -330,7 +332,7 @@ def test_the_papers_network_needs_its_trunk(folder):
 @pytest.mark.parametrize("preset", ["ncnet", "sparse-ncnet"])
 @pytest.mark.parametrize("loss", ["weak", "paper"])
 def test_the_rivals_train_their_consensus(folder, tmp_path, preset, loss):
-    """On a ResNet-50 from a safetensors file; what comes out matches, and a second run goes on from it."""
+    """With a ResNet-50 from a safetensors file: the result can match, and a second run continues from it."""
     network = PRESETS[preset][0]
     network = replace(
         network,
@@ -371,7 +373,8 @@ def test_keypoint_losses_are_means_over_pairs(folder):
     network = tiny_network(subpixel=False)
     maker = PhotoPairs(read_photos([folder], canvas=160), size=64, points=20, motion=PhotoMotion(), device=CPU)
     batch = maker.make(4, torch.Generator().manual_seed(0))
-    batch = replace(batch, valid=batch.valid & (torch.arange(4) != 1)[:, None])  # one pair has nothing to learn from
+    # One pair has no valid points.
+    batch = replace(batch, valid=batch.valid & (torch.arange(4) != 1)[:, None])
     features = [network.extract(images) for images in (batch.images0, batch.images1)]
     for form, single in (("paper", paper_loss), ("published", published_loss)):
         found = keypoint_losses(network, *features, batch, form)
@@ -405,13 +408,15 @@ def test_still_pairs_only_shift(folder):
     for number in range(6):
         shift = (batch.points1 - batch.points0)[number][batch.valid[number]]
         assert len(shift) > 20
-        assert shift.std(0).max() < 1.0  # perspective makes it differ a little
+        # Perspective causes small differences.
+        assert shift.std(0).max() < 1.0
         assert shift.abs().max() < 40
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_photographs_of_many_gigabytes_are_picked_right_on_a_gpu():
-    count, side = 2900, 512  # more than 2^31 pixels
+    # More than 2^31 pixels.
+    count, side = 2900, 512
     canvases = torch.zeros(count, 3, side, side, dtype=torch.uint8)
     canvases += torch.arange(count, dtype=torch.int64).remainder(251).to(torch.uint8)[:, None, None, None]
     photos = Photos(canvases=canvases, sizes=torch.full((count, 2), side), broken=())

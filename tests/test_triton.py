@@ -1,4 +1,4 @@
-"""What Triton's kernels have beyond the operations: plans, cuts of the work, launches, code for GPUs."""
+"""Tests of Triton's kernels beyond the operations: plans, partition of the work, launches, code for GPUs."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def make(channels: int) -> Consensus:
-    """Random kernels, symmetric in nothing, and biases that bring ReLU and the border into play."""
+    """Return random kernels without symmetry, and biases for which ReLU and the border matter."""
     module = Consensus(ConsensusConfig(kernel_sizes=(3, 3), channels=(channels, 1)))
     for number, (weight, bias) in enumerate(zip(module.weights, module.biases, strict=True)):
         weight.data = rand(number, *weight.shape) * (weight.shape[1] * weight.shape[2] ** 4) ** -0.5
@@ -43,7 +43,7 @@ def prepared(module: Consensus, dtype: torch.dtype) -> consensus.Prepared:
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
 def test_walks_that_meet(steps):
-    """Long rows are walked by several programs, which must agree at their ends."""
+    """Several programs process a long row, and must agree at their ends."""
     module, scores = make(16), rand(4, 1, 1, 2, 9, 3)
     found = consensus.apply(scores.to(DEVICE), prepared(module, torch.float32), tiles=consensus.Tiles(steps=steps))
     assert torch.allclose(found.cpu(), module(scores), rtol=1e-5, atol=1e-5)
@@ -51,7 +51,7 @@ def test_walks_that_meet(steps):
 
 @pytest.mark.parametrize("unroll", [1, 2, 3])
 def test_accumulators_in_turn(unroll):
-    """The walk does not depend on how it is unrolled."""
+    """The result does not depend on the unrolling."""
     module, scores = make(16), rand(4, 1, 1, 2, 5, 3).half()
     found = consensus.apply(scores.to(DEVICE), prepared(module, torch.float16), tiles=consensus.Tiles(unroll=unroll))
     assert torch.allclose(found.cpu().float(), module(scores.float()), rtol=4e-3, atol=4e-3)
@@ -116,7 +116,7 @@ def test_how_the_work_is_cut_does_not_matter():
 
 
 def test_blocks_of_candidates_are_compared_in_parts(monkeypatch):
-    """As they are where an image has more than 8192 coarse cells."""
+    """Images with more than 8192 coarse cells need several parts."""
     tensor, fine0, fine1 = search_case((1, 1), (12, 12))
     cells = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
     expected = search.search_cells(tensor, cells, fine0, fine1, "center", 0.0, excess=1e-5)
@@ -129,7 +129,7 @@ def test_blocks_of_candidates_are_compared_in_parts(monkeypatch):
 
 
 def test_inputs_that_are_not_aligned():
-    """Views into other tensors give what their copies give."""
+    """Views into other tensors give the results of their copies."""
     tensor, fine0, fine1 = search_case((2, 2), (2, 3), channels=5)
 
     def shifted(x):
@@ -146,7 +146,7 @@ def test_inputs_that_are_not_aligned():
 
 
 def test_a_compiled_kernel_is_called_directly(monkeypatch):
-    """And by way of Triton where types, devices or alignment differ, or the direct call is not possible."""
+    """Triton's own launcher is used if types, devices or alignment differ, or if a direct call is impossible."""
     compiled, direct = [], []
 
     class Kernel:
@@ -189,7 +189,7 @@ def test_weights_that_change_are_prepared_again():
 
 
 def test_matches_that_lie_apart_in_memory():
-    """As columns of one tensor do."""
+    """Matches may be columns of one tensor."""
     network = tiny_network(subpixel_hidden=8)
     subpixel = network.subpixel.requires_grad_(False).to(DEVICE)
     fine = FineMap.of(normalize(rand(0, 1, 16, 16, 16)).to(DEVICE))
@@ -207,7 +207,7 @@ def test_matches_that_lie_apart_in_memory():
 
 @pytest.mark.parametrize("fine", [{"subpixel_hidden": 8}, {"subpixel": False, "query_share": 0.5, "reading": "corner"}])
 def test_the_warm_up_runs_every_kernel_of_a_match(fine, monkeypatch):
-    """Those with masks and without, and none more than the list of compiled ones has."""
+    """Kernels with and without masks run, and no others than those in the list of compiled kernels."""
     monkeypatch.setattr(triton_engine, "interpreted", lambda: False)
     launched, original = set(), launch.Launcher.__call__
 
@@ -399,7 +399,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "number"), [(name, n) for name, cases in CASES.items() for n in range(len(cases))])
 def test_kernels_compile_for_a_gpu(name, number, monkeypatch):
-    """As for an H100 or H200, without one: products on its tensor cores, and copies of 16 bytes ahead of them."""
+    """Compile for an H100 or H200 without one: products on its tensor cores, and asynchronous copies of 16 bytes."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # it spoils a process
     module, pointers, found, warps, stages, constants = CASES[name][number]
     kinds = {}
@@ -414,7 +414,7 @@ def test_kernels_compile_for_a_gpu(name, number, monkeypatch):
 
 
 def test_every_kernel_is_compiled_somewhere():
-    """Whatever is launched by name is in the list above."""
+    """Every kernel that is launched by name is in the list above."""
     from pathlib import Path
 
     import dualrc.ops.triton as package

@@ -1,4 +1,4 @@
-"""What an editor and a type checker know of the public calls."""
+"""Tests of the types of public calls, as an editor and a type checker see them."""
 
 import inspect
 import typing
@@ -31,7 +31,7 @@ def test_settings_of_load_are_the_fields_of_the_config():
     assert settings.kind is inspect.Parameter.VAR_KEYWORD and settings.annotation == typing.Unpack[MatcherOptions]
 
 
-# Fast with what scripts/test's own run of mypy left; else it takes a minute.
+# Fast with the cache of scripts/test's own run of mypy; otherwise it takes a minute.
 def test_a_type_checker_finds_wrong_settings(tmp_path):
     api = pytest.importorskip("mypy.api")
     file = tmp_path / "snippet.py"

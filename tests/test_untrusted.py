@@ -1,6 +1,6 @@
-"""Files that lie: huge counts, offsets out of range, names that lead elsewhere, links, and bombs.
+"""Tests of malicious files: huge counts, invalid offsets, names outside of the folder, links, and bombs.
 
-Each reader refuses them with our own error, in little memory: these tests run under a limit of address space.
+Each reader rejects them with an error of this package, in little memory: the tests limit the address space.
 """
 
 import gzip
@@ -45,7 +45,7 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 @contextmanager
 def little_memory(more: int = 2 * GIB):
-    """At most so much address space beyond what is used now: a bomb that goes off fails here, not on the machine."""
+    """Limit the address space beyond current use, so that a bomb fails here and not on the machine."""
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + more, before[1]))
@@ -57,7 +57,7 @@ def little_memory(more: int = 2 * GIB):
 
 @pytest.fixture(autouse=True)
 def _limits():
-    # Elsewhere than on Linux the tests run without the limit.
+    # On systems other than Linux the tests run without the limit.
     with little_memory() if Path("/proc/self/statm").exists() else nullcontext():
         yield
 
@@ -76,7 +76,7 @@ def write_npz(path, **members: bytes):
 
 
 def lie_about_size(path, size: int):
-    """A zip file whose members claim to unpack to `size` bytes each, in both of its tables."""
+    """Make the members of a zip file claim to unpack to `size` bytes each, in both of its tables."""
     data = bytearray(path.read_bytes())
     for signature, offset in ((b"PK\x01\x02", 24), (b"PK\x03\x04", 22)):
         at = data.find(signature)
@@ -237,7 +237,7 @@ def test_hdf5_with_huge_and_foreign_arrays(tmp_path):
         with pytest.raises(DataError, match=rf"{name} is damaged|{name} has an array"):
             read_depth_h5(tmp_path / name)
 
-    # Nothing is written: the file has some kilobytes.
+    # No data is written: the file has some kilobytes.
     make("huge.h5", lambda file: file.create_dataset("depth", (1 << 20, 1 << 20), "f4", chunks=(64, 64)))
     make(
         "bomb.h5", lambda file: file.create_dataset("depth", (1 << 15, 1 << 15), "f4", compression="gzip", fillvalue=1)
@@ -257,7 +257,7 @@ def test_hdf5_with_huge_and_foreign_arrays(tmp_path):
         read_dataset(file, "nothing")
 
 
-# Tar files of photographs.
+# Tar files of photos.
 
 
 def tar_of(path, *members: tuple[tarfile.TarInfo, bytes], mode="w"):
@@ -287,7 +287,8 @@ def test_tar_files_with_links_and_foreign_names(tmp_path):
     path = tar_of(
         tmp_path / "a.tar",
         (member("good.png"), png()),
-        (member("../up.png"), png(1)),  # read like any other; nothing is unpacked
+        # Read like any other member; nothing is unpacked.
+        (member("../up.png"), png(1)),
         (member("/absolute.png"), png(2)),
         (member("link.png", type=link, linkname=str(tmp_path / "secret.png")), b""),
         (member("up.png", type=link, linkname="../secret.png"), b""),
@@ -307,7 +308,7 @@ def test_tar_files_with_links_and_foreign_names(tmp_path):
 
 
 def test_tar_files_that_claim_too_much(tmp_path, monkeypatch):
-    """A size beyond the end, a header of gigabytes, and more zeros than a picture may have."""
+    """A size beyond the end of the file, a header of gigabytes, and more zeros than an image may have."""
     with (tmp_path / "size.tar").open("wb") as file:
         file.write(member("large.png", size=1 << 40).tobuf(tarfile.GNU_FORMAT) + bytes(10240))
     with pytest.raises(DataError, match=r"No photos could be read|size\.tar"):
@@ -380,7 +381,8 @@ def test_weights_with_lying_offsets(tmp_path, kind):
         {"backbone": {"kind": "compact", "depths": [10**9] * 4}},
         {"backbone": {"kind": "compact", "coarse_channels": 10**12}},
         {"backbone": {"kind": "compact", "fine_channels": -1}},
-        {"backbone": {"kind": "compact", "widths": [4096] * 5, "depths": [64] * 4}},  # allowed, but not in the file
+        # A valid config, but its tensors are not in the file.
+        {"backbone": {"kind": "compact", "widths": [4096] * 5, "depths": [64] * 4}},
         {"consensus": {"kernel_sizes": [10**6] * 2, "channels": [16, 1]}},
         {"consensus": {"kernel_sizes": [3] * 10**4, "channels": [16] * 10**4}},
         {"fine": {"subpixel_hidden": 10**10}},
@@ -404,7 +406,7 @@ def test_weights_whose_header_lies(tmp_path):
 
 
 def test_unknown_tensors_are_not_read(tmp_path):
-    """The names in the header are compared before any tensor is."""
+    """The names in the header are checked before any tensor is read."""
     save_weights(tiny_network(), tmp_path / "a.safetensors")
     data = (tmp_path / "a.safetensors").read_bytes()
     length = struct.unpack("<Q", data[:8])[0]
@@ -538,7 +540,7 @@ def test_colmap_files_with_huge_counts(tmp_path, name):
                 assert str(tmp_path) in str(error)
 
 
-# Pictures are in test_fuzz.py; what folders hold beside them is here.
+# Images are tested in test_fuzz.py; other files in image folders are tested here.
 
 
 def test_folders_with_links_and_pipes(tmp_path):

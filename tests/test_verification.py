@@ -219,11 +219,28 @@ def test_cameras_that_look_at_one_point_leave_the_focal_length_open():
 
 @pytest.fixture
 def script(monkeypatch):
-    """Import benchmarks/reconstruct.py as a module."""
-    spec = importlib.util.spec_from_file_location("reconstruct_script", ROOT / "benchmarks" / "reconstruct.py")
+    """benchmarks/reconstruct.py as a module."""
+    return load_script("reconstruct")
+
+
+def load_script(name):
+    spec = importlib.util.spec_from_file_location(f"{name}_script", ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_rendered_courtyards_have_the_layout_of_the_benchmarks(tmp_path, script):
+    load_script("courtyard").write_scene(tmp_path / "courtyard-1", 1, 3, (64, 48), 70.0, texture_size=32)
+    ((folder, cameras),) = script.find_scenes(tmp_path).items()
+    assert folder.name == "courtyard-1" and list(cameras) == ["00.png", "01.png", "02.png"]
+    axes = [camera.cam_from_world[2, :3] for camera in cameras.values()]
+    # They look all around, each outward from the middle.
+    assert min(a @ b for a, b in combinations(axes, 2)) < 0
+    assert all(
+        axis @ (-camera.cam_from_world[:, :3].T @ camera.cam_from_world[:, 3]) > 0
+        for axis, camera in zip(axes, cameras.values(), strict=True)
+    )
 
 
 def test_the_benchmark_refuses_a_layout_that_it_does_not_know(tmp_path, script, monkeypatch):

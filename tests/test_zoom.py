@@ -1,4 +1,4 @@
-"""The search for another scale, where matches do not agree with each other."""
+"""Tests of the search for another scale, for matches that do not agree with each other."""
 
 import json
 
@@ -78,7 +78,7 @@ def test_matches_by_chance_have_no_foothold():
 
 
 def sizes_at(sizes, scale, **options):
-    """The sizes of the views for a scale."""
+    """Return the sizes of the views for a scale."""
     own = [Scale(image_size=size, input_size=size) for size in sizes]
     views = scale_views((own[0], own[1]), scale, **options)
     return views and tuple(size if view is None else view.size for size, view in zip(sizes, views, strict=True))
@@ -123,7 +123,7 @@ def test_a_shrunk_picture_is_found(photograph, shrunk, shipped):
     json.dumps(dict(found.info))
     alone = dualrc.load(device="cpu", max_zoom=1).match(photograph, shrunk)
     assert share_right(alone, H) < 0.5 and "zoom" not in alone.info
-    # Whatever is asked for, the same are found.
+    # All calls find the same matches.
     assert same_matches(shipped.match(photograph, shrunk, top=20), found[:20])
     assert same_matches(shipped.match(photograph, shrunk, min_score=0.3), found.above(0.3))
     high = shipped.match(photograph, shrunk, quality="high")
@@ -194,7 +194,7 @@ def test_the_command_line_says_what_was_found(photograph, shrunk, tmp_path):
 
 
 def test_any_homography_is_a_view(photograph, shipped):
-    """A view turned by 30 degrees: the matches come back in the picture's own pixels."""
+    """A view rotated by 30 degrees: matches are returned in original pixels."""
     angle, (width, height) = np.radians(30), (320, 240)
     turn = 1.6 * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     H = np.eye(3)
@@ -233,7 +233,7 @@ def test_a_strip_keeps_its_short_side(shipped):
 
 
 def test_a_strip_of_a_panorama():
-    """A strip against an ordinary picture of a part of it, and against another strip."""
+    """A strip against a normal image of a part of it, and against another strip."""
     scene, eye, focal = make_scene(3, texture_size=256), (0.0, -9.0, 3.0), 600.0
 
     def view(target, size, focal):

@@ -8,7 +8,7 @@ import types
 import typing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Union
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Union, get_args
 
 import tomlkit
 
@@ -204,6 +204,15 @@ class NetworkConfig:
         return None if isinstance(self.backbone, CompactConfig) else self.backbone
 
 
+Quality = Literal["standard", "high", "search"]
+
+
+def check_quality(quality: str) -> None:
+    """Refuse a quality that does not exist."""
+    if quality not in get_args(Quality):
+        raise ConfigError(f"quality = {quality!r} is unknown; choose {', '.join(get_args(Quality))}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MatcherConfig:
     """Settings of the matcher; every field is also an argument of `dualrc.load`."""
@@ -219,7 +228,9 @@ class MatcherConfig:
     min_score: float = 0.0
     # "high" matches again after warping one image into the frame of the other by the dominant motion.
     # This is much better for rotated, zoomed or oblique images, and takes about five times as long.
-    quality: Literal["standard", "high"] = "standard"
+    # "search" also tries simulated views of both images if the matches agree too little. It is for extreme viewpoints,
+    # and takes up to twelve times as long.
+    quality: Quality = "standard"
     # Largest scale factor to search, up and down, if matches do not agree with each other. 1 disables the search.
     max_zoom: float = 4.0
     # Memory in GiB for matching a pair on the device, in addition to the weights. None uses most of the free memory.
@@ -242,8 +253,7 @@ class MatcherConfig:
             raise ConfigError(f"top = {self.top} must not be negative; omit it to keep all matches.")
         if not math.isfinite(self.min_score):
             raise ConfigError(f"min_score = {self.min_score} must be a number; 0 keeps all matches.")
-        if self.quality not in ("standard", "high"):
-            raise ConfigError(f"Unknown quality {self.quality!r}; choose standard or high.")
+        check_quality(self.quality)
         if not 1 <= self.max_zoom <= 16:
             raise ConfigError(f"max_zoom = {self.max_zoom} must be from 1 (no search over scales) to 16.")
         if self.max_memory is not None and not 0 < self.max_memory < math.inf:
@@ -257,7 +267,7 @@ class MatcherOptions(TypedDict, total=False):
     size: int | None
     top: int | None
     min_score: float
-    quality: Literal["standard", "high"]
+    quality: Quality
     max_zoom: float
     max_memory: float | None
 

@@ -100,7 +100,7 @@ class Task:
     device: str
     # Image size, (width, height).
     size: Size
-    # Folder with the PICTURES.
+    # Folder with the files `PICTURES`.
     folder: Path
 
     @property

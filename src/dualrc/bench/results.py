@@ -62,7 +62,7 @@ class Row:
 class Search:
     """Part of the coarse tensor that the search visited."""
 
-    # "pictures" or "planted features".
+    # `pictures` or `planted features`.
     on: str
     matches: int
     # Number of groups of 16 queries, in both directions.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.table import Table
 
 import dualrc
 from dualrc.collection import progress
-from dualrc.config import PRESETS
+from dualrc.config import PRESETS, Quality
 from dualrc.machine import device_name
 
 T = TypeVar("T")
@@ -108,9 +108,10 @@ MinScoreOption = Annotated[
     ),
 ]
 QualityOption = Annotated[
-    Literal["standard", "high"],
+    Quality,
     typer.Option(
-        help="Matching quality. high matches again after compensating for rotation, zoom and tilt; it is slower.",
+        help="Matching quality. high matches again after compensating for rotation, zoom and tilt, in three to five "
+        "times the time. search also tries simulated views, for extreme viewpoints, in up to twelve times the time.",
         rich_help_panel=NETWORK_PANEL,
     ),
 ]

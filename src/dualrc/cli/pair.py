@@ -208,9 +208,9 @@ def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the figures and the summary.")] = Path("demo"),
     device: common.DeviceOption = None,
 ) -> dict[str, Any]:
-    """Match two rendered images of a synthetic town, and compare the matches with the ground truth.
+    """Match two rendered images, and a photograph with a warped copy, and compare with the ground truth.
 
-    Writes both images, drawings of the matches and summary.json to --out.
+    Writes the images, drawings of the matches and summary.json to --out.
 
     Examples:
       dualrc demo
@@ -225,11 +225,18 @@ def demo(
         logger.info("%5.1f s  %s...", time.perf_counter() - start, step)
 
     summary = run(out, device=device, tell=tell)
-    table = common.table(f"Demo: {summary['matches']:,} matches in {summary['seconds']:.2f} s on {summary['device']}")
-    for threshold, share in summary["correct_within_px"].items():
-        table.add_row(f"correct within {threshold} px", f"{share:.1%}")
+    photo = summary["photograph"]
+    table = common.table(f"Demo on {summary['device']}")
+    table.add_row("", "rendered town", *(["photograph"] if photo else []))
+    pairs = [summary, photo] if photo else [summary]
+    table.add_row("matches", *(f"{pair['matches']:,}" for pair in pairs))
+    for threshold in summary["correct_within_px"]:
+        shares = (f"{pair['correct_within_px'][threshold]:.1%}" for pair in pairs)
+        table.add_row(f"correct within {threshold} px", *shares)
+    table.add_row("time", *(f"{pair['seconds']:.2f} s" for pair in pairs))
     common.screen.print(table)
-    common.screen.print(f"Open {out / 'matches.png'} to see the matches; {out / 'summary.json'} has the numbers.")
+    drawings = f"{out / 'matches.png'} and {out / 'photo-matches.png'}" if photo else f"{out / 'matches.png'}"
+    common.screen.print(f"Open {drawings} to see the matches; {out / 'summary.json'} has the numbers.")
     return {**summary, "out": out}
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dualrc.config import check_bounds
+from dualrc.config import Quality, check_bounds, check_quality
 from dualrc.errors import ConfigError
 from dualrc.machine import device_name
 
@@ -27,7 +27,7 @@ class CollectionConfig:
     # Network settings, as in `dualrc.load`.
     size: int | None = None
     # high matches every pair a second time, which takes several times as long.
-    quality: Literal["standard", "high"] = "standard"
+    quality: Quality = "standard"
     preset: str = "default"
     weights: Path | None = None
     device: str | None = None
@@ -49,8 +49,7 @@ class CollectionConfig:
         check_bounds(self, "max_memory", above=0)
         if self.device is not None:
             object.__setattr__(self, "device", device_name(self.device))
-        if self.quality not in ("standard", "high"):
-            raise ConfigError(f"quality = {self.quality!r} is unknown; choose standard or high.")
+        check_quality(self.quality)
         if self.executor not in ("local", "ray"):
             raise ConfigError(f"executor = {self.executor!r} is unknown; choose local or ray.")
         if self.address is not None and self.executor != "ray":

@@ -67,7 +67,8 @@ class MergeConfig:
 class Keypoints:
     """The keypoints of one image, in pixels of the upright image."""
 
-    points: FloatArray  # (k, 2) float32
+    # (k, 2) float32.
+    points: FloatArray
     # (k,) float32, sum of the scores of the supporting matches.
     scores: FloatArray
     size: Size
@@ -83,8 +84,10 @@ class Keypoints:
 class IndexedMatches:
     """Matches of a pair as keypoint indices, one-to-one, best first."""
 
-    indices: IntArray  # (n, 2)
-    scores: FloatArray  # (n,)
+    # (n, 2).
+    indices: IntArray
+    # (n,).
+    scores: FloatArray
     # (n,), rows of these matches in the matches of the pair.
     rows: IntArray
 
@@ -356,14 +359,16 @@ def _local_motion(source: FloatArray, target: FloatArray, rows: IntArray) -> Flo
     if count < 2:
         return np.tile(np.eye(2), (len(rows), 1, 1))
     _, near = cKDTree(source).query(source[rows], k=count)
-    before, after = source[near] - source[rows, None], target[near] - target[rows, None]  # (n, k, 2)
+    # (n, k, 2).
+    before, after = source[near] - source[rows, None], target[near] - target[rows, None]
     reach = float(np.median(np.linalg.norm(before[:, 1:], axis=2))) + 1e-9
     weight = np.ones(near.shape)
     jacobian = np.tile(np.eye(2), (len(rows), 1, 1))
     # The prior stands for neighbors that move without a change of shape; it matters if there are few real neighbors.
     prior = _PRIOR * reach**2 * np.eye(2)
     for _ in range(2):
-        weighted = (before * weight[:, :, None]).swapaxes(1, 2)  # (n, 2, k)
+        # (n, 2, k).
+        weighted = (before * weight[:, :, None]).swapaxes(1, 2)
         jacobian = ((weighted @ after).swapaxes(1, 2) + prior) @ np.linalg.inv(weighted @ before + prior)
         # Neighbors that move differently lie on another surface or are wrong.
         stray = np.linalg.norm(after - before @ jacobian.swapaxes(1, 2), axis=2)

@@ -26,6 +26,8 @@ _FORMAT = "dualrc-matches-1"
 _BUSY_S = 60.0
 # Maximum size of a value; the points of a pair take a small fraction of it.
 _MOST_BYTES = 1 << 28
+# Table of the hashes of image files at the time when their pairs were matched.
+_HASHES = "pictures"
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     """CREATE TABLE IF NOT EXISTS pairs (
@@ -37,8 +39,7 @@ _SCHEMA = (
     info TEXT NOT NULL, -- JSON
     UNIQUE (name0, name1)
 )""",
-    # Hash of each image file when its pairs were matched.
-    "CREATE TABLE IF NOT EXISTS pictures (name TEXT PRIMARY KEY, content TEXT NOT NULL)",
+    f"CREATE TABLE IF NOT EXISTS {_HASHES} (name TEXT PRIMARY KEY, content TEXT NOT NULL)",
 )
 _COLUMNS = "name0, name1, width0, height0, width1, height1, points0, points1, scores, error, info"
 _INSERT = (
@@ -108,12 +109,12 @@ class MatchStore:
         `contents`: hashes of the image files by name.
         """
         with self._transaction():
-            known = dict(self._connection.execute("SELECT name, content FROM pictures"))
+            known = dict(self._connection.execute(f"SELECT name, content FROM {_HASHES}"))
             changed = {name for name, content in contents.items() if known.get(name, content) != content}
             stale = [pair for pair in self.names() if changed & set(pair)] if changed else []
             self._connection.executemany("DELETE FROM pairs WHERE name0 = ? AND name1 = ?", stale)
             new = [item for item in contents.items() if known.get(item[0]) != item[1]]
-            self._connection.executemany("INSERT OR REPLACE INTO pictures VALUES (?, ?)", new)
+            self._connection.executemany(f"INSERT OR REPLACE INTO {_HASHES} VALUES (?, ?)", new)
         return sorted(changed)
 
     @property

@@ -129,8 +129,8 @@ class Worker:
                 ready[task] = features
         for task in [task for task in ready if len(task) == 1]:
             yield task, global_descriptor(ready.pop(task)[0])
-        if self.matcher.config.quality == "high":
-            # High quality reads the images again; their features only prove that they are readable.
+        if self.matcher.config.quality != "standard":
+            # The higher qualities read the images again; their features only prove that they are readable.
             for task in ready:
                 yield task, self._again(*(paths[name] for name in task))
             return
@@ -149,7 +149,7 @@ class Worker:
             return Failure(reason=str(error))
 
     def _again(self, path0: Path, path1: Path) -> Result:
-        """Match a pair in high quality."""
+        """Match a pair of images in a higher quality."""
         try:
             return _slim(self.matcher.match(path0, path1))
         except ImageError as error:

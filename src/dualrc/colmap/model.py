@@ -25,8 +25,10 @@ class ModelImage:
     size: Size
     # (n, 2) float64, the observations of 3D points.
     points: FloatArray
-    point_ids: npt.NDArray[np.int64]  # (n,)
-    cam_from_world: FloatArray  # (3, 4)
+    # (n,).
+    point_ids: npt.NDArray[np.int64]
+    # (3, 4).
+    cam_from_world: FloatArray
     # None for a camera model without a perspective projection, such as EQUIRECTANGULAR.
     camera: Camera | None
 
@@ -39,7 +41,8 @@ class Model:
     images: dict[str, ModelImage]
     # (m,), ascending.
     point_ids: npt.NDArray[np.int64]
-    xyz: FloatArray  # (m, 3)
+    # (m, 3).
+    xyz: FloatArray
 
     def xyz_of(self, point_ids: npt.ArrayLike) -> FloatArray:
         """Return the 3D points with these ids: (n,) -> (n, 3)."""

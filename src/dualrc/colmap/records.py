@@ -32,7 +32,8 @@ class ImageRecord:
 
     name: str
     camera_id: int
-    cam_from_world: FloatArray  # (3, 4)
+    # (3, 4).
+    cam_from_world: FloatArray
 
 
 def read_cameras_bin(path: Path) -> dict[int, CameraRecord]:

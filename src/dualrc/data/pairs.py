@@ -60,7 +60,8 @@ class PairSample:
 
     image0: Path | ImageArray
     image1: Path | ImageArray
-    points0: FloatArray  # (n, 2)
+    # (n, 2).
+    points0: FloatArray
     # (n, 2), corresponding points.
     points1: FloatArray
     # (m, 2), points of image 0 that are known to be occluded in image 1 or outside of it, and (k, 2) of image 1.

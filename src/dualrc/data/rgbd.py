@@ -81,8 +81,10 @@ class _Glance:
     """A few points of an image, in pixels and in world coordinates."""
 
     frame: RgbdFrame
-    points: FloatArray  # (n, 2)
-    world: FloatArray  # (n, 3)
+    # (n, 2).
+    points: FloatArray
+    # (n, 3).
+    world: FloatArray
 
     @staticmethod
     def at(frame: RgbdFrame) -> "_Glance":

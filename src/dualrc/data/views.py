@@ -62,8 +62,10 @@ class _Box(NamedTuple):
 class _View(NamedTuple):
     """One pair of a batch."""
 
-    images: ImageArray  # (2, size, size, 3)
-    points: npt.NDArray[np.float32]  # (2, n, 2)
+    # (2, size, size, 3).
+    images: ImageArray
+    # (2, n, 2).
+    points: npt.NDArray[np.float32]
     # (3, n): valid, absent0, absent1.
     flags: BoolArray
 
@@ -94,15 +96,15 @@ class FilePairs:
         return self._batch(seed, [self._drawn(seed, slot) for slot in range(count)])
 
     def make_in_order(self, first: int, count: int, *, seed: int) -> PairBatch:
-        """Make a batch of the pairs `first` to `first + count` of an endless sequence of epochs.
+        """Make a batch of the pairs `first` to `first + count` of an infinite sequence of epochs.
 
-        Each epoch holds every pair once, in an order of its own that only `seed` and the number of the epoch decide.
+        Each epoch has every pair once, in an order that depends only on `seed` and the number of the epoch.
         """
         total = len(self.source)
         epochs = range(first // total, (first + count - 1) // total + 1)
         orders = {epoch: np.random.default_rng([seed, epoch]).permutation(total).tolist() for epoch in epochs}
         numbers = (orders[place // total][place % total] for place in range(first, first + count))
-        # Another pair stands in for one that can't be used.
+        # A random pair replaces a pair that cannot be used.
         choices = [itertools.chain([number], self._drawn(seed, slot)) for slot, number in enumerate(numbers)]
         return self._batch(int(np.random.default_rng([seed, first]).integers(1 << 62)), choices)
 

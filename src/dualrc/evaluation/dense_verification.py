@@ -115,7 +115,8 @@ def _descriptors(gray: Tensor) -> Tensor:
     position = torch.atan2(dy, dx) * (_ORIENTATIONS / (2 * math.pi))
     away = (position - torch.arange(_ORIENTATIONS)[:, None, None]).abs() % _ORIENTATIONS
     shares = (1 - torch.minimum(away, _ORIENTATIONS - away)).clamp(min=0)
-    maps = (shares * torch.hypot(dx, dy))[:, None]  # (8, 1, h, w)
+    # (8, 1, h, w).
+    maps = (shares * torch.hypot(dx, dy))[:, None]
     triangle = 1 - torch.arange(1 - _CELL, _CELL).abs() / _CELL
     cells = _separable(maps, triangle / triangle.sum())[:, 0]
     height, width = (length - 3 * _CELL for length in gray.shape)

@@ -38,7 +38,8 @@ class CandidatePose:
     inliers: int = 0
     # Number of matches with a 3D point.
     correspondences: int = 0
-    cam_from_world: tuple[tuple[float, ...], ...] | None = None  # (3, 4)
+    # (3, 4).
+    cam_from_world: tuple[tuple[float, ...], ...] | None = None
     # Reason why there is no pose.
     reason: str | None = None
     # Similarity of the photo and the scan rendered from the pose.

@@ -155,7 +155,8 @@ def points_at(xyz: Points, pixels: npt.ArrayLike, size: Size) -> FloatArray:
     right, below = np.minimum(left + 1, width - 1), np.minimum(top + 1, height - 1)
     near = np.stack([xyz[row, column] for row in (top, below) for column in (left, right)]).astype(np.float64)
     weights = np.stack([v * h for v in (1 - y, y) for h in (1 - x, x)])
-    ranges = np.linalg.norm(near, axis=-1)  # (4, n)
+    # (4, n).
+    ranges = np.linalg.norm(near, axis=-1)
     smooth = np.isfinite(ranges).all(axis=0) & (ranges.max(axis=0) <= (1 + _EDGE) * ranges.min(axis=0))
     nearest = near[weights.argmax(axis=0), np.arange(len(places))]
     found = np.where(smooth[:, None], (weights[..., None] * near).sum(axis=0), nearest)

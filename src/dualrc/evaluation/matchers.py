@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from dualrc.config import Quality
 from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation.baselines import RootSift
 from dualrc.evaluation.stored import Stored
@@ -24,7 +25,9 @@ from dualrc.model.checkpoint import read_config
 _SIFT_RATIO = 0.8
 # Number of images.
 _CACHED_FEATURES = 4
-_KNOWN = "dualrc, dualrc-high, FILE.safetensors, sift, sift-mutual, sift-ratio, stored:FOLDER or FILE.py:function"
+# Our matcher in each quality.
+_QUALITIES: dict[str, Quality] = {"dualrc": "standard", "dualrc-high": "high", "dualrc-search": "search"}
+_KNOWN = f"{', '.join(_QUALITIES)}, FILE.safetensors, sift, sift-mutual, sift-ratio, stored:FOLDER or FILE.py:function"
 # Names of presets in tables, where they differ.
 _NAMES = {"default": "dualrc", "paper": "dualrc-paper"}
 
@@ -59,8 +62,8 @@ def make_matchers(specs: Sequence[str], settings: MatcherSettings) -> list[PairM
     """Make the matchers with these names; "sift" means both of its variants."""
     matchers: list[PairMatcher] = []
     for spec in specs:
-        if spec in ("dualrc", "dualrc-high"):
-            matchers.append(DualRC(settings, quality="high" if spec == "dualrc-high" else "standard"))
+        if spec in _QUALITIES:
+            matchers.append(DualRC(settings, quality=_QUALITIES[spec]))
         elif spec.endswith(".safetensors"):
             path = Path(spec)
             own = replace(settings, preset=read_config(path).preset, weights=path)
@@ -88,7 +91,7 @@ class DualRC:
         self,
         settings: MatcherSettings,
         *,
-        quality: Literal["standard", "high"] = "standard",
+        quality: Quality = "standard",
         name: str | None = None,
     ) -> None:
         chosen: dict[str, Any] = {"top": settings.top, "quality": quality}
@@ -97,12 +100,12 @@ class DualRC:
         # A partial, not a method: a bound method in the cache would keep the network in memory.
         self._features = lru_cache(_CACHED_FEATURES)(partial(_timed_features, self._matcher))
         self.name = name or _NAMES.get(settings.preset, settings.preset)
-        self.name += "-high" if quality == "high" else ""
+        self.name += "" if quality == "standard" else f"-{quality}"
         self.config: dict[str, Any] = dict(self._matcher.info)
 
     def match(self, path0: Path, path1: Path) -> Matches:
         """Match two images; the time is that of the pair without cached features."""
-        if self._matcher.config.quality == "high":
+        if self._matcher.config.quality != "standard":
             start = time.perf_counter()
             found = self._matcher.match(path0, path1)
             seen = {f"seen{n}": found.info[f"network_size{n}"] for n in (0, 1)}

@@ -40,7 +40,8 @@ class PoseTruth:
     K1: FloatArray
     size0: Size | None
     size1: Size | None
-    cam1_from_cam0: FloatArray  # (3, 4)
+    # (3, 4).
+    cam1_from_cam0: FloatArray
     lens0: Lens = PINHOLE
     lens1: Lens = PINHOLE
 

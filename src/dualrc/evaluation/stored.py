@@ -45,7 +45,8 @@ Arrays = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class _Described:
-    points: FloatArray  # (n, 2)
+    # (n, 2).
+    points: FloatArray
     # (n, c), unit length.
     descriptors: FloatArray
 

@@ -26,7 +26,8 @@ _MIN_MATCHES = 15
 class PosedMap:
     """3D points, and the point of each keypoint."""
 
-    xyz: FloatArray  # (m, 3)
+    # (m, 3).
+    xyz: FloatArray
     # By image, for each keypoint a row of xyz, or -1.
     rows: dict[str, IntArray]
     # Mean number of images per point.

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import lgamma
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ _CELLS = 16
 _SAVE_EVERY = 100
 # Number of supporting cells above which the confidence no longer grows.
 _ENOUGH_CELLS = 20
+# Expected number of poses with as much support if all correspondences were random; a pose above this is rejected.
+_BY_CHANCE = 0.01
 # Relative difference up to which the focal lengths of EXIF and of the map's camera count as equal.
 _SAME_FOCAL = 0.1
 
@@ -173,7 +176,7 @@ class Localizer:
     def correspondences(
         self, query: PictureFeatures, names: Iterable[str], picture: str | Path | None = None
     ) -> Correspondences:
-        """Return the correspondences of a query with these map images; quality "high" reads the query image again."""
+        """Return the correspondences of a query with these map images; the higher qualities read it again."""
         parts = []
         for name in names:
             features = self._features(name)
@@ -199,6 +202,10 @@ class Localizer:
             threshold_px=self.config.threshold_px,
             min_inliers=self.config.min_inliers,
         )
+        sample = 4 if camera is None else 3  # correspondences that determine a pose, and the focal length
+        reason = _by_chance(found, pose, size, self.config.threshold_px, sample)
+        if reason is not None:
+            pose = AbsolutePose(inliers=np.zeros_like(pose.inliers), reason=reason)
         support = np.bincount(found.pictures[pose.inliers], minlength=len(names))
         return Localization(
             cam_from_world=pose.cam_from_world,
@@ -240,11 +247,40 @@ def _check_camera(camera: Camera | None, size: Size) -> None:
         )
 
 
+def _by_chance(found: Correspondences, pose: AbsolutePose, size: Size, threshold_px: float, sample: int) -> str | None:
+    """Why a pose's support may be chance; None where it is not, or where there is no pose.
+
+    Of thousands of wrong correspondences, a dozen or two agree with some pose, and those near each other err together.
+    So cells of the query are counted: fewer than `_BY_CHANCE` poses with as many supporting cells are expected if all
+    correspondences were random (an a-contrario bound over all choices of cells, and of a minimal sample among them).
+    """
+    if pose.cam_from_world is None:
+        return None
+    matched, supporting = _cells(found.points, size), _cells(found.points[pose.inliers], size)
+    # A random correspondence lies within the threshold of its place, and one of those of a cell does.
+    chance = min(0.5, np.pi * threshold_px**2 / (size[0] * size[1]))
+    chance = -np.expm1(len(found) / matched * np.log1p(-chance))
+    expected = np.log(matched) + _log_choose(matched, supporting) + _log_choose(supporting, min(sample, supporting))
+    expected += max(supporting - sample, 0) * np.log(chance)
+    if expected < np.log(_BY_CHANCE):
+        return None
+    inliers = int(pose.inliers.sum())
+    return f"only {inliers} of {len(found)} correspondences, in {supporting} of {matched} places, agree with a pose"
+
+
+def _log_choose(count: int, chosen: int) -> float:
+    return lgamma(count + 1) - lgamma(chosen + 1) - lgamma(count - chosen + 1)
+
+
+def _cells(points: FloatArray, size: Size) -> int:
+    """Number of cells of an image that points (n, 2) lie in."""
+    cells = (points / (max(size) / _CELLS)).astype(np.int64)
+    return len(np.unique(cells[:, 1] * 1000 + cells[:, 0]))
+
+
 def _confidence(found: Correspondences, pose: AbsolutePose, size: Size) -> float:
     """Return the share of the matched area that supports the pose, reduced if that area is small."""
     if pose.cam_from_world is None:
         return 0.0
-    cells = (found.points / (max(size) / _CELLS)).astype(np.int64)
-    index = cells[:, 1] * 1000 + cells[:, 0]
-    matched, supporting = len(np.unique(index)), len(np.unique(index[pose.inliers]))
+    matched, supporting = _cells(found.points, size), _cells(found.points[pose.inliers], size)
     return supporting / matched * min(1.0, supporting / _ENOUGH_CELLS)

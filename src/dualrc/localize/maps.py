@@ -34,7 +34,8 @@ class Correspondences:
     points: FloatArray
     # (n, 3), in world coordinates.
     xyz: FloatArray
-    scores: FloatArray  # (n,)
+    # (n,).
+    scores: FloatArray
     # (n,), ids of the 3D points in the map; -1 for a point without id.
     point_ids: npt.NDArray[np.int64]
     # (n,), index of the candidate.
@@ -95,7 +96,7 @@ class Look:
 
     matcher: Matcher
     features: tuple[PictureFeatures, PictureFeatures]
-    # Image files, for quality "high".
+    # Image files, for the higher qualities.
     pictures: tuple[Path, Path] | None
 
     def match(self) -> Matches:
@@ -126,14 +127,16 @@ def _follow(matches: Matches, points: FloatArray) -> Matches:
         apart, nearest = cKDTree(source).query(points, k=[*range(1, min(_NEIGHBORS, len(source)) + 1)])
         rows = np.flatnonzero(apart[:, 0] <= cell)
         near = nearest[rows]
-        before, after = source[near] - points[rows, None], target[near]  # (n, k, 2)
+        # (n, k, 2).
+        before, after = source[near] - points[rows, None], target[near]
         design = np.concatenate([before, np.ones((*near.shape, 1))], axis=2)
         # A weak prior for the identity, for neighbors that lie on a line.
         prior, start = _PRIOR * cell**2 * np.diag([1.0, 1, 0]), np.eye(3, 2)
         weights = 1 / (1 + (apart[rows] / cell) ** 2)
         for _ in range(_FITS):
             weighted = (design * weights[:, :, None]).swapaxes(1, 2)
-            motion = np.linalg.solve(weighted @ design + prior, weighted @ after + prior @ start)  # (n, 3, 2)
+            # (n, 3, 2).
+            motion = np.linalg.solve(weighted @ design + prior, weighted @ after + prior @ start)
             stray = np.linalg.norm(after - design @ motion, axis=2)
             weights = 1 / (1 + (apart[rows] / cell) ** 2) / (1 + (stray / (_STRAY * cell)) ** 2)
         places[rows], scores[rows] = motion[:, 2], matches.scores[near[:, 0]]
@@ -170,14 +173,16 @@ class Map(ABC):
         query: PictureFeatures,
         picture: str | Path | None = None,
     ) -> Correspondences:
-        """Return the correspondences of a query with a map image; quality "high" reads the query image again."""
+        """Return the correspondences of a query with a map image; the higher qualities read the query image again."""
         known = self.pictures[name]
         if features.size != known.size:
             there, here = ("{} x {}".format(*size) for size in (known.size, features.size))
             remedy = "pass the images that the map was made from"
             raise DataError(f"{known.path} has {here} pixels, but {there} in the map; {remedy}.")
-        if matcher.config.quality == "high" and picture is None:
-            raise ConfigError('quality = "high" reads the images again; pass images instead of features.')
+        if matcher.config.quality != "standard" and picture is None:
+            raise ConfigError(
+                f'quality = "{matcher.config.quality}" warps the images; pass images instead of features.'
+            )
         pictures = None if picture is None or matcher.config.quality == "standard" else (known.path, Path(picture))
         found = self.see(name, Look(matcher=matcher, features=(features, query), pictures=pictures))
         top = matcher.config.top

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dualrc.calibration import Calibration
-from dualrc.config import MatcherConfig
+from dualrc.config import MatcherConfig, Quality
 from dualrc.errors import ConfigError, DataError, ImageError
 from dualrc.evidence import LOOKED_AT
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
@@ -26,6 +26,7 @@ from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
 from dualrc.matcher.features import FeatureCache, Matchable, PendingImage, PictureFeatures, shapes, stack
 from dualrc.matcher.prefetch import ReadAhead, look_ahead
+from dualrc.matcher.texture import is_stationary, without_blank_areas
 from dualrc.matches import Matches, Warp, inside_mask
 from dualrc.model.backbone import fold_batch_norm
 from dualrc.model.network import Network
@@ -141,9 +142,9 @@ class Matcher:
         size: int | Unset | None = UNSET,
         top: int | Unset | None = UNSET,
         min_score: float | Unset = UNSET,
-        quality: Literal["standard", "high"] | Unset = UNSET,
+        quality: Quality | Unset = UNSET,
     ) -> Matches:
-        """Match two images, best matches first; quality "high" matches a second time and needs images, not features."""
+        """Match two images, best matches first; the higher qualities need images, not features."""
         settings = self._settings(top=top, min_score=min_score, quality=quality)
         if settings.quality == "standard":
             match = partial(self.match_features, top=top, min_score=min_score)
@@ -152,9 +153,11 @@ class Matcher:
         from dualrc.matcher.rematch import match_again
 
         if isinstance(image0, PictureFeatures) or isinstance(image1, PictureFeatures):
-            raise ConfigError('quality = "high" needs the pixels of the images; give images instead of features.')
+            message = f'quality = "{settings.quality}" warps the images; pass images instead of features.'
+            raise ConfigError(message)
         pictures = read(image0), read(image1)
-        found = self._with_pair(partial(match_again, self, pictures), *pictures, mask0, mask1, size)
+        again = partial(match_again, self, pictures, search_views=settings.quality == "search")
+        found = self._with_pair(again, *pictures, mask0, mask1, size)
         return self._selected(found, settings)
 
     def match_features(
@@ -179,7 +182,7 @@ class Matcher:
         size: int | Unset | None = UNSET,
         top: int | Unset | None = UNSET,
         min_score: float | Unset = UNSET,
-        quality: Literal["standard", "high"] | Unset = UNSET,
+        quality: Quality | Unset = UNSET,
         errors: Literal["raise", "empty"] = "raise",
     ) -> Iterator[Matches]:
         """Match pairs in order; an image that occurs in several pairs is usually read only once.
@@ -190,7 +193,7 @@ class Matcher:
             raise ConfigError(f"Unknown value errors = {errors!r}; choose raise or empty.")
         settings = self._settings(top=top, min_score=min_score, quality=quality)
         alone = partial(self._match_alone, size=size, settings=settings, errors=errors)
-        if settings.quality == "high":
+        if settings.quality != "standard":
             for pair in pairs:
                 yield alone(pair)
             return
@@ -433,12 +436,17 @@ class Matcher:
             # The votes on the scale and on the pair need the best matches, whatever the caller asked for.
             top = max(top, foothold.TOP if searches else 0, LOOKED_AT if self.calibration is not None else 0)
         for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
-            yield self._searched(matches, pair) if searches else matches
+            yield self._searched(matches, pair, searches) if searches or self.calibration is not None else matches
 
-    def _searched(self, matches: Matches, pair: tuple[PictureFeatures, PictureFeatures]) -> Matches:
+    def _searched(self, matches: Matches, pair: tuple[PictureFeatures, PictureFeatures], other_scales: bool) -> Matches:
         """Return the matches if they agree with each other, else those at another scale if they agree there."""
         found = foothold.vote(matches)
-        if found.firm and found.same_scale:
+        if self.calibration is not None and (not found.firm or is_stationary(matches)):
+            matches = without_blank_areas(matches, pair)
+            if "warning" in matches.info:
+                return matches
+            found = foothold.vote(matches)
+        if not other_scales or (found.firm and found.same_scale):
             return matches
         from dualrc.matcher.rematch import search
 

@@ -10,6 +10,7 @@ from dualrc import geometry
 from dualrc.image import Scale, to_tensor
 from dualrc.matcher.foothold import ENOUGH, Foothold
 from dualrc.matcher.views import Box, Look, View, match_views, scale_views
+from dualrc.matcher.viewsearch import BEYOND_DOUBT, best_views, verified_weight
 from dualrc.matches import Matches
 from dualrc.pixels import STRIDE
 from dualrc.types import FloatArray, ImageArray
@@ -52,7 +53,7 @@ _SPACING = 0.02
 
 NOTHING = (
     "The matches do not agree with each other at any scale: the images may not show the same scene. "
-    'If they do, try quality="high", rotate one image upright, or crop both images to their overlap.'
+    'If they do, try quality="search", rotate one image upright, or crop both images to their overlap.'
 )
 
 
@@ -147,22 +148,51 @@ def match_again(
     pictures: tuple[ImageArray, ImageArray],
     features0: "PictureFeatures",
     features1: "PictureFeatures",
+    *,
+    search_views: bool = False,
 ) -> Matches:
     """Match, then warp the image with the larger scale into the frame of the other image, and match again.
 
-    Scores are raw network scores. Their sums compare two passes.
+    With `search_views`, matches of simulated views are further starting points, unless the result is beyond doubt.
+    The result that agrees best with an epipolar geometry is kept. Scores are raw network scores.
     """
+    features = features0, features1
     everything = replace(matcher.config, top=None)
-    best = first = next(matcher.match_uncalibrated([(features0, features1)], everything))
-    for _ in range(_LOOKS):
+    first = next(matcher.match_uncalibrated([features], everything))
+    # A blank image has no view that matches.
+    if not len(first):
+        return first
+    best = _looked_again(matcher, pictures, features, first, weight(first), _LOOKS)
+    if search_views and (agreed := verified_weight(best)) < BEYOND_DOUBT:
+        starts = best_views(matcher, features)
+        looks = [_looked_again(matcher, pictures, features, start, 0.0, 1) for start in starts]
+        # The matches of the simulated views themselves lack detail.
+        looks = [look for look, start in zip(looks, starts, strict=True) if look is not start]
+        start = max(looks, key=verified_weight, default=None)
+        if start is not None:
+            found = _looked_again(matcher, pictures, features, start, weight(start), _LOOKS - 1)
+            best = found if verified_weight(found) > agreed else best
+    return first if best is first else joined(best, first)
+
+
+def _looked_again(
+    matcher: "Matcher",
+    pictures: tuple[ImageArray, ImageArray],
+    features: "tuple[PictureFeatures, PictureFeatures]",
+    best: Matches,
+    least: float,
+    looks: int,
+) -> Matches:
+    """Match again through the common motion of the matches, while each pass has a larger weight than `least`."""
+    for _ in range(looks):
         motion = shared_motion(best)
         if motion is None:
             break
-        again = _match_moved(matcher, pictures, (features0, features1), motion)
-        if weight(again) <= weight(best):
+        again = _match_moved(matcher, pictures, features, motion)
+        if (found := weight(again)) <= least:
             break
-        best = again
-    return first if best is first else joined(best, first)
+        best, least = again, found
+    return best
 
 
 def _match_moved(

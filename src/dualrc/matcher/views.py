@@ -40,6 +40,8 @@ class View:
 
     # Set if the view is this crop of the network input, resized.
     box: Box | None = None
+    # (2,) Vector in image pixels that each pixel of the view averages over, so that foreshortened views do not alias.
+    blur: FloatArray | None = None
 
     @staticmethod
     def part(own: Scale, box: Box, size: Size) -> "View":
@@ -104,9 +106,27 @@ def see(pixels: Tensor, picture: Size, view: View) -> tuple[Tensor, BoolArray]:
         images = F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
     # grid_sample does not accept NaN, so unknown positions are placed far outside.
     known = torch.from_numpy(np.nan_to_num(places, nan=-1e6).clip(-1e6, 1e6)).to(pixels.device)
-    unit = pixel_to_unit(known, picture).float()[None]
-    seen = F.grid_sample(images, unit, mode="bilinear", padding_mode="border", align_corners=False)
+    seen = torch.stack(
+        [
+            F.grid_sample(
+                images,
+                pixel_to_unit(known + torch.from_numpy(step).to(known), picture).float()[None],
+                mode="bilinear",
+                padding_mode="border",
+                align_corners=False,
+            )
+            for step in _steps(view)
+        ]
+    ).mean(0)
     return seen[0].permute(1, 2, 0).round().clamp(0, 255).to(torch.uint8), on_picture(places, picture)
+
+
+def _steps(view: View) -> list[FloatArray]:
+    """Return the offsets, in image pixels, at which each pixel of a view is sampled."""
+    if view.blur is None:
+        return [np.zeros(2)]
+    count = max(1, int(np.ceil(np.linalg.norm(view.blur) / max(view.shrinks, 1.0))))
+    return [view.blur * ((number + 0.5) / count - 0.5) for number in range(count)]
 
 
 def features_through(

@@ -14,7 +14,7 @@ from dualrc.scenes.textures import Painter
 
 Array = npt.NDArray[np.float64]
 Triple = tuple[float, float, float]
-SceneKind = Literal["square", "plane"]
+SceneKind = Literal["square", "courtyard", "plane"]
 
 # A shape fills the cube [-1, 1]^3 of its own coordinates. Planes are (normal, offset); inside is normal x <= offset.
 _CUBE = [[s * (i == k) for i in range(3)] + [1.0] for k in range(3) for s in (-1.0, 1.0)]
@@ -150,17 +150,37 @@ class Builder:
                 middle, y = x + half[0], 12.5 + half[1] + rng.uniform(-0.5, 0.5)
                 self.put("house", (middle * cos - y * sin, middle * sin + y * cos, 0), half, side_deg)
                 x += 2 * half[0] + rng.choice([0.3, 0.3, 1.5])
+        self.furnish((-8.5, -2.5, 0), (8.5, 9.5, 0))
+
+    def courtyard(self) -> None:
+        """A closed courtyard: the same five houses on each side, in another order, and things between them."""
+        self.add(("ground", "box", (0, 0, -1), (60, 60, 1), "cobbles", "", 4.0), np.zeros(3), np.ones(3), 0.0)
+        rng, seed = self.rng, int(self.rng.integers(1 << 31))
+        for side_deg in (0, 90, 180, 270):
+            cos, sin, x = np.cos(np.radians(side_deg)), np.sin(np.radians(side_deg)), -12.5
+            for house in rng.permutation(5):
+                # Seeded by its number, so a house has the same size, textures and tint on each side.
+                self.rng = np.random.default_rng([seed, house])
+                half = self.rng.uniform((2.0, 2.5, 2.6), (2.8, 3.5, 4.4))
+                middle, y = x + half[0], 12.5 + half[1]
+                self.put("house", (middle * cos - y * sin, middle * sin + y * cos, 0), half, side_deg)
+                x += 2 * half[0] + 0.3
+        self.rng = rng
+        self.furnish((-8.5, -8.5, 0), (8.5, 8.5, 0))
+
+    def furnish(self, low: Triple, high: Triple) -> None:
+        """Put twelve things at random places between two corners."""
         places: list[Array] = []
         while len(places) < 12:
-            here = rng.uniform((-8.5, -2.5, 0), (8.5, 9.5, 0))
+            here = self.rng.uniform(low, high)
             if all(np.linalg.norm(here - place) > 2.8 for place in places):
                 thing = ("tree", "fountain", "column", "crates", "stall", "balls")[len(places) % 6]
-                self.put(thing, here, rng.uniform(0.8, 1.15), rng.uniform(-60, 60))
+                self.put(thing, here, self.rng.uniform(0.8, 1.15), self.rng.uniform(-60, 60))
                 places.append(here)
 
 
 def make_scene(seed: int, *, kind: SceneKind = "square", texture_size: int = 512, device: Any = "cpu") -> Scene:
-    """Create a town square, or a single wall of posters ("plane"), that depends on the seed only."""
+    """Create a town square, a courtyard whose sides look alike, or a wall of posters ("plane"), from the seed only."""
     if kind not in get_args(SceneKind):
         raise ConfigError(f"There is no scene of kind {kind!r}; choose one of {', '.join(get_args(SceneKind))}.")
     if seed < 0:
@@ -170,6 +190,8 @@ def make_scene(seed: int, *, kind: SceneKind = "square", texture_size: int = 512
     builder = Builder(np.random.default_rng([seed, 0]))
     if kind == "square":
         builder.square()
+    elif kind == "courtyard":
+        builder.courtyard()
     else:
         builder.add(("wall", "box", (0, 6, 3), (10, 0.5, 8), "posters", "", -4.0), np.zeros(3), np.ones(3), 0.0)
     painter = Painter(np.random.default_rng([seed, 1]), texture_size, torch.device(device))

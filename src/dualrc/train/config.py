@@ -17,7 +17,7 @@ Loss = Literal["matching", "paper", "published", "weak"]
 class TrainConfig:
     """Configuration of a training run."""
 
-    # Sources of training pairs; several are mixed by their shares.
+    # Sources of training pairs, mixed by their shares.
     data: tuple[DataConfig, ...]
     # Sources of validation pairs. Without any, every tenth image or pair of `data` is held out of training.
     validation: tuple[DataConfig, ...] = ()

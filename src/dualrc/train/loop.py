@@ -51,7 +51,7 @@ def train(
 ) -> dict[str, float]:
     """Train, or continue an unfinished run; write checkpoint.pt, log.csv and weights.safetensors to `out`.
 
-    config.toml and versions.json in `out` describe the run, and pictures/ shows matches of held-out pairs. The run
+    config.toml and versions.json in `out` describe the run, and `pictures/` shows matches of held-out pairs. The run
     saves a checkpoint and stops after `minutes`, or on Ctrl-C or SIGTERM (which is then raised). The same call
     continues as if it had never stopped. Progress goes to the log (`logging`, level INFO).
 
@@ -161,7 +161,7 @@ class _Run:
             share_batch_norm(self.network)
             module, self.optimizer = fabric.setup(module, self.optimizer)
         self.step = 0
-        # The lowest validation loss so far, and whether the present weights have it.
+        # The lowest validation loss so far, and whether the current weights have it.
         self._best, self._is_best = math.inf, False
         self._resume()
         if self._is_first:
@@ -211,7 +211,7 @@ class _Run:
         return figures
 
     def _validation_batch(self, makers: Sequence[PairMaker], number: int) -> PairBatch:
-        """The same batch every time; of a list of pairs, the batches take the pairs in turn."""
+        """Return a fixed batch; with a list of pairs, successive batches take successive pairs."""
         count, maker = self.config.pairs // self.config.parts, makers[number % len(makers)]
         if isinstance(maker, FilePairs):
             return maker.make_in_order(number // len(makers) * count, count, seed=1)

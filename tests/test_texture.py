@@ -1,0 +1,45 @@
+"""Images, and areas of images, without texture."""
+
+import numpy as np
+import pytest
+from test_quality import photograph, shipped
+
+__all__ = ["photograph", "shipped"]
+
+
+def blank(level: float, noise: float = 0.0, seed: int = 0, size: tuple[int, int] = (200, 160)) -> np.ndarray:
+    gray = level + np.random.default_rng(seed).normal(0, noise, (size[1], size[0], 1)) if noise else level
+    return np.broadcast_to(np.clip(gray, 0, 255), (size[1], size[0], 3)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("quality", ["standard", "high", "search"])
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_two_blank_images_have_no_matches_and_a_warning(shipped, noise, quality):
+    found = shipped.match(blank(60, noise), blank(180, noise, seed=1), quality=quality)
+    assert len(found) == 0 and found.pair_score < 0.01
+    assert found.info["warning"].startswith("Image 0 has almost no texture")
+
+
+def test_a_blank_image_beside_a_photograph(shipped, photograph):
+    found = shipped.match(photograph, blank(128, 0.5, size=(480, 360)))
+    assert len(found) == 0 and found.info["warning"].startswith("Image 1 has almost no texture")
+
+
+def test_blank_halves_are_no_evidence(shipped):
+    images = []
+    for seed, level in ((0, 200), (1, 90)):
+        image = blank(128, 20.0, seed=seed).copy()
+        image[:, 100:] = level
+        images.append(image)
+    found = shipped.match(*images)
+    assert found.pair_score < 0.3
+    # Neighborhoods on the edge of the blank half have texture.
+    assert (found.points0[:, 0] < 112).all()
+
+
+def test_an_image_matches_itself_where_it_has_texture(shipped, photograph):
+    scene = photograph.copy()
+    scene[:120] = 230
+    found = shipped.match(scene, scene)
+    assert found.pair_score > 0.9 and len(found) > 500
+    assert (found.points0[:, 1] > 108).all()
