@@ -202,7 +202,8 @@ class Localizer:
             threshold_px=self.config.threshold_px,
             min_inliers=self.config.min_inliers,
         )
-        sample = 4 if camera is None else 3  # correspondences that determine a pose, and the focal length
+        # Fewest correspondences that determine a pose, and the focal length if it is unknown.
+        sample = 4 if camera is None else 3
         reason = _by_chance(found, pose, size, self.config.threshold_px, sample)
         if reason is not None:
             pose = AbsolutePose(inliers=np.zeros_like(pose.inliers), reason=reason)
