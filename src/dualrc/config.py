@@ -208,7 +208,7 @@ Quality = Literal["standard", "high", "search"]
 
 
 def check_quality(quality: str) -> None:
-    """Refuse a quality that does not exist."""
+    """Raise ConfigError for an unknown quality."""
     if quality not in get_args(Quality):
         raise ConfigError(f"quality = {quality!r} is unknown; choose {', '.join(get_args(Quality))}.")
 

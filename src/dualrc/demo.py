@@ -25,7 +25,7 @@ Tell = Callable[[str], None]
 
 
 def run(out: str | Path, *, device: str | None = None, tell: Tell = lambda _: None) -> dict[str, Any]:
-    """Match both pairs; leaves drawings, matches and summary.json in `out`. `tell` receives each step."""
+    """Match both pairs; write drawings, matches and summary.json to `out`. `tell` receives each step."""
     out = make_folder(out)
     tell("Loading the network")
     matcher = load(device=device)
@@ -39,7 +39,7 @@ def run(out: str | Path, *, device: str | None = None, tell: Tell = lambda _: No
     tell("Comparing the matches with the ground truth")
     truth = correspond(*pair, matches.points0)
     points1, visible = truth.points1.cpu().numpy(), truth.visible.cpu().numpy()
-    # A point that can't be seen in image 1 has no right answer: its match is wrong.
+    # A point that is occluded in image 1 has no correspondence, so any match of it is wrong.
     error_px = np.where(visible, np.linalg.norm(points1 - matches.points1, axis=1), np.inf)
     tell("Drawing the results")
     _save(out, "", image0, image1, matches, error_px)
@@ -72,7 +72,7 @@ def _run_photograph(matcher: Matcher, out: Path, tell: Tell) -> dict[str, Any] |
 
 
 def find_photograph() -> Path | None:
-    """A photograph in the public domain that matplotlib installs, if it is there."""
+    """Return the path of a public-domain photograph that matplotlib installs, or None."""
     import matplotlib
 
     path = Path(matplotlib.get_data_path(), "sample_data", "grace_hopper.jpg")
@@ -80,7 +80,7 @@ def find_photograph() -> Path | None:
 
 
 def warped_copy(image: ImageArray) -> tuple[ImageArray, FloatArray]:
-    """A copy of an image under a homography, other light and noise, and that homography (3, 3)."""
+    """Return a copy of an image under a homography, with other lighting and noise, and the homography (3, 3)."""
     size = (image.shape[1], image.shape[0])
     middle, target = (
         np.array([[1, 0, s * (w - 1) / 2], [0, 1, s * (h - 1) / 2], [0, 0, 1]])
@@ -98,7 +98,7 @@ def warped_copy(image: ImageArray) -> tuple[ImageArray, FloatArray]:
     color, alpha = warped[..., :3] / 255, warped[..., 3:] / 255
     color = 0.75 * color**1.4 * (1.0, 0.95, 0.85)
     noise = np.random.default_rng(_SEED).normal(0, 4, color.shape)
-    # Gray where the copy shows nothing, so that black does not look like content.
+    # Fill empty parts with gray, because black would look like content.
     result = np.where(alpha > 0, 255 * color + noise, 128)
     return result.round().clip(0, 255).astype(np.uint8), H
 

@@ -1,4 +1,4 @@
-"""Areas without texture, whose matches say nothing about an image pair."""
+"""Removal of matches in areas without texture, which are no evidence for a pair."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,8 +13,8 @@ from dualrc.types import BoolArray
 if TYPE_CHECKING:
     from dualrc.matcher.features import PictureFeatures
 
-# Side of a neighborhood in fine cells, and the standard deviation of gray levels below which it has no texture. Sensor
-# noise of a uniform area stays below this.
+# Side of a neighborhood in fine cells, and the standard deviation of gray levels below which it has no texture.
+# Sensor noise of a uniform area stays below this.
 _CELLS, _LEAST_DEVIATION = 5, 2.0
 # Share of the image that must have texture.
 _LEAST_SHARE = 0.01
@@ -23,13 +23,13 @@ _TOP, _STATIONARY = 1000, 0.02
 # Share of stationary matches above which the texture is examined.
 _SUSPICIOUS = 0.3
 
-BLANK = "Image {} has almost no texture, so that nothing can be matched; check that it is the right file."
+BLANK = "Image {} has almost no texture, so it cannot be matched; check that it is the right file."
 
 
 def is_stationary(matches: Matches) -> bool:
-    """Whether many of the best matches have the same place in both images.
+    """Return whether many of the best matches have the same position in both images.
 
-    In blank areas the network tells places apart by their distance from the image border, so that matches are
+    In blank areas the network distinguishes positions by their distance from the image border, so matches are
     stationary. Other pairs need no check of their texture.
     """
     best = matches.points0[:_TOP] / matches.size0 - matches.points1[:_TOP] / matches.size1
@@ -50,7 +50,7 @@ def without_blank_areas(matches: Matches, features: "tuple[PictureFeatures, Pict
 
 
 def _textured(features: "PictureFeatures") -> BoolArray:
-    """Whether the neighborhood of each fine cell has texture: (height / 4, width / 4)."""
+    """Return whether the neighborhood of each fine cell has texture: (height / 4, width / 4)."""
     gray = features.pixels.float().mean(-1)[None, None]
     means = [F.avg_pool2d(values, FINE_STRIDE) for values in (gray, gray.square())]
     mean, square = (F.avg_pool2d(m, _CELLS, 1, _CELLS // 2, count_include_pad=False)[0, 0] for m in means)

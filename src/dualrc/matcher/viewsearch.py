@@ -1,4 +1,4 @@
-"""Search over simulated views: where images are too far apart to match, one of them is warped towards the other."""
+"""Search over simulated views: if viewpoints differ too much to match, one image is warped toward the other."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from dualrc.matcher.features import PictureFeatures
     from dualrc.matcher.matcher import Matcher
 
-# Long side at which views are compared: a share of what the network sees, within bounds in pixels. A start for a second
-# look needs no more detail.
+# Long side at which views are compared: a share of the network input, within bounds in pixels.
+# The start of a second pass needs no more detail.
 _SHARE, _SIDES = 0.47, (320, 480)
 # Tilts, as the ratio of foreshortening, and the number of directions of each. A larger tilt needs more directions.
 _TILTS = ((2.0, 4), (4.0, 8))
@@ -24,9 +24,9 @@ _TILTS = ((2.0, 4), (4.0, 8))
 _TURNS_DEG = (90.0, 180.0, 270.0)
 # Views that are verified geometrically, and views of these that are returned.
 _VERIFIED, _STARTS = 8, 3
-# Distance from an epipolar line, as a share of the long side.
+# Inlier threshold on the distance to an epipolar line, as a share of the long side.
 _THRESHOLD = 0.003
-# Verified weight above which no view is searched. Of the hard pairs, wrong results reach 33, right ones start at 190.
+# Verified weight above which no view is searched. On hard pairs, wrong results reach 33, correct ones start at 190.
 BEYOND_DOUBT = 100.0
 _SAMPLE, _ITERATIONS, _FEWEST = 1000, 1000, 20
 _LEAST_SIDE = 64
@@ -41,7 +41,7 @@ class Simulated(NamedTuple):
 
 
 def simulated_views() -> Iterator[tuple[int, Simulated]]:
-    """Views that are tried, each with the number of the image that it is of."""
+    """Yield the views to try, each with the index of its image."""
     for turn in _TURNS_DEG:
         yield 0, Simulated(1.0, 0.0, turn)
     for tilt, directions in _TILTS:
@@ -51,7 +51,7 @@ def simulated_views() -> Iterator[tuple[int, Simulated]]:
 
 
 def affine_view(image: Size, side: int, simulated: Simulated) -> View | None:
-    """The view of an image of this size whose untilted long side has `side` pixels; None if it would be too small."""
+    """Return the view of an image of this size with an untilted long side of `side` pixels; None if too small."""
     scale = min(1.0, side / max(image))
     turn, direction = np.deg2rad((simulated.turn_deg, simulated.direction_deg))
     shrink = np.diag([1 / simulated.tilt, 1.0])
@@ -62,7 +62,7 @@ def affine_view(image: Size, side: int, simulated: Simulated) -> View | None:
     if min(width, height) < _LEAST_SIDE:
         return None
     inverse = np.linalg.inv(linear)
-    # The centers coincide.
+    # Align the centers of view and image.
     center, view_center = (np.array(image) - 1) / 2, (np.array((width, height)) - 1) / 2
     picture_from_view = np.eye(3)
     picture_from_view[:2, :2], picture_from_view[:2, 2] = inverse, center - inverse @ view_center
@@ -75,7 +75,7 @@ def _rotation(angle: float) -> FloatArray:
 
 
 def best_views(matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]") -> list[Matches]:
-    """Matches of the simulated views that agree most with an epipolar geometry, in the images' own pixels."""
+    """Return matches of the simulated views that agree most with an epipolar geometry, in original pixels."""
     sides = [int(np.clip(_SHARE * max(own.scale.input_size), *_SIDES)) for own in features]
     upright = [affine_view(own.size, side, Simulated(1.0, 0.0, 0.0)) for own, side in zip(features, sides, strict=True)]
     looks: list[Look] = []
@@ -91,7 +91,7 @@ def best_views(matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeat
 
 
 def verified_weight(matches: Matches) -> float:
-    """The sum of the scores of the best matches that agree with one epipolar geometry."""
+    """Return the sum of the scores of the best matches that agree with one epipolar geometry."""
     best = matches.top(_SAMPLE)
     if len(best) < _FEWEST:
         return 0.0

@@ -153,7 +153,7 @@ class Builder:
         self.furnish((-8.5, -2.5, 0), (8.5, 9.5, 0))
 
     def courtyard(self) -> None:
-        """A closed courtyard: the same five houses on each side, in another order, and things between them."""
+        """Build a closed courtyard: the same five houses on each side, in another order, and objects between them."""
         self.add(("ground", "box", (0, 0, -1), (60, 60, 1), "cobbles", "", 4.0), np.zeros(3), np.ones(3), 0.0)
         rng, seed = self.rng, int(self.rng.integers(1 << 31))
         for side_deg in (0, 90, 180, 270):
@@ -169,7 +169,7 @@ class Builder:
         self.furnish((-8.5, -8.5, 0), (8.5, 8.5, 0))
 
     def furnish(self, low: Triple, high: Triple) -> None:
-        """Put twelve things at random places between two corners."""
+        """Place twelve objects at random positions between two corners."""
         places: list[Array] = []
         while len(places) < 12:
             here = self.rng.uniform(low, high)
