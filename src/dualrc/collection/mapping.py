@@ -16,6 +16,7 @@ from dualrc.geometry import Camera
 Mapper = Literal["incremental", "global"]
 
 _GROWTH, _REFINEMENTS = 1.4, 2  # of the model between two adjustments of all of it, and rounds of each
+_TRACKS = 1000  # of each image, that global mapping places cameras by
 _FEWEST_VIEWS = 5  # pictures of a camera, to refine its principal point
 _LARGEST_SHIFT = 0.05  # of a principal point, in long sides
 
@@ -70,6 +71,8 @@ def map_global(
     options = pycolmap.GlobalPipelineOptions()
     options.random_seed = options.mapper.random_seed = 0
     options.num_threads = options.mapper.num_threads = threads or -1  # all
+    # A dense matcher gives many times the tracks that place cameras. The others become points at the end.
+    options.mapper.track_required_tracks_per_view = _TRACKS
     if all(map(is_known, cameras.values())):
         adjustment = options.mapper.bundle_adjustment
         adjustment.refine_focal_length = adjustment.refine_extra_params = False
