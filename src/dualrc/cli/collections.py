@@ -206,7 +206,9 @@ def reconstruct(
     hloc: HlocOption = False,
     mapper: Annotated[
         Literal["incremental", "global"],
-        typer.Option(help="COLMAP's incremental mapping, or its global one (GLOMAP): faster for hundreds of images."),
+        typer.Option(
+            help="COLMAP's incremental mapping, or its global one (GLOMAP), which solves for all images at once."
+        ),
     ] = "incremental",
     undistort: Annotated[
         bool,

@@ -17,6 +17,8 @@ Mapper = Literal["incremental", "global"]
 
 # Growth of the model between two global bundle adjustments, and number of refinements in each.
 _GROWTH, _REFINEMENTS = 1.4, 2
+# Number of tracks per image from which global mapping computes the camera poses.
+_TRACKS = 1000
 # Minimum number of images of a camera to refine its principal point.
 _FEWEST_VIEWS = 5
 # Maximum shift of a refined principal point, as a fraction of the long side.
@@ -75,6 +77,8 @@ def map_global(
     options.random_seed = options.mapper.random_seed = 0
     # -1: all threads.
     options.num_threads = options.mapper.num_threads = threads or -1
+    # A dense matcher gives many more tracks than the camera poses need. The others are triangulated at the end.
+    options.mapper.track_required_tracks_per_view = _TRACKS
     if all(map(is_known, cameras.values())):
         adjustment = options.mapper.bundle_adjustment
         adjustment.refine_focal_length = adjustment.refine_extra_params = False

@@ -36,8 +36,8 @@ class ReconstructConfig:
     cameras: Path | None = None
     # Also write hloc's features.h5, matches.h5 and pairs.txt.
     hloc: bool = False
-    # COLMAP's incremental mapping adds one image at a time. Its global mapping (GLOMAP) solves for all of them at once:
-    # faster for hundreds of images, at least three of which must overlap.
+    # COLMAP's incremental mapping adds one image at a time. Its global mapping (GLOMAP) solves for all of them at once;
+    # it needs at least three images that overlap.
     mapper: Mapper = "incremental"
 
     def __post_init__(self) -> None:
