@@ -71,6 +71,11 @@ def test_memory_stays_flat(served):
         before = ask(10)
         after = ask(30)
     assert after - before < 30e6
+    for pair in served.service.pairs._pairs.values():
+        # What is kept is what is counted.
+        arrays = pair.matches.points0, pair.matches.points1, pair.matches.scores
+        assert all(array.base is None for array in arrays) and pair.matches.whole is None
+        assert sum(array.nbytes for array in arrays) < pair.bytes
     jobs = served.service.jobs
     assert jobs.depth == jobs.running == 0 and not [1 for job in jobs._jobs.values() if job.work or job.pair]
 

@@ -245,5 +245,9 @@ class Service:
 
 
 def _with_score(matches: Matches) -> Matches:
-    """The same without the matches that it is a selection of, whose judgment stays in the info."""
-    return replace(matches, info=matches.stored_info(), whole=None)
+    """The same without the matches that it is a selection of, whose judgment stays in the info.
+
+    Its arrays are copies: a selection is a view of the whole, and would keep it in memory.
+    """
+    arrays = {name: getattr(matches, name).copy() for name in ("points0", "points1", "scores")}
+    return replace(matches, info=matches.stored_info(), whole=None, **arrays)

@@ -3,8 +3,8 @@
 import { applyHomography, invert } from "./geometry.js";
 
 const MOST_SIDE = 1600;
-// Certainties of the dense warp at which a pixel is invisible and fully visible.
-const FADE = [0.05, 0.25];
+// Below this certainty the dense warp shows nothing.
+const LEAST_CERTAINTY = 0.15;
 // A panorama is at most this many times as wide or high as image 0.
 const MOST_GROWTH = 4;
 const ROWS_AT_ONCE = 48;
@@ -62,18 +62,16 @@ export async function alignedImage(image0, image1, map, signal) {
   const H = map.homography, found = { x: 0, y: 0, certainty: 0 };
   const shade = (x, y, out, k) => {
     const x0 = (x + 0.5) * ux - 0.5, y0 = (y + 0.5) * uy - 0.5;
-    let x1, y1, alpha = 1;
+    let x1, y1;
     if (H) {
       const w = H[2][0] * x0 + H[2][1] * y0 + H[2][2];
       x1 = (H[0][0] * x0 + H[0][1] * y0 + H[0][2]) / w;
       y1 = (H[1][0] * x0 + H[1][1] * y0 + H[1][2]) / w;
     } else {
-      if (!map.warp.into(x0, y0, found)) return 0;
-      alpha = Math.min((found.certainty - FADE[0]) / (FADE[1] - FADE[0]), 1);
-      if (alpha <= 0) return 0;
+      if (!map.warp.into(x0, y0, found) || found.certainty < LEAST_CERTAINTY) return 0;
       ({ x: x1, y: y1 } = found);
     }
-    return sample(pixels, (x1 + 0.5) * sx - 0.5, (y1 + 0.5) * sy - 0.5, out, k, 1) ? alpha : 0;
+    return sample(pixels, (x1 + 0.5) * sx - 0.5, (y1 + 0.5) * sy - 0.5, out, k, 1) ? 1 : 0;
   };
   return fill(width, height, shade, signal);
 }

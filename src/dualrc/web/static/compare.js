@@ -6,6 +6,8 @@ import { change, state, watch } from "./state.js";
 import { Viewer } from "./viewer.js";
 
 const FLICKER_MS = 600;
+// The gray of places without a counterpart, where black would mean that both images are equal.
+const NOTHING = "#6b7280";
 const byId = (id) => document.getElementById(id);
 
 /** Draws image 0 with aligned image 1 over it, in the way of the mode. */
@@ -38,6 +40,9 @@ class Layers {
       // Where image 1 has nothing, there is no difference to show.
       ctx.globalCompositeOperation = "destination-in";
       over();
+      ctx.globalCompositeOperation = "destination-over";
+      ctx.fillStyle = NOTHING;
+      ctx.fillRect(view.x, view.y, this.width * view.scale, this.height * view.scale);
     } else if (this.flipped) over();
     ctx.restore();
     if (mode === "swipe") this.#handle(ctx, view, height);
@@ -151,9 +156,12 @@ export class Compare {
       if (!made) return this.viewer.show(null);
       this.#cache.set(key, made);
     }
-    const what = { swipe: "Image 0 is left of the handle, image 1 right of it.", difference: "Black where both are equal." };
-    const blank = key === "warp" ? " Blank where nothing was found." : "";
-    byId("compare-note").textContent = (what[mode] ?? "") + blank;
+    const what = {
+      swipe: "Image 0 is left of the handle, image 1 right of it; empty where nothing was found.",
+      blend: "Image 0 alone where nothing was found.",
+      difference: "Black where both are equal, gray where nothing was found.",
+    };
+    byId("compare-note").textContent = what[mode] ?? "";
     if (this.viewer.source !== made) this.viewer.show(made);
     this.viewer.resize();
     if (mode === "flicker") this.#startFlicker();
