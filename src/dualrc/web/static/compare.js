@@ -160,6 +160,7 @@ export class Compare {
       swipe: "Image 0 is left of the handle, image 1 right of it; empty where nothing was found.",
       blend: "Image 0 alone where nothing was found.",
       difference: "Black where both are equal, gray where nothing was found.",
+      panorama: "Both images in the plane of image 0, by the homography.",
     };
     byId("compare-note").textContent = what[mode] ?? "";
     if (this.viewer.source !== made) this.viewer.show(made);
