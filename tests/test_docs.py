@@ -96,7 +96,7 @@ def run_page(name: str, samples: Path) -> None:
             for words in block.commands():
                 run_command(block, words, execute=runs)
         else:
-            known = ("json", "text", "toml", "yaml")
+            known = ("cpp", "js", "json", "text", "toml", "yaml")
             assert block.language in known, f"{block}: name its language: python, sh, {', '.join(known)}"
 
 
