@@ -242,7 +242,8 @@ def test_other_networks_export(name, tmp_path):
     preset = network.config.preset
     save_weights(network, tmp_path / "weights.safetensors")
     export(tmp_path, ExportConfig(top=SMALL_TOP), preset=preset, weights=tmp_path / "weights.safetensors")
-    wanted = dualrc.load(preset, weights=tmp_path / "weights.safetensors", engine="torch", max_zoom=1.0, device="cpu")
+    options = {"device": "cpu", "precision": "float32", "engine": "torch", "max_zoom": 1.0}
+    wanted = dualrc.load(preset, weights=tmp_path / "weights.safetensors", **options)
     images = shifted(*TINY)
     found = Matcher(tmp_path, ONE, threads=1).match(*images)
     best = wanted.match(*images, top=SMALL_TOP)
