@@ -242,11 +242,12 @@ def test_other_networks_export(name, tmp_path):
     preset = network.config.preset
     save_weights(network, tmp_path / "weights.safetensors")
     export(tmp_path, ExportConfig(top=SMALL_TOP), preset=preset, weights=tmp_path / "weights.safetensors")
-    wanted = dualrc.load(preset, weights=tmp_path / "weights.safetensors", engine="torch", max_zoom=1.0, device="cpu")
+    options = {"device": "cpu", "precision": "float32", "engine": "torch", "max_zoom": 1.0}
+    wanted = dualrc.load(preset, weights=tmp_path / "weights.safetensors", **options)
     images = shifted(*TINY)
     found = Matcher(tmp_path, ONE, threads=1).match(*images)
     best = wanted.match(*images, top=SMALL_TOP)
-    assert len(found) == len(best) > 20
+    assert len(found) == len(best) > 5
     np.testing.assert_allclose(found.scores, best.scores, atol=1e-4)
 
 
