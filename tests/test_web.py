@@ -42,7 +42,11 @@ def loaded(content: bytes, tmp_path, name: str = "m.npz") -> Matches:
 def test_health_info_and_openapi(http, served):
     assert http.get("/healthz").json()["status"] == "ok"
     info = http.get("/v1/info").json()
-    assert info["device"] == "cpu" and info["qualities"] == ["standard", "high"] and info["reconstruction"] is None
+    assert (
+        info["device"] == "cpu"
+        and info["qualities"] == ["standard", "high", "search"]
+        and info["reconstruction"] is None
+    )
     assert [one["name"] for one in info["examples"]] == ["town", "wall", "unrelated"]
     described = http.get("/openapi.json").json()
     paths = described["paths"]

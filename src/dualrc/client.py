@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from dualrc.config import Quality
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
 from dualrc.extras import require
 from dualrc.files import parse_json
@@ -46,7 +47,8 @@ class RemoteImage:
 
     id: str
     name: str
-    size: Size  # (width, height), upright
+    # (width, height), upright.
+    size: Size
 
 
 Remote = ImageInput | RemoteImage
@@ -109,7 +111,7 @@ class Client:
         size: int | None = None,
         top: int | None = None,
         min_score: float = 0.0,
-        quality: Literal["standard", "high"] = "standard",
+        quality: Quality = "standard",
         estimate: EstimateKind | None = None,
         threshold_px: float = 2.0,
         progress: Progress | None = None,

@@ -9,7 +9,8 @@ from dualrc.extras import png_is_broken
 from dualrc.types import FloatArray, Size
 
 _WIDTH_PX, _GAP_PX, _LINES = 800, 10, 200
-_WARP_PX = 400  # the longest side of a warp's image
+# The longest side of a warp's image.
+_WARP_PX = 400
 
 
 def matches_html(
@@ -29,7 +30,8 @@ def matches_html(
     ends0, ends1 = ((points[best] + 0.5) * scale for points, scale in zip((points0, points1), scales, strict=True))
     lines = []
     for (x0, y0), (x1, y1), score in zip(ends0.tolist(), ends1.tolist(), scores[best].tolist(), strict=True):
-        hue = 120 * min(max(score, 0.0), 1.0)  # red for 0, green for 1
+        # Red for 0, green for 1.
+        hue = 120 * min(max(score, 0.0), 1.0)
         lines.append(
             f'<g stroke="hsl({hue:.0f},75%,45%)" fill="hsl({hue:.0f},75%,45%)">'
             f'<line x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1 + shift:.1f}" y2="{y1:.1f}" stroke-opacity="0.5"/>'

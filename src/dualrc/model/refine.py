@@ -47,11 +47,16 @@ class PointMatches(NamedTuple):
 class Placed(NamedTuple):
     """Matches placed by features and neighbors, before they are aligned."""
 
-    points0: Tensor  # n 2, in network-input pixels
-    points1: Tensor  # n 2
-    scores: Tensor  # n, as those of PointMatches
-    motion0: Tensor  # n 2 2: from image 0 to image 1, around each match
-    motion1: Tensor  # n 2 2: and back
+    # (n 2) In network-input pixels.
+    points0: Tensor
+    # (n 2)
+    points1: Tensor
+    # (n) As those of PointMatches.
+    scores: Tensor
+    # (n 2 2) From image 0 to image 1, around each match.
+    motion0: Tensor
+    # (n 2 2) And back.
+    motion1: Tensor
 
 
 def cell_centers(fine0: FineMap, fine1: FineMap, matches: CellMatches) -> PointMatches:

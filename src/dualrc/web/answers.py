@@ -17,7 +17,8 @@ from dualrc.web.service import Service
 
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
-_POLL_S = 0.5  # between two looks at whether a client that waits is still there
+# Between two looks at whether a client that waits is still there.
+_POLL_S = 0.5
 
 
 def service_of(request: Request) -> Service:

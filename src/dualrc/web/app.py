@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -18,6 +18,7 @@ from starlette.types import Scope
 
 import dualrc
 from dualrc.colmap import import_pycolmap
+from dualrc.config import Quality
 from dualrc.errors import ConfigError, DualRCError
 from dualrc.matcher import Matcher
 from dualrc.web import routes_images, routes_pairs, routes_sets
@@ -34,7 +35,8 @@ from dualrc.web.settings import ServerConfig
 logger = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
 _SWEEP_S = 30.0
-_FITTING = 2  # models that are fitted at the same time
+# Models that are fitted at the same time.
+_FITTING = 2
 _DESCRIPTION = "Dense correspondences between two images. Everything stays on this machine."
 
 
@@ -89,7 +91,8 @@ def create_app(
         version=dualrc.__version__,
         description=_DESCRIPTION,
         lifespan=life,
-        docs_url=None,  # they load scripts from elsewhere
+        # They load scripts from elsewhere.
+        docs_url=None,
         redoc_url=None,
     )
     app.state.metrics, app.state.collections = metrics, CollectionStore(config)
@@ -121,7 +124,7 @@ async def _info(request: Request) -> dict[str, Any]:
         "device": str(matcher.device),
         "engine": matcher.engine,
         "precision": matcher.precision,
-        "qualities": ["standard", "high"],
+        "qualities": list(get_args(Quality)),
         "max_bytes": config.max_bytes,
         "max_pixels": config.max_pixels,
         "max_images": config.max_images,

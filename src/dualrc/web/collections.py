@@ -11,7 +11,8 @@ from dualrc.web.problems import unknown
 from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import Upload
 
-_MOST = 64  # collections that are kept
+# Collections that are kept.
+_MOST = 64
 
 
 @dataclass(kw_only=True, eq=False)

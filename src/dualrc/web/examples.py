@@ -23,7 +23,8 @@ class Example:
     name: str
     title: str
     description: str
-    truth: bool = True  # whether the images show the same scene, so that every pixel's counterpart is known
+    # Whether the images show the same scene, so that every pixel's counterpart is known.
+    truth: bool = True
 
 
 EXAMPLES = (

@@ -12,20 +12,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dualrc.config import Quality
 from dualrc.matches import Estimate, Matches
 from dualrc.web.problems import unknown
 from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import Upload
 
-SAME, UNSURE = 0.9, 0.1  # least pair scores of the verdicts
-_OVERHEAD = 4096  # bytes of a pair beside its arrays
+# Least pair scores of the verdicts.
+SAME, UNSURE = 0.9, 0.1
+# Bytes of a pair beside its arrays.
+_OVERHEAD = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatchSettings:
     """What a match request asks for."""
 
-    quality: str = "standard"
+    quality: Quality = "standard"
     size: int | None = None
     top: int | None = None
     min_score: float = 0.0

@@ -25,9 +25,12 @@ _VIEW_BYTES = 64 * MIB
 class _Tracks:
     """Observations, those of one 3D point after those of another."""
 
-    starts: npt.NDArray[np.int64]  # (m + 1,) where those of each point begin
-    images: npt.NDArray[np.int64]  # (k,) number of the image
-    places: FloatArray  # (k, 2) in pixels of the upright image
+    # (m + 1,) where those of each point begin.
+    starts: npt.NDArray[np.int64]
+    # (k,) number of the image.
+    images: npt.NDArray[np.int64]
+    # (k, 2) in pixels of the upright image.
+    places: FloatArray
 
 
 class Reconstruction:

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dualrc.config import Quality
 from dualrc.web.pairs import MatchSettings
 
 Id = Annotated[str, Field(min_length=1, max_length=64)]
@@ -23,7 +24,7 @@ class _Body(BaseModel):
 class MatchOptions(_Body):
     """How to match."""
 
-    quality: Literal["standard", "high"] = "standard"
+    quality: Quality = "standard"
     top: Top | None = None
     min_score: Score = 0.0
     size: Size | None = None

@@ -34,7 +34,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "geolocation=(), microphone=(), payment=(), usb=()",
 }
-_MULTIPART_EXTRA = 64 * 1024  # bytes of boundaries and fields around the files
+# Bytes of boundaries and fields around the files.
+_MULTIPART_EXTRA = 64 * 1024
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -128,7 +129,8 @@ class Guard:
 
     def _note(self, scope: Scope, number: str, answered: Mapping[str, int], seconds: float) -> None:
         # The pattern of the path: the path itself has ids in it, and who has an id has the image.
-        status = answered["status"] or 500  # where nothing was answered
+        # Where nothing was answered.
+        status = answered["status"] or 500
         route = getattr(scope.get("route"), "path", None) or ("static" if status < 400 else "unknown")
         self.metrics.request(route, scope["method"], status, seconds)
         note: dict[str, Any] = {

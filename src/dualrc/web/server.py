@@ -14,10 +14,13 @@ from fastapi import FastAPI
 from dualrc.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-THREADS = ("matching", "examples")  # by the names that `jobs` and `app` give them
+# By the names that `jobs` and `app` give them.
+THREADS = ("matching", "examples")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_CONNECTIONS = 512  # at the same time; more are answered with 503
-_GRACE_S = 3  # for requests that run when the server is stopped
+# At the same time; more are answered with 503.
+_CONNECTIONS = 512
+# For requests that run when the server is stopped.
+_GRACE_S = 3
 
 
 def is_loopback(host: str) -> bool:
@@ -62,7 +65,8 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 log_config=None,
-                access_log=False,  # we have our own, without ids of images
+                # We have our own, without ids of images.
+                access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=_GRACE_S,
                 timeout_keep_alive=15,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,8 @@ from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import ImageStore, Upload
 from dualrc.web.wire import pack_warp
 
-_LEAST_SIZE = 64  # pixels of the long side at which an image is looked at to level a zoom
+# Pixels of the long side at which an image is looked at to level a zoom.
+_LEAST_SIZE = 64
 _WARM_UP = (320, 240)
 
 
@@ -209,8 +210,7 @@ class Service:
                 found = self.matcher.match_features(*self._both(work.images, self._size(settings)), **options)
             else:
                 pixels = [self.images.pixels(image) for image in work.images]
-                high: Literal["high"] = "high"
-                found = self.matcher.match(*pixels, size=self._size(settings), quality=high, **options)
+                found = self.matcher.match(*pixels, size=self._size(settings), quality=settings.quality, **options)
         pair = Pair(
             images=work.images,
             matches=_with_score(found),

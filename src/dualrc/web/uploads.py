@@ -26,7 +26,8 @@ from dualrc.web.problems import Problem, from_error, unknown
 from dualrc.web.settings import MIB, ServerConfig
 
 _LONGEST_NAME = 120
-_DECODERS = 2  # images that are decoded at the same time
+# Images that are decoded at the same time.
+_DECODERS = 2
 _FULL_RETRY_S = 10
 
 
@@ -35,14 +36,19 @@ class Upload:
     """An image that a client sent, or one of an example."""
 
     id: str
-    name: str  # as the client calls it; never used as a path
+    # As the client calls it; never used as a path.
+    name: str
     path: Path
-    size: Size  # of the upright image
-    bytes: int  # of the file
+    # Of the upright image.
+    size: Size
+    # Of the file.
+    bytes: int
     client: str
-    shared: bool = False  # one of an example: it does not expire, and clients can't delete it
+    # One of an example: it does not expire, and clients can't delete it.
+    shared: bool = False
     used: float = field(default_factory=time.monotonic)
-    holds: int = 0  # jobs that need it
+    # Jobs that need it.
+    holds: int = 0
 
     def describe(self, keep_s: float) -> dict[str, object]:
         """What the service says of an image."""
@@ -62,7 +68,8 @@ class ImageStore:
     def __init__(self, folder: Path, config: ServerConfig) -> None:
         self.folder, self.config = folder, config
         self._uploads: dict[str, Upload] = {}
-        self.removed: Callable[[str], None] = lambda _: None  # told the id of every image that goes
+        # Told the id of every image that goes.
+        self.removed: Callable[[str], None] = lambda _: None
         self._lock = threading.RLock()
         self._decoding = threading.BoundedSemaphore(_DECODERS)
         self._pixels: ByteCache[str, ImageArray] = ByteCache(config.pixel_bytes, lambda pixels: pixels.nbytes)

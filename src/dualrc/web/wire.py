@@ -6,7 +6,8 @@ from dualrc.errors import DataError
 from dualrc.matches import Warp
 from dualrc.types import FloatArray, Size
 
-_HEADER = 16  # bytes
+# Bytes.
+_HEADER = 16
 
 
 def grid_of(size: Size, max_side: int) -> Size:
