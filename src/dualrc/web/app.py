@@ -175,7 +175,7 @@ def _add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_handler(_: Request, error: HTTPException) -> JSONResponse:
         codes = {404: "not_found", 405: "wrong_method"}
-        words = {404: "There is nothing here; see /openapi.json.", 405: "This address needs another method."}
+        words = {404: "There is nothing here; see /openapi.json.", 405: "This address requires another method; see /openapi.json."}
         status = error.status_code
         body = {"error": words.get(status, str(error.detail)), "code": codes.get(status, "failed")}
         return JSONResponse(body, status, error.headers)
@@ -183,7 +183,7 @@ def _add_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def crash_handler(_: Request, error: Exception) -> JSONResponse:
         logger.error("A request failed.", exc_info=error)
-        return JSONResponse({"error": "The server failed; its log says why.", "code": "failed"}, 500)
+        return JSONResponse({"error": "The server failed; see its log.", "code": "failed"}, 500)
 
 
 async def _sweep(service: Service) -> None:

@@ -137,7 +137,7 @@ class JobQueue:
                 message = f"You have {mine} jobs waiting; wait for some of them, or cancel them."
                 raise Problem(429, "too_many_jobs", message, retry_s=self._retry_s(mine))
             if len(self._waiting) >= self.config.max_queue:
-                message = f"{len(self._waiting)} jobs are waiting, as many as the server accepts; try again soon."
+                message = f"{len(self._waiting)} jobs are waiting, which is the limit of the server; try again soon."
                 raise Problem(503, "queue_full", message, retry_s=self._retry_s(len(self._waiting)))
             self._forget()
             if job.listed:
@@ -314,7 +314,7 @@ class JobQueue:
             self._finish(job, "failed", from_error(error))
         except Exception:
             logger.exception("A job failed.")
-            message = "The server failed to do this; its log says why. Try again, or with other images."
+            message = "The server failed; see its log. Try again, or use other images."
             self._finish(job, "failed", Problem(500, "failed", message))
 
     def _finish(self, job: Job, state: State, problem: Problem | None = None) -> None:
@@ -350,5 +350,5 @@ def _ended() -> Work:
 
 
 def _too_late(job: Job) -> Problem:
-    message = f"The job took longer than {job.limit_s:g} s; give a smaller size, or try again when less is going on."
+    message = f"The job took longer than {job.limit_s:g} s; use a smaller size, or try again when the server is less busy."
     return Problem(504, "too_late", message)

@@ -100,7 +100,7 @@ class Reconstruction:
         if not 0 <= number < len(self.names):
             raise unknown("image")
         if self._folder is None:
-            message = "The server does not know the images' folder; start it as dualrc serve DIR --images FOLDER."
+            message = "The server has no image folder; start it with dualrc serve DIR --images FOLDER."
             raise Problem(404, "no_images", message)
         path = inside(self._folder, self.names[number])
         with self._reading:

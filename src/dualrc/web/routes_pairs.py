@@ -169,7 +169,7 @@ async def follow_job(request: Request, number: str) -> StreamingResponse:
     streams = request.app.state.streams
     if streams.locked():
         raise Problem(
-            503, "too_many_streams", "Too many jobs are being followed; ask for the job now and then.", retry_s=5
+            503, "too_many_streams", "Too many event streams are open; poll the job instead.", retry_s=5
         )
     return StreamingResponse(_events(request, job), media_type="text/event-stream")
 
