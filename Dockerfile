@@ -11,7 +11,7 @@ COPY src src
 RUN DUALRC_STRICT=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:3.11-slim-bookworm
-# An index that pip looks at too: with PyTorch's index of CPU builds the image is some gigabytes smaller.
+# Additional package index for pip. The PyTorch index of CPU builds makes the image several gigabytes smaller.
 ARG PIP_EXTRA_INDEX_URL
 # matplotlib and torch write caches into the home folder.
 RUN useradd --uid 1000 --create-home user

@@ -7,9 +7,9 @@ import sys
 
 from setuptools import Extension, setup
 
-# A wheel without compiled code, for machines that no other wheel is for; torch does the work of the C engine there.
+# Build a wheel without compiled code, for platforms without a binary wheel. It uses the torch engine.
 pure = os.environ.get("DUALRC_PURE") == "1"
-# Wheels for others must not lack the C engine without anybody noticing.
+# Fail if the C engine cannot be compiled; used for wheels that are distributed.
 strict = os.environ.get("DUALRC_STRICT") == "1"
 
 FOLDER = "src/dualrc/ops/native"

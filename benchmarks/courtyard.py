@@ -1,12 +1,12 @@
-"""Render courtyards with the same five houses on each side, in another order, with known cameras.
+"""Render courtyards with the same five houses on each side, in different orders, with known cameras.
 
     python benchmarks/courtyard.py DIR --seeds 1 2
     python benchmarks/verification.py DIR --work WORK
 
-Each house looks the same wherever it stands, but for dirt and light, so a matcher finds hundreds of matches between
-images of different sides. Only the neighbors of a house and the things in front of it differ. A scene is a folder
-DIR/courtyard-SEED with images/ and cameras.json, the layout that `benchmarks/verification.py` and
-`benchmarks/reconstruct.py` read. The cameras stand on a ring about the middle and look outward.
+Copies of a house differ only in dirt and lighting, so a matcher finds hundreds of matches between images of different
+sides. Only the neighbors of a house and the objects in front of it differ. A scene is a folder DIR/courtyard-SEED with
+images/ and cameras.json, the layout that `benchmarks/verification.py` and `benchmarks/reconstruct.py` read. The cameras
+are placed on a ring around the center and look outward.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import numpy as np
 
 from dualrc.machine import block_idle_threads
 
-# Before anything imports torch.
+# This must run before torch is imported.
 block_idle_threads()
 
 from dualrc import draw, scenes  # noqa: E402
@@ -24,6 +24,7 @@ from dualrc.files import make_folder, write_json  # noqa: E402
 
 
 def main() -> None:
+    """Parse the arguments and render the scenes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for the scenes")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2], help="one scene each")
@@ -38,7 +39,7 @@ def main() -> None:
 def write_scene(
     folder: Path, seed: int, count: int, size: tuple[int, int], fov_deg: float, texture_size: int = 512
 ) -> None:
-    """Render one courtyard from `count` places."""
+    """Render one courtyard from `count` viewpoints."""
     scene = scenes.make_scene(seed, kind="courtyard", texture_size=texture_size)
     make_folder(folder / "images")
     cameras = {}
@@ -57,7 +58,7 @@ def write_scene(
 
 
 def ring(seed: int, count: int, size: tuple[int, int], fov_deg: float) -> list[scenes.View]:
-    """Cameras at eye height on a ring about the middle; each looks outward, turned by up to 20 degrees."""
+    """Return cameras at eye height on a ring around the center; each looks outward, turned by up to 20 degrees."""
     rng = np.random.default_rng([seed, 3])
     views = []
     for place in np.linspace(0, 2 * np.pi, count, endpoint=False):

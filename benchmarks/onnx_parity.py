@@ -1,9 +1,9 @@
-"""Compares exported models on ONNX Runtime with torch, pair by pair on HPatches sequences.
+"""Compare exported models on ONNX Runtime with torch, pair by pair on HPatches sequences.
 
 python benchmarks/onnx_parity.py data/hpatches data/oxford
 
-All look once, in float32 and on one thread, at the same images; the pairs are interleaved. Times are CPU seconds per
-pair. The memory is the largest resident set of a process that matches the largest pair alone, libraries included.
+All methods match the same images in a single pass, in float32 and on one thread. They take turns on each pair. Times
+are CPU seconds per pair. Memory is the peak resident set of a process that matches the largest pair.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from dualrc.metrics import match_errors_px, share_within
 from dualrc.types import FloatArray, ImageArray
 
 TOP = 1000
+# Maximum difference of coordinates, in pixels, of matches that count as equal.
 SAME_PX = 0.1
 THRESHOLDS_PX = (1, 3, 5)
 METHODS = ("torch", "native", "onnx")
@@ -36,7 +37,7 @@ Match = Callable[[ImageArray, ImageArray], Matches]
 
 
 def make_matcher(method: str, models: Path) -> Match:
-    """A function that matches two images once, in float32 on one thread."""
+    """Return a function that matches two images in a single pass, in float32 on one thread."""
     if method == "onnx":
         from dualrc.onnx import Matcher
 
@@ -52,7 +53,7 @@ def make_matcher(method: str, models: Path) -> Match:
 
 
 def share_same(matches: Matches, reference: Matches) -> float:
-    """The share of the reference's matches that are here too, both points within 0.1 px."""
+    """Return the fraction of the reference matches that are also in `matches`, within 0.1 px."""
     here, there = (np.hstack([m.points0, m.points1]) for m in (matches, reference))
     if not len(there):
         return 1.0
@@ -61,7 +62,7 @@ def share_same(matches: Matches, reference: Matches) -> float:
 
 
 def show_memory(method: str, models: Path, paths: list[Path]) -> None:
-    """Match one pair and print the largest resident set of this process, in MiB."""
+    """Match one pair and print the peak resident set of this process, in MiB."""
     import resource
 
     make_matcher(method, models)(read(paths[0]), read(paths[1]))
@@ -69,11 +70,11 @@ def show_memory(method: str, models: Path, paths: list[Path]) -> None:
 
 
 def main() -> None:
-    """Match all pairs by all methods and print one table."""
+    """Match all pairs with all methods and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("roots", type=Path, nargs="+", help="folders of HPatches sequences, or sequences")
     parser.add_argument("--models", type=Path, help="folder of exported models; without it, they are exported first")
-    parser.add_argument("--store", type=Path, help="file that keeps the results by pair; pairs in it are not run again")
+    parser.add_argument("--store", type=Path, help="file for the results of each pair; pairs in it are skipped")
     # Used internally, for the process that measures the memory of one method.
     parser.add_argument("--memory", choices=METHODS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -94,13 +95,13 @@ def main() -> None:
 
 
 def read_results(store: Path) -> dict[str, Any]:
-    """The results in a file, by the name of the second image."""
+    """Return the results in a file by the name of the second image."""
     lines = store.read_text(encoding="utf-8").splitlines() if store.exists() else []
     return {result["name"]: result for result in map(json.loads, lines)}
 
 
 def compare(benchmark: HPatches, models: Path, store: Path) -> None:
-    """Match the pairs that are not in the store, by all methods in turn."""
+    """Match the pairs that are not in the store, with all methods in turn."""
     done = read_results(store)
     pairs = [pair for pair in benchmark.pairs if pair.name1 not in done]
     matchers = {method: make_matcher(method, models) for method in METHODS} if pairs else {}
@@ -127,8 +128,8 @@ def compare(benchmark: HPatches, models: Path, store: Path) -> None:
 
 
 def show(results: list[dict[str, Any]], benchmark: HPatches, models: Path) -> None:
-    """Print the table of the results of all pairs."""
-    columns = ["", f"best {TOP} the same", "worst pair", *(f"{px} px" for px in THRESHOLDS_PX)]
+    """Print a table of the results of all pairs."""
+    columns = ["", f"best {TOP} equal", "worst pair", *(f"{px} px" for px in THRESHOLDS_PX)]
     table = Table(*columns, "pair_score differs by", "CPU time", "ratio", "memory", title=f"{len(results)} pairs")
     largest = benchmark.pairs[int(np.argmax([result["pixels"] for result in results]))]
 

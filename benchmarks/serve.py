@@ -1,12 +1,12 @@
-"""Load on a running service: several clients at once, every answer checked, and its memory over many requests.
+"""Load test of a running service: concurrent clients with checked responses, and memory over many requests.
 
     dualrc serve --port 8000 --max-client-jobs 64 &
     python benchmarks/serve.py http://127.0.0.1:8000 --clients 8 --seconds 60
     python benchmarks/serve.py http://127.0.0.1:8000 --requests 500
 
-In the first form, each client matches its own pairs for a time, by ids and by files in turn. Every answer is compared
-with what the matcher finds in this process. The second form sends requests one after the other, each with new uploads,
-and prints the server's resident memory as it goes.
+In the first form, each client matches its own pair repeatedly, by ids and by files in turn. Every response is compared
+with the result of a matcher in this process. The second form sends requests one after the other, each with new uploads,
+and prints the resident memory of the server.
 """
 
 import argparse
@@ -24,11 +24,12 @@ import dualrc
 from dualrc.client import Client
 from dualrc.types import ImageArray
 
+# Width and height of the images.
 SIZE = (320, 240)
 
 
 def texture(seed: int, width: int, height: int) -> ImageArray:
-    """Smooth blobs with some detail, uint8 (height, width, 3)."""
+    """Return a smooth random texture with some detail, uint8 (height, width, 3)."""
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros(1, 3, height, width)
     for cell in (24, 8, 3):
@@ -38,21 +39,21 @@ def texture(seed: int, width: int, height: int) -> ImageArray:
 
 
 def pair_of(seed: int) -> tuple[ImageArray, ImageArray]:
-    """Two overlapping parts of one texture."""
+    """Return two overlapping parts of one texture."""
     width, height = SIZE
     whole = texture(seed, width + 40, height + 30)
     return whole[:height, :width].copy(), whole[30:, 40:].copy()
 
 
 def memory_mib(url: str, headers: dict[str, str]) -> float:
-    """Resident memory of the server."""
+    """Return the resident memory of the server, in MiB."""
     text = httpx.get(f"{url}/metrics", headers=headers, timeout=60).text
     found = re.search(r"^process_resident_memory_bytes (\S+)$", text, re.MULTILINE)
     return float(found[1]) / 2**20 if found else float("nan")
 
 
 def run_clients(url: str, token: str | None, clients: int, seconds: float, top: int) -> dict[str, object]:
-    """Match with several clients at once; every answer is compared."""
+    """Match with several concurrent clients and compare every response."""
     matcher = dualrc.load(device="cpu")
     truth = [matcher.match(*pair_of(seed), top=top) for seed in range(clients)]
     answers, wrong, errors, times = [0] * clients, [0] * clients, list[str](), list[float]()
@@ -92,7 +93,7 @@ def run_clients(url: str, token: str | None, clients: int, seconds: float, top: 
 
 
 def run_requests(url: str, token: str | None, count: int, top: int) -> dict[str, object]:
-    """Send requests one after the other, each with new uploads, and watch the memory."""
+    """Send requests one after the other, each with new uploads, and measure the memory."""
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     start, memory = memory_mib(url, headers), dict[int, float]()
     with Client(url, token, retries=20) as client:
@@ -104,13 +105,13 @@ def run_requests(url: str, token: str | None, count: int, top: int) -> dict[str,
 
 
 def main() -> None:
-    """Parse and run."""
+    """Parse the arguments and run the test."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--token")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--requests", type=int, help="watch the memory over this many requests instead")
+    parser.add_argument("--requests", type=int, help="measure the memory over this number of requests instead")
     parser.add_argument("--top", type=int, default=500)
     given = parser.parse_args()
     url = given.url.rstrip("/")

@@ -1,7 +1,8 @@
-// Matches two images with ONNX Runtime: match FOLDER A.ppm B.ppm [COUNT] prints x0 y0 x1 y1 score exact, best first.
+// Match two images with ONNX Runtime. Usage: match FOLDER A.ppm B.ppm [COUNT]
 //
-// FOLDER holds features.onnx and pair.onnx of `dualrc export onnx FOLDER`. Images are binary PPM (P6, 8 bits). Sides are
-// cut to multiples of 16: resize large images before, as the models see them at the size that they have.
+// The output has one line per match, best first: x0 y0 x1 y1 score exact. FOLDER contains features.onnx and pair.onnx,
+// written by `dualrc export onnx FOLDER`. Images are binary PPM files (P6, 8 bits per channel). They are cropped to
+// multiples of 16 and not resized, so resize large images first.
 
 #include <onnxruntime_cxx_api.h>
 
@@ -16,10 +17,11 @@
 
 struct Image {
     int64_t width = 0, height = 0;
-    std::vector<float> planes;  // red, green and blue, each row by row, 0 to 255
+    // Red, green and blue planes, each row by row, in 0 to 255.
+    std::vector<float> planes;
 };
 
-// The next number of a PPM header; comments run from # to the end of their line.
+// Read the next number of a PPM header and skip comments, which extend from # to the end of the line.
 static int64_t read_number(std::istream& file) {
     while (file >> std::ws && file.peek() == '#') {
         std::string comment;
@@ -35,12 +37,13 @@ static Image read_ppm(const std::string& path) {
     std::string magic(2, ' ');
     if (!file.read(magic.data(), 2) || magic != "P6") throw std::runtime_error(path + " is not a binary PPM file");
     const int64_t width = read_number(file), height = read_number(file), levels = read_number(file);
-    file.get();  // one white space before the pixels
+    // A single white space precedes the pixels.
+    file.get();
     Image image;
     image.width = width / 16 * 16;
     image.height = height / 16 * 16;
     if (levels != 255 || image.width < 32 || image.height < 32 || width > 1 << 14 || height > 1 << 14) {
-        throw std::runtime_error(path + ": 8 bits and sides of 32 to 16384 pixels are needed");
+        throw std::runtime_error(path + ": the image must have 8 bits per channel and sides of 32 to 16384 pixels");
     }
     std::vector<uint8_t> pixels(static_cast<size_t>(3 * width * height));
     if (!file.read(reinterpret_cast<char*>(pixels.data()), static_cast<std::streamsize>(pixels.size()))) {
@@ -58,7 +61,7 @@ static Image read_ppm(const std::string& path) {
     return image;
 }
 
-// A session with the names of its inputs and outputs.
+// Session with the names of its inputs and outputs.
 class Model {
 public:
     Model(Ort::Env& env, const std::string& path, const Ort::SessionOptions& options)
@@ -75,7 +78,7 @@ public:
     const std::vector<std::string>& inputs() const { return inputs_; }
     const std::vector<std::string>& outputs() const { return outputs_; }
 
-    // Values in the order of `inputs`; results in the order of `outputs`.
+    // Run the model with values in the order of `inputs`; return results in the order of `outputs`.
     std::vector<Ort::Value> run(const std::vector<Ort::Value>& values) {
         std::vector<const char*> in, out;
         for (const auto& name : inputs_) in.push_back(name.c_str());
@@ -108,7 +111,7 @@ static void match(const std::string& folder, const std::string& path0, const std
     Model features(env, folder + "/features.onnx", options), pair(env, folder + "/pair.onnx", options);
     Image image0 = read_ppm(path0), image1 = read_ppm(path1);
     std::vector<Ort::Value> maps[] = {extract(features, image0), extract(features, image1)};
-    // coarse0 is the output coarse for image 0, and so on.
+    // The input coarse0 is the output coarse of image 0, and so on.
     std::vector<Ort::Value> inputs;
     for (const auto& name : pair.inputs()) {
         auto& own = maps[name.back() - '0'];

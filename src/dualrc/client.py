@@ -1,4 +1,4 @@
-"""A client of `dualrc serve`: the calls of a matcher, done by a server, with the same results.
+"""Client of `dualrc serve`, with the methods and results of a local matcher.
 
 with Client("http://127.0.0.1:8000") as client:
     matches = client.match("a.jpg", "b.jpg", top=2000)
@@ -29,12 +29,14 @@ from dualrc.types import Size
 from dualrc.web.wire import unpack_warp
 
 Progress = Callable[[Mapping[str, Any]], None]
+# Maximum long side of a warp grid that the server accepts.
 _LARGEST_GRID = 4096
+# HTTP statuses of unusable images.
 _IMAGE_STATUS = (413, 415)
 
 
 class ServiceError(DualRCError):
-    """A server that can't be reached, or that refused a request."""
+    """Error of a server that cannot be reached or rejected a request."""
 
     def __init__(self, message: str, *, status: int | None = None, code: str = "") -> None:
         super().__init__(message)
@@ -43,11 +45,11 @@ class ServiceError(DualRCError):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteImage:
-    """An image that a server keeps for a time; give it to calls of the client instead of the image itself."""
+    """Image stored on a server; methods of the client accept it in place of an image."""
 
     id: str
     name: str
-    # (width, height), upright.
+    # Width and height of the upright image.
     size: Size
 
 
@@ -55,7 +57,7 @@ Remote = ImageInput | RemoteImage
 
 
 class Client:
-    """Asks a server for matches; close it, or use it in a `with` block."""
+    """Connection to a server; close it, or use it in a `with` block."""
 
     def __init__(
         self,
@@ -65,12 +67,12 @@ class Client:
         timeout_s: float = 300.0,
         retries: int = 5,
     ) -> None:
-        """`retries`: how often a request is sent again, after the time that a busy server asks for."""
+        """Prepare a client; `retries` is the maximum number of repetitions of a request while the server is busy."""
         self._httpx = require("httpx", "web", "Clients of the service")
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is not the address of a server; give one that begins with http:// or https://.")
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        # Proxies of the environment are for other machines' pages.
+        # The proxy settings of the environment do not apply to this server.
         self._http = self._httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
         self.url, self._retries = url, retries
 
@@ -88,19 +90,19 @@ class Client:
         self._http.close()
 
     def info(self) -> dict[str, Any]:
-        """Versions, device and limits of the server."""
+        """Return the versions, the device and the limits of the server."""
         found: dict[str, Any] = self._send("GET", "/v1/info").json()
         return found
 
     def upload(self, image: ImageInput, *, name: str | None = None) -> RemoteImage:
-        """Send an image once, to match it often; files go as they are, arrays as PNG."""
+        """Upload an image for repeated use; files are sent unchanged, arrays as PNG."""
         content, own = _encoded(image)
         files = {"file": (name or own, content)}
         answer = self._send("POST", "/v1/images", files=files).json()
         return RemoteImage(id=answer["id"], name=answer["name"], size=(answer["width"], answer["height"]))
 
     def delete(self, image: RemoteImage) -> None:
-        """Remove an image before it expires."""
+        """Delete an image before it expires."""
         self._send("DELETE", f"/v1/images/{image.id}")
 
     def match(
@@ -116,9 +118,9 @@ class Client:
         threshold_px: float = 2.0,
         progress: Progress | None = None,
     ) -> Matches:
-        """Corresponding points of two images, best first, as `Matcher.match` gives them.
+        """Return the matches of two images, best first, as `Matcher.match` does.
 
-        `progress` is called with the data of each progress event; an exception that it raises cancels the job.
+        `progress` is called with the data of each progress event. An exception that it raises cancels the job.
         """
         body: dict[str, Any] = {"quality": quality, "min_score": min_score, "threshold_px": threshold_px}
         body |= {"top": top, "size": size, "estimate": estimate}
@@ -133,7 +135,7 @@ class Client:
     def match_points(
         self, image0: Remote, image1: Remote, points0: npt.ArrayLike, *, min_score: float = 0.0
     ) -> Matches:
-        """Where these points of image 0 are in image 1: one row per point, in order; NaN and score 0: nowhere."""
+        """Find points of image 0 in image 1: one row per point, with NaN and score 0 if it is not found."""
         points = np.asarray(points0, dtype=np.float32)
         points = points.reshape(0, 2) if points.size == 0 else points
         if points.ndim != 2 or points.shape[1] != 2:
@@ -153,9 +155,9 @@ class Client:
         )
 
     def warp(self, image0: Remote, image1: Remote, *, min_score: float = 0.0, max_side: int | None = None) -> Warp:
-        """Where every pixel of image 0 is in image 1, with a certainty.
+        """Return the position in image 1 of every pixel of image 0, with a certainty.
 
-        `max_side` lets the server send a coarser grid, of which pixels are interpolated here.
+        With `max_side`, the server sends a coarser grid, which the client interpolates.
         """
         with self._uploaded(image0, image1) as (number0, number1):
             size0, size1 = self._size(number0), self._size(number1)
@@ -165,11 +167,11 @@ class Client:
         if certainty.shape != size0[::-1]:
             grid = (certainty.shape[1], certainty.shape[0])
             places = resize_points(pixel_grid(size0).astype(np.float64), size0, grid)
-            # At the rim, pixels lie outside the centers of the cells.
+            # Pixels at the image border lie outside the centers of the cells.
             places = places.clip(0, np.array(grid) - 1)
             known: Any = np.concatenate([points1, certainty[..., None]], axis=2)
             sampled = sample_bilinear(known, places).astype(np.float32)
-            # A pixel beside an unknown cell is unknown, too.
+            # A pixel next to an unknown cell is unknown, too.
             certainty = np.where(np.isnan(sampled).any(axis=2), 0, sampled[..., 2]).astype(np.float32)
             points1 = np.where(certainty[..., None] > 0, sampled[..., :2], np.nan).astype(np.float32)
         return Warp(points1=points1, certainty=certainty, size1=size1)
@@ -182,7 +184,7 @@ class Client:
         return _Uploaded(self, (image0, image1))
 
     def _follow(self, job: str, progress: Progress) -> str:
-        """Pass on a job's progress; the address of its result."""
+        """Report the progress of a job and return the address of its result."""
         try:
             for name, data in self._events(job):
                 if name == "progress":
@@ -212,7 +214,7 @@ class Client:
                     yield name, parse_json(value)
 
     def _send(self, method: str, path: str, **content: Any) -> Any:
-        """A request, sent again while the server is busy."""
+        """Send a request, and repeat it while the server is busy."""
         for attempt in range(self._retries + 1):
             try:
                 answer = self._http.request(method, path, **content)
@@ -228,7 +230,7 @@ class Client:
 
 
 class _Uploaded:
-    """Ids of two images on the server; those that had to be sent are removed afterwards."""
+    """Context manager that uploads two images if necessary and deletes these uploads afterwards."""
 
     def __init__(self, client: Client, images: tuple[Remote, Remote]) -> None:
         self._client, self._images = client, images
@@ -243,7 +245,7 @@ class _Uploaded:
 
     def __exit__(self, *_: object) -> None:
         for image in self._sent:
-            # One that can't be removed expires by itself.
+            # An image that cannot be deleted expires on the server.
             with suppress(DualRCError):
                 self._client.delete(image)
 
@@ -255,7 +257,7 @@ class _Uploaded:
 
 
 def _encoded(image: ImageInput) -> tuple[bytes, str]:
-    """The bytes of an image file, and its name."""
+    """Return the content of an image file, and its name."""
     if isinstance(image, (str, Path)):
         try:
             return Path(image).read_bytes(), Path(image).name
@@ -293,7 +295,7 @@ def _error(status: int, content: Mapping[str, Any]) -> DualRCError:
 
 
 def _seconds(asked: str | None) -> float:
-    """How long to wait before the next attempt."""
+    """Return the seconds to wait before the next attempt."""
     try:
         return min(max(float(asked or 1), 0.1), 30.0)
     except ValueError:

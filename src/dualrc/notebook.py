@@ -1,4 +1,4 @@
-"""What a notebook shows of matches and warps, which do not hold their images: frames, lines and colors."""
+"""Notebook display of matches and warps, which do not contain their images."""
 
 import html
 import io
@@ -8,19 +8,20 @@ import numpy as np
 from dualrc.extras import png_is_broken
 from dualrc.types import FloatArray, Size
 
+# Width of the drawing and of the gap between its frames, in pixels, and maximum number of lines.
 _WIDTH_PX, _GAP_PX, _LINES = 800, 10, 200
-# The longest side of a warp's image.
+# Maximum long side of the image of a warp.
 _WARP_PX = 400
 
 
 def matches_html(
     points0: FloatArray, points1: FloatArray, scores: FloatArray, sizes: tuple[Size, Size], caption: str
 ) -> str:
-    """Lines between two empty frames of the images' sizes as SVG, the best so many, with a caption."""
+    """Return the best matches as SVG lines between two frames with the shapes of the images, with a caption."""
     text = f"<div>{html.escape(caption)}</div>"
     if min(min(size) for size in sizes) <= 0:
         return text
-    # Frames have the same height, and fill the width together.
+    # Both frames have the same height, and together they fill the width.
     ratio = (_WIDTH_PX - _GAP_PX) / sum(width / height for width, height in sizes)
     scales = [ratio / height for _, height in sizes]
     widths = [size[0] * scale for size, scale in zip(sizes, scales, strict=True)]
@@ -30,7 +31,7 @@ def matches_html(
     ends0, ends1 = ((points[best] + 0.5) * scale for points, scale in zip((points0, points1), scales, strict=True))
     lines = []
     for (x0, y0), (x1, y1), score in zip(ends0.tolist(), ends1.tolist(), scores[best].tolist(), strict=True):
-        # Red for 0, green for 1.
+        # The hue is red for score 0 and green for score 1.
         hue = 120 * min(max(score, 0.0), 1.0)
         lines.append(
             f'<g stroke="hsl({hue:.0f},75%,45%)" fill="hsl({hue:.0f},75%,45%)">'
@@ -48,7 +49,7 @@ def matches_html(
 
 
 def warp_png(points1: FloatArray, certainty: FloatArray) -> bytes | None:
-    """Motions as colors: the hue is the direction, the saturation the distance, black where nothing is known."""
+    """Return motion as color: hue is the direction, saturation the distance, black is unknown."""
     from PIL import Image
 
     if 0 in certainty.shape or png_is_broken():
@@ -59,7 +60,7 @@ def warp_png(points1: FloatArray, certainty: FloatArray) -> bytes | None:
     motion = points1[::step, ::step] - np.stack([column, row], axis=2)
     known = np.isfinite(motion).all(axis=2) & (certainty[::step, ::step] > 0)
     motion = np.where(known[:, :, None], motion, 0)
-    # A shift that all pixels share is left out, so that colors show what differs.
+    # Subtract the median motion, so that colors show differences.
     if known.any():
         motion = motion - np.median(motion[known], axis=0)
     length = np.linalg.norm(motion, axis=2)

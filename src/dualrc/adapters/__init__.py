@@ -1,1 +1,1 @@
-"""Adapters: the matcher under the names and calls of other libraries, each of which is imported when it is used."""
+"""Adapters that offer the matcher through the interfaces of other libraries; each is imported on first use."""

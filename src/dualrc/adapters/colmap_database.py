@@ -1,4 +1,4 @@
-"""Matches for a COLMAP database that somebody else made: for its keypoints, or with keypoints of our own."""
+"""Matching of the images of an existing COLMAP database, with its keypoints or with new ones."""
 
 import sqlite3
 from collections.abc import Iterable, Sequence
@@ -27,26 +27,27 @@ from dualrc.types import FloatArray
 
 IntArray = npt.NDArray[np.int64]
 
-_RADIUS_PX = 2.0  # between a keypoint and where a match puts it, in pixels that the network sees
+# Default maximum distance of a match from a keypoint, in pixels of the network input.
+_RADIUS_PX = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatchDatabaseConfig:
-    """How a database is filled."""
+    """Settings of `match_database`."""
 
-    # A text file of two image names a line; None: all pairs of the database's images.
+    # Text file with two image names per line; None matches all pairs of images in the database.
     pairs: Path | None = None
-    # Match the database's own keypoints; else it gets keypoints of ours.
+    # Match the existing keypoints of the database instead of writing new ones.
     keep_keypoints: bool = False
-    # Give up the keypoints, descriptors and matches that the database has.
+    # Delete the existing keypoints, descriptors and matches of the database.
     replace_keypoints: bool = False
-    # Match pairs again that have matches; for the database's own keypoints.
+    # Match pairs again that already have matches; only with keep_keypoints.
     overwrite: bool = False
-    # Let COLMAP estimate the two-view geometry of the pairs, which its mapping needs.
+    # Let COLMAP estimate the two-view geometry of the pairs, which mapping requires.
     verify: bool = True
-    # Pixels of the network between a keypoint and its match; only with keep_keypoints.
+    # Maximum distance of a match from a keypoint, in pixels of the network input; only with keep_keypoints.
     radius: float = _RADIUS_PX
-    # How images are matched; its `pairs` are not used.
+    # Settings of the matching; `pairs` in it is ignored.
     collection: CollectionConfig = field(default_factory=CollectionConfig)
 
     def __post_init__(self) -> None:
@@ -58,21 +59,27 @@ class MatchDatabaseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MatchDatabaseSummary:
-    """What was written into a database."""
+    """Summary of the pairs that were written into a database."""
 
     images: int
-    pairs: int  # that were asked for
-    matched: int  # pairs matched now
-    skipped: int  # pairs that had matches
-    failed: dict[Names, str]  # pairs of images that can't be used, and why
-    matches: int  # of all pairs that were asked for
-    verified: int  # pairs with a two-view geometry, in the whole database
+    # Number of requested pairs.
+    pairs: int
+    # Number of pairs that this run matched.
+    matched: int
+    # Number of pairs that already had matches.
+    skipped: int
+    # Pairs with an unusable image, and the reasons.
+    failed: dict[Names, str]
+    # Number of matches of all requested pairs.
+    matches: int
+    # Number of pairs in the whole database that have a two-view geometry.
+    verified: int
 
 
 def match_database(
     database: str | Path, images: str | Path, config: MatchDatabaseConfig | None = None, *, quiet: bool = False
 ) -> MatchDatabaseSummary:
-    """Fill matches into a COLMAP database; a second run goes on where the first stopped."""
+    """Match the images of a COLMAP database and write the matches into it; an interrupted run can be resumed."""
     path, images, config = Path(database), Path(images), config or MatchDatabaseConfig()
     pycolmap = import_pycolmap()
     require("scipy", "colmap", "Keypoints of a database")
@@ -97,7 +104,7 @@ def match_database(
             if keypoints and not config.replace_keypoints:
                 raise DataError(
                     f"{path} has keypoints of {keypoints} images; give --keep-keypoints to match these, or "
-                    "--replace-keypoints to give up them, their descriptors and all matches."
+                    "--replace-keypoints to delete them, their descriptors and all matches."
                 )
             done = _match_densely(path, images, numbers, wanted, config, tell, quiet=quiet)
         if config.verify:
@@ -128,7 +135,7 @@ def _check(path: Path) -> None:
 
 
 def _wanted(numbers: dict[str, int], file: Path | None, path: Path) -> list[Names]:
-    """The pairs of a file, else all pairs of the database's images."""
+    """Return the pairs listed in a file, or all pairs of images in the database."""
     if len(numbers) < 2:
         raise DataError(f"{path} has {len(numbers)} images; import at least two first.")
     return list(combinations(sorted(numbers), 2)) if file is None else pair_lists.from_file(numbers, file)
@@ -147,7 +154,7 @@ def _match_keypoints(
     config: MatchDatabaseConfig,
     tell: Progress = no_progress,
 ) -> MatchDatabaseSummary:
-    """Match the database's own keypoints, pair by pair; each is written when it is done."""
+    """Match the existing keypoints pair by pair; each pair is written when it is finished."""
     pycolmap, settings = import_pycolmap(), config.collection
     matcher = load(
         settings.preset,
@@ -202,9 +209,9 @@ def _match_keypoints(
 def mutual_keypoints(
     matcher: Matcher, features: Sequence[PictureFeatures], points: Sequence[FloatArray], radius: float
 ) -> IntArray:
-    """Pairs of keypoints (n, 2), given as points of both images, that the matcher puts on each other.
+    """Return the index pairs (n, 2) of keypoints that are mutual nearest neighbors of their matches.
 
-    `radius` is the largest distance between a keypoint and where the other one is found, in pixels of the network.
+    `radius` is the maximum distance of a match from a keypoint, in pixels of the network input.
     """
     from scipy.spatial import cKDTree
 
@@ -234,7 +241,7 @@ def _match_densely(
     *,
     quiet: bool,
 ) -> MatchDatabaseSummary:
-    """Match images as a collection does, and put shared keypoints into the database; matches are kept beside it."""
+    """Match the images as a collection and write shared keypoints; finished pairs are stored next to the database."""
     pycolmap = import_pycolmap()
     beside = make_folder(path.with_name(f"{path.name}.dualrc"))
     pair_lists.write_pairs(beside / "pairs.txt", pairs)

@@ -1,4 +1,4 @@
-"""deep-image-matching: a detector-free matcher, registered from outside of its package."""
+"""Adapter for deep-image-matching: a detector-free matcher, registered at run time."""
 
 import logging
 import sys
@@ -12,15 +12,16 @@ import numpy.typing as npt
 from dualrc.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-# An entry for `deep_image_matching.config.confs`: the name of the pipeline and its settings.
+# Name and settings of the entry in `deep_image_matching.config.confs`.
 PIPELINE = "dualrc"
 CONF: dict[str, Any] = {"extractor": {"name": "no_extractor"}, "matcher": {"name": PIPELINE}}
-_TILE = 1024  # pixels of a side, above which thresholds grow with images
+# Image side in pixels above which deep-image-matching scales its thresholds.
+_TILE = 1024
 _MODULE = f"deep_image_matching.matchers.{PIPELINE}"
 
 
 def register() -> Any:
-    """Make the pipeline "dualrc" known to deep-image-matching; returns the matcher's class."""
+    """Register the pipeline "dualrc" in deep-image-matching and return the matcher class."""
     try:
         from deep_image_matching import config, matchers
     except ImportError as error:
@@ -30,7 +31,7 @@ def register() -> Any:
     if _MODULE not in sys.modules:
         module = ModuleType(_MODULE, "The detector-free matcher of dualrc.")
         matcher_class = _make_class()
-        # The package takes the one class that a module of matchers defines.
+        # The package loads the only class that a matcher module defines.
         matcher_class.__module__ = _MODULE
         module.DualRCMatcher = matcher_class  # type: ignore[attr-defined]
         sys.modules[_MODULE] = matchers.dualrc = module
@@ -40,7 +41,7 @@ def register() -> Any:
 
 
 def _make_class() -> Any:
-    """A class that derives from the package's, which is known only now."""
+    """Return the matcher class; it is created here because its base class is imported on demand."""
     from deep_image_matching.constants import Quality, TileSelection, get_size_by_quality
     from deep_image_matching.matchers.matcher_base import DetectorFreeMatcherBase
 
@@ -48,7 +49,7 @@ def _make_class() -> Any:
     from dualrc.matcher import load
 
     class DualRCMatcher(DetectorFreeMatcherBase):  # type: ignore[misc]
-        """The matcher under the interface of deep-image-matching; images are matched whole, without tiles."""
+        """Matcher with the interface of deep-image-matching; images are matched as a whole, without tiles."""
 
         _default_conf = {  # noqa: RUF012
             "preset": "default",
@@ -74,7 +75,7 @@ def _make_class() -> Any:
         def match(
             self, feature_path: Path, matches_path: Path, img0: Path, img1: Path, try_full_image: bool = False
         ) -> npt.NDArray[np.int64] | None:
-            """Match two images, verify the matches, and write both to the package's files."""
+            """Match two images, verify the matches and write both results to the files of the package."""
             header = read_header(img0)
             long_side = 0 if header is None else max(header.stored_size)
             # The base class multiplies its threshold by long side // max_tile_size // 2, which must not be 0.
@@ -82,9 +83,9 @@ def _make_class() -> Any:
             return super().match(feature_path, matches_path, img0, img1, try_full_image)
 
         def _match_pairs(self, feature_path: Path, img0_path: Path, img1_path: Path) -> npt.NDArray[np.int64]:
-            """Match two images, add their points to the features file, and return pairs of their numbers there."""
+            """Match two images, add their points to the features file and return the index pairs of the points."""
             images = read(img0_path), read(img1_path)
-            # What the package's quality makes of an image is the size that the network sees.
+            # The quality setting of the package determines the size of the network input.
             size = None
             if self._quality != Quality.HIGH:
                 sizes = [max(get_size_by_quality(self._quality, image.shape[:2])) for image in images]

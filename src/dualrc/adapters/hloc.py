@@ -1,4 +1,4 @@
-"""hloc: a dense matcher for `hloc.match_dense`, registered from outside of its package."""
+"""Adapter for hloc: a dense matcher for `hloc.match_dense`, registered at run time."""
 
 import copy
 import sys
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dualrc.errors import ConfigError
 
-# Entries for `hloc.match_dense.confs`. Images have sides that are multiples of 16, so that the network sees them as
-# they are. hloc rounds the keypoints of a picture to cells of `cell_size` pixels, one keypoint per cell.
+# Entries for `hloc.match_dense.confs`. Image sides are multiples of 16, so that the network does not resize them. hloc
+# rounds the keypoints of an image to cells of `cell_size` pixels, one keypoint per cell.
 CONFS: dict[str, dict[str, Any]] = {
     "dualrc": {
         "output": "matches-dualrc",
@@ -19,7 +19,7 @@ CONFS: dict[str, dict[str, Any]] = {
         "max_error": 1,
         "cell_size": 1,
     },
-    # Fewer keypoints, for scenes of many images.
+    # Fewer keypoints, for scenes with many images.
     "dualrc_large": {
         "output": "matches-dualrc_large",
         "model": {"name": "dualrc"},
@@ -32,17 +32,17 @@ _MODULE = "hloc.matchers.dualrc"
 
 
 def register() -> dict[str, dict[str, Any]]:
-    """Make `hloc.matchers.dualrc` importable and add the entries of CONFS to hloc's; returns the entries."""
+    """Register `hloc.matchers.dualrc`, add the entries of CONFS to hloc and return them."""
     try:
         from hloc import match_dense, matchers
     except ImportError as error:
         raise ConfigError(
-            f"hloc can't be imported ({error}); install it as its repository, cvg/Hierarchical-Localization, says."
+            f"hloc can't be imported ({error}); install it from its repository, cvg/Hierarchical-Localization."
         ) from error
     if _MODULE not in sys.modules:
         module = ModuleType(_MODULE, "The dense matcher of dualrc.")
         model = _make_model()
-        # hloc takes the one class that its module defines.
+        # hloc loads the only class that a matcher module defines.
         model.__module__ = _MODULE
         module.DualRC = model  # type: ignore[attr-defined]
         sys.modules[_MODULE] = matchers.dualrc = module
@@ -52,13 +52,13 @@ def register() -> dict[str, dict[str, Any]]:
 
 
 def _make_model() -> Any:
-    """A class that derives from hloc's, which is known only now."""
+    """Return the model class; it is created here because its base class is imported on demand."""
     from hloc.utils.base_model import BaseModel
 
     from dualrc.matcher import load
 
     class DualRC(BaseModel):  # type: ignore[misc]
-        """hloc's interface: a pair of images to keypoints0, keypoints1 and scores."""
+        """Matcher with the interface of hloc: it returns keypoints0, keypoints1 and scores of a pair of images."""
 
         default_conf = {  # noqa: RUF012
             "preset": "default",

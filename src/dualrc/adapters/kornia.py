@@ -1,4 +1,4 @@
-"""kornia: a module with the call and the keys of `kornia.feature.LoFTR`."""
+"""Adapter for kornia: a module with the interface of `kornia.feature.LoFTR`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,22 +10,23 @@ from dualrc.errors import DataError
 
 
 class DualRC(nn.Module):
-    """A replacement for `kornia.feature.LoFTR`, for grayscale or color images.
+    """Replacement for `kornia.feature.LoFTR`, for grayscale or color images.
 
-    Two differences: keypoints have the center of the first pixel at (0, 0), as kornia's own features do and LoFTR's,
-    which are half a pixel larger, do not. And keypoints and confidence are differentiable in the images, where
-    LoFTR's are detached.
+    There are two differences. The center of the first pixel is (0, 0), as in the other features of kornia, while the
+    keypoints of LoFTR are half a pixel larger. Keypoints and confidence are differentiable with respect to the images,
+    while those of LoFTR are detached.
     """
 
     def __init__(self, preset: str = "default", **options: Any) -> None:
-        """`options` are those of `dualrc.load`: weights, size, max_size, top, min_score."""
+        """Load a preset; `options` are those of `dualrc.load`: weights, size, max_size, top, min_score."""
         super().__init__()
         self.matcher = load_tensor_matcher(preset, **options)
 
     def forward(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """image0, image1 (b 1 h w) or (b 3 h w) in 0 to 1, and mask0, mask1 (b h w), where 0 is padding, if given.
+        """Return keypoints0, keypoints1 (n 2), confidence (n) and batch_indexes (n), sorted by pair, then best first.
 
-        Returns keypoints0, keypoints1 (n 2), confidence (n) and batch_indexes (n), by pair and then best first.
+        `data` contains image0 and image1 (b 1 h w) or (b 3 h w) in 0 to 1 and, optionally, mask0 and mask1 (b h w),
+        which are 0 at padding.
         """
         missing = {"image0", "image1"} - data.keys()
         if missing:

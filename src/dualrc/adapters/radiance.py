@@ -1,4 +1,4 @@
-"""Nerfstudio and gsplat: undistorted images with poses, in the folder that their tools read."""
+"""Export for Nerfstudio and gsplat: undistorted images with poses."""
 
 import tempfile
 from pathlib import Path
@@ -10,15 +10,15 @@ from dualrc.colmap import import_pycolmap, quiet_colmap
 from dualrc.errors import DataError, OutputError
 from dualrc.files import make_folder, write_json
 
-# Nerfstudio's cameras look along -z with y up, as OpenGL's do; COLMAP's look along z with y down.
+# Cameras of Nerfstudio and OpenGL look along -z with y up; cameras of COLMAP look along z with y down.
 _OPENGL_FROM_OPENCV = np.diag([1.0, -1.0, -1.0, 1.0])
 
 
 def write_dataset(model: str | Path, images: str | Path, out: str | Path) -> Path:
     """Write `out`/images, `out`/sparse/0, `out`/points.ply and `out`/transforms.json from a COLMAP model.
 
-    Images are undistorted, so that all cameras are pinholes. `sparse/0` is what gsplat, the original Gaussian
-    Splatting and Nerfstudio's colmap reader open; `transforms.json` is Nerfstudio's own format.
+    The images are undistorted, so that all cameras are pinhole cameras. gsplat, the original Gaussian Splatting and the
+    colmap reader of Nerfstudio read `sparse/0`; `transforms.json` is the native format of Nerfstudio.
     """
     model, images, out = Path(model), Path(images), Path(out)
     if out.exists() and not (out / "transforms.json").is_file():
@@ -27,7 +27,7 @@ def write_dataset(model: str | Path, images: str | Path, out: str | Path) -> Pat
         raise DataError(f"{model} holds no COLMAP model; give the folder with images.bin.")
     pycolmap = import_pycolmap()
     make_folder(out.parent)
-    # The folder appears when it is whole.
+    # Build the dataset in a temporary folder, so that `out` is always complete.
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".dataset-") as folder, quiet_colmap(pycolmap):
         made, ready = Path(folder, "made"), Path(folder, "ready")
         pycolmap.undistort_images(made, model, images)
@@ -44,7 +44,7 @@ def write_dataset(model: str | Path, images: str | Path, out: str | Path) -> Pat
 
 
 def _transforms(model: Any) -> dict[str, Any]:
-    """Nerfstudio's transforms.json; its principal points count pixels as COLMAP's do."""
+    """Return the content of transforms.json; its pixel convention is that of COLMAP."""
     frames = []
     for number in sorted(model.reg_image_ids(), key=lambda number: model.images[number].name):
         image = model.images[number]

@@ -1,4 +1,4 @@
-"""The network as a torch module: batches of images in, matches in their pixels out, on any device, differentiable."""
+"""Differentiable torch module that matches batches of images on any device."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,10 +18,10 @@ from dualrc.pixels import FINE_STRIDE, resize_points
 
 
 class TensorMatcher(nn.Module):
-    """Matches batches of images with one pass of the network; without the matcher's search over scales.
+    """Module that matches batches of images in a single pass, without the search over scales.
 
-    Gradients flow from points and scores to the images, and to parameters that require them, where gradients are
-    enabled. That computes whole tensors: use images of a few hundred pixels.
+    If gradients are enabled, they flow from points and scores to the images and to parameters that require them. This
+    computes full tensors: use images of a few hundred pixels.
     """
 
     def __init__(self, network: Network, config: MatcherConfig, calibration: Calibration | None = None) -> None:
@@ -33,12 +33,12 @@ class TensorMatcher(nn.Module):
     def forward(
         self, images0: Tensor, images1: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
     ) -> NetworkMatches:
-        """Images (b 1 h w) or (b 3 h w) in 0 to 1, masks (b h w) of where to look, to matches in image pixels."""
+        """Match images (b 1 h w) or (b 3 h w) in 0 to 1; only pixels with non-zero masks (b h w) are matched."""
         if len(images0) != len(images1):
             raise ImageError(f"Both batches need the same number of images, not {len(images0)} and {len(images1)}.")
         learns = any(tensor.requires_grad for tensor in (images0, images1, *self.parameters()))
         learns = torch.is_grad_enabled() and learns
-        # The definition alone is differentiable from end to end.
+        # Only the reference engine is differentiable.
         self.network.engine = Engine() if learns else self._fast_engine(images0.device)
         with torch.set_grad_enabled(learns):
             features0, scale0 = self._extract(images0, mask0)
@@ -48,7 +48,7 @@ class TensorMatcher(nn.Module):
             points0 = resize_points(found.points0, scale0.input_size, scale0.image_size)
             points1 = resize_points(found.points1, scale1.input_size, scale1.image_size)
             scores = found.scores if self.calibration is None else interpolate(self.calibration.matches, found.scores)
-            # Refinement can move a point off its mask, so the best are counted after this.
+            # Refinement can move a point off its mask, so the best matches are selected afterwards.
             keep = scores >= self.config.min_score
             for mask, points in ((mask0, points0), (mask1, points1)):
                 if mask is not None:
@@ -60,14 +60,14 @@ class TensorMatcher(nn.Module):
             )
 
     def _fast_engine(self, device: torch.device) -> Engine:
-        """The best engine of a device; without CUDA graphs, which need inputs that stay where they are."""
+        """Return the best engine of a device, without CUDA graphs, which need inputs at fixed addresses."""
         if device not in self._engines:
             name = "triton" if device.type == "cuda" and triton.usable(device) else None
             self._engines[device] = choose(device, name)
         return self._engines[device]
 
     def _extract(self, images: Tensor, mask: Tensor | None) -> tuple[Features, Scale]:
-        """Features of a batch of one size, and how the images were resized."""
+        """Return the features of a batch of images and the scale of their resizing."""
         if images.ndim != 4 or images.shape[1] not in (1, 3) or not images.is_floating_point():
             raise ImageError(
                 f"Images of shape {tuple(images.shape)} and type {images.dtype} can't be matched; give floats in 0 to "
@@ -89,7 +89,7 @@ class TensorMatcher(nn.Module):
 
 
 def interpolate(curve: Curve, scores: Tensor) -> Tensor:
-    """`curve(scores)` as a differentiable function of a tensor of any shape."""
+    """Return `curve(scores)`, differentiable, for a tensor of any shape."""
     knots = scores.new_tensor(curve.scores)
     values = scores.new_tensor(curve.probabilities)
     right = torch.searchsorted(knots, scores.detach().contiguous()).clamp(1, len(knots) - 1)
@@ -98,7 +98,7 @@ def interpolate(curve: Curve, scores: Tensor) -> Tensor:
 
 
 def _on_mask(points: Tensor, pair: Tensor, mask: Tensor) -> Tensor:
-    """Which points (n 2) of these pairs (n) fall on non-zero pixels of masks (b h w)."""
+    """Return which points (n 2) of the given pairs (n) lie on non-zero pixels of masks (b h w)."""
     height, width = mask.shape[1:]
     column, row = (points + 0.5).floor().long().unbind(1)
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
@@ -106,7 +106,7 @@ def _on_mask(points: Tensor, pair: Tensor, mask: Tensor) -> Tensor:
 
 
 def load_tensor_matcher(preset: str = "default", **options: Any) -> TensorMatcher:
-    """A TensorMatcher in float32 on the CPU, with frozen parameters; `options` are those of `dualrc.load`."""
+    """Return a TensorMatcher in float32 on the CPU, with frozen parameters; `options` are those of `dualrc.load`."""
     from dualrc.matcher import load
 
     matcher = load(preset, device="cpu", precision="float32", engine="torch", **options)

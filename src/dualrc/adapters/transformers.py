@@ -1,4 +1,4 @@
-"""Hugging Face transformers: a processor and a model that answer as its keypoint-matching models do, sub-pixel."""
+"""Adapter for Hugging Face transformers: a keypoint-matching model and its image processor."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ transformers: Any = require("transformers", "transformers", "Its models and proc
 
 
 class DualRCConfig(transformers.PretrainedConfig):  # type: ignore[misc]
-    """What `save_pretrained` writes to config.json."""
+    """Configuration that `save_pretrained` writes to config.json."""
 
     model_type = "dualrc"
 
@@ -37,7 +37,7 @@ class DualRCConfig(transformers.PretrainedConfig):  # type: ignore[misc]
         num_matches: int = 2048,
         **options: Any,
     ) -> None:
-        """`network`: the fields of a NetworkConfig; `num_matches`: the best so many matches of a pair are returned."""
+        """Set `network`, the fields of a NetworkConfig, and `num_matches`, the maximum number of matches of a pair."""
         self.network = network or configs.to_dict(configs.preset("default")[0])
         self.calibration = calibration
         self.max_size, self.num_matches = max_size, num_matches
@@ -48,15 +48,15 @@ class DualRCConfig(transformers.PretrainedConfig):  # type: ignore[misc]
 class KeypointMatchingOutput(transformers.utils.ModelOutput):  # type: ignore[misc]
     """Matches of a batch, with the fields of the library's own keypoint-matching models."""
 
-    # (b, 2, n): the number of each keypoint's partner in the other image, -1 where a row is empty.
+    # Index of the matching keypoint in the other image, -1 for empty rows: (b, 2, n).
     matches: Tensor | None = None
     matching_scores: Tensor | None = None  # (b, 2, n)
-    # (b, 2, n, 2): (x, y) as shares of the image's width and height, from its upper left corner.
+    # Positions (x, y) as fractions of the width and height, from the upper left corner: (b, 2, n, 2).
     keypoints: Tensor | None = None
 
 
 class DualRCForKeypointMatching(transformers.PreTrainedModel):  # type: ignore[misc]
-    """The network as a model of transformers."""
+    """Network with the interface of a transformers model."""
 
     config_class = DualRCConfig
     base_model_prefix = "dualrc"
@@ -75,7 +75,7 @@ class DualRCForKeypointMatching(transformers.PreTrainedModel):  # type: ignore[m
     def from_weights(
         cls, preset: str = "default", *, weights: str | Path | None = None, **options: Any
     ) -> "DualRCForKeypointMatching":
-        """A model with the bundled weights of a preset, or with a weights file; `options` are fields of the config."""
+        """Return a model with the bundled weights of a preset or a weights file; `options` are fields of the config."""
         path = bundled(preset) if weights is None else Path(weights)
         if path is None:
             raise WeightsError(f"The package carries no weights for the preset {preset!r}; give a weights file.")
@@ -92,12 +92,12 @@ class DualRCForKeypointMatching(transformers.PreTrainedModel):  # type: ignore[m
         return model.eval().requires_grad_(False)
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Modules are initialized when they are made."""
+        """Do nothing: modules are initialized when they are created."""
 
     def forward(
         self, pixel_values: Tensor, pixel_mask: Tensor | None = None, return_dict: bool | None = None
     ) -> KeypointMatchingOutput | tuple[Tensor, ...]:
-        """Pairs of images (b 2 3 h w) in 0 to 1, and where they are not padding (b 2 h w), to their matches."""
+        """Match pairs of images (b 2 3 h w) in 0 to 1; `pixel_mask` (b 2 h w) is 0 at padding."""
         if pixel_values.ndim != 5 or pixel_values.shape[1] != 2:
             raise ImageError(
                 f"pixel_values has shape {tuple(pixel_values.shape)}; give (batch, 2, 3, height, width), as the image "
@@ -107,12 +107,12 @@ class DualRCForKeypointMatching(transformers.PreTrainedModel):  # type: ignore[m
         found = self.matcher(pixel_values[:, 0], pixel_values[:, 1], *masks)
         batch, height, width = len(pixel_values), *pixel_values.shape[3:]
         count = int(found.pair.bincount(minlength=batch).max()) if len(found.pair) else 0
-        # The place of each match among those of its pair.
+        # Rank of each match within its pair.
         first = torch.searchsorted(found.pair, torch.arange(batch, device=found.pair.device))
         place = torch.arange(len(found.pair), device=found.pair.device) - first[found.pair]
         sizes = found.scores.new_tensor([width, height]).expand(batch, 2, 2)
         if pixel_mask is not None:
-            # Images lie in the upper left corner of what they are padded to.
+            # Padding is at the right and at the bottom, so the mask gives the image sizes.
             sizes = torch.stack([pixel_mask[:, :, 0].sum(2), pixel_mask[:, :, :, 0].sum(2)], dim=2).to(sizes)
         keypoints = found.scores.new_zeros(batch, 2, count, 2)
         scores = found.scores.new_zeros(batch, 2, count)
@@ -126,19 +126,19 @@ class DualRCForKeypointMatching(transformers.PreTrainedModel):  # type: ignore[m
 
 
 class DualRCImageProcessor(transformers.image_processing_utils.BaseImageProcessor):  # type: ignore[misc]
-    """Pairs of images to a batch, and what the model says of them to points in the images' own pixels."""
+    """Image processor that makes batches from pairs of images, and converts outputs to pixels of the images."""
 
     model_input_names = ["pixel_values", "pixel_mask"]  # noqa: RUF012
 
     def __init__(self, max_size: int = 1024, do_resize: bool = True, **options: Any) -> None:
-        """`max_size`: larger images are resized to this long side; without `do_resize` sides are multiples of 16."""
+        """Set the maximum long side of images; without `do_resize`, images keep their size."""
         super().__init__(**options)
         self.max_size, self.do_resize = max_size, do_resize
 
     def preprocess(
         self, images: Sequence[Any], return_tensors: str | None = None, max_size: int | None = None, **_: Any
     ) -> Any:
-        """A pair of images, or a list of pairs, as paths, PIL images, arrays or tensors; padded to one size."""
+        """Return a batch, padded to one size, of a pair or a list of pairs of paths, PIL images, arrays or tensors."""
         pairs = _pairs(images)
         tensors = []
         for image in (image for pair in pairs for image in pair):
@@ -161,10 +161,10 @@ class DualRCImageProcessor(transformers.image_processing_utils.BaseImageProcesso
     def post_process_keypoint_matching(
         self, outputs: KeypointMatchingOutput, target_sizes: Tensor | Sequence[Any], threshold: float = 0.0
     ) -> list[dict[str, Tensor]]:
-        """Matches of each pair in pixels of images of these sizes, (b, 2, 2) as (height, width), best first.
+        """Return the matches of each pair, best first, in pixels of images of `target_sizes` (b, 2, 2), height first.
 
-        Each has keypoints0 and keypoints1 (n 2) in float32, the center of the first pixel at (0, 0), and
-        matching_scores (n) above the threshold.
+        Each result contains keypoints0 and keypoints1 (n 2) in float32, with the center of the first pixel at (0, 0),
+        and matching_scores (n) above the threshold.
         """
         if outputs.keypoints is None or outputs.matches is None or outputs.matching_scores is None:
             raise DataError("The outputs have no keypoints; give what the model returned.")
@@ -193,7 +193,7 @@ def _pairs(images: Sequence[Any]) -> list[tuple[ImageInput, ImageInput]]:
 
 
 def register() -> None:
-    """Let transformers' Auto classes load what `save_pretrained` wrote."""
+    """Register the classes, so that the Auto classes of transformers can load saved models and processors."""
     transformers.AutoConfig.register("dualrc", DualRCConfig, exist_ok=True)
     transformers.AutoModelForKeypointMatching.register(DualRCConfig, DualRCForKeypointMatching, exist_ok=True)
     transformers.AutoImageProcessor.register(

@@ -1,4 +1,4 @@
-"""vismatch: a matcher that `vismatch.get_matcher("dualrc")` finds."""
+"""Adapter for vismatch: a matcher that `vismatch.get_matcher("dualrc")` returns."""
 
 import functools
 from typing import Any
@@ -12,9 +12,9 @@ NAME = "dualrc"
 
 
 def register() -> Any:
-    """Add "dualrc" to vismatch's models; returns the matcher's class, which takes a device and settings of `load`.
+    """Add "dualrc" to the models of vismatch and return the matcher class.
 
-    vismatch has no registry: `vismatch.get_matcher` is wrapped. Call this before `from vismatch import get_matcher`.
+    vismatch has no registry, so this wraps `vismatch.get_matcher`. Call it before `from vismatch import get_matcher`.
     """
     try:
         import vismatch
@@ -44,14 +44,14 @@ def register() -> Any:
 
 
 def _make_class(base: Any) -> Any:
-    """A class that derives from vismatch's, which is known only now."""
+    """Return the matcher class; it is created here because its base class is imported on demand."""
     from dualrc.matcher import load
 
     class DualRCMatcher(base):  # type: ignore[misc]
-        """The matcher under vismatch's interface; points have the center of the first pixel at (0, 0)."""
+        """Matcher with the interface of vismatch; the center of the first pixel is (0, 0)."""
 
         def __init__(self, device: str = "cpu", max_num_keypoints: int = 2048, **options: Any) -> None:
-            """`options` are vismatch's (ransac_iters, ransac_conf, ransac_reproj_thresh) and those of `dualrc.load`."""
+            """Load the matcher; `options` are those of `dualrc.load` and the `ransac_` options of vismatch."""
             ours = {key: value for key, value in options.items() if not key.startswith("ransac_")}
             super().__init__(device, **options)
             self.matcher = load(device=device, top=max_num_keypoints, **ours)
@@ -59,7 +59,7 @@ def _make_class(base: Any) -> Any:
         def _forward(
             self, img0: Tensor, img1: Tensor
         ) -> tuple[FloatArray, FloatArray, None, None, None, None, FloatArray]:
-            """Images (3, h, w) in 0 to 1 to matched points of both, no keypoints or descriptors, and scores."""
+            """Match images (3, h, w) in 0 to 1; return points and scores, without keypoints and descriptors."""
             found = self.matcher.match(img0, img1)
             return found.points0, found.points1, None, None, None, None, found.scores
 

@@ -1,4 +1,4 @@
-"""The command for COLMAP's databases."""
+"""Command that matches the images of a COLMAP database."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -14,27 +14,27 @@ from dualrc.cli.collections import CacheOption, MemoryOption, TopOption, Workers
     "match-colmap", kept=lambda options: f"Finished pairs are in {options['database']}, or in the folder beside it."
 )
 def match_colmap(
-    database: Annotated[Path, typer.Argument(metavar="DATABASE", help="COLMAP's database.db, with its images.")],
-    images: Annotated[Path, typer.Option(help="Folder that the names of the database's images are relative to.")],
+    database: Annotated[Path, typer.Argument(metavar="DATABASE", help="COLMAP database that lists the images.")],
+    images: Annotated[Path, typer.Option(help="Folder that the image names in the database are relative to.")],
     pairs: Annotated[
-        Path | None, typer.Option(help="Text file of two image names a line; without it, all pairs.")
+        Path | None, typer.Option(help="Text file with two image names per line; the default is all pairs.")
     ] = None,
     keep_keypoints: Annotated[
-        bool, typer.Option("--keep-keypoints", help="Match the keypoints that the database has.")
+        bool, typer.Option("--keep-keypoints", help="Match the existing keypoints of the database.")
     ] = False,
     replace_keypoints: Annotated[
         bool,
-        typer.Option("--replace-keypoints", help="Replace the database's keypoints, descriptors and matches."),
+        typer.Option("--replace-keypoints", help="Replace the keypoints, descriptors and matches of the database."),
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="With --keep-keypoints: match pairs again that have matches.")
+        bool, typer.Option("--overwrite", help="With --keep-keypoints: match again pairs that have matches.")
     ] = False,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Let COLMAP estimate the two-view geometry of the pairs.")
     ] = True,
     radius: Annotated[
         float,
-        typer.Option(help="With --keep-keypoints: pixels of the network between a keypoint and where it is found."),
+        typer.Option(help="With --keep-keypoints: maximum distance of a match from a keypoint, in network pixels."),
     ] = 2.0,
     top: TopOption = 4000,
     min_score: common.MinScoreOption = 0.0,
@@ -48,10 +48,11 @@ def match_colmap(
     cache: CacheOption = 4.0,
     threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
-    """Fill matches into a COLMAP database.
+    """Match the images of a COLMAP database and write the matches into it.
 
-    With --keep-keypoints each keypoint of the database is matched, and a pair is written as soon as it is done. Else
-    the images get keypoints of our own; matches are kept in DATABASE.dualrc. Run the same command again after a crash.
+    With --keep-keypoints, the existing keypoints are matched and each finished pair is written at once. Otherwise the
+    images receive new keypoints, and finished pairs are stored in DATABASE.dualrc. After an interruption, run the same
+    command again.
 
     dualrc match-colmap database.db --images images --keep-keypoints
 

@@ -1,4 +1,4 @@
-"""Commands that write the network for other runtimes."""
+"""Commands that export the network to other runtimes."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -9,16 +9,16 @@ from dualrc.cli import common, running
 from dualrc.errors import ConfigError
 from dualrc.types import Size
 
-export_app = typer.Typer(help="Write the network for other runtimes.", no_args_is_help=True)
+export_app = typer.Typer(help="Export the network to other runtimes.", no_args_is_help=True)
 common.app.add_typer(export_app, name="export")
 
 
 def parse_size(text: str) -> Size:
-    """Width and height, written as WxH."""
+    """Return the width and the height of a text such as 640x480."""
     try:
         width, height = (int(part) for part in text.lower().split("x"))
     except ValueError as error:
-        raise ConfigError(f"A size of {text!r} is not one; write two whole numbers as WxH, such as 640x480.") from error
+        raise ConfigError(f"{text!r} is not a size; write two whole numbers as WxH, such as 640x480.") from error
     return width, height
 
 
@@ -26,20 +26,20 @@ def parse_size(text: str) -> Size:
 def export_onnx(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for features.onnx and pair.onnx.")],
     size: Annotated[
-        str | None, typer.Option(metavar="WxH", help="Width and height of both images, multiples of 16.")
+        str | None, typer.Option(metavar="WxH", help="Width and height of both images, as multiples of 16.")
     ] = None,
-    dynamic: Annotated[
-        bool, typer.Option("--dynamic", help="Images of any size; this is what happens without --size.")
-    ] = False,
-    part: Annotated[Literal["features", "pair", "both"], typer.Option(help="Which model to write.")] = "both",
+    dynamic: Annotated[bool, typer.Option("--dynamic", help="Accept images of any size; this is the default.")] = False,
+    part: Annotated[Literal["features", "pair", "both"], typer.Option(help="Model to export.")] = "both",
     precision: Annotated[
-        Literal["float32", "float16"], typer.Option(help="Precision of the backbone and of the features.")
+        Literal["float32", "float16"], typer.Option(help="Precision of the backbone and the features.")
     ] = "float32",
-    top: Annotated[int | None, typer.Option(help="Most matches of a pair; at most 3840 for TensorRT.")] = None,
+    top: Annotated[
+        int | None, typer.Option(help="Maximum number of matches of a pair; at most 3840 for TensorRT.")
+    ] = None,
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
 ) -> dict[str, Any]:
-    """Write ONNX models: image to features, and two images' features to matches.
+    """Export ONNX models: one from image to features, one from the features of two images to matches.
 
     dualrc export onnx models
 

@@ -1,4 +1,4 @@
-"""The command that starts the service."""
+"""Command that starts the service."""
 
 import logging
 import os
@@ -21,21 +21,21 @@ _PANEL = "Limits"
 def serve(
     reconstruction: Annotated[
         Path | None,
-        typer.Argument(metavar="[DIR]", help="Folder of `dualrc reconstruct --out DIR`, to look at in 3D."),
+        typer.Argument(metavar="[DIR]", help="Output folder of `dualrc reconstruct --out DIR`, to view in 3D."),
     ] = None,
     images: Annotated[
         Path | None,
-        typer.Option(help="Folder of the images that DIR was made from; without it, they are not shown."),
+        typer.Option(help="Folder with the images of the reconstruction; without it, they are not shown."),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Any other than this machine's own needs a token.")
+        str, typer.Option(help="Address to listen on. Any address other than localhost needs a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 selects a free port.")] = 8000,
     token: Annotated[
         str | None,
         typer.Option(
             envvar="DUALRC_TOKEN",
-            help="Token that requests must carry; `auto` makes one and prints it. Better given in the environment.",
+            help="Token that requests must contain; `auto` generates and prints one. Prefer the environment variable.",
         ),
     ] = None,
     browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
@@ -45,23 +45,28 @@ def serve(
     size: common.SizeOption = None,
     max_memory: common.MaxMemoryOption = None,
     max_bytes: Annotated[
-        float, typer.Option(metavar="MIB", min=0.01, help="Size of an uploaded file, at most.", rich_help_panel=_PANEL)
+        float, typer.Option(metavar="MIB", min=0.01, help="Maximum size of an uploaded file.", rich_help_panel=_PANEL)
     ] = 64,
     max_pixels: Annotated[
         float,
-        typer.Option(metavar="MP", min=0.01, help="Megapixels of an uploaded image, at most.", rich_help_panel=_PANEL),
+        typer.Option(metavar="MP", min=0.01, help="Maximum megapixels of an uploaded image.", rich_help_panel=_PANEL),
     ] = 100,
-    max_images: Annotated[int, typer.Option(min=2, help="Uploaded images kept.", rich_help_panel=_PANEL)] = 256,
-    max_queue: Annotated[int, typer.Option(min=1, help="Jobs that may wait.", rich_help_panel=_PANEL)] = 64,
+    max_images: Annotated[
+        int, typer.Option(min=2, help="Maximum number of stored images.", rich_help_panel=_PANEL)
+    ] = 256,
+    max_queue: Annotated[int, typer.Option(min=1, help="Maximum number of queued jobs.", rich_help_panel=_PANEL)] = 64,
     max_client_jobs: Annotated[
-        int, typer.Option(min=1, help="Jobs of one client that may wait.", rich_help_panel=_PANEL)
+        int, typer.Option(min=1, help="Maximum number of queued jobs of one client.", rich_help_panel=_PANEL)
     ] = 16,
     keep: Annotated[
-        float, typer.Option(metavar="S", min=1, help="Seconds that images are kept unused.", rich_help_panel=_PANEL)
+        float,
+        typer.Option(metavar="S", min=1, help="Seconds after which unused images expire.", rich_help_panel=_PANEL),
     ] = 3600,
-    limit: Annotated[float, typer.Option(metavar="S", min=1, help="Seconds for a job.", rich_help_panel=_PANEL)] = 120,
+    limit: Annotated[
+        float, typer.Option(metavar="S", min=1, help="Time limit of a job.", rich_help_panel=_PANEL)
+    ] = 120,
     cache: Annotated[
-        float, typer.Option(metavar="GIB", min=0.05, help="Memory for features of images.", rich_help_panel=_PANEL)
+        float, typer.Option(metavar="GIB", min=0.05, help="Memory for cached features.", rich_help_panel=_PANEL)
     ] = 0.75,
     threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
@@ -69,11 +74,11 @@ def serve(
 
     dualrc serve --open
 
-    dualrc serve town --images photos      # a reconstruction in 3D
+    dualrc serve town --images photos      # also shows a reconstruction in 3D
 
-    dualrc serve --host 0.0.0.0 --token auto      # for others too; put HTTPS before it
+    dualrc serve --host 0.0.0.0 --token auto      # for other machines; use an HTTPS proxy
 
-    The service is described in docs/service.md, and by itself at /openapi.json.
+    docs/service.md describes the service; /openapi.json is its specification.
     """
     for module in ("fastapi", "uvicorn", "python_multipart"):
         require(module, "web", "The page and the service")
@@ -101,7 +106,7 @@ def serve(
     )
     if images is not None and reconstruction is None:
         raise ConfigError("--images belongs to a reconstruction; give both: dualrc serve DIR --images FOLDER.")
-    # What can fail is tried before the network is loaded.
+    # Check everything that can fail before loading the network.
     model = None if reconstruction is None else Reconstruction(reconstruction, images)
     with server.listen(host, port) as listener:
         url = server.url_of(listener)
@@ -124,7 +129,7 @@ def serve(
         server.serve(app, listener, started=tell)
     common.screen.print("Stopped; uploads are removed.", highlight=False)
     if server.is_busy():
-        # Native code of another thread, such as that which renders examples, does not survive the interpreter's end.
+        # Exit at once: native code on another thread can crash while the interpreter shuts down.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -132,7 +137,7 @@ def serve(
 
 
 def _log_to_standard_error() -> None:
-    """The access log, a line of JSON for each request, and what uvicorn warns of."""
+    """Send the access log (one JSON line per request) and warnings of uvicorn to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
     access = logging.getLogger("dualrc.web.access")

@@ -33,7 +33,7 @@ def map_incremental(
     options = pycolmap.IncrementalPipelineOptions()
     options.min_model_size = 2
     options.random_seed = 0
-    # -1: all threads.
+    # The value -1 uses all threads.
     options.num_threads = threads or -1
     # A dense matcher gives many times more points than sparse features. A global bundle adjustment after each 10 %
     # of growth, as is COLMAP's default, takes most of the time and does not change the final result.
@@ -45,9 +45,9 @@ def map_incremental(
         options.mapper.abs_pose_refine_focal_length = options.mapper.abs_pose_refine_extra_params = False
     registered = 0
 
-    def count(pictures: int) -> None:
+    def count(added: int) -> None:
         nonlocal registered
-        registered += pictures
+        registered += added
         tell("Mapping", min(registered, len(cameras)), len(cameras))
 
     tell("Mapping", 0, len(cameras))
@@ -75,7 +75,7 @@ def map_global(
         )
     options = pycolmap.GlobalPipelineOptions()
     options.random_seed = options.mapper.random_seed = 0
-    # -1: all threads.
+    # The value -1 uses all threads.
     options.num_threads = options.mapper.num_threads = threads or -1
     # A dense matcher gives many more tracks than the camera poses need. The others are triangulated at the end.
     options.mapper.track_required_tracks_per_view = _TRACKS

@@ -1,4 +1,4 @@
-"""Matching with ONNX Runtime: `Matcher` runs exported models without torch, `export` writes them."""
+"""Matching with ONNX Runtime: `Matcher` runs exported models without torch, `dualrc.onnx.export` writes them."""
 
 from dualrc.onnx.matcher import ImageFeatures, Matcher
 

@@ -1,4 +1,4 @@
-"""The consensus in a form that exports: the same 4D convolutions in a fixed number of slabs, never in place."""
+"""Exportable neighborhood consensus: the same 4D convolutions in a fixed number of slabs, without in-place updates."""
 
 import torch
 from torch import Tensor, nn
@@ -6,30 +6,31 @@ from torch.nn import functional as F
 
 from dualrc.model.consensus import Consensus, swap_images
 
-# Slabs of image 0's rows: only a quarter of the intermediate channels is held at a time.
+# Number of slabs that the rows of image 0 are split into; each slab needs a quarter of the intermediate memory.
 SLABS = 4
 
 
 class SlabConsensus(nn.Module):
-    """N(C) + N(C^T)^T of one pair, for inference."""
+    """Symmetric consensus N(C) + N(C^T)^T of one pair, for inference."""
 
     def __init__(self, consensus: Consensus) -> None:
         super().__init__()
         self.sizes = [weight.shape[2] for weight in consensus.weights]
         self.kernels, self.biases = nn.ParameterList(), nn.ParameterList()
         for number, (weight, bias) in enumerate(zip(consensus.weights, consensus.biases, strict=True)):
-            both = torch.cat([weight, swap_images(weight)]).detach()  # the two directions are two groups
+            # The two directions form two groups of the convolution.
+            both = torch.cat([weight, swap_images(weight)]).detach()
             if number == 0:
-                # Neighbors in image 0 are the input channels: o (k k) k k, of one input.
+                # Neighbors in image 0 become input channels: o (k k) k k.
                 kernel = both.permute(0, 2, 3, 1, 4, 5).flatten(1, 3)
             else:
-                # One part for each neighbor in image 0: (2 k k o) i k k.
+                # One group of outputs for each neighbor in image 0: (2 k k o) i k k.
                 kernel = both.unflatten(0, (2, -1)).permute(0, 3, 4, 1, 2, 5, 6).flatten(0, 3)
             self.kernels.append(nn.Parameter(kernel.contiguous(), requires_grad=False))
             self.biases.append(nn.Parameter(bias.detach().repeat(2), requires_grad=False))
 
     def forward(self, scores: Tensor) -> Tensor:
-        """(h0 w0 h1 w1) -> the same."""
+        """Return the filtered scores: (h0 w0 h1 w1) -> (h0 w0 h1 w1)."""
         height = scores.shape[0]
         halo = sum(size // 2 for size in self.sizes)
         rows = (height + SLABS - 1) // SLABS
@@ -43,16 +44,16 @@ class SlabConsensus(nn.Module):
         return torch.cat(slabs)[:height]
 
     def _slab(self, scores: Tensor, inside: Tensor) -> Tensor:
-        """Rows with a halo (r+2H w0 h1 w1) to rows (r w0 h1 w1); `inside` (r+2H 1 1 1 1) is 0 outside of the image."""
+        """Filter rows with a halo: (r+2H w0 h1 w1) -> (r w0 h1 w1); `inside` (r+2H 1 1 1 1) is 0 outside the image."""
         x = self._first(scores)
         for number in range(1, len(self.sizes)):
-            # Zero padding: what the layer before made of rows beyond the image must not be seen.
+            # Zero padding: clear the values that the previous layer computed for rows outside the image.
             done = sum(size // 2 for size in self.sizes[:number])
             x = self._next(x * inside[done : inside.shape[0] - done], number)
         return x.sum(2)
 
     def _first(self, scores: Tensor) -> Tensor:
-        """(r+2h w0 h1 w1) -> (r w0 o h1 w1)."""
+        """Apply the first layer: (r+2h w0 h1 w1) -> (r w0 o h1 w1)."""
         size, (height, width) = self.sizes[0], scores.shape[:2]
         halo, rows = size // 2, height - 2 * (size // 2)
         padded = F.pad(scores, (0, 0, 0, 0, halo, halo))
@@ -62,12 +63,13 @@ class SlabConsensus(nn.Module):
         return made.relu().unflatten(0, (rows, width))
 
     def _next(self, x: Tensor, number: int) -> Tensor:
-        """(r+2h w0 i h1 w1) -> (r w0 o h1 w1)."""
+        """Apply a further layer: (r+2h w0 i h1 w1) -> (r w0 o h1 w1)."""
         size, (height, width) = self.sizes[number], x.shape[:2]
         halo, rows = size // 2, height - 2 * (size // 2)
         parts = F.conv2d(x.flatten(0, 1), self.kernels[number], padding=halo, groups=2)
         outputs = len(self.biases[number]) // 2
-        parts = parts.unflatten(1, (2, size**2, outputs)).unflatten(0, (height, width))  # H w0 2 kk o h1 w1
+        # Shape: (r+2h w0 2 kk o h1 w1).
+        parts = parts.unflatten(1, (2, size**2, outputs)).unflatten(0, (height, width))
         padded = F.pad(parts, (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, halo, halo))
         total = self.biases[number].view(2, outputs, 1, 1)
         for place in range(size**2):

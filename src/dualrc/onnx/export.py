@@ -1,4 +1,4 @@
-"""Exporting a network to ONNX: a features model and a pair model, in standard operators alone."""
+"""Export of a network to ONNX: a features model and a pair model, with standard operators only."""
 
 import io
 import tempfile
@@ -28,20 +28,22 @@ from dualrc.onnx.modules import FeatureMaps, FeaturesModel, PairMatches, PairMod
 from dualrc.pixels import RATIO, STRIDE
 from dualrc.types import Size
 
-OPSET = 18  # read by ONNX Runtime from 1.14 and TensorRT from 8.6 on
-TOP = 4096  # matches; those that `Matches.pair_score` looks at, and a few more
-# Sizes of the two images that a model of any size is traced with; different, so that none stands for another.
+# Opset version, supported by ONNX Runtime 1.14 and TensorRT 8.6 and later.
+OPSET = 18
+# Default number of matches of the pair model, a few more than `Matches.pair_score` uses.
+TOP = 4096
+# Sizes of the two images that trace a model of any size. All sides differ, so that the tracer cannot confuse them.
 _TRACED = (208, 176), (240, 144)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """What is exported, and how."""
+    """Settings of an export."""
 
-    # (width, height) of both images, multiples of 16; None: any.
+    # Width and height of both images, multiples of 16; None accepts any size.
     size: Size | None = None
     precision: Literal["float32", "float16"] = "float32"
-    # Rows of the pair model's outputs.
+    # Number of rows of the outputs of the pair model.
     top: int = TOP
 
     def __post_init__(self) -> None:
@@ -100,7 +102,7 @@ def export(
 
 
 def make_model(network: DualRCNet, part: Part, config: ExportConfig) -> bytes:
-    """One part of a network as a serialized ONNX model; the network's batch norms are folded."""
+    """Return one part of a network as a serialized ONNX model; this folds the batch norms of the network."""
     fold_batch_norm(network)
     dtype = getattr(torch, config.precision)
     sizes = _TRACED if config.size is None else (config.size, config.size)
@@ -126,7 +128,7 @@ def make_model(network: DualRCNet, part: Part, config: ExportConfig) -> bytes:
 
 
 def _axes(name: str, number: str) -> dict[int, str]:
-    """Names of the height and the width of a map."""
+    """Return the names of the height and width axes of a map."""
     first = 1 if name == "light" else 2
     return {first: f"{name}_height{number}", first + 1: f"{name}_width{number}"}
 
@@ -134,10 +136,10 @@ def _axes(name: str, number: str) -> dict[int, str]:
 def _to_onnx(
     model: nn.Module, inputs: dict[str, Tensor], outputs: Sequence[str], axes: dict[str, dict[int, str]]
 ) -> bytes:
-    """Trace a model; `axes` are those that may have any length, by input and output.
+    """Trace a model; `axes` lists the dynamic axes by input and output.
 
-    The TorchScript exporter takes seconds and works with every supported torch; the one that is based on torch.export
-    takes minutes to reason about sizes that are products of others.
+    The TorchScript exporter takes seconds and works with every supported torch version. The exporter based on
+    torch.export takes minutes, because many sizes are products of other sizes.
     """
     content = io.BytesIO()
     with _quiet(), torch.no_grad():
@@ -156,19 +158,19 @@ def _to_onnx(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the tracer's warnings: of lengths that are always the same, and of its successor."""
+    """Suppress warnings of the tracer about constant lengths and about its deprecation."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def _simplified(model: bytes) -> bytes:
-    """The same model with constants folded, half as large: what the tracer notes of sizes is mostly the same thing."""
+    """Return the model with folded constants, which halves its size: the tracer repeats many shape computations."""
     runtime = require("onnxruntime", "onnx", "ONNX exports")
     with tempfile.TemporaryDirectory() as folder:
         options = runtime.SessionOptions()
         options.log_severity_level = 3
-        # This level keeps to standard operators, which every runtime has.
+        # This level uses standard operators only, which every runtime supports.
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
         options.optimized_model_filepath = str(Path(folder) / "model.onnx")
         runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -182,7 +184,7 @@ def _write(content: bytes, path: Path, info: ModelInfo) -> None:
     standard = [entry for entry in model.opset_import if entry.domain == ""]
     del model.opset_import[:]
     model.opset_import.extend(standard)
-    # The tracer guesses shapes, and not all of them are right for other sizes.
+    # Remove the shapes that the tracer inferred; some of them are wrong for other sizes.
     del model.graph.value_info[:]
     for output in model.graph.output:
         if output.name != "count":

@@ -1,4 +1,4 @@
-"""The matcher on ONNX Runtime: images in, Matches in their own pixels out, without torch."""
+"""Matcher for ONNX Runtime, without torch; it returns Matches in the pixels of the images."""
 
 import math
 from collections.abc import Sequence
@@ -20,8 +20,9 @@ from dualrc.onnx.resize import resize
 from dualrc.types import Size
 
 FILES: dict[Part, str] = {"features": "features.onnx", "pair": "pair.onnx"}
-# Execution providers that are used where nobody chooses: those of this list that are available, in this order.
+# Default execution providers in order of preference; unavailable ones are skipped.
 PROVIDERS = ("CUDAExecutionProvider", "DmlExecutionProvider", "CoreMLExecutionProvider", "CPUExecutionProvider")
+# Names of the feature maps.
 _MAPS = ("coarse", "fine", "light")
 
 Paths = str | Path | tuple[str | Path, str | Path]
@@ -29,9 +30,10 @@ Paths = str | Path | tuple[str | Path, str | Path]
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ImageFeatures:
-    """An image's features, ready to be matched with many others."""
+    """Features of an image, reusable for many matches."""
 
-    maps: dict[str, npt.NDArray[Any]]  # by output of the features model
+    # Feature maps by output name of the features model.
+    maps: dict[str, npt.NDArray[Any]]
     scale: Scale
 
     def __repr__(self) -> str:
@@ -39,25 +41,26 @@ class ImageFeatures:
 
 
 class RawMatches(NamedTuple):
-    """What the pair model found, best first, in pixels of the network's input and with the network's own scores."""
+    """Matches of the pair model, best first, in pixels of the network input and with uncalibrated scores."""
 
-    points0: npt.NDArray[np.float32]  # n 2
-    points1: npt.NDArray[np.float32]  # n 2
-    scores: npt.NDArray[np.float32]  # n
-    exact: npt.NDArray[np.bool_]  # n: the search proved that both points are the best counterparts of each other
+    points0: npt.NDArray[np.float32]  # (n 2)
+    points1: npt.NDArray[np.float32]  # (n 2)
+    scores: npt.NDArray[np.float32]  # (n)
+    # Whether the search proved that both points are the best counterparts of each other.
+    exact: npt.NDArray[np.bool_]  # (n)
 
 
 class Matcher:
-    """Finds correspondences between images with models that `dualrc export onnx` wrote.
+    """Matcher that runs models exported by `dualrc export onnx`.
 
-    It looks once, in standard quality: there is no search for another scale, and there are no masks.
+    It matches in standard quality with a single pass: there is no search over scales, and masks are not supported.
     """
 
     def __init__(self, path: Paths, providers: Sequence[Any] | None = None, *, threads: int | None = None) -> None:
-        """`path` is the folder of both models, or the paths of the features model and of the pair model.
+        """Load the models from a folder, or from the paths of the features model and of the pair model.
 
-        `providers` are execution providers as ONNX Runtime takes them; None: the best of this machine. `threads` limits
-        the CPU threads; None: one per core.
+        `providers` are execution providers in the format of ONNX Runtime; None selects the best available ones.
+        `threads` limits the number of CPU threads; None uses one per core.
         """
         runtime = require("onnxruntime", "onnx", "ONNX models")
         paths = (Path(path) / FILES["features"], Path(path) / FILES["pair"]) if isinstance(path, str | Path) else path
@@ -75,7 +78,7 @@ class Matcher:
         if infos[0].weights != infos[1].weights or infos[0].precision != infos[1].precision:
             raise WeightsError(f"{paths[0]} and {paths[1]} were not exported together; export both again.")
         self.providers: list[str] = self._sessions["pair"].get_providers()
-        # Both sides where the models were exported for one size; None: any multiples of 16.
+        # Fixed input size of the models, or None if they accept any multiples of 16.
         shape = self._sessions["features"].get_inputs()[0].shape
         self.input_size: Size | None = (shape[3], shape[2]) if isinstance(shape[2], int) else None
         calibration = self.model.calibration
@@ -96,11 +99,11 @@ class Matcher:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What is in force: versions, providers and weights; stored with every result."""
+        """Versions, providers and weights, stored with every result."""
         return dict(self._info)
 
     def features(self, image: ImageInput, *, size: int | None = None) -> ImageFeatures:
-        """Everything that matching needs to know of one image; `size` is the long side that the network sees."""
+        """Return the features of an image; `size` is the long side of the network input."""
         pixels = read(image)
         own = (pixels.shape[1], pixels.shape[0])
         scale = Scale(image_size=own, input_size=self._network_size(own, size))
@@ -118,7 +121,7 @@ class Matcher:
         top: int | None = None,
         min_score: float = 0.0,
     ) -> Matches:
-        """Corresponding points of two images, best first; at most as many as the pair model was exported for."""
+        """Return the matches of two images, best first; the exported pair model limits their number."""
         features0, features1 = (
             image if isinstance(image, ImageFeatures) else self.features(image, size=size) for image in (image0, image1)
         )
@@ -127,7 +130,7 @@ class Matcher:
     def match_features(
         self, features0: ImageFeatures, features1: ImageFeatures, *, top: int | None = None, min_score: float = 0.0
     ) -> Matches:
-        """Match two images by features that were extracted before; info["exact"] is the share of exact matches."""
+        """Match two images by their features; info["exact"] is the fraction of exact matches."""
         if top is not None and top < 0:
             raise ConfigError(f"top = {top} must not be negative; leave it out to keep all matches.")
         if not math.isfinite(min_score):
@@ -155,7 +158,7 @@ class Matcher:
         return matches if top is None or top >= len(matches) else matches[:top]
 
     def match_raw(self, features0: ImageFeatures, features1: ImageFeatures) -> RawMatches:
-        """What the pair model gives, without its empty rows."""
+        """Return the output of the pair model without empty rows."""
         session = self._sessions["pair"]
         inputs = {
             f"{name}{side}": features.maps[name]
@@ -175,7 +178,7 @@ class Matcher:
             return network_size(own, long_side=size, max_size=self.model.max_size)
         if size is not None and size != max(self.input_size):
             raise ConfigError(
-                "These models take images of {}x{} alone; leave size out, or export with --dynamic.".format(
+                "These models take images of {}x{} only; leave out size, or export with --dynamic.".format(
                     *self.input_size
                 )
             )
@@ -188,12 +191,15 @@ def _open(runtime: Any, path: Path, providers: Sequence[Any], threads: int | Non
     if not path.is_file():
         raise WeightsError(f"The model {path} does not exist; write it with `dualrc export onnx`.")
     options = runtime.SessionOptions()
-    options.log_severity_level = 3  # errors alone
+    # Level 3 logs errors only.
+    options.log_severity_level = 3
     if threads is not None:
         options.intra_op_num_threads = threads
     if "DmlExecutionProvider" in providers:
-        options.enable_mem_pattern = False  # as DirectML needs it
+        # DirectML does not support memory patterns.
+        options.enable_mem_pattern = False
     try:
         return runtime.InferenceSession(str(path), options, providers=list(providers))
-    except Exception as error:  # its classes are those of a C++ library
+    except Exception as error:
+        # ONNX Runtime raises exceptions of its C++ library, which have no common base class.
         raise WeightsError(f"{path} can't be opened ({str(error).splitlines()[0]}); export it again.") from error

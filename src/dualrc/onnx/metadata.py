@@ -1,4 +1,4 @@
-"""What an exported model says about itself; models keep it as text by name."""
+"""Metadata of exported models, stored in the model files."""
 
 import json
 from collections.abc import Mapping
@@ -10,32 +10,39 @@ from dualrc.config import from_dict, to_dict
 from dualrc.errors import ConfigError, WeightsError
 
 Part = Literal["features", "pair"]
-FORMAT = 1  # of the inputs, the outputs and this information
+# Version of the inputs, the outputs and the metadata.
+FORMAT = 1
+# Key of the metadata in a model file.
 _KEY = "dualrc"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What a runtime must know to use a model; both models of a pair have the same but for `part`."""
+    """Information needed to run a model; it is the same for both models except for `part`."""
 
     part: Part
     preset: str
-    weights: str  # the first digits of the SHA-256 of the weights file
+    # First digits of the SHA-256 of the weights file.
+    weights: str
     precision: str
-    max_size: int  # longest side that the network sees, where the model takes any size
-    antialias: bool  # whether images are smoothed before they are made smaller
-    top: int  # rows of the pair model's outputs
-    dualrc: str  # version that exported the model
+    # Maximum long side of the network input, for models that accept any size.
+    max_size: int
+    # Whether images are smoothed when they are scaled down.
+    antialias: bool
+    # Number of rows of the outputs of the pair model.
+    top: int
+    # Version of dualrc that exported the model.
+    dualrc: str
     calibration: Calibration | None = None
     format: int = FORMAT
 
     def to_metadata(self) -> dict[str, str]:
-        """As a model stores it."""
+        """Return the metadata entries of a model file."""
         return {_KEY: json.dumps(to_dict(self))}
 
     @classmethod
     def from_metadata(cls, values: Mapping[str, str], path: str) -> Self:
-        """What a model at this path stores."""
+        """Return the information in the metadata entries of the model at `path`."""
         remedy = "export it again with `dualrc export onnx`"
         if _KEY not in values:
             raise WeightsError(f"{path} was not exported by dualrc; {remedy}.")

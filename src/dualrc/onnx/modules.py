@@ -1,4 +1,4 @@
-"""The two models that are exported: an image to its features, and two images' features to matches."""
+"""Modules for export: image to features, and features of two images to matches."""
 
 from typing import NamedTuple
 
@@ -17,28 +17,34 @@ from dualrc.onnx.search import in_share, search_top
 
 
 class FeatureMaps(NamedTuple):
-    """Outputs of the features model; without sub-pixel refinement there is no brightness."""
+    """Outputs of the features model; the brightness exists only with sub-pixel refinement."""
 
-    coarse: Tensor  # 1 c h/16 w/16
-    fine: Tensor  # 1 c h/4 w/4, unit length
-    light: Tensor  # 1 h w, float32: the brightness by which matches are aligned
+    coarse: Tensor  # (1 c h/16 w/16)
+    # Features of unit length.
+    fine: Tensor  # (1 c h/4 w/4)
+    # Brightness in float32, used to align matches.
+    light: Tensor  # (1 h w)
 
 
 class PairMatches(NamedTuple):
-    """Outputs of the pair model: the first `count` rows are matches, best first; the others are zero."""
+    """Outputs of the pair model: the first `count` rows are matches, best first; the other rows are zero."""
 
-    points0: Tensor  # top 2, (x, y) in pixels of the network's input
-    points1: Tensor  # top 2
-    scores: Tensor  # top: the network's own
-    count: Tensor  # type: ignore[assignment]  # 1, int64
-    exact: Tensor  # top, bool: the search proved that both points are the best counterparts of each other
+    # Points as (x, y) in pixels of the network input.
+    points0: Tensor  # (top 2)
+    points1: Tensor  # (top 2)
+    # Uncalibrated scores.
+    scores: Tensor  # (top)
+    # Number of matches: (1), int64.
+    count: Tensor  # type: ignore[assignment]
+    # Whether the search proved that both points are the best counterparts of each other.
+    exact: Tensor  # (top) bool
 
 
 class FeaturesModel(nn.Module):
-    """An image to its features.
+    """Model that computes the features of an image.
 
-    The image is float32 RGB in 0 to 255, because a resized image is not a whole number of levels: rounding it would
-    move matches. Normalization is a part of the model, so that a caller needs no constants.
+    The input is float32 RGB in 0 to 255, because rounding a resized image to integers would move matches. The model
+    includes the normalization, so that callers need no constants.
     """
 
     offset: Tensor
@@ -52,7 +58,7 @@ class FeaturesModel(nn.Module):
         self.register_buffer("scale", ((white - black) / 255).contiguous())
 
     def forward(self, image: Tensor) -> tuple[Tensor, ...]:
-        """(1 3 h w), float32 in 0 to 255, sides multiples of 16."""
+        """Return the maps of an image (1 3 h w), float32 in 0 to 255; both sides are multiples of 16."""
         images = image * self.scale + self.offset
         coarse, fine = self.backbone(images.to(self.dtype))
         maps = FeatureMaps(coarse, normalize(fine), brightness(images) if self.lit else images)
@@ -60,7 +66,7 @@ class FeaturesModel(nn.Module):
 
 
 class PairModel(nn.Module):
-    """Two images' features to their best matches."""
+    """Model that finds the best matches from the features of two images."""
 
     def __init__(self, network: DualRCNet, top: int) -> None:
         super().__init__()
@@ -70,7 +76,7 @@ class PairModel(nn.Module):
         self.engine = Engine()
 
     def forward(self, *maps: Tensor) -> PairMatches:
-        """The maps of image 0 and then those of image 1, each as the features model gives them."""
+        """Match the maps of image 0 and image 1, given in this order as the features model returns them."""
         half = len(maps) // 2
         (coarse0, fine0, *light0), (coarse1, fine1, *light1) = maps[:half], maps[half:]
         map0, map1 = FineMap.of(fine0.float()), FineMap.of(fine1.float())
@@ -82,23 +88,23 @@ class PairModel(nn.Module):
         placed = place(self.engine, self.subpixel, (map0, map1), matches)
         points = placed.points0, placed.points1
         best, motions = self._best(matches.pair, exact, placed.scores, *points, placed.motion0, placed.motion1)
-        # Scores do not depend on the alignment, so that only the best are aligned.
+        # Scores do not depend on the alignment, so only the best matches are aligned.
         chosen = Placed(best.points0, best.points1, best.scores, *motions)
         pair = torch.zeros_like(best.exact, dtype=torch.long)
         moved0, moved1 = align_both(self.engine, (light0[0], light1[0]), pair, chosen)
         return best._replace(points0=moved0, points1=moved1)
 
     def coarse_tensor(self, coarse0: Tensor, coarse1: Tensor) -> Tensor:
-        """The refined coarse tensor of maps (1 c h0 w0), (1 c h1 w1): (n m)."""
+        """Return the filtered coarse tensor (n m) of maps (1 c h0 w0) and (1 c h1 w1)."""
         if self.context is not None:
-            # As of images of different sizes: a graph must not depend on whether two sizes are equal.
+            # Attend as for images of different sizes: the graph must not depend on whether two sizes are equal.
             coarse0, coarse1 = self.context.attend([coarse0, coarse1], [None, None])
         scores = mutual_filter(correlate(coarse0, coarse1))
         scores = mutual_filter(self.consensus(scores[0])[None])
         return scores[0].flatten(2).flatten(0, 1)
 
     def search(self, tensor: Tensor, fine0: FineMap, fine1: FineMap) -> tuple[CellMatches, Tensor]:
-        """Mutual matches and whether they are exact; the last row is empty (pair -1), so that there is always one."""
+        """Return mutual matches and whether they are exact; the last row is always empty (pair -1)."""
         there = search_top(tensor, fine0, fine1, self.config)
         back = search_top(tensor.transpose(0, 1).contiguous(), fine1, fine0, self.config)
         cells0, cells1 = (torch.arange(fine.cells, device=tensor.device) for fine in (fine0, fine1))
@@ -117,7 +123,7 @@ class PairModel(nn.Module):
     def _best(
         self, pair: Tensor, exact: Tensor, scores: Tensor, points0: Tensor, points1: Tensor, *more: Tensor
     ) -> tuple[PairMatches, list[Tensor]]:
-        """The best `top` rows of matches, filled up with zeros, and the same rows of further columns."""
+        """Return the best `top` matches, padded with zeros, and the same rows of further columns."""
         known = torch.cat([scores.masked_fill(pair < 0, -1), scores.new_full((self.top,), -1)])
         best, row = known.topk(self.top)
         found = best >= 0

@@ -1,4 +1,4 @@
-"""Resizing without torch, with the results of `dualrc.image.resize`."""
+"""Resizing without torch, with the same results as `dualrc.image.resize`."""
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,12 @@ def resize(pixels: ImageArray, size: Size, *, antialias: bool = True) -> npt.NDA
         return planes
     if not antialias:
         return _interpolate(planes, size)
-    # Pillow's filter is the same triangle as torch's. On floats it does not round between the two axes.
+    # Pillow and torch use the same triangle filter. On floats, Pillow does not round between the two axes.
     return np.stack([np.asarray(Image.fromarray(plane).resize(size, Image.Resampling.BILINEAR)) for plane in planes])
 
 
 def _interpolate(planes: npt.NDArray[np.float32], size: Size) -> npt.NDArray[np.float32]:
-    """Bilinear interpolation of planes (3 h w) between the nearest pixels, whatever the ratio."""
+    """Interpolate planes (3 h w) bilinearly between the nearest pixels, at any ratio."""
     for axis, length in ((1, size[1]), (2, size[0])):
         own = planes.shape[axis]
         place = np.clip((np.arange(length) + 0.5) * (own / length) - 0.5, 0, None)

@@ -1,4 +1,4 @@
-"""The fine search with a fixed amount of work: the most promising coarse cells, and a bound on the rest."""
+"""Fine search with a fixed amount of work: it visits the best coarse cells and bounds the scores of the others."""
 
 from typing import NamedTuple
 
@@ -12,37 +12,43 @@ from dualrc.model.search import TINY, cell_queries, sharpen
 from dualrc.ops.torch import slack
 from dualrc.pixels import RATIO
 
-VISITED = 16  # coarse cells whose fine cells are scored for each coarse cell of the querying image
-SHORTLIST = 48  # coarse cells that are read exactly, to choose those
-_TOGETHER = 4  # cells whose features are gathered at a time
-_ROUNDING = 1e-5  # by which rounding may lift a coarse score above its limit
+# Number of coarse cells whose fine cells are scored for each coarse cell of the query image.
+VISITED = 16
+# Number of coarse cells with exact coarse scores, from which the visited ones are chosen.
+SHORTLIST = 48
+# Number of cells whose features are gathered at once.
+_TOGETHER = 4
+# Relative amount by which rounding can raise a coarse score above its limit.
+_ROUNDING = 1e-5
 
 
 class TopFound(NamedTuple):
-    """The best fine cell for each of the 16 queries of g coarse cells; positions are cell * 16 + place."""
+    """Best fine cell for each of the 16 queries of g coarse cells; positions are cell * 16 + place."""
 
-    position: Tensor  # g*16
-    score: Tensor  # g*16; 0 where nothing scores above zero
-    exact: Tensor  # g*16, bool: no cell that was not visited can score higher
+    position: Tensor  # (g*16)
+    # Score, or 0 if no cell has a positive score.
+    score: Tensor  # (g*16)
+    # Whether no unvisited cell can have a higher score.
+    exact: Tensor  # (g*16) bool
 
 
 def by_cell(fine: FineMap) -> Tensor:
-    """Features of one image in blocks, one for each coarse cell: (cells 16 c)."""
+    """Return the features of one image grouped by coarse cell: (cells 16 c)."""
     grid = fine.features[0].unflatten(0, (fine.height, RATIO, fine.width, RATIO))
     return grid.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
 
 
 def in_share(tensor: Tensor, share: float) -> Tensor:
-    """Which of image 0's coarse cells are queried, the given share with the highest scores: (n m) -> (n) bool."""
+    """Return which coarse cells of image 0 belong to the given fraction with the best scores: (n m) -> (n) bool."""
     best = tensor.amax(1)
     order = best.sort(descending=True).indices
     rank = torch.arange(best.shape[0], device=tensor.device)
-    # As a comparison, since a number of cells that is rounded while tracing would be a constant of the graph.
+    # Compare ranks: a number of cells that is rounded while tracing would become a constant of the graph.
     return torch.zeros_like(rank).scatter(0, order, ((rank + 1) <= share * best.shape[0]).long()) > 0
 
 
 def largest_around(values: Tensor, fine: FineMap, reading: Reading) -> Tensor:
-    """The largest of the rows that each cell's queries read: values (n m), not negative -> (n m)."""
+    """Return the maximum over the rows that the queries of each cell read: non-negative values (n m) -> (n m)."""
     before, after = (0, 1) if reading == "corner" else (1, 1)
     grid = values.unflatten(0, (fine.height, fine.width))
     rows = F.pad(grid, (0, 0, 0, 0, before, after))
@@ -61,31 +67,33 @@ def _largest(values: list[Tensor]) -> Tensor:
 
 
 def top_cells(limits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest `count` of each row (n m), and their columns; rows that are too short are filled with zeros."""
-    # The number is a constant of the graph, whatever the size of the image.
+    """Return the largest `count` values of each row (n m) and their columns; short rows are padded with zeros."""
+    # `count` is a constant of the graph, for images of any size.
     padded = F.pad(limits, (0, count))
     values, columns = padded.topk(count, dim=1)
     return values, columns.clamp(max=limits.shape[1] - 1)
 
 
 def search_top(tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig) -> TopFound:
-    """What every fine cell of image 0 finds in image 1; `tensor` is (n m), cells of image 0 first."""
+    """Find the best fine cell of image 1 for every fine cell of image 0; `tensor` is (n m), cells of image 0 first."""
     candidates, sums = tensor.shape[1], tensor.sum(1)
     every = torch.arange(fine0.cells, device=tensor.device)
     queries = cell_queries(fine0, every[None], config.reading)
-    features, rows, weights = queries.features[0], queries.rows[0], queries.weights[0].transpose(1, 2)  # (g) m 16
-    total = torch.matmul(sums[rows][:, None], weights) + TINY  # g 1 16
+    # Weights have the shape (g m 16).
+    features, rows, weights = queries.features[0], queries.rows[0], queries.weights[0].transpose(1, 2)
+    total = torch.matmul(sums[rows][:, None], weights) + TINY  # (g 1 16)
 
-    # A query reads sum(w t) / sum(w s) over rows t with sums s, and that is no more than the largest t / s.
+    # A query reads sum(w t) / sum(w s) over rows t with sums s, which is at most the largest t / s.
     scale = torch.where(sums > 0, 1 / sums.clamp(min=torch.finfo(sums.dtype).tiny), 0)
     limits = largest_around(tensor * scale[:, None], fine0, config.reading)
     limit, cells = top_cells(limits, SHORTLIST + 1)
     outside, limit, cells = limit[:, SHORTLIST], limit[:, :SHORTLIST], cells[:, :SHORTLIST]
 
-    # Of the shortlist the coarse scores are exact, and the best of them are visited.
-    read = tensor.flatten()[rows[:, None] * candidates + cells[:, :, None]]  # g s m
-    coarse = torch.matmul(read, weights) / total  # g s 16
-    coarse = torch.where(limit[:, :, None] > 0, coarse, 0)  # what fills up a row is a repetition
+    # Compute exact coarse scores of the shortlist, and visit the best cells.
+    read = tensor.flatten()[rows[:, None] * candidates + cells[:, :, None]]  # (g s m)
+    coarse = torch.matmul(read, weights) / total  # (g s 16)
+    # Entries that pad a short row repeat a cell; they get the score 0.
+    coarse = torch.where(limit[:, :, None] > 0, coarse, 0)
     order = coarse.amax(2).topk(SHORTLIST, dim=1).indices
     cells = cells.gather(1, order[:, :VISITED])
     coarse = coarse.gather(1, order[:, :, None].expand(-1, -1, PLACES))
@@ -96,11 +104,11 @@ def search_top(tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfi
     blocks = by_cell(fine1)
     products = []
     for some in cells.split(_TOGETHER, dim=1):
-        block = blocks[some].flatten(1, 2)  # g 4*16 c
+        block = blocks[some].flatten(1, 2)  # (g 4*16 c)
         products.append(torch.bmm(block, features.transpose(1, 2)))
-    cosine = torch.cat(products, dim=1).unflatten(1, (VISITED, PLACES))  # g v 16 16
+    cosine = torch.cat(products, dim=1).unflatten(1, (VISITED, PLACES))  # (g v 16 16)
     fine = sharpen(cosine, config.temperature) if config.temperature > 0 else cosine.clamp(min=0)
-    score = (coarse[:, :, None] * fine).flatten(1, 2)  # g v*16 16
+    score = (coarse[:, :, None] * fine).flatten(1, 2)  # (g v*16 16)
     best, which = score.max(1)
     position = cells.gather(1, which // PLACES) * PLACES + which % PLACES
     exact = (best > rest) | (rest <= 0) | (total[:, 0] <= TINY)

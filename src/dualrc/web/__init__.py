@@ -1,1 +1,1 @@
-"""The HTTP service and the page on it; `dualrc serve` starts them."""
+"""HTTP service and its web page, started by `dualrc serve`."""

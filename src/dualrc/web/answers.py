@@ -1,4 +1,4 @@
-"""What routes share: the service of an app, bodies that are checked, JSON made off the event loop, waiting for jobs."""
+"""Helpers shared by the routes: request validation, JSON responses and waiting for jobs."""
 
 import asyncio
 import json
@@ -17,23 +17,23 @@ from dualrc.web.service import Service
 
 Body = TypeVar("Body", bound=BaseModel)
 T = TypeVar("T")
-# Between two looks at whether a client that waits is still there.
+# Seconds between two checks that a waiting client is still connected.
 _POLL_S = 0.5
 
 
 def service_of(request: Request) -> Service:
-    """The service of the app that got this request."""
+    """Return the service of the app that received this request."""
     found: Service = request.app.state.service
     return found
 
 
 def client(request: Request) -> str:
-    """Who asks."""
+    """Return the address of the client that sent a request."""
     return client_of(request.scope)
 
 
 async def json_body(request: Request, kind: type[Body]) -> Body:
-    """The checked JSON body of a request."""
+    """Return the validated JSON body of a request."""
     try:
         content = parse_json(await request.body())
     except ValueError as error:
@@ -42,7 +42,7 @@ async def json_body(request: Request, kind: type[Body]) -> Body:
 
 
 def checked(kind: type[Body], content: Any) -> Body:
-    """Fields of a request, or a problem that names the wrong one."""
+    """Return validated fields of a request, or raise a Problem that names the first invalid one."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:
@@ -52,12 +52,12 @@ def checked(kind: type[Body], content: Any) -> Body:
 
 
 def schema(kind: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI description of a JSON body."""
+    """Return the OpenAPI description of a JSON body."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": kind.model_json_schema()}}}}
 
 
 async def json_answer(make: Callable[[], Any], status: int = 200) -> Response:
-    """A JSON answer; long lists are written on another thread."""
+    """Return a JSON response; it is encoded on another thread because lists can be long."""
 
     def encode() -> bytes:
         return json.dumps(make(), allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
@@ -66,7 +66,7 @@ async def json_answer(make: Callable[[], Any], status: int = 200) -> Response:
 
 
 async def wait_for(request: Request, job: Job) -> Any:
-    """The result of a job; it is cancelled if the client goes away."""
+    """Return the result of a job; the job is cancelled if the client disconnects."""
     jobs = service_of(request).jobs
     task = asyncio.ensure_future(jobs.result(job))
     try:

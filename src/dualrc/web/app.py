@@ -1,4 +1,4 @@
-"""The app: routes, the guard before them, the page."""
+"""FastAPI application: routes, middleware, error handlers and the web page."""
 
 import asyncio
 import logging
@@ -34,17 +34,18 @@ from dualrc.web.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 STATIC = Path(__file__).parent / "static"
+# Maximum number of seconds between two removals of expired data.
 _SWEEP_S = 30.0
-# Models that are fitted at the same time.
+# Maximum number of models that are fitted at the same time.
 _FITTING = 2
 _DESCRIPTION = "Dense correspondences between two images. Everything stays on this machine."
 
 
 class _Page(StaticFiles):
-    """Files of the page, which browsers ask for again each time: a new version shows at once."""
+    """Static files of the page. Browsers revalidate them, so a new version appears at once."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file, or the page itself for the root."""
+        """Return a file, or the page itself for the root."""
         answer = await super().get_response(path, scope)
         answer.headers["Cache-Control"] = "no-cache"
         return answer
@@ -57,13 +58,13 @@ def create_app(
     reconstruction: Reconstruction | None = None,
     prepare: bool = True,
 ) -> FastAPI:
-    """The service around a matcher, with a reconstruction to look at, if there is one.
+    """Return the app that serves a matcher and, optionally, a reconstruction.
 
-    `prepare` warms up and renders the examples in the background.
+    `prepare` warms up the matcher and renders the examples in the background.
     """
     config = config or ServerConfig()
     metrics = Metrics()
-    # Now rather than for the first download: imported by another thread, it takes over the signals of the process.
+    # Import pycolmap here, not at the first download: imported on another thread, it replaces the signal handlers.
     with suppress(ConfigError):
         import_pycolmap()
 
@@ -91,7 +92,7 @@ def create_app(
         version=dualrc.__version__,
         description=_DESCRIPTION,
         lifespan=life,
-        # They load scripts from elsewhere.
+        # FastAPI's documentation pages load scripts from other servers.
         docs_url=None,
         redoc_url=None,
     )
@@ -99,9 +100,9 @@ def create_app(
     app.state.reconstruction = reconstruction
     app.add_middleware(Guard, config=config, metrics=metrics)
     _add_handlers(app)
-    app.add_api_route("/healthz", _health, methods=["GET"], tags=["server"], summary="Whether the server runs")
+    app.add_api_route("/healthz", _health, methods=["GET"], tags=["server"], summary="Check that the server runs")
     app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["server"], response_class=PlainTextResponse)
-    app.add_api_route("/v1/info", _info, methods=["GET"], tags=["server"], summary="What this server is and accepts")
+    app.add_api_route("/v1/info", _info, methods=["GET"], tags=["server"], summary="Versions and limits of this server")
     for router in (routes_images.router, routes_pairs.router, routes_sets.router):
         app.include_router(router)
     app.mount("/", _Page(directory=STATIC, html=True, check_dir=False), name="page")
@@ -109,12 +110,12 @@ def create_app(
 
 
 async def _health() -> dict[str, str]:
-    """Needs no token."""
+    """Return the status and the version; this route needs no token."""
     return {"status": "ok", "version": dualrc.__version__}
 
 
 async def _info(request: Request) -> dict[str, Any]:
-    """Versions, limits and examples."""
+    """Return versions, limits and examples."""
     service, config = service_of(request), service_of(request).config
     matcher, model = service.matcher, request.app.state.reconstruction
     return {
@@ -137,24 +138,24 @@ async def _info(request: Request) -> dict[str, Any]:
 
 
 async def _metrics(request: Request) -> PlainTextResponse:
-    """Counters and gauges in Prometheus' text format."""
+    """Return counters and gauges in the Prometheus text format."""
     service, metrics = service_of(request), request.app.state.metrics
     gauges = {
-        "dualrc_queue_depth": ("Jobs that wait.", lambda: service.jobs.depth),
-        "dualrc_jobs_running": ("Jobs that run.", lambda: service.jobs.running),
-        "dualrc_images": ("Images that are kept.", lambda: len(service.images)),
-        "dualrc_image_file_bytes": ("Bytes of image files on disk.", lambda: service.images.disk_bytes),
-        "dualrc_pixel_cache_bytes": ("Bytes of decoded images and views.", lambda: service.images.pixel_bytes),
-        "dualrc_feature_cache_bytes": ("Bytes of features.", lambda: service.feature_bytes),
-        "dualrc_warp_cache_bytes": ("Bytes of warps.", lambda: service.warp_bytes),
-        "dualrc_pairs": ("Results that are kept.", lambda: len(service.pairs)),
-        "dualrc_pair_bytes": ("Bytes of results.", lambda: service.pairs.bytes),
+        "dualrc_queue_depth": ("Jobs in the queue.", lambda: service.jobs.depth),
+        "dualrc_jobs_running": ("Jobs running.", lambda: service.jobs.running),
+        "dualrc_images": ("Stored images.", lambda: len(service.images)),
+        "dualrc_image_file_bytes": ("Size of image files on disk.", lambda: service.images.disk_bytes),
+        "dualrc_pixel_cache_bytes": ("Memory of decoded images and views.", lambda: service.images.pixel_bytes),
+        "dualrc_feature_cache_bytes": ("Memory of features.", lambda: service.feature_bytes),
+        "dualrc_warp_cache_bytes": ("Memory of warps.", lambda: service.warp_bytes),
+        "dualrc_pairs": ("Stored results.", lambda: len(service.pairs)),
+        "dualrc_pair_bytes": ("Memory of results.", lambda: service.pairs.bytes),
     }
     return PlainTextResponse(metrics.text(gauges, service.jobs.outcomes), media_type="text/plain; version=0.0.4")
 
 
 def _add_handlers(app: FastAPI) -> None:
-    """Every error is JSON with a sentence and a code."""
+    """Answer every error with JSON that contains a message and a code."""
 
     @app.exception_handler(Problem)
     async def problem_handler(_: Request, problem: Problem) -> JSONResponse:
@@ -174,7 +175,7 @@ def _add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_handler(_: Request, error: HTTPException) -> JSONResponse:
         codes = {404: "not_found", 405: "wrong_method"}
-        words = {404: "There is nothing here; see /openapi.json.", 405: "This address needs another method."}
+        words = {404: "There is nothing here; see /openapi.json.", 405: "This address requires another method; see /openapi.json."}
         status = error.status_code
         body = {"error": words.get(status, str(error.detail)), "code": codes.get(status, "failed")}
         return JSONResponse(body, status, error.headers)
@@ -182,11 +183,11 @@ def _add_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def crash_handler(_: Request, error: Exception) -> JSONResponse:
         logger.error("A request failed.", exc_info=error)
-        return JSONResponse({"error": "The server failed; its log says why.", "code": "failed"}, 500)
+        return JSONResponse({"error": "The server failed; see its log.", "code": "failed"}, 500)
 
 
 async def _sweep(service: Service) -> None:
-    """Remove what has expired, now and then."""
+    """Remove expired data periodically."""
     while True:
         await asyncio.sleep(min(_SWEEP_S, service.config.keep_s))
         with suppress(OSError):

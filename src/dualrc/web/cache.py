@@ -1,4 +1,4 @@
-"""Values in memory, bounded by their bytes, shared by threads."""
+"""Thread-safe LRU cache with a memory limit."""
 
 import threading
 from collections import OrderedDict
@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 class ByteCache(Generic[Key, Value]):
-    """The least recently used values go first when all together take more than `max_bytes`."""
+    """Cache that drops the least recently used values when their total size exceeds `max_bytes`."""
 
     def __init__(self, max_bytes: int, size_of: Callable[[Value], int]) -> None:
         self.max_bytes, self._size_of = max_bytes, size_of
@@ -23,11 +23,11 @@ class ByteCache(Generic[Key, Value]):
 
     @property
     def bytes(self) -> int:
-        """Memory that the values take."""
+        """Total size of the values, in bytes."""
         return self._bytes
 
     def get(self, key: Key) -> Value | None:
-        """The value of a key, or None."""
+        """Return the value of a key, or None."""
         with self._lock:
             if key not in self._values:
                 return None
@@ -35,7 +35,7 @@ class ByteCache(Generic[Key, Value]):
             return self._values[key][0]
 
     def put(self, key: Key, value: Value) -> None:
-        """Keep a value, unless it alone is too large."""
+        """Store a value, unless it alone exceeds the limit."""
         size = self._size_of(value)
         with self._lock:
             self._drop(key)
@@ -47,7 +47,7 @@ class ByteCache(Generic[Key, Value]):
                 self._drop(next(iter(self._values)))
 
     def make(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of a key, made if it is not kept."""
+        """Return the value of a key; `make` creates it if it is not cached."""
         found = self.get(key)
         if found is None:
             found = make()
@@ -55,7 +55,7 @@ class ByteCache(Generic[Key, Value]):
         return found
 
     def discard(self, which: Callable[[Key], bool]) -> None:
-        """Drop the values whose keys are chosen."""
+        """Drop the values whose keys satisfy `which`."""
         with self._lock:
             for key in [key for key in self._values if which(key)]:
                 self._drop(key)

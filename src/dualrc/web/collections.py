@@ -1,4 +1,4 @@
-"""Collections: all pairs of some images, matched one after the other."""
+"""Collections: sets of images whose pairs are all matched, one after the other."""
 
 import secrets
 import threading
@@ -11,13 +11,13 @@ from dualrc.web.problems import unknown
 from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import Upload
 
-# Collections that are kept.
+# Maximum number of stored collections.
 _MOST = 64
 
 
 @dataclass(kw_only=True, eq=False)
 class Collection:
-    """Images, and what is known of their pairs so far."""
+    """Images of a collection and the results of the pairs matched so far."""
 
     images: list[Upload]
     id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
@@ -26,15 +26,15 @@ class Collection:
     pairs: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def tell(self, i: int, j: int, pair: Pair) -> None:
-        """Note a pair that was matched."""
+        """Store the result of a matched pair."""
         self.scores[i, j], self.pairs[i, j] = pair.matches.pair_score, pair.id
 
     def finished(self) -> dict[str, Any]:
-        """The result of the job."""
+        """Return the result of the job."""
         return {"collection": self.id}
 
     def describe(self) -> dict[str, Any]:
-        """The matrix of scores, symmetric, null on the diagonal and where nothing is known yet."""
+        """Return the JSON of a collection; scores are symmetric, null on the diagonal and for unmatched pairs."""
         count, scores, pairs = len(self.images), dict(self.scores), dict(self.pairs)
         matrix: list[list[float | None]] = [[None] * count for _ in range(count)]
         for (i, j), score in scores.items():
@@ -49,7 +49,7 @@ class Collection:
 
 
 class CollectionStore:
-    """Collections by their ids, for as long as images are kept."""
+    """Collections by id; unused ones expire."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -57,7 +57,7 @@ class CollectionStore:
         self._lock = threading.Lock()
 
     def add(self, collection: Collection) -> None:
-        """Keep a collection."""
+        """Store a collection."""
         with self._lock:
             oldest = time.monotonic() - self._config.keep_s - self._config.collection_s
             for number in [number for number, one in self._kept.items() if one.used < oldest]:
@@ -67,7 +67,7 @@ class CollectionStore:
             self._kept[collection.id] = collection
 
     def get(self, number: str) -> Collection:
-        """The collection of this id, which is used now."""
+        """Return the collection with this id and mark it as used."""
         with self._lock:
             found = self._kept.get(number)
             if found is None:

@@ -1,4 +1,4 @@
-"""Example pairs, rendered by `dualrc.scenes`: nothing is downloaded."""
+"""Example pairs, rendered by `dualrc.scenes` without any download."""
 
 import threading
 from collections.abc import Callable
@@ -18,12 +18,12 @@ SIZE = (800, 608)
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """An example as the page lists it."""
+    """Example pair as listed on the page."""
 
     name: str
     title: str
     description: str
-    # Whether the images show the same scene, so that every pixel's counterpart is known.
+    # Whether both images show the same scene, so that the ground truth is known.
     truth: bool = True
 
 
@@ -31,24 +31,24 @@ EXAMPLES = (
     Example(
         name="town",
         title="Town square",
-        description="Two views of a rendered square: another viewpoint, other light.",
+        description="Two rendered views of a square, with different viewpoints and lighting.",
     ),
     Example(
         name="wall",
         title="Wall with posters",
-        description="A plane seen from two sides. A homography explains all matches.",
+        description="A planar wall seen from two viewpoints. One homography fits all matches.",
     ),
     Example(
         name="unrelated",
         title="Nothing in common",
-        description="Two images of different places. The verdict says so.",
+        description="Two images of different places, which the verdict reports.",
         truth=False,
     ),
 )
 
 
 def find(name: str) -> Example:
-    """The example of a name."""
+    """Return the example with this name."""
     found = next((one for one in EXAMPLES if one.name == name), None)
     if found is None:
         names = ", ".join(one.name for one in EXAMPLES)
@@ -57,7 +57,7 @@ def find(name: str) -> Example:
 
 
 class Examples:
-    """Renders examples when they are first asked for, and keeps them as images that do not expire."""
+    """Examples, rendered at the first request and stored as images that do not expire."""
 
     def __init__(self, images: ImageStore, size: Size = SIZE) -> None:
         self._images, self._size = images, size
@@ -65,11 +65,11 @@ class Examples:
         self._ready: dict[str, tuple[Upload, Upload]] = {}
 
     def list(self) -> list[dict[str, str]]:
-        """What there is."""
+        """Return the names, titles and descriptions of all examples."""
         return [{"name": one.name, "title": one.title, "description": one.description} for one in EXAMPLES]
 
     def get(self, name: str) -> tuple[Example, tuple[Upload, Upload]]:
-        """An example and its two images, rendered if they have to be."""
+        """Return an example and its two images; they are rendered if necessary."""
         found = find(name)
         with self._lock:
             if name == "unrelated":
@@ -77,7 +77,7 @@ class Examples:
             return found, self._pair(name)
 
     def ready(self, name: str) -> tuple[Upload, Upload] | None:
-        """The images of an example, if they are rendered."""
+        """Return the images of an example, or None if they are not rendered yet."""
         find(name)
         if name != "unrelated":
             return self._ready.get(name)
@@ -85,7 +85,7 @@ class Examples:
         return (town[0], wall[0]) if town and wall else None
 
     def prepare(self, stop: Callable[[], bool]) -> None:
-        """Render all of them, unless it is time to stop."""
+        """Render all examples; `stop` is checked before each of them."""
         for one in EXAMPLES:
             if not stop():
                 self.get(one.name)

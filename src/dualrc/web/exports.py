@@ -1,4 +1,4 @@
-"""Matches of a pair as files: npz, CSV, and COLMAP's database."""
+"""Export of the matches of a pair: npz, CSV and COLMAP database."""
 
 import tempfile
 from dataclasses import replace
@@ -20,7 +20,7 @@ FILES = {"npz": "matches.npz", "csv": "matches.csv", "colmap": "database.db"}
 
 
 def export(pair: Pair, form: Format) -> bytes:
-    """The matches of a pair as a file."""
+    """Return the matches of a pair as the content of a file."""
     with tempfile.TemporaryDirectory(prefix="dualrc-export-") as folder:
         path = Path(folder) / FILES[form]
         if form == "colmap":
@@ -31,7 +31,7 @@ def export(pair: Pair, form: Format) -> bytes:
 
 
 def _write_database(pair: Pair, path: Path) -> None:
-    """COLMAP's database of two images: cameras, keypoints, matches and, if there is a model, its inliers."""
+    """Write a COLMAP database with the cameras, keypoints and matches of a pair, and the inliers of its estimate."""
     pycolmap = import_pycolmap()
     names = [image.name for image in pair.images]
     if names[0] == names[1]:
@@ -57,15 +57,15 @@ def _camera(image: Upload) -> Camera:
 
 
 def _unique(places: FloatArray) -> tuple[FloatArray, Any]:
-    """Different keypoints (m, 2), and for each match its keypoint (n,)."""
+    """Return unique keypoints (m, 2) and the keypoint index of each match (n,)."""
     keypoints, rows = np.unique(places.reshape(-1, 2), axis=0, return_inverse=True)
     return keypoints, rows.reshape(-1)
 
 
 def _geometry(matches: Matches, indices: Any, pycolmap: Any) -> Any:
-    """The inliers of a model as COLMAP keeps them; None where there is no model.
+    """Return the inliers of an estimate as a COLMAP two-view geometry, or None without an estimate.
 
-    Without matrices: those of images that are stored on their side would be others, and COLMAP estimates them again.
+    The matrix is left out: COLMAP estimates it again, and it would not apply to images that are stored rotated.
     """
     model = matches.estimate
     if model is None or model.matrix is None:

@@ -1,6 +1,6 @@
-"""Jobs: a bounded queue, one worker thread, progress for those who listen, and cancellation.
+"""Job queue with a limited length, one worker thread, progress events and cancellation.
 
-A job's work is a generator. It yields its progress at points where it may stop, and returns its result.
+The work of a job is a generator. It yields its progress at points where it can be stopped, and returns its result.
 """
 
 import asyncio
@@ -22,13 +22,15 @@ logger = logging.getLogger(__name__)
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 ENDED = ("done", "failed", "cancelled")
+# Maximum number of finished jobs that are remembered.
 _FINISHED_KEPT = 1024
+# Seconds without an event after which a stream sends a comment to keep the connection open.
 _HEARTBEAT_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a job is."""
+    """Progress of a job."""
 
     stage: str = ""
     fraction: float = 0.0
@@ -40,19 +42,19 @@ Work = Generator[Progress, None, Any]
 
 @dataclass(kw_only=True, eq=False)
 class Job:
-    """A piece of work for the worker thread."""
+    """Task for the worker thread."""
 
     start: Callable[[], Work]
     client: str
     limit_s: float
-    # Jobs of many steps let others go first between two steps.
+    # Whether other jobs may run between two steps of this one.
     long: bool = False
-    # Jobs with the same key may be given to `together` at once; None: this one runs alone.
+    # Jobs with the same key can be matched in one batch; None runs the job alone.
     batch_key: tuple[Any, ...] | None = None
     pair: Any = None
-    # Whether clients can ask for it by its id. One that is not listed goes when its result is taken.
+    # Whether clients can query the job by its id. A job that is not listed is dropped with its result.
     listed: bool = True
-    # Called when the job has ended, in whatever way.
+    # Called when the job ends, whether it succeeded or not.
     release: Callable[[], None] = lambda: None
     id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
     state: State = "queued"
@@ -66,16 +68,16 @@ class Job:
 
     @property
     def late(self) -> bool:
-        """Whether its time is over."""
+        """Whether the job has exceeded its time limit."""
         return time.monotonic() > self.created + self.limit_s
 
 
-# Matches several pairs at once: one result, or one error, for each.
+# Function that matches several pairs in one batch and returns one result for each.
 Together = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class JobQueue:
-    """First come, first served, on one thread."""
+    """First-in, first-out queue with one worker thread."""
 
     def __init__(self, config: ServerConfig, *, together: Together | None = None) -> None:
         self.config, self._together = config, together
@@ -90,12 +92,12 @@ class JobQueue:
         self.outcomes: Counter[str] = Counter()
 
     def open(self) -> None:
-        """Start the worker; called from the event loop that listens."""
+        """Start the worker; call this from the event loop that follows the jobs."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def close(self, wait_s: float = 10.0) -> None:
-        """Cancel everything and wait for the worker."""
+        """Cancel all jobs and wait for the worker."""
         with self._ready:
             self._closing = True
             for job in [*self._jobs.values(), *self._waiting, *self._working]:
@@ -106,27 +108,27 @@ class JobQueue:
 
     @property
     def closing(self) -> bool:
-        """Whether the server stops."""
+        """Whether the server is stopping."""
         return self._closing
 
     @property
     def depth(self) -> int:
-        """Jobs that wait."""
+        """Number of jobs in the queue."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Jobs that run: one, or those of a batch."""
+        """Number of running jobs; more than one for a batch."""
         return len(self._working)
 
     def when_idle(self, task: Callable[[], None]) -> None:
-        """Do something on the worker thread when no job waits."""
+        """Run a task on the worker thread when no job is waiting."""
         self._idle.put(task)
         with self._ready:
             self._ready.notify_all()
 
     def submit(self, job: Job) -> Job:
-        """Queue a job, or say that there are too many."""
+        """Queue a job; raise a Problem if there are too many."""
         with self._ready:
             if self._closing:
                 raise Problem(503, "closing", "The server is stopping; try again when it is back.", retry_s=10)
@@ -135,7 +137,7 @@ class JobQueue:
                 message = f"You have {mine} jobs waiting; wait for some of them, or cancel them."
                 raise Problem(429, "too_many_jobs", message, retry_s=self._retry_s(mine))
             if len(self._waiting) >= self.config.max_queue:
-                message = f"{len(self._waiting)} jobs are waiting, as many as the server accepts; try again soon."
+                message = f"{len(self._waiting)} jobs are waiting, which is the limit of the server; try again soon."
                 raise Problem(503, "queue_full", message, retry_s=self._retry_s(len(self._waiting)))
             self._forget()
             if job.listed:
@@ -145,19 +147,19 @@ class JobQueue:
         return job
 
     def get(self, number: str) -> Job:
-        """The job of this id."""
+        """Return the job with this id."""
         job = self._jobs.get(number)
         if job is None:
             raise unknown("job")
         return job
 
     def cancel(self, job: Job) -> None:
-        """A queued job ends at once, a running one when its work comes to a point where it may stop."""
+        """Cancel a job: at once if it is queued, at its next step if it is running."""
         with self._ready:
             self._cancel(job)
 
     def snapshot(self, job: Job) -> tuple[str, dict[str, Any]]:
-        """The name and the data of the event that tells how a job stands."""
+        """Return the name and the data of the event that describes the current state of a job."""
         if job.state == "done":
             return "done", dict(job.result)
         if job.state == "failed" and job.problem is not None:
@@ -170,7 +172,7 @@ class JobQueue:
         return "progress", {**told, "fraction": round(job.progress.fraction, 4), **job.progress.extra}
 
     async def follow(self, job: Job) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
-        """How a job stands, whenever that changes, until it has ended; None where nothing changed for long."""
+        """Yield an event for every change of a job until it ends, and None when nothing has changed for a while."""
         told = None
         while True:
             changed = job.changed
@@ -186,10 +188,10 @@ class JobQueue:
                 yield None
 
     async def result(self, job: Job) -> Any:
-        """What the job returned; raises the Problem of one that failed."""
+        """Return the result of a job, or raise the Problem with which it failed."""
         while job.state not in ENDED:
             changed = job.changed
-            # The state may have changed before the event was taken.
+            # The state can change before the event is read.
             if job.state not in ENDED:
                 left = job.created + job.limit_s + 1 - time.monotonic()
                 try:
@@ -207,7 +209,7 @@ class JobQueue:
         return max(1, min(60, waiting))
 
     def _forget(self) -> None:
-        """Forget the oldest finished jobs, and those that ended long ago."""
+        """Remove the oldest finished jobs and expired ones."""
         ended = [job for job in self._jobs.values() if job.state in ENDED]
         oldest = time.monotonic() - self.config.keep_s - self.config.collection_s
         for number, job in enumerate(ended):
@@ -243,7 +245,7 @@ class JobQueue:
             logger.exception("A background task failed.")
 
     def _take(self) -> list[Job]:
-        """The next job, with those that can be matched together with it."""
+        """Return the next job and the jobs that can be matched in one batch with it."""
         if not self._waiting:
             return []
         jobs = [self._waiting.pop(0)]
@@ -275,7 +277,7 @@ class JobQueue:
         try:
             prepared = self._together([job.pair for job in jobs])
         except Exception:
-            # Each alone says which of them fails.
+            # Matching the pairs one by one finds the pair that fails.
             logger.info("Matching %d pairs together failed; they are matched one by one.", len(jobs), exc_info=True)
             prepared = []
         for job, found in zip(jobs, prepared, strict=False):
@@ -284,7 +286,7 @@ class JobQueue:
             self._run_one(job)
 
     def _run_one(self, job: Job) -> None:
-        """Run a job to its end, or, if it is a long one and others wait, for one step."""
+        """Run a job to its end, or for one step if it is long and other jobs are waiting."""
         try:
             job.work = job.work or job.start()
             while True:
@@ -300,7 +302,7 @@ class JobQueue:
                 if job.long and self._waiting:
                     with self._ready:
                         if not job.cancelled and not self._closing:
-                            # `running` stays its state: it has begun, and goes on after the others.
+                            # The state remains `running`: the job continues after the others.
                             self._waiting.append(job)
                             return
         except StopIteration as end:
@@ -312,7 +314,7 @@ class JobQueue:
             self._finish(job, "failed", from_error(error))
         except Exception:
             logger.exception("A job failed.")
-            message = "The server failed to do this; its log says why. Try again, or with other images."
+            message = "The server failed; see its log. Try again, or use other images."
             self._finish(job, "failed", Problem(500, "failed", message))
 
     def _finish(self, job: Job, state: State, problem: Problem | None = None) -> None:
@@ -320,7 +322,7 @@ class JobQueue:
             self._end(job, state, problem)
 
     def _end(self, job: Job, state: State, problem: Problem | None = None) -> None:
-        # The problem first: who sees the state looks for it.
+        # Set the problem before the state, because readers of the state use it.
         job.problem, job.work, job.pair, job.start = problem, None, None, _ended
         job.state = state
         self.outcomes[state] += 1
@@ -332,7 +334,7 @@ class JobQueue:
             self._wake(job)
 
     def _wake(self, job: Job) -> None:
-        """Wake those who listen, on their event loop."""
+        """Notify the listeners of a job on their event loop."""
 
         def wake() -> None:
             changed, job.changed = job.changed, asyncio.Event()
@@ -343,10 +345,10 @@ class JobQueue:
 
 
 def _ended() -> Work:
-    """The work of a job that has ended; what it worked on is let go."""
+    """Replace the work of a finished job, so that its data can be freed."""
     raise AssertionError("A job is run once.")
 
 
 def _too_late(job: Job) -> Problem:
-    message = f"The job took longer than {job.limit_s:g} s; give a smaller size, or try again when less is going on."
+    message = f"The job took longer than {job.limit_s:g} s; use a smaller size, or try again when the server is less busy."
     return Problem(504, "too_late", message)

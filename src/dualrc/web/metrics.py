@@ -1,4 +1,4 @@
-"""Counters of the service in Prometheus' text format."""
+"""Metrics of the service in the Prometheus text format."""
 
 import os
 import threading
@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+# Upper bounds of the histogram of request durations, in seconds.
 _BUCKETS = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 
 
 class Metrics:
-    """Requests by route, method and status, and how long they took; gauges are asked when they are read."""
+    """Request counts by route, method and status, and request durations."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,7 +31,7 @@ class Metrics:
             self._seconds[route] = self._seconds.get(route, 0.0) + seconds
 
     def text(self, gauges: Mapping[str, tuple[str, Callable[[], float]]], jobs: Mapping[str, int]) -> str:
-        """All of them; `gauges` by name: what it is, and its value."""
+        """Return all metrics; `gauges` maps a name to a description and a function that returns the value."""
         with self._lock:
             requests, buckets = dict(self._requests), {route: list(counts) for route, counts in self._buckets.items()}
             seconds = dict(self._seconds)
@@ -60,7 +61,7 @@ _OUTCOMES = ("done", "failed", "cancelled")
 
 
 def resident_bytes() -> float:
-    """Memory that this process has now; 0 where the system does not tell."""
+    """Return the resident memory of this process, or 0 if the system does not report it."""
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         return float(pages * os.sysconf("SC_PAGE_SIZE"))

@@ -1,4 +1,4 @@
-"""Results of pairs: what was found, for as long as it is kept, as the service tells it."""
+"""Results of pairs: storage with expiry, and their JSON representation."""
 
 import math
 import secrets
@@ -18,15 +18,15 @@ from dualrc.web.problems import unknown
 from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import Upload
 
-# Least pair scores of the verdicts.
+# Minimum pair scores of the verdicts `same` and `unsure`.
 SAME, UNSURE = 0.9, 0.1
-# Bytes of a pair beside its arrays.
+# Approximate memory of a pair in addition to its arrays, in bytes.
 _OVERHEAD = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatchSettings:
-    """What a match request asks for."""
+    """Settings of a match request."""
 
     quality: Quality = "standard"
     size: int | None = None
@@ -38,7 +38,7 @@ class MatchSettings:
 
 @dataclass(kw_only=True, eq=False)
 class Pair:
-    """The matches of two images."""
+    """Matches of two images."""
 
     images: tuple[Upload, Upload]
     matches: Matches
@@ -50,13 +50,13 @@ class Pair:
 
     @property
     def bytes(self) -> int:
-        """Memory that it takes."""
+        """Memory of the result, in bytes."""
         arrays = [self.matches] + ([] if self.matches.whole is None else [self.matches.whole])
         return _OVERHEAD + sum(one.points0.nbytes + one.points1.nbytes + one.scores.nbytes for one in arrays)
 
 
 class PairStore:
-    """Results by their unguessable ids, bounded by their bytes; the least recently used go first."""
+    """Results by unguessable id; the least recently used ones are dropped when they exceed the memory limit."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -69,11 +69,11 @@ class PairStore:
 
     @property
     def bytes(self) -> int:
-        """Memory that the results take."""
+        """Memory of all results, in bytes."""
         return self._bytes
 
     def add(self, pair: Pair) -> None:
-        """Keep a result."""
+        """Store a result."""
         with self._lock:
             self._pairs[pair.id] = pair
             self._bytes += pair.bytes
@@ -82,7 +82,7 @@ class PairStore:
                 self._drop(next(iter(self._pairs)))
 
     def get(self, number: str) -> Pair:
-        """The result of this id, which is used now."""
+        """Return the result with this id and mark it as used."""
         with self._lock:
             self._expire()
             pair = self._pairs.get(number)
@@ -93,7 +93,7 @@ class PairStore:
             return pair
 
     def expire(self) -> None:
-        """Drop what was not used for long."""
+        """Drop expired results."""
         with self._lock:
             self._expire()
 
@@ -107,7 +107,7 @@ class PairStore:
 
 
 def describe(pair: Pair) -> dict[str, Any]:
-    """The JSON of a result; coordinates are rounded to 1e-4 px, npz has them exactly."""
+    """Return the JSON of a result; coordinates are rounded to 1e-4 px, npz files contain the exact values."""
     matches, info = pair.matches, pair.matches.info
     score = matches.pair_score
     return {
@@ -136,7 +136,7 @@ def describe(pair: Pair) -> dict[str, Any]:
 
 
 def describe_estimate(model: Estimate) -> dict[str, Any]:
-    """The JSON of a fitted model; `fundamental` serves epipolar lines in pixels."""
+    """Return the JSON of an estimate; `fundamental` gives epipolar lines in pixels."""
     warnings = list(model.warnings)
     if model.matrix is None:
         warnings.append(f"No model was found: {model.info.get('reason', 'no model fits')}.")
@@ -154,7 +154,7 @@ def describe_estimate(model: Estimate) -> dict[str, Any]:
 
 
 def fundamental(model: Estimate) -> list[list[float]] | None:
-    """The fundamental matrix, in pixels, of a model that has one; lenses are taken to be free of distortion."""
+    """Return the fundamental matrix of an estimate, in pixels and without lens distortion, or None."""
     if model.matrix is None or model.kind == "homography":
         return None
     if model.kind == "fundamental":
@@ -167,7 +167,7 @@ def fundamental(model: Estimate) -> list[list[float]] | None:
 
 
 def verdict(score: float, *, calibrated: bool) -> dict[str, str]:
-    """A pair score in plain words."""
+    """Return a pair score as a level and a phrase."""
     if not calibrated:
         return {"level": "unsure", "text": "Not sure: these weights have no calibration"}
     if score >= SAME:
@@ -178,7 +178,7 @@ def verdict(score: float, *, calibrated: bool) -> dict[str, str]:
 
 
 def commands(pair: Pair) -> dict[str, str]:
-    """The command line and the lines of Python that find the same matches."""
+    """Return the shell command and the Python code that find the same matches."""
     names, settings = [image.name for image in pair.images], pair.settings
     options = {"quality": settings.quality, "size": settings.size, "top": settings.top, "min_score": settings.min_score}
     given = {key: value for key, value in options.items() if value != getattr(MatchSettings(), key)}
@@ -195,13 +195,13 @@ def commands(pair: Pair) -> dict[str, str]:
         lines.append(
             f"model = dualrc.geometry.estimate(matches, {settings.estimate!r}, threshold_px={settings.threshold_px:g})"
         )
-    # A name that begins with a dash would be read as an option.
+    # A name that begins with a dash would be parsed as an option.
     files = [f"./{name}" if name.startswith("-") else name for name in names]
     return {"shell": shlex.join(["dualrc", "match", *files, *flags, "-o", "matches.npz"]), "python": "\n".join(lines)}
 
 
 def rounded(values: npt.NDArray[Any], digits: int = 4) -> list[Any]:
-    """An array as nested lists of short numbers, with None for NaN."""
+    """Return an array as nested lists of rounded numbers, with None for NaN."""
     plain = np.round(values.astype(np.float64), digits)
     if np.isfinite(plain).all():
         return plain.tolist()
@@ -211,5 +211,5 @@ def rounded(values: npt.NDArray[Any], digits: int = 4) -> list[Any]:
 
 
 def finite(value: float) -> float | None:
-    """A number that JSON has."""
+    """Return a number that JSON can represent, or None."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Errors of the service: a status, a code for programs and one sentence for people."""
+"""Errors of the service: an HTTP status, a machine-readable code and a message."""
 
 from PIL import Image
 
@@ -6,7 +6,7 @@ from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
 
 
 class Problem(Exception):  # noqa: N818
-    """A request that can't be answered; becomes {"error": message, "code": code} with its status."""
+    """Request error, sent as {"error": message, "code": code} with its status."""
 
     def __init__(self, status: int, code: str, message: str, *, retry_s: int | None = None) -> None:
         super().__init__(message)
@@ -14,27 +14,27 @@ class Problem(Exception):  # noqa: N818
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that belong to the status."""
+        """Response headers for the status."""
         headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status in (408, 413):
-            # The rest of the body is not read: the connection can't serve another request.
+            # The rest of the body is not read, so the connection cannot be reused.
             headers["Connection"] = "close"
         return headers
 
     def body(self) -> dict[str, str]:
-        """The JSON body."""
+        """Return the JSON body."""
         return {"error": self.message, "code": self.code}
 
 
 def unknown(what: str) -> Problem:
-    """An id that is not known, or not any more."""
+    """Return the problem of an id that is unknown or has expired."""
     return Problem(404, "unknown_id", f"This {what} is unknown or has expired; make it again.")
 
 
 def from_error(error: DualRCError) -> Problem:
-    """An error of the library as an answer."""
+    """Return the problem that corresponds to an error of the library."""
     message = str(error)
     if isinstance(error, ImageError):
         if isinstance(error.__cause__, Image.DecompressionBombError):

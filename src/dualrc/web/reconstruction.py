@@ -1,4 +1,4 @@
-"""A finished reconstruction, as `dualrc reconstruct --out DIR` leaves it, for the 3D view."""
+"""Finished reconstruction, written by `dualrc reconstruct --out DIR`, for the 3D view."""
 
 import threading
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ _VIEW_BYTES = 64 * MIB
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Tracks:
-    """Observations, those of one 3D point after those of another."""
+    """Observations, grouped by 3D point."""
 
-    # (m + 1,) where those of each point begin.
+    # First observation of each point, and the total: (m + 1,).
     starts: npt.NDArray[np.int64]
-    # (k,) number of the image.
+    # Index of the image of each observation: (k,).
     images: npt.NDArray[np.int64]
-    # (k, 2) in pixels of the upright image.
+    # Position of each observation in pixels of the upright image: (k, 2).
     places: FloatArray
 
 
 class Reconstruction:
-    """Images, cameras, points and tracks of a COLMAP model; images are known by their numbers only."""
+    """Images, cameras, points and tracks of a COLMAP model; images are identified by index."""
 
     def __init__(self, folder: Path, images: Path | None = None) -> None:
         self.name = folder.resolve().name
@@ -59,11 +59,11 @@ class Reconstruction:
         self._reading = threading.Lock()
 
     def summary(self) -> dict[str, Any]:
-        """What /v1/info says of it."""
+        """Return the summary that /v1/info contains."""
         return {"name": self.name, "images": len(self.names), "points": len(self.xyz)}
 
     def describe(self) -> dict[str, Any]:
-        """Images with poses and cameras, all of upright images."""
+        """Return the images with poses and cameras, all relative to the upright images."""
         return {
             "name": self.name,
             "images": [_describe(number, name, self._images[number]) for number, name in enumerate(self.names)],
@@ -73,13 +73,13 @@ class Reconstruction:
         }
 
     def packed(self) -> bytes:
-        """All points, little endian: uint32 count, float32 xyz, uint8 rgb, uint32 track lengths."""
+        """Return all points in little-endian order: uint32 count, float32 xyz, uint8 rgb, uint32 track lengths."""
         lengths = np.diff(self._tracks.starts)
         count = np.array([len(self.xyz)], dtype="<u4")
         return b"".join(part.tobytes() for part in (count, self.xyz.astype("<f4"), self.rgb, lengths.astype("<u4")))
 
     def point(self, index: int) -> dict[str, Any]:
-        """A point and where images show it."""
+        """Return a point and its observations."""
         if not 0 <= index < len(self.xyz):
             raise unknown("point")
         rows = slice(*self._tracks.starts[index : index + 2].tolist())
@@ -96,11 +96,11 @@ class Reconstruction:
         }
 
     def view(self, number: int, max_side: int) -> bytes:
-        """A JPEG of an image."""
+        """Return an image as JPEG."""
         if not 0 <= number < len(self.names):
             raise unknown("image")
         if self._folder is None:
-            message = "The server does not know the images' folder; start it as dualrc serve DIR --images FOLDER."
+            message = "The server has no image folder; start it with dualrc serve DIR --images FOLDER."
             raise Problem(404, "no_images", message)
         path = inside(self._folder, self.names[number])
         with self._reading:
@@ -108,7 +108,7 @@ class Reconstruction:
 
 
 def _index(images: list[ModelImage], point_ids: npt.NDArray[np.int64]) -> _Tracks:
-    """The observations of all images, sorted by point."""
+    """Return the observations of all images, sorted by point."""
     counts = [len(image.point_ids) for image in images]
     points = np.searchsorted(point_ids, np.concatenate([image.point_ids for image in images]))
     order = np.argsort(points, kind="stable")

@@ -1,4 +1,4 @@
-"""Images: upload once, match often; and examples."""
+"""Routes for uploaded images and for examples."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,8 +17,8 @@ from dualrc.web.uploads import Upload
 
 router = APIRouter(prefix="/v1", tags=["images"])
 
-MaxSide = Annotated[int, Query(ge=16, le=8192, description="Long side of the view in pixels, at most.")]
-# An id stands for one image for ever.
+MaxSide = Annotated[int, Query(ge=16, le=8192, description="Maximum long side of the view, in pixels.")]
+# The image of an id never changes, so browsers may cache it.
 _CACHED = {"Cache-Control": "private, max-age=600, immutable"}
 _BINARY = {"type": "string", "format": "binary"}
 _FILE = {"type": "object", "required": ["file"], "properties": {"file": _BINARY}}
@@ -27,10 +27,10 @@ _FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"
 
 @asynccontextmanager
 async def form_of(request: Request, files: int) -> AsyncIterator[FormData]:
-    """The multipart form of a request, whose files are closed afterwards."""
+    """Yield the multipart form of a request and close its files afterwards."""
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise Problem(415, "not_multipart", "Send the file as multipart/form-data.")
-    # Who comes when many upload waits here, before anything of the body is read.
+    # If too many uploads are active, the request waits here before its body is read.
     async with request.app.state.uploading:
         try:
             form = await request.form(max_files=files, max_fields=16, max_part_size=64 * 1024)
@@ -43,7 +43,7 @@ async def form_of(request: Request, files: int) -> AsyncIterator[FormData]:
 
 
 async def keep(request: Request, file: object, field: str) -> Upload:
-    """Keep one file of a form."""
+    """Store one file of a form."""
     if not isinstance(file, UploadFile):
         raise Problem(422, "no_file", f"The form has no file in its field `{field}`; send an image there.")
     images = service_of(request).images
@@ -52,7 +52,7 @@ async def keep(request: Request, file: object, field: str) -> Upload:
 
 @router.post("/images", status_code=201, openapi_extra=_FORM, summary="Upload an image")
 async def upload_image(request: Request) -> dict[str, Any]:
-    """Keep an image for a time; its features are extracted once and serve all its matches."""
+    """Store an image for a limited time; its features are extracted once and reused for all its matches."""
     service = service_of(request)
     async with form_of(request, 1) as form:
         upload = await keep(request, form.get("file"), "file")
@@ -62,14 +62,14 @@ async def upload_image(request: Request) -> dict[str, Any]:
 
 @router.get("/images/{number}", summary="Describe an image")
 async def describe_image(request: Request, number: str) -> dict[str, Any]:
-    """Name, size and the seconds that it is still kept."""
+    """Return the name, the size and the seconds until the image expires."""
     service = service_of(request)
     return service.images.get(number).describe(service.config.keep_s)
 
 
 @router.get("/images/{number}/view", response_class=Response, summary="View an image as JPEG")
 async def view_image(request: Request, number: str, max_side: MaxSide = 2048) -> Response:
-    """The upright image, at most `max_side` long."""
+    """Return the upright image, with a long side of at most `max_side` pixels."""
     images = service_of(request).images
     jpeg = await run_in_threadpool(images.view, images.get(number), max_side)
     return Response(jpeg, media_type="image/jpeg", headers=_CACHED)
@@ -77,7 +77,7 @@ async def view_image(request: Request, number: str, max_side: MaxSide = 2048) ->
 
 @router.delete("/images/{number}", status_code=204, response_class=Response, summary="Delete an image")
 async def delete_image(request: Request, number: str) -> Response:
-    """Remove an image before it expires."""
+    """Delete an image before it expires."""
     service_of(request).images.delete(number)
     return Response(status_code=204)
 
@@ -86,7 +86,7 @@ async def delete_image(request: Request, number: str) -> Response:
 async def view_example(
     request: Request, name: str, side: Annotated[int, FromPath(ge=0, le=1)], max_side: MaxSide = 320
 ) -> Response:
-    """A JPEG of one of the two images; 503 while it is not rendered yet."""
+    """Return one of the two images as JPEG, or 503 while it is not rendered yet."""
     examples: Examples = request.app.state.examples
     if (uploads := examples.ready(name)) is None:
         raise Problem(503, "not_ready", "This example is not rendered yet; ask again in some seconds.", retry_s=5)
@@ -96,7 +96,7 @@ async def view_example(
 
 @router.post("/examples/{name}", summary="Use an example")
 async def use_example(request: Request, name: str) -> dict[str, Any]:
-    """Two rendered images that are kept like uploads and don't expire."""
+    """Return two rendered images, which can be used like uploads and do not expire."""
     examples: Examples = request.app.state.examples
     service = service_of(request)
     example, uploads = await run_in_threadpool(examples.get, name)

@@ -1,4 +1,4 @@
-"""Pairs: matches, fitted models, warps and points, and the jobs that find them."""
+"""Routes for matches, estimates, warps, points and jobs."""
 
 import json
 from collections.abc import AsyncIterator
@@ -20,8 +20,8 @@ from dualrc.web.wire import grid_of
 
 router = APIRouter(prefix="/v1", tags=["pairs"])
 
-Format = Annotated[Literal["json", "npz", "csv"], Query(description="Of the answer.")]
-AnyFormat = Annotated[Literal["json", "npz", "csv", "colmap"], Query(description="Of the answer.")]
+Format = Annotated[Literal["json", "npz", "csv"], Query(description="Format of the response.")]
+AnyFormat = Annotated[Literal["json", "npz", "csv", "colmap"], Query(description="Format of the response.")]
 _BINARY = {"type": "string", "format": "binary"}
 _OPTIONS = schemas.MatchOptions.model_json_schema()["properties"]
 _FORM = {
@@ -38,9 +38,9 @@ _WARP_BYTES = {200: {"content": {"application/octet-stream": {}}, "description":
 async def match(
     request: Request,
     format: Format = "json",
-    wait: Annotated[bool, Query(description="false: answer at once with a job to follow.")] = True,
+    wait: Annotated[bool, Query(description="If false, respond at once with the id of a job.")] = True,
 ) -> Response:
-    """Match two uploaded images (JSON with their ids), or two files (multipart with the same fields)."""
+    """Match two uploaded images (JSON with their ids) or two files (multipart form with the same fields)."""
     images, settings = await _asked(request)
     service = service_of(request)
     job = service.match(client(request), images, settings)
@@ -65,15 +65,15 @@ async def _asked(request: Request) -> tuple[tuple[Upload, Upload], MatchSettings
 
 @router.get("/pairs/{number}", summary="Get a result", response_class=Response)
 async def get_pair(request: Request, number: str, format: AnyFormat = "json") -> Response:
-    """The matches of a pair: JSON, npz, CSV, or COLMAP's database with the two images."""
+    """Return the matches of a pair as JSON, npz, CSV or a COLMAP database with the two images."""
     return await _formatted(service_of(request).pairs.get(number), format)
 
 
 @router.post("/pairs/{number}/estimate", openapi_extra=schema(schemas.EstimateBody), summary="Fit a model")
 async def estimate(request: Request, number: str) -> Response:
-    """Fit a homography, fundamental or essential matrix to the matches that are there; nothing is matched again.
+    """Fit a homography, fundamental or essential matrix to the existing matches.
 
-    `inliers` has one flag for each match of the pair; matches that are left out by `min_score` or `top` have false.
+    `inliers` has one flag for each match of the pair; it is false for matches excluded by `min_score` or `top`.
     """
     service = service_of(request)
     pair, body = service.pairs.get(number), await json_body(request, schemas.EstimateBody)
@@ -82,23 +82,28 @@ async def estimate(request: Request, number: str) -> Response:
         model = service.estimate(pair, body.kind, body.threshold_px, min_score=body.min_score, top=body.top)
         return pairs.describe_estimate(model)
 
-    # It takes a core for up to a second.
+    # Fitting uses one core for up to a second, so the number of concurrent fits is limited.
     async with request.app.state.fitting:
         return await json_answer(fit)
 
 
-@router.get("/pairs/{number}/warp", summary="Warp of a pair", response_class=Response, responses=_WARP_BYTES)  # type: ignore[arg-type]
+@router.get(
+    "/pairs/{number}/warp",
+    summary="Warp of a pair",
+    response_class=Response,
+    responses=_WARP_BYTES,  # type: ignore[arg-type]
+)
 async def pair_warp(
     request: Request,
     number: str,
     direction: Literal["01", "10"] = "01",
     max_side: Annotated[int, Query(ge=1, le=4096)] = 512,
 ) -> Response:
-    """Where every cell of a grid over one image lies in the other (docs/service.md has the format)."""
+    """Return the position in the other image of every cell of a grid (format: docs/service.md)."""
     service = service_of(request)
     pair = service.pairs.get(number)
     image0, image1 = pair.images if direction == "01" else pair.images[::-1]
-    # Kept, or gone since.
+    # Raises a Problem if an image has expired or was deleted.
     images = service.images.get(image0.id), service.images.get(image1.id)
     zoom = float(pair.matches.info.get("zoom") or 1.0)
     zoom = zoom if direction == "01" else 1 / zoom
@@ -108,7 +113,7 @@ async def pair_warp(
 
 @router.post("/points", openapi_extra=schema(schemas.PointsBody), summary="Match given points")
 async def points(request: Request) -> Response:
-    """Where points of image 0 lie in image 1; null where no counterpart was found."""
+    """Return the positions in image 1 of points of image 0; null if no counterpart was found."""
     service, body = service_of(request), await json_body(request, schemas.PointsBody)
     if len(body.points) > service.config.max_points:
         message = f"There are {len(body.points)} points; send at most {service.config.max_points} at once."
@@ -133,7 +138,7 @@ async def points(request: Request) -> Response:
     responses=_WARP_BYTES,  # type: ignore[arg-type]
 )
 async def warp(request: Request) -> Response:
-    """As the warp of a pair, without matching first."""
+    """Return the warp of two images without matching them first."""
     service, body = service_of(request), await json_body(request, schemas.WarpBody)
     images = service.images.get(body.image0), service.images.get(body.image1)
     grid = grid_of(images[0].size, body.max_side)
@@ -141,9 +146,9 @@ async def warp(request: Request) -> Response:
     return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
 
 
-@router.get("/jobs/{number}", tags=["jobs"], summary="How a job stands")
+@router.get("/jobs/{number}", tags=["jobs"], summary="State of a job")
 async def get_job(request: Request, number: str) -> dict[str, Any]:
-    """The data of the job's last event, with its name as `event`."""
+    """Return the data of the job's last event, with its name as `event`."""
     jobs = service_of(request).jobs
     name, data = jobs.snapshot(jobs.get(number))
     return {"event": name, **_public(data)}
@@ -151,7 +156,7 @@ async def get_job(request: Request, number: str) -> dict[str, Any]:
 
 @router.delete("/jobs/{number}", tags=["jobs"], status_code=204, response_class=Response, summary="Cancel a job")
 async def cancel_job(request: Request, number: str) -> Response:
-    """A queued job ends at once; a running one stops when it can, and its result is dropped."""
+    """Cancel a job: at once if it is queued, at its next step if it is running. The result is dropped."""
     jobs = service_of(request).jobs
     jobs.cancel(jobs.get(number))
     return Response(status_code=204)
@@ -159,12 +164,12 @@ async def cancel_job(request: Request, number: str) -> Response:
 
 @router.get("/jobs/{number}/events", tags=["jobs"], summary="Follow a job", response_class=StreamingResponse)
 async def follow_job(request: Request, number: str) -> StreamingResponse:
-    """Server-sent events: `progress` until one of `done`, `failed` and `cancelled`."""
+    """Send server-sent events: `progress`, and finally `done`, `failed` or `cancelled`."""
     job = service_of(request).jobs.get(number)
     streams = request.app.state.streams
     if streams.locked():
         raise Problem(
-            503, "too_many_streams", "Too many jobs are being followed; ask for the job now and then.", retry_s=5
+            503, "too_many_streams", "Too many event streams are open; poll the job instead.", retry_s=5
         )
     return StreamingResponse(_events(request, job), media_type="text/event-stream")
 
@@ -179,7 +184,7 @@ async def _events(request: Request, job: Job) -> AsyncIterator[str]:
 
 
 def _public(data: dict[str, Any]) -> dict[str, Any]:
-    """What of a job's data is told."""
+    """Return the part of the data of a job that clients receive."""
     for kind in ("pair", "collection"):
         if kind in data:
             return {"result": f"/v1/{kind}s/{data[kind]}"}

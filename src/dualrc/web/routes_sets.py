@@ -1,4 +1,4 @@
-"""Sets of images: the pair scores of a collection, and a finished reconstruction."""
+"""Routes for collections and for a finished reconstruction."""
 
 from typing import Annotated, Any
 
@@ -22,10 +22,10 @@ Number = Annotated[int, FromPath(ge=0, lt=1 << 53)]
     tags=["collections"],
     status_code=202,
     openapi_extra=schema(schemas.CollectionBody),
-    summary="Match all pairs of some images",
+    summary="Match all pairs of a set of images",
 )
 async def collect(request: Request) -> dict[str, str]:
-    """Start a job whose events have `done` and `total` pairs; single matches go before it."""
+    """Start a job whose events contain the numbers of `done` and `total` pairs; single matches take precedence."""
     service, body = service_of(request), await json_body(request, schemas.CollectionBody)
     if len(body.images) > service.config.max_collection or len(set(body.images)) < len(body.images):
         message = f"Give 2 to {service.config.max_collection} different images."
@@ -38,27 +38,27 @@ async def collect(request: Request) -> dict[str, str]:
 
 @router.get("/collections/{number}", tags=["collections"], summary="Scores of a collection")
 async def get_collection(request: Request, number: str) -> Response:
-    """Images, a matrix of pair scores (null where not matched yet), and the results by "i,j"."""
+    """Return the images, a matrix of pair scores (null for unmatched pairs) and the results by "i,j"."""
     collection = _collections(request).get(number)
     return await json_answer(collection.describe)
 
 
 @router.get("/reconstruction", tags=["reconstruction"], summary="Images and cameras")
 async def get_reconstruction(request: Request) -> Response:
-    """Poses and cameras of upright images, in pixels whose first center is (0, 0); params are COLMAP's."""
+    """Return poses and cameras of the upright images; the center of the first pixel is (0, 0), params are COLMAP's."""
     return await json_answer(_reconstruction(request).describe)
 
 
 @router.get("/reconstruction/points", tags=["reconstruction"], summary="All points", response_class=Response)
 async def get_points(request: Request) -> Response:
-    """Little endian: uint32 count, float32 xyz of each, uint8 rgb of each, uint32 track length of each."""
+    """Return all points in little-endian order: uint32 count, float32 xyz, uint8 rgb, uint32 track lengths."""
     packed = await run_in_threadpool(_reconstruction(request).packed)
     return Response(packed, media_type="application/octet-stream")
 
 
 @router.get("/reconstruction/points/{index}", tags=["reconstruction"], summary="A point and its track")
 async def get_point(request: Request, index: Number) -> dict[str, Any]:
-    """Where images show a point, in pixels of the upright images."""
+    """Return a point and its observations, in pixels of the upright images."""
     return _reconstruction(request).point(index)
 
 
@@ -69,7 +69,7 @@ async def get_point(request: Request, index: Number) -> dict[str, Any]:
     response_class=Response,
 )
 async def view(request: Request, number: Number, max_side: MaxSide = 1024) -> Response:
-    """A JPEG of the upright image."""
+    """Return the upright image as JPEG."""
     jpeg = await run_in_threadpool(_reconstruction(request).view, number, max_side)
     return Response(jpeg, media_type="image/jpeg", headers={"Cache-Control": "private, max-age=600"})
 
@@ -82,6 +82,6 @@ def _collections(request: Request) -> CollectionStore:
 def _reconstruction(request: Request) -> Reconstruction:
     found: Reconstruction | None = request.app.state.reconstruction
     if found is None:
-        message = "This server shows no reconstruction; start it as dualrc serve DIR --images FOLDER."
+        message = "This server has no reconstruction; start it with dualrc serve DIR --images FOLDER."
         raise Problem(404, "no_reconstruction", message)
     return found

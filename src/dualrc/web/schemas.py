@@ -1,4 +1,4 @@
-"""Bodies of requests, checked before anything else looks at them."""
+"""Schemas of request bodies."""
 
 from typing import Annotated, Literal
 
@@ -9,11 +9,11 @@ from dualrc.web.pairs import MatchSettings
 
 Id = Annotated[str, Field(min_length=1, max_length=64)]
 Kind = Literal["homography", "fundamental", "essential"]
-Score = Annotated[float, Field(ge=0, le=1, description="Least score (a probability) of a match.")]
+Score = Annotated[float, Field(ge=0, le=1, description="Minimum score (a probability) of a match.")]
 Threshold = Annotated[float, Field(gt=0, le=1000, description="Inlier threshold in pixels.")]
-Top = Annotated[int, Field(ge=1, le=1_000_000, description="Keep only this many matches, the best ones.")]
+Top = Annotated[int, Field(ge=1, le=1_000_000, description="Maximum number of matches; the best ones are kept.")]
 Size = Annotated[
-    int, Field(ge=64, le=4096, multiple_of=16, description="Long side that the network sees, a multiple of 16.")
+    int, Field(ge=64, le=4096, multiple_of=16, description="Long side of the network input, a multiple of 16.")
 ]
 
 
@@ -22,29 +22,29 @@ class _Body(BaseModel):
 
 
 class MatchOptions(_Body):
-    """How to match."""
+    """Options of a match request."""
 
     quality: Quality = "standard"
     top: Top | None = None
     min_score: Score = 0.0
     size: Size | None = None
-    estimate: Kind | None = Field(default=None, description="Fit this model too.")
+    estimate: Kind | None = Field(default=None, description="Model to fit to the matches.")
     threshold_px: Threshold = 2.0
 
     def settings(self) -> MatchSettings:
-        """The same for the service."""
+        """Return the options as settings of the service."""
         return MatchSettings(**{name: getattr(self, name) for name in MatchOptions.model_fields})
 
 
 class MatchBody(MatchOptions):
-    """Two uploaded images and how to match them."""
+    """Two uploaded images and the options to match them."""
 
     image0: Id
     image1: Id
 
 
 class EstimateBody(_Body):
-    """Which model to fit to a pair's matches."""
+    """Model to fit to the matches of a pair."""
 
     kind: Kind
     threshold_px: Threshold = 2.0
@@ -53,7 +53,7 @@ class EstimateBody(_Body):
 
 
 class PointsBody(_Body):
-    """Points of image 0 whose places in image 1 are asked for."""
+    """Points of image 0 to find in image 1."""
 
     image0: Id
     image1: Id
@@ -62,7 +62,7 @@ class PointsBody(_Body):
 
 
 class WarpBody(_Body):
-    """Two images between which a dense warp is asked for."""
+    """Two images and the settings of a dense warp between them."""
 
     image0: Id
     image1: Id
@@ -71,6 +71,6 @@ class WarpBody(_Body):
 
 
 class CollectionBody(_Body):
-    """Images of which all pairs are matched."""
+    """Images whose pairs are all matched."""
 
     images: list[Id] = Field(min_length=2)

@@ -1,4 +1,4 @@
-"""What stands before every request: hosts, origins, the token, limits of bodies, headers, the access log."""
+"""Checks of every request: host, origin, token and body size; security headers and the access log."""
 
 import asyncio
 import hmac
@@ -34,20 +34,20 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Permissions-Policy": "geolocation=(), microphone=(), payment=(), usb=()",
 }
-# Bytes of boundaries and fields around the files.
+# Maximum size of the boundaries and fields around the files of a form, in bytes.
 _MULTIPART_EXTRA = 64 * 1024
 _SAFE = ("GET", "HEAD", "OPTIONS")
 
 
 class Guard:
-    """An ASGI middleware: refuses what must not reach the service, and notes what was answered."""
+    """ASGI middleware that rejects forbidden requests, adds security headers and logs every response."""
 
     def __init__(self, app: ASGIApp, *, config: ServerConfig, metrics: Metrics) -> None:
         self.app, self.config, self.metrics = app, config, metrics
         self._token = None if config.token is None else config.token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Handle a request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -76,7 +76,7 @@ class Guard:
             else:
                 await self.app(scope, limited, reply)
         except asyncio.CancelledError:
-            # The server stops, and has waited long enough for this request.
+            # The server is stopping and does not wait any longer for this request.
             if not answered["status"]:
                 await answer(Problem(503, "closing", "The server is stopping."), scope, receive, reply)
         finally:
@@ -86,7 +86,7 @@ class Guard:
         host = headers.get("host", "")
         name = urlsplit(f"//{host}").hostname or ""
         if self.config.hosts and name not in self.config.hosts:
-            # A page elsewhere could have its own name point here.
+            # DNS rebinding: a foreign page could let its own host name resolve to this server.
             message = f"This server does not answer to that host name; use {self.config.hosts[0]}."
             raise Problem(421, "wrong_host", message)
         origin = headers.get("origin")
@@ -100,7 +100,7 @@ class Guard:
                 raise Problem(401, "token", message)
 
     def _limited(self, scope: Scope, headers: Headers, receive: Receive) -> Receive:
-        """The body, up to its limit and in time."""
+        """Return a `receive` that limits the size and the duration of the body."""
         multipart = headers.get("content-type", "").startswith("multipart/")
         files = 2 if scope["path"] == "/v1/match" else 1
         most = files * self.config.max_bytes + _MULTIPART_EXTRA if multipart else self.config.max_json
@@ -113,7 +113,7 @@ class Guard:
         async def limited() -> Message:
             nonlocal count, ended
             if ended:
-                # What comes after the body is the end of the connection, for which anyone may wait.
+                # After the body, only a disconnect follows, which has no time limit.
                 return await receive()
             message = await _in_time(receive, deadline)
             count += len(message.get("body", b""))
@@ -128,9 +128,9 @@ class Guard:
         return limited
 
     def _note(self, scope: Scope, number: str, answered: Mapping[str, int], seconds: float) -> None:
-        # The pattern of the path: the path itself has ids in it, and who has an id has the image.
-        # Where nothing was answered.
+        # Without a response, the request counts as failed.
         status = answered["status"] or 500
+        # Log the route pattern, not the path: a path contains ids, which give access to images.
         route = getattr(scope.get("route"), "path", None) or ("static" if status < 400 else "unknown")
         self.metrics.request(route, scope["method"], status, seconds)
         note: dict[str, Any] = {
@@ -147,12 +147,12 @@ class Guard:
 
 
 async def answer(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send a problem."""
+    """Send a problem as response."""
     await JSONResponse(problem.body(), problem.status, problem.headers)(scope, receive, send)
 
 
 def client_of(scope: Scope) -> str:
-    """Who asks: the address of the connection."""
+    """Return the address of the client."""
     client = scope.get("client")
     return client[0] if client else "local"
 
@@ -173,7 +173,7 @@ async def _in_time(receive: Receive, deadline: float) -> Message:
 
 
 async def _drain(receive: Receive, most: int, deadline: float) -> bool:
-    """Read on for a while and forget it: a browser that is still sending would not see the answer."""
+    """Read and discard more of the body, since a browser that is still sending would not see the response."""
     count = 0
     while count < most:
         message = await _in_time(receive, deadline)

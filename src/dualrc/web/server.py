@@ -1,4 +1,4 @@
-"""The server: a socket, uvicorn, and a clean end."""
+"""Server: listening socket, uvicorn and clean shutdown."""
 
 import ipaddress
 import logging
@@ -14,17 +14,17 @@ from fastapi import FastAPI
 from dualrc.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-# By the names that `jobs` and `app` give them.
+# Names of the background threads that the modules `jobs` and `app` start.
 THREADS = ("matching", "examples")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-# At the same time; more are answered with 503.
+# Maximum number of concurrent connections; further ones receive status 503.
 _CONNECTIONS = 512
-# For requests that run when the server is stopped.
+# Seconds that running requests get to finish when the server stops.
 _GRACE_S = 3
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether an address is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -34,7 +34,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free one."""
+    """Return a listening socket; port 0 selects a free port."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=256)
@@ -46,26 +46,26 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Where a browser finds a socket."""
+    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     host = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
 def is_busy() -> bool:
-    """Whether a thread of the service still runs."""
+    """Return whether a thread of the service is still running."""
     return any(thread.name in THREADS for thread in threading.enumerate())
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server; a signal ends it, and the process goes on with what comes after."""
+    """uvicorn server that a signal stops without ending the process."""
 
     def __init__(self, app: FastAPI, *, started: Callable[[], None] = lambda: None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 log_config=None,
-                # We have our own, without ids of images.
+                # dualrc writes its own access log, without the ids of images.
                 access_log=False,
                 server_header=False,
                 timeout_graceful_shutdown=_GRACE_S,
@@ -78,14 +78,14 @@ class Server(uvicorn.Server):
         self._tell = started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and tell so."""
+        """Start the server and call the `started` callback."""
         await super().startup(sockets)
         if self.started:
             self._tell()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Let Ctrl-C and SIGTERM stop the server, for as long as it runs."""
+        """Let Ctrl-C and SIGTERM stop the server while it runs."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -98,5 +98,5 @@ class Server(uvicorn.Server):
 
 
 def serve(app: FastAPI, listener: socket.socket, *, started: Callable[[], None] = lambda: None) -> None:
-    """Serve until a signal; `started` is called when the first request would be answered."""
+    """Serve until a signal arrives; `started` is called when the server accepts requests."""
     Server(app, started=started).run(sockets=[listener])

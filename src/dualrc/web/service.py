@@ -1,4 +1,4 @@
-"""What the service can do: work for the matcher, as jobs."""
+"""Operations of the service: matching, warps, points and estimates, run as jobs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,14 +25,15 @@ from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import ImageStore, Upload
 from dualrc.web.wire import pack_warp
 
-# Pixels of the long side at which an image is looked at to level a zoom.
+# Minimum long side, in pixels, to which an image is scaled down to compensate for a zoom.
 _LEAST_SIZE = 64
+# Width and height of the warm-up image.
 _WARM_UP = (320, 240)
 
 
 @dataclass(kw_only=True, eq=False)
 class PairWork:
-    """Two images to match, and their matches once they are there."""
+    """Two images to match, and their matches once they are found."""
 
     images: tuple[Upload, Upload]
     settings: MatchSettings
@@ -40,7 +41,7 @@ class PairWork:
 
 
 class Service:
-    """One matcher and what it works on; every call of the matcher is on the worker thread."""
+    """Matcher with its images, results and caches; the matcher is called on the worker thread only."""
 
     def __init__(self, matcher: Matcher, folder: Path, config: ServerConfig) -> None:
         self.matcher, self.config = matcher, config
@@ -56,31 +57,31 @@ class Service:
 
     @property
     def feature_bytes(self) -> int:
-        """Memory that features take."""
+        """Memory of cached features, in bytes."""
         return self._features.bytes
 
     @property
     def warp_bytes(self) -> int:
-        """Memory that warps take."""
+        """Memory of cached warps, in bytes."""
         return self._warps.bytes
 
     def sweep(self) -> None:
-        """Remove what has expired."""
+        """Remove expired data."""
         self.images.expire()
         self.pairs.expire()
         self._features.discard(lambda key: not self.images.known(key[0]))
 
     def warm_up(self) -> None:
-        """Match noise once, so that the first request does not pay for what happens once."""
+        """Match a noise image once, so that one-time initialization does not delay the first request."""
         noise = np.random.default_rng(0).integers(0, 255, (*_WARM_UP[::-1], 3), dtype=np.uint8)
         features = self.matcher.features(noise)
         self.matcher.match_features(features, features)
 
     def prefetch(self, upload: Upload) -> None:
-        """Extract features of a new image when the worker has nothing else to do: it will be matched soon."""
+        """Extract the features of a new image while the worker is idle, since it will be matched soon."""
 
         def extract() -> None:
-            # Whatever is wrong with the image is said to the one who matches it.
+            # The client receives errors of the image when it matches it.
             with suppress(DualRCError):
                 if self.images.known(upload.id):
                     self.features(upload, self.matcher.config.size)
@@ -88,11 +89,11 @@ class Service:
         self.jobs.when_idle(extract)
 
     def features(self, upload: Upload, size: int | None) -> PictureFeatures:
-        """The features of an image, on the worker thread."""
+        """Return the features of an image; call this on the worker thread."""
         key = (upload.id, size)
         found = self._features.make(key, lambda: self.matcher.features(self.images.pixels(upload), size=size))
         if not self.images.known(upload.id):
-            # It was deleted in the meantime.
+            # The image was deleted in the meantime.
             self._features.discard(lambda kept: kept == key)
         return found
 
@@ -107,7 +108,7 @@ class Service:
     def match_points(
         self, client: str, images: tuple[Upload, Upload], points: npt.NDArray[np.float32], min_score: float
     ) -> Job:
-        """Queue the search for given points; the result has `matches`, a row for each."""
+        """Queue the search for given points; the result contains `matches`, one row for each point."""
 
         def work() -> Work:
             yield Progress(stage="features", fraction=0.1)
@@ -120,7 +121,7 @@ class Service:
     def warp(
         self, client: str, images: tuple[Upload, Upload], grid: Size, *, zoom: float = 1.0, min_score: float = 0.0
     ) -> Job:
-        """Queue a dense warp at the centers of `grid` cells; the result has its `bytes` (see `pack_warp`)."""
+        """Queue a dense warp at the centers of `grid` cells; the result contains its `bytes` (see `pack_warp`)."""
         key = (images[0].id, images[1].id, grid, zoom, min_score)
 
         def work() -> Work:
@@ -129,7 +130,7 @@ class Service:
             yield Progress(stage="features", fraction=0.1)
             features = self._leveled(images, zoom)
             yield Progress(stage="warp", fraction=0.6)
-            # The warp of an image of the grid's size, which the network sees as it saw the image itself.
+            # Treat image 0 as an image of the size of the grid that has the same network input.
             scale = Scale(image_size=grid, input_size=features[0].scale.input_size)
             found = self.matcher.warp(replace(features[0], scale=scale), features[1], min_score=min_score)
             packed = pack_warp(found, images[0].size)
@@ -145,7 +146,7 @@ class Service:
         tell: Callable[[int, int, Pair], None],
         finished: Callable[[], dict[str, Any]],
     ) -> Job:
-        """Queue all pairs of a set of images; `tell` gets each pair when it is there."""
+        """Queue all pairs of a set of images; `tell` is called with each pair when it is matched."""
         numbers = [(i, j) for i in range(len(images)) for j in range(i + 1, len(images))]
         settings = MatchSettings(top=1000)
 
@@ -162,7 +163,7 @@ class Service:
     def estimate(
         self, pair: Pair, kind: EstimateKind, threshold_px: float, *, min_score: float = 0.0, top: int | None = None
     ) -> Estimate:
-        """A model of a pair's matches; those below `min_score` or after the best `top` are no inliers."""
+        """Fit a model to the matches of a pair that reach `min_score` and belong to the best `top`."""
         chosen = np.flatnonzero(pair.matches.scores >= min_score)
         chosen = chosen[np.argsort(-pair.matches.scores[chosen], kind="stable")][:top]
         cameras: dict[str, Any] = {}
@@ -201,7 +202,7 @@ class Service:
         return {"pair": pair.id}
 
     def _matched(self, work: PairWork) -> Pair:
-        """Match and keep the result."""
+        """Match two images and store the result."""
         settings, start = work.settings, time.perf_counter()
         found = work.found
         if found is None:
@@ -222,7 +223,7 @@ class Service:
         return pair
 
     def _match_together(self, works: Sequence[PairWork]) -> list[Matches]:
-        """Matches of pairs with the same settings and sizes, in one batch."""
+        """Match pairs with the same settings and sizes in one batch."""
         settings = works[0].settings
         pairs = [self._both(work.images, self._size(settings)) for work in works]
         return list(self.matcher.match_many(pairs, top=settings.top, min_score=settings.min_score))
@@ -234,7 +235,7 @@ class Service:
         return self.features(images[0], size), self.features(images[1], size)
 
     def _leveled(self, images: tuple[Upload, Upload], zoom: float) -> tuple[PictureFeatures, PictureFeatures]:
-        """Features in which things are about as large in both images, if they are `zoom` times larger in image 1."""
+        """Return features at equal scale; objects are `zoom` times larger in image 1 than in image 0."""
         features = list(self._both(images, self.matcher.config.size))
         if zoom != 1:
             larger = int(zoom > 1)
@@ -245,9 +246,9 @@ class Service:
 
 
 def _with_score(matches: Matches) -> Matches:
-    """The same without the matches that it is a selection of, whose judgment stays in the info.
+    """Return the matches without the full set that they were selected from; info keeps the pair score of that set.
 
-    Its arrays are copies: a selection is a view of the whole, and would keep it in memory.
+    Arrays are copied: a selection is a view, which would keep the full set in memory.
     """
     arrays = {name: getattr(matches, name).copy() for name in ("points0", "points1", "scores")}
     return replace(matches, info=matches.stored_info(), whole=None, **arrays)

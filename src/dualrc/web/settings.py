@@ -1,47 +1,58 @@
-"""Limits of the service."""
+"""Settings and limits of the service."""
 
 from dataclasses import dataclass, fields
 
 from dualrc.errors import ConfigError
 
+# Number of bytes in a mebibyte.
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What a server accepts and keeps; every limit is a number that a request can't exceed."""
+    """Settings of a server: access, limits of requests, storage and queue."""
 
-    # Token that requests must carry; None: no token, which only a loopback address allows.
+    # Token that requests must contain. None disables the check, which is allowed on loopback addresses only.
     token: str | None = None
-    # Host names that requests may be addressed to; empty: any. Guards a local server against DNS rebinding.
+    # Accepted host names, as a protection against DNS rebinding. An empty tuple accepts all.
     hosts: tuple[str, ...] = ()
-    # Bytes of one uploaded file, and pixels of the image in it.
+    # Maximum size of an uploaded file, in bytes.
     max_bytes: int = 64 * MIB
+    # Maximum number of pixels of an uploaded image.
     max_pixels: int = 100_000_000
-    # Bytes of a JSON body.
+    # Maximum size of a JSON request body, in bytes.
     max_json: int = 4 * MIB
-    # Uploaded images that are kept, their bytes on disk, and the seconds that each is kept after its last use.
+    # Maximum number of stored images.
     max_images: int = 256
+    # Maximum size of all stored images on disk, in bytes.
     max_disk: int = 2048 * MIB
+    # Seconds after their last use for which images and results are stored.
     keep_s: float = 3600.0
-    # Bytes of features, of decoded images, and of results in memory.
+    # Maximum memory of cached features, in bytes.
     feature_bytes: int = 768 * MIB
+    # Maximum memory of decoded images, in bytes.
     pixel_bytes: int = 256 * MIB
+    # Maximum memory of results, in bytes.
     result_bytes: int = 256 * MIB
-    # Jobs that wait, in total and for one client; each ends after `limit_s`, that of a collection after `collection_s`.
+    # Maximum number of queued jobs.
     max_queue: int = 64
+    # Maximum number of queued and running jobs of one client.
     max_client_jobs: int = 16
+    # Time limit of a job, in seconds.
     limit_s: float = 120.0
+    # Time limit of the job of a collection, in seconds.
     collection_s: float = 3600.0
-    # Images of a collection, all pairs of which are matched, and points of one request.
+    # Maximum number of images of a collection.
     max_collection: int = 40
+    # Maximum number of points in one request.
     max_points: int = 20_000
-    # Requests that upload at the same time, and seconds that each may take.
+    # Maximum number of concurrent uploads.
     max_uploads: int = 8
+    # Time limit of an upload, in seconds.
     upload_s: float = 60.0
-    # Event streams that are open at the same time.
+    # Maximum number of open event streams.
     max_streams: int = 128
-    # Pairs that are matched together on a GPU.
+    # Maximum number of pairs in a batch on a GPU.
     batch: int = 8
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Uploaded images: files in a temporary folder, bounded in number and bytes, kept for a time after their last use."""
+"""Storage of uploaded images: files in a temporary folder, with limits on number, size and age."""
 
 import re
 import secrets
@@ -25,33 +25,35 @@ from dualrc.web.cache import ByteCache
 from dualrc.web.problems import Problem, from_error, unknown
 from dualrc.web.settings import MIB, ServerConfig
 
+# Maximum length of an image name.
 _LONGEST_NAME = 120
-# Images that are decoded at the same time.
+# Maximum number of images that are decoded at the same time.
 _DECODERS = 2
+# Seconds after which a client should try again when the storage is full.
 _FULL_RETRY_S = 10
 
 
 @dataclass(kw_only=True, eq=False)
 class Upload:
-    """An image that a client sent, or one of an example."""
+    """Image that was uploaded by a client or belongs to an example."""
 
     id: str
-    # As the client calls it; never used as a path.
+    # Name given by the client; it is never used as a path.
     name: str
     path: Path
-    # Of the upright image.
+    # Width and height of the upright image.
     size: Size
-    # Of the file.
+    # Size of the file, in bytes.
     bytes: int
     client: str
-    # One of an example: it does not expire, and clients can't delete it.
+    # Whether the image belongs to an example; it does not expire, and clients cannot delete it.
     shared: bool = False
     used: float = field(default_factory=time.monotonic)
-    # Jobs that need it.
+    # Number of jobs that use the image.
     holds: int = 0
 
     def describe(self, keep_s: float) -> dict[str, object]:
-        """What the service says of an image."""
+        """Return the JSON of an image."""
         left = keep_s if self.shared else max(0.0, self.used + keep_s - time.monotonic())
         return {
             "id": self.id,
@@ -63,12 +65,12 @@ class Upload:
 
 
 class ImageStore:
-    """Images by their unguessable ids."""
+    """Images by unguessable id."""
 
     def __init__(self, folder: Path, config: ServerConfig) -> None:
         self.folder, self.config = folder, config
         self._uploads: dict[str, Upload] = {}
-        # Told the id of every image that goes.
+        # Called with the id of every image that is removed.
         self.removed: Callable[[str], None] = lambda _: None
         self._lock = threading.RLock()
         self._decoding = threading.BoundedSemaphore(_DECODERS)
@@ -80,19 +82,19 @@ class ImageStore:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all files."""
+        """Total size of the files, in bytes."""
         with self._lock:
             return sum(upload.bytes for upload in self._uploads.values())
 
     @property
     def pixel_bytes(self) -> int:
-        """Bytes of decoded images and views in memory."""
+        """Memory of decoded images and views, in bytes."""
         return self._pixels.bytes + self._views.bytes
 
     def add(self, file: IO[bytes], name: str | None, client: str, *, shared: bool = False) -> Upload:
-        """Keep a file if it is an image within the limits; its header is checked before it is decoded."""
+        """Store a file if it is an image within the limits; the header is checked before decoding."""
         number, name = secrets.token_urlsafe(18), clean_name(name)
-        # The suffix is ours, not the client's.
+        # The suffix is fixed and does not come from the client.
         path = self.folder / f"{number}.image"
         with path.open("wb") as target:
             shutil.copyfileobj(file, target, MIB)
@@ -113,11 +115,11 @@ class ImageStore:
         return upload
 
     def known(self, number: str) -> bool:
-        """Whether there is such an image; that does not count as a use."""
+        """Return whether an image exists, without marking it as used."""
         return number in self._uploads
 
     def get(self, number: str) -> Upload:
-        """The image of this id, which is used now."""
+        """Return the image with this id and mark it as used."""
         with self._lock:
             self.expire()
             upload = self._uploads.get(number)
@@ -128,7 +130,7 @@ class ImageStore:
 
     @contextmanager
     def hold(self, *uploads: Upload) -> Iterator[None]:
-        """Keep images while a block needs them."""
+        """Prevent the removal of images inside a `with` block."""
         with self._lock:
             for upload in uploads:
                 upload.holds += 1
@@ -141,24 +143,24 @@ class ImageStore:
                     upload.used = time.monotonic()
 
     def delete(self, number: str) -> None:
-        """Remove an image; those of examples stay."""
+        """Remove an image, unless it belongs to an example."""
         upload = self.get(number)
         if not upload.shared:
             self._remove(upload)
 
     def expire(self) -> None:
-        """Remove what was not used for long."""
+        """Remove expired images."""
         with self._lock:
             oldest = time.monotonic() - self.config.keep_s
             for upload in [one for one in self._uploads.values() if one.used < oldest and _removable(one)]:
                 self._remove(upload)
 
     def pixels(self, upload: Upload) -> ImageArray:
-        """The upright image, decoded again if it has to be."""
+        """Return the pixels of the upright image, from the cache if possible."""
         return self._pixels.make(upload.id, lambda: self._decode(upload.path, upload.name))
 
     def view(self, upload: Upload, max_side: int) -> bytes:
-        """A JPEG of the upright image with at most this long side."""
+        """Return the upright image as JPEG, with a long side of at most `max_side` pixels."""
         return self._views.make((upload.id, max_side), lambda: to_jpeg(self.pixels(upload), max_side))
 
     def _decode(self, path: Path, name: str) -> ImageArray:
@@ -167,7 +169,7 @@ class ImageStore:
                 self._check_size(image.size)
                 pixels = read(image)
         except ImageError as error:
-            # Messages name the client's file, never a path of the server.
+            # Messages contain the file name of the client, never a path on the server.
             raise from_error(_renamed(error, path, name)) from error
         if min(pixels.shape[:2]) < MIN_SIDE:
             width, height = pixels.shape[1::-1]
@@ -182,7 +184,7 @@ class ImageStore:
             raise Problem(413, "too_many_pixels", message)
 
     def _make_room(self, upload: Upload) -> None:
-        """Remove expired images, then the least recently used ones of the clients that keep the most."""
+        """Remove expired images, then the least recently used images of the clients with the most images."""
         self.expire()
         while len(self._uploads) >= self.config.max_images or self.disk_bytes + upload.bytes > self.config.max_disk:
             free = [one for one in self._uploads.values() if _removable(one)]
@@ -202,20 +204,20 @@ class ImageStore:
 
 
 def clean_name(name: str | None) -> str:
-    """The last part of a client's file name, without control characters, not too long."""
+    """Return the last part of a file name, without control characters and shortened if necessary."""
     last = re.split(r"[/\\]", name or "")[-1]
     plain = "".join(character for character in last if character.isprintable()).strip()
     return plain[-_LONGEST_NAME:] or "image"
 
 
 def too_many_bytes(most: int) -> Problem:
-    """A body that is too long."""
+    """Return the problem of an upload that is too large."""
     message = f"The upload has more than {most / MIB:.3g} MiB; send a smaller file."
     return Problem(413, "too_many_bytes", message)
 
 
 def to_jpeg(pixels: ImageArray, max_side: int) -> bytes:
-    """A JPEG with at most this long side."""
+    """Return a JPEG with a long side of at most `max_side` pixels."""
     image = Image.fromarray(np.ascontiguousarray(pixels))
     if (ratio := max_side / max(image.size)) < 1:
         width, height = (max(1, round(side * ratio)) for side in image.size)

@@ -1,4 +1,4 @@
-"""Warps as bytes, for the way between service and clients."""
+"""Binary format of warps, used between the service and its clients."""
 
 import numpy as np
 
@@ -6,25 +6,25 @@ from dualrc.errors import DataError
 from dualrc.matches import Warp
 from dualrc.types import FloatArray, Size
 
-# Bytes.
+# Size of the header, in bytes.
 _HEADER = 16
 
 
 def grid_of(size: Size, max_side: int) -> Size:
-    """Cells of a grid over an image: its own pixels, or fewer, with at most this many along the long side."""
+    """Return the size of a grid over an image, with at most one cell per pixel and `max_side` along the long side."""
     ratio = min(1.0, max_side / max(size))
     return max(1, round(size[0] * ratio)), max(1, round(size[1] * ratio))
 
 
 def pack_warp(warp: Warp, size0: Size) -> bytes:
-    """A warp as bytes, little endian: uint32 grid width and height, width and height of image 0; float32 triples."""
+    """Return a warp as little-endian bytes: uint32 sizes of the grid and of image 0, then float32 (x, y, certainty)."""
     height, width = warp.certainty.shape
     header = np.array([width, height, *size0], dtype="<u4")
     return header.tobytes() + np.concatenate([warp.points1, warp.certainty[..., None]], axis=2).astype("<f4").tobytes()
 
 
 def unpack_warp(packed: bytes) -> tuple[FloatArray, FloatArray, Size]:
-    """Points (h, w, 2), certainty (h, w) and the size of image 0, from what `pack_warp` made."""
+    """Return points (h, w, 2), certainty (h, w) and the size of image 0 from the output of `pack_warp`."""
     if len(packed) < _HEADER:
         raise DataError("The warp is cut off; ask for it again.")
     width, height, width0, height0 = (int(value) for value in np.frombuffer(packed[:_HEADER], dtype="<u4"))

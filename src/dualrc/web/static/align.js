@@ -1,17 +1,17 @@
-// Image 1 drawn into the frame of image 0, by a homography or by the dense warp, and panoramas of both.
+// Alignment of image 1 to image 0, by a homography or by the dense warp, and panoramas of both.
 
 import { applyHomography, invert } from "./geometry.js";
 
 const MOST_SIDE = 1600;
-// Below this certainty the dense warp shows nothing.
+// Minimum certainty of pixels that the dense warp shows.
 const LEAST_CERTAINTY = 0.15;
-// A panorama is at most this many times as wide or high as image 0.
+// Maximum width and height of a panorama, relative to image 0.
 const MOST_GROWTH = 4;
 const ROWS_AT_ONCE = 48;
 
 const pause = () => new Promise((done) => setTimeout(done));
 
-/** Bilinear value of RGBA pixels at (x, y) into out at k; false outside. */
+/** Write the bilinear sample of RGBA pixels at (x, y) to `out` at k; return false outside the image. */
 function sample({ data, width, height }, x, y, out, k, weight) {
   if (!(x >= -0.5 && y >= -0.5 && x <= width - 0.5 && y <= height - 0.5)) return false;
   const cx = Math.min(Math.max(x, 0), width - 1), cy = Math.min(Math.max(y, 0), height - 1);
@@ -26,7 +26,7 @@ function sample({ data, width, height }, x, y, out, k, weight) {
   return true;
 }
 
-/** Fill a canvas of width x height with shade(x, y, out, k), which returns the alpha; yields now and then. */
+/** Fill a canvas of width x height with shade(x, y, out, k), which returns the alpha; yields to the browser regularly. */
 async function fill(width, height, shade, signal) {
   const canvas = new OffscreenCanvas(width, height);
   const ctx = canvas.getContext("2d");
@@ -52,7 +52,7 @@ async function fill(width, height, shade, signal) {
   return canvas;
 }
 
-/** Image 1 in the frame of image 0; `map` is {homography} or {warp}. Returns a canvas. */
+/** Return a canvas with image 1 aligned to image 0; `map` is {homography} or {warp}. */
 export async function alignedImage(image0, image1, map, signal) {
   const factor = Math.min(1, MOST_SIDE / Math.max(image0.width, image0.height));
   const width = Math.round(image0.width * factor), height = Math.round(image0.height * factor);
@@ -76,7 +76,7 @@ export async function alignedImage(image0, image1, map, signal) {
   return fill(width, height, shade, signal);
 }
 
-/** The frame of a panorama in pixels of image 0: {left, top, right, bottom}, or null where H allows none. */
+/** Return the frame of a panorama in pixels of image 0, {left, top, right, bottom}, or null if H allows none. */
 export function panoramaFrame(image0, image1, H) {
   const back = invert(H);
   if (!back) return null;
@@ -84,7 +84,7 @@ export function panoramaFrame(image0, image1, H) {
   let sign = 0;
   for (const [x, y] of [[0, 0], [1, 0], [0, 1], [1, 1]].map(([i, j]) => [i * image1.width - 0.5, j * image1.height - 0.5])) {
     const w = back[2][0] * x + back[2][1] * y + back[2][2];
-    // A corner behind the horizon has no place in the plane of image 0.
+    // A corner beyond the horizon has no position in the plane of image 0.
     if (Math.abs(w) < 1e-12 || (sign && Math.sign(w) !== sign)) return null;
     sign = Math.sign(w);
     const [px, py] = applyHomography(back, x, y);
@@ -97,7 +97,7 @@ export function panoramaFrame(image0, image1, H) {
   return grown > MOST_GROWTH ? null : frame;
 }
 
-/** Both images in one, feathered where they overlap. Returns {canvas, width, height}, or null where H allows none. */
+/** Return a panorama, blended at the overlap, as {canvas, width, height}, or null if H allows none. */
 export async function panorama(image0, image1, H, signal) {
   const frame = panoramaFrame(image0, image1, H);
   if (!frame) return null;
@@ -105,7 +105,7 @@ export async function panorama(image0, image1, H, signal) {
   const factor = Math.min(1, (MOST_SIDE * 1.25) / Math.max(wide, high));
   const width = Math.max(Math.round(wide * factor), 1), height = Math.max(Math.round(high * factor), 1);
   const [pixels0, pixels1] = [image0.pixels(MOST_SIDE), image1.pixels(MOST_SIDE)];
-  // How far inside its image a point lies, from 0 at the border to 1 in the middle.
+  // Relative distance of a point from the image border, from 0 at the border to 1 at the center.
   const depth = (x, y, image) => Math.max(1e-4, 2 * Math.min((x + 0.5) / image.width, 1 - (x + 0.5) / image.width, (y + 0.5) / image.height, 1 - (y + 0.5) / image.height));
   const inside = (x, y, image) => x >= -0.5 && y >= -0.5 && x <= image.width - 0.5 && y <= image.height - 0.5;
   const read = (pixels, image, x, y, out, weight) =>

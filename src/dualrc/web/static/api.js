@@ -1,8 +1,8 @@
-// Requests to the service: the token, errors as one sentence, uploads and server-sent events.
+// Requests to the service: token, error messages, uploads and server-sent events.
 
 const GONE = "The server does not answer. Check that `dualrc serve` is still running, then try again.";
 
-/** An answer that is not a success; the message is for the user. */
+/** Unsuccessful response; the message is shown to the user. */
 export class ApiError extends Error {
   constructor(message, { status = 0, code = "" } = {}) {
     super(message);
@@ -18,7 +18,7 @@ export class Api extends EventTarget {
   pendingFiles = null;
   requests = 0;
 
-  /** askToken: async () => string, called when the service asks for a token. */
+  /** askToken: async () => string, called when the service requires a token. */
   constructor(askToken) {
     super();
     this.#askToken = askToken;
@@ -33,7 +33,7 @@ export class Api extends EventTarget {
     return sessionStorage.getItem("dualrc-token");
   }
 
-  /** A Response that is a success; anything else is thrown as ApiError. */
+  /** Return a successful Response; throw an ApiError otherwise. */
   async fetch(method, path, { body = undefined, headers = {}, signal = undefined } = {}) {
     this.requests += 1;
     const sent = this.token;
@@ -49,7 +49,7 @@ export class Api extends EventTarget {
     this.dispatchEvent(new CustomEvent("reach", { detail: true }));
     if (response.ok) return response;
     if (response.status === 401) {
-      // Another request may have asked in the meantime.
+      // Another request may have obtained the token in the meantime.
       if (this.token === sent) sessionStorage.setItem("dualrc-token", await this.#askToken());
       return this.fetch(method, path, { body, headers, signal });
     }
@@ -61,7 +61,7 @@ export class Api extends EventTarget {
     try {
       told = await response.json();
     } catch {
-      // Not JSON: the status has to do.
+      // The body is not JSON, so the message contains only the status.
     }
     const wait = response.headers.get("Retry-After");
     let text = told.error ?? `The server answered ${response.status}. Try again, or read its log.`;
@@ -69,7 +69,7 @@ export class Api extends EventTarget {
     return new ApiError(text, { status: response.status, code: told.code });
   }
 
-  /** JSON in, JSON out; null where there is no body. */
+  /** Send JSON and return the JSON of the response, or null without a body. */
   async json(method, path, body = undefined, signal = undefined) {
     const options = { signal };
     if (body !== undefined) {
@@ -88,12 +88,12 @@ export class Api extends EventTarget {
     return (await this.fetch("GET", path, { signal })).arrayBuffer();
   }
 
-  /** A URL for <img>, which cannot send the token itself; revoke it when done. */
+  /** Return an object URL for <img>, which cannot send the token itself; revoke it after use. */
   async objectUrl(path) {
     return URL.createObjectURL(await this.blob(path));
   }
 
-  /** Upload an image: {id, name, width, height, expires_s}. */
+  /** Upload an image and return {id, name, width, height, expires_s}. */
   async upload(file, signal = undefined) {
     const most = this.info?.max_bytes;
     if (most && file.size > most) {
@@ -105,7 +105,7 @@ export class Api extends EventTarget {
     return (await this.fetch("POST", "v1/images", { body: form, signal })).json();
   }
 
-  /** Follow a job; resolves with the data of `done`. EventSource cannot send a token, so the stream is read here. */
+  /** Follow a job and return the data of `done`. EventSource cannot send a token, so the stream is read here. */
   async events(job, onProgress = () => {}, signal = undefined) {
     const response = await this.fetch("GET", `v1/jobs/${job}/events`, { signal });
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

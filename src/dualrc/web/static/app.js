@@ -1,4 +1,4 @@
-// The start: theme, help, token, the views and the keyboard.
+// Start of the page: theme, help, token, views and keyboard shortcuts.
 
 import { Api } from "./api.js";
 import { fail } from "./messages.js";
@@ -109,7 +109,7 @@ async function start() {
   const api = new Api(askToken);
   const pair = new PairView(api);
   startKeys(pair);
-  // The start page would flash before a stored pair.
+  // Hide the start page, which would flash before a stored pair.
   if (/^#pair\/./.test(location.hash)) change({ opening: true });
   document.querySelector(".skip").addEventListener("click", (event) => {
     event.preventDefault();

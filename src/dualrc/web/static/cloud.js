@@ -1,4 +1,4 @@
-// Points and cameras in WebGL: an orbit around a target, turned by mouse, touch and keyboard.
+// WebGL view of points and cameras, with orbit controls for mouse, touch and keyboard.
 
 const POINTS = {
   vertex: `
@@ -22,7 +22,8 @@ const LINES = {
   vertex: "attribute vec3 position; uniform mat4 camera; void main() { gl_Position = camera * vec4(position, 1.0); }",
   fragment: "precision mediump float; uniform vec4 color; void main() { gl_FragColor = color; }",
 };
-const FOV = 0.9; // radians, of the height
+// Vertical field of view, in radians.
+const FOV = 0.9;
 
 export class Cloud {
   yaw = 0;
@@ -39,7 +40,7 @@ export class Cloud {
     this.points = points;
     this.cameras = cameras;
     const gl = this.gl = canvas.getContext("webgl", { antialias: true, preserveDrawingBuffer: true });
-    if (!gl) throw new Error("This browser has no WebGL, which the 3D view needs; turn it on or use another browser.");
+    if (!gl) throw new Error("The 3D view needs WebGL; enable it or use another browser.");
     this.pointProgram = program(gl, POINTS);
     this.lineProgram = program(gl, LINES);
     this.buffers = {
@@ -52,11 +53,11 @@ export class Cloud {
     new ResizeObserver(() => this.draw()).observe(canvas);
   }
 
-  /** Show everything, from above the middle camera. */
+  /** Show the whole scene, from above the middle camera. */
   reset() {
     const up = normal(sum(this.cameras.map((camera) => camera.up)));
     const forward = sum(this.cameras.map((camera) => camera.forward));
-    // A basis of the world with z up, as far as the cameras tell.
+    // World basis with z up, estimated from the cameras.
     const side = normal(cross(norm(cross(forward, up)) > 1e-3 ? forward : [up[1], up[2], up[0]], up));
     this.basis = [side, cross(up, side), up];
     const places = this.#sample();
@@ -70,7 +71,7 @@ export class Cloud {
     this.draw();
   }
 
-  /** Stand where a camera stood. */
+  /** Move the view to the pose of a camera. */
   flyTo(number) {
     const camera = this.cameras[number], local = (vector) => this.basis.map((axis) => dot(axis, vector));
     const [x, y, z] = local(camera.forward);
@@ -94,7 +95,7 @@ export class Cloud {
     this.draw();
   }
 
-  /** Move by a part of the height of the view. */
+  /** Move by a fraction of the height of the view. */
   pan(x, y) {
     const { right, up } = this.#axes(), scale = 2 * this.distance * Math.tan(FOV / 2);
     this.target = this.target.map((value, axis) => value - (right[axis] * x - up[axis] * y) * scale);
@@ -108,7 +109,7 @@ export class Cloud {
     });
   }
 
-  /** The point nearest to a place of the canvas, in CSS pixels; -1 where there is none. */
+  /** Return the point nearest to a position on the canvas, in CSS pixels, or -1. */
   pick(x, y, reach = 10) {
     const { clientWidth: width, clientHeight: height } = this.canvas, matrix = this.#matrix();
     const { xyz, tracks, count } = this.points;
@@ -119,14 +120,14 @@ export class Cloud {
       if (w <= 0) continue;
       const apart = Math.hypot(px - x, py - y);
       if (apart > reach) continue;
-      // What is nearer to the eye wins, unless it is further from the pointer.
+      // Prefer points near the pointer, then points near the viewer.
       const cost = w * (1 + apart / 3);
       if (cost < nearest) [best, nearest] = [index, cost];
     }
     return best;
   }
 
-  /** Where a point is drawn, in CSS pixels; null behind the eye. */
+  /** Return the position of a point on the canvas, in CSS pixels, or null behind the viewer. */
   place(index) {
     const [x, y, w] = project(this.#matrix(), this.points.xyz, 3 * index, this.canvas.clientWidth, this.canvas.clientHeight);
     return w > 0 ? [x, y] : null;
@@ -140,7 +141,7 @@ export class Cloud {
     return { forward, right, up: cross(right, forward) };
   }
 
-  /** Clip coordinates from the world, by columns. */
+  /** Return the matrix from world to clip coordinates, column by column. */
   #matrix() {
     const { forward, right, up } = this.#axes();
     const eye = this.target.map((value, axis) => value - forward[axis] * this.distance);
@@ -198,7 +199,7 @@ export class Cloud {
     }
   }
 
-  /** A cross over the chosen point, and its rays to the cameras that see it. */
+  /** Draw a cross over the selected point and rays to the cameras that observe it. */
   #drawMark(matrix) {
     const { gl, lineProgram: { id, at } } = this, arm = this.distance * 0.02;
     const place = [...this.points.xyz.subarray(3 * this.selectedPoint, 3 * this.selectedPoint + 3)];
@@ -263,7 +264,7 @@ export class Cloud {
     });
   }
 
-  /** Some of the points, for medians. */
+  /** Return a sample of the points, to compute medians. */
   #sample() {
     const { xyz, count } = this.points, step = Math.max(1, Math.floor(count / 5000)), places = [];
     for (let index = 0; index < count; index += step) places.push([...xyz.subarray(3 * index, 3 * index + 3)]);
@@ -271,7 +272,7 @@ export class Cloud {
   }
 }
 
-/** Lines of a camera's pyramid: 8 of them, 16 ends. */
+/** Return the 16 end points of the 8 lines of a camera frustum. */
 function frame({ center, corners }) {
   const [a, b, c, d] = corners;
   return [center, a, center, b, center, c, center, d, a, b, b, c, c, d, d, a];

@@ -6,11 +6,11 @@ import { change, state, watch } from "./state.js";
 import { Viewer } from "./viewer.js";
 
 const FLICKER_MS = 600;
-// The gray of places without a counterpart, where black would mean that both images are equal.
+// Gray level of pixels without a counterpart; black means that both images are equal.
 const NOTHING = "#6b7280";
 const byId = (id) => document.getElementById(id);
 
-/** Draws image 0 with aligned image 1 over it, in the way of the mode. */
+/** Source that draws image 0 and the aligned image 1 according to the mode. */
 class Layers {
   constructor(image0, canvas) {
     Object.assign(this, { image0, canvas, width: image0.width, height: image0.height, flipped: false });
@@ -37,7 +37,7 @@ class Layers {
     } else if (mode === "difference") {
       ctx.globalCompositeOperation = "difference";
       over();
-      // Where image 1 has nothing, there is no difference to show.
+      // There is no difference where image 1 has no pixels.
       ctx.globalCompositeOperation = "destination-in";
       over();
       ctx.globalCompositeOperation = "destination-over";
@@ -71,7 +71,7 @@ class Layers {
   }
 }
 
-/** A canvas as a source for a viewer. */
+/** Viewer source that shows a canvas. */
 class Still {
   constructor({ canvas, width, height }) {
     Object.assign(this, { canvas, width, height });
@@ -88,7 +88,7 @@ export class Compare {
   #task = null;
   #cache = new Map();
 
-  /** homography: async () => matrix or null, asked for when it is needed. */
+  /** homography: async () => matrix or null, called on demand. */
   constructor(stage, homography) {
     this.stage = stage;
     this.homography = homography;
@@ -105,7 +105,7 @@ export class Compare {
     watch("amount", () => { byId("amount").value = state.amount; this.viewer.redraw(); });
     watch("result estimate", () => {
       this.#cache.clear();
-      // Its images may be closed soon.
+      // The images of the old source may be closed soon.
       if (!state.result) this.viewer.show(null);
     });
   }
@@ -121,7 +121,7 @@ export class Compare {
     return true;
   }
 
-  /** Show what mode and alignment ask for. */
+  /** Show the current mode and alignment. */
   async refresh() {
     const { mode } = state, single = mode !== "matches";
     document.querySelector(`input[name="mode"][value="${mode}"]`).checked = true;
@@ -157,10 +157,10 @@ export class Compare {
       this.#cache.set(key, made);
     }
     const what = {
-      swipe: "Image 0 is left of the handle, image 1 right of it; empty where nothing was found.",
-      blend: "Image 0 alone where nothing was found.",
-      difference: "Black where both are equal, gray where nothing was found.",
-      panorama: "Both images in the plane of image 0, by the homography.",
+      swipe: "Image 0 is left of the handle, image 1 is right of it. Pixels without a match are empty.",
+      blend: "Pixels without a match show image 0 only.",
+      difference: "Equal pixels are black, pixels without a match are gray.",
+      panorama: "The homography maps image 1 into the plane of image 0.",
     };
     byId("compare-note").textContent = what[mode] ?? "";
     if (this.viewer.source !== made) this.viewer.show(made);
@@ -170,19 +170,19 @@ export class Compare {
     change({ times: { ...state.times, compared: performance.now() } });
   }
 
-  /** A source for the viewer; null, with a note, where it cannot be made. */
+  /** Return a source for the viewer, or null with a note for the user. */
   async #make(key, image0, image1, signal) {
     const note = byId("compare-note");
     if (key === "warp") {
       if (!state.warps["01"]) {
-        note.textContent = "The dense warp is not there yet.";
+        note.textContent = "The dense warp is not ready yet.";
         return null;
       }
       return new Layers(image0, await alignedImage(image0, image1, { warp: state.warps["01"] }, signal));
     }
     const H = await this.homography();
     if (!H) {
-      note.textContent = "No homography fits these matches; align by the dense warp instead.";
+      note.textContent = "No homography fits these matches; use the dense warp to align the images.";
       return null;
     }
     if (key === "homography") return new Layers(image0, await alignedImage(image0, image1, { homography: H }, signal));
@@ -199,7 +199,7 @@ export class Compare {
 
   #startFlicker() {
     this.viewer.source.flipped = false;
-    // Those who asked for less motion turn the images themselves.
+    // With reduced motion, the user switches the images.
     if (matchMedia("(prefers-reduced-motion: reduce)").matches) byId("flicker-toggle").textContent = "Turn";
     else {
       byId("flicker-toggle").textContent = "Pause";

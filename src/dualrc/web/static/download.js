@@ -1,4 +1,4 @@
-// Files to save, the view as PNG, and text to copy.
+// Downloads, the current view as PNG, and text to copy.
 
 import { fail, say } from "./messages.js";
 import { state } from "./state.js";
@@ -17,7 +17,7 @@ function stem(name) {
   return (name ?? "image").replace(/\.[^.]+$/, "").replace(/[^\w-]+/g, "_").slice(0, 60) || "image";
 }
 
-/** What the stage shows, without the pointer's marks. */
+/** Return the content of the stage without the pointer marks. */
 function picture(stage) {
   const ratio = devicePixelRatio;
   const canvas = document.createElement("canvas");
@@ -33,7 +33,7 @@ function picture(stage) {
   return new Promise((done) => canvas.toBlob(done, "image/png"));
 }
 
-/** Copy text; browsers allow this on local addresses and over HTTPS only, so there is an old way too. */
+/** Copy text. Browsers allow the clipboard API on local addresses and over HTTPS only, so there is a fallback. */
 export async function copy(text, what) {
   try {
     await navigator.clipboard.writeText(text);
@@ -44,7 +44,7 @@ export async function copy(text, what) {
     area.select();
     const copied = document.execCommand("copy");
     area.remove();
-    if (!copied) return fail(new Error("The browser does not allow copying; select the text and copy it yourself."));
+    if (!copied) return fail(new Error("The browser does not allow copying; select the text and copy it manually."));
   }
   say(`Copied ${what}.`);
 }
@@ -65,6 +65,6 @@ export function startDownloads(api, stage) {
   });
   for (const button of document.querySelectorAll("[data-copy]")) {
     const kind = button.dataset.copy;
-    button.addEventListener("click", () => copy(state.result?.commands[kind] ?? "", kind === "shell" ? "the shell line" : "the Python lines"));
+    button.addEventListener("click", () => copy(state.result?.commands[kind] ?? "", kind === "shell" ? "the shell command" : "the Python code"));
   }
 }

@@ -1,25 +1,25 @@
-// What lies over the images: lines, dots, kept points, the certainty map, magnifiers and epipolar lines.
+// Overlays: lines, dots, kept points, the certainty map, magnifiers and epipolar lines.
 
 const TAU = 2 * Math.PI;
 const STEPS = 12;
 export const INLIER = "#35a7ff";
 export const OUTLIER = "#ff8a1f";
-// From uncertain to certain; dark violet to yellow, as scientific figures use it.
+// Color map of the certainty, from dark violet (uncertain) to yellow (certain).
 const SCALE = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
 
-/** A color (r, g, b) for a value of 0 to 1. */
+/** Return the color (r, g, b) of a value in 0 to 1. */
 export function scaleColor(value) {
   const place = Math.min(Math.max(value, 0), 1) * (SCALE.length - 1);
   const i = Math.min(Math.floor(place), SCALE.length - 2);
   return SCALE[i].map((low, c) => Math.round(low + (SCALE[i + 1][c] - low) * (place - i)));
 }
 
-/** A signal color for the mark of a found place. */
+/** Return the color of a marker for a certainty: green, amber or red. */
 export function certaintyColor(certainty) {
   return certainty >= 0.6 ? "#4ade80" : certainty >= 0.3 ? "#fbbf24" : "#ff7a59";
 }
 
-/** The color of match k, one of a few, so that many lines can be drawn at once. */
+/** Return the color of match k; there are only a few colors, so that lines can be drawn in batches. */
 export function colorOf(k, { result, residuals, show, filter }) {
   if (show.color === "inlier" && residuals) return residuals[k] <= filter.thresholdPx ? INLIER : OUTLIER;
   if (show.color === "score") return `rgb(${scaleColor(Math.round(result.scores[k] * STEPS) / STEPS).join(" ")})`;
@@ -29,7 +29,7 @@ export function colorOf(k, { result, residuals, show, filter }) {
   return `hsl(${Math.round(190 + hue * 290)} 90% ${Math.round(70 - 18 * light)}%)`;
 }
 
-/** Visible matches as {color: [[x0, y0, x1, y1], ...]} on the stage; ends outside their pane are left out. */
+/** Return visible matches as {color: [[x0, y0, x1, y1], ...]} on the stage, without ends outside their pane. */
 function place(stage, state) {
   const groups = new Map();
   for (const k of state.visible) {
@@ -42,7 +42,7 @@ function place(stage, state) {
   return groups;
 }
 
-/** Lines and dots of the visible matches. */
+/** Draw lines and dots of the visible matches. */
 export function drawMatches(ctx, stage, state) {
   const groups = place(stage, state);
   const many = state.visible.length;
@@ -82,7 +82,7 @@ export function drawMatches(ctx, stage, state) {
   }
 }
 
-/** Certainty of a warp as a small canvas to be drawn over its image. */
+/** Return the certainty of a warp as a small canvas to draw over the image. */
 export function certaintyMap(warp) {
   const canvas = new OffscreenCanvas(warp.columns, warp.rows);
   const ctx = canvas.getContext("2d");
@@ -96,7 +96,7 @@ export function certaintyMap(warp) {
   return canvas;
 }
 
-/** A numbered marker of a kept point. */
+/** Draw the numbered marker of a kept point. */
 export function drawMarker(ctx, x, y, text, color) {
   ctx.beginPath();
   ctx.arc(x, y, 9.5, 0, TAU);
@@ -112,7 +112,7 @@ export function drawMarker(ctx, x, y, text, color) {
   ctx.fillText(text, x, y + 0.5);
 }
 
-/** A crosshair that leaves its center free. */
+/** Draw a crosshair with a gap at its center. */
 export function drawCross(ctx, x, y, color, size = 11, gap = 4) {
   ctx.beginPath();
   for (const [dx, dy] of [[1, 0], [-1, 0], [0, 1], [0, -1]]) {
@@ -127,7 +127,7 @@ export function drawCross(ctx, x, y, color, size = 11, gap = 4) {
   }
 }
 
-/** A line between two points of the stage, with a dark edge. */
+/** Draw a line with a dark outline between two points of the stage. */
 export function drawLine(ctx, [ax, ay], [bx, by], color) {
   ctx.beginPath();
   ctx.moveTo(ax, ay);
@@ -140,8 +140,8 @@ export function drawLine(ctx, [ax, ay], [bx, by], color) {
 }
 
 /**
- * A magnifier around a point. box: {x, y, size} on the stage; scale: screen pixels per image pixel.
- * Text is shown under the lens on a dark plate.
+ * Draw a magnifier around a point. box: {x, y, size} on the stage; scale: screen pixels per image pixel.
+ * The text is shown below the lens on a dark background.
  */
 export function drawLens(ctx, image, point, box, scale, color, text) {
   const { x, y, size } = box;

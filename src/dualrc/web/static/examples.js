@@ -1,4 +1,4 @@
-// The example pairs of the start page.
+// Example pairs on the start page.
 
 function card({ name, title, description }, open) {
   const button = document.createElement("button");
@@ -15,7 +15,7 @@ function card({ name, title, description }, open) {
   return button;
 }
 
-/** Small views, one pair after the other: the service may still be rendering them. */
+/** Load small views, one pair after the other, because the service may still be rendering them. */
 async function addThumbs(api, list) {
   try {
     for (const { name } of api.info.examples) {
@@ -25,15 +25,15 @@ async function addThumbs(api, list) {
       list.querySelector(`[data-example="${name}"] .thumbs`)?.replaceChildren(...images);
     }
   } catch {
-    // The cards have words too; what is wrong with the service shows when it is used.
+    // The cards also have text, and errors of the service appear when it is used.
   }
 }
 
-/** Fill the list; open(name) is called for the example that is chosen. */
+/** Fill the list; open(name) is called when the user selects an example. */
 export function showExamples(api, list, open) {
   list.replaceChildren(...api.info.examples.map((example) => card(example, open)));
   list.closest("section").hidden = !api.info.examples.length;
-  // Who opens a stored pair does not see the list.
+  // The list is not visible while a stored pair is open.
   new IntersectionObserver((entries, observer) => {
     if (!entries.some((entry) => entry.isIntersecting)) return;
     observer.disconnect();

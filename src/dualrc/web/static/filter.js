@@ -1,4 +1,4 @@
-// Which matches are shown: by score, number and inlier threshold, without asking the service again.
+// Selection of the visible matches by score, number and inlier threshold, without requests to the service.
 
 import { residuals } from "./geometry.js";
 import { change, inlierCount, state, watch } from "./state.js";
@@ -8,7 +8,7 @@ const byId = (id) => document.getElementById(id);
 const number = new Intl.NumberFormat("en-US");
 let orders = null;
 
-/** Orders of the matches: best first, and best of each cell of a grid first. */
+/** Return two orders of the matches: best first, and best of each grid cell first. */
 function makeOrders({ scores, points0, size0 }) {
   const best = Uint32Array.from(scores.keys()).sort((a, b) => scores[b] - scores[a]);
   const taken = new Uint32Array(CELLS * CELLS);
@@ -23,7 +23,7 @@ function makeOrders({ scores, points0, size0 }) {
   return { best, spread };
 }
 
-/** Choose the visible matches anew. */
+/** Update the visible matches. */
 export function refilter() {
   const { result, filter, residuals: errors } = state;
   const visible = [];
@@ -38,7 +38,7 @@ export function refilter() {
   change({ visible });
 }
 
-// The count slider is logarithmic: a few matches and all of them are both worth choosing.
+// The count slider is logarithmic, to cover both few and many matches.
 const countOf = (value, total) => (total < 2 ? total : Math.round(Math.exp(Math.log(10) + value * (Math.log(Math.max(total, 11)) - Math.log(10)))));
 const sliderOf = (count, total) => (Math.log(Math.max(count, 10)) - Math.log(10)) / (Math.log(Math.max(total, 11)) - Math.log(10));
 
@@ -47,11 +47,11 @@ function setFilter(patch) {
   change({ filter: state.filter });
 }
 
-/** Take a new result: reset what depends on it. */
+/** Reset the filter for a new result. */
 export function takeResult(result) {
   orders = makeOrders(result);
   const good = result.scores.reduce((sum, score) => sum + (score >= 0.5), 0);
-  // Where hardly anything is certain, hiding the rest would leave an empty image.
+  // If few matches have a high score, show all, so that the image is not empty.
   setFilter({ minScore: good >= 30 ? 0.5 : 0, count: Math.min(result.count, innerWidth < 700 ? 150 : 300) });
 }
 

@@ -1,10 +1,10 @@
-// A folder of images: all pairs are matched, and a heat map shows their scores.
+// Folder view: all pairs of a set of images are matched, and a heat map shows their scores.
 
 import { ApiError } from "./api.js";
 import { announce, fail, say } from "./messages.js";
 
 const REFRESH_MS = 400;
-// Dark blue, green, yellow: readable for most kinds of color blindness.
+// Color map from dark blue to green and yellow, readable with most types of color blindness.
 const COLORS = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
 
 let view = null;
@@ -32,7 +32,7 @@ class FolderView {
     this.root = element("div", "folder");
     const drop = element("div", "folder-drop card");
     drop.append(heading("h1", "A folder of images"),
-      element("p", "muted", `Drop up to ${api.info?.max_collection ?? 40} images, or a folder. All pairs are matched; brighter means more likely the same place.`));
+      element("p", "muted", `Drop up to ${api.info?.max_collection ?? 40} images, or a folder. All pairs are matched; brighter cells are more likely to show the same place.`));
     const row = element("div", "row");
     row.append(this.#chooser("Choose images", {}), this.#chooser("Choose a folder", { webkitdirectory: "" }));
     this.clear = button("Clear", () => this.#reset());
@@ -54,7 +54,7 @@ class FolderView {
     this.best.hidden = this.legend.hidden = true;
     this.root.append(drop, this.status, this.scroll, this.legend, this.best);
     container.replaceChildren(this.root);
-    // Before the listeners of the window, which are for a pair.
+    // Run before the listeners of the window, which handle a pair.
     container.addEventListener("drop", (event) => this.#dropped(event));
   }
 
@@ -79,20 +79,20 @@ class FolderView {
     this.take(await filesOf(event.dataTransfer));
   }
 
-  /** Upload files and match all pairs of what is there then. */
+  /** Upload files and match all pairs of the images. */
   async take(files) {
     files = files.filter((file) => file.type.startsWith("image/") || /\.(heic|heif|hif|tiff?|jp2|j2k|avif|p[gpbn]m)$/i.test(file.name));
     const most = this.#api.info?.max_collection ?? 40;
-    if (!files.length) return fail(new ApiError("There are no images in that; choose JPEG, PNG or other image files."));
+    if (!files.length) return fail(new ApiError("No images were found; choose JPEG, PNG or other image files."));
     if (files.length + this.#images.length > most) {
-      say(`Only the first ${most} images are used; this server matches no more at once.`);
+      say(`Only the first ${most} images are used, which is the limit of this server.`);
       files = files.slice(0, Math.max(0, most - this.#images.length));
     }
     await this.#stop();
     const abort = this.#abort = new AbortController();
     try {
       await this.#upload(files, abort.signal);
-      if (this.#images.length < 2) return fail(new ApiError("One image has no pairs; add another one."));
+      if (this.#images.length < 2) return fail(new ApiError("At least two images are needed; add another one."));
       await this.#match(abort.signal);
     } catch (error) {
       fail(error);
@@ -113,7 +113,7 @@ class FolderView {
         this.#thumbnails.set(image.id, await this.#api.objectUrl(`v1/images/${image.id}/view?max_side=112`));
       } catch (error) {
         if (error.name === "AbortError" || error.code === "gone") throw error;
-        // The others are still worth matching.
+        // Continue with the other images.
         fail(error);
       }
       this.#scores = [];
@@ -130,7 +130,7 @@ class FolderView {
     const refresh = async () => this.#fill(await this.#api.json("GET", `v1/collections/${started.collection}`, undefined, signal));
     let last = 0;
     await this.#api.events(started.job, (progress) => {
-      if (progress.state === "queued") return this.#tell(`Waiting, ${progress.position} in the queue`, 0);
+      if (progress.state === "queued") return this.#tell(`Waiting at position ${progress.position} of the queue`, 0);
       this.#tell(`Matched ${progress.done ?? 0} of ${progress.total ?? total} pairs`, progress.fraction);
       if (performance.now() - last < REFRESH_MS) return;
       last = performance.now();
@@ -157,7 +157,7 @@ class FolderView {
   async #cancel() {
     await this.#stop();
     this.status.hidden = true;
-    say("Stopped. What was matched stays.");
+    say("Stopped. The pairs matched so far are kept.");
   }
 
   async #reset() {
@@ -183,7 +183,7 @@ class FolderView {
     this.#listBest();
   }
 
-  /** The table, anew: images have come or gone. */
+  /** Rebuild the table after images were added or removed. */
   #build() {
     this.#cells.clear();
     this.clear.hidden = this.legend.hidden = !this.#images.length;
@@ -237,13 +237,13 @@ class FolderView {
     link.setAttribute("aria-label", `${this.#images[i].name} and ${this.#images[j].name}: score ${score.toFixed(2)}, ${words(score)}`);
     link.title = link.getAttribute("aria-label");
     const [red, green, blue] = color(score);
-    // Style properties are allowed by the content security policy; style attributes are not.
+    // The content security policy allows style properties, but not style attributes.
     link.style.backgroundColor = `rgb(${red} ${green} ${blue})`;
     link.style.color = 0.299 * red + 0.587 * green + 0.114 * blue > 120 ? "#000" : "#fff";
     if (!link.parentElement) cell.append(link);
   }
 
-  /** Arrow keys move the focus; the table has one stop for the Tab key. */
+  /** Move the focus with the arrow keys; the table is a single tab stop. */
   #move(event) {
     const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
     const step = steps[event.key], at = event.target.dataset?.cell;
@@ -293,7 +293,7 @@ function words(score) {
   return score >= 0.9 ? "the same place" : score >= 0.1 ? "not sure" : "probably not the same place";
 }
 
-/** The color of a score from 0 to 1: [red, green, blue]. */
+/** Return the color [red, green, blue] of a score in 0 to 1. */
 export function color(score) {
   const at = Math.min(Math.max(score, 0), 1) * (COLORS.length - 1), low = Math.min(Math.floor(at), COLORS.length - 2);
   return COLORS[low].map((value, channel) => Math.round(value + (COLORS[low + 1][channel] - value) * (at - low)));

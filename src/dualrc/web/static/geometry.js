@@ -1,29 +1,29 @@
 // Two-view geometry in pixels: the center of the first pixel is (0, 0).
 
-/** A dense map from one image to the other, as the service sends it. */
+/** Dense warp from one image to the other, in the format of the service. */
 export class DenseWarp {
   /** buffer: uint32 grid_w, grid_h, w0, h0, then float32 (x1, y1, certainty) of each cell's center. */
   constructor(buffer) {
     const header = new Uint32Array(buffer, 0, 4);
     [this.columns, this.rows, this.width, this.height] = header;
     this.values = new Float32Array(buffer, 16);
-    // Distance of neighboring cells, in pixels of image 0.
+    // Distance between neighboring cells, in pixels of image 0.
     this.stepX = this.width / this.columns;
     this.stepY = this.height / this.rows;
   }
 
-  /** Where (x, y) lies in the other image: {x, y, certainty}, or null where nothing is known. */
+  /** Return the position of (x, y) in the other image, {x, y, certainty}, or null if it is unknown. */
   at(x, y) {
     const found = { x: 0, y: 0, certainty: 0 };
     return this.into(x, y, found) ? found : null;
   }
 
-  /** `at` without a new object, for whole images: false where nothing is known. */
+  /** Same as `at` without a new object, for whole images; returns false if the position is unknown. */
   into(x, y, found) {
     const { columns, rows, values } = this;
     const gx = clamp((x + 0.5) / this.stepX - 0.5, 0, columns - 1), gy = clamp((y + 0.5) / this.stepY - 0.5, 0, rows - 1);
     const i = Math.min(Math.floor(gx), Math.max(columns - 2, 0)), j = Math.min(Math.floor(gy), Math.max(rows - 2, 0));
-    // The corner that counts most among those that are known.
+    // Known corner with the largest weight.
     let total = 0, nearest = -1, most = 0;
     for (let corner = 0; corner < 4; corner++) {
       const k = this.#corner(corner, i, j), weight = this.#weight(corner, gx - i, gy - j);
@@ -32,7 +32,7 @@ export class DenseWarp {
       if (weight > most) [most, nearest] = [weight, k];
     }
     if (total < 0.25) return false;
-    // Neighbors on another surface move differently: averaging with them gives a place on neither.
+    // Skip neighbors on another surface, which move differently: their average lies on neither surface.
     const reach = 4 * Math.max(this.stepX, this.stepY) + 2;
     let [sx, sy, sc, sum, shiftX, shiftY] = [0, 0, 0, 0, 0, 0];
     for (let corner = 0; corner < 4; corner++) {
@@ -46,7 +46,7 @@ export class DenseWarp {
       shiftX += weight * (gx - i - (corner & 1)) * this.stepX;
       shiftY += weight * (gy - j - (corner >> 1)) * this.stepY;
     }
-    // With all corners the shifts cancel; without some of them the mean is off center by the shift.
+    // With all corners, the shifts cancel. If some are missing, correct the mean for its shift.
     found.x = (sx + shiftX) / sum;
     found.y = (sy + shiftY) / sum;
     found.certainty = sc / sum;
@@ -66,14 +66,14 @@ export function clamp(value, low, high) {
   return Math.min(Math.max(value, low), high);
 }
 
-/** H (3x3 rows) applied to a point; null where it goes to infinity. */
+/** Apply H (3x3 rows) to a point; return null at infinity. */
 export function applyHomography(H, x, y) {
   const w = H[2][0] * x + H[2][1] * y + H[2][2];
   if (Math.abs(w) < 1e-12) return null;
   return [(H[0][0] * x + H[0][1] * y + H[0][2]) / w, (H[1][0] * x + H[1][1] * y + H[1][2]) / w];
 }
 
-/** The inverse of a 3x3 matrix; null where there is none. */
+/** Return the inverse of a 3x3 matrix, or null if it is singular. */
 export function invert(M) {
   const [[a, b, c], [d, e, f], [g, h, i]] = M;
   const det = a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g);
@@ -89,12 +89,12 @@ export function transpose(M) {
   return [0, 1, 2].map((i) => [0, 1, 2].map((j) => M[j][i]));
 }
 
-/** The line (a, b, c), a x + b y + c = 0, on which F says that (x, y) lies in the other image. */
+/** Return the epipolar line (a, b, c), a x + b y + c = 0, of (x, y) in the other image. */
 export function epipolarLine(F, x, y) {
   return F.map((row) => row[0] * x + row[1] * y + row[2]);
 }
 
-/** The part of a line inside a width x height image: [[x, y], [x, y]], or null. */
+/** Return the segment of a line inside a width x height image, [[x, y], [x, y]], or null. */
 export function clipLine([a, b, c], width, height) {
   const [left, top, right, bottom] = [-0.5, -0.5, width - 0.5, height - 0.5];
   const ends = [];
@@ -107,7 +107,7 @@ export function clipLine([a, b, c], width, height) {
   return ends.length >= 2 ? [ends[0], ends[1]] : null;
 }
 
-/** Residual of each match in pixels: transfer error of a homography, Sampson distance of a fundamental matrix. */
+/** Return the residual of each match in pixels: transfer error of a homography, Sampson distance otherwise. */
 export function residuals(estimate, points0, points1) {
   const errors = new Float32Array(points0.length).fill(Infinity);
   const homography = estimate.kind === "homography";

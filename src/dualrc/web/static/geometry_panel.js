@@ -1,4 +1,4 @@
-// The panel that chooses and shows a homography, fundamental or essential matrix.
+// Panel that selects and shows a homography, fundamental or essential matrix.
 
 import { fail } from "./messages.js";
 import { change, state, watch } from "./state.js";
@@ -8,7 +8,7 @@ const byId = (id) => document.getElementById(id);
 const format = (value) => (Math.abs(value) >= 0.01 && Math.abs(value) < 1e5 ? value.toPrecision(5) : value === 0 ? "0" : value.toExponential(2));
 const show = (matrix) => matrix.map((row) => row.map((value) => format(value).padStart(10)).join(" ")).join("\n");
 
-/** Fit a model on the service to the matches of the pair. */
+/** Let the service fit a model to the matches of the pair. */
 async function estimate(api, kind, settings) {
   return api.json("POST", `v1/pairs/${state.result.pair}/estimate`, { kind, ...settings });
 }
@@ -66,7 +66,7 @@ function showEstimate() {
   byId("geometry-warning").textContent = made.warnings?.join(" ") ?? "";
 }
 
-/** The matrix of a homography for alignment: the one in force, or one fitted for this. */
+/** Return a homography for alignment: the current one, or a newly fitted one. */
 export async function homography(api) {
   if (state.estimate?.kind === "homography") return state.estimate.matrix;
   if (state.homography?.pair !== state.result.pair) {

@@ -1,8 +1,8 @@
-// Decoded images: a pyramid of bitmaps, of which only the visible part is drawn.
+// Decoded images as pyramids of bitmaps; only the visible part is drawn.
 
-// Side below which a coarser level is not worth its memory.
+// Image side below which no coarser level is created.
 const SMALLEST_LEVEL = 700;
-// Above this scale, in screen pixels per image pixel, single pixels are shown as squares.
+// Scale, in screen pixels per image pixel, above which single pixels are shown as squares.
 const SHARP_FROM = 3;
 
 export class LoadedImage {
@@ -22,7 +22,7 @@ export class LoadedImage {
       try {
         half = await createImageBitmap(bitmap, { resizeWidth: width, resizeHeight: height, resizeQuality: "medium" });
       } catch {
-        // The image was closed meanwhile, or there is no memory: the levels that are there have to do.
+        // The image was closed or memory is short: continue with the existing levels.
         return;
       }
       this.levels.push({ bitmap: half, ratio: half.width / this.width });
@@ -34,13 +34,13 @@ export class LoadedImage {
     for (const { bitmap } of this.levels) bitmap.close?.();
   }
 
-  /** The coarsest level that still has a pixel for each screen pixel. */
+  /** Return the coarsest level that has a pixel for each screen pixel. */
   level(scale) {
     for (let i = this.levels.length - 1; i > 0; i--) if (this.levels[i].ratio >= scale * 0.95) return this.levels[i];
     return this.levels[0];
   }
 
-  /** Draw the part that a width x height screen sees; view: {scale, x, y} in device pixels. */
+  /** Draw the part that is visible on a width x height screen; view: {scale, x, y} in device pixels. */
   draw(ctx, view, width, height) {
     const { bitmap } = this.level(view.scale);
     const [rx, ry] = [bitmap.width / this.width, bitmap.height / this.height];
@@ -54,7 +54,7 @@ export class LoadedImage {
       ((right - left) / rx) * view.scale, ((bottom - top) / ry) * view.scale);
   }
 
-  /** RGBA values at a long side of at most `maxSide`. */
+  /** Return RGBA values with a long side of at most `maxSide`. */
   pixels(maxSide) {
     const factor = Math.min(1, maxSide / Math.max(this.width, this.height));
     const width = Math.max(Math.round(this.width * factor), 1), height = Math.max(Math.round(this.height * factor), 1);
@@ -66,7 +66,7 @@ export class LoadedImage {
   }
 }
 
-/** Decode a file upright; null where the browser does not read this format. */
+/** Decode a file upright; return null if the browser does not support the format. */
 export async function decode(file) {
   try {
     const bitmap = await createImageBitmap(file, { imageOrientation: "from-image" });
@@ -76,7 +76,7 @@ export async function decode(file) {
   }
 }
 
-/** The service's view of an image: for examples, stored pairs and formats that the browser does not read. */
+/** Load the view of an image from the service, for examples, stored pairs and formats that the browser cannot read. */
 export async function fetchView(api, { id, name, width, height }, maxSide = 4096) {
   const blob = await api.blob(`v1/images/${id}/view?max_side=${Math.min(maxSide, Math.max(width, height))}`);
   return new LoadedImage({ name, width, height, bitmap: await createImageBitmap(blob) });

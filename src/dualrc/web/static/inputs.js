@@ -1,9 +1,9 @@
-// Where images come from: the file dialog, the camera, drag and drop, the clipboard.
+// Sources of images: file dialog, camera, drag and drop, and clipboard.
 
 const IMAGE = /\.(avif|bmp|gif|heic|heif|jpe?g|jp2|png|ppm|tiff?|webp)$/i;
 const isImage = (file) => file.type.startsWith("image/") || IMAGE.test(file.name);
 
-/** The slots of the empty page. take(slot or null, files) gets what the user gave. */
+/** Set up the slots of the empty page; take(slot or null, files) receives the files of the user. */
 export function startInputs(take) {
   for (const slot of document.querySelectorAll(".slot")) showSlot(slot, null, take);
   startDrop(take);
@@ -15,7 +15,7 @@ export function startInputs(take) {
   });
 }
 
-/** A button that opens a file dialog, with the input that does it. */
+/** Return a button that opens a file dialog, and its input. */
 export function chooser(label, icon, take, { capture = false, name = label, className = "button" } = {}) {
   const input = document.createElement("input");
   input.type = "file";
@@ -39,7 +39,7 @@ export function chooser(label, icon, take, { capture = false, name = label, clas
   return [button, input];
 }
 
-/** Fill a slot: empty with ways to give an image, or with the image. */
+/** Fill a slot with its image, or with controls to choose one. */
 export function showSlot(slot, image, take) {
   const number = Number(slot.dataset.slot);
   slot.classList.toggle("filled", image !== null);
@@ -70,7 +70,7 @@ export function showSlot(slot, image, take) {
   slot.append(title, row);
 }
 
-/** Files of a drop, with those inside dropped folders. */
+/** Return the dropped files, including those in dropped folders. */
 async function dropped(transfer) {
   const entries = [...transfer.items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
   if (!entries.some((entry) => entry.isDirectory)) return [...transfer.files];

@@ -1,4 +1,4 @@
-// The list of kept points and the line that tells where the pointer is.
+// List of kept points, and the readout of the pointer position.
 
 import { copy } from "./download.js";
 import { announce, say } from "./messages.js";
@@ -40,7 +40,7 @@ function showReadout() {
     const loading = state.result && !warps[hover.image === 0 ? "01" : "10"];
     line.textContent = `Image ${hover.image} (${at(hover.x, hover.y)}): ${loading ? "the dense warp is being computed" : "not found in the other image"}`;
   }
-  // Each movement of a mouse would be too much to hear.
+  // Announcing every mouse movement would be too much for screen readers.
   if (hover?.how === "key") announce(line.textContent);
 }
 
@@ -50,7 +50,7 @@ export function startKept(stage) {
     copy(["x0,y0,x1,y1,certainty", ...rows].join("\n"), `${rows.length} point${rows.length === 1 ? "" : "s"}`);
   });
   byId("kept-clear").addEventListener("click", () => change({ kept: [] }));
-  stage.element.addEventListener("unknown", () => { if (state.result) say("This place was not found in the other image, so it is not kept."); });
+  stage.element.addEventListener("unknown", () => { if (state.result) say("This point was not found in the other image, so it is not kept."); });
   watch("kept", () => {
     byId("kept").replaceChildren(...state.kept.map(row));
     byId("kept-empty").hidden = state.kept.length > 0;

@@ -1,4 +1,4 @@
-// Messages to the user: notices go away by themselves, errors stay until they are dismissed.
+// Messages to the user: notices disappear after a while, errors stay until they are dismissed.
 
 const NOTICE_MS = 4000;
 const box = () => document.getElementById("messages");
@@ -35,11 +35,11 @@ export function say(text) {
   setTimeout(() => message.remove(), NOTICE_MS);
 }
 
-/** Show an error in one sentence, with an optional way to try again. */
+/** Show an error, with an optional button to try again. */
 export function fail(error, retry = null) {
   if (error?.name === "AbortError") return;
   const text = error?.userMessage ?? error?.message ?? String(error);
-  // The same sentence twice tells nothing new.
+  // Do not show the same message twice.
   for (const old of box().querySelectorAll(".message.bad")) if (old.querySelector("p").textContent === text) old.remove();
   add(text, { bad: true, action: retry && { label: "Try again", run: retry } });
 }
@@ -49,7 +49,7 @@ export function clear() {
   box().replaceChildren();
 }
 
-/** Tell screen readers, without showing anything. */
+/** Announce a text to screen readers only. */
 export function announce(text) {
   document.getElementById("live").textContent = text;
 }

@@ -1,10 +1,12 @@
-// A finished reconstruction: points and cameras to turn, and the images and track of a point on click.
+// 3D view of a reconstruction; a click on a point shows its track in the images.
 
 import { Cloud } from "./cloud.js";
 import { announce, fail } from "./messages.js";
 
-const MOST_VIEWS = 24; // images of a track that are shown
-const CROP = 120; // pixels of an image around a point
+// Maximum number of images that are shown of a track.
+const MOST_VIEWS = 24;
+// Side of the image crop around a point, in pixels.
+const CROP = 120;
 const VIEW_SIDE = 1600;
 
 let view = null;
@@ -12,7 +14,7 @@ let view = null;
 /** Called each time the view is opened. */
 export async function show(container, api) {
   if (!api.info?.reconstruction) {
-    const words = element("p", "muted model-none", "This server shows no reconstruction. Start it as: dualrc serve DIR --images FOLDER, where DIR is the --out of dualrc reconstruct.");
+    const words = element("p", "muted model-none", "This server has no reconstruction. Start it with: dualrc serve DIR --images FOLDER, where DIR is the output folder of dualrc reconstruct.");
     container.replaceChildren(heading("h1", "Model"), words);
     return;
   }
@@ -41,9 +43,9 @@ class ModelView {
     const canvas = this.canvas = document.createElement("canvas");
     canvas.tabIndex = 0;
     canvas.setAttribute("role", "application");
-    canvas.setAttribute("aria-label", `3D view of ${points.count} points and ${this.images.length} cameras. Arrow keys turn, with Shift they move, plus and minus zoom, 0 shows all, Enter chooses the point in the middle.`);
+    canvas.setAttribute("aria-label", `3D view of ${points.count} points and ${this.images.length} cameras. Arrow keys rotate, with Shift they move, plus and minus zoom, 0 shows all, Enter selects the point in the center.`);
     const stage = element("div", "model-stage");
-    stage.append(canvas, element("p", "model-hint", "Drag turns, Shift or the right button moves, the wheel zooms. Click a point for its images."));
+    stage.append(canvas, element("p", "model-hint", "Drag to rotate, drag with Shift or the right button to move, scroll to zoom. Click a point to see its images."));
     const side = element("div", "model-side");
     side.append(this.#controls(described), this.detail = element("section", "card model-detail"), this.#list());
     this.detail.setAttribute("aria-live", "polite");
@@ -54,12 +56,13 @@ class ModelView {
     this.cloud = new Cloud(canvas, points, this.images.map((image) => pyramid(image, 1)));
     this.#scaleCameras();
     this.cloud.onClick = (x, y) => this.choose(this.cloud.pick(x, y));
-    container.viewer = this; // for tests
+    // Used by tests.
+    container.viewer = this;
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.cloud.draw());
     new MutationObserver(() => this.cloud.draw()).observe(document.documentElement, { attributeFilter: ["data-theme"] });
   }
 
-  /** Cameras are drawn in proportion to the scene. */
+  /** Draw the cameras in proportion to the scene. */
   #scaleCameras() {
     const { cloud } = this, size = cloud.radius * 0.06;
     cloud.cameras = this.images.map((image) => pyramid(image, size));
@@ -104,7 +107,7 @@ class ModelView {
     this.detail.replaceChildren(heading("h2", "Point"), element("p", "muted", "Click a point to see it in the images of its track."));
   }
 
-  /** Stand where an image was taken. */
+  /** Move the view to the pose of an image. */
   async look(number) {
     const image = this.images[number], asked = ++this.#asked;
     this.cloud.selectedPoint = -1;
@@ -126,7 +129,7 @@ class ModelView {
     }
   }
 
-  /** Show a point and its track; -1: none. */
+  /** Show a point and its track, or nothing for -1. */
   async choose(index) {
     const asked = ++this.#asked;
     this.cloud.selectedPoint = index;
@@ -158,7 +161,7 @@ class ModelView {
     return undefined;
   }
 
-  /** The surroundings of a place in an image, with the place marked. */
+  /** Return a crop of an image around a position, with a marker. */
   async #crop(item, seen) {
     const number = Number(seen.image), picture = await this.#view(number);
     if (!picture) return;
@@ -167,7 +170,7 @@ class ModelView {
     shown.setAttribute("role", "img");
     shown.setAttribute("aria-label", `${seen.name} around ${seen.x.toFixed(0)}, ${seen.y.toFixed(0)}`);
     const context = shown.getContext("2d"), half = (CROP * scale) / 2;
-    // The center of the first pixel is (0, 0); that of a canvas is (0.5, 0.5).
+    // The center of the first pixel is (0, 0), but (0.5, 0.5) on a canvas.
     const [x, y] = [(seen.x + 0.5) * scale, (seen.y + 0.5) * scale];
     context.drawImage(picture, x - half, y - half, 2 * half, 2 * half, 0, 0, 2 * CROP, 2 * CROP);
     for (const [width, color] of [[5, "#000"], [2, "#ff7a1a"]]) {
@@ -180,7 +183,7 @@ class ModelView {
     item.prepend(shown);
   }
 
-  /** An image as a bitmap, kept for the next point; null where the server has no images. */
+  /** Return an image as a cached bitmap, or null if the server has no images. */
   async #view(number) {
     if (!this.hasViews) return null;
     if (!this.#views.has(number)) {
@@ -199,19 +202,19 @@ class ModelView {
   }
 }
 
-/** The points as the service packs them. */
+/** Unpack the points from the binary format of the service. */
 export function unpack(packed) {
   const count = new DataView(packed).getUint32(0, true);
   return {
     count,
     xyz: new Float32Array(packed, 4, 3 * count),
     rgb: new Uint8Array(packed, 4 + 12 * count, 3 * count),
-    // They need not begin at a multiple of four bytes.
+    // Copy the values, because they may not be aligned to four bytes.
     tracks: new Uint32Array(packed.slice(4 + 15 * count, 4 + 19 * count)),
   };
 }
 
-/** A camera in the world: its center, the corners of its image at a depth, and where it looks. */
+/** Return a camera in world coordinates: its center, the image corners at a depth, and its axes. */
 function pyramid({ cam_from_world: pose, camera, width, height }, size) {
   const R = pose.map((row) => row.slice(0, 3)), t = pose.map((row) => row[3]);
   const turn = (ray) => [0, 1, 2].map((axis) => R[0][axis] * ray[0] + R[1][axis] * ray[1] + R[2][axis] * ray[2]);

@@ -1,4 +1,4 @@
-// The pair view: images in, matching with progress, result out.
+// Pair view: input images, matching with progress, and the result.
 
 import { Compare } from "./compare.js";
 import { startDownloads } from "./download.js";
@@ -18,8 +18,10 @@ const VERDICT_ICONS = { same: "i-yes", unsure: "i-unsure", different: "i-no" };
 const WARP_SIDE = 512;
 
 export class PairView {
-  #run = null; // AbortController of the current run
-  #turns = [0, 0]; // a slot's latest image wins over one that arrives late
+  // AbortController of the current run.
+  #run = null;
+  // Number of images given to each slot; images that arrive late are discarded.
+  #turns = [0, 0];
 
   constructor(api) {
     this.api = api;
@@ -58,13 +60,13 @@ export class PairView {
     byId("zoom-level").textContent = `${percent >= 10 ? Math.round(percent) : percent.toPrecision(2)} %`;
   }
 
-  /** Qualities and examples, once the service has told them. */
+  /** Show qualities and examples when the service has sent them. */
   takeInfo(info) {
     byId("quality").replaceChildren(...info.qualities.map((name) => new Option(name, name)));
     showExamples(this.api, byId("example-list"), (name) => this.openExample(name));
   }
 
-  /** Files from the user; slot is 0, 1 or null for the next free one. */
+  /** Take files from the user; slot is 0, 1, or null for the next free one. */
   take(slot, files) {
     clear();
     if (files.length > 2) {
@@ -85,7 +87,7 @@ export class PairView {
     change({ phase: "uploading" });
     try {
       const sending = this.api.upload(file);
-      // Handled below; the decoded image is shown while the upload runs.
+      // Errors are handled below; the decoded image is shown during the upload.
       sending.catch(() => {});
       let loaded = await decode(file);
       if (turn === this.#turns[i] && loaded) this.#setImage(i, { loaded, name: file.name, width: loaded.width, height: loaded.height, id: null });
@@ -122,7 +124,7 @@ export class PairView {
     tag.className = "tag";
     const name = document.createElement("span");
     name.textContent = `${image.name}  ${image.width} × ${image.height}`;
-    tag.append(name, ...chooser("Replace", "i-image", (files) => this.take(i, files), { name: `Replace image ${i} by another`, className: "icon-button" }));
+    tag.append(name, ...chooser("Replace", "i-image", (files) => this.take(i, files), { name: `Replace image ${i} with another one`, className: "icon-button" }));
     pane.append(tag);
   }
 
@@ -134,7 +136,7 @@ export class PairView {
     byId("opening").hidden = both || !state.opening;
     byId("workbench").hidden = !both;
     if (turned) scrollTo(0, 0);
-    // The focus was on what is hidden now.
+    // Move the focus, which was on an element that is now hidden.
     if (lost) byId("main").focus({ preventScroll: true });
     byId("busy").hidden = state.phase !== "matching" && state.phase !== "uploading";
     byId("again").disabled = state.phase !== "ready" && state.phase !== "failed";
@@ -177,7 +179,7 @@ export class PairView {
   }
 
   #showProgress({ state: where, position, stage, fraction }) {
-    if (where === "queued") this.#progress(position > 0 ? `Waiting, ${position} before this pair` : "Waiting", undefined);
+    if (where === "queued") this.#progress(position > 0 ? `Waiting at position ${position} of the queue` : "Waiting", undefined);
     else this.#progress(stage ? stage[0].toUpperCase() + stage.slice(1) : "Matching", fraction);
   }
 
@@ -240,7 +242,7 @@ export class PairView {
     }
   }
 
-  /** A stored result, as folder.js links to it. */
+  /** Open a stored result, linked by folder.js. */
   async openPair(pair) {
     if (state.result?.pair === pair) return;
     try {

@@ -1,4 +1,4 @@
-// The stage: two linked viewers, the drawing over them, and the pointer's place in both images.
+// Stage: two linked viewers, their overlays, and the pointer position in both images.
 
 import { certaintyColor, certaintyMap, drawCross, drawLens, drawLine, drawMarker, drawMatches } from "./draw.js";
 import { clamp, clipLine, epipolarLine, transpose } from "./geometry.js";
@@ -33,7 +33,7 @@ export class Stage {
     addEventListener("resize", () => this.layout());
   }
 
-  /** Take new images. */
+  /** Show new images. */
   take() {
     this.#maps.clear();
     state.images.forEach((image, i) => {
@@ -43,7 +43,7 @@ export class Stage {
     this.layout();
   }
 
-  /** Side by side or one above the other, whichever shows the images larger. */
+  /** Arrange the images side by side or one above the other, whichever shows them larger. */
   layout() {
     const images = state.images.map((image) => image?.loaded).filter(Boolean);
     const width = this.element.parentElement.clientWidth;
@@ -67,13 +67,13 @@ export class Stage {
     this.paintHover();
   }
 
-  /** Where pane i lies on the stage. */
+  /** Return the position of pane i on the stage. */
   pane(i) {
     const { pane, size } = this.viewers[i];
     return { x: pane.offsetLeft, y: pane.offsetTop, width: size[0], height: size[1] };
   }
 
-  /** Image pixel to stage pixel: {x, y, inside} where `inside` says that its pane shows it. */
+  /** Convert an image pixel to {x, y, inside} on the stage; `inside` is true if its pane shows it. */
   project(i, x, y) {
     const [sx, sy] = this.viewers[i].toScreen(x, y);
     const [width, height] = this.viewers[i].size;
@@ -159,7 +159,7 @@ export class Stage {
     if (frames.length > 300) frames.shift();
   }
 
-  /** Beside the point, where it hides neither the point nor leaves the pane. */
+  /** Return a position next to the point, inside the pane, that does not hide the point. */
   #lensBox(i, at) {
     const pane = this.pane(i);
     const size = clamp(Math.min(pane.width, pane.height) * 0.42, 96, 176), away = 26;
@@ -183,7 +183,7 @@ export class Stage {
     ctx.restore();
   }
 
-  /** Where a point of image i lies in the other: {x, y, certainty} or null. */
+  /** Return the position of a point of image i in the other image: {x, y, certainty} or null. */
   find(i, x, y) {
     const found = state.warps[WAYS[i]]?.at(x, y);
     if (!found) return null;
@@ -219,7 +219,7 @@ export class Stage {
     change({ kept: [...state.kept, kept] });
   }
 
-  /** Move the other viewer along; zooming in brings the matching place under the same spot of its pane. */
+  /** Move the other viewer along; zooming in brings the corresponding point to the same position of its pane. */
   #follow(i, { factor, x, y, sx, sy, dx, dy }) {
     const viewer = this.viewers[i], other = this.viewers[1 - i];
     if (factor === 1) {
@@ -235,7 +235,7 @@ export class Stage {
     other.anchor(ox, oy, tx, ty);
   }
 
-  /** Show in the other viewer what is in the middle of this one. */
+  /** Center the other viewer on the point that corresponds to the center of this one. */
   #align(i) {
     const viewer = this.viewers[i], other = this.viewers[1 - i];
     if (viewer.zoom < 1.05 || !other.source) return;

@@ -1,12 +1,16 @@
-// What the pair view shows. Parts change it with `change` and learn of changes with `watch`.
+// State of the pair view. Modules change it with `change` and observe it with `watch`.
 
 export const state = {
-  phase: "empty", // empty, uploading, matching, ready, failed
-  opening: false, // a stored pair or an example is being fetched
-  images: [null, null], // {loaded: LoadedImage, id, width, height, name}
+  // One of empty, uploading, matching, ready, failed.
+  phase: "empty",
+  // Whether a stored pair or an example is being fetched.
+  opening: false,
+  // Each image is {loaded: LoadedImage, id, width, height, name}.
+  images: [null, null],
   result: null,
   estimate: null,
-  homography: null, // an estimate of kind homography, for alignment; may be the same as `estimate`
+  // Estimate of kind homography, for alignment; can be the same as `estimate`.
+  homography: null,
   residuals: null,
   warps: { "01": null, "10": null },
   mode: "matches",
@@ -14,13 +18,18 @@ export const state = {
   amount: 50,
   show: { lines: true, dots: true, certainty: false, color: "position", epipolar: true },
   filter: { minScore: 0.5, count: 300, spread: true, thresholdPx: 3, inliersOnly: false },
-  visible: [], // indices of the matches that are shown
-  hover: null, // {image: 0 or 1, x, y, other: {x, y, certainty} or null, how}
-  kept: [], // {x0, y0, x1, y1, certainty}
+  // Indices of the visible matches.
+  visible: [],
+  // Pointer position: {image: 0 or 1, x, y, other: {x, y, certainty} or null, how}.
+  hover: null,
+  // Kept points: {x0, y0, x1, y1, certainty}.
+  kept: [],
   linked: true,
   times: {},
-  frames: [], // milliseconds that drawing the pointer's marks took, the latest last
-  marks: { lenses: [], line: null }, // what was drawn for the pointer
+  // Times to draw the pointer marks, in milliseconds, latest last.
+  frames: [],
+  // Pointer marks that were drawn.
+  marks: { lenses: [], line: null },
 };
 
 const watchers = new Map();
@@ -33,14 +42,14 @@ export function watch(topics, run) {
   }
 }
 
-/** Set fields and tell who watches them. */
+/** Set fields and notify their observers. */
 export function change(patch) {
   Object.assign(state, patch);
   const calls = new Set(Object.keys(patch).flatMap((topic) => watchers.get(topic) ?? []));
   for (const run of calls) run();
 }
 
-/** A copy for tests and for the console: plain values only. */
+/** Return a copy with plain values, for tests and the console. */
 export function snapshot(viewers, api) {
   const { phase, mode, align, amount, show, filter, hover, kept, linked, times, frames, marks, estimate } = state;
   return structuredClone({
@@ -59,7 +68,7 @@ export function snapshot(viewers, api) {
   });
 }
 
-/** Matches within the inlier threshold, among all. */
+/** Return the number of matches within the inlier threshold. */
 export function inlierCount() {
   if (!state.residuals) return null;
   return state.residuals.reduce((sum, error) => sum + (error <= state.filter.thresholdPx), 0);

@@ -1,4 +1,4 @@
-// A canvas that shows an image, with zoom and pan down to single pixels, by mouse, touch and keyboard.
+// Canvas that shows an image, with zoom and pan by mouse, touch and keyboard.
 
 import { clamp } from "./geometry.js";
 
@@ -31,7 +31,7 @@ export class Viewer extends EventTarget {
     this.#listen();
   }
 
-  /** source: has width, height and draw(ctx, view, width, height). */
+  /** Set the source, which has width, height and draw(ctx, view, width, height). */
   show(source) {
     this.source = source;
     this.cursor = null;
@@ -52,7 +52,7 @@ export class Viewer extends EventTarget {
     this.place();
   }
 
-  /** Take the pane's size; a view that showed the whole image still does. */
+  /** Update the size of the pane; a view of the whole image stays one. */
   resize() {
     const whole = Math.abs(this.zoom - 1) < 0.01;
     const { clientWidth, clientHeight } = this.pane;
@@ -66,7 +66,7 @@ export class Viewer extends EventTarget {
     this.paint();
   }
 
-  /** Keep the view inside its limits and draw it with the next frame. */
+  /** Limit the view and draw it with the next frame. */
   place() {
     if (!this.source) return;
     const view = this.view;
@@ -93,7 +93,7 @@ export class Viewer extends EventTarget {
     this.source.draw(ctx, view, this.canvas.width, this.canvas.height);
   }
 
-  /** Image pixel to CSS pixel of the pane. */
+  /** Convert an image pixel to a CSS pixel of the pane. */
   toScreen(x, y) {
     return [(x + 0.5) * this.view.scale + this.view.x, (y + 0.5) * this.view.scale + this.view.y];
   }
@@ -106,7 +106,7 @@ export class Viewer extends EventTarget {
     return this.source && x >= -0.5 && y >= -0.5 && x <= this.source.width - 0.5 && y <= this.source.height - 0.5;
   }
 
-  /** Put image pixel (x, y) at (sx, sy) of the pane. */
+  /** Move image pixel (x, y) to (sx, sy) of the pane. */
   anchor(x, y, sx, sy) {
     this.view.x = sx - (x + 0.5) * this.view.scale;
     this.view.y = sy - (y + 0.5) * this.view.scale;
@@ -127,7 +127,7 @@ export class Viewer extends EventTarget {
     this.view.x += dx;
     this.view.y += dy;
     this.place();
-    // At a border nothing moves, and nothing has to be drawn.
+    // The view is at its limit, so there is nothing to draw.
     if (this.view.x !== x || this.view.y !== y) this.#tell("view", { factor: 1, dx, dy });
   }
 
@@ -180,7 +180,7 @@ export class Viewer extends EventTarget {
     } else if (this.#pointers.size === 2) {
       this.#pinch(event);
     } else if (event.pointerType === "touch") {
-      // One finger points, two fingers move: a phone has no hover otherwise.
+      // One finger points and two fingers move, because touch screens have no hover.
       this.#pointers.set(event.pointerId, event);
       this.#tell("move", this.#point(event, "touch"));
     } else if (this.#moved > CLICK_PX) {
