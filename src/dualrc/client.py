@@ -186,6 +186,8 @@ class Client:
     def _follow(self, job: str, progress: Progress) -> str:
         """Report the progress of a job and return the address of its result."""
         try:
+            # A short job may be done before its events are read.
+            progress({"state": "queued", "position": 0, "stage": "", "fraction": 0.0})
             for name, data in self._events(job):
                 if name == "progress":
                     progress(data)
