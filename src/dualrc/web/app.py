@@ -175,7 +175,10 @@ def _add_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_handler(_: Request, error: HTTPException) -> JSONResponse:
         codes = {404: "not_found", 405: "wrong_method"}
-        words = {404: "There is nothing here; see /openapi.json.", 405: "This address requires another method; see /openapi.json."}
+        words = {
+            404: "There is nothing here; see /openapi.json.",
+            405: "This address requires another method; see /openapi.json.",
+        }
         status = error.status_code
         body = {"error": words.get(status, str(error.detail)), "code": codes.get(status, "failed")}
         return JSONResponse(body, status, error.headers)

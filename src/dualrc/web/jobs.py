@@ -350,5 +350,5 @@ def _ended() -> Work:
 
 
 def _too_late(job: Job) -> Problem:
-    message = f"The job took longer than {job.limit_s:g} s; use a smaller size, or try again when the server is less busy."
+    message = f"The job took longer than {job.limit_s:g} s; use a smaller size, or try again later."
     return Problem(504, "too_late", message)

@@ -168,9 +168,7 @@ async def follow_job(request: Request, number: str) -> StreamingResponse:
     job = service_of(request).jobs.get(number)
     streams = request.app.state.streams
     if streams.locked():
-        raise Problem(
-            503, "too_many_streams", "Too many event streams are open; poll the job instead.", retry_s=5
-        )
+        raise Problem(503, "too_many_streams", "Too many event streams are open; poll the job instead.", retry_s=5)
     return StreamingResponse(_events(request, job), media_type="text/event-stream")
 
 
