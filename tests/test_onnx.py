@@ -265,7 +265,7 @@ def test_command_line_writes_static_half_precision(tmp_path, reference):
     rows = [np.hstack([m.points0, m.points1]) for m in (wanted, found)]
     apart = np.abs(rows[0][:, None] - rows[1][None]).max(2).min(1)
     assert len(found) == 100 and np.median(apart) < 0.1
-    with pytest.raises(ConfigError, match="112x96 alone"):
+    with pytest.raises(ConfigError, match="112x96 only"):
         matcher.match(*images, size=200)
     with pytest.raises(ImageError, match="too small"):
         matcher.match(images[0][:20], images[1])

@@ -76,7 +76,7 @@ def serve(
 
     dualrc serve town --images photos      # also shows a reconstruction in 3D
 
-    dualrc serve --host 0.0.0.0 --token auto      # for other machines; use an HTTPS proxy
+    dualrc serve --host 0.0.0.0 --token auto      # for other machines
 
     docs/service.md describes the service; /openapi.json is its specification.
     """
