@@ -227,7 +227,7 @@ class MatcherConfig:
     # Lowest score to keep. A score is the probability that a match is correct within 3 px; see docs/scores.md.
     min_score: float = 0.0
     # "high" matches again after warping one image into the frame of the other by the dominant motion.
-    # This is much better for rotated, zoomed or oblique images, and takes about five times as long.
+    # This is much better for rotated, zoomed or oblique images, and takes three to five times as long.
     # "search" also tries simulated views of both images if the matches agree too little. It is for extreme viewpoints,
     # and takes up to twelve times as long.
     quality: Quality = "standard"
