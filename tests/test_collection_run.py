@@ -339,7 +339,7 @@ def test_a_worker_in_high_quality_looks_at_the_pictures(images, weights):
     expected = matcher.match(images / "c.png", images / "d.png")
     assert (found[items[0]].points1 == expected.points1).all() and len(expected)
     assert found[items[1]].picture == "text.jpg"
-    with pytest.raises(ConfigError, match="choose standard or high"):
+    with pytest.raises(ConfigError, match="choose standard, high, search"):
         CollectionConfig(quality="best")
 
 
