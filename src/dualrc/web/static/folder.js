@@ -1,6 +1,7 @@
 // Folder view: all pairs of a set of images are matched, and a heat map shows their scores.
 
 import { ApiError } from "./api.js";
+import { element, heading } from "./dom.js";
 import { announce, fail, say } from "./messages.js";
 
 const REFRESH_MS = 400;
@@ -314,17 +315,6 @@ async function filesOf(transfer) {
   };
   for (const entry of entries) await walk(entry);
   return files.sort((a, b) => a.name.localeCompare(b.name));
-}
-
-function element(tag, className, text = "") {
-  const made = document.createElement(tag);
-  made.className = className;
-  if (text) made.textContent = text;
-  return made;
-}
-
-function heading(tag, text) {
-  return element(tag, "", text);
 }
 
 function button(text, run, size = "") {

@@ -1,6 +1,7 @@
 // 3D view of a reconstruction; a click on a point shows its track in the images.
 
 import { Cloud } from "./cloud.js";
+import { element, heading } from "./dom.js";
 import { announce, fail } from "./messages.js";
 
 // Maximum number of images that are shown of a track.
@@ -240,15 +241,4 @@ function slider(text, min, max, step, value, change, tell = (number) => String(n
   });
   box.append(label, output, input);
   return box;
-}
-
-function element(tag, className, text = "") {
-  const made = document.createElement(tag);
-  made.className = className;
-  if (text) made.textContent = text;
-  return made;
-}
-
-function heading(tag, text) {
-  return element(tag, "", text);
 }
