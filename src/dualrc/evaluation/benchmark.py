@@ -50,8 +50,8 @@ class Settings:
         Option(
             "Matcher to evaluate; repeatable, to compare matchers in one table. dualrc (default), dualrc-high and "
             "dualrc-search (with that quality), FILE.safetensors (a weights file of any preset), sift (RootSIFT of "
-            "OpenCV: sift-ratio and sift-mutual), stored:FOLDER (matches, or keypoints with descriptors, that another method wrote), "
-            "or FILE.py:function, a function of two paths that returns points0, points1, scores.",
+            "OpenCV: sift-ratio and sift-mutual), stored:FOLDER (matches, or keypoints with descriptors, that another "
+            "method wrote), or FILE.py:function, a function of two paths that returns points0, points1, scores.",
             flags=("--matcher",),
         ),
     ] = ("dualrc",)
