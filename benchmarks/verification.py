@@ -25,12 +25,14 @@ from dualrc.collection.cameras import choose_cameras
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.matching import match_collection
 from dualrc.collection.store import MatchStore, Names
-from dualrc.collection.verification import Verification, load_pair, verify_pairs
+from dualrc.collection.two_view_geometry import load_pair
+from dualrc.collection.verification import Verification, verify_pairs
 from dualrc.geometry import (
     Camera,
     cam1_from_cam0,
     fundamental_from_pose,
     on_picture,
+    ray_depths,
     sampson_distance_px,
     transform_points,
 )
@@ -124,12 +126,7 @@ def depths_of(matches: Matches, names: Names, truth: dict[str, Camera]) -> tuple
     """Return the depths (n,) of matches in both images; NaN behind a camera or at a small triangulation angle."""
     camera0, camera1 = (truth[name] for name in names)
     pose = cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world)
-    rays0, rays1 = camera0.rays(matches.points0) @ pose[:, :3].T, camera1.rays(matches.points1)
-    across = np.cross(rays0, rays1)
-    squares = np.sum(across**2, axis=1) + 1e-30
-    depths0 = -np.sum(np.cross(pose[:, 3], rays1) * across, axis=1) / squares
-    depths1 = -np.sum(np.cross(pose[:, 3], rays0) * across, axis=1) / squares
-    sine = np.sqrt(squares) / np.linalg.norm(rays0, axis=1) / np.linalg.norm(rays1, axis=1)
+    depths0, depths1, sine = ray_depths(pose, camera0.rays(matches.points0), camera1.rays(matches.points1))
     sure = (depths0 > 0) & (depths1 > 0) & (sine > np.sin(np.radians(SURE_ANGLE_DEG)))
     return np.where(sure, depths0, np.nan), np.where(sure, depths1, np.nan)
 

@@ -138,6 +138,25 @@ class Tab:
         self.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         return self.state()["hover"]
 
+    def touch(self, *paths: tuple[tuple[float, float], tuple[float, float]], steps: int = 8) -> None:
+        """Put a finger on the start of each path in the window, move all to the ends, and lift them."""
+        session = self.context.new_cdp_session(self.page)
+
+        def send(kind: str, *points: tuple[float, float]) -> None:
+            touches = [{"x": x, "y": y, "id": number} for number, (x, y) in enumerate(points)]
+            session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": touches})
+
+        starts = [start for start, _ in paths]
+        # Fingers do not arrive at the same time.
+        for number in range(len(paths)):
+            send("touchStart", *starts[: number + 1])
+        for step in range(1, steps + 1):
+            part = step / steps
+            send("touchMove", *[(a + part * (c - a), b + part * (d - b)) for (a, b), (c, d) in paths])
+        send("touchEnd")
+        session.detach()
+        self.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
     def names(self) -> list[tuple[str, str]]:
         """(role, name) of every control and image that assistive technology is told of."""
         session = self.context.new_cdp_session(self.page)

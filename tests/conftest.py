@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import os
+import random
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dualrc.config import CompactConfig, ConsensusConfig, FineConfig, MatcherConfig, NetworkConfig
+from dualrc.data import PairBatch
 from dualrc.image import _DEVIATION, _MEAN
 from dualrc.matcher import Matcher
 from dualrc.model.consensus import Consensus
@@ -55,6 +57,14 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="slow: give --slow to run it"))
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Seed the global generators, so that a test draws the same values in every run and in any order."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton's kernels; on a CPU they are interpreted
 # Every engine that this machine can run, with each instruction set of the C kernels.
 ENGINES = ["definition", "torch", *(f"native-{name}" for name in library.available())]
@@ -67,6 +77,12 @@ def make_engine(name: str) -> Engine:
     return choose(torch.device(DEVICE if name.startswith("triton") else "cpu"), name)
 
 
+@pytest.fixture(params=ENGINES)
+def engine(request) -> Engine:
+    """Return every engine that this machine can run, on its device."""
+    return make_engine(request.param)
+
+
 @pytest.fixture(scope="module", params=[name for name in ENGINES if name in ("torch", ENGINES[2])])
 def cpu_engine(request) -> str:
     """Return the engines for CPUs in turn: torch, and the best of the compiled C kernels."""
@@ -76,6 +92,13 @@ def cpu_engine(request) -> str:
 def rand(seed: int, *shape: int) -> Tensor:
     """Return standard normal values that depend only on the seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def point_batch(points0: Tensor, points1: Tensor) -> PairBatch:
+    """Return a batch of corresponding points, (n 2) or (b n 2), with empty images."""
+    points0, points1 = (points.view(-1, *points.shape[-2:]) for points in (points0, points1))
+    image, yes = torch.zeros(len(points0), 3, 0, 0), torch.ones(points0.shape[:2], dtype=torch.bool)
+    return PairBatch.of([image, image, points0, points1, yes, ~yes, ~yes])
 
 
 def texture(seed: int, width: int, height: int) -> np.ndarray:

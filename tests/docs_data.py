@@ -30,7 +30,7 @@ class Block:
     text: str
     skip: str | None  # why it is not run
     file: str | None  # the file that it stands for
-    run: str | None = None  # why it runs on a page whose blocks are only checked
+    run: str | None = None  # the modules it needs, on a page whose blocks are otherwise only checked
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -104,6 +104,9 @@ def write_samples(root: Path) -> None:
     walk = [take((x, -9.0 + 0.2 * abs(x), 2.0 + 0.1 * x), (0.4 * x, 6.0, 2.0)) for x in steps]
     for number, rendering in enumerate(walk):
         _save(rendering, root / "photos" / f"{number}.jpg")
+        if number in (1, 2, 3):
+            _save(rendering, root / "images" / f"{number}.jpg")
+            _save(rendering, root / "project" / "images" / f"{number}.jpg")
     for name, rendering in zip("abc", walk, strict=False):
         _save(rendering, root / f"{name}.jpg")
     query = take((0.4, -8.8, 2.1), (0.2, 6.0, 2.0))

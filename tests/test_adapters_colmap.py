@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from dualrc.adapters.colmap_database import MatchDatabaseConfig, match_database
 from dualrc.collection.config import CollectionConfig
 from dualrc.colmap import colmap_points, from_colmap_points
 from dualrc.errors import ConfigError, DataError
+from dualrc.geometry import cam1_from_cam0, direction_error_deg, rotation_error_deg
 from dualrc.scenes import correspond
 
 pycolmap = pytest.importorskip("pycolmap")
@@ -82,6 +84,67 @@ def test_its_own_keypoints_are_matched(tmp_path):
     assert np.array_equal(read(path)[1][0], found)
 
 
+def test_sift_keypoints_of_colmap_are_matched_and_mapped(tmp_path):
+    """COLMAP extracts the keypoints, dualrc matches them, and COLMAP places the images."""
+    (tmp_path / "images").mkdir()
+    for name, image in zip(NAMES, images(), strict=True):
+        Image.fromarray(image).save(tmp_path / "images" / name)
+    path = tmp_path / "database.db"
+    options = pycolmap.FeatureExtractionOptions()
+    options.num_threads, options.use_gpu = 1, False
+    mode = pycolmap.CameraMode.PER_IMAGE
+    pycolmap.extract_features(path, tmp_path / "images", camera_mode=mode, extraction_options=options)
+    with pycolmap.Database.open(path) as database:
+        before = [np.asarray(database.read_keypoints(number)) for number in (1, 2)]
+        for image, rendering in zip(database.read_all_images(), pair(), strict=True):
+            camera = pycolmap.Camera(model="SIMPLE_PINHOLE", width=WIDTH, height=HEIGHT, camera_id=image.camera_id)
+            camera.params = [rendering.view.K[0, 0], WIDTH / 2, HEIGHT / 2]
+            camera.has_prior_focal_length = True
+            database.update_camera(camera)
+    assert all(len(points) > 200 for points in before)
+    config = MatchDatabaseConfig(keep_keypoints=True, collection=CONFIG)
+    done = match_database(path, tmp_path / "images", config, quiet=True)
+    (points0, points1), (found,), verified = read(path)
+    # Keypoints and descriptors are as they were.
+    with pycolmap.Database.open(path) as database:
+        assert database.num_descriptors() == sum(map(len, before))
+        assert all(np.array_equal(database.read_keypoints(n), points) for n, points in zip((1, 2), before, strict=True))
+    assert len(found) == done.matches > 100 and verified == 1
+    assert correct(points0[found[:, 0]], points1[found[:, 1]]) > 0.88
+    (tmp_path / "sparse").mkdir()
+    mapping = pycolmap.IncrementalPipelineOptions(min_model_size=2, num_threads=1, ba_refine_focal_length=False)
+    # By default, points of two images are dropped.
+    mapping.triangulation.ignore_two_view_tracks = False
+    (model,) = pycolmap.incremental_mapping(path, tmp_path / "images", tmp_path / "sparse", mapping).values()
+    assert model.num_reg_images() == 2 and model.num_points3D() > 50
+    assert model.compute_mean_reprojection_error() < 1
+    found = cam1_from_cam0(*(model.find_image_with_name(name).cam_from_world().matrix() for name in NAMES))
+    wanted = cam1_from_cam0(*(rendering.view.cam_from_world for rendering in pair()))
+    errors = rotation_error_deg(found[:, :3], wanted[:, :3]), direction_error_deg(found[:, 3], wanted[:, 3])
+    assert max(errors) < 1, errors
+
+
+def test_unsure_matches_of_kept_keypoints_are_left_out(tmp_path):
+    """A keypoint without a counterpart has a match of low score, with an unrelated keypoint near it."""
+    rng = np.random.default_rng(2)
+    # No keypoint has a counterpart, but every match has a keypoint within the radius.
+    points0, points1 = rng.uniform((0, 0), (WIDTH - 1, HEIGHT - 1), (2, 3000, 2))
+    path = make(tmp_path, (points0, points1))
+
+    def run(**options):
+        given = {"keep_keypoints": True, "overwrite": True, "verify": False, "collection": CONFIG, **options}
+        match_database(path, tmp_path / "images", MatchDatabaseConfig(**given), quiet=True)
+        found = read(path)[1][0]
+        return found, correct(points0[found[:, 0]], points1[found[:, 1]])
+
+    (every, share), (sure, better) = run(min_score=0), run()
+    assert len(sure) < len(every) and better > share + 0.05
+    assert np.array_equal(run(min_score=0.5)[0], sure)
+    # The minimum score of the collection counts too.
+    surer = run(collection=replace(CONFIG, min_score=0.9))[0]
+    assert 0 < len(surer) < len(sure) and set(map(tuple, surer)) <= set(map(tuple, sure))
+
+
 def test_a_run_goes_on_and_an_unreadable_image_is_named(tmp_path):
     points0, points1, *_ = known_keypoints()
     path = make(tmp_path, (points0, points1, points0[:5]), names=(*NAMES, "c.png"))
@@ -106,7 +169,7 @@ def test_it_gets_keypoints_of_ours(tmp_path):
     assert (result["pairs"], result["matched"], result["verified"]) == (1, 1, 1)
     (points0, points1), (found,), _ = read(path)
     assert len(found) == result["matches"] > 300
-    # All matches of the pair, the unsure ones too.
+    # All matches of the pair, the unsure ones too; only kept keypoints have a minimum score.
     assert correct(points0[found[:, 0]], points1[found[:, 1]]) > 0.65
     # What is there is not given up without a word.
     with pytest.raises(DataError, match="--replace-keypoints"):
@@ -147,3 +210,5 @@ def test_mistakes_are_explained(tmp_path):
         match_database(path, folder, MatchDatabaseConfig(pairs=tmp_path / "pairs.txt"), quiet=True)
     with pytest.raises(ConfigError, match="both kept and replaced"):
         MatchDatabaseConfig(keep_keypoints=True, replace_keypoints=True)
+    with pytest.raises(ConfigError, match="min_score = -1 must be at least 0"):
+        MatchDatabaseConfig(min_score=-1)

@@ -1,4 +1,4 @@
-"""deep-image-matching runs the matcher, where it is installed; it needs torchvision and an older kornia."""
+"""deep-image-matching runs the matcher, where it is installed; it needs torchvision and kornia 0.8.2 or older."""
 
 import importlib.util
 import sys
@@ -20,7 +20,7 @@ def test_without_the_package_the_error_says_what_to_install():
         adapter.register()
 
 
-@pytest.mark.skipif(not INSTALLED, reason="deep-image-matching is not installed: it needs torchvision and kornia < 0.9")
+@pytest.mark.skipif(not INSTALLED, reason="deep-image-matching is not installed: it needs kornia <= 0.8.2")
 @pytest.mark.filterwarnings("ignore")
 def test_the_package_runs_the_matcher(tmp_path):
     from deep_image_matching import matchers

@@ -22,10 +22,12 @@ def data() -> dict[str, torch.Tensor]:
 
 def test_keys_types_and_shapes_are_those_of_loftr(module, data):
     kornia = pytest.importorskip("kornia.feature")
+    # Without trained weights, few cells are mutual nearest neighbors; with this seed there are some 14.
+    torch.manual_seed(15)
     loftr = kornia.LoFTR(None).eval()
-    loftr.coarse_matching.thr = 0.0  # untrained, it is sure of nothing
+    loftr.coarse_matching.thr = 0.0
     with torch.no_grad():
-        theirs = loftr({key: image[:, :, :64, :80].mean(1, keepdim=True) for key, image in data.items()})
+        theirs = loftr({key: image[:, :, :128, :160].mean(1, keepdim=True) for key, image in data.items()})
     ours = module(data)
     assert len(theirs["confidence"]) and len(ours["confidence"]) == 500
     assert ours.keys() == theirs.keys()

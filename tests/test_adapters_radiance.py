@@ -1,6 +1,8 @@
 """The folder for Nerfstudio and gsplat, read back as their tools read it."""
 
+import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,6 +77,34 @@ def test_transforms_project_points_to_where_they_are_seen(made):
         assert len(seen) > 30
         assert np.abs(np.stack([x, y], axis=1) - [point.xy for point in seen]).max() < 0.05
     assert scene.cameras.keys() == by_name.keys()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nerfstudio") is None, reason="nerfstudio is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_nerfstudio_reads_both_forms(made):
+    from nerfstudio.data.dataparsers.colmap_dataparser import ColmapDataParserConfig
+    from nerfstudio.data.dataparsers.nerfstudio_dataparser import NerfstudioDataParserConfig
+
+    _, out, scene = made
+    same = {"orientation_method": "none", "center_method": "none", "auto_scale_poses": False, "eval_mode": "all"}
+    forms = (
+        NerfstudioDataParserConfig(data=out, downscale_factor=1, load_3D_points=False, **same),
+        ColmapDataParserConfig(
+            data=out,
+            downscale_factor=1,
+            colmap_path=Path("sparse/0"),
+            assume_colmap_world_coordinate_convention=False,
+            **same,
+        ),
+    )
+    ours, colmaps = (form.setup().get_dataparser_outputs("train") for form in forms)
+    names = [path.relative_to(out / "images").as_posix() for path in colmaps.image_filenames]
+    order = [names.index(path.relative_to(out / "images").as_posix()) for path in ours.image_filenames]
+    assert sorted(names) == sorted(scene.cameras)
+    for key in ("camera_to_worlds", "fx", "fy", "cx", "cy"):
+        found, wanted = getattr(ours.cameras, key).numpy(), getattr(colmaps.cameras, key).numpy()[order]
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert len(colmaps.metadata["points3D_xyz"]) == len(scene.xyz)
 
 
 def test_mistakes_are_explained(made, tmp_path):

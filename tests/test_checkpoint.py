@@ -84,8 +84,11 @@ def test_another_preset_is_an_error_that_names_both(file):
 def test_unknown_preset_and_settings_are_refused(file):
     with pytest.raises(ConfigError, match=r"'nonsense'.*default, paper"):
         dualrc.load("nonsense")
-    with pytest.raises(ConfigError, match="Unknown setting topp"):
-        dualrc.load(weights=file, topp=3)
+    for wrong, meant in (("topp", "top"), ("thread", "threads"), ("devices", "device")):
+        with pytest.raises(ConfigError, match=rf"Unknown setting {wrong}; did you mean {meant}\?"):
+            dualrc.load(weights=file, **{wrong: 3})
+    with pytest.raises(ConfigError, match=r"Unknown setting color; choose one of preset, .*threads, .*max_zoom"):
+        dualrc.load(weights=file, color=3)
     with pytest.raises(ConfigError, match="top = 'many'"):
         dualrc.load(weights=file, top="many")
     with pytest.raises(ConfigError, match="nodevice"):

@@ -93,7 +93,7 @@ def test_a_cluster_gives_the_same_though_a_node_dies(images, config, tmp_path, m
         result = match_collection(images, tmp_path / "ray", ray_config, quiet=True)
     finally:
         cluster.shutdown()
-    assert [event.kind for event in events].count("died") == 1
+    assert "died" in [event.kind for event in events]
     assert content(result.store) == expected
     assert (list(result.broken), result.failed) == (["broken.png"], {})
     assert result.matched == len(list(itertools.combinations(range(12), 2)))

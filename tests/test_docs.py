@@ -20,7 +20,8 @@ from dualrc import cli
 PAGES = pages()
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 # Pages that the site makes from the code, and pages of parts that a checkout may lack. The blocks of the latter need
-# servers and other libraries: they are compiled and parsed, and run where a comment `<!-- run: reason -->` is above.
+# servers and other libraries: they are compiled and parsed. A comment `<!-- run: MODULES -->` above a block runs it
+# where these modules are installed.
 GENERATED = re.compile(r"docs/reference/[\w-]+\.md")
 OPTIONAL = {f"docs/{name}.md" for name in ("service", "onnx", "integrations")}
 # Commands that go on until they are stopped: only parsed.
@@ -85,7 +86,9 @@ def run_page(name: str, samples: Path) -> None:
     """Run the blocks of a page in order, in one namespace; what they write stays in the folder of the samples."""
     namespace: dict[str, object] = {"__name__": "docs"}
     for block in blocks(ROOT / name):
-        runs = block.skip is None and (name not in OPTIONAL or block.run)
+        needed = (block.run or "").split()
+        possible = name not in OPTIONAL or (needed and all(map(importlib.util.find_spec, needed)))
+        runs = block.skip is None and possible
         if block.language == "python":
             code = compile(block.text, str(block), "exec")
             if block.file is not None:

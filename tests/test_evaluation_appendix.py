@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -411,6 +412,19 @@ def task(folder):
     pictures = {f"path{i}": str(folder / "data" / "v_wall" / f"{i + 1}.png") for i in (0, 1)}
     weights = str(folder / "tiny0.safetensors")
     return costs.Task(preset="default", weights=weights, device="cpu", size=64, top=100, **pictures)
+
+
+def test_costs_are_measured_where_the_package_is_not_installed(task, tmp_path, monkeypatch):
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "dualrc":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    measured, notes = costs.measure_all([task], tmp_path, Console(quiet=True))
+    assert notes == [] and measured[0] is not None and measured[0].seen == (64, 48)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process can't tell its own peak from its parent's")

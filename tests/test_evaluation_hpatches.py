@@ -167,12 +167,12 @@ def test_settings_that_make_no_sense(data, tmp_path):
         with pytest.raises(ConfigError):
             run(data, tmp_path, "nothing", **wrong)
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="cannot be created"):
+    with pytest.raises(OutputError, match="Cannot create the folder"):
         run(data, tmp_path / "file", "nothing")
     for name in ("figures", "results.json/x", "report.html/x"):
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "out" / name).write_text("")
-        words = r"figures cannot be created .*; move a file of that name away" if name == "figures" else "is a folder"
+        words = r"Cannot create the folder .*figures .*a file is in its place" if name == "figures" else "is a folder"
         with pytest.raises(OutputError, match=words):
             run(data, tmp_path / "out", "nothing")
         # No pair was matched before the error.

@@ -527,6 +527,7 @@ def test_the_command(tmp_path):
     assert done.exit_code == 0, done.output
     assert "1 of 2 images localized" in done.output and "broken.jpg" in done.output
     content = json.loads(out.read_text())["queries"]
+    assert f"median {content[QUERY]['inliers']:,}" in done.output
     assert set(content) == {QUERY, "broken.jpg"} and len(content[QUERY]["candidates"]) == 2
     pose = read_poses(tmp_path / "out.txt")[QUERY]
     true = renderings()[QUERY].view.cam_from_world

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, rand, texture, tiny_matcher
-from test_ops import coarse_maps, consensus_of, refinement_case, search_case
+from ops_data import coarse_maps, consensus_of, refinement_case, search_case
 
 from dualrc.config import FineConfig
 from dualrc.errors import ConfigError
@@ -64,6 +64,17 @@ def test_a_library_of_other_sources_is_refused(tmp_path, monkeypatch):
         UserWarning, match=r"compiled from different sources .* torch runs instead, .*build_ext -f --inplace"
     ):
         assert library.open_library(path) is None
+
+
+@needs_library
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs a library in the ELF format")
+@pytest.mark.parametrize("missing", [1, 20_000])
+def test_a_truncated_library_is_refused(tmp_path, missing):
+    """The loader would end the process with a bus error."""
+    path = Path(copied_library(tmp_path))
+    path.write_bytes(path.read_bytes()[:-missing])
+    with pytest.warns(UserWarning, match=r"the file is incomplete.* torch runs instead"):
+        assert library.open_library(str(path)) is None
 
 
 @needs_library

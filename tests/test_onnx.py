@@ -62,9 +62,9 @@ def reference() -> dualrc.Matcher:
     return dualrc.load(device="cpu", precision="float32", engine="torch", max_zoom=1.0)
 
 
-def assert_same(found: dualrc.Matches, wanted: dualrc.Matches) -> None:
+def assert_same(found: dualrc.Matches, wanted: dualrc.Matches, *, more_than: int = 100) -> None:
     """The same matches but for near-ties."""
-    assert len(found) == len(wanted) > 20
+    assert len(found) == len(wanted) > more_than
     rows = [np.hstack([m.points0, m.points1]) for m in (wanted, found)]
     apart = np.abs(rows[0][:, None] - rows[1][None]).max(2).min(1)
     assert np.mean(apart < 0.01) > 0.99
@@ -188,7 +188,7 @@ def test_models_hold_standard_operators_alone(models):
 def test_any_size_gives_the_matches_of_torch(runtime, reference, sizes):
     images = shifted(*sizes)
     found, wanted = runtime.match(*images), reference.match(*images, top=SMALL_TOP)
-    assert_same(found, wanted)
+    assert_same(found, wanted, more_than=100 if min(sizes) >= 64 else 10)
     assert found.size0 == wanted.size0 and found.info["network_size1"] == wanted.info["network_size1"]
     if min(sizes) > 64:
         moved = np.abs(found.points0 - found.points1 - (11, 6)).max(1)
@@ -291,7 +291,7 @@ def test_mistakes_are_named(models, tmp_path):
         ExportConfig(size=(100, 96))
     with pytest.raises(ConfigError, match="at least 1"):
         ExportConfig(top=0)
-    for options, words in ((["--size", "big"], "WxH"), (["--size", "64x64", "--dynamic"], "exclude each other")):
+    for options, words in ((["--size", "big"], "WIDTHx"), (["--size", "64x64", "--dynamic"], "exclude each other")):
         done = CliRunner().invoke(app, ["export", "onnx", str(tmp_path), *options])
         assert isinstance(done.exception, ConfigError) and words in str(done.exception)
 

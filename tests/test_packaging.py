@@ -3,6 +3,8 @@
 import json
 import re
 import runpy
+import shutil
+import subprocess
 import tomllib
 
 import pytest
@@ -28,6 +30,52 @@ def test_the_citation_names_the_paper():
     paper = content["preferred-citation"]
     assert paper["title"] == "Dual-Resolution Correspondence Networks" and paper["year"] == 2020
     assert [author["family-names"] for author in paper["authors"]] == ["Li", "Han", "Li", "Prisacariu"]
+
+
+@pytest.mark.skipif(shutil.which("cffconvert") is None, reason="cffconvert is not installed")
+def test_the_citation_is_valid():
+    subprocess.run(["cffconvert", "--validate", "-i", str(ROOT / "CITATION.cff")], check=True)
+
+
+@pytest.mark.parametrize("platform", ["linux", "osx", "win"])
+def test_the_recipe_is_what_conda_reads(platform):
+    """conda drops lines whose selector is false, renders the template, and reads YAML."""
+    jinja2, yaml = pytest.importorskip("jinja2"), pytest.importorskip("yaml")
+    given = {"linux": platform == "linux", "osx": platform == "osx", "win": platform == "win", "py": 311}
+    lines = (ROOT / "recipe" / "meta.yaml").read_text(encoding="utf-8").splitlines()
+    selectors = [re.search(r"  # \[(.+)\]$", line) for line in lines]
+    kept = [line for line, chosen in zip(lines, selectors, strict=True) if chosen is None or eval(chosen[1], given)]
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    functions = {"compiler": lambda name: f"{name}-compiler", "PYTHON": "python"}
+    content = yaml.safe_load(environment.from_string("\n".join(kept)).render(functions))
+    assert content["package"] == {"name": PROJECT["name"], "version": PROJECT["version"]}
+    assert content["build"].get("skip", False) is (platform == "win")
+    assert content["build"]["entry_points"] == [f"dualrc = {PROJECT['scripts']['dualrc']}"]
+    assert content["build"]["script"].startswith("python -m pip install . ")
+    needed = content["requirements"]
+    assert needed["build"] == ["c-compiler", *(["libgomp"] if platform == "linux" else [])]
+    assert f"python {PROJECT['requires-python']}" in needed["run"] and "setuptools >=77" in needed["host"]
+    assert len(needed["run"]) == 1 + len(PROJECT["dependencies"])
+    assert (ROOT / "recipe" / content["source"]["path"]).resolve() == ROOT.resolve()
+    assert content["about"]["license"] == PROJECT["license"] and (ROOT / content["about"]["license_file"]).is_file()
+
+
+@pytest.mark.skipif(shutil.which("cibuildwheel") is None, reason="cibuildwheel is not installed")
+@pytest.mark.parametrize(
+    ("platform", "ends"),
+    [("linux", {"manylinux_x86_64", "manylinux_aarch64"}), ("macos", {"macosx_arm64"}), ("windows", set())],
+)
+def test_cibuildwheel_builds_the_wheels_that_are_promised(platform, ends):
+    command = ["cibuildwheel", "--platform", platform, "--print-build-identifiers", str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert set(done.stdout.split()) == {f"{python}-{end}" for python in ("cp311", "cp312", "cp313") for end in ends}
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_dockerfiles_pass_the_linter(name):
+    done = subprocess.run(["hadolint", str(ROOT / name)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("name", ["ci", "wheels"])

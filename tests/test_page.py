@@ -176,30 +176,85 @@ def test_the_lens_shows_the_pixels_of_its_place(opened, paths):
     assert np.median(differences) <= 10, differences
 
 
+# Fires an event of the mouse in each of 120 frames, and returns the times between the frames.
+_FRAMES = """(act) => new Promise((done) => {
+    const canvas = document.querySelector('[data-pane="0"] canvas'), box = canvas.getBoundingClientRect(), times = [];
+    const pointer = (type, x, y, buttons) => canvas.dispatchEvent(new PointerEvent(type, {
+        pointerId: 1, pointerType: "mouse", buttons, clientX: box.x + x * box.width, clientY: box.y + y * box.height,
+    }));
+    const acts = {
+        hover: (n) => pointer("pointermove", 0.2 + 0.005 * n, 0.5, 0),
+        pan: (n) => pointer("pointermove", 0.5 + 0.3 * Math.sin(n / 15), 0.5 + 0.3 * Math.cos(n / 11), 1),
+        zoom: (n) => canvas.dispatchEvent(new WheelEvent("wheel", {
+            deltaY: n < 60 ? -40 : 40, cancelable: true,
+            clientX: box.x + 0.4 * box.width, clientY: box.y + 0.5 * box.height,
+        })),
+    };
+    canvas.setPointerCapture = () => {};
+    if (act === "pan") pointer("pointerdown", 0.5, 0.8, 1);
+    let last = performance.now(), n = 0;
+    const step = (now) => {
+        times.push(now - last);
+        last = now;
+        acts[act](n);
+        if (n++ < 120) return requestAnimationFrame(step);
+        if (act === "pan") pointer("pointerup", 0.5, 0.8, 0);
+        done(times.slice(2));
+    };
+    requestAnimationFrame(step);
+})"""
+
+
+def _rates(frames: np.ndarray) -> str:
+    return f"{1000 / frames.mean():.0f} frames/s, 95 % within {np.percentile(frames, 95):.1f} ms"
+
+
 def test_hovering_is_fast(opened, capsys):
-    rectangle = opened.page.locator('[data-pane="0"] canvas').bounding_box()
-    script = """(box) => new Promise((done) => {
-        const canvas = document.querySelector('[data-pane="0"] canvas'), times = [];
-        let last = performance.now(), n = 0;
-        const step = (now) => {
-            times.push(now - last);
-            last = now;
-            const clientX = box.x + box.width * (0.2 + 0.6 * (n / 120)), clientY = box.y + box.height * 0.5;
-            const options = { clientX, clientY, pointerId: 1, pointerType: "mouse" };
-            canvas.dispatchEvent(new PointerEvent("pointermove", options));
-            if (n++ < 120) requestAnimationFrame(step);
-            else done(times.slice(2));
-        };
-        requestAnimationFrame(step);
-    })"""
-    frames = np.array(opened.page.evaluate(script, rectangle))
+    frames = np.array(opened.page.evaluate(_FRAMES, "hover"))
     drawing = np.array(opened.state()["frames"][-100:])
     assert len(drawing) == 100
     with capsys.disabled():
         print(
-            f"\n  hover: {1000 / frames.mean():.0f} frames/s, 95 % within {np.percentile(frames, 95):.1f} ms;"
+            f"\n  hover: {_rates(frames)};"
             f" drawing {np.median(drawing):.2f} ms, 95 % within {np.percentile(drawing, 95):.2f} ms"
         )
+
+
+# Notes for each drawing of an image how wide its bitmap is, and how many pixels are read and covered.
+_WATCH_DRAWING = """() => {
+    const draw = CanvasRenderingContext2D.prototype.drawImage;
+    window.drawn = [];
+    CanvasRenderingContext2D.prototype.drawImage = function (source, ...box) {
+        if (source instanceof ImageBitmap && box.length === 8)
+            window.drawn.push({ width: source.width, read: box[2] * box[3], covered: box[6] * box[7] });
+        return draw.call(this, source, ...box);
+    };
+}"""
+
+
+def test_images_of_24_megapixels_are_drawn_from_smaller_copies(tab, paths, tmp_path, capsys):
+    large = [tmp_path / f"{number}.jpg" for number in (0, 1)]
+    for path, new in zip(paths, large, strict=True):
+        Image.open(path).resize((6000, 4000)).save(new)
+    tab.choose(*large)
+    assert [view["scale"] < 0.2 for view in tab.state()["views"][:2]] == [True, True]
+    tab.page.evaluate(_WATCH_DRAWING)
+    # The smaller copies of the images are made in the background.
+    tab.until("(dispatchEvent(new Event('resize')), window.drawn.filter(({ width }) => width === 750).length > 20)")
+    tab.page.evaluate("window.drawn.length = 0")
+    rates = {act: np.array(tab.page.evaluate(_FRAMES, act)) for act in ("hover", "zoom")}
+    tab.page.focus('[data-pane="0"] canvas')
+    for _ in range(3):
+        tab.page.keyboard.press("+")
+    before = tab.state()["views"][0]
+    rates["pan"] = np.array(tab.page.evaluate(_FRAMES, "pan"))
+    assert before["scale"] > 0.2 and tab.state()["views"][0]["x"] != before["x"]
+    drawn = tab.page.evaluate("window.drawn")
+    # A coarser copy would do if more than four pixels were read for a pixel of the screen.
+    assert len(drawn) >= 100 and max(draw["read"] / draw["covered"] for draw in drawn) < 5
+    assert {draw["width"] for draw in drawn} == {750, 1500, 3000, 6000}
+    with capsys.disabled():
+        print("\n  24 megapixels: " + "; ".join(f"{act} {_rates(frames)}" for act, frames in rates.items()))
 
 
 def test_sliders_refilter_without_a_request(opened):
@@ -419,34 +474,88 @@ def test_controls_have_names_and_text_has_contrast(browser, server, link, theme,
         tab.close()
 
 
-def test_a_finger_points_and_two_fingers_zoom(browser, link):
-    tab = Tab(browser, link, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
-    tab.ready()
+@pytest.fixture
+def phone(browser, link):
+    """The finished result on a phone."""
+    made = Tab(browser, link, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    made.ready()
+    yield made
+    made.close()
+    assert made.errors == []
+
+
+def _center(tab: Tab, pane: str) -> tuple[float, float]:
+    box = tab.page.locator(f'[data-pane="{pane}"] canvas').bounding_box()
+    return box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+
+
+def _pinch(tab: Tab, center: tuple[float, float], before: float, after: float) -> None:
+    """Move two fingers on a horizontal line from `before` to `after` pixels from the center."""
+    x, y = center
+    tab.touch(*[((x + side * before, y), (x + side * after, y)) for side in (-1, 1)])
+
+
+def test_a_tap_keeps_a_point_and_a_finger_shows_the_lens(phone):
     places = [(x, y) for x in range(60, 440, 40) for y in (120, 200, 280)]
     for place in places:
-        tab.page.touchscreen.tap(*tab.place(0, *place))
-        if tab.state()["kept"]:
+        phone.touch((phone.place(0, *place),) * 2)
+        if phone.state()["kept"]:
             break
-    kept = tab.state()["kept"][0]
+    kept = phone.state()["kept"][0]
     assert abs(kept["x0"] - place[0]) < 2 and abs(kept["y0"] - place[1]) < 2
-    before = tab.state()["views"]
-    tab.page.evaluate("""() => {
-        const canvas = document.querySelector('[data-pane="0"] canvas'), box = canvas.getBoundingClientRect();
-        canvas.setPointerCapture = () => {};
-        const touch = (type, pointerId, x) => canvas.dispatchEvent(new PointerEvent(type, {
-            pointerId, pointerType: "touch", clientX: box.x + box.width / 2 + x, clientY: box.y + 100, bubbles: true,
-        }));
-        for (const [id, x] of [[11, -20], [12, 20]]) touch("pointerdown", id, x);
-        for (let x = 20; x <= 80; x += 10) {
-            for (const [id, side] of [[11, -1], [12, 1]]) touch("pointermove", id, side * x);
-        }
-        for (const id of [11, 12]) touch("pointerup", id, 0);
+    # The lens follows the finger. The page does not scroll, and a drag is not a tap.
+    phone.page.evaluate("""() => {
+        const seen = (window.seen = []), original = requestAnimationFrame;
+        const step = () => { const { hover } = dualrcState(); if (hover) seen.push(hover); original(step); };
+        step();
     }""")
-    after = tab.state()["views"]
-    assert after[0]["scale"] > 3 * before[0]["scale"] and after[1]["scale"] > 3 * before[1]["scale"]
-    assert len(tab.state()["kept"]) == 1
-    assert tab.errors == []
-    tab.close()
+    scroll = phone.page.evaluate("scrollY")
+    start, end = phone.place(0, 100, 80), phone.place(0, 380, 300)
+    phone.touch((start, end), steps=20)
+    seen = phone.page.evaluate("seen")
+    assert {point["how"] for point in seen} == {"touch"}
+    assert seen[0]["x"] < 200 and seen[-1]["x"] > 300 and any(point["other"] for point in seen)
+    assert phone.state()["hover"] is None and len(phone.state()["kept"]) == 1
+    assert phone.page.evaluate("scrollY") == scroll
+
+
+def test_two_fingers_zoom_and_move_both_images(phone):
+    fitted = phone.state()["views"]
+    x, y = _center(phone, "0")
+    box = phone.page.locator('[data-pane="0"] canvas').bounding_box()
+    point = [((value - box[axis] - fitted[0][axis]) / fitted[0]["scale"] - 0.5) for axis, value in (("x", x), ("y", y))]
+    _pinch(phone, (x, y), 20, 80)
+    zoomed = phone.state()["views"]
+    assert zoomed[0]["scale"] == pytest.approx(4 * fitted[0]["scale"], rel=0.02)
+    assert zoomed[1]["scale"] == pytest.approx(4 * fitted[1]["scale"], rel=0.02)
+    # The point between the fingers stays between them.
+    assert np.allclose(phone.place(0, *point), (x, y), atol=2)
+    phone.touch(((x - 40, y), (x + 10, y + 20)), ((x + 40, y), (x + 90, y + 20)))
+    moved = phone.state()["views"]
+    assert moved[0]["scale"] == pytest.approx(zoomed[0]["scale"], rel=0.02)
+    assert abs(moved[0]["x"] - zoomed[0]["x"] - 50) <= 3 and abs(moved[0]["y"] - zoomed[0]["y"] - 20) <= 3
+    assert moved[1]["x"] != zoomed[1]["x"]
+    _pinch(phone, (x, y), 90, 10)
+    assert phone.state()["views"][0]["scale"] == pytest.approx(fitted[0]["scale"], rel=0.01)
+    assert phone.state()["kept"] == [] and phone.state()["hover"] is None
+
+
+def test_fingers_move_the_swipe_handle_and_the_aligned_images(phone):
+    phone.page.check("input[value=swipe]", force=True)
+    phone.until("dualrcState().times.compared")
+    x, y = _center(phone, "compare")
+    phone.touch(((x, y), (x + 60, y)))
+    amount = phone.state()["amount"]
+    assert amount > 60
+    _pinch(phone, (x, y), 20, 60)
+    zoomed = phone.state()["views"][2]
+    assert zoomed["scale"] == pytest.approx(3 * min(zoomed["size"][0] / SIZE[0], zoomed["size"][1] / SIZE[1]), rel=0.05)
+    assert phone.state()["amount"] == amount
+    phone.page.check("input[value=blend]", force=True)
+    phone.until("dualrcState().mode === 'blend'")
+    phone.touch(((x, y), (x + 30, y + 10)))
+    panned = phone.state()["views"][2]
+    assert abs(panned["x"] - zoomed["x"] - 30) <= 5 and panned["scale"] == zoomed["scale"]
 
 
 def test_images_without_anything_in_common(tab, paths, tmp_path):

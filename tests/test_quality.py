@@ -71,16 +71,24 @@ def test_a_picture_is_brought_into_a_frame(scale):
     assert not where[np.any((places < -3) | (places > (243, 183)), axis=2)].any()
 
 
-def test_the_first_look_stands_where_the_second_found_nothing():
+def test_each_square_has_the_matches_of_the_pass_with_higher_scores():
     def at(points, score):
         points = np.array(points, dtype=np.float32).reshape(-1, 2)
         return Matches(
             points0=points, points1=points, scores=np.full(len(points), score), size0=(500, 400), size1=(500, 400)
         )
 
-    both = rematch.joined(at([[10, 10], [200, 200]], 0.5), at([[11, 11], [300, 50], [480, 390]], 0.7))
-    assert both.points0.tolist() == [[300, 50], [480, 390], [10, 10], [200, 200]]
-    assert len(rematch.joined(at([], 0.5), at([[11, 11]], 0.7))) == 1
+    second, first = at([[3, 3], [5, 5], [200, 200], [405, 5]], 0.5), at([[4, 4], [300, 50], [406, 6]], 0.7)
+    # Two matches of the second pass weigh more than one of the first; elsewhere a single match decides.
+    assert rematch.joined(second, first).points0.tolist() == [[300, 50], [406, 6], [3, 3], [5, 5], [200, 200]]
+    # The second pass is kept if both are equal.
+    assert rematch.joined(at([[3, 3]], 0.5), at([[4, 4]], 0.5)).points0.tolist() == [[3, 3]]
+    assert (
+        len(rematch.joined(at([], 0.5), at([[11, 11]], 0.7)))
+        == len(rematch.joined(at([[9, 9]], 0.5), at([], 0.7)))
+        == 1
+    )
+    assert len(rematch.joined(at([], 0.5), at([], 0.7))) == 0
 
 
 def test_a_second_look_keeps_pixels_masks_and_limits():
@@ -148,3 +156,21 @@ def test_two_motions_at_once(photograph, shipped, quality):
         error = np.linalg.norm(found.points0 + shift - found.points1, axis=1)[half]
         assert half.sum() > 50
         assert np.mean(error < 2) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("width", "settings", "seen"),
+    [
+        # To 1024 px, but at most by a factor of three.
+        (512, {}, (1024, 768)),
+        (160, {}, (480, 352)),
+        # A given size and a smaller limit hold.
+        (512, {"size": 320}, (320, 240)),
+        (512, {"max_size": 640}, (640, 480)),
+    ],
+)
+def test_the_higher_qualities_enlarge_small_images(width, settings, seen):
+    picture = texture(1, width, width * 3 // 4)
+    matcher = oracle_matcher(**settings)
+    assert matcher.match(picture, picture, quality="high", top=10).info["network_size0"] == seen
+    assert max(matcher.match(picture, picture, top=10).info["network_size0"]) <= width

@@ -182,6 +182,13 @@ def test_the_library_prints_nothing(images, weights, tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_one_pair_is_not_called_pairs(images, weights, tmp_path):
+    first, second = sorted(path.name for path in images.iterdir())[:2]
+    (tmp_path / "pairs.txt").write_text(f"{first} {second}\n")
+    command = [*arguments(images, tmp_path / "out", weights), "--pairs", str(tmp_path / "pairs.txt")]
+    assert "1 pair matched in" in run(*command).stdout
+
+
 def test_collection_tells_quietly_or_as_json(images, weights, tmp_path):
     (images / "broken.png").write_text("no picture")
     command = arguments(images, tmp_path / "out", weights)

@@ -1,4 +1,4 @@
-"""Tests of cells, queries and the order of matches; tests/test_ops.py compares the search with the reference."""
+"""Tests of cells, queries and the order of matches; tests/test_ops_search.py compares the search with the reference."""
 
 import itertools
 import math
@@ -101,7 +101,7 @@ class FromTheHost(TorchDispatchMode):
 
 def test_search_and_refinement_wait_for_nothing_from_the_host():
     """Their definitions can be captured in CUDA graphs, with any engine that depends only on shapes."""
-    from test_ops import refinement_case
+    from ops_data import refinement_case
 
     subpixel, fine, light, matches = refinement_case()
     engine = Engine()

@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import ENGINES, make_engine, rand
+from conftest import ENGINES, make_engine, point_batch, rand
 from ncnet_data import trunk_state
 from torch import nn
 from torch.nn import functional as F
 
 from dualrc.config import PRESETS, ConsensusConfig, SparseNCNetConfig
-from dualrc.data.pairs import PairBatch
 from dualrc.errors import WeightsError
 from dualrc.losses import dense_tensor, keypoint_loss, keypoint_losses, keypoint_maps, orthogonal_loss
 from dualrc.model import checkpoint
@@ -169,17 +168,15 @@ def test_keypoint_losses_read_the_tensor_at_keypoints():
     with torch.no_grad():
         features = [network.extract(rand(seed, 2, 3, 64, 48)) for seed in (0, 1)]
     points = torch.tensor([[7.5, 7.5], [23.5, 39.5], [15.5, 30.0]]).expand(2, -1, -1)  # the last lies between cells
-    yes = torch.ones(2, 3, dtype=torch.bool)
-    truth = {"points0": points, "points1": points.flip(1), "valid": yes, "absent0": ~yes, "absent1": ~yes}
-    batch = PairBatch(images0=rand(0, 2, 3, 64, 48), images1=rand(1, 2, 3, 64, 48), **truth)
+    batch = point_batch(points, points.flip(1))
     tensor = dense_tensor(network, *features)
     totals = []
     for number in (0, 1):
         one = [Features(coarse=f.coarse[number, None], fine=f.fine[number, None]) for f in features]
-        maps = keypoint_maps(network, *one, points[number], points[number].flip(0))
+        maps = keypoint_maps(network, *one, point_batch(points[number], points[number].flip(0)))
         row = tensor[number, 2, 1].flatten()
-        assert torch.allclose(maps[0].scores[1], row / row.sum(), atol=1e-6)
-        assert maps[0].target[1].argmax() == maps[1].target[1].argmax() == 2 * 3 + 1
+        assert torch.allclose(maps[0].scores[0, 1], row / row.sum(), atol=1e-6)
+        assert maps[0].target[0, 1].argmax() == maps[1].target[0, 1].argmax() == 2 * 3 + 1
         assert (maps[0].width, maps[0].stride) == (3, 16)
         totals.append(keypoint_loss(*maps) + 0.05 * orthogonal_loss(*maps))
     found = keypoint_losses(network, *features, batch, "paper")

@@ -28,6 +28,8 @@ ROOMS = [
     "notebook",
     "matches",
     "image",
+    "foothold",
+    "texture",
     "geometry",
     "colmap",
     "metrics",

@@ -1,8 +1,14 @@
 """Images, and areas of images, without texture."""
 
+import shutil
+from importlib.resources import files
+
 import numpy as np
 import pytest
 from test_quality import photograph, shipped
+
+import dualrc
+from dualrc.texture import has_texture
 
 __all__ = ["photograph", "shipped"]
 
@@ -25,6 +31,19 @@ def test_a_blank_image_beside_a_photograph(shipped, photograph):
     assert len(found) == 0 and found.info["warning"].startswith("Image 1 has almost no texture")
 
 
+def test_few_matches_that_agree_by_chance(shipped):
+    found = shipped.match(blank(128, size=(320, 240)), blank(128, 70.0, size=(320, 240)))
+    assert len(found) == 0 and found.info["warning"].startswith("Image 0 has almost no texture")
+
+
+@pytest.mark.parametrize("max_zoom", [1, 4])
+def test_blank_images_without_a_calibration(shipped, tmp_path, max_zoom):
+    weights = shutil.copy(files("dualrc") / "weights" / "default.safetensors", tmp_path)
+    found = dualrc.load(weights=weights, device="cpu", max_zoom=max_zoom).match(blank(60), blank(180))
+    assert found.info["calibration"] is None
+    assert found.info["warning"].startswith("Image 0 has almost no texture")
+
+
 def test_blank_halves_are_no_evidence(shipped):
     images = []
     for seed, level in ((0, 200), (1, 90)):
@@ -43,3 +62,16 @@ def test_an_image_matches_itself_where_it_has_texture(shipped, photograph):
     found = shipped.match(scene, scene)
     assert found.pair_score > 0.9 and len(found) > 500
     assert (found.points0[:, 1] > 108).all()
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 48), (36, 20), (8, 8), (4, 100)])
+def test_texture_is_the_deviation_in_neighborhoods_of_cells(height, width):
+    """Compared with plain loops over cells, with neighborhoods that end at the border."""
+    rng = np.random.default_rng(height)
+    gray = rng.normal(100, rng.choice([0.5, 1.9, 2.1, 6.0], (height // 4, width // 4)).repeat(4, 0).repeat(4, 1))
+    found = has_texture(gray)
+    assert found.shape == (height // 4, width // 4)
+    for row in range(height // 4):
+        for column in range(width // 4):
+            around = gray[max(row - 2, 0) * 4 : (row + 3) * 4, max(column - 2, 0) * 4 : (column + 3) * 4]
+            assert found[row, column] == (around.var() > 4)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import GOLDEN, rand, texture, tiny_config, tiny_network
+from conftest import GOLDEN, point_batch, rand, texture, tiny_config, tiny_network
 from PIL import Image
 from test_golden import COUNTS, golden, reference
 from torch.nn import functional as F
@@ -27,11 +27,10 @@ from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.losses import (
     KeypointMaps,
     keypoint_loss,
+    keypoint_losses,
     keypoint_maps,
     matching_losses,
     orthogonal_loss,
-    paper_loss,
-    published_loss,
 )
 from dualrc.model.checkpoint import convert_published, load_weights, save_weights
 from dualrc.train import TrainConfig, train
@@ -338,14 +337,15 @@ def test_a_target_is_bilinear_and_blurred():
     features = network.extract(rand(0, 1, 3, 64, 64))
     # The center of cell (5, 3); half a cell to the right of it.
     points = torch.tensor([[21.5, 13.5], [23.5, 13.5]])
-    one, other = keypoint_maps(network, features, features, points, points)
+    batch = point_batch(points, points)
+    one, other = keypoint_maps(network, features, features, batch)
     assert torch.equal(one.target, other.target)
     target = one.target.view(2, 16, 16) * 16
     kernel = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]])
     assert torch.equal(target[0, 2:5, 4:7], kernel)
     assert torch.equal(target[1, 2:5, 4:8], (F.pad(kernel, (0, 1)) + F.pad(kernel, (1, 0))) / 2)
     assert target.sum((1, 2)).tolist() == [16, 16]
-    loss = paper_loss(network, features, features, points, points)
+    loss = keypoint_losses(network, features, features, batch, "paper").mean
     assert loss.total == loss.keypoint + 0.05 * loss.orthogonal
     loss.total.backward()
     assert all(p.grad.isfinite().all() for p in network.consensus.parameters())
@@ -366,6 +366,6 @@ def test_the_published_loss(tag, tmp_path):
     points = [torch.from_numpy(reference()[f"{tag}_{name}"][:, :2]) - 0.5 for name in ("src", "dst")]
     with torch.inference_mode():
         features = [network.extract(golden().image(*image)) for image in (golden().IMAGE_A, golden().IMAGE_B)]
-        loss = published_loss(network, *features, *points)
+        loss = keypoint_losses(network, *features, point_batch(*points), "published").mean
     values = [float(value) for value in (loss.total, loss.keypoint, loss.orthogonal)]
     assert values == pytest.approx(reference()[f"{tag}_loss"], rel=1e-6)

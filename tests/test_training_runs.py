@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, texture, tiny_config, tiny_network
+from conftest import ROOT, point_batch, rand, texture, tiny_config, tiny_network
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -30,12 +30,14 @@ from dualrc.config import (
 )
 from dualrc.data import PairBatch, PhotoMotion, PhotoPairs, PhotosConfig, ScenesConfig, read_photos
 from dualrc.data.photos import Photos
-from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.losses import keypoint_losses, paper_loss, published_loss
+from dualrc.errors import ConfigError, DataError, DualRCError, OutputError
+from dualrc.losses import keypoint_losses
 from dualrc.model.backbone import ResNet
 from dualrc.model.checkpoint import load_weights, save_weights
 from dualrc.model.consensus import Consensus
+from dualrc.model.context import Context
 from dualrc.model.dualrc import Features
+from dualrc.model.engine import Engine
 from dualrc.ops.training import TrainingEngine, two_layers
 from dualrc.train import TrainConfig, train
 from dualrc.train.batches import Batches
@@ -208,9 +210,8 @@ def test_sources_are_mixed_by_their_shares_and_every_step_can_be_made_again():
             noise = torch.rand(count, 1, generator=random)
             flags = torch.ones(count, 1, dtype=torch.bool)
             images = torch.full((count, 3, 8, 8), float(self.number))
-            return PairBatch(
-                images0=images, images1=images, points0=noise, points1=noise, valid=flags, absent0=flags, absent1=flags
-            )
+            both = {"images0": images, "images1": images}
+            return PairBatch(**both, points0=noise, points1=noise, valid=flags, absent0=flags, absent1=flags)
 
     def batches():
         return Batches([Numbered(0), Numbered(1)], [1.0, 3.0], seed=5, count=2, device=CPU)
@@ -369,6 +370,48 @@ def test_losses_that_do_not_fit_the_network(folder):
         dualrc.train.loop._network(tiny_run(folder, loss="weak", pairs=2))
 
 
+def test_conv5_is_trained_if_the_trunk_ends_with_conv4(folder, tmp_path):
+    torch.manual_seed(0)
+    trunk = ResNet("resnet50")
+    save_file(trunk.state_dict(), tmp_path / "trunk.safetensors")
+    paper = PRESETS["paper"][0]
+    network = replace(paper, backbone=ResNetConfig(kind="resnet50", fusion="e", channels=256))
+    config = tiny_run(
+        folder, network=network, trunk=str(tmp_path / "trunk.safetensors"), loss="paper", train_conv5=True
+    )
+    made = dualrc.train.loop._network(config)
+    assert torch.equal(made.backbone.trunk.layer3[5].conv3.weight, trunk.layer3[5].conv3.weight)
+    for name, parameter in made.backbone.trunk.named_parameters():
+        assert parameter.requires_grad == name.startswith("layer4."), name
+    with pytest.raises(DualRCError, match="layer4"):
+        dualrc.train.loop._network(replace(config, train_conv5=False))
+    with pytest.raises(ConfigError, match="train_conv5 needs"):
+        replace(config, network=replace(network, backbone=ResNetConfig(kind="resnet50")))
+
+
+def test_the_training_engine_computes_the_coarse_tensor():
+    network = tiny_network(subpixel=False)
+    features = [network.extract(rand(seed, 2, 3, 64, 64)) for seed in (0, 1)]
+    expected = network.coarse_tensor(*features)
+    network.engine = TrainingEngine()
+    found = network.coarse_tensor(*features)
+    assert torch.allclose(found, expected, rtol=0.1, atol=0.01 * expected.max().item())
+    # The engine computes in bfloat16, so an equal result would mean that it was not used.
+    assert not torch.equal(found, expected)
+
+
+def test_the_training_engine_computes_the_context():
+    torch.manual_seed(0)
+    context = Context(ContextConfig(layers=1, width=32, heads=2), 8)
+    torch.nn.init.normal_(context.out.weight, std=0.1)
+    coarse, valid = (rand(0, 2, 8, 4, 6), rand(1, 2, 8, 5, 3)), (None, None)
+    expected = Engine().context(context, coarse, valid)
+    found = TrainingEngine().context(context, coarse, valid)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == torch.float32 and not torch.equal(ours, theirs)
+        assert (ours - theirs).abs().max() < 0.05 * (expected[0] - coarse[0]).abs().max()
+
+
 def test_keypoint_losses_are_means_over_pairs(folder):
     network = tiny_network(subpixel=False)
     maker = PhotoPairs(read_photos([folder], canvas=160), size=64, points=20, motion=PhotoMotion(), device=CPU)
@@ -376,18 +419,34 @@ def test_keypoint_losses_are_means_over_pairs(folder):
     # One pair has no valid points.
     batch = replace(batch, valid=batch.valid & (torch.arange(4) != 1)[:, None])
     features = [network.extract(images) for images in (batch.images0, batch.images1)]
-    for form, single in (("paper", paper_loss), ("published", published_loss)):
+    for form in ("paper", "published"):
         found = keypoint_losses(network, *features, batch, form)
         totals = []
         for number in (0, 2, 3):
             valid = batch.valid[number]
             pair = [Features(coarse=f.coarse[number, None], fine=f.fine[number, None]) for f in features]
             points = batch.points0[number][valid], batch.points1[number][valid]
-            totals.append(single(network, *pair, *points).total)
+            totals.append(keypoint_losses(network, *pair, point_batch(*points), form).total())
         assert found.total().item() == pytest.approx(torch.stack(totals).mean().item())
         assert found.logged().keys() == {"keypoint", "orthogonal", "within_1px", "within_3px", "within_5px"}
     nothing = keypoint_losses(network, *features, replace(batch, valid=batch.valid & False), "paper")
     assert nothing.total() == 0
+    nothing.total().backward()
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in network.parameters())
+
+
+def test_positions_that_are_not_valid_do_not_matter(folder):
+    network = tiny_network(subpixel=False)
+    maker = PhotoPairs(read_photos([folder], canvas=160), size=64, points=20, motion=PhotoMotion(), device=CPU)
+    batch = maker.make(3, torch.Generator().manual_seed(0))
+    features = [network.extract(images) for images in (batch.images0, batch.images1)]
+    far = [torch.where(batch.valid[..., None], points, -1e5) for points in (batch.points0, batch.points1)]
+    moved = replace(batch, points0=far[0], points1=far[1])
+    assert not batch.valid.all()
+    for form in ("paper", "published"):
+        one, other = (keypoint_losses(network, *features, each, form) for each in (batch, moved))
+        assert one.total().item() == other.total().item()
+        assert {k: v.item() for k, v in one.accuracy.items()} == {k: v.item() for k, v in other.accuracy.items()}
 
 
 def test_pairs_of_different_things_teach_only_distrust(folder):

@@ -346,11 +346,11 @@ CASES = {
         ("both_jit", "tensor turned: *fp16; sums turned_sums: *fp32", set(), 4, 3, {"LINES": 16, "LENGTH": 128})
     ],
     "block_maxima": [
-        ("search_jit", "coarse: *fp16; sums maxima: *fp32; cells: *i64; usable: *u8", set(), 4, 3,
+        ("choose_jit", "coarse: *fp16; sums maxima: *fp32; cells: *i64; usable: *u8", set(), 4, 3,
          SEARCH | {"AT_ONCE": 16})
     ],
     "choose": [
-        ("search_jit", "coarse: *fp16; sums maxima rest: *fp32; cells: *i64; usable: *u8; chosen: *i32", set(), 4, 3,
+        ("choose_jit", "coarse: *fp16; sums maxima rest: *fp32; cells: *i64; usable: *u8; chosen: *i32", set(), 4, 3,
          SEARCH | {"AT_ONCE": 128, "VISITED": 8, "TAKEN": 16})
     ],
     "score_cells": [

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -11,9 +12,12 @@ from collection_data import make_matches
 from conftest import ROOT
 
 from dualrc import geometry
+from dualrc.collection import coverage
 from dualrc.collection.rotations import RotationGraph
 from dualrc.collection.store import MatchStore
-from dualrc.collection.verification import load_pair, verify_pairs
+from dualrc.collection.trusted import TrustedPairs, chained_pose
+from dualrc.collection.two_view_geometry import PairCheck, TwoViews, load_pair
+from dualrc.collection.verification import verify_pairs
 from dualrc.geometry import Camera, cam1_from_cam0, fundamental_from_pose, sampson_distance_px, transform_points
 from dualrc.scenes import look_at
 
@@ -120,7 +124,7 @@ def test_every_dropped_pair_says_why(verified):
     assert all(check.cause and check.reason for check in found.dropped)
     summary = found.summary()
     assert summary.pairs == 66 and summary.kept + sum(summary.dropped.values()) == 66
-    assert summary.dropped["other pairs contradict its rotation"] >= 10
+    assert summary.dropped["other pairs contradict its rotation"] >= 10 and summary.look_alikes == 0
     assert "differs by" in next(check.reason for check in found.dropped if "rotation" in check.cause)
     written = json.loads(json.dumps([check.to_dict() for check in found.checks.values()]))
     assert {"name0", "name1", "kept", "cause", "reason", "inliers", "pair_score"} <= written[0].keys()
@@ -137,6 +141,199 @@ def test_unknown_focal_lengths_are_found_before_pairs_are_judged(tmp_path):
     assert found.cameras["00.jpg"].focal_px == pytest.approx(truth, rel=0.03)
     assert found.cameras["00.jpg"].source == "guess"
     assert len(shares) >= 20 and min(shares) > 0.9
+
+
+def street():
+    """Return points (n, 3) of two walls of three houses, the house in both middles, and cameras."""
+    rng = np.random.default_rng(0)
+    houses = [rng.uniform((-3, -3, 6), (3, 3, 7), (700, 3)) for _ in range(5)]
+    # The walls are far apart.
+    walls = []
+    for wall, row in enumerate(((1, 0, 2), (3, 0, 4))):
+        moves = [np.array([6 * place + 1000 * wall, 0, 0]) for place in (-1, 0, 1)]
+        points = np.concatenate([houses[number] + move for number, move in zip(row, moves, strict=True)])
+        walls.append(rng.permutation(points))
+    cameras = {}
+    for number in range(6):
+        center = np.array([(number % 3) - 1 + 1000 * (number // 3), 0.2 * number, 0])
+        pose = np.column_stack([np.eye(3), -center])
+        K = np.array([[250.0, 0, 320], [0, 250, 240], [0, 0, 1]])
+        cameras[f"{number}.jpg"] = Camera(width=640, height=480, K=K, cam_from_world=pose, source="file")
+    return walls, houses[0], cameras
+
+
+def test_copies_of_a_house_among_other_houses_are_no_pair(tmp_path):
+    walls, house, cameras = street()
+    rng, names = np.random.default_rng(0), list(cameras)
+    with MatchStore(tmp_path / "m.sqlite", {}) as store:
+        for (i, name0), (j, name1) in combinations(enumerate(names), 2):
+            camera0, camera1 = cameras[name0], cameras[name1]
+            if i // 3 == j // 3:
+                store.put(name0, name1, pair_matches(rng, camera0, camera1, walls[i // 3], 0.1))
+            else:
+                # The house in the middle is the same, and its copy has no other matches.
+                near = camera1.cam_from_world + np.column_stack([np.zeros((3, 3)), [1000, 0, 0]])
+                moved = Camera(width=640, height=480, K=camera1.K, cam_from_world=near)
+                store.put(name0, name1, pair_matches(rng, camera0, moved, house, 0.1, count=500))
+        found = verify_pairs(store, store.names(), cameras)
+    copies = [check for check in found.checks.values() if (check.names[0] < "3.jpg") != (check.names[1] < "3.jpg")]
+    assert len(copies) == 9 and all(check.share > 0.8 and check.together > 0.8 for check in copies)
+    assert not any(check.kept for check in copies) and max(check.cover for check in copies) < 0.7
+    assert len(found.kept) == 6 and min(check.cover for check in found.kept) > 0.9
+    assert found.summary().look_alikes == 9
+
+
+def test_coverage_of_what_both_images_show():
+    walls, _, cameras = street()
+    camera0, camera1 = cameras["0.jpg"], cameras["2.jpg"]
+    pose = cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world)
+    pixels = np.stack([see(camera0, walls[0]), see(camera1, walls[0])])
+    both = np.isfinite(pixels).all((0, 2))
+    cells = [coverage.cells_of(side[np.isfinite(side).all(1)], SIZE) > 0 for side in pixels]
+    nothing = np.zeros_like(cells[0])
+
+    def cover(rows, cells0=cells[0], cells1=cells[1]):
+        matches = make_matches(pixels[0][rows].astype(np.float32), pixels[1][rows].astype(np.float32), size=SIZE)
+        return coverage.cover(matches, pose, camera0, camera1, cells0, cells1)
+
+    # Matches end where one of the images ends.
+    assert cover(both) > 0.95
+    left = both & (pixels[0][:, 0] < np.median(pixels[0][both, 0]))
+    assert cover(left) == pytest.approx(0.5, abs=0.1)
+    # Other pairs match nothing there.
+    assert cover(left, nothing) == cover(left, cells1=nothing) == 1.0
+
+
+def test_the_pose_over_a_third_image():
+    rng = np.random.default_rng(0)
+    xyz = rng.uniform((-2, -2, 5), (2, 2, 9), (50, 3))
+    eyes = ((0, 0, 0), (1, 0.5, 0), (-1, 1, 0.5))
+    poses = [look_at(eye, (0, 0.2, 9), size=SIZE).cam_from_world for eye in eyes]
+    rays = [points / points[:, 2:] for points in (transform_points(pose, xyz) for pose in poses)]
+    first, second, wanted = (cam1_from_cam0(poses[a], poses[b]) for a, b in ((0, 1), (1, 2), (0, 2)))
+    depths0, depths1, sines = geometry.ray_depths(first, rays[0], rays[1])
+    assert np.allclose(depths0, transform_points(poses[0], xyz)[:, 2])
+    assert np.allclose(depths1, transform_points(poses[1], xyz)[:, 2]) and (sines > 0).all()
+    # The lengths of the translations of pairs are unknown.
+    first[:, 3] /= np.linalg.norm(first[:, 3])
+    second[:, 3] /= np.linalg.norm(second[:, 3])
+    found = chained_pose(first, second, *rays)
+    wanted[:, 3] /= np.linalg.norm(wanted[:, 3])
+    assert np.allclose(found, wanted, atol=1e-6)
+    assert chained_pose(first, second, *(each[:5] for each in rays)) is None
+
+
+def four_views(tmp_path, special):
+    """Return a store of four images of a relief in which a pair has matches of its own, and the cameras.
+
+    `special`: function that returns the matches of 0.jpg and 1.jpg, which have two third images.
+    """
+    rng, store = np.random.default_rng(0), MatchStore(tmp_path / "m.sqlite", {})
+    xyz, cameras = rng.uniform((-6, -4, 6), (6, 4, 9), (4000, 3)), {}
+    for number, (x, y) in enumerate(((-1, 0), (1, 0.2), (-0.3, -0.8), (0.4, 0.9))):
+        pose = np.column_stack([np.eye(3), [-x, -y, 0]])
+        K = np.array([[320.0, 0, 319.5], [0, 320, 239.5], [0, 0, 1]])
+        cameras[f"{number}.jpg"] = Camera(width=640, height=480, K=K, cam_from_world=pose, source="file")
+    for name0, name1 in combinations(cameras, 2):
+        if (name0, name1) == ("0.jpg", "1.jpg"):
+            store.put(name0, name1, special(rng, xyz, cameras[name0], cameras[name1]))
+        else:
+            store.put(name0, name1, pair_matches(rng, cameras[name0], cameras[name1], xyz, 0.05, count=1200))
+    return store, cameras
+
+
+def moved_matches(rng, camera0, camera1, xyz, move, wrong):
+    """Return matches whose positions in image 1 are moved by `move` (n, 2), and `wrong` random ones."""
+    points0, points1 = (see(camera, xyz) for camera in (camera0, camera1))
+    random = rng.uniform(0, np.array(SIZE) - 1, (2, wrong, 2))
+    return make_matches(
+        np.concatenate([points0, random[0]]).astype(np.float32),
+        np.concatenate([points1 + move, random[1]]).astype(np.float32),
+        size=SIZE,
+    )
+
+
+def seen_by_both(xyz, camera0, camera1):
+    """Return the points (n, 3) that both images show."""
+    return xyz[np.isfinite(see(camera0, xyz) + see(camera1, xyz)).all(1)]
+
+
+def test_inexact_matches_are_inliers_of_the_poses_over_third_images(tmp_path):
+    """Too few matches of the pair are exact for a geometry of its own."""
+
+    def inexact(rng, xyz, camera0, camera1):
+        points = seen_by_both(xyz, camera0, camera1)[:50]
+        return moved_matches(rng, camera0, camera1, points, 3 * rng.standard_normal((50, 2)), wrong=300)
+
+    store, cameras = four_views(tmp_path, inexact)
+    with store:
+        check = verify_pairs(store, store.names(), cameras).checks["0.jpg", "1.jpg"]
+        assert check.kept and check.confirmed_only and check.inliers >= 30
+        assert check.inlier_flags()[50:].sum() <= 2
+    wanted = cam1_from_cam0(cameras["0.jpg"].cam_from_world, cameras["1.jpg"].cam_from_world)
+    assert geometry.direction_error_deg(check.pose[:, 3], wanted[:, 3]) < 1
+
+
+def test_matches_that_contradict_the_poses_over_third_images_are_no_inliers(tmp_path):
+    """Cycles are inexact: they confirm matches that are all 7 pixels off, and have a geometry of their own."""
+
+    def shifted(rng, xyz, camera0, camera1):
+        points = seen_by_both(xyz, camera0, camera1)[:120]
+        return moved_matches(rng, camera0, camera1, points, (0, 7), wrong=300)
+
+    store, cameras = four_views(tmp_path, shifted)
+    with store:
+        found = verify_pairs(store, store.names(), cameras)
+    check = found.checks["0.jpg", "1.jpg"]
+    assert not check.kept and check.inliers < 30 and check.cause == "other pairs do not confirm it"
+    assert len(found.kept) == 5
+
+
+def test_a_geometry_that_most_confirmed_matches_contradict_is_replaced(tmp_path):
+    """Most matches of the pair fit a camera that is tilted by one degree; most confirmed ones are exact."""
+    tilt = np.deg2rad(1)
+    R = np.array([[1, 0, 0], [0, np.cos(tilt), -np.sin(tilt)], [0, np.sin(tilt), np.cos(tilt)]])
+
+    def half(rng, xyz, camera0, camera1):
+        points = seen_by_both(xyz, camera0, camera1)
+        middle = np.abs(see(camera0, points)[:, 1] - 240) < 100
+        # Other pairs have only the first points.
+        tilted = np.concatenate([points[middle][:120], points[middle][-330:]])
+        wrong_camera1 = replace(camera1, cam_from_world=R @ camera1.cam_from_world)
+        parts = [(points[~middle][:250], camera1), (tilted, wrong_camera1)]
+        points0, points1 = (
+            np.concatenate([see(camera or other, part) for part, other in parts]) for camera in (camera0, None)
+        )
+        return make_matches(points0.astype(np.float32), points1.astype(np.float32), size=SIZE)
+
+    store, cameras = four_views(tmp_path, half)
+    names = "0.jpg", "1.jpg"
+    with store:
+        own = TwoViews(store, [names], cameras).estimate(names)
+        check = verify_pairs(store, store.names(), cameras).checks[names]
+        assert own.clear and true_share(store, own, cameras) < 0.2
+        assert check.kept and check.inliers >= 240 and true_share(store, check, cameras) > 0.95
+
+
+def test_trusted_pairs_use_the_inliers_that_they_have_now(tmp_path):
+    names = ("a", "b")
+    points = np.array([[10.0, 10], [100, 100]], np.float32)
+    camera = Camera.from_focal(SIZE, 500)
+    with MatchStore(tmp_path / "m.sqlite", {}) as store:
+        store.put(*names, make_matches(points, points + 5, size=SIZE))
+        trusted = TrustedPairs(TwoViews(store, [names], dict.fromkeys(names, camera)))
+        check = PairCheck(names=names, matches=2, inliers=1, flags=np.packbits([True, False]))
+        trusted.add(check)
+        assert np.allclose(trusted.carry(points, "a", "b"), [[15, 15], [np.nan, np.nan]], equal_nan=True)
+        assert np.allclose(trusted.carry(points + 5, "b", "a"), [[10, 10], [np.nan, np.nan]], equal_nan=True)
+        trusted.remove(names)
+        trusted.add(replace(check, flags=np.packbits([False, True])))
+        assert np.allclose(trusted.carry(points, "a", "b"), [[np.nan, np.nan], [105, 105]], equal_nan=True)
+        assert np.allclose(trusted.carry(points + 5, "b", "a"), [[np.nan, np.nan], [100, 100]], equal_nan=True)
+        # Other inliers of a pair that is still trusted.
+        trusted.add(replace(check, inliers=2, flags=np.packbits([True, True])))
+        assert np.allclose(trusted.carry(points, "a", "b"), points + 5)
+    assert trusted.third_images(("a", "c")) == []
 
 
 @pytest.mark.parametrize(("wrong", "kept"), [(0.2, True), (0.97, False)])

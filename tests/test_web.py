@@ -19,6 +19,7 @@ from dualrc.image import Scale
 from dualrc.matches import Estimate, Matches
 from dualrc.web import pairs
 from dualrc.web.reconstruction import Reconstruction
+from dualrc.web.schemas import MatchOptions
 from dualrc.web.wire import grid_of, unpack_warp
 
 
@@ -211,7 +212,7 @@ def test_names_are_quoted_in_commands():
     matches = tiny_matcher().match(image, image, top=5)
     upload = type("Named", (), {"id": "x", "name": "-rf ~; $(x).png"})()
     made = pairs.Pair(
-        images=(upload, upload), matches=matches, settings=pairs.MatchSettings(size=96), seconds=0.0, device="cpu"
+        images=(upload, upload), matches=matches, settings=MatchOptions(size=96), seconds=0.0, device="cpu"
     )
     shell = pairs.commands(made)["shell"]
     assert shell.startswith("dualrc match './-rf ~; $(x).png' './-rf ~; $(x).png' --size 96")
@@ -397,3 +398,20 @@ def test_a_server_without_reconstruction_or_images_says_so(http, model_folder):
     assert not alone.describe()["views"] and json.dumps(alone.describe())
     with pytest.raises(Exception, match="--images FOLDER"):
         alone.view(0, 100)
+
+
+def test_the_images_of_a_reconstruction_are_found(tmp_path):
+    write_model(tmp_path)
+    out, summary = tmp_path / "out", tmp_path / "out" / "summary.json"
+    summary.write_text(json.dumps({"images": "../photos"}))
+    found = Reconstruction(out)
+    assert found.folder == tmp_path / "photos" and found.view(0, 100)[:2] == b"\xff\xd8"
+    (tmp_path / "others").mkdir()
+    assert Reconstruction(out, tmp_path / "others").folder == tmp_path / "others"
+    for content in ('{"images": "../gone"}', '{"images": 3}', '["images"]', '{"images": "a\\u0000b"}', "no JSON"):
+        summary.write_text(content)
+        assert Reconstruction(out).folder is None
+    # A folder of images inside of the reconstruction comes first.
+    summary.write_text(json.dumps({"images": "../photos"}))
+    (out / "images").mkdir()
+    assert Reconstruction(out).folder == out / "images"

@@ -170,6 +170,8 @@ def test_pairs_are_matched_together_where_the_device_gains():
             own = tiny_matcher().match(*pair_of(seed), top=50)
             assert done[0] == "done" and same_matches(found, own)
         assert batches == [3]
+        text = http.get("/metrics").text
+        assert 'dualrc_batches_total{pairs="1"} 1\n' in text and 'dualrc_batches_total{pairs="3"} 1\n' in text
 
 
 def test_a_job_that_breaks_is_told_without_a_trace(caplog):

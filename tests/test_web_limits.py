@@ -1,6 +1,7 @@
 """Limits and safety of the service: bad files, sizes, tokens, hosts, what is kept and for how long."""
 
 import io
+import socket
 import struct
 import threading
 import time
@@ -17,7 +18,7 @@ from web_data import GatedMatcher, encode, pair_of, refused, scene, serving, upl
 from dualrc.errors import ConfigError
 from dualrc.web.cache import ByteCache
 from dualrc.web.security import HEADERS
-from dualrc.web.server import is_loopback, listen
+from dualrc.web.server import Connection, is_loopback, listen
 from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import clean_name
 
@@ -266,13 +267,13 @@ def test_full_queues_say_when_to_come_back():
         # Other clients have their own share, until the queue is full.
         service = served.service
         images = service.images.get(ids[0]), service.images.get(ids[1])
-        from dualrc.web.pairs import MatchSettings
         from dualrc.web.problems import Problem
+        from dualrc.web.schemas import MatchOptions
 
         for number in range(2):
-            service.match(f"10.0.0.{number}", images, MatchSettings())
+            service.match(f"10.0.0.{number}", images, MatchOptions())
         with pytest.raises(Problem) as full:
-            service.match("10.0.0.9", images, MatchSettings())
+            service.match("10.0.0.9", images, MatchOptions())
         assert (full.value.status, full.value.code) == (503, "queue_full") and full.value.headers["Retry-After"]
         for _ in range(8):
             matcher.gate.release()
@@ -293,6 +294,43 @@ def test_a_job_that_takes_too_long_is_ended():
         matcher.gate.release()
         thread.join(30)
         refused(answers[0], 504, "too_late")
+
+
+def test_a_header_that_does_not_end_closes_the_connection(monkeypatch):
+    monkeypatch.setattr(Connection, "header_s", 0.6)
+    matcher = GatedMatcher(tiny_matcher())
+    with serving(matcher) as served, served.http() as http:
+        address = (http.base_url.host, http.base_url.port)
+
+        def lifetime(line: bytes) -> float:
+            """Seconds until the server closes a connection that sends the line again and again."""
+            start = time.monotonic()
+            with socket.create_connection(address, timeout=0.1) as client, suppress(ConnectionError):
+                while time.monotonic() < start + 20:
+                    if line:
+                        client.sendall(line)
+                    with suppress(TimeoutError):
+                        if not client.recv(100):
+                            break
+            return time.monotonic() - start
+
+        assert 0.5 < lifetime(b"") < 10
+        assert 0.5 < lifetime(b"X") < 10
+        # The second request of a connection has the same limit.
+        with socket.create_connection(address, timeout=10) as client, suppress(ConnectionError):
+            client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += client.recv(65536)
+            start = time.monotonic()
+            client.sendall(b"GET /healthz")
+            assert client.recv(100) == b"" and 0.5 < time.monotonic() - start < 8
+        # A complete request may take longer, and so may the time to the next one.
+        ids = [upload(http, image) for image in pair_of(0)]
+        threading.Timer(1.5, matcher.gate.release).start()
+        assert http.post("/v1/match", json={"image0": ids[0], "image1": ids[1]}).status_code == 200
+        time.sleep(1)
+        assert http.get("/healthz").status_code == 200
 
 
 def test_metrics_and_the_access_log(http, served, caplog):

@@ -5,9 +5,11 @@ import math
 
 import numpy as np
 import pytest
+from conftest import tiny_matcher
 from PIL import Image
-from web_data import pair_of, scene, serving, write_model
+from web_data import pair_of, refused, scene, serving, upload, write_model
 
+from dualrc.matcher.budget import enough_memory
 from dualrc.web.reconstruction import Reconstruction
 
 pytest.importorskip("playwright")
@@ -123,6 +125,31 @@ def test_a_reconstruction_is_turned_and_its_tracks_are_shown(tab, town):
     assert np.allclose(seen - (box["width"] / 2, box["height"] / 2), rays * scale, atol=2)
 
 
+def test_fingers_turn_zoom_and_select_in_3d(browser, served):
+    tab = browser_data.Tab(browser, served.url, viewport={"width": 390, "height": 800}, has_touch=True, is_mobile=True)
+    open_view(tab, "model", f"!!{VIEWER} && {VIEWER}.canvas.width > 300")
+    tab.page.locator("#view-model canvas").first.scroll_into_view_if_needed()
+    box = tab.page.locator("#view-model canvas").first.bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    view = f"(({{yaw, distance, target}}) => [yaw, distance, ...target])({VIEWER}.cloud)"
+    before = tab.page.evaluate(view)
+    tab.touch(((x, y), (x + 60, y)))
+    turned = tab.page.evaluate(view)
+    assert turned[0] != before[0] and turned[1:] == pytest.approx(before[1:])
+    tab.touch(((x - 40, y), (x - 80, y)), ((x + 40, y), (x + 80, y)))
+    assert tab.page.evaluate(view)[1] == pytest.approx(before[1] / 2, rel=0.05)
+    # Drags do not select; a tap on a point does.
+    assert tab.page.evaluate(f"{VIEWER}.cloud.selectedPoint") < 0
+    tab.touch(((x - 80, y), (x - 40, y)), ((x + 80, y), (x + 40, y)))
+    places = np.array(tab.page.evaluate(f"Array.from({{length: 20}}, (_, i) => {VIEWER}.cloud.place(i))"))
+    apart = np.linalg.norm(places[:, None] - places[None], axis=2) + 1e9 * np.eye(20)
+    index = int(apart.min(axis=1).argmax())
+    tab.touch(((box["x"] + places[index][0], box["y"] + places[index][1]),) * 2)
+    tab.until(f"{VIEWER}.cloud.selectedPoint === {index}")
+    assert tab.errors == []
+    tab.close()
+
+
 def test_a_folder_shows_a_matrix_of_scores(tab, served, tmp_path):
     images = {"a.png": pair_of(1)[0], "b.png": pair_of(1)[1], "c.png": scene(5)}
     for name, pixels in images.items():
@@ -178,3 +205,36 @@ def test_the_views_have_names_and_contrast_and_fit_a_phone(browser, served):
             assert all(words for _, words in made.names())
         made.close()
         assert made.errors == []
+
+
+class FullMatcher:
+    """A matcher on a machine without memory."""
+
+    def __init__(self) -> None:
+        self._inner = tiny_matcher()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def features(self, *_, **__):
+        with enough_memory():
+            raise MemoryError
+
+
+def test_missing_memory_is_explained(browser, tmp_path):
+    paths = [tmp_path / "a.png", tmp_path / "b.png"]
+    for path, pixels in zip(paths, pair_of(0), strict=True):
+        Image.fromarray(pixels).save(path)
+    with serving(FullMatcher()) as full:
+        with full.http() as http:
+            ids = [upload(http, path.read_bytes()) for path in paths]
+            answer = http.post("/v1/match", json={"image0": ids[0], "image1": ids[1]})
+            assert "smaller size" in refused(answer, 503, "no_memory") and answer.headers["Retry-After"]
+        tab = browser_data.Tab(browser, full.url)
+        for slot, path in enumerate(paths):
+            tab.page.set_input_files(f'.slot[data-slot="{slot}"] input[multiple]', path)
+        message = tab.page.locator(".message.bad")
+        message.wait_for()
+        assert message.locator("p").inner_text() == "Not enough memory for images of this size; give a smaller size."
+        assert tab.state()["phase"] == "failed" and not tab.page.locator("#busy").is_visible()
+        tab.close()

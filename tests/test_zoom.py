@@ -9,10 +9,10 @@ from conftest import SHARED, same_matches, texture
 from PIL import Image
 
 import dualrc
+from dualrc import foothold
 from dualrc.geometry import apply_homography, crop_homography, resize_homography
 from dualrc.image import Scale, read
-from dualrc.matcher import foothold
-from dualrc.matcher.views import View, features_through, match_views, scale_views
+from dualrc.matcher.views import View, extract_shown, match_views, scale_views, show
 from dualrc.matches import Matches
 from dualrc.scenes import Light, look_at, make_scene, render
 
@@ -178,6 +178,16 @@ def test_pictures_that_do_not_belong_together(photograph, shipped):
     assert same_matches(many, found) and many.info["warning"] == found.info["warning"]
     nothing = shipped.match(photograph, np.full((240, 320, 3), 128, np.uint8))
     assert "warning" in nothing.info
+    # The same bars and caption agree with each other in both images.
+    framed = [image.copy() for image in (photograph, other)]
+    for image in framed:
+        image[:30] = image[-30:] = 0
+        image[-25:-5, 20:140] = texture(3, 120, 20)
+    found = shipped.match(*framed)
+    assert "may not show the same scene" in found.info["warning"] and found.pair_score < 0.05
+    # Without a search the pair score decides.
+    alone = dualrc.load(device="cpu", max_zoom=1).match(photograph, other, top=100)
+    assert "may not show the same scene" in alone.info["warning"] and alone.pair_score < 0.01
 
 
 def test_the_command_line_says_what_was_found(photograph, shrunk, tmp_path):
@@ -201,7 +211,7 @@ def test_any_homography_is_a_view(photograph, shipped):
     H[:2, :2], H[:2, 2] = turn, np.array([320, 240]) - turn @ (width / 2, height / 2)
     features = shipped.features(photograph)
     view = View(picture_from_view=H, size=(width, height), shrinks=1.6)
-    seen = features_through(shipped, features, view)
+    (seen,) = extract_shown(shipped, [show(features, view)], [view.size])
     assert seen.scale.input_size == (320, 240) and seen.mask is not None
     look = match_views(shipped, (features, features), (None, view))
     error = np.linalg.norm(look.matches.points0 - look.matches.points1, axis=1)[:300]

@@ -1,12 +1,20 @@
 """Charts of figures that stand in the documents; each is read from its table, so that the two can't differ."""
 
 import json
+import os
 import re
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from common import DOCS, GRAY, GREEN, INDIGO, ORANGE, RED, save_figure
 from matplotlib.figure import Figure
+
+# Colors of Okabe and Ito, which color-blind readers can distinguish.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#000000", "#56b4e9", "#999999")
+# What benchmarks/reproduction.py measured; tests use other data.
+REPRODUCTION = Path(os.environ.get("REPRODUCTION", Path(__file__).parent / "reproduction.json"))
 
 
 def table(page: str, first: str) -> list[list[str]]:
@@ -73,7 +81,7 @@ def speed() -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3, which="major")
         axes.set_xlabel("size of both images")
-        axes.legend(fontsize=9, loc="upper left" if axes is left else "lower right")
+        axes.legend(fontsize=9, loc="upper left")
     save_figure(figure, "speed.png")
 
 
@@ -142,4 +150,52 @@ def calibration() -> None:
     save_figure(figure, "calibration.png")
 
 
-FIGURES = (speed, accuracy, calibration)
+def reproduction() -> None:
+    """Accuracy and training of the systems of the paper, all trained alike; data of benchmarks/reproduction.py."""
+    systems = {system["name"]: system for system in json.loads(REPRODUCTION.read_text(encoding="utf-8"))["systems"]}
+    rivals = ("a-1024", "sparse-ncnet", "ncnet", "ncnet-weak", "a-1024-matching-cells", "a-1024-matching")
+    rivals += ("a-1024-untrained",)
+    _mma(systems, rivals, "2000", "reproduction-rivals.png")
+    variants = (*(f"{fusion}-1024" for fusion in "abcde"), "a-256")
+    _mma(systems, variants, "1000", "reproduction-variants.png")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    for axes, kind in zip(figure.subplots(1, 2), ("fine cells", "coarse cells"), strict=True):
+        # DualRC-Net is scored within 5 px while it trains, NCNet within 16 px, the size of its cells.
+        key = "within_5px" if kind == "fine cells" else "within_16px"
+        for color, (label, curve) in zip(COLORS, _held_out(systems, key), strict=False):
+            axes.plot(*zip(*curve, strict=True), marker="o", markersize=3, color=color, label=label)
+        axes.set(xlabel="step", ylabel=key.replace("within_", "share within ").replace("px", " px"), title=kind)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    save_figure(figure, "reproduction-training.png")
+
+
+def _label(system: dict[str, Any]) -> str:
+    return f"{system['label']}, {system['loss']} loss" if system["loss"] else f"{system['label']}, not trained"
+
+
+def _held_out(systems: dict[str, Any], key: str) -> list[tuple[str, list[tuple[int, float]]]]:
+    return [(_label(system), system["held_out"][key]) for system in systems.values() if key in system["held_out"]]
+
+
+def _mma(systems: dict[str, Any], names: tuple[str, ...], top: str, file: str) -> None:
+    """Accuracy against the threshold: of all sequences, of illumination and of viewpoint."""
+    figure = Figure(figsize=(10, 3.9), layout="constrained")
+    for axes, group in zip(figure.subplots(1, 3, sharey=True), ("overall", "illumination", "viewpoint"), strict=True):
+        for name, color in zip(names, COLORS, strict=False):
+            if name not in systems or not systems[name]["hpatches"]:
+                continue
+            # The first size is that of the paper's protocol.
+            scored = next(iter(systems[name]["hpatches"].values()))[top]
+            if group in scored:
+                axes.plot(range(1, 11), scored[group]["mma"], color=color, label=_label(systems[name]))
+        axes.set(title=group, xlabel="threshold, px", xticks=range(1, 11), ylim=(0, 1))
+        axes.grid(alpha=0.3)
+        if group == "overall":
+            axes.set_ylabel(f"accuracy, best {top}")
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    save_figure(figure, file)
+
+
+FIGURES = (speed, accuracy, calibration, *([reproduction] if REPRODUCTION.exists() else []))

@@ -226,10 +226,10 @@ class MatcherConfig:
     top: int | None = None
     # Lowest score to keep. A score is the probability that a match is correct within 3 px; see docs/scores.md.
     min_score: float = 0.0
-    # "high" matches again after warping one image into the frame of the other by the dominant motion.
-    # This is much better for rotated, zoomed or oblique images, and takes three to five times as long.
-    # "search" also tries simulated views of both images if the matches agree too little. It is for extreme viewpoints,
-    # and takes up to twelve times as long.
+    # "high" matches again after warping one image into the frame of the other by the dominant motion. If the matches
+    # agree too little, it also starts from smaller sizes and from tilted views of both images. This is much better for
+    # rotated, zoomed or oblique images. "search" rotates the views too. docs/concepts/sizes.md has the times. Both
+    # enlarge images to 1024 px, by a factor of at most three, unless `size` is given.
     quality: Quality = "standard"
     # Largest scale factor to search, up and down, if matches do not agree with each other. 1 disables the search.
     max_zoom: float = 4.0
@@ -276,7 +276,7 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
     "default": (
         NetworkConfig(
             preset="default",
-            backbone=CompactConfig(contrast=True),
+            backbone=CompactConfig(depths=(1, 1, 2, 4), coarse_channels=384, contrast=True),
             consensus=ConsensusConfig(channels=(8, 1)),
             fine=FineConfig(subpixel_hidden=192),
         ),

@@ -17,7 +17,7 @@ from dualrc.geometry import homography_grid, sample_bilinear
 from dualrc.image import ImageInput, read
 from dualrc.matches import Matches, Warp
 from dualrc.pixels import cell_to_pixel, on_picture, resize_points
-from dualrc.types import BoolArray, FloatArray, ImageArray, Size
+from dualrc.types import BoolArray, FloatArray, ImageArray, IntArray, Size
 
 
 class Drawing(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -286,7 +286,7 @@ def _drawable(matches: Matches, panels: Sequence[_Panel]) -> BoolArray:
     return inside & np.isfinite(matches.scores)
 
 
-def _spread(matches: Matches, drawable: BoolArray, limit: int | None) -> npt.NDArray[np.int64]:
+def _spread(matches: Matches, drawable: BoolArray, limit: int | None) -> IntArray:
     """Return indices of at most `limit` good matches from all over image 0, best last so that they are on top."""
     indices = np.flatnonzero(drawable)
     indices = indices[np.argsort(-matches.scores[indices], kind="stable")]

@@ -8,9 +8,8 @@ images is static too.
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from dualrc.types import BoolArray, FloatArray, Size
+from dualrc.types import BoolArray, FloatArray, IntArray, Size
 
 # Number of best matches that are examined.
 LOOKED_AT = 4000
@@ -37,8 +36,6 @@ _STILL_PX = 3.0
 _BORDER = 0.25
 # The center has the same motion if at least these shares of all its cells and of its matched cells do.
 _ALIKE_OF_ALL, _ALIKE_OF_MATCHED = 0.25, 0.6
-
-Indices = npt.NDArray[np.int64]
 
 
 class Evidence(NamedTuple):
@@ -78,13 +75,13 @@ def collect(points0: FloatArray, points1: FloatArray, scores: FloatArray, size0:
     )
 
 
-def _cell(unit: FloatArray) -> Indices:
+def _cell(unit: FloatArray) -> IntArray:
     """Return the cells of positions (n, 2) in units of the sides of the image."""
-    cells: Indices = np.clip(unit * _GRID, 0, _GRID - 1).astype(np.int64) @ np.array([1, _GRID])
+    cells: IntArray = np.clip(unit * _GRID, 0, _GRID - 1).astype(np.int64) @ np.array([1, _GRID])
     return cells
 
 
-def _first_of_cells(unit: FloatArray) -> Indices:
+def _first_of_cells(unit: FloatArray) -> IntArray:
     """Return the index of the first position in each cell, which is the best one."""
     return np.unique(_cell(unit), return_index=True)[1]
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -13,6 +14,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -84,6 +86,22 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text file atomically."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def to_json(value: Any) -> Any:
+    """Convert dataclasses, tuples, arrays and paths to JSON values; infinities and NaN become null."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {" ".join(key) if isinstance(key, tuple) else str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    # NumPy arrays and scalars.
+    if hasattr(value, "tolist"):
+        return to_json(value.tolist())
+    return str(value) if isinstance(value, Path) else value
 
 
 def write_json(path: str | Path, content: Any) -> None:

@@ -1,5 +1,6 @@
 """Training losses: the loss of `default`, the paper's L = L_k + 0.05 L_o (section 3.4), and the weak loss of NCNet."""
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -54,10 +55,7 @@ def matching_losses(network: DualRCNet, features0: Features, features1: Features
     """Compute the losses of a batch, averaged over both directions."""
     if network.subpixel is None:
         raise ConfigError("These losses train the sub-pixel refinement; give a network with fine.subpixel = true.")
-    device = features0.coarse.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        coarse = network.in_context(features0, features1)
-    raw = correlate(*(maps.float() for maps in coarse))
+    raw = correlate(*(maps.float() for maps in network.in_context(features0, features1)))
     refined = mutual_filter(network.engine.consensus(mutual_filter(raw), network.consensus))
     # (b n0 n1)
     raw, refined = (t.flatten(3).flatten(1, 2) for t in (raw, refined))
@@ -216,9 +214,20 @@ def _trust_losses(
     return F.binary_cross_entropy_with_logits(refined.logit, right.float(), reduction="none"), error_px
 
 
+def distillation_loss(coarse: Tensor, target: Tensor) -> Tensor:
+    """Compare the last k channels of coarse features (b c h w) with unit features of a teacher (b k h w).
+
+    Both parts of the unit coarse features should have the same norm, so that a cosine is the mean of two cosines: one
+    of features that are learned from correspondences, one of features that are learned from the teacher.
+    """
+    unit = F.normalize(coarse.float(), dim=1)
+    distance = unit[:, -target.shape[1] :] - target * math.sqrt(0.5)
+    return distance.square().sum(1).mean()
+
+
 @dataclass(frozen=True, kw_only=True)
 class KeypointMaps:
-    """Scores of n keypoints of one image over the other, S, and their target, S_gt: both (n cells)."""
+    """Scores of n keypoints of one image over the other, S, and their target, S_gt: both (... n cells)."""
 
     scores: Tensor
     target: Tensor
@@ -263,37 +272,24 @@ def keypoint_losses(
     form: Literal["paper", "published"],
 ) -> BatchKeypointLosses:
     """Compute the paper's or the published loss, averaged over pairs; keypoints are the valid positions."""
-    losses, errors_px = [], []
-    # One pass for the whole batch, because a sparse consensus consists of many small steps.
-    tensors = dense_tensor(network, features0, features1) if isinstance(network, ConsensusNet) else None
-    for number in range(len(batch.valid)):
-        valid = batch.valid[number]
-        if not valid.any():
-            continue
-        here = slice(number, number + 1)
-        pair = [Features(coarse=f.coarse[here], fine=f.fine[here]) for f in (features0, features1)]
-        points0, points1 = batch.points0[number][valid], batch.points1[number][valid]
-        if isinstance(network, ConsensusNet) and tensors is not None:
-            maps = _coarse_keypoint_maps(network, tensors[number], points0, points1)
-        else:
-            maps = keypoint_maps(network, pair[0], pair[1], points0, points1)
-        losses.append(_paper_form(maps) if form == "paper" else _published_form(maps))
-        for found, there in ((maps[0], points1), (maps[1], points0)):
-            index = found.scores.argmax(1)
-            cells = torch.stack([index % found.width, index // found.width], 1)
-            errors_px.append((cell_to_pixel(cells, found.stride) - there).norm(dim=1))
-    # Without keypoints the loss is zero, but all parts of the network must have gradients.
-    if not losses:
-        learnt = sum((parameter.sum() for parameter in network.consensus.parameters()), start=features0.fine.sum())
-        nothing = (learnt + features1.coarse.sum()) * 0
-        losses, errors_px = [KeypointLosses(total=nothing, keypoint=nothing, orthogonal=nothing)], [nothing[None]]
-    error_px = torch.cat(errors_px)
+    maps = keypoint_maps(network, features0, features1, batch)
+    # (b) each. Pairs without keypoints do not count, but all parts of the network get gradients.
+    losses = _losses(maps, batch.valid.sum(1), form)
+    shown = batch.valid.any(1)
+    weight = shown / shown.sum().clamp(min=1)
+    errors_px = torch.stack([_errors_px(maps[0], batch.points1), _errors_px(maps[1], batch.points0)])
+    count = 2 * batch.valid.sum().clamp(min=1)
     return BatchKeypointLosses(
-        mean=KeypointLosses(
-            **{f.name: torch.stack([getattr(x, f.name) for x in losses]).mean() for f in fields(KeypointLosses)}
-        ),
-        accuracy={f"within_{px}px": (error_px < px).float().mean() for px in _reach(network)},
+        mean=KeypointLosses(**{f.name: (getattr(losses, f.name) * weight).sum() for f in fields(KeypointLosses)}),
+        accuracy={f"within_{px}px": ((errors_px < px) & batch.valid).sum() / count for px in _reach(network)},
     )
+
+
+def _errors_px(found: KeypointMaps, there: Tensor) -> Tensor:
+    """Return the distance of the best cells from the true positions (b n 2): (b n)."""
+    index = found.scores.argmax(2)
+    cells = torch.stack([index % found.width, index // found.width], 2)
+    return (cell_to_pixel(cells, found.stride) - there).norm(dim=2)
 
 
 def _reach(network: Network) -> tuple[int, ...]:
@@ -308,71 +304,81 @@ def keypoint_loss(one: KeypointMaps, other: KeypointMaps) -> Tensor:
 
 def orthogonal_loss(one: KeypointMaps, other: KeypointMaps) -> Tensor:
     """Compute the paper's L_o: Frobenius norms of S S^T - S_gt S_gt^T, summed over both directions."""
-    differences = (m.scores @ m.scores.T - m.target @ m.target.T for m in (one, other))
+    differences = (m.scores @ m.scores.mT - m.target @ m.target.mT for m in (one, other))
     return sum((torch.linalg.matrix_norm(d) for d in differences), start=one.scores.new_zeros(()))
 
 
-def paper_loss(
-    network: DualRCNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
+def _losses(
+    maps: tuple[KeypointMaps, KeypointMaps], count: Tensor, form: Literal["paper", "published"]
 ) -> KeypointLosses:
-    """Compute the loss of the paper, L_k + 0.05 L_o, of one pair; keypoints as in `keypoint_maps`."""
-    return _paper_form(keypoint_maps(network, features0, features1, points0, points1))
+    """Return the losses of maps with `count` keypoints; other rows are zero.
 
-
-def _paper_form(maps: tuple[KeypointMaps, KeypointMaps]) -> KeypointLosses:
-    keypoint, orthogonal = keypoint_loss(*maps), orthogonal_loss(*maps)
-    return KeypointLosses(total=keypoint + 0.05 * orthogonal, keypoint=keypoint, orthogonal=orthogonal)
-
-
-def published_loss(
-    network: DualRCNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
-) -> KeypointLosses:
-    """Compute the loss of the published code, 0.95 L_k + 0.05 L_o with means over keypoints, of one pair."""
-    return _published_form(keypoint_maps(network, features0, features1, points0, points1))
-
-
-def _published_form(maps: tuple[KeypointMaps, KeypointMaps]) -> KeypointLosses:
-    rows = torch.stack([(m.scores - m.target).norm(dim=1).mean() for m in maps])
-    keypoint, orthogonal = rows.sum(), orthogonal_loss(*maps) / len(maps[0].scores)
+    The paper's loss is L_k + 0.05 L_o, that of the published code 0.95 L_k + 0.05 L_o with means over keypoints.
+    """
+    if form == "paper":
+        keypoint, orthogonal = keypoint_loss(*maps), orthogonal_loss(*maps)
+        return KeypointLosses(total=keypoint + 0.05 * orthogonal, keypoint=keypoint, orthogonal=orthogonal)
+    count = count.clamp(min=1)
+    rows = torch.stack([(m.scores - m.target).norm(dim=-1).sum(-1) / count for m in maps])
+    keypoint, orthogonal = rows.sum(0), orthogonal_loss(*maps) / count
     return KeypointLosses(total=0.95 * keypoint + 0.05 * orthogonal, keypoint=keypoint, orthogonal=orthogonal)
 
 
 def keypoint_maps(
-    network: Network, features0: Features, features1: Features, points0: Tensor, points1: Tensor
+    network: Network, features0: Features, features1: Features, batch: PairBatch
 ) -> tuple[KeypointMaps, KeypointMaps]:
-    """Return both directions of one pair; points (n 2) are (x, y) in network-input pixels and correspond by row."""
-    if isinstance(network, ConsensusNet):
-        return _coarse_keypoint_maps(network, dense_tensor(network, features0, features1)[0], points0, points1)
-    # (1 n0 n1)
+    """Return both directions of every pair; rows of points that are not valid are zero.
+
+    All operations depend only on shapes, so that a CUDA graph can capture them.
+    """
+    # Positions that are not valid may be far outside the image.
+    valid = batch.valid[..., None]
+    points0, points1 = (torch.where(valid, points, 0) for points in (batch.points0, batch.points1))
+    read = _coarse_scores if isinstance(network, ConsensusNet) else _fine_scores
+    scores, sizes, stride = read(network, features0, features1, points0, points1)  # type: ignore[arg-type]
+    maps = [
+        KeypointMaps(
+            scores=own * valid,
+            target=_target(pixel_to_cell(there, stride), *size) * valid,
+            width=size[1],
+            stride=stride,
+        )
+        for own, there, size in zip(scores, (points1, points0), sizes, strict=True)
+    ]
+    return maps[0], maps[1]
+
+
+# Scores of the keypoints in both directions (b n cells), size of the map of cells that they refer to, and its stride.
+_Read = tuple[tuple[Tensor, Tensor], tuple[tuple[int, int], tuple[int, int]], int]
+
+
+def _fine_scores(
+    network: DualRCNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
+) -> _Read:
+    """Score keypoints on fine cells."""
+    # (b n0 n1)
     tensor = network.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)
     fine0, fine1 = features0.map(), features1.map()
     cells0, cells1 = pixel_to_cell(points0, FINE_STRIDE), pixel_to_cell(points1, FINE_STRIDE)
-    there, back = _scores(tensor, fine0, fine1, cells0), _scores(tensor.transpose(1, 2), fine1, fine0, cells1)
-    return (
-        KeypointMaps(scores=there, target=_target(cells1, *fine1.fine_size), width=fine1.fine_size[1]),
-        KeypointMaps(scores=back, target=_target(cells0, *fine0.fine_size), width=fine0.fine_size[1]),
-    )
+    scores = _scores(tensor, fine0, fine1, cells0), _scores(tensor.transpose(1, 2), fine1, fine0, cells1)
+    return scores, (fine1.fine_size, fine0.fine_size), FINE_STRIDE
 
 
-def _coarse_keypoint_maps(
-    network: ConsensusNet, tensor: Tensor, points0: Tensor, points1: Tensor
-) -> tuple[KeypointMaps, KeypointMaps]:
-    """Return the maps without a fine search: keypoints interpolate the coarse tensor (h0 w0 h1 w1)."""
-    stride, sizes = network.stride * network.pool, (tensor.shape[:2], tensor.shape[2:])
-    cells = pixel_to_cell(points0, stride), pixel_to_cell(points1, stride)
-    rows, maps = tensor.flatten(2).flatten(0, 1), []
-    for here, there in ((0, 1), (1, 0)):
-        index, weights = corners(cells[here], *sizes[here])
-        read = ((rows if here == 0 else rows.T)[index] * weights[:, :, None]).sum(1)
-        maps.append(
-            KeypointMaps(
-                scores=read / (read.sum(1, keepdim=True) + TINY),
-                target=_target(cells[there], *sizes[there]),
-                width=sizes[there][1],
-                stride=stride,
-            )
-        )
-    return maps[0], maps[1]
+def _coarse_scores(
+    network: ConsensusNet, features0: Features, features1: Features, points0: Tensor, points1: Tensor
+) -> _Read:
+    """Score keypoints without a fine search: they interpolate the coarse tensor."""
+    tensor, stride = dense_tensor(network, features0, features1), network.stride * network.pool
+    _, height0, width0, height1, width1 = tensor.shape
+    sizes = (height0, width0), (height1, width1)
+    rows, scores = tensor.flatten(3).flatten(1, 2), []
+    for own, points, size in ((rows, points0, sizes[0]), (rows.mT, points1, sizes[1])):
+        index, weights = corners(pixel_to_cell(points, stride).flatten(0, 1), *size)
+        index, weights = (t.unflatten(0, points.shape[:2]) for t in (index, weights))
+        mixing = weights.new_zeros(*points.shape[:2], own.shape[1]).scatter_add_(2, index, weights)
+        read = torch.bmm(mixing, own)
+        scores.append(read / (read.sum(2, keepdim=True) + TINY))
+    return (scores[0], scores[1]), (sizes[1], sizes[0]), stride
 
 
 def dense_tensor(network: Network, features0: Features, features1: Features) -> Tensor:
@@ -430,22 +436,23 @@ def matching_scores(tensor: Tensor) -> Tensor:
 
 
 def _scores(tensor: Tensor, fine0: FineMap, fine1: FineMap, cells: Tensor) -> Tensor:
-    """Return coarse score times fine cosine of positions (n 2) of image 0 with every fine cell of image 1."""
+    """Return coarse score times fine cosine of positions (b n 2) of image 0 with every fine cell of image 1."""
     # As in the published implementation, positions are relative to the corner of the first cell, half a cell off.
     # This holds for the coarse tensor and for the fine cells, and the nearest fine cell is the query.
-    corner, pair = cells + 0.5, torch.zeros(len(cells), dtype=torch.long, device=cells.device)
-    column, row = corner.round().long().unbind(1)
+    corner, pair = cells + 0.5, torch.arange(len(cells), device=cells.device)
+    column, row = corner.round().long().unbind(2)
     height, width = fine0.height * RATIO, fine0.width * RATIO
     features = fine0.gather(pair, row.clamp(0, height - 1) * width + column.clamp(0, width - 1))
-    coarse = read_coarse(tensor, point_queries(fine0, corner[None], "corner"))[0]
-    coarse = coarse / (coarse.sum(1, keepdim=True) + TINY)
-    return features @ fine1.features[0].T * fine1.upsample(coarse)
+    coarse = read_coarse(tensor, point_queries(fine0, corner, "corner"))
+    coarse = coarse / (coarse.sum(2, keepdim=True) + TINY)
+    return torch.bmm(features, fine1.features.mT) * fine1.upsample(coarse)
 
 
 def _target(cells: Tensor, height: int, width: int) -> Tensor:
-    """Return the target S_gt: bilinear weights of the four cells around positions (n 2), blurred: (n cells)."""
-    index, weights = corners(cells, height, width)
-    target = weights.new_zeros(len(cells), height * width).scatter_add_(1, index, weights)
-    axis = torch.tensor([0.25, 0.5, 0.25], device=cells.device)
+    """Return the target S_gt: bilinear weights of the four cells around positions (b n 2), blurred: (b n cells)."""
+    index, weights = corners(cells.flatten(0, 1), height, width)
+    target = weights.new_zeros(len(index), height * width).scatter_add_(1, index, weights)
+    # 0.25, 0.5, 0.25.
+    axis = (2 - (torch.arange(3, device=cells.device) - 1).abs()) / 4
     kernel = (axis[:, None] * axis)[None, None]
-    return F.conv2d(target.view(-1, 1, height, width), kernel, padding=1).flatten(1)
+    return F.conv2d(target.view(-1, 1, height, width), kernel, padding=1).flatten(1).unflatten(0, cells.shape[:2])

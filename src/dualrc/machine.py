@@ -47,6 +47,13 @@ def block_idle_threads() -> None:
             os.environ.setdefault(name, value)
 
 
+def child_environment() -> dict[str, str]:
+    """Return the environment of a child process that imports this package, wherever it was imported from."""
+    package = str(Path(__file__).parents[1])
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**PASSIVE_THREADS, **os.environ, "PYTHONPATH": path}
+
+
 @contextmanager
 def keep_signals() -> Iterator[None]:
     """Restore the handlers of Ctrl-C and SIGTERM after the block; pycolmap replaces them."""

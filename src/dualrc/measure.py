@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from dualrc.errors import DataError, DualRCError
-from dualrc.machine import PASSIVE_THREADS
+from dualrc.machine import child_environment
 
 Run = Callable[[], object]
 # Sides of the matrices whose product is timed.
@@ -197,9 +197,6 @@ def _resident(key: str) -> int:
 
 def in_new_process(function: Callable[[Argument], Result], argument: Argument) -> Result:
     """Call a module's function in a new process with as many threads; a DataError explains a failure."""
-    # The child must import this package, wherever it is installed.
-    package = str(Path(__file__).parents[1])
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     call = pickle.dumps((sys.path, torch.get_num_threads(), pickle.dumps((function, argument))))
     with (
         tempfile.TemporaryFile() as errors,
@@ -208,7 +205,7 @@ def in_new_process(function: Callable[[Argument], Result], argument: Argument) -
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env={**PASSIVE_THREADS, **os.environ, "PYTHONPATH": path},
+            env=child_environment(),
         ) as process,
     ):
         assert process.stdin is not None and process.stdout is not None

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.floating]
 BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
 # (height, width, 3), RGB, upright
 ImageArray = npt.NDArray[np.uint8]
 # (width, height)

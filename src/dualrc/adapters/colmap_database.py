@@ -17,6 +17,7 @@ from dualrc.collection.matching import match_collection
 from dualrc.collection.progress import Progress, no_progress, show_progress
 from dualrc.collection.store import MatchStore, Names
 from dualrc.colmap import colmap_points, from_colmap_points, import_pycolmap, quiet_colmap, refuse_mirrored
+from dualrc.config import check_bounds
 from dualrc.errors import ConfigError, DataError, ImageError
 from dualrc.extras import require
 from dualrc.files import inside, make_folder, only_run
@@ -29,6 +30,9 @@ IntArray = npt.NDArray[np.int64]
 
 # Default maximum distance of a match from a keypoint, in pixels of the network input.
 _RADIUS_PX = 2.0
+# Default minimum score of kept keypoints. A keypoint without a counterpart often has an unrelated keypoint within the
+# radius of its match, and a pair of keypoints has no score that COLMAP could rank it by.
+_KEYPOINT_SCORE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,9 @@ class MatchDatabaseConfig:
     verify: bool = True
     # Maximum distance of a match from a keypoint, in pixels of the network input; only with keep_keypoints.
     radius: float = _RADIUS_PX
+    # Minimum score of a match, in both directions with keep_keypoints. None: that of `collection`, but at least 0.5
+    # with keep_keypoints if the scores are calibrated.
+    min_score: float | None = None
     # Settings of the matching; `pairs` in it is ignored.
     collection: CollectionConfig = field(default_factory=CollectionConfig)
 
@@ -55,6 +62,9 @@ class MatchDatabaseConfig:
             raise ConfigError("Keypoints can't be both kept and replaced; choose one.")
         if not self.radius > 0:
             raise ConfigError(f"radius = {self.radius} must be above 0.")
+        check_bounds(self, "min_score", at_least=0)
+        if self.min_score is not None:
+            object.__setattr__(self, "collection", replace(self.collection, min_score=self.min_score))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +172,11 @@ def _match_keypoints(
         device=settings.device,
         threads=settings.threads,
         size=settings.size,
-        min_score=settings.min_score,
         max_memory=settings.max_memory,
     )
+    least = settings.min_score
+    if config.min_score is None and matcher.calibration is not None:
+        least = max(least, _KEYPOINT_SCORE)
     kept: LruCache[str, PictureFeatures] = LruCache(settings.cache * 2**30)
     failed: dict[Names, str] = {}
     matched = skipped = 0
@@ -186,7 +198,7 @@ def _match_keypoints(
                     from_colmap_points(np.asarray(database.read_keypoints(number))[:, :2], images / name)
                     for number, name in zip(ids, names, strict=True)
                 ]
-                found = mutual_keypoints(matcher, features, places, config.radius)
+                found = mutual_keypoints(matcher, features, places, config.radius, min_score=least)
                 with pycolmap.DatabaseTransaction(database):
                     if database.exists_matches(*ids):
                         database.delete_matches(*ids)
@@ -207,18 +219,24 @@ def _match_keypoints(
 
 
 def mutual_keypoints(
-    matcher: Matcher, features: Sequence[PictureFeatures], points: Sequence[FloatArray], radius: float
+    matcher: Matcher,
+    features: Sequence[PictureFeatures],
+    points: Sequence[FloatArray],
+    radius: float,
+    *,
+    min_score: float = 0.0,
 ) -> IntArray:
     """Return the index pairs (n, 2) of keypoints that are mutual nearest neighbors of their matches.
 
-    `radius` is the maximum distance of a match from a keypoint, in pixels of the network input.
+    `radius` is the maximum distance of a match from a keypoint, in pixels of the network input. `min_score` is the
+    minimum score of a match, in both directions.
     """
     from scipy.spatial import cKDTree
 
     nearest = []
     for here, there in ((0, 1), (1, 0)):
         answer = np.full(len(points[here]), -1)
-        found = matcher.match_points(features[here], features[there], points[here])
+        found = matcher.match_points(features[here], features[there], points[here], min_score=min_score)
         rows = np.flatnonzero(np.isfinite(found.points1).all(axis=1))
         if len(rows) and len(points[there]):
             scale = features[there].scale

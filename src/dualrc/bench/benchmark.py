@@ -22,8 +22,7 @@ from dualrc.bench.report import show
 from dualrc.bench.results import DeviceResult, Row, Search, SizeResult, describe_search, growth, stage_work
 from dualrc.collection.progress import show_status
 from dualrc.errors import DualRCError
-from dualrc.evaluation.report import write_json
-from dualrc.files import check_writable
+from dualrc.files import check_writable, to_json, write_json
 from dualrc.image import Scale, read
 from dualrc.matcher.budget import let_go
 from dualrc.matcher.extract import choose_device
@@ -63,7 +62,7 @@ def bench(settings: BenchSettings, *, screen: Console, messages: Console) -> dic
                 results[device] = found
                 # Written after every size, so that an error at a later size loses little.
                 if settings.out is not None:
-                    write_json(settings.out, content)
+                    write_json(settings.out, to_json(content))
             show(results[device], screen)
     if settings.out is not None:
         screen.print(f"Written: {settings.out}", highlight=False, soft_wrap=True)

@@ -1,6 +1,5 @@
 """The command that measures speed and memory."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -8,10 +7,7 @@ import typer
 from rich.console import Console
 
 from dualrc.cli import common, running
-from dualrc.config import MIN_SIDE
-from dualrc.errors import ConfigError
 from dualrc.machine import device_name
-from dualrc.types import Size
 
 # A laptop takes about a minute for these.
 _SIZES = ((320, 240), (640, 480))
@@ -111,7 +107,7 @@ def bench(
     from dualrc.bench import bench as run
 
     settings = BenchSettings(
-        sizes=tuple(dict.fromkeys(map(_parse_size, size or ()))) or _SIZES,
+        sizes=tuple(dict.fromkeys(map(common.parse_size, size or ()))) or _SIZES,
         devices=tuple(dict.fromkeys(device or ())),
         engines=tuple(dict.fromkeys(engine or ())),
         preset=preset,
@@ -126,13 +122,3 @@ def bench(
     )
     messages = Console(stderr=True, quiet=True) if common.current.quiet else common.messages
     return run(settings, screen=common.screen, messages=messages)
-
-
-def _parse_size(text: str) -> Size:
-    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text.strip().lower())
-    if found is None:
-        raise ConfigError(f"--size {text} is not a valid size; pass WIDTHxHEIGHT in pixels, such as 640x480.")
-    size = int(found[1]), int(found[2])
-    if min(size) < MIN_SIDE:
-        raise ConfigError(f"--size {text} is too small; pass at least {MIN_SIDE} pixels per side.")
-    return size

@@ -1,6 +1,7 @@
 """Commands for folders of images."""
 
 import logging
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dualrc.cli import common, running
+from dualrc.collection.config import CollectionConfig
 from dualrc.collection.progress import show_progress
 from dualrc.files import check_writable
 from dualrc.matcher import load
@@ -25,78 +27,88 @@ _NOTHING_LOCALIZED = 3
 ImagesArgument = Annotated[
     Path, typer.Argument(metavar="IMAGES", help="Folder of images; subfolders are searched too.")
 ]
-PairsOption = Annotated[
-    str,
-    typer.Option(
-        help="Pairs to match: exhaustive, sequential, retrieval, a text file with two image names per line, or the "
-        "folder of a COLMAP model. auto: exhaustive for small collections, else retrieval.",
-        rich_help_panel=common.PAIRS_PANEL,
-    ),
-]
-NeighborsOption = Annotated[
-    int,
-    typer.Option(
-        help="Number of images to match each image with, by retrieval or from a COLMAP model.",
-        rich_help_panel=common.PAIRS_PANEL,
-    ),
-]
-OverlapOption = Annotated[
-    int,
-    typer.Option(
-        help="Number of subsequent images to match each image with, for sequential pairs.",
-        rich_help_panel=common.PAIRS_PANEL,
-    ),
-]
-LoopsOption = Annotated[
-    int,
-    typer.Option(
-        help="Number of similar images from elsewhere in the sequence to match each image with, for loop closure.",
-        rich_help_panel=common.PAIRS_PANEL,
-    ),
-]
-TopOption = Annotated[
-    int,
-    typer.Option(
-        help="Maximum number of matches per pair; those with the highest scores are kept.",
-        rich_help_panel=common.MATCHES_PANEL,
-    ),
-]
-CacheOption = Annotated[
-    float,
-    typer.Option(
-        help="Part of --max-memory that caches features for later pairs, in GiB.",
-        rich_help_panel=common.WORKERS_PANEL,
-    ),
-]
-AddressOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Address of the Ray cluster. Default: start a cluster on this machine.",
-        rich_help_panel=common.WORKERS_PANEL,
-    ),
-]
-WorkersOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of workers. Default: one per GPU, or one per CPU thread, limited by memory.",
-        rich_help_panel=common.WORKERS_PANEL,
-    ),
-]
-MemoryOption = Annotated[
-    float | None,
-    typer.Option(
-        help="Memory of all workers of a machine together, in GiB. Images that need more are scaled down, with a "
-        "warning. Default: three quarters of the memory of the machine.",
-        rich_help_panel=common.WORKERS_PANEL,
-    ),
-]
-ExecutorOption = Annotated[
-    Literal["local", "ray"],
-    typer.Option(
-        help="Where to match: local (processes on this machine) or ray (a Ray cluster).",
-        rich_help_panel=common.WORKERS_PANEL,
-    ),
-]
+# Options by field of CollectionConfig, which has their defaults.
+MATCHING: dict[str, Any] = {
+    "pairs": Annotated[
+        str,
+        typer.Option(
+            help="Pairs to match: exhaustive, sequential, retrieval, a text file with two image names per line, or the "
+            "folder of a COLMAP model. auto: exhaustive for small collections, else retrieval.",
+            rich_help_panel=common.PAIRS_PANEL,
+        ),
+    ],
+    "neighbors": Annotated[
+        int,
+        typer.Option(
+            help="Number of images to match each image with, by retrieval or from a COLMAP model.",
+            rich_help_panel=common.PAIRS_PANEL,
+        ),
+    ],
+    "overlap": Annotated[
+        int,
+        typer.Option(
+            help="Number of subsequent images to match each image with, for sequential pairs.",
+            rich_help_panel=common.PAIRS_PANEL,
+        ),
+    ],
+    "loops": Annotated[
+        int,
+        typer.Option(
+            help="Number of similar images from elsewhere in the sequence to match each image with, for loop closure.",
+            rich_help_panel=common.PAIRS_PANEL,
+        ),
+    ],
+    "top": Annotated[
+        int,
+        typer.Option(
+            help="Maximum number of matches per pair; those with the highest scores are kept.",
+            rich_help_panel=common.MATCHES_PANEL,
+        ),
+    ],
+    "min_score": common.MinScoreOption,
+    "size": common.SizeOption,
+    "quality": common.QualityOption,
+    "preset": common.PresetOption,
+    "weights": common.WeightsOption,
+    "device": common.DeviceOption,
+    "executor": Annotated[
+        Literal["local", "ray"],
+        typer.Option(
+            help="Where to match: local (processes on this machine) or ray (a Ray cluster).",
+            rich_help_panel=common.WORKERS_PANEL,
+        ),
+    ],
+    "address": Annotated[
+        str | None,
+        typer.Option(
+            help="Address of the Ray cluster. Default: start a cluster on this machine.",
+            rich_help_panel=common.WORKERS_PANEL,
+        ),
+    ],
+    "workers": Annotated[
+        int | None,
+        typer.Option(
+            help="Number of workers. Default: one per GPU, or one per CPU thread, limited by memory.",
+            rich_help_panel=common.WORKERS_PANEL,
+        ),
+    ],
+    "max_memory": Annotated[
+        float | None,
+        typer.Option(
+            help="Memory of all workers of a machine together, in GiB. Images that need more are scaled down, with a "
+            "warning. Default: three quarters of the memory of the machine.",
+            rich_help_panel=common.WORKERS_PANEL,
+        ),
+    ],
+    "cache": Annotated[
+        float,
+        typer.Option(
+            help="Part of --max-memory that caches features for later pairs, in GiB.",
+            rich_help_panel=common.WORKERS_PANEL,
+        ),
+    ],
+    "threads": common.ThreadsOption,
+}
 HlocOption = Annotated[bool, typer.Option("--hloc", help="Also write features.h5, matches.h5 and pairs.txt for hloc.")]
 
 
@@ -112,24 +124,8 @@ def _kept_pairs(options: Mapping[str, Any]) -> str:
 def collection(
     images: ImagesArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the matches; a second run continues there.")],
-    pairs: PairsOption = "auto",
-    neighbors: NeighborsOption = 20,
-    overlap: OverlapOption = 10,
-    loops: LoopsOption = 2,
-    top: TopOption = 4000,
-    min_score: common.MinScoreOption = 0.0,
-    size: common.SizeOption = None,
-    quality: common.QualityOption = "standard",
-    preset: common.PresetOption = "default",
-    weights: common.WeightsOption = None,
-    device: common.DeviceOption = None,
-    executor: ExecutorOption = "local",
-    address: AddressOption = None,
-    workers: WorkersOption = None,
-    max_memory: MemoryOption = None,
-    cache: CacheOption = 4.0,
+    matching: Annotated[CollectionConfig, MATCHING],
     hloc: HlocOption = False,
-    threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
     """Match the images of a folder, on one machine or on a Ray cluster.
 
@@ -141,12 +137,11 @@ def collection(
       dualrc collection photos --out matched
       dualrc collection frames --out matched --pairs sequential --executor ray --address auto
     """
-    from dualrc.collection.config import CollectionConfig
     from dualrc.collection.matching import match_collection
 
-    config = common.settings(CollectionConfig, locals())
-    result = match_collection(images, out, config, quiet=common.current.quiet)
-    table = common.table(f"{result.matched:,} pairs matched in {result.seconds:.1f} s")
+    result = match_collection(images, out, matching, quiet=common.current.quiet)
+    pairs = "1 pair" if result.matched == 1 else f"{result.matched:,} pairs"
+    table = common.table(f"{pairs} matched in {result.seconds:.1f} s")
     table.add_row("images", f"{len(result.names):,}")
     table.add_row("pairs", f"{len(result.pairs):,}, {result.skipped:,} of them matched before")
     if result.broken:
@@ -180,6 +175,7 @@ def collection(
 def reconstruct(
     images: ImagesArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model; a second run continues there.")],
+    matching: Annotated[CollectionConfig, MATCHING],
     cameras: Annotated[
         Path | None,
         typer.Option(
@@ -187,22 +183,6 @@ def reconstruct(
             "the focal length in EXIF, or from a guess per image size, and refine it."
         ),
     ] = None,
-    pairs: PairsOption = "auto",
-    neighbors: NeighborsOption = 20,
-    overlap: OverlapOption = 10,
-    loops: LoopsOption = 2,
-    top: TopOption = 4000,
-    min_score: common.MinScoreOption = 0.0,
-    size: common.SizeOption = None,
-    quality: common.QualityOption = "standard",
-    preset: common.PresetOption = "default",
-    weights: common.WeightsOption = None,
-    device: common.DeviceOption = None,
-    executor: ExecutorOption = "local",
-    address: AddressOption = None,
-    workers: WorkersOption = None,
-    max_memory: MemoryOption = None,
-    cache: CacheOption = 4.0,
     hloc: HlocOption = False,
     mapper: Annotated[
         Literal["incremental", "global"],
@@ -216,7 +196,6 @@ def reconstruct(
             "--undistort", help="Also write OUT/dataset for Nerfstudio and gsplat: images, sparse/0, transforms.json."
         ),
     ] = False,
-    threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
     """Reconstruct camera poses and 3D points from a folder of images.
 
@@ -228,17 +207,21 @@ def reconstruct(
       dualrc reconstruct photos --out town
       dualrc reconstruct photos --out town --cameras cameras.txt --pairs sequential
     """
-    from dualrc.collection.config import CollectionConfig
     from dualrc.collection.reconstruct import ReconstructConfig
     from dualrc.collection.reconstruct import reconstruct as run
 
-    matching = common.settings(CollectionConfig, locals())
     config = ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc, mapper=mapper)
     summary = run(images, out, config, quiet=common.current.quiet)
     table = common.table(f"{summary.registered:,} of {summary.pictures:,} images registered")
     table.add_row("pairs kept", f"{summary.verification.kept:,} of {summary.verification.pairs:,}")
     for cause, count in summary.verification.dropped.items():
         table.add_row("pairs dropped", f"{count:,}: {cause}")
+    if summary.verification.look_alikes:
+        copies = (
+            f"{summary.verification.look_alikes:,} clear pairs contradict other pairs: the images may show copies of "
+            "the same thing. Check the model, or give --pairs."
+        )
+        table.add_row("warning", copies)
     table.add_row("points", f"{summary.points:,}")
     table.add_row("track length, mean", f"{summary.track_length:.2f} images")
     table.add_row("reprojection error, mean", f"{summary.reprojection_error_px:.2f} px")
@@ -373,13 +356,13 @@ def _print_localizations(
     good = [one for one in found.values() if one.cam_from_world is not None]
     table = common.table(f"{len(good)} of {len(found)} images localized")
     if good:
+        table.add_row("inliers", f"median {statistics.median(one.inliers for one in good):,.0f}")
         for label, values, unit in (
-            ("inliers", [float(one.inliers) for one in good], ""),
             ("confidence", [one.confidence for one in good], ""),
             ("position uncertainty", [one.position_deviation for one in good], " units of the map"),
             ("rotation uncertainty", [one.rotation_deviation_deg for one in good], " degrees"),
         ):
-            table.add_row(label, f"median {sorted(values)[len(values) // 2]:.3g}{unit}")
+            table.add_row(label, f"median {statistics.median(values):.3g}{unit}")
     sources = sorted({one.camera.source for one in good if one.camera is not None})
     table.add_row("cameras", ", ".join(sources) or "none")
     for label, failures in (

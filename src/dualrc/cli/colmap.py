@@ -7,7 +7,15 @@ from typing import Annotated, Any
 import typer
 
 from dualrc.cli import common, running
-from dualrc.cli.collections import CacheOption, MemoryOption, TopOption, WorkersOption
+from dualrc.cli.collections import MATCHING
+from dualrc.collection.config import CollectionConfig
+
+# The database has the images, the command lists the pairs, and the default of the score depends on the keypoints.
+_MATCHING = {
+    name: option
+    for name, option in MATCHING.items()
+    if name not in ("pairs", "neighbors", "overlap", "loops", "executor", "address", "min_score")
+}
 
 
 @running.command(
@@ -16,6 +24,7 @@ from dualrc.cli.collections import CacheOption, MemoryOption, TopOption, Workers
 def match_colmap(
     database: Annotated[Path, typer.Argument(metavar="DATABASE", help="COLMAP database that lists the images.")],
     images: Annotated[Path, typer.Option(help="Folder that the image names in the database are relative to.")],
+    matching: Annotated[CollectionConfig, _MATCHING],
     pairs: Annotated[
         Path | None, typer.Option(help="Text file with two image names per line; the default is all pairs.")
     ] = None,
@@ -36,34 +45,36 @@ def match_colmap(
         float,
         typer.Option(help="With --keep-keypoints: maximum distance of a match from a keypoint, in network pixels."),
     ] = 2.0,
-    top: TopOption = 4000,
-    min_score: common.MinScoreOption = 0.0,
-    size: common.SizeOption = None,
-    quality: common.QualityOption = "standard",
-    preset: common.PresetOption = "default",
-    weights: common.WeightsOption = None,
-    device: common.DeviceOption = None,
-    workers: WorkersOption = None,
-    max_memory: MemoryOption = None,
-    cache: CacheOption = 4.0,
-    threads: common.ThreadsOption = None,
+    min_score: Annotated[
+        float | None,
+        typer.Option(
+            help="Lowest score of a match to keep, between 0 and 1; the default is 0.5 with --keep-keypoints, else 0.",
+            rich_help_panel=common.MATCHES_PANEL,
+        ),
+    ] = None,
 ) -> dict[str, Any]:
     """Match the images of a COLMAP database and write the matches into it.
 
-    With --keep-keypoints, the existing keypoints are matched and each finished pair is written at once. Otherwise the
-    images receive new keypoints, and finished pairs are stored in DATABASE.dualrc. After an interruption, run the same
-    command again.
+    With --keep-keypoints, the existing keypoints are matched in one process, all of them and in standard quality, and
+    each finished pair is written at once. Otherwise the images receive new keypoints, and finished pairs are stored in
+    DATABASE.dualrc. After an interruption, run the same command again.
 
     dualrc match-colmap database.db --images images --keep-keypoints
 
     dualrc match-colmap database.db --images images --pairs pairs.txt
     """
     from dualrc.adapters.colmap_database import MatchDatabaseConfig, match_database
-    from dualrc.collection.config import CollectionConfig
 
-    given = locals()
-    matching = common.settings(CollectionConfig, {key: value for key, value in given.items() if key != "pairs"})
-    config = common.settings(MatchDatabaseConfig, {**given, "collection": matching})
+    config = MatchDatabaseConfig(
+        collection=matching,
+        pairs=pairs,
+        keep_keypoints=keep_keypoints,
+        replace_keypoints=replace_keypoints,
+        overwrite=overwrite,
+        verify=verify,
+        radius=radius,
+        min_score=min_score,
+    )
     done = match_database(database, images, config, quiet=common.current.quiet)
     table = common.table(f"{done.matched:,} pairs matched")
     table.add_row("pairs", f"{done.pairs:,} of {done.images:,} images, of which {done.skipped:,} were there")

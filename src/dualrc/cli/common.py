@@ -1,10 +1,10 @@
 """Parts that all commands share: the program, its two consoles, options and tables."""
 
-from collections.abc import Mapping
+import re
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,10 +12,10 @@ from rich.table import Table
 
 import dualrc
 from dualrc.collection import progress
-from dualrc.config import PRESETS, Quality
+from dualrc.config import MIN_SIDE, PRESETS, Quality
+from dualrc.errors import ConfigError
 from dualrc.machine import device_name
-
-T = TypeVar("T")
+from dualrc.types import Size
 
 # Groups of options in the help.
 PAIRS_PANEL = "Choice of pairs"
@@ -110,8 +110,9 @@ MinScoreOption = Annotated[
 QualityOption = Annotated[
     Quality,
     typer.Option(
-        help="Matching quality. high matches again after compensating for rotation, zoom and tilt, in three to five "
-        "times the time. search also tries simulated views, for extreme viewpoints, in up to twelve times the time.",
+        help="Matching quality. high enlarges small images to 1024 px, and matches again after compensating for "
+        "rotation, zoom and tilt, in three to five times the time; if matches agree too little, it also tries tilted "
+        "views, in about nine times the time. search also rotates the views.",
         rich_help_panel=NETWORK_PANEL,
     ),
 ]
@@ -137,10 +138,15 @@ ThreadsOption = Annotated[
 ]
 
 
-def settings(kind: type[T], options: Mapping[str, Any]) -> T:
-    """Make a config from the options of a command that share a name with its fields."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    return kind(**{name: options[name] for name in names if name in options})
+def parse_size(text: str) -> Size:
+    """Return the width and the height of a text such as 640x480."""
+    found = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text.strip().lower())
+    if found is None:
+        raise ConfigError(f"--size {text} is not a valid size; pass WIDTHxHEIGHT in pixels, such as 640x480.")
+    size = int(found[1]), int(found[2])
+    if min(size) < MIN_SIDE:
+        raise ConfigError(f"--size {text} is too small; pass at least {MIN_SIDE} pixels per side.")
+    return size
 
 
 def note(text: str, *, style: str | None = "yellow") -> None:

@@ -7,19 +7,9 @@ import typer
 
 from dualrc.cli import common, running
 from dualrc.errors import ConfigError
-from dualrc.types import Size
 
 export_app = typer.Typer(help="Export the network to other runtimes.", no_args_is_help=True)
 common.app.add_typer(export_app, name="export")
-
-
-def parse_size(text: str) -> Size:
-    """Return the width and the height of a text such as 640x480."""
-    try:
-        width, height = (int(part) for part in text.lower().split("x"))
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not a size; write two whole numbers as WxH, such as 640x480.") from error
-    return width, height
 
 
 @running.command("onnx", app=export_app)
@@ -50,7 +40,7 @@ def export_onnx(
     if size is not None and dynamic:
         raise ConfigError("--size and --dynamic exclude each other; give one of them.")
     config = ExportConfig(
-        size=None if size is None else parse_size(size), precision=precision, top=TOP if top is None else top
+        size=None if size is None else common.parse_size(size), precision=precision, top=TOP if top is None else top
     )
     with common.status("Exporting; this takes a minute..."):
         files = export(

@@ -4,7 +4,6 @@ import functools
 import inspect
 import json
 import logging
-import math
 import os
 import shlex
 import signal
@@ -13,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, TextIO
@@ -21,7 +20,7 @@ from typing import Annotated, Any, TextIO
 import typer
 
 from dualrc.cli import common
-from dualrc.files import check_writable, make_folder
+from dualrc.files import check_writable, make_folder, to_json
 
 QuietOption = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print errors and warnings only.", rich_help_panel=common.RUNNING_PANEL)
@@ -74,6 +73,8 @@ def command(
 ) -> Callable[[Command], Command]:
     """Register a function as a command with --quiet, --verbose, --json and --threads; --json prints its result.
 
+    A parameter of the type Annotated[Config, options] becomes one option per entry of `options`, a dictionary of
+    options by field of that config.
     `kept`: describes the results that a stopped run leaves.
     `status`: maps a result to an exit status.
     `log`: file in the folder --out that receives the output of native libraries.
@@ -83,50 +84,62 @@ def command(
 
     def decorate(function: Command) -> Command:
         own = inspect.signature(function)
+        configs = _configs(own)
+        parameters = [each for p in own.parameters.values() for each in _expanded(p, configs.get(p.name))]
+        names = {p.name for p in parameters}
         options = {"quiet": QuietOption, "verbose": VerboseOption, "json": JsonOption, "threads": common.ThreadsOption}
         added = [
             inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
             for (key, annotation), default in zip(options.items(), (False, False, False, None), strict=True)
-            if key not in own.parameters
+            if key not in names
         ]
 
         @functools.wraps(function)
         def run(**given: Any) -> None:
             chosen = RunOptions(**{key: given[key] for key in options})
-            values = {key: value for key, value in given.items() if key in own.parameters}
+            values = {key: value for key, value in given.items() if key in names}
             with _stopping(kept, values, waits=waits), _output(chosen), _threads(chosen.threads), ExitStack() as stack:
                 if log is not None and values.get("out") is not None and not chosen.verbose:
                     stack.enter_context(_native_output_to(Path(values["out"]) / log))
+                for key, (config, chosen_options) in configs.items():
+                    values[key] = config(**{field: values.pop(field) for field in chosen_options})
                 result = function(**values)
             if chosen.json and result is not None:
-                sys.stdout.write(json.dumps(_finite(result), ensure_ascii=False, default=str) + "\n")
+                sys.stdout.write(json.dumps(to_json(result), ensure_ascii=False, default=str) + "\n")
             if status is not None and result is not None and (code := status(result)):
                 raise typer.Exit(code)
 
         # Typer reads parameters from the signature, and types from the signature and the annotations.
-        positional = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own.parameters.values()]
-        run.__signature__ = own.replace(parameters=[*positional, *added])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in (*positional, *added)}
+        run.__signature__ = own.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in (*parameters, *added)}
         app.command(name)(run)
         return run
 
     return decorate
 
 
-def _finite(value: Any) -> Any:
-    """Convert a value to JSON types; infinities and NaN become null."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    if isinstance(value, Mapping):
-        return {" ".join(key) if isinstance(key, tuple) else str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    # NumPy arrays and scalars.
-    if hasattr(value, "tolist"):
-        return _finite(value.tolist())
-    return value
+def _configs(own: inspect.Signature) -> dict[str, tuple[type[Any], Mapping[str, Any]]]:
+    """Return the parameters that are configs: their types, and options by field."""
+    found = {}
+    for name, parameter in own.parameters.items():
+        for options in getattr(parameter.annotation, "__metadata__", ()):
+            if isinstance(options, Mapping):
+                found[name] = parameter.annotation.__origin__, options
+    return found
+
+
+def _expanded(
+    parameter: inspect.Parameter, config: tuple[type[Any], Mapping[str, Any]] | None
+) -> list[inspect.Parameter]:
+    """Return a parameter, or one per option of a config with the default of its field, by keyword."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    if config is None:
+        return [parameter.replace(kind=keyword)]
+    defaults = {field.name: field.default for field in fields(config[0])}
+    return [
+        inspect.Parameter(name, keyword, annotation=option, default=defaults[name])
+        for name, option in config[1].items()
+    ]
 
 
 class _Handler(logging.Handler):

@@ -25,7 +25,7 @@ def serve(
     ] = None,
     images: Annotated[
         Path | None,
-        typer.Option(help="Folder with the images of the reconstruction; without it, they are not shown."),
+        typer.Option(help="Folder with the images of the reconstruction. Default: the folder that it was made from."),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on. Any address other than localhost needs a token.")
@@ -74,7 +74,7 @@ def serve(
 
     dualrc serve --open
 
-    dualrc serve town --images photos      # also shows a reconstruction in 3D
+    dualrc serve town      # also shows a reconstruction in 3D
 
     dualrc serve --host 0.0.0.0 --token auto      # for other machines
 
@@ -108,6 +108,9 @@ def serve(
         raise ConfigError("--images belongs to a reconstruction; give both: dualrc serve DIR --images FOLDER.")
     # Check everything that can fail before loading the network.
     model = None if reconstruction is None else Reconstruction(reconstruction, images)
+    if model is not None:
+        where = model.folder or "not found; give their folder with --images"
+        common.screen.print(f"Images of the reconstruction: {where}", highlight=False, soft_wrap=True)
     with server.listen(host, port) as listener:
         url = server.url_of(listener)
         with common.status("Loading the network..."):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dualrc.collection.cameras import is_known
-from dualrc.collection.keypoints import IntArray, MergedMatches, merge
+from dualrc.collection.keypoints import MergedMatches, merge
 from dualrc.collection.matching import CollectionResult
 from dualrc.collection.pairs import write_pairs
 from dualrc.collection.progress import Progress, no_progress
@@ -25,7 +25,7 @@ from dualrc.extras import require
 from dualrc.files import replacing
 from dualrc.geometry import Camera, essential_from_pose, sampson_distance_px
 from dualrc.image import read_header
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, IntArray
 
 # Maximum epipolar error of an inlier, as in COLMAP's verification.
 _MAX_ERROR_PX = 4.0

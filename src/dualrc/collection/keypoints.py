@@ -15,14 +15,12 @@ import numpy.typing as npt
 from dualrc import geometry
 from dualrc.collection.progress import Progress, no_progress
 from dualrc.collection.store import MatchStore, Names
-from dualrc.collection.verification import cell_px, load_pair
+from dualrc.collection.two_view_geometry import cell_px, load_pair
 from dualrc.config import check_bounds
 from dualrc.errors import DataError
 from dualrc.extras import require
 from dualrc.matches import Matches
-from dualrc.types import BoolArray, FloatArray, Size
-
-IntArray = npt.NDArray[np.int64]
+from dualrc.types import BoolArray, FloatArray, IntArray, Size
 
 # Maximum number of matches from which the epipolar geometry of a pair is estimated.
 _SAMPLE = 2000
@@ -139,7 +137,6 @@ class MergedMatches:
     ) -> None:
         self.config = config
         self.keypoints: dict[str, Keypoints] = {}
-        self.pairs: list[Names] = []
         self._store = store
         # One bit per match, best match first.
         self._verified: dict[Names, npt.NDArray[np.uint8]] = {
@@ -148,11 +145,7 @@ class MergedMatches:
         self._prepared: OrderedDict[Names, _Prepared] = OrderedDict()
         # Whether the keypoints were moved to the predictions of their matches.
         self.placed = False
-        usable, seen = set(store.names()) - store.failures().keys(), set[Names]()
-        for names in wanted:
-            if names in usable and names[0] != names[1] and not seen & {names, names[::-1]}:
-                self.pairs.append(names)
-                seen.add(names)
+        self.pairs = store.usable(wanted)
 
     def indexed(self, name0: str, name1: str) -> IndexedMatches:
         """Return the matches of a pair as keypoint indices, without matches that miss their keypoint."""

@@ -1,7 +1,6 @@
 """Workers as processes on this machine."""
 
 import logging
-import os
 import pickle
 import queue
 import subprocess
@@ -9,7 +8,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from dualrc import machine
@@ -61,15 +59,12 @@ class LocalExecutor:
             _end(process)
 
     def _start(self, worker: int) -> "subprocess.Popen[bytes]":
-        # The child must import this package, wherever it was imported from.
-        package = str(Path(__file__).parents[2])
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         process = subprocess.Popen(
             [sys.executable, "-c", _START],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**machine.PASSIVE_THREADS, **os.environ, "PYTHONPATH": path},
+            env=machine.child_environment(),
         )
         listener = threading.Thread(target=self._listen, args=(worker, process.stdout), daemon=True)
         reporter = threading.Thread(target=self._report, args=(process.stderr,), daemon=True)

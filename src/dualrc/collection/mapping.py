@@ -115,7 +115,12 @@ def _refine_principal_points(model: Any, pycolmap: Any) -> Any:
     refined = copy.deepcopy(model)
     options = pycolmap.BundleAdjustmentOptions()
     options.refine_principal_point, options.print_summary = True, False
-    pycolmap.bundle_adjustment(refined, options)
+    # pycolmap.bundle_adjustment does the same, but resets the log level and logs to the terminal.
+    config = pycolmap.BundleAdjustmentConfig()
+    for number in refined.reg_image_ids():
+        config.add_image(number)
+    config.fix_gauge(pycolmap.BundleAdjustmentGauge.TWO_CAMS_FROM_WORLD)
+    pycolmap.create_default_bundle_adjuster(options, config, refined).solve()
     refined.update_point_3d_errors()
     for number in users:
         before, after = model.cameras[number], refined.cameras[number]

@@ -1,8 +1,8 @@
 """Reconstruction of a folder of images: matching, shared keypoints, and mapping by pycolmap."""
 
+import os
 import tempfile
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dualrc.collection.keypoints import MergeConfig, Statistics, merge
 from dualrc.collection.mapping import MAPPERS, Mapper, largest
 from dualrc.collection.matching import LOCK, CollectionResult, match_collection
 from dualrc.collection.progress import show_progress
-from dualrc.collection.store import MatchStore, Names
+from dualrc.collection.store import MatchStore
 from dualrc.collection.verification import VerificationSummary, verify_pairs
 from dualrc.colmap import import_pycolmap
 from dualrc.errors import ConfigError, DataError, OutputError
@@ -109,7 +109,7 @@ def _reconstruct(
     with show_progress(quiet) as tell, MatchStore(matched.store) as store:
         # The store may have pairs of images that were deleted since.
         pairs = [names for names in matched.pairs if cameras.keys() >= set(names)]
-        verified = verify_pairs(store, _usable(store, pairs), cameras, tell)
+        verified = verify_pairs(store, store.usable(pairs), cameras, tell)
         write_json(out / "pairs.json", [check.to_dict() for check in verified.checks.values()])
         clock.lap("verification")
         if not verified.kept:
@@ -148,17 +148,18 @@ def _reconstruct(
         seconds=clock.seconds,
         matching_seconds_all_runs=round(matched.seconds_all_runs, 2),
     )
-    _write(model, out, summary, {"config": configs.to_dict(config), "matches": made_with})
+    folder = {"images": _relative(images, out)}
+    _write(model, out, summary, {**folder, "config": configs.to_dict(config), "matches": made_with})
     return summary
 
 
-def _usable(store: MatchStore, pairs: Iterable[Names]) -> list[Names]:
-    """Return the pairs that are in the store and did not fail, each once in either order."""
-    there, chosen = set(store.names()) - store.failures().keys(), dict[frozenset[str], Names]()
-    for names in pairs:
-        if names in there and names[0] != names[1]:
-            chosen.setdefault(frozenset(names), names)
-    return list(chosen.values())
+def _relative(images: Path, out: Path) -> str:
+    """Return the path of the images relative to `out`, so that both can be moved together."""
+    try:
+        return Path(os.path.relpath(images.resolve(), out.resolve())).as_posix()
+    except ValueError:
+        # The folders are on different drives of Windows.
+        return images.resolve().as_posix()
 
 
 def _nothing_to_place(images: Path, out: Path) -> DataError:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
 from dualrc.files import limit_zip, replacing
 from dualrc.matcher import PictureFeatures
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, IntArray
 
 # Channels after a fixed random projection. All channels rank slightly better but take many times the memory.
 _CHANNELS = 64
@@ -39,7 +38,7 @@ def global_descriptor(features: PictureFeatures) -> FloatArray:
     return F.normalize(root[row, column], dim=0).numpy()
 
 
-def most_similar(queries: FloatArray, database: FloatArray, k: int) -> npt.NDArray[np.int64]:
+def most_similar(queries: FloatArray, database: FloatArray, k: int) -> IntArray:
     """Return indices into the database (n, c) of the k most similar to each query (q, c), best first: (q, min(k, n)).
 
     The mean of the database is subtracted first, because it does not discriminate between images.

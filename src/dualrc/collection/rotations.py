@@ -8,13 +8,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from dualrc.collection.store import Names
 from dualrc.geometry import rotation_error_deg
-from dualrc.types import FloatArray
-
-IntArray = npt.NDArray[np.int64]
+from dualrc.types import FloatArray, IntArray
 
 _ROUNDS = 10
 # Maximum number of triples per pair.
@@ -46,11 +43,6 @@ class RotationGraph:
         if not 0 <= self.component(name0) == self.component(name1):
             return None
         rotation: FloatArray = self._rotations[self._index[name1]] @ self._rotations[self._index[name0]].T
-        return rotation
-
-    def absolute(self, name: str) -> FloatArray:
-        """Return the rotation (3, 3) of an image in its component."""
-        rotation: FloatArray = self._rotations[self._index[name]]
         return rotation
 
 
@@ -106,6 +98,7 @@ def _average(rotations: FloatArray, ends: IntArray, relative: FloatArray, weight
     """Refine rotations in place so that they fit all pairs, with Geman-McClure weights."""
     from scipy.sparse import coo_array, diags_array
     from scipy.sparse.linalg import splu
+    from scipy.spatial.transform import Rotation
 
     count = len(rotations)
     if not len(ends) or len(ends) < count:
@@ -115,7 +108,8 @@ def _average(rotations: FloatArray, ends: IntArray, relative: FloatArray, weight
     base = weights / max(float(weights.max()), 1e-12)
     for _ in range(_ROUNDS):
         # Residuals in the world frame.
-        residual = _logarithm(rotations[second].transpose(0, 2, 1) @ relative @ rotations[first])
+        turns = Rotation.from_matrix(rotations[second].transpose(0, 2, 1) @ relative @ rotations[first])
+        residual = turns.as_rotvec()
         off = np.degrees(np.linalg.norm(residual, axis=1))
         weight = base / (1 + (off / _SCALE_DEG) ** 2) ** 2
         entries = np.concatenate([weight, weight, -weight, -weight])
@@ -126,19 +120,6 @@ def _average(rotations: FloatArray, ends: IntArray, relative: FloatArray, weight
         np.add.at(right, second, weight[:, None] * residual)
         np.add.at(right, first, -weight[:, None] * residual)
         step = splu(laplacian.tocsc()).solve(right)
-        rotations[:] = rotations @ _exponential(step)
+        rotations[:] = rotations @ Rotation.from_rotvec(step).as_matrix()
         if np.abs(step).max() < 1e-4:
             break
-
-
-def _logarithm(rotations: FloatArray) -> FloatArray:
-    """Return rotation vectors: (n, 3, 3) -> (n, 3)."""
-    from scipy.spatial.transform import Rotation
-
-    return np.asarray(Rotation.from_matrix(rotations).as_rotvec())
-
-
-def _exponential(vectors: FloatArray) -> FloatArray:
-    from scipy.spatial.transform import Rotation
-
-    return np.asarray(Rotation.from_rotvec(vectors).as_matrix())

@@ -161,8 +161,19 @@ class MatchStore:
 
     def missing(self, pairs: Iterable[Names]) -> list[Names]:
         """Return the pairs that are not stored or failed, each once; failed pairs are retried."""
-        done = set(self.names()) - self.failures().keys()
+        done = self._matched()
         return [pair for pair in dict.fromkeys(pairs) if pair not in done]
+
+    def usable(self, pairs: Iterable[Names]) -> list[Names]:
+        """Return the pairs of two images that are stored and did not fail, each once in the order that comes first."""
+        there, chosen = self._matched(), dict[frozenset[str], Names]()
+        for names in pairs:
+            if names in there and names[0] != names[1]:
+                chosen.setdefault(frozenset(names), names)
+        return list(chosen.values())
+
+    def _matched(self) -> set[Names]:
+        return set(self.names()) - self.failures().keys()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -132,26 +132,19 @@ class Worker:
         if self.matcher.config.quality != "standard":
             # The higher qualities read the images again; their features only prove that they are readable.
             for task in ready:
-                yield task, self._again(*(paths[name] for name in task))
+                yield task, self._alone(self.matcher.match, *(paths[name] for name in task))
             return
         pairs = [(features[0], features[1]) for features in ready.values()]
         try:
             results: list[Result] = [_slim(matches) for matches in self.matcher.match_many(pairs)]
         # The batch does not fit into memory.
         except ImageError:
-            results = [self._alone(*pair) for pair in pairs]
+            results = [self._alone(self.matcher.match_features, *pair) for pair in pairs]
         yield from zip(ready, results, strict=True)
 
-    def _alone(self, features0: PictureFeatures, features1: PictureFeatures) -> Result:
+    def _alone(self, match: Callable[..., Matches], *pair: Path | PictureFeatures) -> Result:
         try:
-            return _slim(self.matcher.match_features(features0, features1))
-        except ImageError as error:
-            return Failure(reason=str(error))
-
-    def _again(self, path0: Path, path1: Path) -> Result:
-        """Match a pair of images in a higher quality."""
-        try:
-            return _slim(self.matcher.match(path0, path1))
+            return _slim(match(*pair))
         except ImageError as error:
             return Failure(reason=str(error))
 

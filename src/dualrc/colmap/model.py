@@ -15,7 +15,7 @@ from dualrc.errors import DataError
 from dualrc.files import inside
 from dualrc.geometry import Camera
 from dualrc.pixels import from_colmap
-from dualrc.types import FloatArray, Size
+from dualrc.types import FloatArray, IntArray, Size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,7 +26,7 @@ class ModelImage:
     # (n, 2) float64, the observations of 3D points.
     points: FloatArray
     # (n,).
-    point_ids: npt.NDArray[np.int64]
+    point_ids: IntArray
     # (3, 4).
     cam_from_world: FloatArray
     # None for a camera model without a perspective projection, such as EQUIRECTANGULAR.
@@ -40,7 +40,7 @@ class Model:
     # Images by name.
     images: dict[str, ModelImage]
     # (m,), ascending.
-    point_ids: npt.NDArray[np.int64]
+    point_ids: IntArray
     # (m, 3).
     xyz: FloatArray
 

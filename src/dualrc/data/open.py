@@ -11,7 +11,7 @@ from dualrc.data.megadepth import MegaDepthConfig, MegaDepthPairs, MegaDepthReci
 from dualrc.data.pairs import PairMaker, PairSample, PairSource
 from dualrc.data.pairsfile import PairsFile, PairsFileConfig
 from dualrc.data.photo_pairs import PhotoPairs
-from dualrc.data.photos import Photos, PhotosConfig, read_photos
+from dualrc.data.photos import PhotosConfig, read_photos
 from dualrc.data.rgbd import RgbdConfig, RgbdPairs
 from dualrc.data.scenes import ScenePairs, ScenesConfig
 from dualrc.data.views import FilePairs
@@ -42,16 +42,26 @@ class Opened:
 
 
 def open_pairs(
-    config: DataConfig, *, size: int, points: int, device: torch.device | str = "cpu", hold_out: bool = True
+    config: DataConfig,
+    *,
+    size: int,
+    points: int,
+    device: torch.device | str = "cpu",
+    hold_out: bool = True,
+    clean: bool = False,
 ) -> Opened:
     """Return makers of batches of `size` x `size` images with `points` points each.
 
+    With `clean`, batches also have the images before their light was changed.
     Every tenth image or pair is held out. With fewer than ten, or `hold_out=False`, both makers use all of them.
     """
-    settings: dict[str, Any] = {"size": size, "points": points, "device": torch.device(device)}
+    settings: dict[str, Any] = {"size": size, "points": points, "device": torch.device(device), "clean": clean}
     if isinstance(config, PhotosConfig):
         photos = read_photos(config.paths, canvas=config.canvas)
-        parts = (_some_photos(photos, numbers) for numbers in _split(len(photos.sizes), hold_out))
+        parts = (
+            replace(photos, canvases=photos.canvases[numbers], sizes=photos.sizes[numbers])
+            for numbers in _split(len(photos.sizes), hold_out)
+        )
         training, held_out = (
             PhotoPairs(part, motion=config.motion, sensors=config.sensors, **settings) for part in parts
         )
@@ -90,10 +100,6 @@ def _split(count: int, hold_out: bool) -> tuple[list[int], list[int]]:
     if not held_out:
         return list(range(count)), list(range(count))
     return [number for number in range(count) if number % _HELD_OUT != _HELD_OUT - 1], held_out
-
-
-def _some_photos(photos: Photos, numbers: Sequence[int]) -> Photos:
-    return replace(photos, canvases=photos.canvases[numbers], sizes=photos.sizes[numbers])
 
 
 class _Some:

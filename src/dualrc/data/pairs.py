@@ -1,7 +1,7 @@
 """Training pairs: two images, corresponding points, and their validity."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +27,18 @@ class PairBatch:
     absent0: Tensor
     # (b, n): points1 is known to be occluded in image 0, or outside of it.
     absent1: Tensor
+    # The images before their light was changed, if the maker was asked for them.
+    clean0: Tensor | None = None
+    clean1: Tensor | None = None
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor]) -> "PairBatch":
+        """Make a batch from the result of `tensors`."""
+        return PairBatch(**dict(zip((f.name for f in fields(PairBatch)), tensors, strict=False)))
+
+    def tensors(self) -> list[Tensor]:
+        """Return all fields in their order, without the clean images if there are none."""
+        return [tensor for f in fields(self) if (tensor := getattr(self, f.name)) is not None]
 
     def swapped(self) -> "PairBatch":
         """Return the batch with the images exchanged."""
@@ -38,6 +50,8 @@ class PairBatch:
             valid=self.valid,
             absent0=self.absent1,
             absent1=self.absent0,
+            clean0=self.clean1,
+            clean1=self.clean0,
         )
 
 

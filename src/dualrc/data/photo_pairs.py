@@ -52,8 +52,10 @@ class PhotoPairs:
         motion: PhotoMotion,
         device: torch.device,
         sensors: float = 0.0,
+        clean: bool = False,
     ) -> None:
-        self.photos, self.sensors = photos, sensors
+        """`clean`: whether batches have the images before the change of light too."""
+        self.photos, self.sensors, self.clean = photos, sensors, clean
         self.size = size
         self.points = points
         self.motion = motion
@@ -68,7 +70,7 @@ class PhotoPairs:
         layers += [self._layer(count, random, background=False) for _ in range(self.motion.layers)]
         numbers = draw_numbers(2 * count, random, self.device)
         noise = torch.randn(2 * count, 3, self.size, self.size, generator=random, device=self.device)
-        images0, images1 = normalize_colors(self.pictures(layers, *numbers, noise)).split(count)
+        clean, lit = self.pictures(layers, *numbers, noise)
         half = self.points // 2
         # Half of the points are centers of fine cells of image 0, half of image 1.
         here = self._cell_centers(count, half, random)
@@ -79,23 +81,29 @@ class PhotoPairs:
         # The first pairs may be unrelated: their second image is that of other pairs.
         unrelated = min(round(self.motion.unrelated * count), count // 2)
         related = (torch.arange(count, device=self.device) >= unrelated)[:, None]
+        first = torch.arange(count, device=self.device)
+        second = count + torch.where(first < unrelated, first + unrelated, first)
+        images0, images1 = (normalize_colors(lit[numbers]) for numbers in (first, second))
         return PairBatch(
             images0=images0,
-            images1=torch.cat([images1[unrelated : 2 * unrelated], images1[unrelated:]]),
+            images1=images1,
             points0=torch.cat([here, origin], 1),
             points1=torch.cat([there, back], 1),
             valid=torch.cat([visible, visible1], 1) & related,
             absent0=torch.cat([absent, nothing1], 1) | ~related,
             absent1=torch.cat([nothing0, absent1], 1) | ~related,
+            clean0=normalize_colors(clean[first]) if self.clean else None,
+            clean1=normalize_colors(clean[second]) if self.clean else None,
         )
 
-    def pictures(self, layers: list[_Layer], uniforms: Tensor, normals: Tensor, noise: Tensor) -> Tensor:
-        """Render both images of all pairs, (2b 3 s s) between 0 and 1, with the random numbers of their light."""
+    def pictures(self, layers: list[_Layer], uniforms: Tensor, normals: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Render both images of all pairs, (2b 3 s s) between 0 and 1, before and after the change of light."""
         both = torch.cat([self._render(layers, number) for number in (0, 1)])
         # Half precision takes half the time on a GPU, and is finer than the 256 levels of an image.
         if not both.is_cuda:
-            return light(both, uniforms, normals, noise, self.sensors)
-        return light(both.half(), uniforms.half(), normals.half(), noise.half(), self.sensors).float()
+            return both, light(both, uniforms, normals, noise, self.sensors)
+        lit = light(both.half(), uniforms.half(), normals.half(), noise.half(), self.sensors)
+        return both, lit.float()
 
     def compile(self) -> None:
         """Compile the rendering, which is most of the work; the first batch then takes a while."""

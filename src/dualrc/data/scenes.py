@@ -122,11 +122,12 @@ class ScenePairs(FilePairs):
         size: int,
         points: int,
         device: torch.device | str = "cpu",
+        clean: bool = False,
         helper: "ScenePairs | None" = None,
     ) -> None:
         """`helper`: another maker whose workers render this pool."""
         self.pool: _Pool = _Pool(config, None if helper is None else helper.pool)
-        super().__init__(self.pool, config, size=size, points=points, device=device)
+        super().__init__(self.pool, config, size=size, points=points, device=device, clean=clean)
 
     def make(self, count: int, random: Generator) -> PairBatch:
         """Make a batch of `count` pairs."""

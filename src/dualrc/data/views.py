@@ -77,14 +77,22 @@ class FilePairs:
     """
 
     def __init__(
-        self, source: PairSource, config: CutConfig, *, size: int, points: int, device: torch.device | str = "cpu"
+        self,
+        source: PairSource,
+        config: CutConfig,
+        *,
+        size: int,
+        points: int,
+        device: torch.device | str = "cpu",
+        clean: bool = False,
     ) -> None:
+        """`clean`: whether batches have the images before the change of light too."""
         if config.light and size % 8:
             raise ConfigError(f"size = {size} is not valid with light; pass a multiple of 8.")
         if not len(source):
             raise DataError("There are no pairs to train on; check the data.")
         self.source, self.config = source, config
-        self.size, self.points, self.device = size, points, torch.device(device)
+        self.size, self.points, self.device, self.clean = size, points, torch.device(device), clean
         # Reasons by name of a pair, or of a whole frame or scene.
         self.skipped: dict[str, str] = {}
         self._broken: set[int] = set()
@@ -120,7 +128,9 @@ class FilePairs:
         # (2, b, s, s, 3).
         images = torch.from_numpy(np.stack([view.images for view in views], axis=1)).to(self.device)
         images = images.flatten(0, 1).permute(0, 3, 1, 2).float() / 255
-        images0, images1 = normalize_colors(relight(images, own) if self.config.light else images).split(count)
+        lit = relight(images, own) if self.config.light else images
+        images0, images1 = normalize_colors(lit).split(count)
+        clean0, clean1 = normalize_colors(images).split(count) if self.clean else (None, None)
         points0, points1 = self._tensor([view.points for view in views])
         valid, absent0, absent1 = self._tensor([view.flags for view in views])
         return PairBatch(
@@ -131,6 +141,8 @@ class FilePairs:
             valid=valid,
             absent0=absent0,
             absent1=absent1,
+            clean0=clean0,
+            clean1=clean1,
         )
 
     def report(self) -> str:

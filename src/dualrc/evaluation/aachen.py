@@ -17,10 +17,11 @@ from dualrc.errors import DataError, OutputError
 from dualrc.evaluation.aachen_data import AachenData, read_aachen
 from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, OneNetworkSettings, Option, Result, grouped
 from dualrc.evaluation.data_files import pose_errors, read_published
-from dualrc.evaluation.export import Pair, file_name, make_folder
+from dualrc.evaluation.export import Pair, file_name
 from dualrc.evaluation.figures import recall_curves
 from dualrc.evaluation.report import Report, Table
 from dualrc.evaluation.triangulation import PosedMap, triangulate
+from dualrc.files import make_folder
 from dualrc.geometry import Camera, absolute_pose, cam1_from_cam0, fundamental_from_pose, pose_distance_px
 from dualrc.image import read
 from dualrc.localize import Correspondences, LocalizeConfig, read_poses, write_poses

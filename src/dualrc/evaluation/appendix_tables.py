@@ -29,7 +29,7 @@ _PUBLISHED_SIZES = {
     "NCNet, 800 px, best 2000": (800, 100),
 }
 # The paper's values for a map of 200 x 150: long side of the image, seconds per pair, GPU memory in MB.
-_PUBLISHED_COSTS = {"DualRC-Net": (800, 2.05, 1232), "Sparse-NCNet": (1600, 0.82, 680), "NCNet": (3200, 4.15, 7868)}
+PUBLISHED_COSTS = {"DualRC-Net": (800, 2.05, 1232), "Sparse-NCNet": (1600, 0.82, 680), "NCNet": (3200, 4.15, 7868)}
 
 
 def compare_fusion(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Report:
@@ -148,7 +148,7 @@ def compare_costs(costs: Mapping[tuple[Network, int], Measured | None]) -> Repor
             memory = [_gib(cost.memory_bytes), _gib(cost.loaded_bytes)]
             cells = [seconds(cost.seconds), *memory, "{}x{}".format(*cost.seen)]
         rows.append([network.label, str(size), str(size // STRIDE), *cells])
-    for name, (size, time_s, memory_mb) in _PUBLISHED_COSTS.items():
+    for name, (size, time_s, memory_mb) in PUBLISHED_COSTS.items():
         rows.append([f"{name}, published", str(size), "200", seconds(time_s), _gib(memory_mb * 2**20), "-", ""])
     machines = list(dict.fromkeys(cost.machine for cost in costs.values() if cost is not None))
     table = Table(

@@ -4,14 +4,13 @@ import time
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from dualrc.errors import ConfigError, ImageError
-from dualrc.evaluation.data_files import import_extra
+from dualrc.extras import require
 from dualrc.geometry import Camera, apply_homography, resize_homography
 from dualrc.image import read
 from dualrc.matches import Matches
@@ -26,9 +25,9 @@ _CONFIDENCE = 0.99999
 _MAX_DEPTH = 1e9
 
 
-def opencv() -> ModuleType:
+def opencv() -> Any:
     """Import cv2."""
-    return import_extra("cv2", needed_for="SIFT and OpenCV's estimators", extra="baselines")
+    return require("cv2", "baselines", "SIFT and OpenCV's estimators")
 
 
 def has_opencv() -> bool:

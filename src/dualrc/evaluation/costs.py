@@ -5,26 +5,24 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
 from dualrc.collection.progress import show_status
 from dualrc.draw import Picture
 from dualrc.errors import DataError
-from dualrc.evaluation.report import write_json
+from dualrc.evaluation.figures import DPI, rendered
+from dualrc.files import to_json, write_json
 from dualrc.machine import cores
 from dualrc.matcher import load
 from dualrc.measure import Timing, held, in_new_process, peak, reset_peak, time_once
 from dualrc.model.checkpoint import file_hash
+from dualrc.provenance import versions
 
 _FILE = "costs.json"
 _REPEATS = 3
-_DPI = 150
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,7 @@ def measure_all(tasks: Sequence[Task], folder: Path, messages: Console) -> tuple
                 except DataError as error:
                     notes.append(f"Time and memory of {task.weights} at {task.size} px: {error}")
                 else:
-                    write_json(path, known)
+                    write_json(path, to_json(known))
         measured.append(known.get(key))
     return measured, notes
 
@@ -100,7 +98,7 @@ def _run(task: Task) -> Measured:
 def _key(task: Task) -> str:
     """Return a digest of everything that the cost depends on."""
     hashes = [file_hash(path) for path in (task.weights, task.path0, task.path1)]
-    machine = [cores(), os.environ.get("OMP_NUM_THREADS"), torch.__version__, metadata.version("dualrc")]
+    machine = [cores(), os.environ.get("OMP_NUM_THREADS"), versions()]
     text = json.dumps([hashes, task.device, task.size, task.top, machine])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -110,23 +108,18 @@ def _read(path: Path, messages: Console) -> dict[str, Measured]:
         return {}
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        return {key: _measured(values) for key, values in stored.items()}
+        return {key: Measured(**{**values, "seen": tuple(values["seen"])}) for key, values in stored.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         messages.print(f"{path} cannot be read; time and memory are measured again.", style="yellow")
         return {}
 
 
-def _measured(values: Mapping[str, Any]) -> Measured:
-    return Measured(**{**values, "seen": tuple(values["seen"])})
-
-
 def cost_figure(rows: Mapping[str, Sequence[tuple[int, Measured]]], *, title: str) -> Picture:
     """Plot time and memory over the long side of the image, one line per network."""
-    # Imported late because it is slow, and used without pyplot's global state, as in draw.py.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    # Imported late because it is slow.
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 3.9 + 0.19 * -(-len(rows) // 3)), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=(9.0, 3.9 + 0.19 * -(-len(rows) // 3)), dpi=DPI, layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, points in rows.items():
         sizes = [size for size, _ in points]
@@ -140,6 +133,4 @@ def cost_figure(rows: Mapping[str, Sequence[tuple[int, Measured]]], *, title: st
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontweight="bold")
     figure.legend(handles=left.get_lines(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()  # type: ignore[no-untyped-call]
-    return np.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]
+    return rendered(figure)

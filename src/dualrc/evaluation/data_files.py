@@ -2,26 +2,16 @@
 
 import json
 from collections.abc import Collection
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from dualrc.errors import ConfigError, DataError
+from dualrc.errors import DataError
+from dualrc.files import read_text
 from dualrc.geometry import rotation_error_deg
 from dualrc.types import FloatArray
-
-
-def import_extra(module: str, *, needed_for: str, extra: str) -> ModuleType:
-    """Import an optional dependency, or raise an error that names the extra to install."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        package = {"cv2": "OpenCV", "scipy.io": "SciPy"}.get(module, module)
-        remedy = f"pip install 'dualrc[{extra}]'"
-        raise ConfigError(f"{needed_for} need {package}, which is not installed; run {remedy}.") from error
 
 
 def check_folder(root: Path) -> None:
@@ -32,11 +22,7 @@ def check_folder(root: Path) -> None:
 
 def read_lines(path: Path) -> list[tuple[int, str]]:
     """Read the lines of a text file with their numbers, without empty lines and comments."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as text ({error}); check the path.") from error
-    numbered = enumerate((line.strip() for line in text.splitlines()), start=1)
+    numbered = enumerate((line.strip() for line in read_text(path, "check the path").splitlines()), start=1)
     return [(number, line) for number, line in numbered if line and not line.startswith("#")]
 
 

@@ -17,7 +17,7 @@ from dualrc.collection.progress import show_progress
 from dualrc.collection.store import MatchStore
 from dualrc.errors import DualRCError, ImageError, OutputError
 from dualrc.evaluation.matchers import PairMatcher
-from dualrc.files import content_hashes, replacing
+from dualrc.files import content_hashes, make_folder, replacing
 from dualrc.image import read
 from dualrc.matches import Matches
 
@@ -44,15 +44,6 @@ class Pair:
 def file_name(text: str) -> str:
     """Convert a text to a valid part of a file name."""
     return re.sub(r"[^A-Za-z0-9._-]", "_", text)
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder for results."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        remedy = "move a file of that name away, or write elsewhere"
-        raise OutputError(f"The folder {folder} cannot be created ({error.strerror}); {remedy}.") from error
 
 
 def export(

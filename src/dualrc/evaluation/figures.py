@@ -2,18 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dualrc.draw import Picture
 from dualrc.metrics import share_within
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 # Colors of Okabe and Ito, which color-blind readers can distinguish.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#000000")
 # Muted colors for published methods; with two line styles they suffice for 16 methods.
 _MUTED = ("#7f8fa6", "#b08968", "#8ab17d", "#c38d9e", "#9a8cc0", "#d4a373", "#6db5c5", "#a3a380")
 _STYLES = ("-", "--", ":", "-.")
-_DPI = 150
+DPI = 150
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +44,7 @@ def recall_curves(
 
 def curve_panels(panels: Sequence[Panel], *, title: str, x_label: str, note: str = "") -> Picture:
     """Plot panels side by side that share a y axis from 0 to 1, with one legend below."""
-    # Imported late because it is slow, and used without pyplot's global state, as in draw.py.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    # Imported late because it is slow.
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -49,7 +52,7 @@ def curve_panels(panels: Sequence[Panel], *, title: str, x_label: str, note: str
     others = list(dict.fromkeys(name for panel in panels for name in panel.published))
     legend_rows = -(-(len(names) + len(others)) // 3)
     width, height = max(4.3 * len(panels), 7.0), 3.9 + 0.19 * legend_rows
-    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
     all_axes = np.atleast_1d(figure.subplots(1, len(panels), sharey=True))
     for axes, panel in zip(all_axes, panels, strict=True):
         for index, (name, y) in enumerate(panel.published.items()):
@@ -68,6 +71,13 @@ def curve_panels(panels: Sequence[Panel], *, title: str, x_label: str, note: str
     ordered = [handles[name] for name in (*names, *others)]
     # Placed outside of the panels; the constrained layout reserves space for it.
     figure.legend(handles=ordered, loc="outside lower center", ncols=3, frameon=False, fontsize=8, title=note or None)
+    return rendered(figure)
+
+
+def rendered(figure: "Figure") -> Picture:
+    """Render a matplotlib figure, without pyplot's global state, as in draw.py."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     canvas = FigureCanvasAgg(figure)
     canvas.draw()  # type: ignore[no-untyped-call]
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()  # type: ignore[no-untyped-call]

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from dualrc.data.hdf5 import MOST_BYTES, read_dataset
 from dualrc.errors import DataError, DualRCError
 from dualrc.evaluation.benchmark import folder_hint
-from dualrc.evaluation.data_files import as_pose, check_folder, import_extra, read_lines
+from dualrc.evaluation.data_files import as_pose, check_folder, read_lines
+from dualrc.extras import require
 from dualrc.files import replacing
 from dualrc.geometry import Camera, read_cameras_json
 from dualrc.types import FloatArray, Size
@@ -266,7 +267,7 @@ def _points(values: Any) -> Points:
 
 
 def _scipy_io() -> Any:
-    return import_extra("scipy.io", needed_for=".mat files", extra="colmap")
+    return require("scipy.io", "colmap", ".mat files")
 
 
 def _read_mat(path: Path, *names: str) -> dict[str, Any]:
@@ -288,7 +289,7 @@ def _read_mat(path: Path, *names: str) -> dict[str, Any]:
 
 def _read_hdf5(path: Path, names: Sequence[str]) -> dict[str, Any]:
     """Read arrays and cells of arrays; HDF5 reverses MATLAB's axes."""
-    h5py = import_extra("h5py", needed_for=".mat files of MATLAB 7.3", extra="colmap")
+    h5py = require("h5py", "colmap", ".mat files of MATLAB 7.3")
     content: dict[str, Any] = {}
     with h5py.File(path, "r") as file:
         for name in names:

@@ -10,10 +10,10 @@ from dualrc.collection.matching import LOCK
 from dualrc.collection.progress import show_progress
 from dualrc.collection.store import MatchStore
 from dualrc.evaluation.benchmark import Benchmark, Cost, Result, open_benchmark
-from dualrc.evaluation.export import Pair, export, make_folder
+from dualrc.evaluation.export import Pair, export
 from dualrc.evaluation.matchers import PairMatcher
-from dualrc.evaluation.report import PairPicture, print_tables, write_figures, write_json, write_page
-from dualrc.files import check_writable, only_run
+from dualrc.evaluation.report import PairPicture, print_tables, write_figures, write_page
+from dualrc.files import check_writable, make_folder, only_run, to_json, write_json
 from dualrc.matches import Matches
 from dualrc.provenance import versions
 
@@ -103,7 +103,7 @@ def _report(
         **report.content,
         "stores": stores,
     }
-    write_json(settings.out / _RESULTS, content)
+    write_json(settings.out / _RESULTS, to_json(content))
     numbered = {f"{number:02d} {item.file}": item.picture for number, item in enumerate(pictures, start=1)}
     write_figures(settings.out / _FIGURES, {**report.figures, **numbered})
     write_page(

@@ -1,7 +1,6 @@
 """Reports: tables on the terminal, a JSON file, figures, and one HTML page with all of them."""
 
 import base64
-import dataclasses
 import html
 import io
 import json
@@ -20,8 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dualrc.draw import Picture, save
-from dualrc.evaluation.export import make_folder
-from dualrc.files import replacing
+from dualrc.files import make_folder, to_json, write_text
 
 _PICTURE_WIDTH, _FIGURE_WIDTH = 1100, 1600
 
@@ -106,26 +104,6 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], console: Console
         console.print(Text(f"Note: {note}"), style="yellow")
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write plain JSON; infinities and NaN become null."""
-    with replacing(path) as temporary:
-        text = json.dumps(to_json(content), indent=1, allow_nan=False, ensure_ascii=False)
-        temporary.write_text(text + "\n", encoding="utf-8")
-
-
-def to_json(value: Any) -> Any:
-    """Convert dataclasses, tuples, paths and numbers to JSON values."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_json(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
-
-
 def write_figures(folder: Path, figures: Mapping[str, Picture]) -> None:
     """Write each figure to a PNG file with a portable name."""
     make_folder(folder)
@@ -161,8 +139,7 @@ def write_page(
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
-    with replacing(path) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    write_text(path, page)
 
 
 def _table_html(table: Table) -> str:

@@ -18,7 +18,7 @@ import torch
 from dualrc.colmap.upright import find_rotation
 from dualrc.data.npz import BROKEN
 from dualrc.errors import ConfigError, DataError
-from dualrc.evaluation.data_files import import_extra
+from dualrc.extras import require
 from dualrc.formats import SUFFIXES
 from dualrc.image import read, read_header
 from dualrc.matches import Matches
@@ -289,7 +289,7 @@ def _mutual(descriptors0: FloatArray, descriptors1: FloatArray) -> tuple[Any, An
 
 
 def _open_hdf5(file: Path) -> Any:
-    h5py = import_extra("h5py", needed_for="hloc's .h5 files", extra="colmap")
+    h5py = require("h5py", "colmap", "hloc's .h5 files")
     try:
         return h5py.File(file, "r")
     except OSError as error:

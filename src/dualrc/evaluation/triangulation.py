@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.collection.keypoints import IntArray, MergedMatches
+from dualrc.collection.keypoints import MergedMatches
 from dualrc.collection.progress import Progress
 from dualrc.collection.store import Names
 from dualrc.colmap import colmap_points, import_pycolmap, posed_reconstruction, quiet_colmap
 from dualrc.errors import DataError
 from dualrc.geometry import Camera, cam1_from_cam0, pose_distance_px
 from dualrc.localize import Correspondences
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, IntArray
 
 # Maximum epipolar error of a match, as in COLMAP's verification.
 _MAX_ERROR_PX = 4.0

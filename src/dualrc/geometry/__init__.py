@@ -34,6 +34,7 @@ from dualrc.geometry.twoview import (
     estimate_direction,
     fundamental_from_pose,
     pose_distance_px,
+    ray_depths,
     relative_pose,
     sampson_distance_px,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "pose_distance_px",
     "pose_from_quaternion",
     "quaternion_from_rotation",
+    "ray_depths",
     "read_cameras_json",
     "read_depth_m",
     "read_rgbd",

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.errors import DataError
-from dualrc.types import BoolArray, FloatArray
+from dualrc.types import BoolArray, FloatArray, IntArray
 
 _Bend = Callable[[FloatArray, Sequence[float]], FloatArray]
 
@@ -259,7 +259,7 @@ class Lens:
         return np.where(found[:, None], inner, np.nan)
 
     def _descend(
-        self, inner: FloatArray, away: FloatArray, target: FloatArray, rows: npt.NDArray[np.int64], step: FloatArray
+        self, inner: FloatArray, away: FloatArray, target: FloatArray, rows: IntArray, step: FloatArray
     ) -> BoolArray:
         """Move rows of `inner` by their steps, halved until the residual decreases; return which rows moved."""
         moved = np.zeros(len(rows), dtype=np.bool_)

@@ -3,9 +3,8 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from dualrc.types import BoolArray, FloatArray
+from dualrc.types import BoolArray, FloatArray, IntArray
 
 
 def ransac_options(threshold_px: float, max_iterations: int, seed: int) -> dict[str, Any]:
@@ -22,14 +21,14 @@ def ransac_options(threshold_px: float, max_iterations: int, seed: int) -> dict[
     }
 
 
-def best_first(scores: FloatArray, *coordinates: FloatArray) -> npt.NDArray[np.int64]:
+def best_first(scores: FloatArray, *coordinates: FloatArray) -> IntArray:
     """Return rows by descending score, without rows that have a non-finite coordinate (n, k)."""
     order = np.argsort(-scores, kind="stable")
     finite: BoolArray = np.all(np.isfinite(np.hstack(coordinates)), axis=1)
     return order[finite[order]]
 
 
-def scattered(flags: BoolArray, rows: npt.NDArray[np.int64], count: int) -> BoolArray:
+def scattered(flags: BoolArray, rows: IntArray, count: int) -> BoolArray:
     """Expand flags of some rows to all `count` rows; the others are False."""
     result = np.zeros(count, dtype=np.bool_)
     result[rows] = flags

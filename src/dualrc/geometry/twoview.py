@@ -12,7 +12,7 @@ from dualrc.geometry.camera import Camera, cross_matrix
 from dualrc.geometry.homography import to_homogeneous
 from dualrc.geometry.ransac import best_first, ransac_options, scattered
 from dualrc.matches import Estimate, EstimateKind, Matches, RelativePose
-from dualrc.types import BoolArray, FloatArray
+from dualrc.types import BoolArray, FloatArray, IntArray
 
 # Fewest matches that determine a unique model. Minimal solvers need fewer but return several solutions.
 _FEWEST = {"homography": 4, "fundamental": 8, "essential": 6}
@@ -102,9 +102,7 @@ def estimate(
     )
 
 
-def _with_rays(
-    matches: Matches, used: npt.NDArray[np.int64], camera0: Camera | None, camera1: Camera | None
-) -> npt.NDArray[np.int64]:
+def _with_rays(matches: Matches, used: IntArray, camera0: Camera | None, camera1: Camera | None) -> IntArray:
     """Return the rows whose points have rays; some pixels lie outside the range of a lens."""
     for camera, points in ((camera0, matches.points0), (camera1, matches.points1)):
         if camera is not None and camera.lens.distorts:
@@ -183,6 +181,22 @@ def essential_from_pose(cam1_from_cam0: npt.ArrayLike) -> FloatArray:
     pose = np.asarray(cam1_from_cam0, dtype=np.float64)
     essential: FloatArray = cross_matrix(pose[:, 3]) @ pose[:, :3]
     return essential
+
+
+def ray_depths(
+    cam1_from_cam0: npt.ArrayLike, rays0: npt.ArrayLike, rays1: npt.ArrayLike
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Triangulate matches: return the depths (n,) along rays (n, 3) of both cameras, and the sines of their angles.
+
+    A depth is negative behind a camera. The depths of parallel rays mean nothing.
+    """
+    pose, rays = np.asarray(cam1_from_cam0, dtype=np.float64), np.asarray(rays1, dtype=np.float64)
+    turned = np.asarray(rays0, dtype=np.float64) @ pose[:, :3].T
+    across = np.cross(turned, rays)
+    squares = np.sum(across**2, axis=1) + 1e-30
+    depths0 = -np.sum(np.cross(pose[:, 3], rays) * across, axis=1) / squares
+    depths1 = -np.sum(np.cross(pose[:, 3], turned) * across, axis=1) / squares
+    return depths0, depths1, np.sqrt(squares) / np.linalg.norm(turned, axis=1) / np.linalg.norm(rays, axis=1)
 
 
 def fundamental_from_pose(cam1_from_cam0: npt.ArrayLike, camera0: Camera, camera1: Camera) -> FloatArray:

@@ -2,12 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dualrc.colmap import Model, read_model
 from dualrc.errors import ConfigError, DataError
@@ -15,7 +14,7 @@ from dualrc.geometry import Camera, Lens, RgbdFrame, read_depth_m, read_rgbd, sa
 from dualrc.matcher import Matcher, PictureFeatures
 from dualrc.matches import Matches
 from dualrc.pixels import FINE_STRIDE
-from dualrc.types import FloatArray, Size
+from dualrc.types import FloatArray, IntArray, Size
 
 # Cameras of the same size and model count as one if no pixel's ray differs by more than this, in pixels.
 _SAME_CAMERA_PX = 1.0
@@ -37,12 +36,15 @@ class Correspondences:
     # (n,).
     scores: FloatArray
     # (n,), ids of the 3D points in the map; -1 for a point without id.
-    point_ids: npt.NDArray[np.int64]
+    point_ids: IntArray
     # (n,), index of the candidate.
-    pictures: npt.NDArray[np.int64]
+    pictures: IntArray
 
     def __len__(self) -> int:
         return len(self.scores)
+
+    def __getitem__(self, rows: IntArray) -> "Correspondences":
+        return Correspondences(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     @staticmethod
     def join(parts: "Sequence[Correspondences]") -> "Correspondences":
@@ -59,14 +61,7 @@ class Correspondences:
 
     def best(self, count: int) -> "Correspondences":
         """Return the `count` correspondences with the highest scores."""
-        rows = np.argsort(-self.scores, kind="stable")[:count]
-        return Correspondences(
-            points=self.points[rows],
-            xyz=self.xyz[rows],
-            scores=self.scores[rows],
-            point_ids=self.point_ids[rows],
-            pictures=self.pictures[rows],
-        )
+        return self[np.argsort(-self.scores, kind="stable")[:count]]
 
     def merged(self, radius_px: float) -> "Correspondences":
         """Merge correspondences of the same 3D point: the best position, averaged with those near it."""
@@ -81,13 +76,7 @@ class Correspondences:
         weights = np.where(near, np.maximum(self.scores[order], 1e-12), 0.0)
         total = np.bincount(group, weights, minlength=len(best))
         sums = np.stack([np.bincount(group, weights * self.points[order, axis]) for axis in (0, 1)], axis=1)
-        return Correspondences(
-            points=sums / total[:, None],
-            xyz=self.xyz[best],
-            scores=self.scores[best],
-            point_ids=self.point_ids[best],
-            pictures=self.pictures[best],
-        )
+        return replace(self[best], points=sums / total[:, None])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,5 +1,6 @@
 """Loading of a matcher for a preset, with bundled or other weights."""
 
+import difflib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Unpack
@@ -37,7 +38,10 @@ def load(
     known = [field.name for field in fields(MatcherConfig)]
     for name in settings:
         if name not in known:
-            raise ConfigError(f"Unknown setting {name}; choose one of {', '.join(known)}.")
+            names = ["preset", "weights", "device", "precision", "engine", "threads", *known]
+            close = difflib.get_close_matches(name, names, n=1)
+            meant = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}."
+            raise ConfigError(f"Unknown setting {name}; {meant}")
     matcher_config = replace(matcher_config, **settings)
     path = Path(weights) if weights is not None else bundled(preset)
     if path is None:

@@ -16,36 +16,40 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from dualrc import foothold
 from dualrc.calibration import Calibration
 from dualrc.config import MatcherConfig, Quality
 from dualrc.errors import ConfigError, DataError, ImageError
 from dualrc.evidence import LOOKED_AT
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
-from dualrc.matcher import foothold
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
 from dualrc.matcher.features import FeatureCache, Matchable, PendingImage, PictureFeatures, shapes, stack
 from dualrc.matcher.prefetch import ReadAhead, look_ahead
-from dualrc.matcher.texture import is_stationary, without_blank_areas
 from dualrc.matches import Matches, Warp, inside_mask
 from dualrc.model.backbone import fold_batch_norm
 from dualrc.model.network import Network
 from dualrc.ops import choose, memory
 from dualrc.pixels import FINE_STRIDE, STRIDE, pixel_grid
 from dualrc.provenance import provenance
-from dualrc.types import UNSET, FloatArray, Size, Unset
+from dualrc.texture import Seen, is_suspicious, without_blank_areas
+from dualrc.types import UNSET, FloatArray, ImageArray, Size, Unset
 
 T = TypeVar("T")
 # Shortest useful side of the network input, in pixels. Smaller inputs give few matches.
 _USABLE = 64
 # Aspect ratio of a strip. The size limits its long side, which leaves few pixels on the short side.
 _STRIP = 4
+# Pair score below which two images most likely have nothing in common.
+_CANDIDATE = 0.05
 # Largest batch on a GPU, in pairs and in entries of the coarse tensor. On a CPU, one pair at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
 # Largest number of image pixels that wait for a batch.
 _PIXELS = 100_000_000
 # With a GPU: threads that read images in advance, and number of pairs that they read ahead.
 _READERS, _AHEAD = 4, 8
+# Long side in pixels up to which the higher qualities enlarge images, and the largest factor.
+_DETAILED, _LARGER = 1024, 3
 
 
 class Matcher:
@@ -148,7 +152,7 @@ class Matcher:
         settings = self._settings(top=top, min_score=min_score, quality=quality)
         if settings.quality == "standard":
             match = partial(self.match_features, top=top, min_score=min_score)
-            return self._with_pair(match, image0, image1, mask0, mask1, size)
+            return self._with_pair(match, image0, image1, mask0, mask1, (size, size))
         # This imports the estimators, which no other call needs.
         from dualrc.matcher.rematch import match_again
 
@@ -156,9 +160,16 @@ class Matcher:
             message = f'quality = "{settings.quality}" warps the images; pass images instead of features.'
             raise ConfigError(message)
         pictures = read(image0), read(image1)
-        again = partial(match_again, self, pictures, search_views=settings.quality == "search")
-        found = self._with_pair(again, *pictures, mask0, mask1, size)
+        again = partial(match_again, self, pictures, turned_views=settings.quality == "search")
+        sizes = self._detailed(pictures[0], size), self._detailed(pictures[1], size)
+        found = self._with_pair(again, *pictures, mask0, mask1, sizes)
         return self._selected(found, settings)
+
+    def _detailed(self, picture: ImageArray, size: int | Unset | None) -> int | Unset | None:
+        """Return the size at which the higher qualities see an image: they enlarge small ones, up to a factor."""
+        settings, longest = self._settings(size=size), max(picture.shape[:2])
+        wanted = min(_DETAILED, settings.max_size, _LARGER * longest)
+        return wanted if settings.size is None and longest < wanted else size
 
     def match_features(
         self,
@@ -286,7 +297,7 @@ class Matcher:
         if points.ndim != 2 or points.shape[1] != 2:
             raise DataError(f"Points must have shape (n, 2), one (x, y) per row, not {points.shape}.")
         find = partial(self._match_points, points=points, min_score=min_score)
-        return self._with_pair(find, image0, image1, mask0, mask1, size)
+        return self._with_pair(find, image0, image1, mask0, mask1, (size, size))
 
     def _match_points(
         self, features0: PictureFeatures, features1: PictureFeatures, points: FloatArray, min_score: float | Unset
@@ -329,7 +340,7 @@ class Matcher:
         A pixel gets NaN and certainty 0 if it has no counterpart with at least `min_score`, or lies outside the mask.
         """
         warp = partial(self._warp, min_score=min_score)
-        return self._with_pair(warp, image0, image1, mask0, mask1, size)
+        return self._with_pair(warp, image0, image1, mask0, mask1, (size, size))
 
     def _warp(self, features0: PictureFeatures, features1: PictureFeatures, min_score: float | Unset) -> Warp:
         with self._working(features0, features1):
@@ -366,15 +377,15 @@ class Matcher:
         image1: Matchable,
         mask0: npt.ArrayLike | None,
         mask1: npt.ArrayLike | None,
-        size: int | Unset | None,
+        sizes: tuple[int | Unset | None, int | Unset | None],
     ) -> T:
-        """Call `use` with the features of two images, at the largest size that fits into memory."""
+        """Call `use` with the features of two images, at the largest sizes that fit into memory."""
         items = [
             # Features have a fixed size already.
             PendingImage(scale=image.scale, features=image)
             if isinstance(image, PictureFeatures)
             else self._item(read(image), size)
-            for image in (image0, image1)
+            for image, size in zip((image0, image1), sizes, strict=True)
         ]
 
         def with_masks(features0: PictureFeatures, features1: PictureFeatures) -> T:
@@ -436,21 +447,32 @@ class Matcher:
             # The votes on the scale and on the pair need the best matches, whatever the caller asked for.
             top = max(top, foothold.TOP if searches else 0, LOOKED_AT if self.calibration is not None else 0)
         for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
-            yield self._searched(matches, pair, searches) if searches or self.calibration is not None else matches
+            yield self._searched(matches, pair, searches)
 
     def _searched(self, matches: Matches, pair: tuple[PictureFeatures, PictureFeatures], other_scales: bool) -> Matches:
         """Return the matches if they agree with each other, else those at another scale if they agree there."""
-        found = foothold.vote(matches)
-        if self.calibration is not None and (not found.firm or is_stationary(matches)):
-            matches = without_blank_areas(matches, pair)
-            if "warning" in matches.info:
-                return matches
-            found = foothold.vote(matches)
-        if not other_scales or (found.firm and found.same_scale):
+        suspicious = is_suspicious(matches)
+        # Without a calibration or a search over scales, only blank images matter.
+        if not (suspicious or other_scales or self.calibration is not None):
             return matches
-        from dualrc.matcher.rematch import search
+        found = foothold.vote(matches)
+        if not found.firm or suspicious:
+            seen = [Seen(own.pixels.float().mean(-1).cpu().numpy(), own.scale) for own in pair]
+            textured = without_blank_areas(matches, seen)
+            if "warning" in textured.info:
+                # Without a calibration, all matches of the network are returned.
+                return textured if self.calibration is not None else replace(matches, info=textured.info)
+            if self.calibration is not None:
+                matches, found = textured, foothold.vote(textured)
+        if other_scales and not (found.firm and found.same_scale):
+            from dualrc.matcher.rematch import search
 
-        return search(self, pair, matches, found)
+            matches = search(self, pair, matches, found)
+            found = foothold.vote(matches)
+        doubtful = suspicious or found.share < foothold.CHANCE
+        if doubtful and "warning" not in matches.info and self._pair_score(matches) < _CANDIDATE:
+            return replace(matches, info={**matches.info, "warning": foothold.LOW})
+        return matches
 
     @torch.inference_mode()
     def match_plain(
@@ -474,6 +496,10 @@ class Matcher:
             if masked:
                 matches = replace(matches.inside(pair[0].mask, pair[1].mask), whole=None)
             yield matches if top is None or top >= len(matches) else matches[:top]
+
+    def _pair_score(self, matches: Matches) -> float:
+        """Return the probability that the images overlap, from all matches with raw scores; 1 if it is unknown."""
+        return 1.0 if self.calibration is None else self._selected(matches, self.config).pair_score
 
     def _selected(self, matches: Matches, settings: MatcherConfig) -> Matches:
         """Select the best matches and convert raw network scores to probabilities."""

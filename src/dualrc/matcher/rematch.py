@@ -1,5 +1,6 @@
 """Second passes: at other scales if matches do not agree, and in high quality through their common motion."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -7,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc import geometry
+from dualrc.foothold import ADVICE, CHANCE, Foothold
 from dualrc.image import Scale, to_tensor
-from dualrc.matcher.foothold import ENOUGH, Foothold
-from dualrc.matcher.views import Box, Look, View, match_views, scale_views
-from dualrc.matcher.viewsearch import BEYOND_DOUBT, best_views, verified_weight
+from dualrc.matcher.verify import BEYOND_DOUBT, Verified, verify
+from dualrc.matcher.views import LARGEST_GROWTH, LEAST_SIDE, Box, Look, View, match_views, rounded, scale_views
+from dualrc.matcher.viewsearch import best_views
 from dualrc.matches import Matches
 from dualrc.pixels import STRIDE
 from dualrc.types import FloatArray, ImageArray
@@ -24,7 +26,9 @@ _STEP = 2.0
 # Agreement that ends the search.
 _SURE = 0.5
 # Agreement that a scale of the search needs. The best of several scales could agree by chance.
-_TAKEN = 2 * ENOUGH
+_TAKEN = CHANCE
+# Number of matches that must agree at a scale of the search. Among few matches, a large share can agree by chance.
+_FEWEST_AGREED = 30
 # Number of passes at the exact scale.
 _EXACTER = 2
 # Scale factor below which another pass gains little.
@@ -39,6 +43,10 @@ _WORSE = 0.8
 _LONGEST = 640
 # Number of passes after the first, in high quality.
 _LOOKS = 2
+# Smaller sizes of the first pass, as shares of the largest. Images that differ much often match better if seen small.
+_RATIOS = (0.78, 0.5)
+# Starting points from which matching continues at full size, and the verified weight that they need for it.
+_STARTS, _WORTH = 2, 1.0
 # Number of matches from which the common motion is estimated.
 _SAMPLE = 3000
 # Inlier threshold as a share of image 1's long side. It is wide, because scenes are not planar.
@@ -46,15 +54,14 @@ _THRESHOLD = 0.006
 # Smallest number of matches that must share the motion.
 _FEWEST = 30
 _ITERATIONS = 5000
+# Share of the verified weight of a pass that must agree with the epipolar geometry of the next one.
+_KEPT = 0.5
 # Number of matches whose scores compare two passes.
 _TOP = 1000
-# Share of image 0's long side. A match of the first pass stays if the second found nothing this close.
+# Side of the squares in which passes are compared, as a share of image 0's long side.
 _SPACING = 0.02
 
-NOTHING = (
-    "The matches do not agree with each other at any scale: the images may not show the same scene. "
-    'If they do, try quality="search", rotate one image upright, or crop both images to their overlap.'
-)
+NOTHING = f"The matches do not agree with each other at any scale: {ADVICE}"
 
 
 def search(
@@ -96,7 +103,9 @@ def _best_scale(matcher: "Matcher", features: "tuple[PictureFeatures, PictureFea
     steps = int(np.log(matcher.config.max_zoom) / np.log(_STEP) + 1e-6)
     for scale in (_STEP**power for step in range(1, steps + 1) for power in (-step, step)):
         look = _look_at_scale(matcher, features, scale)
-        if look is not None and look.foothold.share > most:
+        if look is None or look.foothold.share * len(look.matches) < _FEWEST_AGREED:
+            continue
+        if look.foothold.share > most:
             best, best_scale, most = look, scale, look.foothold.share
             if most > _SURE:
                 break
@@ -149,12 +158,13 @@ def match_again(
     features0: "PictureFeatures",
     features1: "PictureFeatures",
     *,
-    search_views: bool = False,
+    turned_views: bool = False,
 ) -> Matches:
     """Match, then warp the image with the larger scale into the frame of the other image, and match again.
 
-    With `search_views`, matches of simulated views are further starting points, unless the result is beyond doubt.
-    The result that agrees best with an epipolar geometry is kept. Scores are raw network scores.
+    Unless the first matches are beyond doubt, smaller sizes and then tilted views are further starting points;
+    `turned_views` also rotates them. The result that agrees best with an epipolar geometry is kept. Scores are raw
+    network scores.
     """
     features = features0, features1
     everything = replace(matcher.config, top=None)
@@ -162,37 +172,84 @@ def match_again(
     # A blank image has no view that matches.
     if not len(first):
         return first
-    best = _looked_again(matcher, pictures, features, first, weight(first), _LOOKS)
-    if search_views and (agreed := verified_weight(best)) < BEYOND_DOUBT:
-        starts = best_views(matcher, features)
-        looks = [_looked_again(matcher, pictures, features, start, 0.0, 1) for start in starts]
-        # The matches of the simulated views themselves lack detail.
-        looks = [look for look, start in zip(looks, starts, strict=True) if look is not start]
-        start = max(looks, key=verified_weight, default=None)
-        if start is not None:
-            found = _looked_again(matcher, pictures, features, start, weight(start), _LOOKS - 1)
-            best = found if verified_weight(found) > agreed else best
-    return first if best is first else joined(best, first)
+    best = verify(first)
+    # Without a calibration, scores of any size can be right, so only the search with rotated views goes on.
+    if best.weight > BEYOND_DOUBT or (matcher.calibration is None and not turned_views):
+        best = _looked_again(best, matcher, pictures, features, _LOOKS)
+    else:
+        smaller = list(_smaller(matcher, pictures, features))
+        small = smaller[-1] if smaller else features
+        starts = [best, *(verify(next(matcher.match_uncalibrated([pair], everything))) for pair in smaller)]
+        best = _best_of(starts, matcher, pictures, features, small)
+        if best.weight <= BEYOND_DOUBT:
+            views = best_views(matcher, features, turned=turned_views)
+            best = _best_of([best, *views], matcher, pictures, features, small)
+    if best.matches is first:
+        return first
+    found = joined(best.matches, first)
+    # The first pass may have warned that its matches do not agree.
+    info = {key: value for key, value in found.info.items() if key != "warning" or best.weight <= BEYOND_DOUBT}
+    return replace(found, info=info)
 
 
-def _looked_again(
+def _best_of(
+    starts: list[Verified],
     matcher: "Matcher",
     pictures: tuple[ImageArray, ImageArray],
     features: "tuple[PictureFeatures, PictureFeatures]",
-    best: Matches,
-    least: float,
+    small: "tuple[PictureFeatures, PictureFeatures]",
+) -> Verified:
+    """Return the result of matching again from the best starting points, or a starting point if none is better."""
+    # A second pass at a small size shows which starting points are right.
+    starts = _most_agreed(_looked_again(start, matcher, pictures, small, 1) for start in starts)
+    least = 0.0 if matcher.calibration is None else _WORTH
+    worth = [start for start in starts[:_STARTS] if start.weight > least]
+    return _most_agreed([*starts, *(_looked_again(start, matcher, pictures, features, _LOOKS) for start in worth)])[0]
+
+
+def _most_agreed(starts: Iterable[Verified]) -> list[Verified]:
+    """Sort by verified weight, highest first."""
+    return sorted(starts, key=lambda start: start.weight, reverse=True)
+
+
+def _looked_again(
+    start: Verified,
+    matcher: "Matcher",
+    pictures: tuple[ImageArray, ImageArray],
+    features: "tuple[PictureFeatures, PictureFeatures]",
     looks: int,
-) -> Matches:
-    """Match again through the common motion of the matches, while each pass has a larger weight than `least`."""
+) -> Verified:
+    """Match again through the common motion of the matches, while that raises their verified weight.
+
+    Repeated structure can raise it too, so the matches before must agree with the epipolar geometry after.
+    """
+    best = start
     for _ in range(looks):
-        motion = shared_motion(best)
+        motion = shared_motion(best.matches)
         if motion is None:
             break
-        again = _match_moved(matcher, pictures, features, motion)
-        if (found := weight(again)) <= least:
+        again = verify(_match_moved(matcher, pictures, features, motion))
+        if again.weight <= best.weight or again.weight_of(best.matches) < _KEPT * best.weight:
             break
-        best, least = again, found
+        best = again
     return best
+
+
+def _smaller(
+    matcher: "Matcher", pictures: tuple[ImageArray, ImageArray], features: "tuple[PictureFeatures, PictureFeatures]"
+) -> "Iterator[tuple[PictureFeatures, PictureFeatures]]":
+    """Yield the features of both images at smaller sizes, as long as both are large enough to match."""
+    longest = max(max(own.scale.input_size) for own in features)
+    for ratio in _RATIOS:
+        # An image that is small already stays as it is.
+        shrinks = [min(1.0, ratio * longest / max(own.scale.input_size)) for own in features]
+        if min(shrink * min(own.scale.input_size) for shrink, own in zip(shrinks, features, strict=True)) < LEAST_SIDE:
+            return
+        first, second = (
+            matcher.masked(matcher.features(picture, size=rounded(shrink * max(own.scale.input_size))), own.mask)
+            for picture, own, shrink in zip(pictures, features, shrinks, strict=True)
+        )
+        yield first, second
 
 
 def _match_moved(
@@ -201,21 +258,30 @@ def _match_moved(
     features: "tuple[PictureFeatures, PictureFeatures]",
     motion: "Motion",
 ) -> Matches:
-    """Match one image with the other image warped into its frame."""
+    """Match one image with the other image warped into its frame, cropped if the motion holds for a part of it."""
     # Warp the image that shows the scene larger, so that no detail is invented.
     moves0 = motion.enlarges < 1
     own_from_frame = np.linalg.inv(motion.frame1_from_0) if moves0 else motion.frame1_from_0
-    still, moving = features[moves0], int(not moves0)
-    frame = still.scale
+    still, moving = int(moves0), int(not moves0)
+    scale = features[still].scale
+    box = _box(motion.points[still], scale)
+    size = scale.input_size
+    if box is not None:
+        grow = min(LARGEST_GROWTH, max(size) / max(box[2:]))
+        size = (rounded(grow * box[2]), rounded(grow * box[3]))
+    frame = View.part(scale, box or (0, 0, *size), size)
     view = View(
-        picture_from_view=own_from_frame @ geometry.resize_homography(frame.input_size, frame.image_size),
-        size=frame.input_size,
-        shrinks=(1 / motion.enlarges if moves0 else motion.enlarges) * frame.image_size[0] / frame.input_size[0],
+        picture_from_view=own_from_frame @ frame.picture_from_view,
+        size=size,
+        shrinks=(1 / motion.enlarges if moves0 else motion.enlarges) * frame.shrinks,
     )
-    pixels = to_tensor(pictures[moving]).to(matcher.device)
-    if moves0:
-        return match_views(matcher, features, (view, None), (pixels, None)).matches
-    return match_views(matcher, features, (None, view), (None, pixels)).matches
+    views: list[View | None] = [None, None]
+    views[still], views[moving] = None if box is None else replace(frame, box=None), view
+    pixels = [
+        None if view is None else to_tensor(picture).to(matcher.device)
+        for view, picture in zip(views, pictures, strict=True)
+    ]
+    return match_views(matcher, features, (views[0], views[1]), (pixels[0], pixels[1])).matches
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -226,6 +292,8 @@ class Motion:
     frame1_from_0: FloatArray
     # Scale factor from image 0 to image 1.
     enlarges: float
+    # (n, 2) The matches that share it, in each image.
+    points: tuple[FloatArray, FloatArray]
 
 
 def shared_motion(matches: Matches) -> Motion | None:
@@ -233,19 +301,21 @@ def shared_motion(matches: Matches) -> Motion | None:
     if len(matches) < _FEWEST:
         return None
     threshold_px = _THRESHOLD * max(matches.size1)
+    sample = matches.top(_SAMPLE)
     fit = geometry.estimate(
-        matches.top(_SAMPLE), "homography", threshold_px=threshold_px, min_inliers=_FEWEST, max_iterations=_ITERATIONS
+        sample, "homography", threshold_px=threshold_px, min_inliers=_FEWEST, max_iterations=_ITERATIONS
     )
     if fit.matrix is None:
         return None
+    points = sample.points0[fit.inliers], sample.points1[fit.inliers]
     # Measure at the median of the inliers, because scale is undefined beyond the horizon of a homography.
-    middle = np.median(matches.top(_SAMPLE).points0[fit.inliers], axis=0)
+    middle = np.median(points[0], axis=0)
     steps = geometry.apply_homography(fit.matrix, middle + np.array([(0, 0), (1, 0), (0, 1)]))
     area = float(np.linalg.det(steps[1:] - steps[0]))
     # The homography mirrors or collapses the image.
     if not 1e-4 < area < 1e4:
         return None
-    return Motion(frame1_from_0=fit.matrix, enlarges=float(np.sqrt(area)))
+    return Motion(frame1_from_0=fit.matrix, enlarges=float(np.sqrt(area)), points=points)
 
 
 def weight(matches: Matches) -> float:
@@ -254,19 +324,25 @@ def weight(matches: Matches) -> float:
 
 
 def joined(second: Matches, first: Matches) -> Matches:
-    """Merge both passes, best first; matches of the first pass stay where the second found nothing nearby."""
-    cell = max(1.0, _SPACING * max(first.size0))
-    width = int(first.size0[0] / cell) + 1
+    """Merge two passes, best first; in each square of image 0, the pass with the higher sum of scores is kept."""
+    side = max(1.0, _SPACING * max(first.size0))
+    width = int(first.size0[0] / side) + 1
 
-    def cells(matches: Matches) -> npt.NDArray[np.int64]:
-        column, row = np.clip(matches.points0 / cell, 0, None).astype(np.int64).T
+    def squares(matches: Matches) -> npt.NDArray[np.int64]:
+        column, row = np.clip(matches.points0 / side, 0, None).astype(np.int64).T
         return row * width + column
 
-    apart = ~np.isin(cells(first), cells(second))
+    places = squares(second), squares(first)
+    count = 1 + max(int(place.max(initial=0)) for place in places)
+    sums = [
+        np.bincount(place, weights=matches.scores, minlength=count)
+        for place, matches in zip(places, (second, first), strict=True)
+    ]
+    keep = (sums[0] >= sums[1])[places[0]], (sums[1] > sums[0])[places[1]]
     both = Matches(
-        points0=np.concatenate([second.points0, first.points0[apart]]),
-        points1=np.concatenate([second.points1, first.points1[apart]]),
-        scores=np.concatenate([second.scores, first.scores[apart]]),
+        points0=np.concatenate([second.points0[keep[0]], first.points0[keep[1]]]),
+        points1=np.concatenate([second.points1[keep[0]], first.points1[keep[1]]]),
+        scores=np.concatenate([second.scores[keep[0]], first.scores[keep[1]]]),
         size0=first.size0,
         size1=first.size1,
         info=first.info,

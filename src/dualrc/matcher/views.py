@@ -1,7 +1,8 @@
 """Views: images resampled by a homography. Changes of scale are one kind of view."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -9,19 +10,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc import geometry
+from dualrc.foothold import Foothold, vote
 from dualrc.image import Scale
 from dualrc.matcher.features import PendingImage, PictureFeatures
-from dualrc.matcher.foothold import Foothold, vote
 from dualrc.matches import Matches, inside_mask
 from dualrc.pixels import STRIDE, on_picture, pixel_to_unit
+from dualrc.texture import Seen, without_blank_areas
 from dualrc.types import BoolArray, FloatArray, Size
 
 if TYPE_CHECKING:
     from dualrc.matcher.matcher import Matcher
 
-_LARGEST_GROWTH = 2.0
+# Largest factor by which a crop is enlarged.
+LARGEST_GROWTH = 2.0
 # Shortest side of a view in pixels. In smaller views, matches agree by chance.
-_LEAST_SIDE = 64
+LEAST_SIDE = 64
 
 # Left, top, width and height in pixels of the network input.
 Box = tuple[int, int, int, int]
@@ -52,6 +55,12 @@ class View:
         ratio = np.sqrt(width * height / (size[0] * size[1])) * own.image_size[0] / own.input_size[0]
         return View(picture_from_view=picture_from_seen @ seen_from_view, size=size, shrinks=float(ratio), box=box)
 
+    def turned(self) -> "View":
+        """Rotate by 90 degrees clockwise."""
+        width, height = self.size
+        view_from_turned = np.array([(0, 1, 0), (-1, 0, height - 1), (0, 0, 1)])
+        return replace(self, picture_from_view=self.picture_from_view @ view_from_turned, size=(height, width))
+
     def places(self, picture: Size) -> FloatArray:
         """Return the positions of the view's pixels in an image of this size: (h, w, 2); NaN beyond the horizon."""
         # homography_grid maps image 1 to image 0; here they are the view and the image.
@@ -80,17 +89,18 @@ def scale_views(
     parts = [box or (0, 0, *own.input_size) for box, own in zip(boxes, scales, strict=True)]
     ratios = min(1.0, scale), min(1.0, 1 / scale)
     side = max(max(part[2:]) * ratio for part, ratio in zip(parts, ratios, strict=True))
-    grow = min(max(1.0, longest / side), _LARGEST_GROWTH)
+    grow = min(max(1.0, longest / side), LARGEST_GROWTH)
     views: list[View | None] = []
     for own, part, ratio in zip(scales, parts, ratios, strict=True):
-        size = (_rounded(part[2] * ratio * grow), _rounded(part[3] * ratio * grow))
-        if min(size) < _LEAST_SIDE:
+        size = (rounded(part[2] * ratio * grow), rounded(part[3] * ratio * grow))
+        if min(size) < LEAST_SIDE:
             return None
         views.append(None if part == (0, 0, *size) == (0, 0, *own.input_size) else View.part(own, part, size))
     return views[0], views[1]
 
 
-def _rounded(side: float) -> int:
+def rounded(side: float) -> int:
+    """Round a side to a multiple of the stride, at least one."""
     return max(1, round(side / STRIDE)) * STRIDE
 
 
@@ -129,10 +139,22 @@ def _steps(view: View) -> list[FloatArray]:
     return [view.blur * ((number + 0.5) / count - 0.5) for number in range(count)]
 
 
-def features_through(
-    matcher: "Matcher", features: PictureFeatures, view: View, pixels: Tensor | None = None
-) -> PictureFeatures:
-    """Extract features of an image in a view, in pixels of the view; `pixels` is the image in more detail (h w 3)."""
+class Shown(NamedTuple):
+    """An image through a view."""
+
+    # uint8 (h w 3)
+    pixels: Tensor
+    # (h, w) Pixels that show a part of the image to match; None for all.
+    mask: BoolArray | None
+
+    def turned(self) -> "Shown":
+        """Rotate by 90 degrees clockwise."""
+        mask = None if self.mask is None else np.rot90(self.mask, -1).copy()
+        return Shown(torch.rot90(self.pixels, -1).contiguous(), mask)
+
+
+def show(features: PictureFeatures, view: View, pixels: Tensor | None = None) -> Shown:
+    """Show an image through a view; `pixels` (h w 3) replaces the image as the network saw it."""
     mask: BoolArray | None = None
     # The device resizes crops, as it resizes any image.
     if view.box is not None:
@@ -144,9 +166,17 @@ def features_through(
     if features.mask is not None:
         allowed = inside_mask(view.places(features.size).reshape(-1, 2), features.mask).reshape(view.size[::-1])
         mask = allowed if mask is None else mask & allowed
-    item = PendingImage(scale=Scale(image_size=view.size, input_size=view.size), pixels=pixels)
-    matcher.extract([item])
-    return matcher.masked(item.known(), mask)
+    return Shown(pixels, mask)
+
+
+def extract_shown(matcher: "Matcher", shown: Sequence[Shown], sizes: Sequence[Size]) -> list[PictureFeatures]:
+    """Extract features of views, in pixels of the network input, whose sizes are given."""
+    items = [
+        PendingImage(scale=Scale(image_size=size, input_size=size), pixels=one.pixels)
+        for one, size in zip(shown, sizes, strict=True)
+    ]
+    matcher.extract(items)
+    return [matcher.masked(item.known(), one.mask) for item, one in zip(items, shown, strict=True)]
 
 
 def match_views(
@@ -156,11 +186,23 @@ def match_views(
     pixels: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Look:
     """Match two images through views; None uses the features as they are."""
-    seen = [
-        own if view is None else features_through(matcher, own, view, detail)
+    first, second = (
+        own if view is None else extract_shown(matcher, [show(own, view, detail)], [view.size])[0]
         for own, view, detail in zip(features, views, pixels, strict=True)
-    ]
-    found = next(matcher.match_plain([(seen[0], seen[1])]))
+    )
+    return match_seen(matcher, features, views, (first, second))
+
+
+def match_seen(
+    matcher: "Matcher",
+    features: tuple[PictureFeatures, PictureFeatures],
+    views: tuple[View | None, View | None],
+    seen: tuple[PictureFeatures, PictureFeatures],
+) -> Look:
+    """Match two images by the features `seen` through views."""
+    found = next(matcher.match_plain([seen]))
+    # Areas without texture match themselves at the same distance from the border, whatever the views show.
+    found = without_blank_areas(found, [Seen(own.pixels.float().mean(-1).cpu().numpy(), own.scale) for own in seen])
     foothold, points = vote(found), [found.points0, found.points1]
     for number, view in enumerate(views):
         if view is not None:

@@ -1,13 +1,19 @@
-"""Search over simulated views: if viewpoints differ too much to match, one image is warped toward the other."""
+"""Search over simulated views: if viewpoints differ too much to match, both images are warped toward each other.
 
-from collections.abc import Iterator
+An affine view of an image foreshortens it, which cancels most of the foreshortening of the other image. All pairs of
+views are compared by the nearest neighbors of their coarse cells alone. The best pairs are matched and verified.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from dualrc import geometry
-from dualrc.matcher.views import Look, View, match_views
-from dualrc.matches import Matches
+from dualrc.matcher.verify import Verified, verify
+from dualrc.matcher.views import Shown, View, extract_shown, match_seen, show
 from dualrc.pixels import STRIDE
 from dualrc.types import FloatArray, Size
 
@@ -20,42 +26,52 @@ if TYPE_CHECKING:
 _SHARE, _SIDES = 0.47, (320, 480)
 # Tilts, as the ratio of foreshortening, and the number of directions of each. A larger tilt needs more directions.
 _TILTS = ((2.0, 4), (4.0, 8))
-# In-plane rotations of image 0, in degrees.
-_TURNS_DEG = (90.0, 180.0, 270.0)
-# Views that are verified geometrically, and views of these that are returned.
-_VERIFIED, _STARTS = 8, 3
-# Inlier threshold on the distance to an epipolar line, as a share of the long side.
-_THRESHOLD = 0.003
-# Verified weight above which no view is searched. On hard pairs, wrong results reach 33, correct ones start at 190.
-BEYOND_DOUBT = 100.0
-_SAMPLE, _ITERATIONS, _FEWEST = 1000, 1000, 20
-_LEAST_SIDE = 64
+# Pairs of views that are matched and verified geometrically.
+_VERIFIED = 16
+# Views whose features are in memory at a time.
+_TOGETHER = 16
+# Steps (x, y) to the adjacent cells.
+_AROUND = [(x, y) for y in (-1, 0, 1) for x in (-1, 0, 1) if (x, y) != (0, 0)]
+# Standard deviation of gray levels below which a coarse cell has no texture.
+_LEAST_DEVIATION = 4.0
+# Range of the distance between the matches of adjacent cells, and the deviation from their common similarity, in cells.
+_STEPS, _DEVIATION = (0.5, 2.9), 0.75
+# Neighbors that agree by chance, and the number of matches below which chance is not averaged out.
+_BY_CHANCE, _FEW = 2, 20
+_LEAST_SIDE = 48
 
 
 class Simulated(NamedTuple):
-    """An affine view of one image: foreshortened by `tilt` along a direction, then rotated."""
+    """An affine view of an image: foreshortened by `tilt` along a direction."""
 
     tilt: float
     direction_deg: float
-    turn_deg: float
 
 
-def simulated_views() -> Iterator[tuple[int, Simulated]]:
-    """Yield the views to try, each with the index of its image."""
-    for turn in _TURNS_DEG:
-        yield 0, Simulated(1.0, 0.0, turn)
+class Cells(NamedTuple):
+    """Coarse cells of a view that can be compared."""
+
+    # (n c) Unit features.
+    features: Tensor
+    # (n 2) Column and row in the view.
+    place: Tensor
+    # (n 8) Adjacent cells, n where there is none.
+    around: Tensor
+
+
+def simulated_views() -> Iterator[Simulated]:
+    """Yield the views of an image, without rotations."""
+    yield Simulated(1.0, 0.0)
     for tilt, directions in _TILTS:
-        for number in range(directions):
-            for image in (0, 1):
-                yield image, Simulated(tilt, 180.0 * number / directions, 0.0)
+        yield from (Simulated(tilt, 180.0 * step / directions) for step in range(directions))
 
 
 def affine_view(image: Size, side: int, simulated: Simulated) -> View | None:
     """Return the view of an image of this size with an untilted long side of `side` pixels; None if too small."""
     scale = min(1.0, side / max(image))
-    turn, direction = np.deg2rad((simulated.turn_deg, simulated.direction_deg))
+    direction = np.deg2rad(simulated.direction_deg)
     shrink = np.diag([1 / simulated.tilt, 1.0])
-    linear = scale * _rotation(turn) @ _rotation(direction) @ shrink @ _rotation(-direction)
+    linear = scale * _rotation(direction) @ shrink @ _rotation(-direction)
     corners = np.array([(0, 0), (image[0], 0), (0, image[1]), image]) @ linear.T
     low, high = corners.min(axis=0), corners.max(axis=0)
     width, height = (max(1, round(side / STRIDE)) * STRIDE for side in (high - low).tolist())
@@ -74,29 +90,103 @@ def _rotation(angle: float) -> FloatArray:
     return np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
 
 
-def best_views(matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]") -> list[Matches]:
-    """Return matches of the simulated views that agree most with an epipolar geometry, in original pixels."""
-    sides = [int(np.clip(_SHARE * max(own.scale.input_size), *_SIDES)) for own in features]
-    upright = [affine_view(own.size, side, Simulated(1.0, 0.0, 0.0)) for own, side in zip(features, sides, strict=True)]
-    looks: list[Look] = []
-    for number, simulated in simulated_views():
-        views = list(upright)
-        views[number] = affine_view(features[number].size, sides[number], simulated)
-        if views[0] is not None and views[1] is not None:
-            looks.append(match_views(matcher, features, (views[0], views[1])))
-    looks.sort(key=lambda look: look.foothold.share * len(look.matches), reverse=True)
-    verified = [(verified_weight(look.matches), look.matches) for look in looks[:_VERIFIED]]
-    verified.sort(key=lambda each: each[0], reverse=True)
-    return [matches for weight, matches in verified[:_STARTS] if weight > 0]
+@torch.inference_mode()
+def best_views(
+    matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]", *, turned: bool
+) -> list[Verified]:
+    """Return matches through the pairs of views that agree most, in original pixels; `turned` rotates image 0 too."""
+    views = [_show_views(features[0], turned=turned), _show_views(features[1], turned=False)]
+    agreement = view_agreement(*(_view_cells(matcher, own) for own in views))
+    best = agreement.flatten().argsort(descending=True, stable=True)[:_VERIFIED].tolist()
+    pairs = [divmod(place, len(views[1])) for place in best]
+    # Features are extracted again, because those of all views would take too much memory.
+    seen = [_seen(matcher, own, {pair[number] for pair in pairs}) for number, own in enumerate(views)]
+    found = []
+    for first, second in pairs:
+        through, pair = (views[0][first][0], views[1][second][0]), (seen[0][first], seen[1][second])
+        found.append(verify(match_seen(matcher, features, through, pair).matches))
+    return [each for each in found if each.weight > 0]
 
 
-def verified_weight(matches: Matches) -> float:
-    """Return the sum of the scores of the best matches that agree with one epipolar geometry."""
-    best = matches.top(_SAMPLE)
-    if len(best) < _FEWEST:
-        return 0.0
-    threshold_px = _THRESHOLD * max(matches.size1)
-    fit = geometry.estimate(
-        best, "fundamental", threshold_px=threshold_px, min_inliers=_FEWEST, max_iterations=_ITERATIONS
+def _seen(
+    matcher: "Matcher", views: Sequence[tuple[View, Shown]], chosen: Iterable[int]
+) -> "dict[int, PictureFeatures]":
+    """Extract the features of the chosen views."""
+    numbers = sorted(chosen)
+    shown, sizes = [views[number][1] for number in numbers], [views[number][0].size for number in numbers]
+    return dict(zip(numbers, extract_shown(matcher, shown, sizes), strict=True))
+
+
+def _view_cells(matcher: "Matcher", views: list[tuple[View, Shown]]) -> list[Cells]:
+    """Return the coarse cells of all views."""
+    parts = (range(start, min(start + _TOGETHER, len(views))) for start in range(0, len(views), _TOGETHER))
+    return [coarse_cells(seen) for part in parts for seen in _seen(matcher, views, part).values()]
+
+
+def _show_views(features: "PictureFeatures", turned: bool) -> list[tuple[View, Shown]]:
+    """Return the simulated views of an image at two sizes; `turned` adds rotations."""
+    views = []
+    width, height = features.scale.input_size
+    full = int(np.clip(_SHARE * max(width, height), *_SIDES))
+    for side in (full, full // 2):
+        # All views of a size sample the same small image.
+        small = (max(1, round(height * side / max(width, height))), max(1, round(width * side / max(width, height))))
+        pixels = features.pixels.permute(2, 0, 1)[None].float()
+        pixels = F.interpolate(pixels, size=small, mode="bicubic", antialias=True, align_corners=False)
+        pixels = pixels[0].permute(1, 2, 0).round().clamp(0, 255).to(torch.uint8)
+        for simulated in simulated_views():
+            view = affine_view(features.size, side, simulated)
+            if view is None:
+                continue
+            shown = show(features, view, pixels)
+            views.append((view, shown))
+            for _ in range(3 if turned else 0):
+                view, shown = view.turned(), shown.turned()
+                views.append((view, shown))
+    return views
+
+
+def coarse_cells(seen: "PictureFeatures") -> Cells:
+    """Return the coarse cells of an image that show a textured part of it."""
+    features = F.normalize(seen.maps.coarse[0].float(), dim=0)
+    height, width = features.shape[1:]
+    gray = seen.pixels[: height * STRIDE, : width * STRIDE].float().mean(2)
+    deviation = gray.unflatten(0, (height, STRIDE)).unflatten(2, (width, STRIDE)).std(dim=(1, 3))
+    usable = deviation > _LEAST_DEVIATION
+    if seen.maps.valid is not None:
+        usable &= F.adaptive_avg_pool2d(seen.maps.valid.float(), (height, width))[0] > 0.5
+    row, column = usable.nonzero().unbind(1)
+    # The number of usable cells stands for a position without one.
+    number = torch.full((height + 2, width + 2), len(row), device=row.device)
+    number[row + 1, column + 1] = torch.arange(len(row), device=row.device)
+    return Cells(
+        features=features[:, row, column].T.contiguous(),
+        place=torch.stack([column, row], dim=1).float(),
+        around=torch.stack([number[row + 1 + y, column + 1 + x] for x, y in _AROUND], dim=1),
     )
-    return float(best.scores[fit.inliers].sum()) if fit.matrix is not None else 0.0
+
+
+def view_agreement(views0: list[Cells], views1: list[Cells]) -> Tensor:
+    """Compare all pairs of views by the mutual nearest neighbors of their cells: (views of image 0, of image 1)."""
+    values = [cell_agreement(cells0, cells1) for cells0 in views0 for cells1 in views1]
+    return torch.stack(values).view(len(views0), len(views1)) if values else torch.zeros(len(views0), len(views1))
+
+
+def cell_agreement(cells0: Cells, cells1: Cells) -> Tensor:
+    """Measure how many mutual nearest neighbors move like those of the adjacent cells, beyond chance."""
+    if not len(cells0.features) or not len(cells1.features):
+        return cells0.features.new_zeros(())
+    cosine = cells0.features @ cells1.features.T
+    best = cosine.argmax(1)
+    mutual = cosine.argmax(0)[best] == torch.arange(len(best), device=best.device)
+    there = cells1.place[best].masked_fill(~mutual[:, None], torch.nan)
+    # (n 8 2) Motion from a match to those of the adjacent cells.
+    moves = F.pad(there, (0, 0, 0, 1), value=torch.nan)[cells0.around] - there[:, None]
+    length = moves.norm(dim=2)
+    near = (length > _STEPS[0]) & (length < _STEPS[1])
+    # A similarity maps all steps by the same complex factor.
+    steps = torch.view_as_complex(torch.tensor(_AROUND, dtype=torch.float32, device=best.device))
+    factor = torch.where(near, torch.view_as_complex(moves) / steps, 0)
+    common = factor.sum(1) / near.sum(1).clamp(min=1)
+    agree = (near & ((factor - common[:, None]).abs() < _DEVIATION)).sum(1)
+    return (agree - _BY_CHANCE).clamp(min=0).sum() / (mutual.sum() + _FEW).sqrt()

@@ -97,13 +97,13 @@ def load_weights(path: str | Path) -> Network:
     config = read_config(path)
     with torch.device("meta"):
         expected = make_network(config).state_dict()
-    state = _read_tensors(path, expected)
+    state = read_tensors(path, expected)
     network = make_network(config)
     _fill(network, state, str(path))
     return network
 
 
-def _read_tensors(path: Path, expected: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def read_tensors(path: Path, expected: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file; names and shapes must match `expected` if it is given."""
     if not is_file(path):
         raise WeightsError(f"The file {path} does not exist; check the path.")
@@ -174,7 +174,7 @@ def file_hash(path: str | Path) -> str:
 
 def load_imagenet_trunk(trunk: ResNet, path: str | Path) -> None:
     """Load the trunk from a file with torchvision's names (.pth or .safetensors); ignore other entries."""
-    state = _read_tensors(Path(path)) if Path(path).suffix == ".safetensors" else _unpickle(path)
+    state = read_tensors(Path(path)) if Path(path).suffix == ".safetensors" else _unpickle(path)
     wanted = set(trunk.state_dict())
     _fill(trunk, {name: t for name, t in state.items() if name in wanted and isinstance(t, Tensor)}, str(path))
 

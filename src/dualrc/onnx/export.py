@@ -25,6 +25,7 @@ from dualrc.model.dualrc import DualRCNet
 from dualrc.onnx.matcher import FILES
 from dualrc.onnx.metadata import ModelInfo, Part
 from dualrc.onnx.modules import FeatureMaps, FeaturesModel, PairMatches, PairModel
+from dualrc.onnx.portable import make_portable
 from dualrc.pixels import RATIO, STRIDE
 from dualrc.types import Size
 
@@ -186,11 +187,12 @@ def _write(content: bytes, path: Path, info: ModelInfo) -> None:
     model.opset_import.extend(standard)
     # Remove the shapes that the tracer inferred; some of them are wrong for other sizes.
     del model.graph.value_info[:]
+    make_portable(model)
     for output in model.graph.output:
         if output.name != "count":
             rows = info.top if info.part == "pair" else 1
             output.type.tensor_type.shape.dim[0].dim_value = rows
     onnx.helper.set_model_props(model, info.to_metadata())
-    onnx.checker.check_model(model)
+    onnx.checker.check_model(model, full_check=True)
     with replacing(path) as temporary:
         onnx.save(model, str(temporary))

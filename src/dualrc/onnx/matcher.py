@@ -13,10 +13,12 @@ import numpy.typing as npt
 from dualrc.config import MIN_SIDE
 from dualrc.errors import ConfigError, ImageError, WeightsError
 from dualrc.extras import require
+from dualrc.foothold import vote
 from dualrc.image import ImageInput, Scale, network_size, read
 from dualrc.matches import Matches
 from dualrc.onnx.metadata import ModelInfo, Part
 from dualrc.onnx.resize import resize
+from dualrc.texture import Seen, is_suspicious, without_blank_areas
 from dualrc.types import Size
 
 FILES: dict[Part, str] = {"features": "features.onnx", "pair": "pair.onnx"}
@@ -35,6 +37,8 @@ class ImageFeatures:
     # Feature maps by output name of the features model.
     maps: dict[str, npt.NDArray[Any]]
     scale: Scale
+    # (h, w), brightness of the network input from 0 to 255.
+    gray: npt.NDArray[np.float32]
 
     def __repr__(self) -> str:
         return "ImageFeatures({}x{}, seen as {}x{})".format(*self.scale.image_size, *self.scale.input_size)
@@ -110,7 +114,8 @@ class Matcher:
         values = resize(pixels, scale.input_size, antialias=self.model.antialias)[None]
         session = self._sessions["features"]
         names = [output.name for output in session.get_outputs()]
-        return ImageFeatures(maps=dict(zip(names, session.run(names, {"image": values}), strict=True)), scale=scale)
+        maps = dict(zip(names, session.run(names, {"image": values}), strict=True))
+        return ImageFeatures(maps=maps, scale=scale, gray=values[0].mean(axis=0))
 
     def match(
         self,
@@ -153,6 +158,8 @@ class Matcher:
             size1=features1.scale.image_size,
             info=info,
         )
+        if self.model.calibration is not None and (is_suspicious(matches) or not vote(matches).firm):
+            matches = without_blank_areas(matches, [Seen(own.gray, own.scale) for own in (features0, features1)])
         if min_score > 0:
             matches = matches.above(min_score)
         return matches if top is None or top >= len(matches) else matches[:top]

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
 
 import torch
 from torch import Generator
@@ -60,7 +59,7 @@ class Batches:
             self._make_ahead(step + 1, part)
         if len(batches) == 1:
             return batches[0]
-        return PairBatch(**{f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(PairBatch)})
+        return PairBatch.of([torch.cat(same) for same in zip(*(batch.tensors() for batch in batches), strict=True)])
 
     def close(self) -> None:
         """Stop preparing batches."""
@@ -74,8 +73,8 @@ class Batches:
         batch, event = self._made.pop((step, part))
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(event)
-        for f in fields(batch):
-            getattr(batch, f.name).record_stream(current)
+        for tensor in batch.tensors():
+            tensor.record_stream(current)
         return batch
 
     def _make_ahead(self, step: int, part: int) -> None:
@@ -126,6 +125,6 @@ def _captured(maker: PairMaker, count: int, device: torch.device) -> Callable[[i
         generator.manual_seed(seed)
         graph.replay()
         # Copied, because the next replay overwrites the batch.
-        return PairBatch(**{f.name: getattr(batch, f.name).clone() for f in fields(batch)})
+        return PairBatch.of([tensor.clone() for tensor in batch.tensors()])
 
     return replay

@@ -4,13 +4,28 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dualrc.config import PRESETS, NetworkConfig, check_bounds
+from dualrc.config import PRESETS, NetworkConfig, ResNetConfig, check_bounds
 from dualrc.data import DataConfig, PhotosConfig, ScenesConfig
 from dualrc.errors import ConfigError
 from dualrc.pixels import STRIDE
 
 Precision = Literal["float32", "bfloat16"]
 Loss = Literal["matching", "paper", "published", "weak"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """A frozen network whose features the last coarse channels learn to predict, whatever the light."""
+
+    # File of `scripts/make-teacher`: a ResNet-50 and the projection of its conv4 features.
+    file: str
+    # As in ResNetConfig.
+    stride_on: Literal["3x3", "1x1"] = "3x3"
+    # Weight of the loss.
+    weight: float = 3.0
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "weight", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +46,13 @@ class TrainConfig:
     start_from: str | None = None
     # Weights of a ResNet backbone, with torchvision's names (.pth, .safetensors).
     trunk: str | None = None
+    # Train conv5 of fusion "e" from scratch, for trunk files that end with conv4.
+    train_conv5: bool = False
     # "matching" trains `default`; "paper" is the paper's keypoint loss, "published" the loss of its code;
     # "weak" is NCNet's loss, which needs only image pairs.
     loss: Loss = "matching"
+    # For loss = "matching".
+    teacher: TeacherConfig | None = None
     seed: int = 0
     # Side of the images in pixels.
     size: int = 320
@@ -84,8 +103,13 @@ class TrainConfig:
             raise ConfigError(
                 "The ResNet backbone is frozen and needs trained weights; set trunk to torchvision's file."
             )
+        backbone = self.network.backbone
+        if self.train_conv5 and not (isinstance(backbone, ResNetConfig) and backbone.fusion == "e"):
+            raise ConfigError('train_conv5 needs a network with backbone.fusion = "e"; omit it.')
         if self.loss == "weak" and self.pairs // self.parts < 2:
             raise ConfigError('loss = "weak" compares pairs with each other; use at least two pairs per part.')
+        if self.teacher is not None and self.loss != "matching":
+            raise ConfigError('A teacher needs loss = "matching"; omit one of them.')
         if self.draw == "epochs" and (len(self.data) > 1 or isinstance(self.data[0], (PhotosConfig, ScenesConfig))):
             raise ConfigError('draw = "epochs" needs one [[data]] table with a list of pairs; use draw = "random".')
 

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualrc.config import to_toml
+from dualrc.config import CompactConfig, to_toml
 from dualrc.data import FilePairs, Opened, PairBatch, PairMaker, PhotoPairs, open_pairs
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import make_folder, only_run, replacing, write_json, write_text
 from dualrc.model.backbone import PaperBackbone, Trunk
 from dualrc.model.checkpoint import load_imagenet_trunk, load_pickle, load_weights, save_weights
 from dualrc.model.dualrc import DualRCNet, make_network
+from dualrc.model.ncnet import SparseNCNet
 from dualrc.model.network import Network
 from dualrc.ops.training import TrainingEngine
 from dualrc.provenance import provenance
@@ -31,6 +32,7 @@ from dualrc.train.config import TrainConfig
 from dualrc.train.pictures import draw_pairs
 from dualrc.train.processes import share_batch_norm, stop_on_signals
 from dualrc.train.step import CapturedUpdate, TrainingStep, Update
+from dualrc.train.teacher import Teacher
 
 logger = logging.getLogger(__name__)
 # Interval of log entries, in steps.
@@ -38,6 +40,8 @@ _LOG_EVERY = 100
 # Maximum time between messages, for slow steps.
 _SAY_EVERY_S = 10.0
 _LOCK = ".dualrc.lock"
+# Scale of the initial weights of coarse channels that are added to a trained network.
+_FAINT = 0.1
 
 
 def train(
@@ -71,7 +75,9 @@ def train(
 
 def _train(config: TrainConfig, out: Path, fabric: Any, deadline: float) -> dict[str, float]:
     run = _Run(config, out, fabric)
-    open_data = partial(open_pairs, size=config.size, points=config.points, device=fabric.device)
+    open_data = partial(
+        open_pairs, size=config.size, points=config.points, device=fabric.device, clean=config.teacher is not None
+    )
     training = [open_data(d, hold_out=not config.validation) for d in config.data]
     validation = [open_data(d, hold_out=False) for d in config.validation]
     opened, held_out = training + validation, [each.held_out for each in validation or training]
@@ -151,11 +157,12 @@ class _Run:
         fabric.barrier()
         torch.manual_seed(config.seed)
         self.network = _network(config).to(fabric.device)
-        if fabric.device.type == "cuda":
+        if fabric.device.type == "cuda" and config.precision == "bfloat16":
             self.network.engine = TrainingEngine()
         self.average = copy.deepcopy(self.network).eval()
         self.on_one_gpu = fabric.device.type == "cuda" and fabric.world_size == 1
-        module = TrainingStep(self.network, config)
+        self._teacher = Teacher(config.teacher).to(fabric.device) if config.teacher else None
+        module = TrainingStep(self.network, config, self._teacher)
         self.optimizer = _optimizer(self.network, config, fabric.device)
         if fabric.world_size > 1:
             share_batch_norm(self.network)
@@ -170,8 +177,8 @@ class _Run:
             module, self.optimizer, self.average, self.network, config, fabric
         )
         self._skipped = self._update.skipped
-        # The other losses read the number of keypoints from the GPU, which a CUDA graph cannot do.
-        if self.on_one_gpu and config.loss == "matching":
+        # A sparse tensor reads the number of its entries from the GPU, which a CUDA graph cannot do.
+        if self.on_one_gpu and not isinstance(self.network, SparseNCNet):
             self._update = CapturedUpdate(self._update)
         self._said: set[str] = set()
         self._since, self._last_step = time.monotonic(), self.step
@@ -179,8 +186,7 @@ class _Run:
     def advance(self, batch: PairBatch, parts: int) -> None:
         """Run one step of the optimizer."""
         decay = min(self.config.average, (2 + self.step) / (11 + self.step))
-        tensors = [getattr(batch, f.name) for f in fields(batch)]
-        loss, logged = self._update(parts, tensors, rate=self.config.rate(self.step), decay=decay)
+        loss, logged = self._update(parts, batch.tensors(), rate=self.config.rate(self.step), decay=decay)
         self.step += 1
         if self.step % min(_LOG_EVERY, self.config.validate_every) == 0:
             self._report({"loss": loss, **logged}, log=True)
@@ -191,12 +197,12 @@ class _Run:
         """Compute metrics on a fixed set of held-out pairs, and draw some of them."""
         figures: dict[str, float] = {}
         if self._is_first:
-            step = TrainingStep(self.average, self.config)
+            step = TrainingStep(self.average, self.config, self._teacher)
             batches = self.config.validation_batches
             with torch.no_grad():
                 for number in range(batches):
                     batch = self._validation_batch(makers, number)
-                    loss, logged = step(1, *(getattr(batch, f.name) for f in fields(batch)))
+                    loss, logged = step(1, *batch.tensors())
                     for name, value in {"loss": loss, **logged}.items():
                         figures[name] = figures.get(name, 0.0) + float(value) / batches
                     if number == 0:
@@ -307,13 +313,27 @@ class _Run:
 
 
 def _started(config: TrainConfig) -> Network:
-    """Load the network of the weights file to continue from, and add the context of the config to it."""
+    """Load the network of the weights file to continue from, enlarged where the config has more parts.
+
+    A context, residual blocks and coarse channels can be added. Contexts and blocks start as the identity, and channels
+    close to zero, so the enlarged network begins with nearly the same output.
+    """
     assert config.start_from is not None
     network = load_weights(config.start_from)
-    if network.config.context is not None or config.network.context is None:
+    old, wanted = network.config, config.network
+    new = replace(old, context=old.context or wanted.context)
+    if isinstance(old.backbone, CompactConfig) and isinstance(wanted.backbone, CompactConfig):
+        d4, d8, d16, d32 = map(max, old.backbone.depths, wanted.backbone.depths)
+        channels = max(old.backbone.coarse_channels, wanted.backbone.coarse_channels)
+        new = replace(new, backbone=replace(old.backbone, depths=(d4, d8, d16, d32), coarse_channels=channels))
+    if new == old:
         return network
-    larger = make_network(replace(network.config, context=config.network.context))
-    larger.load_state_dict(network.state_dict(), strict=False)
+    larger = make_network(new)
+    state = larger.state_dict()
+    for name, tensor in network.state_dict().items():
+        # Rows are added to the last layer of the coarse map only.
+        state[name] = torch.cat([tensor, _FAINT * state[name][len(tensor) :]]) if tensor.ndim else tensor
+    larger.load_state_dict(state)
     return larger
 
 
@@ -330,9 +350,16 @@ def _network(config: TrainConfig) -> Network:
         )
     network.train().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if isinstance(network.backbone, (PaperBackbone, Trunk)):
+        trunk = network.backbone.trunk
+        conv5 = trunk.layer4
         if config.trunk is not None:
-            load_imagenet_trunk(network.backbone.trunk, config.trunk)
-        network.backbone.trunk.eval().requires_grad_(False)
+            if config.train_conv5:
+                trunk.layer4 = None
+            load_imagenet_trunk(trunk, config.trunk)
+            trunk.layer4 = conv5
+        trunk.eval().requires_grad_(False)
+        if config.train_conv5 and conv5 is not None:
+            conv5.requires_grad_(True)
     return network
 
 

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from dualrc.losses import (
     BatchKeypointLosses,
     MatchingLosses,
     WeakLosses,
+    distillation_loss,
     keypoint_losses,
     matching_losses,
     weak_losses,
@@ -20,8 +20,8 @@ from dualrc.losses import (
 from dualrc.model.dualrc import DualRCNet
 from dualrc.model.network import Features, Network
 from dualrc.train.config import TrainConfig
+from dualrc.train.teacher import Teacher
 
-_FIELDS = [f.name for f in fields(PairBatch)]
 # Number of steps before the capture, in which kernels are chosen and compiled and the optimizer creates its state.
 _PLAIN = 3
 
@@ -32,10 +32,11 @@ Outcome = tuple[Tensor, dict[str, Tensor]]
 class TrainingStep(nn.Module):
     """Network and loss as one module, for distributed training."""
 
-    def __init__(self, network: Network, config: TrainConfig) -> None:
+    def __init__(self, network: Network, config: TrainConfig, teacher: Teacher | None = None) -> None:
         super().__init__()
         self.network = network
         self.config = config
+        self.teacher = teacher
         self._extract, self._loss = network.extract, self._losses
 
     def compile_parts(self) -> None:
@@ -44,8 +45,8 @@ class TrainingStep(nn.Module):
         self._loss = torch.compile(self._losses, dynamic=False)
 
     def forward(self, parts: int, *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute the loss, and values to log, from the fields of a PairBatch with this number of parts."""
-        batch = PairBatch(**dict(zip(_FIELDS, tensors, strict=True)))
+        """Compute the loss, and values to log, from the tensors of a PairBatch with this number of parts."""
+        batch = PairBatch.of(tensors)
         images = torch.cat([batch.images0, batch.images1]).contiguous(memory_format=torch.channels_last)
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
             features = self._extract(images)
@@ -54,12 +55,19 @@ class TrainingStep(nn.Module):
         chunks = [t.chunk(parts) for t in (*maps, *tensors)]
         results = [self._loss(*chunk) for chunk in zip(*chunks, strict=True)]
         logged = {name: torch.stack([r[1][name] for r in results]).mean() for name in results[0][1]}
-        return torch.stack([total for total, _ in results]).mean(), logged
+        loss = torch.stack([total for total, _ in results]).mean()
+        if self.teacher is not None and self.config.teacher is not None:
+            assert batch.clean0 is not None and batch.clean1 is not None
+            target = self.teacher(torch.cat([batch.clean0, batch.clean1]))
+            distilled = distillation_loss(features.coarse, target)
+            loss = loss + self.config.teacher.weight * distilled
+            logged["teacher"] = distilled.detach()
+        return loss, logged
 
     def _losses(
         self, coarse0: Tensor, coarse1: Tensor, fine0: Tensor, fine1: Tensor, *tensors: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        batch = PairBatch(**dict(zip(_FIELDS, tensors, strict=True)))
+        batch = PairBatch.of(tensors)
         features = Features(coarse=coarse0, fine=fine0), Features(coarse=coarse1, fine=fine1)
         losses: MatchingLosses | BatchKeypointLosses | WeakLosses
         if self.config.loss == "matching":
@@ -95,7 +103,7 @@ class Update:
             module.compile_parts()
 
     def __call__(self, parts: int, tensors: Sequence[Tensor], *, rate: float, decay: float) -> Outcome:
-        """Train on the fields of a PairBatch with this number of parts."""
+        """Train on the tensors of a PairBatch with this number of parts."""
         self.set(rate, decay)
         return self.run(parts, tensors)
 

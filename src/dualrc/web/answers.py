@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 
 from dualrc.files import parse_json
-from dualrc.web.jobs import Job
+from dualrc.web.job import Job
 from dualrc.web.problems import Problem
 from dualrc.web.security import client_of
 from dualrc.web.service import Service

@@ -151,7 +151,8 @@ async def _metrics(request: Request) -> PlainTextResponse:
         "dualrc_pairs": ("Stored results.", lambda: len(service.pairs)),
         "dualrc_pair_bytes": ("Memory of results.", lambda: service.pairs.bytes),
     }
-    return PlainTextResponse(metrics.text(gauges, service.jobs.outcomes), media_type="text/plain; version=0.0.4")
+    text = metrics.text(gauges, service.jobs.outcomes, dict(service.jobs.batches))
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
 def _add_handlers(app: FastAPI) -> None:

@@ -1,76 +1,25 @@
-"""Job queue with a limited length, one worker thread, progress events and cancellation.
-
-The work of a job is a generator. It yields its progress at points where it can be stopped, and returns its result.
-"""
+"""Job queue with a limited length, one worker thread, progress events and cancellation."""
 
 import asyncio
 import logging
 import queue
-import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from dualrc.errors import DualRCError
+from dualrc.web.job import ENDED, Job, State
 from dualrc.web.problems import Problem, from_error, unknown
 from dualrc.web.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-State = Literal["queued", "running", "done", "failed", "cancelled"]
-ENDED = ("done", "failed", "cancelled")
 # Maximum number of finished jobs that are remembered.
 _FINISHED_KEPT = 1024
 # Seconds without an event after which a stream sends a comment to keep the connection open.
 _HEARTBEAT_S = 15.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Progress of a job."""
-
-    stage: str = ""
-    fraction: float = 0.0
-    extra: dict[str, Any] = field(default_factory=dict)
-
-
-Work = Generator[Progress, None, Any]
-
-
-@dataclass(kw_only=True, eq=False)
-class Job:
-    """Task for the worker thread."""
-
-    start: Callable[[], Work]
-    client: str
-    limit_s: float
-    # Whether other jobs may run between two steps of this one.
-    long: bool = False
-    # Jobs with the same key can be matched in one batch; None runs the job alone.
-    batch_key: tuple[Any, ...] | None = None
-    pair: Any = None
-    # Whether clients can query the job by its id. A job that is not listed is dropped with its result.
-    listed: bool = True
-    # Called when the job ends, whether it succeeded or not.
-    release: Callable[[], None] = lambda: None
-    id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
-    state: State = "queued"
-    progress: Progress = Progress()
-    result: Any = None
-    problem: Problem | None = None
-    created: float = field(default_factory=time.monotonic)
-    cancelled: bool = False
-    work: Work | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def late(self) -> bool:
-        """Whether the job has exceeded its time limit."""
-        return time.monotonic() > self.created + self.limit_s
-
 
 # Function that matches several pairs in one batch and returns one result for each.
 Together = Callable[[Sequence[Any]], Sequence[Any]]
@@ -89,7 +38,10 @@ class JobQueue:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="matching", daemon=True)
+        # Number of jobs that ended, by outcome.
         self.outcomes: Counter[str] = Counter()
+        # Number of batches, by the number of pairs that were matched together.
+        self.batches: Counter[int] = Counter()
 
     def open(self) -> None:
         """Start the worker; call this from the event loop that follows the jobs."""
@@ -198,7 +150,7 @@ class JobQueue:
                     await asyncio.wait_for(changed.wait(), max(0.01, left))
                 except TimeoutError:
                     self.cancel(job)
-                    raise _too_late(job) from None
+                    raise job.too_late() from None
         if job.state == "done":
             return job.result
         if job.problem is not None:
@@ -258,32 +210,33 @@ class JobQueue:
         self._working = jobs
         for job in jobs:
             job.state = "running"
-            self._wake(job)
+            job.wake(self._loop)
         self._tell_waiting()
         return jobs
 
     def _work_on(self, jobs: list[Job]) -> None:
         try:
-            if len(jobs) > 1 and self._together is not None:
-                self._run_together(jobs)
-            else:
-                self._run_one(jobs[0])
+            if len(jobs) > 1:
+                self._match_together(jobs)
+            elif jobs[0].batch_key is not None:
+                self.batches[1] += 1
+            for job in jobs:
+                self._run_one(job)
         finally:
             with self._ready:
                 self._working = []
 
-    def _run_together(self, jobs: list[Job]) -> None:
+    def _match_together(self, jobs: list[Job]) -> None:
+        """Match the pairs of several jobs in one batch. If that fails, each job matches its own pair."""
         assert self._together is not None
         try:
-            prepared = self._together([job.pair for job in jobs])
+            for job, found in zip(jobs, self._together([job.pair for job in jobs]), strict=True):
+                job.pair.found = found
+            self.batches[len(jobs)] += 1
         except Exception:
             # Matching the pairs one by one finds the pair that fails.
             logger.info("Matching %d pairs together failed; they are matched one by one.", len(jobs), exc_info=True)
-            prepared = []
-        for job, found in zip(jobs, prepared, strict=False):
-            job.pair.found = found
-        for job in jobs:
-            self._run_one(job)
+            self.batches[1] += len(jobs)
 
     def _run_one(self, job: Job) -> None:
         """Run a job to its end, or for one step if it is long and other jobs are waiting."""
@@ -296,9 +249,9 @@ class JobQueue:
                     return
                 if job.late:
                     job.work.close()
-                    raise _too_late(job)
+                    raise job.too_late()
                 job.progress = next(job.work)
-                self._wake(job)
+                job.wake(self._loop)
                 if job.long and self._waiting:
                     with self._ready:
                         if not job.cancelled and not self._closing:
@@ -322,33 +275,10 @@ class JobQueue:
             self._end(job, state, problem)
 
     def _end(self, job: Job, state: State, problem: Problem | None = None) -> None:
-        # Set the problem before the state, because readers of the state use it.
-        job.problem, job.work, job.pair, job.start = problem, None, None, _ended
-        job.state = state
         self.outcomes[state] += 1
-        job.release()
-        self._wake(job)
+        job.end(state, problem)
+        job.wake(self._loop)
 
     def _tell_waiting(self) -> None:
         for job in self._waiting:
-            self._wake(job)
-
-    def _wake(self, job: Job) -> None:
-        """Notify the listeners of a job on their event loop."""
-
-        def wake() -> None:
-            changed, job.changed = job.changed, asyncio.Event()
-            changed.set()
-
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(wake)
-
-
-def _ended() -> Work:
-    """Replace the work of a finished job, so that its data can be freed."""
-    raise AssertionError("A job is run once.")
-
-
-def _too_late(job: Job) -> Problem:
-    message = f"The job took longer than {job.limit_s:g} s; use a smaller size, or try again later."
-    return Problem(504, "too_late", message)
+            job.wake(self._loop)

@@ -30,8 +30,14 @@ class Metrics:
             counts[bisect_left(_BUCKETS, seconds)] += 1
             self._seconds[route] = self._seconds.get(route, 0.0) + seconds
 
-    def text(self, gauges: Mapping[str, tuple[str, Callable[[], float]]], jobs: Mapping[str, int]) -> str:
-        """Return all metrics; `gauges` maps a name to a description and a function that returns the value."""
+    def text(
+        self, gauges: Mapping[str, tuple[str, Callable[[], float]]], jobs: Mapping[str, int], batches: Mapping[int, int]
+    ) -> str:
+        """Return all metrics.
+
+        `gauges` maps a name to a description and a function that returns the value, `jobs` counts jobs by outcome and
+        `batches` counts batches by their number of pairs.
+        """
         with self._lock:
             requests, buckets = dict(self._requests), {route: list(counts) for route, counts in self._buckets.items()}
             seconds = dict(self._seconds)
@@ -48,6 +54,8 @@ class Metrics:
             lines.append(f'dualrc_request_seconds_count{{route="{route}"}} {total}')
         lines += ["# HELP dualrc_jobs_total Jobs that ended.", "# TYPE dualrc_jobs_total counter"]
         lines += [f'dualrc_jobs_total{{outcome="{outcome}"}} {jobs.get(outcome, 0)}' for outcome in _OUTCOMES]
+        lines += ["# HELP dualrc_batches_total Batches of pairs.", "# TYPE dualrc_batches_total counter"]
+        lines += [f'dualrc_batches_total{{pairs="{pairs}"}} {count}' for pairs, count in sorted(batches.items())]
         own = {
             "process_resident_memory_bytes": ("Resident memory.", resident_bytes),
             "process_start_time_seconds": ("Start of the process.", lambda: self._started),

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualrc.config import Quality
 from dualrc.matches import Estimate, Matches
 from dualrc.web.problems import unknown
+from dualrc.web.schemas import MatchOptions
 from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import Upload
 
@@ -24,25 +24,13 @@ SAME, UNSURE = 0.9, 0.1
 _OVERHEAD = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class MatchSettings:
-    """Settings of a match request."""
-
-    quality: Quality = "standard"
-    size: int | None = None
-    top: int | None = None
-    min_score: float = 0.0
-    estimate: str | None = None
-    threshold_px: float = 2.0
-
-
 @dataclass(kw_only=True, eq=False)
 class Pair:
     """Matches of two images."""
 
     images: tuple[Upload, Upload]
     matches: Matches
-    settings: MatchSettings
+    settings: MatchOptions
     seconds: float
     device: str
     id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
@@ -181,7 +169,7 @@ def commands(pair: Pair) -> dict[str, str]:
     """Return the shell command and the Python code that find the same matches."""
     names, settings = [image.name for image in pair.images], pair.settings
     options = {"quality": settings.quality, "size": settings.size, "top": settings.top, "min_score": settings.min_score}
-    given = {key: value for key, value in options.items() if value != getattr(MatchSettings(), key)}
+    given = {key: value for key, value in options.items() if value != getattr(MatchOptions(), key)}
     flags = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     arguments = [*map(repr, names), *(f"{key}={value!r}" for key, value in given.items())]
     lines = [

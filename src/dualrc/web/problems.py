@@ -3,6 +3,7 @@
 from PIL import Image
 
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
+from dualrc.matcher.budget import NoMemoryError
 
 
 class Problem(Exception):  # noqa: N818
@@ -39,7 +40,7 @@ def from_error(error: DualRCError) -> Problem:
     if isinstance(error, ImageError):
         if isinstance(error.__cause__, Image.DecompressionBombError):
             return Problem(413, "too_many_pixels", message)
-        if "not enough memory" in message or "of memory" in message:
+        if isinstance(error, NoMemoryError):
             return Problem(503, "no_memory", message, retry_s=10)
         if "too small or too thin" in message:
             return Problem(422, "too_small", message)

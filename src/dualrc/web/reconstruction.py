@@ -1,18 +1,18 @@
 """Finished reconstruction, written by `dualrc reconstruct --out DIR`, for the 3D view."""
 
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dualrc.colmap import ModelImage, import_pycolmap, read_model
 from dualrc.errors import DataError
-from dualrc.files import inside
+from dualrc.files import inside, parse_json, read_text
 from dualrc.image import read
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, IntArray
 from dualrc.web.cache import ByteCache
 from dualrc.web.problems import Problem, unknown
 from dualrc.web.settings import MIB
@@ -26,9 +26,9 @@ class _Tracks:
     """Observations, grouped by 3D point."""
 
     # First observation of each point, and the total: (m + 1,).
-    starts: npt.NDArray[np.int64]
+    starts: IntArray
     # Index of the image of each observation: (k,).
-    images: npt.NDArray[np.int64]
+    images: IntArray
     # Position of each observation in pixels of the upright image: (k, 2).
     places: FloatArray
 
@@ -39,11 +39,10 @@ class Reconstruction:
     def __init__(self, folder: Path, images: Path | None = None) -> None:
         self.name = folder.resolve().name
         model_folder = folder / "model" if (folder / "model").is_dir() else folder
-        if images is None and (folder / "images").is_dir():
-            images = folder / "images"
         if images is not None and not images.is_dir():
             raise DataError(f"{images} is not a folder; give the one that the reconstruction was made from.")
-        self._folder = images
+        # Folder of the images, or None if it is unknown.
+        self.folder = images = images or _find_images(folder)
         model = read_model(model_folder, images)
         if not model.images:
             raise DataError(f"The model in {model_folder} has no images; reconstruct again.")
@@ -69,7 +68,7 @@ class Reconstruction:
             "images": [_describe(number, name, self._images[number]) for number, name in enumerate(self.names)],
             "points_url": "/v1/reconstruction/points",
             "count": len(self.xyz),
-            "views": self._folder is not None,
+            "views": self.folder is not None,
         }
 
     def packed(self) -> bytes:
@@ -99,15 +98,24 @@ class Reconstruction:
         """Return an image as JPEG."""
         if not 0 <= number < len(self.names):
             raise unknown("image")
-        if self._folder is None:
+        if self.folder is None:
             message = "The server has no image folder; start it with dualrc serve DIR --images FOLDER."
             raise Problem(404, "no_images", message)
-        path = inside(self._folder, self.names[number])
+        path = inside(self.folder, self.names[number])
         with self._reading:
             return self._views.make((number, max_side), lambda: to_jpeg(read(path), max_side))
 
 
-def _index(images: list[ModelImage], point_ids: npt.NDArray[np.int64]) -> _Tracks:
+def _find_images(folder: Path) -> Path | None:
+    """Return the folder `images` of a reconstruction, or the folder that its summary.json names."""
+    candidates = [folder / "images"]
+    with suppress(DataError, ValueError, KeyError, TypeError):
+        named = parse_json(read_text(folder / "summary.json"))["images"]
+        candidates.append((folder / named).resolve())
+    return next((path for path in candidates if path.is_dir()), None)
+
+
+def _index(images: list[ModelImage], point_ids: IntArray) -> _Tracks:
     """Return the observations of all images, sorted by point."""
     counts = [len(image.point_ids) for image in images]
     points = np.searchsorted(point_ids, np.concatenate([image.point_ids for image in images]))

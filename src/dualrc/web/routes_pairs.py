@@ -11,8 +11,8 @@ from starlette.responses import StreamingResponse
 
 from dualrc.web import exports, pairs, schemas
 from dualrc.web.answers import checked, client, json_answer, json_body, schema, service_of, wait_for
-from dualrc.web.jobs import Job
-from dualrc.web.pairs import MatchSettings, Pair
+from dualrc.web.job import Job
+from dualrc.web.pairs import Pair
 from dualrc.web.problems import Problem
 from dualrc.web.routes_images import form_of, keep
 from dualrc.web.uploads import Upload
@@ -50,7 +50,7 @@ async def match(
     return await _formatted(pair, format)
 
 
-async def _asked(request: Request) -> tuple[tuple[Upload, Upload], MatchSettings]:
+async def _asked(request: Request) -> tuple[tuple[Upload, Upload], schemas.MatchOptions]:
     service = service_of(request)
     if request.headers.get("content-type", "").startswith("multipart/"):
         async with form_of(request, 2) as form:
@@ -58,9 +58,9 @@ async def _asked(request: Request) -> tuple[tuple[Upload, Upload], MatchSettings
             options = checked(schemas.MatchOptions, fields)
             image0 = await keep(request, form.get("image0"), "image0")
             image1 = await keep(request, form.get("image1"), "image1")
-        return (image0, image1), options.settings()
+        return (image0, image1), options
     body = await json_body(request, schemas.MatchBody)
-    return (service.images.get(body.image0), service.images.get(body.image1)), body.settings()
+    return (service.images.get(body.image0), service.images.get(body.image1)), body
 
 
 @router.get("/pairs/{number}", summary="Get a result", response_class=Response)

@@ -82,6 +82,6 @@ def _collections(request: Request) -> CollectionStore:
 def _reconstruction(request: Request) -> Reconstruction:
     found: Reconstruction | None = request.app.state.reconstruction
     if found is None:
-        message = "This server has no reconstruction; start it with dualrc serve DIR --images FOLDER."
+        message = "This server has no reconstruction; start it with dualrc serve DIR."
         raise Problem(404, "no_reconstruction", message)
     return found

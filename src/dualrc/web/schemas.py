@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dualrc.config import Quality
-from dualrc.web.pairs import MatchSettings
 
 Id = Annotated[str, Field(min_length=1, max_length=64)]
 Kind = Literal["homography", "fundamental", "essential"]
@@ -30,10 +29,6 @@ class MatchOptions(_Body):
     size: Size | None = None
     estimate: Kind | None = Field(default=None, description="Model to fit to the matches.")
     threshold_px: Threshold = 2.0
-
-    def settings(self) -> MatchSettings:
-        """Return the options as settings of the service."""
-        return MatchSettings(**{name: getattr(self, name) for name in MatchOptions.model_fields})
 
 
 class MatchBody(MatchOptions):

@@ -1,5 +1,6 @@
-"""Server: listening socket, uvicorn and clean shutdown."""
+"""Server: listening socket, uvicorn, time limit of request headers and clean shutdown."""
 
+import asyncio
 import ipaddress
 import logging
 import signal
@@ -8,8 +9,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dualrc.errors import ConfigError
 
@@ -57,6 +60,44 @@ def is_busy() -> bool:
     return any(thread.name in THREADS for thread in threading.enumerate())
 
 
+class Connection(H11Protocol):
+    """HTTP connection that is closed if the header of a request does not arrive in time.
+
+    uvicorn limits the pause between two requests, but not the time from the first to the last byte of a header.
+    """
+
+    # Time limit of a header, in seconds.
+    header_s = 15.0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Wait for the first header."""
+        super().connection_made(transport)
+        self._limit()
+
+    def data_received(self, data: bytes) -> None:
+        """Wait for the rest of a header."""
+        super().data_received(data)
+        self._limit()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        super().connection_lost(exc)
+        self._stop()
+
+    def _limit(self) -> None:
+        """Start the timer at the start of a header, and stop it at the end."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(self.header_s, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class Server(uvicorn.Server):
     """uvicorn server that a signal stops without ending the process."""
 
@@ -64,6 +105,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
                 log_config=None,
                 # dualrc writes its own access log, without the ids of images.
                 access_log=False,

@@ -19,8 +19,10 @@ from dualrc.matches import Estimate, EstimateKind, Matches
 from dualrc.pixels import STRIDE
 from dualrc.types import Size
 from dualrc.web.cache import ByteCache
-from dualrc.web.jobs import Job, JobQueue, Progress, Work
-from dualrc.web.pairs import MatchSettings, Pair, PairStore
+from dualrc.web.job import Job, Progress, Work
+from dualrc.web.jobs import JobQueue
+from dualrc.web.pairs import Pair, PairStore
+from dualrc.web.schemas import MatchOptions
 from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import ImageStore, Upload
 from dualrc.web.wire import pack_warp
@@ -36,7 +38,7 @@ class PairWork:
     """Two images to match, and their matches once they are found."""
 
     images: tuple[Upload, Upload]
-    settings: MatchSettings
+    settings: MatchOptions
     found: Matches | None = None
 
 
@@ -97,7 +99,7 @@ class Service:
             self._features.discard(lambda kept: kept == key)
         return found
 
-    def match(self, client: str, images: tuple[Upload, Upload], settings: MatchSettings) -> Job:
+    def match(self, client: str, images: tuple[Upload, Upload], settings: MatchOptions) -> Job:
         """Queue a match of two images; the result is {"pair": id}."""
         pair = PairWork(images=images, settings=settings)
         standard = settings.quality == "standard" and settings.size is None
@@ -148,7 +150,7 @@ class Service:
     ) -> Job:
         """Queue all pairs of a set of images; `tell` is called with each pair when it is matched."""
         numbers = [(i, j) for i in range(len(images)) for j in range(i + 1, len(images))]
-        settings = MatchSettings(top=1000)
+        settings = MatchOptions(top=1000)
 
         def work() -> Work:
             for done, (i, j) in enumerate(numbers):
@@ -196,8 +198,7 @@ class Service:
         pair = self._matched(work)
         if work.settings.estimate is not None:
             yield Progress(stage="estimating", fraction=0.9)
-            kind: Any = work.settings.estimate
-            model = self.estimate(pair, kind, work.settings.threshold_px)
+            model = self.estimate(pair, work.settings.estimate, work.settings.threshold_px)
             pair.matches = pair.matches.with_estimate(model)
         return {"pair": pair.id}
 
@@ -228,7 +229,7 @@ class Service:
         pairs = [self._both(work.images, self._size(settings)) for work in works]
         return list(self.matcher.match_many(pairs, top=settings.top, min_score=settings.min_score))
 
-    def _size(self, settings: MatchSettings) -> int | None:
+    def _size(self, settings: MatchOptions) -> int | None:
         return self.matcher.config.size if settings.size is None else settings.size
 
     def _both(self, images: tuple[Upload, Upload], size: int | None) -> tuple[PictureFeatures, PictureFeatures]:

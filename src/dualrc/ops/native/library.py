@@ -1,6 +1,7 @@
 """The compiled C kernels: selected for this processor, checked against the sources, and called with tensors."""
 
 import ctypes
+import struct
 import warnings
 from functools import cache
 from importlib.util import find_spec
@@ -122,6 +123,7 @@ def opened(variant: str) -> "Library | None":
 def open_library(path: str) -> "Library | None":
     """Open a library; return None, with a warning, if it cannot be used."""
     try:
+        _check_complete(Path(path))
         library = ctypes.CDLL(path)
         library.dualrc_sources.restype = ctypes.c_char_p
         if library.dualrc_sources() != sources.digest().encode():
@@ -136,6 +138,18 @@ def open_library(path: str) -> "Library | None":
         warnings.warn(f"{message}: {remedy}", stacklevel=2)
         return None
     return Library(library)
+
+
+def _check_complete(path: Path) -> None:
+    """Raise an OSError for a truncated ELF file, because loading one can end the process with a bus error."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if header[:5] == b"\x7fELF\x02" and len(header) == 64:
+        (table,) = struct.unpack_from("Q", header, 40)
+        entry_bytes, entries = struct.unpack_from("HH", header, 58)
+        # The section headers are at the end of the file.
+        if path.stat().st_size < table + entry_bytes * entries:
+            raise OSError("the file is incomplete")
 
 
 class Library:

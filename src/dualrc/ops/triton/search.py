@@ -176,12 +176,12 @@ def _search(
 
     maxima = torch.empty(groups, blocks, device=device)
     at_once = max(1, tiles.at_once // _BLOCK)
-    bound = launcher("search_jit.block_maxima", BLOCK=_BLOCK, AT_ONCE=at_once, warps=tiles.bound_warps, **flags)
+    bound = launcher("choose_jit.block_maxima", BLOCK=_BLOCK, AT_ONCE=at_once, warps=tiles.bound_warps, **flags)
     bound((groups, 1, 1), tensor, sums, asking, allowed, maxima, *size, candidates, blocks)
     chosen = torch.empty(groups, k, dtype=torch.int32, device=device)
     rest = torch.empty(groups, device=device)
     choose = launcher(
-        "search_jit.choose", BLOCK=_BLOCK, AT_ONCE=_BLOCKS, VISITED=k, TAKEN=2 * k, warps=tiles.choose_warps, **flags
+        "choose_jit.choose", BLOCK=_BLOCK, AT_ONCE=_BLOCKS, VISITED=k, TAKEN=2 * k, warps=tiles.choose_warps, **flags
     )
     choose((groups, 1, 1), tensor, sums, asking, allowed, maxima, chosen, rest, *size, candidates, blocks)
 

@@ -97,7 +97,7 @@ export class Api extends EventTarget {
   async upload(file, signal = undefined) {
     const most = this.info?.max_bytes;
     if (most && file.size > most) {
-      const size = (bytes) => `${(bytes / 1e6).toFixed(0)} MB`;
+      const size = (bytes) => `${bytes < 1e7 ? Number((bytes / 1e6).toPrecision(2)) : Math.round(bytes / 1e6)} MB`;
       throw new ApiError(`${file.name} has ${size(file.size)}; this server takes up to ${size(most)}. Choose a smaller file.`, { code: "too_large" });
     }
     const form = new FormData();

@@ -94,6 +94,7 @@ export class Compare {
     this.homography = homography;
     const pane = stage.element.querySelector('[data-pane="compare"]');
     this.viewer = new Viewer(pane, "Both images aligned. Plus and minus zoom, arrow keys move.");
+    this.viewer.pointing = false;
     this.viewer.dragHook = (event) => state.mode === "swipe" && this.#drag(event);
     this.viewer.addEventListener("click", ({ detail: { x } }) => { if (state.mode === "swipe") this.#setAmount((100 * (x + 0.5)) / this.viewer.source.width); });
     this.viewer.addEventListener("view", () => stage.element.dispatchEvent(new CustomEvent("zoomed")));

@@ -15,7 +15,7 @@ let view = null;
 /** Called each time the view is opened. */
 export async function show(container, api) {
   if (!api.info?.reconstruction) {
-    const words = element("p", "muted model-none", "This server has no reconstruction. Start it with: dualrc serve DIR --images FOLDER, where DIR is the output folder of dualrc reconstruct.");
+    const words = element("p", "muted model-none", "This server has no reconstruction. Start it with: dualrc serve DIR, where DIR is the output folder of dualrc reconstruct.");
     container.replaceChildren(heading("h1", "Model"), words);
     return;
   }
@@ -46,7 +46,10 @@ class ModelView {
     canvas.setAttribute("role", "application");
     canvas.setAttribute("aria-label", `3D view of ${points.count} points and ${this.images.length} cameras. Arrow keys rotate, with Shift they move, plus and minus zoom, 0 shows all, Enter selects the point in the center.`);
     const stage = element("div", "model-stage");
-    stage.append(canvas, element("p", "model-hint", "Drag to rotate, drag with Shift or the right button to move, scroll to zoom. Click a point to see its images."));
+    const hint = matchMedia("(pointer: coarse)").matches
+      ? "One finger rotates, two fingers move and zoom. Tap a point to see its images."
+      : "Drag to rotate, drag with Shift or the right button to move, scroll to zoom. Click a point to see its images.";
+    stage.append(canvas, element("p", "model-hint", hint));
     const side = element("div", "model-side");
     side.append(this.#controls(described), this.detail = element("section", "card model-detail"), this.#list());
     this.detail.setAttribute("aria-live", "polite");
@@ -105,7 +108,7 @@ class ModelView {
   }
 
   #explain() {
-    this.detail.replaceChildren(heading("h2", "Point"), element("p", "muted", "Click a point to see it in the images of its track."));
+    this.detail.replaceChildren(heading("h2", "Point"), element("p", "muted", "Select a point to see it in the images of its track."));
   }
 
   /** Move the view to the pose of an image. */
@@ -141,20 +144,22 @@ class ModelView {
     try {
       const point = await this.#api.json("GET", `v1/reconstruction/points/${index}`);
       if (asked !== this.#asked) return undefined;
-      this.cloud.seenBy = point.track.map((seen) => Number(seen.image));
+      // An image can observe a point twice.
+      this.cloud.seenBy = [...new Set(point.track.map((seen) => Number(seen.image)))];
       this.cloud.draw();
       const error = point.error === null ? "" : `, error ${point.error.toFixed(2)} px`;
       const list = element("ul", "model-track");
       this.detail.replaceChildren(heading("h2", `Point ${index}`),
         element("p", "muted mono", point.xyz.map((value) => value.toFixed(3)).join(", ")),
-        element("p", "muted", `Seen by ${point.track.length} images${error}`), list);
-      announce(`Point ${index}, seen by ${point.track.length} images.`);
+        element("p", "muted", `Seen by ${this.cloud.seenBy.length} images${error}`), list);
+      announce(`Point ${index}, seen by ${this.cloud.seenBy.length} images.`);
       for (const seen of point.track.slice(0, MOST_VIEWS)) {
         const item = document.createElement("li");
         item.append(element("span", "", seen.name), element("span", "muted mono", ` ${seen.x.toFixed(1)}, ${seen.y.toFixed(1)}`));
         list.append(item);
         if (this.hasViews) this.#crop(item, seen).catch(fail);
       }
+      if (!this.hasViews) this.detail.append(element("p", "muted", "The server has no images of this model; start it with --images FOLDER to see them."));
       if (point.track.length > MOST_VIEWS) list.append(element("li", "muted", `and ${point.track.length - MOST_VIEWS} more`));
     } catch (error) {
       fail(error);

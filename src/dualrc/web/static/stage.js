@@ -106,6 +106,8 @@ export class Stage {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
     const ctx = this.#context(this.overlay), pins = this.#context(this.pins);
+    // An empty layer costs time to compose.
+    this.pins.hidden = !state.kept.length;
     if (state.mode !== "matches") return;
     if (state.show.certainty) WAYS.forEach((way, i) => this.#paintCertainty(ctx, way, i));
     if (state.result) drawMatches(ctx, this, state);

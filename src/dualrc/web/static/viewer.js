@@ -28,6 +28,8 @@ export class Viewer extends EventTarget {
     this.size = [1, 1];
     this.cursor = null;
     this.dragHook = null;
+    // Whether one finger points at pixels; otherwise it moves the image.
+    this.pointing = true;
     this.#listen();
   }
 
@@ -113,13 +115,14 @@ export class Viewer extends EventTarget {
     this.place();
   }
 
-  zoomAt(factor, sx = this.size[0] / 2, sy = this.size[1] / 2) {
+  /** Zoom at (sx, sy) of the pane, where the pixel that is now at (sx - dx, sy - dy) is moved to. */
+  zoomAt(factor, sx = this.size[0] / 2, sy = this.size[1] / 2, dx = 0, dy = 0) {
     if (!this.source) return;
-    const [x, y] = this.toImage(sx, sy);
+    const [x, y] = this.toImage(sx - dx, sy - dy);
     const before = this.view.scale;
     this.view.scale = clamp(before * factor, this.fitScale, Math.max(MAX_SCALE, this.fitScale));
     this.anchor(x, y, sx, sy);
-    this.#tell("view", { factor: this.view.scale / before, x, y, sx, sy });
+    this.#tell("view", { factor: this.view.scale / before, x, y, sx, sy, dx, dy });
   }
 
   panBy(dx, dy) {
@@ -164,7 +167,9 @@ export class Viewer extends EventTarget {
     this.#pointers.set(event.pointerId, event);
     this.#moved = this.#pointers.size > 1 ? Infinity : 0;
     this.cursor = null;
-    if (event.pointerType === "touch" && this.#pointers.size === 1) this.#tell("move", this.#point(event, "touch"));
+    if (event.pointerType !== "touch") return;
+    if (this.#pointers.size === 1) this.#tell("move", this.#point(event, "touch"));
+    else this.#tell("leave");
   }
 
   #move(event) {
@@ -175,11 +180,11 @@ export class Viewer extends EventTarget {
     }
     const [dx, dy] = [event.clientX - last.clientX, event.clientY - last.clientY];
     this.#moved += Math.hypot(dx, dy);
-    if (this.dragHook?.(event)) {
-      this.#pointers.set(event.pointerId, event);
-    } else if (this.#pointers.size === 2) {
+    if (this.#pointers.size === 2) {
       this.#pinch(event);
-    } else if (event.pointerType === "touch") {
+    } else if (this.dragHook?.(event)) {
+      this.#pointers.set(event.pointerId, event);
+    } else if (event.pointerType === "touch" && this.pointing) {
       // One finger points and two fingers move, because touch screens have no hover.
       this.#pointers.set(event.pointerId, event);
       this.#tell("move", this.#point(event, "touch"));
@@ -199,8 +204,8 @@ export class Viewer extends EventTarget {
     const before = spread();
     this.#pointers.set(event.pointerId, event);
     const after = spread(), box = this.canvas.getBoundingClientRect();
-    this.panBy(after.x - before.x, after.y - before.y);
-    if (before.size > 0) this.zoomAt(after.size / before.size, after.x - box.left, after.y - box.top);
+    const factor = before.size > 0 ? after.size / before.size : 1;
+    this.zoomAt(factor, after.x - box.left, after.y - box.top, after.x - before.x, after.y - before.y);
   }
 
   #up(event, cancelled = false) {

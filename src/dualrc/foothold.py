@@ -6,6 +6,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.matches import Matches
+from dualrc.types import IntArray
+
+ADVICE = (
+    "the images may not show the same scene. "
+    'If they do, try quality="search", rotate one image upright, or crop both images to their overlap.'
+)
+LOW = f"The pair score is very low: {ADVICE}"
 
 # Number of matches that vote.
 TOP = 1000
@@ -24,6 +31,8 @@ _SCALES = 12
 # Unrelated images reach up to 0.12, typically 0.05. Images of a plane tilted by 60 degrees reach 0.24.
 # Wide baselines of a 3D scene reach 0.18 and more, ordinary pairs 0.5 to 1.
 ENOUGH = 0.15
+# Unrelated images reach up to this share by chance, and more with fewer matches than this.
+CHANCE, FEWEST_SURE = 0.3, 300
 # Share with one partner each that leaves no doubt.
 _PLENTY = 0.4
 # Largest scale factor that the network matches well.
@@ -78,7 +87,7 @@ def vote(matches: Matches) -> Foothold:
     return found
 
 
-def _shuffled(places: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+def _shuffled(places: npt.NDArray[Any]) -> IntArray:
     """Return a pseudo-random order of positions (n,), independent of their input order and of each other."""
     x, y = (np.rint(part).astype(np.int64).astype(np.uint32) for part in (places.real, places.imag))
     return np.argsort((x * np.uint32(73856093) ^ y * np.uint32(19349663)) * np.uint32(2654435761), kind="stable")

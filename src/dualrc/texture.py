@@ -1,17 +1,16 @@
 """Removal of matches in areas without texture, which are no evidence for a pair."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
-from torch.nn import functional as F
 
+from dualrc.foothold import FEWEST_SURE
+from dualrc.image import Scale
 from dualrc.matches import Matches
 from dualrc.pixels import FINE_STRIDE, pixel_to_cell
-from dualrc.types import BoolArray
-
-if TYPE_CHECKING:
-    from dualrc.matcher.features import PictureFeatures
+from dualrc.types import BoolArray, FloatArray
 
 # Side of a neighborhood in fine cells, and the standard deviation of gray levels below which it has no texture.
 # Sensor noise of a uniform area stays below this.
@@ -26,6 +25,19 @@ _SUSPICIOUS = 0.3
 BLANK = "Image {} has almost no texture, so it cannot be matched; check that it is the right file."
 
 
+class Seen(NamedTuple):
+    """An image as the network sees it."""
+
+    # (h, w), from 0 to 255.
+    gray: FloatArray
+    scale: Scale
+
+
+def is_suspicious(matches: Matches) -> bool:
+    """Return whether agreement of the matches may be chance, or that of blank areas and overlays such as captions."""
+    return len(matches) < FEWEST_SURE or is_stationary(matches)
+
+
 def is_stationary(matches: Matches) -> bool:
     """Return whether many of the best matches have the same position in both images.
 
@@ -36,11 +48,11 @@ def is_stationary(matches: Matches) -> bool:
     return len(best) > 0 and bool(np.mean(np.abs(best).max(axis=1) < _STATIONARY) > _SUSPICIOUS)
 
 
-def without_blank_areas(matches: Matches, features: "tuple[PictureFeatures, PictureFeatures]") -> Matches:
+def without_blank_areas(matches: Matches, seen: Sequence[Seen]) -> Matches:
     """Remove matches in areas without texture; all of them, with a warning, if an image is blank."""
     keep = np.ones(len(matches), dtype=bool)
-    for number, (points, own) in enumerate(zip((matches.points0, matches.points1), features, strict=True)):
-        textured = _textured(own)
+    for number, (points, own) in enumerate(zip((matches.points0, matches.points1), seen, strict=True)):
+        textured = has_texture(own.gray)
         if textured.mean() < _LEAST_SHARE:
             return replace(matches[:0], info={**matches.info, "warning": BLANK.format(number)}, whole=None)
         cells = pixel_to_cell(own.scale.to_network(points), FINE_STRIDE)
@@ -49,10 +61,21 @@ def without_blank_areas(matches: Matches, features: "tuple[PictureFeatures, Pict
     return matches if keep.all() else replace(matches[keep], whole=None)
 
 
-def _textured(features: "PictureFeatures") -> BoolArray:
-    """Return whether the neighborhood of each fine cell has texture: (height / 4, width / 4)."""
-    gray = features.pixels.float().mean(-1)[None, None]
-    means = [F.avg_pool2d(values, FINE_STRIDE) for values in (gray, gray.square())]
-    mean, square = (F.avg_pool2d(m, _CELLS, 1, _CELLS // 2, count_include_pad=False)[0, 0] for m in means)
-    textured: BoolArray = (square - mean.square() > _LEAST_DEVIATION**2).cpu().numpy()
+def has_texture(gray: FloatArray) -> BoolArray:
+    """Return whether the neighborhood of each fine cell has texture: (h, w) -> (h / 4, w / 4)."""
+    height, width = (side // FINE_STRIDE for side in gray.shape)
+    cells = gray[: height * FINE_STRIDE, : width * FINE_STRIDE].reshape(height, FINE_STRIDE, width, FINE_STRIDE)
+    mean, square = (_smoothed(values.mean(axis=(1, 3))) for values in (cells, np.square(cells)))
+    textured: BoolArray = square - mean**2 > _LEAST_DEVIATION**2
     return textured
+
+
+def _smoothed(values: FloatArray) -> FloatArray:
+    """Return the mean over the part of each neighborhood inside the image."""
+    for axis in (0, 1):
+        sums = np.insert(np.cumsum(values, axis=axis, dtype=np.float64), 0, 0, axis=axis)
+        place, length = np.arange(values.shape[axis]), values.shape[axis]
+        end, start = np.minimum(place + _CELLS // 2 + 1, length), np.maximum(place - _CELLS // 2, 0)
+        count = (end - start).reshape((-1, 1) if axis == 0 else (1, -1))
+        values = (sums.take(end, axis=axis) - sums.take(start, axis=axis)) / count
+    return values

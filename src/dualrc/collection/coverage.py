@@ -1,0 +1,93 @@
+"""Coverage of a pair: in which share of the area that both images should show the pair has inliers.
+
+Different places that look alike differ in what is next to them. Matches of such a pair stop in the middle of both
+images, although other pairs match what is there. Matches of a true pair stop where one of the images ends.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from dualrc import geometry
+from dualrc.geometry import Camera
+from dualrc.matches import Matches
+from dualrc.types import BoolArray, FloatArray
+
+IntArray = npt.NDArray[np.int64]
+
+# Number of cells along the long side of an image.
+_CELLS = 32
+# Number of inliers from which the depth of a cell is estimated.
+_DEPTHS = 9
+
+
+def cells_of(points: FloatArray, size: tuple[int, int]) -> IntArray:
+    """Return the cells (rows, columns) of an image with points (n, 2), as 0 and 1."""
+    cell = _cell_px(size)
+    found = np.zeros((int(np.ceil(size[1] / cell)), int(np.ceil(size[0] / cell))), np.int64)
+    found[_cell(points, size, found.shape)] = 1
+    return found
+
+
+def cover(
+    inliers: Matches, pose: FloatArray, camera0: Camera, camera1: Camera, cells0: BoolArray, cells1: BoolArray
+) -> float:
+    """Return the coverage of a pair with this pose, the lower one of both images; 1 if nothing is expected.
+
+    `cells0` and `cells1`: the cells of the images that other pairs match. The depth of a cell is that of the inliers
+    around it. If this places the cell on a cell of the other image that other pairs match too, inliers are expected.
+    """
+    points0, points1 = inliers.points0.astype(np.float64), inliers.points1.astype(np.float64)
+    shares = (
+        _share(points0, points1, pose, camera0, camera1, cells0, cells1),
+        _share(points1, points0, geometry.cam1_from_cam0(pose, np.eye(3, 4)), camera1, camera0, cells1, cells0),
+    )
+    return min(shares)
+
+
+def _share(
+    points0: FloatArray,
+    points1: FloatArray,
+    pose: FloatArray,
+    camera0: Camera,
+    camera1: Camera,
+    cells0: BoolArray,
+    cells1: BoolArray,
+) -> float:
+    """Return the share of image 0's expected cells with inliers in them or next to them."""
+    from scipy.ndimage import maximum_filter
+
+    row, column = np.nonzero(cells0)
+    middle = (np.stack([column, row], axis=1) + 0.5) * _cell_px(camera0.size) - 0.5
+    places = _predict(points0, points1, pose, camera0, camera1, middle)
+    # The prediction is about as exact as a cell.
+    margin = _cell_px(camera1.size)
+    inside = ((places > margin) & (places < np.array(camera1.size) - 1 - margin)).all(axis=1)
+    expected = inside & cells1[_cell(places, camera1.size, cells1.shape)]
+    found = maximum_filter(cells_of(points0, camera0.size), 3, mode="constant")[row, column] > 0
+    return float((expected & found).sum() / expected.sum()) if expected.any() else 1.0
+
+
+def _predict(
+    points0: FloatArray, points1: FloatArray, pose: FloatArray, camera0: Camera, camera1: Camera, places: FloatArray
+) -> FloatArray:
+    """Return the positions in image 1 of points (n, 2) of image 0 that are as deep as the inliers around them."""
+    from scipy.spatial import cKDTree
+
+    rays0, rays1 = camera0.rays(points0) @ pose[:, :3].T, camera1.rays(points1)
+    # Inverse depths are defined without parallax too.
+    across, along = np.cross(rays1, rays0), np.cross(rays1, pose[:, 3])
+    inverse_depths = np.clip(-(across * along).sum(1) / np.maximum((along**2).sum(1), 1e-12), 0, None)
+    count = min(_DEPTHS, len(points0))
+    near = cKDTree(points0).query(places, k=count)[1].reshape(len(places), count)
+    rays = camera0.rays(places) @ pose[:, :3].T + np.median(inverse_depths[near], axis=1)[:, None] * pose[:, 3]
+    return np.where(rays[:, 2:] > 0, np.nan_to_num(camera1.project(rays), nan=-1e9), -1e9)
+
+
+def _cell_px(size: tuple[int, int]) -> float:
+    return max(size) / _CELLS
+
+
+def _cell(points: FloatArray, size: tuple[int, int], shape: tuple[int, ...]) -> tuple[IntArray, IntArray]:
+    """Return the rows and columns of the cells of points (n, 2), the nearest ones outside the image."""
+    column, row = np.clip((points + 0.5) / _cell_px(size), 0, (shape[1] - 1, shape[0] - 1)).astype(np.int64).T
+    return row, column
