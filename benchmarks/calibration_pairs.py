@@ -77,10 +77,10 @@ Truth = Callable[[Array], Array]
 
 
 def find(
-    matcher: dualrc.Matcher, pair: Pair, picture0: Any, picture1: Any, truth: Truth | None = None, seed: int = 0
+    matcher: dualrc.Matcher, pair: Pair, image0: Any, image1: Any, truth: Truth | None = None, seed: int = 0
 ) -> Pair:
     """Match the images and keep the values that calibration needs."""
-    features = [p if isinstance(p, dualrc.PictureFeatures) else matcher.features(p) for p in (picture0, picture1)]
+    features = [p if isinstance(p, dualrc.ImageFeatures) else matcher.features(p) for p in (image0, image1)]
     found = matcher.match_features(*features)
     pair.points0, pair.points1, pair.scores = found.points0, found.points1, found.scores
     pair.size0, pair.size1 = found.size0, found.size1
@@ -125,9 +125,9 @@ class Photographs:
         return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
 
 
-def lit(picture: ImageArray, rng: np.random.Generator, strong: bool) -> ImageArray:
+def lit(pixels: ImageArray, rng: np.random.Generator, strong: bool) -> ImageArray:
     """Change the exposure and, if `strong`, apply all photometric changes of training."""
-    image = torch.from_numpy(picture.astype(np.float32) / 255).permute(2, 0, 1)[None]
+    image = torch.from_numpy(pixels.astype(np.float32) / 255).permute(2, 0, 1)[None]
     if strong:
         image = relight(image, torch.Generator().manual_seed(int(rng.integers(1 << 31))))
     else:
@@ -159,9 +159,9 @@ def warped_pair(
     photos: Photographs, index: int, rng: np.random.Generator, long_side: int
 ) -> tuple[ImageArray, ImageArray, Truth]:
     """Return a photo and a view of it in front of another photo, which sometimes occludes a part of it."""
-    picture = photos.get(index, long_side)
+    image = photos.get(index, long_side)
     other = np.asarray(Image.fromarray(photos.get(index + 1 + int(rng.integers(50)), long_side)))
-    size = (picture.shape[1], picture.shape[0])
+    size = (image.shape[1], image.shape[0])
     grid = np.stack(np.meshgrid(*(np.linspace(0, n - 1, 12) for n in size)), axis=-1).reshape(-1, 2)
     while True:
         H = motion(rng, size)
@@ -171,7 +171,7 @@ def warped_pair(
         if min(shared) >= OVERLAP:
             break
     places = geometry.homography_grid(H, size, size)
-    seen = geometry.sample_bilinear(picture, places)
+    seen = geometry.sample_bilinear(image, places)
     inside = np.all((places >= 0) & (places <= np.array(size) - 1), axis=2)
     behind = np.asarray(Image.fromarray(other).resize(size))
     # Add an occluder.
@@ -189,17 +189,17 @@ def warped_pair(
         return np.where(ok[:, None], there, np.nan)
 
     strong = rng.uniform() < 0.35
-    return lit(picture, rng, False), lit(view, rng, strong), truth
+    return lit(image, rng, False), lit(view, rng, strong), truth
 
 
 # The same stamp, caption or frame over both images.
 
 
-def overlay(kind: str, pictures: tuple[ImageArray, ImageArray], rng: np.random.Generator) -> list[ImageArray]:
+def overlay(kind: str, images: tuple[ImageArray, ImageArray], rng: np.random.Generator) -> list[ImageArray]:
     """Draw the same overlay at the same place of both images, as cameras, agencies and films do."""
     draws = rng.integers(1 << 31)
     # Each image gets its own compression, as in separate JPEG files.
-    return [_overlaid(kind, Image.fromarray(p), np.random.default_rng(draws)) for p in pictures]
+    return [_overlaid(kind, Image.fromarray(p), np.random.default_rng(draws)) for p in images]
 
 
 def _overlaid(kind: str, image: Image.Image, rng: np.random.Generator) -> ImageArray:
@@ -260,33 +260,33 @@ def photo_pairs(matcher: dualrc.Matcher, photos: Photographs, counts: dict[str, 
     for number in range(counts[RELATED]):
         rng = np.random.default_rng([seed, 0, number])
         index, long_side = int(rng.integers(len(photos))), int(rng.choice([512, 512, 640]))
-        picture0, picture1, truth = warped_pair(photos, index, rng, long_side)
+        image0, image1, truth = warped_pair(photos, index, rng, long_side)
         laid = OVERLAYS[number % len(OVERLAYS)] if number % 3 == 0 else "none"
         pair = Pair(source="photos", kind=RELATED, name=f"{index}-{number}", overlay=laid)
         if laid == "none":
-            yield find(matcher, pair, picture0, picture1, truth, number)
+            yield find(matcher, pair, image0, image1, truth, number)
         else:
-            yield find(matcher, pair, *overlay(laid, (picture0, picture1), rng))
+            yield find(matcher, pair, *overlay(laid, (image0, image1), rng))
     for number in range(counts[UNRELATED]):
         rng = np.random.default_rng([seed, 1, number])
         one, other = (int(i) for i in rng.choice(len(photos), 2, replace=False))
         long_side = int(rng.choice([512, 512, 640]))
         laid = OVERLAYS[number % len(OVERLAYS)] if number % 2 == 0 else "none"
-        pictures = photos.get(one, long_side), photos.get(other, long_side)
+        images = photos.get(one, long_side), photos.get(other, long_side)
         # Equal shapes keep the overlay at the same place.
         if laid != "none":
-            size = (pictures[0].shape[1], pictures[0].shape[0])
-            pictures = pictures[0], np.asarray(Image.fromarray(pictures[1]).resize(size))
-            pictures = tuple(overlay(laid, pictures, rng))
+            size = (images[0].shape[1], images[0].shape[0])
+            images = images[0], np.asarray(Image.fromarray(images[1]).resize(size))
+            images = tuple(overlay(laid, images, rng))
         pair = Pair(source="photos", kind=UNRELATED, name=f"{one}-{other}", overlay=laid)
-        yield find(matcher, pair, lit(pictures[0], rng, False), pictures[1])
+        yield find(matcher, pair, lit(images[0], rng, False), images[1])
     for number in range(counts[ALIKE]):
         rng = np.random.default_rng([seed, 2, number])
         index = int(rng.integers(len(photos)))
-        picture = photos.get(index, 1024)
-        height, width = picture.shape[:2]
+        image = photos.get(index, 1024)
+        height, width = image.shape[:2]
         cut = round(0.48 * max(width, height) / 16) * 16
-        halves = (picture[:, :cut], picture[:, -cut:]) if width >= height else (picture[:cut], picture[-cut:])
+        halves = (image[:, :cut], image[:, -cut:]) if width >= height else (image[:cut], image[-cut:])
         laid = OVERLAYS[number % len(OVERLAYS)] if number % 4 == 0 else "none"
         halves = halves if laid == "none" else tuple(overlay(laid, halves, rng))
         pair = Pair(source="photos", kind=ALIKE, name=str(index), overlay=laid)

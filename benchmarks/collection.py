@@ -32,7 +32,7 @@ class Sample:
     workers_mib: float
 
 
-def make_pictures(folder: Path, count: int) -> None:
+def make_images(folder: Path, count: int) -> None:
     """Write crops of one large image of smooth noise; neighbors overlap."""
     rng = np.random.default_rng(0)
     coarse = Image.fromarray(rng.integers(0, 256, (60, 20 + 4 * count, 3), dtype=np.uint8))
@@ -101,15 +101,15 @@ def report(samples: list[Sample], total: int) -> None:
 def main() -> None:
     """Match all pairs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pictures", type=int, nargs="?", default=101, help="number of images; default %(default)s")
+    parser.add_argument("count", type=int, nargs="?", default=101, help="number of images; default %(default)s")
     parser.add_argument("executor", choices=("local", "ray"), nargs="?", default="local", help="default %(default)s")
     parser.add_argument("workers", type=int, nargs="?", default=2, help="default %(default)s")
     options = parser.parse_args()
-    pictures, executor, workers = options.pictures, options.executor, options.workers
+    count, executor, workers = options.count, options.executor, options.workers
     with tempfile.TemporaryDirectory() as folder:
         images, out = Path(folder) / "images", Path(folder) / "out"
         images.mkdir()
-        make_pictures(images, pictures)
+        make_images(images, count)
         # The cache holds only a part of the images: 16 for each of two workers.
         config = CollectionConfig(
             pairs="exhaustive",

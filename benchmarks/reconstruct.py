@@ -24,7 +24,7 @@ from dualrc.collection.config import CollectionConfig
 from dualrc.collection.reconstruct import ReconstructConfig, reconstruct
 from dualrc.colmap import colmap_camera, import_pycolmap, quiet_colmap, read_model
 from dualrc.geometry import Camera, read_cameras_json, rotation_error_deg
-from dualrc.image import find_pictures
+from dualrc.image import find_images
 from dualrc.types import FloatArray
 
 pycolmap = import_pycolmap()
@@ -90,8 +90,8 @@ def find_scenes(root: Path) -> dict[Path, dict[str, Camera]]:
         if not (folder / "images").is_dir():
             sys.exit(f"{folder} has no folder named images: {layout}.")
         scenes[folder] = read_cameras_json(folder / "cameras.json")
-        pictures = find_pictures(folder / "images")
-        unlisted = [name for name in pictures if name not in scenes[folder]]
+        images = find_images(folder / "images")
+        unlisted = [name for name in images if name not in scenes[folder]]
         unposed = [name for name, camera in scenes[folder].items() if camera.cam_from_world is None]
         if unlisted or unposed:
             sys.exit(f"{folder / 'cameras.json'} has no camera with cam_from_world for {(unlisted + unposed)[0]}.")

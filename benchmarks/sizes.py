@@ -35,7 +35,7 @@ Pixels = npt.NDArray[np.uint8]
 Pair = tuple[Pixels, Pixels]
 
 
-def pictures(paths: list[Path]) -> Pair:
+def read_images(paths: list[Path]) -> Pair:
     """Return the image files, or the rendered town, large enough for all crops."""
     if paths:
         image0, image1 = (read(path) for path in paths)
@@ -62,18 +62,16 @@ def new_sizes(images: Pair, seed: int) -> Iterator[Pair]:
 def main() -> None:
     """Time the calls and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "pictures", type=Path, nargs="*", metavar="IMAGE", help="two images of a scene; default: a town"
-    )
+    parser.add_argument("paths", type=Path, nargs="*", metavar="IMAGE", help="two images of a scene; default: a town")
     parser.add_argument("--device", help="cuda, mps or cpu; default: the fastest available")
     parser.add_argument("--engine", help="engine, as in dualrc.load; default: the fastest for the device")
     parser.add_argument("--sizes", type=int, default=20, help="number of sizes for single calls; default %(default)s")
     parser.add_argument("--pairs", type=int, default=200, help="number of pairs for match_many; default %(default)s")
     options = parser.parse_args()
-    if len(options.pictures) not in (0, 2):
+    if len(options.paths) not in (0, 2):
         parser.error("pass two images or none")
     matcher = dualrc.load(device=options.device, engine=options.engine)
-    images = pictures(options.pictures)
+    images = read_images(options.paths)
     cut = new_sizes(images, seed=0)
 
     begin = time.perf_counter()

@@ -31,7 +31,7 @@ from dualrc.geometry import (
     Camera,
     cam1_from_cam0,
     fundamental_from_pose,
-    on_picture,
+    in_image,
     ray_depths,
     sampson_distance_px,
     transform_points,
@@ -154,7 +154,7 @@ def visible(maps: dict[str, FloatArray], truth: dict[str, Camera], name0: str, n
     points = camera0.rays(middle) * maps[name0][row, column][:, None]
     points = transform_points(cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world), points)
     places = np.nan_to_num(camera1.project(points), nan=-1e9)
-    inside = np.asarray(on_picture(places, camera1.size), dtype=bool)
+    inside = np.asarray(in_image(places, camera1.size), dtype=bool)
     there = np.full(len(places), np.nan)
     cells = (places[inside] // CELL_PX).astype(int).clip(0)
     there[inside] = maps[name1][cells[:, 1], cells[:, 0]]

@@ -116,7 +116,7 @@ def _scene() -> scenes.Scene:
 
 
 @cache
-def picture(name: str) -> np.ndarray:
+def image(name: str) -> np.ndarray:
     """Render the distorted image: uint8 (h, w, 3)."""
     shot = SHOTS[name]
     K = shot.view.K.copy()
@@ -179,7 +179,7 @@ def write_truth(path: Path, names) -> Path:
 
 def write_v1_0(root: Path) -> Path:
     """Write images, the NVM model with its intrinsics, queries, and the list of pairs with night candidates only."""
-    _write_pictures(root / "images" / "images_upright", (*DATABASE, *DAY_QUERIES, *NIGHT_QUERIES))
+    _write_images(root / "images" / "images_upright", (*DATABASE, *DAY_QUERIES, *NIGHT_QUERIES))
     (root / "3D-models").mkdir()
     _write_nvm(root / "3D-models" / "aachen_cvpr2018_db.nvm", DATABASE)
     _write_intrinsics(root / "3D-models" / "database_intrinsics.txt", DATABASE)
@@ -191,8 +191,8 @@ def write_v1_0(root: Path) -> Path:
 def write_v1_1(root: Path) -> Path:
     """Write COLMAP's model, images in both folders of the archives, and a separate list of day candidates."""
     database, night = (*DATABASE, *SEQUENCE), (*NIGHT_QUERIES, NEW_NIGHT_QUERY)
-    _write_pictures(root / "images" / "images_upright", (*DATABASE, *DAY_QUERIES, *NIGHT_QUERIES))
-    _write_pictures(root / "images_upright", (*SEQUENCE, NEW_NIGHT_QUERY))
+    _write_images(root / "images" / "images_upright", (*DATABASE, *DAY_QUERIES, *NIGHT_QUERIES))
+    _write_images(root / "images_upright", (*SEQUENCE, NEW_NIGHT_QUERY))
     _write_model(root / "3D-models" / "aachen_v_1_1", database)
     _write_queries(root, DAY_QUERIES, night)
     _write_pairs(root / "image_pairs_to_match_v1_1.txt", database, night)
@@ -200,11 +200,11 @@ def write_v1_1(root: Path) -> Path:
     return root
 
 
-def _write_pictures(folder: Path, names) -> None:
+def _write_images(folder: Path, names) -> None:
     for name in names:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture(name)).save(path, **({"quality": 95} if path.suffix == ".jpg" else {}))
+        Image.fromarray(image(name)).save(path, **({"quality": 95} if path.suffix == ".jpg" else {}))
 
 
 def _write_intrinsics(path: Path, names) -> None:

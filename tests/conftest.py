@@ -127,10 +127,10 @@ def tiny_matcher(seed: int = 0, engine: str | None = None, **matcher) -> Matcher
     return Matcher(tiny_network(seed=seed), MatcherConfig(**matcher), device="cpu", engine=engine)
 
 
-def features_of(network: DualRCNet, picture: np.ndarray):
+def features_of(network: DualRCNet, image: np.ndarray):
     """Return the features of an image, uint8 (height, width, 3), on the CPU."""
     with torch.inference_mode():
-        return network.extract(torch.from_numpy(picture).permute(2, 0, 1)[None] / 255)
+        return network.extract(torch.from_numpy(image).permute(2, 0, 1)[None] / 255)
 
 
 # The oracle. A scene is a plane with coordinates (X, Y) in 0 to SCENE; red encodes X, and green encodes Y.
@@ -149,7 +149,7 @@ class View:
     origin: tuple[float, float] = (0.0, 0.0)
     step: tuple[float, float] = (1.0, 1.0)
 
-    def picture(self, seed: int = 0) -> np.ndarray:
+    def image(self, seed: int = 0) -> np.ndarray:
         """Render uint8 (height, width, 3); noise before rounding makes the mean of many pixels finer than one level."""
         x, y = np.meshgrid(np.arange(self.width), np.arange(self.height))
         scene = self.to_scene(np.stack([x, y], axis=-1))

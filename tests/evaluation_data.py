@@ -109,7 +109,7 @@ def _views() -> tuple[scenes.Rendering, ...]:
         torch.set_num_threads(threads)
 
 
-def _write_picture(path: Path, rendering: scenes.Rendering) -> None:
+def _write_image(path: Path, rendering: scenes.Rendering) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(rendering.image.numpy()).save(path, **({"quality": 95} if path.suffix == ".jpg" else {}))
     truth = {"depth": rendering.depth.numpy(), "K": rendering.view.K, "cam_from_world": rendering.view.cam_from_world}
@@ -124,7 +124,7 @@ def write_cameras_json(root: Path) -> Path:
     """Write ROOT/scene/cameras.json with ROOT/scene/images."""
     cameras = {}
     for number, rendering in enumerate(_views()):
-        _write_picture(root / "town" / "images" / f"{number:04d}.png", rendering)
+        _write_image(root / "town" / "images" / f"{number:04d}.png", rendering)
         view = rendering.view
         cameras[f"{number:04d}.png"] = {
             "width": SIZE[0],
@@ -157,7 +157,7 @@ def megadepth_index() -> dict:
 def write_megadepth(root: Path, *, protocol: int = 4) -> Path:
     """Write ROOT/scene_info/0015_0.3_0.5.npz, a bare pickle, with ROOT/Undistorted_SfM/0015/images."""
     for number, rendering in enumerate(_views()):
-        _write_picture(root / "Undistorted_SfM" / "0015" / "images" / f"{number:04d}.jpg", rendering)
+        _write_image(root / "Undistorted_SfM" / "0015" / "images" / f"{number:04d}.jpg", rendering)
     folder = root / "megadepth_test_1500_scene_info"
     folder.mkdir()
     (folder / "0015_0.3_0.5.npz").write_bytes(pickle.dumps(megadepth_index(), protocol=protocol))
@@ -169,7 +169,7 @@ def write_scannet(root: Path, *, rel_pose: bool = True) -> Path:
     """Write ROOT/test.npz, ROOT/intrinsics.npz (for 640 x 480), ROOT/sceneSSSS_TT/color/N.jpg and pose/N.txt."""
     scene, frames = "scene0707_00", (15, 150, 585, 600)
     for frame, rendering in zip(frames, _views(), strict=True):
-        _write_picture(root / scene / "color" / f"{frame}.jpg", rendering)
+        _write_image(root / scene / "color" / f"{frame}.jpg", rendering)
         (root / scene / "pose").mkdir(exist_ok=True)
         world_from_cam = np.linalg.inv(np.vstack([rendering.view.cam_from_world, [0, 0, 0, 1]]))
         np.savetxt(root / scene / "pose" / f"{frame}.txt", world_from_cam)
@@ -184,19 +184,19 @@ def write_scannet(root: Path, *, rel_pose: bool = True) -> Path:
 
 def write_hpatches(root: Path, names=("i_day", "v_wall"), *, suffix: str = ".png") -> Path:
     """Write sequences of a rendered image and five warped copies of it."""
-    picture = _views()[0].image.numpy()
+    image = _views()[0].image.numpy()
     rng = np.random.default_rng(0)
     for name in names:
         folder = root / name
         folder.mkdir(parents=True)
-        Image.fromarray(picture).save(folder / f"1{suffix}")
+        Image.fromarray(image).save(folder / f"1{suffix}")
         for k in range(2, 7):
             H = np.eye(3)
             if name.startswith("v_"):
                 H[:2, :2] += rng.uniform(-0.05, 0.05, (2, 2)) * k / 3
                 H[:2, 2] = rng.uniform(-10, 10, 2)
                 H[2, :2] = rng.uniform(-1e-4, 1e-4, 2)
-            warped = sample_bilinear(picture, homography_grid(H, SIZE, SIZE))
+            warped = sample_bilinear(image, homography_grid(H, SIZE, SIZE))
             warped = warped * (1 - 0.05 * k) if name.startswith("i_") else warped
             Image.fromarray(warped.round().astype(np.uint8)).save(folder / f"{k}{suffix}")
             np.savetxt(folder / f"H_1_{k}", H)

@@ -77,7 +77,7 @@ def write_inloc(root: Path, *, scans: bool = True) -> Path:
         for index, (*eye, yaw) in enumerate(_QUERIES):
             name = f"IMG_{731 + 10 * number + index:04d}.JPG"
             rendering = _rendered(floor, tuple(eye), yaw, _QUERY_FOV, 0.4)
-            _write_picture(queries / name, rendering)
+            _write_image(queries / name, rendering)
             entries.append((name, f"{floor}/DUC_scan.ptx", rendering.view.cam_from_world, "Good", 1.0))
             nearest = _nearest(rendering, floor, cutouts)
             listed[name] = [CandidatePose(candidate=candidate) for candidate in nearest]
@@ -98,7 +98,7 @@ def _write_scan(database: Path, floor: str, scan: str, eye: tuple[float, ...], *
     for yaw in YAWS:
         rendering = _rendered(floor, eye, yaw, 75.0, 0.0)
         name = f"DUC_cutout_{scan}_{yaw}_0.jpg"
-        _write_picture(folder / name, rendering)
+        _write_image(folder / name, rendering)
         xyz = _local(rendering, floor_from_scan)
         # Real scans have missing points.
         xyz[:6] = np.nan
@@ -140,7 +140,7 @@ def _local(rendering: scenes.Rendering, floor_from_scan: np.ndarray) -> np.ndarr
     return ((world - floor_from_scan[:3, 3]) @ floor_from_scan[:3, :3]).astype(np.float32)
 
 
-def _write_picture(path: Path, rendering: scenes.Rendering) -> None:
+def _write_image(path: Path, rendering: scenes.Rendering) -> None:
     """Write the image, and the oracle's data beside it."""
     Image.fromarray(rendering.image.numpy()).save(path, "JPEG", quality=95)
     truth = {"depth": rendering.depth.numpy(), "K": rendering.view.K, "cam_from_world": rendering.view.cam_from_world}

@@ -94,9 +94,9 @@ def refinement_case(seed=0, count=60, batch=2, hidden=8, channels=12, size0=(5, 
         FineMap.of(normalize(0.3 + rand(seed + n, batch, channels, 4 * h, 4 * w)).to(dtype))
         for n, (h, w) in enumerate((size0, size1))
     )
-    picture = torch.from_numpy(texture(seed, 16 * 8, 16 * 8)).float().permute(2, 0, 1)[None] / 60
+    image = torch.from_numpy(texture(seed, 16 * 8, 16 * 8)).float().permute(2, 0, 1)[None] / 60
     light = tuple(
-        brightness(picture[:, :, n : n + 16 * h, 2 * n : 2 * n + 16 * w]).expand(batch, -1, -1).contiguous().to(dtype)
+        brightness(image[:, :, n : n + 16 * h, 2 * n : 2 * n + 16 * w]).expand(batch, -1, -1).contiguous().to(dtype)
         for n, (h, w) in enumerate((size0, size1))
     )
     random = torch.Generator().manual_seed(seed)

@@ -15,7 +15,7 @@ from dualrc.model import backbone as backbones
 from dualrc.model.backbone import CompactBackbone, PaperBackbone, ResNet, local_contrast, make_backbone
 from dualrc.model.checkpoint import load_imagenet_trunk
 
-LEVELS = ((256, 8, 12), (512, 4, 6), (1024, 2, 3), (2048, 1, 2))  # conv2 to conv5 of a picture of 32 x 48
+LEVELS = ((256, 8, 12), (512, 4, 6), (1024, 2, 3), (2048, 1, 2))  # conv2 to conv5 of an image of 32 x 48
 
 
 def torchvision_shapes() -> dict[str, tuple[int, ...]]:
@@ -229,7 +229,7 @@ def test_compact_cells_are_centered(axis):
         assert torch.allclose(a.flip(axis), b, rtol=1e-4, atol=1e-5 * a.abs().max().item())
 
 
-def test_compact_maps_move_with_the_picture():
+def test_compact_maps_move_with_the_image():
     """After a shift by 32 px, the inner parts of both maps are shifted by 2 and 8 cells."""
     torch.manual_seed(0)
     backbone = CompactBackbone(SMALL).eval()

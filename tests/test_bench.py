@@ -39,19 +39,19 @@ def weights(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> Path:
+def images(tmp_path_factory) -> Path:
     """Write an image, and the same image shifted by 16 pixels, with the names that the benchmark uses."""
-    folder = tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.mktemp("images")
     large = texture(3, 176, 128)
-    for name, start in zip(methods.PICTURES, (0, 16), strict=True):
+    for name, start in zip(methods.IMAGES, (0, 16), strict=True):
         Image.fromarray(large[:, start : start + 160]).save(folder / name, quality=95)
     return folder
 
 
 @pytest.fixture
-def task(weights, pictures) -> Task:
+def task(weights, images) -> Task:
     settings = BenchSettings(sizes=((160, 128),), weights=weights, batch=0)
-    return Task(settings=settings, device="cpu", size=(160, 128), folder=pictures)
+    return Task(settings=settings, device="cpu", size=(160, 128), folder=images)
 
 
 @pytest.fixture
@@ -316,9 +316,9 @@ def test_the_reference_engine_finds_as_many_matches(task):
     assert len(reference.stages[Stage.FURTHER]()) == len(found) > 5
 
 
-def test_generated_weights_are_timed_on_planted_features(pictures):
+def test_generated_weights_are_timed_on_planted_features(images):
     settings = BenchSettings(sizes=((160, 128),), preset="paper", batch=1)
-    method = methods.make_method(Task(settings=settings, device="cpu", size=(160, 128), folder=pictures))
+    method = methods.make_method(Task(settings=settings, device="cpu", size=(160, 128), folder=images))
     assert method.task.generated
     assert list(method.stages) == [
         *(Stage.DECODE, Stage.FEATURES, Stage.COARSE, Stage.MATCH, Stage.FURTHER, Stage.WHOLE, Stage.BATCH)
@@ -368,9 +368,9 @@ STAGES = list(Stage)[:-1]
 TORCH, REFERENCE = "dualrc torch", "reference"
 
 
-def test_the_command_prints_tables_and_writes_json(run, weights, pictures, tmp_path):
+def test_the_command_prints_tables_and_writes_json(run, weights, images, tmp_path):
     out = tmp_path / "bench.json"
-    pair = [pictures / name for name in methods.PICTURES]
+    pair = [images / name for name in methods.IMAGES]
     status, screen, errors = run(
         *("--weights", weights, "--pair", *pair, "--device", "cpu", "--size", "176x128", "--size", "32x32"),
         *("--engine", "torch", "--engine", "definition", "--repeats", 2, "--batch", 2, "--with", "reference"),
@@ -390,7 +390,7 @@ def test_the_command_prints_tables_and_writes_json(run, weights, pictures, tmp_p
         assert size["tensor_entries"] == cells**2
         assert list(size["searches"]) == [TORCH, "dualrc definition"]
         search = size["searches"][TORCH]
-        assert search["on"] == "pictures" and search["planted_correct"] is None
+        assert search["on"] == "images" and search["planted_correct"] is None
         rows = {(row["method"], row["stage"]): row for row in size["rows"]}
         ours = [(method, stage) for method in size["searches"] for stage in STAGES]
         # The larger size is too large for the reference engine.

@@ -30,14 +30,14 @@ def match_with_itself(size):
     torch.set_num_threads(1)
     matcher = load(device="cpu")
     noise = np.random.default_rng(0).integers(0, 256, (height // 8, width // 8, 3), np.uint8)
-    picture = np.array(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
-    matcher.match(picture[:64, :64], picture[:64, :64])  # what is made once
+    image = np.array(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
+    matcher.match(image[:64, :64], image[:64, :64])  # what is made once
     # Otherwise the match reuses memory that loading the weights left behind.
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
     reset_peak(cpu)
     before = held(cpu)
-    count = len(matcher.match(picture, picture))
+    count = len(matcher.match(image, image))
     return count, peak(cpu) - before
 
 
@@ -143,22 +143,22 @@ def least(matcher, size, own=None):
 
 
 @pytest.fixture(scope="module")
-def pictures():
-    return VIEW0.picture(1), VIEW1.picture(2)
+def images():
+    return VIEW0.image(1), VIEW1.image(2)
 
 
-def test_what_fits_is_not_changed(oracle, pictures):
+def test_what_fits_is_not_changed(oracle, images):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tight = oracle_matcher(max_memory=least(oracle, (320, 256)) * 1.1)
-        assert same_matches(tight.match(*pictures), oracle.match(*pictures))
-        assert tight.features(pictures[0]).scale.input_size == (320, 240)
+        assert same_matches(tight.match(*images), oracle.match(*images))
+        assert tight.features(images[0]).scale.input_size == (320, 240)
 
 
-def test_a_small_budget_makes_pictures_smaller(oracle, pictures):
+def test_a_small_budget_makes_images_smaller(oracle, images):
     small = oracle_matcher(max_memory=least(oracle, (160, 128), (320, 256)))
     with pytest.warns(UserWarning, match=r"A pair of 320x240 and 304x256 does not fit .* matched at .* max_memory"):
-        found = small.match(*pictures)
+        found = small.match(*images)
     sizes = found.info["network_size0"], found.info["network_size1"]
     assert all(32 <= side < 240 and side % 16 == 0 for size in sizes for side in size)
     assert small.budget.fits(
@@ -166,21 +166,21 @@ def test_a_small_budget_makes_pictures_smaller(oracle, pictures):
     )
     assert found.size0 == (320, 240) and len(found) > 100
     error = found.points1 - VIEW1.from_scene(VIEW0.to_scene(found.points0))
-    assert np.median(np.abs(error)) < 3  # of picture pixels: a cell has eight
+    assert np.median(np.abs(error)) < 3  # of image pixels: a cell has eight
     # The warning is given once per size.
-    assert same_matches(small.match(*pictures), found)
+    assert same_matches(small.match(*images), found)
     with pytest.warns(UserWarning, match="A pair of 320x240 does not fit"):
-        features = small.features(pictures[0])
+        features = small.features(images[0])
     assert max(features.scale.input_size) < 320
     # All functions that take images do the same, even for an explicit size.
-    assert len(small.match_points(*pictures, [[160, 120]])) == 1
-    assert small.warp(*pictures).certainty.shape == (240, 320)
+    assert len(small.match_points(*images, [[160, 120]])) == 1
+    assert small.warp(*images).certainty.shape == (240, 320)
     with pytest.warns(UserWarning, match="does not fit"):
-        asked = small.match(*pictures, size=480)
+        asked = small.match(*images, size=480)
     assert asked.info["network_size0"] <= sizes[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert small.match(*pictures, size=96).info["network_size0"] == (96, 64)
+        assert small.match(*images, size=96).info["network_size0"] == (96, 64)
 
 
 def test_the_largest_size_that_fits():
@@ -202,10 +202,10 @@ def test_the_largest_size_that_fits():
     assert thin[0].input_size[1] == 32 and budget.fits(thin)
 
 
-def test_where_not_even_the_smallest_fits(pictures):
+def test_where_not_even_the_smallest_fits(images):
     with pytest.raises(ImageError, match=r"Not even the smallest .* 32x32 needs .* give more max_memory"):
-        tiny_matcher(max_memory=1e-6).match(*pictures)
-    none = list(tiny_matcher(max_memory=1e-6).match_many([pictures], errors="empty"))
+        tiny_matcher(max_memory=1e-6).match(*images)
+    none = list(tiny_matcher(max_memory=1e-6).match_many([images], errors="empty"))
     assert len(none) == 1 and "Not even the smallest" in none[0].info["error"]
 
 
@@ -225,40 +225,40 @@ def short_of_memory(matcher, monkeypatch, longest, error=torch.OutOfMemoryError)
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, RuntimeError])
 @pytest.mark.parametrize("quality", ["standard", "high"])
-def test_a_device_that_runs_out_of_memory(pictures, monkeypatch, error, quality):
+def test_a_device_that_runs_out_of_memory(images, monkeypatch, error, quality):
     matcher = oracle_matcher()
     tried = short_of_memory(matcher, monkeypatch, 14, error)
     with pytest.warns(UserWarning, match="does not fit into the remaining memory of the device; it is matched at"):
         # High quality enlarges small images, unless a size is given.
-        found = matcher.match(*pictures, quality=quality, size=320)
+        found = matcher.match(*images, quality=quality, size=320)
     assert [side for _, side in tried[:3]] == [20, 16, 12]
     assert found.info["network_size0"] == (192, 144) and len(found) > 100
-    features = matcher.features(pictures[0]), matcher.features(pictures[1])
+    features = matcher.features(images[0]), matcher.features(images[1])
     with pytest.raises(ImageError, match="smaller size"):  # features have the size that they have
         matcher.match_features(*features)
     with pytest.raises(NoMemoryError):
         matcher.match(*features)
     # The image can still be scaled down, but here that is not enough.
     with pytest.raises(ImageError, match="smaller size"):
-        matcher.match(features[0], pictures[1])
+        matcher.match(features[0], images[1])
 
 
-def test_a_device_without_any_memory(pictures, monkeypatch):
+def test_a_device_without_any_memory(images, monkeypatch):
     matcher = tiny_matcher()
     tried = short_of_memory(matcher, monkeypatch, 0)
     with pytest.raises(ImageError, match=r"Not enough memory .* smaller size"):
-        matcher.match(*pictures)
+        matcher.match(*images)
     assert tried[-1] == (1, 2)
-    monkeypatch.setattr(matcher.network, "extract", lambda images: (_ for _ in ()).throw(MemoryError()))
+    monkeypatch.setattr(matcher.network, "extract", lambda _: (_ for _ in ()).throw(MemoryError()))
     with pytest.raises(ImageError, match="smaller size"):
-        matcher.features(pictures[0])
+        matcher.features(images[0])
 
-    def broken(images):
+    def broken(_):
         raise RuntimeError("something else")
 
     monkeypatch.setattr(matcher.network, "extract", broken)
     with pytest.raises(RuntimeError, match="something else"):
-        matcher.features(pictures[0])
+        matcher.features(images[0])
 
 
 def test_many_pairs_with_a_giant(tmp_path, monkeypatch):

@@ -109,7 +109,7 @@ def test_a_stamp_has_no_vote(pair):
     [((0, 400), (640, 480)), ((0, 0), (640, 90)), ((0, 0), (40, 480)), ((200, 210), (440, 250))],
     ids=["caption", "bar", "frame", "watermark"],
 )
-def test_what_both_pictures_carry_has_no_vote(low, high):
+def test_what_both_images_carry_has_no_vote(low, high):
     where = scattered(1500, 4, low, high)
     assert joined(FALSE, made(where, where, 0.97)).pair_score < 0.05
     slid = where + np.array([30.0, 0]) * (high[0] - low[0] > 300) + np.array([0, 30.0]) * (high[1] - low[1] > 300)
@@ -117,7 +117,7 @@ def test_what_both_pictures_carry_has_no_vote(low, high):
         assert joined(FALSE, made(where, np.clip(slid, 0, (639, 479)), 0.9)).pair_score < 0.05
 
 
-def test_stamps_at_the_corner_of_pictures_of_two_sizes():
+def test_stamps_at_the_corner_of_images_of_two_sizes():
     corner = scattered(300, 5, (440, 440), (620, 465))
     other = replace(made(corner, corner + np.array([160, 120]), 0.98), size1=(800, 600))
     plain = replace(FALSE, size1=(800, 600), points1=FALSE.points1 * 1.25, whole=None)
@@ -131,7 +131,7 @@ def test_a_still_camera_is_evidence():
     assert made(pan, pan + np.array([80, 0]), 0.9).pair_score > 0.9
 
 
-def test_exchanging_the_pictures_changes_no_verdict():
+def test_exchanging_the_images_changes_no_verdict():
     for pair in (TRUE, FALSE, joined(TRUE, FALSE)):
         assert pair.swapped().pair_score == pytest.approx(pair.pair_score, abs=1e-6)
 
@@ -180,7 +180,7 @@ def test_calibration_keeps_the_order_and_selects_on_its_scale():
     calibration = Calibration(weights="", matches=CURVE, points=CURVE, pairs=MODEL)
     plain = Matcher(network, MatcherConfig(), device="cpu")
     matcher = Matcher(network, MatcherConfig(), device="cpu", calibration=calibration)
-    pair = pictures()[0][:, :, :][::2, ::2], pictures()[1][::2, ::2]
+    pair = images()[0][:, :, :][::2, ::2], images()[1][::2, ::2]
     before, after = plain.match(*pair), matcher.match(*pair)
     # A matcher with a calibration leaves out what has no texture.
     kept = {*map(tuple, after.points0)}
@@ -211,7 +211,7 @@ def scene_pair() -> scenes.ScenePair:
     return scenes.make_pair(3, size=(480, 368), angle_deg=15, supersample=1, texture_size=256)
 
 
-def pictures() -> tuple[np.ndarray, np.ndarray]:
+def images() -> tuple[np.ndarray, np.ndarray]:
     return scene_pair().rendering0.image.numpy(), scene_pair().rendering1.image.numpy()
 
 
@@ -233,10 +233,10 @@ def test_the_bundled_weights_are_calibrated():
 def test_all_calls_share_one_scale():
     """Scores of matches, of requested points and of a dense warp have the same meaning."""
     pair = scene_pair()
-    found = matcher().match(*pictures())
+    found = matcher().match(*images())
     grid = np.stack(np.meshgrid(np.arange(4, 480, 12), np.arange(4, 368, 12)), axis=-1).reshape(-1, 2)
-    asked = matcher().match_points(*pictures(), grid)
-    warp = matcher().warp(*pictures())
+    asked = matcher().match_points(*images(), grid)
+    warp = matcher().warp(*images())
     dense = warp.points1[grid[:, 1], grid[:, 0]], warp.certainty[grid[:, 1], grid[:, 0]]
     for points0, points1, scores in (
         (found.points0, found.points1, found.scores),
@@ -254,7 +254,7 @@ def test_all_calls_share_one_scale():
 
 @needs_weights
 def test_nothing_is_known_of_what_is_not_to_be_seen():
-    first, second = pictures()
+    first, second = images()
     second = second.copy()
     second[:, 240:] = 128
     warp = matcher().warp(first, second)
@@ -264,9 +264,9 @@ def test_nothing_is_known_of_what_is_not_to_be_seen():
 
 @needs_weights
 @pytest.mark.parametrize("kind", ["plain", "stamp", "bars", "sky"])
-def test_pairs_of_pictures(kind):
+def test_pairs_of_images(kind):
     """Two views of a square, and the square with an unrelated wall of posters."""
-    first, second = (Image.fromarray(picture) for picture in pictures())
+    first, second = (Image.fromarray(pixels) for pixels in images())
     posters = scenes.make_pair(4, kind="plane", size=(480, 368), supersample=1, texture_size=256)
     other = Image.fromarray(posters.rendering0.image.numpy())
     for image in (first, second, other):

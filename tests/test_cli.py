@@ -38,9 +38,9 @@ def weights(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory) -> tuple[Path, Path]:
+def images(tmp_path_factory) -> tuple[Path, Path]:
     """Write an image of smooth noise, and the same image shifted by 16 pixels."""
-    folder = tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.mktemp("images")
     noise = np.random.default_rng(0).integers(0, 255, (24, 30, 3), dtype=np.uint8)
     large = Image.fromarray(noise).resize((176, 160), Image.Resampling.BICUBIC)
     paths = folder / "a.png", folder / "b.png"
@@ -66,43 +66,43 @@ def run(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("ending", [".npz", ".json", ".csv"])
-def test_match_writes_and_draws(run, weights, pictures, tmp_path, ending):
+def test_match_writes_and_draws(run, weights, images, tmp_path, ending):
     out, drawing = tmp_path / f"m{ending}", tmp_path / "m.png"
-    status, screen, errors = run("match", *pictures, "-o", out, "--draw", drawing, "--weights", weights, "--top", 50)
+    status, screen, errors = run("match", *images, "-o", out, "--draw", drawing, "--weights", weights, "--top", 50)
     assert status == 0, errors
     matches = Matches.load(out)
     assert 0 < len(matches) <= 50
     assert matches.size0 == matches.size1 == (160, 128)
     assert f"{len(matches)} matches" in screen
     assert matches.info["network"]["preset"] == "default"
-    with Image.open(drawing) as picture:
-        assert picture.size[0] > 160
+    with Image.open(drawing) as image:
+        assert image.size[0] > 160
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".csv.json")) == sorted(
         ["m.png", f"m{ending}"]
     )
 
 
-def test_match_in_little_memory(run, weights, pictures, tmp_path):
+def test_match_in_little_memory(run, weights, images, tmp_path):
     out = tmp_path / "m.json"
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         status, screen, errors = run(
-            "match", *pictures, "-o", out, "--weights", weights, "--size", 1600, "--max-memory", 0.1
+            "match", *images, "-o", out, "--weights", weights, "--size", 1600, "--max-memory", 0.1
         )
     assert status == 0, errors
     width, height = Matches.load(out).info["network_size0"]
     assert width < 1600 and f"network input {width}x{height}" in screen
     note = " ".join(errors.split())
     assert f"Note: A pair of 1600x1280 does not fit into 0.1 GiB of memory; it is matched at {width}x{height}." in note
-    status, _, errors = run("match", *pictures, "--weights", weights, "--max-memory", 0.0001)
+    status, _, errors = run("match", *images, "--weights", weights, "--max-memory", 0.0001)
     assert status == 1 and "give more max_memory" in errors
-    status, _, errors = run("match", *pictures, "--weights", weights, "--max-memory", 0)
+    status, _, errors = run("match", *images, "--weights", weights, "--max-memory", 0)
     assert status == 1 and "must be above 0" in errors
 
 
-def test_estimate_is_saved_with_the_matches(run, weights, pictures, tmp_path):
+def test_estimate_is_saved_with_the_matches(run, weights, images, tmp_path):
     out = tmp_path / "m.json"
-    status, screen, errors = run("match", *pictures, "-o", out, "--weights", weights, "--estimate", "homography")
+    status, screen, errors = run("match", *images, "-o", out, "--weights", weights, "--estimate", "homography")
     assert status == 0, errors
     content = json.loads(out.read_text())
     matrix = np.array(content["estimate"]["matrix"])
@@ -115,11 +115,11 @@ def test_estimate_is_saved_with_the_matches(run, weights, pictures, tmp_path):
     assert moved[:2] / moved[2] == pytest.approx([64, 64], abs=1.0)
 
 
-def test_essential_takes_cameras(run, weights, pictures, tmp_path):
+def test_essential_takes_cameras(run, weights, images, tmp_path):
     cameras = tmp_path / "cameras.json"
     camera = {"width": 160, "height": 128, "K": [[150, 0, 80], [0, 150, 64], [0, 0, 1]]}
     cameras.write_text(json.dumps({"a.png": camera, "b.png": camera}))
-    arguments = ("match", *pictures, "--weights", weights, "--cameras", cameras)
+    arguments = ("match", *images, "--weights", weights, "--cameras", cameras)
     status, screen, errors = run(*arguments, "--estimate", "essential")
     assert status == 0, errors
     assert "essential" in screen
@@ -130,7 +130,7 @@ def test_essential_takes_cameras(run, weights, pictures, tmp_path):
 
 def bad_inputs(folder: Path) -> dict[str, Path]:
     (folder / "empty.jpg").write_bytes(b"")
-    (folder / "text.jpg").write_text("not a picture")
+    (folder / "text.jpg").write_text("not an image")
     Image.fromarray(np.zeros((300, 300, 3), np.uint8)).save(folder / "whole.jpg")
     (folder / "truncated.jpg").write_bytes((folder / "whole.jpg").read_bytes()[:400])
     Image.fromarray(np.zeros((1, 1, 3), np.uint8)).save(folder / "dot.png")
@@ -142,9 +142,9 @@ def bad_inputs(folder: Path) -> dict[str, Path]:
 @pytest.mark.parametrize(
     "name", ["missing.jpg", "empty.jpg", "text.jpg", "truncated.jpg", "dot.png", "thin.png", "folder"]
 )
-def test_a_bad_picture_is_one_clear_line(run, weights, pictures, tmp_path, name):
+def test_a_bad_image_is_one_clear_line(run, weights, images, tmp_path, name):
     out = tmp_path / "m.npz"
-    status, _, errors = run("match", pictures[0], bad_inputs(tmp_path)[name], "-o", out, "--weights", weights)
+    status, _, errors = run("match", images[0], bad_inputs(tmp_path)[name], "-o", out, "--weights", weights)
     assert status == 1
     assert errors.startswith("Error: ")
     assert errors.count("\n") == 1
@@ -168,10 +168,10 @@ def test_a_bad_picture_is_one_clear_line(run, weights, pictures, tmp_path, name)
         (("--estimate", "essential", "--cameras", "missing.json"), "missing.json"),
     ],
 )
-def test_bad_options_are_one_clear_line(run, weights, pictures, options, expected, monkeypatch, tmp_path):
+def test_bad_options_are_one_clear_line(run, weights, images, options, expected, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     arguments = options if "--weights" in options else (*options, "--weights", weights)
-    status, _, errors = run("match", *pictures, *arguments)
+    status, _, errors = run("match", *images, *arguments)
     assert status == 1
     assert errors.startswith("Error: ")
     assert errors.count("\n") == 1
@@ -179,25 +179,25 @@ def test_bad_options_are_one_clear_line(run, weights, pictures, options, expecte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_picture_is_not_overwritten_by_its_matches(run, weights, pictures):
-    before = pictures[0].read_bytes()
-    status, _, errors = run("match", *pictures, "--draw", pictures[0], "--weights", weights)
+def test_an_image_is_not_overwritten_by_its_matches(run, weights, images):
+    before = images[0].read_bytes()
+    status, _, errors = run("match", *images, "--draw", images[0], "--weights", weights)
     assert status == 1
     assert "another file" in errors
-    assert pictures[0].read_bytes() == before
+    assert images[0].read_bytes() == before
 
 
-def test_weights_of_another_preset_name_both(run, weights, pictures):
-    status, _, errors = run("match", *pictures, "--weights", weights, "--preset", "paper")
+def test_weights_of_another_preset_name_both(run, weights, images):
+    status, _, errors = run("match", *images, "--weights", weights, "--preset", "paper")
     assert status == 1
     assert "'default'" in errors
     assert "'paper'" in errors
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_refused_before_matching(run, weights, pictures, tmp_path):
+def test_a_read_only_folder_is_refused_before_matching(run, weights, images, tmp_path):
     tmp_path.chmod(0o500)
-    status, _, errors = run("match", *pictures, "-o", tmp_path / "m.npz", "--weights", weights)
+    status, _, errors = run("match", *images, "-o", tmp_path / "m.npz", "--weights", weights)
     assert status == 1
     assert "not writable" in errors
 
@@ -215,10 +215,10 @@ def test_commands_of_folders_take_what_matching_takes():
 
 
 @pytest.mark.parametrize("name", ["gpu", "abacus", "cuda:99"])
-def test_devices_that_are_not_here_are_one_clear_line(run, weights, pictures, name):
+def test_devices_that_are_not_here_are_one_clear_line(run, weights, images, name):
     if name == "gpu" and torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    status, _, errors = run("match", *pictures, "--weights", weights, "--device", name)
+    status, _, errors = run("match", *images, "--weights", weights, "--device", name)
     asked = name.replace("gpu", "cuda")
     assert status == 1 and errors.count("\n") == 1
     assert errors.startswith(f"Error: Cannot use the device '{asked}' (")
@@ -280,7 +280,7 @@ def test_convert_refuses_what_is_no_checkpoint(run, tmp_path):
 
 
 @pytest.mark.skipif(bundled("default") is None, reason="the package carries no weights yet")
-def test_the_demo_leaves_pictures_and_figures(run, tmp_path):
+def test_the_demo_leaves_images_and_figures(run, tmp_path):
     status, screen, errors = run("demo", "--out", tmp_path / "demo", "--device", "cpu")
     assert status == 0, errors
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
@@ -308,7 +308,7 @@ def test_the_demo_without_a_photograph(tmp_path, monkeypatch):
     assert "without its sample data" in steps[0]
 
 
-def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
+def test_the_wheel_matches_two_images(weights, images, tmp_path):
     """The wheel works in an empty environment outside of the checkout."""
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--no-build-isolation", "-w"]
     subprocess.run([*build, str(tmp_path), str(ROOT)], check=True, cwd=tmp_path)
@@ -338,7 +338,7 @@ def test_the_wheel_matches_two_pictures(weights, pictures, tmp_path):
         "print(dualrc.__file__); print(m.engine); print(len(m.match(*sys.argv[2:4])))"
     )
     chosen = "" if bundled("default") else str(weights)
-    command = [python, "-c", code, chosen, *map(str, pictures)]
+    command = [python, "-c", code, chosen, *map(str, images)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=clean)
     location, engine, count = done.stdout.split()
     # The sources are beside the library.

@@ -14,13 +14,13 @@ from dualrc.collection.plan import Plan, in_blocks, in_chunks
 from dualrc.collection.retrieval import global_descriptor, most_similar
 from dualrc.collection.worker import Failure
 from dualrc.errors import ConfigError, DataError
-from dualrc.image import find_pictures
+from dualrc.image import find_images
 from dualrc.matches import Matches
 
 NAMES = [f"{number:02d}.jpg" for number in range(10)]
 
 
-def test_pictures_of_a_folder(tmp_path):
+def test_images_of_a_folder(tmp_path):
     for name in (
         "b.JPG",
         "a/é ü.png",
@@ -34,17 +34,17 @@ def test_pictures_of_a_folder(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "folder.jpg").mkdir()
-    assert find_pictures(tmp_path) == ["a/b.jpg", "a/é ü.png", "b.JPG", "c/d/e.tiff"]
+    assert find_images(tmp_path) == ["a/b.jpg", "a/é ü.png", "b.JPG", "c/d/e.tiff"]
 
 
-def test_folders_without_pictures(tmp_path):
+def test_folders_without_images(tmp_path):
     with pytest.raises(DataError, match="contains no images; give"):
-        find_pictures(tmp_path)
+        find_images(tmp_path)
     with pytest.raises(DataError, match="is not a folder; give"):
-        find_pictures(tmp_path / "nowhere")
+        find_images(tmp_path / "nowhere")
     (tmp_path / "a\nb.jpg").touch()
     with pytest.raises(DataError, match="rename"):
-        find_pictures(tmp_path)
+        find_images(tmp_path)
 
 
 def test_exhaustive_and_sequential():
@@ -83,12 +83,12 @@ def test_most_similar_at_its_edges():
     assert (most_similar(many, many, 1)[:, 0] == np.arange(3000)).all()
 
 
-def test_descriptors_tell_pictures_apart():
+def test_descriptors_tell_images_apart():
     matcher = dualrc.load(device="cpu")
-    pictures = [texture(seed, 128, 96) for seed in range(5)]
+    images = [texture(seed, 128, 96) for seed in range(5)]
     # The same scene, brighter and slightly shifted.
-    again = [np.roll(np.clip(picture.astype(int) + 10, 0, 255).astype(np.uint8), 3, axis=1) for picture in pictures]
-    known, asked = ([global_descriptor(matcher.features(p)) for p in group] for group in (pictures, again))
+    again = [np.roll(np.clip(image.astype(int) + 10, 0, 255).astype(np.uint8), 3, axis=1) for image in images]
+    known, asked = ([global_descriptor(matcher.features(p)) for p in group] for group in (images, again))
     assert np.allclose(np.linalg.norm(known, axis=1), 1, atol=1e-5) and known[0].dtype == np.float32
     assert most_similar(np.array(asked), np.array(known), 1)[:, 0].tolist() == [0, 1, 2, 3, 4]
 
@@ -142,7 +142,7 @@ NASTY = (
 
 
 def test_what_is_written_is_read(tmp_path):
-    """Any names without control characters (see find_pictures) survive writing and reading."""
+    """Any names without control characters (see find_images) survive writing and reading."""
     expected = pairs.exhaustive(NASTY)
     pairs.write_pairs(tmp_path / "pairs.txt", expected)
     assert pairs.from_file(NASTY, tmp_path / "pairs.txt") == expected
@@ -217,7 +217,7 @@ def test_pairs_that_see_the_same_points(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 7, 64])
 @pytest.mark.parametrize("kind", ["exhaustive", "sequential", "two", "none"])
-def test_blocks_hold_every_pair_once_and_share_pictures(size, kind):
+def test_blocks_hold_every_pair_once_and_share_images(size, kind):
     names = [f"{number:03d}" for number in range(60)]
     asked = {
         "exhaustive": pairs.exhaustive(names),
@@ -229,12 +229,12 @@ def test_blocks_hold_every_pair_once_and_share_pictures(size, kind):
     assert sorted(itertools.chain(*blocks)) == sorted(asked)
     assert all(1 <= len(block) <= size for block in blocks)
     if size == 64 and asked:
-        pictures = sum(len({name for pair in block for name in pair}) for block in blocks)
-        assert pictures < 0.45 * len(asked)
+        images = sum(len({name for pair in block for name in pair}) for block in blocks)
+        assert images < 0.45 * len(asked)
 
 
 @pytest.mark.parametrize("kept", [6, 16, 40])
-def test_whatever_the_number_of_pictures_kept_few_are_read_twice(kept):
+def test_whatever_the_number_of_images_kept_few_are_read_twice(kept):
     asked = pairs.exhaustive([f"{number:03d}" for number in range(100)])
     latest: dict[str, None] = {}
     reads = 0

@@ -31,7 +31,7 @@ def images(tmp_path):
     (tmp_path / "images").mkdir()
     for number in range(12):
         Image.fromarray(texture(number, 96, 64)).save(tmp_path / "images" / f"{number}.png")
-    (tmp_path / "images" / "broken.png").write_text("no picture")
+    (tmp_path / "images" / "broken.png").write_text("no image")
     return tmp_path / "images"
 
 

@@ -68,7 +68,7 @@ def images(tmp_path_factory) -> Path:
         Image.fromarray(texture(number, 96 - 16 * (number % 2), 64)).save(root / name)
     whole = (root / "b" / "with space.jpg").read_bytes()
     (root / "broken.jpg").write_bytes(whole[: len(whole) // 2])
-    (root / "text.jpg").write_text("this is no picture")
+    (root / "text.jpg").write_text("this is no image")
     Image.fromarray(texture(0, 96, 8)).save(root / "thin.png")
     (root / "notes.txt").write_text("left alone")
     return root
@@ -97,7 +97,7 @@ def test_every_pair_is_matched_as_the_matcher_does_it(images, config, weights, u
         assert store.config["weights"] == file_hash(weights)
 
 
-def test_broken_pictures_are_reported_and_left_out(images, undisturbed):
+def test_broken_images_are_reported_and_left_out(images, undisturbed):
     assert sorted(undisturbed.broken) == BROKEN and undisturbed.failed == {}
     assert "truncated" in undisturbed.broken["broken.jpg"] and "too thin" in undisturbed.broken["thin.png"]
     assert str(images / "text.jpg") in undisturbed.broken["text.jpg"]
@@ -318,7 +318,7 @@ def test_a_worker_that_does_not_see_the_folder_gets_the_files(images, weights, t
     assert (found[items[0]].points0 == expected[items[0]].points0).all() and len(found[items[0]])
     assert (found[items[2]] == expected[items[2]]).all()
     assert found[items[1]] == Failure(
-        picture="text.jpg", reason=expected[items[1]].reason.replace(str(images), str(tmp_path))
+        image="text.jpg", reason=expected[items[1]].reason.replace(str(images), str(tmp_path))
     )
     assert "does not exist" in found[items[3]].reason
 
@@ -332,13 +332,13 @@ def test_a_worker_keeps_what_fits(images, weights):
     assert torch.get_num_threads() == 1
 
 
-def test_a_worker_in_high_quality_looks_at_the_pictures(images, weights):
+def test_a_worker_in_high_quality_looks_at_the_images(images, weights):
     items = [("c.png", "d.png"), ("c.png", "text.jpg")]
     found = dict(Worker(settings(images, weights, matcher={"size": 96, "quality": "high"})).work(items))
     matcher = dualrc.load(weights=weights, device="cpu", size=96, quality="high")
     expected = matcher.match(images / "c.png", images / "d.png")
     assert (found[items[0]].points1 == expected.points1).all() and len(expected)
-    assert found[items[1]].picture == "text.jpg"
+    assert found[items[1]].image == "text.jpg"
     with pytest.raises(ConfigError, match="choose standard, high, search"):
         CollectionConfig(quality="best")
 

@@ -57,7 +57,7 @@ def test_unusable_cameras_are_refused(tmp_path, line, message):
         read_cameras(cameras_txt(tmp_path, line), ["a.jpg"])
 
 
-def test_two_cameras_serve_two_pictures_in_order(tmp_path):
+def test_two_cameras_serve_two_images_in_order(tmp_path):
     path = cameras_txt(tmp_path, "9 SIMPLE_PINHOLE 640 480 900 320 240", "2 SIMPLE_PINHOLE 640 480 200 320 240")
     cameras = read_cameras(path, ["a.jpg", "b.jpg"])
     assert [camera.focal_px for camera in cameras.values()] == [200, 900]
@@ -124,11 +124,11 @@ def test_binary_content_in_a_text_file(tmp_path):
 
 def write_oriented(path, orientation, size=(64, 48), dot=(50, 7)):
     """Write a black image with one white pixel, stored so that its EXIF orientation rotates it."""
-    picture = Image.new("RGB", size)
-    picture.putpixel(dot, (255, 255, 255))
+    image = Image.new("RGB", size)
+    image.putpixel(dot, (255, 255, 255))
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
-    picture.save(path, exif=exif)
+    image.save(path, exif=exif)
     return path
 
 
@@ -146,8 +146,8 @@ def pixel_of(camera, point_world):
         (8, (48, 64), (7, 13), [[110, 0, 19.5], [0, 100, 33.5], [0, 0, 1]]),
     ],
 )
-def test_cameras_are_turned_upright_with_their_pictures(tmp_path, orientation, size, pixel, K, ending):
-    picture = write_oriented(tmp_path / f"a.{ending}", orientation)
+def test_cameras_are_turned_upright_with_their_images(tmp_path, orientation, size, pixel, K, ending):
+    file = write_oriented(tmp_path / f"a.{ending}", orientation)
     path = cameras_txt(tmp_path, "1 PINHOLE 64 48 100 110 30 20")
     (tmp_path / "images.txt").write_text(f"1 0.8 0.1 -0.5 0.3 0.2 -0.4 3 1 a.{ending}\n\n")
     # The name is not relative to the working directory, so no file is found.
@@ -155,18 +155,18 @@ def test_cameras_are_turned_upright_with_their_pictures(tmp_path, orientation, s
     point = np.linalg.solve(stored.cam_from_world[:, :3], 5 * stored.rays([(50, 7)])[0] - stored.cam_from_world[:, 3])
     assert pixel_of(stored, point) == pytest.approx((50, 7))
 
-    camera = read_cameras(path, [str(picture)])[str(picture)]
-    assert camera.size == size == read_header(picture).upright_size
+    camera = read_cameras(path, [str(file)])[str(file)]
+    assert camera.size == size == read_header(file).upright_size
     assert np.allclose(camera.K, K)
     assert pixel_of(camera, point) == pytest.approx(pixel)
     assert np.linalg.det(camera.cam_from_world[:, :3]) == pytest.approx(1)
     # The same position as that of the white pixel in the upright image.
-    with Image.open(picture) as image:
+    with Image.open(file) as image:
         row, column = np.argwhere(np.asarray(ImageOps.exif_transpose(image))[..., 0])[0]
     assert (column, row) == pixel
 
 
-def test_one_camera_serves_pictures_that_lie_differently(tmp_path):
+def test_one_camera_serves_images_that_lie_differently(tmp_path):
     upright, turned = write_oriented(tmp_path / "a.png", 1), write_oriented(tmp_path / "b.png", 6)
     path = cameras_txt(tmp_path, "1 PINHOLE 64 48 100 110 30 20")
     cameras = read_cameras(path, [str(upright), str(turned)])
@@ -175,22 +175,22 @@ def test_one_camera_serves_pictures_that_lie_differently(tmp_path):
 
 
 @pytest.mark.parametrize("orientation", [2, 4, 5, 7])
-def test_mirrored_pictures_are_refused(tmp_path, orientation):
-    picture = write_oriented(tmp_path / "a.png", orientation)
+def test_mirrored_images_are_refused(tmp_path, orientation):
+    image = write_oriented(tmp_path / "a.png", orientation)
     with pytest.raises(DataError, match=rf"a\.png is mirrored by its EXIF orientation {orientation}.*save it upright"):
-        read_cameras(cameras_txt(tmp_path, "1 PINHOLE 64 48 100 110 30 20"), [str(picture)])
+        read_cameras(cameras_txt(tmp_path, "1 PINHOLE 64 48 100 110 30 20"), [str(image)])
 
 
 def test_cameras_that_are_upright_already_stay(tmp_path):
-    picture = write_oriented(tmp_path / "a.png", 6)
-    camera = read_cameras(cameras_txt(tmp_path, "1 PINHOLE 48 64 110 100 28 30"), [str(picture)])[str(picture)]
+    image = write_oriented(tmp_path / "a.png", 6)
+    camera = read_cameras(cameras_txt(tmp_path, "1 PINHOLE 48 64 110 100 28 30"), [str(image)])[str(image)]
     assert np.array_equal(camera.K, [[110, 0, 27.5], [0, 100, 29.5], [0, 0, 1]])
     K = [[110, 0, 27.5], [0, 100, 29.5], [0, 0, 1]]
     (tmp_path / "cameras.json").write_text(json.dumps({"a.png": {"width": 48, "height": 64, "K": K}}))
-    assert np.array_equal(read_cameras(tmp_path / "cameras.json", [str(picture)])[str(picture)].K, K)
+    assert np.array_equal(read_cameras(tmp_path / "cameras.json", [str(image)])[str(image)].K, K)
 
 
-def test_headers_of_files_that_are_no_pictures(tmp_path):
-    (tmp_path / "text.png").write_text("not a picture")
+def test_headers_of_files_that_are_no_images(tmp_path):
+    (tmp_path / "text.png").write_text("not an image")
     for path in (tmp_path / "text.png", tmp_path / "nowhere.png", tmp_path):
         assert read_header(path) is None

@@ -70,11 +70,11 @@ def test_engines_agree_with_the_formulas(name, shape0, shape1, masked):
 
 
 def test_untrained_it_changes_nothing():
-    pictures = texture(0, 96, 80), texture(1, 112, 64)
-    before, after = (matcher(made).match(*pictures) for made in (tiny_network(), network(trained=False)))
+    images = texture(0, 96, 80), texture(1, 112, 64)
+    before, after = (matcher(made).match(*images) for made in (tiny_network(), network(trained=False)))
     assert len(before) > 0
     assert same_matches(before, after)
-    assert not same_matches(before, matcher(network()).match(*pictures))
+    assert not same_matches(before, matcher(network()).match(*images))
 
 
 @pytest.mark.parametrize("sizes", [((96, 80), (96, 80)), ((96, 80), (112, 64))])
@@ -118,9 +118,9 @@ def test_a_mask_of_everything_is_no_mask():
 
 def test_features_serve_with_any_other_image():
     """Features depend on one image only, so cached features give the same matches."""
-    made, pictures = matcher(network()), (texture(0, 96, 80), texture(1, 112, 64))
-    features = [made.features(picture) for picture in pictures]
-    assert same_matches(made.match(*pictures), made.match_features(*features))
+    made, images = matcher(network()), (texture(0, 96, 80), texture(1, 112, 64))
+    features = [made.features(image) for image in images]
+    assert same_matches(made.match(*images), made.match_features(*features))
 
 
 def test_round_trip(tmp_path):

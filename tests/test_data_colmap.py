@@ -108,7 +108,7 @@ def test_pairs_are_chosen_by_overlap(folder):
         ColmapPairs(folder / "model", folder / "images", min_overlap=1.0)
 
 
-def test_batches_go_on_without_a_picture(folder, tmp_path):
+def test_batches_go_on_without_an_image(folder, tmp_path):
     (tmp_path / "deep").mkdir()
     for name in ("a.png", "b.png"):
         (tmp_path / name).write_bytes((folder / "images" / name).read_bytes())
@@ -122,7 +122,7 @@ def test_batches_go_on_without_a_picture(folder, tmp_path):
     maker.close()
 
 
-def test_a_picture_on_its_side(folder, renderings, tmp_path):
+def test_an_image_on_its_side(folder, renderings, tmp_path):
     """COLMAP used b.png as it is stored; our points refer to the upright image."""
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 3

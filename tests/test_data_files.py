@@ -55,8 +55,8 @@ def check_same_places(batch):
 @pytest.fixture
 def folder(tmp_path):
     """Write images and a pairs file with one pair."""
-    Image.fromarray(VIEW0.picture()).save(tmp_path / "a.png")
-    Image.fromarray(VIEW1.picture(1)).save(tmp_path / "b.png")
+    Image.fromarray(VIEW0.image()).save(tmp_path / "a.png")
+    Image.fromarray(VIEW1.image(1)).save(tmp_path / "b.png")
     points0, points1 = common_points()
     line = PairLine(name0="a.png", name1="b.png", points0=points0, points1=points1)
     write_pairs(tmp_path / "pairs.txt", [line])
@@ -141,7 +141,7 @@ def test_points_show_the_same_place_to_a_fraction_of_a_pixel(folder, crop):
     maker.close()
 
 
-def test_whole_pictures_are_stretched_by_the_pixel_convention(folder):
+def test_whole_images_are_stretched_by_the_pixel_convention(folder):
     maker = maker_of(folder, points=400)
     batch = maker.make(1, random())
     points0, _ = common_points()
@@ -155,9 +155,7 @@ def test_whole_pictures_are_stretched_by_the_pixel_convention(folder):
 def test_hidden_points_and_those_that_the_cut_takes_are_absent():
     points0, points1 = common_points()
     hidden0 = np.array([[5.0, 5.0], [6.0, 90.0]])
-    sample = PairSample(
-        image0=VIEW0.picture(), image1=VIEW1.picture(), points0=points0, points1=points1, hidden0=hidden0
-    )
+    sample = PairSample(image0=VIEW0.image(), image1=VIEW1.image(), points0=points0, points1=points1, hidden0=hidden0)
     maker = FilePairs(One(sample), CutConfig(), size=96, points=64)
     batch = maker.make(1, random())
     expected = torch.tensor((hidden0 + 0.5) * np.array([96 / 160, 96 / 120]) - 0.5).float()
@@ -258,9 +256,9 @@ def test_what_can_t_be_used_is_left_out_by_name_and_the_rest_goes_on(folder):
 def test_turned_photographs_are_read_upright(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
-    upright = Image.fromarray(VIEW0.picture())
+    upright = Image.fromarray(VIEW0.image())
     upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "a.png", exif=exif)
-    Image.fromarray(VIEW1.picture()).save(tmp_path / "b.png")
+    Image.fromarray(VIEW1.image()).save(tmp_path / "b.png")
     points0, points1 = common_points()
     write_pairs(tmp_path / "pairs.txt", [PairLine(name0="a.png", name1="b.png", points0=points0, points1=points1)])
     maker = maker_of(tmp_path)
@@ -269,7 +267,7 @@ def test_turned_photographs_are_read_upright(tmp_path):
     maker.close()
 
 
-def test_large_pictures_and_greys_are_pictures_too(tmp_path):
+def test_large_images_and_greys_are_images_too(tmp_path):
     Image.fromarray(texture(0, 700, 500)[:, :, 0]).save(tmp_path / "a.png")
     Image.fromarray(texture(1, 300, 33)).save(tmp_path / "b.png")
     points = np.random.default_rng(0).uniform(0, 32, (50, 2))
@@ -289,7 +287,7 @@ def test_configs_are_told_apart_by_their_kind():
     holder = make_dataclass("Holder", [("data", tuple[DataConfig, ...])], frozen=True)
     values = [
         {"kind": "pairs", "file": "p.txt", "images": "i", "crop": 0.5},
-        {"kind": "scenes", "pool": 3, "picture": [64, 64]},
+        {"kind": "scenes", "pool": 3, "image": [64, 64]},
         {"kind": "colmap", "model": "m", "images": "i", "min_overlap": 0.5},
         {"kind": "megadepth", "root": "r", "split": "validation"},
         {"kind": "rgbd", "root": "r", "light": True},
@@ -297,7 +295,7 @@ def test_configs_are_told_apart_by_their_kind():
     read = from_dict(holder, {"data": values}).data
     assert [config.kind for config in read] == [value["kind"] for value in values]
     assert read[0] == PairsFileConfig(file="p.txt", images="i", crop=0.5)
-    assert read[1].picture == (64, 64)
+    assert read[1].image == (64, 64)
     with pytest.raises(ConfigError, match="Unknown setting"):
         from_dict(holder, {"data": [{"kind": "rgbd", "root": "r", "file": "x"}]})
 

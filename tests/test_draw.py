@@ -32,17 +32,17 @@ def make_matches(points0, points1, size0, size1, scores=None, estimate=None):
     return Matches(points0=points0, points1=points1, scores=scores, size0=size0, size1=size1, estimate=estimate)
 
 
-def changed(picture, background=128):
+def changed(image, background=128):
     """Return which pixels of the canvas, without its caption, were drawn on."""
-    return np.any(picture[:-CAPTION] != background, axis=2)
+    return np.any(image[:-CAPTION] != background, axis=2)
 
 
 def test_a_match_is_drawn_between_its_points():
     matches = make_matches([100, 120], [50, 200], (400, 300), (400, 300))
-    picture = draw.draw_matches(gray(400, 300), gray(400, 300), matches)
-    assert picture.shape == (300 + CAPTION, 400 + GAP + 400, 3)
-    assert picture.dtype == np.uint8
-    drawn = changed(picture)
+    image = draw.draw_matches(gray(400, 300), gray(400, 300), matches)
+    assert image.shape == (300 + CAPTION, 400 + GAP + 400, 3)
+    assert image.dtype == np.uint8
+    drawn = changed(image)
     drawn[:, 400 : 400 + GAP] = False
     rows, columns = np.nonzero(drawn)
     assert (columns.min(), columns.max()) == (pytest.approx(100, abs=5), pytest.approx(456, abs=5))
@@ -53,44 +53,44 @@ def test_a_match_is_drawn_between_its_points():
 
 def test_no_match_leaves_the_photographs_exactly_as_they_are():
     image0, image1 = texture(400, 300), texture(300, 300, seed=1)
-    picture = draw.draw_matches(image0, image1, make_matches([], [], (400, 300), (300, 300)))
-    assert np.array_equal(picture[:300, :400], image0)
-    assert np.array_equal(picture[:300, 400 + GAP :], image1)
-    assert (picture[300:] < 128).any()  # the caption
+    image = draw.draw_matches(image0, image1, make_matches([], [], (400, 300), (300, 300)))
+    assert np.array_equal(image[:300, :400], image0)
+    assert np.array_equal(image[:300, 400 + GAP :], image1)
+    assert (image[300:] < 128).any()  # the caption
 
 
 def test_different_sizes_share_a_height_without_distortion():
     matches = make_matches([0, 0], [0, 0], (400, 300), (60, 90))
-    picture = draw.draw_matches(gray(400, 300), gray(60, 90), matches)
-    assert picture.shape == (300 + CAPTION, 400 + GAP + 200, 3)
+    image = draw.draw_matches(gray(400, 300), gray(60, 90), matches)
+    assert image.shape == (300 + CAPTION, 400 + GAP + 200, 3)
 
 
 def test_panoramas_are_stacked():
-    picture = draw.draw_matches(gray(900, 300), gray(450, 150), make_matches([], [], (900, 300), (450, 150)))
-    assert picture.shape == (300 + GAP + 300 + CAPTION, 900, 3)
+    image = draw.draw_matches(gray(900, 300), gray(450, 150), make_matches([], [], (900, 300), (450, 150)))
+    assert image.shape == (300 + GAP + 300 + CAPTION, 900, 3)
 
 
 @pytest.mark.parametrize("sizes", [((6000, 200), (200, 6000)), ((3000, 3000), (30, 20)), ((1, 1), (5000, 1))])
 def test_any_sizes_fit_the_canvas(sizes):
     (width0, height0), (width1, height1) = sizes
     matches = make_matches([0, 0], [0, 0], *sizes)
-    picture = draw.draw_matches(gray(width0, height0), gray(width1, height1), matches)
-    assert picture.shape[0] <= draw._HEIGHT_PX + CAPTION
-    assert picture.shape[1] <= draw._WIDTH_PX + 2
-    picture = draw.draw_matches(gray(width1, height1), gray(width0, height0), matches.swapped())
-    assert picture.shape[0] <= draw._HEIGHT_PX + CAPTION
+    image = draw.draw_matches(gray(width0, height0), gray(width1, height1), matches)
+    assert image.shape[0] <= draw._HEIGHT_PX + CAPTION
+    assert image.shape[1] <= draw._WIDTH_PX + 2
+    image = draw.draw_matches(gray(width1, height1), gray(width0, height0), matches.swapped())
+    assert image.shape[0] <= draw._HEIGHT_PX + CAPTION
 
 
 def test_points_that_are_nan_or_outside_are_left_out():
     points = [[np.nan, 5], [-50, 5], [500, 5], [np.inf, 5]]
     matches = make_matches(points, np.full((4, 2), 20), (400, 300), (400, 300))
-    picture = draw.draw_matches(gray(400, 300), gray(400, 300), matches)
-    assert not changed(picture)[:, :400].any()
+    image = draw.draw_matches(gray(400, 300), gray(400, 300), matches)
+    assert not changed(image)[:, :400].any()
     dots = draw.draw_dots(gray(400, 300), gray(400, 300), matches, np.ones(4, dtype=bool))
     assert not changed(dots)[:, :400].any()
 
 
-def test_the_limit_keeps_good_matches_from_all_over_the_picture():
+def test_the_limit_keeps_good_matches_from_all_over_the_image():
     rng = np.random.default_rng(0)
     points = np.concatenate([rng.uniform(0, 50, (900, 2)), rng.uniform(350, 399, (100, 2))])
     scores = np.concatenate([np.full(900, 0.9), np.full(100, 0.5)])
@@ -124,29 +124,29 @@ def test_inliers_are_green_and_outliers_red():
     estimate = Estimate(kind="homography", matrix=np.eye(3), inliers=flags)
     points = [[50, 50], [50, 250]]
     matches = make_matches(points, points, (400, 300), (400, 300), estimate=estimate)
-    picture = draw.draw_matches(gray(400, 300), gray(400, 300), matches, colors="inliers").astype(int)
-    assert picture[50, 50, 1] > picture[50, 50, 0] + 50
-    assert picture[250, 50, 0] > picture[250, 50, 1] + 50
+    image = draw.draw_matches(gray(400, 300), gray(400, 300), matches, colors="inliers").astype(int)
+    assert image[50, 50, 1] > image[50, 50, 0] + 50
+    assert image[250, 50, 0] > image[250, 50, 1] + 50
     assert draw._summary(matches, 2) == "2 matches, 1 agree with the homography"
     without = make_matches(points, points, (400, 300), (400, 300))
     with pytest.raises(DataError, match="with_estimate"):
         draw.draw_matches(gray(400, 300), gray(400, 300), without, colors="inliers")
 
 
-def test_dots_are_green_and_red_in_both_pictures():
+def test_dots_are_green_and_red_in_both_images():
     points = np.array([[50, 50], [200, 250]])
     matches = make_matches(points, points, (400, 300), (400, 300))
-    picture = draw.draw_dots(gray(400, 300), gray(400, 300), matches, [True, False])
+    image = draw.draw_dots(gray(400, 300), gray(400, 300), matches, [True, False])
     for left in (0, 400 + GAP):
-        assert tuple(picture[50, left + 50]) == draw._GOOD
-        assert tuple(picture[250, left + 200]) == draw._BAD
+        assert tuple(image[50, left + 50]) == draw._GOOD
+        assert tuple(image[250, left + 200]) == draw._BAD
     with pytest.raises(DataError, match="one flag per match"):
         draw.draw_dots(gray(400, 300), gray(400, 300), matches, [True])
     empty = make_matches([], [], (400, 300), (400, 300))
     assert draw.draw_dots(gray(400, 300), gray(400, 300), empty, []).shape[1] == 806
 
 
-def test_the_picture_must_be_the_matched_one():
+def test_the_image_must_be_the_matched_one():
     matches = make_matches([], [], (300, 400), (400, 300))
     with pytest.raises(DataError, match="Image 0 has 400 x 300 pixels but the matches are for 300 x 400"):
         draw.draw_matches(gray(400, 300), gray(400, 300), matches)
@@ -154,12 +154,12 @@ def test_the_picture_must_be_the_matched_one():
     assert draw.draw_matches(gray(400, 300), gray(400, 300), unknown).size
 
 
-def test_pictures_are_whatever_the_matcher_takes(tmp_path):
+def test_images_are_whatever_the_matcher_takes(tmp_path):
     matches = make_matches([[10, 20]], [[30, 40]], (400, 300), (400, 300))
     expected = draw.draw_matches(gray(400, 300), gray(400, 300), matches)
     Image.fromarray(gray(400, 300)).save(tmp_path / "a.png")
-    for picture in (tmp_path / "a.png", str(tmp_path / "a.png"), gray(400, 300)[:, :, 0], gray(400, 300) / 255):
-        assert np.array_equal(draw.draw_matches(picture, gray(400, 300), matches), expected)
+    for image in (tmp_path / "a.png", str(tmp_path / "a.png"), gray(400, 300)[:, :, 0], gray(400, 300) / 255):
+        assert np.array_equal(draw.draw_matches(image, gray(400, 300), matches), expected)
     with pytest.raises(ImageError, match="not an image"):
         draw.draw_matches(gray(0, 5), gray(9, 9), make_matches([], [], (0, 0), (0, 0)))
 
@@ -172,12 +172,12 @@ def test_colors_are_known_ones():
 def test_a_warp_is_drawn_as_it_is():
     points = np.stack(np.meshgrid(np.arange(40.0), np.arange(30.0)), axis=-1)
     warp = Warp(points1=points, certainty=np.ones((30, 40)), size1=(40, 30))
-    pictures = gray(40, 30), gray(40, 30)
-    assert np.array_equal(draw.draw_warp(*pictures, warp), draw.draw_warp(*pictures, points, certainty=warp.certainty))
-    assert np.array_equal(draw.draw_flow(*pictures, warp), draw.draw_flow(*pictures, points, warp.certainty))
+    images = gray(40, 30), gray(40, 30)
+    assert np.array_equal(draw.draw_warp(*images, warp), draw.draw_warp(*images, points, certainty=warp.certainty))
+    assert np.array_equal(draw.draw_flow(*images, warp), draw.draw_flow(*images, points, warp.certainty))
 
 
-SHIFT = np.array([[1, 0, 16], [0, 1, 8], [0, 0, 1.0]])  # picture 0 at (x, y) is picture 1 at (x + 16, y + 8)
+SHIFT = np.array([[1, 0, 16], [0, 1, 8], [0, 0, 1.0]])  # image 0 at (x, y) is image 1 at (x + 16, y + 8)
 
 
 def shifted_pair():
@@ -199,10 +199,10 @@ def test_true_dense_points_leave_no_seam(mode):
 
 
 def test_blend_mixes_only_where_there_is_something_to_lay_over():
-    picture = draw.draw_warp(gray(50, 40, 200), gray(100, 80, 100), SHIFT)
-    assert (picture[8:48, 16:66] == 150).all()
-    assert (picture[:8] == 100).all()
-    assert (picture[:, 66:] == 100).all()
+    image = draw.draw_warp(gray(50, 40, 200), gray(100, 80, 100), SHIFT)
+    assert (image[8:48, 16:66] == 150).all()
+    assert (image[:8] == 100).all()
+    assert (image[:, 66:] == 100).all()
 
 
 def test_certainty_fades_and_nan_shows_nothing():
@@ -210,9 +210,9 @@ def test_certainty_fades_and_nan_shows_nothing():
     points1[:, :10] = np.nan
     certainty = np.ones((240, 300))
     certainty[:100] = 0
-    picture = draw.draw_flow(gray(300, 240, 50), gray(300, 240, 80), points1, certainty)
-    assert (picture[:240, :300] == 50).all()
-    pulled = picture[:240, 300 + GAP :]
+    image = draw.draw_flow(gray(300, 240, 50), gray(300, 240, 80), points1, certainty)
+    assert (image[:240, :300] == 50).all()
+    pulled = image[:240, 300 + GAP :]
     assert (pulled[:100] == 255).all()
     assert (pulled[:, :10] == 255).all()
     assert (pulled[100:, 10:] == 80).all()
@@ -224,9 +224,9 @@ def test_certainty_fades_and_nan_shows_nothing():
 def test_a_coarse_warp_is_shown_in_full_size():
     image = texture(320, 256)
     coarse = cell_to_pixel(pixel_grid((80, 64)), 4)
-    picture = draw.draw_flow(image, image, coarse)
+    drawing = draw.draw_flow(image, image, coarse)
     inner = np.s_[8:248, 8:312]
-    assert np.abs(picture[:256, 320 + GAP :][inner].astype(int) - image[inner]).max() <= 2
+    assert np.abs(drawing[:256, 320 + GAP :][inner].astype(int) - image[inner]).max() <= 2
 
 
 def test_warps_of_wrong_shape_are_refused():
@@ -262,12 +262,12 @@ def test_save_refuses_other_endings_and_folders(tmp_path):
 def test_drawings_show_themselves_in_a_notebook(tmp_path):
     matches = make_matches([[10, 10]], [[20, 20]], (60, 40), (60, 40))
     warp = Warp(points1=pixel_grid((60, 40)), certainty=np.ones((40, 60), np.float32), size1=(60, 40))
-    pictures = gray(60, 40), texture(60, 40)
+    images = gray(60, 40), texture(60, 40)
     for drawn in (
-        draw.draw_matches(*pictures, matches),
-        draw.draw_dots(*pictures, matches, [True]),
-        draw.draw_warp(*pictures, warp),
-        draw.draw_flow(*pictures, warp),
+        draw.draw_matches(*images, matches),
+        draw.draw_dots(*images, matches, [True]),
+        draw.draw_warp(*images, warp),
+        draw.draw_flow(*images, warp),
     ):
         with Image.open(io.BytesIO(drawn._repr_png_())) as image:
             assert np.array_equal(np.asarray(image), drawn)
@@ -296,10 +296,10 @@ import pycolmap
 import numpy as np
 from dualrc import draw
 from dualrc.errors import OutputError
-picture = np.zeros((64, 64, 3), np.uint8)
-assert picture.view(draw.Drawing)._repr_png_() is None
+image = np.zeros((64, 64, 3), np.uint8)
+assert image.view(draw.Drawing)._repr_png_() is None
 try:
-    draw.save(picture, sys.argv[1])
+    draw.save(image, sys.argv[1])
 except OutputError as error:
     print(error)
 """

@@ -136,7 +136,7 @@ def test_both_layouts_hold_the_same_cameras(data):
         assert pytest.approx(view.K, abs=1e-9) == a.K == pytest.approx(b.K, abs=1e-9)
 
 
-def test_pictures_where_the_published_code_has_them(root):
+def test_images_where_the_published_code_has_them(root):
     (root / "database_and_query").mkdir()
     (root / "images" / "images_upright").rename(root / "database_and_query" / "images_upright")
     assert all(pair.path0.is_file() and pair.path1.is_file() for pair in read_aachen(root).pairs)
@@ -169,7 +169,7 @@ def test_a_lens_sees_nothing_beyond_its_edge():
     assert np.isnan(camera.undistort(np.array([[1e4, 1e4]]))).all()
 
 
-def test_pictures_that_are_stored_on_their_side(data, root, tmp_path):
+def test_images_that_are_stored_on_their_side(data, root, tmp_path):
     """An EXIF rotation changes the matcher's input, but not the pose of the stored image."""
     name = NIGHT_QUERIES[0]
     path = root / "images" / "images_upright" / name
@@ -228,10 +228,10 @@ def test_what_is_wrong_with_a_query_is_named_and_counts_as_failure(data, root, t
     assert night.shares == (0.25, 0.25, 0.25)
 
 
-def test_pictures_that_are_missing_or_of_another_size(data, root, tmp_path):
+def test_images_that_are_missing_or_of_another_size(data, root, tmp_path):
     images = root / "images" / "images_upright"
     (images / NIGHT_QUERIES[0]).unlink()
-    (images / DATABASE[0]).write_bytes(b"not a picture")
+    (images / DATABASE[0]).write_bytes(b"not an image")
     Image.new("RGB", (100, 80)).save(images / DATABASE[1])
     content, text = run(data, root, tmp_path / "out", "oracle")
     result = content["results"][0]
@@ -300,7 +300,7 @@ def test_broken_nvm_files(root, old, new, message):
         read_aachen(root)
 
 
-def test_a_database_picture_without_intrinsics_is_named(root):
+def test_a_database_image_without_intrinsics_is_named(root):
     edit(root / "3D-models" / "database_intrinsics.txt", f"{DATABASE[2]} ", "db/other.jpg ")
     found = read_aachen(root)
     assert DATABASE[2] not in found.database and len(found.database) == 4

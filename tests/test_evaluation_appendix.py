@@ -142,7 +142,7 @@ def test_everything_is_on_the_page_and_in_files(sized, varied):
     assert page.count("<img") == 4 + 12
     assert not re.search(r'(src|href)="(?!data:)', page)
     figures = {path.stem for path in (out / "figures").iterdir()}
-    assert {"sizes_same_picture", "sizes_same_map", "sizes_smaller", "costs"} <= figures
+    assert {"sizes_same_image", "sizes_same_map", "sizes_smaller", "costs"} <= figures
     assert "01_best500_i_day_1-6_default_128_px" in figures
     assert "12_best6000_v_wall_1-6_matchers_homography_oracle" in figures
     written = json.loads((out / "results.json").read_text())
@@ -159,7 +159,7 @@ def test_everything_is_on_the_page_and_in_files(sized, varied):
     assert not (out / "figures" / "fusion.png").exists()
 
 
-def test_pictures_show_right_and_wrong_matches(folder, sized):
+def test_images_show_right_and_wrong_matches(folder, sized):
     out, content, _ = sized
     H = np.loadtxt(folder / "data" / "v_wall" / "H_1_6")
     with MatchStore(out / content["stores"][0]) as store:
@@ -276,9 +276,9 @@ def test_data_and_settings_that_won_t_do(folder, tmp_path):
     assert not list(tmp_path.glob("*.sqlite"))
 
 
-def test_broken_pictures_are_counted_and_the_rest_goes_on(folder, tmp_path):
+def test_broken_images_are_counted_and_the_rest_goes_on(folder, tmp_path):
     root = write_hpatches(tmp_path / "data")
-    (root / "i_day" / "1.png").write_text("not a picture")
+    (root / "i_day" / "1.png").write_text("not an image")
     (root / "v_wall" / "H_1_4").unlink()
     (tmp_path / "pairs.txt").write_text("i_day/1.png i_day/2.png\nv_wall/1.png v_wall/3.png\n")
     settings = {"roots": (root,), "sizes": (64,), "pairs": tmp_path / "pairs.txt"}
@@ -386,7 +386,7 @@ def test_published_curves_stand_beside_the_paper_s_sizes(appendix):
     ]
     # Their map sizes differ.
     assert [name for name in rows if "800 px" in name] == ["default, 800 px"]
-    assert list(compared.figures) == ["sizes_same_picture", "sizes_same_map", "sizes_smaller"]
+    assert list(compared.figures) == ["sizes_same_image", "sizes_same_map", "sizes_smaller"]
     # NCNet ran at 1600 px without the last stride of its backbone, despite its label in the paper.
     assert rows["NCNet, 1600 px, relocalized, best 2000, published"][1:3] == ["1600", "200"]
     assert compared.notes == [
@@ -398,7 +398,7 @@ def test_published_curves_stand_beside_the_paper_s_sizes(appendix):
         *("NCNet, 800 px, best 2000, published", "Sparse-NCNet, 800 px, best 2000, published"),
     }
     assert {row[2] for row in compared.tables[0].rows[1:]} == {"100"}
-    assert list(compared.figures) == ["sizes_same_picture"]
+    assert list(compared.figures) == ["sizes_same_image"]
 
 
 def test_costs_that_could_not_be_measured(folder):
@@ -409,9 +409,9 @@ def test_costs_that_could_not_be_measured(folder):
 
 @pytest.fixture
 def task(folder):
-    pictures = {f"path{i}": str(folder / "data" / "v_wall" / f"{i + 1}.png") for i in (0, 1)}
+    images = {f"path{i}": str(folder / "data" / "v_wall" / f"{i + 1}.png") for i in (0, 1)}
     weights = str(folder / "tiny0.safetensors")
-    return costs.Task(preset="default", weights=weights, device="cpu", size=64, top=100, **pictures)
+    return costs.Task(preset="default", weights=weights, device="cpu", size=64, top=100, **images)
 
 
 def test_costs_are_measured_where_the_package_is_not_installed(task, tmp_path, monkeypatch):
@@ -438,7 +438,7 @@ def test_memory_is_that_of_the_new_process_alone(task):
 
 def test_processes_that_fail_are_named_and_the_others_go_on(task, tmp_path, monkeypatch):
     broken = replace(task, path0=str(tmp_path / "broken.png"))
-    (tmp_path / "broken.png").write_text("not a picture")
+    (tmp_path / "broken.png").write_text("not an image")
     console = Console(file=io.StringIO())
     (tmp_path / "costs.json").write_text("{")
     measured, notes = costs.measure_all([broken], tmp_path, console)

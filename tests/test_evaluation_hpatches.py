@@ -102,7 +102,7 @@ def test_a_crop_moves_the_truth_along_and_unmasks_a_shared_grid(data, tmp_path):
     assert "leaves none" in next(iter(nothing_left["results"][0].failures.values()))
 
 
-def test_pictures_in_other_formats(tmp_path):
+def test_images_in_other_formats(tmp_path):
     for suffix in (".ppm", ".jpg"):
         root = write_hpatches(tmp_path / suffix[1:], ["v_wall"], suffix=suffix)
         assert [pair.path1.suffix for pair in open_hpatches(root).pairs] == [suffix] * 5
@@ -118,7 +118,7 @@ def test_sequences_that_the_protocol_leaves_out(tmp_path):
 
 def test_broken_data_is_named_and_counted(data, tmp_path):
     root = write_hpatches(tmp_path / "h", ["v_wall"])
-    (root / "v_wall" / "2.png").write_text("not a picture")
+    (root / "v_wall" / "2.png").write_text("not an image")
     (root / "v_wall" / "3.png").unlink()
     (root / "v_wall" / "H_1_4").unlink()
     (root / "v_wall" / "H_1_5").write_text("1 0 0 0 1 0 0 0")

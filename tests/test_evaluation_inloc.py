@@ -319,9 +319,9 @@ def test_the_nearest_point_hides_the_others():
     camera = Camera.from_focal((40, 30), 40.0)
     xyz = np.array([[0, 0, 4], [0, 0, 2], [0, 0, -2], [9, 0, 1], [0.5, 0.25, 2]], dtype=np.float32)
     rgb = np.array([[1, 0, 0], [2, 0, 0], [3, 0, 0], [4, 0, 0], [5, 0, 0]], dtype=np.uint8)
-    picture, seen = render_points(xyz, rgb, camera, np.eye(3, 4))
+    image, seen = render_points(xyz, rgb, camera, np.eye(3, 4))
     assert seen.sum() == 2
-    assert picture[15, 20, 0] == 2 and picture[20, 30, 0] == 5
+    assert image[15, 20, 0] == 2 and image[20, 30, 0] == 5
 
 
 def test_verification_prefers_the_true_pose(data):
@@ -379,7 +379,7 @@ def test_broken_files_are_named_and_the_run_goes_on_and_resumes(data, changed, t
     folders = find_folders(changed)
     whole = folders.points(name).read_bytes()
     folders.points(name).write_bytes(whole[: len(whole) // 2])
-    (folders.queries / "IMG_0741.JPG").write_bytes(b"no picture")
+    (folders.queries / "IMG_0741.JPG").write_bytes(b"no image")
     folders.alignment("DUC1/002/DUC_cutout_002_0_0.jpg").unlink()
     settings = {"verify": True, "candidates": 4}
     content, text = run_evaluation("inloc", (changed,), tmp_path / "out", data, ("pose_oracle",), **settings)
@@ -405,7 +405,7 @@ def test_broken_files_are_named_and_the_run_goes_on_and_resumes(data, changed, t
     )
 
 
-def test_another_picture_in_the_cutouts_place_is_no_scan(data, changed):
+def test_another_image_in_the_cutouts_place_is_no_scan(data, changed):
     _, name = first_candidate(changed)
     path = find_folders(changed).points(name)
     scipy_io.savemat(path, {"XYZcut": np.zeros((4, 4))})

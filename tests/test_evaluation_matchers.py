@@ -21,38 +21,38 @@ from dualrc.model.checkpoint import file_hash, save_weights
 
 
 @pytest.fixture
-def pictures(tmp_path):
-    picture = texture(0, 96, 80)
-    for name, pixels in (("a.png", picture), ("b.png", picture[3:, 5:])):
+def images(tmp_path):
+    image = texture(0, 96, 80)
+    for name, pixels in (("a.png", image), ("b.png", image[3:, 5:])):
         Image.fromarray(pixels).save(tmp_path / name)
     return tmp_path / "a.png", tmp_path / "b.png"
 
 
-def test_sift_stands_for_two_matchers(pictures):
+def test_sift_stands_for_two_matchers(images):
     pytest.importorskip("cv2", reason="OpenCV is not installed")
     ratio, mutual = make_matchers(["sift"], MatcherSettings())
     assert (ratio.name, mutual.name) == ("sift-ratio", "sift-mutual")
     for matcher in (ratio, mutual):
-        found = matcher.match(*pictures)
+        found = matcher.match(*images)
         assert len(found) > 10
         shift = found.points0 - found.points1
         assert np.median(shift, axis=0) == pytest.approx([5, 3], abs=0.1)
         assert (np.diff(found.scores) <= 0).all()
         assert found.info["seen1"] == (91, 77)
         assert found.info["seconds"] > 0
-    assert len(ratio.match(*pictures)) <= len(mutual.match(*pictures))
+    assert len(ratio.match(*images)) <= len(mutual.match(*images))
 
 
-def test_sift_on_resized_pictures_speaks_the_pictures_own_pixels(pictures):
+def test_sift_on_resized_images_speaks_the_images_own_pixels(images):
     pytest.importorskip("cv2", reason="OpenCV is not installed")
     (matcher,) = make_matchers(["sift-ratio"], MatcherSettings(size=192))
-    found = matcher.match(*pictures)
+    found = matcher.match(*images)
     assert found.info["seen0"] == (192, 160)
     assert found.size0 == (96, 80)
     assert np.median(found.points0 - found.points1, axis=0) == pytest.approx([5, 3], abs=0.3)
 
 
-def test_sift_on_a_picture_without_features(tmp_path):
+def test_sift_on_an_image_without_features(tmp_path):
     pytest.importorskip("cv2", reason="OpenCV is not installed")
     Image.new("RGB", (64, 48), "gray").save(tmp_path / "flat.png")
     for matcher in make_matchers(["sift"], MatcherSettings()):
@@ -101,15 +101,15 @@ def test_names_that_are_none(tmp_path):
         make_matchers([f"{file}:broken", f"{file}:broken"], MatcherSettings())
 
 
-def test_a_function_may_return_lists_or_tensors(tmp_path, pictures):
+def test_a_function_may_return_lists_or_tensors(tmp_path, images):
     (tmp_path / "own.py").write_text(
         "import torch\n"
         "def lists(a, b):\n    return [[1, 2]], [[3, 4]], [0.5]\n"
         "def tensors(a, b):\n    return torch.ones(4, 2), torch.ones(4, 2, requires_grad=True), torch.ones(4)\n"
     )
     lists, tensors = make_matchers([f"{tmp_path}/own.py:lists", f"{tmp_path}/own.py:tensors"], MatcherSettings())
-    assert lists.match(*pictures).points1.tolist() == [[3, 4]]
-    assert len(tensors.match(*pictures)) == 4
+    assert lists.match(*images).points1.tolist() == [[3, 4]]
+    assert len(tensors.match(*images)) == 4
 
 
 OWN = """
@@ -132,7 +132,7 @@ def match(a, b):
 """
 
 
-def test_a_file_may_hold_dataclasses_and_import_what_stands_beside_it(tmp_path, pictures):
+def test_a_file_may_hold_dataclasses_and_import_what_stands_beside_it(tmp_path, images):
     before = list(sys.path)
     for folder, count in (("one", 2), ("two", 1)):
         (tmp_path / folder).mkdir()
@@ -142,7 +142,7 @@ def test_a_file_may_hold_dataclasses_and_import_what_stands_beside_it(tmp_path, 
         (tmp_path / folder / f"beside_{folder}.py").write_text(f"POINTS = [[1, 2]] * {count}")
         (tmp_path / folder / "lazy.py").write_text("SCORES = [0.5, 0.4]")
         (matcher,) = make_matchers([f"{tmp_path}/{folder}/own.py:match"], MatcherSettings())
-        assert len(matcher.match(*pictures)) == count
+        assert len(matcher.match(*images)) == count
     assert sys.path == before
 
 
@@ -222,14 +222,14 @@ def test_every_error_of_a_pair_is_counted_and_the_run_goes_on(tmp_path, kind):
         assert len(store.get("1", "3")) == 3
 
 
-def test_sift_that_opencv_gives_up_on_is_an_error_of_the_picture(pictures):
+def test_sift_that_opencv_gives_up_on_is_an_error_of_the_image(images):
     cv2 = pytest.importorskip("cv2", reason="OpenCV is not installed")
     (matcher,) = make_matchers(["sift-ratio"], MatcherSettings())
 
     class NoMemory:
-        def detectAndCompute(self, picture, mask):  # noqa: N802
+        def detectAndCompute(self, image, mask):  # noqa: N802
             raise cv2.error("Failed to allocate\n9 bytes")
 
     matcher._sift = NoMemory()
     with pytest.raises(ImageError, match=r"cannot describe .*a\.png \(.*9 bytes\); pass a smaller size"):
-        matcher.match(*pictures)
+        matcher.match(*images)

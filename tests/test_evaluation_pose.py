@@ -195,7 +195,7 @@ def test_incomplete_data_sets(data, tmp_path):
         read_pose_data(tmp_path / "m")
 
 
-def test_missing_pictures_and_entries_are_named_and_counted(data, tmp_path):
+def test_missing_images_and_entries_are_named_and_counted(data, tmp_path):
     root = write_megadepth(tmp_path / "m" if (tmp_path / "m").mkdir() is None else tmp_path)
     index = megadepth_index()
     index["pair_infos"].append(((0, 4), 0.2, None))
@@ -260,18 +260,18 @@ def test_a_scene_with_bad_cameras_does_not_stop_the_others(tmp_path):
     assert "village is not scored: " in found.notes[0]
 
 
-def test_pictures_of_another_shape_are_not_scored(data, tmp_path):
+def test_images_of_another_shape_are_not_scored(data, tmp_path):
     root = write_scannet(tmp_path)
-    picture = root / "scene0707_00" / "color" / "600.jpg"
-    with Image.open(picture) as image:
+    file = root / "scene0707_00" / "color" / "600.jpg"
+    with Image.open(file) as image:
         # A stretch of 2.1 %.
-        image.resize((320, 235)).save(picture)
+        image.resize((320, 235)).save(file)
     found = read_pose_data(root)
     assert len(found.pairs) == 3
     assert "585.jpg scene0707_00/color/600.jpg is not scored: K is for an image of 640x480" in found.notes[0]
-    with Image.open(picture) as image:
+    with Image.open(file) as image:
         # The size of ScanNet's original images.
-        image.resize((1296, 968)).save(picture)
+        image.resize((1296, 968)).save(file)
     assert len(read_pose_data(root).pairs) == 4
     truth = next(iter(found.pairs.values()))
     with pytest.raises(DataError, match="aspect ratio"):
@@ -279,8 +279,8 @@ def test_pictures_of_another_shape_are_not_scored(data, tmp_path):
     # A rotated image is read upright.
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
-    with Image.open(picture) as image:
-        image.transpose(Image.Transpose.ROTATE_90).save(picture, exif=exif)
+    with Image.open(file) as image:
+        image.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif)
     assert len(read_pose_data(root).pairs) == 4
 
 

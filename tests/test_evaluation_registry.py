@@ -36,8 +36,8 @@ def three_right(path0, path1):
 
 @dataclass(frozen=True, kw_only=True)
 class ShiftSettings(OneNetworkSettings):
-    shift_px: Annotated[int, Option("columns by which picture 1 is moved; without it, 3.")] = 3
-    masks: Annotated[tuple[Path, ...], Option("pictures to leave out.", flags=("--without",))] = ()
+    shift_px: Annotated[int, Option("columns by which image 1 is moved; without it, 3.")] = 3
+    masks: Annotated[tuple[Path, ...], Option("images to leave out.", flags=("--without",))] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Shift(Benchmark):
     """Pairs of an image and a shifted copy."""
 
     name = "shift"
-    summary = "shift scores matches of pictures that are moved."
+    summary = "shift scores matches of images that are moved."
     example = "data/shift --shift-px 3"
     settings_class = ShiftSettings
     recognized_by = ("moved-*.png",)
@@ -65,7 +65,7 @@ class Shift(Benchmark):
                 Pair(name0="still.png", name1=path.name, path0=root / "still.png", path1=path, group="all")
             )
         if not self.pairs:
-            raise DataError(f"{root} has no moved pictures; give another folder.")
+            raise DataError(f"{root} has no moved images; give another folder.")
         self.protocol = {"shift": settings.shift_px, "pairs": len(self.pairs)}
 
     def _correct(self, matches):
@@ -77,7 +77,7 @@ class Shift(Benchmark):
 
     def report(self, results):
         rows = [[r.matcher, share(r.figures.correct), *r.cost.cells(r.figures.matches)] for r in results]
-        table = Table(title="Moved pictures", columns=["matcher", "correct", *COST_COLUMNS], rows=rows)
+        table = Table(title="Moved images", columns=["matcher", "correct", *COST_COLUMNS], rows=rows)
         return Report(tables=[table], notes=["This data set is small."], content={"seen": "here"})
 
     def ranking(self, result):
@@ -117,7 +117,7 @@ def read_help() -> str:
 def test_a_new_benchmark_goes_through_the_whole_evaluation(registered, data, tmp_path):
     content, text = run_evaluation("shift", (data,), tmp_path / "out", tmp_path, ["three_right"])
     assert content["results"][0].figures == ShiftScore(correct=0.75, matches=8)
-    assert "Moved pictures" in text and ".750" in text and "Note: This data set is small." in text
+    assert "Moved images" in text and ".750" in text and "Note: This data set is small." in text
     written = json.loads((tmp_path / "out" / "results.json").read_text())
     assert written["benchmark"] == "shift" and written["protocol"] == {"shift": 3, "pairs": 2}
     assert written["settings"]["shift_px"] == 3 and written["seen"] == "here"
@@ -136,9 +136,9 @@ def test_a_new_benchmark_is_on_the_command_line(registered, data, tmp_path):
     assert done.exit_code == 0, done.output
     assert json.loads((tmp_path / "out" / "results.json").read_text())["protocol"] == {"shift": 0, "pairs": 1}
     help_text = read_help()
-    assert "shift scores matches of pictures that are moved." in help_text
+    assert "shift scores matches of images that are moved." in help_text
     assert "dualrc evaluate shift data/shift --shift-px 3" in help_text
-    assert "shift: columns by which picture 1 is moved" in help_text
+    assert "shift: columns by which image 1 is moved" in help_text
 
 
 def test_options_that_a_benchmark_does_not_take(registered, data, tmp_path):

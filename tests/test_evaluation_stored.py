@@ -21,7 +21,7 @@ SCORES = np.array([0.5, 0.9, 0.7])
 
 
 @pytest.fixture
-def pictures(tmp_path):
+def images(tmp_path):
     folder = tmp_path / "data" / "v_wall"
     folder.mkdir(parents=True)
     for name in ("1.ppm", "2.ppm"):
@@ -48,39 +48,39 @@ def write(path, **arrays):
 
 
 @pytest.mark.parametrize("name", ["v_wall/1_2.npz.exp", "v_wall-1_2.npz.exp", "v_wall/1.ppm_2.ppm.npz", "1_2.npz"])
-def test_pairs_as_ncnet_and_dualrc_net_write_them(tmp_path, pictures, name):
+def test_pairs_as_ncnet_and_dualrc_net_write_them(tmp_path, images, name):
     """Pixels start at the corner of the first one, and files are named by sequence."""
     write(tmp_path / "own" / name, keypoints_A=POINTS0 + 0.5, keypoints_B=POINTS1 + 0.5, scores=SCORES)
-    assert_same(stored(tmp_path / "own").match(*pictures))
-    assert_same(stored(tmp_path / "own").match(*pictures[::-1]).swapped())
+    assert_same(stored(tmp_path / "own").match(*images))
+    assert_same(stored(tmp_path / "own").match(*images[::-1]).swapped())
 
 
-def test_pairs_of_our_own(tmp_path, pictures):
+def test_pairs_of_our_own(tmp_path, images):
     (tmp_path / "own" / "v_wall").mkdir(parents=True)
     made = Matches(points0=POINTS0, points1=POINTS1, scores=SCORES, size0=(1, 1), size1=(1, 1))
     made.save(tmp_path / "own" / "v_wall" / "1_2.npz")
-    assert_same(stored(tmp_path / "own").match(*pictures))
+    assert_same(stored(tmp_path / "own").match(*images))
 
 
-def test_pairs_as_superglue_writes_them(tmp_path, pictures):
+def test_pairs_as_superglue_writes_them(tmp_path, images):
     others = np.concatenate([POINTS1[::-1], [[0, 0]]])
     keypoints0 = np.concatenate([[[9.0, 9.0]], POINTS0])
     arrays = {"matches": np.array([-1, 2, 1, 0]), "match_confidence": np.concatenate([[0], SCORES])}
     write(tmp_path / "own" / "v_wall" / "1_2_matches.npz", keypoints0=keypoints0, keypoints1=others, **arrays)
-    assert_same(stored(tmp_path / "own").match(*pictures))
+    assert_same(stored(tmp_path / "own").match(*images))
 
 
 @pytest.mark.parametrize("ending", ["d2-net", "r2d2"])
-def test_keypoints_with_descriptors_are_matched_mutually(tmp_path, pictures, ending):
+def test_keypoints_with_descriptors_are_matched_mutually(tmp_path, images, ending):
     """Files lie beside the images, with x, y and scale, from several methods."""
     descriptors = np.eye(4, dtype=np.float32)[:3] * 7
     scale = np.ones((3, 1))
-    for path, points in zip(pictures, (POINTS0, POINTS1[::-1]), strict=True):
+    for path, points in zip(images, (POINTS0, POINTS1[::-1]), strict=True):
         mine = descriptors if points is POINTS0 else descriptors[::-1]
         for other in ("d2-net", "r2d2"):
             moved = points if other == ending else points + 9
             write(path.with_name(f"{path.name}.{other}"), keypoints=np.hstack([moved, scale]), descriptors=mine)
-    found = stored(f"{tmp_path}/data:{ending}").match(*pictures)
+    found = stored(f"{tmp_path}/data:{ending}").match(*images)
     assert len(found) == 3 and np.allclose(found.scores, 1)
     assert np.allclose(found.points1 - found.points0, (5, -2)) and {*found.points0[:, 0]} == {*POINTS0[:, 0]}
     with pytest.raises(ConfigError, match=r"several results of v_wall-1.ppm.*stored:FOLDER:d2-net"):
@@ -88,7 +88,7 @@ def test_keypoints_with_descriptors_are_matched_mutually(tmp_path, pictures, end
 
 
 @pytest.mark.parametrize("with_matches", [True, False])
-def test_hloc_files(tmp_path, pictures, with_matches):
+def test_hloc_files(tmp_path, images, with_matches):
     h5py = pytest.importorskip("h5py", reason="h5py is not installed")
     own = tmp_path / "own"
     own.mkdir()
@@ -101,29 +101,29 @@ def test_hloc_files(tmp_path, pictures, with_matches):
         with h5py.File(own / "matches.h5", "w") as file:
             group = file.create_group("v_wall-1.ppm/v_wall-2.ppm")
             group["matches0"], group["matching_scores0"] = np.array([1, 2, 3]), SCORES
-        assert_same(stored(own).match(*pictures))
+        assert_same(stored(own).match(*images))
         broken = shutil.copytree(own, tmp_path / "broken")
         with h5py.File(broken / "matches.h5", "a") as file:
             file["v_wall-1.ppm/v_wall-2.ppm/matches0"][0] = 99
         with pytest.raises(DataError, match=r"matches\.h5, v_wall-1\.ppm/v_wall-2\.ppm, is damaged"):
-            stored(broken).match(*pictures)
+            stored(broken).match(*images)
     else:
-        found = stored(own / "features.h5").match(*pictures)
+        found = stored(own / "features.h5").match(*images)
         assert np.allclose(found.points0, POINTS0) and np.allclose(found.points1, POINTS1)
 
 
-def test_a_picture_without_keypoints_has_no_matches(tmp_path, pictures):
-    for path in pictures:
+def test_an_image_without_keypoints_has_no_matches(tmp_path, images):
+    for path in images:
         write(path.with_name(f"{path.name}.d2-net"), keypoints=np.zeros((0, 3)), descriptors=np.zeros((0, 8)))
-    assert len(stored(tmp_path / "data").match(*pictures)) == 0
+    assert len(stored(tmp_path / "data").match(*images)) == 0
 
 
-def test_a_file_is_not_taken_for_two_pairs(tmp_path, pictures):
+def test_a_file_is_not_taken_for_two_pairs(tmp_path, images):
     """Without the sequence in its name, 1_2.npz would apply to every sequence."""
     write(tmp_path / "own" / "1_2.npz", keypoints_A=POINTS0, keypoints_B=POINTS1, scores=SCORES)
-    shutil.copytree(pictures[0].parent, tmp_path / "data" / "v_other")
+    shutil.copytree(images[0].parent, tmp_path / "data" / "v_other")
     matcher = stored(tmp_path / "own")
-    matcher.match(*pictures)
+    matcher.match(*images)
     with pytest.raises(DataError, match="folders with the names of the image folders"):
         matcher.match(tmp_path / "data" / "v_other" / "1.ppm", tmp_path / "data" / "v_other" / "2.ppm")
 
@@ -138,7 +138,7 @@ def test_a_file_is_not_taken_for_two_pairs(tmp_path, pictures):
         ("cut", "damaged"),
     ],
 )
-def test_broken_files(tmp_path, pictures, arrays, words):
+def test_broken_files(tmp_path, images, arrays, words):
     path = tmp_path / "own" / "v_wall" / "1_2.npz"
     if arrays == "cut":
         write(path, keypoints_A=POINTS0, keypoints_B=POINTS1, scores=SCORES)
@@ -146,11 +146,11 @@ def test_broken_files(tmp_path, pictures, arrays, words):
     else:
         write(path, **arrays)
     with pytest.raises(DataError, match=words) as caught:
-        stored(tmp_path / "own").match(*pictures)
+        stored(tmp_path / "own").match(*images)
     assert "1_2.npz" in str(caught.value) and str(caught.value).endswith("; write it again.")
 
 
-def test_places_that_hold_nothing(tmp_path, pictures):
+def test_places_that_hold_nothing(tmp_path, images):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("")
     for place, words in (("nowhere", "do not exist"), ("empty", "no stored results"), ("text.txt", "neither a folder")):
@@ -160,9 +160,9 @@ def test_places_that_hold_nothing(tmp_path, pictures):
         stored(f"{tmp_path}/data:r2d2")
     write(tmp_path / "own" / "v_wall" / "1_3.npz", keypoints_A=POINTS0, keypoints_B=POINTS1, scores=SCORES)
     with pytest.raises(DataError, match=r"no matches of .*: neither 1_2\.npz, nor keypoints and descriptors of 1\.ppm"):
-        stored(tmp_path / "own").match(*pictures)
+        stored(tmp_path / "own").match(*images)
     with pytest.raises(ImageError):
-        stored(tmp_path / "own").match(pictures[0], tmp_path / "missing.png")
+        stored(tmp_path / "own").match(images[0], tmp_path / "missing.png")
 
 
 def test_evaluation_of_stored_results_counts_what_is_missing(tmp_path):

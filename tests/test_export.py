@@ -20,18 +20,18 @@ NAMES = ("a.png", "b.png", "c.png", "d.png")
 STORED = {1: None, 3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
 
 
-def write_picture(path, size=(320, 240), orientation=1, dot=None, **tags):
+def write_image(path, size=(320, 240), orientation=1, dot=None, **tags):
     """Write a black image with one white pixel; its upright size is given."""
-    picture = Image.new("RGB", size)
+    image = Image.new("RGB", size)
     if dot is not None:
-        picture.putpixel(dot, (255, 255, 255))
+        image.putpixel(dot, (255, 255, 255))
     if STORED[orientation] is not None:
-        picture = picture.transpose(STORED[orientation])
+        image = image.transpose(STORED[orientation])
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     exif.get_ifd(ExifTags.IFD.Exif).update({getattr(ExifTags.Base, tag): value for tag, value in tags.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(path, exif=exif)
+    image.save(path, exif=exif)
     return path
 
 
@@ -39,7 +39,7 @@ def export(folder, names=NAMES, noise=0.0, orientations=None, **scene_settings):
     """Return a scene, its merged matches, and their database."""
     scene = apart(make_scene(names, **scene_settings), 6)
     for name, orientation in zip(names, orientations or [1] * len(names), strict=True):
-        write_picture(folder / "images" / name, scene.cameras[name].size, orientation)
+        write_image(folder / "images" / name, scene.cameras[name].size, orientation)
     store = fill_store(folder / "m.sqlite", scene, noise)
     merged = merge(store)
     write_database(folder / "database.db", merged, folder / "images", scene.cameras)
@@ -70,8 +70,8 @@ def test_the_database_gives_our_keypoints_and_matches_back(tmp_path):
 
 
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_points_of_turned_pictures_are_where_they_are_stored(tmp_path, orientation):
-    path = write_picture(tmp_path / "a.png", (64, 48), orientation, dot=(50, 7))
+def test_points_of_turned_images_are_where_they_are_stored(tmp_path, orientation):
+    path = write_image(tmp_path / "a.png", (64, 48), orientation, dot=(50, 7))
     with Image.open(path) as image:
         row, column = np.argwhere(np.asarray(image)[..., 0])[0]
         upright_row, upright_column = np.argwhere(np.asarray(ImageOps.exif_transpose(image))[..., 0])[0]
@@ -80,7 +80,7 @@ def test_points_of_turned_pictures_are_where_they_are_stored(tmp_path, orientati
 
 
 @pytest.mark.parametrize("orientation", [3, 6, 8])
-def test_a_turned_picture_in_the_database_still_maps(tmp_path, orientation):
+def test_a_turned_image_in_the_database_still_maps(tmp_path, orientation):
     """Cameras and keypoints are rotated together: known poses of the stored images triangulate to the true points."""
     scene, _, store = export(tmp_path, noise=0.0, orientations=[1, orientation, 1, orientation])
     store.close()
@@ -90,8 +90,8 @@ def test_a_turned_picture_in_the_database_still_maps(tmp_path, orientation):
         for name in ("b.png", "d.png"):
             image = database.read_image_with_name(name)
             camera = database.read_camera(image.camera_id)
-            with Image.open(tmp_path / "images" / name) as picture:
-                assert (camera.width, camera.height) == picture.size
+            with Image.open(tmp_path / "images" / name) as opened:
+                assert (camera.width, camera.height) == opened.size
             stored = np.array(turn[orientation]) @ scene.cameras[name].cam_from_world
             seen = stored[:, :3] @ scene.xyz.T + stored[:, 3:]
             wanted = camera.img_from_cam(seen.T)
@@ -136,23 +136,23 @@ def test_known_points_triangulate_without_bias(tmp_path):
 def test_a_known_camera_stands_as_it_is_with_its_half_pixel(tmp_path):
     K = np.array([[500, 0, 150.0], [0, 510, 130.0], [0, 0, 1]])
     camera = Camera(width=320, height=240, K=K, source="file")
-    made = colmap_camera(camera, write_picture(tmp_path / "a.png"), known=True)
+    made = colmap_camera(camera, write_image(tmp_path / "a.png"), known=True)
     assert made.model_name == "PINHOLE" and made.params.tolist() == [500, 510, 150.5, 130.5]
     assert made.has_prior_focal_length
     # Upright 240 wide and 320 high, stored rotated: x of the stored image is y of the upright one.
     upright = Camera(width=240, height=320, K=np.array([[510, 0, 109.0], [0, 500, 150.0], [0, 0, 1]]), source="file")
-    made = colmap_camera(upright, write_picture(tmp_path / "b.png", (240, 320), 6), known=True)
+    made = colmap_camera(upright, write_image(tmp_path / "b.png", (240, 320), 6), known=True)
     assert (made.width, made.height) == (320, 240)
     assert np.allclose(made.params, [500, 510, 150.5, 130.5])
 
 
-def test_pictures_without_known_cameras_share_one_for_each_size(tmp_path):
+def test_images_without_known_cameras_share_one_for_each_size(tmp_path):
     scene = apart(make_scene(NAMES), 6)
     exif = {"FocalLengthIn35mmFilm": 30}
-    write_picture(tmp_path / "a.png")
-    write_picture(tmp_path / "b.png")
-    write_picture(tmp_path / "c.png", orientation=3)
-    write_picture(tmp_path / "d.png", **exif)
+    write_image(tmp_path / "a.png")
+    write_image(tmp_path / "b.png")
+    write_image(tmp_path / "c.png", orientation=3)
+    write_image(tmp_path / "d.png", **exif)
     cameras = choose_cameras(tmp_path, NAMES)
     assert [camera.source for camera in cameras.values()] == ["guess", "guess", "guess", "exif"]
     assert not any(is_known(camera) for camera in cameras.values())
@@ -171,7 +171,7 @@ def test_pictures_without_known_cameras_share_one_for_each_size(tmp_path):
 
 def test_cameras_of_a_file_are_found_by_name_and_checked(tmp_path):
     for name in ("x/a.png", "y/a.png"):
-        write_picture(tmp_path / name)
+        write_image(tmp_path / name)
     entry = '{"width": 320, "height": 240, "K": [[%d, 0, 160], [0, 400, 120], [0, 0, 1]]}'
     file = tmp_path / "cameras.json"
     file.write_text(f'{{"x/a.png": {entry % 400}, "y/a.png": {entry % 500}}}')
@@ -183,8 +183,8 @@ def test_cameras_of_a_file_are_found_by_name_and_checked(tmp_path):
         choose_cameras(tmp_path, ["x/a.png"], file)
 
 
-def test_colmaps_cameras_are_turned_with_pictures_of_subfolders(tmp_path):
-    write_picture(tmp_path / "x" / "a.png", (240, 320), 6)
+def test_colmaps_cameras_are_turned_with_images_of_subfolders(tmp_path):
+    write_image(tmp_path / "x" / "a.png", (240, 320), 6)
     (tmp_path / "cameras.txt").write_text("1 PINHOLE 320 240 500 510 150.5 130.5\n")
     camera = choose_cameras(tmp_path, ["x/a.png"], tmp_path / "cameras.txt")["x/a.png"]
     assert camera.size == (240, 320) and (camera.K[0, 0], camera.K[1, 1]) == (510, 500)
@@ -251,11 +251,11 @@ def test_a_store_without_matches_makes_an_empty_database(tmp_path):
         assert database.num_images() == 0
 
 
-def test_geometries_of_verified_pairs_are_those_of_the_stored_pictures(tmp_path):
+def test_geometries_of_verified_pairs_are_those_of_the_stored_images(tmp_path):
     """With given poses nothing is estimated again, even for an image that is stored rotated."""
     scene = apart(make_scene(NAMES), 6)
     for name, orientation in zip(NAMES, (1, 6, 3, 8), strict=True):
-        write_picture(tmp_path / name, scene.cameras[name].size, orientation)
+        write_image(tmp_path / name, scene.cameras[name].size, orientation)
     with fill_store(tmp_path / "m.sqlite", scene) as store:
         merged = merge(store)
         poses = {

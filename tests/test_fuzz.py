@@ -21,7 +21,7 @@ from dualrc.config import to_toml
 from dualrc.data import PhotosConfig
 from dualrc.errors import DataError, DualRCError, ImageError
 from dualrc.geometry import camera_from_exif, read_depth_m
-from dualrc.image import find_pictures, read, read_header
+from dualrc.image import find_images, read, read_header
 from dualrc.model.checkpoint import save_weights
 from dualrc.train import TrainConfig
 
@@ -103,7 +103,7 @@ VALUES = (struct.pack("<I", 8), struct.pack("<I", 0xFFFFFFF0))  # the second is 
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_exif_of_every_type_costs_no_picture(tmp_path, kind):
+def test_exif_of_every_type_costs_no_image(tmp_path, kind):
     path = tmp_path / f"a.{ENDINGS[kind]}"
     path.write_bytes(encoded(kind))
     plain = read(path)
@@ -151,21 +151,21 @@ def mend_png(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_formats_of_no_photograph_are_not_opened(tmp_path, kind):
-    path = tmp_path / "picture.png"  # the name says nothing
+    path = tmp_path / "image.png"  # the name says nothing
     image = Image.fromarray(RGB)
     (image.convert("1") if kind == "XBM" else image).save(path, kind)
-    with pytest.raises(ImageError, match=r"picture\.png is empty or not an image of a known format; give a JPEG"):
+    with pytest.raises(ImageError, match=r"image\.png is empty or not an image of a known format; give a JPEG"):
         read(path)
     assert read_header(path) is None
 
 
 def test_other_endings_than_the_content_do_not_matter(tmp_path):
-    path = tmp_path / "picture.gif"
+    path = tmp_path / "image.gif"
     path.write_bytes(encoded("PNG"))
     assert np.array_equal(read(path), RGB)
 
 
-def test_a_heic_picture_without_its_extra(tmp_path, monkeypatch):
+def test_a_heic_image_without_its_extra(tmp_path, monkeypatch):
     """The error names the format and the extra to install; in a folder once."""
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
     formats.formats.cache_clear()
@@ -176,21 +176,21 @@ def test_a_heic_picture_without_its_extra(tmp_path, monkeypatch):
         with pytest.raises(ImageError, match=r"1\.heic is a HEIF image, .*pip install 'dualrc\[heif\]', or convert"):
             read(tmp_path / "1.heic")
         with pytest.raises(DataError, match=r"cannot read 2 HEIF images \(pip install 'dualrc\[heif\]'\)"):
-            find_pictures(tmp_path)
+            find_images(tmp_path)
         (tmp_path / "3.png").write_bytes(encoded("PNG"))
         with pytest.warns(UserWarning, match="cannot read 2 HEIF images"):
-            assert find_pictures(tmp_path) == ["3.png"]
-        assert find_pictures(tmp_path) == ["3.png"]  # told once
+            assert find_images(tmp_path) == ["3.png"]
+        assert find_images(tmp_path) == ["3.png"]  # told once
     finally:
         formats.formats.cache_clear()
         monkeypatch.undo()
         formats.formats()
 
 
-def test_a_heic_picture(tmp_path):
+def test_a_heic_image(tmp_path):
     pytest.importorskip("pillow_heif", reason="pillow-heif is not installed")
     (tmp_path / "a.heic").write_bytes(encoded("HEIF", camera_exif(), size=2))
-    assert find_pictures(tmp_path) == ["a.heic"]
+    assert find_images(tmp_path) == ["a.heic"]
     pixels = read(tmp_path / "a.heic")
     assert pixels.shape == (128, 96, 3)  # on its side
     whole = np.asarray(Image.fromarray(RGB).resize((128, 96)))
@@ -220,7 +220,7 @@ def weights(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Write two intact images, and one with each kind of damage per format."""
-    root, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(5)
+    root, rng = tmp_path_factory.mktemp("images"), np.random.default_rng(5)
     for number in range(2):
         Image.fromarray(texture(number, 96, 80)).save(root / f"sound{number}.png")
     for kind in formats.formats():
@@ -248,7 +248,7 @@ def run(monkeypatch, capfd):
     return call
 
 
-def test_match_of_damaged_pictures(run, weights, folder):
+def test_match_of_damaged_images(run, weights, folder):
     for path in sorted(folder.iterdir()):
         status, errors = run("match", folder / "sound0.png", path, "--weights", weights)
         assert status == 0 or ("Error: " in errors and str(path) in errors)
@@ -256,7 +256,7 @@ def test_match_of_damaged_pictures(run, weights, folder):
         assert path.stem != "exif" or (status == 0 and f"Note: {path} has damaged EXIF data" in errors)
 
 
-def test_collection_and_reconstruction_of_damaged_pictures(run, weights, folder, tmp_path):
+def test_collection_and_reconstruction_of_damaged_images(run, weights, folder, tmp_path):
     pytest.importorskip("pycolmap", reason="pycolmap is not installed")
     settings = ("--out", tmp_path / "out", "--weights", weights, "--workers", 1, "--device", "cpu", "--top", 50)
     status, errors = run("collection", folder, *settings)
@@ -265,7 +265,7 @@ def test_collection_and_reconstruction_of_damaged_pictures(run, weights, folder,
     assert status == 0 or "Error: " in errors.splitlines()[-1], errors
 
 
-def test_localization_of_damaged_pictures(run, weights, folder, tmp_path):
+def test_localization_of_damaged_images(run, weights, folder, tmp_path):
     for name in ("images", "depth"):
         (tmp_path / "map" / name).mkdir(parents=True)
     for number in range(3):
@@ -284,7 +284,7 @@ def test_localization_of_damaged_pictures(run, weights, folder, tmp_path):
     assert out.exists(), (status, errors)
 
 
-def test_training_on_damaged_pictures(run, folder, tmp_path):
+def test_training_on_damaged_images(run, folder, tmp_path):
     pytest.importorskip("lightning", reason="lightning is not installed")
     photos = (str(folder), str(folder))
     config = TrainConfig(

@@ -109,8 +109,8 @@ def test_homography_grid_inverts_and_stops_at_the_horizon():
 
 
 def test_sample_bilinear():
-    picture = np.array([[[0], [10]], [[20], [30]]], dtype=np.uint8)
-    values = sample_bilinear(picture, np.array([[0, 0], [0.5, 0], [0.5, 0.5], [9, 9], [np.nan, 0]]))
+    image = np.array([[[0], [10]], [[20], [30]]], dtype=np.uint8)
+    values = sample_bilinear(image, np.array([[0, 0], [0.5, 0], [0.5, 0.5], [9, 9], [np.nan, 0]]))
     assert values[:, 0] == pytest.approx([0, 5, 15, 30, 0])
 
 
@@ -222,14 +222,14 @@ def test_exif_film_equivalent_goes_by_the_diagonal(tmp_path):
     assert camera.source == "exif"
 
 
-def test_exif_camera_is_that_of_the_upright_picture(tmp_path):
+def test_exif_camera_is_that_of_the_upright_image(tmp_path):
     camera = camera_from_exif(photo(tmp_path / "a.jpg", {ExifTags.Base.FocalLengthIn35mmFilm: 50}, orientation=6))
     assert camera is not None
     assert camera.size == (300, 400)
     assert camera.K[:2, 2] == pytest.approx([149.5, 199.5])
 
 
-def test_exif_focal_plane_resolution_of_a_resized_picture(tmp_path):
+def test_exif_focal_plane_resolution_of_a_resized_image(tmp_path):
     tags = {
         ExifTags.Base.FocalLength: IFDRational(20, 1),
         ExifTags.Base.FocalPlaneXResolution: IFDRational(1000, 1),  # per cm: 100 pixels per mm
@@ -255,11 +255,11 @@ def test_exif_that_does_not_tell(tmp_path, tags):
     assert camera_from_exif(photo(tmp_path / "a.jpg", tags)) is None
 
 
-def test_exif_of_what_is_no_picture(tmp_path):
+def test_exif_of_what_is_no_image(tmp_path):
     path = tmp_path / "a.jpg"
     with pytest.raises(ImageError, match="does not exist"):
         camera_from_exif(path)
-    path.write_text("no picture")
+    path.write_text("no image")
     with pytest.raises(ImageError, match=r"Cannot read .* as an image"):
         camera_from_exif(path)
 
@@ -436,7 +436,7 @@ def test_four_exact_matches_make_a_homography_but_not_with_three_on_a_line():
     assert estimate(make_matches(bent, straightened), "homography").matrix is None
 
 
-def test_a_picture_matched_with_itself_has_no_relative_pose():
+def test_an_image_matched_with_itself_has_no_relative_pose():
     points = np.random.default_rng(0).uniform(0, 800, (100, 2))
     same = make_matches(points, points)
     found = estimate(same, "essential")

@@ -17,7 +17,7 @@ RGB = texture(0, 64, 48)
 GREY = RGB[:, :, 0].copy()
 
 
-def saved(tmp_path, image, name="picture.png", **options):
+def saved(tmp_path, image, name="image.png", **options):
     image.save(tmp_path / name, **options)
     return tmp_path / name
 
@@ -31,8 +31,8 @@ def mode(path) -> str:
 def test_files_without_loss(tmp_path, ending):
     options = {"lossless": True} if ending == "webp" else {}
     path = saved(tmp_path, Image.fromarray(RGB), f"a.{ending}", **options)
-    for picture in (path, str(path)):
-        result = read(picture)
+    for image in (path, str(path)):
+        result = read(image)
         assert result.dtype == np.uint8 and np.array_equal(result, RGB)
 
 
@@ -41,7 +41,7 @@ def test_jpeg_is_close(tmp_path):
     assert np.abs(result.astype(int) - RGB).mean() < 5
 
 
-def test_pictures_in_memory():
+def test_images_in_memory():
     expected = np.repeat(GREY[:, :, None], 3, axis=2)
     for same in (
         Image.fromarray(RGB),
@@ -61,7 +61,7 @@ def test_pictures_in_memory():
     assert np.array_equal(read(torch.from_numpy(RGB / 255).permute(2, 0, 1).requires_grad_()), RGB)
 
 
-def test_bool_pictures(tmp_path):
+def test_bool_images(tmp_path):
     black_and_white = GREY > 128
     expected = np.repeat(black_and_white[:, :, None] * np.uint8(255), 3, axis=2)
     assert np.array_equal(read(black_and_white), expected)
@@ -77,14 +77,14 @@ def test_alpha_lies_on_white(tmp_path):
     half = np.round(RGB[24:36] * (128 / 255) + 255 * (127 / 255))
     grey_alpha = Image.fromarray(GREY).convert("LA")
     grey_alpha.putalpha(Image.fromarray(alpha[:, :, 0]))
-    for picture in (
+    for image in (
         rgba,
         rgba / 255,
         torch.from_numpy(rgba).permute(2, 0, 1),
         Image.fromarray(rgba),
         saved(tmp_path, Image.fromarray(rgba)),
     ):
-        result = read(picture)
+        result = read(image)
         assert result.shape == (48, 64, 3)
         assert np.array_equal(result[:24], RGB[:24]) and (result[36:] == 255).all()
         assert np.abs(result[24:36] - half).max() <= 1
@@ -111,9 +111,9 @@ def test_deep_grey(tmp_path):
     path = saved(tmp_path, Image.fromarray(deep))
     assert mode(path).startswith("I;16")
     expected = np.round(deep / 257).astype(int)
-    for picture in (path, deep, Image.fromarray(deep), saved(tmp_path, Image.fromarray(deep), "deep.tiff")):
-        assert np.abs(read(picture)[:, :, 2].astype(int) - expected).max() <= 1
-    assert np.array_equal(read(path), read(deep))  # a file and its array give the same picture
+    for image in (path, deep, Image.fromarray(deep), saved(tmp_path, Image.fromarray(deep), "deep.tiff")):
+        assert np.abs(read(image)[:, :, 2].astype(int) - expected).max() <= 1
+    assert np.array_equal(read(path), read(deep))  # a file and its array give the same image
     assert read(path).max() > 240
 
 
@@ -215,7 +215,7 @@ def test_paths_that_lead_nowhere(tmp_path):
         read("")
 
 
-def test_a_lazy_picture_that_turns_out_broken():
+def test_a_lazy_image_that_turns_out_broken():
     with pytest.raises(ImageError, match="Cannot decode"):
         read(Image.open(io.BytesIO(encoded("JPEG")[:-200])))
     closed = Image.fromarray(RGB)
@@ -225,7 +225,7 @@ def test_a_lazy_picture_that_turns_out_broken():
 
 
 @pytest.mark.parametrize(
-    ("picture", "message"),
+    ("image", "message"),
     [
         (np.full((48, 64, 3), np.nan), "NaN or infinite values; replace"),
         (np.full((48, 64), np.inf, np.float32), "NaN or infinite"),
@@ -249,13 +249,13 @@ def test_a_lazy_picture_that_turns_out_broken():
         ([[1, 2], [3, 4]], "not as list"),
     ],
 )
-def test_things_that_are_no_pictures(picture, message):
+def test_things_that_are_no_images(image, message):
     with pytest.raises(ImageError, match=message):
-        read(picture)
+        read(image)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (15, 4000), (4000, 15), (31, 100)])
-def test_pictures_too_small_for_the_network(size):
+def test_images_too_small_for_the_network(size):
     matcher = tiny_matcher()
     small = np.zeros((size[1], size[0], 3), np.uint8)
     with pytest.raises(ImageError, match=f"{size[0]}x{size[1]} pixels is too small or too thin"):
@@ -277,7 +277,7 @@ def test_read_only_arrays_give_no_warning():
     assert len(matcher.match(frozen, np.broadcast_to(GREY[:, :, None], (48, 64, 3)))) >= 0
 
 
-def test_reading_does_not_change_the_picture():
+def test_reading_does_not_change_the_image():
     array, floats = RGB.copy(), RGB / 255
     read(array)
     read(floats)

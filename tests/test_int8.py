@@ -61,7 +61,7 @@ def test_numbers_in_bytes_are_nearly_the_same(shape, signed, at_once, monkeypatc
 @pytest.mark.parametrize("size", [(1, 1), (7, 5), (16, 33)])
 def test_a_convolution_is_that_of_the_rounded_numbers(signed, kernel, stride, padding, size):
     if min(size) + 2 * padding < kernel:
-        pytest.skip("the picture is smaller than the kernel")
+        pytest.skip("the image is smaller than the kernel")
     convolution = torch.nn.Conv2d(24, 40, kernel, stride, padding)
     x = 3 * channels_last(1, 24, *size, seed=1)
     x = x if signed else x.relu()
@@ -100,10 +100,10 @@ def test_a_backbone_is_nearly_the_same(size, contrast):
 @needs_bytes
 def test_the_shipped_matcher_finds_the_same_in_8_bits():
     pair = make_pair(3, size=(320, 240))
-    pictures = [rendering.image.numpy() for rendering in pair]
+    images = [rendering.image.numpy() for rendering in pair]
     quick, plain = dualrc.load(device="cpu"), dualrc.load(device="cpu", precision="float32")
     assert (quick.precision, plain.precision) == ("int8", "float32")
-    found, expected = quick.match(*pictures, top=500), plain.match(*pictures, top=500)
+    found, expected = quick.match(*images, top=500), plain.match(*images, top=500)
     shift = np.abs(found.points0[:, None] - expected.points0).max(2)
     nearest = shift.argmin(1)
     same = shift.min(1) < 4
@@ -111,7 +111,7 @@ def test_the_shipped_matcher_finds_the_same_in_8_bits():
     apart = np.linalg.norm(found.points1[same] - expected.points1[nearest[same]], axis=1)
     assert np.mean(apart < 4) > 0.97
     for other in (copy.deepcopy(quick), pickle.loads(pickle.dumps(quick))):
-        np.testing.assert_array_equal(other.match(*pictures, top=500).points1, found.points1)
+        np.testing.assert_array_equal(other.match(*images, top=500).points1, found.points1)
 
 
 def test_without_such_a_cpu_it_is_float32_and_asking_is_refused(monkeypatch):
@@ -123,8 +123,8 @@ def test_without_such_a_cpu_it_is_float32_and_asking_is_refused(monkeypatch):
 
 @needs_bytes
 def test_a_matcher_of_ones_own_network_in_8_bits():
-    picture = texture(1, 96, 80)
-    matches = Matcher(tiny_network(), MatcherConfig(), device="cpu", precision="int8").match(picture, picture)
+    image = texture(1, 96, 80)
+    matches = Matcher(tiny_network(), MatcherConfig(), device="cpu", precision="int8").match(image, image)
     apart = np.abs(matches.points0 - matches.points1).max(axis=1)
     assert len(matches) > 100 and np.mean(apart < 0.5) > 0.9
 
@@ -134,8 +134,8 @@ def test_a_network_that_is_given_stays_as_it_is():
     network = tiny_network()
     before = {name: value.clone() for name, value in network.state_dict().items()}
     first, second = (Matcher(network, MatcherConfig(), device="cpu", precision="int8") for _ in range(2))
-    picture = texture(1, 96, 80)
-    np.testing.assert_array_equal(first.match(picture, picture).points1, second.match(picture, picture).points1)
+    image = texture(1, 96, 80)
+    np.testing.assert_array_equal(first.match(image, image).points1, second.match(image, image).points1)
     assert Matcher(network, MatcherConfig(), device="cpu", precision="float32").precision == "float32"
     after = network.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)

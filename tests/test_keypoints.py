@@ -11,7 +11,7 @@ from dualrc.errors import ConfigError, DataError
 NAMES = ("a.jpg", "b.jpg", "c.jpg")
 
 
-def test_three_pictures_give_tracks_of_three(tmp_path):
+def test_three_images_give_tracks_of_three(tmp_path):
     scene = apart(make_scene(NAMES), 6)
     count = len(scene.xyz)
     assert count > 100
@@ -148,7 +148,7 @@ def test_a_failed_pair_and_an_empty_one_leave_the_others_alone(tmp_path):
         assert len(merged.matches("a", "b")) == len(scene.xyz)
 
 
-def test_a_pair_of_two_pictures_keeps_its_places(tmp_path):
+def test_a_pair_of_two_images_keeps_its_places(tmp_path):
     scene = apart(make_scene(("a", "b"), count=150), 8)
     with fill_store(tmp_path / "m.sqlite", scene) as store:
         pair = merge(store).matches("a", "b")
@@ -200,7 +200,7 @@ def test_statistics_tell_how_far_points_moved(tmp_path):
     with fill_store(tmp_path / "m.sqlite", scene, noise=0.2) as store:
         statistics = merge(store).statistics()
     assert statistics.keypoints == 3 * len(scene.xyz)
-    assert 2.8 < statistics.pictures_per_keypoint <= 3
+    assert 2.8 < statistics.images_per_keypoint <= 3
     assert 0.05 < statistics.moved_median_px < statistics.moved_95_px < 1
 
 

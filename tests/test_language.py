@@ -36,8 +36,8 @@ PHRASES = [
     (r"\bmade[- ]up\b", "synthetic", "A made-up town."),
     (r"\bslower so\b|\bas it likes\b|\bin vain\b", "a plain statement", "It works, and is slower so."),
 ]
-# Names of tables, folders, settings and stages, which stay as they are for the sake of existing files.
-NAMES = re.compile(r"PICTURES|(?:EXISTS|FROM|INTO) pictures|picture = |\"pictures\"|pictures/|features, one picture")
+# Name of a table, which stays as it is for the sake of existing files.
+NAMES = re.compile(r"(?:EXISTS|FROM|INTO) pictures|\"pictures\"")
 # Comments that may stand behind code: those that tools read, and shapes.
 BEHIND_CODE = re.compile(r"#\s*(?:(?:noqa|type:|fmt:|pragma|ruff)|\([^()]*\)(?: \w+)?$)")
 MARKDOWN_WIDTH, SOURCE_WIDTH = 100, 120

@@ -101,7 +101,7 @@ def test_parameters_go_to_colmap_and_back(model, tmp_path):
 
 
 @pytest.mark.parametrize("model", COEFFICIENTS)
-def test_a_picture_on_its_side_has_its_lens_turned(model, tmp_path):
+def test_an_image_on_its_side_has_its_lens_turned(model, tmp_path):
     exif = Image.Exif()
     # Rotated clockwise.
     exif[ExifTags.Base.Orientation] = 6
@@ -193,7 +193,7 @@ def test_an_essential_matrix_through_any_lens(model):
     assert pose_error_deg(plain.pose, truth) > 1
 
 
-def test_distances_are_in_pixels_of_the_picture_as_it_is():
+def test_distances_are_in_pixels_of_the_image_as_it_is():
     """A wide fisheye stretches undistorted pixels several times at its edge."""
     camera0, camera1 = camera_with("OPENCV_FISHEYE", POSE0), camera_with("SIMPLE_RADIAL", POSE1)
     pose, matches = cam1_from_cam0(POSE0, POSE1), seen_by(camera0, camera1)
@@ -203,7 +203,7 @@ def test_distances_are_in_pixels_of_the_picture_as_it_is():
     along = camera1.project(transform_points(cam1_from_cam0(POSE0, POSE1), places * 1.0001)) - matches.points1
     across = np.stack([-along[:, 1], along[:, 0]], axis=1) / np.linalg.norm(along, axis=1, keepdims=True)
     moved = matches.points1 + 0.7 * across
-    distances = pose_distance_px(pose, camera0, camera1, matches.points0, moved, in_picture1=True)
+    distances = pose_distance_px(pose, camera0, camera1, matches.points0, moved, in_image1=True)
     assert np.allclose(distances, 0.7, atol=0.02)
     # For pinhole cameras these are the distances from the fundamental matrix.
     pinholes, points1 = (camera0.pinhole, camera1.pinhole), matches.points1 + 1.5
@@ -349,9 +349,9 @@ def test_scans_are_rendered_through_the_lens():
     camera = camera_with("OPENCV")
     xyz = np.array([[0.5, 0.3, 1], [-0.4, -0.35, 1], [0, 0, 1], [50, 0, 1]], dtype=np.float32)
     rgb = np.array([[10, 0, 0], [20, 0, 0], [30, 0, 0], [40, 0, 0]], dtype=np.uint8)
-    picture, seen = render_points(xyz, rgb, camera, np.eye(3, 4))
+    image, seen = render_points(xyz, rgb, camera, np.eye(3, 4))
     column, row = np.round(camera.project(xyz[:3])).astype(int).T
-    assert picture[row, column, 0].tolist() == [10, 20, 30] and seen.sum() == 3
+    assert image[row, column, 0].tolist() == [10, 20, 30] and seen.sum() == 3
 
 
 # The example of the README, with the bundled network.

@@ -78,10 +78,10 @@ class Oracle(Matcher):
         self.few, self.slip_px = few, slip_px
         self.extracted, self._names = [], {}
 
-    def features(self, picture, **settings):
-        made = super().features(picture, **settings)
-        self.extracted.append(Path(picture).name)
-        self._names[id(made)] = (Path(picture).name, made)
+    def features(self, image, **settings):
+        made = super().features(image, **settings)
+        self.extracted.append(Path(image).name)
+        self._names[id(made)] = (Path(image).name, made)
         return made
 
     def match_points(self, image0, image1, points0, **settings):
@@ -99,13 +99,13 @@ class Oracle(Matcher):
         return found[found.scores > 0]
 
 
-def write_pictures(folder, *, turned=()):
+def write_images(folder, *, turned=()):
     folder.mkdir(exist_ok=True)
     for name, rendering in renderings().items():
-        picture, exif = Image.fromarray(rendering.image.numpy()), Image.Exif()
+        image, exif = Image.fromarray(rendering.image.numpy()), Image.Exif()
         if name in turned:
-            picture, exif[ExifTags.Base.Orientation] = picture.transpose(Image.Transpose.ROTATE_90), 6
-        picture.save(folder / name, exif=exif)
+            image, exif[ExifTags.Base.Orientation] = image.transpose(Image.Transpose.ROTATE_90), 6
+        image.save(folder / name, exif=exif)
     return folder
 
 
@@ -136,7 +136,7 @@ def write_model(folder, *, turned=(), half_px=0.5, distortion=0.0, focals=(), be
 
 
 def write_rgbd(folder):
-    write_pictures(folder / "images" if folder.mkdir() is None else folder)
+    write_images(folder / "images" if folder.mkdir() is None else folder)
     (folder / "depth").mkdir()
     lines = []
     for name in NAMES:
@@ -158,7 +158,7 @@ def errors(found):
 
 @pytest.fixture
 def world(tmp_path):
-    return read_map(write_model(tmp_path / "model"), write_pictures(tmp_path / "images"))
+    return read_map(write_model(tmp_path / "model"), write_images(tmp_path / "images"))
 
 
 def test_the_pose_is_exact_where_the_matches_are(world, tmp_path):
@@ -173,7 +173,7 @@ def test_the_pose_is_exact_where_the_matches_are(world, tmp_path):
 
 @pytest.mark.parametrize("half_px", [0.0, 1.0])
 def test_a_wrong_half_pixel_would_show(tmp_path, half_px):
-    images = write_pictures(tmp_path / "images")
+    images = write_images(tmp_path / "images")
     world = read_map(write_model(tmp_path / "model", half_px=half_px), images)
     found = Localizer(Oracle(), world).localize(images / QUERY, camera=camera_of(QUERY))
     assert max(errors(found)) > 0.02
@@ -181,9 +181,9 @@ def test_a_wrong_half_pixel_would_show(tmp_path, half_px):
     assert max(errors(slipped.localize(images / QUERY))) > 0.02
 
 
-def test_pictures_on_their_side(tmp_path):
+def test_images_on_their_side(tmp_path):
     turned = ("b.png", QUERY)
-    images = write_pictures(tmp_path / "images", turned=turned)
+    images = write_images(tmp_path / "images", turned=turned)
     world = read_map(write_model(tmp_path / "model", turned=turned), images)
     found = Localizer(Oracle(), world).localize(images / QUERY)
     assert max(errors(found)) < 1e-3 and found.candidates["b.png"] > 30
@@ -209,7 +209,7 @@ def test_a_depth_map_that_is_missing_costs_only_its_frame(tmp_path):
 
 
 def test_an_unknown_focal_length_is_estimated(tmp_path):
-    images = write_pictures(tmp_path / "images")
+    images = write_images(tmp_path / "images")
     world = read_map(write_model(tmp_path / "model", focals={"b.png": 1.05}), images)
     # If cameras of one size differ, none of them is used for the query.
     found = Localizer(Oracle(), world).localize(images / QUERY)
@@ -218,8 +218,8 @@ def test_an_unknown_focal_length_is_estimated(tmp_path):
     assert max(errors(found)) < 2e-3
     exif = Image.Exif()
     exif[ExifTags.IFD.Exif] = {ExifTags.Base.FocalLength: 4.2}
-    with Image.open(images / QUERY) as picture:
-        picture.save(images / QUERY, exif=exif)
+    with Image.open(images / QUERY) as image:
+        image.save(images / QUERY, exif=exif)
     told = Localizer(Oracle(), world).localize(images / QUERY).camera.source
     assert told == "focal length estimated with the pose, as EXIF has no sensor size"
 
@@ -232,13 +232,13 @@ def test_a_given_camera_and_exif_come_first(world, tmp_path):
     # The map's camera is refined, so EXIF counts only if it differs: this focal length is 41 mm.
     for film_mm, source in ((40, "the map's"), (60, "exif")):
         exif[ExifTags.IFD.Exif] = {ExifTags.Base.FocalLengthIn35mmFilm: film_mm}
-        with Image.open(path) as picture:
-            picture.save(path, exif=exif)
+        with Image.open(path) as image:
+            image.save(path, exif=exif)
         assert Localizer(Oracle(), world).localize(path).camera.source == source
 
 
 def test_the_maps_camera_is_shared_with_its_lens(tmp_path):
-    images = write_pictures(tmp_path / "images")
+    images = write_images(tmp_path / "images")
     world = read_map(write_model(tmp_path / "model", distortion=0.01), images)
     camera = world.camera(SIZE)
     assert camera.lens == Lens("SIMPLE_RADIAL", (0.01,)) and camera.source == "the map's"
@@ -282,7 +282,7 @@ def test_support_that_chance_gives_is_no_pose(world, known, right):
         xyz=np.concatenate(xyz),
         scores=np.ones(count),
         point_ids=np.arange(count),
-        pictures=np.zeros(count, np.int64),
+        images=np.zeros(count, np.int64),
     )
     given = camera if known else None
     pose = Localizer(Oracle(), world).pose(found, (640, 480), camera=given, names=["a"])
@@ -332,13 +332,13 @@ def test_descriptors_of_the_map_are_kept(world, tmp_path):
     assert other.extracted == list(NAMES)
 
 
-def test_points_seen_by_several_pictures_are_merged():
+def test_points_seen_by_several_images_are_merged():
     found = Correspondences(
         points=np.array([(10.0, 10), (11, 10), (50, 50), (20, 20), (21, 20)]),
         xyz=np.arange(15.0).reshape(5, 3),
         scores=np.array([0.6, 0.2, 0.1, 0.5, 0.5]),
         point_ids=np.array([7, 7, 7, -1, -1]),
-        pictures=np.array([0, 1, 2, 0, 1]),
+        images=np.array([0, 1, 2, 0, 1]),
     )
     merged = found.merged(2.0)
     # Points without an id are not merged.
@@ -348,7 +348,7 @@ def test_points_seen_by_several_pictures_are_merged():
 
 
 def queries_of(images, *more):
-    (images / "broken.jpg").write_text("not a picture")
+    (images / "broken.jpg").write_text("not an image")
     return {name: images / name for name in ("a.png", "broken.jpg", "b.png", QUERY, *more)}
 
 
@@ -360,7 +360,7 @@ def test_results_are_kept_and_read_back(world, tmp_path):
     assert list(done) == list(queries)
     content = json.loads(out.read_text())
     assert content["config"]["localize"] == {"candidates": 10, "threshold_px": 4.0, "min_inliers": 12}
-    assert content["config"]["map"]["pictures"] == 3 and "torch" in content["info"]
+    assert content["config"]["map"]["images"] == 3 and "torch" in content["info"]
     again = ResultsFile(out, results_config(localizer))
     for name, found in done.items():
         assert again[name].reason == found.reason and again[name].candidates == found.candidates
@@ -386,7 +386,7 @@ def append(path) -> None:
     path.write_bytes(path.read_bytes() + b" ")
 
 
-def test_changed_pictures_are_localized_again(world, tmp_path):
+def test_changed_images_are_localized_again(world, tmp_path):
     images, out = tmp_path / "images", tmp_path / "out.json"
     queries = {name: images / name for name in ("a.png", QUERY)}
     one = LocalizeConfig(candidates=1)
@@ -516,11 +516,11 @@ def test_maps_that_are_none(tmp_path):
 
 def test_the_command(tmp_path):
     """With the bundled network, results and poses are written, and failures are reported."""
-    images = write_pictures(tmp_path / "images")
+    images = write_images(tmp_path / "images")
     write_model(tmp_path / "model")
     (tmp_path / "queries").mkdir()
     (images / QUERY).rename(tmp_path / "queries" / QUERY)
-    (tmp_path / "queries" / "broken.jpg").write_text("not a picture")
+    (tmp_path / "queries" / "broken.jpg").write_text("not an image")
     out = tmp_path / "out.json"
     command = ["localize", str(tmp_path / "queries"), "--map", str(tmp_path / "model"), "--images", str(images)]
     done = CliRunner().invoke(app, [*command, "--out", str(out), "--candidates", "2", "--device", "cpu"])
@@ -540,7 +540,7 @@ def test_the_command(tmp_path):
 
 def test_options_of_matching_reach_the_matcher(tmp_path):
     """With the bundled network: `top` applies per candidate, and high quality transfers points by nearby matches."""
-    images, out = write_pictures(tmp_path / "images"), tmp_path / "out.json"
+    images, out = write_images(tmp_path / "images"), tmp_path / "out.json"
     write_model(tmp_path / "model")
     command = ["localize", str(images / QUERY), "--map", str(tmp_path / "model"), "--images", str(images)]
     options = ["--neighbors", "2", "--top", "40", "--min-score", "0.001", "--quality", "high", "--max-memory", "1"]
@@ -639,5 +639,5 @@ def test_poses_that_are_open():
         absolute_pose(points, xyz)
 
 
-def test_a_model_map_has_no_pictures_without_points(world):
+def test_a_model_map_has_no_images_without_points(world):
     assert isinstance(world, ModelMap) and list(world.names) == list(NAMES)

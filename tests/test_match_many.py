@@ -42,7 +42,7 @@ def test_many_pairs_come_in_order(tmp_path, batch, monkeypatch):
         assert result.scores == pytest.approx(alone.scores, abs=1e-5)
 
 
-def test_many_reads_each_picture_once(tmp_path, monkeypatch):
+def test_many_reads_each_image_once(tmp_path, monkeypatch):
     paths = [tmp_path / f"{number}.png" for number in range(3)]
     for number, path in enumerate(paths):
         Image.fromarray(texture(number, 64, 48)).save(path)
@@ -81,8 +81,8 @@ def test_many_reads_ahead_beside_a_gpu(tmp_path, monkeypatch):
 def test_many_pairs_fall_back_to_single_ones(monkeypatch):
     """If a batch does not fit into memory, its pairs are matched one by one."""
     matcher = tiny_matcher()
-    pictures = [texture(number, 64, 48) for number in range(4)]
-    pairs = [(pictures[0], picture) for picture in pictures[1:]]
+    images = [texture(number, 64, 48) for number in range(4)]
+    pairs = [(images[0], image) for image in images[1:]]
     expected = list(matcher.match_many(pairs))
     match, sizes = matcher.network.match, []
 
@@ -99,7 +99,7 @@ def test_many_pairs_fall_back_to_single_ones(monkeypatch):
     assert [len(f) for f in found] == [len(f) for f in expected]
 
 
-def test_pictures_come_into_view_once():
+def test_images_come_into_view_once():
     seen = list(prefetch.look_ahead(range(5), 2))
     assert seen == [(0, [0, 1, 2]), (1, [3]), (2, [4]), (3, []), (4, [])]
     assert list(prefetch.look_ahead([], 2)) == []
@@ -107,15 +107,15 @@ def test_pictures_come_into_view_once():
 
 
 def test_many_takes_features_and_their_masks(oracle):
-    pictures = VIEW0.picture(1), VIEW1.picture(2)
+    images = VIEW0.image(1), VIEW1.image(2)
     mask = np.zeros((150, 203), bool)
     mask[:, :100] = True
-    features = [oracle.features(pictures[0], mask=mask), oracle.features(pictures[1])]
+    features = [oracle.features(images[0], mask=mask), oracle.features(images[1])]
     (masked,) = oracle.match_many([tuple(features)])
-    assert 0 < len(masked) < len(oracle.match(*pictures)) and (masked.points0[:, 0] < 99.5).all()
+    assert 0 < len(masked) < len(oracle.match(*images)) and (masked.points0[:, 0] < 99.5).all()
 
 
-def test_many_with_a_bad_picture(tmp_path):
+def test_many_with_a_bad_image(tmp_path):
     matcher = tiny_matcher()
     good, bad = texture(0, 64, 48), tmp_path / "none.png"
     pairs = [(good, good), (good, bad), (good, good)]
@@ -127,10 +127,10 @@ def test_many_with_a_bad_picture(tmp_path):
     assert list(matcher.match_many([])) == []
 
 
-def test_what_came_before_a_broken_picture_is_not_lost(oracle, tmp_path):
-    pictures = VIEW0.picture(1), VIEW1.picture(2)
+def test_what_came_before_a_broken_image_is_not_lost(oracle, tmp_path):
+    images = VIEW0.image(1), VIEW1.image(2)
     (tmp_path / "text.jpg").write_text("nothing")
-    results = oracle.match_many([pictures, pictures, (pictures[0], tmp_path / "text.jpg"), pictures])
+    results = oracle.match_many([images, images, (images[0], tmp_path / "text.jpg"), images])
     assert len(next(results)) == len(next(results)) > 0
     with pytest.raises(ImageError, match=r"text\.jpg"):
         next(results)
@@ -146,7 +146,7 @@ def stacked(features: list) -> Features:
 
 def test_a_stacked_batch_is_its_pairs(oracle):
     views = [View(128, 96, (60 + 7 * i, 80 - 3 * i)) for i in range(4)]
-    features = [oracle.features(view.picture(i)) for i, view in enumerate(views)]
+    features = [oracle.features(view.image(i)) for i, view in enumerate(views)]
     found = oracle.network.match(stacked(features[:3]), stacked(features[1:]))
     assert found.pair.tolist() == sorted(found.pair.tolist())
     for number in range(3):

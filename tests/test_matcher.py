@@ -23,13 +23,13 @@ VIEW0, VIEW1 = View(203, 150, (60, 80)), View(190, 161, (66.4, 75.2), (0.95, 0.9
 
 
 @pytest.fixture(scope="module")
-def pictures():
-    return VIEW0.picture(1), VIEW1.picture(2)
+def images():
+    return VIEW0.image(1), VIEW1.image(2)
 
 
 @pytest.fixture(scope="module")
-def matches(oracle, pictures):
-    found = oracle.match(*pictures)
+def matches(oracle, images):
+    found = oracle.match(*images)
     assert len(found) > 500
     return found
 
@@ -63,8 +63,8 @@ def assert_symmetric(there, back, *, least=0.999):
     assert np.allclose(np.sort(there.scores), np.sort(back.scores), atol=1e-5)
 
 
-def test_symmetry_of_the_oracle(oracle, pictures, matches):
-    assert_symmetric(matches, oracle.match(*pictures[::-1]))
+def test_symmetry_of_the_oracle(oracle, images, matches):
+    assert_symmetric(matches, oracle.match(*images[::-1]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
@@ -83,14 +83,14 @@ def test_symmetry_of_a_network(blobs, temperature, cpu_engine):
 @pytest.mark.parametrize(("first", "second"), [("v_churchill/1", "v_churchill/3"), ("i_pool/1", "i_pool/4")])
 def test_symmetry_on_photographs(first, second):
     matcher = load(device="cpu", size=480)
-    pictures = [SHARED / "hpatches" / f"{name}.ppm" for name in (first, second)]
-    found = matcher.match(*pictures)
+    images = [SHARED / "hpatches" / f"{name}.ppm" for name in (first, second)]
+    found = matcher.match(*images)
     assert len(found) > 1000
-    assert_symmetric(found, matcher.match(*pictures[::-1]))
+    assert_symmetric(found, matcher.match(*images[::-1]))
 
 
-def test_repetition_is_bit_identical(oracle, pictures, matches, blobs):
-    assert same_matches(matches, oracle.match(*pictures))
+def test_repetition_is_bit_identical(oracle, images, matches, blobs):
+    assert same_matches(matches, oracle.match(*images))
     tiny = tiny_matcher()
     for threads in (2, 1):
         torch.set_num_threads(threads)
@@ -109,53 +109,53 @@ def test_another_process_gives_the_same(tmp_path, blobs):
     assert len(match_set(ours) & match_set(theirs)) >= 0.999 * len(ours)
 
 
-def test_cached_features_give_the_same(oracle, pictures, matches):
-    features0, features1 = (oracle.features(picture) for picture in pictures)
+def test_cached_features_give_the_same(oracle, images, matches):
+    features0, features1 = (oracle.features(image) for image in images)
     assert features0.size == (203, 150) and features0.bytes > 0
     assert same_matches(matches, oracle.match_features(features0, features1))
     assert same_matches(matches, oracle.match(features0, features1))
-    assert same_matches(matches, oracle.match(features0, pictures[1]))
+    assert same_matches(matches, oracle.match(features0, images[1]))
     points = np.array([[50.0, 60.0]])
-    assert same_matches(oracle.match_points(features0, features1, points), oracle.match_points(*pictures, points))
-    assert np.array_equal(oracle.warp(features0, features1).points1, oracle.warp(*pictures).points1, equal_nan=True)
+    assert same_matches(oracle.match_points(features0, features1, points), oracle.match_points(*images, points))
+    assert np.array_equal(oracle.warp(features0, features1).points1, oracle.warp(*images).points1, equal_nan=True)
     # Features have a fixed size, but accept any mask.
     left = np.zeros((150, 203), bool)
     left[:, :100] = True
     masked = oracle.match_features(features0, features1, mask0=left)
-    assert same_matches(masked, oracle.match(features0, pictures[1], mask0=left))
-    assert same_matches(masked, oracle.match(*pictures, mask0=left))
+    assert same_matches(masked, oracle.match(features0, images[1], mask0=left))
+    assert same_matches(masked, oracle.match(*images, mask0=left))
     assert 0 < len(masked) < len(matches)
 
 
-def test_points_below_a_score_are_not_found(oracle, pictures):
+def test_points_below_a_score_are_not_found(oracle, images):
     points = np.array([[50.0, 60.0], [90.0, 70.0]])
-    score = oracle.match_points(*pictures, points).scores
+    score = oracle.match_points(*images, points).scores
     assert (score > 0).all()
-    kept = oracle.match_points(*pictures, points, min_score=float(score.max()))
+    kept = oracle.match_points(*images, points, min_score=float(score.max()))
     assert np.isnan(kept.points1).all(axis=1).tolist() == (score < score.max()).tolist()
 
 
-def test_reprs_fit_a_line(oracle, pictures, matches):
+def test_reprs_fit_a_line(oracle, images, matches):
     assert repr(matches).startswith(f"Matches({len(matches)} of 203x150 and ")
-    assert repr(oracle.features(pictures[0])) == "PictureFeatures(203x150, seen as 192x144)"
+    assert repr(oracle.features(images[0])) == "ImageFeatures(203x150, seen as 192x144)"
     assert repr(oracle) == f"Matcher('default' on cpu, float32, {oracle.engine})"
 
 
-def test_features_of_other_weights_are_refused(oracle, pictures):
-    other = oracle_matcher().features(pictures[0])
+def test_features_of_other_weights_are_refused(oracle, images):
+    other = oracle_matcher().features(images[0])
     with pytest.raises(ConfigError, match="other weights"):
-        oracle.match_features(other, oracle.features(pictures[1]))
+        oracle.match_features(other, oracle.features(images[1]))
     with pytest.raises(ConfigError, match="other weights"):
-        oracle.warp(other, pictures[1])
+        oracle.warp(other, images[1])
 
 
 @pytest.mark.parametrize(
     "wrong",
     [{"size": "64"}, {"size": 64.5}, {"top": 5.0}, {"min_score": float("nan")}, {"size": 8}, {"top": -1}],
 )
-def test_wrong_settings_of_a_call_are_refused(oracle, pictures, wrong):
+def test_wrong_settings_of_a_call_are_refused(oracle, images, wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        oracle.match(*pictures, **wrong)
+        oracle.match(*images, **wrong)
 
 
 def inside(points, mask):
@@ -169,44 +169,44 @@ MASK1 = np.ones((161, 190), np.uint8)
 MASK1[60:100, 70:120] = 0
 
 
-def test_masks_in_match(oracle, pictures, matches):
-    masked = oracle.match(*pictures, mask0=MASK0, mask1=MASK1)
+def test_masks_in_match(oracle, images, matches):
+    masked = oracle.match(*images, mask0=MASK0, mask1=MASK1)
     assert inside(masked.points0, MASK0).all() and inside(masked.points1, MASK1).all()
     # Nearly all matches inside of the mask remain.
     expected = (inside(matches.points0, MASK0) & (inside(matches.points1, MASK1) > 0)).sum()
     assert 0.8 * expected < len(masked) <= 1.05 * expected < len(matches)
-    assert len(oracle.match(*pictures, mask0=MASK0, mask1=MASK1, top=10)) == 10
+    assert len(oracle.match(*images, mask0=MASK0, mask1=MASK1, top=10)) == 10
     for one in ({"mask0": MASK0}, {"mask1": torch.from_numpy(MASK1)}):
-        assert 0 < len(oracle.match(*pictures, **one)) < len(matches)
+        assert 0 < len(oracle.match(*images, **one)) < len(matches)
 
 
 def test_masks_let_the_second_best_win():
     """If the only true counterpart is masked, another place may match, but never the masked one."""
     matcher = tiny_matcher()
-    picture = texture(3, 96, 64)
+    image = texture(3, 96, 64)
     mask = np.ones((64, 96), bool)
     mask[:, :48] = False
-    found = matcher.match(picture, picture, mask1=mask)
+    found = matcher.match(image, image, mask1=mask)
     assert (found.points1[:, 0] > 47.5).all()
 
 
-def test_refined_points_stay_on_a_mask_of_stripes(oracle, pictures):
+def test_refined_points_stay_on_a_mask_of_stripes(oracle, images):
     """Cells of 4 px on stripes of 5 px: refinement would move many points out of their stripe."""
     stripes0, stripes1 = np.zeros((150, 203), bool), np.zeros((161, 190), bool)
     stripes0[:, np.arange(203) // 5 % 2 == 0] = True
     stripes1[np.arange(161) // 5 % 2 == 0] = True
-    masked = oracle.match(*pictures, mask0=stripes0, mask1=stripes1)
+    masked = oracle.match(*images, mask0=stripes0, mask1=stripes1)
     assert len(masked) > 50
     assert inside(masked.points0, stripes0).all() and inside(masked.points1, stripes1).all()
     # `top` applies after the mask.
-    assert same_matches(oracle.match(*pictures, mask0=stripes0, mask1=stripes1, top=len(masked)), masked)
+    assert same_matches(oracle.match(*images, mask0=stripes0, mask1=stripes1, top=len(masked)), masked)
 
 
-def test_masked_cells_do_not_compete(oracle, pictures):
+def test_masked_cells_do_not_compete(oracle, images):
     """Features in a masked coarse cell do not affect the coarse scores of the others."""
     mask = np.ones((150, 203), bool)
     mask[:, :64] = False
-    features0, features1 = oracle.features(pictures[0], mask=mask).maps, oracle.features(pictures[1]).maps
+    features0, features1 = oracle.features(images[0], mask=mask).maps, oracle.features(images[1]).maps
     hidden = ~features0.valid.unflatten(1, (-1, 4)).unflatten(3, (-1, 4)).any(4).any(2)  # coarse cells, all masked
     assert 0 < hidden.sum() < hidden.numel()
     changed = features0.coarse.clone()
@@ -221,9 +221,9 @@ def test_masked_cells_do_not_compete(oracle, pictures):
         assert not by_cell[hidden].any() and by_cell[~hidden].flatten(1).any(1).all()
 
 
-def test_masks_in_match_points(oracle, pictures):
+def test_masks_in_match_points(oracle, images):
     points = pixel_grid((203, 150))[::7, ::7].reshape(-1, 2)
-    found = oracle.match_points(*pictures, points, mask0=MASK0, mask1=MASK1)
+    found = oracle.match_points(*images, points, mask0=MASK0, mask1=MASK1)
     assert np.array_equal(found.points0, points)
     there = found.scores > 0
     assert there.sum() > 100
@@ -231,8 +231,8 @@ def test_masks_in_match_points(oracle, pictures):
     assert np.isnan(found.points1[~there]).all() and not np.isnan(found.points1[there]).any()
 
 
-def test_masks_in_warp(oracle, pictures):
-    free, warp = oracle.warp(*pictures), oracle.warp(*pictures, mask0=MASK0, mask1=MASK1)
+def test_masks_in_warp(oracle, images):
+    free, warp = oracle.warp(*images), oracle.warp(*images, mask0=MASK0, mask1=MASK1)
     assert not warp.certainty[~MASK0].any()
     sure = warp.certainty > 0
     assert 0 < sure.sum() < (free.certainty > 0).sum()
@@ -240,41 +240,41 @@ def test_masks_in_warp(oracle, pictures):
     assert (np.isfinite(warp.points1) == sure[:, :, None]).all()
 
 
-def test_masks_that_leave_nothing(oracle, pictures):
+def test_masks_that_leave_nothing(oracle, images):
     nothing = np.zeros_like(MASK0)
-    assert len(oracle.match(*pictures, mask0=nothing)) == 0
-    assert len(oracle.match(*pictures, mask1=np.zeros_like(MASK1))) == 0
-    assert not oracle.warp(*pictures, mask0=nothing).certainty.any()
-    assert not oracle.warp(*pictures, mask1=np.zeros_like(MASK1)).certainty.any()
-    found = oracle.match_points(*pictures, [[50, 60]], mask1=np.zeros_like(MASK1))
+    assert len(oracle.match(*images, mask0=nothing)) == 0
+    assert len(oracle.match(*images, mask1=np.zeros_like(MASK1))) == 0
+    assert not oracle.warp(*images, mask0=nothing).certainty.any()
+    assert not oracle.warp(*images, mask1=np.zeros_like(MASK1)).certainty.any()
+    found = oracle.match_points(*images, [[50, 60]], mask1=np.zeros_like(MASK1))
     assert found.scores.tolist() == [0] and np.isnan(found.points1).all()
 
 
-def test_masks_of_another_size_are_refused(oracle, pictures):
+def test_masks_of_another_size_are_refused(oracle, images):
     for mask in (MASK1, np.ones((150, 203, 1)), np.ones(3)):
         with pytest.raises(ImageError, match=r"mask has shape .*\(150, 203\)"):
-            oracle.match(*pictures, mask0=mask)
+            oracle.match(*images, mask0=mask)
 
 
-def test_top_and_min_score(oracle, pictures, matches):
-    assert same_matches(oracle.match(*pictures, top=25), matches[:25])
-    assert len(oracle.match(*pictures, top=0)) == 0
-    assert same_matches(oracle.match(*pictures, top=10**6), matches)
+def test_top_and_min_score(oracle, images, matches):
+    assert same_matches(oracle.match(*images, top=25), matches[:25])
+    assert len(oracle.match(*images, top=0)) == 0
+    assert same_matches(oracle.match(*images, top=10**6), matches)
     middle = float(np.median(matches.scores))
-    above = oracle.match(*pictures, min_score=middle)
+    above = oracle.match(*images, min_score=middle)
     assert same_matches(above, matches[matches.scores >= middle]) and 0 < len(above) < len(matches)
     few = oracle_matcher(top=5, min_score=middle)
-    assert same_matches(few.match(*pictures), matches[:5])
-    assert same_matches(few.match(*pictures, top=50, min_score=0.0), matches[:50])
-    assert same_matches(next(few.match_many([pictures])), matches[:5])
+    assert same_matches(few.match(*images), matches[:5])
+    assert same_matches(few.match(*images, top=50, min_score=0.0), matches[:50])
+    assert same_matches(next(few.match_many([images])), matches[:5])
     # None means all, regardless of the loaded settings.
-    assert same_matches(few.match(*pictures, top=None), above)
-    assert same_matches(next(few.match_many([pictures], top=None, min_score=0.0)), matches)
+    assert same_matches(few.match(*images, top=None), above)
+    assert same_matches(next(few.match_many([images], top=None, min_score=0.0)), matches)
 
 
-def test_sizes(pictures):
+def test_sizes(images):
     def network_sizes(matcher, **options):
-        info = matcher.match(*pictures, **options).info
+        info = matcher.match(*images, **options).info
         return info["network_size0"], info["network_size1"]
 
     assert network_sizes(oracle_matcher(max_zoom=1, max_size=128)) == ((128, 80), (128, 96))
@@ -284,12 +284,12 @@ def test_sizes(pictures):
     assert network_sizes(oracle_matcher(max_zoom=1, size=256), size=None) == ((192, 144), (176, 160))  # the images' own
 
 
-def test_little_memory_gives_the_same(oracle, pictures, matches, blobs, monkeypatch):
+def test_little_memory_gives_the_same(oracle, images, matches, blobs, monkeypatch):
     points = pixel_grid((203, 150))[::31, ::31].reshape(-1, 2)
-    many, a = oracle.match_points(*pictures, points), tiny_matcher().match(*blobs)
+    many, a = oracle.match_points(*images, points), tiny_matcher().match(*blobs)
     monkeypatch.setattr(Budget, "working", lambda *_: 1)  # byte
-    assert match_set(oracle.match(*pictures)) == match_set(matches)
-    few = oracle.match_points(*pictures, points)
+    assert match_set(oracle.match(*images)) == match_set(matches)
+    few = oracle.match_points(*images, points)
     assert np.allclose(few.points1, many.points1, atol=1e-3, equal_nan=True)
     b = tiny_matcher().match(*blobs)
     assert len(match_set(a) & match_set(b)) >= 0.999 * len(a)
@@ -303,19 +303,19 @@ def test_settings_without_meaning_are_refused(settings):
         tiny_matcher(**settings)
 
 
-def test_arguments_without_meaning_are_refused(oracle, pictures):
+def test_arguments_without_meaning_are_refused(oracle, images):
     with pytest.raises(ConfigError, match="top = -3"):
-        oracle.match(*pictures, top=-3)
+        oracle.match(*images, top=-3)
     with pytest.raises(ConfigError, match="size = 5"):
-        oracle.match(*pictures, size=5)
+        oracle.match(*images, size=5)
     for points in ([1.0, 2.0], np.zeros((2, 3)), np.zeros((1, 2, 2))):
         with pytest.raises(DataError, match=r"shape \(n, 2\)"):
-            oracle.match_points(*pictures, points)
+            oracle.match_points(*images, points)
 
 
-def test_points_keep_their_rows(oracle, pictures):
+def test_points_keep_their_rows(oracle, images):
     points = np.array([[100, 70], [-5, 3], [50.5, 60.25], [np.nan, 1], [202.6, 20], [np.inf, 5], [100, 70]], np.float32)
-    found = oracle.match_points(*pictures, points)
+    found = oracle.match_points(*images, points)
     assert np.array_equal(found.points0, points, equal_nan=True)
     there = [True, False, True, False, False, False, True]
     assert (found.scores > 0).tolist() == there
@@ -324,34 +324,34 @@ def test_points_keep_their_rows(oracle, pictures):
     assert np.array_equal(found.points1[0], found.points1[6])
     expected = VIEW1.from_scene(VIEW0.to_scene(points[[0, 2]]))
     assert np.abs(found.points1[[0, 2]] - expected).max() < 0.8
-    empty = oracle.match_points(*pictures, np.zeros((0, 2)))
+    empty = oracle.match_points(*images, np.zeros((0, 2)))
     assert len(empty) == 0 and empty.size0 == (203, 150)
 
 
 @pytest.mark.parametrize("subpixel", [True, False])
-def test_many_points_are_searched_in_parts(pictures, subpixel, cpu_engine):
+def test_many_points_are_searched_in_parts(images, subpixel, cpu_engine):
     matcher = oracle_matcher(subpixel=subpixel, engine=cpu_engine)
     points = np.random.default_rng(0).uniform(-5, (205, 155), (50, 2))
-    expected = matcher.match_points(*pictures, points)
+    expected = matcher.match_points(*images, points)
     assert 20 < np.isfinite(expected.points1).all(1).sum() < 50
-    found = matcher.match_points(*pictures, np.tile(points, (60, 1)))  # more than one part
+    found = matcher.match_points(*images, np.tile(points, (60, 1)))  # more than one part
     assert np.allclose(found.points1, np.tile(expected.points1, (60, 1)), atol=1e-3, equal_nan=True)
     assert np.allclose(found.scores, np.tile(expected.scores, 60), atol=1e-5)
 
 
-def test_points_seen_by_one_picture_only_have_none(oracle):
+def test_points_seen_by_one_image_only_have_none(oracle):
     view0, view1 = View(128, 96, (20, 40)), View(128, 96, (84, 40))  # the right half of 0 is the left half of 1
     points = pixel_grid((128, 96))[8:90:9, 4:124:4].reshape(-1, 2)
-    found = oracle.match_points(view0.picture(1), view1.picture(2), points)
+    found = oracle.match_points(view0.image(1), view1.image(2), points)
     hidden, seen = points[:, 0] < 40, points[:, 0] > 76
     assert (found.scores[seen] > 0).mean() > 0.95
     # Points without a counterpart have much lower scores, or no match.
     assert np.quantile(found.scores[hidden], 0.9) < 0.1 * np.median(found.scores[seen])
 
 
-def test_warp_of_a_picture_onto_itself(oracle):
-    picture = VIEW0.picture(1)
-    warp = oracle.warp(picture, picture)
+def test_warp_of_an_image_onto_itself(oracle):
+    image = VIEW0.image(1)
+    warp = oracle.warp(image, image)
     assert warp.points1.shape == (150, 203, 2) and warp.certainty.shape == (150, 203)
     assert warp.points1.dtype == warp.certainty.dtype == np.float32
     error = np.abs(warp.points1 - pixel_grid((203, 150)))
@@ -360,7 +360,7 @@ def test_warp_of_a_picture_onto_itself(oracle):
 
 
 @pytest.mark.parametrize("value", [0, 128, 255])
-def test_constant_pictures_are_no_error(value):
+def test_constant_images_are_no_error(value):
     matcher = tiny_matcher()
     constant, other = np.full((48, 64, 3), value, np.uint8), texture(0, 80, 64)
     for pair in ((constant, other), (other, constant), (constant, constant)):
@@ -386,9 +386,9 @@ def test_a_network_that_sees_nothing():
     assert not warp.certainty.any() and np.isnan(warp.points1).all()
 
 
-def test_a_picture_matches_itself():
-    picture = texture(1, 96, 80)
-    matches = tiny_matcher().match(picture, picture)
+def test_an_image_matches_itself():
+    image = texture(1, 96, 80)
+    matches = tiny_matcher().match(image, image)
     assert len(matches) > 100
     apart = np.abs(matches.points0 - matches.points1).max(axis=1)
     # Wrong matches of an untrained network also move their neighbors.
@@ -396,9 +396,9 @@ def test_a_picture_matches_itself():
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_half_precision_is_close(pictures, precision):
+def test_half_precision_is_close(images, precision):
     matcher = Matcher(oracle_matcher().network, MatcherConfig(), device="cpu", precision=precision)
-    found = matcher.match(*pictures)
+    found = matcher.match(*images)
     error = found.points1 - VIEW1.from_scene(VIEW0.to_scene(found.points0))
     assert len(found) > 300 and np.abs(np.median(error, axis=0)).max() < 0.3
     assert matcher.info["precision"] == precision
@@ -426,8 +426,8 @@ class Planted(torch.nn.Module):
 network_config, matcher_config = preset("paper")
 network = make_network(network_config)
 network.backbone = Planted(network.backbone)
-picture = np.random.default_rng(0).integers(0, 256, (1200, 1600, 3), np.uint8)
-matches = Matcher(network, matcher_config, device="cpu").match(picture, picture)
+image = np.random.default_rng(0).integers(0, 256, (1200, 1600, 3), np.uint8)
+matches = Matcher(network, matcher_config, device="cpu").match(image, image)
 assert matches.info["network_size0"] == (1600, 1200)
 assert len(matches) > 50000 and np.array_equal(matches.points0, matches.points1)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)

@@ -181,12 +181,12 @@ def test_the_kernels_under_sanitizers():
 
 @needs_library
 def test_several_threads_give_the_same():
-    pictures = texture(0, 130, 98), texture(0, 130, 98)[4:, 2:]
+    images = texture(0, 130, 98), texture(0, 130, 98)[4:, 2:]
     matcher = tiny_matcher()
-    alone = matcher.match(*pictures)
+    alone = matcher.match(*images)
     torch.set_num_threads(3)  # more than there may be cores
     try:
-        together = matcher.match(*pictures)
+        together = matcher.match(*images)
     finally:
         torch.set_num_threads(1)
     assert len(alone) == len(together) > 10 and abs(alone.points1 - together.points1).max() < 1e-3

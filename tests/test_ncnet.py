@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from dualrc.bench.methods import PICTURES, BenchSettings, Stage, Task, make_method
+from dualrc.bench.methods import IMAGES, BenchSettings, Stage, Task, make_method
 from dualrc.bench.results import describe_search, stage_work
 from dualrc.cli import app
 from dualrc.config import PRESETS, ConsensusConfig
@@ -213,25 +213,25 @@ def matcher(request):
 
 
 @pytest.fixture(scope="module")
-def picture():
+def image():
     return texture(0, 208, 160)
 
 
-def test_a_picture_matches_itself_and_its_shift(matcher, picture):
-    same = matcher.match(picture, picture)
+def test_an_image_matches_itself_and_its_shift(matcher, image):
+    same = matcher.match(image, image)
     assert len(same) >= 13 * 10 and np.mean(np.abs(same.points0 - same.points1).max(1) < 1) > 0.9
     assert (np.diff(same.scores) <= 0).all() and same.info["network"]["ncnet"]["kind"] == matcher.network.config.preset
-    shifted = matcher.match(picture[:, :176], picture[:, 32:])
+    shifted = matcher.match(image[:, :176], image[:, 32:])
     move = shifted.top(40).points0 - shifted.top(40).points1
     assert np.abs(np.median(move, axis=0) - (32, 0)).max() < 1
-    assert len(matcher.match(picture, picture, top=7)) == 7
+    assert len(matcher.match(image, image, top=7)) == 7
     # Points are those of cells of 8 pixels; the soft relocalization of Sparse-NCNet moves them by up to one.
     if matcher.network.config.preset == "ncnet":
         assert {*(same.points0.flatten() % 8).tolist()} == {3.5}
 
 
-def test_batches_masks_points_and_warps(matcher, picture):
-    pairs = [(picture, picture[::-1].copy()), (picture, picture)]
+def test_batches_masks_points_and_warps(matcher, image):
+    pairs = [(image, image[::-1].copy()), (image, image)]
     alone = [matcher.match(*pair) for pair in pairs]
     features = [[matcher.features(one).maps for one in pair] for pair in pairs]
     sides = [stack([pair[side] for pair in features]) for side in (0, 1)]
@@ -239,17 +239,17 @@ def test_batches_masks_points_and_warps(matcher, picture):
         together = matcher.network.match(*sides)
     assert [int((together.pair == number).sum()) for number in (0, 1)] == [len(found) for found in alone]
     assert np.allclose(together.scores[together.pair == 1].numpy(), alone[1].scores, rtol=1e-5)
-    mask = np.zeros(picture.shape[:2], bool)
+    mask = np.zeros(image.shape[:2], bool)
     mask[:, :96] = True
-    inside = matcher.match(picture, picture, mask0=mask)
+    inside = matcher.match(image, image, mask0=mask)
     assert len(inside) > 0 and (inside.points0[:, 0] < 96).all()
     assert np.mean(np.abs(inside.points0 - inside.points1).max(1)[:60] < 1) > 0.9
-    inside = matcher.match(picture, picture, mask1=mask)
+    inside = matcher.match(image, image, mask1=mask)
     assert len(inside) > 0 and (inside.points1[:, 0] < 96).all()
     asked = np.array([[20.0, 30.0], [150.0, 99.0], [-9.0, 5.0]])
-    found = matcher.match_points(picture, picture, asked)
+    found = matcher.match_points(image, image, asked)
     assert np.abs(found.points1[:2] - asked[:2]).max() < 1.5 and np.isnan(found.points1[2]).all()
-    warp = matcher.warp(picture, picture)
+    warp = matcher.warp(image, image)
     sure = warp.certainty > 0
     assert sure.mean() > 0.8 and np.median(np.abs(warp.points1 - pixel_grid((208, 160))).max(2)[sure]) < 1
 
@@ -257,15 +257,15 @@ def test_batches_masks_points_and_warps(matcher, picture):
 def test_features_of_one_map_are_counted_once():
     network = tiny("ncnet")
     features = Matcher(network, PRESETS["ncnet"][1], device="cpu").features(texture(0, 64, 64))
-    assert features.bytes == 1024 * 8 * 8 * 4 + 3 * 64 * 64  # and the picture
+    assert features.bytes == 1024 * 8 * 8 * 4 + 3 * 64 * 64  # and the image
 
 
 @pytest.mark.parametrize("preset", ["ncnet", "sparse-ncnet"])
-def test_weights_files_evaluation_and_commands(preset, picture, tmp_path):
+def test_weights_files_evaluation_and_commands(preset, image, tmp_path):
     """A network can be saved, loaded by its preset, matched by the command line, and evaluated with another."""
     save_weights(tiny(preset), tmp_path / "own.safetensors", dtype=torch.float16)
     for name in ("a.png", "b.png"):
-        Image.fromarray(picture).save(tmp_path / name)
+        Image.fromarray(image).save(tmp_path / name)
     command = ["match", "a.png", "b.png", "--preset", preset, "--weights", "own.safetensors", "--device", "cpu"]
     done = CliRunner().invoke(app, [str(tmp_path / part) if "." in part else part for part in command])
     assert done.exit_code == 0, done.output
@@ -281,7 +281,7 @@ def test_every_stage_of_the_benchmark_runs(preset, tmp_path):
     """With random weights; there is no fine search to describe, but work to count."""
     save_weights(tiny(preset), tmp_path / "own.safetensors")
     settings = BenchSettings(sizes=((96, 64),), preset=preset, weights=tmp_path / "own.safetensors", batch=2)
-    for name in PICTURES:
+    for name in IMAGES:
         Image.fromarray(texture(0, 96, 64)).save(tmp_path / name)
     method = make_method(Task(settings=settings, device="cpu", size=(96, 64), folder=tmp_path))
     for run in (*method.stages.values(), *method.memory_stages.values()):

@@ -369,8 +369,8 @@ def test_engines_are_chosen_by_name_device_and_variable(monkeypatch):
 @pytest.mark.parametrize("name", ["reference", *(name for name in ENGINES if not name.startswith("triton"))])
 def test_every_call_of_a_matcher(name):
     """Images of a few cells, so that the reference can take part."""
-    matcher, picture = tiny_matcher(engine=name), texture(2, 80, 64)
-    pair = picture[:48, :48], picture[4:52, 8:56]
+    matcher, image = tiny_matcher(engine=name), texture(2, 80, 64)
+    pair = image[:48, :48], image[4:52, 8:56]
     found, expected = matcher.match(*pair), tiny_matcher(engine="definition").match(*pair)
     assert matcher.engine == name and len(found) == len(expected) > 5
     assert abs(found.scores - expected.scores).max() < 1e-3

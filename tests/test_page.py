@@ -163,14 +163,14 @@ def test_the_magnified_place_is_where_the_point_truly_is(opened, pair, image):
 
 
 def test_the_lens_shows_the_pixels_of_its_place(opened, paths):
-    picture, differences = np.asarray(Image.open(paths[0]), dtype=int), []
+    image, differences = np.asarray(Image.open(paths[0]), dtype=int), []
     script = "([x, y]) => [...document.getElementById('hover').getContext('2d').getImageData(x, y, 1, 1).data]"
     for point in [(240, 180), (100, 220), (300, 90), (400, 300), (60, 310), (200, 140)]:
         opened.hover(0, *point)
         lens = opened.state()["marks"]["lenses"][0]
         box = lens["box"]
         drawn = opened.page.evaluate(script, [box["x"] + box["size"] / 2, box["y"] + box["size"] / 2])
-        differences.append(np.abs(np.array(drawn[:3]) - picture[round(lens["y"]), round(lens["x"])]).max())
+        differences.append(np.abs(np.array(drawn[:3]) - image[round(lens["y"]), round(lens["x"])]).max())
         assert lens["scale"] >= 8
     # The page shows a JPEG of a stored image.
     assert np.median(differences) <= 10, differences
@@ -397,8 +397,8 @@ def test_downloads_hold_what_the_service_found(opened, tmp_path):
     assert told["count"] == len(told["points0"]) == len(told["scores"]) == count
     with closing(sqlite3.connect(download("colmap"))) as database:
         assert database.execute("select count(*) from images").fetchone() == (2,)
-    picture = np.asarray(Image.open(download("png")))
-    assert picture.shape[1] > 700 and picture.std() > 20
+    image = np.asarray(Image.open(download("png")))
+    assert image.shape[1] > 700 and image.std() > 20
 
 
 def test_points_are_kept_listed_and_copied(opened):

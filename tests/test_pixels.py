@@ -14,7 +14,7 @@ from dualrc.pixels import (
     RATIO,
     STRIDE,
     cell_to_pixel,
-    on_picture,
+    in_image,
     pixel_grid,
     pixel_to_cell,
     pixel_to_unit,
@@ -48,7 +48,7 @@ PAIRS = {
 @pytest.fixture(scope="module", params=PAIRS)
 def pair(request):
     view0, view1, max_size = PAIRS[request.param]
-    return view0, view1, oracle_matcher(max_size=max_size), view0.picture(1), view1.picture(2)
+    return view0, view1, oracle_matcher(max_size=max_size), view0.image(1), view1.image(2)
 
 
 def assert_unbiased(error, view1: View):
@@ -60,36 +60,36 @@ def assert_unbiased(error, view1: View):
 
 
 def test_match_has_no_bias(pair):
-    view0, view1, matcher, picture0, picture1 = pair
-    matches = matcher.match(picture0, picture1)
+    view0, view1, matcher, image0, image1 = pair
+    matches = matcher.match(image0, image1)
     assert (matches.size0, matches.size1) == ((view0.width, view0.height), (view1.width, view1.height))
     assert len(matches) > 1000
     assert_unbiased(errors(matches.points0, matches.points1, view0, view1), view1)
     # Other calls that give the same matches give the same pixels.
-    features = matcher.features(picture0), matcher.features(picture1)
+    features = matcher.features(image0), matcher.features(image1)
     assert same_matches(matches, matcher.match_features(*features))
 
 
 def test_match_many_has_no_bias():
     view0, view1, max_size = PAIRS["large to small"]
     matcher = oracle_matcher(max_size=max_size)
-    pictures = view0.picture(1), view1.picture(2)
-    for matches in matcher.match_many([pictures, pictures]):
+    images = view0.image(1), view1.image(2)
+    for matches in matcher.match_many([images, images]):
         assert_unbiased(errors(matches.points0, matches.points1, view0, view1), view1)
 
 
 def test_match_points_has_no_bias(pair):
-    view0, view1, matcher, picture0, picture1 = pair
+    view0, view1, matcher, image0, image1 = pair
     points = np.random.default_rng(0).uniform(0, (view0.width - 1, view0.height - 1), (3000, 2)).astype(np.float32)
-    found = matcher.match_points(picture0, picture1, points)
+    found = matcher.match_points(image0, image1, points)
     assert np.array_equal(found.points0, points)
     there = found.scores > 0
     assert_unbiased(errors(points[there], found.points1[there], view0, view1), view1)
 
 
 def test_warp_has_no_bias(pair):
-    view0, view1, matcher, picture0, picture1 = pair
-    warp = matcher.warp(picture0, picture1)
+    view0, view1, matcher, image0, image1 = pair
+    warp = matcher.warp(image0, image1)
     assert warp.points1.shape == (view0.height, view0.width, 2) and warp.size1 == (view1.width, view1.height)
     sure = warp.certainty > 0
     grid = pixel_grid((view0.width, view0.height))
@@ -97,14 +97,14 @@ def test_warp_has_no_bias(pair):
 
 
 @pytest.mark.parametrize("shift", [(8, -4), (5, -3), (1, 0), (2.5, 6.75), (-7.3, 3.6)])
-def test_a_shifted_picture_matches_with_that_shift(oracle, shift):
+def test_a_shifted_image_matches_with_that_shift(oracle, shift):
     view0 = View(256, 192, (40, 60))
     view1 = View(256, 192, (40 + shift[0], 60 + shift[1]))
-    pictures = view0.picture(1), view1.picture(2)
-    matches = oracle.match(*pictures)
-    warp = oracle.warp(*pictures)
+    images = view0.image(1), view1.image(2)
+    matches = oracle.match(*images)
+    warp = oracle.warp(*images)
     points = pixel_grid((256, 192))[30:160:3, 30:220:3].reshape(-1, 2)
-    asked = oracle.match_points(*pictures, points)
+    asked = oracle.match_points(*images, points)
     sure = warp.certainty > 0
     for error in (
         errors(matches.points0, matches.points1, view0, view1),
@@ -118,7 +118,7 @@ def test_a_shifted_picture_matches_with_that_shift(oracle, shift):
 def test_whole_cells_are_exact_without_refinement():
     matcher = oracle_matcher(subpixel=False)
     view0, view1 = View(160, 128, (40, 60)), View(160, 128, (48, 56))
-    matches = matcher.match(view0.picture(1), view1.picture(2))
+    matches = matcher.match(view0.image(1), view1.image(2))
     error = errors(matches.points0, matches.points1, view0, view1)
     assert np.abs(error).max() < 1e-4
     # Centers of cells with stride 4, in pixels with the first center at (0, 0).
@@ -130,7 +130,7 @@ def test_sizes_of_the_network_do_not_move_points(sizes):
     matcher = oracle_matcher(max_zoom=1)  # these sizes, whatever their ratio
     view0, view1 = View(333, 250, (20, 60)), View(370, 275, (12.4, 51.7))
     features = [
-        matcher.features(v.picture(i), size=s) for i, (v, s) in enumerate(zip((view0, view1), sizes, strict=True))
+        matcher.features(v.image(i), size=s) for i, (v, s) in enumerate(zip((view0, view1), sizes, strict=True))
     ]
     matches = matcher.match_features(*features)
     assert np.abs(np.median(errors(matches.points0, matches.points1, view0, view1), axis=0)).max() < 0.15
@@ -141,7 +141,7 @@ def test_scale_known_answers():
     corners = np.array([[-0.5, -0.5], [639.5, 239.5], [0, 0], [319.5, 119.5]])
     expected = np.array([[-0.5, -0.5], [319.5, 479.5], [-0.25, 0.5], [159.5, 239.5]])
     assert np.allclose(scale.to_network(corners), expected)
-    assert np.allclose(scale.to_picture(expected), corners)
+    assert np.allclose(scale.to_image(expected), corners)
 
 
 def test_cells_to_pixels():
@@ -180,21 +180,21 @@ def test_network_size(size, long_side, max_size, expected):
 
 
 def test_to_input_keeps_the_center_and_normalizes():
-    picture = np.zeros((64, 96, 3), np.uint8)
-    picture[:, :, 0] = np.arange(96) * 2  # red grows by 2 a pixel
-    picture[:, :, 1] = np.arange(64)[:, None]
-    same = to_input(torch.from_numpy(picture)[None], (96, 64))
+    image = np.zeros((64, 96, 3), np.uint8)
+    image[:, :, 0] = np.arange(96) * 2  # red grows by 2 a pixel
+    image[:, :, 1] = np.arange(64)[:, None]
+    same = to_input(torch.from_numpy(image)[None], (96, 64))
     assert same.shape == (1, 3, 64, 96)
     red = same[0, 0] * 0.229 * 255 + 0.485 * 255
     assert torch.allclose(red[10], torch.arange(96) * 2.0, atol=1e-3)
     assert torch.allclose(same[0, 2], torch.tensor(-0.406 / 0.225).expand(64, 96), atol=1e-5)
-    half = to_input(torch.from_numpy(picture)[None], (48, 32))
+    half = to_input(torch.from_numpy(image)[None], (48, 32))
     red = half[0, 0] * 0.229 * 255 + 0.485 * 255
     # Network pixel x lies at (x + 0.5) * 2 - 0.5 in the image.
     assert torch.allclose(red[5, 4:-4], 2 * ((torch.arange(48) + 0.5) * 2 - 0.5)[4:-4], atol=1e-3)
 
 
-def test_the_paper_s_networks_see_pictures_that_are_not_smoothed():
+def test_the_paper_s_networks_see_images_that_are_not_smoothed():
     """Images are resized as in the published evaluation: every second pixel of a grid vanishes or fills the image."""
     assert not ResNetConfig.antialias and CompactConfig.antialias
     pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (1, 96, 128, 3), dtype=np.uint8))
@@ -265,12 +265,12 @@ def test_resizing_keeps_the_outer_edges(kind):
     assert resize_points(corners, (10, 5), (20, 20)).tolist() == [[-0.5, -0.5], [19.5, 19.5], [0.5, 9.5]]
     assert resize_points(kind([[4, 3]]), (10, 5), (5, 10)).tolist() == [[1.75, 6.5]]  # whole numbers stay exact
     assert resize_points(corners[:0], (10, 5), (20, 20)).shape == (0, 2)
-    assert on_picture(corners, (10, 5)).tolist() == [True, True, True]
-    assert on_picture(kind([[float("nan"), 0], [9.6, 0], [0, -0.6], [3, 4.6]]), (10, 5)).tolist() == [False] * 4
+    assert in_image(corners, (10, 5)).tolist() == [True, True, True]
+    assert in_image(kind([[float("nan"), 0], [9.6, 0], [0, -0.6], [3, 4.6]]), (10, 5)).tolist() == [False] * 4
 
 
 def test_unit_coordinates_are_those_of_grid_sample():
-    row = torch.arange(6.0)[None, None, None]  # a picture of 6 x 1
+    row = torch.arange(6.0)[None, None, None]  # an image of 6 x 1
     unit = pixel_to_unit(torch.tensor([[0.0, 0.0], [2.5, 0.0], [5.0, 0.0]]), (6, 1))
     read = torch.nn.functional.grid_sample(row, unit[None, None], align_corners=False)
     assert read.ravel().tolist() == pytest.approx([0, 2.5, 5], abs=1e-6)
@@ -283,5 +283,5 @@ def test_pixel_grid_is_x_then_y():
 
 def test_types(oracle):
     view = View(64, 48)
-    assert isinstance(oracle.match(view.picture(), view.picture()), Matches)
-    assert isinstance(oracle.warp(view.picture(), view.picture()), Warp)
+    assert isinstance(oracle.match(view.image(), view.image()), Matches)
+    assert isinstance(oracle.warp(view.image(), view.image()), Warp)

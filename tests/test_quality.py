@@ -24,10 +24,10 @@ def similarity(center, degrees: float, scale: float, to) -> np.ndarray:
     return H
 
 
-def brought(picture, picture_from_frame, size, shrinks):
+def brought(image, image_from_frame, size, shrinks):
     """Return an image in a frame, and where it is visible."""
-    view = View(picture_from_view=picture_from_frame, size=size, shrinks=shrinks)
-    seen, where = see(torch.from_numpy(np.array(picture)), picture.shape[1::-1], view)
+    view = View(image_from_view=image_from_frame, size=size, shrinks=shrinks)
+    seen, where = see(torch.from_numpy(np.array(image)), image.shape[1::-1], view)
     return seen.numpy(), where
 
 
@@ -57,14 +57,14 @@ def test_matches_that_share_no_motion():
 
 
 @pytest.mark.parametrize("scale", [0.6, 1.0, 2.5])
-def test_a_picture_is_brought_into_a_frame(scale):
+def test_an_image_is_brought_into_a_frame(scale):
     x, y = np.meshgrid(np.arange(240), np.arange(180))
-    picture = np.stack([x, y, 100 + 0 * x], axis=-1).astype(np.uint8)  # colours tell the place
-    picture_from_frame = similarity((50, 40), 30, scale, (120, 90))
-    seen, where = brought(picture, picture_from_frame, (100, 80), scale)
+    image = np.stack([x, y, 100 + 0 * x], axis=-1).astype(np.uint8)  # colours tell the place
+    image_from_frame = similarity((50, 40), 30, scale, (120, 90))
+    seen, where = brought(image, image_from_frame, (100, 80), scale)
     assert seen.shape == (80, 100, 3) and where.shape == (80, 100)
     frame = np.stack(np.meshgrid(np.arange(100), np.arange(80)), axis=-1)
-    places = apply_homography(picture_from_frame, frame.reshape(-1, 2)).reshape(80, 100, 2)
+    places = apply_homography(image_from_frame, frame.reshape(-1, 2)).reshape(80, 100, 2)
     inner = np.all((places > 5) & (places < (234, 174)), axis=2)
     assert inner.sum() > 500 and where[inner].all()
     assert np.abs(seen[inner][:, :2] - places[inner]).max() < 1.5
@@ -93,29 +93,29 @@ def test_each_square_has_the_matches_of_the_pass_with_higher_scores():
 
 def test_a_second_look_keeps_pixels_masks_and_limits():
     view0, view1 = SceneView(203, 150, (60, 80)), SceneView(300, 260, (60, 80), (0.7, 0.6))
-    matcher, pictures = oracle_matcher(), (view0.picture(1), view1.picture(2))
-    found = matcher.match(*pictures, quality="high")
+    matcher, images = oracle_matcher(), (view0.image(1), view1.image(2))
+    found = matcher.match(*images, quality="high")
     error = np.linalg.norm(view1.from_scene(view0.to_scene(found.points0)) - found.points1, axis=1)
     assert len(found) > 500 and np.median(error) < 0.7
     assert (np.diff(found.scores) <= 0).all() and found.size1 == (300, 260)
-    assert len(matcher.match(*pictures, quality="high", top=50)) == 50
+    assert len(matcher.match(*images, quality="high", top=50)) == 50
     mask0, mask1 = np.zeros((150, 203), bool), np.ones((260, 300), bool)
     mask0[:, :100], mask1[:130] = True, False
-    inside = matcher.match(*pictures, quality="high", mask0=mask0, mask1=mask1)
+    inside = matcher.match(*images, quality="high", mask0=mask0, mask1=mask1)
     assert len(inside) > 20
     assert (inside.points0[:, 0] < 100.5).all() and (inside.points1[:, 1] > 129.5).all()
-    pairs = [pictures, ("missing.jpg", pictures[1])]
-    assert same_matches(next(matcher.match_many([pictures], quality="high")), found)
+    pairs = [images, ("missing.jpg", images[1])]
+    assert same_matches(next(matcher.match_many([images], quality="high")), found)
     many = list(oracle_matcher(quality="high").match_many(pairs, errors="empty"))
     assert np.array_equal(many[0].points0, found.points0) and "missing.jpg" in many[1].info["error"]
 
 
-def test_a_second_look_needs_pictures():
-    matcher, picture = oracle_matcher(), SceneView(64, 64).picture()
+def test_a_second_look_needs_images():
+    matcher, image = oracle_matcher(), SceneView(64, 64).image()
     with pytest.raises(ConfigError, match="pass images instead of features"):
-        matcher.match(matcher.features(picture), picture, quality="high")
+        matcher.match(matcher.features(image), image, quality="high")
     with pytest.raises(ConfigError, match="choose standard, high, search"):
-        matcher.match(picture, picture, quality="best")
+        matcher.match(image, image, quality="best")
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def share_right(matches, H, px: float = 3.0) -> float:
     return float(np.mean(np.linalg.norm(apply_homography(H, matches.points0) - matches.points1, axis=1) < px))
 
 
-def test_a_second_look_at_a_turned_and_zoomed_picture(photograph, shipped):
+def test_a_second_look_at_a_turned_and_zoomed_image(photograph, shipped):
     there = similarity((240, 180), 35, 0.5, (130, 100))
     small, _ = brought(photograph, np.linalg.inv(there), (260, 200), 2.0)
     standard = shipped.match(photograph, small)
@@ -170,7 +170,7 @@ def test_two_motions_at_once(photograph, shipped, quality):
     ],
 )
 def test_the_higher_qualities_enlarge_small_images(width, settings, seen):
-    picture = texture(1, width, width * 3 // 4)
+    image = texture(1, width, width * 3 // 4)
     matcher = oracle_matcher(**settings)
-    assert matcher.match(picture, picture, quality="high", top=10).info["network_size0"] == seen
-    assert max(matcher.match(picture, picture, top=10).info["network_size0"]) <= width
+    assert matcher.match(image, image, quality="high", top=10).info["network_size0"] == seen
+    assert max(matcher.match(image, image, top=10).info["network_size0"]) <= width

@@ -38,7 +38,7 @@ def write_model(folder, *, names=("a.png",), binary=True, model="PINHOLE", param
     return folder
 
 
-def write_picture(path, orientation=1):
+def write_image(path, orientation=1):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = orientation
     Image.new("RGB", SIZE).save(path, exif=exif)
@@ -59,8 +59,8 @@ def test_points_cameras_and_poses(tmp_path, binary):
 
 
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
-def test_pictures_that_lie_on_their_side(tmp_path, orientation):
-    write_picture(tmp_path / "a.png", orientation)
+def test_images_that_lie_on_their_side(tmp_path, orientation):
+    write_image(tmp_path / "a.png", orientation)
     model = read_model(write_model(tmp_path / "model"), images=tmp_path)
     image = model.images["a.png"]
     width, height = SIZE
@@ -84,7 +84,7 @@ def test_pictures_that_lie_on_their_side(tmp_path, orientation):
     [("SIMPLE_RADIAL", (100, 30, 20, 0.1)), ("OPENCV_FISHEYE", (100, 110, 30, 20, 0, 0, 0, 0))],
 )
 def test_a_lens_that_distorts(tmp_path, model, params):
-    write_picture(tmp_path / "a.png", 6)
+    write_image(tmp_path / "a.png", 6)
     image = read_model(write_model(tmp_path / "model", model=model, params=params), images=tmp_path).images["a.png"]
     assert image.camera.lens == Lens(model, params[-1:] if model == "SIMPLE_RADIAL" else params[-4:])
     assert image.camera.size == image.size == SIZE[::-1]
@@ -93,7 +93,7 @@ def test_a_lens_that_distorts(tmp_path, model, params):
     assert np.allclose(image.points[0], (SIZE[1] - 1 - 5, 10))
 
 
-def test_only_registered_pictures(tmp_path):
+def test_only_registered_images(tmp_path):
     made = pycolmap.Reconstruction(str(write_model(tmp_path / "model", names=("a.png", "b.png"))))
     made.deregister_frame(made.images[2].frame_id)
     made.write(str(tmp_path / "model"))
@@ -101,7 +101,7 @@ def test_only_registered_pictures(tmp_path):
     assert list(model.images) == ["a.png"]
 
 
-def test_pictures_that_are_missing_are_taken_as_stored(tmp_path):
+def test_images_that_are_missing_are_taken_as_stored(tmp_path):
     model = read_model(write_model(tmp_path / "model"), images=tmp_path / "nowhere")
     assert np.allclose(model.images["a.png"].points, POINTS)
 

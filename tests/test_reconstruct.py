@@ -73,9 +73,9 @@ def made(tmp_path_factory, scene, weights):
     return folder, reconstruct(images, out, config, quiet=True)
 
 
-def test_all_pictures_are_placed_where_they_were_taken(made, scene):
+def test_all_images_are_placed_where_they_were_taken(made, scene):
     folder, summary = made
-    assert (summary.registered, summary.pictures, summary.left_out, summary.models) == (6, 6, (), 1)
+    assert (summary.registered, summary.images, summary.left_out, summary.models) == (6, 6, (), 1)
     assert summary.points > 0.95 * len(scene.xyz)
     assert summary.track_length > 5.5
     assert summary.reprojection_error_px < 0.2
@@ -135,8 +135,8 @@ def test_everything_is_written(made):
     assert written["config"]["keypoints"]["radius"] > 0 and written["images"] == "../images"
     assert set(written["seconds"]) == {"matching", "verification", "keypoints", "database", "hloc", "mapping"}
     assert (out / "points.ply").read_bytes().startswith(b"ply\n")
-    with Image.open(out / "model.png") as picture:
-        assert min(picture.size) > 300 and len(picture.convert("L").getcolors()) > 20
+    with Image.open(out / "model.png") as image:
+        assert min(image.size) > 300 and len(image.convert("L").getcolors()) > 20
     assert {"features.h5", "matches.h5", "pairs.txt", "database.db", "matches.sqlite"} <= {
         p.name for p in out.iterdir()
     }
@@ -190,18 +190,18 @@ def test_nothing_to_place_is_an_error_that_says_what_to_try(tmp_path, scene, wei
     assert (out / "matches.sqlite").exists() and not (out / "model").exists()
 
 
-def test_a_broken_picture_is_left_out_and_named(tmp_path, scene, weights):
+def test_a_broken_image_is_left_out_and_named(tmp_path, scene, weights):
     images, out = prepare(tmp_path, scene, weights)
-    (images / "text.jpg").write_text("not a picture")
+    (images / "text.jpg").write_text("not an image")
     summary = reconstruct(images, out, settings(weights), quiet=True)
-    assert (summary.registered, summary.pictures, summary.left_out) == (6, 7, ("text.jpg",))
+    assert (summary.registered, summary.images, summary.left_out) == (6, 7, ("text.jpg",))
 
 
-def test_a_picture_taken_out_after_matching_is_not_missed(tmp_path, scene, weights):
+def test_an_image_taken_out_after_matching_is_not_missed(tmp_path, scene, weights):
     images, out = prepare(tmp_path, scene, weights)
     (images / NAMES[2]).unlink()
     summary = reconstruct(images, out, settings(weights), quiet=True)
-    assert (summary.registered, summary.pictures) == (5, 5)
+    assert (summary.registered, summary.images) == (5, 5)
 
 
 def test_bad_cameras_are_refused_before_any_work(tmp_path, scene, weights):
@@ -238,7 +238,7 @@ def test_the_command_prints_a_summary(tmp_path, scene, weights, capsys, monkeypa
 
 @pytest.mark.slow
 @pytest.mark.skipif(not STRECHA.is_dir(), reason="the Strecha scenes are not in ../shared/data/strecha")
-def test_real_pictures(tmp_path):
+def test_real_images(tmp_path):
     """Reconstruct four neighboring images with the bundled network at a small size."""
     scene = STRECHA / "fountain-P11"
     (tmp_path / "images").mkdir()

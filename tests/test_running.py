@@ -175,7 +175,7 @@ def test_lines_where_there_is_no_terminal(caplog, monkeypatch):
 
 
 def test_the_library_prints_nothing(images, weights, tmp_path, capfd):
-    (images / "broken.png").write_text("no picture")
+    (images / "broken.png").write_text("no image")
     config = CollectionConfig(weights=weights, size=96, top=50, device="cpu", workers=1)
     result = match_collection(images, tmp_path / "out", config)
     assert list(result.broken) == ["broken.png"]
@@ -190,7 +190,7 @@ def test_one_pair_is_not_called_pairs(images, weights, tmp_path):
 
 
 def test_collection_tells_quietly_or_as_json(images, weights, tmp_path):
-    (images / "broken.png").write_text("no picture")
+    (images / "broken.png").write_text("no image")
     command = arguments(images, tmp_path / "out", weights)
     done = run(*command)
     assert done.returncode == 0, done.stderr
@@ -199,30 +199,30 @@ def test_collection_tells_quietly_or_as_json(images, weights, tmp_path):
     again = run(*command, "--quiet", "--json")
     assert "Left out" in again.stderr and "Matching" not in again.stderr
     result = json.loads(again.stdout)
-    assert result["pictures"] == 5 and result["pairs"] == 10 and result["skipped"] == 6 and result["matched"] == 0
+    assert result["images"] == 5 and result["pairs"] == 10 and result["skipped"] == 6 and result["matched"] == 0
     assert list(result["left_out"]) == ["broken.png"] and result["failed"] == {}
     assert 0 < result["seconds"] < result["seconds_all_runs"]
     assert Path(result["store"]).is_file()
 
 
 def test_match_as_json(images, weights, tmp_path):
-    pictures = (images / "0.png", images / "1.png")
-    done = run("match", *pictures, "--weights", weights, "--json", "-o", tmp_path / "m.npz", "--threads", 1)
+    pair = (images / "0.png", images / "1.png")
+    done = run("match", *pair, "--weights", weights, "--json", "-o", tmp_path / "m.npz", "--threads", 1)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["matches"] == len(dualrc.Matches.load(tmp_path / "m.npz")) and result["size0"] == [96, 64]
     assert result["estimate"] is None and result["files"] == [str(tmp_path / "m.npz")]
     # Untrained weights find no consistent matches; both outputs have the warning.
     assert "do not agree" in result["warning"] and done.stderr.strip() == f"Note: {result['warning']}"
-    wrong = CliRunner().invoke(cli.app, ["match", *map(str, pictures), "--threads", "0"])
+    wrong = CliRunner().invoke(cli.app, ["match", *map(str, pair), "--threads", "0"])
     assert wrong.exit_code == 2 and "--threads" in wrong.output
-    quiet = CliRunner().invoke(cli.app, ["match", *map(str, pictures), "--weights", str(weights), "--quiet"])
+    quiet = CliRunner().invoke(cli.app, ["match", *map(str, pair), "--weights", str(weights), "--quiet"])
     # Only warnings are printed.
     assert (quiet.exit_code, quiet.output) == (0, f"Note: {result['warning']}\n")
 
 
 def test_a_bar_on_a_terminal(images, weights, tmp_path):
-    (images / "broken.png").write_text("no picture")
+    (images / "broken.png").write_text("no image")
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "dualrc", *arguments(images, tmp_path / "out", weights)]
     environment = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "100"}
@@ -517,7 +517,7 @@ def content(store: Path) -> dict:
 
 
 @pytest.mark.parametrize("pairs", ["exhaustive", "retrieval"])
-def test_a_picture_with_another_content_is_matched_again(images, weights, tmp_path, pairs, caplog):
+def test_an_image_with_another_content_is_matched_again(images, weights, tmp_path, pairs, caplog):
     config = CollectionConfig(
         weights=weights, size=96, top=50, device="cpu", workers=1, pairs=pairs, neighbors=3, threads=1
     )
@@ -537,7 +537,7 @@ def test_a_picture_with_another_content_is_matched_again(images, weights, tmp_pa
         assert np.array_equal(*(each["vectors"][rows] for each, rows in zip(arrays, order, strict=True)))
 
 
-def test_evaluation_matches_changed_pictures_again(images, tmp_path, caplog):
+def test_evaluation_matches_changed_images_again(images, tmp_path, caplog):
     from rich.console import Console
 
     matched = []
@@ -562,7 +562,7 @@ def test_evaluation_matches_changed_pictures_again(images, tmp_path, caplog):
 def test_stores_of_earlier_versions_go_on(tmp_path):
     with MatchStore(tmp_path / "a.sqlite", {}) as store:
         store.put("a", "b", dualrc.Matches.none({}))
-        store._connection.execute("DROP TABLE pictures")
+        store._connection.execute("DROP TABLE images")
     with MatchStore(tmp_path / "a.sqlite", {}) as store:
         assert store.forget_changed({"a": "1", "b": "2"}) == [] and len(store) == 1 and store.seconds == 0
         assert store.forget_changed({"a": "1", "b": "3"}) == ["b"] and len(store) == 0

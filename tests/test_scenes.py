@@ -47,7 +47,7 @@ def wall_scene(scene, *boxes):
     return replace(scene, solids=tuple(builder.solids))
 
 
-def test_same_seed_same_pictures():
+def test_same_seed_same_images():
     first, second, other = (make_pair(seed, size=(64, 48), texture_size=64) for seed in (5, 5, 6))
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a.image, b.image)
@@ -56,7 +56,7 @@ def test_same_seed_same_pictures():
     assert not torch.equal(first.rendering0.image, other.rendering0.image)
 
 
-def test_picture_and_depth_have_the_promised_types(pair):
+def test_image_and_depth_have_the_promised_types(pair):
     image, depth = pair.rendering0.image, pair.rendering0.depth
     assert image.shape == (120, 160, 3)
     assert image.dtype == torch.uint8
@@ -68,8 +68,8 @@ def test_picture_and_depth_have_the_promised_types(pair):
 
 def test_depth_of_a_wall_is_its_distance(scene):
     walls = wall_scene(scene, ((0, 8, 0), (50, 1, 50)))
-    picture = render(walls, look_at((0, 0, 0), (0, 1, 0), size=(40, 30)), supersample=1)
-    assert torch.allclose(picture.depth, torch.full((30, 40), 7.0), atol=1e-4)
+    image = render(walls, look_at((0, 0, 0), (0, 1, 0), size=(40, 30)), supersample=1)
+    assert torch.allclose(image.depth, torch.full((30, 40), 7.0), atol=1e-4)
 
 
 def test_depth_of_a_sphere_is_analytic(scene):
@@ -165,7 +165,7 @@ def test_colours_agree_at_corresponding_points_and_only_there():
     assert np.mean(difference(0, 0)) < min(np.mean(difference(d, d)) for d in (0.5, -0.5))
 
 
-def test_light_changes_the_picture_and_nothing_else(scene):
+def test_light_changes_the_image_and_nothing_else(scene):
     view = look_at((0, -11, 4), (0, 3, 1), size=(64, 48))
     day = render(scene, view)
     night = render(scene, view, Light(sun=(0.1, 0.1, 0.2), sky=(0.05, 0.07, 0.1), windows=1.0, noise=3.0))
@@ -190,7 +190,7 @@ def test_points_behind_the_other_camera_are_nowhere(scene):
     assert not visible.any()
 
 
-def test_tiny_pictures_and_no_points():
+def test_tiny_images_and_no_points():
     pair = make_pair(1, size=(32, 32), texture_size=32, supersample=1)
     assert pair.rendering0.image.shape == (32, 32, 3)
     points1, visible = correspond(*pair, np.zeros((0, 2)))

@@ -22,7 +22,7 @@ def ramp(width, height):
     return np.stack([x, y, 0 * x], axis=-1).astype(np.uint8)
 
 
-def test_a_picture_in_the_frame_of_another():
+def test_an_image_in_the_frame_of_another():
     H = np.array([[1.0, 0, -20], [0, 1, 10], [0, 0, 1]])
     seen = dualrc.warp_image(ramp(200, 150), H, (120, 100))
     assert seen.shape == (100, 120, 4) and seen.dtype == np.uint8
@@ -33,14 +33,14 @@ def test_a_picture_in_the_frame_of_another():
     assert np.array_equal(dualrc.warp_image(ramp(200, 150), estimate, (120, 100)), seen)
 
 
-def test_a_picture_shrinks_without_aliasing():
+def test_an_image_shrinks_without_aliasing():
     stripes = np.zeros((240, 240, 3), np.uint8)
     stripes[:, ::2] = 255
     seen = stitch.warp_image(stripes, resize_homography((240, 240), (60, 60)), (60, 60))
     assert np.ptp(seen[5:-5, 5:-5, 0]) < 12 and abs(float(seen[..., 0].mean()) - 127.5) < 3
 
 
-def test_a_picture_by_a_dense_warp():
+def test_an_image_by_a_dense_warp():
     points = pixel_grid((90, 60)) + np.float32([15, 5])
     certainty = np.full((60, 90), 0.8, np.float32)
     certainty[:, :30] = 0.05
@@ -76,11 +76,11 @@ def turned():
     views = [look_at((4.0, -9.0, 3.0), (x, 2.5, 1.8), size=(320, 240), fov_deg=40) for x in aims]
     fov_deg = 2 * np.degrees(np.arctan(2 * np.tan(np.radians(20))))  # the same focal length
     wide = look_at((4.0, -9.0, 3.0), (0.0, 2.5, 1.8), size=(640, 300), fov_deg=fov_deg)
-    pictures = [
+    images = [
         np.asarray(render(scene, view, Light(exposure=exposure), supersample=2).image)
         for view, exposure in zip(views, exposures, strict=True)
     ]
-    return pictures, np.asarray(render(scene, wide, Light(exposure=1.0), supersample=2).image)
+    return images, np.asarray(render(scene, wide, Light(exposure=1.0), supersample=2).image)
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +88,11 @@ def shipped():
     return dualrc.load(device="cpu")
 
 
-def test_a_panorama_shows_what_one_wide_picture_shows(turned, shipped):
-    pictures, truth = turned
-    # A picture that does not belong to the others is left out.
+def test_a_panorama_shows_what_one_wide_image_shows(turned, shipped):
+    images, truth = turned
+    # An image that does not belong to the others is left out.
     with pytest.warns(UserWarning, match="overlap with no other: 3"):
-        joined = dualrc.panorama([*pictures, texture(1, 320, 240)], matcher=shipped, reference=1)
+        joined = dualrc.panorama([*images, texture(1, 320, 240)], matcher=shipped, reference=1)
     assert isinstance(joined, dualrc.draw.Drawing) and joined.shape[2] == 4
     assert joined.shape[1] > 440 and joined.shape[0] >= 240
     # The panorama has the frame of the middle image, so the wide image differs from it only by a shift.
@@ -106,12 +106,12 @@ def test_a_panorama_shows_what_one_wide_picture_shows(turned, shipped):
     assert known.mean() > 0.5 and difference < 14
 
 
-def test_pictures_that_join_nothing(shipped):
+def test_images_that_join_nothing(shipped):
     with pytest.raises(DataError, match="No two of these images could be joined"):
         stitch.panorama([texture(1, 160, 128), texture(2, 160, 128)], matcher=shipped)
 
 
-def test_pictures_too_wide_for_a_plane():
+def test_images_too_wide_for_a_plane():
     frames = {0: np.eye(3), 1: np.array([[1.0, 0, 300], [0, 1, 0], [-1 / 250, 0, 1]])}
     with pytest.raises(DataError, match="too wide an angle"):
         stitch._canvas(frames, {0: (320, 240), 1: (320, 240)}, 10**7)
@@ -126,9 +126,9 @@ def test_a_large_panorama_is_shrunk():
 
 def test_the_command_line(turned, tmp_path):
     paths = []
-    for number, picture in enumerate(turned[0]):
+    for number, pixels in enumerate(turned[0]):
         paths.append(str(tmp_path / f"{number}.png"))
-        Image.fromarray(picture).save(paths[-1])
+        Image.fromarray(pixels).save(paths[-1])
     done = CliRunner().invoke(app, ["panorama", *paths[:2], "-o", str(tmp_path / "all.png"), "--device", "cpu"])
     assert done.exit_code == 0, done.output
     with Image.open(tmp_path / "all.png") as image:

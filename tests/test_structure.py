@@ -140,7 +140,7 @@ def test_public_names():
         "Matches",
         "NetworkConfig",
         "OutputError",
-        "PictureFeatures",
+        "ImageFeatures",
         "ReconstructConfig",
         "RelativePose",
         "Warp",

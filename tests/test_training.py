@@ -83,7 +83,7 @@ def test_a_tar_file_cut_short_is_an_error_with_a_remedy(folder, tmp_path):
         read_photos([tmp_path / "shard.tar.gz"])
 
 
-def test_damaged_pictures_in_a_tar_file_are_left_out(folder, tmp_path, monkeypatch):
+def test_damaged_images_in_a_tar_file_are_left_out(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 300 * 300)
     bomb = io.BytesIO()
     Image.new("RGB", (640, 640)).save(bomb, "PNG")
@@ -173,7 +173,7 @@ def test_other_sensors_change_tones_and_not_places():
     gray = images[0].mean(0).flatten()
 
     def correlation(lit):
-        rows = [torch.stack([gray, picture.mean(0).flatten()]) for picture in lit]
+        rows = [torch.stack([gray, image.mean(0).flatten()]) for image in lit]
         return torch.stack([torch.corrcoef(pair)[0, 1] for pair in rows]).nan_to_num()
 
     assert (correlation(plain) < -0.2).float().mean() < 0.1

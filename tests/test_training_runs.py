@@ -82,8 +82,8 @@ def test_a_tiny_network_learns_on_a_cpu(folder, tmp_path):
     assert after["within_3px"] > 3 * before["within_3px"]
     held_out = logged(tmp_path / "after", "held_out_joint")
     assert held_out[100] < 0.95 * held_out[50]
-    with Image.open(tmp_path / "after" / "pictures" / "0000100.jpg") as picture:
-        assert np.asarray(picture).std() > 20
+    with Image.open(tmp_path / "after" / "images" / "0000100.jpg") as image:
+        assert np.asarray(image).std() > 20
     assert load_weights(tmp_path / "after" / "weights.safetensors").config == config.network
 
 
@@ -228,7 +228,7 @@ def test_sources_are_mixed_by_their_shares_and_every_step_can_be_made_again():
 
 
 def test_scenes_and_photographs_train_together(folder, tmp_path):
-    scenes = ScenesConfig(picture=(96, 80), pool=2, workers=0, min_points=4)
+    scenes = ScenesConfig(image=(96, 80), pool=2, workers=0, min_points=4)
     config = tiny_run(folder, size=64, steps=2, validation_batches=2)
     config = replace(config, data=(*config.data, scenes))
     assert read_toml(TrainConfig, _written(config, tmp_path / "run.toml")) == config

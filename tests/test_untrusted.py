@@ -34,7 +34,7 @@ from dualrc.errors import ConfigError, DataError, ImageError, WeightsError
 from dualrc.evaluation.pose_data import read_index
 from dualrc.files import inside, limit_zip, parse_json, read_text
 from dualrc.geometry import read_cameras_json, read_rgbd
-from dualrc.image import find_pictures, read
+from dualrc.image import find_images, read
 from dualrc.matches import Matches
 from dualrc.model.checkpoint import convert_published, load_pickle, load_weights, read_config, save_weights
 
@@ -550,7 +550,7 @@ def test_folders_with_links_and_pipes(tmp_path):
     (tmp_path / "nowhere.png").symlink_to(tmp_path / "none.png")
     (tmp_path / "deep" / "up").symlink_to(tmp_path)
     os.mkfifo(tmp_path / "pipe.png")
-    assert find_pictures(tmp_path) == ["a.png"]
+    assert find_images(tmp_path) == ["a.png"]
     for name in ("loop.png", "nowhere.png"):
         with pytest.raises(ImageError, match=name):
             read(tmp_path / name)

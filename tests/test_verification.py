@@ -102,7 +102,7 @@ def verified(tmp_path_factory):
         yield store, kinds, cameras, verify_pairs(store, store.names(), cameras)
 
 
-def test_pictures_of_opposite_walls_that_look_alike_are_no_pair(verified):
+def test_images_of_opposite_walls_that_look_alike_are_no_pair(verified):
     store, kinds, cameras, found = verified
     alike = [found.checks[names] for names, kind in kinds.items() if kind == "alike"]
     # Inlier counts alone would accept them.
@@ -337,7 +337,7 @@ def test_trusted_pairs_use_the_inliers_that_they_have_now(tmp_path):
 
 
 @pytest.mark.parametrize(("wrong", "kept"), [(0.2, True), (0.97, False)])
-def test_two_pictures_alone_are_a_pair_if_their_matches_are_clear(tmp_path, wrong, kept):
+def test_two_images_alone_are_a_pair_if_their_matches_are_clear(tmp_path, wrong, kept):
     xyz, cameras = courtyard()
     two = dict(list(cameras.items())[:2])
     matches = pair_matches(np.random.default_rng(0), *two.values(), xyz, wrong)

@@ -10,7 +10,7 @@ from test_quality import made_matches, photograph, share_right, shipped, similar
 
 from dualrc.geometry import apply_homography
 from dualrc.image import Scale
-from dualrc.matcher.features import PictureFeatures
+from dualrc.matcher.features import ImageFeatures
 from dualrc.matcher.verify import verify
 from dualrc.matcher.views import Shown, see
 from dualrc.matcher.viewsearch import Simulated, affine_view, coarse_cells, simulated_views, view_agreement
@@ -29,7 +29,7 @@ def test_a_tilt_shrinks_along_its_direction_only():
     center = (np.array(view.size) - 1) / 2
     along = np.array((np.cos(np.pi / 6), np.sin(np.pi / 6)))
     across = np.array((-along[1], along[0]))
-    places = apply_homography(view.picture_from_view, center + np.array([(0, 0), along, across]))
+    places = apply_homography(view.image_from_view, center + np.array([(0, 0), along, across]))
     assert np.allclose(places[0], (199.5, 149.5))
     assert np.allclose(places[1] - places[0], 4 * along)
     assert np.allclose(places[2] - places[0], across)
@@ -80,7 +80,7 @@ def cells_of(features: torch.Tensor, usable: torch.Tensor | None = None):
     maps = Features(coarse=features[None], fine=features[None])
     size = (pixels.shape[1], pixels.shape[0])
     scale = Scale(image_size=size, input_size=size)
-    seen = PictureFeatures(maps=maps, scale=scale, mask=None, made_by="", pixels=pixels)
+    seen = ImageFeatures(maps=maps, scale=scale, mask=None, made_by="", pixels=pixels)
     fine = usable.repeat_interleave(4, 0).repeat_interleave(4, 1)
     return coarse_cells(replace(seen, maps=replace(maps, valid=fine[None])))
 
@@ -129,7 +129,7 @@ def test_views_of_the_same_thing_agree_and_others_do_not():
 def test_cells_without_texture_are_not_compared():
     cells = cells_of(rand(1, 4, 3, 4))
     assert len(cells.features) == 12
-    blank = PictureFeatures(
+    blank = ImageFeatures(
         maps=Features(coarse=rand(1, 1, 4, 3, 4), fine=rand(1, 1, 4, 12, 16)),
         scale=Scale(image_size=(64, 48), input_size=(64, 48)),
         mask=None,
@@ -153,9 +153,9 @@ def test_the_higher_qualities_find_what_a_single_pass_can_not(photograph, shippe
     view = affine_view((480, 360), 480, Simulated(6.0, 60.0))
     for _ in range(turns):
         view = view.turned()
-    there, images = np.linalg.inv(view.picture_from_view), (photograph, through(photograph, view))
+    there, images = np.linalg.inv(view.image_from_view), (photograph, through(photograph, view))
     if swapped:
-        there, images = view.picture_from_view, images[::-1]
+        there, images = view.image_from_view, images[::-1]
     assert share_right(shipped.match(*images)[:300], there) < 0.3
     found = shipped.match(*images, quality=quality)
     # In pixels of the frontal image a pixel of the other one is six long.
@@ -178,4 +178,4 @@ def test_masks_hold_in_every_view(photograph, shipped):
     mask[:, :240] = True
     found = shipped.match(photograph, through(photograph, view), mask0=mask, quality="high")
     assert len(found) and (found.points0[:, 0] <= 239.5).all()
-    assert share_right(found[:200], np.linalg.inv(view.picture_from_view)) > 0.8
+    assert share_right(found[:200], np.linalg.inv(view.image_from_view)) > 0.8

@@ -28,8 +28,8 @@ def photograph():
     return np.asarray(render(make_scene(3, texture_size=256), view, Light(), supersample=1).image)
 
 
-def resized(picture, size):
-    return np.asarray(Image.fromarray(picture).resize(size, Image.Resampling.LANCZOS))
+def resized(image, size):
+    return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.LANCZOS))
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +99,8 @@ def test_sizes_for_a_scale():
 def test_a_view_of_a_part():
     own = Scale(image_size=(1200, 900), input_size=(400, 304))
     view = View.part(own, (100, 80, 120, 96), (240, 192))
-    corners = apply_homography(view.picture_from_view, [[-0.5, -0.5], [239.5, 191.5]])
-    expected = own.to_picture(np.array([[99.5, 79.5], [219.5, 175.5]]))
+    corners = apply_homography(view.image_from_view, [[-0.5, -0.5], [239.5, 191.5]])
+    expected = own.to_image(np.array([[99.5, 79.5], [219.5, 175.5]]))
     assert np.allclose(corners, expected) and view.shrinks == pytest.approx(1.5)
 
 
@@ -113,7 +113,7 @@ def test_an_enlarged_part_is_found(photograph, shipped):
     assert share_right(found, H, px=3.0) > max(0.9, share_right(alone, H, px=3.0))
 
 
-def test_a_shrunk_picture_is_found(photograph, shrunk, shipped):
+def test_a_shrunk_image_is_found(photograph, shrunk, shipped):
     H = resize_homography((640, 480), (213, 160))
     found = shipped.match(photograph, shrunk)
     assert len(found) > 500 and share_right(found, H) > 0.9
@@ -148,8 +148,8 @@ def test_every_way_to_match_searches(photograph, shrunk, shipped, tmp_path):
     assert same_matches(shipped.match_features(*features), found)
     assert same_matches(shipped.match(features[0], shrunk), found)
     paths = tmp_path / "a.png", tmp_path / "b.png"
-    for path, picture in zip(paths, (photograph, shrunk), strict=True):
-        Image.fromarray(picture).save(path)
+    for path, image in zip(paths, (photograph, shrunk), strict=True):
+        Image.fromarray(image).save(path)
     assert same_matches(next(shipped.match_many([paths])), found)
 
 
@@ -168,7 +168,7 @@ def test_an_ordinary_pair_is_as_it_was(photograph, shipped):
     assert same_matches(found, alone) and "zoom" not in found.info and "warning" not in found.info
 
 
-def test_pictures_that_do_not_belong_together(photograph, shipped):
+def test_images_that_do_not_belong_together(photograph, shipped):
     photograph = photograph[::2, ::2]
     other = np.repeat(np.repeat(texture(7, 80, 60), 4, axis=0), 4, axis=1)
     found = shipped.match(photograph, other)
@@ -195,8 +195,8 @@ def test_the_command_line_says_what_was_found(photograph, shrunk, tmp_path):
 
     from dualrc.cli import app
 
-    for name, picture in (("a.png", photograph), ("b.png", shrunk), ("c.png", texture(5, 320, 240))):
-        Image.fromarray(picture).save(tmp_path / name)
+    for name, image in (("a.png", photograph), ("b.png", shrunk), ("c.png", texture(5, 320, 240))):
+        Image.fromarray(image).save(tmp_path / name)
     shrinks = CliRunner().invoke(app, ["match", str(tmp_path / "a.png"), str(tmp_path / "b.png"), "--device", "cpu"])
     assert shrinks.exit_code == 0 and "times larger in image 0" in shrinks.output
     other = CliRunner().invoke(app, ["match", str(tmp_path / "a.png"), str(tmp_path / "c.png"), "--device", "cpu"])
@@ -210,7 +210,7 @@ def test_any_homography_is_a_view(photograph, shipped):
     H = np.eye(3)
     H[:2, :2], H[:2, 2] = turn, np.array([320, 240]) - turn @ (width / 2, height / 2)
     features = shipped.features(photograph)
-    view = View(picture_from_view=H, size=(width, height), shrinks=1.6)
+    view = View(image_from_view=H, size=(width, height), shrinks=1.6)
     (seen,) = extract_shown(shipped, [show(features, view)], [view.size])
     assert seen.scale.input_size == (320, 240) and seen.mask is not None
     look = match_views(shipped, (features, features), (None, view))
@@ -219,11 +219,11 @@ def test_any_homography_is_a_view(photograph, shipped):
     assert look.foothold.scale == pytest.approx(1 / 1.6, rel=0.1)
 
 
-def test_features_keep_the_picture_as_it_was(shipped):
-    picture = texture(3, 96, 64)
-    features = shipped.features(picture)
+def test_features_keep_the_image_as_it_was(shipped):
+    image = texture(3, 96, 64)
+    features = shipped.features(image)
     before = features.pixels.clone()
-    picture[:] = 0
+    image[:] = 0
     assert torch.equal(features.pixels, before) and before.max() > 100 and before.shape == (64, 96, 3)
     assert features.bytes > before.numel() + features.maps.coarse.numel()
 
@@ -235,11 +235,11 @@ def test_max_zoom_is_checked():
 
 
 def test_a_strip_keeps_its_short_side(shipped):
-    picture = texture(2, 1800, 120)
-    features = shipped.features(picture)
+    image = texture(2, 1800, 120)
+    features = shipped.features(image)
     assert features.scale.input_size == (1792, 112)
     with pytest.warns(UserWarning, match="1800x120 pixels is resized to 512x32, where few matches can be found"):
-        assert shipped.features(picture, size=512).scale.input_size == (512, 32)
+        assert shipped.features(image, size=512).scale.input_size == (512, 32)
 
 
 def test_a_strip_of_a_panorama():
@@ -251,12 +251,12 @@ def test_a_strip_of_a_panorama():
 
     aims = ((0, 2.5, 1.8), (1536, 96)), ((1, 2.5, 2), (320, 240)), ((-0.5, 2.5, 1.9), (1400, 96))
     views = [view(target, size, focal) for target, size in aims]
-    pictures = [np.asarray(render(scene, v, Light(), supersample=1).image) for v in views]
+    images = [np.asarray(render(scene, v, Light(), supersample=1).image) for v in views]
     matcher = dualrc.load(device="cpu", max_size=384)  # at which the strips would be 384x32 and less
     for other, least in ((1, 150), (2, 1500)):
         H = views[other].K @ views[other].cam_from_world[:, :3] @ views[0].cam_from_world[:, :3].T
         H = H @ np.linalg.inv(views[0].K)
-        found = matcher.match(pictures[0], pictures[other])
+        found = matcher.match(images[0], images[other])
         error = np.linalg.norm(apply_homography(H, found.points0) - found.points1, axis=1)
         assert (error < 3).sum() > least and np.mean(error[:300] < 3) > 0.8
 

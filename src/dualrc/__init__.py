@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dualrc.collection.reconstruct import ReconstructConfig, reconstruct
     from dualrc.collection.store import MatchStore
     from dualrc.localize import LocalizeConfig, Localizer
-    from dualrc.matcher import Matcher, PictureFeatures, load
+    from dualrc.matcher import ImageFeatures, Matcher, load
     from dualrc.stitch import panorama, warp_image
 
     __version__: str
@@ -31,7 +31,7 @@ _LAZY = {
     "Localizer": "dualrc.localize",
     "MatchStore": "dualrc.collection.store",
     "Matcher": "dualrc.matcher",
-    "PictureFeatures": "dualrc.matcher",
+    "ImageFeatures": "dualrc.matcher",
     "ReconstructConfig": "dualrc.collection.reconstruct",
     "load": "dualrc.matcher",
     "match_collection": "dualrc.collection.matching",
@@ -48,6 +48,7 @@ __all__ = [
     "DualRCError",
     "Estimate",
     "ImageError",
+    "ImageFeatures",
     "LocalizeConfig",
     "Localizer",
     "Match",
@@ -57,7 +58,6 @@ __all__ = [
     "Matches",
     "NetworkConfig",
     "OutputError",
-    "PictureFeatures",
     "ReconstructConfig",
     "RelativePose",
     "Warp",

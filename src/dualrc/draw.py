@@ -16,7 +16,7 @@ from dualrc.files import replacing
 from dualrc.geometry import homography_grid, sample_bilinear
 from dualrc.image import ImageInput, read
 from dualrc.matches import Matches, Warp
-from dualrc.pixels import cell_to_pixel, on_picture, resize_points
+from dualrc.pixels import cell_to_pixel, in_image, resize_points
 from dualrc.types import BoolArray, FloatArray, ImageArray, IntArray, Size
 
 
@@ -43,7 +43,6 @@ class Drawing(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 # Alias used by the benchmarks.
-Picture = ImageArray
 Color = tuple[int, int, int]
 
 # Largest canvas, without its caption.
@@ -166,7 +165,7 @@ def draw_warp(
         size = (grid.shape[1], grid.shape[0])
     below = np.asarray(_resized(base, size), dtype=np.float64)
     above = _pulled(over, grid, base.size)
-    weight = weight * on_picture(grid, over.size)
+    weight = weight * in_image(grid, over.size)
     if mode == "blend":
         weight = 0.5 * weight
     else:
@@ -188,14 +187,14 @@ def draw_flow(
     base, other = _opened(image0), _opened(image1)
     grid, weight = _dense_grid(np.asarray(points1, dtype=np.float64), certainty, base.size)
     pulled = _pulled(other, grid, base.size)
-    weight = weight * on_picture(grid, other.size)
+    weight = weight * in_image(grid, other.size)
     faded = _mixed(np.full_like(pulled, 255), pulled, weight)
     left = np.asarray(_resized(base, (grid.shape[1], grid.shape[0])))
     canvas, _ = _side_by_side([left, faded])
     return _captioned(canvas, f"image 1 in the frame of image 0, {weight.mean():.0%} certain on average")
 
 
-def save(picture: ImageArray, path: str | Path) -> None:
+def save(image: ImageArray, path: str | Path) -> None:
     """Write .png, with transparency if present, or .jpg, atomically."""
     path = Path(path)
     if path.suffix.lower() not in (".png", ".jpg", ".jpeg"):
@@ -206,10 +205,10 @@ def save(picture: ImageArray, path: str | Path) -> None:
             "Import dualrc or PIL.Image before pycolmap, or write a .jpg."
         )
     options: dict[str, Any] = {} if path.suffix.lower() == ".png" else {"quality": 92, "subsampling": 0}
-    transparent = picture.ndim == 3 and picture.shape[2] == 4 and path.suffix.lower() == ".png"
-    image = Image.fromarray(np.asarray(picture)) if transparent else _opened(np.asarray(picture))
+    transparent = image.ndim == 3 and image.shape[2] == 4 and path.suffix.lower() == ".png"
+    opened = Image.fromarray(np.asarray(image)) if transparent else _opened(np.asarray(image))
     with replacing(path) as temporary:
-        image.save(temporary, **options)
+        opened.save(temporary, **options)
 
 
 class _Pen:
@@ -234,13 +233,13 @@ class _Pen:
         return self._large.reduce(_OVERSAMPLING)
 
 
-def _opened(picture: ImageInput) -> Image.Image:
-    return Image.fromarray(read(picture))
+def _opened(image: ImageInput) -> Image.Image:
+    return Image.fromarray(read(image))
 
 
-def _side_by_side(pictures: Sequence[ImageInput], matches: Matches | None = None) -> tuple[Image.Image, list[_Panel]]:
+def _side_by_side(inputs: Sequence[ImageInput], matches: Matches | None = None) -> tuple[Image.Image, list[_Panel]]:
     """Place images on one canvas at a common height, or stacked at a common width if all are panoramas."""
-    images = [_opened(picture) for picture in pictures]
+    images = [_opened(given) for given in inputs]
     if matches is not None:
         for number, (image, size) in enumerate(zip(images, (matches.size0, matches.size1), strict=True)):
             if 0 not in size and image.size != size:
@@ -282,7 +281,7 @@ def _fitted(size: Size, largest: Size) -> Size:
 
 
 def _drawable(matches: Matches, panels: Sequence[_Panel]) -> BoolArray:
-    inside = on_picture(matches.points0, panels[0].size) & on_picture(matches.points1, panels[1].size)
+    inside = in_image(matches.points0, panels[0].size) & in_image(matches.points1, panels[1].size)
     return inside & np.isfinite(matches.scores)
 
 

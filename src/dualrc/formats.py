@@ -92,7 +92,7 @@ def leave_out(names: Iterable[str], where: str | Path) -> tuple[list[str], str]:
     return kept, f"{where}: cannot read {' and '.join(reasons)}; or convert to JPEG." if reasons else ""
 
 
-def open_picture(source: str | Path | IO[bytes], name: str, only: tuple[str, ...] | None = None) -> Image.Image:
+def open_image(source: str | Path | IO[bytes], name: str, only: tuple[str, ...] | None = None) -> Image.Image:
     """Open an image of a supported format, or of those in `only`, without decoding it; else raise an ImageError."""
     try:
         with _pillow_warnings() as complaints:

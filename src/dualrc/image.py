@@ -17,7 +17,7 @@ from PIL import Image
 
 from dualrc.config import MIN_SIDE
 from dualrc.errors import DataError, ImageError
-from dualrc.formats import SUFFIXES, leave_out, open_picture, read_exif, undecodable, upright, warn_once
+from dualrc.formats import SUFFIXES, leave_out, open_image, read_exif, undecodable, upright, warn_once
 from dualrc.pixels import STRIDE, cell_to_pixel, pixel_grid, pixel_to_unit, resize_points
 from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
@@ -46,35 +46,35 @@ class Scale:
         """Map image pixels (... 2) to network-input pixels."""
         return resize_points(points, self.image_size, self.input_size)
 
-    def to_picture(self, points: FloatArray) -> FloatArray:
+    def to_image(self, points: FloatArray) -> FloatArray:
         """Map network-input pixels (... 2) to image pixels."""
         return resize_points(points, self.input_size, self.image_size)
 
 
-def read(picture: ImageInput) -> ImageArray:
+def read(image: ImageInput) -> ImageArray:
     """Read an image, upright and as RGB: uint8 (height, width, 3).
 
     Arrays are (h, w), (h, w, 1), (h, w, 3) or (h, w, 4). Tensors are (h, w) or (c, h, w). Floats range from 0 to 1.
     """
-    if isinstance(picture, (str, Path)):
-        return _read_file(Path(picture))
-    if isinstance(picture, Image.Image):
-        return _to_rgb(picture, str(getattr(picture, "filename", "") or "The image"))
+    if isinstance(image, (str, Path)):
+        return _read_file(Path(image))
+    if isinstance(image, Image.Image):
+        return _to_rgb(image, str(getattr(image, "filename", "") or "The image"))
     # Without torch imported, this cannot be a tensor.
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(picture, torch.Tensor):
-        tensor = picture.detach().cpu()
+    if torch is not None and isinstance(image, torch.Tensor):
+        tensor = image.detach().cpu()
         # numpy has no bfloat16.
         array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
         if array.ndim == 4 and len(array) == 1:
             array = array[0]
         return _from_array(array.transpose(1, 2, 0) if array.ndim == 3 else array)
-    if isinstance(picture, np.ndarray):
-        return _from_array(picture)
-    raise ImageError(f"Give an image as a path, PIL image, array or tensor, not as {type(picture).__name__}.")
+    if isinstance(image, np.ndarray):
+        return _from_array(image)
+    raise ImageError(f"Give an image as a path, PIL image, array or tensor, not as {type(image).__name__}.")
 
 
-def find_pictures(root: str | Path) -> list[str]:
+def find_images(root: str | Path) -> list[str]:
     """Return the sorted names of images in a folder and its subfolders, relative to it, with "/" as separator.
 
     Hidden files are skipped, because some systems store thumbnails and metadata next to images under similar names.
@@ -115,7 +115,7 @@ class Header:
 def read_header(path: str | Path) -> Header | None:
     """Read size, orientation and EXIF tags of an image file; None if it is missing or unreadable."""
     try:
-        with open_picture(path, str(path)) as image:
+        with open_image(path, str(path)) as image:
             size, exif = image.size, read_exif(image, str(path))
     except (ImageError, OSError, ValueError):
         # OSError and ValueError come from invalid file names.
@@ -150,12 +150,12 @@ def network_size(size: Size, *, long_side: int | None, max_size: int) -> Size:
     return width, height
 
 
-def to_tensor(picture: ImageArray) -> "Tensor":
+def to_tensor(image: ImageArray) -> "Tensor":
     """Convert an image to a tensor that shares its memory if possible."""
     import torch
 
     # Read-only arrays, such as np.asarray(PIL image), are copied, because torch warns about them.
-    return torch.from_numpy(np.require(picture, requirements=["C", "W"]))
+    return torch.from_numpy(np.require(image, requirements=["C", "W"]))
 
 
 def to_input(pixels: "Tensor", size: Size, *, antialias: bool = True) -> "Tensor":
@@ -202,15 +202,13 @@ def restore_colors(images: "Tensor") -> ImageArray:
     return (colors.clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
 
 
-def mask_to_cells(mask: BoolArray, picture: Size, network: Size, stride: int) -> BoolArray:
+def mask_to_cells(mask: BoolArray, image: Size, network: Size, stride: int) -> BoolArray:
     """Return the cells of a map with this stride whose center lies on a true pixel of the mask: (h, w) of the map."""
-    if mask.shape != (picture[1], picture[0]):
-        raise ImageError(
-            f"The mask has shape {mask.shape}; give the image's (height, width), {(picture[1], picture[0])}."
-        )
+    if mask.shape != (image[1], image[0]):
+        raise ImageError(f"The mask has shape {mask.shape}; give the image's (height, width), {(image[1], image[0])}.")
     centers = cell_to_pixel(pixel_grid((network[0] // stride, network[1] // stride)).astype(np.float64), stride)
-    nearest = np.floor(resize_points(centers, network, picture) + 0.5).astype(int)
-    column, row = np.clip(nearest, 0, np.array(picture) - 1).transpose(2, 0, 1)
+    nearest = np.floor(resize_points(centers, network, image) + 0.5).astype(int)
+    column, row = np.clip(nearest, 0, np.array(image) - 1).transpose(2, 0, 1)
     return mask[row, column]
 
 
@@ -252,7 +250,7 @@ def _read_file(path: Path) -> ImageArray:
     except (OSError, ValueError) as error:
         # The name is too long or invalid.
         raise ImageError(f"Cannot read {path} ({error}); check the path.") from error
-    with open_picture(path, str(path)) as image:
+    with open_image(path, str(path)) as image:
         return _to_rgb(image, str(path))
 
 

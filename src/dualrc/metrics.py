@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from dualrc.geometry import apply_homography, direction_error_deg, homography_grid, rotation_error_deg
 from dualrc.matches import Matches
-from dualrc.pixels import on_picture, resize_points
+from dualrc.pixels import in_image, resize_points
 from dualrc.types import BoolArray, FloatArray, Size
 
 # Samples per axis for the overlap of two images: ten in every cell of the usual grid.
@@ -98,4 +98,4 @@ def _overlap(H: npt.ArrayLike, size0: Size, size1: Size) -> BoolArray:
         return np.zeros((0, 0), dtype=bool)
     # homography_grid with the inverse maps image 0 to image 1 and handles the horizon.
     grid = homography_grid(np.linalg.inv(np.asarray(H)), size1, size0, (_OVERLAP_SAMPLES, _OVERLAP_SAMPLES))
-    return on_picture(grid, size1)
+    return in_image(grid, size1)

@@ -70,7 +70,7 @@ def pixel_grid(size: Size) -> npt.NDArray[np.float32]:
     return np.stack(grid, axis=-1).astype(np.float32)
 
 
-def on_picture(points: Points, size: Size) -> Points:
+def in_image(points: Points, size: Size) -> Points:
     """Return whether points (..., 2) lie on an image of `size`, including its outer edges: (...); NaN gives False."""
     x, y = points[..., 0], points[..., 1]
     return (x >= -0.5) & (x <= size[0] - 0.5) & (y >= -0.5) & (y <= size[1] - 0.5)

@@ -17,7 +17,7 @@ from dualrc.errors import ConfigError, DataError
 from dualrc.image import ImageInput, read
 from dualrc.matcher import Matcher, load
 from dualrc.matches import Estimate, Warp
-from dualrc.pixels import on_picture
+from dualrc.pixels import in_image
 from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
 # Number of matches of a pair to which a homography is fitted.
@@ -53,8 +53,8 @@ def warp_image(
     A homography (3, 3), or an Estimate of one, warps image 0 into the frame of image 1, whose `size` (width, height) is
     required. A Warp warps image 1 into the frame of image 0, where its certainty is above `min_certainty`.
     """
-    picture = read(image)
-    own = (picture.shape[1], picture.shape[0])
+    pixels = read(image)
+    own = (pixels.shape[1], pixels.shape[0])
     places: FloatArray
     if isinstance(transform, Warp):
         if own != transform.size1:
@@ -68,8 +68,8 @@ def warp_image(
             raise ConfigError("A homography maps to another image of unknown size; give its size=(width, height).")
         places = geometry.homography_grid(_homography(transform), own, size)
         known = np.ones(places.shape[:2], dtype=bool)
-    known = known & on_picture(places, own)
-    return _with_alpha(_sampled(picture, places, known), known)
+    known = known & in_image(places, own)
+    return _with_alpha(_sampled(pixels, places, known), known)
 
 
 def panorama(
@@ -90,20 +90,20 @@ def panorama(
         raise DataError("A panorama needs at least two images; give more.")
     if reference is not None and not 0 <= reference < len(images):
         raise ConfigError(f"reference = {reference} is not an image index; choose one from 0 to {len(images) - 1}.")
-    pictures = [read(image) for image in images]
-    links = _links(pictures, matcher or load())
-    frames = _frames(links, len(pictures), reference)
+    arrays = [read(image) for image in images]
+    links = _links(arrays, matcher or load())
+    frames = _frames(links, len(arrays), reference)
     if len(frames) < 2:
         raise DataError(
             "No two of these images could be joined; give images that overlap, taken from one position or of one plane."
         )
-    left_out = [number for number in range(len(pictures)) if number not in frames]
+    left_out = [number for number in range(len(arrays)) if number not in frames]
     if left_out:
         names = ", ".join(str(number) for number in left_out)
         warnings.warn(f"Images left out of the panorama, because they overlap with no other: {names}.", stacklevel=2)
-    sizes = {number: (pictures[number].shape[1], pictures[number].shape[0]) for number in frames}
+    sizes = {number: (arrays[number].shape[1], arrays[number].shape[0]) for number in frames}
     frames, size = _canvas(frames, sizes, max_pixels)
-    return _blended({number: pictures[number] for number in frames}, frames, size)
+    return _blended({number: arrays[number] for number in frames}, frames, size)
 
 
 def _homography(transform: npt.ArrayLike | Estimate) -> FloatArray:
@@ -118,11 +118,11 @@ def _homography(transform: npt.ArrayLike | Estimate) -> FloatArray:
     return matrix
 
 
-def _links(pictures: list[ImageArray], matcher: Matcher) -> dict[tuple[int, int], tuple[FloatArray, int]]:
+def _links(images: list[ImageArray], matcher: Matcher) -> dict[tuple[int, int], tuple[FloatArray, int]]:
     """Return the homographies between overlapping images, from the first to the second, and their inlier counts."""
-    count = len(pictures)
+    count = len(images)
     pairs = [(i, j) for i, j in combinations(range(count), 2) if count <= _ALL_PAIRS or j - i <= _AHEAD]
-    features = [matcher.features(picture) for picture in pictures]
+    features = [matcher.features(image) for image in images]
     links = {}
     for i, j in pairs:
         matches = matcher.match_features(features[i], features[j], top=_TOP)
@@ -207,15 +207,15 @@ def _canvas(
 _TOO_WIDE = "These images span too wide an angle for a planar panorama; give fewer images, or another reference."
 
 
-def _blended(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], size: Size) -> Drawing:
+def _blended(images: dict[int, ImageArray], frames: dict[int, FloatArray], size: Size) -> Drawing:
     """Blend the images on one canvas."""
-    gains = _gains(pictures, frames, size)
+    gains = _gains(images, frames, size)
     width, height = size
     coarse, fine = torch.zeros(3, height, width), torch.zeros(3, height, width)
     coarse_weight, fine_weight = torch.zeros(height, width), torch.full((height, width), 1e-37)
-    for number, picture in pictures.items():
-        left, top, right, bottom = _box(frames[number], picture, size)
-        values, weight = _placed(picture, frames[number], (left, top, right, bottom))
+    for number, image in images.items():
+        left, top, right, bottom = _box(frames[number], image, size)
+        values, weight = _placed(image, frames[number], (left, top, right, bottom))
         values = values * gains[number][:, None, None]
         known = (weight > 0).float()
         smooth = _smooth(values * known) / _smooth(known[None]).clamp(min=1e-6)
@@ -230,22 +230,22 @@ def _blended(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], siz
     return _with_alpha(colors.permute(1, 2, 0).numpy(), shown)
 
 
-def _box(H: FloatArray, picture: ImageArray, size: Size) -> tuple[int, int, int, int]:
+def _box(H: FloatArray, image: ImageArray, size: Size) -> tuple[int, int, int, int]:
     """Return left, top, right and bottom of the part of the canvas that an image covers."""
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     corners = geometry.apply_homography(H, [(0, 0), (width - 1, 0), (0, height - 1), (width - 1, height - 1)])
     left, top = np.clip(np.floor(corners.min(axis=0)).astype(int), 0, np.array(size) - 1)
     right, bottom = np.clip(np.ceil(corners.max(axis=0)).astype(int) + 1, (left + 1, top + 1), size)
     return int(left), int(top), int(right), int(bottom)
 
 
-def _placed(picture: ImageArray, H: FloatArray, box: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
+def _placed(image: ImageArray, H: FloatArray, box: tuple[int, int, int, int]) -> tuple[Tensor, Tensor]:
     """Warp an image to a part of the canvas: colors (3 h w), and a weight (h w) that falls to 0 at the border."""
     left, top, right, bottom = box
-    own = (picture.shape[1], picture.shape[0])
+    own = (image.shape[1], image.shape[0])
     places = geometry.homography_grid(geometry.crop_homography(left, top) @ H, own, (right - left, bottom - top))
-    known = on_picture(places, own)
-    values = _sampled(picture, places, known)
+    known = in_image(places, own)
+    values = _sampled(image, places, known)
     # 0 at the borders, 1 in the center.
     inward = 1 - np.abs((places + 0.5) / own * 2 - 1)
     weight = np.where(known, np.clip(inward, 0.02, 1).min(axis=2), 0.0)
@@ -260,13 +260,13 @@ def _smooth(values: Tensor) -> Tensor:
     return F.interpolate(coarse, size=(height, width), mode="bilinear", align_corners=False)[0]
 
 
-def _gains(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], size: Size) -> dict[int, Tensor]:
+def _gains(images: dict[int, ImageArray], frames: dict[int, FloatArray], size: Size) -> dict[int, Tensor]:
     """Return the gains (3,) that make the exposures of overlapping images agree, from a small canvas."""
     small = (max(1, size[0] // 8), max(1, size[1] // 8))
     shrink = geometry.resize_homography(size, small)
     logs, knowns = [], []
-    for number, picture in pictures.items():
-        values, weight = _placed(picture, shrink @ frames[number], (0, 0, *small))
+    for number, image in images.items():
+        values, weight = _placed(image, shrink @ frames[number], (0, 0, *small))
         logs.append(torch.log(values.clamp(min=1) + 4).double().numpy())
         knowns.append((weight > 0).numpy())
     count = len(logs)
@@ -283,23 +283,23 @@ def _gains(pictures: dict[int, ImageArray], frames: dict[int, FloatArray], size:
         target[i] -= strength * difference
         target[j] += strength * difference
     found = np.exp(np.linalg.solve(normal, target)).astype(np.float32)
-    return {number: torch.from_numpy(row) for number, row in zip(pictures, found, strict=True)}
+    return {number: torch.from_numpy(row) for number, row in zip(images, found, strict=True)}
 
 
-def _sampled(picture: ImageArray, places: FloatArray, known: BoolArray) -> FloatArray:
+def _sampled(image: ImageArray, places: FloatArray, known: BoolArray) -> FloatArray:
     """Sample an image at positions (h, w, 2), 0 where unknown: (h, w, 3); downscaled first to avoid aliasing."""
     shrinks = _shrinks(places, known)
-    own = (picture.shape[1], picture.shape[0])
+    own = (image.shape[1], image.shape[0])
     if shrinks > 1:
         smaller = (max(1, round(own[0] / shrinks)), max(1, round(own[1] / shrinks)))
-        picture = np.asarray(Image.fromarray(picture).resize(smaller, Image.Resampling.LANCZOS))
-    ratio = np.array([picture.shape[1] / own[0], picture.shape[0] / own[1]])
+        image = np.asarray(Image.fromarray(image).resize(smaller, Image.Resampling.LANCZOS))
+    ratio = np.array([image.shape[1] / own[0], image.shape[0] / own[1]])
     values = np.zeros((*places.shape[:2], 3), dtype=np.float32)
     # A few rows at a time, because sampling needs some hundred bytes per pixel.
     for start in range(0, len(places), _ROWS):
         rows = slice(start, start + _ROWS)
         at = np.where(known[rows][..., None], (places[rows] + 0.5) * ratio - 0.5, np.nan)
-        values[rows] = geometry.sample_bilinear(picture, at)
+        values[rows] = geometry.sample_bilinear(image, at)
     return values
 
 

@@ -23,7 +23,7 @@ from dualrc.extras import require
 from dualrc.files import inside, make_folder, only_run
 from dualrc.matcher import Matcher, load
 from dualrc.matcher.cache import LruCache
-from dualrc.matcher.features import PictureFeatures
+from dualrc.matcher.features import ImageFeatures
 from dualrc.types import FloatArray
 
 IntArray = npt.NDArray[np.int64]
@@ -177,7 +177,7 @@ def _match_keypoints(
     least = settings.min_score
     if config.min_score is None and matcher.calibration is not None:
         least = max(least, _KEYPOINT_SCORE)
-    kept: LruCache[str, PictureFeatures] = LruCache(settings.cache * 2**30)
+    kept: LruCache[str, ImageFeatures] = LruCache(settings.cache * 2**30)
     failed: dict[Names, str] = {}
     matched = skipped = 0
     with pycolmap.Database.open(path) as database:
@@ -220,7 +220,7 @@ def _match_keypoints(
 
 def mutual_keypoints(
     matcher: Matcher,
-    features: Sequence[PictureFeatures],
+    features: Sequence[ImageFeatures],
     points: Sequence[FloatArray],
     radius: float,
     *,

@@ -11,10 +11,10 @@ import torch
 from dualrc.errors import ConfigError
 from dualrc.evaluation.baselines import has_opencv, opencv
 
-Pictures = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
+ImagePair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 
 
-def make_loftr(pictures: Pictures, device: torch.device) -> Callable[[], npt.NDArray[Any]]:
+def make_loftr(images: ImagePair, device: torch.device) -> Callable[[], npt.NDArray[Any]]:
     """Return kornia's LoFTR in single precision: images on the host to corresponding points on the host, (n, 4).
 
     Its weights are random, because trained weights would have to be downloaded. With trained weights it finds more
@@ -29,9 +29,9 @@ def make_loftr(pictures: Pictures, device: torch.device) -> Callable[[], npt.NDA
     @torch.inference_mode()
     def match() -> npt.NDArray[Any]:
         inputs = {}
-        for number, picture in enumerate(pictures):
-            height, width = (side // 8 * 8 for side in picture.shape[:2])
-            pixels = torch.from_numpy(picture[:height, :width].copy()).to(device)
+        for number, image in enumerate(images):
+            height, width = (side // 8 * 8 for side in image.shape[:2])
+            pixels = torch.from_numpy(image[:height, :width].copy()).to(device)
             inputs[f"image{number}"] = pixels.float().mean(2)[None, None] / 255
         found = network(inputs)
         return np.asarray(torch.cat([found["keypoints0"], found["keypoints1"]], dim=1).cpu())
@@ -39,7 +39,7 @@ def make_loftr(pictures: Pictures, device: torch.device) -> Callable[[], npt.NDA
     return match
 
 
-def make_sift(pictures: Pictures) -> Callable[[], list[Any]]:
+def make_sift(images: ImagePair) -> Callable[[], list[Any]]:
     """Return OpenCV's SIFT with default settings and brute-force mutual nearest neighbors, on the CPU."""
     cv2 = opencv()
     # The same number of threads as the other methods.
@@ -47,8 +47,8 @@ def make_sift(pictures: Pictures) -> Callable[[], list[Any]]:
     sift, matcher = cv2.SIFT_create(), cv2.BFMatcher(cv2.NORM_L2, crossCheck=True)
 
     def match() -> list[Any]:
-        gray = [cv2.cvtColor(picture, cv2.COLOR_RGB2GRAY) for picture in pictures]
-        described = [sift.detectAndCompute(picture, None)[1] for picture in gray]
+        gray = [cv2.cvtColor(image, cv2.COLOR_RGB2GRAY) for image in images]
+        described = [sift.detectAndCompute(image, None)[1] for image in gray]
         return [] if any(found is None for found in described) else list(matcher.match(*described))
 
     return match

@@ -17,7 +17,7 @@ from dualrc import config as configs
 from dualrc import machine, measure
 from dualrc.bench import profiler
 from dualrc.bench.baselines import check_installed
-from dualrc.bench.methods import PICTURES, BenchSettings, Dualrc, Stage, Task, coarse_cells, make_matcher, make_method
+from dualrc.bench.methods import IMAGES, BenchSettings, Dualrc, Stage, Task, coarse_cells, make_matcher, make_method
 from dualrc.bench.report import show
 from dualrc.bench.results import DeviceResult, Row, Search, SizeResult, describe_search, growth, stage_work
 from dualrc.collection.progress import show_status
@@ -56,7 +56,7 @@ def bench(settings: BenchSettings, *, screen: Console, messages: Console) -> dic
     content = {"format": FORMAT, "settings": asdict(settings), "versions": found_versions, "devices": results}
     with tempfile.TemporaryDirectory(prefix="dualrc-bench-") as folder:
         with show_status("Rendering the images...", messages.quiet):
-            _write_pictures(settings, Path(folder))
+            _write_images(settings, Path(folder))
         for device in settings.devices:
             for found in _measure_device(settings, device, Path(folder), messages):
                 results[device] = found
@@ -89,7 +89,7 @@ def _tasks(settings: BenchSettings, device: str, size: Size, folder: Path) -> li
     return ours + [replace(task, method=other) for other in settings.others]
 
 
-def _write_pictures(settings: BenchSettings, folder: Path) -> None:
+def _write_images(settings: BenchSettings, folder: Path) -> None:
     """Write the pair at every size as JPEG, because decoding is a stage too."""
     if settings.pair is not None:
         images = [Image.fromarray(read(path)) for path in settings.pair]
@@ -101,7 +101,7 @@ def _write_pictures(settings: BenchSettings, folder: Path) -> None:
     for size in settings.sizes:
         place = folder / f"{size[0]}x{size[1]}"
         place.mkdir(exist_ok=True)
-        for image, name in zip(images, PICTURES, strict=True):
+        for image, name in zip(images, IMAGES, strict=True):
             image.resize(size, Image.Resampling.LANCZOS).save(place / name, quality=95)
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from dualrc import config as configs
-from dualrc.bench.baselines import Pictures, make_loftr, make_sift
+from dualrc.bench.baselines import ImagePair, make_loftr, make_sift
 from dualrc.bench.planted import plant
 from dualrc.errors import ConfigError
 from dualrc.image import network_size, read, to_input, to_tensor
 from dualrc.machine import memory as machine_memory
-from dualrc.matcher import Matcher, PictureFeatures, Precision, load
+from dualrc.matcher import ImageFeatures, Matcher, Precision, load
 from dualrc.matches import Matches
 from dualrc.measure import Run
 from dualrc.model.checkpoint import bundled
@@ -32,7 +32,7 @@ class Stage(StrEnum):
     """Measured stages; the values are their names in tables and JSON."""
 
     DECODE = "decode + resize"
-    FEATURES = "features, one picture"
+    FEATURES = "features, one image"
     COARSE = "coarse tensor"
     SEARCH = "search + refinement"
     # Starts from the features of both images.
@@ -45,7 +45,7 @@ class Stage(StrEnum):
 
 
 OTHERS = ("reference", "loftr", "sift")
-PICTURES = ("picture0.jpg", "picture1.jpg")
+IMAGES = ("image0.jpg", "image1.jpg")
 # Largest image for which batches are measured by default.
 _BATCH_PIXELS = 1024 * 768
 # Largest coarse tensor for the reference engine, which takes half a minute for it.
@@ -100,7 +100,7 @@ class Task:
     device: str
     # Image size, (width, height).
     size: Size
-    # Folder with the files `PICTURES`.
+    # Folder with the files `IMAGES`.
     folder: Path
 
     @property
@@ -115,9 +115,9 @@ class Task:
             return self.settings.batch
         return (32 if self.device.startswith("cuda") else 4) if self.size[0] * self.size[1] <= _BATCH_PIXELS else 0
 
-    def pictures(self) -> Pictures:
+    def images(self) -> ImagePair:
         """Return the decoded pair."""
-        return read(self.folder / PICTURES[0]), read(self.folder / PICTURES[1])
+        return read(self.folder / IMAGES[0]), read(self.folder / IMAGES[1])
 
     @property
     def seen(self) -> Size:
@@ -158,7 +158,7 @@ class Dualrc(Method):
     """Our matcher, called as users call it."""
 
     def __init__(self, task: Task) -> None:
-        self.task, self.matcher, self.images = task, make_matcher(task), task.pictures()
+        self.task, self.matcher, self.images = task, make_matcher(task), task.images()
         coarse = partial(self.on_device, self.matcher.network.coarse_tensor)
         match = partial(self.on_device, self.matcher.network.match)
         batch: dict[Stage, Run] = {Stage.BATCH: self.batched} if task.batch else {}
@@ -184,7 +184,7 @@ class Dualrc(Method):
         }
 
     @cached_property
-    def pair(self) -> tuple[PictureFeatures, PictureFeatures]:
+    def pair(self) -> tuple[ImageFeatures, ImageFeatures]:
         """Features of both images, or synthetic ones of the same shapes."""
         pair = self.matcher.features(self.images[0]), self.matcher.features(self.images[1])
         if not self.task.generated:
@@ -204,7 +204,7 @@ class Dualrc(Method):
 
     def decode(self) -> object:
         """Read an image from its file and prepare it for the network."""
-        pixels = to_tensor(read(self.task.folder / PICTURES[0])).to(self.matcher.device)
+        pixels = to_tensor(read(self.task.folder / IMAGES[0])).to(self.matcher.device)
         return to_input(pixels[None], self.seen, antialias=self.matcher.network.config.backbone.antialias)
 
     def on_device(self, operation: Callable[[Features, Features], T]) -> T:
@@ -242,9 +242,9 @@ class Dualrc(Method):
 def make_method(task: Task) -> Method:
     """Make a method, ready to run on its pair."""
     if task.method == "loftr":
-        return Method({Stage.WHOLE: make_loftr(task.pictures(), torch.device(task.device))})
+        return Method({Stage.WHOLE: make_loftr(task.images(), torch.device(task.device))})
     if task.method == "sift":
-        return Method({Stage.WHOLE: make_sift(task.pictures())})
+        return Method({Stage.WHOLE: make_sift(task.images())})
     if task.method == "dualrc":
         return Dualrc(task)
     # The reference engine runs on the CPU only, on features of the backbone on that device.

@@ -62,7 +62,7 @@ class Row:
 class Search:
     """Part of the coarse tensor that the search visited."""
 
-    # `pictures` or `planted features`.
+    # `images` or `planted features`.
     on: str
     matches: int
     # Number of groups of 16 queries, in both directions.
@@ -134,7 +134,7 @@ def describe_search(method: Dualrc) -> Search | None:
         true = Motion().points1(found.points0, method.seen, method.seen)
         correct = float(((true - found.points1).norm(dim=1) <= _NEAR_PX).float().mean().nan_to_num())
     return Search(
-        on="planted features" if method.task.generated else "pictures",
+        on="planted features" if method.task.generated else "images",
         matches=len(found.scores),
         groups=groups,
         visited_cells=total / max(1, groups),

@@ -160,7 +160,7 @@ def collection(
     common.written(*files)
     return {
         "store": result.store,
-        "pictures": len(result.names),
+        "images": len(result.names),
         "pairs": len(result.pairs),
         "matched": result.matched,
         "skipped": result.skipped,
@@ -212,7 +212,7 @@ def reconstruct(
 
     config = ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc, mapper=mapper)
     summary = run(images, out, config, quiet=common.current.quiet)
-    table = common.table(f"{summary.registered:,} of {summary.pictures:,} images registered")
+    table = common.table(f"{summary.registered:,} of {summary.images:,} images registered")
     table.add_row("pairs kept", f"{summary.verification.kept:,} of {summary.verification.pairs:,}")
     for cause, count in summary.verification.dropped.items():
         table.add_row("pairs dropped", f"{count:,}: {cause}")
@@ -316,11 +316,11 @@ def localize(
 
     check_writable(out)
     config = localization.LocalizeConfig(candidates=candidates, threshold_px=threshold)
-    pictures = localization.find_queries(queries)
+    paths = localization.find_queries(queries)
     known = None
     if cameras is not None:
-        by_path = colmap.read_cameras(cameras, [str(path) for path in pictures.values()])
-        known = {name: by_path[str(path)] for name, path in pictures.items()}
+        by_path = colmap.read_cameras(cameras, [str(path) for path in paths.values()])
+        known = {name: by_path[str(path)] for name, path in paths.items()}
     with common.status("Reading the map and loading the network..."):
         world = localization.read_map(map, images)
         settings: dict[str, Any] = {"size": size, "top": top, "min_score": min_score, "quality": quality}
@@ -330,19 +330,19 @@ def localize(
     results = localization.ResultsFile(out, localization.results_config(localizer), info=made_with)
     start = time.monotonic()
     with show_progress(common.current.quiet) as tell:
-        for name, found in localization.localize_all(localizer, pictures, results, cameras=known, progress=tell):
+        for name, found in localization.localize_all(localizer, paths, results, cameras=known, progress=tell):
             what = f"not localized: {found.reason}"
             if found.reason is None and found.camera is not None:
                 what = f"{found.inliers:,} inliers, camera: {found.camera.source}"
             logger.info("%s: %s", name, what)
-    all_found = {name: results[name] for name in pictures}
+    all_found = {name: results[name] for name in paths}
     seconds = {"seconds": time.monotonic() - start, "seconds_all_runs": sum(one.seconds for one in all_found.values())}
     _print_localizations(localizer, all_found, **seconds)
     common.written(out, results.poses_path)
     return {
         "results": out,
         "poses": results.poses_path,
-        "pictures": len(all_found),
+        "paths": len(all_found),
         "localized": sum(one.cam_from_world is not None for one in all_found.values()),
         "not_localized": {name: one.reason for name, one in all_found.items() if one.reason is not None},
         "unusable_in_map": localizer.broken,

@@ -51,7 +51,7 @@ def write_database(
         Path(f"{path}{leftover}").unlink(missing_ok=True)
     with replacing(path) as temporary, quiet_colmap(pycolmap):
         with pycolmap.Database.open(temporary) as database, pycolmap.DatabaseTransaction(database):
-            numbers = _write_pictures(database, merged, images, cameras, pycolmap)
+            numbers = _write_images(database, merged, images, cameras, pycolmap)
             for count, (name0, name1) in enumerate(merged.pairs, start=1):
                 indices = merged.indexed(name0, name1).indices
                 if len(indices):
@@ -102,7 +102,7 @@ def _two_view_geometry(
     return made
 
 
-def _write_pictures(
+def _write_images(
     database: Any, merged: MergedMatches, images: Path, cameras: Mapping[str, Camera], pycolmap: Any
 ) -> dict[str, int]:
     """Write cameras, images and keypoints; return the image ids by name."""

@@ -97,7 +97,7 @@ class Statistics:
     keypoints: int
     matches: int
     # Mean number of images in which a keypoint is seen.
-    pictures_per_keypoint: float
+    images_per_keypoint: float
     # Distance between the points of the matches and their keypoints.
     moved_median_px: float
     # 95th percentile of that distance.
@@ -186,7 +186,7 @@ class MergedMatches:
         return Statistics(
             keypoints=keypoints_in_all,
             matches=matches,
-            pictures_per_keypoint=1 + 2 * matches / max(keypoints_in_all, 1),
+            images_per_keypoint=1 + 2 * matches / max(keypoints_in_all, 1),
             moved_median_px=median,
             moved_95_px=most,
         )

@@ -19,7 +19,7 @@ from dualrc.collection.store import MatchStore, Names
 from dualrc.collection.worker import Failure, Result
 from dualrc.errors import DataError
 from dualrc.files import check_writable, content_hashes, make_folder, only_run
-from dualrc.image import find_pictures
+from dualrc.image import find_images
 from dualrc.matcher import Matcher, load
 from dualrc.matches import Matches
 from dualrc.types import FloatArray
@@ -74,7 +74,7 @@ def match_collection(
     """
     start = time.monotonic()
     images, out, config = Path(images), Path(out), config or CollectionConfig()
-    names = find_pictures(images)
+    names = find_images(images)
     if len(names) < 2:
         raise DataError(f"{images} has only one image; pass a folder with at least two.")
     # This matcher, on the CPU, only checks settings and describes them; each worker loads its own.
@@ -234,10 +234,10 @@ class _Run:
 
     def _report(self, task: Task, failure: Failure) -> None:
         """Log a failure; failures of an image are logged once."""
-        if failure.picture is None:
+        if failure.image is None:
             logger.warning("%s failed: %s", " and ".join(task), failure.reason)
-        elif failure.picture not in self.broken:
-            self.broken[failure.picture] = failure.reason
+        elif failure.image not in self.broken:
+            self.broken[failure.image] = failure.reason
             logger.warning("Left out: %s", failure.reason)
 
     def _hashes(self, names: Iterable[str]) -> dict[str, str]:

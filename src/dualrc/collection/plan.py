@@ -74,14 +74,14 @@ def _breadth_first(pairs: Iterable[Names]) -> dict[str, int]:
 class _Block:
     # Unfinished tasks, in order.
     tasks: dict[Task, None]
-    pictures: set[str]
+    images: set[str]
     # Number of workers that died with this block.
     deaths: int
 
     @staticmethod
     def of(tasks: Iterable[Task], deaths: int = 0) -> "_Block":
         ordered = dict.fromkeys(tasks)
-        return _Block(tasks=ordered, pictures={name for task in ordered for name in task}, deaths=deaths)
+        return _Block(tasks=ordered, images={name for task in ordered for name in task}, deaths=deaths)
 
 
 class Plan:
@@ -105,12 +105,12 @@ class Plan:
         if not self._waiting:
             return []
         known = self._latest.get(worker, set())
-        near = [len(block.pictures & known) for block, _ in zip(self._waiting, range(_AHEAD), strict=False)]
+        near = [len(block.images & known) for block, _ in zip(self._waiting, range(_AHEAD), strict=False)]
         index = near.index(max(near))
         block = self._waiting[index]
         del self._waiting[index]
         self._given[worker] = block
-        self._latest[worker] = block.pictures
+        self._latest[worker] = block.images
         return list(block.tasks)
 
     def done(self, worker: int, task: Task) -> None:

@@ -22,7 +22,7 @@ from dualrc.colmap import import_pycolmap
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import make_folder, only_run, replacing, write_json
 from dualrc.geometry import Camera
-from dualrc.image import find_pictures
+from dualrc.image import find_images
 from dualrc.provenance import provenance
 
 
@@ -52,7 +52,7 @@ class Summary:
     # Number of registered images.
     registered: int
     # Number of images in the folder.
-    pictures: int
+    images: int
     points: int
     observations: int
     # Mean number of images per track.
@@ -86,7 +86,7 @@ def reconstruct(
     images, out, config = Path(images), Path(out), config or ReconstructConfig()
     # Report a missing package and wrong cameras before the slow steps.
     import_pycolmap()
-    cameras = choose_cameras(images, find_pictures(images), config.cameras)
+    cameras = choose_cameras(images, find_images(images), config.cameras)
     with only_run(make_folder(out) / LOCK):
         clock = _Clock()
         matched = match_collection(images, out, config.collection, quiet=quiet)
@@ -134,7 +134,7 @@ def _reconstruct(
     names = {model.images[number].name for number in model.reg_image_ids()}
     summary = Summary(
         registered=len(names),
-        pictures=len(matched.names),
+        images=len(matched.names),
         points=model.num_points3D(),
         observations=model.compute_num_observations(),
         track_length=model.compute_mean_track_length(),
@@ -175,7 +175,7 @@ def _write(model: Any, out: Path, summary: Summary, made_with: dict[str, Any]) -
     _write_model(model, out / "model")
     with replacing(out / "points.ply") as temporary:
         model.export_PLY(temporary)
-    title = f"{summary.registered} of {summary.pictures} images, {summary.points:,} points"
+    title = f"{summary.registered} of {summary.images} images, {summary.points:,} points"
     draw_reconstruction(model, out / "model.png", title)
     write_json(out / "summary.json", {**asdict(summary), **made_with, "versions": provenance("pycolmap", "poselib")})
 

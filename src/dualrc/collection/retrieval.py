@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from dualrc.files import limit_zip, replacing
-from dualrc.matcher import PictureFeatures
+from dualrc.matcher import ImageFeatures
 from dualrc.types import FloatArray, IntArray
 
 # Channels after a fixed random projection. All channels rank slightly better but take many times the memory.
@@ -24,7 +24,7 @@ _ROWS = 1024
 
 
 @torch.inference_mode()
-def global_descriptor(features: PictureFeatures) -> FloatArray:
+def global_descriptor(features: ImageFeatures) -> FloatArray:
     """Return a unit descriptor (c,) float32 of an image; similar images have a large dot product."""
     # On the CPU, so that the projection is the same for every device; the map is small: (n, c).
     cells = F.normalize(features.maps.coarse[0].flatten(1).float().cpu(), dim=0).T

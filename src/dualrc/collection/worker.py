@@ -19,7 +19,7 @@ import torch
 from dualrc.collection.plan import Task
 from dualrc.collection.retrieval import global_descriptor
 from dualrc.errors import DualRCError, ImageError, WeightsError
-from dualrc.matcher import Matcher, PictureFeatures, load
+from dualrc.matcher import ImageFeatures, Matcher, load
 from dualrc.matcher.cache import LruCache
 from dualrc.matcher.prefetch import ReadAhead
 from dualrc.matches import Matches
@@ -56,7 +56,7 @@ class Failure:
 
     reason: str
     # Name of the image that caused it, if any.
-    picture: str | None = None
+    image: str | None = None
 
 
 Result = Matches | FloatArray | Failure
@@ -82,7 +82,7 @@ class Worker:
         limit = settings.cache_bytes
         if self.matcher.device.type == "cuda":
             limit = min(limit, torch.cuda.mem_get_info(self.matcher.device)[0] // 2)
-        self._kept: LruCache[str, PictureFeatures] = LruCache(limit)
+        self._kept: LruCache[str, ImageFeatures] = LruCache(limit)
 
     def sees(self, sizes: Mapping[str, int]) -> bool:
         """Return whether this machine can read these images, with the given sizes in bytes."""
@@ -116,14 +116,14 @@ class Worker:
     def _batch(
         self, tasks: Sequence[Task], paths: Mapping[str, Path], reader: ReadAhead
     ) -> Iterator[tuple[Task, Result]]:
-        ready: dict[Task, list[PictureFeatures]] = {}
+        ready: dict[Task, list[ImageFeatures]] = {}
         for task in tasks:
-            features: list[PictureFeatures] = []
+            features: list[ImageFeatures] = []
             for name in task:
                 try:
                     features.append(self._features(name, paths[name], reader))
                 except ImageError as error:
-                    yield task, Failure(reason=str(error), picture=name)
+                    yield task, Failure(reason=str(error), image=name)
                     break
             else:
                 ready[task] = features
@@ -142,16 +142,16 @@ class Worker:
             results = [self._alone(self.matcher.match_features, *pair) for pair in pairs]
         yield from zip(ready, results, strict=True)
 
-    def _alone(self, match: Callable[..., Matches], *pair: Path | PictureFeatures) -> Result:
+    def _alone(self, match: Callable[..., Matches], *pair: Path | ImageFeatures) -> Result:
         try:
             return _slim(match(*pair))
         except ImageError as error:
             return Failure(reason=str(error))
 
-    def _features(self, name: str, path: Path, reader: ReadAhead) -> PictureFeatures:
+    def _features(self, name: str, path: Path, reader: ReadAhead) -> ImageFeatures:
         """Return the features of an image, from the cache if possible."""
 
-        def make() -> PictureFeatures:
+        def make() -> ImageFeatures:
             self.extracted += 1
             try:
                 return self.matcher.features(reader.take(path))

@@ -102,8 +102,8 @@ def read_images_txt(path: Path) -> dict[str, ImageRecord]:
     # An image without points is followed by an empty line, so empty lines count, except at the start of the file.
     while lines and not lines[0][1]:
         del lines[0]
-    pictures = [entry for entry in lines[::2] if entry[1]]
-    found = _text_records(path, pictures, parse, "an image; export the model from COLMAP again")
+    images = [entry for entry in lines[::2] if entry[1]]
+    found = _text_records(path, images, parse, "an image; export the model from COLMAP again")
     return {image.name: image for image in found}
 
 

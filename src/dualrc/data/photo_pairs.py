@@ -28,7 +28,7 @@ class _Layer:
     # (b, 2).
     sizes: Tensor
     # (b, 3, 3) each.
-    photo_from_picture: tuple[Tensor, Tensor]
+    photo_from_image: tuple[Tensor, Tensor]
     # Outline with an angle-dependent radius; None for the background, which is unbounded.
     # (b, 2).
     center: Tensor | None
@@ -70,7 +70,7 @@ class PhotoPairs:
         layers += [self._layer(count, random, background=False) for _ in range(self.motion.layers)]
         numbers = draw_numbers(2 * count, random, self.device)
         noise = torch.randn(2 * count, 3, self.size, self.size, generator=random, device=self.device)
-        clean, lit = self.pictures(layers, *numbers, noise)
+        clean, lit = self.images(layers, *numbers, noise)
         half = self.points // 2
         # Half of the points are centers of fine cells of image 0, half of image 1.
         here = self._cell_centers(count, half, random)
@@ -96,7 +96,7 @@ class PhotoPairs:
             clean1=normalize_colors(clean[second]) if self.clean else None,
         )
 
-    def pictures(self, layers: list[_Layer], uniforms: Tensor, normals: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    def images(self, layers: list[_Layer], uniforms: Tensor, normals: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Render both images of all pairs, (2b 3 s s) between 0 and 1, before and after the change of light."""
         both = torch.cat([self._render(layers, number) for number in (0, 1)])
         # Half precision takes half the time on a GPU, and is finer than the 256 levels of an image.
@@ -107,7 +107,7 @@ class PhotoPairs:
 
     def compile(self) -> None:
         """Compile the rendering, which is most of the work; the first batch then takes a while."""
-        self.pictures = torch.compile(self.pictures, dynamic=False)  # type: ignore[method-assign]
+        self.images = torch.compile(self.images, dynamic=False)  # type: ignore[method-assign]
 
     def report(self) -> str:
         """Return one line about photos that are left out; empty if there are none."""
@@ -130,7 +130,7 @@ class PhotoPairs:
         mean_scale = torch.exp2(draw.uniform(-1.0, 0.2) + torch.where(many, 0.55, 0.0))
         still = (draw.uniform(0, 1) < motion.still) & background
         focus, views = self._views(draw, sizes, mean_scale, torch.where(many, 2.6, 1.7), still, background=background)
-        transforms = [_photo_from_picture(focus, *view, size=self.size) for view in views]
+        transforms = [_photo_from_image(focus, *view, size=self.size) for view in views]
         waves = shape = pattern = None
         if background and motion.repeated:
             hides = draw.uniform(0.3, 0.75) * (draw.uniform(0, 1) < motion.repeated)
@@ -147,7 +147,7 @@ class PhotoPairs:
         return _Layer(
             levels=(canvases, *(F.avg_pool2d(canvases, factor) for factor in _SMALLER)),
             sizes=sizes,
-            photo_from_picture=(transforms[0], transforms[1]),
+            photo_from_image=(transforms[0], transforms[1]),
             center=None if background else focus,
             radii=shape,
             waves=waves,
@@ -227,7 +227,7 @@ class PhotoPairs:
         for rank, layer in enumerate(layers):
             photo = _to_photo(layer, points, number)
             mine = top == rank
-            result = torch.where(mine[..., None], _to_picture(layer, photo, other), result)
+            result = torch.where(mine[..., None], _to_image(layer, photo, other), result)
             # Beyond the borders the photo is mirrored, so positions there are ambiguous.
             inside = ((photo >= 0) & (photo <= layer.sizes[:, None] - 1)).all(2)
             known |= mine & inside
@@ -236,9 +236,9 @@ class PhotoPairs:
         return result, visible & known, known & ~visible
 
 
-def _packed(pictures: Tensor) -> Tensor:
+def _packed(images: Tensor) -> Tensor:
     """Pack eight pixels of (n 3 h w) into one number; GPU training failed with more than 2^31 numbers in a tensor."""
-    return pictures.contiguous().view(torch.int64)
+    return images.contiguous().view(torch.int64)
 
 
 def _middles(photos: Photos) -> Tensor:
@@ -250,7 +250,7 @@ def _middles(photos: Photos) -> Tensor:
     )
 
 
-def _photo_from_picture(
+def _photo_from_image(
     focus: Tensor,
     place: Tensor,
     scale: Tensor,
@@ -317,11 +317,11 @@ def _bend(waves: Tensor, points: Tensor) -> Tensor:
 
 def _to_photo(layer: _Layer, points: Tensor, number: int) -> Tensor:
     """Map points of image `number` to the photo of the layer."""
-    places = _project(layer.photo_from_picture[number], points)
+    places = _project(layer.photo_from_image[number], points)
     return places + _bend(layer.waves, places) if layer.waves is not None and number == 1 else places
 
 
-def _to_picture(layer: _Layer, places: Tensor, number: int) -> Tensor:
+def _to_image(layer: _Layer, places: Tensor, number: int) -> Tensor:
     """Map points of the layer's photo to image `number`."""
     if layer.waves is not None and number == 1:
         straight = places
@@ -329,7 +329,7 @@ def _to_picture(layer: _Layer, places: Tensor, number: int) -> Tensor:
         for _ in range(12):
             straight = places - _bend(layer.waves, straight)
         places = straight
-    return _project(_inverse(layer.photo_from_picture[number]), places)
+    return _project(_inverse(layer.photo_from_image[number]), places)
 
 
 def _covers(layer: _Layer, places: Tensor) -> Tensor:

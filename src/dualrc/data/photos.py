@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dualrc.config import check_bounds
 from dualrc.errors import ConfigError, DataError, ImageError
-from dualrc.formats import SUFFIXES, open_picture
+from dualrc.formats import SUFFIXES, open_image
 from dualrc.image import read
 from dualrc.types import ImageArray
 
@@ -80,7 +80,7 @@ def _in_order(
 def _read_small(name: str, source: Path | bytes, canvas: int) -> ImageArray | None:
     """Read a photo, scaled down to the canvas; None if it is unreadable or too small to cut views from."""
     try:
-        pixels = read(source) if isinstance(source, Path) else read(open_picture(io.BytesIO(source), name))
+        pixels = read(source) if isinstance(source, Path) else read(open_image(io.BytesIO(source), name))
     # A broken photo among many is skipped.
     except ImageError:
         return None

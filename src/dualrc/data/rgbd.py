@@ -15,7 +15,7 @@ from dualrc.data.views import CutConfig
 from dualrc.errors import DataError
 from dualrc.geometry import (
     RgbdFrame,
-    on_picture,
+    in_image,
     read_depth_m,
     read_rgbd,
     reproject,
@@ -124,5 +124,5 @@ def _framed(a: _Glance, b: _Glance) -> tuple[float, float]:
         # `read_rgbd` returns cameras with poses.
         assert camera.cam_from_world is not None
         places = camera.project(transform_points(camera.cam_from_world, seen.world))
-        shares.append(float(on_picture(places, camera.size).mean()))
+        shares.append(float(in_image(places, camera.size).mean()))
     return shares[0], shares[1]

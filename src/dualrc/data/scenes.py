@@ -35,7 +35,7 @@ class ScenesConfig(CutConfig):
     crop: float | None = 0.6
     light: bool = True
     # (width, height) of the rendered images, from which views are cut.
-    picture: tuple[int, int] = (512, 400)
+    image_size: tuple[int, int] = (512, 400)
     # Side of a texture in texels; a power of 2.
     texture: int = 256
     # Maximum angle between the cameras, maximum roll and zoom, and share of images at night.
@@ -51,8 +51,8 @@ class ScenesConfig(CutConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.picture) < 64:
-            raise ConfigError(f"`picture` = {self.picture} is too small; pass 64 pixels or more per side.")
+        if min(self.image_size) < 64:
+            raise ConfigError(f"`image_size` = {self.image_size} is too small; pass 64 pixels or more per side.")
         if self.texture < 32 or self.texture & (self.texture - 1):
             raise ConfigError(f"texture = {self.texture} is not valid; pass a power of 2 of at least 32.")
         check_bounds(self, "pool", "zoom", at_least=1)
@@ -81,7 +81,7 @@ def _draw_pair(config: ScenesConfig, rng: np.random.Generator) -> ScenePair:
         try:
             return make_pair(
                 int(rng.integers(1 << 31)),
-                size=config.picture,
+                size=config.image_size,
                 angle_deg=config.angle_deg * rng.uniform(),
                 roll_deg=config.roll_deg,
                 zoom=config.zoom ** rng.uniform(),

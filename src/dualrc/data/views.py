@@ -19,7 +19,7 @@ from dualrc.data.light import relight
 from dualrc.data.pairs import PairBatch, PairSample, PairSource, left_out
 from dualrc.errors import ConfigError, DataError, DualRCError
 from dualrc.image import normalize_colors, read
-from dualrc.pixels import on_picture, resize_points
+from dualrc.pixels import in_image, resize_points
 from dualrc.types import BoolArray, FloatArray, ImageArray
 
 # Number of random crops, of which the first with enough points is used.
@@ -176,14 +176,14 @@ class FilePairs:
         )
 
     def _cut(self, sample: PairSample, rng: np.random.Generator) -> _View:
-        pictures = decode(sample.image0), decode(sample.image1)
-        whole = tuple(_Box(0, 0, picture.shape[1], picture.shape[0]) for picture in pictures)
+        decoded = decode(sample.image0), decode(sample.image1)
+        whole = tuple(_Box(0, 0, pixels.shape[1], pixels.shape[0]) for pixels in decoded)
         boxes = self._boxes(sample, whole, rng)
         if _common(sample, boxes).sum() < self.config.min_points:
             boxes = whole
         if (kept := int(_common(sample, boxes).sum())) < self.config.min_points:
             raise DataError(f"{kept} corresponding points inside of the images are too few.")
-        images = [_scaled(picture, box, self.size) for picture, box in zip(pictures, boxes, strict=True)]
+        images = [_scaled(pixels, box, self.size) for pixels, box in zip(decoded, boxes, strict=True)]
         points, flags = self._places(sample, boxes, rng)
         return _View(np.stack(images), points, flags)
 
@@ -233,9 +233,9 @@ class FilePairs:
         return points, flags
 
 
-def decode(picture: Path | ImageArray) -> ImageArray:
+def decode(image: Path | ImageArray) -> ImageArray:
     """Return the upright image, (h, w, 3)."""
-    return picture if isinstance(picture, np.ndarray) else read(picture)
+    return image if isinstance(image, np.ndarray) else read(image)
 
 
 def _draw(random: Generator) -> int:
@@ -260,10 +260,10 @@ def _to_views(sample: PairSample, boxes: tuple[_Box, ...], size: int) -> FloatAr
 
 def _common(sample: PairSample, boxes: tuple[_Box, ...]) -> BoolArray:
     """Return which corresponding points lie in both boxes."""
-    inside: BoolArray = np.all(on_picture(_to_views(sample, boxes, 1), (1, 1)), axis=0)
+    inside: BoolArray = np.all(in_image(_to_views(sample, boxes, 1), (1, 1)), axis=0)
     return inside
 
 
-def _scaled(picture: ImageArray, box: _Box, size: int) -> ImageArray:
+def _scaled(image: ImageArray, box: _Box, size: int) -> ImageArray:
     edges = (box.left, box.top, box.left + box.width, box.top + box.height)
-    return np.asarray(Image.fromarray(picture).resize((size, size), Image.Resampling.BILINEAR, box=edges))
+    return np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BILINEAR, box=edges))

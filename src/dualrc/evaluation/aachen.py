@@ -12,7 +12,7 @@ from rich.console import Console
 from dualrc.collection.keypoints import MergedMatches, merge
 from dualrc.collection.store import MatchStore
 from dualrc.colmap import import_pycolmap, stored_points
-from dualrc.draw import Picture, draw_matches
+from dualrc.draw import draw_matches
 from dualrc.errors import DataError, OutputError
 from dualrc.evaluation.aachen_data import AachenData, read_aachen
 from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, OneNetworkSettings, Option, Result, grouped
@@ -26,7 +26,7 @@ from dualrc.geometry import Camera, absolute_pose, cam1_from_cam0, fundamental_f
 from dualrc.image import read
 from dualrc.localize import Correspondences, LocalizeConfig, read_poses, write_poses
 from dualrc.matches import Estimate, Matches
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, ImageArray
 
 # In meters and degrees.
 THRESHOLDS = ((0.5, 2.0), (1.0, 5.0), (5.0, 10.0))
@@ -109,7 +109,7 @@ class MapScore:
     """Statistics of the map."""
 
     # Number of images with at least one point.
-    pictures: int
+    images: int
     points: int
     track_length: float
     error_px: float
@@ -204,7 +204,7 @@ class Aachen(Benchmark):
         return Scores(
             conditions={name: GroupScore.of(members) for name, members in conditions.items()},
             map=MapScore(
-                pictures=sum(bool((rows >= 0).any()) for rows in world.rows.values()),
+                images=sum(bool((rows >= 0).any()) for rows in world.rows.values()),
                 points=len(world.xyz),
                 track_length=world.track_length,
                 error_px=world.error_px,
@@ -337,7 +337,7 @@ class Aachen(Benchmark):
         order = sorted(scores, key=lambda q: (np.nan_to_num(q.error_m, nan=0.0, posinf=np.inf), -q.inliers))
         return [(first[q.name], q.describe()) for q in order]
 
-    def draw(self, pair: Pair, matches: Matches) -> Picture:
+    def draw(self, pair: Pair, matches: Matches) -> ImageArray:
         """Draw matches that agree with the ground truth in green, and others in red."""
         best, image0, image1 = matches.top(self.top), read(pair.path0), read(pair.path1)
         if not len(best) or pair.name0 not in self.truth:
@@ -347,7 +347,7 @@ class Aachen(Benchmark):
         assert camera1.cam_from_world is not None
         pose = cam1_from_cam0(self.truth[pair.name0], camera1.cam_from_world)
         points0, points1 = stored_points(best.points0, pair.path0), stored_points(best.points1, pair.path1)
-        agree = pose_distance_px(pose, camera0, camera1, points0, points1, in_picture1=True) <= _EPIPOLAR_PX
+        agree = pose_distance_px(pose, camera0, camera1, points0, points1, in_image1=True) <= _EPIPOLAR_PX
         F = fundamental_from_pose(pose, camera0, camera1)
         best = replace(best, estimate=Estimate(kind="fundamental", matrix=F, inliers=agree))
         return draw_matches(image0, image1, best, colors="inliers")

@@ -19,7 +19,7 @@ from dualrc.evaluation.export import Pair
 from dualrc.evaluation.hpatches import CORRECT_PX, TOP_OPTION, HPatches, HPatchesSettings
 from dualrc.evaluation.matchers import PairMatcher, make_matchers
 from dualrc.evaluation.networks import Network, network_matcher, read_networks
-from dualrc.evaluation.report import PairPicture, Report
+from dualrc.evaluation.report import PairImage, Report
 from dualrc.image import read
 from dualrc.matches import Estimate
 from dualrc.metrics import match_errors_px
@@ -151,7 +151,7 @@ class Appendix(Benchmark):
         self.later_notes += notes
         return dict(zip(chosen, measured, strict=True))
 
-    def pictures(self, result: Result, get: GetMatches) -> list[PairPicture]:
+    def images(self, result: Result, get: GetMatches) -> list[PairImage]:
         """Draw the best matches of the chosen pairs as lines and as dots, correct ones in green."""
         drawn = []
         for number, pair in enumerate(self.drawn_pairs if result.matcher in self.drawn else ()):
@@ -167,15 +167,15 @@ class Appendix(Benchmark):
                 correct = match_errors_px(best, H) <= CORRECT_PX
                 if count == LINES:
                     truth = Estimate(kind="homography", matrix=H, inliers=correct)
-                    picture = draw_matches(image0, image1, best.with_estimate(truth), limit=None, colors="inliers")
+                    image = draw_matches(image0, image1, best.with_estimate(truth), limit=None, colors="inliers")
                 else:
-                    picture = draw_dots(image0, image1, best, correct)
+                    image = draw_dots(image0, image1, best, correct)
                 score = f"{correct.sum()}/{len(best)} correct within {CORRECT_PX} px"
                 drawn.append(
-                    PairPicture(
+                    PairImage(
                         heading=f"Best {count} matches",
                         caption=f"{result.matcher}, {names}: {score}",
-                        picture=picture,
+                        image=image,
                         file=f"best{count} {pair.group} {pair.path0.stem}-{pair.path1.stem} {result.matcher}",
                         # Keeps the drawings of a pair by all matchers together.
                         order=(count, number),

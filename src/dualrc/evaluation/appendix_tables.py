@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import get_args
 
 from dualrc.config import Fusion
-from dualrc.draw import Picture
 from dualrc.evaluation.benchmark import Result
 from dualrc.evaluation.costs import Measured, cost_figure
 from dualrc.evaluation.hpatches import HPatches, accuracy_cells, accuracy_curves, published
 from dualrc.evaluation.networks import Network, variant_label
 from dualrc.evaluation.report import Report, Table, seconds
+from dualrc.types import ImageArray
 
 CHANNELS = (1024, 256)
 # Stride of the map on which matches are located, in pixels of the image.
@@ -78,10 +78,10 @@ def compare_sizes(benchmark: HPatches, by_size: Mapping[int, Result], others: Se
     largest, *smaller = sorted(by_size, reverse=True)
     # Size of the map that Sparse-NCNet makes of the largest images.
     cells = largest // (2 * STRIDE)
-    same_picture = [name for name, (picture, _) in _PUBLISHED_SIZES.items() if picture == largest]
+    same_image = [name for name, (image, _) in _PUBLISHED_SIZES.items() if image == largest]
     same_map = [name for name, (_, side) in _PUBLISHED_SIZES.items() if side == cells]
     plots = {
-        "sizes_same_picture": (f"Images of {largest} px", [by_size[largest], *others], same_picture),
+        "sizes_same_image": (f"Images of {largest} px", [by_size[largest], *others], same_image),
         "sizes_same_map": (
             f"Maps of {cells} cells",
             [result for size, result in by_size.items() if size == STRIDE * cells],
@@ -90,7 +90,7 @@ def compare_sizes(benchmark: HPatches, by_size: Mapping[int, Result], others: Se
         "sizes_smaller": (
             f"Smaller images and {largest} px",
             [*(by_size[size] for size in smaller), *others] if smaller else [],
-            [name for name in same_picture if not name.startswith("DualRC-Net")],
+            [name for name in same_image if not name.startswith("DualRC-Net")],
         ),
     }
     notes = []
@@ -101,7 +101,7 @@ def compare_sizes(benchmark: HPatches, by_size: Mapping[int, Result], others: Se
         notes.append("Smaller images are not compared: only one size was passed; add another --size.")
     if 1600 in (largest, 8 * cells):
         notes.append("The paper labels the curve of NCNet at 1600 px NCNet (3200 H), but its data is for 1600 px.")
-    shown = {name: sides for name, sides in _PUBLISHED_SIZES.items() if name in (*same_picture, *same_map)}
+    shown = {name: sides for name, sides in _PUBLISHED_SIZES.items() if name in (*same_image, *same_map)}
     return Report(
         tables=[_size_table(benchmark, by_size, others, shown)],
         figures={
@@ -124,8 +124,8 @@ def _size_table(
     # Without the limit, which all rows share, and without the network size, so that the table fits on a screen.
     rows = [[row[0], *side, *row[2:-1]] for row, side in zip(whole.rows, sides, strict=True)]
     curves = published()
-    for name, (picture, side) in shown.items():
-        rows.append([f"{name}, published", str(picture), str(side), *accuracy_cells(curves[name]), "-", "-"])
+    for name, (image, side) in shown.items():
+        rows.append([f"{name}, published", str(image), str(side), *accuracy_cells(curves[name]), "-", "-"])
     return Table(
         title=f"Image size and map size, best {benchmark.tops[-1]} matches",
         columns=[whole.columns[0], "image", "map", *whole.columns[2:-1]],
@@ -174,7 +174,7 @@ def _with_top(result: Result, index: int) -> Result:
     return replace(result, figures=[result.figures[index]])
 
 
-def _curves(results: Sequence[Result], published_names: Sequence[str], title: str) -> Picture:
+def _curves(results: Sequence[Result], published_names: Sequence[str], title: str) -> ImageArray:
     """Draw accuracy over thresholds, with the published methods of these names."""
     known = published() if published_names else {}
     note = "Thick: this run. Thin: published, on 108 sequences." if published_names else ""

@@ -19,7 +19,7 @@ from dualrc.types import FloatArray, Size
 OpenCVMethod = Literal["RANSAC", "USAC_MAGSAC"]
 
 # Number of images whose descriptors are cached, at most 2 MB each.
-_CACHED_PICTURES = 32
+_CACHED_IMAGES = 32
 _CONFIDENCE = 0.99999
 # In units of the baseline, as in published evaluations; OpenCV's own limit of 50 rejects points of distant scenes.
 _MAX_DEPTH = 1e9
@@ -58,7 +58,7 @@ class RootSift:
         self._cv2 = opencv()
         self._ratio, self._size = ratio, size
         self._sift = self._cv2.SIFT_create(nfeatures=features)
-        self._describe = lru_cache(_CACHED_PICTURES)(self._detect)
+        self._describe = lru_cache(_CACHED_IMAGES)(self._detect)
         self.name = "sift-mutual" if ratio is None else "sift-ratio"
         self.config: dict[str, Any] = {
             "matcher": "RootSIFT, mutual" + ("" if ratio is None else " and ratio test"),

@@ -10,12 +10,12 @@ import numpy as np
 from rich.console import Console
 
 from dualrc.config import PRESETS
-from dualrc.draw import Picture
 from dualrc.errors import ConfigError, ImageError
 from dualrc.evaluation.export import Pair
 from dualrc.evaluation.matchers import MatcherSettings, PairMatcher, make_matchers
-from dualrc.evaluation.report import PairPicture, Report, seconds
+from dualrc.evaluation.report import PairImage, Report, seconds
 from dualrc.matches import Matches
+from dualrc.types import ImageArray
 
 T = TypeVar("T")
 GetMatches = Callable[[Pair], Matches]
@@ -225,11 +225,11 @@ class Benchmark(ABC):
         """Rank the pairs from best to worst, with a description of their scores."""
         return []
 
-    def draw(self, pair: Pair, matches: Matches) -> Picture:
+    def draw(self, pair: Pair, matches: Matches) -> ImageArray:
         """Draw the images of a pair with correct and wrong matches."""
         raise NotImplementedError
 
-    def pictures(self, result: Result, get: GetMatches) -> list[PairPicture]:
+    def images(self, result: Result, get: GetMatches) -> list[PairImage]:
         """Draw the best and the worst pairs, except pairs that cannot be read."""
         ranking = self.ranking(result)
         best = ranking[:_BEST]
@@ -238,11 +238,11 @@ class Benchmark(ABC):
         for label, entries in (("best", best), ("worst", worst)):
             for pair, words in entries:
                 try:
-                    picture = self.draw(pair, get(pair))
+                    image = self.draw(pair, get(pair))
                 except ImageError:
                     continue
                 heading, caption = f"{result.matcher}: {label} pairs", f"{pair.name0} and {pair.name1}: {words}"
-                drawn.append(PairPicture(heading=heading, caption=caption, picture=picture, file=heading))
+                drawn.append(PairImage(heading=heading, caption=caption, image=image, file=heading))
         return drawn
 
 

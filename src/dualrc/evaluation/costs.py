@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 
 from dualrc.collection.progress import show_status
-from dualrc.draw import Picture
 from dualrc.errors import DataError
 from dualrc.evaluation.figures import DPI, rendered
 from dualrc.files import to_json, write_json
@@ -20,6 +19,7 @@ from dualrc.matcher import load
 from dualrc.measure import Timing, held, in_new_process, peak, reset_peak, time_once
 from dualrc.model.checkpoint import file_hash
 from dualrc.provenance import versions
+from dualrc.types import ImageArray
 
 _FILE = "costs.json"
 _REPEATS = 3
@@ -114,7 +114,7 @@ def _read(path: Path, messages: Console) -> dict[str, Measured]:
         return {}
 
 
-def cost_figure(rows: Mapping[str, Sequence[tuple[int, Measured]]], *, title: str) -> Picture:
+def cost_figure(rows: Mapping[str, Sequence[tuple[int, Measured]]], *, title: str) -> ImageArray:
     """Plot time and memory over the long side of the image, one line per network."""
     # Imported late because it is slow.
     from matplotlib.figure import Figure

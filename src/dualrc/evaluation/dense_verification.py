@@ -9,9 +9,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
-from dualrc.draw import Picture
 from dualrc.geometry import Camera
-from dualrc.types import BoolArray, FloatArray
+from dualrc.types import BoolArray, FloatArray, ImageArray
 
 # One eighth of a photo of 4032 pixels, as in InLoc's protocol.
 _LONG_SIDE = 504
@@ -24,7 +23,7 @@ _LOWEST_CONTRAST = 0.02
 
 
 def verify(
-    photograph: Picture,
+    photograph: ImageArray,
     camera: Camera,
     cam_from_scan: FloatArray,
     xyz: npt.NDArray[np.float32],
@@ -38,13 +37,13 @@ def verify(
     scale = min(_LONG_SIDE / longest, 1.0)
     small = camera.resized((max(round(camera.width * scale), 1), max(round(camera.height * scale), 1)))
     query = Image.fromarray(photograph).resize(small.size, Image.Resampling.BOX)
-    seen_picture, seen = render_points(xyz, rgb, small, cam_from_scan)
-    return similarity(np.asarray(query), seen_picture, seen)
+    seen_image, seen = render_points(xyz, rgb, small, cam_from_scan)
+    return similarity(np.asarray(query), seen_image, seen)
 
 
 def render_points(
     xyz: npt.NDArray[np.float32], rgb: npt.NDArray[np.uint8], camera: Camera, cam_from_points: FloatArray
-) -> tuple[Picture, BoolArray]:
+) -> tuple[ImageArray, BoolArray]:
     """Render colored points to an image (h, w, 3), the nearest one per pixel, with a mask (h, w) of covered pixels."""
     pose = cam_from_points.astype(np.float32)
     places = xyz @ pose[:, :3].T + pose[:, 3]
@@ -58,16 +57,16 @@ def render_points(
     inside = (column >= 0) & (row >= 0) & (column < camera.width) & (row < camera.height)
     order = np.argsort(-places[inside, 2], kind="stable")
     index = (row * camera.width + column)[inside][order]
-    picture = np.zeros((camera.height * camera.width, 3), dtype=np.uint8)
-    seen = np.zeros(len(picture), dtype=np.bool_)
+    image = np.zeros((camera.height * camera.width, 3), dtype=np.uint8)
+    seen = np.zeros(len(image), dtype=np.bool_)
     # Ordered from far to near; the last write per pixel remains.
-    picture[index] = colors[inside][order]
+    image[index] = colors[inside][order]
     seen[index] = True
     shape = (camera.height, camera.width)
-    return picture.reshape(*shape, 3), seen.reshape(shape)
+    return image.reshape(*shape, 3), seen.reshape(shape)
 
 
-def similarity(picture0: Picture, picture1: Picture, seen1: BoolArray) -> float:
+def similarity(image0: ImageArray, image1: ImageArray, seen1: BoolArray) -> float:
     """Return 1 / median distance of dense descriptors where image 1 is covered; 0 if it is not covered at all."""
     margin = 3 * _CELL // 2
     known = torch.from_numpy(seen1)[margin : margin + seen1.shape[0] - 3 * _CELL : _STEP]
@@ -75,15 +74,15 @@ def similarity(picture0: Picture, picture1: Picture, seen1: BoolArray) -> float:
     if min(seen1.shape) <= 3 * _CELL or not known.any():
         return 0.0
     mask = torch.from_numpy(seen1)
-    grays = (_normalized(_gray(picture0), mask), _normalized(_filled(_gray(picture1), mask), mask))
+    grays = (_normalized(_gray(image0), mask), _normalized(_filled(_gray(image1), mask), mask))
     descriptors0, descriptors1 = (_descriptors(gray) for gray in grays)
     distances = (descriptors0 - descriptors1).norm(dim=0)[known]
     return 1 / max(float(distances.median()), 1e-6)
 
 
-def _gray(picture: Picture) -> Tensor:
+def _gray(image: ImageArray) -> Tensor:
     weights = torch.tensor([0.299, 0.587, 0.114])
-    return torch.from_numpy(np.array(picture)).float() @ weights
+    return torch.from_numpy(np.array(image)).float() @ weights
 
 
 def _filled(gray: Tensor, mask: Tensor) -> Tensor:

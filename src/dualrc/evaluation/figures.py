@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dualrc.draw import Picture
 from dualrc.metrics import share_within
+from dualrc.types import ImageArray
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ class Panel:
 
 def recall_curves(
     errors: Mapping[str, Mapping[str, Sequence[float]]], max_error: float, *, title: str, x_label: str
-) -> Picture:
+) -> ImageArray:
     """Plot the share of errors up to each value, one panel per group."""
     x = np.linspace(0, max_error, 201).tolist()
     panels = []
@@ -42,7 +42,7 @@ def recall_curves(
     return curve_panels(panels, title=title, x_label=x_label)
 
 
-def curve_panels(panels: Sequence[Panel], *, title: str, x_label: str, note: str = "") -> Picture:
+def curve_panels(panels: Sequence[Panel], *, title: str, x_label: str, note: str = "") -> ImageArray:
     """Plot panels side by side that share a y axis from 0 to 1, with one legend below."""
     # Imported late because it is slow.
     from matplotlib.figure import Figure
@@ -74,7 +74,7 @@ def curve_panels(panels: Sequence[Panel], *, title: str, x_label: str, note: str
     return rendered(figure)
 
 
-def rendered(figure: "Figure") -> Picture:
+def rendered(figure: "Figure") -> ImageArray:
     """Render a matplotlib figure, without pyplot's global state, as in draw.py."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from dualrc.draw import Picture, draw_dots, draw_matches
+from dualrc.draw import draw_dots, draw_matches
 from dualrc.errors import DataError
 from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, Result, folder_hint
 from dualrc.evaluation.data_files import check_folder
@@ -18,7 +18,7 @@ from dualrc.geometry import epipolar_distance_px, estimate
 from dualrc.image import read
 from dualrc.matches import Matches
 from dualrc.metrics import match_errors_px
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, ImageArray
 
 EVD_TOP, EVD_PX = 1000, 5
 WXBS_TOP, WXBS_PX = 2000, (5, 20)
@@ -175,7 +175,7 @@ class Hard(Benchmark):
         scored = sorted(zip(self.pairs, result.figures.pairs, strict=True), key=lambda item: -item[1].within[0])
         return [(pair, f"{score.within[0]:.0%} within 5 px, {score.matches} matches") for pair, score in scored]
 
-    def draw(self, pair: Pair, matches: Matches) -> Picture:
+    def draw(self, pair: Pair, matches: Matches) -> ImageArray:
         """Draw correct matches of EVD in green and others in red; for WxBS, the inliers of the fundamental matrix."""
         images = read(pair.path0), read(pair.path1)
         best = matches.top(self._top(EVD_TOP if pair in self.homographies else WXBS_TOP))

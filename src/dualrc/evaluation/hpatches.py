@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from rich.console import Console
 
-from dualrc.draw import Picture, draw_dots
+from dualrc.draw import draw_dots
 from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation.benchmark import (
     COST_COLUMNS,
@@ -28,7 +28,7 @@ from dualrc.geometry import corner_error_px, crop_homography, estimate
 from dualrc.image import read
 from dualrc.matches import Matches
 from dualrc.metrics import area_under_curve, coverage, match_errors_px, share_within
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, ImageArray
 
 THRESHOLDS_PX = tuple(range(1, 11))
 # Thresholds in tables.
@@ -198,14 +198,14 @@ class HPatches(Benchmark):
     def _add_pairs(self, folder: Path) -> None:
         """Add the pairs of a sequence; notes list pairs without a homography."""
         crop = self.settings.crop
-        pictures = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix.lower() in _SUFFIXES}
+        images = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix.lower() in _SUFFIXES}
         for k in range(2, 7):
             H = _read_homography(folder / f"H_1_{k}")
             if H is None:
                 self.notes.append(f"{folder.name} 1-{k} is not scored: H_1_{k} is missing or not a homography.")
                 continue
             # A missing image raises an error when it is read, and the pair counts as a failure.
-            path0, path1 = (pictures.get(stem, folder / f"{stem}.ppm") for stem in ("1", str(k)))
+            path0, path1 = (images.get(stem, folder / f"{stem}.ppm") for stem in ("1", str(k)))
             names = {"name0": f"{folder.name}/{path0.name}", "name1": f"{folder.name}/{path1.name}"}
             pair = Pair(**names, path0=path0, path1=path1, group=folder.name, crop1=crop)
             self.pairs.append(pair)
@@ -306,7 +306,7 @@ class HPatches(Benchmark):
         scored.sort(key=lambda item: (-item[1].accuracy[CORRECT_PX - 1], -item[1].correct))
         return [(pair, f"{s.correct}/{s.matches} correct within {CORRECT_PX} px") for pair, s in scored]
 
-    def draw(self, pair: Pair, matches: Matches) -> Picture:
+    def draw(self, pair: Pair, matches: Matches) -> ImageArray:
         """Draw matches within 3 px of the ground truth as green dots, and others as red dots."""
         best = matches.top(self.tops[0])
         correct = match_errors_px(best, self.homographies[pair]) <= CORRECT_PX
@@ -342,7 +342,7 @@ def accuracy_curves(
     *,
     title: str,
     note: str = "",
-) -> Picture:
+) -> ImageArray:
     """Plot accuracy over thresholds, one panel per group of sequences, over the curves of published methods."""
     panels = []
     for group in GROUPS:

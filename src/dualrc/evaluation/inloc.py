@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from rich.console import Console
 
-from dualrc.draw import Picture, draw_dots
+from dualrc.draw import draw_dots
 from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, Option, Result, Settings
 from dualrc.evaluation.data_files import pose_errors, read_published
@@ -31,7 +31,7 @@ from dualrc.evaluation.report import Report, Table
 from dualrc.image import read
 from dualrc.localize import write_poses
 from dualrc.matches import Matches
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, ImageArray
 
 THRESHOLDS_M = (0.25, 0.5, 1.0)
 # Distances at which the published curves are sampled.
@@ -366,7 +366,7 @@ class InLoc(Benchmark):
         scores.sort(key=lambda s: (s.error_m, s.distance_m, -s.candidates[0].inliers))
         return [(pairs[score.query, score.candidates[0].candidate], score.describe()) for score in scores]
 
-    def draw(self, pair: Pair, matches: Matches) -> Picture:
+    def draw(self, pair: Pair, matches: Matches) -> ImageArray:
         """Draw inliers of the pose as green dots, and other matches as red dots."""
         best = matches.top(self.top)
         agree = np.zeros(len(best), dtype=np.bool_)

@@ -27,7 +27,7 @@ from dualrc.geometry import (
     AbsolutePose,
     absolute_pose,
     apply_homography,
-    on_picture,
+    in_image,
     resize_homography,
     transform_points,
 )
@@ -125,10 +125,10 @@ class PoseEstimator:
         folders, pose = self._folders, one.pose
         assert pose is not None
         xyz, rgb = self._read_scan(folders.scan(one.candidate), folders.points(one.candidate).parent)
-        picture = self._read_photograph(photograph)
-        camera = folders.camera(query, (picture.shape[1], picture.shape[0]))
+        image = self._read_photograph(photograph)
+        camera = folders.camera(query, (image.shape[1], image.shape[0]))
         floor_from_scan = np.vstack([read_alignment(folders.alignment(one.candidate)), [0, 0, 0, 1]])
-        return {"verified": verify(picture, camera, pose @ floor_from_scan, xyz, rgb)}
+        return {"verified": verify(image, camera, pose @ floor_from_scan, xyz, rgb)}
 
     def _cached(self, source: str, key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return a result, or the reason for having none if the source cannot be read."""
@@ -148,7 +148,7 @@ def points_at(xyz: Points, pixels: npt.ArrayLike, size: Size) -> FloatArray:
     """
     height, width = xyz.shape[:2]
     places = apply_homography(resize_homography(size, (width, height)), pixels)
-    inside = on_picture(places, (width, height))
+    inside = in_image(places, (width, height))
     places = np.clip(np.where(inside[:, None], places, 0), 0, (width - 1, height - 1))
     left, top = places.astype(np.int64).T
     x, y = (places - np.column_stack([left, top])).T

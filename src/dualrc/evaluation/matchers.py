@@ -18,7 +18,7 @@ from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation.baselines import RootSift
 from dualrc.evaluation.stored import Stored
 from dualrc.image import read
-from dualrc.matcher import Matcher, PictureFeatures, load
+from dualrc.matcher import ImageFeatures, Matcher, load
 from dualrc.matches import Matches
 from dualrc.model.checkpoint import read_config
 
@@ -118,7 +118,7 @@ class DualRC:
         return replace(found, info={"seconds": seconds, **seen})
 
 
-def _timed_features(matcher: Matcher, path: Path) -> tuple[PictureFeatures, float]:
+def _timed_features(matcher: Matcher, path: Path) -> tuple[ImageFeatures, float]:
     start = time.perf_counter()
     return matcher.features(path), time.perf_counter() - start
 

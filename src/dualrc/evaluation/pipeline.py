@@ -12,7 +12,7 @@ from dualrc.collection.store import MatchStore
 from dualrc.evaluation.benchmark import Benchmark, Cost, Result, open_benchmark
 from dualrc.evaluation.export import Pair, export
 from dualrc.evaluation.matchers import PairMatcher
-from dualrc.evaluation.report import PairPicture, print_tables, write_figures, write_page
+from dualrc.evaluation.report import PairImage, print_tables, write_figures, write_page
 from dualrc.files import check_writable, make_folder, only_run, to_json, write_json
 from dualrc.matches import Matches
 from dualrc.provenance import versions
@@ -41,16 +41,16 @@ def evaluate(
 
 def _evaluate(benchmark: Benchmark, screen: Console, messages: Console) -> dict[str, Any]:
     settings = benchmark.settings
-    results, pictures, stores = list[Result](), list[PairPicture](), list[str]()
+    results, images, stores = list[Result](), list[PairImage](), list[str]()
     for label, matcher in benchmark.matchers():
         config = benchmark.store_config()
         path = export(benchmark.pairs, matcher, settings.out, config=config, top=benchmark.stored, console=messages)
         with MatchStore(path) as store:
             results.append(_score(benchmark, label, matcher, store))
-            pictures += benchmark.pictures(results[-1], partial(_get, store))
+            images += benchmark.images(results[-1], partial(_get, store))
         stores.append(path.name)
     results += benchmark.stored_results()
-    return _report(benchmark, results, sorted(pictures, key=lambda item: item.order), stores, screen)
+    return _report(benchmark, results, sorted(images, key=lambda item: item.order), stores, screen)
 
 
 def _score(benchmark: Benchmark, label: str, matcher: PairMatcher, store: MatchStore) -> Result:
@@ -84,7 +84,7 @@ def _get(store: MatchStore, pair: Pair) -> Matches:
 def _report(
     benchmark: Benchmark,
     results: Sequence[Result],
-    pictures: Sequence[PairPicture],
+    images: Sequence[PairImage],
     stores: Sequence[str],
     screen: Console,
 ) -> dict[str, Any]:
@@ -104,13 +104,13 @@ def _report(
         "stores": stores,
     }
     write_json(settings.out / _RESULTS, to_json(content))
-    numbered = {f"{number:02d} {item.file}": item.picture for number, item in enumerate(pictures, start=1)}
+    numbered = {f"{number:02d} {item.file}": item.image for number, item in enumerate(images, start=1)}
     write_figures(settings.out / _FIGURES, {**report.figures, **numbered})
     write_page(
         settings.out / _PAGE,
         title=f"dualrc evaluate {benchmark.name}",
         report=report,
-        pictures=pictures,
+        images=images,
         notes=notes,
         config={**config, **report.content, "matchers": {result.matcher: result.config for result in results}},
     )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from dualrc.draw import Picture, draw_matches
+from dualrc.draw import draw_matches
 from dualrc.errors import DataError
 from dualrc.evaluation.baselines import has_opencv, opencv_relative_pose
 from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, Result, folder_hint, grouped, recognize
@@ -19,7 +19,7 @@ from dualrc.geometry import Camera, fundamental_from_pose, pose_distance_px, rel
 from dualrc.image import read
 from dualrc.matches import Estimate, Matches
 from dualrc.metrics import area_under_curve, pose_error_deg
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, ImageArray
 
 THRESHOLDS_DEG = (5, 10, 20)
 POSELIB = "PoseLib LO-RANSAC, 1 px"
@@ -204,7 +204,7 @@ class Pose(Benchmark):
         scored.sort(key=lambda item: (item[1].errors_deg[POSELIB], -item[1].matches))
         return [(pair, score.describe()) for pair, score in scored]
 
-    def draw(self, pair: Pair, matches: Matches) -> Picture:
+    def draw(self, pair: Pair, matches: Matches) -> ImageArray:
         """Draw matches within 1 px of the true epipolar line in green, and others in red."""
         best, image0, image1 = matches.top(self.top), read(pair.path0), read(pair.path1)
         if not len(best):
@@ -226,7 +226,7 @@ def _estimate_pose(estimator: str, matches: Matches, cameras: tuple[Camera, Came
 def _epipolar_estimate(matches: Matches, truth: PoseTruth) -> Estimate:
     """Return the true fundamental matrix, with the matches within 1 px of it as inliers."""
     pose, cameras = truth.cam1_from_cam0, truth.cameras(matches.size0, matches.size1)
-    distances_px = pose_distance_px(pose, *cameras, matches.points0, matches.points1, in_picture1=True)
+    distances_px = pose_distance_px(pose, *cameras, matches.points0, matches.points1, in_image1=True)
     # The comparison is false for NaN.
     agree = distances_px <= _EPIPOLAR_PX
     return Estimate(kind="fundamental", matrix=fundamental_from_pose(pose, *cameras), inliers=agree)

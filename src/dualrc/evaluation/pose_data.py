@@ -160,13 +160,13 @@ def _read_megadepth(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) ->
         if "pair_infos" not in index:
             continue
         try:
-            pictures, intrinsics, poses = (index[key] for key in ("image_paths", "intrinsics", "poses"))
+            images, intrinsics, poses = (index[key] for key in ("image_paths", "intrinsics", "poses"))
             numbers = [tuple(int(number) for number in info[0]) for info in index["pair_infos"]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(f"{path} is not an index of MegaDepth-1500 ({error}); download it again.") from error
         for both in numbers:
             with pairs.entry(f"{path.name}, pair {both[0]} {both[1]}"):
-                name0, name1 = (pictures[number] for number in both)
+                name0, name1 = (images[number] for number in both)
                 if not isinstance(name0, str) or not isinstance(name1, str):
                     raise ValueError("it has no image")
                 # K as published, like other evaluations use it; its half-pixel offset turns rays by at most 0.03

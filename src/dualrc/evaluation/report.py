@@ -18,10 +18,11 @@ from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
-from dualrc.draw import Picture, save
+from dualrc.draw import save
 from dualrc.files import make_folder, to_json, write_text
+from dualrc.types import ImageArray
 
-_PICTURE_WIDTH, _FIGURE_WIDTH = 1100, 1600
+_IMAGE_WIDTH, _FIGURE_WIDTH = 1100, 1600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +42,13 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairPicture:
+class PairImage:
     """Drawing of the matches of a pair."""
 
     # Shown once above successive drawings with the same heading.
     heading: str
     caption: str
-    picture: Picture
+    image: ImageArray
     # File name, without number and extension.
     file: str
     # Sort key of the drawings of all matchers.
@@ -61,7 +62,7 @@ class Report:
     # The main table first.
     tables: Sequence[Table]
     # Diagrams by file name, without extension.
-    figures: Mapping[str, Picture] = field(default_factory=dict)
+    figures: Mapping[str, ImageArray] = field(default_factory=dict)
     notes: Sequence[str] = ()
     # Additional entries of results.json.
     content: Mapping[str, Any] = field(default_factory=dict)
@@ -104,7 +105,7 @@ def print_tables(tables: Sequence[Table], notes: Sequence[str], console: Console
         console.print(Text(f"Note: {note}"), style="yellow")
 
 
-def write_figures(folder: Path, figures: Mapping[str, Picture]) -> None:
+def write_figures(folder: Path, figures: Mapping[str, ImageArray]) -> None:
     """Write each figure to a PNG file with a portable name."""
     make_folder(folder)
     for name, figure in figures.items():
@@ -112,7 +113,7 @@ def write_figures(folder: Path, figures: Mapping[str, Picture]) -> None:
 
 
 def write_page(
-    path: Path, *, title: str, report: Report, pictures: Sequence[PairPicture], notes: Sequence[str], config: Any
+    path: Path, *, title: str, report: Report, images: Sequence[PairImage], notes: Sequence[str], config: Any
 ) -> None:
     """Write one self-contained HTML file."""
     main, *tables = map(_table_html, report.tables)
@@ -123,11 +124,11 @@ def write_page(
     parts += [f"<figure>{_image(figure, _FIGURE_WIDTH, name)}</figure>" for name, figure in report.figures.items()]
     parts += tables
     heading = ""
-    for item in pictures:
+    for item in images:
         if item.heading != heading:
             heading = item.heading
             parts.append(f"<h2>{_escape(heading)}</h2>")
-        image = _image(item.picture, _PICTURE_WIDTH, item.caption)
+        image = _image(item.image, _IMAGE_WIDTH, item.caption)
         parts.append(f"<figure>{image}<figcaption>{_escape(item.caption)}</figcaption></figure>")
     text = json.dumps(to_json(config), indent=1, ensure_ascii=False)
     parts.append(f"<details><summary>Config</summary><pre>{_escape(text)}</pre></details>")
@@ -154,9 +155,9 @@ def _table_html(table: Table) -> str:
     return f'<h2>{_escape(table.title)}</h2><div class="wide"><table>{caption}{head}<tbody>{body}</tbody></table></div>'
 
 
-def _image(picture: Picture, width: int, alt: str) -> str:
+def _image(pixels: ImageArray, width: int, alt: str) -> str:
     """Return an <img> with embedded data: PNG for diagrams, JPEG for photos."""
-    image = Image.fromarray(picture)
+    image = Image.fromarray(pixels)
     if image.width > width:
         image = image.resize((width, round(image.height * width / image.width)), Image.Resampling.LANCZOS)
     kind, options = ("png", {}) if width == _FIGURE_WIDTH else ("jpeg", {"quality": 80})

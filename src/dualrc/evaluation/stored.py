@@ -27,7 +27,7 @@ from dualrc.types import FloatArray, Size
 T = TypeVar("T")
 # Maximum number of path components in a file name.
 _PARTS = 5
-_CACHED_PICTURES = 32
+_CACHED_IMAGES = 32
 # Number of keypoints whose cosine similarities with all others are in memory at a time.
 _ROWS = 4096
 _HDF5 = (".h5", ".hdf5")
@@ -73,7 +73,7 @@ class Stored:
             what = f"that end with .{ending}" if ending else "(.npz, .h5)"
             raise ConfigError(f"{path} has no stored results {what}; pass the folder that a method wrote.")
         self._used: dict[Path, tuple[Path, ...]] = {}
-        self._describe = lru_cache(_CACHED_PICTURES)(self._read_features)
+        self._describe = lru_cache(_CACHED_IMAGES)(self._read_features)
         files = sorted({*self._files.values(), *hdf5})
         stats = [(file.name, file.stat()) for file in files]
         listing = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]

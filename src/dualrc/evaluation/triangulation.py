@@ -46,7 +46,7 @@ class PosedMap:
             xyz=self.xyz[rows[seen]],
             scores=found.scores[seen].astype(np.float64),
             point_ids=rows[seen],
-            pictures=np.zeros(int(seen.sum()), np.int64),
+            images=np.zeros(int(seen.sum()), np.int64),
         )
 
 
@@ -58,7 +58,7 @@ def triangulate(cameras: Mapping[str, Camera], merged: MergedMatches, work: Path
     numbers = {image.name: number for number, image in model.images.items()}
     with quiet_colmap(pycolmap):
         with pycolmap.Database.open(work / "database.db") as database, pycolmap.DatabaseTransaction(database):
-            _write_pictures(database, model, merged)
+            _write_images(database, model, merged)
             verified = _write_matches(database, cameras, merged, numbers, progress)
         progress("Triangulating", 0, 1)
         if verified:
@@ -78,7 +78,7 @@ def triangulate(cameras: Mapping[str, Camera], merged: MergedMatches, work: Path
     )
 
 
-def _write_pictures(database: Any, model: Any, merged: MergedMatches) -> None:
+def _write_images(database: Any, model: Any, merged: MergedMatches) -> None:
     """Write cameras, images and keypoints, with the ids of the reconstruction."""
     for camera in model.cameras.values():
         database.write_camera(camera, use_camera_id=True)

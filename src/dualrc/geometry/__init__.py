@@ -39,7 +39,7 @@ from dualrc.geometry.twoview import (
     sampson_distance_px,
 )
 from dualrc.matches import RelativePose
-from dualrc.pixels import on_picture
+from dualrc.pixels import in_image
 
 __all__ = [
     "PINHOLE",
@@ -62,8 +62,8 @@ __all__ = [
     "estimate_direction",
     "fundamental_from_pose",
     "homography_grid",
+    "in_image",
     "lacks_sensor_size",
-    "on_picture",
     "pose_distance_px",
     "pose_from_quaternion",
     "quaternion_from_rotation",

@@ -40,11 +40,11 @@ def bilinear_corners(points: FloatArray, size: Size) -> tuple[Any, Any, FloatArr
     return np.stack([top, top, below, below]), np.stack([left, right, left, right]), weights
 
 
-def sample_bilinear(picture: ImageArray, points: FloatArray) -> FloatArray:
+def sample_bilinear(image: ImageArray, points: FloatArray) -> FloatArray:
     """Sample an image (h, w, c) at points (..., 2), clamped at the border; NaN gives zero: (..., c)."""
     finite = np.all(np.isfinite(points), axis=-1, keepdims=True)
-    rows, columns, weights = bilinear_corners(np.where(finite, points, 0), (picture.shape[1], picture.shape[0]))
+    rows, columns, weights = bilinear_corners(np.where(finite, points, 0), (image.shape[1], image.shape[0]))
     # One corner at a time, to save memory.
     corners = zip(rows, columns, weights, strict=True)
-    values: FloatArray = sum(picture[row, column] * weight[..., None] for row, column, weight in corners)
+    values: FloatArray = sum(image[row, column] * weight[..., None] for row, column, weight in corners)
     return np.where(finite, values, 0.0)

@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from dualrc.errors import DataError
 from dualrc.files import inside, is_file, read_text
-from dualrc.formats import open_picture
+from dualrc.formats import open_image
 from dualrc.geometry.camera import Camera, transform_points
 from dualrc.geometry.dense import bilinear_corners
 from dualrc.geometry.lens import PINHOLE
 from dualrc.image import read_header
-from dualrc.pixels import on_picture, resize_points
+from dualrc.pixels import in_image, resize_points
 from dualrc.types import BoolArray, FloatArray, Size
 
 # Largest relative difference of neighboring depths on one surface. Beyond it, interpolation is undefined.
@@ -84,7 +84,7 @@ def read_depth_m(path: str | Path, *, unit_m: float = 0.001) -> npt.NDArray[np.f
     if not is_file(path):
         raise DataError(f"The depth map {path} does not exist; check the path.")
     try:
-        with open_picture(path, str(path), only=("PNG", "TIFF")) as image:
+        with open_image(path, str(path), only=("PNG", "TIFF")) as image:
             values = np.asarray(image)
     except Exception as error:
         # Reading a damaged file can raise any exception.
@@ -99,7 +99,7 @@ def sample_depth(depth: npt.ArrayLike, points: npt.ArrayLike, size: Size) -> Flo
     values = np.asarray(depth)
     height, width = values.shape
     places = resize_points(np.asarray(points, dtype=np.float64).reshape(-1, 2), size, (width, height))
-    inside = on_picture(places, (width, height))
+    inside = in_image(places, (width, height))
     rows, columns, weights = bilinear_corners(np.where(inside[:, None], places, 0), (width, height))
     # (4, n) Converted after indexing, because maps are large.
     near = values[rows, columns].astype(np.float64)
@@ -142,7 +142,7 @@ def reproject(
         back = camera0.project(transform_points(_pose(camera0), unproject(camera1, points1, measured)))
         agrees = np.abs(measured - expected) <= tolerance * expected
         seen = agrees & (np.linalg.norm(back - points0, axis=1) <= max_error_px)
-        outside = np.isfinite(expected) & ~on_picture(points1, camera1.size)
+        outside = np.isfinite(expected) & ~in_image(points1, camera1.size)
         hidden = outside | (measured < (1 - tolerance) * expected)
     return Reprojection(points1, seen, hidden)
 

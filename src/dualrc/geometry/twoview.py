@@ -226,11 +226,11 @@ def pose_distance_px(
     points0: npt.ArrayLike,
     points1: npt.ArrayLike,
     *,
-    in_picture1: bool = False,
+    in_image1: bool = False,
 ) -> FloatArray:
     """Return the first-order distance of both points (n, 2) to agreement with a pose, in distorted pixels: (n,).
 
-    This is the Sampson distance through both lenses. `in_picture1` moves the point of image 1 only, which gives the
+    This is the Sampson distance through both lenses. `in_image1` moves the point of image 1 only, which gives the
     distance to the epipolar curve there. Pixels outside the range of a lens give NaN.
     """
     E = essential_from_pose(cam1_from_cam0)
@@ -239,7 +239,7 @@ def pose_distance_px(
     # Derivatives of the residual by pixels: the derivatives by rays times the inverse of d pixels / d rays.
     slopes1 = _by_pixels((rays0 @ E.T)[:, :2], camera1.pixels_by_rays(rays1))
     squares = np.sum(slopes1**2, axis=1)
-    if not in_picture1:
+    if not in_image1:
         squares = squares + np.sum(_by_pixels((rays1 @ E)[:, :2], camera0.pixels_by_rays(rays0)) ** 2, axis=1)
     return _ratio(residuals, np.sqrt(squares))
 

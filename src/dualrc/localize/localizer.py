@@ -15,7 +15,7 @@ from dualrc.errors import DataError, DualRCError
 from dualrc.files import content_hash
 from dualrc.geometry import AbsolutePose, Camera, absolute_pose, camera_from_exif, lacks_sensor_size
 from dualrc.localize.maps import Correspondences, Map
-from dualrc.matcher import Matcher, PictureFeatures
+from dualrc.matcher import ImageFeatures, Matcher
 from dualrc.matcher.cache import LruCache
 from dualrc.types import FloatArray, Size
 
@@ -100,11 +100,11 @@ class Localizer:
         self._descriptors_file = descriptors
         # Camera that the map images of a size share.
         self._cameras: dict[Size, Camera | None] = {}
-        self._kept: LruCache[str, PictureFeatures] = LruCache(self.config.max_memory * 2**30, keep=1)
+        self._kept: LruCache[str, ImageFeatures] = LruCache(self.config.max_memory * 2**30, keep=1)
 
     def localize(
         self,
-        query: str | Path | PictureFeatures,
+        query: str | Path | ImageFeatures,
         *,
         camera: Camera | None = None,
         candidates: Sequence[str] | None = None,
@@ -117,22 +117,22 @@ class Localizer:
         """
         start = time.perf_counter()
         try:
-            features = query if isinstance(query, PictureFeatures) else self.matcher.features(query)
+            features = query if isinstance(query, ImageFeatures) else self.matcher.features(query)
             if camera is None:
                 camera = self._find_camera(query, features.size)
             _check_camera(camera, features.size)
         except DualRCError as error:
             return Localization(reason=str(error), seconds=time.perf_counter() - start)
         names = list(candidates) if candidates is not None else self.candidates(features)
-        picture = None if isinstance(query, PictureFeatures) else query
-        found = self.correspondences(features, names, picture)
+        image = None if isinstance(query, ImageFeatures) else query
+        found = self.correspondences(features, names, image)
         result = self.pose(found, features.size, camera=camera, names=names)
-        if camera is None and result.camera is not None and picture is not None and lacks_sensor_size(picture):
+        if camera is None and result.camera is not None and image is not None and lacks_sensor_size(image):
             source = f"{result.camera.source}, as EXIF has no sensor size"
             result = replace(result, camera=replace(result.camera, source=source))
         return replace(result, seconds=time.perf_counter() - start)
 
-    def candidates(self, query: PictureFeatures) -> list[str]:
+    def candidates(self, query: ImageFeatures) -> list[str]:
         """Return the map images that are most similar to the query, best first."""
         if len(self.map.names) <= self.config.candidates:
             return list(self.map.names)
@@ -170,11 +170,11 @@ class Localizer:
     def content(self, name: str) -> str:
         """Return the hash of a map image file at the time of the first call."""
         if name not in self._contents:
-            self._contents[name] = content_hash(self.map.pictures[name].path)
+            self._contents[name] = content_hash(self.map.images[name].path)
         return self._contents[name]
 
     def correspondences(
-        self, query: PictureFeatures, names: Iterable[str], picture: str | Path | None = None
+        self, query: ImageFeatures, names: Iterable[str], image: str | Path | None = None
     ) -> Correspondences:
         """Return the correspondences of a query with these map images; the higher qualities read it again."""
         parts = []
@@ -183,7 +183,7 @@ class Localizer:
             part = Correspondences.join([])
             if features is not None:
                 try:
-                    part = self.map.correspond(self.matcher, name, features, query, picture)
+                    part = self.map.correspond(self.matcher, name, features, query, image)
                 except DataError as error:
                     self.broken[name] = str(error)
             parts.append(part)
@@ -207,7 +207,7 @@ class Localizer:
         reason = _by_chance(found, pose, size, self.config.threshold_px, sample)
         if reason is not None:
             pose = AbsolutePose(inliers=np.zeros_like(pose.inliers), reason=reason)
-        support = np.bincount(found.pictures[pose.inliers], minlength=len(names))
+        support = np.bincount(found.images[pose.inliers], minlength=len(names))
         return Localization(
             cam_from_world=pose.cam_from_world,
             reason=pose.reason,
@@ -219,8 +219,8 @@ class Localizer:
             confidence=_confidence(found, pose, size),
         )
 
-    def _find_camera(self, query: str | Path | PictureFeatures, size: Size) -> Camera | None:
-        told = None if isinstance(query, PictureFeatures) else camera_from_exif(query)
+    def _find_camera(self, query: str | Path | ImageFeatures, size: Size) -> Camera | None:
+        told = None if isinstance(query, ImageFeatures) else camera_from_exif(query)
         if size not in self._cameras:
             self._cameras[size] = self.map.camera(size)
         shared = self._cameras[size]
@@ -229,12 +229,12 @@ class Localizer:
         # The map's camera is refined and includes distortion. EXIF values are rounded, but reveal another lens or zoom.
         return shared if abs(np.log(told.focal_px / shared.focal_px)) <= _SAME_FOCAL else told
 
-    def _features(self, name: str) -> PictureFeatures | None:
+    def _features(self, name: str) -> ImageFeatures | None:
         """Return the features of a map image, cached as memory permits, or None if it is broken."""
         if name in self.broken:
             return None
         try:
-            return self._kept.get(name, lambda: self.matcher.features(self.map.pictures[name].path))
+            return self._kept.get(name, lambda: self.matcher.features(self.map.images[name].path))
         except DualRCError as error:
             self.broken[name] = str(error)
             return None

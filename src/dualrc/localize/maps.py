@@ -11,7 +11,7 @@ import numpy as np
 from dualrc.colmap import Model, read_model
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry import Camera, Lens, RgbdFrame, read_depth_m, read_rgbd, sample_depth, unproject
-from dualrc.matcher import Matcher, PictureFeatures
+from dualrc.matcher import ImageFeatures, Matcher
 from dualrc.matches import Matches
 from dualrc.pixels import FINE_STRIDE
 from dualrc.types import FloatArray, IntArray, Size
@@ -38,7 +38,7 @@ class Correspondences:
     # (n,), ids of the 3D points in the map; -1 for a point without id.
     point_ids: IntArray
     # (n,), index of the candidate.
-    pictures: IntArray
+    images: IntArray
 
     def __len__(self) -> int:
         return len(self.scores)
@@ -54,7 +54,7 @@ class Correspondences:
             xyz=np.concatenate([np.zeros((0, 3)), *(part.xyz for part in parts)]),
             scores=np.concatenate([np.zeros(0), *(part.scores for part in parts)]),
             point_ids=np.concatenate([np.zeros(0, np.int64), *(part.point_ids for part in parts)]),
-            pictures=np.concatenate(
+            images=np.concatenate(
                 [np.zeros(0, np.int64), *(np.full(len(part), number) for number, part in enumerate(parts))]
             ),
         )
@@ -84,21 +84,21 @@ class Look:
     """A map image and a query, in that order, for a matcher to compare."""
 
     matcher: Matcher
-    features: tuple[PictureFeatures, PictureFeatures]
+    features: tuple[ImageFeatures, ImageFeatures]
     # Image files, for the higher qualities.
-    pictures: tuple[Path, Path] | None
+    images: tuple[Path, Path] | None
 
     def match(self) -> Matches:
         """Return the matches of the two images."""
-        if self.pictures is None:
+        if self.images is None:
             return self.matcher.match_features(*self.features)
-        return self.matcher.match(*self.pictures)
+        return self.matcher.match(*self.images)
 
     def match_points(self, points: FloatArray) -> Matches:
         """Return the positions in the query of points (n, 2) of the map image, one row per point."""
-        if self.pictures is None:
+        if self.images is None:
             return self.matcher.match_points(*self.features, points)
-        return _follow(self.matcher.match(*self.pictures, top=None), points)
+        return _follow(self.matcher.match(*self.images, top=None), points)
 
 
 def _follow(matches: Matches, points: FloatArray) -> Matches:
@@ -133,7 +133,7 @@ def _follow(matches: Matches, points: FloatArray) -> Matches:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class MapPicture:
+class MapImage:
     """An image of a map."""
 
     path: Path
@@ -145,10 +145,10 @@ class MapPicture:
 class Map(ABC):
     """Images whose pixels have known 3D positions."""
 
-    def __init__(self, pictures: dict[str, MapPicture], info: dict[str, Any]) -> None:
+    def __init__(self, images: dict[str, MapImage], info: dict[str, Any]) -> None:
         """`info`: identifies the map, as plain JSON values."""
-        self.pictures, self.names = pictures, list(pictures)
-        self.info = {**info, "pictures": len(pictures)}
+        self.images, self.names = images, list(images)
+        self.info = {**info, "images": len(images)}
 
     @abstractmethod
     def see(self, name: str, look: "Look") -> Correspondences:
@@ -158,28 +158,28 @@ class Map(ABC):
         self,
         matcher: Matcher,
         name: str,
-        features: PictureFeatures,
-        query: PictureFeatures,
-        picture: str | Path | None = None,
+        features: ImageFeatures,
+        query: ImageFeatures,
+        image: str | Path | None = None,
     ) -> Correspondences:
         """Return the correspondences of a query with a map image; the higher qualities read the query image again."""
-        known = self.pictures[name]
+        known = self.images[name]
         if features.size != known.size:
             there, here = ("{} x {}".format(*size) for size in (known.size, features.size))
             remedy = "pass the images that the map was made from"
             raise DataError(f"{known.path} has {here} pixels, but {there} in the map; {remedy}.")
-        if matcher.config.quality != "standard" and picture is None:
+        if matcher.config.quality != "standard" and image is None:
             raise ConfigError(
                 f'quality = "{matcher.config.quality}" warps the images; pass images instead of features.'
             )
-        pictures = None if picture is None or matcher.config.quality == "standard" else (known.path, Path(picture))
-        found = self.see(name, Look(matcher=matcher, features=(features, query), pictures=pictures))
+        images = None if image is None or matcher.config.quality == "standard" else (known.path, Path(image))
+        found = self.see(name, Look(matcher=matcher, features=(features, query), images=images))
         top = matcher.config.top
         return found if top is None else found.best(top)
 
     def camera(self, size: Size) -> Camera | None:
         """Return the camera without pose that all images of this size share; None if there is none or they differ."""
-        cameras = [picture.camera for picture in self.pictures.values() if picture.size == size]
+        cameras = [image.camera for image in self.images.values() if image.size == size]
         known = [camera for camera in cameras if camera is not None]
         if not known or len(known) < len(cameras) or len({camera.lens.model for camera in known}) > 1:
             return None
@@ -212,15 +212,15 @@ class ModelMap(Map):
 
     def __init__(self, model: Model, images: str | Path) -> None:
         self.model = model
-        pictures = {
-            name: MapPicture(path=Path(images, name), size=image.size, camera=image.camera)
+        observed = {
+            name: MapImage(path=Path(images, name), size=image.size, camera=image.camera)
             for name, image in model.images.items()
             # Images without 3D points cannot contribute.
             if len(image.points)
         }
-        if not pictures:
+        if not observed:
             raise DataError("No image of the model observes a 3D point; pass a model with points.")
-        super().__init__(pictures, {"kind": "COLMAP model", "points": len(model.point_ids)})
+        super().__init__(observed, {"kind": "COLMAP model", "points": len(model.point_ids)})
 
     def see(self, name: str, look: Look) -> Correspondences:
         image = self.model.images[name]
@@ -233,7 +233,7 @@ class ModelMap(Map):
             xyz=self.model.xyz_of(ids),
             scores=found.scores[seen].astype(np.float64),
             point_ids=ids,
-            pictures=np.zeros(len(seen), np.int64),
+            images=np.zeros(len(seen), np.int64),
         )
 
 
@@ -244,8 +244,8 @@ class RgbdMap(Map):
         if not frames:
             raise DataError("The map has no images; pass at least one with depth and pose.")
         self.frames = {frame.name: frame for frame in frames}
-        pictures = {f.name: MapPicture(path=f.image, size=f.camera.size, camera=f.camera) for f in frames}
-        super().__init__(pictures, {"kind": "RGB-D"})
+        images = {f.name: MapImage(path=f.image, size=f.camera.size, camera=f.camera) for f in frames}
+        super().__init__(images, {"kind": "RGB-D"})
 
     def see(self, name: str, look: Look) -> Correspondences:
         frame = self.frames[name]
@@ -257,7 +257,7 @@ class RgbdMap(Map):
             xyz=unproject(frame.camera, matches.points0[known], depths[known]),
             scores=matches.scores[known].astype(np.float64),
             point_ids=np.full(int(known.sum()), -1),
-            pictures=np.zeros(int(known.sum()), np.int64),
+            images=np.zeros(int(known.sum()), np.int64),
         )
 
 

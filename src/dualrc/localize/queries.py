@@ -9,7 +9,7 @@ from typing import Any
 from dualrc.collection.progress import Progress, no_progress
 from dualrc.files import content_hashes, only_run
 from dualrc.geometry import Camera
-from dualrc.image import find_pictures
+from dualrc.image import find_images
 from dualrc.localize.localizer import Localization, Localizer
 from dualrc.localize.results import ResultsFile
 
@@ -19,7 +19,7 @@ def find_queries(path: str | Path) -> dict[str, Path]:
     path = Path(path)
     if path.is_file():
         return {path.name: path}
-    return {name: path / name for name in find_pictures(path)}
+    return {name: path / name for name in find_images(path)}
 
 
 def results_config(localizer: Localizer) -> dict[str, Any]:
@@ -91,5 +91,5 @@ def _is_outdated(localizer: Localizer, content: str, results: ResultsFile, name:
 
 def _content(localizer: Localizer, query: str, found: Localization) -> str:
     """Return a hash of a query image and of the map images that it was matched with."""
-    of_map = (localizer.content(name) for name in found.candidates if name in localizer.map.pictures)
+    of_map = (localizer.content(name) for name in found.candidates if name in localizer.map.images)
     return hashlib.sha256(" ".join([query, *of_map]).encode()).hexdigest()[:32]

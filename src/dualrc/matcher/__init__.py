@@ -1,8 +1,8 @@
 """The matcher: images in, `Matches` out."""
 
 from dualrc.matcher.extract import Precision
-from dualrc.matcher.features import PictureFeatures
+from dualrc.matcher.features import ImageFeatures
 from dualrc.matcher.loading import load
 from dualrc.matcher.matcher import Matcher
 
-__all__ = ["Matcher", "PictureFeatures", "Precision", "load"]
+__all__ = ["ImageFeatures", "Matcher", "Precision", "load"]

@@ -16,7 +16,7 @@ from dualrc.errors import ConfigError
 from dualrc.image import Scale, normalize_colors, resize, to_tensor
 from dualrc.machine import device_name
 from dualrc.matcher.budget import enough_memory
-from dualrc.matcher.features import PendingImage, PictureFeatures, chunks
+from dualrc.matcher.features import ImageFeatures, PendingImage, chunks
 from dualrc.model.backbone import CompactBackbone
 from dualrc.model.network import Features, Network
 from dualrc.ops import int8
@@ -75,26 +75,26 @@ class Extractor:
                 for number, item in enumerate(chunk):
                     seen, coarse, fine, *light = (tensor[number : number + 1] for tensor in found)
                     one = Features(coarse=coarse, fine=fine, light=light[0] if light else None)
-                    item.features = PictureFeatures(
+                    item.features = ImageFeatures(
                         maps=one, scale=item.scale, mask=None, made_by=self.made_by, pixels=seen[0]
                     )
                     item.pixels = None
 
     def _upload(self, given: list[npt.NDArray[np.uint8] | Tensor]) -> Tensor:
         """Stack images of the same size, uint8 (h w 3), on the device; tensors are already there."""
-        pictures = [picture for picture in given if not isinstance(picture, Tensor)]
-        if not pictures:
-            return torch.stack([picture for picture in given if isinstance(picture, Tensor)])
+        images = [image for image in given if not isinstance(image, Tensor)]
+        if not images:
+            return torch.stack([image for image in given if isinstance(image, Tensor)])
         if self.device.type != "cuda":
-            pixels = [to_tensor(picture) for picture in pictures]
+            pixels = [to_tensor(image) for image in images]
             return torch.stack(pixels).to(self.device) if len(pixels) > 1 else pixels[0][None].to(self.device)
         # Copy through pinned memory, which torch caches for the next time.
-        shelf = torch.empty(len(pictures), *pictures[0].shape, dtype=torch.uint8, pin_memory=True)
+        shelf = torch.empty(len(images), *images[0].shape, dtype=torch.uint8, pin_memory=True)
         if shelf.numel() <= _FEW:
-            for picture, place in zip(pictures, shelf, strict=True):
-                np.copyto(place.numpy(), picture)
+            for image, place in zip(images, shelf, strict=True):
+                np.copyto(place.numpy(), image)
         else:
-            torch.stack([to_tensor(picture) for picture in pictures], out=shelf)
+            torch.stack([to_tensor(image) for image in images], out=shelf)
         return shelf.to(self.device, non_blocking=True)
 
     def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, ...]:

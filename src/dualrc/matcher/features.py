@@ -15,7 +15,7 @@ from dualrc.types import BoolArray, ImageArray, Size
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class PictureFeatures:
+class ImageFeatures:
     """Features of an image, ready to be matched with many others."""
 
     # Feature maps with a batch size of one.
@@ -28,7 +28,7 @@ class PictureFeatures:
     pixels: Tensor
 
     def __repr__(self) -> str:
-        return "PictureFeatures({}x{}, seen as {}x{})".format(*self.scale.image_size, *self.scale.input_size)
+        return "ImageFeatures({}x{}, seen as {}x{})".format(*self.scale.image_size, *self.scale.input_size)
 
     @property
     def size(self) -> Size:
@@ -44,7 +44,7 @@ class PictureFeatures:
         return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
-Matchable = ImageInput | PictureFeatures
+Matchable = ImageInput | ImageFeatures
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,7 +54,7 @@ class PendingImage:
     scale: Scale
     # (h w 3) A tensor is on the device.
     pixels: ImageArray | Tensor | None = None
-    features: PictureFeatures | None = None
+    features: ImageFeatures | None = None
 
     @property
     def bytes(self) -> int:
@@ -63,7 +63,7 @@ class PendingImage:
             0 if self.features is None else self.features.bytes
         )
 
-    def known(self) -> PictureFeatures:
+    def known(self) -> ImageFeatures:
         """Return the features, which must be present."""
         assert self.features is not None
         return self.features
@@ -76,18 +76,18 @@ class FeatureCache:
         self._make, self._reader = make, reader
         self._kept: LruCache[Path, PendingImage] = LruCache()
 
-    def ask(self, picture: Matchable) -> None:
+    def ask(self, image: Matchable) -> None:
         """Announce that this image is needed soon, so that it is read in the background."""
-        if isinstance(picture, (str, Path)) and Path(picture) not in self._kept:
-            self._reader.ask(Path(picture))
+        if isinstance(image, (str, Path)) and Path(image) not in self._kept:
+            self._reader.ask(Path(image))
 
-    def get(self, picture: Matchable) -> PendingImage:
+    def get(self, image: Matchable) -> PendingImage:
         """Return the image, read now if necessary; its features follow later."""
-        if isinstance(picture, PictureFeatures):
-            return PendingImage(scale=picture.scale, features=picture)
-        if not isinstance(picture, (str, Path)):
-            return self._make(read(picture))
-        key = Path(picture)
+        if isinstance(image, ImageFeatures):
+            return PendingImage(scale=image.scale, features=image)
+        if not isinstance(image, (str, Path)):
+            return self._make(read(image))
+        key = Path(image)
         if key in self._kept:
             self._reader.drop(key)
         return self._kept.get(key, lambda: self._make(self._reader.take(key)))

@@ -24,7 +24,7 @@ from dualrc.evidence import LOOKED_AT
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
-from dualrc.matcher.features import FeatureCache, Matchable, PendingImage, PictureFeatures, shapes, stack
+from dualrc.matcher.features import FeatureCache, ImageFeatures, Matchable, PendingImage, shapes, stack
 from dualrc.matcher.prefetch import ReadAhead, look_ahead
 from dualrc.matches import Matches, Warp, inside_mask
 from dualrc.model.backbone import fold_batch_norm
@@ -109,10 +109,10 @@ class Matcher:
 
     @torch.inference_mode()
     def features(
-        self, picture: ImageInput, *, mask: npt.ArrayLike | None = None, size: int | Unset | None = UNSET
-    ) -> PictureFeatures:
+        self, image: ImageInput, *, mask: npt.ArrayLike | None = None, size: int | Unset | None = UNSET
+    ) -> ImageFeatures:
         """Extract the features of one image; `mask` (height, width) selects the region to match."""
-        item = self._item(read(picture), size)
+        item = self._item(read(image), size)
         return self._in_memory([item], lambda features: self.masked(features, mask))
 
     def _item(self, pixels: npt.NDArray[np.uint8], size: int | Unset | None) -> PendingImage:
@@ -156,25 +156,25 @@ class Matcher:
         # This imports the estimators, which no other call needs.
         from dualrc.matcher.rematch import match_again
 
-        if isinstance(image0, PictureFeatures) or isinstance(image1, PictureFeatures):
+        if isinstance(image0, ImageFeatures) or isinstance(image1, ImageFeatures):
             message = f'quality = "{settings.quality}" warps the images; pass images instead of features.'
             raise ConfigError(message)
-        pictures = read(image0), read(image1)
-        again = partial(match_again, self, pictures, turned_views=settings.quality == "search")
-        sizes = self._detailed(pictures[0], size), self._detailed(pictures[1], size)
-        found = self._with_pair(again, *pictures, mask0, mask1, sizes)
+        images = read(image0), read(image1)
+        again = partial(match_again, self, images, turned_views=settings.quality == "search")
+        sizes = self._detailed(images[0], size), self._detailed(images[1], size)
+        found = self._with_pair(again, *images, mask0, mask1, sizes)
         return self._selected(found, settings)
 
-    def _detailed(self, picture: ImageArray, size: int | Unset | None) -> int | Unset | None:
+    def _detailed(self, image: ImageArray, size: int | Unset | None) -> int | Unset | None:
         """Return the size at which the higher qualities see an image: they enlarge small ones, up to a factor."""
-        settings, longest = self._settings(size=size), max(picture.shape[:2])
+        settings, longest = self._settings(size=size), max(image.shape[:2])
         wanted = min(_DETAILED, settings.max_size, _LARGER * longest)
         return wanted if settings.size is None and longest < wanted else size
 
     def match_features(
         self,
-        features0: PictureFeatures,
-        features1: PictureFeatures,
+        features0: ImageFeatures,
+        features1: ImageFeatures,
         *,
         mask0: npt.ArrayLike | None = None,
         mask1: npt.ArrayLike | None = None,
@@ -213,8 +213,8 @@ class Matcher:
             cache = FeatureCache(lambda pixels: self._item(pixels, size), reader)
             batch: list[tuple[tuple[Matchable, Matchable], tuple[PendingImage, PendingImage]]] = []
             for pair, coming in look_ahead(pairs, ahead):
-                for picture in itertools.chain.from_iterable(coming if ahead else ()):
-                    cache.ask(picture)
+                for image in itertools.chain.from_iterable(coming if ahead else ()):
+                    cache.ask(image)
                 try:
                     items = (cache.get(pair[0]), cache.get(pair[1]))
                     cache.shrink(self.budget.spare((items[0].scale, items[1].scale)))
@@ -300,7 +300,7 @@ class Matcher:
         return self._with_pair(find, image0, image1, mask0, mask1, (size, size))
 
     def _match_points(
-        self, features0: PictureFeatures, features1: PictureFeatures, points: FloatArray, min_score: float | Unset
+        self, features0: ImageFeatures, features1: ImageFeatures, points: FloatArray, min_score: float | Unset
     ) -> Matches:
         where = np.ones((features0.size[1], features0.size[0]), bool) if features0.mask is None else features0.mask
         asked = inside_mask(points, where)
@@ -309,7 +309,7 @@ class Matcher:
             inputs = torch.from_numpy(features0.scale.to_network(points[asked]).astype(np.float32)).to(self.device)
             with self._working(features0, features1):
                 there, score = self.network.match_points(features0.maps, features1.maps, inputs)
-            result[asked] = features1.scale.to_picture(there.cpu().numpy())
+            result[asked] = features1.scale.to_image(there.cpu().numpy())
             scores[asked] = self._calibrated(score.cpu().numpy())
             if features1.mask is not None:
                 scores[~inside_mask(result, features1.mask)] = 0
@@ -342,12 +342,12 @@ class Matcher:
         warp = partial(self._warp, min_score=min_score)
         return self._with_pair(warp, image0, image1, mask0, mask1, (size, size))
 
-    def _warp(self, features0: PictureFeatures, features1: PictureFeatures, min_score: float | Unset) -> Warp:
+    def _warp(self, features0: ImageFeatures, features1: ImageFeatures, min_score: float | Unset) -> Warp:
         with self._working(features0, features1):
             points, certainty = self.network.warp(features0.maps, features1.maps)
         known = torch.from_numpy(self._calibrated(certainty.cpu().numpy()))
         places, sure = spread(points.cpu(), known, features0.scale, FINE_STRIDE)
-        dense = features1.scale.to_picture(places.reshape(-1, 2)).reshape(places.shape)
+        dense = features1.scale.to_image(places.reshape(-1, 2)).reshape(places.shape)
         width, height = features1.size
         sure = sure * ((dense > -0.5) & (dense < (width - 0.5, height - 0.5))).all(2)
         for features, points_there in ((features0, pixel_grid(features0.size)), (features1, dense)):
@@ -372,7 +372,7 @@ class Matcher:
 
     def _with_pair(
         self,
-        use: Callable[[PictureFeatures, PictureFeatures], T],
+        use: Callable[[ImageFeatures, ImageFeatures], T],
         image0: Matchable,
         image1: Matchable,
         mask0: npt.ArrayLike | None,
@@ -383,12 +383,12 @@ class Matcher:
         items = [
             # Features have a fixed size already.
             PendingImage(scale=image.scale, features=image)
-            if isinstance(image, PictureFeatures)
+            if isinstance(image, ImageFeatures)
             else self._item(read(image), size)
             for image, size in zip((image0, image1), sizes, strict=True)
         ]
 
-        def with_masks(features0: PictureFeatures, features1: PictureFeatures) -> T:
+        def with_masks(features0: ImageFeatures, features1: ImageFeatures) -> T:
             pair = self.masked(features0, mask0), self.masked(features1, mask1)
             self._check_makers(pair)
             return use(*pair)
@@ -409,7 +409,7 @@ class Matcher:
             let_go()
         raise NoMemoryError
 
-    def masked(self, features: PictureFeatures, mask: npt.ArrayLike | None) -> PictureFeatures:
+    def masked(self, features: ImageFeatures, mask: npt.ArrayLike | None) -> ImageFeatures:
         """Restrict features to a mask (height, width) of the image; None keeps them unchanged."""
         if mask is None:
             return features
@@ -418,12 +418,12 @@ class Matcher:
         valid = torch.from_numpy(cells)[None].to(self.device)
         return replace(features, maps=replace(features.maps, valid=valid), mask=array)
 
-    def _check_makers(self, pair: tuple[PictureFeatures, PictureFeatures]) -> None:
+    def _check_makers(self, pair: tuple[ImageFeatures, ImageFeatures]) -> None:
         if any(features.made_by != self._extractor.made_by for features in pair):
             raise ConfigError("These features come from other weights; extract them with features() of this matcher.")
 
     @contextmanager
-    def _working(self, features0: PictureFeatures, features1: PictureFeatures, count: int = 1) -> Iterator[None]:
+    def _working(self, features0: ImageFeatures, features1: ImageFeatures, count: int = 1) -> Iterator[None]:
         """Limit the workspace of the network to the memory that `count` such pairs leave."""
         limit = self.budget.working((features0.scale, features1.scale), count)
         with enough_memory(), memory.working_memory(limit), use_threads(self.threads):
@@ -434,7 +434,7 @@ class Matcher:
         return replace(self.config, **{name: value for name, value in changes.items() if value is not UNSET})
 
     def match_uncalibrated(
-        self, batch: list[tuple[PictureFeatures, PictureFeatures]], settings: MatcherConfig
+        self, batch: list[tuple[ImageFeatures, ImageFeatures]], settings: MatcherConfig
     ) -> Iterator[Matches]:
         """Match pairs of the same shapes as one batch; pairs without agreement are matched again at other scales.
 
@@ -449,7 +449,7 @@ class Matcher:
         for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
             yield self._searched(matches, pair, searches)
 
-    def _searched(self, matches: Matches, pair: tuple[PictureFeatures, PictureFeatures], other_scales: bool) -> Matches:
+    def _searched(self, matches: Matches, pair: tuple[ImageFeatures, ImageFeatures], other_scales: bool) -> Matches:
         """Return the matches if they agree with each other, else those at another scale if they agree there."""
         suspicious = is_suspicious(matches)
         # Without a calibration or a search over scales, only blank images matter.
@@ -476,7 +476,7 @@ class Matcher:
 
     @torch.inference_mode()
     def match_plain(
-        self, batch: list[tuple[PictureFeatures, PictureFeatures]], top: int | None = None
+        self, batch: list[tuple[ImageFeatures, ImageFeatures]], top: int | None = None
     ) -> Iterator[Matches]:
         """Match pairs of the same shapes as one batch, once, with raw network scores; the best `top` of each."""
         if not batch:
@@ -516,11 +516,11 @@ class Matcher:
         return scores if self.calibration is None else np.where(scores > 0, self.calibration.points(scores), 0)
 
     def _to_matches(
-        self, columns: npt.NDArray[np.float32], features0: PictureFeatures, features1: PictureFeatures
+        self, columns: npt.NDArray[np.float32], features0: ImageFeatures, features1: ImageFeatures
     ) -> Matches:
         return Matches(
-            points0=features0.scale.to_picture(columns[:, :2]),
-            points1=features1.scale.to_picture(columns[:, 2:4]),
+            points0=features0.scale.to_image(columns[:, :2]),
+            points1=features1.scale.to_image(columns[:, 2:4]),
             scores=columns[:, 4],
             size0=features0.size,
             size1=features1.size,
@@ -528,5 +528,5 @@ class Matcher:
         )
 
 
-def _seen(features0: PictureFeatures, features1: PictureFeatures) -> dict[str, Size]:
+def _seen(features0: ImageFeatures, features1: ImageFeatures) -> dict[str, Size]:
     return {"network_size0": features0.scale.input_size, "network_size1": features1.scale.input_size}

@@ -18,7 +18,7 @@ from dualrc.pixels import STRIDE
 from dualrc.types import FloatArray, ImageArray
 
 if TYPE_CHECKING:
-    from dualrc.matcher.features import PictureFeatures
+    from dualrc.matcher.features import ImageFeatures
     from dualrc.matcher.matcher import Matcher
 
 # Factor between the scales of the search. The network tolerates what remains.
@@ -65,7 +65,7 @@ NOTHING = f"The matches do not agree with each other at any scale: {ADVICE}"
 
 
 def search(
-    matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]", first: Matches, foothold: Foothold
+    matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeatures]", first: Matches, foothold: Foothold
 ) -> Matches:
     """Match at the scale that the first pass indicates, or at the best of several scales if it has no agreement.
 
@@ -96,7 +96,7 @@ def search(
     return replace(look.matches, info={**look.matches.info, "zoom": round(scale * ratio[1] / ratio[0], 3)})
 
 
-def _best_scale(matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]") -> tuple[Look | None, float]:
+def _best_scale(matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeatures]") -> tuple[Look | None, float]:
     """Return the pass and the scale with the highest agreement of several; None if the matches agree at no scale."""
     best: Look | None = None
     best_scale, most = 1.0, _TAKEN
@@ -114,7 +114,7 @@ def _best_scale(matcher: "Matcher", features: "tuple[PictureFeatures, PictureFea
 
 def _look_at_scale(
     matcher: "Matcher",
-    features: "tuple[PictureFeatures, PictureFeatures]",
+    features: "tuple[ImageFeatures, ImageFeatures]",
     scale: float,
     boxes: tuple[Box | None, Box | None] = (None, None),
     longest: int = 0,
@@ -134,7 +134,7 @@ def _look_at_scale(
     return None if views is None else match_views(matcher, features, views)
 
 
-def _boxes(matches: Matches, features: "tuple[PictureFeatures, PictureFeatures]") -> tuple[Box | None, Box | None]:
+def _boxes(matches: Matches, features: "tuple[ImageFeatures, ImageFeatures]") -> tuple[Box | None, Box | None]:
     """Return the crop of each network input with nearly all of the best matches; None for the whole image."""
     points = matches.points0[:_BEST], matches.points1[:_BEST]
     first, second = (_box(own, f.scale) for own, f in zip(points, features, strict=True))
@@ -154,9 +154,9 @@ def _box(points: FloatArray, scale: Scale) -> Box | None:
 
 def match_again(
     matcher: "Matcher",
-    pictures: tuple[ImageArray, ImageArray],
-    features0: "PictureFeatures",
-    features1: "PictureFeatures",
+    images: tuple[ImageArray, ImageArray],
+    features0: "ImageFeatures",
+    features1: "ImageFeatures",
     *,
     turned_views: bool = False,
 ) -> Matches:
@@ -175,15 +175,15 @@ def match_again(
     best = verify(first)
     # Without a calibration, scores of any size can be right, so only the search with rotated views goes on.
     if best.weight > BEYOND_DOUBT or (matcher.calibration is None and not turned_views):
-        best = _looked_again(best, matcher, pictures, features, _LOOKS)
+        best = _looked_again(best, matcher, images, features, _LOOKS)
     else:
-        smaller = list(_smaller(matcher, pictures, features))
+        smaller = list(_smaller(matcher, images, features))
         small = smaller[-1] if smaller else features
         starts = [best, *(verify(next(matcher.match_uncalibrated([pair], everything))) for pair in smaller)]
-        best = _best_of(starts, matcher, pictures, features, small)
+        best = _best_of(starts, matcher, images, features, small)
         if best.weight <= BEYOND_DOUBT:
             views = best_views(matcher, features, turned=turned_views)
-            best = _best_of([best, *views], matcher, pictures, features, small)
+            best = _best_of([best, *views], matcher, images, features, small)
     if best.matches is first:
         return first
     found = joined(best.matches, first)
@@ -195,16 +195,16 @@ def match_again(
 def _best_of(
     starts: list[Verified],
     matcher: "Matcher",
-    pictures: tuple[ImageArray, ImageArray],
-    features: "tuple[PictureFeatures, PictureFeatures]",
-    small: "tuple[PictureFeatures, PictureFeatures]",
+    images: tuple[ImageArray, ImageArray],
+    features: "tuple[ImageFeatures, ImageFeatures]",
+    small: "tuple[ImageFeatures, ImageFeatures]",
 ) -> Verified:
     """Return the result of matching again from the best starting points, or a starting point if none is better."""
     # A second pass at a small size shows which starting points are right.
-    starts = _most_agreed(_looked_again(start, matcher, pictures, small, 1) for start in starts)
+    starts = _most_agreed(_looked_again(start, matcher, images, small, 1) for start in starts)
     least = 0.0 if matcher.calibration is None else _WORTH
     worth = [start for start in starts[:_STARTS] if start.weight > least]
-    return _most_agreed([*starts, *(_looked_again(start, matcher, pictures, features, _LOOKS) for start in worth)])[0]
+    return _most_agreed([*starts, *(_looked_again(start, matcher, images, features, _LOOKS) for start in worth)])[0]
 
 
 def _most_agreed(starts: Iterable[Verified]) -> list[Verified]:
@@ -215,8 +215,8 @@ def _most_agreed(starts: Iterable[Verified]) -> list[Verified]:
 def _looked_again(
     start: Verified,
     matcher: "Matcher",
-    pictures: tuple[ImageArray, ImageArray],
-    features: "tuple[PictureFeatures, PictureFeatures]",
+    images: tuple[ImageArray, ImageArray],
+    features: "tuple[ImageFeatures, ImageFeatures]",
     looks: int,
 ) -> Verified:
     """Match again through the common motion of the matches, while that raises their verified weight.
@@ -228,7 +228,7 @@ def _looked_again(
         motion = shared_motion(best.matches)
         if motion is None:
             break
-        again = verify(_match_moved(matcher, pictures, features, motion))
+        again = verify(_match_moved(matcher, images, features, motion))
         if again.weight <= best.weight or again.weight_of(best.matches) < _KEPT * best.weight:
             break
         best = again
@@ -236,8 +236,8 @@ def _looked_again(
 
 
 def _smaller(
-    matcher: "Matcher", pictures: tuple[ImageArray, ImageArray], features: "tuple[PictureFeatures, PictureFeatures]"
-) -> "Iterator[tuple[PictureFeatures, PictureFeatures]]":
+    matcher: "Matcher", images: tuple[ImageArray, ImageArray], features: "tuple[ImageFeatures, ImageFeatures]"
+) -> "Iterator[tuple[ImageFeatures, ImageFeatures]]":
     """Yield the features of both images at smaller sizes, as long as both are large enough to match."""
     longest = max(max(own.scale.input_size) for own in features)
     for ratio in _RATIOS:
@@ -246,16 +246,16 @@ def _smaller(
         if min(shrink * min(own.scale.input_size) for shrink, own in zip(shrinks, features, strict=True)) < LEAST_SIDE:
             return
         first, second = (
-            matcher.masked(matcher.features(picture, size=rounded(shrink * max(own.scale.input_size))), own.mask)
-            for picture, own, shrink in zip(pictures, features, shrinks, strict=True)
+            matcher.masked(matcher.features(image, size=rounded(shrink * max(own.scale.input_size))), own.mask)
+            for image, own, shrink in zip(images, features, shrinks, strict=True)
         )
         yield first, second
 
 
 def _match_moved(
     matcher: "Matcher",
-    pictures: tuple[ImageArray, ImageArray],
-    features: "tuple[PictureFeatures, PictureFeatures]",
+    images: tuple[ImageArray, ImageArray],
+    features: "tuple[ImageFeatures, ImageFeatures]",
     motion: "Motion",
 ) -> Matches:
     """Match one image with the other image warped into its frame, cropped if the motion holds for a part of it."""
@@ -271,15 +271,14 @@ def _match_moved(
         size = (rounded(grow * box[2]), rounded(grow * box[3]))
     frame = View.part(scale, box or (0, 0, *size), size)
     view = View(
-        picture_from_view=own_from_frame @ frame.picture_from_view,
+        image_from_view=own_from_frame @ frame.image_from_view,
         size=size,
         shrinks=(1 / motion.enlarges if moves0 else motion.enlarges) * frame.shrinks,
     )
     views: list[View | None] = [None, None]
     views[still], views[moving] = None if box is None else replace(frame, box=None), view
     pixels = [
-        None if view is None else to_tensor(picture).to(matcher.device)
-        for view, picture in zip(views, pictures, strict=True)
+        None if view is None else to_tensor(image).to(matcher.device) for view, image in zip(views, images, strict=True)
     ]
     return match_views(matcher, features, (views[0], views[1]), (pixels[0], pixels[1])).matches
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from dualrc import geometry
 from dualrc.foothold import Foothold, vote
 from dualrc.image import Scale
-from dualrc.matcher.features import PendingImage, PictureFeatures
+from dualrc.matcher.features import ImageFeatures, PendingImage
 from dualrc.matches import Matches, inside_mask
-from dualrc.pixels import STRIDE, on_picture, pixel_to_unit
+from dualrc.pixels import STRIDE, in_image, pixel_to_unit
 from dualrc.texture import Seen, without_blank_areas
 from dualrc.types import BoolArray, FloatArray, Size
 
@@ -35,7 +35,7 @@ class View:
     """An image warped by a homography, at the size of the network input."""
 
     # (3, 3) From pixels of the view to pixels of the image.
-    picture_from_view: FloatArray
+    image_from_view: FloatArray
     # (width, height), multiples of 16
     size: Size
     # Factor by which the view is smaller than the image, near its center.
@@ -51,20 +51,20 @@ class View:
         """Create a view of a crop of the network input, or of all of it, at another size."""
         left, top, width, height = box
         seen_from_view = geometry.crop_homography(-left, -top) @ geometry.resize_homography(size, (width, height))
-        picture_from_seen = geometry.resize_homography(own.input_size, own.image_size)
+        image_from_seen = geometry.resize_homography(own.input_size, own.image_size)
         ratio = np.sqrt(width * height / (size[0] * size[1])) * own.image_size[0] / own.input_size[0]
-        return View(picture_from_view=picture_from_seen @ seen_from_view, size=size, shrinks=float(ratio), box=box)
+        return View(image_from_view=image_from_seen @ seen_from_view, size=size, shrinks=float(ratio), box=box)
 
     def turned(self) -> "View":
         """Rotate by 90 degrees clockwise."""
         width, height = self.size
         view_from_turned = np.array([(0, 1, 0), (-1, 0, height - 1), (0, 0, 1)])
-        return replace(self, picture_from_view=self.picture_from_view @ view_from_turned, size=(height, width))
+        return replace(self, image_from_view=self.image_from_view @ view_from_turned, size=(height, width))
 
-    def places(self, picture: Size) -> FloatArray:
+    def places(self, image: Size) -> FloatArray:
         """Return the positions of the view's pixels in an image of this size: (h, w, 2); NaN beyond the horizon."""
         # homography_grid maps image 1 to image 0; here they are the view and the image.
-        return geometry.homography_grid(np.linalg.inv(self.picture_from_view), picture, self.size)
+        return geometry.homography_grid(np.linalg.inv(self.image_from_view), image, self.size)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,11 +104,11 @@ def rounded(side: float) -> int:
     return max(1, round(side / STRIDE)) * STRIDE
 
 
-def see(pixels: Tensor, picture: Size, view: View) -> tuple[Tensor, BoolArray]:
-    """Warp pixels, uint8 (h w 3), of an image of size `picture` into a view; return the mask of its extent (h, w)."""
-    places = view.places(picture)
+def see(pixels: Tensor, image: Size, view: View) -> tuple[Tensor, BoolArray]:
+    """Warp pixels, uint8 (h w 3), of an image of size `image` into a view; return the mask of its extent (h, w)."""
+    places = view.places(image)
     source = (pixels.shape[1], pixels.shape[0])
-    shrinks = view.shrinks * float(np.sqrt(source[0] * source[1] / (picture[0] * picture[1])))
+    shrinks = view.shrinks * float(np.sqrt(source[0] * source[1] / (image[0] * image[1])))
     images = pixels[None].permute(0, 3, 1, 2).float()
     # Downscale first to avoid aliasing.
     if shrinks > 1:
@@ -120,7 +120,7 @@ def see(pixels: Tensor, picture: Size, view: View) -> tuple[Tensor, BoolArray]:
         [
             F.grid_sample(
                 images,
-                pixel_to_unit(known + torch.from_numpy(step).to(known), picture).float()[None],
+                pixel_to_unit(known + torch.from_numpy(step).to(known), image).float()[None],
                 mode="bilinear",
                 padding_mode="border",
                 align_corners=False,
@@ -128,7 +128,7 @@ def see(pixels: Tensor, picture: Size, view: View) -> tuple[Tensor, BoolArray]:
             for step in _steps(view)
         ]
     ).mean(0)
-    return seen[0].permute(1, 2, 0).round().clamp(0, 255).to(torch.uint8), on_picture(places, picture)
+    return seen[0].permute(1, 2, 0).round().clamp(0, 255).to(torch.uint8), in_image(places, image)
 
 
 def _steps(view: View) -> list[FloatArray]:
@@ -153,7 +153,7 @@ class Shown(NamedTuple):
         return Shown(torch.rot90(self.pixels, -1).contiguous(), mask)
 
 
-def show(features: PictureFeatures, view: View, pixels: Tensor | None = None) -> Shown:
+def show(features: ImageFeatures, view: View, pixels: Tensor | None = None) -> Shown:
     """Show an image through a view; `pixels` (h w 3) replaces the image as the network saw it."""
     mask: BoolArray | None = None
     # The device resizes crops, as it resizes any image.
@@ -169,7 +169,7 @@ def show(features: PictureFeatures, view: View, pixels: Tensor | None = None) ->
     return Shown(pixels, mask)
 
 
-def extract_shown(matcher: "Matcher", shown: Sequence[Shown], sizes: Sequence[Size]) -> list[PictureFeatures]:
+def extract_shown(matcher: "Matcher", shown: Sequence[Shown], sizes: Sequence[Size]) -> list[ImageFeatures]:
     """Extract features of views, in pixels of the network input, whose sizes are given."""
     items = [
         PendingImage(scale=Scale(image_size=size, input_size=size), pixels=one.pixels)
@@ -181,7 +181,7 @@ def extract_shown(matcher: "Matcher", shown: Sequence[Shown], sizes: Sequence[Si
 
 def match_views(
     matcher: "Matcher",
-    features: tuple[PictureFeatures, PictureFeatures],
+    features: tuple[ImageFeatures, ImageFeatures],
     views: tuple[View | None, View | None],
     pixels: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Look:
@@ -195,9 +195,9 @@ def match_views(
 
 def match_seen(
     matcher: "Matcher",
-    features: tuple[PictureFeatures, PictureFeatures],
+    features: tuple[ImageFeatures, ImageFeatures],
     views: tuple[View | None, View | None],
-    seen: tuple[PictureFeatures, PictureFeatures],
+    seen: tuple[ImageFeatures, ImageFeatures],
 ) -> Look:
     """Match two images by the features `seen` through views."""
     found = next(matcher.match_plain([seen]))
@@ -206,7 +206,7 @@ def match_seen(
     foothold, points = vote(found), [found.points0, found.points1]
     for number, view in enumerate(views):
         if view is not None:
-            points[number] = geometry.apply_homography(view.picture_from_view, points[number]).astype(np.float32)
+            points[number] = geometry.apply_homography(view.image_from_view, points[number]).astype(np.float32)
     found = replace(found, points0=points[0], points1=points[1], size0=features[0].size, size1=features[1].size)
     whole = (np.ones((f.size[1], f.size[0]), dtype=bool) if f.mask is None else f.mask for f in features)
     return Look(matches=found.inside(*whole), foothold=foothold)

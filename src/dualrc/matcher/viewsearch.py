@@ -18,7 +18,7 @@ from dualrc.pixels import STRIDE
 from dualrc.types import FloatArray, Size
 
 if TYPE_CHECKING:
-    from dualrc.matcher.features import PictureFeatures
+    from dualrc.matcher.features import ImageFeatures
     from dualrc.matcher.matcher import Matcher
 
 # Long side at which views are compared: a share of the network input, within bounds in pixels.
@@ -80,10 +80,10 @@ def affine_view(image: Size, side: int, simulated: Simulated) -> View | None:
     inverse = np.linalg.inv(linear)
     # Align the centers of view and image.
     center, view_center = (np.array(image) - 1) / 2, (np.array((width, height)) - 1) / 2
-    picture_from_view = np.eye(3)
-    picture_from_view[:2, :2], picture_from_view[:2, 2] = inverse, center - inverse @ view_center
+    image_from_view = np.eye(3)
+    image_from_view[:2, :2], image_from_view[:2, 2] = inverse, center - inverse @ view_center
     along = np.array((np.cos(direction), np.sin(direction))) * (simulated.tilt / scale)
-    return View(picture_from_view=picture_from_view, size=(width, height), shrinks=1 / scale, blur=along)
+    return View(image_from_view=image_from_view, size=(width, height), shrinks=1 / scale, blur=along)
 
 
 def _rotation(angle: float) -> FloatArray:
@@ -91,9 +91,7 @@ def _rotation(angle: float) -> FloatArray:
 
 
 @torch.inference_mode()
-def best_views(
-    matcher: "Matcher", features: "tuple[PictureFeatures, PictureFeatures]", *, turned: bool
-) -> list[Verified]:
+def best_views(matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeatures]", *, turned: bool) -> list[Verified]:
     """Return matches through the pairs of views that agree most, in original pixels; `turned` rotates image 0 too."""
     views = [_show_views(features[0], turned=turned), _show_views(features[1], turned=False)]
     agreement = view_agreement(*(_view_cells(matcher, own) for own in views))
@@ -108,9 +106,7 @@ def best_views(
     return [each for each in found if each.weight > 0]
 
 
-def _seen(
-    matcher: "Matcher", views: Sequence[tuple[View, Shown]], chosen: Iterable[int]
-) -> "dict[int, PictureFeatures]":
+def _seen(matcher: "Matcher", views: Sequence[tuple[View, Shown]], chosen: Iterable[int]) -> "dict[int, ImageFeatures]":
     """Extract the features of the chosen views."""
     numbers = sorted(chosen)
     shown, sizes = [views[number][1] for number in numbers], [views[number][0].size for number in numbers]
@@ -123,7 +119,7 @@ def _view_cells(matcher: "Matcher", views: list[tuple[View, Shown]]) -> list[Cel
     return [coarse_cells(seen) for part in parts for seen in _seen(matcher, views, part).values()]
 
 
-def _show_views(features: "PictureFeatures", turned: bool) -> list[tuple[View, Shown]]:
+def _show_views(features: "ImageFeatures", turned: bool) -> list[tuple[View, Shown]]:
     """Return the simulated views of an image at two sizes; `turned` adds rotations."""
     views = []
     width, height = features.scale.input_size
@@ -146,7 +142,7 @@ def _show_views(features: "PictureFeatures", turned: bool) -> list[tuple[View, S
     return views
 
 
-def coarse_cells(seen: "PictureFeatures") -> Cells:
+def coarse_cells(seen: "ImageFeatures") -> Cells:
     """Return the coarse cells of an image that show a textured part of it."""
     features = F.normalize(seen.maps.coarse[0].float(), dim=0)
     height, width = features.shape[1:]

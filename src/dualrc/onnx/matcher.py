@@ -151,8 +151,8 @@ class Matcher:
         if self.model.calibration is not None:
             scores, info["pair_model"] = self.model.calibration.matches(scores), self.model.calibration.pair_info()
         matches = Matches(
-            points0=features0.scale.to_picture(found.points0),
-            points1=features1.scale.to_picture(found.points1),
+            points0=features0.scale.to_image(found.points0),
+            points1=features1.scale.to_image(found.points1),
             scores=scores,
             size0=features0.scale.image_size,
             size1=features1.scale.image_size,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dualrc.errors import ConfigError, DataError
-from dualrc.pixels import on_picture
+from dualrc.pixels import in_image
 from dualrc.scenes.cast import as_like, eye_of, first_hit, look_at, point_windows, rays_through
 from dualrc.scenes.render import Light, Rendering, render
 from dualrc.scenes.world import Array, SceneKind, make_scene
@@ -49,7 +49,7 @@ def correspond(rendering0: Rendering, rendering1: Rendering, points0: Any) -> Co
     rays1 = (world - as_like(eye_of(view1), rays)) / depth1
     first, _ = first_hit(scene, view1, rays1[:, None], point_windows(scene, view1, points1))
     # An occluder is closer by more than the rounding of the point's own depth.
-    visible = (first[0] > depth1 * (1 - 1e-9)) & on_picture(points1, view1.size)
+    visible = (first[0] > depth1 * (1 - 1e-9)) & in_image(points1, view1.size)
     return Correspondences(points1.reshape(points.shape), visible.reshape(points.shape[:-1]))
 
 

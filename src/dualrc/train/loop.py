@@ -29,7 +29,7 @@ from dualrc.ops.training import TrainingEngine
 from dualrc.provenance import provenance
 from dualrc.train.batches import Batches
 from dualrc.train.config import TrainConfig
-from dualrc.train.pictures import draw_pairs
+from dualrc.train.images import draw_pairs
 from dualrc.train.processes import share_batch_norm, stop_on_signals
 from dualrc.train.step import CapturedUpdate, TrainingStep, Update
 from dualrc.train.teacher import Teacher
@@ -55,7 +55,7 @@ def train(
 ) -> dict[str, float]:
     """Train, or continue an unfinished run; write checkpoint.pt, log.csv and weights.safetensors to `out`.
 
-    config.toml and versions.json in `out` describe the run, and `pictures/` shows matches of held-out pairs. The run
+    config.toml and versions.json in `out` describe the run, and `images/` shows matches of held-out pairs. The run
     saves a checkpoint and stops after `minutes`, or on Ctrl-C or SIGTERM (which is then raised). The same call
     continues as if it had never stopped. Progress goes to the log (`logging`, level INFO).
 
@@ -153,7 +153,7 @@ class _Run:
         self.config, self.out, self.fabric = config, out, fabric
         self._is_first = fabric.global_rank == 0
         if self._is_first:
-            make_folder(out / "pictures")
+            make_folder(out / "images")
         fabric.barrier()
         torch.manual_seed(config.seed)
         self.network = _network(config).to(fabric.device)
@@ -206,7 +206,7 @@ class _Run:
                     for name, value in {"loss": loss, **logged}.items():
                         figures[name] = figures.get(name, 0.0) + float(value) / batches
                     if number == 0:
-                        draw_pairs(self.average, batch, self.out / "pictures" / f"{self.step:07}.jpg")
+                        draw_pairs(self.average, batch, self.out / "images" / f"{self.step:07}.jpg")
             self._log({f"held_out_{name}": value for name, value in figures.items()})
             self.say("validation: " + "  ".join(f"{n} {v:.4f}" for n, v in figures.items()))
             # A NaN is never the best.

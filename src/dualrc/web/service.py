@@ -14,7 +14,7 @@ from dualrc import geometry
 from dualrc.errors import DualRCError
 from dualrc.image import Scale
 from dualrc.matcher import Matcher
-from dualrc.matcher.features import PictureFeatures
+from dualrc.matcher.features import ImageFeatures
 from dualrc.matches import Estimate, EstimateKind, Matches
 from dualrc.pixels import STRIDE
 from dualrc.types import Size
@@ -49,7 +49,7 @@ class Service:
         self.matcher, self.config = matcher, config
         self.images = ImageStore(folder, config)
         self.pairs = PairStore(config)
-        self._features: ByteCache[tuple[str, int | None], PictureFeatures] = ByteCache(
+        self._features: ByteCache[tuple[str, int | None], ImageFeatures] = ByteCache(
             config.feature_bytes, lambda features: features.bytes
         )
         self._warps: ByteCache[tuple[str, str, Size, float, float], bytes] = ByteCache(config.result_bytes // 4, len)
@@ -90,7 +90,7 @@ class Service:
 
         self.jobs.when_idle(extract)
 
-    def features(self, upload: Upload, size: int | None) -> PictureFeatures:
+    def features(self, upload: Upload, size: int | None) -> ImageFeatures:
         """Return the features of an image; call this on the worker thread."""
         key = (upload.id, size)
         found = self._features.make(key, lambda: self.matcher.features(self.images.pixels(upload), size=size))
@@ -232,10 +232,10 @@ class Service:
     def _size(self, settings: MatchOptions) -> int | None:
         return self.matcher.config.size if settings.size is None else settings.size
 
-    def _both(self, images: tuple[Upload, Upload], size: int | None) -> tuple[PictureFeatures, PictureFeatures]:
+    def _both(self, images: tuple[Upload, Upload], size: int | None) -> tuple[ImageFeatures, ImageFeatures]:
         return self.features(images[0], size), self.features(images[1], size)
 
-    def _leveled(self, images: tuple[Upload, Upload], zoom: float) -> tuple[PictureFeatures, PictureFeatures]:
+    def _leveled(self, images: tuple[Upload, Upload], zoom: float) -> tuple[ImageFeatures, ImageFeatures]:
         """Return features at equal scale; objects are `zoom` times larger in image 1 than in image 0."""
         features = list(self._both(images, self.matcher.config.size))
         if zoom != 1:

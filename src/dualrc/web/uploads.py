@@ -18,7 +18,7 @@ from PIL import Image
 
 from dualrc.config import MIN_SIDE
 from dualrc.errors import ImageError
-from dualrc.formats import open_picture
+from dualrc.formats import open_image
 from dualrc.image import read
 from dualrc.types import ImageArray, Size
 from dualrc.web.cache import ByteCache
@@ -165,7 +165,7 @@ class ImageStore:
 
     def _decode(self, path: Path, name: str) -> ImageArray:
         try:
-            with self._decoding, open_picture(path, name) as image:
+            with self._decoding, open_image(path, name) as image:
                 self._check_size(image.size)
                 pixels = read(image)
         except ImageError as error:
