@@ -287,7 +287,7 @@ def test_configs_are_told_apart_by_their_kind():
     holder = make_dataclass("Holder", [("data", tuple[DataConfig, ...])], frozen=True)
     values = [
         {"kind": "pairs", "file": "p.txt", "images": "i", "crop": 0.5},
-        {"kind": "scenes", "pool": 3, "image": [64, 64]},
+        {"kind": "scenes", "pool": 3, "image_size": [64, 64]},
         {"kind": "colmap", "model": "m", "images": "i", "min_overlap": 0.5},
         {"kind": "megadepth", "root": "r", "split": "validation"},
         {"kind": "rgbd", "root": "r", "light": True},
@@ -295,7 +295,7 @@ def test_configs_are_told_apart_by_their_kind():
     read = from_dict(holder, {"data": values}).data
     assert [config.kind for config in read] == [value["kind"] for value in values]
     assert read[0] == PairsFileConfig(file="p.txt", images="i", crop=0.5)
-    assert read[1].image == (64, 64)
+    assert read[1].image_size == (64, 64)
     with pytest.raises(ConfigError, match="Unknown setting"):
         from_dict(holder, {"data": [{"kind": "rgbd", "root": "r", "file": "x"}]})
 

@@ -13,7 +13,7 @@ from dualrc.data.scenes import render_sample
 from dualrc.errors import ConfigError
 from dualrc.scenes import correspond
 
-SMALL = ScenesConfig(image=(96, 80), texture=32, pool=2, workers=0)
+SMALL = ScenesConfig(image_size=(96, 80), texture=32, pool=2, workers=0)
 
 
 def random(seed=0):
@@ -63,17 +63,17 @@ def test_a_fixed_pool_makes_the_same_batches(maker):
 
 def test_another_seed_and_another_number_are_other_pairs():
     samples = [
-        render_sample(ScenesConfig(image=(64, 64), texture=32, seed=seed), number)
+        render_sample(ScenesConfig(image_size=(64, 64), texture=32, seed=seed), number)
         for seed, number in ((0, 0), (0, 1), (1, 0))
     ]
-    again = render_sample(ScenesConfig(image=(64, 64), texture=32), 0)
+    again = render_sample(ScenesConfig(image_size=(64, 64), texture=32), 0)
     assert np.array_equal(samples[0].image0, again.image0) and np.array_equal(samples[0].points1, again.points1)
     assert not np.array_equal(samples[0].image0, samples[1].image0)
     assert not np.array_equal(samples[0].image0, samples[2].image0)
 
 
 def test_workers_render_the_same_pairs_renew_the_pool_and_may_die():
-    config = ScenesConfig(image=(64, 64), texture=32, pool=2, workers=1)
+    config = ScenesConfig(image_size=(64, 64), texture=32, pool=2, workers=1)
     maker = open_pairs(config, size=64, points=32).training
     try:
         first = maker.pool.load(0)
@@ -100,7 +100,7 @@ def test_workers_render_the_same_pairs_renew_the_pool_and_may_die():
 
 def test_settings_without_meaning():
     for settings in (
-        {"image": (32, 64)},
+        {"image_size": (32, 64)},
         {"pool": 0},
         {"workers": -1},
         {"zoom": 0.5},

@@ -562,7 +562,7 @@ def test_evaluation_matches_changed_images_again(images, tmp_path, caplog):
 def test_stores_of_earlier_versions_go_on(tmp_path):
     with MatchStore(tmp_path / "a.sqlite", {}) as store:
         store.put("a", "b", dualrc.Matches.none({}))
-        store._connection.execute("DROP TABLE images")
+        store._connection.execute("DROP TABLE pictures")
     with MatchStore(tmp_path / "a.sqlite", {}) as store:
         assert store.forget_changed({"a": "1", "b": "2"}) == [] and len(store) == 1 and store.seconds == 0
         assert store.forget_changed({"a": "1", "b": "3"}) == ["b"] and len(store) == 0

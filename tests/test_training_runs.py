@@ -228,7 +228,7 @@ def test_sources_are_mixed_by_their_shares_and_every_step_can_be_made_again():
 
 
 def test_scenes_and_photographs_train_together(folder, tmp_path):
-    scenes = ScenesConfig(image=(96, 80), pool=2, workers=0, min_points=4)
+    scenes = ScenesConfig(image_size=(96, 80), pool=2, workers=0, min_points=4)
     config = tiny_run(folder, size=64, steps=2, validation_batches=2)
     config = replace(config, data=(*config.data, scenes))
     assert read_toml(TrainConfig, _written(config, tmp_path / "run.toml")) == config
