@@ -114,14 +114,14 @@ def test_with_a_validation_set_all_pairs_are_trained_on(pairs, tmp_path, monkeyp
 
 def test_the_best_weights_are_kept(pairs, tmp_path):
     settings = {"validation": (source(pairs, "validation"),), "halve_every": 1000, "average": 0.0, "validate_every": 4}
-    config = run(pairs, **settings, learning_rate=0.3, clip=0.0, optimizer="adam", steps=12)
+    config = run(pairs, **settings, learning_rate=0.3, clip=0.0, optimizer="adam", steps=8)
     train(replace(config, keep="best"), tmp_path / "best", device="cpu", minutes=0)
     train(replace(config, keep="best"), tmp_path / "best", device="cpu")
     losses = {
         step: value for step, value in logged(tmp_path / "best", "held_out_loss").items() if step % 4 == 0 or step == 1
     }
     best = min(losses, key=losses.get)
-    assert best != 12, losses
+    assert best != 8, losses
     train(replace(config, steps=best), tmp_path / "same", device="cpu")
     train(config, tmp_path / "last", device="cpu")
     kept, same, last = (

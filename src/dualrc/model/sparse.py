@@ -47,9 +47,9 @@ class SparseScores:
 
     def to_torch(self) -> Tensor:
         """Convert to torch's sparse COO tensor."""
-        return torch.sparse_coo_tensor(
-            self.coordinates().T, self.values, self.shape, is_coalesced=True, check_invariants=False
-        )
+        # The indices are sorted and in range. Some versions of torch warn unless the checks are explicitly off.
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):
+            return torch.sparse_coo_tensor(self.coordinates().T, self.values, self.shape, is_coalesced=True)
 
 
 def nearest(rows: Tensor, others: Tensor, count: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
