@@ -8,7 +8,7 @@ from dualrc.config import Fusion
 from dualrc.evaluation.benchmark import Result
 from dualrc.evaluation.costs import Measured, cost_figure
 from dualrc.evaluation.hpatches import HPatches, accuracy_cells, accuracy_curves, published
-from dualrc.evaluation.networks import Network, variant_label
+from dualrc.evaluation.matchers import WeightsFile, variant_label
 from dualrc.evaluation.report import Report, Table, seconds
 from dualrc.types import ImageArray
 
@@ -32,7 +32,7 @@ _PUBLISHED_SIZES = {
 PUBLISHED_COSTS = {"DualRC-Net": (800, 2.05, 1232), "Sparse-NCNet": (1600, 0.82, 680), "NCNet": (3200, 4.15, 7868)}
 
 
-def compare_fusion(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Report:
+def compare_fusion(benchmark: HPatches, results: Mapping[WeightsFile, Result], size: int) -> Report:
     """Compare the fusion variants, with the number of channels that most of them have."""
     given = {network.variant for network in results if network.variant}
     channels = max(CHANNELS, key=lambda count: sum(variant[1] == count for variant in given))
@@ -40,7 +40,7 @@ def compare_fusion(benchmark: HPatches, results: Mapping[Network, Result], size:
     return _compare_variants(benchmark, results, wanted, f"Fusion variants, {channels} channels, {size} px", "fusion")
 
 
-def compare_channels(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Report:
+def compare_channels(benchmark: HPatches, results: Mapping[WeightsFile, Result], size: int) -> Report:
     """Compare 256 with 1024 channels, for the paper's two variants and others that have both."""
     given = {network.variant for network in results}
     fusions = [f for f in get_args(Fusion) if f in _BOTH_CHANNELS or all((f, count) in given for count in CHANNELS)]
@@ -50,7 +50,7 @@ def compare_channels(benchmark: HPatches, results: Mapping[Network, Result], siz
 
 def _compare_variants(
     benchmark: HPatches,
-    results: Mapping[Network, Result],
+    results: Mapping[WeightsFile, Result],
     wanted: Sequence[tuple[Fusion, int]],
     title: str,
     figure: str,
@@ -138,7 +138,7 @@ def _size_table(
     )
 
 
-def compare_costs(costs: Mapping[tuple[Network, int], Measured | None]) -> Report:
+def compare_costs(costs: Mapping[tuple[WeightsFile, int], Measured | None]) -> Report:
     """Compare time and memory by network and image size with the paper's values."""
     rows, lines = [], dict[str, list[tuple[int, Measured]]]()
     for (network, size), cost in costs.items():

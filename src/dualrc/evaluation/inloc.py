@@ -25,8 +25,7 @@ from dualrc.evaluation.inloc_data import (
     write_result_list,
 )
 from dualrc.evaluation.inloc_poses import MIN_INLIERS, PAPER_MIN_INLIERS, RANSAC_DEG, PoseEstimator
-from dualrc.evaluation.matchers import MatcherSettings, PairMatcher, make_matchers
-from dualrc.evaluation.networks import network_matcher, read_networks
+from dualrc.evaluation.matchers import MatcherSettings, PairMatcher, make_matchers, network_matcher, read_networks
 from dualrc.evaluation.report import Report, Table
 from dualrc.image import read
 from dualrc.localize import write_poses

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 
 from dualrc.colmap.upright import find_rotation
-from dualrc.data.npz import BROKEN
 from dualrc.errors import ConfigError, DataError
+from dualrc.evaluation.baselines import mutual_nearest
 from dualrc.extras import require
+from dualrc.files import BROKEN, one_line
 from dualrc.formats import SUFFIXES
 from dualrc.image import read, read_header
 from dualrc.matches import Matches
@@ -28,8 +28,6 @@ T = TypeVar("T")
 # Maximum number of path components in a file name.
 _PARTS = 5
 _CACHED_IMAGES = 32
-# Number of keypoints whose cosine similarities with all others are in memory at a time.
-_ROWS = 4096
 _HDF5 = (".h5", ".hdf5")
 # Arrays in the file of a pair: points of both images, scores, and the position of the first pixel's center.
 _FORMS = (
@@ -92,8 +90,8 @@ class Stored:
             if one is None or other is None:
                 names = f"{path0.stem}_{path1.stem}.npz, nor keypoints and descriptors of {path0.name} and {path1.name}"
                 raise DataError(f"{self._path} has no matches of {path0} and {path1}: neither {names}; add them.")
-            index0, index1, scores = _mutual(one.descriptors, other.descriptors)
-            found = _matches(one.points[index0], other.points[index1], scores, sizes)
+            index0, index1, cosines = mutual_nearest(one.descriptors, other.descriptors)
+            found = _matches(one.points[index0], other.points[index1], cosines[:, 0], sizes)
         finite = np.isfinite(found.points0).all(1) & np.isfinite(found.points1).all(1) & np.isfinite(found.scores)
         found = found[finite]
         return found.top(len(found))
@@ -239,8 +237,7 @@ def _reading(what: object, use: Callable[[Any], T], content: Any) -> T:
     try:
         return use(content() if callable(content) else content)
     except (*BROKEN, DataError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{what} is damaged or has other content ({reason}); write it again.") from error
+        raise DataError(f"{what} is damaged or has other content ({one_line(error)}); write it again.") from error
 
 
 def _from_pair(arrays: Arrays, sizes: tuple[Size, Size]) -> Matches:
@@ -270,22 +267,6 @@ def _described(arrays: Arrays) -> _Described:
         raise ValueError(f"keypoints {points.shape} and descriptors {descriptors.shape} do not fit together")
     norms = np.linalg.norm(descriptors, axis=1, keepdims=True)
     return _Described(points=points[:, :2], descriptors=descriptors / np.maximum(norms, 1e-12))
-
-
-def _mutual(descriptors0: FloatArray, descriptors1: FloatArray) -> tuple[Any, Any, FloatArray]:
-    """Return indices of mutual nearest neighbors, and their cosine similarities."""
-    if not len(descriptors0) or not len(descriptors1):
-        nothing = np.zeros(0, dtype=np.int64)
-        return nothing, nothing, np.zeros(0, np.float32)
-    one, other = torch.from_numpy(descriptors0), torch.from_numpy(descriptors1)
-
-    def nearest(queries: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
-        return torch.cat([(part @ among.T).argmax(1) for part in queries.split(_ROWS)])
-
-    there, back = nearest(one, other), nearest(other, one)
-    index0 = (back[there] == torch.arange(len(one))).nonzero()[:, 0]
-    index1 = there[index0]
-    return index0.numpy(), index1.numpy(), (one[index0] * other[index1]).sum(1).numpy()
 
 
 def _open_hdf5(file: Path) -> Any:
