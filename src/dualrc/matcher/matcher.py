@@ -24,7 +24,7 @@ from dualrc.evidence import LOOKED_AT
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
-from dualrc.matcher.features import FeatureCache, ImageFeatures, Matchable, PendingImage, shapes, stack
+from dualrc.matcher.features import FeatureCache, FeaturePair, ImageFeatures, Matchable, PendingImage, shapes, stack
 from dualrc.matcher.prefetch import ReadAhead, look_ahead
 from dualrc.matches import Matches, Warp, inside_mask
 from dualrc.model.backbone import fold_batch_norm
@@ -418,7 +418,7 @@ class Matcher:
         valid = torch.from_numpy(cells)[None].to(self.device)
         return replace(features, maps=replace(features.maps, valid=valid), mask=array)
 
-    def _check_makers(self, pair: tuple[ImageFeatures, ImageFeatures]) -> None:
+    def _check_makers(self, pair: FeaturePair) -> None:
         if any(features.made_by != self._extractor.made_by for features in pair):
             raise ConfigError("These features come from other weights; extract them with features() of this matcher.")
 
@@ -433,9 +433,7 @@ class Matcher:
         """Return the config with the options of a call, validated."""
         return replace(self.config, **{name: value for name, value in changes.items() if value is not UNSET})
 
-    def match_uncalibrated(
-        self, batch: list[tuple[ImageFeatures, ImageFeatures]], settings: MatcherConfig
-    ) -> Iterator[Matches]:
+    def match_uncalibrated(self, batch: list[FeaturePair], settings: MatcherConfig) -> Iterator[Matches]:
         """Match pairs of the same shapes as one batch; pairs without agreement are matched again at other scales.
 
         Scores are raw network scores. The result has the best `top` matches, and often more.
@@ -449,7 +447,7 @@ class Matcher:
         for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
             yield self._searched(matches, pair, searches)
 
-    def _searched(self, matches: Matches, pair: tuple[ImageFeatures, ImageFeatures], other_scales: bool) -> Matches:
+    def _searched(self, matches: Matches, pair: FeaturePair, other_scales: bool) -> Matches:
         """Return the matches if they agree with each other, else those at another scale if they agree there."""
         suspicious = is_suspicious(matches)
         # Without a calibration or a search over scales, only blank images matter.
@@ -475,9 +473,7 @@ class Matcher:
         return matches
 
     @torch.inference_mode()
-    def match_plain(
-        self, batch: list[tuple[ImageFeatures, ImageFeatures]], top: int | None = None
-    ) -> Iterator[Matches]:
+    def match_plain(self, batch: list[FeaturePair], top: int | None = None) -> Iterator[Matches]:
         """Match pairs of the same shapes as one batch, once, with raw network scores; the best `top` of each."""
         if not batch:
             return

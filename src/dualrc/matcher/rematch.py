@@ -10,15 +10,15 @@ import numpy.typing as npt
 from dualrc import geometry
 from dualrc.foothold import ADVICE, CHANCE, Foothold
 from dualrc.image import Scale, to_tensor
+from dualrc.matcher.features import FeaturePair, ImageFeatures
 from dualrc.matcher.verify import BEYOND_DOUBT, Verified, verify
 from dualrc.matcher.views import LARGEST_GROWTH, LEAST_SIDE, Box, Look, View, match_views, rounded, scale_views
 from dualrc.matcher.viewsearch import best_views
 from dualrc.matches import Matches
 from dualrc.pixels import STRIDE
-from dualrc.types import FloatArray, ImageArray
+from dualrc.types import FloatArray, ImagePair
 
 if TYPE_CHECKING:
-    from dualrc.matcher.features import ImageFeatures
     from dualrc.matcher.matcher import Matcher
 
 # Factor between the scales of the search. The network tolerates what remains.
@@ -64,9 +64,7 @@ _SPACING = 0.02
 NOTHING = f"The matches do not agree with each other at any scale: {ADVICE}"
 
 
-def search(
-    matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeatures]", first: Matches, foothold: Foothold
-) -> Matches:
+def search(matcher: "Matcher", features: FeaturePair, first: Matches, foothold: Foothold) -> Matches:
     """Match at the scale that the first pass indicates, or at the best of several scales if it has no agreement.
 
     Scales are compared by the agreement of their matches. The result is `first` if no scale is better.
@@ -96,7 +94,7 @@ def search(
     return replace(look.matches, info={**look.matches.info, "zoom": round(scale * ratio[1] / ratio[0], 3)})
 
 
-def _best_scale(matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeatures]") -> tuple[Look | None, float]:
+def _best_scale(matcher: "Matcher", features: FeaturePair) -> tuple[Look | None, float]:
     """Return the pass and the scale with the highest agreement of several; None if the matches agree at no scale."""
     best: Look | None = None
     best_scale, most = 1.0, _TAKEN
@@ -114,7 +112,7 @@ def _best_scale(matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeature
 
 def _look_at_scale(
     matcher: "Matcher",
-    features: "tuple[ImageFeatures, ImageFeatures]",
+    features: FeaturePair,
     scale: float,
     boxes: tuple[Box | None, Box | None] = (None, None),
     longest: int = 0,
@@ -134,7 +132,7 @@ def _look_at_scale(
     return None if views is None else match_views(matcher, features, views)
 
 
-def _boxes(matches: Matches, features: "tuple[ImageFeatures, ImageFeatures]") -> tuple[Box | None, Box | None]:
+def _boxes(matches: Matches, features: FeaturePair) -> tuple[Box | None, Box | None]:
     """Return the crop of each network input with nearly all of the best matches; None for the whole image."""
     points = matches.points0[:_BEST], matches.points1[:_BEST]
     first, second = (_box(own, f.scale) for own, f in zip(points, features, strict=True))
@@ -154,9 +152,9 @@ def _box(points: FloatArray, scale: Scale) -> Box | None:
 
 def match_again(
     matcher: "Matcher",
-    images: tuple[ImageArray, ImageArray],
-    features0: "ImageFeatures",
-    features1: "ImageFeatures",
+    images: ImagePair,
+    features0: ImageFeatures,
+    features1: ImageFeatures,
     *,
     turned_views: bool = False,
 ) -> Matches:
@@ -193,11 +191,7 @@ def match_again(
 
 
 def _best_of(
-    starts: list[Verified],
-    matcher: "Matcher",
-    images: tuple[ImageArray, ImageArray],
-    features: "tuple[ImageFeatures, ImageFeatures]",
-    small: "tuple[ImageFeatures, ImageFeatures]",
+    starts: list[Verified], matcher: "Matcher", images: ImagePair, features: FeaturePair, small: FeaturePair
 ) -> Verified:
     """Return the result of matching again from the best starting points, or a starting point if none is better."""
     # A second pass at a small size shows which starting points are right.
@@ -213,11 +207,7 @@ def _most_agreed(starts: Iterable[Verified]) -> list[Verified]:
 
 
 def _looked_again(
-    start: Verified,
-    matcher: "Matcher",
-    images: tuple[ImageArray, ImageArray],
-    features: "tuple[ImageFeatures, ImageFeatures]",
-    looks: int,
+    start: Verified, matcher: "Matcher", images: ImagePair, features: FeaturePair, looks: int
 ) -> Verified:
     """Match again through the common motion of the matches, while that raises their verified weight.
 
@@ -235,9 +225,7 @@ def _looked_again(
     return best
 
 
-def _smaller(
-    matcher: "Matcher", images: tuple[ImageArray, ImageArray], features: "tuple[ImageFeatures, ImageFeatures]"
-) -> "Iterator[tuple[ImageFeatures, ImageFeatures]]":
+def _smaller(matcher: "Matcher", images: ImagePair, features: FeaturePair) -> Iterator[FeaturePair]:
     """Yield the features of both images at smaller sizes, as long as both are large enough to match."""
     longest = max(max(own.scale.input_size) for own in features)
     for ratio in _RATIOS:
@@ -252,12 +240,7 @@ def _smaller(
         yield first, second
 
 
-def _match_moved(
-    matcher: "Matcher",
-    images: tuple[ImageArray, ImageArray],
-    features: "tuple[ImageFeatures, ImageFeatures]",
-    motion: "Motion",
-) -> Matches:
+def _match_moved(matcher: "Matcher", images: ImagePair, features: FeaturePair, motion: "Motion") -> Matches:
     """Match one image with the other image warped into its frame, cropped if the motion holds for a part of it."""
     # Warp the image that shows the scene larger, so that no detail is invented.
     moves0 = motion.enlarges < 1

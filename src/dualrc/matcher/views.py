@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from dualrc import geometry
 from dualrc.foothold import Foothold, vote
 from dualrc.image import Scale
-from dualrc.matcher.features import ImageFeatures, PendingImage
+from dualrc.matcher.features import FeaturePair, ImageFeatures, PendingImage
 from dualrc.matches import Matches, inside_mask
 from dualrc.pixels import STRIDE, in_image, pixel_to_unit
 from dualrc.texture import Seen, without_blank_areas
@@ -181,7 +181,7 @@ def extract_shown(matcher: "Matcher", shown: Sequence[Shown], sizes: Sequence[Si
 
 def match_views(
     matcher: "Matcher",
-    features: tuple[ImageFeatures, ImageFeatures],
+    features: FeaturePair,
     views: tuple[View | None, View | None],
     pixels: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Look:
@@ -194,10 +194,7 @@ def match_views(
 
 
 def match_seen(
-    matcher: "Matcher",
-    features: tuple[ImageFeatures, ImageFeatures],
-    views: tuple[View | None, View | None],
-    seen: tuple[ImageFeatures, ImageFeatures],
+    matcher: "Matcher", features: FeaturePair, views: tuple[View | None, View | None], seen: FeaturePair
 ) -> Look:
     """Match two images by the features `seen` through views."""
     found = next(matcher.match_plain([seen]))

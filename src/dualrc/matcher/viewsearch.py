@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dualrc.matcher.features import FeaturePair, ImageFeatures
 from dualrc.matcher.verify import Verified, verify
 from dualrc.matcher.views import Shown, View, extract_shown, match_seen, show
 from dualrc.pixels import STRIDE
 from dualrc.types import FloatArray, Size
 
 if TYPE_CHECKING:
-    from dualrc.matcher.features import ImageFeatures
     from dualrc.matcher.matcher import Matcher
 
 # Long side at which views are compared: a share of the network input, within bounds in pixels.
@@ -91,7 +91,7 @@ def _rotation(angle: float) -> FloatArray:
 
 
 @torch.inference_mode()
-def best_views(matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeatures]", *, turned: bool) -> list[Verified]:
+def best_views(matcher: "Matcher", features: FeaturePair, *, turned: bool) -> list[Verified]:
     """Return matches through the pairs of views that agree most, in original pixels; `turned` rotates image 0 too."""
     views = [_show_views(features[0], turned=turned), _show_views(features[1], turned=False)]
     agreement = view_agreement(*(_view_cells(matcher, own) for own in views))
@@ -106,7 +106,7 @@ def best_views(matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeatures
     return [each for each in found if each.weight > 0]
 
 
-def _seen(matcher: "Matcher", views: Sequence[tuple[View, Shown]], chosen: Iterable[int]) -> "dict[int, ImageFeatures]":
+def _seen(matcher: "Matcher", views: Sequence[tuple[View, Shown]], chosen: Iterable[int]) -> dict[int, ImageFeatures]:
     """Extract the features of the chosen views."""
     numbers = sorted(chosen)
     shown, sizes = [views[number][1] for number in numbers], [views[number][0].size for number in numbers]
@@ -119,7 +119,7 @@ def _view_cells(matcher: "Matcher", views: list[tuple[View, Shown]]) -> list[Cel
     return [coarse_cells(seen) for part in parts for seen in _seen(matcher, views, part).values()]
 
 
-def _show_views(features: "ImageFeatures", turned: bool) -> list[tuple[View, Shown]]:
+def _show_views(features: ImageFeatures, turned: bool) -> list[tuple[View, Shown]]:
     """Return the simulated views of an image at two sizes; `turned` adds rotations."""
     views = []
     width, height = features.scale.input_size
@@ -142,7 +142,7 @@ def _show_views(features: "ImageFeatures", turned: bool) -> list[tuple[View, Sho
     return views
 
 
-def coarse_cells(seen: "ImageFeatures") -> Cells:
+def coarse_cells(seen: ImageFeatures) -> Cells:
     """Return the coarse cells of an image that show a textured part of it."""
     features = F.normalize(seen.maps.coarse[0].float(), dim=0)
     height, width = features.shape[1:]

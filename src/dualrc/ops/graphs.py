@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc.config import FineConfig
-from dualrc.model.cells import FineMap
+from dualrc.model.cells import FineMap, FineMapPair, MaskPair, TensorPair
 from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
 from dualrc.model.engine import Engine
@@ -80,9 +80,7 @@ class GraphEngine(Engine):
     def extract(self, extract: Callable[[Tensor], tuple[Tensor, ...]], pixels: Tensor) -> tuple[Tensor, ...]:
         return self._run(("extract", *_identity(extract)), extract, pixels)
 
-    def context(
-        self, context: Context, coarse: tuple[Tensor, Tensor], valid: tuple[Tensor | None, Tensor | None]
-    ) -> tuple[Tensor, Tensor]:
+    def context(self, context: Context, coarse: TensorPair, valid: MaskPair) -> tuple[Tensor, Tensor]:
         def function(coarse0: Tensor, coarse1: Tensor, *masks: Tensor) -> tuple[Tensor, Tensor]:
             return self.inner.context(context, (coarse0, coarse1), _restored(valid, masks))
 
@@ -90,9 +88,7 @@ class GraphEngine(Engine):
         first, second = self._run(name, function, *coarse, *(mask for mask in valid if mask is not None))
         return first, second
 
-    def coarse(
-        self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
-    ) -> Tensor:
+    def coarse(self, coarse: TensorPair, consensus: Consensus, valid: MaskPair) -> Tensor:
         present = [mask for mask in valid if mask is not None]
 
         def function(coarse0: Tensor, coarse1: Tensor, *masks: Tensor) -> tuple[Tensor]:
@@ -114,11 +110,7 @@ class GraphEngine(Engine):
         return Correspondences(*self._run(name, function, tensor, fine0.features, fine1.features, *masks))
 
     def refine(
-        self,
-        subpixel: Subpixel,
-        fine: tuple[FineMap, FineMap],
-        light: tuple[Tensor, Tensor] | None,
-        matches: CellMatches,
+        self, subpixel: Subpixel, fine: FineMapPair, light: TensorPair | None, matches: CellMatches
     ) -> PointMatches:
         count, features = len(matches.pair), (fine[0].features, fine[1].features)
         length = 1 << max(count - 1, _LEAST_MATCHES - 1).bit_length()
@@ -221,9 +213,7 @@ def clear_all() -> None:
         engine.clear()
 
 
-def _restored(
-    valid: tuple[Tensor | None, Tensor | None], masks: tuple[Tensor, ...]
-) -> tuple[Tensor | None, Tensor | None]:
+def _restored(valid: MaskPair, masks: tuple[Tensor, ...]) -> MaskPair:
     """Put the masks of a captured function back in their positions, with None where there was no mask."""
     given = iter(masks)
     return None if valid[0] is None else next(given), None if valid[1] is None else next(given)

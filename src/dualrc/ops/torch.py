@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dualrc.config import FineConfig
 from dualrc.model import support
-from dualrc.model.cells import PLACES, FineMap
+from dualrc.model.cells import PLACES, FineMap, TensorPair
 from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import EPSILON, max_pool
 from dualrc.model.engine import Engine
@@ -75,7 +75,7 @@ class TorchEngine(Engine):
         return result
 
     def relocalize(
-        self, fine: tuple[Tensor, Tensor], pair: Tensor, index: tuple[Tensor, Tensor], pool: int, *, soft: bool
+        self, fine: TensorPair, pair: Tensor, index: TensorPair, pool: int, *, soft: bool
     ) -> tuple[Tensor, Tensor]:
         """Relocalize in chunks of matches."""
         relocalize = super().relocalize
