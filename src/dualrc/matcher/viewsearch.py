@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from dualrc.matcher.features import FeaturePair, ImageFeatures
 from dualrc.matcher.verify import Verified, verify
-from dualrc.matcher.views import Shown, View, extract_shown, match_seen, show
-from dualrc.pixels import STRIDE
+from dualrc.matcher.views import Shown, View, extract_shown, match_seen, rounded, show
+from dualrc.pixels import STRIDE, image_center
 from dualrc.types import FloatArray, Size
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ def affine_view(image: Size, side: int, simulated: Simulated) -> View | None:
     linear = scale * _rotation(direction) @ shrink @ _rotation(-direction)
     corners = np.array([(0, 0), (image[0], 0), (0, image[1]), image]) @ linear.T
     low, high = corners.min(axis=0), corners.max(axis=0)
-    width, height = (max(1, round(side / STRIDE)) * STRIDE for side in (high - low).tolist())
+    width, height = (rounded(side) for side in (high - low).tolist())
     if min(width, height) < _LEAST_SIDE:
         return None
     inverse = np.linalg.inv(linear)
     # Align the centers of view and image.
-    center, view_center = (np.array(image) - 1) / 2, (np.array((width, height)) - 1) / 2
+    center, view_center = np.array(image_center(image)), np.array(image_center((width, height)))
     image_from_view = np.eye(3)
     image_from_view[:2, :2], image_from_view[:2, 2] = inverse, center - inverse @ view_center
     along = np.array((np.cos(direction), np.sin(direction))) * (simulated.tilt / scale)
