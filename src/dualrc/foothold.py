@@ -111,6 +111,6 @@ def _fullest(steps0: npt.NDArray[Any], steps1: npt.NDArray[Any], near: tuple[flo
     around = counts + np.roll(counts, 1, axis=1) + np.roll(counts, -1, axis=1)
     around = around[:-2] + around[1:-1] + around[2:]
     best_row, best_column = divmod(int(around.argmax()), angles)
-    turned = np.abs((column - best_column + angles // 2) % angles - angles // 2)
-    agree = (np.abs(row - best_row - 1) <= 1) & (turned <= 1)
+    turns = np.abs((column - best_column + angles // 2) % angles - angles // 2)
+    agree = (np.abs(row - best_row - 1) <= 1) & (turns <= 1)
     return Foothold(float(around[best_row, best_column] / total), float(np.exp(np.median(ratio.real[agree]))))

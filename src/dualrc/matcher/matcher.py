@@ -160,7 +160,7 @@ class Matcher:
             message = f'quality = "{settings.quality}" warps the images; pass images instead of features.'
             raise ConfigError(message)
         images = read(image0), read(image1)
-        again = partial(match_again, self, images, turned_views=settings.quality == "search")
+        again = partial(match_again, self, images, rotated_views=settings.quality == "search")
         sizes = self._detailed(images[0], size), self._detailed(images[1], size)
         found = self._with_pair(again, *images, mask0, mask1, sizes)
         return self._selected(found, settings)

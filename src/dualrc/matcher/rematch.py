@@ -156,12 +156,12 @@ def match_again(
     features0: ImageFeatures,
     features1: ImageFeatures,
     *,
-    turned_views: bool = False,
+    rotated_views: bool = False,
 ) -> Matches:
     """Match, then warp the image with the larger scale into the frame of the other image, and match again.
 
     Unless the first matches are beyond doubt, smaller sizes and then tilted views are further starting points;
-    `turned_views` also rotates them. The result that agrees best with an epipolar geometry is kept. Scores are raw
+    `rotated_views` also rotates them. The result that agrees best with an epipolar geometry is kept. Scores are raw
     network scores.
     """
     features = features0, features1
@@ -172,7 +172,7 @@ def match_again(
         return first
     best = verify(first)
     # Without a calibration, scores of any size can be right, so only the search with rotated views goes on.
-    if best.weight > BEYOND_DOUBT or (matcher.calibration is None and not turned_views):
+    if best.weight > BEYOND_DOUBT or (matcher.calibration is None and not rotated_views):
         best = _looked_again(best, matcher, images, features, _LOOKS)
     else:
         smaller = list(_smaller(matcher, images, features))
@@ -180,7 +180,7 @@ def match_again(
         starts = [best, *(verify(next(matcher.match_uncalibrated([pair], everything))) for pair in smaller)]
         best = _best_of(starts, matcher, images, features, small)
         if best.weight <= BEYOND_DOUBT:
-            views = best_views(matcher, features, turned=turned_views)
+            views = best_views(matcher, features, rotated=rotated_views)
             best = _best_of([best, *views], matcher, images, features, small)
     if best.matches is first:
         return first

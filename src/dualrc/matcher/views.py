@@ -55,7 +55,7 @@ class View:
         ratio = np.sqrt(width * height / (size[0] * size[1])) * own.image_size[0] / own.input_size[0]
         return View(image_from_view=image_from_seen @ seen_from_view, size=size, shrinks=float(ratio), box=box)
 
-    def turned(self) -> "View":
+    def rotated(self) -> "View":
         """Rotate by 90 degrees clockwise."""
         width, height = self.size
         view_from_turned = np.array([(0, 1, 0), (-1, 0, height - 1), (0, 0, 1)])
@@ -147,7 +147,7 @@ class Shown(NamedTuple):
     # (h, w) Pixels that show a part of the image to match; None for all.
     mask: BoolArray | None
 
-    def turned(self) -> "Shown":
+    def rotated(self) -> "Shown":
         """Rotate by 90 degrees clockwise."""
         mask = None if self.mask is None else np.rot90(self.mask, -1).copy()
         return Shown(torch.rot90(self.pixels, -1).contiguous(), mask)

@@ -91,9 +91,9 @@ def _rotation(angle: float) -> FloatArray:
 
 
 @torch.inference_mode()
-def best_views(matcher: "Matcher", features: FeaturePair, *, turned: bool) -> list[Verified]:
-    """Return matches through the pairs of views that agree most, in original pixels; `turned` rotates image 0 too."""
-    views = [_show_views(features[0], turned=turned), _show_views(features[1], turned=False)]
+def best_views(matcher: "Matcher", features: FeaturePair, *, rotated: bool) -> list[Verified]:
+    """Return matches through the pairs of views that agree most, in original pixels; `rotated` rotates image 0 too."""
+    views = [_show_views(features[0], rotated=rotated), _show_views(features[1], rotated=False)]
     agreement = view_agreement(*(_view_cells(matcher, own) for own in views))
     best = agreement.flatten().argsort(descending=True, stable=True)[:_VERIFIED].tolist()
     pairs = [divmod(place, len(views[1])) for place in best]
@@ -119,8 +119,8 @@ def _view_cells(matcher: "Matcher", views: list[tuple[View, Shown]]) -> list[Cel
     return [coarse_cells(seen) for part in parts for seen in _seen(matcher, views, part).values()]
 
 
-def _show_views(features: ImageFeatures, turned: bool) -> list[tuple[View, Shown]]:
-    """Return the simulated views of an image at two sizes; `turned` adds rotations."""
+def _show_views(features: ImageFeatures, rotated: bool) -> list[tuple[View, Shown]]:
+    """Return the simulated views of an image at two sizes; `rotated` adds rotations."""
     views = []
     width, height = features.scale.input_size
     full = int(np.clip(_SHARE * max(width, height), *_SIDES))
@@ -136,8 +136,8 @@ def _show_views(features: ImageFeatures, turned: bool) -> list[tuple[View, Shown
                 continue
             shown = show(features, view, pixels)
             views.append((view, shown))
-            for _ in range(3 if turned else 0):
-                view, shown = view.turned(), shown.turned()
+            for _ in range(3 if rotated else 0):
+                view, shown = view.rotated(), shown.rotated()
                 views.append((view, shown))
     return views
 
