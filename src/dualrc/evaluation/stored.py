@@ -6,11 +6,12 @@ File names are those of the images, relative to the folder; "-" may replace "/".
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,6 @@ from dualrc.image import read, read_header
 from dualrc.matches import Matches
 from dualrc.types import FloatArray, Size
 
-T = TypeVar("T")
 # Maximum number of path components in a file name.
 _PARTS = 5
 _CACHED_IMAGES = 32
@@ -101,14 +101,14 @@ class Stored:
         for name in _pair_names(path0, path1):
             if name in self._files:
                 file = self._own(self._files[name], path0, path1)
-                return _reading(file, lambda arrays: _from_pair(arrays, sizes), _arrays(file))
+                with _checked(file):
+                    return _from_pair(_arrays(file), sizes)
         for hdf5, (name0, name1) in itertools.product(self._hdf5, itertools.product(_names(path0), _names(path1))):
             flat0, flat1 = name0.replace("/", "-"), name1.replace("/", "-")
             for key in (f"{flat0}/{flat1}", f"{flat0}_{flat1}"):
                 if key in hdf5:
-                    return _reading(
-                        f"{hdf5.filename}, {key},", lambda group: self._from_hdf5(group, path0, path1, sizes), hdf5[key]
-                    )
+                    with _checked(f"{hdf5.filename}, {key},"):
+                        return self._from_hdf5(hdf5[key], path0, path1, sizes)
         return None
 
     def _from_hdf5(self, group: Any, path0: Path, path1: Path, sizes: tuple[Size, Size]) -> Matches:
@@ -140,13 +140,15 @@ class Stored:
             flat = name.replace("/", "-")
             if flat in self._files:
                 file = self._own(self._files[flat], path)
-                return _reading(file, _described, _arrays(file))
+                with _checked(file):
+                    return _described(_arrays(file))
         group = self._features(path)
         if group is None or "descriptors" not in group:
             return None
         # hloc stores descriptors as (c, n).
         arrays = {"keypoints": self._keypoints(path), "descriptors": group["descriptors"][()].T}
-        return _reading(f"{group.file.filename}, {path.name},", _described, arrays)
+        with _checked(f"{group.file.filename}, {path.name},"):
+            return _described(arrays)
 
     def _own(self, file: Path, *paths: Path) -> Path:
         """Return the file, unless it was used for other images before."""
@@ -224,18 +226,16 @@ def _upright(points: FloatArray, path: Path) -> FloatArray:
     return find_rotation(path).rotate_points(points)
 
 
-def _arrays(file: Path) -> Callable[[], Arrays]:
-    def load() -> Arrays:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
-            return dict(arrays)
-
-    return load
+def _arrays(file: Path) -> Arrays:
+    with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+        return dict(arrays)
 
 
-def _reading(what: object, use: Callable[[Any], T], content: Any) -> T:
-    """Apply `use` to the content of a file; raise DataError that names the file if that fails."""
+@contextmanager
+def _checked(what: object) -> Iterator[None]:
+    """Convert any error of a damaged file to a DataError that names it."""
     try:
-        return use(content() if callable(content) else content)
+        yield
     except (*BROKEN, DataError) as error:
         raise DataError(f"{what} is damaged or has other content ({one_line(error)}); write it again.") from error
 
