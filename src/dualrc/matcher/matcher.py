@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualrc import foothold
+from dualrc import agreement
 from dualrc.calibration import Calibration
 from dualrc.config import MatcherConfig, Quality
 from dualrc.errors import ConfigError, DataError, ImageError
 from dualrc.evidence import LOOKED_AT
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
-from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
+from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, release_memory
 from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
 from dualrc.matcher.features import FeatureCache, FeaturePair, ImageFeatures, Matchable, PendingImage, shapes, stack
 from dualrc.matcher.prefetch import ReadAhead, look_ahead
@@ -252,7 +252,7 @@ class Matcher:
             pairs = [(one.known(), other.known()) for _, (one, other) in batch]
             found = [self._selected(matches, settings) for matches in self.match_uncalibrated(pairs, settings)]
         if batch and not found:
-            let_go()
+            release_memory()
         yield from found or (alone(pair) for pair, _ in batch)
 
     def _match_alone(
@@ -404,9 +404,9 @@ class Matcher:
             with suppress(NoMemoryError):
                 self.extract(tried)
                 result = use(*(item.known() for item in tried))
-                self.budget.tell(wanted, sizes)
+                self.budget.warn(wanted, sizes)
                 return result
-            let_go()
+            release_memory()
         raise NoMemoryError
 
     def masked(self, features: ImageFeatures, mask: npt.ArrayLike | None) -> ImageFeatures:
@@ -443,7 +443,7 @@ class Matcher:
         top, searches = settings.top, settings.max_zoom > 1
         if top is not None:
             # The votes on the scale and on the pair need the best matches, whatever the caller asked for.
-            top = max(top, foothold.TOP if searches else 0, LOOKED_AT if self.calibration is not None else 0)
+            top = max(top, agreement.TOP if searches else 0, LOOKED_AT if self.calibration is not None else 0)
         for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
             yield self._searched(matches, pair, searches)
 
@@ -453,7 +453,7 @@ class Matcher:
         # Without a calibration or a search over scales, only blank images matter.
         if not (suspicious or other_scales or self.calibration is not None):
             return matches
-        found = foothold.vote(matches)
+        found = agreement.measure_agreement(matches)
         if not found.firm or suspicious:
             seen = [Seen(own.pixels.float().mean(-1).cpu().numpy(), own.scale) for own in pair]
             textured = without_blank_areas(matches, seen)
@@ -461,15 +461,15 @@ class Matcher:
                 # Without a calibration, all matches of the network are returned.
                 return textured if self.calibration is not None else replace(matches, info=textured.info)
             if self.calibration is not None:
-                matches, found = textured, foothold.vote(textured)
+                matches, found = textured, agreement.measure_agreement(textured)
         if other_scales and not (found.firm and found.same_scale):
             from dualrc.matcher.rematch import search
 
             matches = search(self, pair, matches, found)
-            found = foothold.vote(matches)
-        doubtful = suspicious or found.share < foothold.CHANCE
+            found = agreement.measure_agreement(matches)
+        doubtful = suspicious or found.share < agreement.CHANCE
         if doubtful and "warning" not in matches.info and self._pair_score(matches) < _CANDIDATE:
-            return replace(matches, info={**matches.info, "warning": foothold.LOW})
+            return replace(matches, info={**matches.info, "warning": agreement.LOW})
         return matches
 
     @torch.inference_mode()

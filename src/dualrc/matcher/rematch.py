@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc import geometry
-from dualrc.foothold import ADVICE, CHANCE, Foothold
+from dualrc.agreement import ADVICE, CHANCE, Agreement
 from dualrc.image import Scale, to_tensor
 from dualrc.matcher.features import FeaturePair, ImageFeatures
 from dualrc.matcher.verify import BEYOND_DOUBT, Verified, verify
@@ -64,26 +64,26 @@ _SPACING = 0.02
 NOTHING = f"The matches do not agree with each other at any scale: {ADVICE}"
 
 
-def search(matcher: "Matcher", features: FeaturePair, first: Matches, foothold: Foothold) -> Matches:
+def search(matcher: "Matcher", features: FeaturePair, first: Matches, agreement: Agreement) -> Matches:
     """Match at the scale that the first pass indicates, or at the best of several scales if it has no agreement.
 
     Scales are compared by the agreement of their matches. The result is `first` if no scale is better.
     """
     look: Look | None = None
-    scale, agreed = foothold.scale, foothold.share
-    if not foothold.firm:
+    scale, agreed = agreement.scale, agreement.share
+    if not agreement.firm:
         look, scale = _best_scale(matcher, features)
         if look is None:
             return replace(first, info={**first.info, "warning": NOTHING})
-        scale, agreed = scale * look.foothold.scale, look.foothold.share
+        scale, agreed = scale * look.agreement.scale, look.agreement.share
     for _ in range(_EXACTER):
         seen = first if look is None else look.matches
         exact = _look_at_scale(matcher, features, scale, _boxes(seen, features), _LONGEST)
-        if exact is None or exact.foothold.share < _WORSE * agreed:
+        if exact is None or exact.agreement.share < _WORSE * agreed:
             break
         if look is None and weight(exact.matches) <= weight(first):
             break
-        look, rest, agreed = exact, exact.foothold.scale, exact.foothold.share
+        look, rest, agreed = exact, exact.agreement.scale, exact.agreement.share
         if max(rest, 1 / rest) < _EXACT:
             break
         scale *= rest
@@ -101,10 +101,10 @@ def _best_scale(matcher: "Matcher", features: FeaturePair) -> tuple[Look | None,
     steps = int(np.log(matcher.config.max_zoom) / np.log(_STEP) + 1e-6)
     for scale in (_STEP**power for step in range(1, steps + 1) for power in (-step, step)):
         look = _look_at_scale(matcher, features, scale)
-        if look is None or look.foothold.share * len(look.matches) < _FEWEST_AGREED:
+        if look is None or look.agreement.share * len(look.matches) < _FEWEST_AGREED:
             continue
-        if look.foothold.share > most:
-            best, best_scale, most = look, scale, look.foothold.share
+        if look.agreement.share > most:
+            best, best_scale, most = look, scale, look.agreement.share
             if most > _SURE:
                 break
     return best, best_scale

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc import geometry
-from dualrc.foothold import Foothold, vote
+from dualrc.agreement import Agreement, measure_agreement
 from dualrc.image import Scale
 from dualrc.matcher.features import FeaturePair, ImageFeatures, PendingImage
 from dualrc.matches import Matches, inside_mask
@@ -74,7 +74,7 @@ class Look:
     # In pixels of the original images.
     matches: Matches
     # Agreement between the network inputs.
-    foothold: Foothold
+    agreement: Agreement
 
 
 def scale_views(
@@ -200,10 +200,10 @@ def match_seen(
     found = next(matcher.match_plain([seen]))
     # Areas without texture match themselves at the same distance from the border, whatever the views show.
     found = without_blank_areas(found, [Seen(own.pixels.float().mean(-1).cpu().numpy(), own.scale) for own in seen])
-    foothold, points = vote(found), [found.points0, found.points1]
+    agreement, points = measure_agreement(found), [found.points0, found.points1]
     for number, view in enumerate(views):
         if view is not None:
             points[number] = geometry.apply_homography(view.image_from_view, points[number]).astype(np.float32)
     found = replace(found, points0=points[0], points1=points[1], size0=features[0].size, size1=features[1].size)
     whole = (np.ones((f.size[1], f.size[0]), dtype=bool) if f.mask is None else f.mask for f in features)
-    return Look(matches=found.inside(*whole), foothold=foothold)
+    return Look(matches=found.inside(*whole), agreement=agreement)
