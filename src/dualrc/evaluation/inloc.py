@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dualrc.draw import draw_dots
 from dualrc.errors import ConfigError, DataError
-from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, Option, Result, Settings
+from dualrc.evaluation.benchmark import COST_COLUMNS, SIZE_OPTION, Benchmark, GetMatches, Option, Result, Settings
 from dualrc.evaluation.data_files import pose_errors, read_published
 from dualrc.evaluation.export import Pair, file_name
 from dualrc.evaluation.figures import Panel, curve_panels
@@ -44,10 +44,7 @@ class InLocSettings(Settings):
     """Settings of InLoc."""
 
     weights: Annotated[tuple[Path, ...], Option("Repeatable, to compare networks as in the paper's appendix.")] = ()
-    size: Annotated[int | None, Option("Long side of the network input, in pixels. Default: the image's own size.")] = (
-        None
-    )
-
+    size: Annotated[int | None, SIZE_OPTION] = None
     truth: Annotated[Path | None, Option("File of reference poses (.mat). Default: the one in ROOT.")] = None
     shortlist: Annotated[
         Path | None, Option("Candidates of each query, .mat as published or text. Default: the list in ROOT.")
