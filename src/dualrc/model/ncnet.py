@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dualrc.config import NCNetConfig, SparseNCNetConfig, TrunkConfig
 from dualrc.model.correlation import mask_cells, valid_cells
-from dualrc.model.network import Features, Network, NetworkMatches, best_first, square_centers
+from dualrc.model.network import Features, Network, NetworkMatches, best_first, full_precision, square_centers
 from dualrc.model.sparse import SparseScores
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_cell
 
@@ -91,10 +91,7 @@ class NCNet(ConsensusNet):
 
     def extract(self, images: Tensor) -> Features:
         """Extract one map that serves as coarse and fine map."""
-        fine = self.backbone(images)
-        if torch.is_autocast_enabled(images.device.type):
-            fine = fine.float()
-        fine = self.engine.normalize(fine)
+        fine = self.engine.normalize(full_precision(self.backbone(images)))
         return Features(coarse=fine, fine=fine)
 
     def coarse_tensor(self, features0: Features, features1: Features) -> Tensor:
@@ -115,9 +112,7 @@ class SparseNCNet(ConsensusNet):
 
     def extract(self, images: Tensor) -> Features:
         """Extract a fine map, and a coarse map by max-pooling each channel within a cell."""
-        fine = self.backbone(images)
-        if torch.is_autocast_enabled(images.device.type):
-            fine = fine.float()
+        fine = full_precision(self.backbone(images))
         coarse = F.max_pool2d(fine, self.pool) if self.pool > 1 else fine
         return Features(coarse=self.engine.normalize(coarse), fine=self.engine.normalize(fine))
 
