@@ -45,7 +45,7 @@ from dualrc.evaluation.hpatches import GROUPS, SHOWN_PX, accuracy_cells, publish
 from dualrc.evaluation.pose import POSELIB
 from dualrc.evaluation.report import share
 from dualrc.image import read
-from dualrc.matcher.budget import let_go
+from dualrc.matcher.budget import release_memory
 from dualrc.matcher.extract import choose_device
 from dualrc.measure import Timing, peak_of, time_once
 from dualrc.model.checkpoint import file_hash, load_weights
@@ -165,7 +165,7 @@ def run_costs(system: System, runs: Path, data: Data) -> float:
     start, weights = time.monotonic(), runs / system.name / "weights.safetensors"
     rows = []
     for size in data.timed:
-        let_go()
+        release_memory()
         matcher = dualrc.load(system.network.preset, weights=weights, device=data.device, size=max(size))
         for name, images in _timed_pairs(data, size):
             rows.append({"size": "{}x{}".format(*size), "pair": name, **_measure(matcher, *images)})

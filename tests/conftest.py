@@ -5,6 +5,7 @@ import math
 import os
 import random
 import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from dualrc.config import CompactConfig, ConsensusConfig, FineConfig, MatcherCon
 from dualrc.data import PairBatch
 from dualrc.image import _DEVIATION, _MEAN
 from dualrc.matcher import Matcher
+from dualrc.model.checkpoint import save_weights
 from dualrc.model.consensus import Consensus
 from dualrc.model.dualrc import DualRCNet, make_network
 from dualrc.model.engine import Engine
@@ -75,6 +77,34 @@ if importlib.util.find_spec("triton") is not None:
 def make_engine(name: str) -> Engine:
     """Return an engine by name, for its device."""
     return choose(torch.device(DEVICE if name.startswith("triton") else "cpu"), name)
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory) -> Path:
+    """Write the weights of a tiny network."""
+    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
+    save_weights(tiny_network(), path)
+    return path
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command line as a shell would; return exit status, output and error output."""
+
+    from rich.console import Console
+
+    from dualrc import cli
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dualrc", *map(str, arguments)])
+        monkeypatch.setattr(cli.common, "screen", Console(width=100))
+        monkeypatch.setattr(cli.common, "messages", Console(stderr=True, width=100))
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        output = capsys.readouterr()
+        return int(stopped.value.code or 0), output.out, output.err
+
+    return call
 
 
 @pytest.fixture(params=ENGINES)

@@ -4,38 +4,29 @@ import json
 import math
 import mmap
 import os
-import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import plain_consensus, rand, texture, tiny_network
 from PIL import Image
-from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from dualrc import ConfigError, DataError, cli, measure
+from dualrc import ConfigError, DataError, measure
 from dualrc.bench import BenchSettings, baselines, benchmark, methods, profiler, results
 from dualrc.bench.methods import Stage, Task
 from dualrc.bench.planted import Motion, plant
 from dualrc.config import PRESETS, ConsensusConfig
 from dualrc.measure import Rates, Timing
 from dualrc.model.backbone import make_backbone
-from dualrc.model.checkpoint import save_weights
 from dualrc.model.dualrc import Features
 from dualrc.ops import int8, memory
 from dualrc.ops.memory import Work
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    save_weights(tiny_network(), path)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +46,9 @@ def task(weights, images) -> Task:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
-    """Run `dualrc bench` as a shell would; return exit status, output and error output."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dualrc", "bench", *map(str, arguments)])
-        monkeypatch.setattr(cli.common, "screen", Console(width=100))
-        monkeypatch.setattr(cli.common, "messages", Console(stderr=True, width=100))
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        output = capsys.readouterr()
-        return int(stopped.value.code or 0), output.out, output.err
-
-    return call
+def bench_command(run):
+    """Run `dualrc bench`; return exit status, output and error output."""
+    return partial(run, "bench")
 
 
 # Synthetic features.
@@ -368,10 +349,10 @@ STAGES = list(Stage)[:-1]
 TORCH, REFERENCE = "dualrc torch", "reference"
 
 
-def test_the_command_prints_tables_and_writes_json(run, weights, images, tmp_path):
+def test_the_command_prints_tables_and_writes_json(bench_command, weights, images, tmp_path):
     out = tmp_path / "bench.json"
     pair = [images / name for name in methods.IMAGES]
-    status, screen, errors = run(
+    status, screen, errors = bench_command(
         *("--weights", weights, "--pair", *pair, "--device", "cpu", "--size", "176x128", "--size", "32x32"),
         *("--engine", "torch", "--engine", "definition", "--repeats", 2, "--batch", 2, "--with", "reference"),
         *("--precision", "float32", "-o", out),
@@ -410,10 +391,10 @@ def test_the_command_prints_tables_and_writes_json(run, weights, images, tmp_pat
     assert "reference is left out at 176x128: 7,744 entries" in screen
 
 
-def test_memory_alone_of_a_rendered_pair(run, weights, tmp_path):
+def test_memory_alone_of_a_rendered_pair(bench_command, weights, tmp_path):
     out = tmp_path / "bench.json"
     arguments = ("--weights", weights, "--device", "cpu", "--size", "64x64")
-    status, screen, errors = run(*arguments, "--repeats", 0, "--batch", 0, "-o", out)
+    status, screen, errors = bench_command(*arguments, "--repeats", 0, "--batch", 0, "-o", out)
     assert status == 0, errors
     rows = json.loads(out.read_text())["devices"]["cpu"]["sizes"][0]["rows"]
     assert {row["stage"] for row in rows} == {*STAGES} - {Stage.DECODE, Stage.BATCH}
@@ -421,10 +402,10 @@ def test_memory_alone_of_a_rendered_pair(run, weights, tmp_path):
     assert "MiB" in screen
 
 
-def test_a_size_that_does_not_fit_is_measured_smaller(run, weights, tmp_path):
+def test_a_size_that_does_not_fit_is_measured_smaller(bench_command, weights, tmp_path):
     out = tmp_path / "bench.json"
     arguments = ("--weights", weights, "--device", "cpu", "--size", "1024x1024", "--max-memory", 0.06)
-    status, screen, errors = run(*arguments, "--repeats", 0, "--batch", 0, "-o", out)
+    status, screen, errors = bench_command(*arguments, "--repeats", 0, "--batch", 0, "-o", out)
     assert status == 0, errors
     (size,) = json.loads(out.read_text())["devices"]["cpu"]["sizes"]
     width, height = size["network_size"]
@@ -449,10 +430,10 @@ def test_a_size_that_does_not_fit_is_measured_smaller(run, weights, tmp_path):
         (("--pair", "nowhere.jpg", "nothing.jpg"), "does not exist"),
     ],
 )
-def test_mistakes_are_told_in_one_line(run, weights, arguments, words):
+def test_mistakes_are_told_in_one_line(bench_command, weights, arguments, words):
     given = ("--weights", weights) if "--weights" not in arguments and "--preset" not in arguments else ()
     device = ("--device", "cpu") if "--device" not in arguments else ()
-    status, _, errors = run(*given, *device, *arguments)
+    status, _, errors = bench_command(*given, *device, *arguments)
     assert status == 1
     assert words in errors and "Traceback" not in errors
 

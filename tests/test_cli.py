@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 from typer.main import get_command
 
 from dualrc import Matches, cli
@@ -47,22 +46,6 @@ def images(tmp_path_factory) -> tuple[Path, Path]:
     large.crop((0, 0, 160, 128)).save(paths[0])
     large.crop((16, 0, 176, 128)).save(paths[1])
     return paths
-
-
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Run the command line as a shell would; return exit status, output and error output."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dualrc", *map(str, arguments)])
-        monkeypatch.setattr(cli.common, "screen", Console(width=100))
-        monkeypatch.setattr(cli.common, "messages", Console(stderr=True, width=100))
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        output = capsys.readouterr()
-        return int(stopped.value.code or 0), output.out, output.err
-
-    return call
 
 
 @pytest.mark.parametrize("ending", [".npz", ".json", ".csv"])

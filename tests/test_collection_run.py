@@ -49,13 +49,6 @@ def content(store: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    save_weights(tiny_network(), path)
-    return path
-
-
-@pytest.fixture(scope="module")
 def config(weights) -> CollectionConfig:
     return CollectionConfig(weights=weights, size=96, top=200, device="cpu", workers=1)
 

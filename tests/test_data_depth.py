@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from dualrc.cli import app
 from dualrc.data import MegaDepthConfig, RgbdConfig, open_pairs
+from dualrc.data.arrays import read_arrays
 from dualrc.data.megadepth import (
     MegaDepthPairs,
     MegaDepthRecipe,
@@ -21,7 +22,6 @@ from dualrc.data.megadepth import (
     read_depth_h5,
     write_scenes,
 )
-from dualrc.data.npz import read_arrays
 from dualrc.data.pairsfile import PairsFile
 from dualrc.data.rgbd import RgbdPairs
 from dualrc.errors import ConfigError, DataError

@@ -26,7 +26,7 @@ from dualrc.evaluation import costs, evaluate
 from dualrc.evaluation.appendix_tables import compare_channels, compare_costs, compare_fusion, compare_sizes
 from dualrc.evaluation.benchmark import Result
 from dualrc.evaluation.hpatches import HPatches, HPatchesSettings, published
-from dualrc.evaluation.networks import Network, read_networks
+from dualrc.evaluation.matchers import WeightsFile, read_networks
 from dualrc.evaluation.report import share
 from dualrc.matches import Matches
 from dualrc.metrics import match_errors_px
@@ -323,10 +323,10 @@ def scores(benchmark, error_px: float, name: str):
     return Result(matcher=name, figures=benchmark.score(name, get))
 
 
-def network(fusion: str, channels: int, name: str = "") -> Network:
+def network(fusion: str, channels: int, name: str = "") -> WeightsFile:
     config = replace(PRESETS["paper"][0], backbone=ResNetConfig(fusion=fusion, channels=channels))
     label = f"({fusion}) {channels}{name}"
-    return Network(label=label, config=config, weights=Path(f"{label}.safetensors"), weights_hash=label)
+    return WeightsFile(label=label, config=config, weights=Path(f"{label}.safetensors"), weights_hash=label)
 
 
 def test_the_paper_s_whole_set_of_variants(appendix):

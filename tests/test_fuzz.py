@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import texture, tiny_config, tiny_network
+from conftest import texture, tiny_config
 from PIL import ExifTags, Image
 from rich.console import Console
 
@@ -22,7 +22,6 @@ from dualrc.data import PhotosConfig
 from dualrc.errors import DataError, DualRCError, ImageError
 from dualrc.geometry import camera_from_exif, read_depth_m
 from dualrc.image import find_images, read, read_header
-from dualrc.model.checkpoint import save_weights
 from dualrc.train import TrainConfig
 
 RGB = texture(0, 64, 48)
@@ -208,13 +207,6 @@ def test_threads_leave_the_filters_of_warnings_alone(tmp_path):
 
 
 # Commands on folders in which most images are damaged.
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    save_weights(tiny_network(), path)
-    return path
 
 
 @pytest.fixture(scope="module")

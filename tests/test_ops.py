@@ -12,8 +12,10 @@ from ops_data import HALF, NOTHING, REFERENCE, coarse_maps, consensus_of, only_o
 from dualrc import ops
 from dualrc.errors import ConfigError
 from dualrc.model.dualrc import Features
+from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches
 from dualrc.ops import memory, reference
+from dualrc.ops.graphs import GraphEngine
 
 # Everything after the backbone
 
@@ -364,6 +366,15 @@ def test_engines_are_chosen_by_name_device_and_variable(monkeypatch):
         ops.choose(torch.device("cuda"))
     with pytest.raises(ConfigError, match="needs Triton"):
         ops.choose(cpu, "triton+graphs")
+
+
+def test_graphs_pass_every_operation_that_they_do_not_capture_to_their_engine():
+    inner = ops.choose(torch.device("cpu"), "torch")
+    engine = GraphEngine(inner)
+    operations = {name for name in vars(Engine) if not name.startswith("_") and name != "name"}
+    captured = {"extract", "context", "coarse", "search", "refine"}
+    assert operations > captured and engine.name == "torch+graphs"
+    assert {name for name in operations if getattr(engine, name) == getattr(inner, name)} == operations - captured
 
 
 @pytest.mark.parametrize("name", ["reference", *(name for name in ENGINES if not name.startswith("triton"))])

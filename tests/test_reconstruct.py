@@ -8,7 +8,7 @@ import pycolmap
 import pytest
 from collection_data import Scene, apart, make_matches, make_scene
 from collection_data import fill_store as fill
-from conftest import ROOT, tiny_network
+from conftest import ROOT
 from PIL import ExifTags, Image
 
 from dualrc import cli
@@ -20,17 +20,9 @@ from dualrc.colmap import read_model
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.geometry import Lens, cam1_from_cam0, direction_error_deg, rotation_error_deg
 from dualrc.matcher import load
-from dualrc.model.checkpoint import save_weights
 
 NAMES = tuple(f"town/{number} ü.png" for number in range(6))
 STRECHA = ROOT.parent / "shared" / "data" / "strecha"
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    save_weights(tiny_network(), path)
-    return path
 
 
 @pytest.fixture(scope="module")

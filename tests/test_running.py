@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, texture, tiny_matcher, tiny_network
+from conftest import ROOT, texture, tiny_matcher
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -31,17 +31,9 @@ from dualrc.collection.store import MatchStore
 from dualrc.errors import ConfigError, OutputError
 from dualrc.evaluation.export import Pair, export
 from dualrc.files import only_run
-from dualrc.model.checkpoint import save_weights
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
 PATIENCE_S = 120
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("weights") / "tiny.safetensors"
-    save_weights(tiny_network(), path)
-    return path
 
 
 @pytest.fixture

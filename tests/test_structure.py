@@ -28,7 +28,7 @@ ROOMS = [
     "notebook",
     "matches",
     "image",
-    "foothold",
+    "agreement",
     "texture",
     "geometry",
     "colmap",

@@ -342,8 +342,8 @@ CASES = {
     "filter_scores": [
         ("consensus_jit", "scores results: *fp16; best0 best1: *fp32", set(), 4, 3, {"POSITIONS": 1024})
     ],
-    "turn": [
-        ("both_jit", "tensor turned: *fp16; sums turned_sums: *fp32", set(), 4, 3, {"LINES": 16, "LENGTH": 128})
+    "transpose": [
+        ("both_jit", "tensor transposed: *fp16; sums transposed_sums: *fp32", set(), 4, 3, {"LINES": 16, "LENGTH": 128})
     ],
     "block_maxima": [
         ("choose_jit", "coarse: *fp16; sums maxima: *fp32; cells: *i64; usable: *u8", set(), 4, 3,

@@ -26,9 +26,8 @@ from dualrc.collection.retrieval import read_descriptors
 from dualrc.collection.store import MatchStore
 from dualrc.config import MatcherConfig, NetworkConfig, from_dict, read_toml, to_dict
 from dualrc.data import read_photos
-from dualrc.data.hdf5 import read_dataset
+from dualrc.data.arrays import read_arrays, read_dataset
 from dualrc.data.megadepth import read_depth_h5
-from dualrc.data.npz import read_arrays
 from dualrc.data.pairsfile import PairsFile
 from dualrc.errors import ConfigError, DataError, ImageError, WeightsError
 from dualrc.evaluation.pose_data import read_index

@@ -9,7 +9,7 @@ from conftest import SHARED, same_matches, texture
 from PIL import Image
 
 import dualrc
-from dualrc import foothold
+from dualrc import agreement
 from dualrc.geometry import apply_homography, crop_homography, resize_homography
 from dualrc.image import Scale, read
 from dualrc.matcher.views import View, extract_shown, match_views, scale_views, show
@@ -62,19 +62,19 @@ def similar(scale, degrees, wrong, seed=0, count=800):
 @pytest.mark.parametrize(("scale", "degrees"), [(1.0, 0), (0.33, 10), (3.0, 178), (0.7, -179)])
 def test_matches_vote_for_scale_and_rotation(scale, degrees):
     for wrong, least in ((0.0, 0.95), (0.4, 0.18)):
-        found = foothold.vote(similar(scale, degrees, wrong))
+        found = agreement.measure_agreement(similar(scale, degrees, wrong))
         assert found.share > least and found.scale == pytest.approx(scale, rel=0.06)
-        assert found.firm and found.same_scale == (1 / foothold.SAME <= scale <= foothold.SAME)
-        back = foothold.vote(similar(scale, degrees, wrong).swapped())
+        assert found.firm and found.same_scale == (1 / agreement.SAME <= scale <= agreement.SAME)
+        back = agreement.measure_agreement(similar(scale, degrees, wrong).swapped())
         assert back.share == pytest.approx(found.share) and back.scale == pytest.approx(1 / found.scale)
 
 
-def test_matches_by_chance_have_no_foothold():
+def test_matches_by_chance_do_not_agree():
     for seed in range(20):
-        assert foothold.vote(similar(1.0, 0, 1.0, seed)).share < foothold.ENOUGH / 2
-    assert not foothold.vote(similar(1, 0, 0, count=10)).firm
+        assert agreement.measure_agreement(similar(1.0, 0, 1.0, seed)).share < agreement.ENOUGH / 2
+    assert not agreement.measure_agreement(similar(1, 0, 0, count=10)).firm
     nowhere = np.zeros((50, 2))
-    assert not foothold.vote(made(nowhere, nowhere)).firm
+    assert not agreement.measure_agreement(made(nowhere, nowhere)).firm
 
 
 def sizes_at(sizes, scale, **options):
@@ -215,8 +215,8 @@ def test_any_homography_is_a_view(photograph, shipped):
     assert seen.scale.input_size == (320, 240) and seen.mask is not None
     look = match_views(shipped, (features, features), (None, view))
     error = np.linalg.norm(look.matches.points0 - look.matches.points1, axis=1)[:300]
-    assert np.mean(error < 3) > 0.8 and look.foothold.firm
-    assert look.foothold.scale == pytest.approx(1 / 1.6, rel=0.1)
+    assert np.mean(error < 3) > 0.8 and look.agreement.firm
+    assert look.agreement.scale == pytest.approx(1 / 1.6, rel=0.1)
 
 
 def test_features_keep_the_image_as_it_was(shipped):

@@ -8,7 +8,7 @@ import io
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,8 +180,22 @@ class Client:
         answer = self._send("GET", f"/v1/images/{number}").json()
         return answer["width"], answer["height"]
 
-    def _uploaded(self, image0: Remote, image1: Remote) -> "_Uploaded":
-        return _Uploaded(self, (image0, image1))
+    @contextmanager
+    def _uploaded(self, *images: Remote) -> Iterator[list[str]]:
+        """Yield the ids of images, which are uploaded if necessary; these uploads are deleted afterwards."""
+        with ExitStack() as stack:
+            ids = []
+            for given in images:
+                image = given if isinstance(given, RemoteImage) else self.upload(given)
+                ids.append(image.id)
+                if image is not given:
+                    stack.callback(self._discard, image)
+            yield ids
+
+    def _discard(self, image: RemoteImage) -> None:
+        # An image that cannot be deleted expires on the server.
+        with suppress(DualRCError):
+            self.delete(image)
 
     def _follow(self, job: str, progress: Progress) -> str:
         """Report the progress of a job and return the address of its result."""
@@ -229,33 +243,6 @@ class Client:
         if answer.status_code >= 400:
             raise _problem(answer)
         return answer
-
-
-class _Uploaded:
-    """Context manager that uploads two images if necessary and deletes these uploads afterwards."""
-
-    def __init__(self, client: Client, images: tuple[Remote, Remote]) -> None:
-        self._client, self._images = client, images
-        self._sent: list[RemoteImage] = []
-
-    def __enter__(self) -> tuple[str, str]:
-        try:
-            return self._id(self._images[0]), self._id(self._images[1])
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        for image in self._sent:
-            # An image that cannot be deleted expires on the server.
-            with suppress(DualRCError):
-                self._client.delete(image)
-
-    def _id(self, image: Remote) -> str:
-        if not isinstance(image, RemoteImage):
-            image = self._client.upload(image)
-            self._sent.append(image)
-        return image.id
 
 
 def _encoded(image: ImageInput) -> tuple[bytes, str]:

@@ -272,6 +272,17 @@ class MatcherOptions(TypedDict, total=False):
     max_memory: float | None
 
 
+def _published(name: str, ncnet: NCNetConfig | SparseNCNetConfig) -> tuple[NetworkConfig, MatcherConfig]:
+    network = NetworkConfig(
+        preset=name,
+        backbone=TrunkConfig(),
+        consensus=ConsensusConfig(initialization="uniform"),
+        fine=FineConfig(subpixel=False),
+        ncnet=ncnet,
+    )
+    return network, MatcherConfig(max_size=1600, max_zoom=1.0)
+
+
 PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
     "default": (
         NetworkConfig(
@@ -292,27 +303,9 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
         # The paper matches at one scale.
         MatcherConfig(max_size=1600, max_zoom=1.0),
     ),
-    # The configuration published for HPatches, with the consensus of the models trained on photographs of places.
-    "ncnet": (
-        NetworkConfig(
-            preset="ncnet",
-            backbone=TrunkConfig(),
-            consensus=ConsensusConfig(initialization="uniform"),
-            fine=FineConfig(subpixel=False),
-            ncnet=NCNetConfig(),
-        ),
-        MatcherConfig(max_size=1600, max_zoom=1.0),
-    ),
-    "sparse-ncnet": (
-        NetworkConfig(
-            preset="sparse-ncnet",
-            backbone=TrunkConfig(),
-            consensus=ConsensusConfig(initialization="uniform"),
-            fine=FineConfig(subpixel=False),
-            ncnet=SparseNCNetConfig(),
-        ),
-        MatcherConfig(max_size=1600, max_zoom=1.0),
-    ),
+    # The configurations published for HPatches, with the consensus of the models trained on photographs of places.
+    "ncnet": _published("ncnet", NCNetConfig()),
+    "sparse-ncnet": _published("sparse-ncnet", SparseNCNetConfig()),
 }
 
 

@@ -12,6 +12,7 @@ from dualrc.files import make_folder, write_json
 from dualrc.image import read
 from dualrc.matcher import Matcher, load
 from dualrc.matches import Matches
+from dualrc.pixels import image_center
 from dualrc.scenes import correspond, make_pair
 from dualrc.stitch import warp_image
 from dualrc.types import FloatArray, ImageArray
@@ -82,17 +83,14 @@ def find_photograph() -> Path | None:
 def warped_copy(image: ImageArray) -> tuple[ImageArray, FloatArray]:
     """Return a copy of an image under a homography, with other lighting and noise, and the homography (3, 3)."""
     size = (image.shape[1], image.shape[0])
-    middle, target = (
-        np.array([[1, 0, s * (w - 1) / 2], [0, 1, s * (h - 1) / 2], [0, 0, 1]])
-        for s, (w, h) in ((-1, size), (1, _PHOTO_SIZE))
-    )
+    (x, y), (target_x, target_y) = image_center(size), image_center(_PHOTO_SIZE)
     turn = np.radians(18)
     scale = 0.95 * min(_PHOTO_SIZE[0] / size[0], _PHOTO_SIZE[1] / size[1])
     similarity = np.array(
         [[scale * np.cos(turn), -scale * np.sin(turn), 0], [scale * np.sin(turn), scale * np.cos(turn), 0], [0, 0, 1]]
     )
     tilt = np.array([[1, 0, 0], [0, 1, 0], [5e-4, -3e-4, 1]])
-    H = target @ tilt @ similarity @ middle
+    H = geometry.crop_homography(-target_x, -target_y) @ tilt @ similarity @ geometry.crop_homography(x, y)
     H /= H[2, 2]
     warped = np.asarray(warp_image(image, H, _PHOTO_SIZE)).astype(np.float64)
     color, alpha = warped[..., :3] / 255, warped[..., 3:] / 255

@@ -1,16 +1,20 @@
 """File access: atomic writing, size limits, and one-line errors for files that cannot be read or written."""
 
+import csv
 import hashlib
 import json
 import logging
 import math
 import os
+import pickle
 import secrets
 import socket
 import stat
+import struct
 import sys
 import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,6 +29,31 @@ logger = logging.getLogger(__name__)
 _READERS = 4
 # Largest text file in bytes.
 MOST_TEXT = 1 << 30
+# Exceptions that reading a damaged file can raise.
+BROKEN = (
+    OSError,
+    ValueError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ImportError,
+    ArithmeticError,
+    # Wrong lengths can request any amount of memory.
+    MemoryError,
+    # The file is encrypted, or uses an unknown compression.
+    RuntimeError,
+    csv.Error,
+    struct.error,
+    zlib.error,
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an error in one line, or its type if there is none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def is_file(path: str | Path) -> bool:

@@ -14,6 +14,7 @@ from typing import IO, Any, NamedTuple
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from dualrc.errors import ImageError
+from dualrc.files import one_line
 
 # Supported formats by Pillow's names, and their file name suffixes.
 # Pillow knows about forty more, of which some start other programs and many are hardly tested.
@@ -118,8 +119,7 @@ def open_image(source: str | Path | IO[bytes], name: str, only: tuple[str, ...] 
 
 def undecodable(name: str, error: Exception) -> ImageError:
     """Return an ImageError for an exception of a decoder."""
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return ImageError(f"Cannot decode {name} ({reason}); it may be truncated: copy it again.")
+    return ImageError(f"Cannot decode {name} ({one_line(error)}); it may be truncated: copy it again.")
 
 
 def upright(image: Image.Image, name: str) -> Image.Image:

@@ -2,8 +2,6 @@
 
 import csv
 import json
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,28 +14,12 @@ from dualrc.calibration import PairModel
 from dualrc.errors import DataError, OutputError
 from dualrc.evidence import collect
 from dualrc.extras import require
-from dualrc.files import check_writable, limit_zip, parse_json, read_text, replacing, write_json
+from dualrc.files import BROKEN, check_writable, limit_zip, parse_json, read_text, replacing, write_json
 from dualrc.notebook import matches_html, warp_png
 from dualrc.types import BoolArray, FloatArray, Size
 
 EstimateKind = Literal["homography", "fundamental", "essential"]
 
-# Exceptions that reading a damaged file can raise.
-_BROKEN = (
-    DataError,
-    OSError,
-    LookupError,
-    ValueError,
-    EOFError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    # Damaged lengths can request any amount of memory.
-    MemoryError,
-    zipfile.BadZipFile,
-    zlib.error,
-    csv.Error,
-)
 _COLUMNS = ("x0", "y0", "x1", "y1", "score")
 
 # Largest size of the arrays in an .npz file, unpacked: about 40 million matches.
@@ -297,7 +279,7 @@ class Matches:
             raise DataError(f"{path} does not exist; check the path.")
         try:
             return reader(path)
-        except _BROKEN as error:
+        except (*BROKEN, DataError) as error:
             raise DataError(f"{path} does not contain matches ({error}); write it again with Matches.save.") from error
 
     def stored_info(self) -> dict[str, Any]:

@@ -57,11 +57,23 @@ def from_colmap(points: Points) -> Points:
     return points - 0.5
 
 
+def image_center(size: Size) -> tuple[float, float]:
+    """Return the center of an image of `size`."""
+    return (size[0] - 1) / 2, (size[1] - 1) / 2
+
+
 def pixel_to_unit(points: "Tensor", size: Size) -> "Tensor":
     """Convert points (..., 2) for `grid_sample` with align_corners=False: -1 and 1 are the outer edges of the image."""
     import torch
 
     return torch.stack([(points[..., axis] + 0.5) / size[axis] * 2 - 1 for axis in (0, 1)], dim=-1)
+
+
+def unit_to_pixel(points: "Tensor", size: Size) -> "Tensor":
+    """Invert `pixel_to_unit`."""
+    import torch
+
+    return torch.stack([(points[..., axis] + 1) / 2 * size[axis] - 0.5 for axis in (0, 1)], dim=-1)
 
 
 def pixel_grid(size: Size) -> npt.NDArray[np.float32]:

@@ -17,7 +17,7 @@ from dualrc.errors import ConfigError, DataError
 from dualrc.image import ImageInput, read
 from dualrc.matcher import Matcher, load
 from dualrc.matches import Estimate, Warp
-from dualrc.pixels import in_image
+from dualrc.pixels import image_center, in_image, resize_points
 from dualrc.types import BoolArray, FloatArray, ImageArray, Size
 
 # Number of matches of a pair to which a homography is fitted.
@@ -188,7 +188,7 @@ def _canvas(
             + [np.stack([0 * down + x, down], 1) for x in (0, width - 1)]
         )
         depth = outline @ H[2, :2] + H[2, 2]
-        middle = H[2, :2] @ ((width - 1) / 2, (height - 1) / 2) + H[2, 2]
+        middle = H[2, :2] @ image_center(sizes[number]) + H[2, 2]
         if not (depth * middle > 0).all():
             raise DataError(_TOO_WIDE)
         corners.append(geometry.apply_homography(H, outline))
@@ -293,12 +293,12 @@ def _sampled(image: ImageArray, places: FloatArray, known: BoolArray) -> FloatAr
     if shrinks > 1:
         smaller = (max(1, round(own[0] / shrinks)), max(1, round(own[1] / shrinks)))
         image = np.asarray(Image.fromarray(image).resize(smaller, Image.Resampling.LANCZOS))
-    ratio = np.array([image.shape[1] / own[0], image.shape[0] / own[1]])
+    size = (image.shape[1], image.shape[0])
     values = np.zeros((*places.shape[:2], 3), dtype=np.float32)
     # A few rows at a time, because sampling needs some hundred bytes per pixel.
     for start in range(0, len(places), _ROWS):
         rows = slice(start, start + _ROWS)
-        at = np.where(known[rows][..., None], (places[rows] + 0.5) * ratio - 0.5, np.nan)
+        at = np.where(known[rows][..., None], resize_points(places[rows], own, size), np.nan)
         values[rows] = geometry.sample_bilinear(image, at)
     return values
 

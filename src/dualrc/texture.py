@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dualrc.foothold import FEWEST_SURE
+from dualrc.agreement import FEWEST_SURE
 from dualrc.image import Scale
 from dualrc.matches import Matches
 from dualrc.pixels import FINE_STRIDE, pixel_to_cell

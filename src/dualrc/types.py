@@ -10,6 +10,7 @@ BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
 # (height, width, 3), RGB, upright
 ImageArray = npt.NDArray[np.uint8]
+ImagePair = tuple[ImageArray, ImageArray]
 # (width, height)
 Size = tuple[int, int]
 

@@ -10,8 +10,7 @@ import torch
 
 from dualrc.errors import ConfigError
 from dualrc.evaluation.baselines import has_opencv, opencv
-
-ImagePair = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
+from dualrc.types import ImagePair
 
 
 def make_loftr(images: ImagePair, device: torch.device) -> Callable[[], npt.NDArray[Any]]:

@@ -24,7 +24,7 @@ from dualrc.collection.progress import show_status
 from dualrc.errors import DualRCError
 from dualrc.files import check_writable, to_json, write_json
 from dualrc.image import Scale, read
-from dualrc.matcher.budget import let_go
+from dualrc.matcher.budget import release_memory
 from dualrc.matcher.extract import choose_device
 from dualrc.provenance import versions
 from dualrc.scenes import make_pair
@@ -141,7 +141,7 @@ def _measure_size(tasks: list[Task], rates: measure.Rates) -> SizeResult:
     peaks: dict[str, measure.Peaks[Stage]] = {}
     # Before this process builds anything that would count too.
     for task in tasks:
-        let_go()
+        release_memory()
         try:
             if (found := peaks_of(task)) is None:
                 continue
@@ -149,7 +149,7 @@ def _measure_size(tasks: list[Task], rates: measure.Rates) -> SizeResult:
             found = measure.Peaks(loaded=0, bytes={}, failure=str(error))
         peaks[task.name] = found
         notes += [f"Memory of {task.name}: {found.failure}"] if found.failure else []
-    let_go()
+    release_memory()
     searches: dict[str, Search] = {}
     if settings.repeats == 0 or not tasks:
         rows = [Row(method=name, stage=stage) for name, found in peaks.items() for stage in found.bytes]

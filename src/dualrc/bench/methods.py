@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dualrc import config as configs
-from dualrc.bench.baselines import ImagePair, make_loftr, make_sift
+from dualrc.bench.baselines import make_loftr, make_sift
 from dualrc.bench.planted import plant
 from dualrc.errors import ConfigError
 from dualrc.image import network_size, read, to_input, to_tensor
@@ -23,7 +23,7 @@ from dualrc.model.checkpoint import bundled
 from dualrc.model.dualrc import Features, make_network
 from dualrc.ops import memory
 from dualrc.pixels import STRIDE
-from dualrc.types import Size
+from dualrc.types import ImagePair, Size
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc.model.dualrc import Features
+from dualrc.pixels import pixel_grid, pixel_to_unit, unit_to_pixel
 
 # All values are chosen so that a query visits about as many coarse cells as with the bundled weights on photos.
 # Number of latent factors; channels are mixtures of these, like those of a network.
@@ -39,8 +40,7 @@ class Motion:
 
     def points1(self, points0: Tensor, size0: tuple[int, int], size1: tuple[int, int]) -> Tensor:
         """Map network-input pixels (... 2) of image 0 to image 1; sizes are (width, height)."""
-        unit = (points0 + 0.5) / points0.new_tensor(size0) * 2 - 1
-        return (self(unit) + 1) / 2 * points0.new_tensor(size1) - 0.5
+        return unit_to_pixel(self(pixel_to_unit(points0, size0)), size1)
 
 
 @torch.inference_mode()
@@ -72,11 +72,10 @@ def _plant_maps(like0: Tensor, like1: Tensor, motion: Motion, seed: int) -> tupl
         return own.mul_((1 - _COMMON - _AROUND) ** 0.5).add_(around, alpha=_AROUND**0.5).add_(_COMMON**0.5)
 
     field1 = field(*like1.shape[2:])
-    size0 = height0, width0 = like0.shape[2:]
-    # Centers of cells in units of half an image, relative to its center.
-    y, x = ((torch.arange(count, device=device) + 0.5) / count * 2 - 1 for count in size0)
+    height0, width0 = like0.shape[2:]
+    cells = torch.from_numpy(pixel_grid((width0, height0))).to(device)
     # (b, h, w, 2).
-    there = motion(torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=-1)).expand(batch, -1, -1, -1)
+    there = motion(pixel_to_unit(cells, (width0, height0))).expand(batch, -1, -1, -1)
     field0 = F.grid_sample(field1, there, mode="bilinear", padding_mode="border", align_corners=False)
     # Parts that image 1 does not show get other features, not those of its border.
     field0 = torch.where((there.abs() > 1).any(-1)[:, None], field(height0, width0), field0)

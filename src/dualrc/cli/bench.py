@@ -25,35 +25,31 @@ def bench(
     ] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(
+        common.network_option(
             parser=device_name,
             metavar="NAME",
             help="Device: cuda (or gpu), mps or cpu; repeatable. Default: the fastest available.",
-            rich_help_panel=common.NETWORK_PANEL,
         ),
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(
+        common.network_option(
             help="Engine for all stages after the backbone: native or torch on a CPU; triton+graphs, triton or torch "
-            "on a GPU. Repeat the option to compare engines. Default: the fastest for the device.",
-            rich_help_panel=common.NETWORK_PANEL,
+            "on a GPU. Repeat the option to compare engines. Default: the fastest for the device."
         ),
     ] = None,
     preset: common.PresetOption = "default",
     weights: Annotated[
         Path | None,
-        typer.Option(
+        common.network_option(
             help="Weights file (.safetensors). Default: the bundled weights, or random weights for a preset without; "
-            "its search is then timed on synthetic features.",
-            rich_help_panel=common.NETWORK_PANEL,
+            "its search is then timed on synthetic features."
         ),
     ] = None,
     precision: Annotated[
         Literal["float32", "float16", "bfloat16", "int8"] | None,
-        typer.Option(
-            help="Precision of the backbone. Default: float16 on a GPU, int8 on a CPU with VNNI, else float32.",
-            rich_help_panel=common.NETWORK_PANEL,
+        common.network_option(
+            help="Precision of the backbone. Default: float16 on a GPU, int8 on a CPU with VNNI, else float32."
         ),
     ] = None,
     max_memory: common.MaxMemoryOption = None,

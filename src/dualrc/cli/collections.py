@@ -27,86 +27,36 @@ _NOTHING_LOCALIZED = 3
 ImagesArgument = Annotated[
     Path, typer.Argument(metavar="IMAGES", help="Folder of images; subfolders are searched too.")
 ]
-# Options by field of CollectionConfig, which has their defaults.
+# Options by field of CollectionConfig, which has their types and defaults.
 MATCHING: dict[str, Any] = {
-    "pairs": Annotated[
-        str,
-        typer.Option(
-            help="Pairs to match: exhaustive, sequential, retrieval, a text file with two image names per line, or the "
-            "folder of a COLMAP model. auto: exhaustive for small collections, else retrieval.",
-            rich_help_panel=common.PAIRS_PANEL,
-        ),
-    ],
-    "neighbors": Annotated[
-        int,
-        typer.Option(
-            help="Number of images to match each image with, by retrieval or from a COLMAP model.",
-            rich_help_panel=common.PAIRS_PANEL,
-        ),
-    ],
-    "overlap": Annotated[
-        int,
-        typer.Option(
-            help="Number of subsequent images to match each image with, for sequential pairs.",
-            rich_help_panel=common.PAIRS_PANEL,
-        ),
-    ],
-    "loops": Annotated[
-        int,
-        typer.Option(
-            help="Number of similar images from elsewhere in the sequence to match each image with, for loop closure.",
-            rich_help_panel=common.PAIRS_PANEL,
-        ),
-    ],
-    "top": Annotated[
-        int,
-        typer.Option(
-            help="Maximum number of matches per pair; those with the highest scores are kept.",
-            rich_help_panel=common.MATCHES_PANEL,
-        ),
-    ],
+    "pairs": common.pairs_option(
+        help="Pairs to match: exhaustive, sequential, retrieval, a text file with two image names per line, or the "
+        "folder of a COLMAP model. auto: exhaustive for small collections, else retrieval."
+    ),
+    "neighbors": common.pairs_option(
+        help="Number of images to match each image with, by retrieval or from a COLMAP model."
+    ),
+    "overlap": common.pairs_option(help="Number of subsequent images to match each image with, for sequential pairs."),
+    "loops": common.pairs_option(
+        help="Number of similar images from elsewhere in the sequence to match each image with, for loop closure."
+    ),
+    "top": common.matches_option(help="Maximum number of matches per pair; those with the highest scores are kept."),
     "min_score": common.MinScoreOption,
     "size": common.SizeOption,
     "quality": common.QualityOption,
     "preset": common.PresetOption,
     "weights": common.WeightsOption,
     "device": common.DeviceOption,
-    "executor": Annotated[
-        Literal["local", "ray"],
-        typer.Option(
-            help="Where to match: local (processes on this machine) or ray (a Ray cluster).",
-            rich_help_panel=common.WORKERS_PANEL,
-        ),
-    ],
-    "address": Annotated[
-        str | None,
-        typer.Option(
-            help="Address of the Ray cluster. Default: start a cluster on this machine.",
-            rich_help_panel=common.WORKERS_PANEL,
-        ),
-    ],
-    "workers": Annotated[
-        int | None,
-        typer.Option(
-            help="Number of workers. Default: one per GPU, or one per CPU thread, limited by memory.",
-            rich_help_panel=common.WORKERS_PANEL,
-        ),
-    ],
-    "max_memory": Annotated[
-        float | None,
-        typer.Option(
-            help="Memory of all workers of a machine together, in GiB. Images that need more are scaled down, with a "
-            "warning. Default: three quarters of the memory of the machine.",
-            rich_help_panel=common.WORKERS_PANEL,
-        ),
-    ],
-    "cache": Annotated[
-        float,
-        typer.Option(
-            help="Part of --max-memory that caches features for later pairs, in GiB.",
-            rich_help_panel=common.WORKERS_PANEL,
-        ),
-    ],
+    "executor": common.workers_option(help="Where to match: local (processes on this machine) or ray (a Ray cluster)."),
+    "address": common.workers_option(help="Address of the Ray cluster. Default: start a cluster on this machine."),
+    "workers": common.workers_option(
+        help="Number of workers. Default: one per GPU, or one per CPU thread, limited by memory."
+    ),
+    "max_memory": common.workers_option(
+        help="Memory of all workers of a machine together, in GiB. Images that need more are scaled down, with a "
+        "warning. Default: three quarters of the memory of the machine."
+    ),
+    "cache": common.workers_option(help="Part of --max-memory that caches features for later pairs, in GiB."),
     "threads": common.ThreadsOption,
 }
 HlocOption = Annotated[bool, typer.Option("--hloc", help="Also write features.h5, matches.h5 and pairs.txt for hloc.")]
@@ -277,20 +227,13 @@ def localize(
         ),
     ] = None,
     candidates: Annotated[
-        int,
-        typer.Option(
-            "--candidates",
-            "--neighbors",
-            help="Number of map images to match each query with.",
-            rich_help_panel=common.PAIRS_PANEL,
-        ),
+        int, common.pairs_option("--candidates", "--neighbors", help="Number of map images to match each query with.")
     ] = 10,
     threshold: Annotated[float, typer.Option(help="Inlier threshold of the pose, in pixels of the query.")] = 4.0,
     top: Annotated[
         int | None,
-        typer.Option(
-            help="Maximum number of matches per candidate; those with the highest scores are kept. Default: all.",
-            rich_help_panel=common.MATCHES_PANEL,
+        common.matches_option(
+            help="Maximum number of matches per candidate; those with the highest scores are kept. Default: all."
         ),
     ] = None,
     min_score: common.MinScoreOption = 0.0,

@@ -47,9 +47,8 @@ def match_colmap(
     ] = 2.0,
     min_score: Annotated[
         float | None,
-        typer.Option(
-            help="Lowest score of a match to keep, between 0 and 1; the default is 0.5 with --keep-keypoints, else 0.",
-            rich_help_panel=common.MATCHES_PANEL,
+        common.matches_option(
+            help="Lowest score of a match to keep, between 0 and 1; the default is 0.5 with --keep-keypoints, else 0."
         ),
     ] = None,
 ) -> dict[str, Any]:

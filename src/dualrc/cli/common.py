@@ -3,6 +3,7 @@
 import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,12 +18,12 @@ from dualrc.errors import ConfigError
 from dualrc.machine import device_name
 from dualrc.types import Size
 
-# Groups of options in the help.
-PAIRS_PANEL = "Choice of pairs"
-MATCHES_PANEL = "Matches"
-NETWORK_PANEL = "Network"
-WORKERS_PANEL = "Workers and memory"
-RUNNING_PANEL = "Running"
+# Options by their group in the help.
+pairs_option = partial(typer.Option, rich_help_panel="Choice of pairs")
+matches_option = partial(typer.Option, rich_help_panel="Matches")
+network_option = partial(typer.Option, rich_help_panel="Network")
+workers_option = partial(typer.Option, rich_help_panel="Workers and memory")
+running_option = partial(typer.Option, rich_help_panel="Running")
 
 app = typer.Typer(
     name="dualrc",
@@ -67,74 +68,53 @@ def _options(
 
 
 PresetOption = Annotated[
-    str,
-    typer.Option(
-        autocompletion=lambda: list(PRESETS),
-        help=f"Network architecture: {', '.join(PRESETS)}.",
-        rich_help_panel=NETWORK_PANEL,
-    ),
+    str, network_option(autocompletion=lambda: list(PRESETS), help=f"Network architecture: {', '.join(PRESETS)}.")
 ]
 WeightsOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="Weights file (.safetensors). Default: the weights bundled with the package.",
-        rich_help_panel=NETWORK_PANEL,
-    ),
+    Path | None, network_option(help="Weights file (.safetensors). Default: the weights bundled with the package.")
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(
+    network_option(
         parser=device_name,
         metavar="NAME",
         autocompletion=lambda: ["cpu", "cuda", "mps"],
         help="Device: cuda (or gpu), mps or cpu. Default: the fastest available.",
-        rich_help_panel=NETWORK_PANEL,
     ),
 ]
 SizeOption = Annotated[
     int | None,
-    typer.Option(
+    network_option(
         help="Long side of the network input, in pixels; images are scaled up or down to it. Larger sizes find more "
-        "matches and take more time. Default: the image's own size, up to the limit of the preset.",
-        rich_help_panel=NETWORK_PANEL,
+        "matches and take more time. Default: the image's own size, up to the limit of the preset."
     ),
 ]
 
 MinScoreOption = Annotated[
     float,
-    typer.Option(
-        help="Lowest score of a match to keep, between 0 and 1; a score is the probability that the match is correct.",
-        rich_help_panel=MATCHES_PANEL,
+    matches_option(
+        help="Lowest score of a match to keep, between 0 and 1; a score is the probability that the match is correct."
     ),
 ]
 QualityOption = Annotated[
     Quality,
-    typer.Option(
+    network_option(
         help="Matching quality. high enlarges small images to 1024 px, and matches again after compensating for "
         "rotation, zoom and tilt, in three to five times the time; if matches agree too little, it also tries tilted "
-        "views, in about nine times the time. search also rotates the views.",
-        rich_help_panel=NETWORK_PANEL,
+        "views, in about nine times the time. search also rotates the views."
     ),
 ]
 MaxMemoryOption = Annotated[
     float | None,
-    typer.Option(
+    network_option(
         metavar="GIB",
         help="Memory to match one pair, in GiB, in addition to the network. Images that need more are scaled down, "
         "with a warning. Default: most of the free memory of the device.",
-        rich_help_panel=NETWORK_PANEL,
     ),
 ]
 
 ThreadsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--threads",
-        min=1,
-        metavar="N",
-        help="Number of CPU threads. Default: one per core.",
-        rich_help_panel=RUNNING_PANEL,
-    ),
+    int | None, running_option("--threads", min=1, metavar="N", help="Number of CPU threads. Default: one per core.")
 ]
 
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 # Inlier threshold as a fraction of the long side; a warped image need not fit to the pixel everywhere.
 _WARP_THRESHOLD = 0.003
 
-_GEOMETRY_PANEL = "Geometric model"
+_geometry_option = partial(typer.Option, rich_help_panel="Geometric model")
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,7 @@ def match(
     drawing: Annotated[Path | None, typer.Option("--draw", help="File to draw the matches to: .png or .jpg.")] = None,
     top: Annotated[
         int | None,
-        typer.Option(
-            help="Maximum number of matches; those with the highest scores are kept. Default: all.",
-            rich_help_panel=common.MATCHES_PANEL,
-        ),
+        common.matches_option(help="Maximum number of matches; those with the highest scores are kept. Default: all."),
     ] = None,
     min_score: common.MinScoreOption = 0.0,
     size: common.SizeOption = None,
@@ -57,22 +55,18 @@ def match(
     max_memory: common.MaxMemoryOption = None,
     estimate: Annotated[
         Literal["homography", "fundamental", "essential"] | None,
-        typer.Option(
+        _geometry_option(
             metavar="MODEL",
             help="Model to fit with RANSAC: homography, fundamental or essential. The matrix and the inliers are saved "
             "with the matches.",
-            rich_help_panel=_GEOMETRY_PANEL,
         ),
     ] = None,
-    threshold: Annotated[
-        float, typer.Option(help="Inlier threshold of --estimate, in pixels.", rich_help_panel=_GEOMETRY_PANEL)
-    ] = 2.0,
+    threshold: Annotated[float, _geometry_option(help="Inlier threshold of --estimate, in pixels.")] = 2.0,
     cameras: Annotated[
         Path | None,
-        typer.Option(
+        _geometry_option(
             help="Camera file for --estimate essential: cameras.json or COLMAP's cameras.txt, with lens distortion. "
-            "Default: focal lengths from EXIF, or a guess.",
-            rich_help_panel=_GEOMETRY_PANEL,
+            "Default: focal lengths from EXIF, or a guess."
         ),
     ] = None,
 ) -> dict[str, Any]:

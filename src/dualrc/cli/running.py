@@ -15,28 +15,21 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO, get_origin, get_type_hints
 
 import typer
 
 from dualrc.cli import common
 from dualrc.files import check_writable, make_folder, to_json
 
-QuietOption = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Print errors and warnings only.", rich_help_panel=common.RUNNING_PANEL)
-]
+QuietOption = Annotated[bool, common.running_option("--quiet", "-q", help="Print errors and warnings only.")]
 VerboseOption = Annotated[
-    bool,
-    typer.Option(
-        "--verbose", "-v", help="Also print debug messages, with time stamps.", rich_help_panel=common.RUNNING_PANEL
-    ),
+    bool, common.running_option("--verbose", "-v", help="Also print debug messages, with time stamps.")
 ]
 JsonOption = Annotated[
     bool,
-    typer.Option(
-        "--json",
-        help="Print the result as JSON to standard output; docs/running.md lists the keys.",
-        rich_help_panel=common.RUNNING_PANEL,
+    common.running_option(
+        "--json", help="Print the result as JSON to standard output; docs/running.md lists the keys."
     ),
 ]
 # Native code has this much time to return to Python after a signal.
@@ -74,7 +67,7 @@ def command(
     """Register a function as a command with --quiet, --verbose, --json and --threads; --json prints its result.
 
     A parameter of the type Annotated[Config, options] becomes one option per entry of `options`, a dictionary of
-    options by field of that config.
+    options by field of that config, which has their types and defaults.
     `kept`: describes the results that a stopped run leaves.
     `status`: maps a result to an exit status.
     `log`: file in the folder --out that receives the output of native libraries.
@@ -131,15 +124,17 @@ def _configs(own: inspect.Signature) -> dict[str, tuple[type[Any], Mapping[str, 
 def _expanded(
     parameter: inspect.Parameter, config: tuple[type[Any], Mapping[str, Any]] | None
 ) -> list[inspect.Parameter]:
-    """Return a parameter, or one per option of a config with the default of its field, by keyword."""
+    """Return a parameter, or one per option of a config with the type and default of its field, by keyword."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     if config is None:
         return [parameter.replace(kind=keyword)]
-    defaults = {field.name: field.default for field in fields(config[0])}
-    return [
-        inspect.Parameter(name, keyword, annotation=option, default=defaults[name])
+    defaults, hints = {field.name: field.default for field in fields(config[0])}, get_type_hints(config[0])
+    # An option that several commands share has a type already.
+    typed = {
+        name: option if get_origin(option) is Annotated else Annotated[hints[name], option]
         for name, option in config[1].items()
-    ]
+    }
+    return [inspect.Parameter(name, keyword, annotation=hint, default=defaults[name]) for name, hint in typed.items()]
 
 
 class _Handler(logging.Handler):

@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -14,7 +15,7 @@ from dualrc.cli import common, running
 from dualrc.errors import ConfigError
 from dualrc.extras import require
 
-_PANEL = "Limits"
+_limit = partial(typer.Option, rich_help_panel="Limits")
 
 
 @running.command(waits=False)
@@ -44,30 +45,14 @@ def serve(
     device: common.DeviceOption = None,
     size: common.SizeOption = None,
     max_memory: common.MaxMemoryOption = None,
-    max_bytes: Annotated[
-        float, typer.Option(metavar="MIB", min=0.01, help="Maximum size of an uploaded file.", rich_help_panel=_PANEL)
-    ] = 64,
-    max_pixels: Annotated[
-        float,
-        typer.Option(metavar="MP", min=0.01, help="Maximum megapixels of an uploaded image.", rich_help_panel=_PANEL),
-    ] = 100,
-    max_images: Annotated[
-        int, typer.Option(min=2, help="Maximum number of stored images.", rich_help_panel=_PANEL)
-    ] = 256,
-    max_queue: Annotated[int, typer.Option(min=1, help="Maximum number of queued jobs.", rich_help_panel=_PANEL)] = 64,
-    max_client_jobs: Annotated[
-        int, typer.Option(min=1, help="Maximum number of queued jobs of one client.", rich_help_panel=_PANEL)
-    ] = 16,
-    keep: Annotated[
-        float,
-        typer.Option(metavar="S", min=1, help="Seconds after which unused images expire.", rich_help_panel=_PANEL),
-    ] = 3600,
-    limit: Annotated[
-        float, typer.Option(metavar="S", min=1, help="Time limit of a job.", rich_help_panel=_PANEL)
-    ] = 120,
-    cache: Annotated[
-        float, typer.Option(metavar="GIB", min=0.05, help="Memory for cached features.", rich_help_panel=_PANEL)
-    ] = 0.75,
+    max_bytes: Annotated[float, _limit(metavar="MIB", min=0.01, help="Maximum size of an uploaded file.")] = 64,
+    max_pixels: Annotated[float, _limit(metavar="MP", min=0.01, help="Maximum megapixels of an uploaded image.")] = 100,
+    max_images: Annotated[int, _limit(min=2, help="Maximum number of stored images.")] = 256,
+    max_queue: Annotated[int, _limit(min=1, help="Maximum number of queued jobs.")] = 64,
+    max_client_jobs: Annotated[int, _limit(min=1, help="Maximum number of queued jobs of one client.")] = 16,
+    keep: Annotated[float, _limit(metavar="S", min=1, help="Seconds after which unused images expire.")] = 3600,
+    limit: Annotated[float, _limit(metavar="S", min=1, help="Time limit of a job.")] = 120,
+    cache: Annotated[float, _limit(metavar="GIB", min=0.05, help="Memory for cached features.")] = 0.75,
     threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
     """Start the page and the HTTP service.

@@ -33,16 +33,12 @@ def train(
         ),
     ] = None,
     device: common.DeviceOption = None,
-    devices: Annotated[
-        int,
-        typer.Option(help="Number of GPUs, or of CPU processes, per machine.", rich_help_panel=common.NETWORK_PANEL),
-    ] = 1,
+    devices: Annotated[int, common.network_option(help="Number of GPUs, or of CPU processes, per machine.")] = 1,
     nodes: Annotated[
         int,
-        typer.Option(
+        common.network_option(
             help="Number of machines. Start the command on each of them, with the environment variables that Lightning "
-            "Fabric expects.",
-            rich_help_panel=common.NETWORK_PANEL,
+            "Fabric expects."
         ),
     ] = 1,
 ) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class UprightRotation:
             width=self.size[0],
             height=self.size[1],
             K=self.pixels @ stored.K @ self.camera.T,
-            lens=stored.lens.turned(self.camera[:2, :2]),
+            lens=stored.lens.rotated(self.camera[:2, :2]),
             cam_from_world=None if stored.cam_from_world is None else self.camera @ stored.cam_from_world,
         )
 
@@ -73,7 +73,7 @@ class UprightRotation:
             width=width,
             height=height,
             K=np.linalg.inv(self.pixels) @ upright.K @ self.camera,
-            lens=upright.lens.turned(self.camera[:2, :2].T),
+            lens=upright.lens.rotated(self.camera[:2, :2].T),
             cam_from_world=None,
         )
 

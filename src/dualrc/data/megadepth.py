@@ -13,9 +13,8 @@ import numpy.typing as npt
 
 from dualrc.colmap import from_colmap_pixels
 from dualrc.config import check_bounds, to_toml
+from dualrc.data.arrays import read_arrays, read_dataset
 from dualrc.data.depth import DepthView, correspond_by_depth
-from dualrc.data.hdf5 import read_dataset
-from dualrc.data.npz import read_arrays
 from dualrc.data.pairs import PairSample
 from dualrc.data.pairsfile import PairLine, TooFewPointsError, line_of, write_pairs
 from dualrc.data.views import CutConfig

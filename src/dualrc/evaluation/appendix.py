@@ -17,8 +17,7 @@ from dualrc.evaluation.benchmark import Benchmark, GetMatches, Option, Result, S
 from dualrc.evaluation.costs import Measured, Task, measure_all
 from dualrc.evaluation.export import Pair
 from dualrc.evaluation.hpatches import CORRECT_PX, TOP_OPTION, HPatches, HPatchesSettings
-from dualrc.evaluation.matchers import PairMatcher, make_matchers
-from dualrc.evaluation.networks import Network, network_matcher, read_networks
+from dualrc.evaluation.matchers import PairMatcher, WeightsFile, make_matchers, network_matcher, read_networks
 from dualrc.evaluation.report import PairImage, Report
 from dualrc.image import read
 from dualrc.matches import Estimate
@@ -128,7 +127,7 @@ class Appendix(Benchmark):
             content={"networks": self.networks, "costs": measured},
         )
 
-    def _measure(self, result: Result) -> dict[tuple[Network, int], Measured | None]:
+    def _measure(self, result: Result) -> dict[tuple[WeightsFile, int], Measured | None]:
         """Measure time and memory of every network at every size, on the first pair that can be matched."""
         usable = [pair for pair in self.pairs if pair.names not in result.failures]
         if not usable:
@@ -198,5 +197,5 @@ def _drawn_pairs(pairs: Sequence[Pair], path: Path | None) -> list[Pair]:
     return [by_names[names] for names in chosen]
 
 
-def _sized(network: Network, size: int) -> str:
+def _sized(network: WeightsFile, size: int) -> str:
     return f"{network.label}, {size} px"

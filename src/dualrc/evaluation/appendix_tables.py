@@ -8,13 +8,12 @@ from dualrc.config import Fusion
 from dualrc.evaluation.benchmark import Result
 from dualrc.evaluation.costs import Measured, cost_figure
 from dualrc.evaluation.hpatches import HPatches, accuracy_cells, accuracy_curves, published
-from dualrc.evaluation.networks import Network, variant_label
+from dualrc.evaluation.matchers import WeightsFile, variant_label
 from dualrc.evaluation.report import Report, Table, seconds
+from dualrc.pixels import FINE_STRIDE
 from dualrc.types import ImageArray
 
 CHANNELS = (1024, 256)
-# Stride of the map on which matches are located, in pixels of the image.
-STRIDE = 4
 # Variants for which the paper compares 256 and 1024 channels.
 _BOTH_CHANNELS = ("a", "e")
 # Published curves of neighborhood consensus: long sides of the image, and of the map that locates matches. NCNet runs
@@ -32,7 +31,7 @@ _PUBLISHED_SIZES = {
 PUBLISHED_COSTS = {"DualRC-Net": (800, 2.05, 1232), "Sparse-NCNet": (1600, 0.82, 680), "NCNet": (3200, 4.15, 7868)}
 
 
-def compare_fusion(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Report:
+def compare_fusion(benchmark: HPatches, results: Mapping[WeightsFile, Result], size: int) -> Report:
     """Compare the fusion variants, with the number of channels that most of them have."""
     given = {network.variant for network in results if network.variant}
     channels = max(CHANNELS, key=lambda count: sum(variant[1] == count for variant in given))
@@ -40,7 +39,7 @@ def compare_fusion(benchmark: HPatches, results: Mapping[Network, Result], size:
     return _compare_variants(benchmark, results, wanted, f"Fusion variants, {channels} channels, {size} px", "fusion")
 
 
-def compare_channels(benchmark: HPatches, results: Mapping[Network, Result], size: int) -> Report:
+def compare_channels(benchmark: HPatches, results: Mapping[WeightsFile, Result], size: int) -> Report:
     """Compare 256 with 1024 channels, for the paper's two variants and others that have both."""
     given = {network.variant for network in results}
     fusions = [f for f in get_args(Fusion) if f in _BOTH_CHANNELS or all((f, count) in given for count in CHANNELS)]
@@ -50,7 +49,7 @@ def compare_channels(benchmark: HPatches, results: Mapping[Network, Result], siz
 
 def _compare_variants(
     benchmark: HPatches,
-    results: Mapping[Network, Result],
+    results: Mapping[WeightsFile, Result],
     wanted: Sequence[tuple[Fusion, int]],
     title: str,
     figure: str,
@@ -77,14 +76,14 @@ def compare_sizes(benchmark: HPatches, by_size: Mapping[int, Result], others: Se
     others = [_with_top(result, -1) for result in others]
     largest, *smaller = sorted(by_size, reverse=True)
     # Size of the map that Sparse-NCNet makes of the largest images.
-    cells = largest // (2 * STRIDE)
+    cells = largest // (2 * FINE_STRIDE)
     same_image = [name for name, (image, _) in _PUBLISHED_SIZES.items() if image == largest]
     same_map = [name for name, (_, side) in _PUBLISHED_SIZES.items() if side == cells]
     plots = {
         "sizes_same_image": (f"Images of {largest} px", [by_size[largest], *others], same_image),
         "sizes_same_map": (
             f"Maps of {cells} cells",
-            [result for size, result in by_size.items() if size == STRIDE * cells],
+            [result for size, result in by_size.items() if size == FINE_STRIDE * cells],
             same_map,
         ),
         "sizes_smaller": (
@@ -94,8 +93,8 @@ def compare_sizes(benchmark: HPatches, by_size: Mapping[int, Result], others: Se
         ),
     }
     notes = []
-    if STRIDE * cells not in by_size:
-        half = STRIDE * cells
+    if FINE_STRIDE * cells not in by_size:
+        half = FINE_STRIDE * cells
         notes.append(f"The same map size is not compared: that needs {largest} and {half} px; add --size {half}.")
     if not smaller:
         notes.append("Smaller images are not compared: only one size was passed; add another --size.")
@@ -120,7 +119,7 @@ def _size_table(
     shown: Mapping[str, tuple[int, int]],
 ) -> Table:
     whole = benchmark.accuracy_table([*by_size.values(), *others])
-    sides = [*((str(size), str(size // STRIDE)) for size in by_size), *[("-", "-")] * len(others)]
+    sides = [*((str(size), str(size // FINE_STRIDE)) for size in by_size), *[("-", "-")] * len(others)]
     # Without the limit, which all rows share, and without the network size, so that the table fits on a screen.
     rows = [[row[0], *side, *row[2:-1]] for row, side in zip(whole.rows, sides, strict=True)]
     curves = published()
@@ -138,7 +137,7 @@ def _size_table(
     )
 
 
-def compare_costs(costs: Mapping[tuple[Network, int], Measured | None]) -> Report:
+def compare_costs(costs: Mapping[tuple[WeightsFile, int], Measured | None]) -> Report:
     """Compare time and memory by network and image size with the paper's values."""
     rows, lines = [], dict[str, list[tuple[int, Measured]]]()
     for (network, size), cost in costs.items():
@@ -147,7 +146,7 @@ def compare_costs(costs: Mapping[tuple[Network, int], Measured | None]) -> Repor
             lines.setdefault(network.label, []).append((size, cost))
             memory = [_gib(cost.memory_bytes), _gib(cost.loaded_bytes)]
             cells = [seconds(cost.seconds), *memory, "{}x{}".format(*cost.seen)]
-        rows.append([network.label, str(size), str(size // STRIDE), *cells])
+        rows.append([network.label, str(size), str(size // FINE_STRIDE), *cells])
     for name, (size, time_s, memory_mb) in PUBLISHED_COSTS.items():
         rows.append([f"{name}, published", str(size), "200", seconds(time_s), _gib(memory_mb * 2**20), "-", ""])
     machines = list(dict.fromkeys(cost.machine for cost in costs.values() if cost is not None))

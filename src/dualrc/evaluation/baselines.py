@@ -11,6 +11,7 @@ import torch
 
 from dualrc.errors import ConfigError, ImageError
 from dualrc.extras import require
+from dualrc.files import one_line
 from dualrc.geometry import Camera, apply_homography, resize_homography
 from dualrc.image import read
 from dualrc.matches import Matches
@@ -20,6 +21,8 @@ OpenCVMethod = Literal["RANSAC", "USAC_MAGSAC"]
 
 # Number of images whose descriptors are cached, at most 2 MB each.
 _CACHED_IMAGES = 32
+# Number of descriptors whose cosines with all others are in memory at a time.
+_ROWS = 4096
 _CONFIDENCE = 0.99999
 # In units of the baseline, as in published evaluations; OpenCV's own limit of 50 rejects points of distant scenes.
 _MAX_DEPTH = 1e9
@@ -72,7 +75,13 @@ class RootSift:
         """Match two images; the time is that of the pair without cached features."""
         described0, described1 = self._describe(path0), self._describe(path1)
         start = time.perf_counter()
-        index0, index1, scores = _mutual(described0.descriptors, described1.descriptors, self._ratio)
+        index0, index1, cosines = mutual_nearest(described0.descriptors, described1.descriptors)
+        scores = cosines[:, 0]
+        if self._ratio is not None:
+            distances = np.sqrt(np.maximum(2 - 2 * cosines, 1e-12))
+            quotients = distances[:, 0] / distances[:, 1]
+            passed = quotients < self._ratio
+            index0, index1, scores = index0[passed], index1[passed], 1 - quotients[passed]
         order = np.argsort(-scores, kind="stable")
         seconds = time.perf_counter() - start + described0.seconds + described1.seconds
         return Matches(
@@ -94,8 +103,7 @@ class RootSift:
         try:
             keypoints, descriptors = self._sift.detectAndCompute(gray, None)
         except self._cv2.error as error:
-            reason = " ".join(str(error).split())
-            raise ImageError(f"SIFT cannot describe {path} ({reason}); pass a smaller size.") from error
+            raise ImageError(f"SIFT cannot describe {path} ({one_line(error)}); pass a smaller size.") from error
         points = np.array([keypoint.pt for keypoint in keypoints]).reshape(-1, 2)
         if descriptors is None:
             descriptors = np.zeros((0, 128), np.float32)
@@ -109,22 +117,25 @@ class RootSift:
         )
 
 
-def _mutual(descriptors0: FloatArray, descriptors1: FloatArray, ratio: float | None) -> tuple[Any, Any, FloatArray]:
-    """Return indices of mutual nearest neighbors that pass the ratio test in image 1, and scores."""
-    if not len(descriptors0) or len(descriptors1) < 2:
-        nothing = np.zeros(0, dtype=np.int64)
-        return nothing, nothing, np.zeros(0, np.float32)
-    cosines = torch.from_numpy(descriptors0) @ torch.from_numpy(descriptors1).T
-    best_two, nearest_two = (values.numpy() for values in cosines.topk(2, dim=1))
-    nearest1, nearest0 = nearest_two[:, 0], cosines.argmax(dim=0).numpy()
-    index0 = np.flatnonzero(nearest0[nearest1] == np.arange(len(descriptors0)))
-    index1 = nearest1[index0]
-    distances = np.sqrt(np.maximum(2 - 2 * best_two[index0], 1e-12))
-    quotients = distances[:, 0] / distances[:, 1]
-    if ratio is None:
-        return index0, index1, best_two[index0, 0]
-    passed = quotients < ratio
-    return index0[passed], index1[passed], 1 - quotients[passed]
+def mutual_nearest(descriptors0: FloatArray, descriptors1: FloatArray) -> tuple[Any, Any, FloatArray]:
+    """Return indices (n,), (n,) of mutual nearest neighbors, and the cosines (n, 2) of the best two in image 1.
+
+    The second cosine is -1 if image 1 has one descriptor only.
+    """
+    one, other = torch.from_numpy(descriptors0), torch.from_numpy(descriptors1)
+    count = min(2, len(other))
+    best, nearest = torch.full((len(one), 2), -1.0), torch.zeros(len(one), dtype=torch.long)
+    most, back = torch.full((len(other),), -torch.inf), torch.full((len(other),), -1)
+    for start in range(0, len(one), _ROWS) if count else ():
+        rows = slice(start, start + _ROWS)
+        cosines = one[rows] @ other.T
+        values, columns = cosines.topk(count, dim=1)
+        best[rows, :count], nearest[rows] = values, columns[:, 0]
+        highest, row = cosines.max(0)
+        back, most = torch.where(highest > most, row + start, back), torch.maximum(highest, most)
+    # Without descriptors in one of the images there are no neighbors.
+    index0 = (back[nearest] == torch.arange(len(one))).nonzero()[:, 0] if count else nearest[:0]
+    return index0.numpy(), nearest[index0].numpy(), best[index0].numpy()
 
 
 def opencv_relative_pose(

@@ -40,6 +40,9 @@ class Option:
     parse: Callable[[str], Any] | None = None
 
 
+SIZE_OPTION = Option("Long side of the network input, in pixels. Default: the image's own size.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings of every benchmark; subclasses add their own."""
@@ -107,9 +110,7 @@ class OneNetworkSettings(Settings):
     """Settings of a benchmark that evaluates one network, at one size."""
 
     weights: Annotated[Path | None, Option("Weights file (.safetensors). Default: the bundled weights.")] = None
-    size: Annotated[int | None, Option("Long side of the network input, in pixels. Default: the image's own size.")] = (
-        None
-    )
+    size: Annotated[int | None, SIZE_OPTION] = None
 
     def for_matchers(self) -> MatcherSettings:
         """Return the settings of matchers."""

@@ -47,8 +47,8 @@ def render_points(
     """Render colored points to an image (h, w, 3), the nearest one per pixel, with a mask (h, w) of covered pixels."""
     pose = cam_from_points.astype(np.float32)
     places = xyz @ pose[:, :3].T + pose[:, 3]
-    ahead = places[:, 2] > _NEAREST_M
-    places, colors = places[ahead], rgb[ahead]
+    in_front = places[:, 2] > _NEAREST_M
+    places, colors = places[in_front], rgb[in_front]
     rays, K = places[:, :2] / places[:, 2:], camera.K.astype(np.float32)
     if camera.lens.distorts:
         # Points outside of the field of view are moved out of the image.

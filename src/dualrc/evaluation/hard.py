@@ -14,6 +14,7 @@ from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, Res
 from dualrc.evaluation.data_files import check_folder
 from dualrc.evaluation.export import Pair
 from dualrc.evaluation.report import Report, Table, share
+from dualrc.formats import SUFFIXES
 from dualrc.geometry import epipolar_distance_px, estimate
 from dualrc.image import read
 from dualrc.matches import Matches
@@ -25,7 +26,6 @@ WXBS_TOP, WXBS_PX = 2000, (5, 20)
 _RANSAC_PX = 1.5
 # Minimum number of matches to estimate a fundamental matrix.
 _FEWEST = 8
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm")
 _EVD, _WXBS = "evd", "wxbs"
 
 
@@ -97,7 +97,7 @@ class Hard(Benchmark):
     def _add(self, truth: Path) -> None:
         """Add the pair of a ground-truth file; note pairs that cannot be used."""
         folder = truth.parent
-        candidates = [[folder / (stem + suffix) for suffix in _SUFFIXES] for stem in "12"]
+        candidates = [[folder / (stem + suffix) for suffix in SUFFIXES] for stem in "12"]
         found = [[path for path in paths if path.is_file()] for paths in candidates]
         try:
             values = np.loadtxt(truth, dtype=np.float64, ndmin=2)

@@ -24,6 +24,7 @@ from dualrc.evaluation.data_files import check_folder, read_published
 from dualrc.evaluation.export import Pair, read_cropped
 from dualrc.evaluation.figures import Panel, curve_panels
 from dualrc.evaluation.report import Report, Table, seconds, share
+from dualrc.formats import SUFFIXES
 from dualrc.geometry import corner_error_px, crop_homography, estimate
 from dualrc.image import read
 from dualrc.matches import Matches
@@ -44,7 +45,6 @@ EXCLUDED = (
 )
 _KINDS = {"i_": "illumination", "v_": "viewpoint"}
 GROUPS = ("overall", *_KINDS.values())
-_SUFFIXES = (".ppm", ".png", ".jpg", ".jpeg")
 _RANSAC_PX = 3.0
 
 
@@ -198,7 +198,7 @@ class HPatches(Benchmark):
     def _add_pairs(self, folder: Path) -> None:
         """Add the pairs of a sequence; notes list pairs without a homography."""
         crop = self.settings.crop
-        images = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix.lower() in _SUFFIXES}
+        images = {path.stem: path for path in sorted(folder.iterdir()) if path.suffix.lower() in SUFFIXES}
         for k in range(2, 7):
             H = _read_homography(folder / f"H_1_{k}")
             if H is None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dualrc.draw import draw_dots
 from dualrc.errors import ConfigError, DataError
-from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, Option, Result, Settings
+from dualrc.evaluation.benchmark import COST_COLUMNS, SIZE_OPTION, Benchmark, GetMatches, Option, Result, Settings
 from dualrc.evaluation.data_files import pose_errors, read_published
 from dualrc.evaluation.export import Pair, file_name
 from dualrc.evaluation.figures import Panel, curve_panels
@@ -25,8 +25,7 @@ from dualrc.evaluation.inloc_data import (
     write_result_list,
 )
 from dualrc.evaluation.inloc_poses import MIN_INLIERS, PAPER_MIN_INLIERS, RANSAC_DEG, PoseEstimator
-from dualrc.evaluation.matchers import MatcherSettings, PairMatcher, make_matchers
-from dualrc.evaluation.networks import network_matcher, read_networks
+from dualrc.evaluation.matchers import MatcherSettings, PairMatcher, make_matchers, network_matcher, read_networks
 from dualrc.evaluation.report import Report, Table
 from dualrc.image import read
 from dualrc.localize import write_poses
@@ -45,10 +44,7 @@ class InLocSettings(Settings):
     """Settings of InLoc."""
 
     weights: Annotated[tuple[Path, ...], Option("Repeatable, to compare networks as in the paper's appendix.")] = ()
-    size: Annotated[int | None, Option("Long side of the network input, in pixels. Default: the image's own size.")] = (
-        None
-    )
-
+    size: Annotated[int | None, SIZE_OPTION] = None
     truth: Annotated[Path | None, Option("File of reference poses (.mat). Default: the one in ROOT.")] = None
     shortlist: Annotated[
         Path | None, Option("Candidates of each query, .mat as published or text. Default: the list in ROOT.")

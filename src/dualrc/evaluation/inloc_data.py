@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualrc.data.hdf5 import MOST_BYTES, read_dataset
+from dualrc.data.arrays import MOST_DATASET_BYTES, read_dataset
 from dualrc.errors import DataError, DualRCError
 from dualrc.evaluation.benchmark import folder_hint
 from dualrc.evaluation.data_files import as_pose, check_folder, read_lines
 from dualrc.extras import require
-from dualrc.files import replacing
+from dualrc.files import one_line, replacing
 from dualrc.geometry import Camera, read_cameras_json
 from dualrc.types import FloatArray, Size
 
@@ -276,7 +276,7 @@ def _read_mat(path: Path, *names: str) -> dict[str, Any]:
         raise FileNotFoundError(path)
     try:
         for name, shape, _ in _scipy_io().whosmat(path, appendmat=False):
-            if (not names or name in names) and 8 * math.prod(shape) > MOST_BYTES:
+            if (not names or name in names) and 8 * math.prod(shape) > MOST_DATASET_BYTES:
                 raise ValueError(f"{name} has the shape {shape}")
         content: dict[str, Any] = _scipy_io().loadmat(path, appendmat=False, variable_names=names or None)
     except NotImplementedError:
@@ -315,5 +315,6 @@ def _reading(path: Path, what: str) -> Iterator[None]:
         raise
     # A damaged file can raise any exception.
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path} is not {what}, or damaged ({reason}); download the published file.") from error
+        raise DataError(
+            f"{path} is not {what}, or damaged ({one_line(error)}); download the published file."
+        ) from error

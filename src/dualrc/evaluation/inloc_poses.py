@@ -31,6 +31,7 @@ from dualrc.geometry import (
     resize_homography,
     transform_points,
 )
+from dualrc.geometry.dense import bilinear_corners
 from dualrc.image import read
 from dualrc.matches import Matches
 from dualrc.types import BoolArray, FloatArray, Size
@@ -149,12 +150,9 @@ def points_at(xyz: Points, pixels: npt.ArrayLike, size: Size) -> FloatArray:
     height, width = xyz.shape[:2]
     places = apply_homography(resize_homography(size, (width, height)), pixels)
     inside = in_image(places, (width, height))
-    places = np.clip(np.where(inside[:, None], places, 0), 0, (width - 1, height - 1))
-    left, top = places.astype(np.int64).T
-    x, y = (places - np.column_stack([left, top])).T
-    right, below = np.minimum(left + 1, width - 1), np.minimum(top + 1, height - 1)
-    near = np.stack([xyz[row, column] for row in (top, below) for column in (left, right)]).astype(np.float64)
-    weights = np.stack([v * h for v in (1 - y, y) for h in (1 - x, x)])
+    rows, columns, weights = bilinear_corners(np.where(inside[:, None], places, 0), (width, height))
+    # (4, n, 3).
+    near = xyz[rows, columns].astype(np.float64)
     # (4, n).
     ranges = np.linalg.norm(near, axis=-1)
     smooth = np.isfinite(ranges).all(axis=0) & (ranges.max(axis=0) <= (1 + _EDGE) * ranges.min(axis=0))

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.data.npz import BROKEN, MOST_BYTES, ArrayUnpickler, read_array
+from dualrc.data.arrays import MOST_BYTES, ArrayUnpickler, read_array
 from dualrc.errors import DataError
 from dualrc.evaluation.data_files import as_pose, check_folder, read_name_pairs
 from dualrc.evaluation.export import Pair
-from dualrc.files import inside, limit_zip
+from dualrc.files import BROKEN, inside, limit_zip, one_line
 from dualrc.geometry import PINHOLE, Camera, Lens, cam1_from_cam0, read_cameras_json
 from dualrc.image import read_header
 from dualrc.types import FloatArray, Size
@@ -133,8 +133,9 @@ def read_index(path: Path) -> Index:
                 return {name.removesuffix(".npy"): read_array(io.BytesIO(archive.read(name))) for name in names}
         content = ArrayUnpickler(io.BytesIO(data), encoding="latin1").load()
     except BROKEN as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path} is not an index, or damaged ({reason}); download the published file.") from error
+        raise DataError(
+            f"{path} is not an index, or damaged ({one_line(error)}); download the published file."
+        ) from error
     if not isinstance(content, dict):
         raise DataError(f"{path} does not contain a dictionary; download the published file.")
     return content

@@ -6,30 +6,28 @@ File names are those of the images, relative to the folder; "-" may replace "/".
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
 
 from dualrc.colmap.upright import find_rotation
-from dualrc.data.npz import BROKEN
 from dualrc.errors import ConfigError, DataError
+from dualrc.evaluation.baselines import mutual_nearest
 from dualrc.extras import require
+from dualrc.files import BROKEN, one_line
 from dualrc.formats import SUFFIXES
 from dualrc.image import read, read_header
 from dualrc.matches import Matches
 from dualrc.types import FloatArray, Size
 
-T = TypeVar("T")
 # Maximum number of path components in a file name.
 _PARTS = 5
 _CACHED_IMAGES = 32
-# Number of keypoints whose cosine similarities with all others are in memory at a time.
-_ROWS = 4096
 _HDF5 = (".h5", ".hdf5")
 # Arrays in the file of a pair: points of both images, scores, and the position of the first pixel's center.
 _FORMS = (
@@ -92,8 +90,8 @@ class Stored:
             if one is None or other is None:
                 names = f"{path0.stem}_{path1.stem}.npz, nor keypoints and descriptors of {path0.name} and {path1.name}"
                 raise DataError(f"{self._path} has no matches of {path0} and {path1}: neither {names}; add them.")
-            index0, index1, scores = _mutual(one.descriptors, other.descriptors)
-            found = _matches(one.points[index0], other.points[index1], scores, sizes)
+            index0, index1, cosines = mutual_nearest(one.descriptors, other.descriptors)
+            found = _matches(one.points[index0], other.points[index1], cosines[:, 0], sizes)
         finite = np.isfinite(found.points0).all(1) & np.isfinite(found.points1).all(1) & np.isfinite(found.scores)
         found = found[finite]
         return found.top(len(found))
@@ -103,14 +101,14 @@ class Stored:
         for name in _pair_names(path0, path1):
             if name in self._files:
                 file = self._own(self._files[name], path0, path1)
-                return _reading(file, lambda arrays: _from_pair(arrays, sizes), _arrays(file))
+                with _checked(file):
+                    return _from_pair(_arrays(file), sizes)
         for hdf5, (name0, name1) in itertools.product(self._hdf5, itertools.product(_names(path0), _names(path1))):
             flat0, flat1 = name0.replace("/", "-"), name1.replace("/", "-")
             for key in (f"{flat0}/{flat1}", f"{flat0}_{flat1}"):
                 if key in hdf5:
-                    return _reading(
-                        f"{hdf5.filename}, {key},", lambda group: self._from_hdf5(group, path0, path1, sizes), hdf5[key]
-                    )
+                    with _checked(f"{hdf5.filename}, {key},"):
+                        return self._from_hdf5(hdf5[key], path0, path1, sizes)
         return None
 
     def _from_hdf5(self, group: Any, path0: Path, path1: Path, sizes: tuple[Size, Size]) -> Matches:
@@ -142,13 +140,15 @@ class Stored:
             flat = name.replace("/", "-")
             if flat in self._files:
                 file = self._own(self._files[flat], path)
-                return _reading(file, _described, _arrays(file))
+                with _checked(file):
+                    return _described(_arrays(file))
         group = self._features(path)
         if group is None or "descriptors" not in group:
             return None
         # hloc stores descriptors as (c, n).
         arrays = {"keypoints": self._keypoints(path), "descriptors": group["descriptors"][()].T}
-        return _reading(f"{group.file.filename}, {path.name},", _described, arrays)
+        with _checked(f"{group.file.filename}, {path.name},"):
+            return _described(arrays)
 
     def _own(self, file: Path, *paths: Path) -> Path:
         """Return the file, unless it was used for other images before."""
@@ -226,21 +226,18 @@ def _upright(points: FloatArray, path: Path) -> FloatArray:
     return find_rotation(path).rotate_points(points)
 
 
-def _arrays(file: Path) -> Callable[[], Arrays]:
-    def load() -> Arrays:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
-            return dict(arrays)
-
-    return load
+def _arrays(file: Path) -> Arrays:
+    with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
+        return dict(arrays)
 
 
-def _reading(what: object, use: Callable[[Any], T], content: Any) -> T:
-    """Apply `use` to the content of a file; raise DataError that names the file if that fails."""
+@contextmanager
+def _checked(what: object) -> Iterator[None]:
+    """Convert any error of a damaged file to a DataError that names it."""
     try:
-        return use(content() if callable(content) else content)
+        yield
     except (*BROKEN, DataError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{what} is damaged or has other content ({reason}); write it again.") from error
+        raise DataError(f"{what} is damaged or has other content ({one_line(error)}); write it again.") from error
 
 
 def _from_pair(arrays: Arrays, sizes: tuple[Size, Size]) -> Matches:
@@ -270,22 +267,6 @@ def _described(arrays: Arrays) -> _Described:
         raise ValueError(f"keypoints {points.shape} and descriptors {descriptors.shape} do not fit together")
     norms = np.linalg.norm(descriptors, axis=1, keepdims=True)
     return _Described(points=points[:, :2], descriptors=descriptors / np.maximum(norms, 1e-12))
-
-
-def _mutual(descriptors0: FloatArray, descriptors1: FloatArray) -> tuple[Any, Any, FloatArray]:
-    """Return indices of mutual nearest neighbors, and their cosine similarities."""
-    if not len(descriptors0) or not len(descriptors1):
-        nothing = np.zeros(0, dtype=np.int64)
-        return nothing, nothing, np.zeros(0, np.float32)
-    one, other = torch.from_numpy(descriptors0), torch.from_numpy(descriptors1)
-
-    def nearest(queries: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
-        return torch.cat([(part @ among.T).argmax(1) for part in queries.split(_ROWS)])
-
-    there, back = nearest(one, other), nearest(other, one)
-    index0 = (back[there] == torch.arange(len(one))).nonzero()[:, 0]
-    index1 = there[index0]
-    return index0.numpy(), index1.numpy(), (one[index0] * other[index1]).sum(1).numpy()
 
 
 def _open_hdf5(file: Path) -> Any:

@@ -12,6 +12,7 @@ from dualrc.collection.progress import Progress
 from dualrc.collection.store import Names
 from dualrc.colmap import colmap_points, import_pycolmap, posed_reconstruction, quiet_colmap
 from dualrc.errors import DataError
+from dualrc.files import one_line
 from dualrc.geometry import Camera, cam1_from_cam0, pose_distance_px
 from dualrc.localize import Correspondences
 from dualrc.types import FloatArray, IntArray
@@ -125,5 +126,6 @@ def _triangulate_points(model: Any, work: Path) -> Any:
     try:
         return pycolmap.triangulate_points(model, work / "database.db", work, work / "model", options=options)
     except (ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"COLMAP cannot triangulate the matches ({reason}); check the reference model.") from error
+        raise DataError(
+            f"COLMAP cannot triangulate the matches ({one_line(error)}); check the reference model."
+        ) from error

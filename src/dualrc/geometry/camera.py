@@ -14,7 +14,7 @@ from dualrc.files import is_file, parse_json, read_text
 from dualrc.geometry.homography import resize_homography, to_homogeneous
 from dualrc.geometry.lens import PINHOLE, Lens
 from dualrc.image import read_header
-from dualrc.pixels import from_colmap, to_colmap
+from dualrc.pixels import from_colmap, image_center, to_colmap
 from dualrc.types import FloatArray, Size
 
 _FILM_DIAGONAL_MM = float(np.hypot(36, 24))
@@ -59,9 +59,9 @@ class Camera:
     @staticmethod
     def from_focal(size: Size, focal_px: float, *, source: str = "given") -> "Camera":
         """Create a camera for an image of `size` (width, height) with its principal point in the center."""
-        width, height = size
-        K = np.array([[focal_px, 0, (width - 1) / 2], [0, focal_px, (height - 1) / 2], [0, 0, 1]])
-        return Camera(width=width, height=height, K=K, source=source)
+        cx, cy = image_center(size)
+        K = np.array([[focal_px, 0, cx], [0, focal_px, cy], [0, 0, 1]])
+        return Camera(width=size[0], height=size[1], K=K, source=source)
 
     @staticmethod
     def guessed(size: Size) -> "Camera":

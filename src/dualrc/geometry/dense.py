@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from dualrc.errors import DataError
 from dualrc.geometry.homography import apply_homography
-from dualrc.pixels import pixel_grid, resize_points
+from dualrc.pixels import image_center, pixel_grid, resize_points
 from dualrc.types import FloatArray, ImageArray, Size
 
 
@@ -22,7 +22,7 @@ def homography_grid(H: npt.ArrayLike, size0: Size, size1: Size, shown: Size | No
     grid = resize_points(pixel_grid(shown).astype(np.float64), shown, size1)
     pixels = grid.reshape(-1, 2)
     # Visible points lie on the same side of the horizon as the center of image 0.
-    center = np.array([(size0[0] - 1) / 2, (size0[1] - 1) / 2, 1.0])
+    center = np.array([*image_center(size0), 1.0])
     depth = (pixels @ inverse[2, :2] + inverse[2, 2]) * (H[2] @ center)
     return np.where(depth[:, None] > 0, apply_homography(inverse, pixels), np.nan).reshape(grid.shape)
 

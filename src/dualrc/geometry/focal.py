@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dualrc.pixels import image_center
 from dualrc.types import FloatArray, Size
 
 # Range of candidate focal lengths, in units of the long side.
@@ -30,10 +31,9 @@ def shared_focal_px(fundamentals: Sequence[FloatArray], size: Size) -> float | N
     if len(fundamentals) < _FEWEST:
         return None
     focals = np.geomspace(*_RANGE, _STEPS) * max(size)
-    cx, cy = (size[0] - 1) / 2, (size[1] - 1) / 2
     K = np.zeros((_STEPS, 3, 3))
     K[:, 0, 0] = K[:, 1, 1] = focals
-    K[:, 0, 2], K[:, 1, 2], K[:, 2, 2] = cx, cy, 1
+    K[:, :2, 2], K[:, 2, 2] = image_center(size), 1
     costs = np.zeros(_STEPS)
     for F in fundamentals:
         first, second, _ = np.linalg.svd(K.transpose(0, 2, 1) @ F @ K, compute_uv=False).T

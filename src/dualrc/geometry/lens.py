@@ -200,7 +200,7 @@ class Lens:
         step = _STEP * (1 + np.linalg.norm(points, axis=1, keepdims=True))
         return _differences(lambda at: self._bend(self._inner(at)), points, step)
 
-    def turned(self, rotation: npt.ArrayLike) -> "Lens":
+    def rotated(self, rotation: npt.ArrayLike) -> "Lens":
         """Return the lens of the same image rotated by (2, 2)."""
         values = np.array(self.distortion)
         for pair in _MODELS[self.model].vectors:

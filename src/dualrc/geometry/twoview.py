@@ -191,12 +191,12 @@ def ray_depths(
     A depth is negative behind a camera. The depths of parallel rays mean nothing.
     """
     pose, rays = np.asarray(cam1_from_cam0, dtype=np.float64), np.asarray(rays1, dtype=np.float64)
-    turned = np.asarray(rays0, dtype=np.float64) @ pose[:, :3].T
-    across = np.cross(turned, rays)
+    rotated = np.asarray(rays0, dtype=np.float64) @ pose[:, :3].T
+    across = np.cross(rotated, rays)
     squares = np.sum(across**2, axis=1) + 1e-30
     depths0 = -np.sum(np.cross(pose[:, 3], rays) * across, axis=1) / squares
-    depths1 = -np.sum(np.cross(pose[:, 3], turned) * across, axis=1) / squares
-    return depths0, depths1, np.sqrt(squares) / np.linalg.norm(turned, axis=1) / np.linalg.norm(rays, axis=1)
+    depths1 = -np.sum(np.cross(pose[:, 3], rotated) * across, axis=1) / squares
+    return depths0, depths1, np.sqrt(squares) / np.linalg.norm(rotated, axis=1) / np.linalg.norm(rays, axis=1)
 
 
 def fundamental_from_pose(cam1_from_cam0: npt.ArrayLike, camera0: Camera, camera1: Camera) -> FloatArray:

@@ -51,7 +51,7 @@ def enough_memory() -> Iterator[None]:
         raise NoMemoryError from error
 
 
-def let_go() -> None:
+def release_memory() -> None:
     """Free memory that is kept for speed only."""
     graphs.clear_all()
     gc.collect()
@@ -130,7 +130,7 @@ class Budget:
             yield smaller
             found = smaller
 
-    def tell(self, wanted: Pair, seen: Pair) -> None:
+    def warn(self, wanted: Pair, seen: Pair) -> None:
         """Warn, once per size, that images are matched at a smaller size than requested."""
         if seen == wanted or wanted in self._told:
             return

@@ -45,6 +45,7 @@ class ImageFeatures:
 
 
 Matchable = ImageInput | ImageFeatures
+FeaturePair = tuple[ImageFeatures, ImageFeatures]
 
 
 @dataclass(kw_only=True, eq=False)

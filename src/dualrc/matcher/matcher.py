@@ -16,15 +16,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dualrc import foothold
+from dualrc import agreement
 from dualrc.calibration import Calibration
 from dualrc.config import MatcherConfig, Quality
 from dualrc.errors import ConfigError, DataError, ImageError
 from dualrc.evidence import LOOKED_AT
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
-from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
+from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, release_memory
 from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
-from dualrc.matcher.features import FeatureCache, ImageFeatures, Matchable, PendingImage, shapes, stack
+from dualrc.matcher.features import FeatureCache, FeaturePair, ImageFeatures, Matchable, PendingImage, shapes, stack
 from dualrc.matcher.prefetch import ReadAhead, look_ahead
 from dualrc.matches import Matches, Warp, inside_mask
 from dualrc.model.backbone import fold_batch_norm
@@ -160,7 +160,7 @@ class Matcher:
             message = f'quality = "{settings.quality}" warps the images; pass images instead of features.'
             raise ConfigError(message)
         images = read(image0), read(image1)
-        again = partial(match_again, self, images, turned_views=settings.quality == "search")
+        again = partial(match_again, self, images, rotated_views=settings.quality == "search")
         sizes = self._detailed(images[0], size), self._detailed(images[1], size)
         found = self._with_pair(again, *images, mask0, mask1, sizes)
         return self._selected(found, settings)
@@ -252,7 +252,7 @@ class Matcher:
             pairs = [(one.known(), other.known()) for _, (one, other) in batch]
             found = [self._selected(matches, settings) for matches in self.match_uncalibrated(pairs, settings)]
         if batch and not found:
-            let_go()
+            release_memory()
         yield from found or (alone(pair) for pair, _ in batch)
 
     def _match_alone(
@@ -404,9 +404,9 @@ class Matcher:
             with suppress(NoMemoryError):
                 self.extract(tried)
                 result = use(*(item.known() for item in tried))
-                self.budget.tell(wanted, sizes)
+                self.budget.warn(wanted, sizes)
                 return result
-            let_go()
+            release_memory()
         raise NoMemoryError
 
     def masked(self, features: ImageFeatures, mask: npt.ArrayLike | None) -> ImageFeatures:
@@ -418,7 +418,7 @@ class Matcher:
         valid = torch.from_numpy(cells)[None].to(self.device)
         return replace(features, maps=replace(features.maps, valid=valid), mask=array)
 
-    def _check_makers(self, pair: tuple[ImageFeatures, ImageFeatures]) -> None:
+    def _check_makers(self, pair: FeaturePair) -> None:
         if any(features.made_by != self._extractor.made_by for features in pair):
             raise ConfigError("These features come from other weights; extract them with features() of this matcher.")
 
@@ -433,9 +433,7 @@ class Matcher:
         """Return the config with the options of a call, validated."""
         return replace(self.config, **{name: value for name, value in changes.items() if value is not UNSET})
 
-    def match_uncalibrated(
-        self, batch: list[tuple[ImageFeatures, ImageFeatures]], settings: MatcherConfig
-    ) -> Iterator[Matches]:
+    def match_uncalibrated(self, batch: list[FeaturePair], settings: MatcherConfig) -> Iterator[Matches]:
         """Match pairs of the same shapes as one batch; pairs without agreement are matched again at other scales.
 
         Scores are raw network scores. The result has the best `top` matches, and often more.
@@ -445,17 +443,17 @@ class Matcher:
         top, searches = settings.top, settings.max_zoom > 1
         if top is not None:
             # The votes on the scale and on the pair need the best matches, whatever the caller asked for.
-            top = max(top, foothold.TOP if searches else 0, LOOKED_AT if self.calibration is not None else 0)
+            top = max(top, agreement.TOP if searches else 0, LOOKED_AT if self.calibration is not None else 0)
         for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
             yield self._searched(matches, pair, searches)
 
-    def _searched(self, matches: Matches, pair: tuple[ImageFeatures, ImageFeatures], other_scales: bool) -> Matches:
+    def _searched(self, matches: Matches, pair: FeaturePair, other_scales: bool) -> Matches:
         """Return the matches if they agree with each other, else those at another scale if they agree there."""
         suspicious = is_suspicious(matches)
         # Without a calibration or a search over scales, only blank images matter.
         if not (suspicious or other_scales or self.calibration is not None):
             return matches
-        found = foothold.vote(matches)
+        found = agreement.measure_agreement(matches)
         if not found.firm or suspicious:
             seen = [Seen(own.pixels.float().mean(-1).cpu().numpy(), own.scale) for own in pair]
             textured = without_blank_areas(matches, seen)
@@ -463,21 +461,19 @@ class Matcher:
                 # Without a calibration, all matches of the network are returned.
                 return textured if self.calibration is not None else replace(matches, info=textured.info)
             if self.calibration is not None:
-                matches, found = textured, foothold.vote(textured)
+                matches, found = textured, agreement.measure_agreement(textured)
         if other_scales and not (found.firm and found.same_scale):
             from dualrc.matcher.rematch import search
 
             matches = search(self, pair, matches, found)
-            found = foothold.vote(matches)
-        doubtful = suspicious or found.share < foothold.CHANCE
+            found = agreement.measure_agreement(matches)
+        doubtful = suspicious or found.share < agreement.CHANCE
         if doubtful and "warning" not in matches.info and self._pair_score(matches) < _CANDIDATE:
-            return replace(matches, info={**matches.info, "warning": foothold.LOW})
+            return replace(matches, info={**matches.info, "warning": agreement.LOW})
         return matches
 
     @torch.inference_mode()
-    def match_plain(
-        self, batch: list[tuple[ImageFeatures, ImageFeatures]], top: int | None = None
-    ) -> Iterator[Matches]:
+    def match_plain(self, batch: list[FeaturePair], top: int | None = None) -> Iterator[Matches]:
         """Match pairs of the same shapes as one batch, once, with raw network scores; the best `top` of each."""
         if not batch:
             return

@@ -8,17 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc import geometry
-from dualrc.foothold import ADVICE, CHANCE, Foothold
+from dualrc.agreement import ADVICE, CHANCE, Agreement
 from dualrc.image import Scale, to_tensor
+from dualrc.matcher.features import FeaturePair, ImageFeatures
 from dualrc.matcher.verify import BEYOND_DOUBT, Verified, verify
 from dualrc.matcher.views import LARGEST_GROWTH, LEAST_SIDE, Box, Look, View, match_views, rounded, scale_views
 from dualrc.matcher.viewsearch import best_views
 from dualrc.matches import Matches
 from dualrc.pixels import STRIDE
-from dualrc.types import FloatArray, ImageArray
+from dualrc.types import FloatArray, ImagePair
 
 if TYPE_CHECKING:
-    from dualrc.matcher.features import ImageFeatures
     from dualrc.matcher.matcher import Matcher
 
 # Factor between the scales of the search. The network tolerates what remains.
@@ -64,28 +64,26 @@ _SPACING = 0.02
 NOTHING = f"The matches do not agree with each other at any scale: {ADVICE}"
 
 
-def search(
-    matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeatures]", first: Matches, foothold: Foothold
-) -> Matches:
+def search(matcher: "Matcher", features: FeaturePair, first: Matches, agreement: Agreement) -> Matches:
     """Match at the scale that the first pass indicates, or at the best of several scales if it has no agreement.
 
     Scales are compared by the agreement of their matches. The result is `first` if no scale is better.
     """
     look: Look | None = None
-    scale, agreed = foothold.scale, foothold.share
-    if not foothold.firm:
+    scale, agreed = agreement.scale, agreement.share
+    if not agreement.firm:
         look, scale = _best_scale(matcher, features)
         if look is None:
             return replace(first, info={**first.info, "warning": NOTHING})
-        scale, agreed = scale * look.foothold.scale, look.foothold.share
+        scale, agreed = scale * look.agreement.scale, look.agreement.share
     for _ in range(_EXACTER):
         seen = first if look is None else look.matches
         exact = _look_at_scale(matcher, features, scale, _boxes(seen, features), _LONGEST)
-        if exact is None or exact.foothold.share < _WORSE * agreed:
+        if exact is None or exact.agreement.share < _WORSE * agreed:
             break
         if look is None and weight(exact.matches) <= weight(first):
             break
-        look, rest, agreed = exact, exact.foothold.scale, exact.foothold.share
+        look, rest, agreed = exact, exact.agreement.scale, exact.agreement.share
         if max(rest, 1 / rest) < _EXACT:
             break
         scale *= rest
@@ -96,17 +94,17 @@ def search(
     return replace(look.matches, info={**look.matches.info, "zoom": round(scale * ratio[1] / ratio[0], 3)})
 
 
-def _best_scale(matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeatures]") -> tuple[Look | None, float]:
+def _best_scale(matcher: "Matcher", features: FeaturePair) -> tuple[Look | None, float]:
     """Return the pass and the scale with the highest agreement of several; None if the matches agree at no scale."""
     best: Look | None = None
     best_scale, most = 1.0, _TAKEN
     steps = int(np.log(matcher.config.max_zoom) / np.log(_STEP) + 1e-6)
     for scale in (_STEP**power for step in range(1, steps + 1) for power in (-step, step)):
         look = _look_at_scale(matcher, features, scale)
-        if look is None or look.foothold.share * len(look.matches) < _FEWEST_AGREED:
+        if look is None or look.agreement.share * len(look.matches) < _FEWEST_AGREED:
             continue
-        if look.foothold.share > most:
-            best, best_scale, most = look, scale, look.foothold.share
+        if look.agreement.share > most:
+            best, best_scale, most = look, scale, look.agreement.share
             if most > _SURE:
                 break
     return best, best_scale
@@ -114,7 +112,7 @@ def _best_scale(matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeature
 
 def _look_at_scale(
     matcher: "Matcher",
-    features: "tuple[ImageFeatures, ImageFeatures]",
+    features: FeaturePair,
     scale: float,
     boxes: tuple[Box | None, Box | None] = (None, None),
     longest: int = 0,
@@ -134,7 +132,7 @@ def _look_at_scale(
     return None if views is None else match_views(matcher, features, views)
 
 
-def _boxes(matches: Matches, features: "tuple[ImageFeatures, ImageFeatures]") -> tuple[Box | None, Box | None]:
+def _boxes(matches: Matches, features: FeaturePair) -> tuple[Box | None, Box | None]:
     """Return the crop of each network input with nearly all of the best matches; None for the whole image."""
     points = matches.points0[:_BEST], matches.points1[:_BEST]
     first, second = (_box(own, f.scale) for own, f in zip(points, features, strict=True))
@@ -154,16 +152,16 @@ def _box(points: FloatArray, scale: Scale) -> Box | None:
 
 def match_again(
     matcher: "Matcher",
-    images: tuple[ImageArray, ImageArray],
-    features0: "ImageFeatures",
-    features1: "ImageFeatures",
+    images: ImagePair,
+    features0: ImageFeatures,
+    features1: ImageFeatures,
     *,
-    turned_views: bool = False,
+    rotated_views: bool = False,
 ) -> Matches:
     """Match, then warp the image with the larger scale into the frame of the other image, and match again.
 
     Unless the first matches are beyond doubt, smaller sizes and then tilted views are further starting points;
-    `turned_views` also rotates them. The result that agrees best with an epipolar geometry is kept. Scores are raw
+    `rotated_views` also rotates them. The result that agrees best with an epipolar geometry is kept. Scores are raw
     network scores.
     """
     features = features0, features1
@@ -174,7 +172,7 @@ def match_again(
         return first
     best = verify(first)
     # Without a calibration, scores of any size can be right, so only the search with rotated views goes on.
-    if best.weight > BEYOND_DOUBT or (matcher.calibration is None and not turned_views):
+    if best.weight > BEYOND_DOUBT or (matcher.calibration is None and not rotated_views):
         best = _looked_again(best, matcher, images, features, _LOOKS)
     else:
         smaller = list(_smaller(matcher, images, features))
@@ -182,7 +180,7 @@ def match_again(
         starts = [best, *(verify(next(matcher.match_uncalibrated([pair], everything))) for pair in smaller)]
         best = _best_of(starts, matcher, images, features, small)
         if best.weight <= BEYOND_DOUBT:
-            views = best_views(matcher, features, turned=turned_views)
+            views = best_views(matcher, features, rotated=rotated_views)
             best = _best_of([best, *views], matcher, images, features, small)
     if best.matches is first:
         return first
@@ -193,11 +191,7 @@ def match_again(
 
 
 def _best_of(
-    starts: list[Verified],
-    matcher: "Matcher",
-    images: tuple[ImageArray, ImageArray],
-    features: "tuple[ImageFeatures, ImageFeatures]",
-    small: "tuple[ImageFeatures, ImageFeatures]",
+    starts: list[Verified], matcher: "Matcher", images: ImagePair, features: FeaturePair, small: FeaturePair
 ) -> Verified:
     """Return the result of matching again from the best starting points, or a starting point if none is better."""
     # A second pass at a small size shows which starting points are right.
@@ -213,11 +207,7 @@ def _most_agreed(starts: Iterable[Verified]) -> list[Verified]:
 
 
 def _looked_again(
-    start: Verified,
-    matcher: "Matcher",
-    images: tuple[ImageArray, ImageArray],
-    features: "tuple[ImageFeatures, ImageFeatures]",
-    looks: int,
+    start: Verified, matcher: "Matcher", images: ImagePair, features: FeaturePair, looks: int
 ) -> Verified:
     """Match again through the common motion of the matches, while that raises their verified weight.
 
@@ -235,9 +225,7 @@ def _looked_again(
     return best
 
 
-def _smaller(
-    matcher: "Matcher", images: tuple[ImageArray, ImageArray], features: "tuple[ImageFeatures, ImageFeatures]"
-) -> "Iterator[tuple[ImageFeatures, ImageFeatures]]":
+def _smaller(matcher: "Matcher", images: ImagePair, features: FeaturePair) -> Iterator[FeaturePair]:
     """Yield the features of both images at smaller sizes, as long as both are large enough to match."""
     longest = max(max(own.scale.input_size) for own in features)
     for ratio in _RATIOS:
@@ -252,12 +240,7 @@ def _smaller(
         yield first, second
 
 
-def _match_moved(
-    matcher: "Matcher",
-    images: tuple[ImageArray, ImageArray],
-    features: "tuple[ImageFeatures, ImageFeatures]",
-    motion: "Motion",
-) -> Matches:
+def _match_moved(matcher: "Matcher", images: ImagePair, features: FeaturePair, motion: "Motion") -> Matches:
     """Match one image with the other image warped into its frame, cropped if the motion holds for a part of it."""
     # Warp the image that shows the scene larger, so that no detail is invented.
     moves0 = motion.enlarges < 1

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc import geometry
-from dualrc.foothold import Foothold, vote
+from dualrc.agreement import Agreement, measure_agreement
 from dualrc.image import Scale
-from dualrc.matcher.features import ImageFeatures, PendingImage
+from dualrc.matcher.features import FeaturePair, ImageFeatures, PendingImage
 from dualrc.matches import Matches, inside_mask
 from dualrc.pixels import STRIDE, in_image, pixel_to_unit
 from dualrc.texture import Seen, without_blank_areas
@@ -55,7 +55,7 @@ class View:
         ratio = np.sqrt(width * height / (size[0] * size[1])) * own.image_size[0] / own.input_size[0]
         return View(image_from_view=image_from_seen @ seen_from_view, size=size, shrinks=float(ratio), box=box)
 
-    def turned(self) -> "View":
+    def rotated(self) -> "View":
         """Rotate by 90 degrees clockwise."""
         width, height = self.size
         view_from_turned = np.array([(0, 1, 0), (-1, 0, height - 1), (0, 0, 1)])
@@ -74,7 +74,7 @@ class Look:
     # In pixels of the original images.
     matches: Matches
     # Agreement between the network inputs.
-    foothold: Foothold
+    agreement: Agreement
 
 
 def scale_views(
@@ -147,7 +147,7 @@ class Shown(NamedTuple):
     # (h, w) Pixels that show a part of the image to match; None for all.
     mask: BoolArray | None
 
-    def turned(self) -> "Shown":
+    def rotated(self) -> "Shown":
         """Rotate by 90 degrees clockwise."""
         mask = None if self.mask is None else np.rot90(self.mask, -1).copy()
         return Shown(torch.rot90(self.pixels, -1).contiguous(), mask)
@@ -181,7 +181,7 @@ def extract_shown(matcher: "Matcher", shown: Sequence[Shown], sizes: Sequence[Si
 
 def match_views(
     matcher: "Matcher",
-    features: tuple[ImageFeatures, ImageFeatures],
+    features: FeaturePair,
     views: tuple[View | None, View | None],
     pixels: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Look:
@@ -194,19 +194,16 @@ def match_views(
 
 
 def match_seen(
-    matcher: "Matcher",
-    features: tuple[ImageFeatures, ImageFeatures],
-    views: tuple[View | None, View | None],
-    seen: tuple[ImageFeatures, ImageFeatures],
+    matcher: "Matcher", features: FeaturePair, views: tuple[View | None, View | None], seen: FeaturePair
 ) -> Look:
     """Match two images by the features `seen` through views."""
     found = next(matcher.match_plain([seen]))
     # Areas without texture match themselves at the same distance from the border, whatever the views show.
     found = without_blank_areas(found, [Seen(own.pixels.float().mean(-1).cpu().numpy(), own.scale) for own in seen])
-    foothold, points = vote(found), [found.points0, found.points1]
+    agreement, points = measure_agreement(found), [found.points0, found.points1]
     for number, view in enumerate(views):
         if view is not None:
             points[number] = geometry.apply_homography(view.image_from_view, points[number]).astype(np.float32)
     found = replace(found, points0=points[0], points1=points[1], size0=features[0].size, size1=features[1].size)
     whole = (np.ones((f.size[1], f.size[0]), dtype=bool) if f.mask is None else f.mask for f in features)
-    return Look(matches=found.inside(*whole), foothold=foothold)
+    return Look(matches=found.inside(*whole), agreement=agreement)

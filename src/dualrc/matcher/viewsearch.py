@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dualrc.matcher.features import FeaturePair, ImageFeatures
 from dualrc.matcher.verify import Verified, verify
-from dualrc.matcher.views import Shown, View, extract_shown, match_seen, show
-from dualrc.pixels import STRIDE
+from dualrc.matcher.views import Shown, View, extract_shown, match_seen, rounded, show
+from dualrc.pixels import STRIDE, image_center
 from dualrc.types import FloatArray, Size
 
 if TYPE_CHECKING:
-    from dualrc.matcher.features import ImageFeatures
     from dualrc.matcher.matcher import Matcher
 
 # Long side at which views are compared: a share of the network input, within bounds in pixels.
@@ -74,12 +74,12 @@ def affine_view(image: Size, side: int, simulated: Simulated) -> View | None:
     linear = scale * _rotation(direction) @ shrink @ _rotation(-direction)
     corners = np.array([(0, 0), (image[0], 0), (0, image[1]), image]) @ linear.T
     low, high = corners.min(axis=0), corners.max(axis=0)
-    width, height = (max(1, round(side / STRIDE)) * STRIDE for side in (high - low).tolist())
+    width, height = (rounded(side) for side in (high - low).tolist())
     if min(width, height) < _LEAST_SIDE:
         return None
     inverse = np.linalg.inv(linear)
     # Align the centers of view and image.
-    center, view_center = (np.array(image) - 1) / 2, (np.array((width, height)) - 1) / 2
+    center, view_center = np.array(image_center(image)), np.array(image_center((width, height)))
     image_from_view = np.eye(3)
     image_from_view[:2, :2], image_from_view[:2, 2] = inverse, center - inverse @ view_center
     along = np.array((np.cos(direction), np.sin(direction))) * (simulated.tilt / scale)
@@ -91,9 +91,9 @@ def _rotation(angle: float) -> FloatArray:
 
 
 @torch.inference_mode()
-def best_views(matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeatures]", *, turned: bool) -> list[Verified]:
-    """Return matches through the pairs of views that agree most, in original pixels; `turned` rotates image 0 too."""
-    views = [_show_views(features[0], turned=turned), _show_views(features[1], turned=False)]
+def best_views(matcher: "Matcher", features: FeaturePair, *, rotated: bool) -> list[Verified]:
+    """Return matches through the pairs of views that agree most, in original pixels; `rotated` rotates image 0 too."""
+    views = [_show_views(features[0], rotated=rotated), _show_views(features[1], rotated=False)]
     agreement = view_agreement(*(_view_cells(matcher, own) for own in views))
     best = agreement.flatten().argsort(descending=True, stable=True)[:_VERIFIED].tolist()
     pairs = [divmod(place, len(views[1])) for place in best]
@@ -106,7 +106,7 @@ def best_views(matcher: "Matcher", features: "tuple[ImageFeatures, ImageFeatures
     return [each for each in found if each.weight > 0]
 
 
-def _seen(matcher: "Matcher", views: Sequence[tuple[View, Shown]], chosen: Iterable[int]) -> "dict[int, ImageFeatures]":
+def _seen(matcher: "Matcher", views: Sequence[tuple[View, Shown]], chosen: Iterable[int]) -> dict[int, ImageFeatures]:
     """Extract the features of the chosen views."""
     numbers = sorted(chosen)
     shown, sizes = [views[number][1] for number in numbers], [views[number][0].size for number in numbers]
@@ -119,8 +119,8 @@ def _view_cells(matcher: "Matcher", views: list[tuple[View, Shown]]) -> list[Cel
     return [coarse_cells(seen) for part in parts for seen in _seen(matcher, views, part).values()]
 
 
-def _show_views(features: "ImageFeatures", turned: bool) -> list[tuple[View, Shown]]:
-    """Return the simulated views of an image at two sizes; `turned` adds rotations."""
+def _show_views(features: ImageFeatures, rotated: bool) -> list[tuple[View, Shown]]:
+    """Return the simulated views of an image at two sizes; `rotated` adds rotations."""
     views = []
     width, height = features.scale.input_size
     full = int(np.clip(_SHARE * max(width, height), *_SIDES))
@@ -136,13 +136,13 @@ def _show_views(features: "ImageFeatures", turned: bool) -> list[tuple[View, Sho
                 continue
             shown = show(features, view, pixels)
             views.append((view, shown))
-            for _ in range(3 if turned else 0):
-                view, shown = view.turned(), shown.turned()
+            for _ in range(3 if rotated else 0):
+                view, shown = view.rotated(), shown.rotated()
                 views.append((view, shown))
     return views
 
 
-def coarse_cells(seen: "ImageFeatures") -> Cells:
+def coarse_cells(seen: ImageFeatures) -> Cells:
     """Return the coarse cells of an image that show a textured part of it."""
     features = F.normalize(seen.maps.coarse[0].float(), dim=0)
     height, width = features.shape[1:]

@@ -10,6 +10,9 @@ from torch import Tensor
 from dualrc.pixels import RATIO
 
 Reading = Literal["corner", "center"]
+# Tensors, and masks of fine cells (None allows every cell), of image 0 and image 1.
+TensorPair = tuple[Tensor, Tensor]
+MaskPair = tuple[Tensor | None, Tensor | None]
 
 # Fine cells per coarse cell, r * r.
 PLACES = RATIO * RATIO
@@ -80,6 +83,9 @@ class FineMap:
         """Apply U_r, nearest-neighbor up-sampling from coarse to fine cells: (... h*w) -> (... 4h*4w)."""
         grid = values.unflatten(-1, (self.height, 1, self.width, 1))
         return grid.expand(*values.shape[:-1], -1, RATIO, -1, RATIO).flatten(-4)
+
+
+FineMapPair = tuple[FineMap, FineMap]
 
 
 def corners(points: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from dualrc.pixels import RATIO
+from dualrc.pixels import FINE_STRIDE, STRIDE
 
 # Added to maxima, which may be zero, as in the published code.
 EPSILON = 1e-5
@@ -20,9 +21,9 @@ def correlate(coarse0: Tensor, coarse1: Tensor) -> Tensor:
     return torch.einsum("bchw,bcij->bhwij", normalize(coarse0), normalize(coarse1))
 
 
-def valid_cells(valid: Tensor) -> Tensor:
-    """Return coarse cells that contain a valid fine cell: (b 4h 4w) bool -> (b h w)."""
-    return valid.unflatten(1, (-1, RATIO)).unflatten(3, (-1, RATIO)).any(4).any(2)
+def valid_cells(valid: Tensor, stride: int = STRIDE) -> Tensor:
+    """Return cells of this stride that contain a valid square of 4x4 pixels: (b H W) bool -> (b h w)."""
+    return F.max_pool2d(valid[:, None].float(), stride // FINE_STRIDE)[:, 0] > 0
 
 
 def max_pool(scores: Tensor, size: int) -> Tensor:
@@ -33,12 +34,12 @@ def max_pool(scores: Tensor, size: int) -> Tensor:
     return scores
 
 
-def mask_cells(scores: Tensor, valid0: Tensor | None, valid1: Tensor | None) -> Tensor:
-    """Set scores of coarse cells without a valid fine cell to zero; masks are (b 4h 4w) bool, None for all valid."""
+def mask_cells(scores: Tensor, valid0: Tensor | None, valid1: Tensor | None, stride: int = STRIDE) -> Tensor:
+    """Set scores of cells without a valid square of 4x4 pixels to zero; masks are (b H W) bool, None for all valid."""
     for valid, axes in ((valid0, (1, 2)), (valid1, (3, 4))):
         # A cell outside the mask must not compete with cells inside it.
         if valid is not None:
-            cells = valid_cells(valid)
+            cells = valid_cells(valid, stride)
             scores = scores * cells.view(*[n if i in (0, *axes) else 1 for i, n in enumerate(scores.shape)])
     return scores
 

@@ -19,7 +19,7 @@ from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
 from dualrc.model.engine import Engine
 from dualrc.model.ncnet import NCNet, SparseNCNet
-from dualrc.model.network import Features, Network, NetworkMatches, best_first
+from dualrc.model.network import Features, Network, NetworkMatches, best_first, full_precision
 from dualrc.model.refine import CellMatches, cell_centers
 from dualrc.model.search import Correspondences
 from dualrc.model.subpixel import Subpixel
@@ -52,9 +52,7 @@ class DualRCNet(Network):
     def extract(self, images: Tensor) -> Features:
         """Extract features of normalized images (b 3 h w) whose sides are multiples of 16."""
         coarse, fine = self.backbone(images)
-        # Cosines need more precision than the convolutions.
-        if torch.is_autocast_enabled(images.device.type):
-            coarse, fine = coarse.float(), fine.float()
+        coarse, fine = full_precision(coarse), full_precision(fine)
         # Training does not use the brightness.
         light = None if self.subpixel is None or self.training else self.engine.brightness(images)
         return Features(coarse=coarse, fine=self.engine.normalize(fine), light=light)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dualrc.config import FineConfig
 from dualrc.model import align, refine, relocalize, search, sparse, subpixel, support
-from dualrc.model.cells import FineMap
+from dualrc.model.cells import FineMap, FineMapPair, MaskPair, TensorPair
 from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
 from dualrc.model.correlation import correlate, mask_cells, max_pool, normalize, valid_cells
@@ -58,15 +58,11 @@ class Engine:
         """Return the brightness of normalized images for the alignment: (b 3 h w) -> (b h w)."""
         return align.brightness(images)
 
-    def context(
-        self, context: Context, coarse: tuple[Tensor, Tensor], valid: tuple[Tensor | None, Tensor | None]
-    ) -> tuple[Tensor, Tensor]:
+    def context(self, context: Context, coarse: TensorPair, valid: MaskPair) -> tuple[Tensor, Tensor]:
         """Condition coarse features on the other image: (b c h0 w0), (b c h1 w1) -> the same."""
         return context(*coarse, *(None if mask is None else valid_cells(mask) for mask in valid))
 
-    def coarse(
-        self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
-    ) -> Tensor:
+    def coarse(self, coarse: TensorPair, consensus: Consensus, valid: MaskPair) -> Tensor:
         """Correlate, then apply M, N and M: (b c h0 w0), (b c h1 w1) -> (b h0 w0 h1 w1)."""
         return self.filtered(mask_cells(correlate(*(features.float() for features in coarse)), *valid), consensus)
 
@@ -106,11 +102,7 @@ class Engine:
         return search.search(tensor, search.point_queries(fine0, points0, config.reading), fine1, config.temperature)
 
     def refine(
-        self,
-        subpixel: Subpixel,
-        fine: tuple[FineMap, FineMap],
-        light: tuple[Tensor, Tensor] | None,
-        matches: CellMatches,
+        self, subpixel: Subpixel, fine: FineMapPair, light: TensorPair | None, matches: CellMatches
     ) -> PointMatches:
         """Refine matched cells to matched points in network-input pixels, with scores."""
         return refine.refine(self, subpixel, fine, light, matches)
@@ -160,7 +152,7 @@ class Engine:
         return max_pool(torch.einsum("bchw,bcij->bhwij", fine0.float(), fine1.float()), pool)
 
     def relocalize(
-        self, fine: tuple[Tensor, Tensor], pair: Tensor, index: tuple[Tensor, Tensor], pool: int, *, soft: bool
+        self, fine: TensorPair, pair: Tensor, index: TensorPair, pool: int, *, soft: bool
     ) -> tuple[Tensor, Tensor]:
         """Refine matched coarse cells to positions in the fine maps; see `model.relocalize.relocalize`."""
         return relocalize.relocalize(fine, pair, index, pool, soft=soft)
@@ -169,9 +161,7 @@ class Engine:
         """Find the largest products of features (b n c) with others (b m c); see `model.sparse.nearest`."""
         return sparse.nearest(rows, others, count, valid)
 
-    def nearest_correlations(
-        self, coarse: tuple[Tensor, Tensor], count: int, valid: tuple[Tensor | None, Tensor | None]
-    ) -> SparseScores:
+    def nearest_correlations(self, coarse: TensorPair, count: int, valid: MaskPair) -> SparseScores:
         """Find the largest correlations of each cell of either image, (b c h0 w0), (b c h1 w1), with masks (b h w)."""
         shape = (len(coarse[0]), *coarse[0].shape[2:], *coarse[1].shape[2:])
         rows0, rows1 = (features.movedim(1, -1).flatten(1, 2) for features in coarse)

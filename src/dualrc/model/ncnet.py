@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc.config import NCNetConfig, SparseNCNetConfig, TrunkConfig
-from dualrc.model.network import Features, Network, NetworkMatches, best_first, square_centers
+from dualrc.model.correlation import mask_cells, valid_cells
+from dualrc.model.network import Features, Network, NetworkMatches, best_first, full_precision, square_centers
 from dualrc.model.sparse import SparseScores
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_cell
 
@@ -90,20 +91,13 @@ class NCNet(ConsensusNet):
 
     def extract(self, images: Tensor) -> Features:
         """Extract one map that serves as coarse and fine map."""
-        fine = self.backbone(images)
-        if torch.is_autocast_enabled(images.device.type):
-            fine = fine.float()
-        fine = self.engine.normalize(fine)
+        fine = self.engine.normalize(full_precision(self.backbone(images)))
         return Features(coarse=fine, fine=fine)
 
     def coarse_tensor(self, features0: Features, features1: Features) -> Tensor:
         """Correlate and max-pool, then apply mutual filter, consensus, mutual filter."""
         scores = self.engine.pooled_correlation(features0.fine, features1.fine, self.pool)
-        cell = self.stride * self.pool
-        if features0.valid is not None:
-            scores = scores * valid_cells(features0.valid, cell)[:, :, :, None, None]
-        if features1.valid is not None:
-            scores = scores * valid_cells(features1.valid, cell)[:, None, None]
+        scores = mask_cells(scores, features0.valid, features1.valid, self.stride * self.pool)
         return self.engine.filtered(scores, self.consensus)
 
     def best(self, features0: Features, features1: Features) -> BestCells:
@@ -118,9 +112,7 @@ class SparseNCNet(ConsensusNet):
 
     def extract(self, images: Tensor) -> Features:
         """Extract a fine map, and a coarse map by max-pooling each channel within a cell."""
-        fine = self.backbone(images)
-        if torch.is_autocast_enabled(images.device.type):
-            fine = fine.float()
+        fine = full_precision(self.backbone(images))
         coarse = F.max_pool2d(fine, self.pool) if self.pool > 1 else fine
         return Features(coarse=self.engine.normalize(coarse), fine=self.engine.normalize(fine))
 
@@ -143,11 +135,6 @@ class SparseNCNet(ConsensusNet):
         index1, score0 = scores.best(0)
         index0, score1 = scores.best(1)
         return BestCells(index1, score0, index0, score1)
-
-
-def valid_cells(valid: Tensor, stride: int) -> Tensor:
-    """Return cells of this stride that contain a valid square of 4x4 pixels: (b 4h 4w) -> (b h w) bool."""
-    return F.max_pool2d(valid[:, None].float(), stride // FINE_STRIDE)[:, 0] > 0
 
 
 def best_cells(tensor: Tensor, *, softmax: bool) -> BestCells:

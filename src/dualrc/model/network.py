@@ -82,6 +82,11 @@ class Network(nn.Module, ABC):
         """Locate every square of 4x4 pixels of image 0 of one pair in image 1 (h w 2), with certainty (h w)."""
 
 
+def full_precision(maps: Tensor) -> Tensor:
+    """Convert maps computed under autocast to float32, because cosines need more precision than convolutions."""
+    return maps.float() if torch.is_autocast_enabled(maps.device.type) else maps
+
+
 def best_first(pair: Tensor, scores: Tensor, top: int | None, pairs: int) -> Tensor:
     """Return indices that sort matches by pair, then by descending score, with at most `top` of each pair."""
     keep = scores.sort(descending=True, stable=True).indices

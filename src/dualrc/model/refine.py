@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dualrc.model.cells import FineMap
+from dualrc.model.cells import FineMap, FineMapPair, TensorPair
 from dualrc.model.subpixel import Offsets, Subpixel, cell_windows, pair_windows, point_windows, refine_both
 from dualrc.model.support import crowd
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel
@@ -67,11 +67,7 @@ def cell_centers(fine0: FineMap, fine1: FineMap, matches: CellMatches) -> PointM
 
 
 def refine(
-    engine: "Engine",
-    subpixel: Subpixel,
-    fine: tuple[FineMap, FineMap],
-    light: tuple[Tensor, Tensor] | None,
-    matches: CellMatches,
+    engine: "Engine", subpixel: Subpixel, fine: FineMapPair, light: TensorPair | None, matches: CellMatches
 ) -> PointMatches:
     """Refine both points of each match by features, neighbors and brightness, and score the match.
 
@@ -85,7 +81,7 @@ def refine(
     return PointMatches(*points, placed.scores)
 
 
-def place(engine: "Engine", subpixel: Subpixel, fine: tuple[FineMap, FineMap], matches: CellMatches) -> Placed:
+def place(engine: "Engine", subpixel: Subpixel, fine: FineMapPair, matches: CellMatches) -> Placed:
     """Move both points of each match to where features and neighbors agree, and score it."""
     known, pair = matches.pair, matches.pair.clamp(min=0)
     index0, index1 = matches.index0, matches.index1
@@ -109,7 +105,7 @@ def place(engine: "Engine", subpixel: Subpixel, fine: tuple[FineMap, FineMap], m
     return Placed(points0, points1, score, around0.motion, around1.motion)
 
 
-def align_both(engine: "Engine", light: tuple[Tensor, Tensor], pair: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
+def align_both(engine: "Engine", light: TensorPair, pair: Tensor, placed: Placed) -> tuple[Tensor, Tensor]:
     """Both points of each match, moved to where the brightness (b h w) of the images agrees; `pair` (n)."""
     move1 = engine.align(*light, pair, placed.points0, placed.points1, placed.motion0)
     move0 = engine.align(*light[::-1], pair, placed.points1, placed.points0, placed.motion1)

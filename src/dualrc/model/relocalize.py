@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from dualrc.model.cells import TensorPair
+
 # Factor of the cosines in the soft-argmax, as published.
 SHARPNESS = 10.0
 
 
-def relocalize(
-    fine: tuple[Tensor, Tensor], pair: Tensor, index: tuple[Tensor, Tensor], pool: int, *, soft: bool
-) -> tuple[Tensor, Tensor]:
+def relocalize(fine: TensorPair, pair: Tensor, index: TensorPair, pool: int, *, soft: bool) -> tuple[Tensor, Tensor]:
     """Return the positions of matches in both fine maps, (n 2) as (x, y) in fine cells.
 
     `fine` are unit features (b c h w). `index` are row-major coarse cells (n) of `pool` x `pool` fine cells each.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dualrc.model.cells import MaskPair
 from dualrc.model.consensus import Consensus, swap_images
 
 
@@ -62,9 +63,7 @@ def nearest(rows: Tensor, others: Tensor, count: int, valid: Tensor | None) -> t
 
 
 def nearest_correlations(
-    found: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
-    shape: tuple[int, int, int, int, int],
-    valid: tuple[Tensor | None, Tensor | None],
+    found: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], shape: tuple[int, int, int, int, int], valid: MaskPair
 ) -> SparseScores:
     """Merge the results of `nearest` from both images; correlations found twice are added, as published."""
     batch, count0, count1 = shape[0], shape[1] * shape[2], shape[3] * shape[4]

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from dualrc.agreement import measure_agreement
 from dualrc.config import MIN_SIDE
 from dualrc.errors import ConfigError, ImageError, WeightsError
 from dualrc.extras import require
-from dualrc.foothold import vote
 from dualrc.image import ImageInput, Scale, network_size, read
 from dualrc.matches import Matches
 from dualrc.onnx.metadata import ModelInfo, Part
@@ -158,7 +158,7 @@ class Matcher:
             size1=features1.scale.image_size,
             info=info,
         )
-        if self.model.calibration is not None and (is_suspicious(matches) or not vote(matches).firm):
+        if self.model.calibration is not None and (is_suspicious(matches) or not measure_agreement(matches).firm):
             matches = without_blank_areas(matches, [Seen(own.gray, own.scale) for own in (features0, features1)])
         if min_score > 0:
             matches = matches.above(min_score)

@@ -10,27 +10,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc.config import FineConfig
-from dualrc.model.cells import FineMap
+from dualrc.model.cells import FineMap, FineMapPair, MaskPair, TensorPair
 from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
 from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches, PointMatches
-from dualrc.model.search import Correspondences, Found
-from dualrc.model.sparse import SparseScores
-from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
-from dualrc.model.support import Support
+from dualrc.model.search import Correspondences
+from dualrc.model.subpixel import Subpixel
 from dualrc.ops import memory
-
-if TYPE_CHECKING:
-    from dualrc.model.network import Network
 
 # With other types the kernels fall back on torch, which synchronizes with the host and cannot be captured.
 _TYPES = (torch.float16, torch.float32)
@@ -59,6 +54,10 @@ class GraphEngine(Engine):
 
     def __init__(self, engine: Engine) -> None:
         self.inner = engine
+        # Operations that this class does not capture run on the inner engine.
+        for name in vars(Engine).keys() - vars(GraphEngine).keys():
+            if not name.startswith("_"):
+                setattr(self, name, getattr(engine, name))
         self.name = f"{engine.name}+graphs"
         self._lock = threading.Lock()
         self._graphs: OrderedDict[Any, _Graph] = OrderedDict()
@@ -78,18 +77,10 @@ class GraphEngine(Engine):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.inner,)
 
-    def prepare(self, backbone: nn.Module) -> nn.Module:
-        return self.inner.prepare(backbone)
-
-    def warm_up(self, network: "Network", dtype: torch.dtype) -> None:
-        self.inner.warm_up(network, dtype)
-
     def extract(self, extract: Callable[[Tensor], tuple[Tensor, ...]], pixels: Tensor) -> tuple[Tensor, ...]:
         return self._run(("extract", *_identity(extract)), extract, pixels)
 
-    def context(
-        self, context: Context, coarse: tuple[Tensor, Tensor], valid: tuple[Tensor | None, Tensor | None]
-    ) -> tuple[Tensor, Tensor]:
+    def context(self, context: Context, coarse: TensorPair, valid: MaskPair) -> tuple[Tensor, Tensor]:
         def function(coarse0: Tensor, coarse1: Tensor, *masks: Tensor) -> tuple[Tensor, Tensor]:
             return self.inner.context(context, (coarse0, coarse1), _restored(valid, masks))
 
@@ -97,9 +88,7 @@ class GraphEngine(Engine):
         first, second = self._run(name, function, *coarse, *(mask for mask in valid if mask is not None))
         return first, second
 
-    def coarse(
-        self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
-    ) -> Tensor:
+    def coarse(self, coarse: TensorPair, consensus: Consensus, valid: MaskPair) -> Tensor:
         present = [mask for mask in valid if mask is not None]
 
         def function(coarse0: Tensor, coarse1: Tensor, *masks: Tensor) -> tuple[Tensor]:
@@ -121,11 +110,7 @@ class GraphEngine(Engine):
         return Correspondences(*self._run(name, function, tensor, fine0.features, fine1.features, *masks))
 
     def refine(
-        self,
-        subpixel: Subpixel,
-        fine: tuple[FineMap, FineMap],
-        light: tuple[Tensor, Tensor] | None,
-        matches: CellMatches,
+        self, subpixel: Subpixel, fine: FineMapPair, light: TensorPair | None, matches: CellMatches
     ) -> PointMatches:
         count, features = len(matches.pair), (fine[0].features, fine[1].features)
         length = 1 << max(count - 1, _LEAST_MATCHES - 1).bit_length()
@@ -148,45 +133,6 @@ class GraphEngine(Engine):
         columns = [F.pad(matches.pair, spare, value=-1), *(F.pad(column, spare) for column in matches[1:])]
         found = self._replayed(key, function, *features, *columns, *(light or ()))
         return PointMatches(*(column[:count] for column in found))
-
-    def filtered(self, scores: Tensor, consensus: Consensus) -> Tensor:
-        return self.inner.filtered(scores, consensus)
-
-    def pooled_correlation(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.inner.pooled_correlation(*args, **kwargs)
-
-    def relocalize(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.inner.relocalize(*args, **kwargs)
-
-    def nearest(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.inner.nearest(*args, **kwargs)
-
-    def sparse_consensus(self, *args: Any, **kwargs: Any) -> SparseScores:
-        return self.inner.sparse_consensus(*args, **kwargs)
-
-    def normalize(self, features: Tensor) -> Tensor:
-        return self.inner.normalize(features)
-
-    def brightness(self, images: Tensor) -> Tensor:
-        return self.inner.brightness(images)
-
-    def search_cells(self, *args: Any, **kwargs: Any) -> Found:
-        return self.inner.search_cells(*args, **kwargs)
-
-    def search_points(self, *args: Any, **kwargs: Any) -> Found:
-        return self.inner.search_points(*args, **kwargs)
-
-    def refine_points(self, *args: Any, **kwargs: Any) -> Offsets:
-        return self.inner.refine_points(*args, **kwargs)
-
-    def windows(self, *args: Any, **kwargs: Any) -> WindowPairs:
-        return self.inner.windows(*args, **kwargs)
-
-    def support(self, *args: Any, **kwargs: Any) -> Support:
-        return self.inner.support(*args, **kwargs)
-
-    def align(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.inner.align(*args, **kwargs)
 
     def _run(self, name: tuple[Any, ...], function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return function(*tensors), by a graph if its shapes repeat; `name` holds everything else it depends on."""
@@ -267,9 +213,7 @@ def clear_all() -> None:
         engine.clear()
 
 
-def _restored(
-    valid: tuple[Tensor | None, Tensor | None], masks: tuple[Tensor, ...]
-) -> tuple[Tensor | None, Tensor | None]:
+def _restored(valid: MaskPair, masks: tuple[Tensor, ...]) -> MaskPair:
     """Put the masks of a captured function back in their positions, with None where there was no mask."""
     given = iter(masks)
     return None if valid[0] is None else next(given), None if valid[1] is None else next(given)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc.config import FineConfig
-from dualrc.model.cells import FineMap
+from dualrc.model.cells import FineMap, FineMapPair, MaskPair, TensorPair
 from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
 from dualrc.model.engine import Engine
@@ -43,9 +43,7 @@ class ReferenceEngine(Engine):
                 result[b, y, x] += weight * float(images[b, :, row, column].double().mean())
         return result
 
-    def context(
-        self, context: Context, coarse: tuple[Tensor, Tensor], valid: tuple[Tensor | None, Tensor | None]
-    ) -> tuple[Tensor, Tensor]:
+    def context(self, context: Context, coarse: TensorPair, valid: MaskPair) -> tuple[Tensor, Tensor]:
         weights = {name: tensor.detach().double() for name, tensor in context.state_dict().items()}
         heads = [int(layer.heads) for layer in context.layers]  # type: ignore[arg-type]
         pairs = []
@@ -55,9 +53,7 @@ class ReferenceEngine(Engine):
         first, second = (torch.stack(maps).to(coarse[0].dtype) for maps in zip(*pairs, strict=True))
         return first, second
 
-    def coarse(
-        self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
-    ) -> Tensor:
+    def coarse(self, coarse: TensorPair, consensus: Consensus, valid: MaskPair) -> Tensor:
         weights = [weight.detach().double() for weight in consensus.weights]
         biases = [bias.detach().double() for bias in consensus.biases]
         pairs = []
@@ -144,11 +140,7 @@ class ReferenceEngine(Engine):
         return Correspondences(index0, index1, back, there.score.flatten(1), score1, *visited)
 
     def refine(
-        self,
-        subpixel: Subpixel,
-        fine: tuple[FineMap, FineMap],
-        light: tuple[Tensor, Tensor] | None,
-        matches: CellMatches,
+        self, subpixel: Subpixel, fine: FineMapPair, light: TensorPair | None, matches: CellMatches
     ) -> PointMatches:
         windows = _pairs(
             *_windows(fine[0], matches.pair, matches.index0), *_windows(fine[1], matches.pair, matches.index1)

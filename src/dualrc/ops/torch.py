@@ -7,17 +7,17 @@ remaining cells. The full fine correlation S is never held, yet the result is it
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dualrc.config import FineConfig
-from dualrc.model import refine, relocalize, subpixel, support
-from dualrc.model.align import align
-from dualrc.model.cells import PLACES, FineMap
+from dualrc.model import support
+from dualrc.model.cells import PLACES, FineMap, TensorPair
 from dualrc.model.consensus import Consensus
-from dualrc.model.correlation import EPSILON, correlate, mask_cells, max_pool
+from dualrc.model.correlation import EPSILON, max_pool
 from dualrc.model.engine import Engine
 from dualrc.model.search import TINY, Found, Queries, cell_queries, point_queries, sharpen
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
@@ -47,14 +47,6 @@ class TorchEngine(Engine):
 
     name = "torch"
 
-    def coarse(
-        self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
-    ) -> Tensor:
-        """Correlate, filter and apply the consensus; without gradients, in place and in chunks of rows."""
-        if torch.is_grad_enabled():
-            return super().coarse(coarse, consensus, valid)
-        return self.filtered(mask_cells(correlate(*(features.float() for features in coarse)), *valid), consensus)
-
     def filtered(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """Filter and apply the consensus; without gradients, in place and in chunks of rows."""
         if torch.is_grad_enabled():
@@ -83,12 +75,13 @@ class TorchEngine(Engine):
         return result
 
     def relocalize(
-        self, fine: tuple[Tensor, Tensor], pair: Tensor, index: tuple[Tensor, Tensor], pool: int, *, soft: bool
+        self, fine: TensorPair, pair: Tensor, index: TensorPair, pool: int, *, soft: bool
     ) -> tuple[Tensor, Tensor]:
         """Relocalize in chunks of matches."""
+        relocalize = super().relocalize
 
-        def move(pair: Tensor, index0: Tensor, index1: Tensor) -> tuple[Tensor, Tensor]:
-            return relocalize.relocalize(fine, pair, (index0, index1), pool, soft=soft)
+        def move(pair: Tensor, *index: Tensor) -> tuple[Tensor, Tensor]:
+            return relocalize(fine, pair, (index[0], index[1]), pool, soft=soft)
 
         # Features of the cells of both images, in their own type and in float32.
         values = 4 * fine[0].shape[1] * max(pool**2, 9 * soft)
@@ -181,11 +174,7 @@ class TorchEngine(Engine):
 
     def windows(self, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
         """Return windows around cells in chunks of matches."""
-
-        def find(pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
-            windows = (subpixel.cell_windows(fine, pair, index) for fine, index in ((fine0, index0), (fine1, index1)))
-            return subpixel.pair_windows(*windows)
-
+        find = partial(super().windows, fine0, fine1)
         return WindowPairs(*in_parts(find, _WINDOWS, _GPU_WINDOWS, pair, index0, index1))
 
     def support(
@@ -209,11 +198,9 @@ class TorchEngine(Engine):
         self, light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor
     ) -> Tensor:
         """Align by brightness in chunks of matches."""
-
-        def find(*columns: Tensor) -> tuple[Tensor]:
-            return (align(light0, light1, *columns),)
-
-        return in_parts(find, _ALIGNMENTS, _GPU_ALIGNMENTS, pair, points0, points1, motion)[0]
+        find = partial(super().align, light0, light1)
+        columns = pair, points0, points1, motion
+        return in_parts(lambda *some: (find(*some),), _ALIGNMENTS, _GPU_ALIGNMENTS, *columns)[0]
 
     def refine_points(
         self,
@@ -226,10 +213,7 @@ class TorchEngine(Engine):
         score: Tensor,
     ) -> Offsets:
         """Refine points in chunks."""
-
-        def find(*columns: Tensor) -> Offsets:
-            return refine.refine_points(subpixel, fine0, fine1, *columns)
-
+        find = partial(super().refine_points, subpixel, fine0, fine1)
         return Offsets(*in_parts(find, _WINDOWS, _GPU_WINDOWS, pair, points0, index1, score))
 
 

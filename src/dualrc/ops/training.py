@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from dualrc.model.cells import MaskPair, TensorPair
 from dualrc.model.consensus import Consensus, swap_images
 from dualrc.model.context import Context
 from dualrc.model.correlation import mutual_filter
@@ -28,9 +29,7 @@ class TrainingEngine(Engine):
 
     name = "training"
 
-    def context(
-        self, context: Context, coarse: tuple[Tensor, Tensor], valid: tuple[Tensor | None, Tensor | None]
-    ) -> tuple[Tensor, Tensor]:
+    def context(self, context: Context, coarse: TensorPair, valid: MaskPair) -> tuple[Tensor, Tensor]:
         """Condition coarse features on the other image; products in bfloat16."""
         with torch.autocast(coarse[0].device.type, torch.bfloat16):
             return super().context(context, coarse, valid)

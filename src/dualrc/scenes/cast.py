@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dualrc.errors import ConfigError
+from dualrc.pixels import image_center
 from dualrc.scenes.world import ROUND, Array, Scene, Solid
 
 
@@ -35,7 +36,8 @@ def look_at(eye: Any, target: Any, *, size: tuple[int, int], fov_deg: float = 55
     cos, sin = np.cos(np.radians(roll_deg)), np.sin(np.radians(roll_deg))
     rotation = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]]) @ [right, np.cross(forward, right), forward]
     focal = 0.5 * max(size) / np.tan(np.radians(fov_deg) / 2)
-    K = np.array([[focal, 0, (size[0] - 1) / 2], [0, focal, (size[1] - 1) / 2], [0, 0, 1]])
+    cx, cy = image_center(size)
+    K = np.array([[focal, 0, cx], [0, focal, cy], [0, 0, 1]])
     return View(K=K, cam_from_world=np.c_[rotation, -rotation @ eye], size=size)
 
 

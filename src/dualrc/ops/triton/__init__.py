@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dualrc.config import FineConfig
 from dualrc.model.backbone import CompactBackbone
-from dualrc.model.cells import FineMap
+from dualrc.model.cells import FineMap, FineMapPair, MaskPair, TensorPair
 from dualrc.model.consensus import Consensus
 from dualrc.model.dualrc import DualRCNet
 from dualrc.model.refine import CellMatches, PointMatches
@@ -110,9 +110,7 @@ class TritonEngine(TorchEngine):
         """Compute the brightness with one kernel."""
         return feature_kernels.brightness(images) if _fits(images) else super().brightness(images)
 
-    def coarse(
-        self, coarse: tuple[Tensor, Tensor], consensus: Consensus, valid: tuple[Tensor | None, Tensor | None]
-    ) -> Tensor:
+    def coarse(self, coarse: TensorPair, consensus: Consensus, valid: MaskPair) -> Tensor:
         """Compute in half precision if the features are; the consensus applies the first filter while it reads."""
         half = all(features.dtype == torch.float16 for features in coarse)
         dtype = torch.float16 if half else torch.float32
@@ -180,11 +178,7 @@ class TritonEngine(TorchEngine):
         )
 
     def refine(
-        self,
-        subpixel: Subpixel,
-        fine: tuple[FineMap, FineMap],
-        light: tuple[Tensor, Tensor] | None,
-        matches: CellMatches,
+        self, subpixel: Subpixel, fine: FineMapPair, light: TensorPair | None, matches: CellMatches
     ) -> PointMatches:
         """Refine with four kernels, plus the matrix products of the small network."""
         features, lights, weights = [f.features for f in fine], light or (), list(subpixel.parameters())

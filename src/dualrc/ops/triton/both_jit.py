@@ -87,15 +87,15 @@ def answer(
 
 
 @kernel("n", "m")
-def turn(
+def transpose(
     # (b n m)
     tensor: tl.tensor,
     # (b m n) Output.
-    turned: tl.tensor,
+    transposed: tl.tensor,
     # (b n) Output: row sums of the tensor.
     sums: tl.tensor,
     # (b m) Output: row sums of the transposed tensor.
-    turned_sums: tl.tensor,
+    transposed_sums: tl.tensor,
     n: tl.tensor,
     m: tl.tensor,
     # Rows or columns per program.
@@ -109,7 +109,7 @@ def turn(
     program = tl.program_id(0)
     pair = tl.program_id(1).to(tl.int64)
     tensor += pair * n * m
-    turned += pair * n * m
+    transposed += pair * n * m
     line = tl.arange(0, LINES)
     total = tl.zeros((LINES,), tl.float32)
     if program < programs:
@@ -119,7 +119,7 @@ def turn(
             inside = (row < n)[:, None] & (column < m)[None, :]
             values = tl.load(tensor + row.to(tl.int64)[:, None] * m + column[None, :], mask=inside, other=0.0)
             total += tl.sum(values.to(tl.float32), axis=1)
-            target = turned + column.to(tl.int64)[:, None] * n + row[None, :]
+            target = transposed + column.to(tl.int64)[:, None] * n + row[None, :]
             tl.store(target, tl.trans(values), mask=(column < m)[:, None] & (row < n)[None, :])
         tl.store(sums + pair * n + row, total, mask=row < n)
     else:
@@ -129,4 +129,4 @@ def turn(
             inside = (row < n)[:, None] & (column < m)[None, :]
             values = tl.load(tensor + row.to(tl.int64)[:, None] * m + column[None, :], mask=inside, other=0.0)
             total += tl.sum(values.to(tl.float32), axis=0)
-        tl.store(turned_sums + pair * m + column, total, mask=column < m)
+        tl.store(transposed_sums + pair * m + column, total, mask=column < m)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dualrc.model.cells import MaskPair
 from dualrc.ops.triton.launch import launcher, parts, power_above, readable
 
 CHANNELS = (8, 16, 32)
@@ -132,9 +133,7 @@ def apply(
     return results
 
 
-def correlate(
-    maps0: Tensor, maps1: Tensor, valid: tuple[Tensor | None, Tensor | None], dtype: torch.dtype
-) -> tuple[Tensor, Maxima, Maxima]:
+def correlate(maps0: Tensor, maps1: Tensor, valid: MaskPair, dtype: torch.dtype) -> tuple[Tensor, Maxima, Maxima]:
     """Correlate masked maps (b c h0 w0), (b c h1 w1) -> (b h0 w0 h1 w1), its maxima, and initial maxima for later.
 
     Masks are (b 4h 4w) bool. Cells without a valid fine cell have correlation 0.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dualrc.model import align, support
-from dualrc.model.cells import FineMap
+from dualrc.model.cells import FineMap, FineMapPair, TensorPair
 from dualrc.model.refine import CROWD, CellMatches, PointMatches
 from dualrc.model.subpixel import WINDOW, Subpixel
 from dualrc.ops.triton.launch import launcher, parts, power_above, readable
@@ -71,9 +71,7 @@ def prepare(subpixel: Subpixel) -> Network:
     return Network(subpixel.log_temperature.detach().reshape(1).clone(), tuple(layers), pitch)
 
 
-def refine(
-    network: Network, fine: tuple[FineMap, FineMap], light: tuple[Tensor, Tensor] | None, matches: CellMatches
-) -> PointMatches:
+def refine(network: Network, fine: FineMapPair, light: TensorPair | None, matches: CellMatches) -> PointMatches:
     """Compute `model.refine.refine`."""
     count, device = len(matches.pair), matches.pair.device
     points0, points1 = (torch.empty(count, 2, dtype=torch.float32, device=device) for _ in range(2))
@@ -118,7 +116,7 @@ def refine(
     return PointMatches(points0, points1, score)
 
 
-def _offsets(network: Network, fine: tuple[FineMap, FineMap], matches: CellMatches) -> tuple[Tensor, Tensor]:
+def _offsets(network: Network, fine: FineMapPair, matches: CellMatches) -> tuple[Tensor, Tensor]:
     """Return the soft-argmax (2 n 2) in images 1 and 0, and the network's output (2 n 3), undefined without one."""
     count, device = len(matches.pair), matches.pair.device
     steps = torch.empty(2 * count, 2, dtype=torch.float32, device=device)

@@ -75,14 +75,14 @@ def search_both(
     shape = (batch, groups * PLACES)
     index0, index1, back = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(3))
     score0, score1 = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-    turned = torch.empty(batch, count1, count0, dtype=tensor.dtype, device=device)
+    transposed = torch.empty(batch, count1, count0, dtype=tensor.dtype, device=device)
     sums0 = torch.empty(batch, count0, dtype=torch.float32, device=device)
     sums1 = torch.empty(batch, count1, dtype=torch.float32, device=device)
     wanted = torch.zeros(batch, count1, PLACES, dtype=torch.int8, device=device)
     if tensor.numel():
-        launch = launcher("both_jit.turn", LINES=16, LENGTH=128)
+        launch = launcher("both_jit.transpose", LINES=16, LENGTH=128)
         grid = (parts(count0, 16) + parts(count1, 16), batch, 1)
-        launch(grid, tensor, turned, sums0, sums1, count0, count1)
+        launch(grid, tensor, transposed, sums0, sums1, count0, count1)
     search = partial(_search, reading=config.reading, temperature=config.temperature, k=k, excess=excess)
     best, visited0 = search(tensor, sums0, cells, fine0, fine1)
     if queries:
@@ -92,7 +92,7 @@ def search_both(
             (parts(queries, _QUERIES), 1, 1), best, best if cells is None else cells, valid, index0, index1, score0,
             wanted, queries, count0, fine0.width, count1, fine1.width,
         )  # fmt: skip
-    best, visited1 = search(turned, sums1, None, fine1, fine0, wanted=wanted)
+    best, visited1 = search(transposed, sums1, None, fine1, fine0, wanted=wanted)
     if queries:
         launch = launcher("both_jit.answer", BLOCK=_QUERIES)
         launch(

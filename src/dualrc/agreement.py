@@ -39,7 +39,7 @@ _PLENTY = 0.4
 SAME = 1.6
 
 
-class Foothold(NamedTuple):
+class Agreement(NamedTuple):
     """Agreement of matches on a similarity transform between the two network inputs."""
 
     # Share of pairs of nearby matches that agree, 0 to 1.
@@ -58,14 +58,14 @@ class Foothold(NamedTuple):
         return 1 / SAME <= self.scale <= SAME
 
 
-def vote(matches: Matches) -> Foothold:
+def measure_agreement(matches: Matches) -> Agreement:
     """Measure the agreement of the best matches by rotation and scale between pairs; `info` has the network sizes.
 
     Swapping the images keeps the share and inverts the scale, except for near-ties.
     """
     count = min(len(matches), TOP)
     if count < _FEWEST_MATCHES:
-        return Foothold(0.0, 1.0)
+        return Agreement(0.0, 1.0)
     sizes = [np.array(matches.info[f"network_size{number}"], dtype=np.float64) for number in (0, 1)]
     own = (matches.points0, matches.size0), (matches.points1, matches.size1)
     # Points as complex numbers in network pixels. The ratio of two differences is a scale and a rotation.
@@ -75,7 +75,7 @@ def vote(matches: Matches) -> Foothold:
     ]
     near = _NEAR * sizes[0].max(), _NEAR * sizes[1].max()
     order = _shuffled(places[0] + places[1])
-    found = Foothold(0.0, 1.0)
+    found = Agreement(0.0, 1.0)
     for partners in _PARTNERS:
         steps = [
             np.concatenate([np.roll(own[order], step) - own[order] for step in range(1, partners + 1)])
@@ -93,7 +93,7 @@ def _shuffled(places: npt.NDArray[Any]) -> IntArray:
     return np.argsort((x * np.uint32(73856093) ^ y * np.uint32(19349663)) * np.uint32(2654435761), kind="stable")
 
 
-def _fullest(steps0: npt.NDArray[Any], steps1: npt.NDArray[Any], near: tuple[float, float]) -> Foothold:
+def _fullest(steps0: npt.NDArray[Any], steps1: npt.NDArray[Any], near: tuple[float, float]) -> Agreement:
     """Return the similarity that most steps (n,) between matches agree on."""
     length0, length1 = np.abs(steps0), np.abs(steps1)
     far_px, least_px = _LEAST_PX
@@ -101,7 +101,7 @@ def _fullest(steps0: npt.NDArray[Any], steps1: npt.NDArray[Any], near: tuple[flo
     used = apart & ((length0 < near[0]) | (length1 < near[1]))
     total = np.count_nonzero(used)
     if total < _FEWEST_PAIRS:
-        return Foothold(0.0, 1.0)
+        return Agreement(0.0, 1.0)
     ratio = np.log(steps1[used] / steps0[used])
     angles = round(2 * np.pi / _BIN)
     row = np.clip(np.rint(ratio.real / _BIN), -_SCALES, _SCALES).astype(np.int64) + _SCALES
@@ -111,6 +111,6 @@ def _fullest(steps0: npt.NDArray[Any], steps1: npt.NDArray[Any], near: tuple[flo
     around = counts + np.roll(counts, 1, axis=1) + np.roll(counts, -1, axis=1)
     around = around[:-2] + around[1:-1] + around[2:]
     best_row, best_column = divmod(int(around.argmax()), angles)
-    turned = np.abs((column - best_column + angles // 2) % angles - angles // 2)
-    agree = (np.abs(row - best_row - 1) <= 1) & (turned <= 1)
-    return Foothold(float(around[best_row, best_column] / total), float(np.exp(np.median(ratio.real[agree]))))
+    turns = np.abs((column - best_column + angles // 2) % angles - angles // 2)
+    agree = (np.abs(row - best_row - 1) <= 1) & (turns <= 1)
+    return Agreement(float(around[best_row, best_column] / total), float(np.exp(np.median(ratio.real[agree]))))

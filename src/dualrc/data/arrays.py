@@ -1,43 +1,23 @@
-"""Arrays of untrusted .npz files, including those of Python objects, without executing code.
+"""Arrays of untrusted .npz and HDF5 files, without executing code, without external data, and with limits on memory.
 
-All arrays of a file take at most 4 GiB in memory, and shapes must fit the data. Objects are unpickled only if they
-are arrays, plain values, or containers of them.
+All arrays of an .npz file take at most 4 GiB in memory, and shapes must fit the data. Objects are unpickled only if
+they are arrays, plain values, or containers of them.
 """
 
 import pickle
-import struct
 import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dualrc.errors import DataError
-from dualrc.files import limit_zip
+from dualrc.files import BROKEN, limit_zip, one_line
 
-# Maximum size in memory.
-MOST_BYTES = 4 << 30
-# Exceptions that reading a damaged file can raise.
-BROKEN = (
-    OSError,
-    ValueError,
-    EOFError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ImportError,
-    ArithmeticError,
-    # Wrong lengths can request any amount of memory.
-    MemoryError,
-    # The file is encrypted, or uses an unknown compression.
-    RuntimeError,
-    struct.error,
-    zlib.error,
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-)
+# Maximum size in memory of an .npz file, and of an HDF5 dataset; an empty file can claim any size.
+MOST_BYTES, MOST_DATASET_BYTES = 4 << 30, 1 << 30
 
 
 def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
@@ -56,8 +36,9 @@ def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
     except DataError:
         raise
     except BROKEN as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path} is missing or damaged ({reason}); download the published file again.") from error
+        raise DataError(
+            f"{path} is missing or damaged ({one_line(error)}); download the published file again."
+        ) from error
 
 
 def read_array(file: IO[bytes]) -> Any:
@@ -69,6 +50,23 @@ def read_array(file: IO[bytes]) -> Any:
         return ArrayUnpickler(file, encoding="latin1").load()
     values = np.frombuffer(file.read(), dtype=dtype)
     return values.reshape(shape, order="F" if fortran else "C")
+
+
+def read_dataset(file: Any, name: Any) -> npt.NDArray[Any]:
+    """Read the array of this name or reference from an open h5py.File, at most 1 GiB.
+
+    HDF5 can load an array from any other readable file; such arrays raise a ValueError.
+    """
+    if isinstance(name, str) and type(file.get(name, getlink=True)).__name__ == "ExternalLink":
+        raise ValueError(f"{name} is in another file")
+    dataset = file[name]
+    if not hasattr(dataset, "nbytes"):
+        raise ValueError(f"{name} is not an array")
+    if dataset.external or dataset.is_virtual:
+        raise ValueError(f"{name} takes its values from another file")
+    if dataset.nbytes > MOST_DATASET_BYTES:
+        raise ValueError(f"{name} would take {dataset.nbytes / 2**30:.1f} GiB of memory")
+    return np.asarray(dataset[()])
 
 
 class ArrayUnpickler(pickle.Unpickler):
