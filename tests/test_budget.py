@@ -24,11 +24,11 @@ GIB = 2**30
 VIEW0, VIEW1 = View(320, 240, (20, 60)), View(304, 256, (30, 50), (0.95, 0.97))
 
 
-def match_with_itself(size):
+def match_with_itself(asked):
     """Match a random image with itself; return the matches and the peak growth of memory in bytes."""
-    (width, height), cpu = size, torch.device("cpu")
+    ((width, height), engine), cpu = asked, torch.device("cpu")
     torch.set_num_threads(1)
-    matcher = load(device="cpu")
+    matcher = load(device="cpu", engine=engine)
     noise = np.random.default_rng(0).integers(0, 256, (height // 8, width // 8, 3), np.uint8)
     image = np.array(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
     matcher.match(image[:64, :64], image[:64, :64])  # what is made once
@@ -45,20 +45,20 @@ def seen_as(width, height):
     return Scale(image_size=(width, height), input_size=(width, height))
 
 
-def budget_of(name, max_memory=1.0, device="cpu"):
+def budget_of(name, max_memory=1.0, device="cpu", engine=None):
     dtype = torch.float16 if device == "cuda" else torch.float32
-    engine = "triton+graphs" if device == "cuda" else choose(torch.device("cpu")).name
+    engine = "triton+graphs" if device == "cuda" else choose(torch.device("cpu"), engine).name
     return Budget(preset(name)[0], torch.device(device), dtype, max_memory, engine=engine)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are Linux's")
 @pytest.mark.parametrize("size", [(640, 480), (832, 320)])
-def test_the_estimate_is_what_is_measured(size):
+def test_the_estimate_is_what_is_measured(size, cpu_engine):
     """For an image matched with itself, where every cell has a match, plus the minimum working memory."""
-    count, measured = in_new_process(match_with_itself, size)
+    count, measured = in_new_process(match_with_itself, (size, cpu_engine))
     assert count > 0.9 * size[0] * size[1] / 16
     pair = (seen_as(*size), seen_as(*size))
-    assert measured < budget_of("default").least(pair) < 1.3 * measured + 40 * 2**20
+    assert measured < budget_of("default", engine=cpu_engine).least(pair) < 1.3 * measured + 60 * 2**20
 
 
 # Measured peak of torch's allocations on a GPU in half precision in GiB, for a given working memory.
@@ -99,7 +99,7 @@ def test_the_definition_holds_the_whole_fine_correlation():
     plain, whole = (
         Budget(config, cpu, torch.float32, 1.0, engine=name).least(pair) for name in ("torch", "definition")
     )
-    assert whole > 4 * (16 * 25 * 19) ** 2 > 2 * plain
+    assert whole > 4 * (16 * 25 * 19) ** 2 > 1.5 * plain
 
 
 def test_working_memory_depends_on_the_sizes_alone():
