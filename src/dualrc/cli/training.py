@@ -140,6 +140,8 @@ def pairs_colmap(
 ) -> dict[str, Any]:
     """Write the pairs of a COLMAP model whose images observe the same 3D points.
 
+    Image names in the file are relative to --images.
+
     Examples:
       dualrc pairs colmap sparse/0 --images images --out pairs.txt
       dualrc pairs colmap sparse/0 --images images --out pairs.txt --min-overlap 0.3 --points 256
