@@ -217,7 +217,7 @@ def convert(
         )
     with common.status("Converting..."):
         config = convert_published(published, out)
-    common.written(f"{out} (preset {config.preset}, {config.backbone}, {config.consensus})")
+    common.written(f"{out}; use it with --preset {config.preset} --weights {out}")
 
 
 def _tracked(items: Iterable[T], step: str, total: int) -> Iterator[T]:
