@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -532,6 +533,11 @@ def test_the_command(tmp_path):
     pose = read_poses(tmp_path / "out.txt")[QUERY]
     true = renderings()[QUERY].view.cam_from_world
     assert rotation_error_deg(pose[:, :3], true[:, :3]) < 2
+    done = CliRunner().invoke(app, [*command, "--out", str(out), "--candidates", "2", "--device", "cpu", "--json"])
+    printed = json.loads(done.stdout)
+    assert printed["images"] == 2 and printed["localized"] == 1
+    [row] = [line for line in (ROOT / "docs/running.md").read_text().splitlines() if line.startswith("| `localize` |")]
+    assert sorted(printed) == sorted(re.findall(r"`(\w+)`", row)[1:])
     (tmp_path / "queries" / QUERY).unlink()
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "none.json"), "--device", "cpu"])
     assert done.exit_code == 3 and "0 of 1 images localized" in done.output

@@ -8,7 +8,7 @@ import ncnet_data as data
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, ENGINES, make_engine, plain_consensus, rand, texture
+from conftest import DEVICE, ENGINES, make_engine, plain_consensus, rand, texture, tiny_matcher
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
@@ -20,7 +20,7 @@ from dualrc.cli import app
 from dualrc.config import PRESETS, ConsensusConfig
 from dualrc.data.pairs import PairBatch
 from dualrc.evaluation.matchers import MatcherSettings, make_matchers
-from dualrc.image import Scale
+from dualrc.image import Scale, resize, to_tensor
 from dualrc.losses import weak_losses
 from dualrc.matcher import Matcher
 from dualrc.matcher.features import stack
@@ -254,6 +254,16 @@ def test_batches_masks_points_and_warps(matcher, image):
     warp = matcher.warp(image, image)
     sure = warp.certainty > 0
     assert sure.mean() > 0.8 and np.median(np.abs(warp.points1 - pixel_grid((208, 160))).max(2)[sure]) < 1
+
+
+def test_matchers_resize_as_their_networks_were_published(matcher):
+    """Networks with the paper's backbone see images without antialiasing; `default` sees smoothed ones."""
+    noise = np.random.default_rng(0).integers(0, 256, (128, 192, 3), dtype=np.uint8)
+    smoothed, published = (resize(to_tensor(noise)[None], (96, 64), antialias=flag)[0] for flag in (True, False))
+    for one, expected in ((matcher, published), (tiny_matcher(), smoothed)):
+        seen = one.features(noise, size=96).pixels.permute(2, 0, 1)
+        assert (seen.float() - expected).abs().max() <= 0.5
+    assert (smoothed - published).abs().max() > 50
 
 
 def test_features_of_one_map_are_counted_once():

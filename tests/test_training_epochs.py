@@ -10,7 +10,7 @@ from conftest import texture, tiny_config
 from PIL import Image
 from test_training_runs import CONFIGS, logged
 
-from dualrc.config import from_dict, read_toml, to_dict
+from dualrc.config import PRESETS, from_dict, read_toml, to_dict
 from dualrc.data import FilePairs, PairsFileConfig, PhotosConfig, open_pairs
 from dualrc.data.pairs import PairSample
 from dualrc.errors import ConfigError
@@ -144,4 +144,7 @@ def test_the_papers_runs_use_all_pairs_in_epochs_and_keep_the_best(name):
     assert (config.draw, config.keep) == ("epochs", "best")
     assert [data.file for data in config.validation] == ["pairs/validation_pairs.txt"]
     assert (config.validation_batches - 1) * config.pairs < 14_638 <= config.validation_batches * config.pairs
+    # The network is that of the preset, with the published initialization of the consensus.
+    assert config.network == PRESETS[config.network.preset][0]
+    assert config.network.consensus.initialization == "uniform"
     assert from_dict(TrainConfig, to_dict(config)) == config

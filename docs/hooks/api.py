@@ -11,7 +11,7 @@ _GROUPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Matching",
         "Load a matcher, match images, and use what it returns.",
         (
-            *("load", "Matcher", "ImageFeatures", "ImageFeatures", "Matches", "Match", "Warp"),
+            *("load", "Matcher", "ImageFeatures", "Matches", "Match", "Warp"),
             *("Estimate", "RelativePose", "warp_image", "panorama"),
         ),
     ),

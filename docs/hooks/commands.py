@@ -70,8 +70,8 @@ def _option(option: Any, context: Any) -> str:
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
     if not option.is_flag:
         value = option.display_type_rich(context)
-        short = _plain(value or "").strip("<>").removeprefix("list[").removesuffix("]").replace("|", ", ")
-        names += f" `{short}`" if short else ""
+        short = _plain(value or "").strip("<>").removeprefix("list[").removesuffix("]")
+        names += " " + ", ".join(f"`{choice}`" for choice in short.split("|")) if short else ""
     default = option.default
     if callable(default) or default is None or default is False or type(default).__name__ == "Sentinel":
         shown = "required" if option.required else ""

@@ -39,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages["reference/configs.md"] = configs.render()
     pages["reference/model-card.md"] = _MODEL_CARD.read_text(encoding="utf-8")
     for path, text in pages.items():
-        files.append(File.generated(config, path, content=text))
+        files.append(File.generated(config, path, content=_link_pages(text, Path(config.docs_dir))))
     return files
 
 
@@ -55,6 +55,19 @@ def on_page_markdown(markdown: str, config: MkDocsConfig, **_: Any) -> str:
         return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])
 
     return re.sub(r"^\|.*$", plain, markdown, flags=re.MULTILINE)
+
+
+def _link_pages(text: str, docs: Path) -> str:
+    """Turn names of documents, such as docs/scores.md, into links with their titles, for pages in reference/."""
+
+    def link(name: re.Match[str]) -> str:
+        page = docs / name[1]
+        if not page.exists():
+            return name[0]
+        title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+        return f"[{title}](../{name[1]})"
+
+    return re.sub(r"`?\bdocs/([\w/-]+\.md)`?", link, text)
 
 
 def _without(nav: Any, missing: set[str]) -> Any:

@@ -37,6 +37,7 @@ def _check_counts(name: str, values: tuple[int, ...], most: int, least: int = 1)
 class ResNetConfig:
     """The paper's backbone: ResNet up to conv4, with an FPN-like top-down path to 1/4 of the image."""
 
+    # Depth of the ResNet; also selects this class in TOML.
     kind: Literal["resnet101", "resnet50"] = "resnet101"
     # Convolution with the stride in a stage's first block: "3x3" in torchvision's files, "1x1" in the first ResNets.
     stride_on: Literal["3x3", "1x1"] = "3x3"
@@ -63,7 +64,9 @@ class ResNetConfig:
 class TrunkConfig:
     """The backbone of NCNet and Sparse-NCNet: ResNet up to conv4."""
 
+    # Selects this class in TOML.
     kind: Literal["trunk"] = "trunk"
+    # Depth of the ResNet.
     network: Literal["resnet101", "resnet50"] = "resnet101"
     # As in ResNetConfig.
     stride_on: Literal["3x3", "1x1"] = "3x3"
@@ -79,12 +82,15 @@ class TrunkConfig:
 class CompactConfig:
     """A small residual network for laptops, trained from scratch."""
 
+    # Selects this class in TOML.
     kind: Literal["compact"] = "compact"
     # Channels of the levels at 1/2, 1/4, 1/8, 1/16 and 1/32 of the image.
     widths: tuple[int, int, int, int, int] = (32, 64, 128, 256, 256)
     # Residual blocks at 1/4, 1/8, 1/16 and 1/32.
     depths: tuple[int, int, int, int] = (1, 1, 2, 2)
+    # Channels of the coarse features, at 1/16 of the image.
     coarse_channels: int = 256
+    # Channels of the fine features, at 1/4 of the image.
     fine_channels: int = 96
     # Whether the local contrast is a fourth input channel. It makes dark and bright images similar.
     contrast: bool = False
@@ -102,9 +108,11 @@ class CompactConfig:
 class ContextConfig:
     """Self- and cross-attention over the coarse cells of both images before correlation."""
 
+    # Number of layers, each with self- and cross-attention.
     layers: int = 2
-    # Channels of the tokens, and number of attention heads.
+    # Channels of the tokens.
     width: int = 128
+    # Number of attention heads.
     heads: int = 4
 
     def __post_init__(self) -> None:
@@ -115,6 +123,7 @@ class ContextConfig:
 class ConsensusConfig:
     """The learned 4D convolutions that refine the coarse correlation."""
 
+    # Side of the kernel of each 4D convolution.
     kernel_sizes: tuple[int, ...] = (3, 3)
     # Output channels of each 4D convolution; the last must be 1.
     channels: tuple[int, ...] = (16, 1)
@@ -154,6 +163,7 @@ class FineConfig:
 class NCNetConfig:
     """NCNet: matches are maxima of the coarse tensor itself."""
 
+    # Selects this class in TOML.
     kind: Literal["ncnet"] = "ncnet"
     # Pooling factor of the correlation along each axis in both images; 1 disables pooling.
     pool: Literal[1, 2, 3, 4] = 2
@@ -165,6 +175,7 @@ class NCNetConfig:
 class SparseNCNetConfig:
     """Sparse-NCNet: only the best correlations of each cell are kept."""
 
+    # Selects this class in TOML.
     kind: Literal["sparse-ncnet"] = "sparse-ncnet"
     # Number of correlations kept per cell, in both directions.
     neighbors: int = 10
@@ -182,8 +193,11 @@ class SparseNCNetConfig:
 class NetworkConfig:
     """Configuration of a network, stored in its weights file."""
 
+    # Preset that the network belongs to.
     preset: str
+    # Backbone; its `kind` selects the class.
     backbone: ResNetConfig | CompactConfig | TrunkConfig
+    # Neighborhood consensus.
     consensus: ConsensusConfig = field(default_factory=ConsensusConfig)
     # For DualRC-Net only.
     fine: FineConfig = field(default_factory=FineConfig)

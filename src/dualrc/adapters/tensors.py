@@ -18,7 +18,7 @@ from dualrc.pixels import FINE_STRIDE, resize_points
 
 
 class TensorMatcher(nn.Module):
-    """Module that matches batches of images in a single pass, without the search over scales.
+    """Module that matches batches of images in a single pass, without the scale search.
 
     If gradients are enabled, they flow from points and scores to the images and to parameters that require them. This
     computes full tensors: use images of a few hundred pixels.

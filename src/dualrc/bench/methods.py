@@ -258,7 +258,7 @@ def make_matcher(task: Task) -> Matcher:
     """Make the matcher of the preset, with random weights if it has no others."""
     settings = task.settings
     how: dict[str, Any] = {"device": task.device, "precision": settings.precision, "engine": task.engine}
-    # Without the search for scales: rendered images and synthetic features have no other scale.
+    # Without the scale search: rendered images and synthetic features have no other scale.
     changed: dict[str, Any] = {"size": max(task.size), "max_memory": settings.max_memory, "max_zoom": 1.0}
     if not task.generated:
         return load(settings.preset, weights=settings.weights, **how, **changed)

@@ -11,6 +11,8 @@ from dualrc.errors import ConfigError
 def info() -> None:
     """Print versions, devices, engines, presets, weights and license.
 
+    Attach the output to a bug report.
+
     Examples:
       dualrc info
       DUALRC_ENGINE=torch dualrc info

@@ -54,13 +54,15 @@ def match_colmap(
 ) -> dict[str, Any]:
     """Match the images of a COLMAP database and write the matches into it.
 
-    With --keep-keypoints, the existing keypoints are matched in one process, all of them and in standard quality, and
-    each finished pair is written at once. Otherwise the images receive new keypoints, and finished pairs are stored in
-    DATABASE.dualrc. After an interruption, run the same command again.
+    With --keep-keypoints, the existing keypoints are matched in standard quality, and each finished pair is written.
 
-    dualrc match-colmap database.db --images images --keep-keypoints
+    Otherwise the images receive new keypoints, and finished pairs are stored in DATABASE.dualrc.
 
-    dualrc match-colmap database.db --images images --pairs pairs.txt
+    Run the same command again to continue after an interruption.
+
+    Examples:
+      dualrc match-colmap database.db --images images --keep-keypoints
+      dualrc match-colmap database.db --images images --pairs pairs.txt
     """
     from dualrc.adapters.colmap_database import MatchDatabaseConfig, match_database
 

@@ -24,16 +24,19 @@ def export_onnx(
         Literal["float32", "float16"], typer.Option(help="Precision of the backbone and the features.")
     ] = "float32",
     top: Annotated[
-        int | None, typer.Option(help="Maximum number of matches of a pair; at most 3840 for TensorRT.")
+        int | None,
+        typer.Option(help="Maximum number of matches of a pair; TensorRT needs fewer than 3840. Default: 4096."),
     ] = None,
     preset: common.PresetOption = "default",
     weights: common.WeightsOption = None,
 ) -> dict[str, Any]:
     """Export ONNX models: one from image to features, one from the features of two images to matches.
 
-    dualrc export onnx models
+    dualrc.onnx.Matcher runs both without torch; docs/onnx.md describes their inputs and outputs.
 
-    dualrc export onnx models --size 640x480 --precision float16
+    Examples:
+      dualrc export onnx models
+      dualrc export onnx models --size 640x480 --precision float16
     """
     from dualrc.onnx.export import TOP, ExportConfig, export
 

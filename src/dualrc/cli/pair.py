@@ -136,6 +136,8 @@ def warp(
 ) -> dict[str, Any]:
     """Warp one image into the frame of another.
 
+    The result has the size of B and shows A there, so that both can be compared pixel by pixel.
+
     Examples:
       dualrc warp a.jpg b.jpg -o a-in-b.png
       dualrc warp a.jpg b.jpg -o a-in-b.png --by dense

@@ -57,13 +57,12 @@ def serve(
 ) -> dict[str, Any]:
     """Start the page and the HTTP service.
 
-    dualrc serve --open
-
-    dualrc serve town      # also shows a reconstruction in 3D
-
-    dualrc serve --host 0.0.0.0 --token auto      # for other machines
-
     docs/service.md describes the service; /openapi.json is its specification.
+
+    Examples:
+      dualrc serve --open
+      dualrc serve town      # also shows a reconstruction in 3D
+      dualrc serve --host 0.0.0.0 --token auto      # for other machines
     """
     for module in ("fastapi", "uvicorn", "python_multipart"):
         require(module, "web", "The page and the service")

@@ -136,6 +136,8 @@ def pairs_colmap(
 ) -> dict[str, Any]:
     """Write the pairs of a COLMAP model whose images observe the same 3D points.
 
+    Image names in the file are relative to --images.
+
     Examples:
       dualrc pairs colmap sparse/0 --images images --out pairs.txt
       dualrc pairs colmap sparse/0 --images images --out pairs.txt --min-overlap 0.3 --points 256
@@ -211,7 +213,7 @@ def convert(
         )
     with common.status("Converting..."):
         config = convert_published(published, out)
-    common.written(f"{out} (preset {config.preset}, {config.backbone}, {config.consensus})")
+    common.written(f"{out}; use it with --preset {config.preset} --weights {out}")
 
 
 def _tracked(items: Iterable[T], step: str, total: int) -> Iterator[T]:

@@ -18,29 +18,36 @@ class CollectionConfig:
     pairs: str = "auto"
     # Number of images to match each image with, by retrieval or by covisibility in the model.
     neighbors: int = 20
-    # Sequential pairs: number of subsequent images, and number of similar images from elsewhere in the sequence.
+    # Sequential pairs: number of subsequent images to match each image with.
     overlap: int = 10
+    # Sequential pairs: number of similar images from elsewhere in the sequence.
     loops: int = 2
-    # Maximum number of matches per pair, and minimum score of a match.
+    # Maximum number of matches per pair.
     top: int = 4000
+    # Minimum score of a match.
     min_score: float = 0.0
-    # Network settings, as in `dualrc.load`.
+    # Long side of the network input, as in `dualrc.load`.
     size: int | None = None
-    # high matches every pair a second time, which takes several times as long.
+    # "high" and "search" match every pair several times, as in `dualrc.load`.
     quality: Quality = "standard"
+    # Network, as in `dualrc.load`.
     preset: str = "default"
+    # Weights file; None: the bundled weights.
     weights: Path | None = None
+    # Device; None: the best one available.
     device: str | None = None
-    # Processes on this machine, or a Ray cluster. Without an address, a cluster is started on this machine.
+    # Processes on this machine, or a Ray cluster.
     executor: Literal["local", "ray"] = "local"
+    # Address of the Ray cluster; None: a cluster is started on this machine.
     address: str | None = None
     # None: one worker per GPU, or one per CPU thread, limited by memory.
     workers: int | None = None
     # CPU threads of all workers of a machine together, divided equally; None: one per core.
     threads: int | None = None
-    # Approximate memory of all workers of a machine together in GiB, and the part of it that caches features.
+    # Approximate memory of all workers of a machine together, in GiB.
     # None: three quarters of the memory of the machine.
     max_memory: float | None = None
+    # The part of `max_memory` that caches features, in GiB.
     cache: float = 4.0
 
     def __post_init__(self) -> None:

@@ -30,9 +30,11 @@ from dualrc.provenance import provenance
 class ReconstructConfig:
     """Settings of a reconstruction."""
 
+    # Settings of matching.
     collection: CollectionConfig = field(default_factory=CollectionConfig)
+    # Settings of merging matches into keypoints.
     keypoints: MergeConfig = field(default_factory=MergeConfig)
-    # cameras.json or COLMAP's cameras.txt; None: focal lengths from EXIF, else unknown.
+    # Camera file, cameras.json or COLMAP's cameras.txt; None: focal lengths from EXIF, else unknown.
     cameras: Path | None = None
     # Also write hloc's features.h5, matches.h5 and pairs.txt.
     hloc: bool = False

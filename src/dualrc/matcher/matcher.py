@@ -128,7 +128,7 @@ class Matcher:
         return PendingImage(scale=Scale(image_size=own, input_size=network), pixels=pixels)
 
     def extract(self, items: Iterable[PendingImage]) -> None:
-        """Extract features of the items without any."""
+        """Extract the features of those items that have none yet."""
 
         def together(scale: Scale) -> int:
             return min(_BATCH, self.budget.together((scale, scale))) if self.device.type == "cuda" else 1
