@@ -378,6 +378,50 @@ def test_every_comparison_draws_something(opened, mode):
     assert spread > 20
 
 
+def test_a_difference_can_be_made_brighter(opened):
+    opened.page.check("input[value=difference]", force=True)
+    opened.until("dualrcState().times.compared")
+
+    def drawn(key: str) -> np.ndarray:
+        opened.page.focus("#gain")
+        opened.page.keyboard.press(key)
+        opened.page.wait_for_timeout(100)
+        pixels = opened.page.evaluate("""() => {
+            const canvas = document.querySelector("[data-pane=compare] canvas");
+            const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            return [...data.filter((_, i) => i % 4 === 1)];
+        }""")
+        return np.array(pixels)
+
+    plain, bright = drawn("Home"), drawn("ArrowRight")
+    assert opened.page.locator("#gain-value").inner_text() == "× 2"
+    # Pixels without a match are gray in both; those at the border are mixed with it.
+    known = (plain > 0) & (plain != 0x72)
+    assert known.mean() > 0.3 and (bright[known] == np.minimum(2 * plain[known], 255)).mean() > 0.8
+    assert (bright[plain == 0x72] == 0x72).mean() > 0.9
+    # What belongs to the two images side by side is not offered here.
+    assert not opened.page.locator("#show-card").is_visible() and not opened.page.locator("#zoom-link").is_visible()
+    opened.page.check("input[value=matches]", force=True)
+    assert opened.page.locator("#show-card").is_visible()
+
+
+def test_colors_are_explained(opened):
+    legend = opened.page.locator("#legend")
+    assert not legend.is_visible()
+    opened.page.check("#show-certainty")
+    assert legend.inner_text().split() == ["Certainty", "0", "1"]
+    opened.page.select_option("#color-by", "score")
+    assert legend.inner_text().split() == ["Score", "0", "1", "Certainty", "0", "1"]
+    opened.page.uncheck("#show-certainty")
+    opened.page.select_option("#kind", "homography")
+    opened.until("dualrcState().estimate !== null && dualrcState().show.color === 'inlier'")
+    assert legend.inner_text().split() == ["inlier", "outlier"]
+    # Without lines and dots, no colors are shown.
+    opened.page.uncheck("#show-lines")
+    opened.page.uncheck("#show-dots")
+    assert not legend.is_visible()
+
+
 def test_downloads_hold_what_the_service_found(opened, tmp_path):
     count = opened.state()["count"]
 

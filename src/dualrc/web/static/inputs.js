@@ -91,14 +91,15 @@ async function dropped(transfer) {
 }
 
 function startDrop(take) {
-  const target = (event) => event.target.closest?.(".slot, .pane");
+  // Files can be dropped anywhere on the folder view.
+  const target = (event) => document.querySelector("#view-folder:not([hidden]) .folder-drop") ?? event.target.closest?.(".slot, .pane");
   const unmark = () => document.querySelectorAll(".over, .drop-here").forEach((element) => element.classList.remove("over", "drop-here"));
   addEventListener("dragover", (event) => {
     if (!event.dataTransfer?.types.includes("Files")) return;
     event.preventDefault();
     unmark();
     const element = target(event);
-    element?.classList.add(element.classList.contains("slot") ? "over" : "drop-here");
+    element?.classList.add(element.classList.contains("pane") ? "drop-here" : "over");
   });
   addEventListener("dragleave", (event) => { if (!event.relatedTarget) unmark(); });
   addEventListener("drop", async (event) => {
