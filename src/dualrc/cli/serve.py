@@ -15,6 +15,8 @@ from dualrc.errors import ConfigError
 from dualrc.extras import require
 
 _PANEL = "Limits"
+# Pillow refuses to decode images with more megapixels.
+_MOST_PIXELS = 178
 
 
 @running.command(waits=False)
@@ -49,7 +51,13 @@ def serve(
     ] = 64,
     max_pixels: Annotated[
         float,
-        typer.Option(metavar="MP", min=0.01, help="Maximum megapixels of an uploaded image.", rich_help_panel=_PANEL),
+        typer.Option(
+            metavar="MP",
+            min=0.01,
+            max=_MOST_PIXELS,
+            help="Maximum megapixels of an uploaded image.",
+            rich_help_panel=_PANEL,
+        ),
     ] = 100,
     max_images: Annotated[
         int, typer.Option(min=2, help="Maximum number of stored images.", rich_help_panel=_PANEL)
