@@ -135,6 +135,26 @@ def test_a_pasted_image_takes_the_first_free_place(tab, paths):
     assert tab.state()["images"][0]["name"] == "pasted.png" and tab.state()["images"][1] is None
 
 
+def test_a_photograph_of_the_camera_is_an_image(tab):
+    page = tab.page
+    page.get_by_role("button", name="Photograph image 1").click()
+    page.get_by_role("button", name="Take").click()
+    tab.until("dualrcState().images[1]?.id")
+    image = tab.state()["images"][1]
+    assert image["name"] == "photograph-1.jpg" and image["width"] >= 320 and tab.state()["images"][0] is None
+    # The camera is switched off, also when nothing is taken.
+    page.get_by_role("button", name="Photograph image 0").click()
+    page.wait_for_selector("#camera[open]")
+    page.evaluate("window.tracks = document.querySelector('#camera video').srcObject.getTracks()")
+    page.keyboard.press("Escape")
+    tab.until("window.tracks.length > 0 && window.tracks.every((track) => track.readyState === 'ended')")
+    assert tab.state()["images"][0] is None
+    refuse = "async () => { throw new DOMException('', 'NotAllowedError'); }"
+    page.evaluate(f"void (navigator.mediaDevices.getUserMedia = {refuse})")
+    page.get_by_role("button", name="Photograph image 0").click()
+    assert "allow it for this page" in page.locator(".message.bad").inner_text()
+
+
 def test_one_dropped_image_goes_where_it_was_dropped(tab, paths):
     tab.drop('.slot[data-slot="1"]', paths[1])
     tab.until("dualrcState().images[1]?.id")
