@@ -2,6 +2,7 @@
 
 import base64
 import importlib.util
+import io
 import json
 import sqlite3
 import statistics
@@ -633,9 +634,20 @@ def test_images_without_anything_in_common(tab, paths, tmp_path):
     tab.until("dualrcState().times.compared || /homography/.test(document.getElementById('compare-note').textContent)")
 
 
-def test_an_example_opens_with_one_click(tab):
+def test_an_example_opens_with_one_click(tab, server):
+    shown = tab.page.locator("[data-example=wall] img")
+    tab.until("[...document.querySelectorAll('.example img')].every((image) => image.naturalWidth > 100)")
+    small = [tab.page.request.get(server.url + image.get_attribute("src")).body() for image in shown.all()]
+    # Views of examples are files of the page: nothing is rendered to show it.
+    assert not any("/v1/examples" in request for request in tab.requests)
     tab.page.click("[data-example=wall]")
     tab.ready()
+    for content, image in zip(small, tab.state()["images"], strict=True):
+        view = tab.page.request.get(f"{server.url}v1/images/{image['id']}/view?max_side=320").body()
+        stored, rendered = (
+            np.asarray(Image.open(io.BytesIO(one)).resize((80, 60)), dtype=int) for one in (content, view)
+        )
+        assert np.abs(stored - rendered).mean() < 4, "make them again: scripts/figures examples"
     assert tab.state()["count"] > 500
     assert tab.page.locator("#verdict").get_attribute("class") == "verdict same"
 
