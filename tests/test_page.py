@@ -197,6 +197,25 @@ def test_the_lens_shows_the_pixels_of_its_place(opened, paths):
     assert np.median(differences) <= 10, differences
 
 
+@pytest.mark.parametrize(("width", "height", "words"), [(1280, 860, True), (390, 844, False)])
+def test_the_label_of_a_lens_fits_and_nothing_is_certain(browser, link, width, height, words):
+    tab = Tab(browser, link, viewport={"width": width, "height": height})
+    tab.ready()
+    measure = "(text) => { const c = new OffscreenCanvas(1, 1).getContext('2d'); c.font = '600 12px system-ui';"
+    labels = []
+    for point in [(240, 180), (100, 220), (300, 90), (400, 300), (60, 310), (200, 140)]:
+        tab.hover(0, *point)
+        for lens in tab.state()["marks"]["lenses"]:
+            assert (
+                tab.page.evaluate(measure + " return c.measureText(text).width; }", lens["text"])
+                < lens["box"]["size"] - 16
+            )
+            labels += [lens["text"]] if lens["image"] == 1 else []
+    assert len(labels) >= 3 and all(label.endswith("% certain" if words else "%") for label in labels)
+    assert not any(label.startswith("100") for label in labels)
+    tab.close()
+
+
 # Fires an event of the mouse in each of 120 frames, and returns the times between the frames.
 _FRAMES = """(act) => new Promise((done) => {
     const canvas = document.querySelector('[data-pane="0"] canvas'), box = canvas.getBoundingClientRect(), times = [];

@@ -70,6 +70,13 @@ def test_a_reconstruction_is_turned_and_its_tracks_are_shown(tab, town):
     box = canvas.bounding_box()
     places = np.array(page.evaluate(f"Array.from({{length: 20}}, (_, i) => {VIEWER}.cloud.place(i))"))
     assert ((places > 0) & (places < (box["width"], box["height"]))).all()
+    # The whole scene is shown: points and cameras, up to the borders of the view.
+    ends = "cloud.cameras.flatMap(({ center, corners }) => [center, ...corners].map((place) => cloud.spot(place)))"
+    cameras = page.evaluate(f"(({{ cloud }}) => {ends})({VIEWER})")
+    everything = np.concatenate([places, cameras])
+    size = np.array([box["width"], box["height"]])
+    assert ((everything > 0) & (everything < size)).all()
+    assert ((everything.max(axis=0) - everything.min(axis=0)) / size).max() > 0.8
     # Every point is drawn where the view says, dark on light.
     script = f"""(places) => {{
         const source = {VIEWER}.canvas, copy = new OffscreenCanvas(source.width, source.height);

@@ -19,6 +19,11 @@ export function scaleGradient() {
   return `linear-gradient(90deg, ${SCALE.map((part) => `rgb(${part.join(" ")})`).join(", ")})`;
 }
 
+/** Return a certainty in percent; nothing is certain. */
+export function percent(certainty) {
+  return `${Math.min(Math.round(certainty * 100), 99)} %`;
+}
+
 /** Return the color of a marker for a certainty: green, amber or red. */
 export function certaintyColor(certainty) {
   return certainty >= 0.6 ? "#4ade80" : certainty >= 0.3 ? "#fbbf24" : "#ff7a59";
