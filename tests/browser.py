@@ -20,6 +20,9 @@ ARGUMENTS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    # A camera that shows a test pattern, and no question whether it may be used.
+    "--use-fake-device-for-media-stream",
+    "--use-fake-ui-for-media-stream",
 )
 _START_S = 120.0
 _WAIT_S = 90.0

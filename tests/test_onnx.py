@@ -224,7 +224,7 @@ from dualrc.onnx import Matcher
 image = np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
 matches = Matcher(sys.argv[1], ["CPUExecutionProvider"], threads=1).match(image, image[:80, 16:])
 assert len(matches) > 50 and matches.pair_score > 0.1, matches
-loaded = {"torch", "safetensors", "rich", "typer", "matplotlib", "poselib"} & sys.modules.keys()
+loaded = {"torch", "safetensors", "rich", "typer", "matplotlib", "poselib", "tomlkit"} & sys.modules.keys()
 assert not loaded, loaded
 """
 

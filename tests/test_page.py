@@ -2,6 +2,7 @@
 
 import base64
 import importlib.util
+import io
 import json
 import sqlite3
 import statistics
@@ -135,6 +136,26 @@ def test_a_pasted_image_takes_the_first_free_place(tab, paths):
     assert tab.state()["images"][0]["name"] == "pasted.png" and tab.state()["images"][1] is None
 
 
+def test_a_photograph_of_the_camera_is_an_image(tab):
+    page = tab.page
+    page.get_by_role("button", name="Photograph image 1").click()
+    page.get_by_role("button", name="Take").click()
+    tab.until("dualrcState().images[1]?.id")
+    image = tab.state()["images"][1]
+    assert image["name"] == "photograph-1.jpg" and image["width"] >= 320 and tab.state()["images"][0] is None
+    # The camera is switched off, also when nothing is taken.
+    page.get_by_role("button", name="Photograph image 0").click()
+    page.wait_for_selector("#camera[open]")
+    page.evaluate("window.tracks = document.querySelector('#camera video').srcObject.getTracks()")
+    page.keyboard.press("Escape")
+    tab.until("window.tracks.length > 0 && window.tracks.every((track) => track.readyState === 'ended')")
+    assert tab.state()["images"][0] is None
+    refuse = "async () => { throw new DOMException('', 'NotAllowedError'); }"
+    page.evaluate(f"void (navigator.mediaDevices.getUserMedia = {refuse})")
+    page.get_by_role("button", name="Photograph image 0").click()
+    assert "allow it for this page" in page.locator(".message.bad").inner_text()
+
+
 def test_one_dropped_image_goes_where_it_was_dropped(tab, paths):
     tab.drop('.slot[data-slot="1"]', paths[1])
     tab.until("dualrcState().images[1]?.id")
@@ -174,6 +195,25 @@ def test_the_lens_shows_the_pixels_of_its_place(opened, paths):
         assert lens["scale"] >= 8
     # The page shows a JPEG of a stored image.
     assert np.median(differences) <= 10, differences
+
+
+@pytest.mark.parametrize(("width", "height", "words"), [(1280, 860, True), (390, 844, False)])
+def test_the_label_of_a_lens_fits_and_nothing_is_certain(browser, link, width, height, words):
+    tab = Tab(browser, link, viewport={"width": width, "height": height})
+    tab.ready()
+    measure = "(text) => { const c = new OffscreenCanvas(1, 1).getContext('2d'); c.font = '600 12px system-ui';"
+    labels = []
+    for point in [(240, 180), (100, 220), (300, 90), (400, 300), (60, 310), (200, 140)]:
+        tab.hover(0, *point)
+        for lens in tab.state()["marks"]["lenses"]:
+            assert (
+                tab.page.evaluate(measure + " return c.measureText(text).width; }", lens["text"])
+                < lens["box"]["size"] - 16
+            )
+            labels += [lens["text"]] if lens["image"] == 1 else []
+    assert len(labels) >= 3 and all(label.endswith("% certain" if words else "%") for label in labels)
+    assert not any(label.startswith("100") for label in labels)
+    tab.close()
 
 
 # Fires an event of the mouse in each of 120 frames, and returns the times between the frames.
@@ -378,6 +418,50 @@ def test_every_comparison_draws_something(opened, mode):
     assert spread > 20
 
 
+def test_a_difference_can_be_made_brighter(opened):
+    opened.page.check("input[value=difference]", force=True)
+    opened.until("dualrcState().times.compared")
+
+    def drawn(key: str) -> np.ndarray:
+        opened.page.focus("#gain")
+        opened.page.keyboard.press(key)
+        opened.page.wait_for_timeout(100)
+        pixels = opened.page.evaluate("""() => {
+            const canvas = document.querySelector("[data-pane=compare] canvas");
+            const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            return [...data.filter((_, i) => i % 4 === 1)];
+        }""")
+        return np.array(pixels)
+
+    plain, bright = drawn("Home"), drawn("ArrowRight")
+    assert opened.page.locator("#gain-value").inner_text() == "× 2"
+    # Pixels without a match are gray in both; those at the border are mixed with it.
+    known = (plain > 0) & (plain != 0x72)
+    assert known.mean() > 0.3 and (bright[known] == np.minimum(2 * plain[known], 255)).mean() > 0.8
+    assert (bright[plain == 0x72] == 0x72).mean() > 0.9
+    # What belongs to the two images side by side is not offered here.
+    assert not opened.page.locator("#show-card").is_visible() and not opened.page.locator("#zoom-link").is_visible()
+    opened.page.check("input[value=matches]", force=True)
+    assert opened.page.locator("#show-card").is_visible()
+
+
+def test_colors_are_explained(opened):
+    legend = opened.page.locator("#legend")
+    assert not legend.is_visible()
+    opened.page.check("#show-certainty")
+    assert legend.inner_text().split() == ["Certainty", "0", "1"]
+    opened.page.select_option("#color-by", "score")
+    assert legend.inner_text().split() == ["Score", "0", "1", "Certainty", "0", "1"]
+    opened.page.uncheck("#show-certainty")
+    opened.page.select_option("#kind", "homography")
+    opened.until("dualrcState().estimate !== null && dualrcState().show.color === 'inlier'")
+    assert legend.inner_text().split() == ["inlier", "outlier"]
+    # Without lines and dots, no colors are shown.
+    opened.page.uncheck("#show-lines")
+    opened.page.uncheck("#show-dots")
+    assert not legend.is_visible()
+
+
 def test_downloads_hold_what_the_service_found(opened, tmp_path):
     count = opened.state()["count"]
 
@@ -569,9 +653,20 @@ def test_images_without_anything_in_common(tab, paths, tmp_path):
     tab.until("dualrcState().times.compared || /homography/.test(document.getElementById('compare-note').textContent)")
 
 
-def test_an_example_opens_with_one_click(tab):
+def test_an_example_opens_with_one_click(tab, server):
+    shown = tab.page.locator("[data-example=wall] img")
+    tab.until("[...document.querySelectorAll('.example img')].every((image) => image.naturalWidth > 100)")
+    small = [tab.page.request.get(server.url + image.get_attribute("src")).body() for image in shown.all()]
+    # Views of examples are files of the page: nothing is rendered to show it.
+    assert not any("/v1/examples" in request for request in tab.requests)
     tab.page.click("[data-example=wall]")
     tab.ready()
+    for content, image in zip(small, tab.state()["images"], strict=True):
+        view = tab.page.request.get(f"{server.url}v1/images/{image['id']}/view?max_side=320").body()
+        stored, rendered = (
+            np.asarray(Image.open(io.BytesIO(one)).resize((80, 60)), dtype=int) for one in (content, view)
+        )
+        assert np.abs(stored - rendered).mean() < 4, "make them again: scripts/figures examples"
     assert tab.state()["count"] > 500
     assert tab.page.locator("#verdict").get_attribute("class") == "verdict same"
 

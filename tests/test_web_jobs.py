@@ -316,6 +316,8 @@ def test_the_command_refuses_what_is_not_safe(monkeypatch, capsys, tmp_path):
         return capsys.readouterr().err
 
     assert "token" in run("--host", "0.0.0.0")
+    # Megapixels, not pixels.
+    assert "178" in run("--max-pixels", "30000000")
     assert "8 characters" in run("--token", "short", "--port", "0")
     assert "--images belongs to a reconstruction" in " ".join(run("--images", str(tmp_path)).split())
     assert "is not a folder" in " ".join(run(str(tmp_path / "none")).split())

@@ -70,6 +70,13 @@ def test_a_reconstruction_is_turned_and_its_tracks_are_shown(tab, town):
     box = canvas.bounding_box()
     places = np.array(page.evaluate(f"Array.from({{length: 20}}, (_, i) => {VIEWER}.cloud.place(i))"))
     assert ((places > 0) & (places < (box["width"], box["height"]))).all()
+    # The whole scene is shown: points and cameras, up to the borders of the view.
+    ends = "cloud.cameras.flatMap(({ center, corners }) => [center, ...corners].map((place) => cloud.spot(place)))"
+    cameras = page.evaluate(f"(({{ cloud }}) => {ends})({VIEWER})")
+    everything = np.concatenate([places, cameras])
+    size = np.array([box["width"], box["height"]])
+    assert ((everything > 0) & (everything < size)).all()
+    assert ((everything.max(axis=0) - everything.min(axis=0)) / size).max() > 0.8
     # Every point is drawn where the view says, dark on light.
     script = f"""(places) => {{
         const source = {VIEWER}.canvas, copy = new OffscreenCanvas(source.width, source.height);
@@ -191,6 +198,33 @@ def test_a_folder_shows_a_matrix_of_scores(tab, served, tmp_path):
             break
         page.wait_for_timeout(20)
     assert uploads() == kept
+
+
+def test_files_can_be_dropped_anywhere_on_the_folder_view(tab, tmp_path):
+    paths = [tmp_path / f"{name}.png" for name in "abc"]
+    for path, pixels in zip(paths, (*pair_of(1), scene(5)), strict=True):
+        Image.fromarray(pixels).save(path)
+    open_view(tab, "folder", "!!document.querySelector('.folder-drop')")
+    tab.drop("html", *paths[:2])
+    tab.until("document.querySelectorAll('.folder-matrix td a').length === 2")
+    # Others are added.
+    tab.drop(".folder-matrix", paths[2])
+    tab.until("document.querySelectorAll('.folder-matrix td a').length === 6")
+    assert tab.page.evaluate("location.hash") == "#folder"
+    # Two images dropped on the model are a pair.
+    open_view(tab, "model", f"!!{VIEWER}")
+    tab.drop("html", *paths[:2])
+    tab.until("location.hash.startsWith('#pair/') && !document.querySelector('#workbench').hidden")
+
+
+def test_a_message_goes_with_its_view(tab, tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    open_view(tab, "folder", "!!document.querySelector('.folder-drop')")
+    tab.page.set_input_files(".folder-drop input >> nth=0", tmp_path / "broken.png")
+    tab.until("document.querySelectorAll('.message.bad').length > 0")
+    open_view(tab, "model", f"!!{VIEWER}")
+    assert tab.page.locator(".message").count() == 0
+    tab.errors = [words for words in tab.errors if "415" not in words]
 
 
 def test_the_views_have_names_and_contrast_and_fit_a_phone(browser, served):

@@ -11,6 +11,8 @@ import dualrc
 from dualrc import draw, geometry, scenes
 
 _GREEN, _RED = (110, 220, 110), (240, 80, 70)
+# Width and height of the small views of the page's examples.
+_THUMBNAIL = (320, 243)
 
 
 def hero() -> None:
@@ -160,4 +162,17 @@ def _grid(panels: list[tuple[str, np.ndarray]], columns: int, height: int = 320)
     return np.asarray(canvas)
 
 
-FIGURES = (hero, warps, homography, panorama, reconstruction)
+def examples() -> None:
+    """The small views of the example pairs on the page of `dualrc serve`."""
+    from dualrc.web.app import STATIC
+    from dualrc.web.examples import EXAMPLES, render
+
+    for example in EXAMPLES:
+        if not example.truth:
+            continue
+        for path, image in zip(example.thumbnails, render(example.name), strict=True):
+            small = Image.fromarray(image).resize(_THUMBNAIL, Image.Resampling.LANCZOS)
+            small.save(STATIC / path, quality=82, optimize=True)
+
+
+FIGURES = (hero, warps, homography, panorama, reconstruction, examples)

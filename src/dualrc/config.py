@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Union, get_args
 
-import tomlkit
-
 from dualrc.errors import ConfigError
 
 T = TypeVar("T")
@@ -374,6 +372,9 @@ def read_toml(kind: type[T], path: str | Path) -> T:
 
 def to_toml(config: Any) -> str:
     """Convert a config to TOML text."""
+    # Imported here, because matching with ONNX Runtime works without this package.
+    import tomlkit
+
     return tomlkit.dumps(to_dict(config))
 
 

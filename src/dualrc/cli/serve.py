@@ -16,6 +16,8 @@ from dualrc.errors import ConfigError
 from dualrc.extras import require
 
 _limit = partial(typer.Option, rich_help_panel="Limits")
+# Pillow refuses to decode images with more megapixels.
+_MOST_PIXELS = 178
 
 
 @running.command(waits=False)
@@ -46,7 +48,9 @@ def serve(
     size: common.SizeOption = None,
     max_memory: common.MaxMemoryOption = None,
     max_bytes: Annotated[float, _limit(metavar="MIB", min=0.01, help="Maximum size of an uploaded file.")] = 64,
-    max_pixels: Annotated[float, _limit(metavar="MP", min=0.01, help="Maximum megapixels of an uploaded image.")] = 100,
+    max_pixels: Annotated[
+        float, _limit(metavar="MP", min=0.01, max=_MOST_PIXELS, help="Maximum megapixels of an uploaded image.")
+    ] = 100,
     max_images: Annotated[int, _limit(min=2, help="Maximum number of stored images.")] = 256,
     max_queue: Annotated[int, _limit(min=1, help="Maximum number of queued jobs.")] = 64,
     max_client_jobs: Annotated[int, _limit(min=1, help="Maximum number of queued jobs of one client.")] = 16,

@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -23,6 +24,8 @@ class Example:
     name: str
     title: str
     description: str
+    # Small views among the files of the page, made by `scripts/figures examples`.
+    thumbnails: tuple[str, str]
     # Whether both images show the same scene, so that the ground truth is known.
     truth: bool = True
 
@@ -32,16 +35,19 @@ EXAMPLES = (
         name="town",
         title="Town square",
         description="Two rendered views of a square, with different viewpoints and lighting.",
+        thumbnails=("example-town-0.jpg", "example-town-1.jpg"),
     ),
     Example(
         name="wall",
         title="Wall with posters",
         description="A planar wall seen from two viewpoints. One homography fits all matches.",
+        thumbnails=("example-wall-0.jpg", "example-wall-1.jpg"),
     ),
     Example(
         name="unrelated",
         title="Nothing in common",
         description="Two images of different places, which the verdict reports.",
+        thumbnails=("example-town-0.jpg", "example-wall-0.jpg"),
         truth=False,
     ),
 )
@@ -56,6 +62,13 @@ def find(name: str) -> Example:
     return found
 
 
+def render(name: str, size: Size = SIZE) -> list[ImageArray]:
+    """Render the two images of `town` or `wall`."""
+    options = {"kind": "plane", "angle_deg": 40.0, "roll_deg": 15.0} if name == "wall" else {}
+    pair = make_pair(1, size=size, **options)  # type: ignore[arg-type]
+    return [rendering.image.cpu().numpy() for rendering in pair]
+
+
 class Examples:
     """Examples, rendered at the first request and stored as images that do not expire."""
 
@@ -64,9 +77,9 @@ class Examples:
         self._lock = threading.Lock()
         self._ready: dict[str, tuple[Upload, Upload]] = {}
 
-    def list(self) -> list[dict[str, str]]:
-        """Return the names, titles and descriptions of all examples."""
-        return [{"name": one.name, "title": one.title, "description": one.description} for one in EXAMPLES]
+    def list(self) -> list[dict[str, Any]]:
+        """Return what the page shows of all examples."""
+        return [{key: value for key, value in asdict(one).items() if key != "truth"} for one in EXAMPLES]
 
     def get(self, name: str) -> tuple[Example, tuple[Upload, Upload]]:
         """Return an example and its two images; they are rendered if necessary."""
@@ -92,12 +105,8 @@ class Examples:
 
     def _pair(self, name: str) -> tuple[Upload, Upload]:
         if name not in self._ready:
-            options = {"kind": "plane", "angle_deg": 40.0, "roll_deg": 15.0} if name == "wall" else {}
-            pair = make_pair(1, size=self._size, **options)  # type: ignore[arg-type]
-            first, second = (
-                self._keep(rendering.image.cpu().numpy(), f"{name}-{number}.png")
-                for number, rendering in enumerate(pair)
-            )
+            images = render(name, self._size)
+            first, second = (self._keep(pixels, f"{name}-{number}.png") for number, pixels in enumerate(images))
             self._ready[name] = first, second
         return self._ready[name]
 

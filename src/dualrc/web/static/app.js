@@ -1,7 +1,7 @@
 // Start of the page: theme, help, token, views and keyboard shortcuts.
 
 import { Api } from "./api.js";
-import { fail } from "./messages.js";
+import { clear, fail } from "./messages.js";
 import { PairView } from "./pair.js";
 import { change, state } from "./state.js";
 
@@ -83,6 +83,8 @@ function startKeys(pair) {
 
 async function route(api, pair) {
   const [, view = "pair", id = ""] = location.hash.match(/^#(pair|folder|model)(?:\/(.+))?$/) ?? [];
+  // Messages are about the view that is left.
+  if (byId(`view-${view}`).hidden) clear();
   for (const name of ["pair", "folder", "model"]) {
     byId(`view-${name}`).hidden = name !== view;
     const link = document.querySelector(`nav [data-view="${name}"]`);

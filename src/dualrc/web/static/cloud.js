@@ -24,6 +24,11 @@ const LINES = {
 };
 // Vertical field of view, in radians.
 const FOV = 0.9;
+// The whole scene fills this fraction of the view, without this fraction of outliers at each end of an axis.
+const FILLED = 0.9;
+const FEW = 0.01;
+const FIT_STEPS = 40;
+const FIT_POINTS = 1000;
 
 export class Cloud {
   yaw = 0;
@@ -50,10 +55,10 @@ export class Cloud {
     };
     this.reset();
     this.#listen();
-    new ResizeObserver(() => this.draw()).observe(canvas);
+    new ResizeObserver(() => (this.untouched ? this.reset() : this.draw())).observe(canvas);
   }
 
-  /** Show the whole scene, from above the middle camera. */
+  /** Show the whole scene, from behind and above the cameras. */
   reset() {
     const up = normal(sum(this.cameras.map((camera) => camera.up)));
     const forward = sum(this.cameras.map((camera) => camera.forward));
@@ -68,11 +73,43 @@ export class Cloud {
     this.distance = this.radius * 1.5;
     this.yaw = 0;
     this.pitch = -0.35;
+    // Cameras that are much farther away than the others are wrong.
+    const far = Math.max(spread * 8, median(centers) * 3);
+    this.#fit(places, this.cameras.filter((_, number) => centers[number] <= far));
+    this.untouched = true;
     this.draw();
+  }
+
+  /** Move and zoom until the view contains the cameras and all but a few points. */
+  #fit(places, cameras) {
+    const slope = Math.tan(FOV / 2), aspect = this.canvas.clientWidth / Math.max(1, this.canvas.clientHeight) || 1;
+    const every = Math.ceil(places.length / FIT_POINTS), chosen = places.filter((_, index) => index % every === 0);
+    for (let step = 0; step < FIT_STEPS; step++) {
+      const matrix = this.#matrix(), { right, up } = this.#axes();
+      // Positions from -1 to 1, and 0 in the center.
+      const seen = (place) => project(matrix, place, 0, 2, 2).map((value, axis) => (axis < 2 ? value - 1 : value));
+      const points = chosen.map(seen), frames = cameras.flatMap(({ center, corners }) => [center, ...corners]).map(seen);
+      // What is nearest moves most, so it limits the step.
+      const nearest = Math.min(...points.map(([, , w]) => w), ...frames.map(([, , w]) => w));
+      if (nearest <= this.distance * 0.02) {
+        this.distance *= 1.5;
+        continue;
+      }
+      const ends = [0, 1].map((axis) => {
+        const sorted = points.map((point) => point[axis]).sort((a, b) => a - b), few = Math.floor(sorted.length * FEW);
+        const values = [sorted[few], sorted[sorted.length - 1 - few], ...frames.map((point) => point[axis])];
+        return [Math.min(...values), Math.max(...values)];
+      });
+      const [x, y] = ends.map(([low, high]) => (low + high) / 2);
+      const half = Math.max(...ends.map(([low, high]) => (high - low) / 2));
+      this.target = this.target.map((value, axis) => value + (right[axis] * x * aspect - up[axis] * y) * slope * nearest);
+      if (half > 0) this.distance += (half / FILLED - 1) * nearest;
+    }
   }
 
   /** Move the view to the pose of a camera. */
   flyTo(number) {
+    this.untouched = false;
     const camera = this.cameras[number], local = (vector) => this.basis.map((axis) => dot(axis, vector));
     const [x, y, z] = local(camera.forward);
     this.yaw = Math.atan2(-x, y);
@@ -85,18 +122,21 @@ export class Cloud {
   }
 
   turn(yaw, pitch) {
+    this.untouched = false;
     this.yaw += yaw;
     this.pitch = Math.max(-1.55, Math.min(1.55, this.pitch + pitch));
     this.draw();
   }
 
   zoom(ratio) {
+    this.untouched = false;
     this.distance = Math.max(this.radius * 1e-3, Math.min(this.radius * 50, this.distance * ratio));
     this.draw();
   }
 
   /** Move by a fraction of the height of the view. */
   pan(x, y) {
+    this.untouched = false;
     const { right, up } = this.#axes(), scale = 2 * this.distance * Math.tan(FOV / 2);
     this.target = this.target.map((value, axis) => value - (right[axis] * x - up[axis] * y) * scale);
     this.draw();
@@ -129,7 +169,12 @@ export class Cloud {
 
   /** Return the position of a point on the canvas, in CSS pixels, or null behind the viewer. */
   place(index) {
-    const [x, y, w] = project(this.#matrix(), this.points.xyz, 3 * index, this.canvas.clientWidth, this.canvas.clientHeight);
+    return this.spot(this.points.xyz, 3 * index);
+  }
+
+  /** Return the position of xyz[at], xyz[at + 1], xyz[at + 2] on the canvas, in CSS pixels, or null behind the viewer. */
+  spot(xyz, at = 0) {
+    const [x, y, w] = project(this.#matrix(), xyz, at, this.canvas.clientWidth, this.canvas.clientHeight);
     return w > 0 ? [x, y] : null;
   }
 

@@ -40,6 +40,9 @@ class Layers {
       // There is no difference where image 1 has no pixels.
       ctx.globalCompositeOperation = "destination-in";
       over();
+      // Adding the picture to itself doubles its brightness.
+      ctx.globalCompositeOperation = "lighter";
+      for (let doubled = 0; doubled < state.gain; doubled++) ctx.drawImage(ctx.canvas, 0, 0);
       ctx.globalCompositeOperation = "destination-over";
       ctx.fillStyle = NOTHING;
       ctx.fillRect(view.x, view.y, this.width * view.scale, this.height * view.scale);
@@ -101,9 +104,11 @@ export class Compare {
     document.querySelectorAll('input[name="mode"]').forEach((input) => input.addEventListener("change", () => change({ mode: input.value })));
     byId("align").addEventListener("change", (event) => change({ align: event.target.value }));
     byId("amount").addEventListener("input", (event) => change({ amount: Number(event.target.value) }));
+    byId("gain").addEventListener("input", (event) => change({ gain: Number(event.target.value) }));
     byId("flicker-toggle").addEventListener("click", () => this.#toggleFlicker());
     watch("mode align warps", () => this.refresh());
     watch("amount", () => { byId("amount").value = state.amount; this.viewer.redraw(); });
+    watch("gain", () => { byId("gain-value").textContent = `× ${2 ** state.gain}`; this.viewer.redraw(); });
     watch("result estimate", () => {
       this.#cache.clear();
       // The images of the old source may be closed soon.
@@ -131,7 +136,10 @@ export class Compare {
     byId("compare-options").hidden = !single;
     byId("amount-field").hidden = mode !== "swipe" && mode !== "blend";
     byId("amount-label").textContent = mode === "blend" ? "Image 1" : "Position";
+    byId("gain-field").hidden = mode !== "difference";
     byId("align").closest("label").hidden = mode === "panorama";
+    // These controls belong to the two images side by side.
+    byId("show-card").hidden = byId("zoom-link").hidden = single;
     byId("flicker-toggle").hidden = mode !== "flicker";
     this.#stopFlicker();
     this.#task?.abort();
@@ -201,7 +209,7 @@ export class Compare {
   #startFlicker() {
     this.viewer.source.flipped = false;
     // With reduced motion, the user switches the images.
-    if (matchMedia("(prefers-reduced-motion: reduce)").matches) byId("flicker-toggle").textContent = "Turn";
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) byId("flicker-toggle").textContent = "Switch";
     else {
       byId("flicker-toggle").textContent = "Pause";
       this.#timer = setInterval(() => this.#flip(), FLICKER_MS);
@@ -220,7 +228,7 @@ export class Compare {
     if (this.#timer) {
       clearInterval(this.#timer);
       this.#timer = 0;
-      byId("flicker-toggle").textContent = "Turn";
+      byId("flicker-toggle").textContent = "Switch";
     } else if (this.viewer.source) this.#flip();
   }
 }

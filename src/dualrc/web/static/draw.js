@@ -4,7 +4,7 @@ const TAU = 2 * Math.PI;
 const STEPS = 12;
 export const INLIER = "#35a7ff";
 export const OUTLIER = "#ff8a1f";
-// Color map of the certainty, from dark violet (uncertain) to yellow (certain).
+// Color map of scores and certainties, from dark violet (0) to yellow (1), readable with most types of color blindness.
 const SCALE = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
 
 /** Return the color (r, g, b) of a value in 0 to 1. */
@@ -12,6 +12,16 @@ export function scaleColor(value) {
   const place = Math.min(Math.max(value, 0), 1) * (SCALE.length - 1);
   const i = Math.min(Math.floor(place), SCALE.length - 2);
   return SCALE[i].map((low, c) => Math.round(low + (SCALE[i + 1][c] - low) * (place - i)));
+}
+
+/** Return the color map as a CSS background, for legends. */
+export function scaleGradient() {
+  return `linear-gradient(90deg, ${SCALE.map((part) => `rgb(${part.join(" ")})`).join(", ")})`;
+}
+
+/** Return a certainty in percent; nothing is certain. */
+export function percent(certainty) {
+  return `${Math.min(Math.round(certainty * 100), 99)} %`;
 }
 
 /** Return the color of a marker for a certainty: green, amber or red. */

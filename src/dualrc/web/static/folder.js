@@ -2,11 +2,11 @@
 
 import { ApiError } from "./api.js";
 import { element, heading } from "./dom.js";
+import { scaleColor, scaleGradient } from "./draw.js";
+import { clamp } from "./geometry.js";
 import { announce, fail, say } from "./messages.js";
 
 const REFRESH_MS = 400;
-// Color map from dark blue to green and yellow, readable with most types of color blindness.
-const COLORS = [[68, 1, 84], [59, 82, 139], [33, 145, 140], [94, 201, 98], [253, 231, 37]];
 
 let view = null;
 
@@ -30,8 +30,9 @@ class FolderView {
 
   constructor(container, api) {
     this.#api = api;
-    this.root = element("div", "folder");
-    const drop = element("div", "folder-drop card");
+    this.root = element("div", "folder empty");
+    const drop = element("div", "folder-drop");
+    drop.innerHTML = '<svg class="icon big-icon" aria-hidden="true"><use href="#i-folder"/></svg>';
     drop.append(heading("h1", "A folder of images"),
       element("p", "muted", `Drop up to ${api.info?.max_collection ?? 40} images, or a folder. All pairs are matched; brighter cells are more likely to show the same place.`));
     const row = element("div", "row");
@@ -55,8 +56,6 @@ class FolderView {
     this.best.hidden = this.legend.hidden = true;
     this.root.append(drop, this.status, this.scroll, this.legend, this.best);
     container.replaceChildren(this.root);
-    // Run before the listeners of the window, which handle a pair.
-    container.addEventListener("drop", (event) => this.#dropped(event));
   }
 
   #chooser(text, attributes) {
@@ -71,13 +70,6 @@ class FolderView {
     });
     label.append(input, text);
     return label;
-  }
-
-  async #dropped(event) {
-    if (!event.dataTransfer?.types.includes("Files")) return;
-    event.preventDefault();
-    event.stopPropagation();
-    this.take(await filesOf(event.dataTransfer));
   }
 
   /** Upload files and match all pairs of the images. */
@@ -187,10 +179,13 @@ class FolderView {
   /** Rebuild the table after images were added or removed. */
   #build() {
     this.#cells.clear();
+    this.root.classList.toggle("empty", !this.#images.length);
     this.clear.hidden = this.legend.hidden = !this.#images.length;
     this.best.hidden = true;
     if (!this.#images.length) return this.scroll.replaceChildren();
     const table = element("table", "folder-matrix");
+    // Few images have large cells; many have small ones, and the matrix scrolls.
+    table.style.setProperty("--cell", `${clamp(this.root.clientWidth / (this.#images.length + 1) - 6, 48, 96)}px`);
     const caption = element("caption", "visually-hidden", "Pair scores. Arrow keys move between cells, Enter opens a pair.");
     const head = document.createElement("thead"), body = document.createElement("tbody");
     const top = document.createElement("tr");
@@ -237,7 +232,7 @@ class FolderView {
     link.tabIndex = this.#cells.size && !this.root.querySelector("a[data-cell][tabindex='0']") ? 0 : link.tabIndex || -1;
     link.setAttribute("aria-label", `${this.#images[i].name} and ${this.#images[j].name}: score ${score.toFixed(2)}, ${words(score)}`);
     link.title = link.getAttribute("aria-label");
-    const [red, green, blue] = color(score);
+    const [red, green, blue] = scaleColor(score);
     // The content security policy allows style properties, but not style attributes.
     link.style.backgroundColor = `rgb(${red} ${green} ${blue})`;
     link.style.color = 0.299 * red + 0.587 * green + 0.114 * blue > 120 ? "#000" : "#fff";
@@ -284,7 +279,7 @@ class FolderView {
     const legend = element("div", "folder-legend");
     const scale = element("span", "folder-scale");
     scale.setAttribute("aria-hidden", "true");
-    scale.style.backgroundImage = `linear-gradient(90deg, ${COLORS.map((part) => `rgb(${part.join(" ")})`).join(", ")})`;
+    scale.style.backgroundImage = scaleGradient();
     legend.append(element("span", "muted", "0 nothing in common"), scale, element("span", "muted", "1 the same place"));
     return legend;
   }
@@ -292,29 +287,6 @@ class FolderView {
 
 function words(score) {
   return score >= 0.9 ? "the same place" : score >= 0.1 ? "not sure" : "probably not the same place";
-}
-
-/** Return the color [red, green, blue] of a score in 0 to 1. */
-export function color(score) {
-  const at = Math.min(Math.max(score, 0), 1) * (COLORS.length - 1), low = Math.min(Math.floor(at), COLORS.length - 2);
-  return COLORS[low].map((value, channel) => Math.round(value + (COLORS[low + 1][channel] - value) * (at - low)));
-}
-
-async function filesOf(transfer) {
-  const entries = [...transfer.items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
-  if (!entries.some((entry) => entry.isDirectory)) return [...transfer.files];
-  const files = [];
-  const walk = async (entry) => {
-    if (entry.isFile) return files.push(await new Promise((done, no) => entry.file(done, no)));
-    const reader = entry.createReader();
-    for (;;) {
-      const part = await new Promise((done, no) => reader.readEntries(done, no));
-      if (!part.length) return undefined;
-      for (const child of part) await walk(child);
-    }
-  };
-  for (const entry of entries) await walk(entry);
-  return files.sort((a, b) => a.name.localeCompare(b.name));
 }
 
 function button(text, run, size = "") {

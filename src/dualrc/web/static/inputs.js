@@ -1,5 +1,8 @@
 // Sources of images: file dialog, camera, drag and drop, and clipboard.
 
+import { hasDialog, photograph } from "./camera.js";
+import { fail } from "./messages.js";
+
 const IMAGE = /\.(avif|bmp|gif|heic|heif|jpe?g|jp2|png|ppm|tiff?|webp)$/i;
 const isImage = (file) => file.type.startsWith("image/") || IMAGE.test(file.name);
 
@@ -15,8 +18,8 @@ export function startInputs(take) {
   });
 }
 
-/** Return a button that opens a file dialog, and its input. */
-export function chooser(label, icon, take, { capture = false, name = label, className = "button" } = {}) {
+/** Return a button that opens a file dialog, or the camera if `capture` names the photograph, and its input. */
+export function chooser(label, icon, take, { capture = "", name = label, className = "button" } = {}) {
   const input = document.createElement("input");
   input.type = "file";
   input.accept = capture ? "image/*" : "image/*,.heic,.heif,.tif,.tiff,.ppm";
@@ -31,7 +34,15 @@ export function chooser(label, icon, take, { capture = false, name = label, clas
   if (className === "button") button.append(label);
   else button.setAttribute("aria-label", name);
   if (name !== label && className === "button") button.setAttribute("aria-label", name);
-  button.addEventListener("click", () => input.click());
+  button.addEventListener("click", async () => {
+    if (!capture || !hasDialog()) return input.click();
+    try {
+      const file = await photograph(capture);
+      if (file) take([file]);
+    } catch (error) {
+      fail(error);
+    }
+  });
   input.addEventListener("change", () => {
     if (input.files.length) take([...input.files]);
     input.value = "";
@@ -66,7 +77,7 @@ export function showSlot(slot, image, take) {
   const row = document.createElement("div");
   row.className = "row";
   row.append(...chooser("Choose a file", "i-image", give, { name: `Choose image ${number}` }),
-    ...chooser("Photograph", "i-camera", give, { capture: true, name: `Photograph image ${number}` }));
+    ...chooser("Photograph", "i-camera", give, { capture: `photograph-${number}.jpg`, name: `Photograph image ${number}` }));
   slot.append(title, row);
 }
 
@@ -91,14 +102,15 @@ async function dropped(transfer) {
 }
 
 function startDrop(take) {
-  const target = (event) => event.target.closest?.(".slot, .pane");
+  // Files can be dropped anywhere on the folder view.
+  const target = (event) => document.querySelector("#view-folder:not([hidden]) .folder-drop") ?? event.target.closest?.(".slot, .pane");
   const unmark = () => document.querySelectorAll(".over, .drop-here").forEach((element) => element.classList.remove("over", "drop-here"));
   addEventListener("dragover", (event) => {
     if (!event.dataTransfer?.types.includes("Files")) return;
     event.preventDefault();
     unmark();
     const element = target(event);
-    element?.classList.add(element.classList.contains("slot") ? "over" : "drop-here");
+    element?.classList.add(element.classList.contains("pane") ? "drop-here" : "over");
   });
   addEventListener("dragleave", (event) => { if (!event.relatedTarget) unmark(); });
   addEventListener("drop", async (event) => {

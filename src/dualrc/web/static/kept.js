@@ -1,12 +1,12 @@
 // List of kept points, and the readout of the pointer position.
 
 import { copy } from "./download.js";
+import { percent } from "./draw.js";
 import { announce, say } from "./messages.js";
 import { change, state, watch } from "./state.js";
 
 const byId = (id) => document.getElementById(id);
 const at = (x, y) => `${x.toFixed(1)}, ${y.toFixed(1)}`;
-const percent = (certainty) => `${Math.round(certainty * 100)} %`;
 
 function row(point, n) {
   const item = document.createElement("li");

@@ -9,6 +9,7 @@ import { homography, startGeometry } from "./geometry_panel.js";
 import { decode, fetchView } from "./images.js";
 import { chooser, showSlot, startInputs } from "./inputs.js";
 import { startKept } from "./kept.js";
+import { startLegend } from "./legend.js";
 import { announce, clear, fail } from "./messages.js";
 import { Stage } from "./stage.js";
 import { change, snapshot, state, watch } from "./state.js";
@@ -29,6 +30,7 @@ export class PairView {
     this.compare = new Compare(this.stage, () => homography(api));
     startFilter();
     startGeometry(api);
+    startLegend(byId("legend"));
     startKept(this.stage);
     startDownloads(api, this.stage);
     startInputs((slot, files) => this.take(slot, files));
@@ -69,12 +71,15 @@ export class PairView {
   /** Take files from the user; slot is 0, 1, or null for the next free one. */
   take(slot, files) {
     clear();
-    if (files.length > 2) {
+    const inFolder = !byId("view-folder").hidden;
+    if (files.length > 2 || inFolder) {
       this.api.pendingFiles = files;
-      location.hash = "#folder";
+      // The folder view takes the files when it is opened, or opened again.
+      if (inFolder) dispatchEvent(new HashChangeEvent("hashchange"));
+      else location.hash = "#folder";
       return;
     }
-    if (location.hash.startsWith("#folder")) location.hash = "#pair";
+    if (byId("view-pair").hidden) location.hash = "#pair";
     change({ times: { given: performance.now() } });
     if (files.length === 2) files.forEach((file, i) => this.#load(i, file));
     else this.#load(slot ?? (state.images[0] ? 1 : 0), files[0]);

@@ -1,11 +1,13 @@
 // Stage: two linked viewers, their overlays, and the pointer position in both images.
 
-import { certaintyColor, certaintyMap, drawCross, drawLens, drawLine, drawMarker, drawMatches } from "./draw.js";
+import { certaintyColor, certaintyMap, drawCross, drawLens, drawLine, drawMarker, drawMatches, percent } from "./draw.js";
 import { clamp, clipLine, epipolarLine, transpose } from "./geometry.js";
 import { change, state, watch } from "./state.js";
 import { Viewer } from "./viewer.js";
 
 const LENS_SCALE = 8;
+// Size of a lens in pixels from which its label has words.
+const ROOM_FOR_WORDS = 120;
 const ACCENT = "#ffd43b";
 const KEPT = "#3450c8";
 const WAYS = ["01", "10"];
@@ -150,11 +152,12 @@ export class Stage {
       const at = this.project(i, place.x, place.y);
       const color = i === hover.image ? ACCENT : certaintyColor(hover.other.certainty);
       if (at.inside) drawCross(ctx, at.x, at.y, color);
-      const text = i === hover.image ? `${place.x.toFixed(0)}, ${place.y.toFixed(0)}` : `${Math.round(place.certainty * 100)} % certain`;
       const scale = Math.max(LENS_SCALE, this.viewers[i].view.scale * 2.5);
       const box = this.#lensBox(i, at);
+      const sure = box.size < ROOM_FOR_WORDS ? "" : " certain";
+      const text = i === hover.image ? `${place.x.toFixed(0)}, ${place.y.toFixed(0)}` : `${percent(place.certainty)}${sure}`;
       drawLens(ctx, image, place, box, scale, color, text);
-      state.marks.lenses.push({ image: i, x: place.x, y: place.y, box, scale });
+      state.marks.lenses.push({ image: i, x: place.x, y: place.y, box, scale, text });
     });
     const frames = state.frames;
     frames.push(performance.now() - start);

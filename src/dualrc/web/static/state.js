@@ -16,6 +16,8 @@ export const state = {
   mode: "matches",
   align: "warp",
   amount: 50,
+  // The difference is shown 2 ** gain times as bright.
+  gain: 2,
   show: { lines: true, dots: true, certainty: false, color: "position", epipolar: true },
   filter: { minScore: 0.5, count: 300, spread: true, thresholdPx: 3, inliersOnly: false },
   // Indices of the visible matches.
@@ -51,9 +53,9 @@ export function change(patch) {
 
 /** Return a copy with plain values, for tests and the console. */
 export function snapshot(viewers, api) {
-  const { phase, mode, align, amount, show, filter, hover, kept, linked, times, frames, marks, estimate } = state;
+  const { phase, mode, align, amount, gain, show, filter, hover, kept, linked, times, frames, marks, estimate } = state;
   return structuredClone({
-    phase, mode, align, amount, show, filter, hover, kept, linked, times, frames, marks,
+    phase, mode, align, amount, gain, show, filter, hover, kept, linked, times, frames, marks,
     images: state.images.map((image) => image && { id: image.id, name: image.name, width: image.width, height: image.height }),
     pair: state.result?.pair ?? null,
     count: state.result?.count ?? 0,
