@@ -1,6 +1,7 @@
 """Tests of the search for another scale, for matches that do not agree with each other."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from dualrc.image import Scale, read
 from dualrc.matcher.views import View, extract_shown, match_views, scale_views, show
 from dualrc.matches import Matches
 from dualrc.scenes import Light, look_at, make_scene, render
+from dualrc.texture import is_suspicious
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +192,22 @@ def test_images_that_do_not_belong_together(photograph, shipped):
     assert "may not show the same scene" in alone.info["warning"] and alone.pair_score < 0.01
 
 
+def test_few_matches_that_agree_by_chance_are_no_evidence(photograph, shipped, monkeypatch):
+    """At a scale far from 1 an image is small, and its few matches may agree although the images are unrelated."""
+
+    def by_chance(matcher, features, first, found):
+        few = first[:100]
+        assert not is_suspicious(first)
+        scores = np.full(len(few), 1e-6, np.float32)
+        info = {**first.info, "zoom": 0.5}
+        return replace(few, points1=few.points0 * 0.5, scores=scores, info=info, whole=None)
+
+    monkeypatch.setattr("dualrc.matcher.rematch.search", by_chance)
+    found = shipped.match(photograph, np.repeat(np.repeat(texture(7, 160, 120), 4, axis=0), 4, axis=1))
+    assert found.info["zoom"] == 0.5 and found.pair_score < 0.05
+    assert "may not show the same scene" in found.info["warning"]
+
+
 def test_the_command_line_says_what_was_found(photograph, shrunk, tmp_path):
     from typer.testing import CliRunner
 
@@ -269,3 +287,11 @@ def test_boat_shrunk_to_a_third(shipped):
     H = resize_homography(second.shape[1::-1], size) @ np.loadtxt(root / "H_1_3")
     found = shipped.match(first, resized(second, size))
     assert share_right(found, H, px=3.0) > 0.9
+
+
+@pytest.mark.skipif(not (SHARED / "strecha").is_dir(), reason="needs shared/data beside the repository")
+def test_an_unrelated_photograph_has_a_warning(shipped):
+    """141 matches at another scale agree by chance."""
+    other = SHARED / "strecha" / "Herz-Jesus-P8" / "images" / "0000.jpg"
+    found = shipped.match(SHARED / "oxford" / "v_trees" / "1.png", other, size=640)
+    assert "may not show the same scene" in found.info["warning"] and found.pair_score < 0.01

@@ -469,7 +469,8 @@ class Matcher:
 
             matches = search(self, pair, matches, found)
             found = foothold.vote(matches)
-        doubtful = suspicious or found.share < foothold.CHANCE
+        # The few matches of two images at very different scales can agree by chance.
+        doubtful = suspicious or "zoom" in matches.info or found.share < foothold.CHANCE
         if doubtful and "warning" not in matches.info and self._pair_score(matches) < _CANDIDATE:
             return replace(matches, info={**matches.info, "warning": foothold.LOW})
         return matches
