@@ -208,6 +208,16 @@ def test_few_matches_that_agree_by_chance_are_no_evidence(photograph, shipped, m
     assert "may not show the same scene" in found.info["warning"]
 
 
+def test_a_caption_in_both_images_is_no_evidence(photograph, shipped):
+    """More than 0.3 of the best matches agree, but all of them are in the caption."""
+    images = [photograph.copy(), np.repeat(np.repeat(texture(7, 160, 120), 4, axis=0), 4, axis=1)]
+    caption = resized(texture(3, 140, 22), (280, 44))
+    images[0][-54:-10, 100:380] = images[1][10:54, 200:480] = caption
+    found = shipped.match(*images)
+    assert foothold.vote(found).share > foothold.CHANCE and not is_suspicious(found)
+    assert "may not show the same scene" in found.info["warning"] and found.pair_score < 0.05
+
+
 def test_the_command_line_says_what_was_found(photograph, shrunk, tmp_path):
     from typer.testing import CliRunner
 

@@ -20,7 +20,7 @@ from dualrc import foothold
 from dualrc.calibration import Calibration
 from dualrc.config import MatcherConfig, Quality
 from dualrc.errors import ConfigError, DataError, ImageError
-from dualrc.evidence import LOOKED_AT
+from dualrc.evidence import LOOKED_AT, fills_few_cells
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, let_go
 from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
@@ -42,6 +42,8 @@ _USABLE = 64
 _STRIP = 4
 # Pair score below which two images most likely have nothing in common.
 _CANDIDATE = 0.05
+# Score from which a match is more likely right than wrong.
+_GOOD = 0.5
 # Largest batch on a GPU, in pairs and in entries of the coarse tensor. On a CPU, one pair at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
 # Largest number of image pixels that wait for a batch.
@@ -469,11 +471,20 @@ class Matcher:
 
             matches = search(self, pair, matches, found)
             found = foothold.vote(matches)
-        # The few matches of two images at very different scales can agree by chance.
-        doubtful = suspicious or "zoom" in matches.info or found.share < foothold.CHANCE
-        if doubtful and "warning" not in matches.info and self._pair_score(matches) < _CANDIDATE:
+        if self.calibration is None or "warning" in matches.info:
+            return matches
+        # The few matches of two images at very different scales can agree by chance, and those of the same caption do.
+        doubtful = suspicious or "zoom" in matches.info or found.share < foothold.CHANCE or self._is_local(matches)
+        if doubtful and self._selected(matches, self.config).pair_score < _CANDIDATE:
             return replace(matches, info={**matches.info, "warning": foothold.LOW})
         return matches
+
+    def _is_local(self, matches: Matches) -> bool:
+        """Return whether the good ones of the best matches, with raw scores, are in a small part of an image."""
+        assert self.calibration is not None
+        best = matches[: foothold.TOP]
+        good = self.calibration.matches(best.scores) >= _GOOD
+        return fills_few_cells(best.points0[good], best.size0) or fills_few_cells(best.points1[good], best.size1)
 
     @torch.inference_mode()
     def match_plain(
@@ -497,10 +508,6 @@ class Matcher:
             if masked:
                 matches = replace(matches.inside(pair[0].mask, pair[1].mask), whole=None)
             yield matches if top is None or top >= len(matches) else matches[:top]
-
-    def _pair_score(self, matches: Matches) -> float:
-        """Return the probability that the images overlap, from all matches with raw scores; 1 if it is unknown."""
-        return 1.0 if self.calibration is None else self._selected(matches, self.config).pair_score
 
     def _selected(self, matches: Matches, settings: MatcherConfig) -> Matches:
         """Select the best matches and convert raw network scores to probabilities."""
