@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, texture, tiny_matcher, tiny_network
+from docs_data import documented_keys
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -199,6 +200,7 @@ def test_collection_tells_quietly_or_as_json(images, weights, tmp_path):
     again = run(*command, "--quiet", "--json")
     assert "Left out" in again.stderr and "Matching" not in again.stderr
     result = json.loads(again.stdout)
+    assert set(result) == documented_keys("collection")
     assert result["images"] == 5 and result["pairs"] == 10 and result["skipped"] == 6 and result["matched"] == 0
     assert list(result["left_out"]) == ["broken.png"] and result["failed"] == {}
     assert 0 < result["seconds"] < result["seconds_all_runs"]
@@ -210,6 +212,7 @@ def test_match_as_json(images, weights, tmp_path):
     done = run("match", *pair, "--weights", weights, "--json", "-o", tmp_path / "m.npz", "--threads", 1)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
+    assert set(result) == documented_keys("match")
     assert result["matches"] == len(dualrc.Matches.load(tmp_path / "m.npz")) and result["size0"] == [96, 64]
     assert result["estimate"] is None and result["files"] == [str(tmp_path / "m.npz")]
     # Untrained weights find no consistent matches; both outputs have the warning.

@@ -342,7 +342,7 @@ def localize(
     return {
         "results": out,
         "poses": results.poses_path,
-        "paths": len(all_found),
+        "images": len(all_found),
         "localized": sum(one.cam_from_world is not None for one in all_found.values()),
         "not_localized": {name: one.reason for name, one in all_found.items() if one.reason is not None},
         "unusable_in_map": localizer.broken,
