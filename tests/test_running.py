@@ -345,6 +345,20 @@ def test_a_stopped_run_says_what_is_kept_and_how_to_go_on(images, weights, tmp_p
         assert store.seconds > 0.5
 
 
+def test_ctrl_c_while_pytorch_is_imported_is_no_crash():
+    code = """
+import sys
+class Stops:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Stops())
+import dualrc.cli
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_sigterm_after_pycolmap_is_no_crash():
     """pycolmap's own handler prints a native stack trace."""
     pytest.importorskip("pycolmap")
@@ -530,7 +544,7 @@ def test_an_image_with_another_content_is_matched_again(images, weights, tmp_pat
     change(images / "2.png")
     changed = match_collection(images, tmp_path / "out", config, quiet=True)
     assert (changed.matched, changed.skipped) == (3, 3)
-    assert "Images that changed are matched again: 1 images (2.png)." in caplog.messages
+    assert "Matching again because images changed (1): 2.png." in caplog.messages
     found, fresh = content(changed.store), content(match_collection(images, tmp_path / "new", config, quiet=True).store)
     assert found == fresh
     assert {pair for pair in first if first[pair] != found[pair]} == {pair for pair in first if "2.png" in pair}
