@@ -132,6 +132,20 @@ def test_a_shrunk_image_is_found(photograph, shrunk, shipped):
     assert share_right(high, H) > 0.9
 
 
+def test_agreement_by_chance_does_not_end_the_search(photograph, monkeypatch):
+    """Some of the wrong matches at the wrong scale agree with each other: other scales are tried nevertheless."""
+    vote, calls = foothold.vote, []
+
+    def by_chance(matches):
+        calls.append(matches)
+        return vote(matches) if len(calls) > 2 else foothold.Foothold(0.2, 1.0)
+
+    monkeypatch.setattr(foothold, "vote", by_chance)
+    found = dualrc.load(device="cpu").match(photograph, resized(photograph, (160, 120)))
+    assert found.info["zoom"] == pytest.approx(0.25, rel=0.05) and "warning" not in found.info
+    assert share_right(found, resize_homography((640, 480), (160, 120))) > 0.9
+
+
 def test_the_search_is_symmetric(photograph, shrunk, shipped):
     one, other = shipped.match(photograph, shrunk), shipped.match(shrunk, photograph).swapped()
     assert other.info["zoom"] == pytest.approx(one.info["zoom"], rel=0.01)
@@ -297,6 +311,15 @@ def test_boat_shrunk_to_a_third(shipped):
     H = resize_homography(second.shape[1::-1], size) @ np.loadtxt(root / "H_1_3")
     found = shipped.match(first, resized(second, size))
     assert share_right(found, H, px=3.0) > 0.9
+
+
+@pytest.mark.skipif(not (SHARED / "oxford").is_dir(), reason="needs shared/data/oxford beside the repository")
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_leuven_shrunk_to_a_quarter(shipped, number):
+    root = SHARED / "oxford" / "i_leuven"
+    first, second = read(root / "1.png"), read(root / f"{number}.png")
+    found = shipped.match(first, resized(second, (225, 150)))
+    assert share_right(found, resize_homography((900, 600), (225, 150)), px=3.0) > 0.95
 
 
 @pytest.mark.skipif(not (SHARED / "strecha").is_dir(), reason="needs shared/data beside the repository")

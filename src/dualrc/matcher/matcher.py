@@ -466,18 +466,28 @@ class Matcher:
                 return textured if self.calibration is not None else replace(matches, info=textured.info)
             if self.calibration is not None:
                 matches, found = textured, foothold.vote(textured)
-        if other_scales and not (found.firm and found.same_scale):
-            from dualrc.matcher.rematch import search
+        from dualrc.matcher.rematch import search
 
-            matches = search(self, pair, matches, found)
+        first, firm = matches, found.firm
+        if other_scales and not (firm and found.same_scale):
+            matches = search(self, pair, first, found)
             found = foothold.vote(matches)
-        if self.calibration is None or "warning" in matches.info:
+        if "warning" in matches.info or self._is_convincing(matches, found, suspicious):
             return matches
+        if other_scales and firm:
+            # The first matches agreed by chance, so they say nothing about the scale.
+            again = search(self, pair, first, foothold.NONE)
+            if "warning" not in again.info and self._is_convincing(again, foothold.vote(again), suspicious):
+                return again
+        return replace(matches, info={**matches.info, "warning": foothold.LOW})
+
+    def _is_convincing(self, matches: Matches, found: foothold.Foothold, suspicious: bool) -> bool:
+        """Return whether matches with raw scores agree beyond doubt, or have a pair score that is not very low."""
+        if self.calibration is None:
+            return True
         # The few matches of two images at very different scales can agree by chance, and those of the same caption do.
         doubtful = suspicious or "zoom" in matches.info or found.share < foothold.CHANCE or self._is_local(matches)
-        if doubtful and self._selected(matches, self.config).pair_score < _CANDIDATE:
-            return replace(matches, info={**matches.info, "warning": foothold.LOW})
-        return matches
+        return not doubtful or self._selected(matches, self.config).pair_score >= _CANDIDATE
 
     def _is_local(self, matches: Matches) -> bool:
         """Return whether the good ones of the best matches, with raw scores, are in a small part of an image."""
