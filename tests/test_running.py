@@ -175,6 +175,13 @@ def test_lines_where_there_is_no_terminal(caplog, monkeypatch):
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("speed", "text"), [(0.7944, "0.794/s"), (999.4, "999/s"), (999.6, "1,000/s"), (2180, "2,180/s")]
+)
+def test_rates_have_no_exponent(speed, text):
+    assert progress._rate(speed) == text
+
+
 def test_the_library_prints_nothing(images, weights, tmp_path, capfd):
     (images / "broken.png").write_text("no image")
     config = CollectionConfig(weights=weights, size=96, top=50, device="cpu", workers=1)
