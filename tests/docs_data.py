@@ -142,3 +142,10 @@ def _write_rgbd(root: Path, renderings) -> None:
         lines.append(" ".join([f"{number:04}.jpg", *(f"{value:.9g}" for value in pose.ravel())]))
     np.savetxt(root / "K.txt", renderings[0].view.K)
     (root / "world_from_cam.txt").write_text("\n".join(lines) + "\n")
+
+
+def documented_keys(command: str) -> set[str]:
+    """Return the keys of a command's --json output that docs/running.md lists."""
+    table = (DOCS / "running.md").read_text().split("### Keys of `--json`")[1]
+    (row,) = re.findall(rf"^\| `{command}` \| (.*) \|$", table, re.MULTILINE)
+    return set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", row)))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, tiny_network
+from docs_data import documented_keys
 from PIL import ExifTags, Image
 from typer.testing import CliRunner
 
@@ -541,6 +542,9 @@ def test_the_command(tmp_path):
     (tmp_path / "queries" / QUERY).unlink()
     done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "none.json"), "--device", "cpu"])
     assert done.exit_code == 3 and "0 of 1 images localized" in done.output
+    done = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "none.json"), "--device", "cpu", "--json", "-q"])
+    result = json.loads(done.stdout)
+    assert set(result) == documented_keys("localize") and (result["images"], result["localized"]) == (1, 0)
     assert "exit status is 3" in " ".join(CliRunner().invoke(app, ["localize", "--help"]).output.split())
 
 

@@ -1,7 +1,7 @@
 """Tests of reconstruction, with matches that are known to be correct."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pycolmap
@@ -9,6 +9,7 @@ import pytest
 from collection_data import Scene, apart, make_matches, make_scene
 from collection_data import fill_store as fill
 from conftest import ROOT
+from docs_data import documented_keys
 from PIL import ExifTags, Image
 
 from dualrc import cli
@@ -122,9 +123,12 @@ def test_everything_is_written(made):
     folder, summary = made
     out = folder / "out"
     written = json.loads((out / "summary.json").read_text())
-    assert written["registered"] == 6 and written["points"] == summary.points
+    # Summary is what --json prints, with the folder of the model.
+    figures = asdict(summary)
+    assert {*figures, "model"} == documented_keys("reconstruct")
+    assert json.loads(json.dumps(figures)).items() <= written.items() and written["images"] == 6
     assert written["matches"]["weights"] and written["versions"]["pycolmap"] == pycolmap.__version__
-    assert written["config"]["keypoints"]["radius"] > 0 and written["images"] == "../images"
+    assert written["config"]["keypoints"]["radius"] > 0 and written["image_folder"] == "../images"
     assert set(written["seconds"]) == {"matching", "verification", "keypoints", "database", "hloc", "mapping"}
     assert (out / "points.ply").read_bytes().startswith(b"ply\n")
     with Image.open(out / "model.png") as image:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, texture, tiny_matcher
+from docs_data import documented_keys
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -166,6 +167,13 @@ def test_lines_where_there_is_no_terminal(caplog, monkeypatch):
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(
+    ("speed", "text"), [(0.7944, "0.794/s"), (999.4, "999/s"), (999.6, "1,000/s"), (2180, "2,180/s")]
+)
+def test_rates_have_no_exponent(speed, text):
+    assert progress._rate(speed) == text
+
+
 def test_the_library_prints_nothing(images, weights, tmp_path, capfd):
     (images / "broken.png").write_text("no image")
     config = CollectionConfig(weights=weights, size=96, top=50, device="cpu", workers=1)
@@ -191,6 +199,7 @@ def test_collection_tells_quietly_or_as_json(images, weights, tmp_path):
     again = run(*command, "--quiet", "--json")
     assert "Left out" in again.stderr and "Matching" not in again.stderr
     result = json.loads(again.stdout)
+    assert set(result) == documented_keys("collection")
     assert result["images"] == 5 and result["pairs"] == 10 and result["skipped"] == 6 and result["matched"] == 0
     assert list(result["left_out"]) == ["broken.png"] and result["failed"] == {}
     assert 0 < result["seconds"] < result["seconds_all_runs"]
@@ -202,6 +211,7 @@ def test_match_as_json(images, weights, tmp_path):
     done = run("match", *pair, "--weights", weights, "--json", "-o", tmp_path / "m.npz", "--threads", 1)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
+    assert set(result) == documented_keys("match")
     assert result["matches"] == len(dualrc.Matches.load(tmp_path / "m.npz")) and result["size0"] == [96, 64]
     assert result["estimate"] is None and result["files"] == [str(tmp_path / "m.npz")]
     # Untrained weights find no consistent matches; both outputs have the warning.
@@ -332,6 +342,20 @@ def test_a_stopped_run_says_what_is_kept_and_how_to_go_on(images, weights, tmp_p
     with MatchStore(out / "matches.sqlite") as store:
         # The time of the stopped run counts.
         assert store.seconds > 0.5
+
+
+def test_ctrl_c_while_pytorch_is_imported_is_no_crash():
+    code = """
+import sys
+class Stops:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Stops())
+import dualrc.cli
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_sigterm_after_pycolmap_is_no_crash():
@@ -519,7 +543,7 @@ def test_an_image_with_another_content_is_matched_again(images, weights, tmp_pat
     change(images / "2.png")
     changed = match_collection(images, tmp_path / "out", config, quiet=True)
     assert (changed.matched, changed.skipped) == (3, 3)
-    assert "Images that changed are matched again: 1 images (2.png)." in caplog.messages
+    assert "Matching again because images changed (1): 2.png." in caplog.messages
     found, fresh = content(changed.store), content(match_collection(images, tmp_path / "new", config, quiet=True).store)
     assert found == fresh
     assert {pair for pair in first if first[pair] != found[pair]} == {pair for pair in first if "2.png" in pair}

@@ -403,15 +403,21 @@ def test_a_server_without_reconstruction_or_images_says_so(http, model_folder):
 def test_the_images_of_a_reconstruction_are_found(tmp_path):
     write_model(tmp_path)
     out, summary = tmp_path / "out", tmp_path / "out" / "summary.json"
-    summary.write_text(json.dumps({"images": "../photos"}))
+    summary.write_text(json.dumps({"image_folder": "../photos"}))
     found = Reconstruction(out)
     assert found.folder == tmp_path / "photos" and found.view(0, 100)[:2] == b"\xff\xd8"
     (tmp_path / "others").mkdir()
     assert Reconstruction(out, tmp_path / "others").folder == tmp_path / "others"
-    for content in ('{"images": "../gone"}', '{"images": 3}', '["images"]', '{"images": "a\\u0000b"}', "no JSON"):
+    for content in (
+        '{"image_folder": "../gone"}',
+        '{"image_folder": 3}',
+        '["image_folder"]',
+        '{"image_folder": "a\\u0000b"}',
+        "no JSON",
+    ):
         summary.write_text(content)
         assert Reconstruction(out).folder is None
     # A folder of images inside of the reconstruction comes first.
-    summary.write_text(json.dumps({"images": "../photos"}))
+    summary.write_text(json.dumps({"image_folder": "../photos"}))
     (out / "images").mkdir()
     assert Reconstruction(out).folder == out / "images"

@@ -1,6 +1,7 @@
 """Tests of the search for another scale, for matches that do not agree with each other."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from dualrc.image import Scale, read
 from dualrc.matcher.views import View, extract_shown, match_views, scale_views, show
 from dualrc.matches import Matches
 from dualrc.scenes import Light, look_at, make_scene, render
+from dualrc.texture import is_suspicious
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +132,20 @@ def test_a_shrunk_image_is_found(photograph, shrunk, shipped):
     assert share_right(high, H) > 0.9
 
 
+def test_agreement_by_chance_does_not_end_the_search(photograph, monkeypatch):
+    """Some of the wrong matches at the wrong scale agree with each other: other scales are tried nevertheless."""
+    measure, calls = agreement.measure_agreement, []
+
+    def by_chance(matches):
+        calls.append(matches)
+        return measure(matches) if len(calls) > 2 else agreement.Agreement(0.2, 1.0)
+
+    monkeypatch.setattr(agreement, "measure_agreement", by_chance)
+    found = dualrc.load(device="cpu").match(photograph, resized(photograph, (160, 120)))
+    assert found.info["zoom"] == pytest.approx(0.25, rel=0.05) and "warning" not in found.info
+    assert share_right(found, resize_homography((640, 480), (160, 120))) > 0.9
+
+
 def test_the_search_is_symmetric(photograph, shrunk, shipped):
     one, other = shipped.match(photograph, shrunk), shipped.match(shrunk, photograph).swapped()
     assert other.info["zoom"] == pytest.approx(one.info["zoom"], rel=0.01)
@@ -188,6 +204,32 @@ def test_images_that_do_not_belong_together(photograph, shipped):
     # Without a search the pair score decides.
     alone = dualrc.load(device="cpu", max_zoom=1).match(photograph, other, top=100)
     assert "may not show the same scene" in alone.info["warning"] and alone.pair_score < 0.01
+
+
+def test_few_matches_that_agree_by_chance_are_no_evidence(photograph, shipped, monkeypatch):
+    """At a scale far from 1 an image is small, and its few matches may agree although the images are unrelated."""
+
+    def by_chance(matcher, features, first, found):
+        few = first[:100]
+        assert not is_suspicious(first)
+        scores = np.full(len(few), 1e-6, np.float32)
+        info = {**first.info, "zoom": 0.5}
+        return replace(few, points1=few.points0 * 0.5, scores=scores, info=info, whole=None)
+
+    monkeypatch.setattr("dualrc.matcher.rematch.search", by_chance)
+    found = shipped.match(photograph, np.repeat(np.repeat(texture(7, 160, 120), 4, axis=0), 4, axis=1))
+    assert found.info["zoom"] == 0.5 and found.pair_score < 0.05
+    assert "may not show the same scene" in found.info["warning"]
+
+
+def test_a_caption_in_both_images_is_no_evidence(photograph, shipped):
+    """More than 0.3 of the best matches agree, but all of them are in the caption."""
+    images = [photograph.copy(), np.repeat(np.repeat(texture(7, 160, 120), 4, axis=0), 4, axis=1)]
+    caption = resized(texture(3, 140, 22), (280, 44))
+    images[0][-54:-10, 100:380] = images[1][10:54, 200:480] = caption
+    found = shipped.match(*images)
+    assert agreement.measure_agreement(found).share > agreement.CHANCE and not is_suspicious(found)
+    assert "may not show the same scene" in found.info["warning"] and found.pair_score < 0.05
 
 
 def test_the_command_line_says_what_was_found(photograph, shrunk, tmp_path):
@@ -269,3 +311,20 @@ def test_boat_shrunk_to_a_third(shipped):
     H = resize_homography(second.shape[1::-1], size) @ np.loadtxt(root / "H_1_3")
     found = shipped.match(first, resized(second, size))
     assert share_right(found, H, px=3.0) > 0.9
+
+
+@pytest.mark.skipif(not (SHARED / "oxford").is_dir(), reason="needs shared/data/oxford beside the repository")
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_leuven_shrunk_to_a_quarter(shipped, number):
+    root = SHARED / "oxford" / "i_leuven"
+    first, second = read(root / "1.png"), read(root / f"{number}.png")
+    found = shipped.match(first, resized(second, (225, 150)))
+    assert share_right(found, resize_homography((900, 600), (225, 150)), px=3.0) > 0.95
+
+
+@pytest.mark.skipif(not (SHARED / "strecha").is_dir(), reason="needs shared/data beside the repository")
+def test_an_unrelated_photograph_has_a_warning(shipped):
+    """141 matches at another scale agree by chance."""
+    other = SHARED / "strecha" / "Herz-Jesus-P8" / "images" / "0000.jpg"
+    found = shipped.match(SHARED / "oxford" / "v_trees" / "1.png", other, size=640)
+    assert "may not show the same scene" in found.info["warning"] and found.pair_score < 0.01

@@ -58,6 +58,10 @@ class Agreement(NamedTuple):
         return 1 / SAME <= self.scale <= SAME
 
 
+# No agreement.
+NONE = Agreement(0.0, 1.0)
+
+
 def measure_agreement(matches: Matches) -> Agreement:
     """Measure the agreement of the best matches by rotation and scale between pairs; `info` has the network sizes.
 
@@ -65,7 +69,7 @@ def measure_agreement(matches: Matches) -> Agreement:
     """
     count = min(len(matches), TOP)
     if count < _FEWEST_MATCHES:
-        return Agreement(0.0, 1.0)
+        return NONE
     sizes = [np.array(matches.info[f"network_size{number}"], dtype=np.float64) for number in (0, 1)]
     own = (matches.points0, matches.size0), (matches.points1, matches.size1)
     # Points as complex numbers in network pixels. The ratio of two differences is a scale and a rotation.
@@ -75,7 +79,7 @@ def measure_agreement(matches: Matches) -> Agreement:
     ]
     near = _NEAR * sizes[0].max(), _NEAR * sizes[1].max()
     order = _shuffled(places[0] + places[1])
-    found = Agreement(0.0, 1.0)
+    found = NONE
     for partners in _PARTNERS:
         steps = [
             np.concatenate([np.roll(own[order], step) - own[order] for step in range(1, partners + 1)])
@@ -101,7 +105,7 @@ def _fullest(steps0: npt.NDArray[Any], steps1: npt.NDArray[Any], near: tuple[flo
     used = apart & ((length0 < near[0]) | (length1 < near[1]))
     total = np.count_nonzero(used)
     if total < _FEWEST_PAIRS:
-        return Agreement(0.0, 1.0)
+        return NONE
     ratio = np.log(steps1[used] / steps0[used])
     angles = round(2 * np.pi / _BIN)
     row = np.clip(np.rint(ratio.real / _BIN), -_SCALES, _SCALES).astype(np.int64) + _SCALES

@@ -17,8 +17,12 @@ from dualrc.errors import DualRCError  # noqa: E402
 __all__ = ["app", "main"]
 
 # Each module registers its commands. The help lists them in this order.
-for _name in ("pair", "serve", "collections", "colmap", "benchmarks", "bench", "training", "exporting", "about"):
-    import_module(f"dualrc.cli.{_name}")
+try:
+    for _name in ("pair", "serve", "collections", "colmap", "benchmarks", "bench", "training", "exporting", "about"):
+        import_module(f"dualrc.cli.{_name}")
+except KeyboardInterrupt:
+    # Importing PyTorch can take seconds. Nothing has been done yet.
+    sys.exit(130)
 
 
 def main() -> None:

@@ -263,7 +263,7 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
     for number, size in enumerate((matches.size0, matches.size1)):
         seen = matches.info[f"network_size{number}"]
         table.add_row(f"image {number}", f"{size[0]}x{size[1]}, network input {seen[0]}x{seen[1]}")
-    if "zoom" in matches.info:
+    if "zoom" in matches.info and "warning" not in matches.info:
         zoom = matches.info["zoom"]
         larger = f"{max(zoom, 1 / zoom):.2g} times larger in image {int(zoom > 1)}"
         table.add_row("scale", f"the scene is {larger}; matched at that scale")

@@ -189,7 +189,7 @@ class _Run:
         changed = store.forget_changed(self._hashes(dict.fromkeys(name for pair in chosen for name in pair)))
         if changed:
             some = ", ".join(changed[:5]) + (", ..." if changed[5:] else "")
-            logger.warning("Images that changed are matched again: %d images (%s).", len(changed), some)
+            logger.warning("Matching again because images changed (%d): %s.", len(changed), some)
 
     def match(self, missing: Sequence[Names], store: MatchStore, counted: _Counted, *, total: int) -> None:
         """Match pairs and add them to the store."""

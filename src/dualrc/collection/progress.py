@@ -83,7 +83,11 @@ class _Speed(rich_progress.ProgressColumn):
 
     def render(self, task: rich_progress.Task) -> Text:
         speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed:.3g}/s")
+        return Text("" if speed is None else _rate(speed))
+
+
+def _rate(speed: float) -> str:
+    return f"{speed:.3g}/s" if speed < 999.5 else f"{speed:,.0f}/s"
 
 
 @dataclass
@@ -104,7 +108,7 @@ class _Step:
         text = f"{self.name}: {self.done:,}/{self.total:,}"
         new = self.done - self.first
         if new > 0 and elapsed > 0:
-            text += f", {new / elapsed:.3g}/s"
+            text += f", {_rate(new / elapsed)}"
         if self.done >= self.total:
             return f"{text}, took {_clock(elapsed)}" if new else text
         if new > 0 and elapsed > 0:

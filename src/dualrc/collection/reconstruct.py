@@ -150,7 +150,7 @@ def _reconstruct(
         seconds=clock.seconds,
         matching_seconds_all_runs=round(matched.seconds_all_runs, 2),
     )
-    folder = {"images": _relative(images, out)}
+    folder = {"image_folder": _relative(images, out)}
     _write(model, out, summary, {**folder, "config": configs.to_dict(config), "matches": made_with})
     return summary
 

@@ -20,7 +20,7 @@ from dualrc import agreement
 from dualrc.calibration import Calibration
 from dualrc.config import MatcherConfig, Quality
 from dualrc.errors import ConfigError, DataError, ImageError
-from dualrc.evidence import LOOKED_AT
+from dualrc.evidence import LOOKED_AT, fills_few_cells
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, release_memory
 from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
@@ -42,6 +42,8 @@ _USABLE = 64
 _STRIP = 4
 # Pair score below which two images most likely have nothing in common.
 _CANDIDATE = 0.05
+# Score from which a match is more likely right than wrong.
+_GOOD = 0.5
 # Largest batch on a GPU, in pairs and in entries of the coarse tensor. On a CPU, one pair at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
 # Largest number of image pixels that wait for a batch.
@@ -462,15 +464,37 @@ class Matcher:
                 return textured if self.calibration is not None else replace(matches, info=textured.info)
             if self.calibration is not None:
                 matches, found = textured, agreement.measure_agreement(textured)
-        if other_scales and not (found.firm and found.same_scale):
-            from dualrc.matcher.rematch import search
+        from dualrc.matcher.rematch import search
 
-            matches = search(self, pair, matches, found)
+        first, firm = matches, found.firm
+        if other_scales and not (firm and found.same_scale):
+            matches = search(self, pair, first, found)
             found = agreement.measure_agreement(matches)
-        doubtful = suspicious or found.share < agreement.CHANCE
-        if doubtful and "warning" not in matches.info and self._pair_score(matches) < _CANDIDATE:
-            return replace(matches, info={**matches.info, "warning": agreement.LOW})
-        return matches
+        if "warning" in matches.info or self._is_convincing(matches, found, suspicious):
+            return matches
+        if other_scales and firm:
+            # The first matches agreed by chance, so they say nothing about the scale.
+            again = search(self, pair, first, agreement.NONE)
+            if "warning" not in again.info and self._is_convincing(
+                again, agreement.measure_agreement(again), suspicious
+            ):
+                return again
+        return replace(matches, info={**matches.info, "warning": agreement.LOW})
+
+    def _is_convincing(self, matches: Matches, found: agreement.Agreement, suspicious: bool) -> bool:
+        """Return whether matches with raw scores agree beyond doubt, or have a pair score that is not very low."""
+        if self.calibration is None:
+            return True
+        # The few matches of two images at very different scales can agree by chance, and those of the same caption do.
+        doubtful = suspicious or "zoom" in matches.info or found.share < agreement.CHANCE or self._is_local(matches)
+        return not doubtful or self._selected(matches, self.config).pair_score >= _CANDIDATE
+
+    def _is_local(self, matches: Matches) -> bool:
+        """Return whether the good ones of the best matches, with raw scores, are in a small part of an image."""
+        assert self.calibration is not None
+        best = matches[: agreement.TOP]
+        good = self.calibration.matches(best.scores) >= _GOOD
+        return fills_few_cells(best.points0[good], best.size0) or fills_few_cells(best.points1[good], best.size1)
 
     @torch.inference_mode()
     def match_plain(self, batch: list[FeaturePair], top: int | None = None) -> Iterator[Matches]:
@@ -492,10 +516,6 @@ class Matcher:
             if masked:
                 matches = replace(matches.inside(pair[0].mask, pair[1].mask), whole=None)
             yield matches if top is None or top >= len(matches) else matches[:top]
-
-    def _pair_score(self, matches: Matches) -> float:
-        """Return the probability that the images overlap, from all matches with raw scores; 1 if it is unknown."""
-        return 1.0 if self.calibration is None else self._selected(matches, self.config).pair_score
 
     def _selected(self, matches: Matches, settings: MatcherConfig) -> Matches:
         """Select the best matches and convert raw network scores to probabilities."""

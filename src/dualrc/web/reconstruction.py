@@ -110,7 +110,7 @@ def _find_images(folder: Path) -> Path | None:
     """Return the folder `images` of a reconstruction, or the folder that its summary.json names."""
     candidates = [folder / "images"]
     with suppress(DataError, ValueError, KeyError, TypeError):
-        named = parse_json(read_text(folder / "summary.json"))["images"]
+        named = parse_json(read_text(folder / "summary.json"))["image_folder"]
         candidates.append((folder / named).resolve())
     return next((path for path in candidates if path.is_dir()), None)
 
