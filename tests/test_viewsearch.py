@@ -49,7 +49,7 @@ def test_a_turn_rotates_the_whole_image():
         assert shown.pixels.shape[:2] == shown.mask.shape == view.size[::-1]
         # The geometry of a turned view is that of its pixels.
         assert np.abs(through(image, view).astype(int) - shown.pixels.numpy()).max() <= 1
-        view, shown = view.turned(), shown.turned()
+        view, shown = view.rotated(), shown.rotated()
 
 
 def test_an_image_too_small_for_a_tilt_has_no_view():
@@ -152,7 +152,7 @@ def test_matches_that_agree_weigh_more():
 def test_the_higher_qualities_find_what_a_single_pass_can_not(photograph, shipped, quality, turns, swapped):
     view = affine_view((480, 360), 480, Simulated(6.0, 60.0))
     for _ in range(turns):
-        view = view.turned()
+        view = view.rotated()
     there, images = np.linalg.inv(view.image_from_view), (photograph, through(photograph, view))
     if swapped:
         there, images = view.image_from_view, images[::-1]

@@ -58,8 +58,8 @@ class View:
     def rotated(self) -> "View":
         """Rotate by 90 degrees clockwise."""
         width, height = self.size
-        view_from_turned = np.array([(0, 1, 0), (-1, 0, height - 1), (0, 0, 1)])
-        return replace(self, image_from_view=self.image_from_view @ view_from_turned, size=(height, width))
+        view_from_rotated = np.array([(0, 1, 0), (-1, 0, height - 1), (0, 0, 1)])
+        return replace(self, image_from_view=self.image_from_view @ view_from_rotated, size=(height, width))
 
     def places(self, image: Size) -> FloatArray:
         """Return the positions of the view's pixels in an image of this size: (h, w, 2); NaN beyond the horizon."""
