@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from lens_data import COEFFICIENTS, photograph
 from PIL import ExifTags, Image
-from test_cli import run  # noqa: F401
 
 import dualrc
 from dualrc import scenes
@@ -263,7 +262,7 @@ def photo(path, tags, size=SIZE):
     return path
 
 
-def test_exif_without_a_sensor_size_is_said(tmp_path, run):  # noqa: F811
+def test_exif_without_a_sensor_size_is_said(tmp_path, run):
     focal = {ExifTags.Base.FocalLength: 4.2}
     paths = [photo(tmp_path / "a.jpg", focal, (160, 128)), photo(tmp_path / "b.jpg", focal, (160, 128))]
     assert camera_from_exif(paths[0]) is None
@@ -363,7 +362,7 @@ PHONE = Camera(
 )
 
 
-def test_the_two_lines_of_the_readme_through_a_lens(tmp_path, run):  # noqa: F811
+def test_the_two_lines_of_the_readme_through_a_lens(tmp_path, run):
     """Reconstruct photos of an unknown camera with distortion, then localize other photos of it."""
     truth = {}
     for folder, eyes in (("photos", EYES), ("new-photos", QUERIES)):

@@ -475,9 +475,8 @@ class Matcher:
         if other_scales and firm:
             # The first matches agreed by chance, so they say nothing about the scale.
             again = search(self, pair, first, agreement.NONE)
-            if "warning" not in again.info and self._is_convincing(
-                again, agreement.measure_agreement(again), suspicious
-            ):
+            found = agreement.measure_agreement(again)
+            if "warning" not in again.info and self._is_convincing(again, found, suspicious):
                 return again
         return replace(matches, info={**matches.info, "warning": agreement.LOW})
 
