@@ -26,6 +26,7 @@ class ColmapConfig(CutConfig):
     min_overlap: float = 0.2
     # Minimum number of shared points.
     min_common: int = 50
+    # Selects this source.
     kind: Literal["colmap"] = "colmap"
 
     def __post_init__(self) -> None:

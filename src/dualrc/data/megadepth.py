@@ -51,10 +51,13 @@ class MegaDepthRecipe:
 class MegaDepthConfig(CutConfig):
     """Pairs directly from MegaDepth, with new correspondences every time; needs no pairs file."""
 
+    # Folder of MegaDepth with `scene_info/`, images and depth maps.
     root: str
+    # Scenes to use: those of the training or of the validation pairs of the paper's recipe.
     split: Split = "training"
     # Seed of the selection of pairs.
     seed: int = 0
+    # Selects this source.
     kind: Literal["megadepth"] = "megadepth"
 
 

@@ -21,9 +21,11 @@ _FORM = "write `image0 image1 x0 y0 x1 y1 ...`, four numbers per correspondence"
 class PairsFileConfig(CutConfig):
     """Pairs from a file with lines `image0 image1 x0 y0 x1 y1 ...`."""
 
+    # Pairs file: `image0 image1 x0 y0 x1 y1 ...` in each line.
     file: str
     # Folder to which the names in the file are relative.
     images: str
+    # Selects this source.
     kind: Literal["pairs"] = "pairs"
 
 

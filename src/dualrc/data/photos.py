@@ -159,6 +159,7 @@ class PhotoMotion:
     octaves: float = 0.85
     # Standard deviation of the anisotropic stretch of a view.
     stretch: float = 0.16
+    # Standard deviation of the perspective: relative change of scale across a view.
     perspective: float = 0.3
     # Standard deviation of the shift, as a share of half the image side.
     shift: float = 0.25
@@ -189,11 +190,13 @@ class PhotoMotion:
 class PhotosConfig:
     """Pairs synthesized from single photos."""
 
+    # Selects this source.
     kind: Literal["photos"] = "photos"
     # Share of the pairs, relative to the other sources.
     share: float = 1.0
     # Folders and tar files.
     paths: tuple[str, ...]
+    # Motion between the two images of a pair.
     motion: PhotoMotion = field(default_factory=PhotoMotion)
     # Larger photos are scaled down to this side.
     canvas: int = 512

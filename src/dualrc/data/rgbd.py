@@ -33,9 +33,11 @@ _GLANCE = 256
 class RgbdConfig(CutConfig):
     """Pairs from a folder of RGB-D frames: images/, depth/, K.txt or cameras.txt, and world_from_cam.txt."""
 
+    # Folder with `images/`, `depth/`, a camera file and `world_from_cam.txt`.
     root: str
     # Minimum overlap: share of each image that the other image shows.
     min_overlap: float = 0.3
+    # Selects this source.
     kind: Literal["rgbd"] = "rgbd"
 
     def __post_init__(self) -> None:

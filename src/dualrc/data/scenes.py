@@ -31,22 +31,29 @@ _FIRST = 16
 class ScenesConfig(CutConfig):
     """Pairs of procedural scenes."""
 
+    # Selects this source.
     kind: Literal["scenes"] = "scenes"
+    # Side of a random square of the rendered image, at least, as a share of its shorter side; None: the whole image.
     crop: float | None = 0.6
+    # Apply random light, noise and compression, as for single photos.
     light: bool = True
     # (width, height) of the rendered images, from which views are cut.
     image_size: tuple[int, int] = (512, 400)
     # Side of a texture in texels; a power of 2.
     texture: int = 256
-    # Maximum angle between the cameras, maximum roll and zoom, and share of images at night.
+    # Maximum angle between the cameras.
     angle_deg: float = 45.0
+    # Maximum roll of the cameras.
     roll_deg: float = 20.0
+    # Maximum zoom of one camera over the other.
     zoom: float = 2.0
+    # Share of images at night.
     night: float = 0.1
     # Number of rendered pairs in the pool; they are reused with other cuts and lights.
     pool: int = 400
     # Processes that render and renew the pool, oldest pairs first. 0: render the pool once before training.
     workers: int = 4
+    # Seed of the scenes.
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -41,6 +41,7 @@ class TrainConfig:
     draw: Literal["random", "epochs"] = "random"
     # Which weights the run leaves: the last ones, or those with the lowest validation loss.
     keep: Literal["last", "best"] = "last"
+    # Network to train. With `start_from`, it is the network of that file, and this one may only add parts to it.
     network: NetworkConfig = field(default_factory=lambda: PRESETS["default"][0])
     # Weights file to continue from.
     start_from: str | None = None
@@ -53,6 +54,7 @@ class TrainConfig:
     loss: Loss = "matching"
     # For loss = "matching".
     teacher: TeacherConfig | None = None
+    # Seed of the initial weights and of the pairs.
     seed: int = 0
     # Side of the images in pixels.
     size: int = 320
@@ -62,8 +64,11 @@ class TrainConfig:
     parts: int = 1
     # Number of point samples per pair.
     points: int = 256
+    # Number of optimizer steps.
     steps: int = 10_000
+    # Optimizer; "adam" has no weight decay.
     optimizer: Literal["adamw", "adam"] = "adamw"
+    # Learning rate after the warm-up.
     learning_rate: float = 1e-3
     # Linear warm-up of the learning rate, in steps.
     warm_up: int = 500
@@ -83,6 +88,7 @@ class TrainConfig:
     compile: bool = False
     # Interval of validation and checkpoints, in steps.
     validate_every: int = 1000
+    # Number of batches of a validation.
     validation_batches: int = 8
 
     def __post_init__(self) -> None:
