@@ -29,6 +29,8 @@ def match_with_itself(asked):
     ((width, height), engine), cpu = asked, torch.device("cpu")
     torch.set_num_threads(1)
     matcher = load(device="cpu", engine=engine)
+    # The smallest workspace; otherwise torch would use more.
+    matcher.budget.total = matcher.budget.least((seen_as(width, height), seen_as(width, height)))
     noise = np.random.default_rng(0).integers(0, 256, (height // 8, width // 8, 3), np.uint8)
     image = np.array(Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC))
     matcher.match(image[:64, :64], image[:64, :64])  # what is made once
@@ -58,7 +60,7 @@ def test_the_estimate_is_what_is_measured(size, cpu_engine):
     count, measured = in_new_process(match_with_itself, (size, cpu_engine))
     assert count > 0.9 * size[0] * size[1] / 16
     pair = (seen_as(*size), seen_as(*size))
-    assert measured < budget_of("default", engine=cpu_engine).least(pair) < 1.3 * measured + 60 * 2**20
+    assert measured < budget_of("default", engine=cpu_engine).least(pair) < 1.3 * measured + 40 * 2**20
 
 
 # Measured peak of torch's allocations on a GPU in half precision in GiB, for a given working memory.
@@ -99,7 +101,7 @@ def test_the_definition_holds_the_whole_fine_correlation():
     plain, whole = (
         Budget(config, cpu, torch.float32, 1.0, engine=name).least(pair) for name in ("torch", "definition")
     )
-    assert whole > 4 * (16 * 25 * 19) ** 2 > 1.5 * plain
+    assert whole > 4 * (16 * 25 * 19) ** 2 > 2 * plain
 
 
 def test_working_memory_depends_on_the_sizes_alone():

@@ -72,7 +72,7 @@ def coarser(network, **changes) -> NCNet:
     return made
 
 
-def assert_close(values, expected, tolerance=5e-5):
+def assert_close(values, expected, tolerance=2e-5):
     assert tuple(values.shape) == expected.shape
     assert np.abs(values.numpy() - expected).max() <= tolerance * np.abs(expected).max()
 

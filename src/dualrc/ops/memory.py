@@ -70,7 +70,7 @@ def traits(engine: str, device: torch.device, precision: torch.dtype, hidden: in
         return Traits(4 * 5, 4 * (6 * hidden + 48), 4 * 4 * PLACES**2, 2, 1.5)
     row = 4 * hidden if engine.startswith("native") else 4 * (6 * hidden + 48)
     if device.type == "cpu":
-        return Traits(4 * 2, row, 2 * 4, 2, 0.9 if engine.startswith("native") else 2.2)
+        return Traits(4 * 2, row, 2 * 4, 2, 0.9 if engine.startswith("native") else 1.5)
     return Traits(4 * 5, row, 2 * 4, 1, 1.3 if device.type == "cuda" else 1.5)
 
 
