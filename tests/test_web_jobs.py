@@ -1,5 +1,6 @@
 """Several clients at once, cancellation, restarts, and the client in Python."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -172,6 +173,36 @@ def test_pairs_are_matched_together_where_the_device_gains():
         assert batches == [3]
         text = http.get("/metrics").text
         assert 'dualrc_batches_total{pairs="1"} 1\n' in text and 'dualrc_batches_total{pairs="3"} 1\n' in text
+
+
+def test_the_queue_is_measured_without_http(monkeypatch):
+    """benchmarks/serve.py --in-process: every answer is the matcher's own, with batches and without."""
+    spec = importlib.util.spec_from_file_location("serve_script", ROOT / "benchmarks" / "serve.py")
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "serve_script", script)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "SIZE", (160, 128))
+    found = script.run_in_process(tiny_matcher(), 4, 0.5, 50, batch=3, rounds=1)
+    assert found["passed"] and found["wrong"] == 0 and found["total"] >= 16 and not found["errors"]
+    assert max(found["batches_by_size"]) in (2, 3)
+
+    # An answer that belongs to another client is noticed.
+    matcher = tiny_matcher()
+    many = matcher.match_many
+    monkeypatch.setattr(matcher, "match_many", lambda pairs, **options: [*many(pairs, **options)][::-1])
+    found = script.run_in_process(matcher, 4, 0.5, 50, batch=3, rounds=1)
+    assert not found["passed"] and found["wrong"] > 0
+
+
+def test_the_queue_needs_no_http_packages():
+    """A machine without the extra `web` can run the service's queue."""
+    code = """
+import sys
+import dualrc.web.service
+print(*{"fastapi", "httpx", "pydantic", "starlette", "uvicorn"} & sys.modules.keys())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
 
 
 def test_a_job_that_breaks_is_told_without_a_trace(caplog):

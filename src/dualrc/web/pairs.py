@@ -7,16 +7,18 @@ import threading
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dualrc.matches import Estimate, Matches
 from dualrc.web.problems import unknown
-from dualrc.web.schemas import MatchOptions
 from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import Upload
+
+if TYPE_CHECKING:
+    from dualrc.web.schemas import MatchOptions
 
 # Minimum pair scores of the verdicts `same` and `unsure`.
 SAME, UNSURE = 0.9, 0.1
@@ -30,7 +32,7 @@ class Pair:
 
     images: tuple[Upload, Upload]
     matches: Matches
-    settings: MatchOptions
+    settings: "MatchOptions"
     seconds: float
     device: str
     id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
@@ -167,6 +169,8 @@ def verdict(score: float, *, calibrated: bool) -> dict[str, str]:
 
 def commands(pair: Pair) -> dict[str, str]:
     """Return the shell command and the Python code that find the same matches."""
+    from dualrc.web.schemas import MatchOptions
+
     names, settings = [image.name for image in pair.images], pair.settings
     options = {"quality": settings.quality, "size": settings.size, "top": settings.top, "min_score": settings.min_score}
     given = {key: value for key, value in options.items() if value != getattr(MatchOptions(), key)}

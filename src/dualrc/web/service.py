@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +22,13 @@ from dualrc.web.cache import ByteCache
 from dualrc.web.job import Job, Progress, Work
 from dualrc.web.jobs import JobQueue
 from dualrc.web.pairs import Pair, PairStore
-from dualrc.web.schemas import MatchOptions
 from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import ImageStore, Upload
 from dualrc.web.wire import pack_warp
+
+if TYPE_CHECKING:
+    # At run time, the queue and its batches work without the packages of the HTTP service.
+    from dualrc.web.schemas import MatchOptions
 
 # Minimum long side, in pixels, to which an image is scaled down to compensate for a zoom.
 _LEAST_SIZE = 64
@@ -38,14 +41,15 @@ class PairWork:
     """Two images to match, and their matches once they are found."""
 
     images: tuple[Upload, Upload]
-    settings: MatchOptions
+    settings: "MatchOptions"
     found: Matches | None = None
 
 
 class Service:
     """Matcher with its images, results and caches; the matcher is called on the worker thread only."""
 
-    def __init__(self, matcher: Matcher, folder: Path, config: ServerConfig) -> None:
+    def __init__(self, matcher: Matcher, folder: Path, config: ServerConfig, *, batches: bool | None = None) -> None:
+        """Batch waiting pairs if `batches`; by default on a GPU only, since batches gain nothing on a CPU."""
         self.matcher, self.config = matcher, config
         self.images = ImageStore(folder, config)
         self.pairs = PairStore(config)
@@ -54,8 +58,8 @@ class Service:
         )
         self._warps: ByteCache[tuple[str, str, Size, float, float], bytes] = ByteCache(config.result_bytes // 4, len)
         self.images.removed = lambda number: self._features.discard(lambda key: key[0] == number)
-        on_gpu = matcher.device.type == "cuda"
-        self.jobs = JobQueue(config, together=self._match_together if on_gpu else None)
+        batches = matcher.device.type == "cuda" if batches is None else batches
+        self.jobs = JobQueue(config, together=self._match_together if batches else None)
 
     @property
     def feature_bytes(self) -> int:
@@ -99,7 +103,7 @@ class Service:
             self._features.discard(lambda kept: kept == key)
         return found
 
-    def match(self, client: str, images: tuple[Upload, Upload], settings: MatchOptions) -> Job:
+    def match(self, client: str, images: tuple[Upload, Upload], settings: "MatchOptions") -> Job:
         """Queue a match of two images; the result is {"pair": id}."""
         pair = PairWork(images=images, settings=settings)
         standard = settings.quality == "standard" and settings.size is None
@@ -149,6 +153,8 @@ class Service:
         finished: Callable[[], dict[str, Any]],
     ) -> Job:
         """Queue all pairs of a set of images; `tell` is called with each pair when it is matched."""
+        from dualrc.web.schemas import MatchOptions
+
         numbers = [(i, j) for i in range(len(images)) for j in range(i + 1, len(images))]
         settings = MatchOptions(top=1000)
 
@@ -229,7 +235,7 @@ class Service:
         pairs = [self._both(work.images, self._size(settings)) for work in works]
         return list(self.matcher.match_many(pairs, top=settings.top, min_score=settings.min_score))
 
-    def _size(self, settings: MatchOptions) -> int | None:
+    def _size(self, settings: "MatchOptions") -> int | None:
         return self.matcher.config.size if settings.size is None else settings.size
 
     def _both(self, images: tuple[Upload, Upload], size: int | None) -> tuple[ImageFeatures, ImageFeatures]:
@@ -251,5 +257,6 @@ def _with_score(matches: Matches) -> Matches:
 
     Arrays are copied: a selection is a view, which would keep the full set in memory.
     """
-    arrays = {name: getattr(matches, name).copy() for name in ("points0", "points1", "scores")}
+    names = ("points0", "points1", "scores", "covariance")
+    arrays = {name: array.copy() for name in names if (array := getattr(matches, name)) is not None}
     return replace(matches, info=matches.stored_info(), whole=None, **arrays)
