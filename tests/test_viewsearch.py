@@ -5,19 +5,34 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import rand, texture
+from conftest import rand, same_matches, texture
 from test_quality import made_matches, photograph, share_right, shipped, similarity
 
+import dualrc
 from dualrc.geometry import apply_homography
 from dualrc.image import Scale
 from dualrc.matcher.features import ImageFeatures
 from dualrc.matcher.verify import verify
 from dualrc.matcher.views import Shown, see
-from dualrc.matcher.viewsearch import Simulated, affine_view, coarse_cells, simulated_views, view_agreement
+from dualrc.matcher.viewsearch import (
+    Simulated,
+    affine_view,
+    coarse_cells,
+    quick_search,
+    simulated_views,
+    thorough_search,
+    view_agreement,
+)
 from dualrc.matches import Matches
 from dualrc.model.network import Features
 
 __all__ = ["photograph", "shipped"]
+
+
+@pytest.fixture(scope="module")
+def untilted():
+    """Load a matcher that does not search tilted views."""
+    return dualrc.load(device="cpu", max_tilt=1)
 
 
 def through(image: np.ndarray, view) -> np.ndarray:
@@ -67,7 +82,7 @@ def test_foreshortened_views_do_not_alias():
 
 
 def test_larger_tilts_have_more_directions():
-    views = list(simulated_views())
+    views = list(simulated_views(thorough_search(rotated=False)))
     assert views[0] == (1.0, 0.0) and len(set(views)) == len(views)
     assert [sum(view.tilt == tilt for view in views) for tilt in (2.0, 4.0)] == [4, 8]
 
@@ -149,14 +164,14 @@ def test_matches_that_agree_weigh_more():
 
 
 @pytest.mark.parametrize(("quality", "turns", "swapped"), [("high", 0, True), ("search", 2, False)])
-def test_the_higher_qualities_find_what_a_single_pass_can_not(photograph, shipped, quality, turns, swapped):
+def test_the_higher_qualities_find_what_a_single_pass_can_not(photograph, shipped, untilted, quality, turns, swapped):
     view = affine_view((480, 360), 480, Simulated(6.0, 60.0))
     for _ in range(turns):
         view = view.rotated()
     there, images = np.linalg.inv(view.image_from_view), (photograph, through(photograph, view))
     if swapped:
         there, images = view.image_from_view, images[::-1]
-    assert share_right(shipped.match(*images)[:300], there) < 0.3
+    assert share_right(untilted.match(*images)[:300], there) < 0.3
     found = shipped.match(*images, quality=quality)
     # In pixels of the frontal image a pixel of the other one is six long.
     assert share_right(found[:300], there, px=18.0 if swapped else 3.0) > 0.9
@@ -179,3 +194,46 @@ def test_masks_hold_in_every_view(photograph, shipped):
     found = shipped.match(photograph, through(photograph, view), mask0=mask, quality="high")
     assert len(found) and (found.points0[:, 0] <= 239.5).all()
     assert share_right(found[:200], np.linalg.inv(view.image_from_view)) > 0.8
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_standard_quality_finds_a_tilted_image(photograph, shipped, untilted, swapped):
+    view = affine_view((480, 360), 480, Simulated(5.0, 60.0))
+    there, images = np.linalg.inv(view.image_from_view), (photograph, through(photograph, view))
+    if swapped:
+        there, images = view.image_from_view, images[::-1]
+    px = 15.0 if swapped else 3.0
+    alone, found = untilted.match(*images), shipped.match(*images)
+    assert "warning" in alone.info and "tilted" not in alone.info
+    assert share_right(alone[:300], there, px=px) < 0.5
+    assert found.info["tilted"] and "warning" not in found.info
+    assert share_right(found[:300], there, px=px) > 0.9
+    assert found.size0 == images[0].shape[1::-1] and (np.diff(found.scores) <= 0).all()
+    # Features hold all that the search needs, and all calls find the same matches.
+    features = [shipped.features(image) for image in images]
+    assert same_matches(shipped.match_features(*features), found)
+    assert same_matches(next(shipped.match_many([images], top=50)), found[:50])
+    # Masks hold.
+    mask = np.zeros(images[0].shape[:2], bool)
+    mask[:, : mask.shape[1] // 2] = True
+    masked = shipped.match(*images, mask0=mask)
+    assert (masked.points0[:, 0] <= mask.shape[1] // 2 - 0.5).all()
+
+
+def test_tilts_of_unrelated_images_agree_no_more_than_by_chance(photograph, shipped):
+    other = np.ascontiguousarray(photograph[::-1, ::-1, ::-1])[:, :300] // 2
+    view = affine_view((300, 360), 360, Simulated(3.0, 30.0))
+    found = shipped.match(texture(5, 400, 300), through(other, view))
+    assert "warning" in found.info and "tilted" not in found.info
+
+
+def test_the_quick_search_has_the_tilts_up_to_the_largest():
+    assert quick_search(2.9).tilts == ()
+    assert quick_search(3.0).tilts == ((3.0, 6),)
+    assert quick_search(9.0).tilts == ((3.0, 6), (9.0, 18))
+
+
+@pytest.mark.parametrize("max_tilt", [0.5, 9.5, float("nan")])
+def test_max_tilt_is_checked(max_tilt):
+    with pytest.raises(dualrc.ConfigError, match="max_tilt"):
+        dualrc.MatcherConfig(max_tilt=max_tilt)

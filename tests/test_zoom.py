@@ -216,7 +216,7 @@ def test_few_matches_that_agree_by_chance_are_no_evidence(photograph, shipped, m
         info = {**first.info, "zoom": 0.5}
         return replace(few, points1=few.points0 * 0.5, scores=scores, info=info, whole=None)
 
-    monkeypatch.setattr("dualrc.matcher.rematch.search", by_chance)
+    monkeypatch.setattr("dualrc.matcher.rematch.search_scales", by_chance)
     found = shipped.match(photograph, np.repeat(np.repeat(texture(7, 160, 120), 4, axis=0), 4, axis=1))
     assert found.info["zoom"] == 0.5 and found.pair_score < 0.05
     assert "may not show the same scene" in found.info["warning"]

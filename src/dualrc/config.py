@@ -245,6 +245,8 @@ class MatcherConfig:
     quality: Quality = "standard"
     # Largest scale factor to search, up and down, if matches do not agree with each other. 1 disables the search.
     max_zoom: float = 4.0
+    # Largest foreshortening to search if matches agree at no scale. 1 disables the search, and so does max_zoom = 1.
+    max_tilt: float = 3.0
     # Memory in GiB for matching a pair on the device, in addition to the weights. None uses most of the free memory.
     # Images that do not fit are matched at a smaller size, with a warning.
     max_memory: float | None = None
@@ -268,6 +270,8 @@ class MatcherConfig:
         check_quality(self.quality)
         if not 1 <= self.max_zoom <= 16:
             raise ConfigError(f"max_zoom = {self.max_zoom} must be from 1 (no search over scales) to 16.")
+        if not 1 <= self.max_tilt <= 9:
+            raise ConfigError(f"max_tilt = {self.max_tilt} must be from 1 (no search over tilted views) to 9.")
         if self.max_memory is not None and not 0 < self.max_memory < math.inf:
             raise ConfigError(f"max_memory = {self.max_memory} must be above 0 and finite, in GiB.")
 
@@ -281,6 +285,7 @@ class MatcherOptions(TypedDict, total=False):
     min_score: float
     quality: Quality
     max_zoom: float
+    max_tilt: float
     max_memory: float | None
 
 
@@ -292,7 +297,7 @@ def _published(name: str, ncnet: NCNetConfig | SparseNCNetConfig) -> tuple[Netwo
         fine=FineConfig(subpixel=False),
         ncnet=ncnet,
     )
-    return network, MatcherConfig(max_size=1600, max_zoom=1.0)
+    return network, MatcherConfig(max_size=1600, max_zoom=1.0, max_tilt=1.0)
 
 
 PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
@@ -312,8 +317,8 @@ PRESETS: dict[str, tuple[NetworkConfig, MatcherConfig]] = {
             consensus=ConsensusConfig(initialization="uniform"),
             fine=FineConfig(reading="corner", query_share=0.5, subpixel=False),
         ),
-        # The paper matches at one scale.
-        MatcherConfig(max_size=1600, max_zoom=1.0),
+        # The paper matches the images as they are.
+        MatcherConfig(max_size=1600, max_zoom=1.0, max_tilt=1.0),
     ),
     # The configurations published for HPatches, with the consensus of the models trained on photographs of places.
     "ncnet": _published("ncnet", NCNetConfig()),

@@ -20,7 +20,8 @@ from dualrc.types import BoolArray, FloatArray, Size
 
 EstimateKind = Literal["homography", "fundamental", "essential"]
 
-_COLUMNS = ("x0", "y0", "x1", "y1", "score")
+_COLUMNS: tuple[str, ...] = ("x0", "y0", "x1", "y1", "score")
+_COVARIANCE_COLUMNS = ("var_x1", "var_y1", "cov_x1_y1")
 
 # Largest size of the arrays in an .npz file, unpacked: about 40 million matches.
 _MOST_BYTES = 1 << 30
@@ -99,6 +100,9 @@ class Matches:
     size0: Size
     size1: Size
     estimate: Estimate | None = None
+    # (n, 2, 2) float32, in squared pixels of image 1: covariance of points1, if the match is correct within 3 px.
+    # None if it was not requested; NaN for a point without a counterpart.
+    covariance: FloatArray | None = None
     # Provenance as plain JSON values: versions, config, hash of the weights.
     info: Mapping[str, Any] = field(default_factory=dict)
     # All matches of the pair, if these are a selection of them.
@@ -106,7 +110,10 @@ class Matches:
 
     def __post_init__(self) -> None:
         count = len(np.atleast_1d(self.scores))
-        for name, shape in (("points0", (count, 2)), ("points1", (count, 2)), ("scores", (count,))):
+        shapes = {"points0": (count, 2), "points1": (count, 2), "scores": (count,), "covariance": (count, 2, 2)}
+        for name, shape in shapes.items():
+            if name == "covariance" and self.covariance is None:
+                continue
             try:
                 array = np.asarray(getattr(self, name), dtype=np.float32)
             except (TypeError, ValueError) as error:
@@ -161,6 +168,7 @@ class Matches:
             points0=self.points0[index],
             points1=self.points1[index],
             scores=self.scores[index],
+            covariance=None if self.covariance is None else self.covariance[index],
             estimate=estimate,
             whole=self if self.whole is None else self.whole,
         )
@@ -207,7 +215,7 @@ class Matches:
         return replace(self, estimate=estimate)
 
     def swapped(self) -> "Matches":
-        """Return the same matches with the images swapped; a fitted model is dropped."""
+        """Return the same matches with the images swapped; a fitted model and covariances are dropped."""
         sizes = {"network_size0": "network_size1", "network_size1": "network_size0"}
         info = {sizes.get(key, key): value for key, value in self.info.items()}
         if "zoom" in info:
@@ -220,6 +228,8 @@ class Matches:
             size0=self.size1,
             size1=self.size0,
             estimate=None,
+            # It is the covariance of the points of image 1 only.
+            covariance=None,
             whole=None if self.whole is None else self.whole.swapped(),
         )
 
@@ -254,8 +264,8 @@ class Matches:
     def save(self, path: str | Path) -> None:
         """Write .npz, .json or .csv atomically.
 
-        A .csv has the columns x0, y0, x1, y1, score, and inlier if there is an estimate. Sizes, model and info go to a
-        second file next to it, FILE.csv.json.
+        A .csv has the columns x0, y0, x1, y1, score, then var_x1, var_y1, cov_x1_y1 if there are covariances, and
+        inlier if there is an estimate. Sizes, model and info go to a second file next to it, FILE.csv.json.
         """
         path = Path(path)
         writer = _WRITERS.get(path.suffix.lower())
@@ -340,7 +350,9 @@ def _beside(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def _from_parts(header: Mapping[str, Any], rows: FloatArray, inliers: BoolArray | None) -> Matches:
+def _from_parts(
+    header: Mapping[str, Any], rows: FloatArray, inliers: BoolArray | None, covariance: FloatArray | None
+) -> Matches:
     estimate = None
     if "estimate" in header and inliers is not None:
         stored, info = header["estimate"], dict(header["estimate"]["info"])
@@ -362,6 +374,7 @@ def _from_parts(header: Mapping[str, Any], rows: FloatArray, inliers: BoolArray 
         size0=tuple(header["size0"]),
         size1=tuple(header["size1"]),
         estimate=estimate,
+        covariance=covariance,
         info=header["info"],
     )
 
@@ -377,6 +390,8 @@ def _write_npz(matches: Matches, path: Path) -> None:
         "scores": matches.scores,
         "header": np.array(json.dumps(matches._header())),
     }
+    if matches.covariance is not None:
+        arrays["covariance"] = matches.covariance
     if matches.estimate is not None:
         arrays["inliers"] = matches.estimate.inliers
         if matches.estimate.matrix is not None:
@@ -391,13 +406,15 @@ def _read_npz(path: Path) -> Matches:
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
         rows = np.concatenate([arrays["points0"], arrays["points1"], arrays["scores"][:, None]], axis=1)
         inliers = arrays.get("inliers")
-        return _from_parts(parse_json(str(arrays["header"])), rows, inliers)
+        return _from_parts(parse_json(str(arrays["header"])), rows, inliers, arrays.get("covariance"))
 
 
 def _write_json(matches: Matches, path: Path) -> None:
     content = matches._header()
-    for name in ("points0", "points1", "scores"):
+    for name in ("points0", "points1", "scores", "covariance"):
         values = getattr(matches, name)
+        if values is None:
+            continue
         plain = values.astype(object)
         # JSON has no NaN, which marks a point without a counterpart.
         plain[np.isnan(values)] = None
@@ -415,15 +432,21 @@ def _read_json(path: Path) -> Matches:
         np.array(content["scores"], dtype=np.float32)[:, None],
     )
     inliers = np.array(content["inliers"], dtype=bool) if "inliers" in content else None
-    return _from_parts(content, np.concatenate(columns, axis=1), inliers)
+    covariance = None
+    if "covariance" in content:
+        covariance = np.array(content["covariance"], dtype=np.float32).reshape(-1, 2, 2)
+    return _from_parts(content, np.concatenate(columns, axis=1), inliers, covariance)
 
 
 def _write_csv(matches: Matches, path: Path) -> None:
+    columns, rows, estimate = _COLUMNS, _rows(matches), matches.estimate
+    if matches.covariance is not None:
+        columns += _COVARIANCE_COLUMNS
+        rows = np.concatenate([rows, matches.covariance.reshape(-1, 4)[:, [0, 3, 1]]], axis=1)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        estimate = matches.estimate
-        writer.writerow(_COLUMNS if estimate is None else (*_COLUMNS, "inlier"))
-        for index, row in enumerate(_rows(matches)):
+        writer.writerow(columns if estimate is None else (*columns, "inlier"))
+        for index, row in enumerate(rows):
             # str of a float32 is the shortest text that reads back to the same float32.
             values = [str(value) for value in row]
             writer.writerow(values if estimate is None else [*values, int(estimate.inliers[index])])
@@ -439,7 +462,10 @@ def _read_csv(path: Path) -> Matches:
     header: dict[str, Any] = {"size0": (0, 0), "size1": (0, 0), "info": {}}
     if _beside(path).exists():
         header = parse_json(read_text(_beside(path)))
-    return _from_parts(header, table[:, :5], table[:, 5] != 0 if len(columns) > 5 else None)
+    covariance, others = None, table[:, 5:]
+    if columns[5:8] == _COVARIANCE_COLUMNS:
+        covariance, others = table[:, [5, 7, 7, 6]].reshape(-1, 2, 2), table[:, 8:]
+    return _from_parts(header, table[:, :5], others[:, 0] != 0 if others.shape[1] else None, covariance)
 
 
 _WRITERS = {".npz": _write_npz, ".json": _write_json, ".csv": _write_csv}

@@ -79,6 +79,8 @@ def match_collection(
         raise DataError(f"{images} has only one image; pass a folder with at least two.")
     # This matcher, on the CPU, only checks settings and describes them; each worker loads its own.
     settings: dict[str, Any] = {key: getattr(config, key) for key in ("size", "top", "min_score", "quality")}
+    # Most pairs of a collection have nothing in common, and a search over tilted views would find that again.
+    settings["max_tilt"] = 1.0
     matcher = load(config.preset, weights=config.weights, device="cpu", **settings)
     check_writable(make_folder(out) / "matches.sqlite")
     run = _Run(images, names, config, matcher, quiet=quiet)
@@ -146,10 +148,11 @@ class _Run:
         """Settings that matches depend on.
 
         The device and the memory limit are left out, so that a run can continue on another machine. The info of each
-        pair names the device, and the size of images that were scaled down to fit into memory.
+        pair names the device, and the size of images that were scaled down to fit into memory. The largest tilt is the
+        same for all collections.
         """
         info = self.matcher.info
-        fields = {key: value for key, value in info["matcher"].items() if key != "max_memory"}
+        fields = {key: value for key, value in info["matcher"].items() if key not in ("max_memory", "max_tilt")}
         # Another calibration gives the same matches other scores.
         made = {key: info[key] for key in ("weights", "calibration") if info[key] is not None or key == "weights"}
         return {**made, "network": info["network"], "matcher": fields}

@@ -129,7 +129,7 @@ def _follow(matches: Matches, points: FloatArray) -> Matches:
             stray = np.linalg.norm(after - design @ motion, axis=2)
             weights = 1 / (1 + (apart[rows] / cell) ** 2) / (1 + (stray / (_STRAY * cell)) ** 2)
         places[rows], scores[rows] = motion[:, 2], matches.scores[near[:, 0]]
-    return replace(matches, points0=points, points1=places, scores=scores, estimate=None)
+    return replace(matches, points0=points, points1=places, scores=scores, estimate=None, covariance=None)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -32,7 +32,7 @@ def load(
     `dualrc.ops`); None selects the best one for the device. `threads` limits the CPU threads of each call; None keeps
     the setting of torch, one per core. Scores are probabilities if a calibration lies next to the weights file, as for
     the bundled weights. `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_zoom,
-    max_memory.
+    max_tilt, max_memory.
     """
     _, matcher_config = configs.preset(preset)
     known = [field.name for field in fields(MatcherConfig)]

@@ -20,19 +20,20 @@ from dualrc import agreement
 from dualrc.calibration import Calibration
 from dualrc.config import MatcherConfig, Quality
 from dualrc.errors import ConfigError, DataError, ImageError
-from dualrc.evidence import LOOKED_AT, fills_few_cells
+from dualrc.evidence import LOOKED_AT
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, release_memory
 from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
 from dualrc.matcher.features import FeatureCache, FeaturePair, ImageFeatures, Matchable, PendingImage, shapes, stack
 from dualrc.matcher.prefetch import ReadAhead, look_ahead
+from dualrc.matcher.recover import recover
+from dualrc.matcher.uncertainty import with_covariance
 from dualrc.matches import Matches, Warp, inside_mask
 from dualrc.model.backbone import fold_batch_norm
 from dualrc.model.network import Network
 from dualrc.ops import choose, memory
 from dualrc.pixels import FINE_STRIDE, STRIDE, pixel_grid
 from dualrc.provenance import provenance
-from dualrc.texture import Seen, is_suspicious, without_blank_areas
 from dualrc.types import UNSET, FloatArray, ImageArray, Size, Unset
 
 T = TypeVar("T")
@@ -40,10 +41,6 @@ T = TypeVar("T")
 _USABLE = 64
 # Aspect ratio of a strip. The size limits its long side, which leaves few pixels on the short side.
 _STRIP = 4
-# Pair score below which two images most likely have nothing in common.
-_CANDIDATE = 0.05
-# Score from which a match is more likely right than wrong.
-_GOOD = 0.5
 # Largest batch on a GPU, in pairs and in entries of the coarse tensor. On a CPU, one pair at a time is as fast.
 _BATCH, _ENTRIES = 32, 50_000_000
 # Largest number of image pixels that wait for a batch.
@@ -149,11 +146,15 @@ class Matcher:
         top: int | Unset | None = UNSET,
         min_score: float | Unset = UNSET,
         quality: Quality | Unset = UNSET,
+        covariance: bool = False,
     ) -> Matches:
-        """Match two images, best matches first; the higher qualities need images, not features."""
+        """Match two images, best matches first; the higher qualities need images, not features.
+
+        `covariance` also computes the uncertainty of each point of image 1.
+        """
         settings = self._settings(top=top, min_score=min_score, quality=quality)
         if settings.quality == "standard":
-            match = partial(self.match_features, top=top, min_score=min_score)
+            match = partial(self.match_features, top=top, min_score=min_score, covariance=covariance)
             return self._with_pair(match, image0, image1, mask0, mask1, (size, size))
         # This imports the estimators, which no other call needs.
         from dualrc.matcher.rematch import match_again
@@ -164,8 +165,12 @@ class Matcher:
         images = read(image0), read(image1)
         again = partial(match_again, self, images, rotated_views=settings.quality == "search")
         sizes = self._detailed(images[0], size), self._detailed(images[1], size)
-        found = self._with_pair(again, *images, mask0, mask1, sizes)
-        return self._selected(found, settings)
+
+        def found(features0: ImageFeatures, features1: ImageFeatures) -> Matches:
+            matches = self.selected(again(features0, features1), settings)
+            return self.with_covariance(matches, features0, features1) if covariance else matches
+
+        return self._with_pair(found, *images, mask0, mask1, sizes)
 
     def _detailed(self, image: ImageArray, size: int | Unset | None) -> int | Unset | None:
         """Return the size at which the higher qualities see an image: they enlarge small ones, up to a factor."""
@@ -182,11 +187,21 @@ class Matcher:
         mask1: npt.ArrayLike | None = None,
         top: int | Unset | None = UNSET,
         min_score: float | Unset = UNSET,
+        covariance: bool = False,
     ) -> Matches:
         """Match two images by features extracted before, always in standard quality."""
         pair = (self.masked(features0, mask0), self.masked(features1, mask1))
         settings = self._settings(top=top, min_score=min_score)
-        return self._selected(next(self.match_uncalibrated([pair], settings)), settings)
+        matches = self.selected(next(self.match_uncalibrated([pair], settings)), settings)
+        return self.with_covariance(matches, *pair) if covariance else matches
+
+    def with_covariance(self, matches: Matches, features0: ImageFeatures, features1: ImageFeatures) -> Matches:
+        """Return the matches of two images with the covariance of each point of image 1, in its original pixels.
+
+        The local motion is estimated from the matches, so pass all of them rather than a few.
+        """
+        with use_threads(self.threads):
+            return with_covariance(matches, features0, features1, self.device)
 
     def match_many(
         self,
@@ -252,7 +267,7 @@ class Matcher:
         with suppress(NoMemoryError):
             self.extract(item for _, items in batch for item in items)
             pairs = [(one.known(), other.known()) for _, (one, other) in batch]
-            found = [self._selected(matches, settings) for matches in self.match_uncalibrated(pairs, settings)]
+            found = [self.selected(matches, settings) for matches in self.match_uncalibrated(pairs, settings)]
         if batch and not found:
             release_memory()
         yield from found or (alone(pair) for pair, _ in batch)
@@ -436,64 +451,19 @@ class Matcher:
         return replace(self.config, **{name: value for name, value in changes.items() if value is not UNSET})
 
     def match_uncalibrated(self, batch: list[FeaturePair], settings: MatcherConfig) -> Iterator[Matches]:
-        """Match pairs of the same shapes as one batch; pairs without agreement are matched again at other scales.
+        """Match pairs of the same shapes as one batch; pairs without agreement are matched again through other views.
 
         Scores are raw network scores. The result has the best `top` matches, and often more.
         """
         for pair in batch:
             self._check_makers(pair)
-        top, searches = settings.top, settings.max_zoom > 1
+        top = settings.top
         if top is not None:
             # The votes on the scale and on the pair need the best matches, whatever the caller asked for.
-            top = max(top, agreement.TOP if searches else 0, LOOKED_AT if self.calibration is not None else 0)
+            votes = agreement.TOP if settings.max_zoom > 1 else 0
+            top = max(top, votes, LOOKED_AT if self.calibration is not None else 0)
         for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
-            yield self._searched(matches, pair, searches)
-
-    def _searched(self, matches: Matches, pair: FeaturePair, other_scales: bool) -> Matches:
-        """Return the matches if they agree with each other, else those at another scale if they agree there."""
-        suspicious = is_suspicious(matches)
-        # Without a calibration or a search over scales, only blank images matter.
-        if not (suspicious or other_scales or self.calibration is not None):
-            return matches
-        found = agreement.measure_agreement(matches)
-        if not found.firm or suspicious:
-            seen = [Seen(own.pixels.float().mean(-1).cpu().numpy(), own.scale) for own in pair]
-            textured = without_blank_areas(matches, seen)
-            if "warning" in textured.info:
-                # Without a calibration, all matches of the network are returned.
-                return textured if self.calibration is not None else replace(matches, info=textured.info)
-            if self.calibration is not None:
-                matches, found = textured, agreement.measure_agreement(textured)
-        from dualrc.matcher.rematch import search
-
-        first, firm = matches, found.firm
-        if other_scales and not (firm and found.same_scale):
-            matches = search(self, pair, first, found)
-            found = agreement.measure_agreement(matches)
-        if "warning" in matches.info or self._is_convincing(matches, found, suspicious):
-            return matches
-        if other_scales and firm:
-            # The first matches agreed by chance, so they say nothing about the scale.
-            again = search(self, pair, first, agreement.NONE)
-            found = agreement.measure_agreement(again)
-            if "warning" not in again.info and self._is_convincing(again, found, suspicious):
-                return again
-        return replace(matches, info={**matches.info, "warning": agreement.LOW})
-
-    def _is_convincing(self, matches: Matches, found: agreement.Agreement, suspicious: bool) -> bool:
-        """Return whether matches with raw scores agree beyond doubt, or have a pair score that is not very low."""
-        if self.calibration is None:
-            return True
-        # The few matches of two images at very different scales can agree by chance, and those of the same caption do.
-        doubtful = suspicious or "zoom" in matches.info or found.share < agreement.CHANCE or self._is_local(matches)
-        return not doubtful or self._selected(matches, self.config).pair_score >= _CANDIDATE
-
-    def _is_local(self, matches: Matches) -> bool:
-        """Return whether the good ones of the best matches, with raw scores, are in a small part of an image."""
-        assert self.calibration is not None
-        best = matches[: agreement.TOP]
-        good = self.calibration.matches(best.scores) >= _GOOD
-        return fills_few_cells(best.points0[good], best.size0) or fills_few_cells(best.points1[good], best.size1)
+            yield recover(self, matches, pair, settings)
 
     @torch.inference_mode()
     def match_plain(self, batch: list[FeaturePair], top: int | None = None) -> Iterator[Matches]:
@@ -516,7 +486,7 @@ class Matcher:
                 matches = replace(matches.inside(pair[0].mask, pair[1].mask), whole=None)
             yield matches if top is None or top >= len(matches) else matches[:top]
 
-    def _selected(self, matches: Matches, settings: MatcherConfig) -> Matches:
+    def selected(self, matches: Matches, settings: MatcherConfig) -> Matches:
         """Select the best matches and convert raw network scores to probabilities."""
         matches = replace(matches, whole=None)
         if self.calibration is not None:

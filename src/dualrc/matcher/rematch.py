@@ -13,7 +13,7 @@ from dualrc.image import Scale, to_tensor
 from dualrc.matcher.features import FeaturePair, ImageFeatures
 from dualrc.matcher.verify import BEYOND_DOUBT, Verified, verify
 from dualrc.matcher.views import LARGEST_GROWTH, LEAST_SIDE, Box, Look, View, match_views, rounded, scale_views
-from dualrc.matcher.viewsearch import best_views
+from dualrc.matcher.viewsearch import best_views, quick_search, thorough_search
 from dualrc.matches import Matches
 from dualrc.pixels import STRIDE
 from dualrc.types import FloatArray, ImagePair
@@ -64,7 +64,7 @@ _SPACING = 0.02
 NOTHING = f"The matches do not agree with each other at any scale: {ADVICE}"
 
 
-def search(matcher: "Matcher", features: FeaturePair, first: Matches, agreement: Agreement) -> Matches:
+def search_scales(matcher: "Matcher", features: FeaturePair, first: Matches, agreement: Agreement) -> Matches:
     """Match at the scale that the first pass indicates, or at the best of several scales if it has no agreement.
 
     Scales are compared by the agreement of their matches. The result is `first` if no scale is better.
@@ -150,6 +150,17 @@ def _box(points: FloatArray, scale: Scale) -> Box | None:
     return None if box[2] * box[3] > _MOST * size.prod() else box
 
 
+def search_tilts(matcher: "Matcher", features: FeaturePair, first: Matches, max_tilt: float) -> Matches | None:
+    """Match through tilted views of both images, then through the motion found; None if no result is beyond doubt."""
+    starts = _most_agreed(best_views(matcher, features, quick_search(max_tilt)))[:_STARTS]
+    for start in starts:
+        found = _looked_again(start, matcher, None, features, _LOOKS)
+        if found.weight > BEYOND_DOUBT:
+            both = joined(found.matches, first)
+            return replace(both, info={**first.info, "tilted": True})
+    return None
+
+
 def match_again(
     matcher: "Matcher",
     images: ImagePair,
@@ -165,7 +176,8 @@ def match_again(
     network scores.
     """
     features = features0, features1
-    everything = replace(matcher.config, top=None)
+    # Tilted views are searched below, more thoroughly.
+    everything = replace(matcher.config, top=None, max_tilt=1.0)
     first = next(matcher.match_uncalibrated([features], everything))
     # A blank image has no view that matches.
     if not len(first):
@@ -180,7 +192,7 @@ def match_again(
         starts = [best, *(verify(next(matcher.match_uncalibrated([pair], everything))) for pair in smaller)]
         best = _best_of(starts, matcher, images, features, small)
         if best.weight <= BEYOND_DOUBT:
-            views = best_views(matcher, features, rotated=rotated_views)
+            views = best_views(matcher, features, thorough_search(rotated=rotated_views))
             best = _best_of([best, *views], matcher, images, features, small)
     if best.matches is first:
         return first
@@ -207,11 +219,12 @@ def _most_agreed(starts: Iterable[Verified]) -> list[Verified]:
 
 
 def _looked_again(
-    start: Verified, matcher: "Matcher", images: ImagePair, features: FeaturePair, looks: int
+    start: Verified, matcher: "Matcher", images: ImagePair | None, features: FeaturePair, looks: int
 ) -> Verified:
     """Match again through the common motion of the matches, while that raises their verified weight.
 
-    Repeated structure can raise it too, so the matches before must agree with the epipolar geometry after.
+    Repeated structure can raise it too, so the matches before must agree with the epipolar geometry after. Without
+    images, the resized ones of the features are warped.
     """
     best = start
     for _ in range(looks):
@@ -240,7 +253,7 @@ def _smaller(matcher: "Matcher", images: ImagePair, features: FeaturePair) -> It
         yield first, second
 
 
-def _match_moved(matcher: "Matcher", images: ImagePair, features: FeaturePair, motion: "Motion") -> Matches:
+def _match_moved(matcher: "Matcher", images: ImagePair | None, features: FeaturePair, motion: "Motion") -> Matches:
     """Match one image with the other image warped into its frame, cropped if the motion holds for a part of it."""
     # Warp the image that shows the scene larger, so that no detail is invented.
     moves0 = motion.enlarges < 1
@@ -261,7 +274,8 @@ def _match_moved(matcher: "Matcher", images: ImagePair, features: FeaturePair, m
     views: list[View | None] = [None, None]
     views[still], views[moving] = None if box is None else replace(frame, box=None), view
     pixels = [
-        None if view is None else to_tensor(image).to(matcher.device) for view, image in zip(views, images, strict=True)
+        None if view is None or image is None else to_tensor(image).to(matcher.device)
+        for view, image in zip(views, images or (None, None), strict=True)
     ]
     return match_views(matcher, features, (views[0], views[1]), (pixels[0], pixels[1])).matches
 

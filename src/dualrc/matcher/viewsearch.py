@@ -5,6 +5,7 @@ views are compared by the nearest neighbors of their coarse cells alone. The bes
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -21,13 +22,11 @@ from dualrc.types import FloatArray, Size
 if TYPE_CHECKING:
     from dualrc.matcher.matcher import Matcher
 
-# Long side at which views are compared: a share of the network input, within bounds in pixels.
+# Long side at which views are compared, as a share of the network input.
 # The start of a second pass needs no more detail.
-_SHARE, _SIDES = 0.47, (320, 480)
-# Tilts, as the ratio of foreshortening, and the number of directions of each. A larger tilt needs more directions.
-_TILTS = ((2.0, 4), (4.0, 8))
-# Pairs of views that are matched and verified geometrically.
-_VERIFIED = 16
+_SHARE = 0.47
+# Factor between the tilts of the quick search. The network tolerates what remains.
+_TILT_STEP = 3.0
 # Views whose features are in memory at a time.
 _TOGETHER = 16
 # Steps (x, y) to the adjacent cells.
@@ -39,6 +38,48 @@ _STEPS, _DEVIATION = (0.5, 2.9), 0.75
 # Neighbors that agree by chance, and the number of matches below which chance is not averaged out.
 _BY_CHANCE, _FEW = 2, 20
 _LEAST_SIDE = 48
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewSearch:
+    """The views that are compared, and how many pairs of them are matched."""
+
+    # Tilts, as the ratio of foreshortening, and the number of directions of each. A larger tilt needs more directions.
+    tilts: tuple[tuple[float, int], ...]
+    # Whether image 0 is also rotated by 90, 180 and 270 degrees.
+    rotated: bool
+    # Bounds in pixels on the long side at which views are compared, and its factors.
+    bounds: tuple[int, int]
+    factors: tuple[float, ...]
+    # Number of pairs of views that are matched and verified geometrically, and the agreement that they need.
+    verified: int
+    least_agreement: float
+
+
+def thorough_search(*, rotated: bool) -> ViewSearch:
+    """Return the search of the higher qualities."""
+    return ViewSearch(
+        tilts=((2.0, 4), (4.0, 8)),
+        rotated=rotated,
+        bounds=(320, 480),
+        factors=(1.0, 0.5),
+        verified=16,
+        least_agreement=0.0,
+    )
+
+
+def quick_search(max_tilt: float) -> ViewSearch:
+    """Return the search of the standard quality: few views, and an end if none of them agree more than by chance."""
+    tilts = [_TILT_STEP**step for step in range(1, 1 + int(np.log(max_tilt) / np.log(_TILT_STEP) + 1e-6))]
+    return ViewSearch(
+        tilts=tuple((tilt, round(2 * tilt)) for tilt in tilts),
+        rotated=False,
+        bounds=(320, 320),
+        factors=(1.0,),
+        verified=4,
+        # One unrelated pair in ten agrees more.
+        least_agreement=1.5,
+    )
 
 
 class Simulated(NamedTuple):
@@ -59,10 +100,10 @@ class Cells(NamedTuple):
     around: Tensor
 
 
-def simulated_views() -> Iterator[Simulated]:
+def simulated_views(search: ViewSearch) -> Iterator[Simulated]:
     """Yield the views of an image, without rotations."""
     yield Simulated(1.0, 0.0)
-    for tilt, directions in _TILTS:
+    for tilt, directions in search.tilts:
         yield from (Simulated(tilt, 180.0 * step / directions) for step in range(directions))
 
 
@@ -91,12 +132,12 @@ def _rotation(angle: float) -> FloatArray:
 
 
 @torch.inference_mode()
-def best_views(matcher: "Matcher", features: FeaturePair, *, rotated: bool) -> list[Verified]:
-    """Return matches through the pairs of views that agree most, in original pixels; `rotated` rotates image 0 too."""
-    views = [_show_views(features[0], rotated=rotated), _show_views(features[1], rotated=False)]
-    agreement = view_agreement(*(_view_cells(matcher, own) for own in views))
-    best = agreement.flatten().argsort(descending=True, stable=True)[:_VERIFIED].tolist()
-    pairs = [divmod(place, len(views[1])) for place in best]
+def best_views(matcher: "Matcher", features: FeaturePair, search: ViewSearch) -> list[Verified]:
+    """Return matches through the pairs of views that agree most, in original pixels."""
+    views = [_show_views(features[0], search), _show_views(features[1], replace(search, rotated=False))]
+    agreement = view_agreement(*(_view_cells(matcher, own) for own in views)).flatten()
+    best = agreement.argsort(descending=True, stable=True)[: search.verified]
+    pairs = [divmod(place, len(views[1])) for place in best[agreement[best] >= search.least_agreement].tolist()]
     # Features are extracted again, because those of all views would take too much memory.
     seen = [_seen(matcher, own, {pair[number] for pair in pairs}) for number, own in enumerate(views)]
     found = []
@@ -119,24 +160,24 @@ def _view_cells(matcher: "Matcher", views: list[tuple[View, Shown]]) -> list[Cel
     return [coarse_cells(seen) for part in parts for seen in _seen(matcher, views, part).values()]
 
 
-def _show_views(features: ImageFeatures, rotated: bool) -> list[tuple[View, Shown]]:
-    """Return the simulated views of an image at two sizes; `rotated` adds rotations."""
+def _show_views(features: ImageFeatures, search: ViewSearch) -> list[tuple[View, Shown]]:
+    """Return the simulated views of an image."""
     views = []
     width, height = features.scale.input_size
-    full = int(np.clip(_SHARE * max(width, height), *_SIDES))
-    for side in (full, full // 2):
+    full = int(np.clip(_SHARE * max(width, height), *search.bounds))
+    for side in (int(factor * full) for factor in search.factors):
         # All views of a size sample the same small image.
         small = (max(1, round(height * side / max(width, height))), max(1, round(width * side / max(width, height))))
         pixels = features.pixels.permute(2, 0, 1)[None].float()
         pixels = F.interpolate(pixels, size=small, mode="bicubic", antialias=True, align_corners=False)
         pixels = pixels[0].permute(1, 2, 0).round().clamp(0, 255).to(torch.uint8)
-        for simulated in simulated_views():
+        for simulated in simulated_views(search):
             view = affine_view(features.size, side, simulated)
             if view is None:
                 continue
             shown = show(features, view, pixels)
             views.append((view, shown))
-            for _ in range(3 if rotated else 0):
+            for _ in range(3 if search.rotated else 0):
                 view, shown = view.rotated(), shown.rotated()
                 views.append((view, shown))
     return views

@@ -67,9 +67,9 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
     light0, light1 = light0.float(), light1.float()
     places, weights = window(pair.device)
     x, y = (points0[:, None] + places).unbind(2)
-    template, spread = _normalized(_sample(light0, pair, x, y), weights)
-    across = _sample(light0, pair, x + 1, y) - _sample(light0, pair, x - 1, y)
-    down = _sample(light0, pair, x, y + 1) - _sample(light0, pair, x, y - 1)
+    template, spread = normalized(sample(light0, pair, x, y), weights)
+    across = sample(light0, pair, x + 1, y) - sample(light0, pair, x - 1, y)
+    down = sample(light0, pair, x, y + 1) - sample(light0, pair, x, y - 1)
     # Derivatives of the normalized window. The components along gain and offset are projected out.
     slopes = []
     for change in (across, down):
@@ -85,7 +85,7 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
     correlations = []
     for turn in range(ROUNDS + 1):
         x, y = ((points1 + move)[:, None] + offsets).unbind(2)
-        other, _ = _normalized(_sample(light1, pair, x, y), weights)
+        other, _ = normalized(sample(light1, pair, x, y), weights)
         correlations.append((other * template) @ weights)
         if turn == ROUNDS:
             break
@@ -104,14 +104,14 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
     return move.masked_fill(~good[:, None], 0)
 
 
-def _normalized(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def normalized(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Normalize windows (n k) to weighted mean 0 and deviation 1; return them with their deviations (n 1)."""
     values = values - (values @ weights)[:, None]
     spread = (values.square() @ weights + EPSILON).sqrt()[:, None]
     return values / spread, spread
 
 
-def _sample(light: Tensor, pair: Tensor, x: Tensor, y: Tensor) -> Tensor:
+def sample(light: Tensor, pair: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Sample brightness (b h w) of images `pair` (n) at positions (n k) in pixels, bilinear and clamped: (n k)."""
     _, height, width = light.shape
     x, y = x.clamp(0, width - 1), y.clamp(0, height - 1)
