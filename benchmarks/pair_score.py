@@ -24,6 +24,12 @@ RIGHT_PX = 3.0
 BINS = 10
 THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
 MIN_SCORES = (0.0, 0.2, 0.5, 0.8, 0.9)
+# Labels and colors of the sets in the figure.
+STYLES = {
+    "photos": ("photographs, warped", "#3f51b5"),
+    "scenes": ("rendered scenes", "#f57c00"),
+    "sequences": ("HPatches and Oxford", "#2e7d32"),
+}
 NAMES = {known.RELATED: "related", known.UNRELATED: "unrelated", known.ALIKE: "look-alike"}
 
 
@@ -32,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, help="folder with matched pairs")
     parser.add_argument("--weights", type=Path, help="weights file; default: the bundled weights")
-    parser.add_argument("--figure", type=Path, help="file to draw the curves to")
+    parser.add_argument("--figure", type=Path, help="file to draw the reliability of the scores to")
     arguments = parser.parse_args()
     calibration = read_calibration(arguments.weights or bundled("default"))
     if calibration is None:
@@ -49,7 +55,7 @@ def report(pairs: list[known.Pair], calibration: Calibration, figure: Path | Non
         + " | error |"
     )
     print("|---" * (BINS + 4) + "|")
-    reliability: dict[str, tuple[Array, Array]] = {}
+    reliability: dict[str, dict[str, Array]] = {"match": {}, "match_points": {}}
     for source in dict.fromkeys(pair.source for pair in pairs if len(pair.errors_px)):
         true = [pair for pair in pairs if pair.source == source and len(pair.errors_px)]
         matches = (calibration.matches(np.concatenate([p.scores for p in true])), [p.errors_px for p in true])
@@ -59,7 +65,7 @@ def report(pairs: list[known.Pair], calibration: Calibration, figure: Path | Non
             shares, error = reliability_of(scores.astype(np.float64), right, np.ones(len(right)))
             cells = " | ".join("" if np.isnan(share) else f"{share:.2f}" for share in shares)
             print(f"| {source} | {call} | {len(right):,} | {cells} | {error:.3f} |")
-            reliability[f"{call}, {source}"] = (shares, np.array([error]))
+            reliability[call][source] = shares
     print("\nMatches kept, and share of them within 3 px, by min_score\n")
     print("| set | call | " + " | ".join(f"{t:g}" for t in MIN_SCORES) + " |\n" + "|---" * (len(MIN_SCORES) + 2) + "|")
     for source in dict.fromkeys(pair.source for pair in pairs if len(pair.errors_px)):
@@ -75,15 +81,12 @@ def report(pairs: list[known.Pair], calibration: Calibration, figure: Path | Non
                 for t in MIN_SCORES
             ]
             print(f"| {source} | {call} | " + " | ".join(cells) + " |")
-    report_pairs(pairs, calibration, figure, reliability)
+    if figure is not None:
+        draw(figure, reliability)
+    report_pairs(pairs, calibration)
 
 
-def report_pairs(
-    pairs: list[known.Pair],
-    calibration: Calibration,
-    figure: Path | None,
-    reliability: dict[str, tuple[Array, Array]],
-) -> None:
+def report_pairs(pairs: list[known.Pair], calibration: Calibration) -> None:
     """Print the tables of pair scores."""
     pairs = [pair for pair in pairs if pair.kind in NAMES]
     curve = calibration.matches
@@ -128,8 +131,6 @@ def report_pairs(
     for threshold in THRESHOLDS:
         rates = " | ".join(f"{(scores[some] >= threshold).mean():.3f}" if some.any() else "-" for some in columns)
         print(f"| {threshold:g} | {rates} |")
-    if figure is not None:
-        draw(figure, scores, related, easy, shares, reliability)
 
 
 def area_of(higher: Array, lower: Array) -> float:
@@ -149,33 +150,23 @@ def reliability_of(scores: Array, right: Array, weight: Array) -> tuple[Array, f
     return np.where(total > 0.002 * total.sum(), share, np.nan), float(error)
 
 
-def draw(
-    path: Path, scores: Array, related: Array, easy: Array, shares: Array, reliability: dict[str, tuple[Array, Array]]
-) -> None:
-    """Draw reliability diagrams and the ROC curve."""
+def draw(path: Path, reliability: dict[str, dict[str, Array]]) -> None:
+    """Draw the reliability of the scores: one diagram for each call, one curve for each set of pairs."""
     from matplotlib.figure import Figure
 
-    chart = Figure(figsize=(12, 4), layout="constrained")
-    left, middle, last = chart.subplots(1, 3)
+    chart = Figure(figsize=(10, 4.9), layout="constrained")
     centers = (np.arange(BINS) + 0.5) / BINS
-    for axes, curves, title in (
-        (left, {name: values for name, (values, _) in reliability.items()}, "scores of matches"),
-        (middle, {"pairs, even odds": shares}, "pair_score"),
-    ):
+    for axes, (call, curves) in zip(chart.subplots(1, len(reliability)), reliability.items(), strict=True):
         axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-        for name, values in curves.items():
-            axes.plot(centers, values, marker="o", markersize=3, linewidth=1, label=name)
-        axes.set(xlabel="score", ylabel="share correct", title=title, xlim=(0, 1), ylim=(0, 1), aspect="equal")
-        axes.legend(fontsize=7)
-    for name, some in (("without hard pairs", easy), ("all", np.ones_like(easy))):
-        order = np.argsort(-scores[some], kind="stable")
-        flags = related[some][order]
-        true, false = np.cumsum(flags) / flags.sum(), np.cumsum(~flags) / (~flags).sum()
-        last.plot(np.maximum(false, 1e-3), true, label=name, linewidth=1)
-    last.set(
-        xlabel="false positive rate", ylabel="true positive rate", title="pair_score", xscale="log", ylim=(0, 1.02)
-    )
-    last.legend(fontsize=7)
+        for source, shares in curves.items():
+            label, color = STYLES.get(source, (source, None))
+            axes.plot(centers, shares, marker="o", markersize=5, linewidth=1.8, color=color, label=label)
+        axes.set(xlim=(0, 1), ylim=(0, 1), aspect="equal")
+        axes.set_title(call, fontsize=15)
+        axes.set_xlabel("score", fontsize=14)
+        axes.set_ylabel("share within 3 px", fontsize=14)
+        axes.tick_params(labelsize=12)
+        axes.legend(fontsize=13, loc="upper left")
     chart.savefig(path, dpi=110)
 
 

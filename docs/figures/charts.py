@@ -150,6 +150,36 @@ def calibration() -> None:
     save_figure(figure, "calibration.png")
 
 
+def pair_score() -> None:
+    """Reliability of pair_score between the thresholds of its table, and its ROC curve."""
+    _, *rows = table("scores.md", "| threshold | related | hard related |")
+    values = np.array([[float(cell) for cell in row[:6]] for row in rows])
+    thresholds, related, _, unrelated, _, alike = values.T
+    figure = Figure(figsize=(10, 4.9), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    # Between two thresholds; the last group reaches to 1. Half of all pairs are related.
+    edges = np.append(thresholds, 1.0)
+    yes, no = (-np.diff(np.append(share, 0.0)) for share in (related, (unrelated + alike) / 2))
+    left.plot([0, 1], [0, 1], color="0.7", linewidth=1)
+    left.plot((edges[:-1] + edges[1:]) / 2, yes / (yes + no), marker="o", color=INDIGO, linewidth=1.8)
+    left.set(xlim=(0, 1), ylim=(0, 1.02))
+    left.set_xlabel("pair_score", fontsize=14)
+    left.set_ylabel("share of related pairs", fontsize=14)
+    # Numbers of unrelated and of look-alike pairs, as the page lists them.
+    false = (258 * unrelated + 186 * alike) / (258 + 186)
+    right.plot(false, related, marker="o", color=INDIGO, linewidth=1.8)
+    for threshold, x, y in zip(thresholds, false, related, strict=True):
+        right.annotate(f"{threshold:g}".lstrip("0"), (x, y), (7, -13), textcoords="offset points", fontsize=12)
+    right.set(xlim=(-0.01, 0.26), ylim=(0.7, 1.02))
+    right.set_xlabel("share of unrelated and look-alike pairs", fontsize=14)
+    right.set_ylabel("share of related pairs", fontsize=14)
+    for axes, title in ((left, "reliability, even odds"), (right, "pairs at or above a threshold")):
+        axes.set_title(title, fontsize=15)
+        axes.tick_params(labelsize=12)
+        axes.grid(alpha=0.3)
+    save_figure(figure, "pair-score.png")
+
+
 def reproduction() -> None:
     """Accuracy and training of the systems of the paper, all trained alike; data of benchmarks/reproduction.py."""
     systems = {system["name"]: system for system in json.loads(REPRODUCTION.read_text(encoding="utf-8"))["systems"]}
@@ -198,4 +228,4 @@ def _mma(systems: dict[str, Any], names: tuple[str, ...], top: str, file: str) -
     save_figure(figure, file)
 
 
-FIGURES = (speed, accuracy, calibration, *([reproduction] if REPRODUCTION.exists() else []))
+FIGURES = (speed, accuracy, calibration, pair_score, *([reproduction] if REPRODUCTION.exists() else []))

@@ -16,6 +16,8 @@ import commands
 import configs
 
 _MODEL_CARD = Path(__file__).parents[2] / "src" / "dualrc" / "weights" / "README.md"
+# Units that follow a number in a table.
+_UNITS = "%|s|ms|px|m|mm|MB|GB|MiB|GiB"
 # Pages of parts that a checkout may lack; they are left out of the navigation where they are missing.
 OPTIONAL = ("service.md", "onnx.md", "integrations.md")
 
@@ -52,7 +54,9 @@ def on_page_markdown(markdown: str, config: MkDocsConfig, **_: Any) -> str:
     # GitHub needs a backslash before a pipe inside code in a table; Python-Markdown shows it.
 
     def plain(row: re.Match[str]) -> str:
-        return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0])
+        # A number and its unit stay on one line of a cell.
+        joined = re.sub(rf"(?<=\d) (?=(?:{_UNITS})(?![\w]))", "\N{NO-BREAK SPACE}", row[0])
+        return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|").replace("\xa0", " "), joined)
 
     return re.sub(r"^\|.*$", plain, markdown, flags=re.MULTILINE)
 
