@@ -75,3 +75,13 @@ def test_texture_is_the_deviation_in_neighborhoods_of_cells(height, width):
         for column in range(width // 4):
             around = gray[max(row - 2, 0) * 4 : (row + 3) * 4, max(column - 2, 0) * 4 : (column + 3) * 4]
             assert found[row, column] == (around.var() > 4)
+
+
+@pytest.mark.parametrize("size", [(480, 352), (160, 96), (32, 32)])
+def test_texture_of_features_is_that_of_the_gray_levels(shipped, photograph, size):
+    image = np.ascontiguousarray(photograph[: size[1], : size[0]])
+    image[: size[1] // 2, : size[0] // 3] = 90
+    features = shipped.features(image, size=None)
+    gray = features.pixels.numpy().astype(np.float64).mean(2)
+    assert not features.seen.textured.all()
+    np.testing.assert_array_equal(features.seen.textured, has_texture(gray))

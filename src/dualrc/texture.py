@@ -26,10 +26,10 @@ BLANK = "Image {} has almost no texture, so it cannot be matched; check that it 
 
 
 class Seen(NamedTuple):
-    """An image as the network sees it."""
+    """Texture of an image as the network sees it."""
 
-    # (h, w), from 0 to 255.
-    gray: FloatArray
+    # (h / 4, w / 4) See `has_texture`.
+    textured: BoolArray
     scale: Scale
 
 
@@ -52,7 +52,7 @@ def without_blank_areas(matches: Matches, seen: Sequence[Seen]) -> Matches:
     """Remove matches in areas without texture; all of them, with a warning, if an image is blank."""
     keep = np.ones(len(matches), dtype=bool)
     for number, (points, own) in enumerate(zip((matches.points0, matches.points1), seen, strict=True)):
-        textured = has_texture(own.gray)
+        textured = own.textured
         if textured.mean() < _LEAST_SHARE:
             return replace(matches[:0], info={**matches.info, "warning": BLANK.format(number)}, whole=None)
         cells = pixel_to_cell(own.scale.to_network(points), FINE_STRIDE)
@@ -62,11 +62,15 @@ def without_blank_areas(matches: Matches, seen: Sequence[Seen]) -> Matches:
 
 
 def has_texture(gray: FloatArray) -> BoolArray:
-    """Return whether the neighborhood of each fine cell has texture: (h, w) -> (h / 4, w / 4)."""
+    """Return whether the neighborhood of each fine cell has texture: gray levels (h, w) -> (h / 4, w / 4)."""
     height, width = (side // FINE_STRIDE for side in gray.shape)
     cells = gray[: height * FINE_STRIDE, : width * FINE_STRIDE].reshape(height, FINE_STRIDE, width, FINE_STRIDE)
-    mean, square = (_smoothed(values.mean(axis=(1, 3))) for values in (cells, np.square(cells)))
-    textured: BoolArray = square - mean**2 > _LEAST_DEVIATION**2
+    return deviates(cells.mean(axis=(1, 3)), np.square(cells).mean(axis=(1, 3)))
+
+
+def deviates(mean: FloatArray, square: FloatArray) -> BoolArray:
+    """Return `has_texture` for the means of the gray level and of its square in each fine cell (h / 4, w / 4)."""
+    textured: BoolArray = _smoothed(square) - _smoothed(mean) ** 2 > _LEAST_DEVIATION**2
     return textured
 
 

@@ -2,15 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dualrc.image import ImageInput, Scale, read
 from dualrc.matcher.cache import LruCache
 from dualrc.matcher.prefetch import ReadAhead
 from dualrc.model.network import Features
+from dualrc.pixels import FINE_STRIDE
+from dualrc.texture import Seen, deviates
 from dualrc.types import BoolArray, ImageArray, Size
 
 
@@ -34,6 +38,14 @@ class ImageFeatures:
     def size(self) -> Size:
         """(width, height) of the image."""
         return self.scale.image_size
+
+    @cached_property
+    def seen(self) -> Seen:
+        """The texture of the image."""
+        # The device averages over cells, because the image is large.
+        gray = self.pixels.float().mean(-1)[None]
+        mean, square = F.avg_pool2d(torch.stack([gray, gray.square()]), FINE_STRIDE)[:, 0].double().cpu().numpy()
+        return Seen(deviates(mean, square), self.scale)
 
     @property
     def bytes(self) -> int:

@@ -8,7 +8,7 @@ from dualrc.config import MatcherConfig
 from dualrc.evidence import fills_few_cells
 from dualrc.matcher.features import FeaturePair
 from dualrc.matches import Matches
-from dualrc.texture import Seen, is_suspicious, without_blank_areas
+from dualrc.texture import is_suspicious, without_blank_areas
 
 if TYPE_CHECKING:
     from dualrc.matcher.matcher import Matcher
@@ -27,12 +27,11 @@ def recover(matcher: "Matcher", matches: Matches, pair: FeaturePair, settings: M
         return matches
     found = agreement.measure_agreement(matches)
     if not found.firm or suspicious:
-        seen = [Seen(own.pixels.float().mean(-1).cpu().numpy(), own.scale) for own in pair]
-        textured = without_blank_areas(matches, seen)
+        textured = without_blank_areas(matches, [own.seen for own in pair])
         if "warning" in textured.info:
             # Without a calibration, all matches of the network are returned.
             return textured if matcher.calibration is not None else replace(matches, info=textured.info)
-        if matcher.calibration is not None:
+        if matcher.calibration is not None and textured is not matches:
             matches, found = textured, agreement.measure_agreement(textured)
     # This imports the estimators, which no other call needs.
     from dualrc.matcher.rematch import search_scales, search_tilts
@@ -40,35 +39,31 @@ def recover(matcher: "Matcher", matches: Matches, pair: FeaturePair, settings: M
     first, firm = matches, found.firm
     if searches and not (firm and found.same_scale):
         matches = search_scales(matcher, pair, first, found)
-    if _is_convincing(matcher, matches, suspicious):
+        found = agreement.measure_agreement(matches)
+    if _is_convincing(matcher, matches, found, suspicious):
         return matches
     if searches and firm:
         # The first matches agreed by chance, so they say nothing about the scale.
         again = search_scales(matcher, pair, first, agreement.NONE)
-        if _is_convincing(matcher, again, suspicious):
+        if _is_convincing(matcher, again, agreement.measure_agreement(again), suspicious):
             return again
     # Matches that agree in spite of a low pair score are better than those of another view.
-    if searches and settings.max_tilt > 1 and matcher.calibration is not None and _agree_by_chance(matches):
+    if searches and settings.max_tilt > 1 and matcher.calibration is not None and found.share < agreement.CHANCE:
         tilted = search_tilts(matcher, pair, first, settings.max_tilt)
         if tilted is not None:
             return tilted
     return replace(matches, info={"warning": agreement.LOW, **matches.info})
 
 
-def _is_convincing(matcher: "Matcher", matches: Matches, suspicious: bool) -> bool:
+def _is_convincing(matcher: "Matcher", matches: Matches, found: agreement.Agreement, suspicious: bool) -> bool:
     """Return whether matches with raw scores agree beyond doubt, or have a pair score that is not very low."""
     if "warning" in matches.info:
         return False
     if matcher.calibration is None:
         return True
     # The few matches of two images at very different scales can agree by chance, and those of the same caption do.
-    doubtful = suspicious or "zoom" in matches.info or _agree_by_chance(matches) or _is_local(matcher, matches)
+    doubtful = suspicious or "zoom" in matches.info or found.share < agreement.CHANCE or _is_local(matcher, matches)
     return not doubtful or matcher.selected(matches, matcher.config).pair_score >= _CANDIDATE
-
-
-def _agree_by_chance(matches: Matches) -> bool:
-    """Return whether matches agree no more than those of unrelated images."""
-    return agreement.measure_agreement(matches).share < agreement.CHANCE
 
 
 def _is_local(matcher: "Matcher", matches: Matches) -> bool:

@@ -14,8 +14,8 @@ from dualrc.agreement import Agreement, measure_agreement
 from dualrc.image import Scale
 from dualrc.matcher.features import FeaturePair, ImageFeatures, PendingImage
 from dualrc.matches import Matches, inside_mask
-from dualrc.pixels import STRIDE, in_image, pixel_to_unit
-from dualrc.texture import Seen, without_blank_areas
+from dualrc.pixels import STRIDE, image_center, in_image, pixel_to_unit
+from dualrc.texture import without_blank_areas
 from dualrc.types import BoolArray, FloatArray, Size
 
 if TYPE_CHECKING:
@@ -61,10 +61,14 @@ class View:
         view_from_rotated = np.array([(0, 1, 0), (-1, 0, height - 1), (0, 0, 1)])
         return replace(self, image_from_view=self.image_from_view @ view_from_rotated, size=(height, width))
 
-    def places(self, image: Size) -> FloatArray:
-        """Return the positions of the view's pixels in an image of this size: (h, w, 2); NaN beyond the horizon."""
-        # homography_grid maps image 1 to image 0; here they are the view and the image.
-        return geometry.homography_grid(np.linalg.inv(self.image_from_view), image, self.size)
+    def places(self, image: Size, device: torch.device) -> Tensor:
+        """Return the positions of the view's pixels in an image of this size: (h w 2); NaN beyond the horizon."""
+        matrix = self.image_from_view.tolist()
+        x, y = (torch.arange(side, dtype=torch.float32, device=device) for side in self.size)
+        across, down, depth = (row[0] * x + (row[1] * y + row[2])[:, None] for row in matrix)
+        # Visible points lie on the same side of the horizon as the center of the image.
+        visible = depth * float(np.linalg.inv(self.image_from_view)[2] @ (*image_center(image), 1.0)) > 0
+        return torch.stack([across / depth, down / depth], dim=2).masked_fill(~visible[:, :, None], torch.nan)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,7 +110,7 @@ def rounded(side: float) -> int:
 
 def see(pixels: Tensor, image: Size, view: View) -> tuple[Tensor, BoolArray]:
     """Warp pixels, uint8 (h w 3), of an image of size `image` into a view; return the mask of its extent (h, w)."""
-    places = view.places(image)
+    places = view.places(image, pixels.device)
     source = (pixels.shape[1], pixels.shape[0])
     shrinks = view.shrinks * float(np.sqrt(source[0] * source[1] / (image[0] * image[1])))
     images = pixels[None].permute(0, 3, 1, 2).float()
@@ -115,12 +119,12 @@ def see(pixels: Tensor, image: Size, view: View) -> tuple[Tensor, BoolArray]:
         size = (max(1, round(source[1] / shrinks)), max(1, round(source[0] / shrinks)))
         images = F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
     # grid_sample does not accept NaN, so unknown positions are placed far outside.
-    known = torch.from_numpy(np.nan_to_num(places, nan=-1e6).clip(-1e6, 1e6)).to(pixels.device)
+    known = places.nan_to_num(nan=-1e6).clamp(-1e6, 1e6)
     seen = torch.stack(
         [
             F.grid_sample(
                 images,
-                pixel_to_unit(known + torch.from_numpy(step).to(known), image).float()[None],
+                pixel_to_unit(known + torch.from_numpy(step).to(known), image)[None],
                 mode="bilinear",
                 padding_mode="border",
                 align_corners=False,
@@ -128,7 +132,7 @@ def see(pixels: Tensor, image: Size, view: View) -> tuple[Tensor, BoolArray]:
             for step in _steps(view)
         ]
     ).mean(0)
-    return seen[0].permute(1, 2, 0).round().clamp(0, 255).to(torch.uint8), in_image(places, image)
+    return seen[0].permute(1, 2, 0).round().clamp(0, 255).to(torch.uint8), in_image(places, image).cpu().numpy()
 
 
 def _steps(view: View) -> list[FloatArray]:
@@ -164,7 +168,8 @@ def show(features: ImageFeatures, view: View, pixels: Tensor | None = None) -> S
         pixels, shown = see(features.pixels if pixels is None else pixels, features.size, view)
         mask = None if shown.all() else shown
     if features.mask is not None:
-        allowed = inside_mask(view.places(features.size).reshape(-1, 2), features.mask).reshape(view.size[::-1])
+        places = view.places(features.size, pixels.device).cpu().numpy()
+        allowed = inside_mask(places.reshape(-1, 2), features.mask).reshape(view.size[::-1])
         mask = allowed if mask is None else mask & allowed
     return Shown(pixels, mask)
 
@@ -199,7 +204,7 @@ def match_seen(
     """Match two images by the features `seen` through views."""
     found = next(matcher.match_plain([seen]))
     # Areas without texture match themselves at the same distance from the border, whatever the views show.
-    found = without_blank_areas(found, [Seen(own.pixels.float().mean(-1).cpu().numpy(), own.scale) for own in seen])
+    found = without_blank_areas(found, [own.seen for own in seen])
     agreement, points = measure_agreement(found), [found.points0, found.points1]
     for number, view in enumerate(views):
         if view is not None:

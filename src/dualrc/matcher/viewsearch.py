@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from dualrc.matcher.features import FeaturePair, ImageFeatures
 from dualrc.matcher.verify import Verified, verify
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 _SHARE = 0.47
 # Factor between the tilts of the quick search. The network tolerates what remains.
 _TILT_STEP = 3.0
-# Views whose features are in memory at a time.
-_TOGETHER = 16
+# Views whose features are in memory at a time, and views of image 1 that are compared at a time.
+_TOGETHER, _COMPARED = 16, 32
 # Steps (x, y) to the adjacent cells.
 _AROUND = [(x, y) for y in (-1, 0, 1) for x in (-1, 0, 1) if (x, y) != (0, 0)]
 # Standard deviation of gray levels below which a coarse cell has no texture.
@@ -204,26 +205,41 @@ def coarse_cells(seen: ImageFeatures) -> Cells:
 
 
 def view_agreement(views0: list[Cells], views1: list[Cells]) -> Tensor:
-    """Compare all pairs of views by the mutual nearest neighbors of their cells: (views of image 0, of image 1)."""
-    values = [cell_agreement(cells0, cells1) for cells0 in views0 for cells1 in views1]
-    return torch.stack(values).view(len(views0), len(views1)) if values else torch.zeros(len(views0), len(views1))
+    """Measure the agreement of all pairs of views: (views of image 0, views of image 1)."""
+    if not views0 or not views1:
+        return torch.zeros(len(views0), len(views1))
+    parts = [stacked(views1[start : start + _COMPARED]) for start in range(0, len(views1), _COMPARED)]
+    return torch.stack([torch.cat([cell_agreement(cells0, *part) for part in parts]) for cells0 in views0])
 
 
-def cell_agreement(cells0: Cells, cells1: Cells) -> Tensor:
-    """Measure how many mutual nearest neighbors move like those of the adjacent cells, beyond chance."""
-    if not len(cells0.features) or not len(cells1.features):
-        return cells0.features.new_zeros(())
-    cosine = cells0.features @ cells1.features.T
-    best = cosine.argmax(1)
-    mutual = cosine.argmax(0)[best] == torch.arange(len(best), device=best.device)
-    there = cells1.place[best].masked_fill(~mutual[:, None], torch.nan)
-    # (n 8 2) Motion from a match to those of the adjacent cells.
-    moves = F.pad(there, (0, 0, 0, 1), value=torch.nan)[cells0.around] - there[:, None]
-    length = moves.norm(dim=2)
+def stacked(views: Sequence[Cells]) -> tuple[Tensor, Tensor]:
+    """Return features (v n c) and places (v n 2) of the cells of several views; those of missing cells are NaN."""
+    lists = [cells.features for cells in views], [cells.place for cells in views]
+    features, places = (pad_sequence(own, batch_first=True, padding_value=torch.nan) for own in lists)
+    return features, places
+
+
+def cell_agreement(cells0: Cells, features1: Tensor, places1: Tensor) -> Tensor:
+    """Measure how many mutual nearest neighbors of cells move like those of the adjacent cells, beyond chance.
+
+    The views of image 1 are `stacked`. The result (v) has the agreement with each of them.
+    """
+    count, views = len(cells0.features), len(features1)
+    if not count or not features1.shape[1]:
+        return cells0.features.new_zeros(views)
+    # (v n m)
+    cosine = (cells0.features @ features1.mT).nan_to_num(nan=-2.0)
+    value, best = cosine.max(2)
+    back = cosine.argmax(1).gather(1, best)
+    mutual = (back == torch.arange(count, device=best.device)) & (value > -2)
+    there = places1.gather(1, best[:, :, None].expand(-1, -1, 2)).masked_fill(~mutual[:, :, None], torch.nan)
+    # (v n 8 2) Motion from a match to those of the adjacent cells.
+    moves = F.pad(there, (0, 0, 0, 1), value=torch.nan)[:, cells0.around] - there[:, :, None]
+    length = moves.norm(dim=3)
     near = (length > _STEPS[0]) & (length < _STEPS[1])
     # A similarity maps all steps by the same complex factor.
     steps = torch.view_as_complex(torch.tensor(_AROUND, dtype=torch.float32, device=best.device))
     factor = torch.where(near, torch.view_as_complex(moves) / steps, 0)
-    common = factor.sum(1) / near.sum(1).clamp(min=1)
-    agree = (near & ((factor - common[:, None]).abs() < _DEVIATION)).sum(1)
-    return (agree - _BY_CHANCE).clamp(min=0).sum() / (mutual.sum() + _FEW).sqrt()
+    common = factor.sum(2) / near.sum(2).clamp(min=1)
+    agree = (near & ((factor - common[:, :, None]).abs() < _DEVIATION)).sum(2)
+    return (agree - _BY_CHANCE).clamp(min=0).sum(1) / (mutual.sum(1) + _FEW).sqrt()

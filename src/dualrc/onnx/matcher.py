@@ -18,7 +18,7 @@ from dualrc.image import ImageInput, Scale, network_size, read
 from dualrc.matches import Matches
 from dualrc.onnx.metadata import ModelInfo, Part
 from dualrc.onnx.resize import resize
-from dualrc.texture import Seen, is_suspicious, without_blank_areas
+from dualrc.texture import Seen, has_texture, is_suspicious, without_blank_areas
 from dualrc.types import Size
 
 FILES: dict[Part, str] = {"features": "features.onnx", "pair": "pair.onnx"}
@@ -159,7 +159,8 @@ class Matcher:
             info=info,
         )
         if self.model.calibration is not None and (is_suspicious(matches) or not measure_agreement(matches).firm):
-            matches = without_blank_areas(matches, [Seen(own.gray, own.scale) for own in (features0, features1)])
+            seen = [Seen(has_texture(own.gray), own.scale) for own in (features0, features1)]
+            matches = without_blank_areas(matches, seen)
         if min_score > 0:
             matches = matches.above(min_score)
         return matches if top is None or top >= len(matches) else matches[:top]
