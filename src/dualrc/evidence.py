@@ -77,13 +77,13 @@ def collect(points0: FloatArray, points1: FloatArray, scores: FloatArray, size0:
 
 def fills_few_cells(points: FloatArray, size: Size) -> bool:
     """Return whether points (n, 2) are in fewer cells of the image than count as evidence."""
-    return len(points) < _CELLS or len(np.unique(_cell(points / np.array(size)))) < _CELLS
+    return len(points) < _CELLS or int(np.count_nonzero(np.bincount(_cell(points / np.array(size))))) < _CELLS
 
 
 def _cell(unit: FloatArray) -> IntArray:
     """Return the cells of positions (n, 2) in units of the sides of the image."""
-    cells: IntArray = np.clip(unit * _GRID, 0, _GRID - 1).astype(np.int64) @ np.array([1, _GRID])
-    return cells
+    column, row = np.clip(unit * _GRID, 0, _GRID - 1).astype(np.int64).T
+    return column + _GRID * row
 
 
 def _first_of_cells(unit: FloatArray) -> IntArray:

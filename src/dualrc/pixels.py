@@ -40,7 +40,11 @@ def resize_points(points: Points, from_size: tuple[float, float], to_size: tuple
     """Map points (..., 2) of an image of one size (width, height) to the same image resized to another."""
     ratio = [to / own for own, to in zip(from_size, to_size, strict=True)]
     if isinstance(points, np.ndarray):
-        return (points + 0.5) * np.array(ratio) - 0.5
+        resized = np.empty(points.shape)
+        # Twice as fast as all coordinates at once.
+        for axis in (0, 1):
+            resized[..., axis] = (points[..., axis] + 0.5) * np.float64(ratio[axis]) - 0.5
+        return resized
     import torch
 
     # Scalars instead of a tensor, because a CUDA graph cannot capture the copy of a tensor to the GPU.

@@ -14,7 +14,7 @@ from dualrc.types import BoolArray, FloatArray
 
 # Side of a neighborhood in fine cells, and the standard deviation of gray levels below which it has no texture.
 # Sensor noise of a uniform area stays below this.
-_CELLS, _LEAST_DEVIATION = 5, 2.0
+CELLS, LEAST_DEVIATION = 5, 2.0
 # Share of the image that must have texture.
 _LEAST_SHARE = 0.01
 # Number of best matches to examine. A match is stationary if it moves by less than this share of the image size.
@@ -65,12 +65,8 @@ def has_texture(gray: FloatArray) -> BoolArray:
     """Return whether the neighborhood of each fine cell has texture: gray levels (h, w) -> (h / 4, w / 4)."""
     height, width = (side // FINE_STRIDE for side in gray.shape)
     cells = gray[: height * FINE_STRIDE, : width * FINE_STRIDE].reshape(height, FINE_STRIDE, width, FINE_STRIDE)
-    return deviates(cells.mean(axis=(1, 3)), np.square(cells).mean(axis=(1, 3)))
-
-
-def deviates(mean: FloatArray, square: FloatArray) -> BoolArray:
-    """Return `has_texture` for the means of the gray level and of its square in each fine cell (h / 4, w / 4)."""
-    textured: BoolArray = _smoothed(square) - _smoothed(mean) ** 2 > _LEAST_DEVIATION**2
+    mean, square = (_smoothed(values.mean(axis=(1, 3))) for values in (cells, np.square(cells)))
+    textured: BoolArray = square - mean**2 > LEAST_DEVIATION**2
     return textured
 
 
@@ -79,7 +75,7 @@ def _smoothed(values: FloatArray) -> FloatArray:
     for axis in (0, 1):
         sums = np.insert(np.cumsum(values, axis=axis, dtype=np.float64), 0, 0, axis=axis)
         place, length = np.arange(values.shape[axis]), values.shape[axis]
-        end, start = np.minimum(place + _CELLS // 2 + 1, length), np.maximum(place - _CELLS // 2, 0)
+        end, start = np.minimum(place + CELLS // 2 + 1, length), np.maximum(place - CELLS // 2, 0)
         count = (end - start).reshape((-1, 1) if axis == 0 else (1, -1))
         values = (sums.take(end, axis=axis) - sums.take(start, axis=axis)) / count
     return values

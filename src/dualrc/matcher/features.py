@@ -14,7 +14,7 @@ from dualrc.matcher.cache import LruCache
 from dualrc.matcher.prefetch import ReadAhead
 from dualrc.model.network import Features
 from dualrc.pixels import FINE_STRIDE
-from dualrc.texture import Seen, deviates
+from dualrc.texture import CELLS, LEAST_DEVIATION, Seen
 from dualrc.types import BoolArray, ImageArray, Size
 
 
@@ -41,11 +41,12 @@ class ImageFeatures:
 
     @cached_property
     def seen(self) -> Seen:
-        """The texture of the image."""
-        # The device averages over cells, because the image is large.
-        gray = self.pixels.float().mean(-1)[None]
-        mean, square = F.avg_pool2d(torch.stack([gray, gray.square()]), FINE_STRIDE)[:, 0].double().cpu().numpy()
-        return Seen(deviates(mean, square), self.scale)
+        """The texture of the image, as `has_texture` defines it, computed on the device."""
+        # Without the mid-gray, squares are small and float32 suffices.
+        gray = self.pixels.float().mean(-1)[None] - 128
+        cells = F.avg_pool2d(torch.stack([gray, gray.square()]), FINE_STRIDE)
+        mean, square = F.avg_pool2d(cells, CELLS, stride=1, padding=CELLS // 2, count_include_pad=False)[:, 0]
+        return Seen((square - mean.square() > LEAST_DEVIATION**2).cpu().numpy(), self.scale)
 
     @property
     def bytes(self) -> int:
