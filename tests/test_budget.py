@@ -95,6 +95,15 @@ def test_larger_pairs_need_more():
             assert budget.least((wide, tall)) <= max(budget.least((one, one)) for one in (wide, tall))
 
 
+def test_features_are_extracted_side_by_side_where_that_takes_no_more_memory():
+    small, large = (seen_as(640, 480),) * 2, (seen_as(1600, 1200),) * 2
+    assert budget_of("default").side_by_side(small) and budget_of("default").side_by_side(large)
+    assert not budget_of("paper", max_memory=100.0).side_by_side(large)
+    # The workspace shrinks with the budget.
+    assert budget_of("paper", max_memory=100.0).side_by_side(small)
+    assert not budget_of("paper", max_memory=0.1).side_by_side(small)
+
+
 def test_the_definition_holds_the_whole_fine_correlation():
     pair = (seen_as(400, 304), seen_as(400, 304))
     config, cpu = preset("default")[0], torch.device("cpu")

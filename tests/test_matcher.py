@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from PIL import Image
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
 from dualrc.matcher import Matcher, load
-from dualrc.matcher.budget import Budget
+from dualrc.matcher.budget import Budget, NoMemoryError
 from dualrc.matches import Matches
 from dualrc.pixels import pixel_grid
 
@@ -95,6 +96,47 @@ def test_repetition_is_bit_identical(oracle, images, matches, blobs):
     for threads in (2, 1):
         torch.set_num_threads(threads)
         assert same_matches(tiny.match(*blobs), tiny.match(*blobs))
+
+
+def test_two_images_are_extracted_side_by_side(blobs, monkeypatch):
+    matcher = Matcher(tiny_network(), MatcherConfig(), device="cpu")
+    alone, extract, used = [matcher.features(blob).maps for blob in blobs], matcher.network.extract, []
+
+    def watched(images):
+        used.append((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        return extract(images)
+
+    monkeypatch.setattr(matcher.network, "extract", watched)
+    try:
+        for threads, enough, expected in (
+            (4, True, {(True, 2), (False, 2)}),
+            (4, False, {(True, 4)}),
+            (1, True, {(True, 1)}),
+        ):
+            torch.set_num_threads(threads)
+            monkeypatch.setattr(matcher.budget, "side_by_side", lambda _, enough=enough: enough)
+            used.clear()
+            items = [matcher._item(blob, None) for blob in blobs]
+            matcher.extract(items)
+            assert len(used) == 2 and set(used) == expected and torch.get_num_threads() == threads
+            for item, maps in zip(items, alone, strict=True):
+                assert torch.equal(item.known().maps.fine, maps.fine) and torch.equal(
+                    item.known().maps.coarse, maps.coarse
+                )
+
+        def broken(images):
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError("out of memory")
+            return extract(images)
+
+        # An error of the other thread is not lost.
+        torch.set_num_threads(2)
+        monkeypatch.setattr(matcher.budget, "side_by_side", lambda _: True)
+        monkeypatch.setattr(matcher.network, "extract", broken)
+        with pytest.raises(NoMemoryError):
+            matcher.extract([matcher._item(blob, None) for blob in blobs])
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_another_process_gives_the_same(tmp_path, blobs):

@@ -108,6 +108,10 @@ class Budget:
         """Return the number of such pairs that fit into one batch."""
         return max(1, (self.total - _LEAST) // self._held(pair))
 
+    def side_by_side(self, pair: Pair) -> bool:
+        """Return whether extracting both images at once takes no more memory than matching them."""
+        return 2 * self._needs(pair).extract <= self._held(pair) + self.working(pair)
+
     def spare(self, pair: Pair) -> float:
         """Return the bytes that matching this pair leaves for features of other images."""
         return min(self._most, self.total - self._held(pair) - self.working(pair))
@@ -165,13 +169,13 @@ class Budget:
         if pair not in self._known:
             if len(self._known) > _KNOWN:
                 self._known.clear()
-            self._known[pair] = self._estimate(pair)
+            self._known[pair] = int(max(self._needs(pair)))
         return self._known[pair]
 
-    def _estimate(self, pair: Pair) -> int:
+    def _needs(self, pair: Pair) -> memory.Needs:
         images, seen = (pair[0].image_size, pair[1].image_size), (pair[0].input_size, pair[1].input_size)
         item = self.precision.itemsize
-        return int(max(memory.needs(self.network, images, seen, item, self._traits, on_gpu=self._on_gpu)))
+        return memory.needs(self.network, images, seen, item, self._traits, on_gpu=self._on_gpu)
 
 
 def _resized(pair: Pair, fixed: tuple[bool, bool], ratio: float) -> Pair:
