@@ -109,12 +109,18 @@ class Budget:
         return max(1, (self.total - _LEAST) // self._held(pair))
 
     def side_by_side(self, pair: Pair) -> bool:
-        """Return whether extracting both images at once takes no more memory than matching them."""
-        return 2 * self._needs(pair).extract <= self._held(pair) + self.working(pair)
+        """Return whether two threads may extract the features of both images at the same time.
+
+        That must not take more memory than matching does. Memory that the second thread frees is not always reused by
+        the first, so all of it must fit into the budget in addition.
+        """
+        extract = self._needs(pair).extract
+        return 2 * extract <= self.need(pair) <= self.total - extract
 
     def spare(self, pair: Pair) -> float:
         """Return the bytes that matching this pair leaves for features of other images."""
-        return min(self._most, self.total - self._held(pair) - self.working(pair))
+        beside = 0 if self._on_gpu or not self.side_by_side(pair) else self._needs(pair).extract
+        return min(self._most, self.total - self._held(pair) - self.working(pair) - beside)
 
     def fits(self, pair: Pair) -> bool:
         """Return whether a pair fits into memory at this size."""
