@@ -62,7 +62,7 @@ class Extractor:
     def __call__(self, items: Iterable[PendingImage], together: Callable[[Scale], int]) -> None:
         """Extract features of the items without any; `together` is how many images of a size fit into memory at once.
 
-        Images of one size form a batch on a GPU. On a CPU two images are processed side by side, each with half of the
+        Images of one size form a batch on a GPU. In int8, two images are processed side by side, each with half of the
         threads, because the threads of one image often wait for each other.
         """
         groups: dict[tuple[Size, Size], list[PendingImage]] = {}
@@ -75,7 +75,9 @@ class Extractor:
             self._extract_all([chunk for group in distinct for chunk in chunks(group, together(group[0].scale))])
             return
         single, threads = [[item] for group in distinct for item in group], torch.get_num_threads()
-        if len(single) < 2 or threads < 2 or min(together(group[0].scale) for group in distinct) < 2:
+        # Only sums in int8 are exact, whatever the number of threads.
+        alone = self.precision != "int8" or len(single) < 2 or threads < 2
+        if alone or min(together(group[0].scale) for group in distinct) < 2:
             self._extract_all(single)
             return
         with use_threads(threads // 2):
