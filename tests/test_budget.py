@@ -95,6 +95,17 @@ def test_larger_pairs_need_more():
             assert budget.least((wide, tall)) <= max(budget.least((one, one)) for one in (wide, tall))
 
 
+def test_features_are_extracted_side_by_side_where_memory_allows_it():
+    small, large = (seen_as(640, 480),) * 2, (seen_as(1600, 1200),) * 2
+    assert budget_of("default", 4.0).side_by_side(small) and budget_of("default", 4.0).side_by_side(large)
+    assert not budget_of("default", 0.5).side_by_side(small) and not budget_of("default", 1.0).side_by_side(large)
+    # The memory of the second thread is not given to anything else.
+    budget = budget_of("default", 1.1)
+    assert budget.side_by_side(small) and budget.spare(small) + budget.need(small) < budget.total - 50 * 2**20
+    # Here the features take more memory than anything after them.
+    assert not budget_of("paper", 100.0).side_by_side(large)
+
+
 def test_the_definition_holds_the_whole_fine_correlation():
     pair = (seen_as(400, 304), seen_as(400, 304))
     config, cpu = preset("default")[0], torch.device("cpu")

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from PIL import Image
 from dualrc.config import MatcherConfig
 from dualrc.errors import ConfigError, DataError, ImageError
 from dualrc.matcher import Matcher, load
-from dualrc.matcher.budget import Budget
+from dualrc.matcher.budget import Budget, NoMemoryError
 from dualrc.matches import Matches
+from dualrc.ops import int8
 from dualrc.pixels import pixel_grid
 
 VIEW0, VIEW1 = View(203, 150, (60, 80)), View(190, 161, (66.4, 75.2), (0.95, 0.97))
@@ -95,6 +97,53 @@ def test_repetition_is_bit_identical(oracle, images, matches, blobs):
     for threads in (2, 1):
         torch.set_num_threads(threads)
         assert same_matches(tiny.match(*blobs), tiny.match(*blobs))
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_two_images_are_extracted_side_by_side(blobs, monkeypatch, precision):
+    if precision == "int8" and not int8.works():
+        pytest.skip("this processor or torch has no exact int8")
+    matcher = Matcher(tiny_network(), MatcherConfig(), device="cpu", precision=precision)
+    extract, used = matcher.network.extract, []
+
+    def watched(images):
+        used.append((threading.current_thread() is threading.main_thread(), torch.get_num_threads()))
+        return extract(images)
+
+    monkeypatch.setattr(matcher.network, "extract", watched)
+    both = {(True, 2), (False, 2)} if precision == "int8" else {(True, 4)}
+    try:
+        for threads, enough, expected in ((4, True, both), (4, False, {(True, 4)}), (1, True, {(True, 1)})):
+            torch.set_num_threads(threads)
+            alone = [matcher.features(blob).maps for blob in blobs]
+            monkeypatch.setattr(matcher.budget, "side_by_side", lambda _, enough=enough: enough)
+            used.clear()
+            items = [matcher._item(blob, None) for blob in blobs]
+            matcher.extract(items)
+            assert len(used) == 2 and set(used) == expected and torch.get_num_threads() == threads
+            for found, maps in zip((item.known().maps for item in items), alone, strict=True):
+                assert torch.equal(found.fine, maps.fine) and torch.equal(found.coarse, maps.coarse)
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.skipif(not int8.works(), reason="this processor or torch has no exact int8")
+def test_an_error_of_the_other_thread_is_not_lost(blobs, monkeypatch):
+    matcher = Matcher(tiny_network(), MatcherConfig(), device="cpu", precision="int8")
+    extract = matcher.network.extract
+
+    def broken(images):
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("out of memory")
+        return extract(images)
+
+    monkeypatch.setattr(matcher.network, "extract", broken)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(NoMemoryError):
+            matcher.extract([matcher._item(blob, None) for blob in blobs])
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_another_process_gives_the_same(tmp_path, blobs):

@@ -1,6 +1,7 @@
 """Tests of the compiled C library: variants and rejected files; tests/test_ops.py compares it with the reference."""
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from ops_data import coarse_maps, consensus_of, refinement_case, search_case
 
 from dualrc.config import FineConfig
 from dualrc.errors import ConfigError
-from dualrc.ops import choose
+from dualrc.ops import choose, onednn
 from dualrc.ops.native import NativeEngine, library, sources
 from dualrc.ops.torch import TorchEngine
 
@@ -197,6 +198,7 @@ def test_tensors_that_the_kernels_would_misread_are_refused():
     own = library.opened("generic")
     features, index = rand(0, 1, 192, 16), torch.arange(5)
     values = {"features0": features, "features1": features, "pair": index * 0, "index0": index}
+    values |= {"known": None, "inputs": None, "offsets": None, "temperature": 1.0}
     sizes = {"count": 5, "channels": 16, "height0": 12, "width0": 16, "height1": 12, "width1": 16}
     cosines = torch.empty(5, 9, 9)
     own.call("meet", **values, index1=index, cosines=cosines, **sizes)
@@ -205,3 +207,24 @@ def test_tensors_that_the_kernels_would_misread_are_refused():
             own.call("meet", **values, index1=wrong, cosines=cosines, **sizes)
     with pytest.raises(AssertionError):
         own.call("meet", **values, index1=index, cosines=cosines.transpose(1, 2), **sizes)
+
+
+@needs_library
+@torch.inference_mode()
+def test_products_by_onednn_are_those_of_torch(monkeypatch):
+    engine, case, maps = NativeEngine(), refinement_case(hidden=8), coarse_maps(2, (3, 5), (4, 3))
+    offsets, tensor = engine.offsets(case[0], case[1], case[3]), engine.correlate(*maps)
+    if sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64"):
+        assert onednn.works()
+    monkeypatch.setattr(onednn, "works", lambda: False)
+    for found, expected in zip(offsets, engine.offsets(case[0], case[1], case[3]), strict=True):
+        assert torch.allclose(found, expected, atol=1e-5) and expected.abs().max() > 0.01
+    assert torch.allclose(tensor, engine.correlate(*maps), atol=1e-6)
+
+
+def test_a_torch_without_these_products(monkeypatch):
+    def missing(*_, **__):
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(onednn, "linear", missing)
+    assert not onednn.works.__wrapped__()

@@ -108,9 +108,19 @@ class Budget:
         """Return the number of such pairs that fit into one batch."""
         return max(1, (self.total - _LEAST) // self._held(pair))
 
+    def side_by_side(self, pair: Pair) -> bool:
+        """Return whether two threads may extract the features of both images at the same time.
+
+        That must not take more memory than matching does. Memory that the second thread frees is not always reused by
+        the first, so all of it must fit into the budget in addition.
+        """
+        extract = self._needs(pair).extract
+        return 2 * extract <= self.need(pair) <= self.total - extract
+
     def spare(self, pair: Pair) -> float:
         """Return the bytes that matching this pair leaves for features of other images."""
-        return min(self._most, self.total - self._held(pair) - self.working(pair))
+        beside = 0 if self._on_gpu or not self.side_by_side(pair) else self._needs(pair).extract
+        return min(self._most, self.total - self._held(pair) - self.working(pair) - beside)
 
     def fits(self, pair: Pair) -> bool:
         """Return whether a pair fits into memory at this size."""
@@ -165,13 +175,13 @@ class Budget:
         if pair not in self._known:
             if len(self._known) > _KNOWN:
                 self._known.clear()
-            self._known[pair] = self._estimate(pair)
+            self._known[pair] = int(max(self._needs(pair)))
         return self._known[pair]
 
-    def _estimate(self, pair: Pair) -> int:
+    def _needs(self, pair: Pair) -> memory.Needs:
         images, seen = (pair[0].image_size, pair[1].image_size), (pair[0].input_size, pair[1].input_size)
         item = self.precision.itemsize
-        return int(max(memory.needs(self.network, images, seen, item, self._traits, on_gpu=self._on_gpu)))
+        return memory.needs(self.network, images, seen, item, self._traits, on_gpu=self._on_gpu)
 
 
 def _resized(pair: Pair, fixed: tuple[bool, bool], ratio: float) -> Pair:

@@ -1,10 +1,12 @@
 """Feature extraction: device, precision and batch size."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -57,28 +59,49 @@ class Extractor:
         finally:
             patience.cancel()
 
-    @torch.inference_mode()
     def __call__(self, items: Iterable[PendingImage], together: Callable[[Scale], int]) -> None:
-        """Extract features of the items without any, in batches of one size with at most `together` images."""
+        """Extract features of the items without any; `together` is how many images of a size fit into memory at once.
+
+        Images of one size form a batch on a GPU. In int8, two images are processed side by side, each with half of the
+        threads, because the threads of one image often wait for each other.
+        """
         groups: dict[tuple[Size, Size], list[PendingImage]] = {}
         for item in items:
             if item.features is None:
                 groups.setdefault((item.scale.image_size, item.scale.input_size), []).append(item)
-        for members in groups.values():
-            # One image may occur in several pairs.
-            group = list({id(item): item for item in members}.values())
-            size = group[0].scale.input_size
-            for chunk in chunks(group, together(group[0].scale)):
-                with enough_memory():
-                    pixels = self._upload([item.pixels for item in chunk if item.pixels is not None])
-                    found = self._network.engine.extract(partial(self._extract, size=size), pixels)
-                for number, item in enumerate(chunk):
-                    seen, coarse, fine, *light = (tensor[number : number + 1] for tensor in found)
-                    one = Features(coarse=coarse, fine=fine, light=light[0] if light else None)
-                    item.features = ImageFeatures(
-                        maps=one, scale=item.scale, mask=None, made_by=self.made_by, pixels=seen[0]
-                    )
-                    item.pixels = None
+        # One image may occur in several pairs.
+        distinct = [list({id(item): item for item in members}.values()) for members in groups.values()]
+        if self.device.type != "cpu":
+            self._extract_all([chunk for group in distinct for chunk in chunks(group, together(group[0].scale))])
+            return
+        single, threads = [[item] for group in distinct for item in group], torch.get_num_threads()
+        # Only sums in int8 are exact, whatever the number of threads.
+        alone = self.precision != "int8" or len(single) < 2 or threads < 2
+        if alone or min(together(group[0].scale) for group in distinct) < 2:
+            self._extract_all(single)
+            return
+        with use_threads(threads // 2):
+            other = _helper(os.getpid()).submit(self._extract_all, single[1::2], threads // 2)
+            try:
+                self._extract_all(single[::2])
+            finally:
+                other.result()
+
+    @torch.inference_mode()
+    def _extract_all(self, batches: list[list[PendingImage]], threads: int | None = None) -> None:
+        """Extract the features of batches of images of one size, one after the other."""
+        for batch in batches:
+            with enough_memory(), use_threads(threads):
+                pixels = self._upload([item.pixels for item in batch if item.pixels is not None])
+                size = batch[0].scale.input_size
+                found = self._network.engine.extract(partial(self._extract, size=size), pixels)
+            for number, item in enumerate(batch):
+                seen, coarse, fine, *light = (tensor[number : number + 1] for tensor in found)
+                one = Features(coarse=coarse, fine=fine, light=light[0] if light else None)
+                item.features = ImageFeatures(
+                    maps=one, scale=item.scale, mask=None, made_by=self.made_by, pixels=seen[0]
+                )
+                item.pixels = None
 
     def _upload(self, given: list[npt.NDArray[np.uint8] | Tensor]) -> Tensor:
         """Stack images of the same size, uint8 (h w 3), on the device; tensors are already there."""
@@ -109,6 +132,12 @@ class Extractor:
         # Always a copy: without resizing, the pixels may be the user's own array.
         seen = resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
         return seen, features.coarse, features.fine, *light
+
+
+@cache
+def _helper(process: int) -> ThreadPoolExecutor:
+    """Return the thread that extracts features beside the calling one; a forked process needs its own."""
+    return ThreadPoolExecutor(1, thread_name_prefix="features")
 
 
 @contextmanager

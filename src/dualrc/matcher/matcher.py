@@ -130,7 +130,9 @@ class Matcher:
         """Extract the features of those items that have none yet."""
 
         def together(scale: Scale) -> int:
-            return min(_BATCH, self.budget.together((scale, scale))) if self.device.type == "cuda" else 1
+            if self.device.type == "cuda":
+                return min(_BATCH, self.budget.together((scale, scale)))
+            return 2 if self.device.type == "cpu" and self.budget.side_by_side((scale, scale)) else 1
 
         with use_threads(self.threads):
             self._extractor(items, together)

@@ -15,7 +15,7 @@ from dualrc.model.correlation import correlate, mask_cells, max_pool, normalize,
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
 from dualrc.model.sparse import SparseScores
-from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
+from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs, refine_both
 from dualrc.model.support import Support
 
 if TYPE_CHECKING:
@@ -64,7 +64,12 @@ class Engine:
 
     def coarse(self, coarse: TensorPair, consensus: Consensus, valid: MaskPair) -> Tensor:
         """Correlate, then apply M, N and M: (b c h0 w0), (b c h1 w1) -> (b h0 w0 h1 w1)."""
-        return self.filtered(mask_cells(correlate(*(features.float() for features in coarse)), *valid), consensus)
+        coarse0, coarse1 = (features.float() for features in coarse)
+        return self.filtered(mask_cells(self.correlate(coarse0, coarse1), *valid), consensus)
+
+    def correlate(self, coarse0: Tensor, coarse1: Tensor) -> Tensor:
+        """Correlate coarse features: (b c h0 w0), (b c h1 w1) -> (b h0 w0 h1 w1)."""
+        return correlate(coarse0, coarse1)
 
     def filtered(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """Apply mutual filter, consensus, mutual filter; may overwrite `scores` (b h0 w0 h1 w1)."""
@@ -121,6 +126,11 @@ class Engine:
         return refine.refine_points(subpixel, fine0, fine1, pair, points0, index1, score)
 
     # Steps of `refine`.
+
+    def offsets(self, subpixel: Subpixel, fine: FineMapPair, matches: CellMatches) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the offsets of both points of matches (n 2) and their confidence (n), by features alone."""
+        windows = self.windows(*fine, matches.pair.clamp(min=0), matches.index0, matches.index1)
+        return refine_both(subpixel, windows, matches.score0, matches.score1)
 
     def windows(self, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
         """Return the 3x3 windows of fine cells around both cells of matches (n)."""

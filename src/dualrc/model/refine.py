@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dualrc.model.cells import FineMap, FineMapPair, TensorPair
-from dualrc.model.subpixel import Offsets, Subpixel, cell_windows, pair_windows, point_windows, refine_both
+from dualrc.model.subpixel import Offsets, Subpixel, cell_windows, pair_windows, point_windows
 from dualrc.model.support import crowd
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel
 
@@ -83,10 +83,8 @@ def refine(
 
 def place(engine: "Engine", subpixel: Subpixel, fine: FineMapPair, matches: CellMatches) -> Placed:
     """Move both points of each match to where features and neighbors agree, and score it."""
-    known, pair = matches.pair, matches.pair.clamp(min=0)
-    index0, index1 = matches.index0, matches.index1
-    windows = engine.windows(*fine, pair, index0, index1)
-    offset0, offset1, confidence = refine_both(subpixel, windows, matches.score0, matches.score1)
+    known, index0, index1 = matches.pair, matches.index0, matches.index1
+    offset0, offset1, confidence = engine.offsets(subpixel, fine, matches)
     cells0, cells1 = fine[0].coordinates(index0) + offset0, fine[1].coordinates(index1) + offset1
 
     shape0, shape1 = ((len(f.features), *f.fine_size) for f in fine)

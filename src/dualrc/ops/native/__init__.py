@@ -4,17 +4,19 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dualrc.errors import ConfigError
 from dualrc.model import align, support
-from dualrc.model.cells import FineMap
+from dualrc.model.cells import FineMap, FineMapPair
 from dualrc.model.consensus import Consensus, swap_images
+from dualrc.model.correlation import normalize
+from dualrc.model.refine import CellMatches
 from dualrc.model.search import Found, Queries
-from dualrc.model.subpixel import WINDOW, WindowPairs, inside
+from dualrc.model.subpixel import WINDOW, Subpixel, WindowPairs, inside
 from dualrc.model.support import Support
-from dualrc.ops import memory
+from dualrc.ops import memory, onednn
 from dualrc.ops.native import library
 from dualrc.ops.torch import TorchEngine, slack
 
@@ -81,6 +83,18 @@ class NativeEngine(TorchEngine):
             )
         return result
 
+    def correlate(self, coarse0: Tensor, coarse1: Tensor) -> Tensor:
+        """Correlate by oneDNN, pair by pair."""
+        if not (onednn.works() and _fits(coarse0, coarse1)):
+            return super().correlate(coarse0, coarse1)
+        # (b h w c)
+        rows0, rows1 = (normalize(features).movedim(1, -1) for features in (coarse0, coarse1))
+        products = [
+            onednn.linear(one.flatten(0, 1), other.flatten(0, 1)) for one, other in zip(rows0, rows1, strict=True)
+        ]
+        scores = torch.stack(products) if len(products) != 1 else products[0][None]
+        return scores.view(*rows0.shape[:3], *rows1.shape[1:3])
+
     def search_queries(
         self,
         tensor: Tensor,
@@ -128,29 +142,61 @@ class NativeEngine(TorchEngine):
         )
         return found
 
+    def offsets(self, subpixel: Subpixel, fine: FineMapPair, matches: CellMatches) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the inputs of the correction in C, for both directions, and its layers by oneDNN."""
+        layers = [] if subpixel.correction is None else [m for m in subpixel.correction if isinstance(m, nn.Linear)]
+        inputs, weights = [one.features for one in fine], [layer.weight for layer in layers]
+        if not (layers and onednn.works() and _fits(matches.score0, matches.score1, *inputs, *weights)):
+            return super().offsets(subpixel, fine, matches)
+        count, score = 2 * len(matches.pair), torch.cat([matches.score0, matches.score1])
+        offset, x = torch.empty(count, 2), torch.empty(-(-count // onednn.ROWS) * onednn.ROWS, weights[0].shape[1])
+        x[count:] = 0
+        self._meet(
+            fine,
+            matches.pair.clamp(min=0),
+            matches.index0,
+            matches.index1,
+            known=torch.log(score.clamp(min=0) + 1e-4) / 2,
+            inputs=x,
+            offsets=offset,
+            temperature=subpixel.log_temperature.exp().item(),
+        )
+        for layer in layers:
+            x = onednn.linear(x, layer.weight, layer.bias, relu=layer is not layers[-1])
+        whole = torch.cat([inside(fine[1], matches.index1), inside(fine[0], matches.index0)])
+        offset = (offset + x[:count, :2]).masked_fill_(~whole[:, None], 0) / 2
+        offset1, offset0 = offset.chunk(2)
+        certain1, certain0 = x[:count, 2].sigmoid().chunk(2)
+        return offset0, offset1, (certain0 * certain1).sqrt()
+
     def windows(self, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
         """Compute cosines between the 3x3 cells around matches, without a copy of their features."""
         if not _fits(fine0.features, fine1.features):
             return super().windows(fine0, fine1, pair, index0, index1)
         cosine = torch.empty(len(pair), WINDOW, WINDOW)
-        (height0, width0), (height1, width1) = fine0.fine_size, fine1.fine_size
+        self._meet((fine0, fine1), pair, index0, index1, cosines=cosine)
+        middles = fine0.gather(pair, index0), fine1.gather(pair, index1)
+        return WindowPairs(*middles, cosine, inside(fine0, index0), inside(fine1, index1))
+
+    def _meet(self, fine: FineMapPair, pair: Tensor, index0: Tensor, index1: Tensor, **outputs: Any) -> None:
+        """Compute the cosines between the windows around matches, and what follows from them."""
+        (height0, width0), (height1, width1) = fine[0].fine_size, fine[1].fine_size
+        unused = dict.fromkeys(("known", "cosines", "inputs", "offsets")) | {"temperature": 1.0}
         self._library.call(
             "meet",
-            features0=fine0.features,
-            features1=fine1.features,
+            features0=fine[0].features,
+            features1=fine[1].features,
             pair=pair,
             index0=index0,
             index1=index1,
-            cosines=cosine,
             count=len(pair),
-            channels=fine0.features.shape[2],
+            channels=fine[0].features.shape[2],
             height0=height0,
             width0=width0,
             height1=height1,
             width1=width1,
+            **(unused | outputs),
         )
-        middles = fine0.gather(pair, index0), fine1.gather(pair, index1)
-        return WindowPairs(*middles, cosine, inside(fine0, index0), inside(fine1, index1))
 
     def support(
         self,

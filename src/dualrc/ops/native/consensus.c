@@ -35,16 +35,46 @@ INLINE lanes rectified(lanes v)
     return (lanes)((whole_lanes)v & ~(whole_lanes)(v <= 0));
 }
 
-INLINE float sum_from(lanes v, int from)
+/* Sum groups of TOGETHER lanes. The sum of group g of vector p goes to sums[g * AT_ONCE + p]. */
+#if LANES >= 8 && defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define SHUFFLES
+#endif
+#endif
+
+#ifdef SHUFFLES
+/* Lane i of a vector with twice as many columns as the vectors a and b, whose sums have 2 * step terms left each. */
+#define LOW(i, step) ((i) % 8 / 4 * LANES + (i) / 8 * 8 + (i) % 4 / (step) * 2 * (step) + (i) % (step))
+#define HIGH(i, step) (LOW(i, step) + (step))
+#define FOUR(pick, i, step) pick(i, step), pick(i + 1, step), pick(i + 2, step), pick(i + 3, step)
+#if LANES == 16
+#define MASK(pick, step) FOUR(pick, 0, step), FOUR(pick, 4, step), FOUR(pick, 8, step), FOUR(pick, 12, step)
+#else
+#define MASK(pick, step) FOUR(pick, 0, step), FOUR(pick, 4, step)
+#endif
+#define ADD(a, b, step) \
+    (__builtin_shufflevector(a, b, MASK(LOW, step)) + __builtin_shufflevector(a, b, MASK(HIGH, step)))
+
+INLINE void sum_groups(const lanes *v, float *sums)
 {
-    float sums[TOGETHER];
-    for (int i = 0; i < TOGETHER; i++)
-        sums[i] = v[from + i];
-    for (int step = TOGETHER / 2; step; step /= 2)
-        for (int i = 0; i < step; i++)
-            sums[i] += sums[i + step];
-    return sums[0];
+    const lanes a = ADD(v[0], v[1], 4), b = ADD(v[2], v[3], 4), c = ADD(v[4], v[5], 4), d = ADD(v[6], v[7], 4);
+    const lanes ab = ADD(a, b, 2), cd = ADD(c, d, 2);
+    store(sums, ADD(ab, cd, 1));
 }
+#else
+INLINE void sum_groups(const lanes *v, float *sums)
+{
+    for (int i = 0; i < LANES / TOGETHER * AT_ONCE; i++) {
+        float part[TOGETHER];
+        for (int k = 0; k < TOGETHER; k++)
+            part[k] = v[i % AT_ONCE][i / AT_ONCE * TOGETHER + k];
+        for (int step = TOGETHER / 2; step; step /= 2)
+            for (int k = 0; k < step; k++)
+                part[k] += part[k + step];
+        sums[i] = part[0];
+    }
+}
+#endif
 
 /* Width of image 1 rounded up to whole blocks, plus one column on each side. */
 INLINE int64_t wide(const Consensus *c)
@@ -139,11 +169,13 @@ static void consensus_second(const Consensus *c, int64_t row0, int64_t column0, 
                     add_row(lower, hidden + 2 * next, weights + three, channels);
                     add_row(lower, hidden + 3 * next, weights + 2 * three, channels);
                 }
-                for (int from = 0; from < LANES; from += TOGETHER) {
-                    const int direction = 2 * (channel + from) >= channels;
+                float sums[2][LANES / TOGETHER][AT_ONCE];
+                sum_groups(upper, sums[0][0]), sum_groups(lower, sums[1][0]);
+                for (int group = 0; group < LANES / TOGETHER; group++) {
+                    const int direction = 2 * (channel + group * TOGETHER) >= channels;
                     for (int p = 0; p < AT_ONCE; p++) {
-                        totals[0][direction][p] += sum_from(upper[p], from);
-                        totals[1][direction][p] += sum_from(lower[p], from);
+                        totals[0][direction][p] += sums[0][group][p];
+                        totals[1][direction][p] += sums[1][group][p];
                     }
                 }
             }

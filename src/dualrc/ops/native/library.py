@@ -67,10 +67,11 @@ _KERNELS = {
         {
             **dict.fromkeys(("features0", "features1"), _FLOATS),
             **dict.fromkeys(("pair", "index0", "index1"), _WHOLE),
-            "cosines": _FLOATS,
+            **dict.fromkeys(("known", "cosines", "inputs", "offsets"), _FLOATS),
         },
         sizes="count channels height0 width0 height1 width1",
-        outputs="cosines",
+        numbers="temperature",
+        outputs="cosines inputs offsets",
     ),
     "explain": _Kernel(
         {

@@ -2,8 +2,9 @@
 
 #include "native.h"
 
-/* Fine cells of the window around a match. */
+/* Fine cells of the window around a match, and the one at its center. */
 #define WINDOW 9
+#define MIDDLE 4
 /* Added to variances, which may be zero. */
 #define LITTLE 1e-6f
 
@@ -12,10 +13,16 @@ typedef struct {
     const float *features0, *features1;
     /* (count) Pair and row-major fine cells of the matches. */
     const int64_t *pair, *index0, *index1;
-    /* (count 9 9) Output. */
+    /* (2 count) Last input of the correction, from image 0 to image 1 and then back, or NULL. */
+    const float *known;
+    /* (count 9 9) Output, or NULL. */
     float *cosines;
+    /* (2 count, 2 channels + 82) and (2 count, 2) Output if `known` is given: inputs of the correction of
+     * model/subpixel.py, and offsets of the soft-argmax. */
+    float *inputs, *offsets;
     /* Heights and widths of the maps are in fine cells. */
     int64_t count, channels, height0, width0, height1, width1;
+    float temperature;
     int32_t threads;
 } Meet;
 
@@ -74,6 +81,48 @@ INLINE void window_of(const float *features, int64_t index, int64_t height, int6
     }
 }
 
+/* exp(x) for x from -80 to 0, with a relative error of a few millionths. */
+INLINE float fading(float x)
+{
+    float power = (x > -80 ? x : -80) * 1.44269504f;
+    int32_t floor = (int32_t)power - 1;
+    /* From 0 to ln 2. */
+    float rest = (power - floor) * 0.693147181f;
+    rest *= 0.25f;
+    float exp = 1 + rest * (1 + rest * (0.5f + rest * (1 / 6.f + rest * (1 / 24.f + rest * (1 / 120.f + rest / 720)))));
+    exp *= exp;
+    exp *= exp;
+    union { int32_t bits; float value; } two = {(floor + 127) << 23};
+    return exp * two.value;
+}
+
+/* Write the inputs of the correction and the soft-argmax for one direction of a match. The cosine of cell i of the own
+ * window with cell j of the other one is at i * own + j * other. */
+static void describe(const Meet *m, int64_t row, const float *middle, const float *other_middle, const float *cosines,
+                     int own, int other)
+{
+    const int64_t channels = m->channels;
+    float *to = m->inputs + row * (2 * channels + WINDOW * WINDOW + 1);
+    memcpy(to, middle, channels * sizeof(float));
+    memcpy(to + channels, other_middle, channels * sizeof(float));
+    to += 2 * channels;
+    for (int i = 0; i < WINDOW; i++)
+        for (int j = 0; j < WINDOW; j++)
+            to[i * WINDOW + j] = 4 * cosines[i * own + j * other];
+    to[WINDOW * WINDOW] = m->known[row];
+
+    float highest = -INFINITY, total = 0, x = 0, y = 0;
+    for (int j = 0; j < WINDOW; j++) {
+        const float cosine = cosines[MIDDLE * own + j * other];
+        highest = cosine > highest ? cosine : highest;
+    }
+    for (int j = 0; j < WINDOW; j++) {
+        const float weight = fading((cosines[MIDDLE * own + j * other] - highest) / m->temperature);
+        total += weight, x += weight * (j % 3 - 1), y += weight * (j / 3 - 1);
+    }
+    m->offsets[2 * row] = x / total, m->offsets[2 * row + 1] = y / total;
+}
+
 static void meet_match(const Meet *m, int64_t match)
 {
     const int64_t channels = m->channels, whole = channels / LANES * LANES, pair = m->pair[match];
@@ -82,7 +131,7 @@ static void meet_match(const Meet *m, int64_t match)
               channels, window0);
     window_of(m->features1 + pair * m->height1 * m->width1 * channels, m->index1[match], m->height1, m->width1,
               channels, window1);
-    float *cosines = m->cosines + match * WINDOW * WINDOW;
+    float cosines[WINDOW * WINDOW];
     for (int i = 0; i < WINDOW; i += 3)
         for (int j = 0; j < WINDOW; j += 3) {
             lanes sums[9] = {{0}};
@@ -101,21 +150,12 @@ static void meet_match(const Meet *m, int64_t match)
                 cosines[(i + n / 3) * WINDOW + j + n % 3] = sum;
             }
         }
-}
-
-/* exp(x) for x from -80 to 0, with a relative error of a few millionths. */
-INLINE float fading(float x)
-{
-    float power = (x > -80 ? x : -80) * 1.44269504f;
-    int32_t floor = (int32_t)power - 1;
-    /* From 0 to ln 2. */
-    float rest = (power - floor) * 0.693147181f;
-    rest *= 0.25f;
-    float exp = 1 + rest * (1 + rest * (0.5f + rest * (1 / 6.f + rest * (1 / 24.f + rest * (1 / 120.f + rest / 720)))));
-    exp *= exp;
-    exp *= exp;
-    union { int32_t bits; float value; } two = {(floor + 127) << 23};
-    return exp * two.value;
+    if (m->cosines != NULL)
+        memcpy(m->cosines + match * WINDOW * WINDOW, cosines, sizeof cosines);
+    if (m->known != NULL) {
+        describe(m, match, window0[MIDDLE], window1[MIDDLE], cosines, WINDOW, 1);
+        describe(m, match + m->count, window1[MIDDLE], window0[MIDDLE], cosines, 1, WINDOW);
+    }
 }
 
 static void explain_match(const Explain *e, int64_t match)
