@@ -6,6 +6,7 @@ from collection_data import apart, fill_store, make_matches, make_scene
 
 from dualrc.collection.keypoints import MergeConfig, _cluster, merge
 from dualrc.collection.store import MatchStore
+from dualrc.collection.tracks import Tracks
 from dualrc.errors import ConfigError, DataError
 
 NAMES = ("a.jpg", "b.jpg", "c.jpg")
@@ -231,3 +232,68 @@ def test_a_match_that_leads_past_its_keypoint_is_left_out(tmp_path):
         store.put("a", "b", make_matches(pair.points0, moved, pair.scores))
         before, after = (len(merge(store, MergeConfig(sweeps=sweeps)).indexed("a", "b").rows) for sweeps in (0, 3))
     assert before - 12 <= after <= before - 8
+
+
+def joined_tracks(links):
+    """Return the sets of keypoints (name, index) that links ((name, name), (n, 2)) connect."""
+    track_of = {}
+    for names, indices in links:
+        for pair in indices.tolist():
+            merged = set()
+            for member in zip(names, pair, strict=True):
+                merged |= track_of.get(member, {member})
+            track_of.update(dict.fromkeys(merged, merged))
+    return {id(track): track for track in track_of.values()}.values()
+
+
+def test_a_link_between_two_points_of_one_image_is_refused():
+    tracks = Tracks({"a": 3, "b": 2, "c": 2})
+    assert tracks.join("a", "b", np.array([[0, 0], [1, 1]])).tolist() == [True, True]
+    assert tracks.join("b", "c", np.array([[0, 0]])).tolist() == [True]
+    # Over b and c, the second point of a would join the first one; the third is free.
+    assert tracks.join("a", "c", np.array([[1, 0], [2, 1]])).tolist() == [False, True]
+    assert tracks.join("a", "c", np.array([[0, 0]])).tolist() == [True]
+    assert tracks.join("a", "b", np.zeros((0, 2), np.int64)).tolist() == []
+
+
+def test_tracks_of_random_links_have_one_point_per_image_and_nothing_more_could_be_joined():
+    rng = np.random.default_rng(0)
+    names, count = "abcdef", 40
+    tracks, kept, refused = Tracks(dict.fromkeys(names, count)), [], []
+    for name0, name1 in [(i, j) for i in names for j in names if i < j]:
+        here = rng.permutation(count)[:25]
+        # Most links connect the same index.
+        there = np.where(rng.random(25) < 0.8, here, rng.permutation(count)[:25])
+        indices = np.stack([here, there], axis=1)[np.unique(there, return_index=True)[1]]
+        agree = tracks.join(name0, name1, indices)
+        kept.append(((name0, name1), indices[agree]))
+        refused.append(((name0, name1), indices[~agree]))
+    found = joined_tracks(kept)
+    assert all(len({name for name, _ in track}) == len(track) for track in found)
+    assert max(map(len, found)) == len(names)
+    of = {member: track for track in found for member in track}
+    for pair, indices in refused:
+        for ends in (list(zip(pair, row, strict=True)) for row in indices.tolist()):
+            first, second = (of.get(end, {end}) for end in ends)
+            assert {name for name, _ in first} & {name for name, _ in second}
+
+
+def test_no_track_of_merged_matches_has_two_points_of_an_image(tmp_path):
+    """Ten matches of a pair are swapped; over the third image, each would join two points."""
+    scene = apart(make_scene(NAMES), 12)
+    with fill_store(tmp_path / "m.sqlite", scene, noise=0.02) as store:
+        pair = store.get("a.jpg", "c.jpg")
+        swapped = pair.points1.copy()
+        swapped[:10] = pair.points1[9::-1]
+        store.put("a.jpg", "c.jpg", make_matches(pair.points0, swapped, pair.scores))
+        everything = {names: np.ones(len(scene.xyz), dtype=bool) for names in store.names()}
+        links = {}
+        for sweeps in (0, 3):
+            merged = merge(store, MergeConfig(sweeps=sweeps), inliers=everything)
+            links[sweeps] = [(names, merged.indexed(*names).indices) for names in merged.pairs]
+    ambiguous = {
+        sweeps: sum(len({name for name, _ in track}) < len(track) for track in joined_tracks(found))
+        for sweeps, found in links.items()
+    }
+    assert ambiguous == {0: 5, 3: 0}
+    assert sum(len(indices) for _, indices in links[3]) > 0.9 * 3 * len(scene.xyz)

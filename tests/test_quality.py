@@ -1,5 +1,7 @@
 """Tests of quality "high" for rotated and zoomed images, and of scenes with two motions."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -174,3 +176,19 @@ def test_the_higher_qualities_enlarge_small_images(width, settings, seen):
     matcher = oracle_matcher(**settings)
     assert matcher.match(image, image, quality="high", top=10).info["network_size0"] == seen
     assert max(matcher.match(image, image, top=10).info["network_size0"]) <= width
+
+
+def test_a_warning_is_dropped_where_the_pair_score_contradicts_it(photograph, shipped):
+    """The higher qualities can find matches after the first pass warned that there are none."""
+
+    def selected(image0, image1):
+        pair = shipped.features(image0), shipped.features(image1)
+        raw = next(shipped.match_uncalibrated([pair], shipped.config))
+        return shipped.selected(
+            replace(raw, info={**raw.info, "warning": "The first pass found nothing."}), shipped.config
+        )
+
+    found = selected(photograph[:, :400], photograph[:, 80:])
+    assert found.pair_score > 0.9 and "warning" not in found.info
+    found = selected(texture(5, 400, 300), photograph)
+    assert found.pair_score < 0.05 and "warning" in found.info

@@ -9,8 +9,11 @@ from conftest import rand, same_matches, texture
 from test_quality import made_matches, photograph, share_right, shipped, similarity
 
 import dualrc
+from dualrc import stitch
 from dualrc.geometry import apply_homography
 from dualrc.image import Scale
+from dualrc.localize.maps import Look
+from dualrc.matcher import rematch
 from dualrc.matcher.features import ImageFeatures
 from dualrc.matcher.verify import verify
 from dualrc.matcher.views import Shown, see
@@ -225,6 +228,20 @@ def test_tilts_of_unrelated_images_agree_no_more_than_by_chance(photograph, ship
     view = affine_view((300, 360), 360, Simulated(3.0, 30.0))
     found = shipped.match(texture(5, 400, 300), through(other, view))
     assert "warning" in found.info and "tilted" not in found.info
+
+
+def test_many_unrelated_pairs_are_not_searched_for_tilts(photograph, shipped, monkeypatch):
+    """Candidates of localization and pairs of a panorama mostly have nothing in common."""
+    searched = []
+    monkeypatch.setattr(rematch, "search_tilts", lambda *args: searched.append(args))
+    images = [texture(5, 400, 300), photograph]
+    features = shipped.features(images[0]), shipped.features(images[1])
+    shipped.match_features(*features, max_tilt=1)
+    Look(matcher=shipped, features=features, images=None).match()
+    assert stitch._links(images, shipped) == {}
+    assert not searched
+    shipped.match_features(*features)
+    assert len(searched) == 1
 
 
 def test_the_quick_search_has_the_tilts_up_to_the_largest():

@@ -17,6 +17,7 @@ from web_data import encode, events, pair_of, refused, scene, serving, upload, w
 from dualrc import geometry
 from dualrc.image import Scale
 from dualrc.matches import Estimate, Matches
+from dualrc.types import UNSET
 from dualrc.web import pairs
 from dualrc.web.reconstruction import Reconstruction
 from dualrc.web.schemas import MatchOptions
@@ -336,6 +337,21 @@ def test_a_collection_gives_all_pairs(http, served):
     refused(http.post("/v1/collections", json={"images": [ids[0], ids[0]]}), 422, "bad_collection")
     refused(http.post("/v1/collections", json={"images": ["x", "y"]}), 404, "unknown_id")
     refused(http.get("/v1/collections/x"), 404, "unknown_id")
+
+
+def test_a_collection_does_not_search_tilted_views(http, served, monkeypatch):
+    """Most of its pairs have nothing in common; a single pair is searched as the matcher is set up."""
+    tilts, match_features = [], served.matcher.match_features
+
+    def told(*features, max_tilt, **options):
+        tilts.append(max_tilt)
+        return match_features(*features, max_tilt=max_tilt, **options)
+
+    monkeypatch.setattr(served.matcher, "match_features", told)
+    ids = [upload(http, image) for image in pair_of(12)]
+    list(events(http, http.post("/v1/collections", json={"images": ids}).json()["job"]))
+    http.post("/v1/match", json={"image0": ids[0], "image1": ids[1]})
+    assert tilts == [1, UNSET]
 
 
 def test_examples_are_rendered_once(http):

@@ -125,7 +125,8 @@ def _links(images: list[ImageArray], matcher: Matcher) -> dict[tuple[int, int], 
     features = [matcher.features(image) for image in images]
     links = {}
     for i, j in pairs:
-        matches = matcher.match_features(features[i], features[j], top=_TOP)
+        # Most pairs of a long panorama have nothing in common, and none have tilted views.
+        matches = matcher.match_features(features[i], features[j], top=_TOP, max_tilt=1)
         threshold_px = _THRESHOLD * max(matches.size1)
         fit = geometry.estimate(matches, "homography", threshold_px=threshold_px, min_inliers=_FEWEST)
         agree = int(fit.inliers.sum())

@@ -70,6 +70,8 @@ def _make_class() -> Any:
                 device=self._device,
                 top=conf["max_num_matches"],
                 min_score=conf["match_threshold"],
+                # Most pairs of a collection have nothing in common.
+                max_tilt=1.0,
             )
 
         def match(

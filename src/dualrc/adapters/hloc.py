@@ -76,6 +76,8 @@ def _make_model() -> Any:
                 device=conf["device"],
                 min_score=conf["match_threshold"],
                 top=conf["max_num_matches"],
+                # Most pairs of a collection have nothing in common.
+                max_tilt=1.0,
             )
 
         def _forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:

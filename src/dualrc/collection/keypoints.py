@@ -2,7 +2,8 @@
 
 The matcher returns different points for every pair. Keypoints are the cluster centers of all matched points of an
 image. The local affine motion around a match predicts the position of one image's keypoint in the other image. A few
-sweeps over the images move each keypoint to the mean of its predictions. A track then has one point per image.
+sweeps over the images move each keypoint to the mean of its predictions. Matches that would join two keypoints of an
+image to one track are dropped, and the last sweeps use the other ones.
 """
 
 from collections import OrderedDict, defaultdict
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from dualrc import geometry
 from dualrc.collection.progress import Progress, no_progress
 from dualrc.collection.store import MatchStore, Names
+from dualrc.collection.tracks import Tracks
 from dualrc.collection.two_view_geometry import cell_px, load_pair
 from dualrc.config import check_bounds
 from dualrc.errors import DataError
@@ -41,6 +43,8 @@ _STRAY = 0.25
 _PRIOR = 0.5
 # Maximum distance between a keypoint and its prediction by a match, in radii.
 _PAST = 0.35
+# Number of sweeps that use only the matches within tracks.
+_LAST_SWEEPS = 2
 # Number of pairs whose matches stay in memory; a pair takes at most half a megabyte.
 _IN_MEMORY = 2000
 
@@ -53,7 +57,8 @@ class MergeConfig:
     radius: float = 0.5
     # Maximum epipolar error of a match, in fine cells; matches with larger errors are dropped.
     max_error: float = 0.35
-    # Number of sweeps that move each keypoint to the mean of the predictions of its matches.
+    # Number of sweeps that move each keypoint to the mean of the predictions of its matches, before tracks are formed.
+    # Without any, keypoints stay at the cluster centers, and no tracks are formed.
     sweeps: int = 3
 
     def __post_init__(self) -> None:
@@ -143,19 +148,42 @@ class MergedMatches:
             names: np.packbits(f) for names, f in (inliers or {}).items()
         }
         self._prepared: OrderedDict[Names, _Prepared] = OrderedDict()
-        # Whether the keypoints were moved to the predictions of their matches.
-        self.placed = False
+        # Which matches between clusters are within a track, packed like the above.
+        self._linked: dict[Names, npt.NDArray[np.uint8]] = {}
         self.pairs = store.usable(wanted)
 
     def indexed(self, name0: str, name1: str) -> IndexedMatches:
-        """Return the matches of a pair as keypoint indices, without matches that miss their keypoint."""
-        pair = self._prepare((name0, name1))
-        if not self.placed:
-            return pair.found
-        near = pair.residuals(self.keypoints[name0], self.keypoints[name1]) <= _PAST * self.keypoints[name1].radius_px
-        return IndexedMatches(
-            indices=pair.found.indices[near], scores=pair.found.scores[near], rows=pair.found.rows[near]
-        )
+        """Return the matches of a pair as keypoint indices, without matches that miss their keypoint or its track."""
+        names = name0, name1
+        found = self._prepare(names).found
+        if names not in self._linked:
+            return found
+        kept = self.linked(names) & self._near(names)
+        return IndexedMatches(indices=found.indices[kept], scores=found.scores[kept], rows=found.rows[kept])
+
+    def linked(self, names: Names) -> BoolArray:
+        """Return which matches between clusters are within a track; all of them before tracks are formed."""
+        count = len(self._prepare(names).found.rows)
+        if names not in self._linked:
+            return np.ones(count, dtype=bool)
+        return np.unpackbits(self._linked[names], count=count).astype(bool)
+
+    def link(self) -> None:
+        """Form tracks with at most one keypoint per image from the matches that do not miss their keypoint."""
+        tracks = Tracks({name: len(keypoints) for name, keypoints in self.keypoints.items()})
+        pairs = sorted(self.pairs, key=lambda names: len(self._prepare(names).found.rows), reverse=True)
+        # The most exact matches first, because a wrong one can keep two parts of a track apart.
+        for past in (_PAST / 2, _PAST):
+            for names in pairs:
+                linked = self._near(names, past)
+                linked[linked] = tracks.join(*names, self._prepare(names).found.indices[linked])
+                self._linked[names] = np.packbits(linked)
+
+    def _near(self, names: Names, past: float = _PAST) -> BoolArray:
+        """Return which matches between clusters predict the position of their keypoint, within `past` radii."""
+        keypoints0, keypoints1 = self.keypoints[names[0]], self.keypoints[names[1]]
+        near: BoolArray = self._prepare(names).residuals(keypoints0, keypoints1) <= past * keypoints1.radius_px
+        return near
 
     def matches(self, name0: str, name1: str) -> Matches:
         """Return the matches of a pair, from keypoint to keypoint."""
@@ -251,12 +279,14 @@ def merge(
     for count, (name, its_pairs) in enumerate(partners.items()):
         merged.keypoints[name] = _gather(merged, name, its_pairs)
         progress("Finding keypoints", count + 1, len(partners))
-    total = merged.config.sweeps * len(partners)
-    for sweep in range(merged.config.sweeps):
+    sweeps = merged.config.sweeps and merged.config.sweeps + _LAST_SWEEPS
+    total = sweeps * len(partners)
+    for sweep in range(sweeps):
+        if sweep == merged.config.sweeps:
+            merged.link()
         for count, (name, its_pairs) in enumerate(partners.items()):
             merged.keypoints[name] = _place(merged, name, its_pairs)
             progress("Placing keypoints", sweep * len(partners) + count + 1, total)
-    merged.placed = merged.config.sweeps > 0
     return merged
 
 
@@ -332,10 +362,10 @@ def _place(merged: MergedMatches, name: str, pairs: Iterable[Names]) -> Keypoint
     mine = merged.keypoints[name]
     places, weights, owners = [], [], []
     for names in pairs:
-        side, pair = names.index(name), merged._prepare(names)
-        places.append(pair.carried(side, merged.keypoints[names[1 - side]]))
-        weights.append(pair.found.scores.astype(np.float64))
-        owners.append(pair.found.indices[:, side])
+        side, pair, linked = names.index(name), merged._prepare(names), merged.linked(names)
+        places.append(pair.carried(side, merged.keypoints[names[1 - side]])[linked])
+        weights.append(pair.found.scores[linked].astype(np.float64))
+        owners.append(pair.found.indices[linked, side])
     points, owner = np.concatenate(places), np.concatenate(owners)
     near = np.linalg.norm(points - mine.centers[owner], axis=1) < 2 * mine.radius_px
     owner = np.where(near, owner, -1)

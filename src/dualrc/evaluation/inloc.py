@@ -74,7 +74,9 @@ class InLocSettings(Settings):
 
     def for_matchers(self) -> MatcherSettings:
         """Return the settings of matchers."""
-        return replace(super().for_matchers(), weights=next(iter(self.weights), None), size=self.size)
+        # As in localization: most candidates do not show the place of the query.
+        weights = next(iter(self.weights), None)
+        return replace(super().for_matchers(), weights=weights, size=self.size, max_tilt=1.0)
 
     @property
     def needs_roots(self) -> bool:

@@ -43,6 +43,8 @@ class MatcherSettings:
     size: int | None = None
     # Maximum number of matches per pair, best first.
     top: int = 4000
+    # Largest foreshortening that dualrc searches; None for the default.
+    max_tilt: float | None = None
     # Maximum number of SIFT features per image.
     sift_features: int = 2000
 
@@ -95,7 +97,7 @@ class DualRC:
         name: str | None = None,
     ) -> None:
         chosen: dict[str, Any] = {"top": settings.top, "quality": quality}
-        chosen |= {} if settings.size is None else {"size": settings.size}
+        chosen |= {name: value for name in ("size", "max_tilt") if (value := getattr(settings, name)) is not None}
         self._matcher: Matcher = load(settings.preset, weights=settings.weights, device=settings.device, **chosen)
         # A partial, not a method: a bound method in the cache would keep the network in memory.
         self._features = lru_cache(_CACHED_FEATURES)(partial(_timed_features, self._matcher))

@@ -91,7 +91,9 @@ class Look:
     def match(self) -> Matches:
         """Return the matches of the two images."""
         if self.images is None:
-            return self.matcher.match_features(*self.features)
+            # Candidates that do not match mostly show something else, and a search over tilted views would double the
+            # time of a query.
+            return self.matcher.match_features(*self.features, max_tilt=1)
         return self.matcher.match(*self.images)
 
     def match_points(self, points: FloatArray) -> Matches:

@@ -26,7 +26,7 @@ from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, release_
 from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
 from dualrc.matcher.features import FeatureCache, FeaturePair, ImageFeatures, Matchable, PendingImage, shapes, stack
 from dualrc.matcher.prefetch import ReadAhead, look_ahead
-from dualrc.matcher.recover import recover
+from dualrc.matcher.recover import recover, settled
 from dualrc.matcher.uncertainty import with_covariance
 from dualrc.matches import Matches, Warp, inside_mask
 from dualrc.model.backbone import fold_batch_norm
@@ -189,11 +189,15 @@ class Matcher:
         mask1: npt.ArrayLike | None = None,
         top: int | Unset | None = UNSET,
         min_score: float | Unset = UNSET,
+        max_tilt: float | Unset = UNSET,
         covariance: bool = False,
     ) -> Matches:
-        """Match two images by features extracted before, always in standard quality."""
+        """Match two images by features extracted before, always in standard quality.
+
+        `max_tilt=1` skips the search over tilted views, which takes most of the time of unrelated images.
+        """
         pair = (self.masked(features0, mask0), self.masked(features1, mask1))
-        settings = self._settings(top=top, min_score=min_score)
+        settings = self._settings(top=top, min_score=min_score, max_tilt=max_tilt)
         matches = self.selected(next(self.match_uncalibrated([pair], settings)), settings)
         return self.with_covariance(matches, *pair) if covariance else matches
 
@@ -493,7 +497,7 @@ class Matcher:
         matches = replace(matches, whole=None)
         if self.calibration is not None:
             info = {**matches.info, "pair_model": self.calibration.pair_info()}
-            matches = replace(matches, scores=self.calibration.matches(matches.scores), info=info)
+            matches = settled(replace(matches, scores=self.calibration.matches(matches.scores), info=info))
         if settings.min_score > 0:
             matches = matches.above(settings.min_score)
         return matches if settings.top is None or settings.top >= len(matches) else matches[: settings.top]

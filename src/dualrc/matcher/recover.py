@@ -55,6 +55,13 @@ def recover(matcher: "Matcher", matches: Matches, pair: FeaturePair, settings: M
     return replace(matches, info={"warning": agreement.LOW, **matches.info})
 
 
+def settled(matches: Matches) -> Matches:
+    """Return matches with calibrated scores, without a warning of their first pass if the pair score contradicts it."""
+    if "warning" not in matches.info or matches.pair_score < _CANDIDATE:
+        return matches
+    return replace(matches, info={key: value for key, value in matches.info.items() if key != "warning"})
+
+
 def _is_convincing(matcher: "Matcher", matches: Matches, found: agreement.Agreement, suspicious: bool) -> bool:
     """Return whether matches with raw scores agree beyond doubt, or have a pair score that is not very low."""
     if "warning" in matches.info:

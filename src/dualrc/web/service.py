@@ -17,7 +17,7 @@ from dualrc.matcher import Matcher
 from dualrc.matcher.features import ImageFeatures
 from dualrc.matches import Estimate, EstimateKind, Matches
 from dualrc.pixels import STRIDE
-from dualrc.types import Size
+from dualrc.types import UNSET, Size, Unset
 from dualrc.web.cache import ByteCache
 from dualrc.web.job import Job, Progress, Work
 from dualrc.web.jobs import JobQueue
@@ -43,6 +43,8 @@ class PairWork:
     images: tuple[Upload, Upload]
     settings: "MatchOptions"
     found: Matches | None = None
+    # Largest foreshortening to search; the matcher's own if not set.
+    max_tilt: float | Unset = UNSET
 
 
 class Service:
@@ -162,7 +164,8 @@ class Service:
             for done, (i, j) in enumerate(numbers):
                 counts = {"done": done, "total": len(numbers)}
                 yield Progress(stage="matching", fraction=done / len(numbers), extra=counts)
-                found = PairWork(images=(images[i], images[j]), settings=settings)
+                # Most pairs have nothing in common, and a search over tilted views would find that again.
+                found = PairWork(images=(images[i], images[j]), settings=settings, max_tilt=1)
                 tell(i, j, self._matched(found))
             return finished()
 
@@ -215,7 +218,8 @@ class Service:
         if found is None:
             options: dict[str, Any] = {"top": settings.top, "min_score": settings.min_score}
             if settings.quality == "standard":
-                found = self.matcher.match_features(*self._both(work.images, self._size(settings)), **options)
+                features = self._both(work.images, self._size(settings))
+                found = self.matcher.match_features(*features, max_tilt=work.max_tilt, **options)
             else:
                 pixels = [self.images.pixels(image) for image in work.images]
                 found = self.matcher.match(*pixels, size=self._size(settings), quality=settings.quality, **options)
