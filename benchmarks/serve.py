@@ -218,7 +218,7 @@ async def run_round(
     service, found, exact = Service(matcher, folder, config, batches=True), Round(), matcher.device.type == "cpu"
     # The fields of the options of a request, whose class needs pydantic.
     options: Any = SimpleNamespace(
-        quality="standard", top=top, min_score=0.0, size=None, estimate=None, threshold_px=2.0
+        quality="standard", top=top, min_score=0.0, size=None, covariance=False, estimate=None, threshold_px=2.0
     )
 
     files = [[png(image) for image in pair_of(number)] for number in range(len(truth))]

@@ -36,8 +36,8 @@ from dualrc.localize import (
     results_config,
     write_poses,
 )
-from dualrc.localize.maps import _follow
 from dualrc.matcher import Matcher, load
+from dualrc.matcher.follow import follow
 from dualrc.matches import Matches
 
 pycolmap = pytest.importorskip("pycolmap", reason="pycolmap is not installed")
@@ -578,10 +578,14 @@ def test_points_follow_the_matches_around_them():
     moved[::17] += 30
     matches = Matches(points0=source, points1=moved, scores=scores, size0=SIZE, size1=SIZE)
     points = np.array([[31.3, 42.9], [70.2, 55.5], [3.0, 5.0]])
-    found = _follow(matches, points)
+    found = follow(matches, points)
     assert np.allclose(found.points1[:2], points[:2] @ motion.T + shift, atol=0.05)
     assert np.isnan(found.points1[2]).all() and found.scores[2] == 0 and (found.scores[:2] > 0).all()
-    assert np.isnan(_follow(matches[:0], points).points1).all()
+    assert np.isnan(follow(matches[:0], points).points1).all()
+    # This point is 6 px from the next match, and a cell has 4 px.
+    outside = np.array([[14.0, 42.0]])
+    assert np.isnan(follow(matches, outside).points1).all()
+    assert np.allclose(follow(matches, outside, cells=2).points1, outside @ motion.T + shift, atol=0.3)
 
 
 # The absolute pose only.

@@ -185,7 +185,12 @@ def test_the_magnified_place_is_where_the_point_truly_is(opened, pair, image):
 
 def test_the_lens_shows_the_pixels_of_its_place(opened, paths):
     image, differences = np.asarray(Image.open(paths[0]), dtype=int), []
-    script = "([x, y]) => [...document.getElementById('hover').getContext('2d').getImageData(x, y, 1, 1).data]"
+    script = """([x, y]) => {
+        const canvas = document.querySelector(".marks"), box = canvas.getBoundingClientRect();
+        const stage = document.getElementById("stage"), { left, top } = stage.getBoundingClientRect();
+        const place = [x + left + stage.clientLeft - box.left, y + top + stage.clientTop - box.top];
+        return [...canvas.getContext("2d").getImageData(...place, 1, 1).data];
+    }"""
     for point in [(240, 180), (100, 220), (300, 90), (400, 300), (60, 310), (200, 140)]:
         opened.hover(0, *point)
         lens = opened.state()["marks"]["lenses"][0]
@@ -295,6 +300,25 @@ def test_images_of_24_megapixels_are_drawn_from_smaller_copies(tab, paths, tmp_p
     assert {draw["width"] for draw in drawn} == {750, 1500, 3000, 6000}
     with capsys.disabled():
         print("\n  24 megapixels: " + "; ".join(f"{act} {_rates(frames)}" for act, frames in rates.items()))
+
+
+def test_late_frames_are_drawn_with_fewer_pixels_until_the_image_rests(browser, link):
+    tab = Tab(browser, link, device_scale_factor=2)
+    tab.ready()
+    widths = "[...document.querySelectorAll('[data-pane] canvas')].slice(0, 2).map((canvas) => canvas.width)"
+    fine = tab.page.evaluate(widths)
+    assert fine[0] == 2 * round(tab.state()["views"][0]["size"][0])
+    tab.page.evaluate(_FRAMES, "hover")
+    assert tab.page.evaluate(widths) == fine
+    tab.page.evaluate("""() => {
+        window.requestAnimationFrame = (run) => setTimeout(() => run(performance.now()), 40);
+        window.cancelAnimationFrame = clearTimeout;
+    }""")
+    moved = tab.page.evaluate(_FRAMES.replace("120", "12").replace("done(times", f"done({widths}, times"), "zoom")
+    # The other image moves with the first one.
+    assert moved == [width / 2 for width in fine]
+    tab.until(f"String({widths}) === '{fine[0]},{fine[1]}'")
+    tab.close()
 
 
 def test_sliders_refilter_without_a_request(opened):

@@ -111,6 +111,23 @@ def test_settings_reach_the_matcher(http, served, tmp_path):
         assert same_matches(loaded(answer.content, tmp_path), own), settings
 
 
+def test_covariances_are_the_matchers_own(http, served, tmp_path):
+    images = pair_of(3)
+    own = served.matcher.match(*images, covariance=True, top=50)
+    assert own.covariance is not None and np.isfinite(own.covariance).all()
+    files = {f"image{number}": (f"{number}.png", encode(image)) for number, image in enumerate(images)}
+    result = http.post("/v1/match", files=files, data={"covariance": "true", "top": "50"}).json()
+    assert np.allclose(result["covariance"], own.covariance, atol=1e-6)
+    for form in ("npz", "csv"):
+        content = http.get(f"/v1/pairs/{result['pair']}", params={"format": form}).content
+        assert np.allclose(loaded(content, tmp_path, f"m.{form}").covariance, own.covariance)
+    pair = served.service.pairs.get(result["pair"])
+    # Points, scores and covariances, in float32.
+    assert pair.bytes >= 50 * 4 * (2 + 2 + 1 + 4)
+    plain = http.post("/v1/match", files=files, data={"top": "50"}).json()
+    assert plain["covariance"] is None and plain["points1"] == result["points1"] and plain["tilted"] is False
+
+
 def test_two_files_at_once(http, served, tmp_path):
     images = pair_of(4)
     files = {f"image{number}": (f"{number} b.png", encode(image)) for number, image in enumerate(images)}
@@ -246,16 +263,57 @@ def test_a_warp_is_the_matchers_own_at_the_centers_of_cells(http, served):
     refused(http.get(f"/v1/pairs/{pair}/warp"), 404, "unknown_id")
 
 
+def made_pair(uploads, info, settings=None, **arrays) -> pairs.Pair:
+    """Return a result without matching."""
+    empty = Matches.none(info)
+    matches = replace(empty, size0=uploads[0].size, size1=uploads[1].size, **arrays)
+    settings = settings or MatchOptions()
+    return pairs.Pair(images=tuple(uploads), matches=matches, settings=settings, seconds=0.0, device="cpu")
+
+
+def wait_until_done(job) -> None:
+    deadline = time.monotonic() + 60
+    while job.state != "done" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert job.state == "done"
+
+
+@pytest.mark.parametrize(
+    ("info", "settings"), [({"tilted": True}, MatchOptions()), ({}, MatchOptions(quality="search")), ({}, None)]
+)
+def test_the_warp_of_a_pair_follows_matches_of_other_views(http, served, info, settings):
+    uploads = [served.service.images.get(upload(http, image)) for image in pair_of(6)]
+    # A square that is half as wide in image 1.
+    x, y = np.meshgrid(np.arange(20.0, 100, 4), np.arange(20.0, 100, 4))
+    points0 = np.stack([x.ravel(), y.ravel()], axis=1)
+    points1, scores = points0 * [0.5, 1] + [30, 5], np.full(len(points0), 2.0)
+    pair = made_pair(uploads, info, settings, points0=points0, points1=points1, scores=scores)
+    for order, motion, shift in (((0, 1), [0.5, 1], [30, 5]), ((1, 0), [2, 1], [-60, -5])):
+        job = served.service.warp("test", (uploads[order[0]], uploads[order[1]]), (160, 128), pair=pair)
+        wait_until_done(job)
+        places, certainty, _ = unpack_warp(job.result["bytes"])
+        rows, columns = np.nonzero(certainty == 2)
+        if settings is None:
+            assert len(rows) == 0
+            continue
+        there = np.stack([columns, rows], axis=1)
+        first = pair.matches.points0 if order == (0, 1) else pair.matches.points1
+        inside = np.all((there >= first.min(0)) & (there <= first.max(0)), axis=1)
+        assert inside.sum() == np.prod(np.ptp(first, axis=0) + 1)
+        errors = np.abs(places[rows, columns] - (there * motion + shift)).max(1)
+        assert errors[inside].max() < 0.2 and errors.max() < 2
+        # The warp of the network is kept farther from all matches.
+        assert not np.any(certainty[:10] == 2) and not np.any(certainty[:, -10:] == 2)
+
+
 def test_the_warp_of_a_zoomed_pair_is_computed_at_its_scale(http, served):
     images = pair_of(6)
     service = served.service
     uploads = [service.images.get(upload(http, image)) for image in images]
     features = [served.matcher.features(image) for image in images]
     for zoom, larger in ((2.0, 1), (0.5, 0)):
-        job = service.warp("test", tuple(uploads), (40, 32), zoom=zoom)
-        deadline = time.monotonic() + 60
-        while job.state != "done" and time.monotonic() < deadline:
-            time.sleep(0.01)
+        job = service.warp("test", tuple(uploads), (40, 32), pair=made_pair(uploads, {"zoom": zoom}))
+        wait_until_done(job)
         leveled = list(features)
         # Things are twice as large there.
         leveled[larger] = served.matcher.features(images[larger], size=80)

@@ -114,6 +114,7 @@ class Client:
         top: int | None = None,
         min_score: float = 0.0,
         quality: Quality = "standard",
+        covariance: bool = False,
         estimate: EstimateKind | None = None,
         threshold_px: float = 2.0,
         progress: Progress | None = None,
@@ -123,7 +124,7 @@ class Client:
         `progress` is called with the data of each progress event. An exception that it raises cancels the job.
         """
         body: dict[str, Any] = {"quality": quality, "min_score": min_score, "threshold_px": threshold_px}
-        body |= {"top": top, "size": size, "estimate": estimate}
+        body |= {"top": top, "size": size, "covariance": covariance, "estimate": estimate}
         with self._uploaded(image0, image1) as (body["image0"], body["image1"]):
             if progress is None:
                 answer = self._send("POST", "/v1/match", params={"format": "npz"}, json=body)

@@ -41,8 +41,9 @@ class Pair:
     @property
     def bytes(self) -> int:
         """Memory of the result, in bytes."""
-        arrays = [self.matches] + ([] if self.matches.whole is None else [self.matches.whole])
-        return _OVERHEAD + sum(one.points0.nbytes + one.points1.nbytes + one.scores.nbytes for one in arrays)
+        sets = [self.matches] + ([] if self.matches.whole is None else [self.matches.whole])
+        arrays = [array for one in sets for array in (one.points0, one.points1, one.scores, one.covariance)]
+        return _OVERHEAD + sum(array.nbytes for array in arrays if array is not None)
 
 
 class PairStore:
@@ -112,10 +113,12 @@ def describe(pair: Pair) -> dict[str, Any]:
         "points0": rounded(matches.points0),
         "points1": rounded(matches.points1),
         "scores": rounded(matches.scores, 6),
+        "covariance": None if matches.covariance is None else rounded(matches.covariance, 6),
         "pair_score": finite(score),
         "verdict": verdict(score, calibrated=info.get("pair_model") is not None),
         "warning": info.get("warning"),
         "zoom": info.get("zoom"),
+        "tilted": info.get("tilted", False),
         "estimate": None if matches.estimate is None else describe_estimate(matches.estimate),
         "seconds": round(pair.seconds, 4),
         "device": pair.device,

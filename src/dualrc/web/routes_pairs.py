@@ -105,9 +105,7 @@ async def pair_warp(
     image0, image1 = pair.images if direction == "01" else pair.images[::-1]
     # Raises a Problem if an image has expired or was deleted.
     images = service.images.get(image0.id), service.images.get(image1.id)
-    zoom = float(pair.matches.info.get("zoom") or 1.0)
-    zoom = zoom if direction == "01" else 1 / zoom
-    job = service.warp(client(request), images, grid_of(image0.size, max_side), zoom=zoom)
+    job = service.warp(client(request), images, grid_of(image0.size, max_side), pair=pair)
     return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
 
 

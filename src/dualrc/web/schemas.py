@@ -27,6 +27,7 @@ class MatchOptions(_Body):
     top: Top | None = None
     min_score: Score = 0.0
     size: Size | None = None
+    covariance: bool = Field(default=False, description="Also return the covariance of each point of image 1.")
     estimate: Kind | None = Field(default=None, description="Model to fit to the matches.")
     threshold_px: Threshold = 2.0
 

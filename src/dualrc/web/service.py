@@ -15,8 +15,9 @@ from dualrc.errors import DualRCError
 from dualrc.image import Scale
 from dualrc.matcher import Matcher
 from dualrc.matcher.features import ImageFeatures
-from dualrc.matches import Estimate, EstimateKind, Matches
-from dualrc.pixels import STRIDE
+from dualrc.matcher.follow import follow
+from dualrc.matches import Estimate, EstimateKind, Matches, Warp
+from dualrc.pixels import STRIDE, pixel_grid, resize_points
 from dualrc.types import UNSET, Size, Unset
 from dualrc.web.cache import ByteCache
 from dualrc.web.job import Job, Progress, Work
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 # Minimum long side, in pixels, to which an image is scaled down to compensate for a zoom.
 _LEAST_SIZE = 64
+# Distance from the next match, in fine cells, up to which a warp follows matches.
+_FOLLOWED_CELLS = 2
 # Width and height of the warm-up image.
 _WARM_UP = (320, 240)
 
@@ -58,7 +61,9 @@ class Service:
         self._features: ByteCache[tuple[str, int | None], ImageFeatures] = ByteCache(
             config.feature_bytes, lambda features: features.bytes
         )
-        self._warps: ByteCache[tuple[str, str, Size, float, float], bytes] = ByteCache(config.result_bytes // 4, len)
+        self._warps: ByteCache[tuple[str, str, Size, float, float, str], bytes] = ByteCache(
+            config.result_bytes // 4, len
+        )
         self.images.removed = lambda number: self._features.discard(lambda key: key[0] == number)
         batches = matcher.device.type == "cuda" if batches is None else batches
         self.jobs = JobQueue(config, together=self._match_together if batches else None)
@@ -110,7 +115,8 @@ class Service:
         pair = PairWork(images=images, settings=settings)
         standard = settings.quality == "standard" and settings.size is None
         sizes = tuple(image.size for image in images)
-        key = (settings.top, settings.min_score, sizes) if standard else None
+        # A batch computes no covariances.
+        key = (settings.top, settings.min_score, sizes) if standard and not settings.covariance else None
         return self._submit(client, images, lambda: self._match(pair), batch_key=key, pair=pair)
 
     def match_points(
@@ -127,10 +133,25 @@ class Service:
         return self._submit(client, images, work, listed=False)
 
     def warp(
-        self, client: str, images: tuple[Upload, Upload], grid: Size, *, zoom: float = 1.0, min_score: float = 0.0
+        self,
+        client: str,
+        images: tuple[Upload, Upload],
+        grid: Size,
+        *,
+        pair: Pair | None = None,
+        min_score: float = 0.0,
     ) -> Job:
-        """Queue a dense warp at the centers of `grid` cells; the result contains its `bytes` (see `pack_warp`)."""
-        key = (images[0].id, images[1].id, grid, zoom, min_score)
+        """Queue a dense warp at the centers of `grid` cells; the result contains its `bytes` (see `pack_warp`).
+
+        With `pair`, the result of these images in either order, the warp uses its scale and its views.
+        """
+        zoom, views, views_of = 1.0, None, ""
+        if pair is not None:
+            matches = pair.matches if images[0].id == pair.images[0].id else pair.matches.swapped()
+            zoom = float(matches.info.get("zoom") or 1.0)
+            if "tilted" in matches.info or pair.settings.quality != "standard":
+                views, views_of = matches, pair.id
+        key = (images[0].id, images[1].id, grid, zoom, min_score, views_of)
 
         def work() -> Work:
             if (kept := self._warps.get(key)) is not None:
@@ -141,6 +162,8 @@ class Service:
             # Treat image 0 as an image of the size of the grid that has the same network input.
             scale = Scale(image_size=grid, input_size=features[0].scale.input_size)
             found = self.matcher.warp(replace(features[0], scale=scale), features[1], min_score=min_score)
+            if views is not None:
+                found = _followed(found, views)
             packed = pack_warp(found, images[0].size)
             self._warps.put(key, packed)
             return {"bytes": packed}
@@ -216,7 +239,7 @@ class Service:
         settings, start = work.settings, time.perf_counter()
         found = work.found
         if found is None:
-            options: dict[str, Any] = {"top": settings.top, "min_score": settings.min_score}
+            options: dict[str, Any] = {name: getattr(settings, name) for name in ("top", "min_score", "covariance")}
             if settings.quality == "standard":
                 features = self._both(work.images, self._size(settings))
                 found = self.matcher.match_features(*features, max_tilt=work.max_tilt, **options)
@@ -254,6 +277,18 @@ class Service:
             if size >= _LEAST_SIZE:
                 features[larger] = self.features(images[larger], size)
         return features[0], features[1]
+
+
+def _followed(warp: Warp, matches: Matches) -> Warp:
+    """Return a warp of a grid over image 0 that follows the matches of other views where these are more certain."""
+    rows, columns = warp.certainty.shape
+    places = resize_points(pixel_grid((columns, rows)).astype(np.float64), (columns, rows), matches.size0)
+    moved = follow(matches, places.reshape(-1, 2), cells=_FOLLOWED_CELLS)
+    scores = moved.scores.reshape(rows, columns)
+    better = scores > warp.certainty
+    points1 = np.where(better[..., None], moved.points1.reshape(rows, columns, 2), warp.points1)
+    certainty = np.where(better, scores, warp.certainty)
+    return replace(warp, points1=points1.astype(np.float32), certainty=certainty.astype(np.float32))
 
 
 def _with_score(matches: Matches) -> Matches:

@@ -52,7 +52,7 @@ class Layers {
   }
 
   #handle(ctx, view, height) {
-    const x = view.x + (state.amount / 100) * this.width * view.scale, ratio = devicePixelRatio, y = height / 2;
+    const x = view.x + (state.amount / 100) * this.width * view.scale, { ratio } = view, y = height / 2;
     ctx.fillStyle = "#fff";
     ctx.shadowColor = "rgb(0 0 0 / 60%)";
     ctx.shadowBlur = 8 * ratio;

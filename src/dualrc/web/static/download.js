@@ -26,7 +26,8 @@ function picture(stage) {
   ctx.fillStyle = getComputedStyle(stage.element).backgroundColor;
   ctx.fillRect(0, 0, canvas.width, canvas.height);
   for (const pane of stage.element.querySelectorAll(".pane:not([hidden])")) {
-    ctx.drawImage(pane.querySelector("canvas"), pane.offsetLeft * ratio, pane.offsetTop * ratio);
+    const box = [pane.offsetLeft, pane.offsetTop, pane.clientWidth, pane.clientHeight].map((value) => value * ratio);
+    ctx.drawImage(pane.querySelector("canvas"), ...box);
   }
   ctx.drawImage(stage.overlay, 0, 0);
   ctx.drawImage(stage.pins, 0, 0);

@@ -286,7 +286,8 @@ export class PairView {
     }
     verdict.insertAdjacentHTML("afterbegin", `<svg class="icon" aria-hidden="true"><use href="#${VERDICT_ICONS[result.verdict.level]}"/></svg>`);
     const seconds = result.seconds < 10 ? result.seconds.toFixed(2) : result.seconds.toFixed(1);
-    byId("facts").textContent = `${seconds} s on ${result.device}; pair score ${result.pair_score.toFixed(2)}`;
+    const tilted = result.tilted ? "; found through tilted views" : "";
+    byId("facts").textContent = `${seconds} s on ${result.device}; pair score ${result.pair_score.toFixed(2)}${tilted}`;
     byId("result-warning").hidden = !result.warning;
     byId("result-warning").textContent = result.warning ?? "";
     for (const kind of ["shell", "python"]) byId(`command-${kind}`).textContent = result.commands[kind];

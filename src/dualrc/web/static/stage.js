@@ -6,6 +6,10 @@ import { change, state, watch } from "./state.js";
 import { Viewer } from "./viewer.js";
 
 const LENS_SCALE = 8;
+// Distance of a lens from its point.
+const LENS_AWAY = 26;
+// Border of the canvas of marks, for the crosshair and the shadow of the lens.
+const MARKS_BORDER = 24;
 // Size of a lens in pixels from which its label has words.
 const ROOM_FOR_WORDS = 120;
 const ACCENT = "#ffd43b";
@@ -23,7 +27,9 @@ export class Stage {
       `Image ${i}. Arrow keys move the point, Shift moves it by one pixel, Enter keeps it, plus and minus zoom.`));
     this.overlay = element.querySelector("#overlay");
     this.pins = element.querySelector("#pins");
-    this.hover = element.querySelector("#hover");
+    this.line = element.querySelector("#line");
+    // A canvas for the marks of each image. They are small, because a canvas is copied whole when it changes.
+    this.marks = [...element.querySelectorAll(".marks")];
     for (const i of [0, 1]) this.#listen(i);
     watch("visible show kept warps mode", () => this.redraw());
     watch("hover", () => this.redrawHover());
@@ -61,7 +67,7 @@ export class Stage {
     this.element.style.height = `${Math.round(height)}px`;
     for (const viewer of this.viewers) viewer.resize();
     const ratio = devicePixelRatio;
-    for (const canvas of [this.overlay, this.pins, this.hover]) {
+    for (const canvas of [this.overlay, this.pins, this.line]) {
       canvas.width = Math.round(this.element.clientWidth * ratio);
       canvas.height = Math.round(this.element.clientHeight * ratio);
     }
@@ -71,15 +77,15 @@ export class Stage {
 
   /** Return the position of pane i on the stage. */
   pane(i) {
-    const { pane, size } = this.viewers[i];
-    return { x: pane.offsetLeft, y: pane.offsetTop, width: size[0], height: size[1] };
+    const { origin: [x, y], size: [width, height] } = this.viewers[i];
+    return { x, y, width, height };
   }
 
   /** Convert an image pixel to {x, y, inside} on the stage; `inside` is true if its pane shows it. */
   project(i, x, y) {
     const [sx, sy] = this.viewers[i].toScreen(x, y);
-    const [width, height] = this.viewers[i].size;
-    return { x: sx + this.viewers[i].pane.offsetLeft, y: sy + this.viewers[i].pane.offsetTop, inside: sx >= 0 && sy >= 0 && sx <= width && sy <= height };
+    const { origin, size: [width, height] } = this.viewers[i];
+    return { x: sx + origin[0], y: sy + origin[1], inside: sx >= 0 && sy >= 0 && sx <= width && sy <= height };
   }
 
   redraw() {
@@ -110,6 +116,7 @@ export class Stage {
     const ctx = this.#context(this.overlay), pins = this.#context(this.pins);
     // An empty layer costs time to compose.
     this.pins.hidden = !state.kept.length;
+    this.overlay.hidden = !(state.show.lines || state.show.dots || state.show.certainty);
     if (state.mode !== "matches") return;
     if (state.show.certainty) WAYS.forEach((way, i) => this.#paintCertainty(ctx, way, i));
     if (state.result) drawMatches(ctx, this, state);
@@ -136,56 +143,80 @@ export class Stage {
   paintHover() {
     cancelAnimationFrame(this.#hoverFrame);
     this.#hoverFrame = 0;
-    const ctx = this.#context(this.hover);
-    const { hover } = state;
+    const { hover, frames } = state;
     this.element.classList.toggle("probing", Boolean(hover?.other));
-    if (!hover || state.mode !== "matches") return;
-    const start = performance.now();
+    const start = performance.now(), drawn = hover && state.mode === "matches" ? this.#paintMarks(hover) : [];
+    for (const canvas of [this.line, ...this.marks]) canvas.hidden = !drawn.includes(canvas);
+    if (!drawn.length) return;
+    frames.push(performance.now() - start);
+    if (frames.length > 300) frames.shift();
+  }
+
+  /** Draw crosshairs, lenses and the epipolar line; return the canvases that show them. */
+  #paintMarks(hover) {
     state.marks = { lenses: [], line: null };
     const places = [null, null];
     places[hover.image] = { x: hover.x, y: hover.y };
     places[1 - hover.image] = hover.other;
-    this.#paintEpipolar(ctx, hover);
+    const drawn = this.#paintEpipolar(hover) ? [this.line] : [];
     places.forEach((place, i) => {
       const image = state.images[i]?.loaded;
       if (!place || !image) return;
       const at = this.project(i, place.x, place.y);
       const color = i === hover.image ? ACCENT : certaintyColor(hover.other.certainty);
-      if (at.inside) drawCross(ctx, at.x, at.y, color);
       const scale = Math.max(LENS_SCALE, this.viewers[i].view.scale * 2.5);
       const box = this.#lensBox(i, at);
+      const ctx = this.#marksContext(i, at, box);
+      if (at.inside) drawCross(ctx, at.x, at.y, color);
       const sure = box.size < ROOM_FOR_WORDS ? "" : " certain";
       const text = i === hover.image ? `${place.x.toFixed(0)}, ${place.y.toFixed(0)}` : `${percent(place.certainty)}${sure}`;
       drawLens(ctx, image, place, box, scale, color, text);
       state.marks.lenses.push({ image: i, x: place.x, y: place.y, box, scale, text });
+      drawn.push(this.marks[i]);
     });
-    const frames = state.frames;
-    frames.push(performance.now() - start);
-    if (frames.length > 300) frames.shift();
+    return drawn;
   }
 
   /** Return a position next to the point, inside the pane, that does not hide the point. */
   #lensBox(i, at) {
     const pane = this.pane(i);
-    const size = clamp(Math.min(pane.width, pane.height) * 0.42, 96, 176), away = 26;
-    const right = at.x + away + size <= pane.x + pane.width;
-    const top = at.y - away - size >= pane.y;
-    const x = right ? at.x + away : at.x - away - size, y = top ? at.y - away - size : at.y + away;
+    const size = clamp(Math.min(pane.width, pane.height) * 0.42, 96, 176);
+    const right = at.x + LENS_AWAY + size <= pane.x + pane.width;
+    const top = at.y - LENS_AWAY - size >= pane.y;
+    const x = right ? at.x + LENS_AWAY : at.x - LENS_AWAY - size, y = top ? at.y - LENS_AWAY - size : at.y + LENS_AWAY;
     return { size, x: clamp(x, pane.x + 6, pane.x + pane.width - size - 6), y: clamp(y, pane.y + 6, pane.y + pane.height - size - 6) };
   }
 
-  #paintEpipolar(ctx, hover) {
+  /** Move the canvas of image i to a point and its lens; return its context, in pixels of the stage. */
+  #marksContext(i, at, box) {
+    const canvas = this.marks[i], side = box.size + LENS_AWAY + 2 * MARKS_BORDER;
+    const [x, y] = ["x", "y"].map((axis) => Math.floor((at.inside ? Math.min(at[axis], box[axis]) : box[axis]) - MARKS_BORDER));
+    const pixels = Math.ceil(side * devicePixelRatio);
+    if (canvas.width !== pixels) {
+      canvas.width = canvas.height = pixels;
+      canvas.style.width = canvas.style.height = `${pixels / devicePixelRatio}px`;
+    }
+    canvas.style.transform = `translate(${x}px, ${y}px)`;
+    const ctx = this.#context(canvas);
+    ctx.translate(-x, -y);
+    return ctx;
+  }
+
+  /** Draw the epipolar line; return false if there is none. */
+  #paintEpipolar(hover) {
     const F = state.show.epipolar ? state.estimate?.fundamental : null;
-    if (!F) return;
+    if (!F) return false;
     const i = 1 - hover.image, { width, height } = state.images[i];
     const ends = clipLine(epipolarLine(hover.image === 0 ? F : transpose(F), hover.x, hover.y), width, height);
-    if (!ends) return;
+    if (!ends) return false;
     state.marks.line = ends;
     const [a, b] = ends.map(([x, y]) => this.project(i, x, y));
+    const ctx = this.#context(this.line);
     ctx.save();
     this.#clip(ctx, i);
     drawLine(ctx, [a.x, a.y], [b.x, b.y], "#ff6bcb");
     ctx.restore();
+    return true;
   }
 
   /** Return the position of a point of image i in the other image: {x, y, certainty} or null. */

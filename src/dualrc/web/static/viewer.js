@@ -4,6 +4,10 @@ import { clamp } from "./geometry.js";
 
 const MAX_SCALE = 48;
 const CLICK_PX = 4;
+// Frames that take longer are late. After several late frames, a moving image is drawn with fewer pixels, until it rests.
+const LATE_MS = 25;
+const LATE_FRAMES = 3;
+const REST_MS = 200;
 
 /**
  * Events, each with `detail`: move {x, y, how} in image pixels, leave, click {x, y}, view {anchor, factor, dx, dy}.
@@ -13,6 +17,8 @@ export class Viewer extends EventTarget {
   #pointers = new Map();
   #moved = 0;
   #frame = 0;
+  #late = 0;
+  #rest = 0;
 
   constructor(pane, label) {
     super();
@@ -26,6 +32,10 @@ export class Viewer extends EventTarget {
     this.source = null;
     this.view = { scale: 1, x: 0, y: 0 };
     this.size = [1, 1];
+    // Pixels of the canvas per CSS pixel.
+    this.ratio = 1;
+    // Position of the pane; reading it from the element for each match would check the layout each time.
+    this.origin = [0, 0];
     this.cursor = null;
     this.dragHook = null;
     // Whether one finger points at pixels; otherwise it moves the image.
@@ -60,12 +70,22 @@ export class Viewer extends EventTarget {
     const { clientWidth, clientHeight } = this.pane;
     if (!clientWidth || !clientHeight) return;
     this.size = [clientWidth, clientHeight];
-    const ratio = devicePixelRatio;
-    this.canvas.width = Math.round(clientWidth * ratio);
-    this.canvas.height = Math.round(clientHeight * ratio);
+    this.origin = [this.pane.offsetLeft, this.pane.offsetTop];
     if (whole) this.fit();
     else this.place();
+    this.#setRatio(devicePixelRatio);
+  }
+
+  /** Draw with `ratio` pixels per CSS pixel. */
+  #setRatio(ratio) {
+    this.ratio = ratio;
+    [this.canvas.width, this.canvas.height] = this.size.map((side) => Math.round(side * ratio));
     this.paint();
+  }
+
+  #notice(frameMs) {
+    this.#late = frameMs > LATE_MS ? this.#late + 1 : 0;
+    if (this.#late >= LATE_FRAMES && this.#rest && this.ratio > 1) this.#setRatio(1);
   }
 
   /** Limit the view and draw it with the next frame. */
@@ -77,21 +97,30 @@ export class Viewer extends EventTarget {
       const shown = full * view.scale;
       view[axis] = shown <= side ? (side - shown) / 2 : clamp(view[axis], side - shown, 0);
     }
+    clearTimeout(this.#rest);
+    this.#rest = setTimeout(() => this.#settle(), REST_MS);
     this.redraw();
   }
 
+  #settle() {
+    this.#rest = this.#late = 0;
+    if (this.ratio !== devicePixelRatio) this.#setRatio(devicePixelRatio);
+  }
+
   redraw() {
-    this.#frame ||= requestAnimationFrame(() => this.paint());
+    this.#frame ||= requestAnimationFrame((now) => {
+      this.paint();
+      requestAnimationFrame((next) => this.#notice(next - now));
+    });
   }
 
   paint() {
     cancelAnimationFrame(this.#frame);
     this.#frame = 0;
-    const ctx = this.canvas.getContext("2d");
-    const ratio = devicePixelRatio;
+    const ctx = this.canvas.getContext("2d"), { ratio } = this;
     ctx.clearRect(0, 0, this.canvas.width, this.canvas.height);
     if (!this.source) return;
-    const view = { scale: this.view.scale * ratio, x: this.view.x * ratio, y: this.view.y * ratio };
+    const view = { scale: this.view.scale * ratio, x: this.view.x * ratio, y: this.view.y * ratio, ratio };
     this.source.draw(ctx, view, this.canvas.width, this.canvas.height);
   }
 
