@@ -103,7 +103,8 @@ class Matches:
     # (n, 2, 2) float32, in squared pixels of image 1: covariance of points1, if the match is correct within 3 px.
     # None if it was not requested; NaN for a point without a counterpart.
     covariance: FloatArray | None = None
-    # Provenance as plain JSON values: versions, config, hash of the weights.
+    # Plain JSON values: versions, config, hash of the weights, sizes of the network inputs, and, where they apply,
+    # zoom, tilted and warning; see docs/guides/match.md.
     info: Mapping[str, Any] = field(default_factory=dict)
     # All matches of the pair, if these are a selection of them.
     whole: "Matches | None" = None

@@ -116,6 +116,7 @@ def describe(pair: Pair) -> dict[str, Any]:
         "verdict": verdict(score, calibrated=info.get("pair_model") is not None),
         "warning": info.get("warning"),
         "zoom": info.get("zoom"),
+        "tilted": info.get("tilted", False),
         "estimate": None if matches.estimate is None else describe_estimate(matches.estimate),
         "seconds": round(pair.seconds, 4),
         "device": pair.device,
