@@ -17,7 +17,7 @@ import configs
 
 _MODEL_CARD = Path(__file__).parents[2] / "src" / "dualrc" / "weights" / "README.md"
 # Units that stay on the line of their number.
-_UNITS = "%|s|ms|px|m|mm|MB|GB|MiB|GiB"
+_UNITS = "%|s|ms|px|m|mm|MB|GB|MiB|GiB|GHz"
 # Pages of parts that a checkout may lack; they are left out of the navigation where they are missing.
 OPTIONAL = ("service.md", "onnx.md", "integrations.md")
 
