@@ -1,11 +1,13 @@
 """Search over simulated views."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from conftest import rand, same_matches, texture
+from PIL import Image
 from test_quality import made_matches, photograph, share_right, shipped, similarity
 
 import dualrc
@@ -221,6 +223,16 @@ def test_standard_quality_finds_a_tilted_image(photograph, shipped, untilted, sw
     mask[:, : mask.shape[1] // 2] = True
     masked = shipped.match(*images, mask0=mask)
     assert (masked.points0[:, 0] <= mask.shape[1] // 2 - 0.5).all()
+
+
+def test_the_command_line_reports_a_tilt(run, photograph, tmp_path):
+    view = affine_view((480, 360), 480, Simulated(5.0, 60.0))
+    paths = tmp_path / "a.png", tmp_path / "b.png"
+    for path, image in zip(paths, (photograph, through(photograph, view)), strict=True):
+        Image.fromarray(image).save(path)
+    status, screen, errors = run("match", *paths, "--device", "cpu")
+    assert status == 0 and "matched through tilted views" in screen and "Note" not in errors
+    assert json.loads(run("match", *paths, "--device", "cpu", "--json")[1])["tilted"] is True
 
 
 def test_tilts_of_unrelated_images_agree_no_more_than_by_chance(photograph, shipped):

@@ -279,7 +279,7 @@ def test_the_client_says_what_is_wrong(served, tmp_path):
         client.info()
     with pytest.raises(ConfigError, match="http://"):
         Client("localhost:8000")
-    with pytest.raises(DataError, match="cut off"):
+    with pytest.raises(DataError, match="truncated"):
         unpack_warp(b"12")
     assert _seconds(None) == 1 and _seconds("0") == 0.1 and _seconds("999") == 30 and _seconds("soon") == 1
 

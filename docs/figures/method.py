@@ -1,4 +1,4 @@
-"""How the method works, on a rendered pair: coarse tensor, exact search, refinement."""
+"""How the method works, on a rendered pair: coarse tensor, fine search, refinement."""
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ def pipeline() -> None:
             "coarse tensor\n4D correlation\nmutual filter\nconsensus\nmutual filter",
             "#fff3e0",
         ),
-        "search": (60, 9.5, 14, 16, "exact search\nargmax of\ncoarse score\n× fine cosine,\nboth ways", "#fff3e0"),
+        "search": (60, 9.5, 14, 16, "fine search\nargmax of\ncoarse score\n× fine cosine,\nboth ways", "#fff3e0"),
         "refine": (79, 9.5, 14, 16, "refinement\nsub-pixel,\nneighbors,\nbrightness", "#fff3e0"),
         "matches": (97, 12.5, 8.4, 10, "matches\n(x, y)\nscores", "#e8f5e9"),
     }

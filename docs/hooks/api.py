@@ -117,4 +117,6 @@ The pages of the Python API are made from the docstrings and type hints of the c
 
 def _page(key: str, title: str, about: str, names: list[str]) -> Page:
     blocks = "\n\n".join(f"::: {name}" for name in names)
-    return Page(path=f"reference/{key}.md", title=title, text=f"# {title}\n\n{about}\n\n{blocks}\n")
+    # The search of the site lists guides before these pages, which have every word.
+    text = f"---\nsearch:\n  boost: 0.3\n---\n# {title}\n\n{about}\n\n{blocks}\n"
+    return Page(path=f"reference/{key}.md", title=title, text=text)

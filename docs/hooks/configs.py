@@ -117,4 +117,6 @@ def _fields(config: Any) -> list[tuple[str, str, str, str]]:
 
 def _short(default: str) -> str:
     """A default as a user writes it."""
+    if default.startswith("field(default_factory=lambda: "):
+        return default.removeprefix("field(default_factory=lambda: ").removesuffix(")")
     return default.removeprefix("field(default_factory=").removesuffix(")") + "()" if "factory=" in default else default

@@ -16,8 +16,8 @@ import commands
 import configs
 
 _MODEL_CARD = Path(__file__).parents[2] / "src" / "dualrc" / "weights" / "README.md"
-# Units that follow a number in a table.
-_UNITS = "%|s|ms|px|m|mm|MB|GB|MiB|GiB"
+# Units that stay on the line of their number.
+_UNITS = "%|s|ms|px|m|mm|MB|GB|MiB|GiB|GHz"
 # Pages of parts that a checkout may lack; they are left out of the navigation where they are missing.
 OPTIONAL = ("service.md", "onnx.md", "integrations.md")
 
@@ -46,19 +46,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, config: MkDocsConfig, **_: Any) -> str:
-    """Remove links to missing pages, and write pipes in tables as Python-Markdown reads them."""
+    """Remove links to missing pages, keep units with numbers, and write pipes in tables as Python-Markdown does."""
     for name in OPTIONAL:
         if not (Path(config.docs_dir) / name).exists():
             markdown = re.sub(rf"\[([^\]]*)\]\((?:\.\./)*{re.escape(name)}[^)]*\)", r"\1", markdown)
 
+    # Blocks of code, code in a line, and headings, whose addresses depend on their text, stay as they are.
+    parts = re.split(r"(^ *```[\s\S]*?^ *```$|`[^`]*`|^#.*$)", markdown, flags=re.MULTILINE)
+    space = re.compile(rf"(?<=\d)(?: |\n *)(?=(?:{_UNITS})(?!\w))")
+    parts[::2] = [space.sub("\N{NO-BREAK SPACE}", text) for text in parts[::2]]
+    markdown = "".join(parts)
     # GitHub needs a backslash before a pipe inside code in a table; Python-Markdown shows it.
-
-    def plain(row: re.Match[str]) -> str:
-        # A number and its unit stay on one line of a cell.
-        joined = re.sub(rf"(?<=\d) (?=(?:{_UNITS})(?![\w]))", "\N{NO-BREAK SPACE}", row[0])
-        return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|").replace("\xa0", " "), joined)
-
-    return re.sub(r"^\|.*$", plain, markdown, flags=re.MULTILINE)
+    return re.sub(
+        r"^\|.*$",
+        lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0]),
+        markdown,
+        flags=re.MULTILINE,
+    )
 
 
 def _link_pages(text: str, docs: Path) -> str:

@@ -215,7 +215,7 @@ class Client:
         except BaseException:
             self._send("DELETE", f"/v1/jobs/{job}")
             raise
-        raise ServiceError("The job was cancelled, or the server stopped; ask again.", code="cancelled")
+        raise ServiceError("The job was cancelled, or the server stopped; send the request again.", code="cancelled")
 
     def _events(self, job: str) -> Iterator[tuple[str, dict[str, Any]]]:
         with self._http.stream("GET", f"/v1/jobs/{job}/events") as answer:

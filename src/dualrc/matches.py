@@ -65,7 +65,7 @@ class Estimate:
     # (3, 3) From image 0 to image 1: x1 ~ H x0, or x1' F x0 = 0. An essential matrix applies to normalized rays.
     # None if no model could be fitted.
     matrix: FloatArray | None
-    # (n,)
+    # (n,) Whether each match agrees with the model.
     inliers: BoolArray
     # Pose of an essential matrix.
     pose: RelativePose | None = None
@@ -89,9 +89,9 @@ class Matches:
     Points are (x, y) in the upright image; the center of the first pixel is (0, 0).
     """
 
-    # (n, 2) float32
+    # (n, 2) float32, (x, y) in pixels of the upright image 0; (0, 0) is the center of the first pixel.
     points0: FloatArray
-    # (n, 2) float32
+    # (n, 2) float32, the corresponding points of image 1.
     points1: FloatArray
     # (n,) float32, higher is better. With calibrated weights, the probability of an error of at most 3 px.
     # The error is measured in pixels of the network input.
@@ -103,7 +103,8 @@ class Matches:
     # (n, 2, 2) float32, in squared pixels of image 1: covariance of points1, if the match is correct within 3 px.
     # None if it was not requested; NaN for a point without a counterpart.
     covariance: FloatArray | None = None
-    # Provenance as plain JSON values: versions, config, hash of the weights.
+    # Plain JSON values: versions, config, hash of the weights, sizes of the network inputs, and, where they apply,
+    # zoom, tilted and warning; see docs/guides/match.md.
     info: Mapping[str, Any] = field(default_factory=dict)
     # All matches of the pair, if these are a selection of them.
     whole: "Matches | None" = None

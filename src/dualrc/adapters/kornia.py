@@ -30,7 +30,7 @@ class DualRC(nn.Module):
         """
         missing = {"image0", "image1"} - data.keys()
         if missing:
-            raise DataError(f"The data lack {', '.join(sorted(missing))}; give a dictionary with image0 and image1.")
+            raise DataError(f"The input has no {', '.join(sorted(missing))}; pass a dictionary with image0 and image1.")
         found = self.matcher(data["image0"], data["image1"], data.get("mask0"), data.get("mask1"))
         return {
             "keypoints0": found.points0,

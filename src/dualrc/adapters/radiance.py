@@ -22,7 +22,7 @@ def write_dataset(model: str | Path, images: str | Path, out: str | Path) -> Pat
     """
     model, images, out = Path(model), Path(images), Path(out)
     if out.exists() and not (out / "transforms.json").is_file():
-        raise OutputError(f"{out} exists and holds something else; delete it or write elsewhere.")
+        raise OutputError(f"{out} exists and is not a dataset of dualrc; delete it, or write to another folder.")
     if not (model / "images.bin").is_file() and not (model / "images.txt").is_file():
         raise DataError(f"{model} holds no COLMAP model; give the folder with images.bin.")
     pycolmap = import_pycolmap()

@@ -78,7 +78,7 @@ class DualRCForKeypointMatching(transformers.PreTrainedModel):  # type: ignore[m
         """Return a model with the bundled weights of a preset or a weights file; `options` are fields of the config."""
         path = bundled(preset) if weights is None else Path(weights)
         if path is None:
-            raise WeightsError(f"The package carries no weights for the preset {preset!r}; give a weights file.")
+            raise WeightsError(f"The package has no weights for the preset {preset!r}; give a weights file.")
         network, calibration = load_weights(path), read_calibration(path)
         options.setdefault("max_size", configs.preset(network.config.preset)[1].max_size)
         model = cls(
@@ -167,7 +167,7 @@ class DualRCImageProcessor(transformers.image_processing_utils.BaseImageProcesso
         and matching_scores (n) above the threshold.
         """
         if outputs.keypoints is None or outputs.matches is None or outputs.matching_scores is None:
-            raise DataError("The outputs have no keypoints; give what the model returned.")
+            raise DataError("The outputs have no keypoints; pass the output of the model.")
         sizes = torch.as_tensor(np.asarray(target_sizes), dtype=torch.float32, device=outputs.keypoints.device)
         if sizes.shape != (len(outputs.keypoints), 2, 2):
             raise DataError(
@@ -188,7 +188,7 @@ def _pairs(images: Sequence[Any]) -> list[tuple[ImageInput, ImageInput]]:
     nested = [isinstance(item, (list, tuple)) for item in given]
     pairs = given if given and all(nested) else [given]
     if any(nested) != all(nested) or not all(len(pair) == 2 for pair in pairs):
-        raise ImageError("Images come as a pair, [image0, image1], or as a list of such pairs.")
+        raise ImageError("Pass a pair of images, [image0, image1], or a list of such pairs.")
     return [(pair[0], pair[1]) for pair in pairs]
 
 

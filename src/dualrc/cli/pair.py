@@ -267,6 +267,8 @@ def _print_matches(matcher: Matcher, matches: Matches, seconds: float) -> None:
         zoom = matches.info["zoom"]
         larger = f"{max(zoom, 1 / zoom):.2g} times larger in image {int(zoom > 1)}"
         table.add_row("scale", f"the scene is {larger}; matched at that scale")
+    if "tilted" in matches.info:
+        table.add_row("tilt", "the viewing angles differ much; matched through tilted views")
     if len(matches):
         table.add_row("scores", f"{matches.scores.max():.3g} to {matches.scores.min():.3g}")
         table.add_row("pair score", _pair_verdict(matches))
@@ -318,6 +320,7 @@ def _result(matcher: Matcher, matches: Matches, seconds: float, files: list[Path
         "network_size0": matches.info["network_size0"],
         "network_size1": matches.info["network_size1"],
         "zoom": matches.info.get("zoom"),
+        "tilted": matches.info.get("tilted", False),
         "warning": matches.info.get("warning"),
         "estimate": model
         and {

@@ -77,7 +77,9 @@ def serve(
 
     local = server.is_loopback(host)
     if not local and token is None:
-        raise ConfigError(f"Others can reach {host}: give a token (--token auto or DUALRC_TOKEN), or no --host.")
+        raise ConfigError(
+            f"Other machines can reach {host}; set a token (--token auto, or DUALRC_TOKEN), or omit --host."
+        )
     if token == "auto":
         token = secrets.token_urlsafe(24)
     config = ServerConfig(

@@ -25,9 +25,9 @@ class ModelImage:
     size: Size
     # (n, 2) float64, the observations of 3D points.
     points: FloatArray
-    # (n,).
+    # (n,) Ids of the observed 3D points.
     point_ids: IntArray
-    # (3, 4).
+    # (3, 4) Pose [R | t].
     cam_from_world: FloatArray
     # None for a camera model without a perspective projection, such as EQUIRECTANGULAR.
     camera: Camera | None
@@ -39,9 +39,9 @@ class Model:
 
     # Images by name.
     images: dict[str, ModelImage]
-    # (m,), ascending.
+    # (m,) Ids of the 3D points, ascending.
     point_ids: IntArray
-    # (m, 3).
+    # (m, 3) Their world coordinates.
     xyz: FloatArray
 
     def xyz_of(self, point_ids: npt.ArrayLike) -> FloatArray:

@@ -32,7 +32,7 @@ _ESTIMATED = "focal length estimated with the pose"
 class AbsolutePose:
     """Pose of a camera, and the correspondences that support it."""
 
-    # (n,)
+    # (n,) Whether each correspondence agrees with the pose.
     inliers: BoolArray
     # (3, 4) None if there is no pose; then `reason` explains why.
     cam_from_world: FloatArray | None = None

@@ -275,6 +275,7 @@ class Lens:
         return moved
 
 
+# No distortion.
 PINHOLE = Lens()
 
 

@@ -66,7 +66,7 @@ class Localization:
     inliers: int = 0
     # (6, 6), as in AbsolutePose.
     covariance: FloatArray | None = None
-    # Between 0 and 1.
+    # From 0 to 1: the share of the matched area that supports the pose, reduced if that area is small.
     confidence: float = 0.0
     seconds: float = 0.0
 

@@ -30,7 +30,7 @@ class Correspondences:
     points: FloatArray
     # (n, 3), in world coordinates.
     xyz: FloatArray
-    # (n,).
+    # (n,), scores of the matches.
     scores: FloatArray
     # (n,), ids of the 3D points in the map; -1 for a point without id.
     point_ids: IntArray

@@ -74,7 +74,7 @@ def export(
     _, matcher = configs.preset(preset)
     path = Path(weights) if weights is not None else bundled(preset)
     if path is None:
-        raise WeightsError(f"The package carries no weights for the preset {preset!r}; give a weights file.")
+        raise WeightsError(f"The package has no weights for the preset {preset!r}; give a weights file.")
     network = load_weights(path)
     if network.config.preset != preset:
         raise WeightsError(

@@ -89,7 +89,7 @@ async def view_example(
     """Return one of the two images as JPEG, or 503 while it is not rendered yet."""
     examples: Examples = request.app.state.examples
     if (uploads := examples.ready(name)) is None:
-        raise Problem(503, "not_ready", "This example is not rendered yet; ask again in some seconds.", retry_s=5)
+        raise Problem(503, "not_ready", "This example is not rendered yet; request it again later.", retry_s=5)
     jpeg = await run_in_threadpool(service_of(request).images.view, uploads[side], max_side)
     return Response(jpeg, media_type="image/jpeg", headers=_CACHED)
 

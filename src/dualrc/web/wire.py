@@ -26,9 +26,9 @@ def pack_warp(warp: Warp, size0: Size) -> bytes:
 def unpack_warp(packed: bytes) -> tuple[FloatArray, FloatArray, Size]:
     """Return points (h, w, 2), certainty (h, w) and the size of image 0 from the output of `pack_warp`."""
     if len(packed) < _HEADER:
-        raise DataError("The warp is cut off; ask for it again.")
+        raise DataError("The warp is truncated; request it again.")
     width, height, width0, height0 = (int(value) for value in np.frombuffer(packed[:_HEADER], dtype="<u4"))
     if len(packed) != _HEADER + 12 * width * height:
-        raise DataError("The warp is cut off; ask for it again.")
+        raise DataError("The warp is truncated; request it again.")
     values = np.frombuffer(packed[_HEADER:], dtype="<f4").reshape(height, width, 3)
     return values[..., :2].copy(), values[..., 2].copy(), (width0, height0)
