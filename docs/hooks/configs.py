@@ -45,7 +45,12 @@ def render() -> str:
             "Training",
             "A TOML file for `dualrc train` holds a `TrainConfig`; every `[[data]]` table holds one of the "
             "data configs, chosen by `kind`.",
-            [dualrc.train.config.TrainConfig, *typing.get_args(dualrc.data.DataConfig), *_nested()],
+            [
+                dualrc.train.config.TrainConfig,
+                dualrc.train.config.TeacherConfig,
+                *typing.get_args(dualrc.data.DataConfig),
+                *_nested(),
+            ],
         ),
     ]
     lines = [
@@ -94,7 +99,8 @@ def _fields(config: Any) -> list[tuple[str, str, str, str]]:
     """Name, type, default and comment of each field, as the source has them."""
     path = Path(inspect.getsourcefile(config) or "")
     lines = path.read_text(encoding="utf-8").splitlines()
-    result = []
+    # A field that a class declares again replaces that of its base.
+    result: dict[str, tuple[str, str, str, str]] = {}
     for base in reversed(config.__mro__):
         if not dataclasses.is_dataclass(base):
             continue
@@ -111,8 +117,9 @@ def _fields(config: Any) -> list[tuple[str, str, str, str]]:
                 if kind.startswith("ClassVar"):
                     continue
                 default = ast.unparse(item.value) if item.value is not None else ""
-                result.append((item.target.id, kind, _short(default), comment_of(lines, item.lineno, item.end_lineno)))
-    return result
+                name, comment = item.target.id, comment_of(lines, item.lineno, item.end_lineno)
+                result[name] = (name, kind, _short(default), comment)
+    return list(result.values())
 
 
 def _short(default: str) -> str:

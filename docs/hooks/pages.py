@@ -2,11 +2,13 @@
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -65,17 +67,27 @@ def on_page_markdown(markdown: str, config: MkDocsConfig, **_: Any) -> str:
     )
 
 
-def _link_pages(text: str, docs: Path) -> str:
+def on_page_content(html: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
+    """Link documents that docstrings name."""
+    if not page.file.src_uri.startswith("reference/"):
+        return html
+    return _link_pages(html, Path(config.docs_dir), lambda title, name: f'<a href="../{name}.html">{title}</a>')
+
+
+def _markdown_link(title: str, name: str) -> str:
+    return f"[{title}](../{name}.md)"
+
+
+def _link_pages(text: str, docs: Path, link: Callable[[str, str], str] = _markdown_link) -> str:
     """Turn names of documents, such as docs/scores.md, into links with their titles, for pages in reference/."""
 
-    def link(name: re.Match[str]) -> str:
-        page = docs / name[1]
+    def linked(found: re.Match[str]) -> str:
+        page = docs / f"{found[1]}.md"
         if not page.exists():
-            return name[0]
-        title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        return f"[{title}](../{name[1]})"
+            return found[0]
+        return link(page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# "), found[1])
 
-    return re.sub(r"`?\bdocs/([\w/-]+\.md)`?", link, text)
+    return re.sub(r"`?\bdocs/([\w/-]+)\.md`?", linked, text)
 
 
 def _without(nav: Any, missing: set[str]) -> Any:

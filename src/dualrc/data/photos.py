@@ -167,7 +167,7 @@ class PhotoMotion:
     layers: int = 2
     # Share of pairs whose background is deformed smoothly.
     bend: float = 0.5
-    # Share of pairs whose background only shifts by a few pixels, as under another light.
+    # Share of pairs whose background only shifts by a few pixels, as if the lighting had changed.
     still: float = 0.2
     # Share of pairs whose background is a mosaic of nine photos, which keeps wide views sharp.
     mosaic: float = 0.5

@@ -67,7 +67,7 @@ class Hard(Benchmark):
 
     name = "hard"
     summary = "hard scores pairs of EVD (with H_1_2) and of WxBS (with points.txt)."
-    example = "data/hard --matcher dualrc --matcher dualrc-high --matcher dualrc-search --matcher sift"
+    example = "data/hard --matcher dualrc --matcher dualrc-high --matcher sift"
     recognized_by = ("evd/*/H_1_2", "wxbs/*/points.txt", "*/points.txt")
 
     def __init__(self, settings: Any, messages: Console | None = None) -> None:

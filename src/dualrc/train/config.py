@@ -15,7 +15,7 @@ Loss = Literal["matching", "paper", "published", "weak"]
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
-    """A frozen network whose features the last coarse channels learn to predict, whatever the light."""
+    """A frozen network whose features the last coarse channels learn to predict under any lighting."""
 
     # File of `scripts/make-teacher`: a ResNet-50 and the projection of its conv4 features.
     file: str
