@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from docs_data import DOCS, Block, anchors, blocks, pages, prose, write_samples
+from PIL import Image
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -162,6 +163,12 @@ def test_images_are_small_and_used():
         assert f"images/{path.name}" in text, f"no document shows {path.name}"
 
 
+def digest(path: Path) -> str:
+    """The hash of the data that a chart shows."""
+    with Image.open(path) as image:
+        return image.info.get("Data", "")
+
+
 def test_charts_are_drawn_from_the_tables_of_the_documents(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "FIGURES": str(tmp_path)}
     command = [sys.executable, str(DOCS / "figures"), "speed", "accuracy", "calibration", "pair_score"]
@@ -169,6 +176,9 @@ def test_charts_are_drawn_from_the_tables_of_the_documents(tmp_path):
     assert done.returncode == 0, done.stderr
     names = {"speed.png", "accuracy.png", "calibration.png", "pair-score.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
+    for name in names:
+        shown, drawn = digest(DOCS / "images" / name), digest(tmp_path / name)
+        assert shown == drawn, f"docs/images/{name} shows other figures than its table; run scripts/figures"
 
 
 def test_the_guide_names_every_benchmark():
@@ -199,6 +209,10 @@ def test_the_site_has_every_page_command_and_public_name(site):
     modules = {"colmap", "draw", "geometry", "localize"}
     for name in set(dualrc.__all__) - modules - {"__version__"}:
         assert f'id="dualrc.{name}"' in api, f"the reference has no {name}"
+    for kind in (value for name in dualrc.__all__ if isinstance(value := getattr(dualrc, name), type)):
+        for field in getattr(kind, "__dataclass_fields__", getattr(kind, "_fields", ())):
+            shown = f'id="dualrc.{kind.__name__}.{field}"' in api
+            assert shown or field[0] == "_", f"the reference lacks {kind.__name__}.{field}; explain it in a comment"
     commands = (site / "reference" / "cli.html").read_text(encoding="utf-8")
     for name in get_command(cli.app).commands:
         assert f'id="dualrc-{name}' in commands, f"the reference has no command {name}"

@@ -57,17 +57,21 @@ class Localization:
 
     # (3, 4); None if localization failed, with the reason in `reason`.
     cam_from_world: FloatArray | None = None
+    # Why there is no pose.
     reason: str | None = None
     # Camera used; its `source` names its origin.
     camera: Camera | None = None
     # Candidates in the map, with their numbers of inliers.
     candidates: dict[str, int] = field(default_factory=dict)
+    # Number of 2D-3D correspondences.
     correspondences: int = 0
+    # Number of correspondences that agree with the pose.
     inliers: int = 0
     # (6, 6), as in AbsolutePose.
     covariance: FloatArray | None = None
     # From 0 to 1: the share of the matched area that supports the pose, reduced if that area is small.
     confidence: float = 0.0
+    # Time of the query.
     seconds: float = 0.0
 
     @property
