@@ -253,16 +253,17 @@ def _check_camera(camera: Camera | None, size: Size) -> None:
 
 
 def _by_chance(found: Correspondences, pose: AbsolutePose, size: Size, threshold_px: float, sample: int) -> str | None:
-    """Why a pose's support may be chance; None where it is not, or where there is no pose.
+    """Return why the support of a pose may be due to chance; None if it is not, or if there is no pose.
 
-    Of thousands of wrong correspondences, a dozen or two agree with some pose, and those near each other err together.
-    So cells of the query are counted: fewer than `_BY_CHANCE` poses with as many supporting cells are expected if all
-    correspondences were random (an a-contrario bound over all choices of cells, and of a minimal sample among them).
+    Of thousands of wrong correspondences, a dozen or two agree with some pose. Neighboring ones have similar errors, so
+    cells of the query are counted, not correspondences. The pose is accepted if random correspondences would
+    give fewer than `_BY_CHANCE` poses with as many supporting cells. This is an a-contrario bound over all choices of
+    cells, and of a minimal sample among them.
     """
     if pose.cam_from_world is None:
         return None
     matched, supporting = _cells(found.points, size), _cells(found.points[pose.inliers], size)
-    # A random correspondence lies within the threshold of its place, and one of those of a cell does.
+    # Probability that a random correspondence is an inlier, then that any of those of a cell is.
     chance = min(0.5, np.pi * threshold_px**2 / (size[0] * size[1]))
     chance = -np.expm1(len(found) / matched * np.log1p(-chance))
     expected = np.log(matched) + _log_choose(matched, supporting) + _log_choose(supporting, min(sample, supporting))
