@@ -256,6 +256,15 @@ def test_many_unrelated_pairs_are_not_searched_for_tilts(photograph, shipped, mo
     assert len(searched) == 1
 
 
+def test_a_tilt_below_the_smallest_one_is_no_search(photograph, shipped, monkeypatch):
+    searched = []
+    monkeypatch.setattr(rematch, "best_views", lambda *args: searched.append(args) or [])
+    features = shipped.features(texture(5, 400, 300)), shipped.features(photograph)
+    for max_tilt, searches in ((2.9, 0), (3.0, 1)):
+        found = shipped.match_features(*features, max_tilt=max_tilt)
+        assert "warning" in found.info and len(searched) == searches
+
+
 def test_the_quick_search_has_the_tilts_up_to_the_largest():
     assert quick_search(2.9).tilts == ()
     assert quick_search(3.0).tilts == ((3.0, 6),)

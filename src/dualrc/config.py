@@ -245,7 +245,8 @@ class MatcherConfig:
     quality: Quality = "standard"
     # Largest scale factor to search, up and down, if matches do not agree with each other. 1 disables the search.
     max_zoom: float = 4.0
-    # Largest foreshortening to search if matches agree at no scale. 1 disables the search, and so does max_zoom = 1.
+    # Largest foreshortening to search if matches agree at no scale. The search uses tilts of 3 and 9 up to this one.
+    # Below 3 there is no search, nor with max_zoom = 1.
     max_tilt: float = 3.0
     # Memory in GiB for matching a pair on the device, in addition to the weights. None uses most of the free memory.
     # Images that do not fit are matched at a smaller size, with a warning.

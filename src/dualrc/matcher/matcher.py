@@ -424,7 +424,7 @@ class Matcher:
         fixed = items[0].features is not None, items[-1].features is not None
         for sizes in self.budget.sizes(wanted, fixed):
             tried = [replace(item, scale=scale) for item, scale in zip(items, sizes, strict=False)]
-            with suppress(NoMemoryError):
+            with suppress(NoMemoryError), use_threads(self.threads):
                 self.extract(tried)
                 result = use(*(item.known() for item in tried))
                 self.budget.warn(wanted, sizes)
@@ -469,7 +469,9 @@ class Matcher:
             votes = agreement.TOP if settings.max_zoom > 1 else 0
             top = max(top, votes, LOOKED_AT if self.calibration is not None else 0)
         for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
-            yield recover(self, matches, pair, settings)
+            with use_threads(self.threads):
+                found = recover(self, matches, pair, settings)
+            yield found
 
     @torch.inference_mode()
     def match_plain(self, batch: list[FeaturePair], top: int | None = None) -> Iterator[Matches]:

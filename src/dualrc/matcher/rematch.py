@@ -152,8 +152,10 @@ def _box(points: FloatArray, scale: Scale) -> Box | None:
 
 def search_tilts(matcher: "Matcher", features: FeaturePair, first: Matches, max_tilt: float) -> Matches | None:
     """Match through tilted views of both images, then through the motion found; None if no result is beyond doubt."""
-    starts = _most_agreed(best_views(matcher, features, quick_search(max_tilt)))[:_STARTS]
-    for start in starts:
+    search = quick_search(max_tilt)
+    # Untilted views alone would only repeat the first pass at a smaller size.
+    views = best_views(matcher, features, search) if search.tilts else []
+    for start in _most_agreed(views)[:_STARTS]:
         found = _looked_again(start, matcher, None, features, _LOOKS)
         if found.weight > BEYOND_DOUBT:
             both = joined(found.matches, first)
