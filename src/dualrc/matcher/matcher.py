@@ -206,7 +206,7 @@ class Matcher:
 
         The local motion is estimated from the matches, so pass all of them rather than a few.
         """
-        with use_threads(self.threads):
+        with enough_memory(), use_threads(self.threads):
             return with_covariance(matches, features0, features1, self.device)
 
     def match_many(
