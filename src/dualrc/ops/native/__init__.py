@@ -43,6 +43,7 @@ class NativeEngine(TorchEngine):
         self._asked = variant
         self.variant, self._library = opened[0]
         self.name = f"native-{self.variant}"
+        self._has_onednn = onednn.works()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the requested variant only, because another machine may have another instruction set."""
@@ -85,7 +86,7 @@ class NativeEngine(TorchEngine):
 
     def correlate(self, coarse0: Tensor, coarse1: Tensor) -> Tensor:
         """Correlate by oneDNN, pair by pair."""
-        if not (onednn.works() and _fits(coarse0, coarse1)):
+        if not (self._has_onednn and _fits(coarse0, coarse1)):
             return super().correlate(coarse0, coarse1)
         # (b h w c)
         rows0, rows1 = (normalize(features).movedim(1, -1) for features in (coarse0, coarse1))
@@ -146,7 +147,7 @@ class NativeEngine(TorchEngine):
         """Compute the inputs of the correction in C, for both directions, and its layers by oneDNN."""
         layers = [] if subpixel.correction is None else [m for m in subpixel.correction if isinstance(m, nn.Linear)]
         inputs, weights = [one.features for one in fine], [layer.weight for layer in layers]
-        if not (layers and onednn.works() and _fits(matches.score0, matches.score1, *inputs, *weights)):
+        if not (layers and self._has_onednn and _fits(matches.score0, matches.score1, *inputs, *weights)):
             return super().offsets(subpixel, fine, matches)
         count, score = 2 * len(matches.pair), torch.cat([matches.score0, matches.score1])
         offset, x = torch.empty(count, 2), torch.empty(-(-count // onednn.ROWS) * onednn.ROWS, weights[0].shape[1])
