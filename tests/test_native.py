@@ -16,6 +16,7 @@ from ops_data import coarse_maps, consensus_of, refinement_case, search_case
 
 from dualrc.config import FineConfig
 from dualrc.errors import ConfigError
+from dualrc.model.support import DirectedMatches
 from dualrc.ops import choose, onednn
 from dualrc.ops.native import NativeEngine, library, sources
 from dualrc.ops.torch import TorchEngine
@@ -154,7 +155,7 @@ def test_numbers_that_are_none(variant):
         engine.align(*light, matches.pair, *away, torch.eye(2).expand(count, 2, 2))
         engine.align(*light, matches.pair, *points, torch.full((count, 2, 2), strange))
         here, there = away / 4
-        engine.support(matches.index0, here, there, torch.rand(count), matches.pair, (2, 20, 24))
+        engine.support(DirectedMatches(matches.index0, here, there, torch.rand(count), matches.pair, (2, 20, 24)))
         features = [one.features.clone() for one in fine]
         for one in features:
             one[:, ::5] = strange

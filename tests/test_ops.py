@@ -14,6 +14,7 @@ from dualrc.errors import ConfigError
 from dualrc.model.dualrc import Features
 from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches
+from dualrc.model.support import DirectedMatches
 from dualrc.ops import memory, reference
 from dualrc.ops.graphs import GraphEngine
 
@@ -221,8 +222,8 @@ def test_support(engine, height, width, share):
     here = torch.stack([index % width, index // width], 1) + 0.2 * rand(1, len(index), 2)
     there = here @ torch.tensor([[0.9, 0.3], [-0.2, 1.1]]) + 0.15 * rand(2, len(index), 2)
     there[::7] = 10 * rand(3, len(there[::7]), 2)  # far off
-    inputs = index, here, there, rand(4, len(index)).sigmoid(), pair, (2, height, width)
-    found, expected = run(engine, "support", *inputs), REFERENCE.support(*inputs)
+    matches = DirectedMatches(index, here, there, rand(4, len(index)).sigmoid(), pair, (2, height, width))
+    found, expected = run(engine, "support", matches), REFERENCE.support(matches)
     assert torch.allclose(found.share.double(), expected.share.double(), atol=2e-3)
     # If neighbors lie nearly on a line, rounding determines most of their motion.
     for mine, other in ((found.motion, expected.motion), (found.shift, expected.shift)):

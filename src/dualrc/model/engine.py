@@ -16,7 +16,7 @@ from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
 from dualrc.model.sparse import SparseScores
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs, refine_both
-from dualrc.model.support import Support
+from dualrc.model.support import DirectedMatches, Support
 
 if TYPE_CHECKING:
     from dualrc.model.network import Network
@@ -137,17 +137,9 @@ class Engine:
         windows = (subpixel.cell_windows(fine, pair, index) for fine, index in ((fine0, index0), (fine1, index1)))
         return subpixel.pair_windows(*windows)
 
-    def support(
-        self,
-        index: Tensor,
-        here: Tensor,
-        there: Tensor,
-        confidence: Tensor,
-        pair: Tensor,
-        shape: tuple[int, int, int],
-    ) -> Support:
+    def support(self, matches: DirectedMatches) -> Support:
         """Estimate affine motion and agreement of the neighbors of matches; see `model.support.support`."""
-        return support.support(index, here, there, confidence, pair, shape)
+        return support.support(matches)
 
     def align(
         self, light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor

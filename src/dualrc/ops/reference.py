@@ -18,7 +18,7 @@ from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
-from dualrc.model.support import Support
+from dualrc.model.support import DirectedMatches, Support
 
 
 class ReferenceEngine(Engine):
@@ -159,7 +159,9 @@ class ReferenceEngine(Engine):
         confidence = (torch.sigmoid(offsets[0][1]) * torch.sigmoid(offsets[1][1])).sqrt()
         shapes = [(len(one.features), 4 * one.height, 4 * one.width) for one in fine]
         around = [
-            supported(indices[side], cells[side], cells[1 - side], confidence, matches.pair, shapes[side][2])
+            supported(
+                DirectedMatches(indices[side], cells[side], cells[1 - side], confidence, matches.pair, shapes[side])
+            )
             for side in (0, 1)
         ]
         score = confidence * (around[0].share * around[1].share).sqrt()
@@ -198,16 +200,8 @@ class ReferenceEngine(Engine):
         found = _pairs(*_windows(fine0, pair, index0), *_windows(fine1, pair, index1))
         return WindowPairs(found.middle0.float(), found.middle1.float(), found.cosine.float(), *found[3:])
 
-    def support(
-        self,
-        index: Tensor,
-        here: Tensor,
-        there: Tensor,
-        confidence: Tensor,
-        pair: Tensor,
-        shape: tuple[int, int, int],
-    ) -> Support:
-        return Support(*(column.float() for column in supported(index, here, there, confidence, pair, shape[2])))
+    def support(self, matches: DirectedMatches) -> Support:
+        return Support(*(column.float() for column in supported(matches)))
 
     def align(
         self, light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor
@@ -219,8 +213,9 @@ class ReferenceEngine(Engine):
         return torch.stack(moves).float() if moves else torch.zeros(0, 2)
 
 
-def supported(index: Tensor, here: Tensor, there: Tensor, confidence: Tensor, pair: Tensor, width: int) -> Support:
+def supported(matches: DirectedMatches) -> Support:
     """Return share, motion and shift of each match, by weighted least squares over its neighbors."""
+    index, here, there, confidence, pair, (_, _, width) = matches
     own = {(p, *divmod(i, width)): n for n, (p, i) in enumerate(zip(pair.tolist(), index.tolist(), strict=True))}
     shares, motions, shifts = [], [], []
     for number, (p, i) in enumerate(zip(pair.tolist(), index.tolist(), strict=True)):

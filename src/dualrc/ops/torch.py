@@ -21,7 +21,7 @@ from dualrc.model.correlation import EPSILON, max_pool
 from dualrc.model.engine import Engine
 from dualrc.model.search import TINY, Found, Queries, cell_queries, point_queries, sharpen
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
-from dualrc.model.support import Support
+from dualrc.model.support import DirectedMatches, Support
 from dualrc.ops import memory
 
 # Largest amount by which rounding may lift the cosine of unit vectors above 1. Bounds allow for it.
@@ -177,17 +177,9 @@ class TorchEngine(Engine):
         find = partial(super().windows, fine0, fine1)
         return WindowPairs(*in_parts(find, _WINDOWS, _GPU_WINDOWS, pair, index0, index1))
 
-    def support(
-        self,
-        index: Tensor,
-        here: Tensor,
-        there: Tensor,
-        confidence: Tensor,
-        pair: Tensor,
-        shape: tuple[int, int, int],
-    ) -> Support:
+    def support(self, matches: DirectedMatches) -> Support:
         """Compute the support of neighbors in chunks of matches."""
-        layout = support.lay_out(index, here, there, confidence, pair, shape)
+        layout = support.lay_out(matches)
 
         def find(at: Tensor, known: Tensor) -> Support:
             return support.explain(layout, at, known.T)

@@ -15,7 +15,7 @@ from dualrc.model.correlation import normalize
 from dualrc.model.refine import CellMatches
 from dualrc.model.search import Found, Queries
 from dualrc.model.subpixel import WINDOW, Subpixel, WindowPairs, inside
-from dualrc.model.support import Support
+from dualrc.model.support import DirectedMatches, Support
 from dualrc.ops import memory, onednn
 from dualrc.ops.native import library
 from dualrc.ops.torch import TorchEngine, slack
@@ -199,20 +199,12 @@ class NativeEngine(TorchEngine):
             **(unused | outputs),
         )
 
-    def support(
-        self,
-        index: Tensor,
-        here: Tensor,
-        there: Tensor,
-        confidence: Tensor,
-        pair: Tensor,
-        shape: tuple[int, int, int],
-    ) -> Support:
+    def support(self, matches: DirectedMatches) -> Support:
         """Fit the affine motion of the neighbors and measure their agreement, match by match."""
-        if not _fits(here, there, confidence):
-            return super().support(index, here, there, confidence, pair, shape)
-        layout = support.lay_out(index, here, there, confidence, pair, shape)
-        count, offsets = len(index), support.neighbor_offsets(layout.row, index.device)
+        if not _fits(matches.here, matches.there, matches.confidence):
+            return super().support(matches)
+        layout = support.lay_out(matches)
+        count, offsets = len(matches.cells), support.neighbor_offsets(layout.row, matches.cells.device)
         found = Support(torch.empty(count), torch.empty(count, 2, 2), torch.empty(count, 2))
         self._library.call(
             "explain",
