@@ -196,9 +196,9 @@ def test_nothing_to_refine(engine):
 
 @pytest.mark.parametrize("hidden", [0, 8])
 def test_points_are_refined(engine, hidden):
-    subpixel, (fine0, fine1), _, matches = refinement_case(hidden=hidden)
-    points = 0.4 * rand(3, len(matches.pair), 2) + fine0.coordinates(matches.index0)
-    inputs = subpixel, fine0, fine1, matches.pair, points, matches.index1, matches.score0
+    subpixel, fine, _, matches = refinement_case(hidden=hidden)
+    points = 0.4 * rand(3, len(matches.pair), 2) + fine[0].coordinates(matches.index0)
+    inputs = subpixel, fine, matches.pair, points, matches.index1, matches.score0
     found, expected = run(engine, "refine_points", *inputs), REFERENCE.refine_points(*inputs)
     assert torch.allclose(found.offset, expected.offset, atol=1e-4)
     assert torch.allclose(found.logit, expected.logit, atol=1e-3)

@@ -15,6 +15,7 @@ from dualrc.model.cells import FineMap
 from dualrc.model.correlation import normalize
 from dualrc.model.search import Queries
 from dualrc.ops import memory, reference
+from dualrc.ops.torch import CoarseRows
 
 KINDS = ("exact", "flat", "sparse", "peaked")
 
@@ -199,7 +200,7 @@ def one_query(name, coarse, cosine, *, temperature=0.0, dtype=torch.float32):
     feature = torch.tensor([1.0, 0.0], dtype=dtype).view(1, 1, 1, 2)
     queries = Queries(features=feature, rows=torch.zeros(1, 1, 1, dtype=torch.long), weights=torch.ones(1, 1, 1, 1))
     map1, tensor = FineMap.of(fine1.to(dtype)), torch.tensor(coarse).view(1, 1, 40)
-    found = make_engine(name).search_queries(tensor, tensor.sum(2), queries, map1, temperature)
+    found = make_engine(name).search_queries(CoarseRows(tensor, tensor.sum(2)), queries, map1, temperature)
     return found.best.item(), map1.position(found.best).item() // 16, found.score.item(), found.visited.item()
 
 

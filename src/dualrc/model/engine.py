@@ -113,17 +113,10 @@ class Engine:
         return refine.refine(self, subpixel, fine, light, matches)
 
     def refine_points(
-        self,
-        subpixel: Subpixel,
-        fine0: FineMap,
-        fine1: FineMap,
-        pair: Tensor,
-        points0: Tensor,
-        index1: Tensor,
-        score: Tensor,
+        self, subpixel: Subpixel, fine: FineMapPair, pair: Tensor, points0: Tensor, index1: Tensor, score: Tensor
     ) -> Offsets:
         """Refine the cells of image 1 that points (n 2) of image 0, in fine cells, matched with this score."""
-        return refine.refine_points(subpixel, fine0, fine1, pair, points0, index1, score)
+        return refine.refine_points(subpixel, fine, pair, points0, index1, score)
 
     # Steps of `refine`.
 

@@ -112,8 +112,8 @@ def align_both(engine: "Engine", light: TensorPair, pair: Tensor, placed: Placed
 
 
 def refine_points(
-    subpixel: Subpixel, fine0: FineMap, fine1: FineMap, pair: Tensor, points0: Tensor, index1: Tensor, score: Tensor
+    subpixel: Subpixel, fine: FineMapPair, pair: Tensor, points0: Tensor, index1: Tensor, score: Tensor
 ) -> Offsets:
     """Refine the fine cells `index1` (n) of image 1 that points (n 2, in fine cells) of image 0 matched."""
-    windows = pair_windows(point_windows(fine0, pair, points0), cell_windows(fine1, pair, index1))
+    windows = pair_windows(point_windows(fine[0], pair, points0), cell_windows(fine[1], pair, index1))
     return subpixel(windows, score)

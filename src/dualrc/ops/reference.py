@@ -175,16 +175,9 @@ class ReferenceEngine(Engine):
         return PointMatches(points[0].float(), points[1].float(), score.float())
 
     def refine_points(
-        self,
-        subpixel: Subpixel,
-        fine0: FineMap,
-        fine1: FineMap,
-        pair: Tensor,
-        points0: Tensor,
-        index1: Tensor,
-        score: Tensor,
+        self, subpixel: Subpixel, fine: FineMapPair, pair: Tensor, points0: Tensor, index1: Tensor, score: Tensor
     ) -> Offsets:
-        windows, whole = [], []
+        (fine0, fine1), windows, whole = fine, [], []
         height, width = 4 * fine0.height, 4 * fine0.width
         for number, (x, y) in zip(pair.tolist(), points0.double().tolist(), strict=True):
             features = fine0.features[number].double().view(height, width, -1)

@@ -18,7 +18,7 @@ from dualrc.model.subpixel import WINDOW, Subpixel, WindowPairs, inside
 from dualrc.model.support import DirectedMatches, Support
 from dualrc.ops import memory, onednn
 from dualrc.ops.native import library
-from dualrc.ops.torch import TorchEngine, slack
+from dualrc.ops.torch import CoarseRows, TorchEngine, slack
 
 # Columns of image 1, and channels of one direction, that the consensus kernel processes as one block.
 _COLUMNS, _CHANNELS = 8, 8
@@ -97,18 +97,12 @@ class NativeEngine(TorchEngine):
         return scores.view(*rows0.shape[:3], *rows1.shape[1:3])
 
     def search_queries(
-        self,
-        tensor: Tensor,
-        sums: Tensor,
-        queries: Queries,
-        fine: FineMap,
-        temperature: float,
-        *,
-        wanted: Tensor | None = None,
+        self, coarse: CoarseRows, queries: Queries, fine: FineMap, temperature: float, *, wanted: Tensor | None = None
     ) -> Found:
         """Run the search of ops/torch.py, where each query stops when the bound holds for it."""
+        tensor, sums = coarse
         if not _fits(tensor, queries.features, fine.features):
-            return super().search_queries(tensor, sums, queries, fine, temperature, wanted=wanted)
+            return super().search_queries(coarse, queries, fine, temperature, wanted=wanted)
         batch, groups, places, channels = queries.features.shape
         pair = torch.arange(batch).repeat_interleave(groups)
         mixed, shared = queries.rows.shape[2], queries.weights.shape[:2] == (1, 1) != (batch, groups)
