@@ -11,7 +11,7 @@ from dualrc.model import align, refine, relocalize, search, sparse, subpixel, su
 from dualrc.model.cells import FineMap, FineMapPair, MaskPair, TensorPair
 from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
-from dualrc.model.correlation import correlate, mask_cells, max_pool, normalize, valid_cells
+from dualrc.model.correlation import correlate, mask_cells, max_pool, mutual_filter, normalize, valid_cells
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
 from dualrc.model.sparse import SparseScores
@@ -73,7 +73,7 @@ class Engine:
 
     def filtered(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """Apply mutual filter, consensus, mutual filter; may overwrite `scores` (b h0 w0 h1 w1)."""
-        return consensus.filtered(scores)
+        return mutual_filter(self.consensus(mutual_filter(scores), consensus))
 
     def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """Apply the 4D convolutions alone, without the filters: (b h0 w0 h1 w1) -> the same."""
