@@ -15,7 +15,7 @@ from dualrc.model.dualrc import Features
 from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches
 from dualrc.model.support import DirectedMatches
-from dualrc.ops import memory, reference
+from dualrc.ops import formulas, memory
 from dualrc.ops.graphs import GraphEngine
 
 # Everything after the backbone
@@ -325,7 +325,7 @@ def test_gradients_flow_through_the_definition_alone(engine):
 
 def test_reference_convolution_is_plain_loops():
     values, weight, bias = rand(0, 2, 2, 2, 2, 3), rand(1, 3, 2, 3, 3, 3, 3), rand(2, 3)
-    result = reference.conv4d(values, weight, bias)
+    result = formulas.conv4d(values, weight, bias)
     v, w = values.tolist(), weight.tolist()
     for o, i, j, k, m in itertools.product(*map(range, result.shape)):
         total = bias[o].item()
@@ -341,8 +341,8 @@ def test_reading_known_answers():
     for row, column in itertools.product(range(2), range(3)):
         tensor[row, column, row, column] = 1
     # Fine cell (2, 5) lies at (0.5, 1.25) by its corner, at (0.125, 0.875) by its center.
-    assert reference.coarse_scores(tensor, 5, 2, "corner").tolist() == [[0, 0.375, 0.125], [0, 0.375, 0.125]]
-    center = reference.coarse_scores(tensor, 5, 2, "center")
+    assert formulas.coarse_scores(tensor, 5, 2, "corner").tolist() == [[0, 0.375, 0.125], [0, 0.375, 0.125]]
+    center = formulas.coarse_scores(tensor, 5, 2, "center")
     assert center.flatten().tolist() == pytest.approx([0.875 / 8, 0.875**2, 0, 1 / 64, 0.875 / 8, 0])
 
 

@@ -14,7 +14,7 @@ from dualrc.config import FineConfig
 from dualrc.model.cells import FineMap
 from dualrc.model.correlation import normalize
 from dualrc.model.search import Queries
-from dualrc.ops import memory, reference
+from dualrc.ops import formulas, memory
 from dualrc.ops.torch import CoarseRows
 
 KINDS = ("exact", "flat", "sparse", "peaked")
@@ -25,9 +25,9 @@ def scores_of(tensor, fine0, fine1, config, pair, index0, index1):
     row, column = divmod(int(index0), 4 * fine0.width)
     size0, size1 = (fine0.height, fine0.width), (fine1.height, fine1.width)
     own = tensor[pair].double().view(*size0, *size1)
-    coarse = reference.coarse_scores(own, column, row, config.reading)
+    coarse = formulas.coarse_scores(own, column, row, config.reading)
     feature, others = fine0.features[pair, index0].double(), fine1.features[pair].double()
-    return reference.score_map(coarse, feature, others, size1, config.temperature).flatten()[index1].item()
+    return formulas.score_map(coarse, feature, others, size1, config.temperature).flatten()[index1].item()
 
 
 def assert_search(found, expected, case, config, *, exact):
