@@ -79,22 +79,6 @@ def test_a_relative_pose_survives(tmp_path, ending):
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_poses_of_earlier_files_are_found_in_their_info(tmp_path, ending, monkeypatch):
-    header = Matches._header
-
-    def earlier(self):
-        content = header(self)
-        content["estimate"]["info"]["cam1_from_cam0"] = content["estimate"].pop("cam1_from_cam0")
-        return content
-
-    estimate = replace(fitted(3), pose=RelativePose(cam1_from_cam0=POSE))
-    with monkeypatch.context() as patch:
-        patch.setattr(Matches, "_header", earlier)
-        make(3, estimate).save(tmp_path / f"m{ending}")
-    assert_equal(make(3, estimate), Matches.load(tmp_path / f"m{ending}"))
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
 def test_rows_without_counterpart_survive(tmp_path, ending):
     matches = make(3, points1=np.array([[1, 2], [np.nan, np.nan], [3, 4]]), scores=np.array([1, 0, 0.5]))
     matches.save(str(tmp_path / f"m{ending}"))

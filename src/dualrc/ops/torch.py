@@ -17,7 +17,7 @@ from dualrc.config import FineConfig
 from dualrc.model import support
 from dualrc.model.cells import PLACES, FineMap, FineMapPair, TensorPair
 from dualrc.model.consensus import Consensus
-from dualrc.model.correlation import EPSILON, max_pool
+from dualrc.model.correlation import EPSILON, max_pool, mutual_filter
 from dualrc.model.engine import Engine
 from dualrc.model.search import TINY, Found, Queries, cell_queries, point_queries, sharpen
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
@@ -59,7 +59,8 @@ class TorchEngine(Engine):
     def filtered(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """Filter and apply the consensus; without gradients, in place and in chunks of rows."""
         if torch.is_grad_enabled():
-            return super().filtered(scores, consensus)
+            # Kernels of other engines have no gradients.
+            return mutual_filter(consensus(mutual_filter(scores)))
         filter_in_place(scores)
         result = self.consensus(scores, consensus)
         filter_in_place(result)
