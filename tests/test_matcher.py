@@ -119,7 +119,7 @@ def test_two_images_are_extracted_side_by_side(blobs, monkeypatch, precision):
             alone = [matcher.features(blob).maps for blob in blobs]
             monkeypatch.setattr(matcher.budget, "side_by_side", lambda _, enough=enough: enough)
             used.clear()
-            items = [matcher._item(blob, None) for blob in blobs]
+            items = [matcher.pending(blob, None) for blob in blobs]
             matcher.extract(items)
             assert len(used) == 2 and set(used) == expected and torch.get_num_threads() == threads
             for found, maps in zip((item.known().maps for item in items), alone, strict=True):
@@ -142,7 +142,7 @@ def test_an_error_of_the_other_thread_is_not_lost(blobs, monkeypatch):
     torch.set_num_threads(2)
     try:
         with pytest.raises(NoMemoryError):
-            matcher.extract([matcher._item(blob, None) for blob in blobs])
+            matcher.extract([matcher.pending(blob, None) for blob in blobs])
     finally:
         torch.set_num_threads(1)
 

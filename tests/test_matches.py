@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import dualrc
-from dualrc import matches as module
 from dualrc.errors import DataError, OutputError
-from dualrc.matches import Estimate, Matches, RelativePose, Warp, inside_mask
+from dualrc.matches import Estimate, Matches, RelativePose, Warp, files, inside_mask
 
 ENDINGS = (".npz", ".json", ".csv")
 
@@ -201,7 +200,7 @@ def test_saving_replaces_the_old_file_whole_or_not_at_all(tmp_path, ending, monk
         temporary.write_text("half of the")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(module._WRITERS, ending, failing)
+    monkeypatch.setitem(files._WRITERS, ending, failing)
     with pytest.raises(OutputError, match="No space left"):
         make(6).save(path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

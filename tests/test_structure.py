@@ -18,6 +18,7 @@ ROOMS = [
     "files",
     "machine",
     "measure",
+    "toml",
     "config",
     "provenance",
     "types",
