@@ -218,6 +218,8 @@ def test_standard_quality_finds_a_tilted_image(photograph, shipped, untilted, sw
     features = [shipped.features(image) for image in images]
     assert same_matches(shipped.match_features(*features), found)
     assert same_matches(next(shipped.match_many([images], top=50)), found[:50])
+    # The order of the images does not matter.
+    assert same_matches(shipped.match(*images[::-1]).swapped(), found)
     # Masks hold.
     mask = np.zeros(images[0].shape[:2], bool)
     mask[:, : mask.shape[1] // 2] = True
