@@ -9,7 +9,7 @@ import torch
 from dualrc.image import spread
 from dualrc.matcher.features import ImageFeatures
 from dualrc.matches import Matches, Warp, inside_mask
-from dualrc.pixels import FINE_STRIDE, pixel_grid
+from dualrc.pixels import FINE_STRIDE, in_image, pixel_grid
 from dualrc.types import FloatArray
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ def warp(matcher: "Matcher", features0: ImageFeatures, features1: ImageFeatures,
     known = torch.from_numpy(_calibrated(matcher, certainty.cpu().numpy()))
     places, sure = spread(points.cpu(), known, features0.scale, FINE_STRIDE)
     dense = features1.scale.to_image(places.reshape(-1, 2)).reshape(places.shape)
-    width, height = features1.size
-    sure = sure * ((dense > -0.5) & (dense < (width - 0.5, height - 0.5))).all(2)
+    sure = sure * in_image(dense, features1.size)
     for features, points_there in ((features0, pixel_grid(features0.size)), (features1, dense)):
         if features.mask is not None:
             sure = sure * inside_mask(points_there.reshape(-1, 2), features.mask).reshape(sure.shape)

@@ -181,3 +181,4 @@ def _read_csv(path: Path) -> Matches:
 
 _WRITERS = {".npz": _write_npz, ".json": _write_json, ".csv": _write_csv}
 _READERS = {".npz": _read_npz, ".json": _read_json, ".csv": _read_csv}
+SUFFIXES = tuple(_WRITERS)
