@@ -1,6 +1,6 @@
 """Two-view models from matches, estimated robustly with PoseLib."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -26,18 +26,6 @@ _SMALLEST_PARALLAX_PX = 0.01
 # It explains the motion if a smaller share of inliers remains, about the chance level for epipolar lines.
 _DEVIATIONS, _UNEXPLAINED = 4.5, 0.05
 _ROTATION_SWEEPS = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Fit:
-    """Result of a solver, with one inlier flag per given match."""
-
-    matrix: FloatArray
-    inliers: BoolArray
-    info: dict[str, Any]
-    pose: RelativePose | None = None
-    rotation_only: bool = False
-    warnings: tuple[str, ...] = ()
 
 
 def estimate(
@@ -83,20 +71,12 @@ def estimate(
         fit = _fit_essential(points0, points1, cameras, matches, options)
     else:
         fit = _fit_matrix(points0, points1, kind, options)
-    if len(points0[fit.inliers]) < fewest or not np.isfinite(fit.matrix).all():
+    assert fit.matrix is not None
+    if fit.inliers.sum() < fewest or not np.isfinite(fit.matrix).all():
         return failed(f"no model fits {fewest} matches or more")
-    if (reason := _degenerate(fit, kind, points0[fit.inliers], points1[fit.inliers], threshold_px)) is not None:
+    if (reason := _degenerate(fit, fit.matrix, points0[fit.inliers], points1[fit.inliers], threshold_px)) is not None:
         return failed(reason)
-    inliers = scattered(fit.inliers, used, len(matches))
-    return Estimate(
-        kind=kind,
-        matrix=fit.matrix,
-        inliers=inliers,
-        pose=fit.pose,
-        rotation_only=fit.rotation_only,
-        warnings=fit.warnings,
-        info={**info, **fit.info},
-    )
+    return replace(fit, inliers=scattered(fit.inliers, used, len(matches)), info={**info, **fit.info})
 
 
 def _with_rays(matches: Matches, used: IntArray, camera0: Camera | None, camera1: Camera | None) -> IntArray:
@@ -108,12 +88,12 @@ def _with_rays(matches: Matches, used: IntArray, camera0: Camera | None, camera1
 
 
 def _degenerate(
-    fit: _Fit, kind: EstimateKind, points0: FloatArray, points1: FloatArray, threshold_px: float
+    fit: Estimate, matrix: FloatArray, points0: FloatArray, points1: FloatArray, threshold_px: float
 ) -> str | None:
     """Return the reason if the inlier points (n, 2) do not determine the model, else None."""
     if min(_distance_from_line_px(points0), _distance_from_line_px(points1)) <= threshold_px:
         return "the matches lie on a line or in a point"
-    if kind == "homography" and _condition(fit.matrix, points0, points1) > _LARGEST_CONDITION:
+    if fit.kind == "homography" and _condition(matrix, points0, points1) > _LARGEST_CONDITION:
         return "the best homography is degenerate"
     if fit.info.get("parallax_px", np.inf) < _SMALLEST_PARALLAX_PX:
         return "the cameras share one center, so there is no direction between them"
@@ -127,7 +107,8 @@ def relative_pose(
     return estimate(matches, "essential", camera0=camera0, camera1=camera1, threshold_px=threshold_px, seed=seed).pose
 
 
-def _fit_matrix(points0: FloatArray, points1: FloatArray, kind: EstimateKind, options: dict[str, Any]) -> _Fit:
+def _fit_matrix(points0: FloatArray, points1: FloatArray, kind: EstimateKind, options: dict[str, Any]) -> Estimate:
+    """Estimate a homography or a fundamental matrix, with one inlier flag per given point."""
     solve = poselib.estimate_homography if kind == "homography" else poselib.estimate_fundamental
     matrix, stats = solve(points0, points1, options, {})
     matrix = np.array(matrix, dtype=np.float64)
@@ -136,7 +117,8 @@ def _fit_matrix(points0: FloatArray, points1: FloatArray, kind: EstimateKind, op
     norm = np.linalg.norm(matrix)
     if np.isfinite(norm) and norm > 0:
         matrix = matrix / (scale if abs(scale) > 1e-9 * norm else norm)
-    return _Fit(matrix=matrix, inliers=_flags(stats, len(points0)), info={"iterations": int(stats["iterations"])})
+    info = {"iterations": int(stats["iterations"])}
+    return Estimate(kind=kind, matrix=matrix, inliers=_flags(stats, len(points0)), info=info)
 
 
 def _fit_essential(
@@ -145,7 +127,8 @@ def _fit_essential(
     cameras: tuple[Camera, Camera] | None,
     matches: Matches,
     options: dict[str, Any],
-) -> _Fit:
+) -> Estimate:
+    """Estimate an essential matrix, with one inlier flag per given point."""
     if cameras is None:
         cameras = _shared_focal_cameras(points0, points1, matches, options)
     camera0, camera1 = cameras
@@ -187,7 +170,8 @@ def _fit_essential(
             "There is hardly any parallax: the camera rotated but moved little, so the direction of the motion is "
             "arbitrary; a homography describes this pair."
         )
-    return _Fit(
+    return Estimate(
+        kind="essential",
         matrix=essential_from_pose(pose),
         inliers=inliers,
         info=info,
