@@ -50,6 +50,13 @@ _MODULES = {
     "colmap": "COLMAP's models, cameras and conventions.",
     "localize": "Maps, queries and results of localization.",
 }
+# Members to show, where other parts of the package use further ones.
+_MEMBERS = {
+    "dualrc.Matcher": (
+        *("info", "features", "match", "match_features", "match_many", "match_points", "warp"),
+        "with_covariance",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +123,12 @@ The pages of the Python API are made from the docstrings and type hints of the c
 
 
 def _page(key: str, title: str, about: str, names: list[str]) -> Page:
-    blocks = "\n\n".join(f"::: {name}" for name in names)
+    blocks = "\n\n".join(f"::: {name}{_options(name)}" for name in names)
     # The search of the site lists guides before these pages, which have every word.
     text = f"---\nsearch:\n  boost: 0.3\n---\n# {title}\n\n{about}\n\n{blocks}\n"
     return Page(path=f"reference/{key}.md", title=title, text=text)
+
+
+def _options(name: str) -> str:
+    members = _MEMBERS.get(name)
+    return "" if members is None else f"\n    options:\n      members: [{', '.join(members)}]"

@@ -15,7 +15,7 @@ from dualrc.errors import ConfigError, OutputError
 from dualrc.files import check_writable
 from dualrc.image import read
 from dualrc.matcher import Matcher, load
-from dualrc.matches import Matches
+from dualrc.matches import Matches, files
 
 if TYPE_CHECKING:
     from dualrc.geometry import Camera
@@ -238,7 +238,7 @@ def demo(
 
 def _check_outputs(out: Path | None, drawing: Path | None, inputs: tuple[Path, ...]) -> None:
     """Raise an error, before any work, for an output that cannot be written or would replace an input."""
-    for path, endings in ((out, (".npz", ".json", ".csv")), (drawing, (".png", ".jpg", ".jpeg"))):
+    for path, endings in ((out, files.SUFFIXES), (drawing, draw.SUFFIXES)):
         if path is None:
             continue
         if path.suffix.lower() not in endings:
