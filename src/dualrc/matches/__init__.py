@@ -174,8 +174,8 @@ class Matches:
         It is computed from the scores of the best matches, and from the shares of them, spread over the images, that
         agree with one affine motion and one epipolar geometry. Content at the same position in both images, such as
         stamps and bars, does not count unless the center is static too. A selection of matches has the score of the
-        whole pair. Without calibrated weights it is a value from 0 to 1 that only ranks pairs: the squared mean of the
-        square roots of the best 100 scores.
+        whole pair. Without calibrated weights it is not a probability and may exceed 1. It then only ranks pairs: it
+        is the squared mean of the square roots of the best 100 scores.
         """
         if self.whole is not None:
             return self.whole.pair_score
