@@ -4,12 +4,11 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
-import poselib
 
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry.camera import Camera
 from dualrc.geometry.epipolar import essential_from_pose, pose_distance_px
-from dualrc.geometry.ransac import best_first, ransac_options, scattered
+from dualrc.geometry.ransac import best_first, import_poselib, ransac_options, scattered
 from dualrc.matches import Estimate, EstimateKind, Matches, RelativePose
 from dualrc.types import BoolArray, FloatArray, IntArray
 
@@ -109,8 +108,7 @@ def relative_pose(
 
 def _fit_matrix(points0: FloatArray, points1: FloatArray, kind: EstimateKind, options: dict[str, Any]) -> Estimate:
     """Estimate a homography or a fundamental matrix, with one inlier flag per given point."""
-    solve = poselib.estimate_homography if kind == "homography" else poselib.estimate_fundamental
-    matrix, stats = solve(points0, points1, options, {})
+    matrix, stats = getattr(import_poselib(), f"estimate_{kind}")(points0, points1, options, {})
     matrix = np.array(matrix, dtype=np.float64)
     # The usual scale of a homography is H[2, 2] = 1, unless the first pixel maps (nearly) to infinity.
     scale = matrix[2, 2] if kind == "homography" else 0.0
@@ -134,7 +132,7 @@ def _fit_essential(
     camera0, camera1 = cameras
     rays0, rays1 = camera0.rays(points0)[:, :2], camera1.rays(points1)[:, :2]
     pinholes = camera0.centered_pinhole(), camera1.centered_pinhole()
-    pose, stats = poselib.estimate_relative_pose(
+    pose, stats = import_poselib().estimate_relative_pose(
         rays0 * camera0.focal_px, rays1 * camera1.focal_px, *pinholes, options, {}
     )
     R, t = np.array(pose.R), np.array(pose.t).ravel()
@@ -200,10 +198,10 @@ def _refit(
         near = pose_distance_px(pose, *cameras, points0, points1) <= threshold_px
         if near.sum() < _FEWEST["essential"]:
             break
-        start = poselib.CameraPose()
+        start = import_poselib().CameraPose()
         start.R, start.t = pose[:, :3], pose[:, 3]
         options = {"loss_type": "CAUCHY", "loss_scale": threshold_px / 2}
-        refined, _ = poselib.refine_relative_pose(places[0][near], places[1][near], start, *pinholes, options)
+        refined, _ = import_poselib().refine_relative_pose(places[0][near], places[1][near], start, *pinholes, options)
         R, t = np.array(refined.R), np.array(refined.t).ravel()
         pose, inliers = np.column_stack([R, t / (np.linalg.norm(t) or 1.0)]), near
     return pose, pose_distance_px(pose, *cameras, points0, points1) <= threshold_px if inliers.any() else inliers
@@ -241,7 +239,7 @@ def _shared_focal_cameras(
     guessed0, guessed1 = Camera.guessed(matches.size0), Camera.guessed(matches.size1)
     if len(points0) < _FEWEST_SHARED_FOCAL:
         return guessed0, guessed1
-    pair, stats = poselib.estimate_shared_focal_relative_pose(
+    pair, stats = import_poselib().estimate_shared_focal_relative_pose(
         # Centered here, because PoseLib takes a single principal point, and a rotated image has a different one.
         points0 - guessed0.K[:2, 2],
         points1 - guessed1.K[:2, 2],
