@@ -1,7 +1,9 @@
 """The pages of the Python API: every public name stands on one of them."""
 
+import ast
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 import dualrc
 
@@ -43,6 +45,20 @@ _GROUPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ),
     ),
 }
+# Types that signatures name, with the module that defines each and what it means.
+_TYPES = {
+    "ImageInput": ("image", "an image: a path, a PIL image, an array (h, w), (h, w, 3), or a tensor (3, h, w)"),
+    "Matchable": ("matcher.features", "an image, or its features"),
+    "Size": ("types", "(width, height)"),
+    "FloatArray": ("types", "float32 or float64"),
+    "IntArray": ("types", "int64"),
+    "BoolArray": ("types", "a mask, or a flag for each row"),
+    "ImageArray": ("types", "uint8 (height, width, 3), RGB, upright"),
+    "Quality": ("config", "how thoroughly to match; [Quality](../concepts/sizes.md#quality)"),
+    "Precision": ("matcher.extract", "number format of the backbone"),
+    "EstimateKind": ("matches", "which model to fit"),
+    "Names": ("collection.store", "the names of two images"),
+}
 # Public modules have a page each, with the names of their `__all__`.
 _MODULES = {
     "geometry": "Cameras, poses, and robust two-view estimation. All robust estimators are PoseLib's LO-RANSAC.",
@@ -78,6 +94,7 @@ def pages() -> list[Page]:
         result.append(_page(key, title, about, [f"dualrc.{name}" for name in here]))
     if other := [name for name in public if name not in shown]:
         result.append(_page("other", "Other names", "Further public names.", [f"dualrc.{name}" for name in other]))
+    result.append(Page(path="reference/types.md", title="Types", text=_types()))
     for module, about in _MODULES.items():
         names = names_of(module)
         result.append(_page(module, f"dualrc.{module}", about, [f"dualrc.{module}.{name}" for name in names]))
@@ -99,11 +116,9 @@ def index() -> str:
     rows = []
     for page in pages():
         names = [line.removeprefix("::: ") for line in page.text.splitlines() if line.startswith("::: ")]
-        short = [f"[`{name.rpartition('.')[2]}`]({page.path.removeprefix('reference/')}#{name})" for name in names[:12]]
-        rows.append(
-            f"| [{page.title}]({page.path.removeprefix('reference/')}) | {', '.join(short)}"
-            f"{', ...' if len(names) > 12 else ''} |"
-        )
+        file = page.path.removeprefix("reference/")
+        short = [f"[`{name.rpartition('.')[2]}`]({file}#{name})" for name in names]
+        rows.append(f"| [{page.title}]({file}) | {', '.join(short) or 'the types that signatures name'} |")
     table = "\n".join(rows)
     return f"""# Reference
 
@@ -119,6 +134,30 @@ The pages of the Python API are made from the docstrings and type hints of the c
 - [File formats](../files.md): what is read and written, and the limits on untrusted files.
 - [Model card](model-card.md): the bundled weights, their data, figures and limits.
 - [Long runs](../running.md): output, JSON keys, exit status, threads.
+"""
+
+
+def _types() -> str:
+    rows = []
+    for name, (module, meaning) in _TYPES.items():
+        source = Path(str(import_module(f"dualrc.{module}").__file__)).read_text(encoding="utf-8")
+        nodes = (node for node in ast.parse(source).body if isinstance(node, ast.Assign))
+        value = next(ast.unparse(node.value) for node in nodes if ast.unparse(node.targets[0]) == name)
+        rows.append(f"| `{name}` | `{value}` | {meaning} |")
+    table = "\n".join(rows)
+    return f"""# Types
+
+Signatures use these names. `ArrayLike` is NumPy's: an array, a list, or anything else that
+`numpy.asarray` takes. An argument with the default `UNSET` keeps the setting of the matcher; None
+is a value of its own, such as "no limit".
+
+<div class="stacked" markdown>
+
+| name | definition | meaning |
+|---|---|---|
+{table}
+
+</div>
 """
 
 

@@ -20,7 +20,7 @@ from dualrc.matches import Matches, files
 if TYPE_CHECKING:
     from dualrc.geometry import Camera
 
-# Inlier threshold as a fraction of the long side; a warped image need not fit to the pixel everywhere.
+# Inlier threshold as a fraction of the long side. It is wide, because a warped image may be off by some pixels.
 _WARP_THRESHOLD = 0.003
 
 _geometry_option = partial(typer.Option, rich_help_panel="Geometric model")

@@ -188,9 +188,12 @@ def pairs_rgbd(
 @common.app.command()
 def convert(
     published: Annotated[
-        Path, typer.Argument(help="Published checkpoint of DualRC-Net, NCNet or Sparse-NCNet (.pth.tar).")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="Published checkpoint of DualRC-Net, NCNet or Sparse-NCNet (.pth.tar)."
+        ),
     ],
-    out: Annotated[Path, typer.Argument(help="Weights file to write (.safetensors).")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Weights file to write (.safetensors).")],
 ) -> None:
     """Convert a published checkpoint to a weights file.
 

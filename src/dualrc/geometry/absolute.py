@@ -35,6 +35,7 @@ class AbsolutePose:
     inliers: BoolArray
     # (3, 4) None if there is no pose; then `reason` explains why.
     cam_from_world: FloatArray | None = None
+    # Why there is no pose.
     reason: str | None = None
     # The camera that was used, with the estimated focal length if it was unknown.
     camera: Camera | None = None

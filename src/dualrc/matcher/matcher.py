@@ -48,7 +48,8 @@ _DETAILED, _LARGER = 1024, 3
 class Matcher:
     """Finds correspondences between images; `dualrc.load` creates one.
 
-    Images are paths, PIL images, arrays, tensors, or the result of `features`.
+    Images are paths, PIL images, arrays, tensors, or the result of `features`. `device`, `precision` and `engine` are
+    those in use.
     """
 
     def __init__(

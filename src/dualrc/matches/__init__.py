@@ -42,10 +42,13 @@ class RelativePose:
 class Match(NamedTuple):
     """One pair of corresponding points, as iteration over Matches yields it."""
 
+    # Point in image 0, in pixels.
     x0: float
     y0: float
+    # Point in image 1, in pixels.
     x1: float
     y1: float
+    # As in `Matches.scores`.
     score: float
 
 
@@ -53,6 +56,7 @@ class Match(NamedTuple):
 class Estimate:
     """A two-view model fitted to matches, and the matches that agree with it."""
 
+    # Type of the model.
     kind: EstimateKind
     # (3, 3) From image 0 to image 1: x1 ~ H x0, or x1' F x0 = 0. An essential matrix applies to normalized rays.
     # None if no model could be fitted.
@@ -88,9 +92,10 @@ class Matches:
     # (n,) float32, higher is better. With calibrated weights, the probability of an error of at most 3 px.
     # The error is measured in pixels of the network input.
     scores: FloatArray
-    # (width, height); (0, 0) if a file does not contain it
+    # (width, height) of the upright image; (0, 0) if a file does not contain it.
     size0: Size
     size1: Size
+    # Model fitted to the matches, as `with_estimate` attaches it.
     estimate: Estimate | None = None
     # (n, 2, 2) float32, in squared pixels of image 1: covariance of points1, if the match is correct within 3 px.
     # None if it was not requested; NaN for a point without a counterpart.
@@ -281,10 +286,11 @@ class Matches:
 class Warp:
     """Position in image 1 of every pixel of image 0, with a certainty."""
 
-    # (height, width, 2) float32; NaN where unknown
+    # (height, width, 2) float32; NaN where unknown.
     points1: FloatArray
-    # (height, width) float32, on the scale of match scores; 0 where unknown
+    # (height, width) float32, on the scale of match scores; 0 where unknown.
     certainty: FloatArray
+    # (width, height) of image 1.
     size1: Size
 
     def __repr__(self) -> str:

@@ -174,7 +174,7 @@ class NativeEngine(TorchEngine):
         return WindowPairs(*middles, cosine, inside(fine0, index0), inside(fine1, index1))
 
     def _meet(self, fine: FineMapPair, pair: Tensor, index0: Tensor, index1: Tensor, **outputs: Any) -> None:
-        """Compute the cosines between the windows around matches, and what follows from them."""
+        """Compute the requested `outputs` from the cosines between the windows around matches."""
         (height0, width0), (height1, width1) = fine[0].fine_size, fine[1].fine_size
         unused = dict.fromkeys(("known", "cosines", "inputs", "offsets")) | {"temperature": 1.0}
         self._library.call(
