@@ -22,7 +22,7 @@ from dualrc.colmap import import_pycolmap
 from dualrc.config import Quality
 from dualrc.errors import ConfigError, DualRCError
 from dualrc.matcher import Matcher
-from dualrc.web import routes_images, routes_pairs, routes_sets
+from dualrc.web import openapi, routes_images, routes_pairs, routes_sets, schemas
 from dualrc.web.answers import service_of
 from dualrc.web.collections import CollectionStore
 from dualrc.web.examples import Examples
@@ -96,19 +96,29 @@ def create_app(
         # FastAPI's documentation pages load scripts from other servers.
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
+        responses=openapi.errors(*openapi.EVERY),
     )
+    openapi.describe(app, token=config.token is not None)
     app.state.metrics, app.state.collections = metrics, CollectionStore(config)
     app.state.reconstruction = reconstruction
     app.add_middleware(Guard, config=config, metrics=metrics)
     _add_handlers(app)
-    app.add_api_route("/healthz", _health, methods=["GET"], tags=["server"], summary="Check that the server runs")
-    app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["server"], response_class=PlainTextResponse)
-    app.add_api_route("/v1/info", _info, methods=["GET"], tags=["server"], summary="Versions and limits of this server")
+    _add_routes(app)
     for router in (routes_images.router, routes_pairs.router, routes_sets.router):
         app.include_router(router)
     # Not mounted: a mount at the root would answer for routes that require another method.
     app.router.default = _Page(directory=STATIC, html=True, check_dir=False)
     return app
+
+
+def _add_routes(app: FastAPI) -> None:
+    """Add the routes about the server itself."""
+    health, info = "Check that the server runs", "Versions and limits of this server"
+    app.add_api_route("/healthz", _health, tags=["server"], summary=health, response_model=schemas.Health)
+    app.add_api_route("/v1/info", _info, tags=["server"], summary=info, response_model=schemas.Info)
+    metrics: Any = {"tags": ["server"], "summary": "Metrics in the Prometheus text format"}
+    app.add_api_route("/metrics", _metrics, response_class=PlainTextResponse, **metrics)
 
 
 async def _health() -> dict[str, str]:
@@ -197,7 +207,8 @@ def _add_handlers(app: FastAPI) -> None:
 def _allowed(app: FastAPI, scope: Scope) -> list[str]:
     """Return the methods that the routes for a path accept; each route knows only its own."""
     asked = {method: {**scope, "method": method} for method in ("GET", "POST", "DELETE")}
-    return [method for method in asked if any(route.matches(asked[method])[0] is Match.FULL for route in app.routes)]
+    found = [method for method in asked if any(route.matches(asked[method])[0] is Match.FULL for route in app.routes)]
+    return [*found, "HEAD"] if "GET" in found else found
 
 
 async def _sweep(service: Service) -> None:

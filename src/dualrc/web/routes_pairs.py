@@ -12,6 +12,7 @@ from starlette.responses import StreamingResponse
 from dualrc.web import exports, pairs, schemas
 from dualrc.web.answers import checked, client, json_answer, json_body, schema, service_of, wait_for
 from dualrc.web.job import Job
+from dualrc.web.openapi import JOB, UPLOAD, Responses, binary, errors, response
 from dualrc.web.pairs import Pair
 from dualrc.web.problems import Problem
 from dualrc.web.routes_images import form_of, keep
@@ -22,8 +23,19 @@ router = APIRouter(prefix="/v1", tags=["pairs"])
 
 Format = Annotated[Literal["json", "npz", "csv"], Query(description="Format of the response.")]
 AnyFormat = Annotated[Literal["json", "npz", "csv", "colmap"], Query(description="Format of the response.")]
+_MEDIA = (exports.MEDIA["npz"], "text/csv", exports.MEDIA["colmap"])
 _BINARY = {"type": "string", "format": "binary"}
-_OPTIONS = schemas.MatchOptions.model_json_schema()["properties"]
+
+
+def _in_form(field: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a field in a form, which omits a field instead of sending null."""
+    kinds = [kind for kind in field.get("anyOf", []) if kind != {"type": "null"}]
+    return (
+        {key: value for key, value in field.items() if key not in ("anyOf", "default")} | kinds[0] if kinds else field
+    )
+
+
+_OPTIONS = {name: _in_form(field) for name, field in schemas.MatchOptions.model_json_schema()["properties"].items()}
 _FORM = {
     "type": "object",
     "required": ["image0", "image1"],
@@ -31,10 +43,20 @@ _FORM = {
 }
 _MATCH = schema(schemas.MatchBody)
 _MATCH["requestBody"]["content"]["multipart/form-data"] = {"schema": _FORM}
-_WARP_BYTES = {200: {"content": {"application/octet-stream": {}}, "description": "Header and float32 triples."}}
+_WARP_BYTES = binary("Header and float32 triples.", "application/octet-stream")
+_RESULT: Responses = {
+    200: {"model": schemas.PairResult, **binary("The matches.", exports.MEDIA["npz"], "text/csv")[200]}
+}
+_ANY_RESULT: Responses = {200: {"model": schemas.PairResult, **binary("The matches.", *_MEDIA)[200]}}
 
 
-@router.post("/match", openapi_extra=_MATCH, summary="Match two images", response_class=Response)
+@router.post(
+    "/match",
+    openapi_extra=_MATCH,
+    summary="Match two images",
+    response_class=Response,
+    responses=_RESULT | response(schemas.JobStarted, "The job, with `wait=false`.", 202) | errors(*JOB, *UPLOAD),
+)
 async def match(
     request: Request,
     format: Format = "json",
@@ -63,13 +85,20 @@ async def _asked(request: Request) -> tuple[tuple[Upload, Upload], schemas.Match
     return (service.images.get(body.image0), service.images.get(body.image1)), body
 
 
-@router.get("/pairs/{number}", summary="Get a result", response_class=Response)
+@router.get(
+    "/pairs/{number}", summary="Get a result", response_class=Response, responses=_ANY_RESULT | errors(404, 422)
+)
 async def get_pair(request: Request, number: str, format: AnyFormat = "json") -> Response:
     """Return the matches of a pair as JSON, npz, CSV or a COLMAP database with the two images."""
     return await _formatted(service_of(request).pairs.get(number), format)
 
 
-@router.post("/pairs/{number}/estimate", openapi_extra=schema(schemas.EstimateBody), summary="Fit a model")
+@router.post(
+    "/pairs/{number}/estimate",
+    openapi_extra=schema(schemas.EstimateBody),
+    summary="Fit a model",
+    responses=response(schemas.EstimateResult, "The model.") | errors(404, 413, 422),
+)
 async def estimate(request: Request, number: str) -> Response:
     """Fit a homography, fundamental or essential matrix to the existing matches.
 
@@ -91,7 +120,7 @@ async def estimate(request: Request, number: str) -> Response:
     "/pairs/{number}/warp",
     summary="Warp of a pair",
     response_class=Response,
-    responses=_WARP_BYTES,  # type: ignore[arg-type]
+    responses=_WARP_BYTES | errors(*JOB),
 )
 async def pair_warp(
     request: Request,
@@ -109,7 +138,12 @@ async def pair_warp(
     return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
 
 
-@router.post("/points", openapi_extra=schema(schemas.PointsBody), summary="Match given points")
+@router.post(
+    "/points",
+    openapi_extra=schema(schemas.PointsBody),
+    summary="Match given points",
+    responses=response(schemas.Points, "The positions.") | errors(*JOB),
+)
 async def points(request: Request) -> Response:
     """Return the positions in image 1 of points of image 0; null if no counterpart was found."""
     service, body = service_of(request), await json_body(request, schemas.PointsBody)
@@ -133,7 +167,7 @@ async def points(request: Request) -> Response:
     openapi_extra=schema(schemas.WarpBody),
     summary="Warp of two images",
     response_class=Response,
-    responses=_WARP_BYTES,  # type: ignore[arg-type]
+    responses=_WARP_BYTES | errors(*JOB),
 )
 async def warp(request: Request) -> Response:
     """Return the warp of two images without matching them first."""
@@ -144,7 +178,12 @@ async def warp(request: Request) -> Response:
     return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
 
 
-@router.get("/jobs/{number}", tags=["jobs"], summary="State of a job")
+@router.get(
+    "/jobs/{number}",
+    tags=["jobs"],
+    summary="State of a job",
+    responses=response(schemas.Event, "The last event.") | errors(404, 422),
+)
 async def get_job(request: Request, number: str) -> dict[str, Any]:
     """Return the data of the job's last event, with its name as `event`."""
     jobs = service_of(request).jobs
@@ -152,7 +191,14 @@ async def get_job(request: Request, number: str) -> dict[str, Any]:
     return {"event": name, **_public(data)}
 
 
-@router.delete("/jobs/{number}", tags=["jobs"], status_code=204, response_class=Response, summary="Cancel a job")
+@router.delete(
+    "/jobs/{number}",
+    tags=["jobs"],
+    status_code=204,
+    response_class=Response,
+    summary="Cancel a job",
+    responses=errors(404, 422),
+)
 async def cancel_job(request: Request, number: str) -> Response:
     """Cancel a job: at once if it is queued, at its next step if it is running. The result is dropped."""
     jobs = service_of(request).jobs
@@ -160,7 +206,13 @@ async def cancel_job(request: Request, number: str) -> Response:
     return Response(status_code=204)
 
 
-@router.get("/jobs/{number}/events", tags=["jobs"], summary="Follow a job", response_class=StreamingResponse)
+@router.get(
+    "/jobs/{number}/events",
+    tags=["jobs"],
+    summary="Follow a job",
+    response_class=StreamingResponse,
+    responses=binary("The events.", "text/event-stream") | errors(404, 422, 503),
+)
 async def follow_job(request: Request, number: str) -> StreamingResponse:
     """Send server-sent events: `progress`, and finally `done`, `failed` or `cancelled`."""
     job = service_of(request).jobs.get(number)

@@ -95,7 +95,7 @@ class Guard:
         foreign = origin is not None and origin.partition("://")[2] != host
         if foreign or (scope["method"] not in _SAFE and headers.get("sec-fetch-site") in ("cross-site", "same-site")):
             raise Problem(403, "wrong_origin", "Requests from pages of other servers are refused; open this server's.")
-        if self._token is not None and _protected(scope["path"]):
+        if self._token is not None and is_protected(scope["path"]):
             kind, _, given = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
                 message = "This server needs its token; send the header Authorization: Bearer TOKEN."
@@ -167,7 +167,8 @@ def _host_of(address: str) -> str:
         return ""
 
 
-def _protected(path: str) -> bool:
+def is_protected(path: str) -> bool:
+    """Return whether a path requires the token."""
     return path in ("/metrics", "/v1") or path.startswith("/v1/")
 
 
