@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -9,6 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 
+from dualrc.matches import Estimate
 from dualrc.web import exports, pairs, schemas
 from dualrc.web.answers import checked, client, json_answer, json_body, schema, service_of, wait_for
 from dualrc.web.job import Job
@@ -88,32 +90,54 @@ async def _asked(request: Request) -> tuple[tuple[Upload, Upload], schemas.Match
 @router.get(
     "/pairs/{number}", summary="Get a result", response_class=Response, responses=_ANY_RESULT | errors(404, 422)
 )
-async def get_pair(request: Request, number: str, format: AnyFormat = "json") -> Response:
-    """Return the matches of a pair as JSON, npz, CSV or a COLMAP database with the two images."""
-    return await _formatted(service_of(request).pairs.get(number), format)
+async def get_pair(
+    request: Request,
+    number: str,
+    format: AnyFormat = "json",
+    estimate: Annotated[schemas.Kind | None, Query(description="Model to fit to the matches.")] = None,
+    threshold_px: Annotated[schemas.Threshold, Query()] = 2.0,
+    min_score: Annotated[
+        float, Query(ge=0, le=1, description="Minimum score of the matches that it is fitted to.")
+    ] = 0,
+) -> Response:
+    """Return the matches of a pair as JSON, npz, CSV or a COLMAP database with the two images.
+
+    With `estimate`, the matches contain a model as `POST /v1/pairs/{number}/estimate` fits it.
+    """
+    pair = service_of(request).pairs.get(number)
+    if estimate is not None:
+        fit = schemas.EstimateBody(kind=estimate, threshold_px=threshold_px, min_score=min_score)
+        pair = replace(pair, matches=pair.matches.with_estimate(await _fitted(request, pair, fit)))
+        return await _formatted(pair, format, fit)
+    return await _formatted(pair, format)
 
 
 @router.post(
     "/pairs/{number}/estimate",
     openapi_extra=schema(schemas.EstimateBody),
     summary="Fit a model",
-    responses=response(schemas.EstimateResult, "The model.") | errors(404, 413, 422),
+    responses=response(schemas.FittedModel, "The model.") | errors(404, 413, 422),
 )
 async def estimate(request: Request, number: str) -> Response:
     """Fit a homography, fundamental or essential matrix to the existing matches.
 
     `inliers` has one flag for each match of the pair; it is false for matches excluded by `min_score` or `top`.
     """
-    service = service_of(request)
-    pair, body = service.pairs.get(number), await json_body(request, schemas.EstimateBody)
+    pair = service_of(request).pairs.get(number)
+    body = await json_body(request, schemas.EstimateBody)
+    model = await _fitted(request, pair, body)
+    return await json_answer(lambda: {**pairs.describe_estimate(model), "commands": pairs.commands(pair, body)})
 
-    def fit() -> dict[str, Any]:
-        model = service.estimate(pair, body.kind, body.threshold_px, min_score=body.min_score, top=body.top)
-        return pairs.describe_estimate(model)
+
+async def _fitted(request: Request, pair: Pair, fit: schemas.EstimateBody) -> Estimate:
+    service = service_of(request)
+
+    def run() -> Estimate:
+        return service.estimate(pair, fit.kind, fit.threshold_px, min_score=fit.min_score, top=fit.top)
 
     # Fitting uses one core for up to a second, so the number of concurrent fits is limited.
     async with request.app.state.fitting:
-        return await json_answer(fit)
+        return await run_in_threadpool(run)
 
 
 @router.get(
@@ -239,10 +263,10 @@ def _public(data: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if isinstance(value, (str, int, float))}
 
 
-async def _formatted(pair: Pair, form: str) -> Response:
+async def _formatted(pair: Pair, form: str, fit: schemas.EstimateBody | None = None) -> Response:
     headers = {"X-Pair": pair.id, "X-Image0": pair.images[0].id, "X-Image1": pair.images[1].id}
     if form == "json":
-        answer = await json_answer(lambda: pairs.describe(pair))
+        answer = await json_answer(lambda: pairs.describe(pair, fit))
         answer.headers.update(headers)
         return answer
     kind: exports.Format = form  # type: ignore[assignment]

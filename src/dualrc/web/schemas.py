@@ -152,7 +152,7 @@ class Verdict(_Body):
 
 
 class Commands(_Body):
-    """Shell command and Python code that find the same matches."""
+    """Shell command and Python code that find the same matches and fit the same model."""
 
     shell: str
     python: str
@@ -170,6 +170,12 @@ class EstimateResult(_Body):
     cameras: str | None = Field(description="Source of the cameras of an essential matrix.")
     cam1_from_cam0: list[list[float]] | None = Field(description="3x4 pose of an essential matrix.")
     warnings: list[str]
+
+
+class FittedModel(EstimateResult):
+    """Model that was fitted to the matches of a pair on request."""
+
+    commands: Commands
 
 
 class PairResult(_Body):
