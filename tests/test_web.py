@@ -272,6 +272,30 @@ def test_models_are_fitted_without_matching_again(http, served):
     refused(http.post(f"/v1/pairs/{pair}/estimate", json={"kind": "affine"}), 422, "bad_field")
 
 
+def test_files_can_contain_a_model(http, tmp_path):
+    ids = [upload(http, image, "a.png") for image in pair_of(5)]
+    result = http.post("/v1/match", json={"image0": ids[0], "image1": ids[1]}).json()
+    address, body = f"/v1/pairs/{result['pair']}", {"threshold_px": 3.5, "min_score": 1e-30}
+    model = http.post(f"{address}/estimate", json={"kind": "homography", **body}).json()
+    query = {"estimate": "homography", **body}
+    files = {form: http.get(address, params={"format": form, **query}) for form in ("json", "npz", "csv", "colmap")}
+    told = files["json"].json()
+    assert told["count"] == result["count"] and told["commands"] == model.pop("commands")
+    assert told["estimate"] == model and 0 < model["inlier_count"] < told["count"] - 30
+    stored = loaded(files["npz"].content, tmp_path)
+    assert stored.estimate.inliers.tolist() == model["inliers"]
+    assert np.allclose(stored.estimate.matrix, model["matrix"])
+    assert files["csv"].text.splitlines()[0].endswith(",inlier")
+    (tmp_path / "database.db").write_bytes(files["colmap"].content)
+    with pycolmap.Database.open(tmp_path / "database.db") as database:
+        assert len(database.read_two_view_geometry(1, 2).inlier_matches) == model["inlier_count"]
+    assert told["commands"]["shell"].endswith("--min-score 1e-30 --estimate homography --threshold 3.5 -o matches.npz")
+    assert "estimate(matches.above(1e-30), 'homography', threshold_px=3.5)" in told["commands"]["python"]
+    # The result itself is as it was.
+    assert http.get(address).json()["estimate"] is None
+    refused(http.get(address, params={"estimate": "affine"}), 422, "bad_field")
+
+
 def test_the_fundamental_matrix_of_an_essential_one_is_in_pixels():
     rng = np.random.default_rng(0)
     xyz = rng.uniform((-2, -2, 4), (2, 2, 8), (60, 3))
