@@ -268,27 +268,38 @@ def test_the_demo_leaves_images_and_figures(run, tmp_path):
     assert status == 0, errors
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert summary["correct_within_px"]["5"] > 0.6
-    assert "correct within 3 px" in screen
-    # The photograph is matplotlib's, which is there unless a distributor removed it.
-    photo = summary["photograph"]
-    assert photo["matches"] > 1000 and photo["correct_within_px"]["1"] > 0.9 and "photograph" in screen
-    drawings = ("a.png", "b.png", "matches.png", "correct.png")
-    for name in (*drawings, *(f"photo-{name}" for name in drawings), "warp.png", "matches.npz"):
+    assert "within 3 px" in screen and "photographs" in screen
+    photos = summary["photographs"]
+    assert photos["matches"] == 2000 and photos["near_epipolar_line_within_px"]["3"] > 0.7
+    photo_files = ("photo-a.jpg", "photo-b.jpg", "photo-matches.png", "photo-matches.npz")
+    for name in ("a.png", "b.png", "matches.png", "correct.png", "warp.png", "matches.npz", *photo_files):
         assert (tmp_path / "demo" / name).stat().st_size > 0
     # Each step is reported when it begins, one line each.
     steps = [line.split(" s  ")[1].split()[0] for line in errors.splitlines() if " s  " in line]
-    assert steps == ["Loading", "Rendering", "Matching", "Comparing", "Drawing", "Matching"]
+    assert steps == ["Loading", "Matching", "Estimating", "Drawing", "Rendering", "Matching", "Comparing", "Drawing"]
 
 
-def test_the_demo_without_a_photograph(tmp_path, monkeypatch):
-    """Some distributions install matplotlib without its sample data."""
+def test_the_pose_of_the_photographs_agrees_with_sift():
+    """The pose that the demo compares with is estimated again, without any network."""
+    from dualrc import demo
+    from dualrc.evaluation.baselines import RootSift
+
+    pytest.importorskip("cv2")
+    paths = [demo.PHOTOS / name for name in demo.PHOTO_NAMES]
+    distance_px = demo.photo_distance_px(RootSift(features=8000, ratio=0.8).match(*paths))
+    assert len(distance_px) > 100
+    assert np.median(distance_px) < 0.5 and (distance_px < 3).mean() > 0.8
+
+
+def test_the_photographs_have_no_place_or_owner():
     from dualrc import demo
 
-    monkeypatch.setattr("matplotlib.get_data_path", lambda: str(tmp_path))
-    assert demo.find_photograph() is None
-    steps = []
-    assert demo._run_photograph(None, tmp_path, steps.append) is None
-    assert "without its sample data" in steps[0]
+    for name in demo.PHOTO_NAMES:
+        assert (demo.PHOTOS / name).stat().st_size < 80_000
+        with Image.open(demo.PHOTOS / name) as image:
+            exif = image.getexif()
+        # Make, model, and the focal length in millimeters of a 35 mm film.
+        assert set(exif) == {271, 272, 34665} and set(exif.get_ifd(34665)) == {41989}
 
 
 def test_the_wheel_matches_two_images(weights, images, tmp_path):
@@ -301,6 +312,8 @@ def test_the_wheel_matches_two_images(weights, images, tmp_path):
     assert "dualrc/py.typed" in names
     # A compiled library is checked against the sources.
     assert "dualrc/ops/native/search.c" in names
+    assert {"dualrc/photos/leuven-0.jpg", "dualrc/photos/README.md"} < set(names)
+    assert any(name.endswith("licenses/NOTICE") for name in names)
     assert not library.available() or any(name.startswith("dualrc/ops/native/_generic") for name in names)
     assert not any(name.startswith(("tests/", "docs/")) for name in names)
     environment = tmp_path / "environment"

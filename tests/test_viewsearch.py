@@ -218,6 +218,8 @@ def test_standard_quality_finds_a_tilted_image(photograph, shipped, untilted, sw
     features = [shipped.features(image) for image in images]
     assert same_matches(shipped.match_features(*features), found)
     assert same_matches(next(shipped.match_many([images], top=50)), found[:50])
+    # The order of the images does not matter.
+    assert same_matches(shipped.match(*images[::-1]).swapped(), found)
     # Masks hold.
     mask = np.zeros(images[0].shape[:2], bool)
     mask[:, : mask.shape[1] // 2] = True
@@ -254,6 +256,15 @@ def test_many_unrelated_pairs_are_not_searched_for_tilts(photograph, shipped, mo
     assert not searched
     shipped.match_features(*features)
     assert len(searched) == 1
+
+
+def test_a_tilt_below_the_smallest_one_is_no_search(photograph, shipped, monkeypatch):
+    searched = []
+    monkeypatch.setattr(rematch, "best_views", lambda *args: searched.append(args) or [])
+    features = shipped.features(texture(5, 400, 300)), shipped.features(photograph)
+    for max_tilt, searches in ((2.9, 0), (3.0, 1)):
+        found = shipped.match_features(*features, max_tilt=max_tilt)
+        assert "warning" in found.info and len(searched) == searches
 
 
 def test_the_quick_search_has_the_tilts_up_to_the_largest():

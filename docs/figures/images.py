@@ -4,11 +4,12 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from common import errors_px, matcher, pixels, portrait, save_image, town
+from common import matcher, pixels, portrait, save_image, town
 from PIL import Image, ImageDraw, ImageFont
 
 import dualrc
-from dualrc import draw, geometry, scenes
+from dualrc import demo, draw, geometry, scenes
+from dualrc.image import read
 
 _GREEN, _RED = (110, 220, 110), (240, 80, 70)
 # Width and height of the small views of the page's examples.
@@ -16,24 +17,13 @@ _THUMBNAIL = (320, 243)
 
 
 def hero() -> None:
-    """Matches between a photograph and a warped copy of it, and between two views of a rendered square."""
-    pair = town(7, size=(800, 600), angle_deg=15.0, light_change=0.5)
-    strips = []
-    for image0, image1, truth in (_warped_portrait(), (pixels(pair[0]), pixels(pair[1]), pair)):
-        matches = matcher().match(image0, image1, min_score=0.5)
-        if isinstance(truth, np.ndarray):
-            there = geometry.apply_homography(truth, matches.points0)
-            error = np.linalg.norm(there - matches.points1, axis=1)
-        else:
-            error = errors_px(truth, matches.points0, matches.points1)
-        strips.append(_lines(image0, image1, matches, error <= 3))
-    height = 520
-    scaled = [strip.resize((round(strip.width * height / strip.height), height)) for strip in strips]
-    gap = 14
-    canvas = Image.new("RGB", (sum(strip.width for strip in scaled) + gap, height), "white")
-    canvas.paste(scaled[0], (0, 0))
-    canvas.paste(scaled[1], (scaled[0].width + gap, 0))
-    save_image(np.asarray(canvas), "hero.jpg", width=1600)
+    """Random matches between two photographs: green near the epipolar line of a pose from another method."""
+    image0, image1 = (read(demo.PHOTOS / name) for name in demo.PHOTO_NAMES)
+    matches = matcher().match(image0, image1, min_score=0.5)
+    right = demo.photo_distance_px(matches) <= 3
+    print(f"hero: {right.sum()} of {len(matches)} matches are within 3 px of the epipolar line")
+    shown = np.random.default_rng(0).permutation(len(matches))[:110]
+    save_image(np.asarray(_lines(image0, image1, matches[shown], right[shown])), "hero.jpg")
 
 
 def _warped_portrait() -> tuple[np.ndarray, np.ndarray, np.ndarray]:

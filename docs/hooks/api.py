@@ -59,14 +59,19 @@ _TYPES = {
     "EstimateKind": ("matches", "which model to fit"),
     "Names": ("collection.store", "the names of two images"),
 }
-# Methods that other modules of the package need. The reference leaves them out.
-_INTERNAL = {"Matcher": ("extract", "masked", "match_plain", "match_uncalibrated", "selected")}
 # Public modules have a page each, with the names of their `__all__`.
 _MODULES = {
     "geometry": "Cameras, poses, and robust two-view estimation. All robust estimators are PoseLib's LO-RANSAC.",
     "draw": "Drawings of matches and warps. A drawing is an array that a notebook shows as an image.",
     "colmap": "COLMAP's models, cameras and conventions.",
     "localize": "Maps, queries and results of localization.",
+}
+# Members to show, where other parts of the package use further ones.
+_MEMBERS = {
+    "dualrc.Matcher": (
+        *("info", "features", "match", "match_features", "match_many", "match_points", "warp"),
+        "with_covariance",
+    ),
 }
 
 
@@ -157,14 +162,12 @@ is a value of its own, such as "no limit".
 
 
 def _page(key: str, title: str, about: str, names: list[str]) -> Page:
-    blocks = "\n\n".join(map(_block, names))
+    blocks = "\n\n".join(f"::: {name}{_options(name)}" for name in names)
     # The search of the site lists guides before these pages, which have every word.
     text = f"---\nsearch:\n  boost: 0.3\n---\n# {title}\n\n{about}\n\n{blocks}\n"
     return Page(path=f"reference/{key}.md", title=title, text=text)
 
 
-def _block(name: str) -> str:
-    internal = _INTERNAL.get(name.removeprefix("dualrc."))
-    if internal is None:
-        return f"::: {name}"
-    return f'::: {name}\n    options:\n      filters: ["!^_", "!^({"|".join(internal)})$"]'
+def _options(name: str) -> str:
+    members = _MEMBERS.get(name)
+    return "" if members is None else f"\n    options:\n      members: [{', '.join(members)}]"

@@ -1,7 +1,9 @@
-"""The demo: two pairs with exact ground truth, one rendered and one from a photograph, matched, checked and drawn."""
+"""The demo: two photographs of one place and two rendered images, matched, checked and drawn."""
 
+import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,14 @@ from dualrc.files import make_folder, write_json
 from dualrc.image import read
 from dualrc.matcher import Matcher, load
 from dualrc.matches import Matches
-from dualrc.pixels import image_center
 from dualrc.scenes import correspond, make_pair
-from dualrc.stitch import warp_image
 from dualrc.types import FloatArray, ImageArray
 
 THRESHOLDS_PX = (1, 3, 5, 10)
+PHOTOS = Path(__file__).parent / "photos"
+PHOTO_NAMES = ("leuven-0.jpg", "leuven-1.jpg")
 _SEED = 1
 _TOP = 2000
-_PHOTO_SIZE = (512, 608)
 
 Tell = Callable[[str], None]
 
@@ -30,26 +31,9 @@ def run(out: str | Path, *, device: str | None = None, tell: Tell = lambda _: No
     out = make_folder(out)
     tell("Loading the network")
     matcher = load(device=device)
-    tell("Rendering two views of a synthetic town")
-    pair = make_pair(_SEED, size=(800, 608))
-    image0, image1 = (rendering.image.cpu().numpy() for rendering in pair)
-    tell("Matching them twice; the first run warms up")
-    matcher.match(image0, image1)
-    matches, seconds = _timed(matcher, image0, image1)
-
-    tell("Comparing the matches with the ground truth")
-    truth = correspond(*pair, matches.points0)
-    points1, visible = truth.points1.cpu().numpy(), truth.visible.cpu().numpy()
-    # A point that is occluded in image 1 has no correspondence, so any match of it is wrong.
-    error_px = np.where(visible, np.linalg.norm(points1 - matches.points1, axis=1), np.inf)
-    tell("Drawing the results")
-    _save(out, "", image0, image1, matches, error_px)
-    warp = matcher.warp(image0, image1)
-    draw.save(draw.draw_flow(image0, image1, warp.points1, warp.certainty), out / "warp.png")
-    matches.save(out / "matches.npz")
     summary = {
-        **_figures(matches, error_px, seconds),
-        "photograph": _run_photograph(matcher, out, tell),
+        "photographs": _run_photographs(matcher, out, tell),
+        **_run_rendered(matcher, out, tell),
         "device": str(matcher.device),
         "info": matcher.info,
     }
@@ -57,48 +41,68 @@ def run(out: str | Path, *, device: str | None = None, tell: Tell = lambda _: No
     return summary
 
 
-def _run_photograph(matcher: Matcher, out: Path, tell: Tell) -> dict[str, Any] | None:
-    """Match a photograph with a warped copy of itself; None if this installation of matplotlib has no photograph."""
-    photo = find_photograph()
-    if photo is None:
-        tell("Skipping the photograph: this installation of matplotlib comes without its sample data")
-        return None
-    tell("Matching a photograph with a copy that is turned, tilted, darker and noisy")
-    image0 = read(photo)
-    image1, H = warped_copy(image0)
+def photo_distance_px(matches: Matches) -> FloatArray:
+    """Return how far each match of the two photographs is from the epipolar geometry of their cameras: (n,)."""
+    camera0, camera1 = _photo_cameras()
+    assert camera0.cam_from_world is not None and camera1.cam_from_world is not None
+    pose = geometry.cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world)
+    return geometry.pose_distance_px(pose, camera0, camera1, matches.points0, matches.points1, in_image1=True)
+
+
+def _photo_cameras() -> tuple[geometry.Camera, geometry.Camera]:
+    cameras = geometry.read_cameras_json(PHOTOS / "cameras.json")
+    return cameras[PHOTO_NAMES[0]], cameras[PHOTO_NAMES[1]]
+
+
+def _run_photographs(matcher: Matcher, out: Path, tell: Tell) -> dict[str, Any]:
+    """Match two photographs, estimate their relative pose, and compare with the pose in cameras.json."""
+    paths = [out / "photo-a.jpg", out / "photo-b.jpg"]
+    for name, path in zip(PHOTO_NAMES, paths, strict=True):
+        shutil.copyfile(PHOTOS / name, path)
+    image0, image1 = (read(path) for path in paths)
+    tell("Matching two photographs of a street in Leuven twice; the first run warms up")
+    matcher.match(image0, image1)
     matches, seconds = _timed(matcher, image0, image1)
-    error_px = np.linalg.norm(geometry.apply_homography(H, matches.points0) - matches.points1, axis=1)
-    _save(out, "photo-", image0, image1, matches, error_px)
-    return {"source": "matplotlib's sample image grace_hopper.jpg", **_figures(matches, error_px, seconds)}
+    tell("Estimating their relative pose")
+    camera0, camera1 = _photo_cameras()
+    model = geometry.estimate(matches, "essential", camera0=camera0, camera1=camera1)
+    matches = replace(matches, estimate=model)
+    tell("Drawing their matches")
+    draw.save(draw.draw_matches(image0, image1, matches, colors="inliers"), out / "photo-matches.png")
+    matches.save(out / "photo-matches.npz")
+    return {
+        "source": "OpenCV's samples leuvenA.jpg and leuvenB.jpg, Apache-2.0",
+        "matches": len(matches),
+        # A match near its epipolar line can still be wrong along the line.
+        "near_epipolar_line_within_px": _shares(photo_distance_px(matches)),
+        "pair_score": matches.pair_score,
+        "inliers": int(model.inliers.sum()),
+        "seconds": seconds,
+    }
 
 
-def find_photograph() -> Path | None:
-    """Return the path of a public-domain photograph that matplotlib installs, or None."""
-    import matplotlib
-
-    path = Path(matplotlib.get_data_path(), "sample_data", "grace_hopper.jpg")
-    return path if path.is_file() else None
-
-
-def warped_copy(image: ImageArray) -> tuple[ImageArray, FloatArray]:
-    """Return a copy of an image under a homography, with other lighting and noise, and the homography (3, 3)."""
-    size = (image.shape[1], image.shape[0])
-    (x, y), (target_x, target_y) = image_center(size), image_center(_PHOTO_SIZE)
-    turn = np.radians(18)
-    scale = 0.95 * min(_PHOTO_SIZE[0] / size[0], _PHOTO_SIZE[1] / size[1])
-    similarity = np.array(
-        [[scale * np.cos(turn), -scale * np.sin(turn), 0], [scale * np.sin(turn), scale * np.cos(turn), 0], [0, 0, 1]]
-    )
-    tilt = np.array([[1, 0, 0], [0, 1, 0], [5e-4, -3e-4, 1]])
-    H = geometry.crop_homography(-target_x, -target_y) @ tilt @ similarity @ geometry.crop_homography(x, y)
-    H /= H[2, 2]
-    warped = np.asarray(warp_image(image, H, _PHOTO_SIZE)).astype(np.float64)
-    color, alpha = warped[..., :3] / 255, warped[..., 3:] / 255
-    color = 0.75 * color**1.4 * (1.0, 0.95, 0.85)
-    noise = np.random.default_rng(_SEED).normal(0, 4, color.shape)
-    # Fill empty parts with gray, because black would look like content.
-    result = np.where(alpha > 0, 255 * color + noise, 128)
-    return result.round().clip(0, 255).astype(np.uint8), H
+def _run_rendered(matcher: Matcher, out: Path, tell: Tell) -> dict[str, Any]:
+    """Match two rendered images and compare with the exact ground truth."""
+    tell("Rendering two views of a synthetic town")
+    pair = make_pair(_SEED, size=(800, 608))
+    image0, image1 = (rendering.image.cpu().numpy() for rendering in pair)
+    for name, image in (("a.png", image0), ("b.png", image1)):
+        draw.save(image, out / name)
+    tell("Matching them twice; the first run warms up")
+    matcher.match(image0, image1)
+    matches, seconds = _timed(matcher, image0, image1)
+    tell("Comparing the matches with the ground truth")
+    truth = correspond(*pair, matches.points0)
+    points1, visible = truth.points1.cpu().numpy(), truth.visible.cpu().numpy()
+    # A point that is occluded in image 1 has no correspondence, so any match of it is wrong.
+    error_px = np.where(visible, np.linalg.norm(points1 - matches.points1, axis=1), np.inf)
+    tell("Drawing their matches")
+    draw.save(draw.draw_matches(image0, image1, matches), out / "matches.png")
+    draw.save(draw.draw_dots(image0, image1, matches, error_px <= 3), out / "correct.png")
+    warp = matcher.warp(image0, image1)
+    draw.save(draw.draw_flow(image0, image1, warp.points1, warp.certainty), out / "warp.png")
+    matches.save(out / "matches.npz")
+    return {"matches": len(matches), "correct_within_px": _shares(error_px), "seconds": seconds}
 
 
 def _timed(matcher: Matcher, image0: ImageArray, image1: ImageArray) -> tuple[Matches, float]:
@@ -107,19 +111,5 @@ def _timed(matcher: Matcher, image0: ImageArray, image1: ImageArray) -> tuple[Ma
     return matches, time.perf_counter() - start
 
 
-def _save(
-    out: Path, prefix: str, image0: ImageArray, image1: ImageArray, matches: Matches, error_px: FloatArray
-) -> None:
-    """Write both images and the drawings of their matches."""
-    for name, image in (("a.png", image0), ("b.png", image1)):
-        draw.save(image, out / f"{prefix}{name}")
-    draw.save(draw.draw_matches(image0, image1, matches), out / f"{prefix}matches.png")
-    draw.save(draw.draw_dots(image0, image1, matches, error_px <= 3), out / f"{prefix}correct.png")
-
-
-def _figures(matches: Matches, error_px: FloatArray, seconds: float) -> dict[str, Any]:
-    return {
-        "matches": len(matches),
-        "correct_within_px": {px: float((error_px <= px).mean()) if len(error_px) else 0.0 for px in THRESHOLDS_PX},
-        "seconds": seconds,
-    }
+def _shares(error_px: FloatArray) -> dict[int, float]:
+    return {px: float((error_px <= px).mean()) if len(error_px) else 0.0 for px in THRESHOLDS_PX}

@@ -15,7 +15,7 @@ from dualrc.errors import ConfigError, OutputError
 from dualrc.files import check_writable
 from dualrc.image import read
 from dualrc.matcher import Matcher, load
-from dualrc.matches import Matches
+from dualrc.matches import Matches, files
 
 if TYPE_CHECKING:
     from dualrc.geometry import Camera
@@ -204,7 +204,10 @@ def demo(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the figures and the summary.")] = Path("demo"),
     device: common.DeviceOption = None,
 ) -> dict[str, Any]:
-    """Match two rendered images, and a photograph with a warped copy, and compare with the ground truth.
+    """Match two photographs, and two rendered images, and measure how accurate the matches are.
+
+    The matches of the photographs are compared with the epipolar lines of a pose that was estimated with another
+    method. Those of the rendered images are compared with the exact ground truth.
 
     Writes the images, drawings of the matches and summary.json to --out.
 
@@ -221,24 +224,24 @@ def demo(
         logger.info("%5.1f s  %s...", time.perf_counter() - start, step)
 
     summary = run(out, device=device, tell=tell)
-    photo = summary["photograph"]
+    photos = summary["photographs"]
     table = common.table(f"Demo on {summary['device']}")
-    table.add_row("", "rendered town", *(["photograph"] if photo else []))
-    pairs = [summary, photo] if photo else [summary]
-    table.add_row("matches", *(f"{pair['matches']:,}" for pair in pairs))
-    for threshold in summary["correct_within_px"]:
-        shares = (f"{pair['correct_within_px'][threshold]:.1%}" for pair in pairs)
-        table.add_row(f"correct within {threshold} px", *shares)
-    table.add_row("time", *(f"{pair['seconds']:.2f} s" for pair in pairs))
+    table.add_row("", "photographs", "rendered town")
+    table.add_row("matches", *(f"{pair['matches']:,}" for pair in (photos, summary)))
+    table.add_row("distance to", "epipolar line", "true point")
+    for threshold, correct in summary["correct_within_px"].items():
+        near = photos["near_epipolar_line_within_px"][threshold]
+        table.add_row(f"within {threshold} px", f"{near:.1%}", f"{correct:.1%}")
+    table.add_row("time", *(f"{pair['seconds']:.2f} s" for pair in (photos, summary)))
     common.screen.print(table)
-    drawings = f"{out / 'matches.png'} and {out / 'photo-matches.png'}" if photo else f"{out / 'matches.png'}"
+    drawings = f"{out / 'photo-matches.png'} and {out / 'matches.png'}"
     common.screen.print(f"Open {drawings} to see the matches; {out / 'summary.json'} has the numbers.")
     return {**summary, "out": out}
 
 
 def _check_outputs(out: Path | None, drawing: Path | None, inputs: tuple[Path, ...]) -> None:
     """Raise an error, before any work, for an output that cannot be written or would replace an input."""
-    for path, endings in ((out, (".npz", ".json", ".csv")), (drawing, (".png", ".jpg", ".jpeg"))):
+    for path, endings in ((out, files.SUFFIXES), (drawing, draw.SUFFIXES)):
         if path is None:
             continue
         if path.suffix.lower() not in endings:

@@ -54,7 +54,7 @@ def train(
       dualrc match a.jpg b.jpg --weights runs/mine/weights.safetensors
     """
     from dualrc import train as training
-    from dualrc.config import read_toml
+    from dualrc.toml import read_toml
 
     settings = read_toml(training.TrainConfig, config)
     figures = training.train(settings, out, minutes=minutes, device=device, devices=devices, nodes=nodes)
