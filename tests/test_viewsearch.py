@@ -245,6 +245,14 @@ def test_tilts_of_unrelated_images_agree_no_more_than_by_chance(photograph, ship
     assert "warning" in found.info and "tilted" not in found.info
 
 
+def test_passes_that_agree_by_chance_do_not_replace_the_first_one(shipped, untilted):
+    # Images of 1024 px are not enlarged, so the first passes are the same.
+    unrelated = texture(5, 1024, 320), texture(6, 1024, 320)
+    first = untilted.match(*unrelated, top=300)
+    found = shipped.match(*unrelated, quality="high", top=300)
+    assert len(first) and np.array_equal(found.points0, first.points0)
+
+
 def test_many_unrelated_pairs_are_not_searched_for_tilts(photograph, shipped, monkeypatch):
     """Candidates of localization and pairs of a panorama mostly have nothing in common."""
     searched = []

@@ -24,6 +24,8 @@ from dualrc.types import FloatArray, ImageArray
 EVD_TOP, EVD_PX = 1000, 5
 WXBS_TOP, WXBS_PX = 2000, (5, 20)
 _RANSAC_PX = 1.5
+# RANSAC's result of a hard pair depends on its seed, so the score is the mean over several.
+_SEEDS = 8
 # Minimum number of matches to estimate a fundamental matrix.
 _FEWEST = 8
 _EVD, _WXBS = "evd", "wxbs"
@@ -88,7 +90,7 @@ class Hard(Benchmark):
         self.protocol = {
             "evd": {"pairs": len(self.homographies), "top": self._top(EVD_TOP), "threshold_px": EVD_PX},
             "wxbs": {"pairs": len(self.points), "top": self._top(WXBS_TOP), "thresholds_px": list(WXBS_PX)},
-            "fundamental_estimator": f"PoseLib LO-RANSAC, {_RANSAC_PX:g} px",
+            "fundamental_estimator": f"PoseLib LO-RANSAC, {_RANSAC_PX:g} px, mean over {_SEEDS} seeds",
         }
 
     def _top(self, usual: int) -> int:
@@ -136,13 +138,16 @@ class Hard(Benchmark):
         points0, points1 = np.split(self.points[pair], 2, axis=1)
         if len(best) < _FEWEST:
             return (0.0,) * len(WXBS_PX)
-        fit = estimate(best, "fundamental", threshold_px=_RANSAC_PX)
-        if fit.matrix is None:
-            return (0.0,) * len(WXBS_PX)
-        there = epipolar_distance_px(fit.matrix, points0, points1)
-        back = epipolar_distance_px(fit.matrix.T, points1, points0)
-        # NaN, for an undefined line, compares as false.
-        return tuple(float(np.mean((there <= px) & (back <= px))) for px in WXBS_PX)
+        within = []
+        for seed in range(_SEEDS):
+            fit = estimate(best, "fundamental", threshold_px=_RANSAC_PX, seed=seed)
+            if fit.matrix is None:
+                return (0.0,) * len(WXBS_PX)
+            there = epipolar_distance_px(fit.matrix, points0, points1)
+            back = epipolar_distance_px(fit.matrix.T, points1, points0)
+            # NaN, for an undefined line, compares as false.
+            within.append([np.mean((there <= px) & (back <= px)) for px in WXBS_PX])
+        return tuple(np.mean(within, axis=0).tolist())
 
     def report(self, results: Sequence[Result]) -> Report:
         """Return the means of both datasets, and a table of all pairs."""
@@ -160,7 +165,8 @@ class Hard(Benchmark):
             note=(
                 f"EVD: share of the best {self._top(EVD_TOP)} matches within {EVD_PX} px of the homography. WxBS: "
                 "share of the manual points within 5 and 20 px of the epipolar lines of F, in both images; PoseLib "
-                f"estimates F from the best {self._top(WXBS_TOP)} matches at {_RANSAC_PX:g} px."
+                f"estimates F from the best {self._top(WXBS_TOP)} matches at {_RANSAC_PX:g} px. Mean over {_SEEDS} "
+                "seeds of RANSAC."
             ),
         )
         by_pair = []

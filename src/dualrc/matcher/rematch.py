@@ -11,7 +11,7 @@ from dualrc import geometry
 from dualrc.agreement import ADVICE, CHANCE, Agreement
 from dualrc.image import Scale, to_tensor
 from dualrc.matcher.features import FeaturePair, ImageFeatures
-from dualrc.matcher.verify import BEYOND_DOUBT, Verified, verify
+from dualrc.matcher.verify import BEYOND_DOUBT, BY_CHANCE, Verified, verify
 from dualrc.matcher.views import LARGEST_GROWTH, LEAST_SIDE, Box, Look, View, match_views, rounded, scale_views
 from dualrc.matcher.viewsearch import best_views, quick_search, thorough_search
 from dualrc.matches import Matches
@@ -207,7 +207,8 @@ def match_again(
         if best.weight <= BEYOND_DOUBT:
             views = best_views(matcher, features, thorough_search(rotated=rotated_views))
             best = _best_of([best, *views], matcher, images, features, small)
-    if best.matches is first:
+    chance = matcher.calibration is not None and best.weight <= BY_CHANCE
+    if best.matches is first or chance:
         return first
     found = joined(best.matches, first)
     # The first pass may have warned that its matches do not agree.
