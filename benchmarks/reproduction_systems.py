@@ -27,13 +27,13 @@ from dualrc.config import (
     NetworkConfig,
     ResNetConfig,
     TrunkConfig,
-    to_toml,
 )
 from dualrc.data import PhotoMotion, PhotosConfig
 from dualrc.errors import DualRCError
 from dualrc.model.checkpoint import load_weights, save_weights
 from dualrc.model.dualrc import DualRCNet, make_network
 from dualrc.model.network import Network
+from dualrc.toml import to_toml
 from dualrc.train import TrainConfig, train
 from dualrc.train.config import Loss
 

@@ -16,6 +16,7 @@ from dualrc.model.consensus import Consensus
 from dualrc.model.correlation import normalize
 from dualrc.model.refine import CellMatches
 from dualrc.model.subpixel import Subpixel
+from dualrc.model.support import DirectedMatches
 from dualrc.ops.reference import ReferenceEngine
 
 REFERENCE = ReferenceEngine()
@@ -37,8 +38,8 @@ def place(engine, value):
     if isinstance(value, FineMap):
         valid = None if value.valid is None else value.valid.to(device)
         return replace(value, features=value.features.to(device), valid=valid)
-    if isinstance(value, CellMatches):
-        return CellMatches(*(column.to(device) for column in value))
+    if isinstance(value, CellMatches | DirectedMatches):
+        return type(value)(*(place(engine, column) for column in value))
     return type(value)(place(engine, each) for each in value) if isinstance(value, tuple | list) else value
 
 

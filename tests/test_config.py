@@ -14,15 +14,11 @@ from dualrc.config import (
     NetworkConfig,
     ResNetConfig,
     check_bounds,
-    first_difference,
-    from_dict,
     preset,
-    read_toml,
-    to_dict,
-    to_toml,
 )
 from dualrc.errors import ConfigError
 from dualrc.extras import require
+from dualrc.toml import first_difference, from_dict, read_toml, to_dict, to_toml
 
 CONFIGS = [
     *(network for network, _ in PRESETS.values()),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ENGINES, make_engine, rand, same_matches, texture, tiny_config, tiny_network
 
-from dualrc.config import ContextConfig, MatcherConfig, NetworkConfig, from_dict, to_dict
+from dualrc.config import ContextConfig, MatcherConfig, NetworkConfig
 from dualrc.errors import ConfigError
 from dualrc.matcher import Matcher
 from dualrc.model.checkpoint import load_weights, save_weights
@@ -14,6 +14,7 @@ from dualrc.model.context import Context
 from dualrc.model.dualrc import DualRCNet, make_network
 from dualrc.ops import memory
 from dualrc.ops.reference import ReferenceEngine
+from dualrc.toml import from_dict, to_dict
 
 SMALL = ContextConfig(layers=2, width=16, heads=2)
 

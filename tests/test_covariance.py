@@ -6,6 +6,7 @@ import torch
 
 import dualrc
 from dualrc import scenes
+from dualrc.matcher import uncertainty
 from dualrc.matches import Estimate, Matches
 from dualrc.model.align import brightness
 from dualrc.model.covariance import covariances, evidence, local_motion
@@ -43,8 +44,9 @@ def found(*, both: bool, noise: float = 0.0) -> torch.Tensor:
     points0 = torch.cartesian_prod(grid, grid)
     light0, light1 = texture(0, both=both), texture(0.4, both=both)
     light1 = light1 + noise * torch.randn(light1.shape, generator=torch.Generator().manual_seed(1))
-    move = torch.tensor([0.4, 0.0])
-    return covariances(*evidence(light0, light1, points0, points0 + move, torch.ones(len(points0))))
+    points1 = points0 + torch.tensor([0.4, 0.0])
+    motion = local_motion(points0, points1, torch.ones(len(points0)))
+    return covariances(*evidence(light0, light1, points0, points1, motion))
 
 
 def test_variance_is_large_along_edges():
@@ -122,6 +124,21 @@ def test_points_without_counterpart_have_no_covariance(matcher, pair):
     np.testing.assert_array_equal(np.isfinite(some.covariance).all(axis=(1, 2)), known)
     empty = matcher.with_covariance(some[:0], first, second)
     assert empty.covariance.shape == (0, 2, 2)
+
+
+def test_windows_of_few_matches_are_in_memory_at_a_time(matcher, pair, matched, monkeypatch):
+    first, second = (matcher.features(view.image.numpy()) for view in (pair.rendering0, pair.rendering1))
+    counts = []
+
+    def watched(*inputs):
+        counts.append(len(inputs[-1]))
+        return evidence(*inputs)
+
+    monkeypatch.setattr(uncertainty, "evidence", watched)
+    monkeypatch.setattr(uncertainty, "_ROWS", 100)
+    again = matcher.with_covariance(matched, first, second)
+    assert sum(counts) == len(matched) > 300 and max(counts) == 100
+    np.testing.assert_allclose(again.covariance, matched.covariance, rtol=1e-4, atol=1e-6)
 
 
 def small_matches() -> Matches:

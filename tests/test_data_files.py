@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from dualrc.config import from_dict
 from dualrc.data import PairsFileConfig, open_pairs
 from dualrc.data.open import DataConfig
 from dualrc.data.pairs import PairSample
@@ -16,6 +15,7 @@ from dualrc.data.pairsfile import PairLine, PairsFile, format_line, parse_line, 
 from dualrc.data.views import CutConfig, FilePairs
 from dualrc.errors import ConfigError, DataError
 from dualrc.image import _DEVIATION, _MEAN
+from dualrc.toml import from_dict
 
 # Two images of the oracle's scene: red encodes X and green encodes Y, so colors give the position in the scene.
 VIEW0 = View(160, 120)

@@ -2,15 +2,20 @@
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 from docs_data import DOCS, Block, anchors, blocks, pages, prose, write_samples
+from PIL import Image
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -32,6 +37,11 @@ CONTINUE = {"docs/collections.md", "docs/files.md", "docs/guides/localize.md"}
 OTHERS = {"cd", "curl", "docker", "git", "jq", "pip", "ray", "source"}
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _LONGEST = 100
+
+
+def missing(module: str) -> bool:
+    """Whether a package is not installed."""
+    return importlib.util.find_spec(module) is None
 
 
 @pytest.fixture(scope="session")
@@ -98,8 +108,10 @@ def run_page(name: str, samples: Path) -> None:
         elif block.language in ("sh", "bash"):
             for words in block.commands():
                 run_command(block, words, execute=runs)
+        elif block.language in ("json", "toml"):
+            {"json": json.loads, "toml": tomllib.loads}[block.language](block.text)
         else:
-            known = ("cpp", "js", "json", "text", "toml", "yaml")
+            known = ("cpp", "js", "json", "text", "toml")
             assert block.language in known, f"{block}: name its language: python, sh, {', '.join(known)}"
 
 
@@ -115,6 +127,49 @@ def test_the_code_of_a_document_runs(name, samples, monkeypatch, request):
 def test_what_a_document_skips_has_a_reason():
     reasons = [block.skip for page in PAGES for block in blocks(page) if block.skip is not None]
     assert reasons and all(len(reason.split()) >= 2 for reason in reasons)
+    for page in (ROOT / name for name in OPTIONAL if (ROOT / name).exists()):
+        for block in blocks(page):
+            marked = block.skip or block.run or block.language not in ("python", "sh")
+            assert marked, f"{block}: mark it with run or skip"
+
+
+def test_the_requests_of_the_service_page_work(samples, monkeypatch):
+    if not (DOCS / "service.md").exists() or any(map(missing, ("fastapi", "httpx", "multipart", "pycolmap"))):
+        pytest.skip("needs the extras web and colmap")
+    from web_data import serving
+
+    monkeypatch.chdir(samples)
+    address = "http://127.0.0.1:8000"
+    requests = [block for block in blocks(DOCS / "service.md") if address in block.text and "JOB" not in block.text]
+    assert {block.language for block in requests} == {"python", "sh"}
+    with serving() as served:
+        for block in requests:
+            text = block.text.replace(address, served.url.rstrip("/"))
+            if block.language == "python":
+                exec(compile(text, str(block), "exec"), {})
+            elif shutil.which("curl") and shutil.which("jq"):
+                command = ["bash", "-euo", "pipefail", "-c", text.replace("curl ", "curl --noproxy '*' --fail ")]
+                done = subprocess.run(command, capture_output=True, check=False)
+                assert done.returncode == 0, f"{block}: {done.stderr.decode()}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_in_sentences_exist(name):
+    """Parse `dualrc COMMAND --option` in sentences and tables; arguments may be left out there."""
+    text = re.sub(r"^ *```.*?^ *```", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for code in re.findall(r"`((?:dualrc\s|python benchmarks/)[^`]+)`", text):
+        program, *words = shlex.split(code.replace("...", " "))
+        if program == "python":
+            run_command(Block(ROOT / name, 1, "sh", "", None, None), [program, *words], execute=False)
+            continue
+        command = get_command(cli.app)
+        while hasattr(command, "commands") and words and words[0] in command.commands:
+            command = command.commands[words.pop(0)]
+        whole = not hasattr(command, "commands") or not words or words[0].startswith("--") or words[0] == "COMMAND"
+        assert whole, f"{name}: there is no {code}"
+        known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        unknown = {word.partition("=")[0] for word in words if word.startswith("--")} - known
+        assert not unknown, f"{name}: {code} has unknown options {unknown}"
 
 
 def test_a_wrong_command_in_a_document_is_found():
@@ -162,6 +217,12 @@ def test_images_are_small_and_used():
         assert f"images/{path.name}" in text, f"no document shows {path.name}"
 
 
+def digest(path: Path) -> str:
+    """The hash of the data that a chart shows."""
+    with Image.open(path) as image:
+        return image.info.get("Data", "")
+
+
 def test_charts_are_drawn_from_the_tables_of_the_documents(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "FIGURES": str(tmp_path)}
     command = [sys.executable, str(DOCS / "figures"), "speed", "accuracy", "calibration", "pair_score"]
@@ -169,6 +230,34 @@ def test_charts_are_drawn_from_the_tables_of_the_documents(tmp_path):
     assert done.returncode == 0, done.stderr
     names = {"speed.png", "accuracy.png", "calibration.png", "pair-score.png"}
     assert {path.name for path in tmp_path.iterdir()} == names
+    for name in names:
+        shown, drawn = digest(DOCS / "images" / name), digest(tmp_path / name)
+        assert shown == drawn, f"docs/images/{name} shows other figures than its table; run scripts/figures"
+
+
+def test_the_readme_is_short_and_has_the_caption_of_the_home_page():
+    readme, home = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", DOCS / "index.md"))
+    assert len(readme.encode()) <= 6500
+    captions = [re.search(r"hero\.jpg\)\n\n(.+?)\n\n", text, re.DOTALL) for text in (readme, home)]
+    assert captions[0] and captions[1] and captions[0][1] == captions[1][1]
+
+
+def table(page: Path, first: str) -> list[list[str]]:
+    """The rows of the first table whose header begins with `first`, without the header."""
+    lines = page.read_text(encoding="utf-8").split(f"\n{first}", 1)[1].split("\n\n", 1)[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_readme_has_the_figures_of_the_benchmark_pages():
+    readme = ROOT / "README.md"
+    pages = [table(DOCS / "benchmarks.md", f"| matcher | top | {first} |") for first in ("1 px", "H 3 px")]
+    names = ("dualrc", "dualrc-high", "sift-ratio", "sift-mutual")
+    for name, (_, *shown) in zip(names, table(readme, "| matcher | accuracy"), strict=True):
+        matching, homographies = (next(row for row in rows if row[:2] == [name, "1000"]) for rows in pages)
+        assert shown == [*matching[2:5], matching[8], *homographies[2:5]], name
+    stages = {stage: times for stage, *times in table(DOCS / "speed.md", "| stage | 320x240 |")}
+    for name, *times in table(readme, "| | 320x240 |"):
+        assert times == stages["whole pair" if name == "dualrc" else f"{name}, whole pair"], name
 
 
 def test_the_guide_names_every_benchmark():
@@ -199,6 +288,10 @@ def test_the_site_has_every_page_command_and_public_name(site):
     modules = {"colmap", "draw", "geometry", "localize"}
     for name in set(dualrc.__all__) - modules - {"__version__"}:
         assert f'id="dualrc.{name}"' in api, f"the reference has no {name}"
+    for kind in (value for name in dualrc.__all__ if isinstance(value := getattr(dualrc, name), type)):
+        for field in getattr(kind, "__dataclass_fields__", getattr(kind, "_fields", ())):
+            shown = f'id="dualrc.{kind.__name__}.{field}"' in api
+            assert shown or field[0] == "_", f"the reference lacks {kind.__name__}.{field}; explain it in a comment"
     commands = (site / "reference" / "cli.html").read_text(encoding="utf-8")
     for name in get_command(cli.app).commands:
         assert f'id="dualrc-{name}' in commands, f"the reference has no command {name}"

@@ -170,17 +170,20 @@ def test_a_benchmark_that_is_removed_is_gone(data, tmp_path):
 def test_the_paper_s_protocol(tmp_path):
     """The protocol sets only settings that no option sets."""
     given = {"roots": (tmp_path,), "out": tmp_path, "protocol": "paper"}
-    assert HPatchesSettings(**given).size == 1600
-    assert HPatchesSettings(**given, size=800).size == 800
-    inloc = InLocSettings(**given)
+    assert HPatchesSettings.of(given).size == 1600
+    assert HPatchesSettings.of({**given, "size": 800}).size == 800
+    inloc = InLocSettings.of(given)
     assert (inloc.size, inloc.top, inloc.verify, inloc.min_inliers) == (1600, 2000, True, PAPER_MIN_INLIERS)
     assert InLocSettings(roots=(tmp_path,), out=tmp_path).min_inliers == MIN_INLIERS > PAPER_MIN_INLIERS
-    aachen = AachenSettings(**given)
+    # Options that repeat a default are options, too.
+    own = InLocSettings.of({**given, "min_inliers": MIN_INLIERS, "verify": False})
+    assert (own.min_inliers, own.verify) == (MIN_INLIERS, False)
+    aachen = AachenSettings.of(given)
     assert (aachen.size, aachen.top) == (1600, 8000)
     with pytest.raises(ConfigError, match="no protocol 'papers'; choose own or paper"):
         HPatchesSettings(roots=(tmp_path,), out=tmp_path, protocol="papers")
     with pytest.raises(ConfigError, match="The paper has no protocol for this benchmark"):
-        OneNetworkSettings(**given)
+        OneNetworkSettings.of(given)
 
 
 def test_the_registry_and_the_command_line_agree():

@@ -55,6 +55,20 @@ def test_pairs_as_ncnet_and_dualrc_net_write_them(tmp_path, images, name):
     assert_same(stored(tmp_path / "own").match(*images[::-1]).swapped())
 
 
+def test_pairs_as_the_published_codes_write_them_for_aachen(tmp_path, images):
+    """A pair has indices and scores; the keypoints of an image lie beside it."""
+    name = "v_wall-1.ppm--v_wall-2.ppm.exp"
+    matches = np.column_stack([[2, 0, 1], [0, 1, 2], SCORES])
+    write(tmp_path / "matches" / name, matches=matches)
+    for path, points in ((images[0], POINTS0[[1, 2, 0]]), (images[1], POINTS1)):
+        write(path.with_name(f"{path.name}.exp"), keypoints=points + 0.5)
+    assert_same(stored(f"{tmp_path}/matches:exp").match(*images))
+    assert_same(stored(f"{tmp_path}/matches:exp").match(*images[::-1]).swapped())
+    images[1].with_name("2.ppm.exp").unlink()
+    with pytest.raises(DataError, match=r"v_wall-1\.ppm--v_wall-2\.ppm\.exp is damaged.*2\.ppm\.exp"):
+        stored(f"{tmp_path}/matches:exp").match(*images)
+
+
 def test_pairs_of_our_own(tmp_path, images):
     (tmp_path / "own" / "v_wall").mkdir(parents=True)
     made = Matches(points0=POINTS0, points1=POINTS1, scores=SCORES, size0=(1, 1), size1=(1, 1))

@@ -17,11 +17,11 @@ from PIL import ExifTags, Image
 from rich.console import Console
 
 from dualrc import cli, formats
-from dualrc.config import to_toml
 from dualrc.data import PhotosConfig
 from dualrc.errors import DataError, DualRCError, ImageError
 from dualrc.geometry import camera_from_exif, read_depth_m
 from dualrc.image import find_images, read, read_header
+from dualrc.toml import to_toml
 from dualrc.train import TrainConfig
 
 RGB = texture(0, 64, 48)

@@ -1,6 +1,8 @@
 """Tests of homographies, cameras and two-view models: known answers and edge cases."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -485,3 +487,21 @@ def test_quaternions_and_rotations():
     assert pose_from_quaternion([1, 0, 0, 1, 7, 8, 9]) == pytest.approx(np.column_stack([quarter, [7, 8, 9]]))
     with pytest.raises(ValueError, match="length 0"):
         rotation_from_quaternion([0, 0, 0, 0])
+
+
+def test_without_poselib_the_error_says_how_to_get_it(monkeypatch):
+    """PyPI has no wheels of it for Linux on aarch64."""
+    monkeypatch.setitem(sys.modules, "poselib", None)
+    points = np.random.default_rng(0).uniform(0, 100, (20, 2))
+    for kind in KINDS:
+        with pytest.raises(ConfigError, match=r"needs PoseLib .*: pip install poselib"):
+            estimate(
+                Matches(points0=points, points1=points, scores=np.ones(20), size0=(100, 100), size1=(100, 100)), kind
+            )
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['poselib'] = None; import dualrc.cli, dualrc.geometry"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

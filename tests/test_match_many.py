@@ -11,7 +11,7 @@ from PIL import Image
 
 from dualrc.errors import ImageError
 from dualrc.image import read
-from dualrc.matcher import Matcher, prefetch
+from dualrc.matcher import many, prefetch
 from dualrc.model.dualrc import Features
 
 VIEW0, VIEW1 = View(203, 150, (60, 80)), View(190, 161, (66.4, 75.2), (0.95, 0.97))
@@ -20,7 +20,7 @@ VIEW0, VIEW1 = View(203, 150, (60, 80)), View(190, 161, (66.4, 75.2), (0.95, 0.9
 @pytest.mark.parametrize("batch", [1, 3])
 def test_many_pairs_come_in_order(tmp_path, batch, monkeypatch):
     matcher = tiny_matcher()
-    monkeypatch.setattr(Matcher, "_batch_size", lambda self, pair: batch)  # larger than 1 only where there is a GPU
+    monkeypatch.setattr(many, "batch_size", lambda matcher, pair: batch)  # larger than 1 only where there is a GPU
     sizes = [(96, 64), (96, 64), (64, 64), (96, 64), (96, 64)]
     paths = [tmp_path / f"{number}.png" for number in range(5)]
     for number, (path, size) in enumerate(zip(paths, sizes, strict=True)):
@@ -66,8 +66,8 @@ def test_many_reads_ahead_beside_a_gpu(tmp_path, monkeypatch):
     pairs = [*itertools.combinations(paths, 2)]
     matcher = tiny_matcher()
     expected = list(matcher.match_many(pairs, errors="empty"))
-    monkeypatch.setattr(Matcher, "_pairs_ahead", 3)
-    monkeypatch.setattr(Matcher, "_batch_size", lambda self, pair: 3)
+    monkeypatch.setattr(many, "pairs_ahead", lambda matcher: 3)
+    monkeypatch.setattr(many, "batch_size", lambda matcher, pair: 3)
     readers = []
     monkeypatch.setattr(prefetch, "read", lambda path: readers.append(threading.current_thread().name) or read(path))
     found = list(matcher.match_many(iter(pairs), errors="empty"))
@@ -93,7 +93,7 @@ def test_many_pairs_fall_back_to_single_ones(monkeypatch):
         return match(features0, features1, **rest)
 
     monkeypatch.setattr(matcher.network, "match", short_of_memory)
-    monkeypatch.setattr(Matcher, "_batch_size", lambda self, pair: 3)
+    monkeypatch.setattr(many, "batch_size", lambda matcher, pair: 3)
     found = list(matcher.match_many(pairs))
     assert sizes == [3, 1, 1, 1]
     assert [len(f) for f in found] == [len(f) for f in expected]

@@ -1,5 +1,6 @@
 """Tests of the matcher's contract: symmetry, caches, masks, points and settings."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def test_two_images_are_extracted_side_by_side(blobs, monkeypatch, precision):
             alone = [matcher.features(blob).maps for blob in blobs]
             monkeypatch.setattr(matcher.budget, "side_by_side", lambda _, enough=enough: enough)
             used.clear()
-            items = [matcher._item(blob, None) for blob in blobs]
+            items = [matcher.pending(blob, None) for blob in blobs]
             matcher.extract(items)
             assert len(used) == 2 and set(used) == expected and torch.get_num_threads() == threads
             for found, maps in zip((item.known().maps for item in items), alone, strict=True):
@@ -141,9 +142,26 @@ def test_an_error_of_the_other_thread_is_not_lost(blobs, monkeypatch):
     torch.set_num_threads(2)
     try:
         with pytest.raises(NoMemoryError):
-            matcher.extract([matcher._item(blob, None) for blob in blobs])
+            matcher.extract([matcher.pending(blob, None) for blob in blobs])
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("module", "step"), [("matcher", "recover"), ("rematch", "match_again")])
+def test_the_limit_of_threads_holds_in_every_step(blobs, monkeypatch, module, step):
+    network, used = tiny_network(), []
+    matcher = Matcher(network, MatcherConfig(quality="high"), device="cpu", threads=2)
+    module = importlib.import_module(f"dualrc.matcher.{module}")
+    function = getattr(module, step)
+
+    def watched(*args, **options):
+        used.append(torch.get_num_threads())
+        return function(*args, **options)
+
+    monkeypatch.setattr(module, step, watched)
+    matcher.match(*blobs)
+    list(matcher.match_many([blobs], quality="standard"))
+    assert set(used) == {2} and torch.get_num_threads() == 1
 
 
 def test_another_process_gives_the_same(tmp_path, blobs):

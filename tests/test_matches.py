@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import dualrc
-from dualrc import matches as module
 from dualrc.errors import DataError, OutputError
-from dualrc.matches import Estimate, Matches, RelativePose, Warp, inside_mask
+from dualrc.matches import Estimate, Matches, RelativePose, Warp, files, inside_mask
 
 ENDINGS = (".npz", ".json", ".csv")
 
@@ -76,22 +75,6 @@ def test_a_relative_pose_survives(tmp_path, ending):
     assert_equal(make(3, estimate), loaded)
     assert np.array_equal(loaded.estimate.pose.R, POSE[:, :3]) and np.array_equal(loaded.estimate.pose.t, POSE[:, 3])
     assert loaded[:2].estimate.pose is not None
-
-
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_poses_of_earlier_files_are_found_in_their_info(tmp_path, ending, monkeypatch):
-    header = Matches._header
-
-    def earlier(self):
-        content = header(self)
-        content["estimate"]["info"]["cam1_from_cam0"] = content["estimate"].pop("cam1_from_cam0")
-        return content
-
-    estimate = replace(fitted(3), pose=RelativePose(cam1_from_cam0=POSE))
-    with monkeypatch.context() as patch:
-        patch.setattr(Matches, "_header", earlier)
-        make(3, estimate).save(tmp_path / f"m{ending}")
-    assert_equal(make(3, estimate), Matches.load(tmp_path / f"m{ending}"))
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -217,7 +200,7 @@ def test_saving_replaces_the_old_file_whole_or_not_at_all(tmp_path, ending, monk
         temporary.write_text("half of the")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(module._WRITERS, ending, failing)
+    monkeypatch.setitem(files._WRITERS, ending, failing)
     with pytest.raises(OutputError, match="No space left"):
         make(6).save(path)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

@@ -16,6 +16,7 @@ from ops_data import coarse_maps, consensus_of, refinement_case, search_case
 
 from dualrc.config import FineConfig
 from dualrc.errors import ConfigError
+from dualrc.model.support import DirectedMatches
 from dualrc.ops import choose, onednn
 from dualrc.ops.native import NativeEngine, library, sources
 from dualrc.ops.torch import TorchEngine
@@ -154,7 +155,7 @@ def test_numbers_that_are_none(variant):
         engine.align(*light, matches.pair, *away, torch.eye(2).expand(count, 2, 2))
         engine.align(*light, matches.pair, *points, torch.full((count, 2, 2), strange))
         here, there = away / 4
-        engine.support(matches.index0, here, there, torch.rand(count), matches.pair, (2, 20, 24))
+        engine.support(DirectedMatches(matches.index0, here, there, torch.rand(count), matches.pair, (2, 20, 24)))
         features = [one.features.clone() for one in fine]
         for one in features:
             one[:, ::5] = strange
@@ -211,15 +212,14 @@ def test_tensors_that_the_kernels_would_misread_are_refused():
 
 @needs_library
 @torch.inference_mode()
-def test_products_by_onednn_are_those_of_torch(monkeypatch):
-    engine, case, maps = NativeEngine(), refinement_case(hidden=8), coarse_maps(2, (3, 5), (4, 3))
-    offsets, tensor = engine.offsets(case[0], case[1], case[3]), engine.correlate(*maps)
+def test_products_by_onednn_are_those_of_torch():
+    engine, plain, case, maps = NativeEngine(), TorchEngine(), refinement_case(hidden=8), coarse_maps(2, (3, 5), (4, 3))
     if sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64"):
         assert onednn.works()
-    monkeypatch.setattr(onednn, "works", lambda: False)
-    for found, expected in zip(offsets, engine.offsets(case[0], case[1], case[3]), strict=True):
+    inputs = case[0], case[1], case[3]
+    for found, expected in zip(engine.offsets(*inputs), plain.offsets(*inputs), strict=True):
         assert torch.allclose(found, expected, atol=1e-5) and expected.abs().max() > 0.01
-    assert torch.allclose(tensor, engine.correlate(*maps), atol=1e-6)
+    assert torch.allclose(engine.correlate(*maps), plain.correlate(*maps), atol=1e-6)
 
 
 def test_a_torch_without_these_products(monkeypatch):

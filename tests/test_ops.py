@@ -14,7 +14,8 @@ from dualrc.errors import ConfigError
 from dualrc.model.dualrc import Features
 from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches
-from dualrc.ops import memory, reference
+from dualrc.model.support import DirectedMatches
+from dualrc.ops import formulas, memory
 from dualrc.ops.graphs import GraphEngine
 
 # Everything after the backbone
@@ -195,9 +196,9 @@ def test_nothing_to_refine(engine):
 
 @pytest.mark.parametrize("hidden", [0, 8])
 def test_points_are_refined(engine, hidden):
-    subpixel, (fine0, fine1), _, matches = refinement_case(hidden=hidden)
-    points = 0.4 * rand(3, len(matches.pair), 2) + fine0.coordinates(matches.index0)
-    inputs = subpixel, fine0, fine1, matches.pair, points, matches.index1, matches.score0
+    subpixel, fine, _, matches = refinement_case(hidden=hidden)
+    points = 0.4 * rand(3, len(matches.pair), 2) + fine[0].coordinates(matches.index0)
+    inputs = subpixel, fine, matches.pair, points, matches.index1, matches.score0
     found, expected = run(engine, "refine_points", *inputs), REFERENCE.refine_points(*inputs)
     assert torch.allclose(found.offset, expected.offset, atol=1e-4)
     assert torch.allclose(found.logit, expected.logit, atol=1e-3)
@@ -221,8 +222,8 @@ def test_support(engine, height, width, share):
     here = torch.stack([index % width, index // width], 1) + 0.2 * rand(1, len(index), 2)
     there = here @ torch.tensor([[0.9, 0.3], [-0.2, 1.1]]) + 0.15 * rand(2, len(index), 2)
     there[::7] = 10 * rand(3, len(there[::7]), 2)  # far off
-    inputs = index, here, there, rand(4, len(index)).sigmoid(), pair, (2, height, width)
-    found, expected = run(engine, "support", *inputs), REFERENCE.support(*inputs)
+    matches = DirectedMatches(index, here, there, rand(4, len(index)).sigmoid(), pair, (2, height, width))
+    found, expected = run(engine, "support", matches), REFERENCE.support(matches)
     assert torch.allclose(found.share.double(), expected.share.double(), atol=2e-3)
     # If neighbors lie nearly on a line, rounding determines most of their motion.
     for mine, other in ((found.motion, expected.motion), (found.shift, expected.shift)):
@@ -324,7 +325,7 @@ def test_gradients_flow_through_the_definition_alone(engine):
 
 def test_reference_convolution_is_plain_loops():
     values, weight, bias = rand(0, 2, 2, 2, 2, 3), rand(1, 3, 2, 3, 3, 3, 3), rand(2, 3)
-    result = reference.conv4d(values, weight, bias)
+    result = formulas.conv4d(values, weight, bias)
     v, w = values.tolist(), weight.tolist()
     for o, i, j, k, m in itertools.product(*map(range, result.shape)):
         total = bias[o].item()
@@ -340,8 +341,8 @@ def test_reading_known_answers():
     for row, column in itertools.product(range(2), range(3)):
         tensor[row, column, row, column] = 1
     # Fine cell (2, 5) lies at (0.5, 1.25) by its corner, at (0.125, 0.875) by its center.
-    assert reference.coarse_scores(tensor, 5, 2, "corner").tolist() == [[0, 0.375, 0.125], [0, 0.375, 0.125]]
-    center = reference.coarse_scores(tensor, 5, 2, "center")
+    assert formulas.coarse_scores(tensor, 5, 2, "corner").tolist() == [[0, 0.375, 0.125], [0, 0.375, 0.125]]
+    center = formulas.coarse_scores(tensor, 5, 2, "center")
     assert center.flatten().tolist() == pytest.approx([0.875 / 8, 0.875**2, 0, 1 / 64, 0.875 / 8, 0])
 
 

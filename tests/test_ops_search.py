@@ -14,7 +14,8 @@ from dualrc.config import FineConfig
 from dualrc.model.cells import FineMap
 from dualrc.model.correlation import normalize
 from dualrc.model.search import Queries
-from dualrc.ops import memory, reference
+from dualrc.ops import formulas, memory
+from dualrc.ops.torch import CoarseRows
 
 KINDS = ("exact", "flat", "sparse", "peaked")
 
@@ -24,9 +25,9 @@ def scores_of(tensor, fine0, fine1, config, pair, index0, index1):
     row, column = divmod(int(index0), 4 * fine0.width)
     size0, size1 = (fine0.height, fine0.width), (fine1.height, fine1.width)
     own = tensor[pair].double().view(*size0, *size1)
-    coarse = reference.coarse_scores(own, column, row, config.reading)
+    coarse = formulas.coarse_scores(own, column, row, config.reading)
     feature, others = fine0.features[pair, index0].double(), fine1.features[pair].double()
-    return reference.score_map(coarse, feature, others, size1, config.temperature).flatten()[index1].item()
+    return formulas.score_map(coarse, feature, others, size1, config.temperature).flatten()[index1].item()
 
 
 def assert_search(found, expected, case, config, *, exact):
@@ -199,7 +200,7 @@ def one_query(name, coarse, cosine, *, temperature=0.0, dtype=torch.float32):
     feature = torch.tensor([1.0, 0.0], dtype=dtype).view(1, 1, 1, 2)
     queries = Queries(features=feature, rows=torch.zeros(1, 1, 1, dtype=torch.long), weights=torch.ones(1, 1, 1, 1))
     map1, tensor = FineMap.of(fine1.to(dtype)), torch.tensor(coarse).view(1, 1, 40)
-    found = make_engine(name).search_queries(tensor, tensor.sum(2), queries, map1, temperature)
+    found = make_engine(name).search_queries(CoarseRows(tensor, tensor.sum(2)), queries, map1, temperature)
     return found.best.item(), map1.position(found.best).item() // 16, found.score.item(), found.visited.item()
 
 

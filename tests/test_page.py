@@ -28,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(not _has("fastapi"), reason="needs the extra web: pip install dualrc[web]"),
 ]
 SIZE = (480, 360)
+EXPIRED = {"error": "This result is unknown or has expired; match the images again.", "code": "unknown_id"}
 TOKEN = "a-token-of-the-tests"
 
 
@@ -509,6 +510,43 @@ def test_downloads_hold_what_the_service_found(opened, tmp_path):
     assert image.shape[1] > 700 and image.std() > 20
 
 
+def test_files_and_commands_have_the_model_of_the_page(opened, tmp_path):
+    page = opened.page
+    page.select_option("#kind", "homography")
+    opened.until("dualrcState().estimate !== null")
+    page.focus("#min-score")
+    page.keyboard.press("End")
+    page.keyboard.press("Home")
+    for _ in range(30):
+        page.keyboard.press("ArrowRight")
+    page.click("#re-estimate")
+    opened.until("/above/.test(document.getElementById('command-python').textContent)")
+    shell = page.locator("#command-shell").inner_text()
+    assert "--min-score 0.3 --estimate homography --threshold 3 " in shell
+    with page.expect_download() as waited:
+        page.click("[data-format=npz]")
+    waited.value.save_as(tmp_path / "matches.npz")
+    matches = Matches.load(tmp_path / "matches.npz")
+    assert len(matches) == opened.state()["count"]
+    assert np.allclose(matches.estimate.matrix, opened.state()["estimate"]["matrix"])
+    assert matches.scores[matches.estimate.inliers].min() >= 0.3 > matches.scores.min()
+    page.select_option("#kind", "")
+    opened.until("dualrcState().estimate === null")
+    assert "--estimate" not in page.locator("#command-shell").inner_text()
+
+
+def test_the_images_stay_in_view_while_settings_are_changed(opened):
+    page = opened.page
+    page.set_viewport_size({"width": 1280, "height": 700})
+    page.select_option("#kind", "fundamental")
+    opened.until("dualrcState().estimate !== null")
+    page.locator("#re-estimate").scroll_into_view_if_needed()
+    stage, button = page.locator("#stage").bounding_box(), page.locator("#re-estimate").bounding_box()
+    assert stage["y"] > 0 and button["y"] + button["height"] < 701
+    page.evaluate("scrollTo(0, 300)")
+    assert page.locator("#result-title").evaluate("(title) => title.closest('aside').getBoundingClientRect().y") > 50
+
+
 def test_points_are_kept_listed_and_copied(opened):
     opened.context.grant_permissions(["clipboard-read", "clipboard-write"])
     places = [(x, y) for x in range(60, 440, 40) for y in (120, 200, 280)]
@@ -738,6 +776,27 @@ def test_a_broken_file_is_explained(browser, server, tmp_path):
     tab.close()
 
 
+def test_expired_images_are_uploaded_again(browser, server, paths):
+    tab = Tab(browser, server.url)
+    tab.choose(*paths)
+    before = tab.state()
+    for image in before["images"]:
+        tab.page.request.delete(f"{server.url}v1/images/{image['id']}")
+    tab.page.click("#again")
+    tab.until(f"dualrcState().phase === 'ready' && dualrcState().pair !== '{before['pair']}'")
+    after = tab.state()
+    assert after["count"] == before["count"] and after["images"][0]["id"] != before["images"][0]["id"]
+    assert tab.page.locator(".message.bad").count() == 0
+    # A result that has expired can only be matched again.
+    tab.page.route("**/v1/pairs/*?format=csv", lambda route: route.fulfill(status=404, json=EXPIRED))
+    tab.page.click("[data-format=csv]")
+    message = tab.page.locator(".message.bad")
+    message.get_by_role("button", name="Match again").click()
+    tab.until(f"dualrcState().phase === 'ready' && dualrcState().pair !== '{after['pair']}'")
+    assert message.count() == 0 and all("404" in error for error in tab.errors)
+    tab.close()
+
+
 def test_a_result_that_is_gone_is_explained(browser, server):
     tab = Tab(browser, server.url + "#pair/unknown")
     message = tab.page.locator(".message.bad")
@@ -758,9 +817,11 @@ def test_a_server_that_is_gone_and_comes_back_with_a_token(browser, server, path
     again = Server("--token", TOKEN, port=server.port)
     try:
         message.get_by_role("button", name="Try again").click()
+        wrong = tab.page.locator("#token-wrong")
         tab.page.locator("#token-value").fill("wrong")
+        assert not wrong.is_visible()
         tab.page.keyboard.press("Enter")
-        tab.page.locator("#token[open]").wait_for()
+        wrong.wait_for()
         tab.page.locator("#token-value").fill(TOKEN)
         tab.page.keyboard.press("Enter")
         tab.until("dualrcState().images[0]?.id")
@@ -768,6 +829,19 @@ def test_a_server_that_is_gone_and_comes_back_with_a_token(browser, server, path
         assert TOKEN not in by_link.page.url
         assert by_link.page.locator("#server").inner_text() != ""
         assert by_link.errors == []
+        # Requests at the same time ask only once.
+        by_link.page.evaluate(
+            """() => {
+            sessionStorage.setItem("dualrc-token", "100%");
+            import("./api.js").then(({ Api }) => {
+                const api = new Api(async () => { window.asked = (window.asked ?? 0) + 1; return "TOKEN"; });
+                const all = ["v1/info", "metrics"].map((path) => api.fetch("GET", path));
+                Promise.all(all).then(() => { window.got = true; });
+            });
+        }""".replace("TOKEN", TOKEN)
+        )
+        by_link.until("window.got")
+        assert by_link.page.evaluate("window.asked") == 1
         by_link.close()
     finally:
         again.stop()

@@ -14,7 +14,7 @@ from dualrc.model.correlation import normalize
 from dualrc.model.engine import Engine
 from dualrc.model.network import best_first
 from dualrc.model.search import cell_queries, read_coarse
-from dualrc.ops import reference
+from dualrc.ops import formulas
 
 
 @pytest.mark.parametrize("reading", ["corner", "center"])
@@ -33,7 +33,7 @@ def test_the_coarse_tensor_is_read_as_defined(reading, shape):
         if reading == "corner" and (row, column) == (0, 0):
             assert not mixed.any()
         else:
-            expected = reference.coarse_scores(tensor[pair].double(), column, row, reading).flatten()
+            expected = formulas.coarse_scores(tensor[pair].double(), column, row, reading).flatten()
             assert torch.allclose(mixed.double(), expected, atol=1e-6), (row, column)
 
 

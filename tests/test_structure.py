@@ -18,6 +18,7 @@ ROOMS = [
     "files",
     "machine",
     "measure",
+    "toml",
     "config",
     "provenance",
     "types",
@@ -106,8 +107,10 @@ def test_the_parser_of_imports_sees_them_all(tmp_path, monkeypatch):
 
 
 def test_the_reference_engine_shares_nothing_with_the_others():
-    path = PACKAGE / "ops" / "reference.py"
-    assert imported_rooms(path) == {"config", "model"} and "dualrc.ops" not in path.read_text(encoding="utf-8")
+    engine, formulas = (PACKAGE / "ops" / name for name in ("reference.py", "formulas.py"))
+    assert imported_rooms(engine) == {"config", "model", "ops"} and imported_rooms(formulas) == {"model"}
+    text = engine.read_text(encoding="utf-8")
+    assert text.count("dualrc.ops") == text.count("from dualrc.ops import formulas\n") == 1
 
 
 def test_the_definition_names_no_engine_device_or_graph():

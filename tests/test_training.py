@@ -18,7 +18,6 @@ from test_golden import COUNTS, golden, reference
 from torch.nn import functional as F
 
 import dualrc.data.photos
-from dualrc.config import from_dict, read_toml, to_dict
 from dualrc.data import PhotoPairs, PhotosConfig, read_photos
 from dualrc.data.light import relight
 from dualrc.data.photo_pairs import _foreshortening
@@ -33,6 +32,7 @@ from dualrc.losses import (
     orthogonal_loss,
 )
 from dualrc.model.checkpoint import convert_published, load_weights, save_weights
+from dualrc.toml import from_dict, read_toml, to_dict
 from dualrc.train import TrainConfig, train
 
 CPU = torch.device("cpu")

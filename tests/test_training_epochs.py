@@ -10,11 +10,12 @@ from conftest import texture, tiny_config
 from PIL import Image
 from test_training_runs import CONFIGS, logged
 
-from dualrc.config import PRESETS, from_dict, read_toml, to_dict
+from dualrc.config import PRESETS
 from dualrc.data import FilePairs, PairsFileConfig, PhotosConfig, open_pairs
 from dualrc.data.pairs import PairSample
 from dualrc.errors import ConfigError
 from dualrc.model.checkpoint import load_weights
+from dualrc.toml import from_dict, read_toml, to_dict
 from dualrc.train import TrainConfig, train
 from dualrc.train.batches import Batches
 

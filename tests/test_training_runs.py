@@ -25,8 +25,6 @@ from dualrc.config import (
     NetworkConfig,
     ResNetConfig,
     TrunkConfig,
-    read_toml,
-    to_toml,
 )
 from dualrc.data import PairBatch, PhotoMotion, PhotoPairs, PhotosConfig, ScenesConfig, read_photos
 from dualrc.data.photos import Photos
@@ -39,6 +37,7 @@ from dualrc.model.context import Context
 from dualrc.model.dualrc import Features
 from dualrc.model.engine import Engine
 from dualrc.ops.training import TrainingEngine, two_layers
+from dualrc.toml import read_toml, to_toml
 from dualrc.train import TrainConfig, train
 from dualrc.train.batches import Batches
 

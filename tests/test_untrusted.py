@@ -24,7 +24,7 @@ from PIL import Image
 
 from dualrc.collection.retrieval import read_descriptors
 from dualrc.collection.store import MatchStore
-from dualrc.config import MatcherConfig, NetworkConfig, from_dict, read_toml, to_dict
+from dualrc.config import MatcherConfig, NetworkConfig
 from dualrc.data import read_photos
 from dualrc.data.arrays import read_arrays, read_dataset
 from dualrc.data.megadepth import read_depth_h5
@@ -36,6 +36,7 @@ from dualrc.geometry import read_cameras_json, read_rgbd
 from dualrc.image import find_images, read
 from dualrc.matches import Matches
 from dualrc.model.checkpoint import convert_published, load_pickle, load_weights, read_config, save_weights
+from dualrc.toml import from_dict, read_toml, to_dict
 
 GIB = 1 << 30
 OUTSIDE = ("../secret.png", "deep/../../secret.png", "/etc/secret.png")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import rand, same_matches, texture
+from conftest import match_set, rand, same_matches, texture
 from PIL import Image
 from test_quality import made_matches, photograph, share_right, shipped, similarity
 
@@ -218,6 +218,9 @@ def test_standard_quality_finds_a_tilted_image(photograph, shipped, untilted, sw
     features = [shipped.features(image) for image in images]
     assert same_matches(shipped.match_features(*features), found)
     assert same_matches(next(shipped.match_many([images], top=50)), found[:50])
+    # The order of the images does not matter.
+    back = match_set(shipped.match(*images[::-1]).swapped(), decimals=1)
+    assert len(back & match_set(found, decimals=1)) > 0.98 * max(len(back), len(found))
     # Masks hold.
     mask = np.zeros(images[0].shape[:2], bool)
     mask[:, : mask.shape[1] // 2] = True
@@ -254,6 +257,15 @@ def test_many_unrelated_pairs_are_not_searched_for_tilts(photograph, shipped, mo
     assert not searched
     shipped.match_features(*features)
     assert len(searched) == 1
+
+
+def test_a_tilt_below_the_smallest_one_is_no_search(photograph, shipped, monkeypatch):
+    searched = []
+    monkeypatch.setattr(rematch, "best_views", lambda *args: searched.append(args) or [])
+    features = shipped.features(texture(5, 400, 300)), shipped.features(photograph)
+    for max_tilt, searches in ((2.9, 0), (3.0, 1)):
+        found = shipped.match_features(*features, max_tilt=max_tilt)
+        assert "warning" in found.info and len(searched) == searches
 
 
 def test_the_quick_search_has_the_tilts_up_to_the_largest():

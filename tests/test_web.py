@@ -18,7 +18,7 @@ from dualrc import geometry
 from dualrc.image import Scale
 from dualrc.matches import Estimate, Matches
 from dualrc.types import UNSET
-from dualrc.web import pairs
+from dualrc.web import pairs, schemas
 from dualrc.web.reconstruction import Reconstruction
 from dualrc.web.schemas import MatchOptions
 from dualrc.web.wire import grid_of, unpack_warp
@@ -56,7 +56,83 @@ def test_health_info_and_openapi(http, served):
     assert all(method["summary"] for path in paths.values() for method in path.values())
     content = paths["/v1/match"]["post"]["requestBody"]["content"]
     assert "threshold_px" in content["application/json"]["schema"]["properties"]
-    assert content["multipart/form-data"]["schema"]["required"] == ["image0", "image1"]
+    form = content["multipart/form-data"]["schema"]
+    assert form["required"] == ["image0", "image1"] and "null" not in json.dumps(form)
+    assert "securitySchemes" not in described["components"]
+
+
+def documented(http, method: str, path: str, ids: dict[str, str] | None = None, **content):
+    """Send a request and check its response against /openapi.json; returns the response."""
+    described = http.get("/openapi.json").json()
+    answer = http.request(method, path.format(**(ids or {})), **content)
+    told = described["paths"][path.partition("?")[0]][method.lower()]["responses"][str(answer.status_code)]
+    if "content" in told:
+        kind = answer.headers["content-type"].partition(";")[0]
+        name = told["content"][kind]["schema"].get("$ref", "").rpartition("/")[2]
+        assert name or kind != "application/json"
+        if name:
+            getattr(schemas, name).model_validate_json(answer.content)
+    return answer
+
+
+def test_responses_are_as_documented(http, model_folder):
+    images = [
+        documented(http, "POST", "/v1/images", files={"file": encode(image)}).json()["id"] for image in pair_of(4)
+    ]
+    ids = {"number": images[0]}
+    documented(http, "GET", "/v1/images/{number}", ids)
+    documented(http, "GET", "/v1/images/{number}/view", ids)
+    body = {"image0": images[0], "image1": images[1]}
+    options = {**body, "covariance": True, "estimate": "essential"}
+    pair = {"number": documented(http, "POST", "/v1/match", json=options).json()["pair"]}
+    for form in ("json", "npz", "csv", "colmap"):
+        documented(http, "GET", "/v1/pairs/{number}?format=" + form, pair)
+    for kind in ("homography", "fundamental", "essential"):
+        documented(http, "POST", "/v1/pairs/{number}/estimate", pair, json={"kind": kind})
+    documented(http, "GET", "/v1/pairs/{number}/warp", pair)
+    documented(http, "POST", "/v1/warp", json=body)
+    documented(http, "POST", "/v1/points", json={**body, "points": [[9, 9], [-99, 0]]})
+    started = documented(http, "POST", "/v1/collections", json={"images": images}).json()
+    documented(http, "GET", "/v1/jobs/{number}/events", {"number": started["job"]})
+    documented(http, "GET", "/v1/jobs/{number}", {"number": started["job"]})
+    documented(http, "GET", "/v1/collections/{number}", {"number": started["collection"]})
+    documented(http, "POST", "/v1/match?wait=false", json=body)
+    documented(http, "POST", "/v1/examples/{name}", {"name": "wall"})
+    documented(http, "DELETE", "/v1/images/{number}", ids)
+    for path in ("/healthz", "/metrics", "/v1/info"):
+        assert documented(http, "GET", path).status_code == 200
+    # Errors.
+    for path in (
+        "/v1/images/{number}",
+        "/v1/images/{number}/view?max_side=1",
+        "/v1/pairs/{number}",
+        "/v1/reconstruction",
+    ):
+        assert documented(http, "GET", path, {"number": "x"}).status_code in (404, 422)
+    for content in ({}, {"files": {"image0": b"x", "image1": b"x"}}, {"json": {**body, "size": 5}}):
+        assert documented(http, "POST", "/v1/match", **content).status_code in (415, 422)
+    folder, _ = model_folder
+    with serving(reconstruction=Reconstruction(folder / "out", folder / "photos")) as served, served.http() as shown:
+        for path in ("", "/points", "/points/{index}", "/images/{number}/view"):
+            answer = documented(shown, "GET", "/v1/reconstruction" + path, {"index": "7", "number": "1"})
+            assert answer.status_code == 200
+
+
+def test_methods_of_a_route(http):
+    for path in ("/healthz", "/v1/info", "/app.js"):
+        head, got = http.head(path), http.get(path)
+        assert head.status_code == 200 and head.content == b""
+        assert head.headers["content-length"] == got.headers["content-length"]
+    for method, path, allowed in (
+        ("GET", "/v1/match", "POST"),
+        ("POST", "/v1/info", "GET, HEAD"),
+        ("PUT", "/v1/images/x", "GET, DELETE, HEAD"),
+        ("POST", "/app.js", "GET, HEAD"),
+    ):
+        answer = http.request(method, path)
+        refused(answer, 405, "wrong_method")
+        assert answer.headers["allow"] == allowed
+    refused(http.get("/v1/info/"), 404, "not_found")
 
 
 def test_images_are_kept_described_viewed_and_deleted(http):
@@ -194,6 +270,30 @@ def test_models_are_fitted_without_matching_again(http, served):
             assert np.allclose(model["matrix"], own.matrix)
     assert served.service.jobs.outcomes["done"] == done
     refused(http.post(f"/v1/pairs/{pair}/estimate", json={"kind": "affine"}), 422, "bad_field")
+
+
+def test_files_can_contain_a_model(http, tmp_path):
+    ids = [upload(http, image, "a.png") for image in pair_of(5)]
+    result = http.post("/v1/match", json={"image0": ids[0], "image1": ids[1]}).json()
+    address, body = f"/v1/pairs/{result['pair']}", {"threshold_px": 3.5, "min_score": 1e-30}
+    model = http.post(f"{address}/estimate", json={"kind": "homography", **body}).json()
+    query = {"estimate": "homography", **body}
+    files = {form: http.get(address, params={"format": form, **query}) for form in ("json", "npz", "csv", "colmap")}
+    told = files["json"].json()
+    assert told["count"] == result["count"] and told["commands"] == model.pop("commands")
+    assert told["estimate"] == model and 0 < model["inlier_count"] < told["count"] - 30
+    stored = loaded(files["npz"].content, tmp_path)
+    assert stored.estimate.inliers.tolist() == model["inliers"]
+    assert np.allclose(stored.estimate.matrix, model["matrix"])
+    assert files["csv"].text.splitlines()[0].endswith(",inlier")
+    (tmp_path / "database.db").write_bytes(files["colmap"].content)
+    with pycolmap.Database.open(tmp_path / "database.db") as database:
+        assert len(database.read_two_view_geometry(1, 2).inlier_matches) == model["inlier_count"]
+    assert told["commands"]["shell"].endswith("--min-score 1e-30 --estimate homography --threshold 3.5 -o matches.npz")
+    assert "estimate(matches.above(1e-30), 'homography', threshold_px=3.5)" in told["commands"]["python"]
+    # The result itself is as it was.
+    assert http.get(address).json()["estimate"] is None
+    refused(http.get(address, params={"estimate": "affine"}), 422, "bad_field")
 
 
 def test_the_fundamental_matrix_of_an_essential_one_is_in_pixels():

@@ -148,11 +148,17 @@ def test_every_answer_has_the_safety_headers(http):
 def test_pages_of_others_are_refused(http):
     # DNS rebinding: another name for this address.
     refused(http.get("/v1/info", headers={"host": "evil.example:80"}), 421, "wrong_host")
-    refused(http.get("/v1/info", headers={"host": ""}), 421, "wrong_host")
+    for host in ("", "[", "[::1"):
+        refused(http.get("/v1/info", headers={"host": host}), 421, "wrong_host")
     assert http.get("/v1/info", headers={"host": "localhost:9"}).status_code == 200
     # A form of another page.
     files = {"file": ("a.png", GOOD)}
-    for headers in ({"origin": "http://evil.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+    for headers in (
+        {"origin": "http://evil.example"},
+        {"origin": "null"},
+        {"origin": "http://["},
+        {"sec-fetch-site": "cross-site"},
+    ):
         refused(http.post("/v1/images", files=files, headers=headers), 403, "wrong_origin")
     own = str(http.base_url).rstrip("/")
     assert http.post("/v1/images", files=files, headers={"origin": own}).status_code == 201
@@ -189,6 +195,8 @@ def test_the_token_guards_everything_but_the_page():
         for given in ("Bearer wrong horse", "Basic correct horse", "correct horse", "Bearer correct horsf"):
             refused(http.get("/v1/info", headers={"authorization": given}), 401, "token")
         refused(http.post("/v1/images", files={"file": ("a.png", GOOD)}), 401, "token")
+        paths = http.get("/openapi.json").json()["paths"]
+        assert "security" not in paths["/healthz"]["get"] and paths["/v1/info"]["get"]["security"] == [{"token": []}]
         http.headers["authorization"] = "Bearer correct horse"
         assert http.get("/v1/info").status_code == 200 and upload(http, GOOD)
     with pytest.raises(ConfigError, match="8 characters"):
@@ -337,6 +345,8 @@ def test_metrics_and_the_access_log(http, served, caplog):
     number = upload(http, GOOD)
     with caplog.at_level("INFO", logger="dualrc.web.access"):
         http.get(f"/v1/images/{number}/view")
+        for method in ("BREW", "WHEN"):
+            http.request(method, "/v1/info")
         text = http.get("/metrics").text
     import json
 
@@ -349,6 +359,8 @@ def test_metrics_and_the_access_log(http, served, caplog):
             name, value = line.rsplit(" ", 1)
             values[name] = float(value)
     assert values['dualrc_requests_total{route="/v1/images",method="POST",status="201"}'] >= 1
+    # A label for each name that a client makes up would fill the memory.
+    assert 'method="other"' in text and "BREW" not in text
     assert values["dualrc_images"] == len(served.service.images) and values["process_resident_memory_bytes"] > 1e7
     buckets = [
         value for name, value in values.items() if name.startswith('dualrc_request_seconds_bucket{route="/v1/images"')

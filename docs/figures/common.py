@@ -1,5 +1,6 @@
 """What the figures share: where they go, how they look, and the images that they show."""
 
+import hashlib
 import os
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from matplotlib.cbook import get_sample_data
 from matplotlib.figure import Figure
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 import dualrc
 from dualrc import scenes
@@ -76,10 +78,23 @@ def save_figure(figure: Figure, name: str) -> None:
     else:
         figure.savefig(path, dpi=110)
         image = Image.open(path).convert("RGB")
-        image.save(path, optimize=True)
+        # Tests compare it with the present data, so that an old chart is found.
+        info = PngInfo()
+        info.add_text("Data", _digest(figure))
+        image.save(path, optimize=True, pnginfo=info)
         if path.stat().st_size > _LARGEST:
-            image.quantize(256, method=Image.Quantize.FASTOCTREE).save(path, optimize=True)
+            image.quantize(256, method=Image.Quantize.FASTOCTREE).save(path, optimize=True, pnginfo=info)
     _check(path)
+
+
+def _digest(figure: Figure) -> str:
+    """A hash of the lines that a chart shows."""
+    lines = [
+        (str(line.get_label()), [f"{value:.6g}" for value in np.asarray(line.get_xydata(), float).ravel()])
+        for axes in figure.axes
+        for line in axes.lines
+    ]
+    return hashlib.sha256(repr(lines).encode()).hexdigest()[:16]
 
 
 def save_image(image: npt.NDArray[np.uint8], name: str, width: int = 1400) -> None:

@@ -1,4 +1,4 @@
-"""Makes docs/page.png: the page of `dualrc serve` with the example pair, as README shows it.
+"""Makes docs/page.png: the page of `dualrc serve` with the example pair, as docs/service.md shows it.
 
 Run from the repository's root: python docs/figures/page.py. Needs Chromium, playwright and the extra `web`.
 """

@@ -1,7 +1,9 @@
 """The pages of the Python API: every public name stands on one of them."""
 
+import ast
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 import dualrc
 
@@ -43,12 +45,33 @@ _GROUPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ),
     ),
 }
+# Types that signatures name, with the module that defines each and what it means.
+_TYPES = {
+    "ImageInput": ("image", "an image: a path, a PIL image, an array (h, w), (h, w, 3), or a tensor (3, h, w)"),
+    "Matchable": ("matcher.features", "an image, or its features"),
+    "Size": ("types", "(width, height)"),
+    "FloatArray": ("types", "float32 or float64"),
+    "IntArray": ("types", "int64"),
+    "BoolArray": ("types", "a mask, or a flag for each row"),
+    "ImageArray": ("types", "uint8 (height, width, 3), RGB, upright"),
+    "Quality": ("config", "how thoroughly to match; [Quality](../concepts/sizes.md#quality)"),
+    "Precision": ("matcher.extract", "number format of the backbone"),
+    "EstimateKind": ("matches", "which model to fit"),
+    "Names": ("collection.store", "the names of two images"),
+}
 # Public modules have a page each, with the names of their `__all__`.
 _MODULES = {
     "geometry": "Cameras, poses, and robust two-view estimation. All robust estimators are PoseLib's LO-RANSAC.",
     "draw": "Drawings of matches and warps. A drawing is an array that a notebook shows as an image.",
     "colmap": "COLMAP's models, cameras and conventions.",
     "localize": "Maps, queries and results of localization.",
+}
+# Members to show, where other parts of the package use further ones.
+_MEMBERS = {
+    "dualrc.Matcher": (
+        *("info", "features", "match", "match_features", "match_many", "match_points", "warp"),
+        "with_covariance",
+    ),
 }
 
 
@@ -71,6 +94,7 @@ def pages() -> list[Page]:
         result.append(_page(key, title, about, [f"dualrc.{name}" for name in here]))
     if other := [name for name in public if name not in shown]:
         result.append(_page("other", "Other names", "Further public names.", [f"dualrc.{name}" for name in other]))
+    result.append(Page(path="reference/types.md", title="Types", text=_types()))
     for module, about in _MODULES.items():
         names = names_of(module)
         result.append(_page(module, f"dualrc.{module}", about, [f"dualrc.{module}.{name}" for name in names]))
@@ -92,11 +116,9 @@ def index() -> str:
     rows = []
     for page in pages():
         names = [line.removeprefix("::: ") for line in page.text.splitlines() if line.startswith("::: ")]
-        short = [f"[`{name.rpartition('.')[2]}`]({page.path.removeprefix('reference/')}#{name})" for name in names[:12]]
-        rows.append(
-            f"| [{page.title}]({page.path.removeprefix('reference/')}) | {', '.join(short)}"
-            f"{', ...' if len(names) > 12 else ''} |"
-        )
+        file = page.path.removeprefix("reference/")
+        short = [f"[`{name.rpartition('.')[2]}`]({file}#{name})" for name in names]
+        rows.append(f"| [{page.title}]({file}) | {', '.join(short) or 'the types that signatures name'} |")
     table = "\n".join(rows)
     return f"""# Reference
 
@@ -115,8 +137,37 @@ The pages of the Python API are made from the docstrings and type hints of the c
 """
 
 
+def _types() -> str:
+    rows = []
+    for name, (module, meaning) in _TYPES.items():
+        source = Path(str(import_module(f"dualrc.{module}").__file__)).read_text(encoding="utf-8")
+        nodes = (node for node in ast.parse(source).body if isinstance(node, ast.Assign))
+        value = next(ast.unparse(node.value) for node in nodes if ast.unparse(node.targets[0]) == name)
+        rows.append(f"| `{name}` | `{value}` | {meaning} |")
+    table = "\n".join(rows)
+    return f"""# Types
+
+Signatures use these names. `ArrayLike` is NumPy's: an array, a list, or anything else that
+`numpy.asarray` takes. An argument with the default `UNSET` keeps the setting of the matcher; None
+is a value of its own, such as "no limit".
+
+<div class="stacked" markdown>
+
+| name | definition | meaning |
+|---|---|---|
+{table}
+
+</div>
+"""
+
+
 def _page(key: str, title: str, about: str, names: list[str]) -> Page:
-    blocks = "\n\n".join(f"::: {name}" for name in names)
+    blocks = "\n\n".join(f"::: {name}{_options(name)}" for name in names)
     # The search of the site lists guides before these pages, which have every word.
     text = f"---\nsearch:\n  boost: 0.3\n---\n# {title}\n\n{about}\n\n{blocks}\n"
     return Page(path=f"reference/{key}.md", title=title, text=text)
+
+
+def _options(name: str) -> str:
+    members = _MEMBERS.get(name)
+    return "" if members is None else f"\n    options:\n      members: [{', '.join(members)}]"

@@ -43,7 +43,9 @@ def _commands(group: Any, path: str) -> Any:
 
 def _command(path: str, command: Any) -> list[str]:
     context = command.make_context(path, [], resilient_parsing=True)
-    usage = " ".join(command.collect_usage_pieces(context))
+    # Versions of click differ in the braces and brackets around arguments.
+    usage = re.sub(r"\{([^{}]+)\}", r"\1", " ".join(command.collect_usage_pieces(context)))
+    usage = re.sub(r"\[\[(\w+)\]\]", r"[\1]", usage).replace("...]...", "]...").replace("......", "...")
     lines = [f"## {path} {{ #{path.replace(' ', '-')} }}", ""]
     for paragraph in re.split(r"\n\s*\n", _plain(command.help or "").strip()):
         # Lines that begin with the name of the program are examples.

@@ -1,10 +1,14 @@
 """Griffe extension: the comments above or beside the fields of a dataclass are their documentation."""
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import griffe
+
+# A field without a default.
+_FIELD = re.compile(r" +\w+: [\w |\[\], .]+")
 
 
 @cache
@@ -17,6 +21,9 @@ def comment_of(lines: list[str], number: int, last: int | None = None) -> str:
     beside = lines[(last or number) - 1].split("  # ", 1)
     above: list[str] = []
     for line in reversed(lines[: number - 1]):
+        # A comment also explains the fields that follow without one: `size0`, then `size1`.
+        if not above and _FIELD.fullmatch(line):
+            continue
         if not line.strip().startswith("# "):
             break
         above.insert(0, line.strip()[2:])
@@ -29,6 +36,10 @@ class Comments(griffe.Extension):
 
     def on_attribute_instance(self, *, attr: griffe.Attribute, **_: Any) -> None:
         """Called for every attribute that griffe finds."""
+        # A signature shows the same default.
+        factory = re.fullmatch(r"field\(default_factory=(\w+)\)", str(attr.value))
+        if factory is not None:
+            attr.value = f"{factory[1]}()"
         if attr.docstring is None and attr.lineno is not None and isinstance(attr.filepath, Path):
             text = comment_of(_lines(attr.filepath), attr.lineno, attr.endlineno)
             if text:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualrc.config import to_dict
 from dualrc.errors import ConfigError
 from dualrc.evidence import Evidence
+from dualrc.toml import to_dict
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,9 +42,11 @@ class Drawing(np.ndarray[Any, np.dtype[np.uint8]]):
         save(self, path)
 
 
-# Alias used by the benchmarks.
+# Red, green and blue, 0 to 255.
 Color = tuple[int, int, int]
 
+# File types of drawings.
+SUFFIXES = (".png", ".jpg", ".jpeg")
 # Largest canvas, without its caption.
 _WIDTH_PX, _HEIGHT_PX = 2000, 2000
 # Tiny images are enlarged to this height, so that lines and caption stay readable.
@@ -197,7 +199,7 @@ def draw_flow(
 def save(image: ImageArray, path: str | Path) -> None:
     """Write .png, with transparency if present, or .jpg, atomically."""
     path = Path(path)
-    if path.suffix.lower() not in (".png", ".jpg", ".jpeg"):
+    if path.suffix.lower() not in SUFFIXES:
         raise OutputError(f"{path}: images are written as .png or .jpg; choose one of these suffixes.")
     if path.suffix.lower() == ".png" and png_is_broken():
         raise OutputError(

@@ -41,10 +41,10 @@ def resize_points(points: Points, from_size: tuple[float, float], to_size: tuple
     ratio = [to / own for own, to in zip(from_size, to_size, strict=True)]
     if isinstance(points, np.ndarray):
         resized = np.empty(points.shape)
-        # Twice as fast as all coordinates at once.
+        # Twice as fast as all coordinates at once. With `dtype`, all versions of numpy compute float64.
         for axis in (0, 1):
-            resized[..., axis] = (points[..., axis] + 0.5) * np.float64(ratio[axis]) - 0.5
-        return resized
+            np.multiply(points[..., axis] + 0.5, ratio[axis], out=resized[..., axis], dtype=np.float64)
+        return resized - 0.5
     import torch
 
     # Scalars instead of a tensor, because a CUDA graph cannot capture the copy of a tensor to the GPU.

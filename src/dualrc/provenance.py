@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dualrc.config import to_dict
+from dualrc.toml import to_dict
 
 _PACKAGES = ("dualrc", "torch", "numpy")
 

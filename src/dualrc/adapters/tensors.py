@@ -38,7 +38,7 @@ class TensorMatcher(nn.Module):
             raise ImageError(f"Both batches need the same number of images, not {len(images0)} and {len(images1)}.")
         learns = any(tensor.requires_grad for tensor in (images0, images1, *self.parameters()))
         learns = torch.is_grad_enabled() and learns
-        # Only the reference engine is differentiable.
+        # Only the definition is differentiable.
         self.network.engine = Engine() if learns else self._fast_engine(images0.device)
         with torch.set_grad_enabled(learns):
             features0, scale0 = self._extract(images0, mask0)

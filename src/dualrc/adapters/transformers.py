@@ -19,6 +19,7 @@ from dualrc.extras import require
 from dualrc.image import ImageInput, network_size, read, resize, to_tensor
 from dualrc.model.checkpoint import bundled, load_weights, read_calibration
 from dualrc.model.dualrc import make_network
+from dualrc.toml import from_dict, to_dict
 from dualrc.types import Size
 
 transformers: Any = require("transformers", "transformers", "Its models and processors")
@@ -38,7 +39,7 @@ class DualRCConfig(transformers.PretrainedConfig):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         """Set `network`, the fields of a NetworkConfig, and `num_matches`, the maximum number of matches of a pair."""
-        self.network = network or configs.to_dict(configs.preset("default")[0])
+        self.network = network or to_dict(configs.preset("default")[0])
         self.calibration = calibration
         self.max_size, self.num_matches = max_size, num_matches
         super().__init__(**options)
@@ -64,8 +65,8 @@ class DualRCForKeypointMatching(transformers.PreTrainedModel):  # type: ignore[m
 
     def __init__(self, config: DualRCConfig) -> None:
         super().__init__(config)
-        network = make_network(configs.from_dict(NetworkConfig, config.network))
-        calibration = None if config.calibration is None else configs.from_dict(Calibration, config.calibration)
+        network = make_network(from_dict(NetworkConfig, config.network))
+        calibration = None if config.calibration is None else from_dict(Calibration, config.calibration)
         self.matcher = TensorMatcher(
             network, MatcherConfig(max_size=config.max_size, top=config.num_matches), calibration
         )
@@ -83,8 +84,8 @@ class DualRCForKeypointMatching(transformers.PreTrainedModel):  # type: ignore[m
         options.setdefault("max_size", configs.preset(network.config.preset)[1].max_size)
         model = cls(
             DualRCConfig(
-                network=configs.to_dict(network.config),
-                calibration=None if calibration is None else configs.to_dict(calibration),
+                network=to_dict(network.config),
+                calibration=None if calibration is None else to_dict(calibration),
                 **options,
             )
         )

@@ -50,12 +50,15 @@ def make_command() -> Callable[..., Mapping[str, Any]]:
         return evaluate(benchmark, screen=common.screen, messages=messages, **options)
 
     flags = {flag[2:].replace("-", "_"): flag for flag in takers}
+    listed = f"One of {', '.join(BENCHMARKS)}."
     names: Any = Literal.__getitem__(tuple(BENCHMARKS))
     folders = Annotated[list[Path] | None, typer.Argument(metavar="ROOT...", help="Folders of the dataset.")]
     annotations = {"roots": folders} | {name: _annotation(flag, takers[flag]) for name, flag in flags.items()}
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [
-        inspect.Parameter("benchmark", keyword, annotation=Annotated[names, typer.Argument(help="Benchmark to run.")])
+        inspect.Parameter(
+            "benchmark", keyword, annotation=Annotated[names, typer.Argument(metavar="BENCHMARK", help=listed)]
+        )
     ]
     parameters += [inspect.Parameter(n, keyword, annotation=a, default=None) for n, a in annotations.items()]
     # Typer reads the parameters of a command from its signature.

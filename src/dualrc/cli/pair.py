@@ -15,12 +15,12 @@ from dualrc.errors import ConfigError, OutputError
 from dualrc.files import check_writable
 from dualrc.image import read
 from dualrc.matcher import Matcher, load
-from dualrc.matches import Matches
+from dualrc.matches import Matches, files
 
 if TYPE_CHECKING:
     from dualrc.geometry import Camera
 
-# Inlier threshold as a fraction of the long side; a warped image need not fit to the pixel everywhere.
+# Inlier threshold as a fraction of the long side. It is wide, because a warped image may be off by some pixels.
 _WARP_THRESHOLD = 0.003
 
 _geometry_option = partial(typer.Option, rich_help_panel="Geometric model")
@@ -241,7 +241,7 @@ def demo(
 
 def _check_outputs(out: Path | None, drawing: Path | None, inputs: tuple[Path, ...]) -> None:
     """Raise an error, before any work, for an output that cannot be written or would replace an input."""
-    for path, endings in ((out, (".npz", ".json", ".csv")), (drawing, (".png", ".jpg", ".jpeg"))):
+    for path, endings in ((out, files.SUFFIXES), (drawing, draw.SUFFIXES)):
         if path is None:
             continue
         if path.suffix.lower() not in endings:

@@ -54,7 +54,7 @@ def train(
       dualrc match a.jpg b.jpg --weights runs/mine/weights.safetensors
     """
     from dualrc import train as training
-    from dualrc.config import read_toml
+    from dualrc.toml import read_toml
 
     settings = read_toml(training.TrainConfig, config)
     figures = training.train(settings, out, minutes=minutes, device=device, devices=devices, nodes=nodes)
@@ -188,9 +188,12 @@ def pairs_rgbd(
 @common.app.command()
 def convert(
     published: Annotated[
-        Path, typer.Argument(help="Published checkpoint of DualRC-Net, NCNet or Sparse-NCNet (.pth.tar).")
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="Published checkpoint of DualRC-Net, NCNet or Sparse-NCNet (.pth.tar)."
+        ),
     ],
-    out: Annotated[Path, typer.Argument(help="Weights file to write (.safetensors).")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Weights file to write (.safetensors).")],
 ) -> None:
     """Convert a published checkpoint to a weights file.
 

@@ -12,10 +12,10 @@ from dualrc.collection.executor import Executor
 from dualrc.collection.local import LocalExecutor
 from dualrc.collection.ray_cluster import RayExecutor
 from dualrc.collection.worker import WorkerSettings
-from dualrc.config import to_dict
 from dualrc.image import Scale
 from dualrc.matcher import Matcher
 from dualrc.pixels import STRIDE
+from dualrc.toml import to_dict
 
 _GIB = 2**30
 # Share of the machine's memory that the workers may use.

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from dualrc import geometry
 from dualrc.geometry import Camera
 from dualrc.matches import Matches
+from dualrc.pixels import cell_to_pixel, pixel_to_cell
 from dualrc.types import BoolArray, FloatArray
 
 IntArray = npt.NDArray[np.int64]
@@ -57,7 +58,7 @@ def _share(
     from scipy.ndimage import maximum_filter
 
     row, column = np.nonzero(cells0)
-    middle = (np.stack([column, row], axis=1) + 0.5) * _cell_px(camera0.size) - 0.5
+    middle = cell_to_pixel(np.stack([column, row], axis=1), _cell_px(camera0.size))
     places = _predict(points0, points1, pose, camera0, camera1, middle)
     # The prediction is about as exact as a cell.
     margin = _cell_px(camera1.size)
@@ -89,5 +90,6 @@ def _cell_px(size: tuple[int, int]) -> float:
 
 def _cell(points: FloatArray, size: tuple[int, int], shape: tuple[int, ...]) -> tuple[IntArray, IntArray]:
     """Return the rows and columns of the cells of points (n, 2), the nearest ones outside the image."""
-    column, row = np.clip((points + 0.5) / _cell_px(size), 0, (shape[1] - 1, shape[0] - 1)).astype(np.int64).T
+    nearest = np.rint(pixel_to_cell(points, _cell_px(size)))
+    column, row = np.clip(nearest, 0, (shape[1] - 1, shape[0] - 1)).astype(np.int64).T
     return row, column

@@ -153,7 +153,7 @@ def export_hloc(
 ) -> tuple[Path, Path, Path]:
     """Merge the keypoints of a matched collection and write them with `write_hloc`; returns the files.
 
-    For hloc's own mapping and localization: queries and map may stand in one collection.
+    For hloc's own mapping and localization: queries and map may be in one collection.
     """
     with MatchStore(matched.store) as store:
         write_hloc(folder, merge(store, progress=progress, pairs=matched.pairs), images, progress)

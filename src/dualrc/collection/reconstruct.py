@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dualrc import config as configs
 from dualrc.collection.cameras import choose_cameras, describe_cameras, is_known
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.export import write_database, write_hloc
@@ -24,6 +23,7 @@ from dualrc.files import make_folder, only_run, replacing, write_json
 from dualrc.geometry import Camera
 from dualrc.image import find_images
 from dualrc.provenance import provenance
+from dualrc.toml import to_dict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ def _reconstruct(
         matching_seconds_all_runs=round(matched.seconds_all_runs, 2),
     )
     folder = {"image_folder": _relative(images, out)}
-    _write(model, out, summary, {**folder, "config": configs.to_dict(config), "matches": made_with})
+    _write(model, out, summary, {**folder, "config": to_dict(config), "matches": made_with})
     return summary
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.config import first_difference
 from dualrc.errors import DataError, OutputError
 from dualrc.files import parse_json
 from dualrc.matches import Matches
+from dualrc.toml import first_difference
 from dualrc.types import FloatArray
 
 Names = tuple[str, str]

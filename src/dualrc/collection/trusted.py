@@ -38,7 +38,7 @@ class TrustedPairs:
         self._pairs[name0][name1] = self._pairs[name1][name0] = check
 
     def remove(self, names: Names) -> None:
-        """Trust a pair no longer; this does nothing if it is not trusted."""
+        """Stop trusting a pair; this does nothing if it is not trusted."""
         name0, name1 = names
         self._pairs[name0].pop(name1, None)
         self._pairs[name1].pop(name0, None)

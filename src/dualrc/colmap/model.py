@@ -22,6 +22,7 @@ from dualrc.types import FloatArray, IntArray, Size
 class ModelImage:
     """A registered image of a COLMAP model, upright."""
 
+    # (width, height).
     size: Size
     # (n, 2) float64, the observations of 3D points.
     points: FloatArray

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.colmap import from_colmap_pixels
-from dualrc.config import check_bounds, to_toml
+from dualrc.config import check_bounds
 from dualrc.data.arrays import read_arrays, read_dataset
 from dualrc.data.depth import DepthView, correspond_by_depth
 from dualrc.data.pairs import PairSample
@@ -23,6 +23,7 @@ from dualrc.extras import require
 from dualrc.files import inside, make_folder, read_text, replacing, write_text
 from dualrc.geometry import Camera
 from dualrc.machine import end_with_parent
+from dualrc.toml import to_toml
 
 Split = Literal["training", "validation"]
 _ARRAYS = ("image_paths", "depth_paths", "intrinsics", "poses", "overlap_matrix")

@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -83,17 +83,18 @@ class Settings:
     def __post_init__(self) -> None:
         if self.protocol not in ("own", "paper"):
             raise ConfigError(f"There is no protocol {self.protocol!r}; choose own or paper.")
-        if self.protocol == "paper":
-            if not self.paper:
-                raise ConfigError("The paper has no protocol for this benchmark; omit --protocol.")
-            defaults = {field.name: field.default for field in fields(self)}
-            for name, value in self.paper.items():
-                if getattr(self, name) == defaults[name]:
-                    object.__setattr__(self, name, value)
+        if self.protocol == "paper" and not self.paper:
+            raise ConfigError("The paper has no protocol for this benchmark; omit --protocol.")
         if not self.roots and self.needs_roots:
             raise ConfigError("No dataset was passed; pass its folder.")
         if self.top is not None and self.top < 1:
             raise ConfigError(f"top = {self.top} leaves no matches to score; pass 1 or more.")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Make settings from options; the paper's protocol sets the options that are not given."""
+        paper = cls.paper if options.get("protocol") == "paper" else {}
+        return cls(**{**paper, **options})
 
     @property
     def needs_roots(self) -> bool:
@@ -289,7 +290,7 @@ def open_benchmark(name: str, options: Mapping[str, Any], messages: Console | No
         if name not in takers:
             refusal = f"is an option of {' and '.join(takers)} only" if takers else "is an option of no benchmark"
             raise ConfigError(f"--{key.replace('_', '-')} {refusal}; omit it.")
-    settings = settings_class(**options)
+    settings = settings_class.of(options)
     if BENCHMARKS[name].one_root and len(settings.roots) > 1:
         raise ConfigError(f"{name} has one folder; pass one ROOT.")
     return BENCHMARKS[name](settings, messages)

@@ -102,7 +102,7 @@ class Stored:
             if name in self._files:
                 file = self._own(self._files[name], path0, path1)
                 with _checked(file):
-                    return _from_pair(_arrays(file), sizes)
+                    return self._from_file(_arrays(file), path0, path1, sizes)
         for hdf5, (name0, name1) in itertools.product(self._hdf5, itertools.product(_names(path0), _names(path1))):
             flat0, flat1 = name0.replace("/", "-"), name1.replace("/", "-")
             for key in (f"{flat0}/{flat1}", f"{flat0}_{flat1}"):
@@ -110,6 +110,15 @@ class Stored:
                     with _checked(f"{hdf5.filename}, {key},"):
                         return self._from_hdf5(hdf5[key], path0, path1, sizes)
         return None
+
+    def _from_file(self, arrays: Arrays, path0: Path, path1: Path, sizes: tuple[Size, Size]) -> Matches:
+        if set(arrays) != {"matches"}:
+            return _from_pair(arrays, sizes)
+        # As Sparse-NCNet and DualRC-Net write for Aachen: indices of keypoints, whose files lie beside the images.
+        indices = arrays["matches"][:, :2].astype(np.int64).T
+        grids = [_arrays(Path(f"{path}.{self.name}"))["keypoints"] - 0.5 for path in (path0, path1)]
+        points = [grid[index] for grid, index in zip(grids, indices, strict=True)]
+        return _matches(points[0], points[1], arrays["matches"][:, 2], sizes)
 
     def _from_hdf5(self, group: Any, path0: Path, path1: Path, sizes: tuple[Size, Size]) -> Matches:
         arrays = {name: group[name][()] for name in group}

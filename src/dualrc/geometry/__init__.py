@@ -24,20 +24,19 @@ from dualrc.geometry.depth import (
     sample_depth,
     unproject,
 )
-from dualrc.geometry.focal import shared_focal_px
-from dualrc.geometry.homography import apply_homography, corner_error_px, crop_homography, resize_homography
-from dualrc.geometry.lens import PINHOLE, Lens
-from dualrc.geometry.twoview import (
+from dualrc.geometry.direction import estimate_direction
+from dualrc.geometry.epipolar import (
     epipolar_distance_px,
     essential_from_pose,
-    estimate,
-    estimate_direction,
     fundamental_from_pose,
     pose_distance_px,
     ray_depths,
-    relative_pose,
     sampson_distance_px,
 )
+from dualrc.geometry.focal import shared_focal_px
+from dualrc.geometry.homography import apply_homography, corner_error_px, crop_homography, resize_homography
+from dualrc.geometry.lens import PINHOLE, Lens
+from dualrc.geometry.twoview import estimate, relative_pose
 from dualrc.matches import RelativePose
 from dualrc.pixels import in_image
 

@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import poselib
 
 from dualrc.errors import DataError
 from dualrc.geometry.camera import Camera, cross_matrix, transform_points
 from dualrc.geometry.lens import PINHOLE, Lens
-from dualrc.geometry.ransac import best_first, ransac_options, scattered
+from dualrc.geometry.ransac import best_first, import_poselib, ransac_options, scattered
 from dualrc.types import BoolArray, FloatArray, Size
 
 # A focal length outside this range, in units of the long side, is an artifact of coplanar points.
@@ -36,6 +35,7 @@ class AbsolutePose:
     inliers: BoolArray
     # (3, 4) None if there is no pose; then `reason` explains why.
     cam_from_world: FloatArray | None = None
+    # Why there is no pose.
     reason: str | None = None
     # The camera that was used, with the estimated focal length if it was unknown.
     camera: Camera | None = None
@@ -136,7 +136,7 @@ def absolute_pose(
 
 
 def _with_camera(points: FloatArray, xyz: FloatArray, camera: Camera, options: dict[str, Any]) -> _State | None:
-    pose, _ = poselib.estimate_absolute_pose(
+    pose, _ = import_poselib().estimate_absolute_pose(
         camera.rays(points)[:, :2] * camera.focal_px,
         xyz,
         camera.centered_pinhole(),
@@ -172,7 +172,7 @@ def _with_focal(
 
 
 def _solutions(points: FloatArray, xyz: FloatArray, size: Size, center: FloatArray) -> Iterator[_State]:
-    poses, focals = poselib.p4pf(list(points - center), list(xyz), True)
+    poses, focals = import_poselib().p4pf(list(points - center), list(xyz), True)
     low, high = _PLAUSIBLE_FOCAL
     for pose, focal in zip(poses, focals, strict=True):
         matrix = np.array(pose.Rt, dtype=np.float64)

@@ -31,9 +31,10 @@ _GUESSED = "guessed"
 class Camera:
     """A camera of the upright image."""
 
+    # Size of the image, in pixels.
     width: int
     height: int
-    # (3, 3) The center of the first pixel is (0, 0).
+    # (3, 3) Camera matrix; the center of the first pixel is (0, 0).
     K: FloatArray
     # Lens distortion, applied before K: none, or one of COLMAP's camera models.
     lens: Lens = PINHOLE

@@ -26,9 +26,13 @@ _EDGE = 0.1
 class RgbdFrame:
     """An image with an aligned depth map, a camera and a pose."""
 
+    # Name of the frame, relative to the folder.
     name: str
+    # Color image.
     image: Path
+    # Depth map of the same view: 16-bit PNG in millimeters; 0 is unknown.
     depth: Path
+    # Camera with its pose, `cam_from_world`.
     camera: Camera
 
 

@@ -154,7 +154,9 @@ def _model(name: str) -> _Model:
 class Lens:
     """Lens distortion: the name of a COLMAP camera model, and its coefficients after f, cx and cy."""
 
+    # Name of a COLMAP camera model.
     model: str = "PINHOLE"
+    # Coefficients in the order of COLMAP.
     distortion: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:

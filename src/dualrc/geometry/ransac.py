@@ -1,10 +1,23 @@
 """Common parts of the robust estimators."""
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 
+from dualrc.errors import ConfigError
 from dualrc.types import BoolArray, FloatArray, IntArray
+
+
+def import_poselib() -> Any:
+    """Import PoseLib on first use, because PyPI has no wheels of it for Linux on aarch64."""
+    try:
+        return import_module("poselib")
+    except ImportError as error:
+        raise ConfigError(
+            f"Estimation of models and poses needs PoseLib ({error}): pip install poselib. PyPI does not have it for "
+            "every platform; to compile it, pip install git+https://github.com/PoseLib/PoseLib."
+        ) from error
 
 
 def ransac_options(threshold_px: float, max_iterations: int, seed: int) -> dict[str, Any]:

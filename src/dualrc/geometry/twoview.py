@@ -1,24 +1,20 @@
 """Two-view models from matches, estimated robustly with PoseLib."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
-import numpy.typing as npt
-import poselib
 
 from dualrc.errors import ConfigError, DataError
-from dualrc.geometry.camera import Camera, cross_matrix
-from dualrc.geometry.homography import to_homogeneous
-from dualrc.geometry.ransac import best_first, ransac_options, scattered
+from dualrc.geometry.camera import Camera
+from dualrc.geometry.epipolar import essential_from_pose, pose_distance_px
+from dualrc.geometry.ransac import best_first, import_poselib, ransac_options, scattered
 from dualrc.matches import Estimate, EstimateKind, Matches, RelativePose
 from dualrc.types import BoolArray, FloatArray, IntArray
 
 # Fewest matches that determine a unique model. Minimal solvers need fewer but return several solutions.
 _FEWEST = {"homography": 4, "fundamental": 8, "essential": 6}
 _FEWEST_SHARED_FOCAL = 7
-# Fewest matches for a direction, and number of matches that score the samples.
-_FEWEST_DIRECTION, _DIRECTION_SAMPLE = 5, 1500
 # An estimated focal length outside this range, in units of the long side, is an artifact of degenerate motion.
 _PLAUSIBLE_FOCAL = (0.3, 5.0)
 # Largest condition number of a homography between images, in normalized coordinates.
@@ -29,18 +25,6 @@ _SMALLEST_PARALLAX_PX = 0.01
 # It explains the motion if a smaller share of inliers remains, about the chance level for epipolar lines.
 _DEVIATIONS, _UNEXPLAINED = 4.5, 0.05
 _ROTATION_SWEEPS = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Fit:
-    """Result of a solver, with one inlier flag per given match."""
-
-    matrix: FloatArray
-    inliers: BoolArray
-    info: dict[str, Any]
-    pose: RelativePose | None = None
-    rotation_only: bool = False
-    warnings: tuple[str, ...] = ()
 
 
 def estimate(
@@ -86,20 +70,12 @@ def estimate(
         fit = _fit_essential(points0, points1, cameras, matches, options)
     else:
         fit = _fit_matrix(points0, points1, kind, options)
-    if len(points0[fit.inliers]) < fewest or not np.isfinite(fit.matrix).all():
+    assert fit.matrix is not None
+    if fit.inliers.sum() < fewest or not np.isfinite(fit.matrix).all():
         return failed(f"no model fits {fewest} matches or more")
-    if (reason := _degenerate(fit, kind, points0[fit.inliers], points1[fit.inliers], threshold_px)) is not None:
+    if (reason := _degenerate(fit, fit.matrix, points0[fit.inliers], points1[fit.inliers], threshold_px)) is not None:
         return failed(reason)
-    inliers = scattered(fit.inliers, used, len(matches))
-    return Estimate(
-        kind=kind,
-        matrix=fit.matrix,
-        inliers=inliers,
-        pose=fit.pose,
-        rotation_only=fit.rotation_only,
-        warnings=fit.warnings,
-        info={**info, **fit.info},
-    )
+    return replace(fit, inliers=scattered(fit.inliers, used, len(matches)), info={**info, **fit.info})
 
 
 def _with_rays(matches: Matches, used: IntArray, camera0: Camera | None, camera1: Camera | None) -> IntArray:
@@ -111,12 +87,12 @@ def _with_rays(matches: Matches, used: IntArray, camera0: Camera | None, camera1
 
 
 def _degenerate(
-    fit: _Fit, kind: EstimateKind, points0: FloatArray, points1: FloatArray, threshold_px: float
+    fit: Estimate, matrix: FloatArray, points0: FloatArray, points1: FloatArray, threshold_px: float
 ) -> str | None:
     """Return the reason if the inlier points (n, 2) do not determine the model, else None."""
     if min(_distance_from_line_px(points0), _distance_from_line_px(points1)) <= threshold_px:
         return "the matches lie on a line or in a point"
-    if kind == "homography" and _condition(fit.matrix, points0, points1) > _LARGEST_CONDITION:
+    if fit.kind == "homography" and _condition(matrix, points0, points1) > _LARGEST_CONDITION:
         return "the best homography is degenerate"
     if fit.info.get("parallax_px", np.inf) < _SMALLEST_PARALLAX_PX:
         return "the cameras share one center, so there is no direction between them"
@@ -130,140 +106,17 @@ def relative_pose(
     return estimate(matches, "essential", camera0=camera0, camera1=camera1, threshold_px=threshold_px, seed=seed).pose
 
 
-def estimate_direction(
-    rays0: npt.ArrayLike, rays1: npt.ArrayLike, rotation: npt.ArrayLike, threshold: float, *, draws: int = 500
-) -> FloatArray | None:
-    """Estimate the direction t (3,) for a known rotation cam1_from_cam0 (3, 3); None if there are too few rays.
-
-    Rays (n, 3) have depth 1, best first. The threshold on the Sampson distance is in units of rays, pixels divided by
-    the focal length. Two matches determine a direction. The one with the most inliers is refined on them.
-    """
-    R = np.asarray(rotation, dtype=np.float64)
-    x0, x1 = np.asarray(rays0, dtype=np.float64), np.asarray(rays1, dtype=np.float64)
-    if len(x0) < _FEWEST_DIRECTION:
-        return None
-    y0 = x0 @ R.T
-    # x1' [t]x R x0 and the epipolar lines are linear in t; the residual is t . normals.
-    normals = np.cross(y0, x1)
-    # (n, 2, 3) each
-    lines1 = np.cross(y0[:, None], np.eye(3)[:2]), np.cross(x1[:, None], R[:, :2].T)
-
-    def distances(directions: FloatArray, rows: Any) -> FloatArray:
-        """Return Sampson distances (m, n) for directions (m, 3)."""
-        squares = sum((directions @ lines[rows, i].T) ** 2 for lines in lines1 for i in range(2))
-        return np.abs(directions @ normals[rows].T) / np.sqrt(squares + 1e-30)
-
-    rows = np.arange(min(len(x0), _DIRECTION_SAMPLE))
-    first, second = np.random.default_rng(0).integers(0, len(rows), (2, draws))
-    candidates = np.cross(normals[first], normals[second])
-    lengths = np.linalg.norm(candidates, axis=1)
-    candidates = candidates[lengths > 1e-15] / lengths[lengths > 1e-15, None]
-    if not len(candidates):
-        return None
-    costs = np.minimum((distances(candidates, rows) / threshold) ** 2, 1).sum(1)
-    best: FloatArray = candidates[costs.argmin()]
-    for _ in range(5):
-        off = distances(best[None], slice(None))[0]
-        near = off <= threshold
-        if near.sum() < _FEWEST_DIRECTION:
-            return None
-        scale = np.abs(normals[near] @ best) / np.maximum(off[near], 1e-15)
-        rows_scaled = normals[near] / np.maximum(scale, 1e-15)[:, None]
-        best = np.linalg.svd(rows_scaled.T @ rows_scaled)[0][:, -1]
-    # Choose the sign with more points in front of both cameras.
-    across = np.cross(x1[near], y0[near])
-    depth0 = np.sum(np.cross(np.broadcast_to(best, across.shape), x1[near]) * across, axis=1)
-    return best if np.mean(depth0 > 0) > 0.5 else -best
-
-
-def essential_from_pose(cam1_from_cam0: npt.ArrayLike) -> FloatArray:
-    """Return E = [t]x R, with x1' E x0 = 0 for rays: (3, 4) -> (3, 3)."""
-    pose = np.asarray(cam1_from_cam0, dtype=np.float64)
-    essential: FloatArray = cross_matrix(pose[:, 3]) @ pose[:, :3]
-    return essential
-
-
-def ray_depths(
-    cam1_from_cam0: npt.ArrayLike, rays0: npt.ArrayLike, rays1: npt.ArrayLike
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Triangulate matches: return the depths (n,) along rays (n, 3) of both cameras, and the sines of their angles.
-
-    A depth is negative behind a camera. The depths of parallel rays mean nothing.
-    """
-    pose, rays = np.asarray(cam1_from_cam0, dtype=np.float64), np.asarray(rays1, dtype=np.float64)
-    rotated = np.asarray(rays0, dtype=np.float64) @ pose[:, :3].T
-    across = np.cross(rotated, rays)
-    squares = np.sum(across**2, axis=1) + 1e-30
-    depths0 = -np.sum(np.cross(pose[:, 3], rays) * across, axis=1) / squares
-    depths1 = -np.sum(np.cross(pose[:, 3], rotated) * across, axis=1) / squares
-    return depths0, depths1, np.sqrt(squares) / np.linalg.norm(rotated, axis=1) / np.linalg.norm(rays, axis=1)
-
-
-def fundamental_from_pose(cam1_from_cam0: npt.ArrayLike, camera0: Camera, camera1: Camera) -> FloatArray:
-    """Return F of norm 1, with x1' F x0 = 0 for undistorted pixels; zero if the cameras share one center."""
-    F = np.linalg.inv(camera1.K).T @ essential_from_pose(cam1_from_cam0) @ np.linalg.inv(camera0.K)
-    return F / (np.linalg.norm(F) or 1.0)
-
-
-def sampson_distance_px(F: npt.ArrayLike, points0: npt.ArrayLike, points1: npt.ArrayLike) -> FloatArray:
-    """Return the Sampson distance, the first-order distance of both points (n, 2) to agreement with F: (n,)."""
-    lines1, lines0 = _epipolar_lines(F, points0), _epipolar_lines(np.asarray(F).T, points1)
-    residuals = np.abs(np.sum(to_homogeneous(points1) * lines1, axis=1))
-    return _ratio(residuals, np.sqrt(np.sum(lines1[:, :2] ** 2, axis=1) + np.sum(lines0[:, :2] ** 2, axis=1)))
-
-
-def epipolar_distance_px(F: npt.ArrayLike, points0: npt.ArrayLike, points1: npt.ArrayLike) -> FloatArray:
-    """Return the distance of each point of image 1 to the epipolar line of its point in image 0: (n,)."""
-    lines1 = _epipolar_lines(F, points0)
-    residuals = np.abs(np.sum(to_homogeneous(points1) * lines1, axis=1))
-    return _ratio(residuals, np.linalg.norm(lines1[:, :2], axis=1))
-
-
-def pose_distance_px(
-    cam1_from_cam0: npt.ArrayLike,
-    camera0: Camera,
-    camera1: Camera,
-    points0: npt.ArrayLike,
-    points1: npt.ArrayLike,
-    *,
-    in_image1: bool = False,
-) -> FloatArray:
-    """Return the first-order distance of both points (n, 2) to agreement with a pose, in distorted pixels: (n,).
-
-    This is the Sampson distance through both lenses. `in_image1` moves the point of image 1 only, which gives the
-    distance to the epipolar curve there. Pixels outside the range of a lens give NaN.
-    """
-    E = essential_from_pose(cam1_from_cam0)
-    rays0, rays1 = camera0.rays(points0), camera1.rays(points1)
-    residuals = np.abs(np.sum(rays1 @ E * rays0, axis=1))
-    # Derivatives of the residual by pixels: the derivatives by rays times the inverse of d pixels / d rays.
-    slopes1 = _by_pixels((rays0 @ E.T)[:, :2], camera1.pixels_by_rays(rays1))
-    squares = np.sum(slopes1**2, axis=1)
-    if not in_image1:
-        squares = squares + np.sum(_by_pixels((rays1 @ E)[:, :2], camera0.pixels_by_rays(rays0)) ** 2, axis=1)
-    return _ratio(residuals, np.sqrt(squares))
-
-
-def _by_pixels(by_rays: FloatArray, pixels_by_rays: FloatArray) -> FloatArray:
-    """Convert derivatives (n, 2) by rays to derivatives by pixels; NaN where the lens is singular."""
-    (a, b), (c, d) = np.moveaxis(pixels_by_rays, 0, -1)
-    # Transposed inverse of a 2 x 2 matrix.
-    x, y = by_rays.T
-    with np.errstate(divide="ignore", invalid="ignore"):
-        slopes: FloatArray = np.stack([d * x - c * y, a * y - b * x], axis=1) / (a * d - b * c)[:, None]
-    return slopes
-
-
-def _fit_matrix(points0: FloatArray, points1: FloatArray, kind: EstimateKind, options: dict[str, Any]) -> _Fit:
-    solve = poselib.estimate_homography if kind == "homography" else poselib.estimate_fundamental
-    matrix, stats = solve(points0, points1, options, {})
+def _fit_matrix(points0: FloatArray, points1: FloatArray, kind: EstimateKind, options: dict[str, Any]) -> Estimate:
+    """Estimate a homography or a fundamental matrix, with one inlier flag per given point."""
+    matrix, stats = getattr(import_poselib(), f"estimate_{kind}")(points0, points1, options, {})
     matrix = np.array(matrix, dtype=np.float64)
     # The usual scale of a homography is H[2, 2] = 1, unless the first pixel maps (nearly) to infinity.
     scale = matrix[2, 2] if kind == "homography" else 0.0
     norm = np.linalg.norm(matrix)
     if np.isfinite(norm) and norm > 0:
         matrix = matrix / (scale if abs(scale) > 1e-9 * norm else norm)
-    return _Fit(matrix=matrix, inliers=_flags(stats, len(points0)), info={"iterations": int(stats["iterations"])})
+    info = {"iterations": int(stats["iterations"])}
+    return Estimate(kind=kind, matrix=matrix, inliers=_flags(stats, len(points0)), info=info)
 
 
 def _fit_essential(
@@ -272,13 +125,14 @@ def _fit_essential(
     cameras: tuple[Camera, Camera] | None,
     matches: Matches,
     options: dict[str, Any],
-) -> _Fit:
+) -> Estimate:
+    """Estimate an essential matrix, with one inlier flag per given point."""
     if cameras is None:
         cameras = _shared_focal_cameras(points0, points1, matches, options)
     camera0, camera1 = cameras
     rays0, rays1 = camera0.rays(points0)[:, :2], camera1.rays(points1)[:, :2]
     pinholes = camera0.centered_pinhole(), camera1.centered_pinhole()
-    pose, stats = poselib.estimate_relative_pose(
+    pose, stats = import_poselib().estimate_relative_pose(
         rays0 * camera0.focal_px, rays1 * camera1.focal_px, *pinholes, options, {}
     )
     R, t = np.array(pose.R), np.array(pose.t).ravel()
@@ -314,7 +168,8 @@ def _fit_essential(
             "There is hardly any parallax: the camera rotated but moved little, so the direction of the motion is "
             "arbitrary; a homography describes this pair."
         )
-    return _Fit(
+    return Estimate(
+        kind="essential",
         matrix=essential_from_pose(pose),
         inliers=inliers,
         info=info,
@@ -343,10 +198,10 @@ def _refit(
         near = pose_distance_px(pose, *cameras, points0, points1) <= threshold_px
         if near.sum() < _FEWEST["essential"]:
             break
-        start = poselib.CameraPose()
+        start = import_poselib().CameraPose()
         start.R, start.t = pose[:, :3], pose[:, 3]
         options = {"loss_type": "CAUCHY", "loss_scale": threshold_px / 2}
-        refined, _ = poselib.refine_relative_pose(places[0][near], places[1][near], start, *pinholes, options)
+        refined, _ = import_poselib().refine_relative_pose(places[0][near], places[1][near], start, *pinholes, options)
         R, t = np.array(refined.R), np.array(refined.t).ravel()
         pose, inliers = np.column_stack([R, t / (np.linalg.norm(t) or 1.0)]), near
     return pose, pose_distance_px(pose, *cameras, points0, points1) <= threshold_px if inliers.any() else inliers
@@ -384,7 +239,7 @@ def _shared_focal_cameras(
     guessed0, guessed1 = Camera.guessed(matches.size0), Camera.guessed(matches.size1)
     if len(points0) < _FEWEST_SHARED_FOCAL:
         return guessed0, guessed1
-    pair, stats = poselib.estimate_shared_focal_relative_pose(
+    pair, stats = import_poselib().estimate_shared_focal_relative_pose(
         # Centered here, because PoseLib takes a single principal point, and a rotated image has a different one.
         points0 - guessed0.K[:2, 2],
         points1 - guessed1.K[:2, 2],
@@ -463,16 +318,3 @@ def _normalizing(points: FloatArray) -> FloatArray:
     scale = 1 / points.std()
     x, y = points.mean(axis=0)
     return np.array([[scale, 0, -scale * x], [0, scale, -scale * y], [0, 0, 1]])
-
-
-def _epipolar_lines(F: npt.ArrayLike, points: npt.ArrayLike) -> FloatArray:
-    """Return lines (a, b, c) in the other image with a x + b y + c = 0: (n, 2) -> (n, 3)."""
-    lines: FloatArray = to_homogeneous(points) @ np.asarray(F, dtype=np.float64).T
-    return lines
-
-
-def _ratio(numerators: FloatArray, denominators: FloatArray) -> FloatArray:
-    """Return quotients; NaN where undefined."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        quotients: FloatArray = numerators / denominators
-    return quotients

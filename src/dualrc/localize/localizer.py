@@ -57,17 +57,21 @@ class Localization:
 
     # (3, 4); None if localization failed, with the reason in `reason`.
     cam_from_world: FloatArray | None = None
+    # Why there is no pose.
     reason: str | None = None
     # Camera used; its `source` names its origin.
     camera: Camera | None = None
     # Candidates in the map, with their numbers of inliers.
     candidates: dict[str, int] = field(default_factory=dict)
+    # Number of 2D-3D correspondences.
     correspondences: int = 0
+    # Number of correspondences that agree with the pose.
     inliers: int = 0
     # (6, 6), as in AbsolutePose.
     covariance: FloatArray | None = None
     # From 0 to 1: the share of the matched area that supports the pose, reduced if that area is small.
     confidence: float = 0.0
+    # Time of the query.
     seconds: float = 0.0
 
     @property
@@ -249,16 +253,17 @@ def _check_camera(camera: Camera | None, size: Size) -> None:
 
 
 def _by_chance(found: Correspondences, pose: AbsolutePose, size: Size, threshold_px: float, sample: int) -> str | None:
-    """Why a pose's support may be chance; None where it is not, or where there is no pose.
+    """Return why the support of a pose may be due to chance; None if it is not, or if there is no pose.
 
-    Of thousands of wrong correspondences, a dozen or two agree with some pose, and those near each other err together.
-    So cells of the query are counted: fewer than `_BY_CHANCE` poses with as many supporting cells are expected if all
-    correspondences were random (an a-contrario bound over all choices of cells, and of a minimal sample among them).
+    Of thousands of wrong correspondences, a dozen or two agree with some pose. Neighboring ones have similar errors, so
+    cells of the query are counted, not correspondences. The pose is accepted if random correspondences would
+    give fewer than `_BY_CHANCE` poses with as many supporting cells. This is an a-contrario bound over all choices of
+    cells, and of a minimal sample among them.
     """
     if pose.cam_from_world is None:
         return None
     matched, supporting = _cells(found.points, size), _cells(found.points[pose.inliers], size)
-    # A random correspondence lies within the threshold of its place, and one of those of a cell does.
+    # Probability that a random correspondence is an inlier, then that any of those of a cell is.
     chance = min(0.5, np.pi * threshold_px**2 / (size[0] * size[1]))
     chance = -np.expm1(len(found) / matched * np.log1p(-chance))
     expected = np.log(matched) + _log_choose(matched, supporting) + _log_choose(supporting, min(sample, supporting))

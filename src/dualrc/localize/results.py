@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.config import first_difference
 from dualrc.errors import DataError, OutputError
 from dualrc.files import check_writable, parse_json, read_text, write_json, write_text
 from dualrc.geometry import Camera, Lens, pose_from_quaternion, quaternion_from_rotation
 from dualrc.localize.localizer import Localization
+from dualrc.toml import first_difference
 from dualrc.types import FloatArray
 
 _FORMAT = "dualrc-localization-1"

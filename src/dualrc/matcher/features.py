@@ -24,7 +24,9 @@ class ImageFeatures:
 
     # Feature maps with a batch size of one.
     maps: Features
+    # Size of the image and of the network input; converts points between them.
     scale: Scale
+    # (height, width) of the image; None if the whole image is matched.
     mask: BoolArray | None
     # Identifies the weights, because features of different networks cannot be compared.
     made_by: str

@@ -2,14 +2,13 @@
 
 import copy
 import itertools
-import math
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,34 +18,29 @@ from torch import Tensor
 from dualrc import agreement
 from dualrc.calibration import Calibration
 from dualrc.config import MatcherConfig, Quality
-from dualrc.errors import ConfigError, DataError, ImageError
+from dualrc.errors import ConfigError, DataError
 from dualrc.evidence import LOOKED_AT
-from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read, spread
+from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, release_memory
+from dualrc.matcher.dense import match_points, warp
 from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
-from dualrc.matcher.features import FeatureCache, FeaturePair, ImageFeatures, Matchable, PendingImage, shapes, stack
-from dualrc.matcher.prefetch import ReadAhead, look_ahead
+from dualrc.matcher.features import FeaturePair, ImageFeatures, Matchable, PendingImage, stack
+from dualrc.matcher.many import MOST_PAIRS, ErrorHandling, ManyPairs
 from dualrc.matcher.recover import recover, settled
 from dualrc.matcher.uncertainty import with_covariance
-from dualrc.matches import Matches, Warp, inside_mask
+from dualrc.matches import Matches, Warp
 from dualrc.model.backbone import fold_batch_norm
 from dualrc.model.network import Network
 from dualrc.ops import choose, memory
-from dualrc.pixels import FINE_STRIDE, STRIDE, pixel_grid
+from dualrc.pixels import FINE_STRIDE
 from dualrc.provenance import provenance
-from dualrc.types import UNSET, FloatArray, ImageArray, Size, Unset
+from dualrc.types import UNSET, ImageArray, Unset
 
 T = TypeVar("T")
 # Shortest useful side of the network input, in pixels. Smaller inputs give few matches.
 _USABLE = 64
 # Aspect ratio of a strip. The size limits its long side, which leaves few pixels on the short side.
 _STRIP = 4
-# Largest batch on a GPU, in pairs and in entries of the coarse tensor. On a CPU, one pair at a time is as fast.
-_BATCH, _ENTRIES = 32, 50_000_000
-# Largest number of image pixels that wait for a batch.
-_PIXELS = 100_000_000
-# With a GPU: threads that read images in advance, and number of pairs that they read ahead.
-_READERS, _AHEAD = 4, 8
 # Long side in pixels up to which the higher qualities enlarge images, and the largest factor.
 _DETAILED, _LARGER = 1024, 3
 
@@ -54,7 +48,8 @@ _DETAILED, _LARGER = 1024, 3
 class Matcher:
     """Finds correspondences between images; `dualrc.load` creates one.
 
-    Images are paths, PIL images, arrays, tensors, or the result of `features`.
+    Images are paths, PIL images, arrays, tensors, or the result of `features`. `device`, `precision` and `engine` are
+    those in use.
     """
 
     def __init__(
@@ -106,15 +101,21 @@ class Matcher:
         """Versions, configs, device and weights, as stored with every result."""
         return dict(self._info)
 
+    def pair_info(self, features0: ImageFeatures, features1: ImageFeatures) -> dict[str, Any]:
+        """Return the info of a pair: that of the matcher, and the sizes of the network input."""
+        sizes = {"network_size0": features0.scale.input_size, "network_size1": features1.scale.input_size}
+        return {**self._info, **sizes}
+
     @torch.inference_mode()
     def features(
         self, image: ImageInput, *, mask: npt.ArrayLike | None = None, size: int | Unset | None = UNSET
     ) -> ImageFeatures:
         """Extract the features of one image; `mask` (height, width) selects the region to match."""
-        item = self._item(read(image), size)
+        item = self.pending(read(image), size)
         return self._in_memory([item], lambda features: self.masked(features, mask))
 
-    def _item(self, pixels: npt.NDArray[np.uint8], size: int | Unset | None) -> PendingImage:
+    def pending(self, pixels: ImageArray, size: int | Unset | None) -> PendingImage:
+        """Return an image that waits for its features, with the size of its network input."""
         own = (pixels.shape[1], pixels.shape[0])
         settings = self._settings(size=size)
         network = network_size(own, long_side=settings.size, max_size=settings.max_size)
@@ -131,7 +132,7 @@ class Matcher:
 
         def together(scale: Scale) -> int:
             if self.device.type == "cuda":
-                return min(_BATCH, self.budget.together((scale, scale)))
+                return min(MOST_PAIRS, self.budget.together((scale, scale)))
             return 2 if self.device.type == "cpu" and self.budget.side_by_side((scale, scale)) else 1
 
         with use_threads(self.threads):
@@ -206,7 +207,7 @@ class Matcher:
 
         The local motion is estimated from the matches, so pass all of them rather than a few.
         """
-        with use_threads(self.threads):
+        with enough_memory(), use_threads(self.threads):
             return with_covariance(matches, features0, features1, self.device)
 
     def match_many(
@@ -217,86 +218,16 @@ class Matcher:
         top: int | Unset | None = UNSET,
         min_score: float | Unset = UNSET,
         quality: Quality | Unset = UNSET,
-        errors: Literal["raise", "empty"] = "raise",
+        errors: ErrorHandling = "raise",
     ) -> Iterator[Matches]:
         """Match pairs in order; an image that occurs in several pairs is usually read only once.
 
         With errors="empty", a pair with an unusable image gives no matches, and info["error"] has the reason.
         """
-        if errors not in ("raise", "empty"):
+        if errors not in get_args(ErrorHandling):
             raise ConfigError(f"Unknown value errors = {errors!r}; choose raise or empty.")
         settings = self._settings(top=top, min_score=min_score, quality=quality)
-        alone = partial(self._match_alone, size=size, settings=settings, errors=errors)
-        if settings.quality != "standard":
-            for pair in pairs:
-                yield alone(pair)
-            return
-        ahead = self._pairs_ahead
-        with ReadAhead(_READERS) as reader:
-            cache = FeatureCache(lambda pixels: self._item(pixels, size), reader)
-            batch: list[tuple[tuple[Matchable, Matchable], tuple[PendingImage, PendingImage]]] = []
-            for pair, coming in look_ahead(pairs, ahead):
-                for image in itertools.chain.from_iterable(coming if ahead else ()):
-                    cache.ask(image)
-                try:
-                    items = (cache.get(pair[0]), cache.get(pair[1]))
-                    cache.shrink(self.budget.spare((items[0].scale, items[1].scale)))
-                    fits = self.budget.fits((items[0].scale, items[1].scale))
-                except ImageError as error:
-                    # Results of earlier pairs are not lost.
-                    yield from self._match_items(batch, settings, alone)
-                    batch = []
-                    if errors == "raise":
-                        raise
-                    yield self._nothing(error)
-                    continue
-                if batch and (not fits or shapes(items) != shapes(batch[0][1])):
-                    yield from self._match_items(batch, settings, alone)
-                    batch = []
-                if not fits:
-                    yield alone(pair)
-                    continue
-                batch.append((pair, items))
-                if len(batch) >= self._batch_size(items):
-                    yield from self._match_items(batch, settings, alone)
-                    batch = []
-            yield from self._match_items(batch, settings, alone)
-
-    def _match_items(
-        self,
-        batch: list[tuple[tuple[Matchable, Matchable], tuple[PendingImage, PendingImage]]],
-        settings: MatcherConfig,
-        alone: Callable[[tuple[Matchable, Matchable]], Matches],
-    ) -> Iterator[Matches]:
-        """Match pairs as one batch, or one by one if there is not enough memory."""
-        found: list[Matches] = []
-        with suppress(NoMemoryError):
-            self.extract(item for _, items in batch for item in items)
-            pairs = [(one.known(), other.known()) for _, (one, other) in batch]
-            found = [self.selected(matches, settings) for matches in self.match_uncalibrated(pairs, settings)]
-        if batch and not found:
-            release_memory()
-        yield from found or (alone(pair) for pair, _ in batch)
-
-    def _match_alone(
-        self,
-        pair: tuple[Matchable, Matchable],
-        *,
-        size: int | Unset | None,
-        settings: MatcherConfig,
-        errors: Literal["raise", "empty"],
-    ) -> Matches:
-        """Match one pair alone, at a smaller size if necessary."""
-        options: dict[str, Any] = {"top": settings.top, "min_score": settings.min_score, "quality": settings.quality}
-        try:
-            return self.match(*pair, size=size, **options)
-        except ImageError as error:
-            if errors == "raise":
-                raise
-            return self._nothing(error)
-
-    def _nothing(self, error: ImageError) -> Matches:
-        return Matches.none({**self.info, "error": str(error)})
+        yield from ManyPairs(matcher=self, settings=settings, size=size, errors=errors).match(pairs)
 
     @torch.inference_mode()
     def match_points(
@@ -319,33 +250,9 @@ class Matcher:
         points = points.reshape(0, 2) if points.size == 0 else points
         if points.ndim != 2 or points.shape[1] != 2:
             raise DataError(f"Points must have shape (n, 2), one (x, y) per row, not {points.shape}.")
-        find = partial(self._match_points, points=points, min_score=min_score)
+        least = self._settings(min_score=min_score).min_score
+        find = partial(match_points, self, points=points, min_score=least)
         return self._with_pair(find, image0, image1, mask0, mask1, (size, size))
-
-    def _match_points(
-        self, features0: ImageFeatures, features1: ImageFeatures, points: FloatArray, min_score: float | Unset
-    ) -> Matches:
-        where = np.ones((features0.size[1], features0.size[0]), bool) if features0.mask is None else features0.mask
-        asked = inside_mask(points, where)
-        result, scores = np.full_like(points, np.nan), np.zeros(len(points), np.float32)
-        if asked.any():
-            inputs = torch.from_numpy(features0.scale.to_network(points[asked]).astype(np.float32)).to(self.device)
-            with self._working(features0, features1):
-                there, score = self.network.match_points(features0.maps, features1.maps, inputs)
-            result[asked] = features1.scale.to_image(there.cpu().numpy())
-            scores[asked] = self._calibrated(score.cpu().numpy())
-            if features1.mask is not None:
-                scores[~inside_mask(result, features1.mask)] = 0
-            scores[scores < self._settings(min_score=min_score).min_score] = 0
-            result[scores == 0] = np.nan
-        return Matches(
-            points0=points,
-            points1=result,
-            scores=scores,
-            size0=features0.size,
-            size1=features1.size,
-            info={**self._info, **_seen(features0, features1)},
-        )
 
     @torch.inference_mode()
     def warp(
@@ -362,36 +269,8 @@ class Matcher:
 
         A pixel gets NaN and certainty 0 if it has no counterpart with at least `min_score`, or lies outside the mask.
         """
-        warp = partial(self._warp, min_score=min_score)
-        return self._with_pair(warp, image0, image1, mask0, mask1, (size, size))
-
-    def _warp(self, features0: ImageFeatures, features1: ImageFeatures, min_score: float | Unset) -> Warp:
-        with self._working(features0, features1):
-            points, certainty = self.network.warp(features0.maps, features1.maps)
-        known = torch.from_numpy(self._calibrated(certainty.cpu().numpy()))
-        places, sure = spread(points.cpu(), known, features0.scale, FINE_STRIDE)
-        dense = features1.scale.to_image(places.reshape(-1, 2)).reshape(places.shape)
-        width, height = features1.size
-        sure = sure * ((dense > -0.5) & (dense < (width - 0.5, height - 0.5))).all(2)
-        for features, points_there in ((features0, pixel_grid(features0.size)), (features1, dense)):
-            if features.mask is not None:
-                sure = sure * inside_mask(points_there.reshape(-1, 2), features.mask).reshape(sure.shape)
-        sure = np.where(sure < self._settings(min_score=min_score).min_score, 0, sure).astype(np.float32)
-        dense = np.where(sure[:, :, None] > 0, dense, np.nan).astype(np.float32)
-        return Warp(points1=dense, certainty=sure, size1=features1.size)
-
-    @property
-    def _pairs_ahead(self) -> int:
-        return _AHEAD if self.device.type == "cuda" else 0
-
-    def _batch_size(self, pair: tuple[PendingImage, PendingImage]) -> int:
-        """Return the batch size for pairs like this one."""
-        if self.device.type != "cuda":
-            return 1
-        cells = [math.prod(side // STRIDE for side in item.scale.input_size) for item in pair]
-        pixels = sum(math.prod(item.scale.image_size) for item in pair)
-        most = self.budget.together((pair[0].scale, pair[1].scale))
-        return max(1, min(_BATCH, most, _ENTRIES // math.prod(cells), _PIXELS // pixels))
+        locate = partial(warp, self, min_score=self._settings(min_score=min_score).min_score)
+        return self._with_pair(locate, image0, image1, mask0, mask1, (size, size))
 
     def _with_pair(
         self,
@@ -407,7 +286,7 @@ class Matcher:
             # Features have a fixed size already.
             PendingImage(scale=image.scale, features=image)
             if isinstance(image, ImageFeatures)
-            else self._item(read(image), size)
+            else self.pending(read(image), size)
             for image, size in zip((image0, image1), sizes, strict=True)
         ]
 
@@ -424,7 +303,7 @@ class Matcher:
         fixed = items[0].features is not None, items[-1].features is not None
         for sizes in self.budget.sizes(wanted, fixed):
             tried = [replace(item, scale=scale) for item, scale in zip(items, sizes, strict=False)]
-            with suppress(NoMemoryError):
+            with suppress(NoMemoryError), use_threads(self.threads):
                 self.extract(tried)
                 result = use(*(item.known() for item in tried))
                 self.budget.warn(wanted, sizes)
@@ -446,7 +325,7 @@ class Matcher:
             raise ConfigError("These features come from other weights; extract them with features() of this matcher.")
 
     @contextmanager
-    def _working(self, features0: ImageFeatures, features1: ImageFeatures, count: int = 1) -> Iterator[None]:
+    def working(self, features0: ImageFeatures, features1: ImageFeatures, count: int = 1) -> Iterator[None]:
         """Limit the workspace of the network to the memory that `count` such pairs leave."""
         limit = self.budget.working((features0.scale, features1.scale), count)
         with enough_memory(), memory.working_memory(limit), use_threads(self.threads):
@@ -469,7 +348,9 @@ class Matcher:
             votes = agreement.TOP if settings.max_zoom > 1 else 0
             top = max(top, votes, LOOKED_AT if self.calibration is not None else 0)
         for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
-            yield recover(self, matches, pair, settings)
+            with use_threads(self.threads):
+                found = recover(self, matches, pair, settings)
+            yield found
 
     @torch.inference_mode()
     def match_plain(self, batch: list[FeaturePair], top: int | None = None) -> Iterator[Matches]:
@@ -479,7 +360,7 @@ class Matcher:
         sides = [stack([pair[side].maps for pair in batch]) for side in (0, 1)]
         # Masks may reject matches after the refinement, so the best are selected later.
         masked = any(features.mask is not None for pair in batch for features in pair)
-        with self._working(*batch[0], count=len(batch)):
+        with self.working(*batch[0], count=len(batch)):
             found = self.network.match(sides[0], sides[1], top=None if masked else top)
         # One transfer to the host for all results.
         columns = torch.cat([found.points0, found.points1, found.scores[:, None]], dim=1).cpu().numpy()
@@ -502,10 +383,6 @@ class Matcher:
             matches = matches.above(settings.min_score)
         return matches if settings.top is None or settings.top >= len(matches) else matches[: settings.top]
 
-    def _calibrated(self, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Convert scores of requested points to probabilities; 0, for points without a counterpart, stays 0."""
-        return scores if self.calibration is None else np.where(scores > 0, self.calibration.points(scores), 0)
-
     def _to_matches(
         self, columns: npt.NDArray[np.float32], features0: ImageFeatures, features1: ImageFeatures
     ) -> Matches:
@@ -515,9 +392,5 @@ class Matcher:
             scores=columns[:, 4],
             size0=features0.size,
             size1=features1.size,
-            info={**self._info, **_seen(features0, features1)},
+            info=self.pair_info(features0, features1),
         )
-
-
-def _seen(features0: ImageFeatures, features1: ImageFeatures) -> dict[str, Size]:
-    return {"network_size0": features0.scale.input_size, "network_size1": features1.scale.input_size}

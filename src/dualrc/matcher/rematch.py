@@ -152,13 +152,26 @@ def _box(points: FloatArray, scale: Scale) -> Box | None:
 
 def search_tilts(matcher: "Matcher", features: FeaturePair, first: Matches, max_tilt: float) -> Matches | None:
     """Match through tilted views of both images, then through the motion found; None if no result is beyond doubt."""
-    starts = _most_agreed(best_views(matcher, features, quick_search(max_tilt)))[:_STARTS]
-    for start in starts:
+    # Robust estimation depends on the order of the images. Searching in the order of their content makes the matches
+    # of swapped images the same.
+    if _content(features[0]) < _content(features[1]):
+        swapped = search_tilts(matcher, features[::-1], first.swapped(), max_tilt)
+        return None if swapped is None else swapped.swapped()
+    search = quick_search(max_tilt)
+    # Untilted views alone would only repeat the first pass at a smaller size.
+    views = best_views(matcher, features, search) if search.tilts else []
+    for start in _most_agreed(views)[:_STARTS]:
         found = _looked_again(start, matcher, None, features, _LOOKS)
         if found.weight > BEYOND_DOUBT:
             both = joined(found.matches, first)
             return replace(both, info={**first.info, "tilted": True})
     return None
+
+
+def _content(features: ImageFeatures) -> tuple[int, ...]:
+    """Return numbers that put images into an order."""
+    pixels = features.pixels.long()
+    return *features.scale.input_size, int(pixels.sum()), int(pixels.square().sum())
 
 
 def match_again(

@@ -1,6 +1,7 @@
 """Covariances of matches in original pixels."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,7 +10,11 @@ from torch import Tensor
 from dualrc.matcher.features import ImageFeatures
 from dualrc.matches import Matches
 from dualrc.model.align import brightness
-from dualrc.model.covariance import covariances, evidence
+from dualrc.model.covariance import covariances, evidence, local_motion
+from dualrc.ops.torch import in_parts
+
+# Matches whose windows are in memory at a time. On a CPU they fit into the cache.
+_ROWS, _GPU_ROWS = 2**10, 2**16
 
 
 @torch.inference_mode()
@@ -34,5 +39,6 @@ def alignment_evidence(
     for features, places in ((features0, matches.points0), (features1, matches.points1)):
         lights.append(brightness(features.pixels.permute(2, 0, 1)[None].to(device).float() / 255))
         points.append(torch.from_numpy(features.scale.to_network(places).astype(np.float32)).to(device))
-    scores = torch.from_numpy(matches.scores).to(device)
-    return evidence(lights[0], lights[1], points[0], points[1], scores)
+    motion = local_motion(points[0], points[1], torch.from_numpy(matches.scores).to(device))
+    normal, unexplained = in_parts(partial(evidence, *lights), _ROWS, _GPU_ROWS, *points, motion)
+    return normal, unexplained

@@ -66,16 +66,7 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
     points0, points1, motion = points0.nan_to_num(), points1.nan_to_num(), motion.nan_to_num()
     light0, light1 = light0.float(), light1.float()
     places, weights = window(pair.device)
-    x, y = (points0[:, None] + places).unbind(2)
-    template, spread = normalized(sample(light0, pair, x, y), weights)
-    across = sample(light0, pair, x + 1, y) - sample(light0, pair, x - 1, y)
-    down = sample(light0, pair, x, y + 1) - sample(light0, pair, x, y - 1)
-    # Derivatives of the normalized window. The components along gain and offset are projected out.
-    slopes = []
-    for change in (across, down):
-        slope = change / (2 * spread)
-        slope = slope - (slope @ weights)[:, None]
-        slopes.append(slope - template * ((slope * template) @ weights)[:, None])
+    values, slopes = template(light0, pair, points0)
     xx, yy = (slope.square() @ weights + DAMPING for slope in slopes)
     xy = (slopes[0] * slopes[1]) @ weights
     inverse = 1 / (xx * yy - xy * xy)
@@ -86,7 +77,7 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
     for turn in range(ROUNDS + 1):
         x, y = ((points1 + move)[:, None] + offsets).unbind(2)
         other, _ = normalized(sample(light1, pair, x, y), weights)
-        correlations.append((other * template) @ weights)
+        correlations.append((other * values) @ weights)
         if turn == ROUNDS:
             break
         # The template drops out of the residual because it is orthogonal to its slopes.
@@ -102,6 +93,25 @@ def align(light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1
     good = good & _inside(light0, points0, torch.full_like(move, REACH + 1))
     good = good & _inside(light1, points1, motion.abs().sum(2) * REACH + FARTHEST)
     return move.masked_fill(~good[:, None], 0)
+
+
+def template(light: Tensor, pair: Tensor, points: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Return the normalized windows (n k) around points (n 2), and their derivatives along x and y, (n k) each.
+
+    The components of the derivatives along gain and offset are projected out.
+    """
+    places, weights = window(points.device)
+    x, y = (points[:, None] + places).unbind(2)
+    values, spread = normalized(sample(light, pair, x, y), weights)
+    across = sample(light, pair, x + 1, y) - sample(light, pair, x - 1, y)
+    down = sample(light, pair, x, y + 1) - sample(light, pair, x, y - 1)
+
+    def slope(change: Tensor) -> Tensor:
+        change = change / (2 * spread)
+        change = change - (change @ weights)[:, None]
+        return change - values * ((change * values) @ weights)[:, None]
+
+    return values, (slope(across), slope(down))
 
 
 def normalized(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,14 +32,13 @@ from dualrc.config import (
     NetworkConfig,
     ResNetConfig,
     SparseNCNetConfig,
-    from_dict,
-    to_dict,
 )
 from dualrc.errors import ConfigError, WeightsError
 from dualrc.files import is_file, limit_zip, parse_json, replacing, write_json
 from dualrc.model.backbone import ResNet
 from dualrc.model.dualrc import make_network
 from dualrc.model.network import Network
+from dualrc.toml import from_dict, to_dict
 
 _FORMAT = "dualrc-1"
 # Module names of the trunk in the published NCNet and Sparse-NCNet, where the trunk is a sequence.

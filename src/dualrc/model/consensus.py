@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from dualrc.config import ConsensusConfig
 from dualrc.errors import ConfigError
-from dualrc.model.correlation import mutual_filter
 
 
 class Consensus(nn.Module):
@@ -45,10 +44,6 @@ class Consensus(nn.Module):
             x = conv4d(x, torch.cat([weight, swap_images(weight)]), bias.repeat(2), groups).relu_()
             groups = 2
         return x.sum(5)
-
-    def filtered(self, scores: Tensor) -> Tensor:
-        """Refine the correlation tensor by M, N and M: mutual filter, consensus, mutual filter."""
-        return mutual_filter(self(mutual_filter(scores)))
 
 
 def swap_images(weight: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ both this part and the error of a match.
 import torch
 from torch import Tensor
 
-from dualrc.model.align import normalized, sample, window
+from dualrc.model.align import normalized, sample, template, window
 
 # Fitted by `python benchmarks/covariance.py --sequences hpatches oxford --fit`, in pixels of the network input.
 # Variance that does not depend on the texture.
@@ -39,36 +39,22 @@ def covariances(normal: Tensor, unexplained: Tensor) -> Tensor:
     return entries.reshape(-1, 2, 2)
 
 
-def evidence(light0: Tensor, light1: Tensor, points0: Tensor, points1: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+def evidence(light0: Tensor, light1: Tensor, points0: Tensor, points1: Tensor, motion: Tensor) -> tuple[Tensor, Tensor]:
     """Return the normal matrices (n 2 2) of the windows in image 1, and the unexplained parts (n), 0 to 1.
 
     `light0` and `light1` are the brightness images (1 h w). `points0` and `points1` (n 2) are the matches in pixels.
-    `scores` (n) weight the matches that determine the local motion.
+    `motion` (n 2 2) is the `local_motion` around them.
     """
     places, weights = window(points0.device)
-    motion = local_motion(points0, points1, scores)
-    x, y = (points0[:, None] + places).unbind(2)
     pair = torch.zeros(len(points0), dtype=torch.long, device=points0.device)
-    template, _ = normalized(sample(light0, pair, x, y), weights)
+    x, y = (points0[:, None] + places).unbind(2)
+    one, _ = normalized(sample(light0, pair, x, y), weights)
     x, y = (points1[:, None] + places @ motion.transpose(1, 2)).unbind(2)
     other, _ = normalized(sample(light1, pair, x, y), weights)
-    unexplained = (1 - (template * other) @ weights).clamp(LEAST, 1)
-    return normal_matrices(light1, pair, points1), unexplained
-
-
-def normal_matrices(light: Tensor, pair: Tensor, points: Tensor) -> Tensor:
-    """Return the normal matrices (n 2 2) of the alignment of windows around points (n 2)."""
-    places, weights = window(points.device)
-    x, y = (points[:, None] + places).unbind(2)
-    template, spread = normalized(sample(light, pair, x, y), weights)
-    slopes = []
-    for dx, dy in ((1, 0), (0, 1)):
-        slope = (sample(light, pair, x + dx, y + dy) - sample(light, pair, x - dx, y - dy)) / (2 * spread)
-        slope = slope - (slope @ weights)[:, None]
-        slopes.append(slope - template * ((slope * template) @ weights)[:, None])
+    unexplained = (1 - (one * other) @ weights).clamp(LEAST, 1)
     # (n 2 k)
-    both = torch.stack(slopes, dim=1)
-    return (both * weights) @ both.transpose(1, 2)
+    slopes = torch.stack(template(light1, pair, points1)[1], dim=1)
+    return (slopes * weights) @ slopes.transpose(1, 2), unexplained
 
 
 def local_motion(points0: Tensor, points1: Tensor, scores: Tensor) -> Tensor:

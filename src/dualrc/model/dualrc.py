@@ -111,7 +111,7 @@ class DualRCNet(Network):
             score = score + back.score.flatten()[position]
         else:
             pair = torch.zeros_like(index1)
-            refined = self.engine.refine_points(self.subpixel, fine0, fine1, pair, cells0, index1, score)
+            refined = self.engine.refine_points(self.subpixel, (fine0, fine1), pair, cells0, index1, score)
             cells1, score = cells1 + refined.offset, refined.logit.sigmoid()
         return cell_to_pixel(cells1, FINE_STRIDE), torch.where(good, score, 0)
 

@@ -11,12 +11,12 @@ from dualrc.model import align, refine, relocalize, search, sparse, subpixel, su
 from dualrc.model.cells import FineMap, FineMapPair, MaskPair, TensorPair
 from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
-from dualrc.model.correlation import correlate, mask_cells, max_pool, normalize, valid_cells
+from dualrc.model.correlation import correlate, mask_cells, max_pool, mutual_filter, normalize, valid_cells
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
 from dualrc.model.sparse import SparseScores
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs, refine_both
-from dualrc.model.support import Support
+from dualrc.model.support import DirectedMatches, Support
 
 if TYPE_CHECKING:
     from dualrc.model.network import Network
@@ -73,7 +73,7 @@ class Engine:
 
     def filtered(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """Apply mutual filter, consensus, mutual filter; may overwrite `scores` (b h0 w0 h1 w1)."""
-        return consensus.filtered(scores)
+        return mutual_filter(self.consensus(mutual_filter(scores), consensus))
 
     def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """Apply the 4D convolutions alone, without the filters: (b h0 w0 h1 w1) -> the same."""
@@ -113,17 +113,10 @@ class Engine:
         return refine.refine(self, subpixel, fine, light, matches)
 
     def refine_points(
-        self,
-        subpixel: Subpixel,
-        fine0: FineMap,
-        fine1: FineMap,
-        pair: Tensor,
-        points0: Tensor,
-        index1: Tensor,
-        score: Tensor,
+        self, subpixel: Subpixel, fine: FineMapPair, pair: Tensor, points0: Tensor, index1: Tensor, score: Tensor
     ) -> Offsets:
         """Refine the cells of image 1 that points (n 2) of image 0, in fine cells, matched with this score."""
-        return refine.refine_points(subpixel, fine0, fine1, pair, points0, index1, score)
+        return refine.refine_points(subpixel, fine, pair, points0, index1, score)
 
     # Steps of `refine`.
 
@@ -137,17 +130,9 @@ class Engine:
         windows = (subpixel.cell_windows(fine, pair, index) for fine, index in ((fine0, index0), (fine1, index1)))
         return subpixel.pair_windows(*windows)
 
-    def support(
-        self,
-        index: Tensor,
-        here: Tensor,
-        there: Tensor,
-        confidence: Tensor,
-        pair: Tensor,
-        shape: tuple[int, int, int],
-    ) -> Support:
+    def support(self, matches: DirectedMatches) -> Support:
         """Estimate affine motion and agreement of the neighbors of matches; see `model.support.support`."""
-        return support.support(index, here, there, confidence, pair, shape)
+        return support.support(matches)
 
     def align(
         self, light0: Tensor, light1: Tensor, pair: Tensor, points0: Tensor, points1: Tensor, motion: Tensor

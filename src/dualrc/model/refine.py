@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dualrc.model.cells import FineMap, FineMapPair, TensorPair
 from dualrc.model.subpixel import Offsets, Subpixel, cell_windows, pair_windows, point_windows
-from dualrc.model.support import crowd
+from dualrc.model.support import DirectedMatches, crowd
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel
 
 if TYPE_CHECKING:
@@ -83,18 +83,19 @@ def refine(
 
 def place(engine: "Engine", subpixel: Subpixel, fine: FineMapPair, matches: CellMatches) -> Placed:
     """Move both points of each match to where features and neighbors agree, and score it."""
-    known, index0, index1 = matches.pair, matches.index0, matches.index1
+    pair, index0, index1 = matches.pair, matches.index0, matches.index1
     offset0, offset1, confidence = engine.offsets(subpixel, fine, matches)
     cells0, cells1 = fine[0].coordinates(index0) + offset0, fine[1].coordinates(index1) + offset1
 
     shape0, shape1 = ((len(f.features), *f.fine_size) for f in fine)
-    around0 = engine.support(index0, cells0, cells1, confidence, known, shape0)
-    around1 = engine.support(index1, cells1, cells0, confidence, known, shape1)
+    from0 = DirectedMatches(index0, cells0, cells1, confidence, pair, shape0)
+    from1 = DirectedMatches(index1, cells1, cells0, confidence, pair, shape1)
+    around0, around1 = engine.support(from0), engine.support(from1)
     share = around0.share * around1.share
     # The derivative of a square root at 0 is infinite. It is taken as 0.
     score = confidence * torch.where(share > 0, share, 1).sqrt() * (share > 0)
     # The best matches cluster. Lowering crowded scores ranks isolated matches elsewhere before them.
-    crowd0, crowd1 = crowd(index0, score, known, shape0), crowd(index1, score, known, shape1)
+    crowd0, crowd1 = crowd(from0, score), crowd(from1, score)
     score = score * ((1 + crowd0 / CROWD) * (1 + crowd1 / CROWD)).rsqrt()
 
     # Each direction estimates the full residual in the other image, so each point takes half of it.
@@ -111,8 +112,8 @@ def align_both(engine: "Engine", light: TensorPair, pair: Tensor, placed: Placed
 
 
 def refine_points(
-    subpixel: Subpixel, fine0: FineMap, fine1: FineMap, pair: Tensor, points0: Tensor, index1: Tensor, score: Tensor
+    subpixel: Subpixel, fine: FineMapPair, pair: Tensor, points0: Tensor, index1: Tensor, score: Tensor
 ) -> Offsets:
     """Refine the fine cells `index1` (n) of image 1 that points (n 2, in fine cells) of image 0 matched."""
-    windows = pair_windows(point_windows(fine0, pair, points0), cell_windows(fine1, pair, index1))
+    windows = pair_windows(point_windows(fine[0], pair, points0), cell_windows(fine[1], pair, index1))
     return subpixel(windows, score)

@@ -35,6 +35,23 @@ class Support(NamedTuple):
     shift: Tensor
 
 
+class DirectedMatches(NamedTuple):
+    """Matches of a batch from one of the images to the other."""
+
+    # (n) Matched row-major fine cells of this image, each at most once.
+    cells: Tensor
+    # (n 2) Exact positions in this image, in fine cells.
+    here: Tensor
+    # (n 2) Exact positions in the other image, in fine cells.
+    there: Tensor
+    # (n)
+    confidence: Tensor
+    # (n) Pair of the batch; -1 marks an empty row.
+    pair: Tensor
+    # Pairs of the batch, and height and width of this image in fine cells.
+    shape: tuple[int, int, int]
+
+
 class NeighborMaps(NamedTuple):
     """Matches on a padded grid of cells, where neighbors are at fixed offsets."""
 
@@ -48,11 +65,9 @@ class NeighborMaps(NamedTuple):
     row: int
 
 
-def lay_out(
-    index: Tensor, here: Tensor, there: Tensor, confidence: Tensor, pair: Tensor, shape: tuple[int, int, int]
-) -> NeighborMaps:
-    """Place matches on a grid with margins as wide as the neighborhood; arguments as in `support`."""
-    pairs, height, width = shape
+def lay_out(matches: DirectedMatches) -> NeighborMaps:
+    """Place matches on a grid with margins as wide as the neighborhood."""
+    index, here, there, confidence, pair, (pairs, height, width) = matches
     margin = STEP * REACH
     # The right margin of a row is also the left margin of the next row.
     row = width + margin
@@ -74,16 +89,9 @@ def neighbor_offsets(row: int, device: torch.device) -> Tensor:
     return torch.cat([offsets[:middle], offsets[middle + 1 :]])
 
 
-def support(
-    index: Tensor, here: Tensor, there: Tensor, confidence: Tensor, pair: Tensor, shape: tuple[int, int, int]
-) -> Support:
-    """Estimate the affine motion of the neighbors of each match, and how well they agree with the match.
-
-    `index` (n) are the matched row-major fine cells of this image, each at most once. `here` and `there` (n 2) are the
-    exact positions of the matches in both images, in fine cells. `pair` (n) is the pair of the batch, or -1 for an
-    empty row. `shape` is (pairs, height, width).
-    """
-    layout = lay_out(index, here, there, confidence, pair, shape)
+def support(matches: DirectedMatches) -> Support:
+    """Estimate the affine motion of the neighbors of each match, and how well they agree with the match."""
+    layout = lay_out(matches)
     return explain(layout, layout.at, layout.known)
 
 
@@ -121,12 +129,12 @@ def _gaussian(square: Tensor, deviation: float) -> Tensor:
     return (square * (-0.5 / deviation**2)).clamp(min=-80).exp()
 
 
-def crowd(index: Tensor, score: Tensor, pair: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    """Count the matches with a higher score in the same 8x8 fine cells of this image: (n); arguments as in `support`.
+def crowd(matches: DirectedMatches, score: Tensor) -> Tensor:
+    """Count the matches with a higher score (n) in the same 8x8 fine cells of this image: (n).
 
     Among equal scores, the first in row-major order counts as higher.
     """
-    pairs, height, width = shape
+    index, pair, (pairs, height, width) = matches.cells, matches.pair, matches.shape
     side = CROWD_CELLS
     rows, columns = (height + side - 1) // side, (width + side - 1) // side
     row, column = index // width, index % width

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from dualrc.calibration import Calibration
-from dualrc.config import from_dict, to_dict
 from dualrc.errors import ConfigError, WeightsError
+from dualrc.toml import from_dict, to_dict
 
 Part = Literal["features", "pair"]
 # Version of the inputs, the outputs and the metadata.

@@ -8,20 +8,20 @@ remaining cells. The full fine correlation S is never held, yet the result is it
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dualrc.config import FineConfig
 from dualrc.model import support
-from dualrc.model.cells import PLACES, FineMap, TensorPair
+from dualrc.model.cells import PLACES, FineMap, FineMapPair, TensorPair
 from dualrc.model.consensus import Consensus
-from dualrc.model.correlation import EPSILON, max_pool
+from dualrc.model.correlation import EPSILON, max_pool, mutual_filter
 from dualrc.model.engine import Engine
 from dualrc.model.search import TINY, Found, Queries, cell_queries, point_queries, sharpen
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs
-from dualrc.model.support import Support
+from dualrc.model.support import DirectedMatches, Support
 from dualrc.ops import memory
 
 # Largest amount by which rounding may lift the cosine of unit vectors above 1. Bounds allow for it.
@@ -42,6 +42,15 @@ _SUPPORTS, _GPU_SUPPORTS = 2**10, 2**18
 _ALIGNMENTS, _GPU_ALIGNMENTS = 2**10, 2**17
 
 
+class CoarseRows(NamedTuple):
+    """A coarse tensor with the querying image first."""
+
+    # (b n m) Contiguous.
+    tensor: Tensor
+    # (b n) Sums of its rows.
+    sums: Tensor
+
+
 class TorchEngine(Engine):
     """Torch operations in chunks that fit into the workspace."""
 
@@ -50,7 +59,8 @@ class TorchEngine(Engine):
     def filtered(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """Filter and apply the consensus; without gradients, in place and in chunks of rows."""
         if torch.is_grad_enabled():
-            return super().filtered(scores, consensus)
+            # Kernels of other engines have no gradients.
+            return mutual_filter(consensus(mutual_filter(scores)))
         filter_in_place(scores)
         result = self.consensus(scores, consensus)
         filter_in_place(result)
@@ -121,10 +131,10 @@ class TorchEngine(Engine):
         wanted: Tensor | None = None,
     ) -> Found:
         """Return the argmax of the full score map, only for cells with a wanted query."""
-        tensor, sums = rows_of(tensor)
+        coarse = rows_of(tensor)
         if wanted is None:
             queries = cell_queries(fine0, cells0, config.reading)
-            return self.search_queries(tensor, sums, queries, fine1, config.temperature)
+            return self.search_queries(coarse, queries, fine1, config.temperature)
         found = Found(
             torch.full(wanted.shape, -1, device=tensor.device),
             torch.zeros(wanted.shape, device=tensor.device),
@@ -137,57 +147,40 @@ class TorchEngine(Engine):
             valid = None if fine1.valid is None else fine1.valid[this]
             other = FineMap(features=fine1.features[this], height=fine1.height, width=fine1.width, valid=valid)
             queries = cell_queries(own, cells0[this, groups], config.reading)
-            part = self.search_queries(
-                tensor[this], sums[this], queries, other, config.temperature, wanted=asked[None, groups]
-            )
-            for whole, some in zip(found, part, strict=True):
-                whole[pair, groups] = some[0].to(whole.dtype)
+            some = CoarseRows(coarse.tensor[this], coarse.sums[this])
+            part = self.search_queries(some, queries, other, config.temperature, wanted=asked[None, groups])
+            for whole, column in zip(found, part, strict=True):
+                whole[pair, groups] = column[0].to(whole.dtype)
         return found
 
     def search_points(
         self, tensor: Tensor, fine0: FineMap, points0: Tensor, fine1: FineMap, config: FineConfig
     ) -> Found:
         """Search from arbitrary points in chunks."""
-        tensor, sums = rows_of(tensor)
+        coarse = rows_of(tensor)
 
         def find(points: Tensor) -> Found:
             queries = point_queries(fine0, points.transpose(0, 1), config.reading)
-            found = self.search_queries(tensor, sums, queries, fine1, config.temperature)
+            found = self.search_queries(coarse, queries, fine1, config.temperature)
             return Found(*(column.transpose(0, 1) for column in found))
 
         parts = in_parts(find, _WINDOWS, _GPU_WINDOWS, points0.transpose(0, 1))
         return Found(*(column.transpose(0, 1) for column in parts))
 
     def search_queries(
-        self,
-        tensor: Tensor,
-        sums: Tensor,
-        queries: Queries,
-        fine: FineMap,
-        temperature: float,
-        *,
-        wanted: Tensor | None = None,
+        self, coarse: CoarseRows, queries: Queries, fine: FineMap, temperature: float, *, wanted: Tensor | None = None
     ) -> Found:
-        """Return the best fine cell of every query (b g p); `sums` are the row sums of `tensor` (b n m)."""
-        search = _Search(tensor, sums, queries, fine, temperature, wanted)
-        return search.run()
+        """Return the best fine cell of every query (b g p)."""
+        return _Search(coarse, queries, fine, temperature, wanted).run()
 
     def windows(self, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
         """Return windows around cells in chunks of matches."""
         find = partial(super().windows, fine0, fine1)
         return WindowPairs(*in_parts(find, _WINDOWS, _GPU_WINDOWS, pair, index0, index1))
 
-    def support(
-        self,
-        index: Tensor,
-        here: Tensor,
-        there: Tensor,
-        confidence: Tensor,
-        pair: Tensor,
-        shape: tuple[int, int, int],
-    ) -> Support:
+    def support(self, matches: DirectedMatches) -> Support:
         """Compute the support of neighbors in chunks of matches."""
-        layout = support.lay_out(index, here, there, confidence, pair, shape)
+        layout = support.lay_out(matches)
 
         def find(at: Tensor, known: Tensor) -> Support:
             return support.explain(layout, at, known.T)
@@ -203,17 +196,10 @@ class TorchEngine(Engine):
         return in_parts(lambda *some: (find(*some),), _ALIGNMENTS, _GPU_ALIGNMENTS, *columns)[0]
 
     def refine_points(
-        self,
-        subpixel: Subpixel,
-        fine0: FineMap,
-        fine1: FineMap,
-        pair: Tensor,
-        points0: Tensor,
-        index1: Tensor,
-        score: Tensor,
+        self, subpixel: Subpixel, fine: FineMapPair, pair: Tensor, points0: Tensor, index1: Tensor, score: Tensor
     ) -> Offsets:
         """Refine points in chunks."""
-        find = partial(super().refine_points, subpixel, fine0, fine1)
+        find = partial(super().refine_points, subpixel, fine)
         return Offsets(*in_parts(find, _WINDOWS, _GPU_WINDOWS, pair, points0, index1, score))
 
 
@@ -239,43 +225,37 @@ def filter_in_place(scores: Tensor) -> None:
         torch.mul((own / best0).mul_(own), own / best1[:, some], out=own)
 
 
-def rows_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the coarse tensor (b n m) with contiguous rows, and its row sums (b n)."""
+def rows_of(tensor: Tensor) -> CoarseRows:
+    """Return the coarse tensor (b n m) with contiguous rows."""
     if not tensor.is_contiguous() and not tensor.is_cuda and tensor.transpose(1, 2).is_contiguous():
         result = tensor.new_empty(tensor.shape)
         # Copying in blocks takes a quarter of the time of one copy, because of the cache.
         for start in range(0, tensor.shape[2], 64):
             result[:, :, start : start + 64] = tensor[:, :, start : start + 64]
         tensor = result
-    return tensor.contiguous(), tensor.sum(2, dtype=torch.float32)
+    return CoarseRows(tensor.contiguous(), tensor.sum(2, dtype=torch.float32))
 
 
 class _Search:
     """One search; a group of queries stays open until no unvisited cell could hold a better answer."""
 
     def __init__(
-        self,
-        tensor: Tensor,
-        sums: Tensor,
-        queries: Queries,
-        fine: FineMap,
-        temperature: float,
-        wanted: Tensor | None,
+        self, coarse: CoarseRows, queries: Queries, fine: FineMap, temperature: float, wanted: Tensor | None
     ) -> None:
-        self.tensor, self.sums, self.fine, self.temperature = tensor, sums, fine, temperature
+        self.tensor, self.sums, self.fine, self.temperature = *coarse, fine, temperature
         self.shape = queries.features.shape[:3]
         # (n p c) Groups of all pairs.
         self.features = queries.features.flatten(0, 1)
-        self.pair = torch.arange(self.shape[0], device=tensor.device).repeat_interleave(self.shape[1])
+        self.pair = torch.arange(self.shape[0], device=self.tensor.device).repeat_interleave(self.shape[1])
         # (n m)
-        self.rows = queries.rows.flatten(0, 1) + self.pair[:, None] * tensor.shape[1]
+        self.rows = queries.rows.flatten(0, 1) + self.pair[:, None] * self.tensor.shape[1]
         # (n m p) or (1 m p)
         self.weights = queries.weights.flatten(0, 1).transpose(1, 2)
         self.wanted = None if wanted is None else wanted.flatten(0, 1)
         groups = len(self.features)
-        self.index = torch.full((groups, self.shape[2]), -1, device=tensor.device)
-        self.score = torch.zeros(groups, self.shape[2], device=tensor.device)
-        self.visited = torch.zeros(groups, dtype=torch.long, device=tensor.device)
+        self.index = torch.full((groups, self.shape[2]), -1, device=self.tensor.device)
+        self.score = torch.zeros(groups, self.shape[2], device=self.tensor.device)
+        self.visited = torch.zeros(groups, dtype=torch.long, device=self.tensor.device)
 
     @torch.no_grad()
     def run(self) -> Found:

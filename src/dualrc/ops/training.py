@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from dualrc.model.cells import MaskPair, TensorPair
 from dualrc.model.consensus import Consensus, swap_images
 from dualrc.model.context import Context
-from dualrc.model.correlation import mutual_filter
 from dualrc.model.engine import Engine
 
 # Neighbors in the coordinates of image 0: a kernel of 3 x 3.
@@ -33,10 +32,6 @@ class TrainingEngine(Engine):
         """Condition coarse features on the other image; products in bfloat16."""
         with torch.autocast(coarse[0].device.type, torch.bfloat16):
             return super().context(context, coarse, valid)
-
-    def filtered(self, scores: Tensor, consensus: Consensus) -> Tensor:
-        """Apply mutual filter, consensus, mutual filter, with the consensus of this engine."""
-        return mutual_filter(self.consensus(mutual_filter(scores), consensus))
 
     def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """Apply the 4D convolutions. Networks other than two layers with kernel size 3 use the definition."""

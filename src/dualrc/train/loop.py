@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dualrc.config import CompactConfig, to_toml
+from dualrc.config import CompactConfig
 from dualrc.data import FilePairs, Opened, PairBatch, PairMaker, PhotoPairs, open_pairs
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.files import make_folder, only_run, replacing, write_json, write_text
@@ -27,6 +27,7 @@ from dualrc.model.ncnet import SparseNCNet
 from dualrc.model.network import Network
 from dualrc.ops.training import TrainingEngine
 from dualrc.provenance import provenance
+from dualrc.toml import to_toml
 from dualrc.train.batches import Batches
 from dualrc.train.config import TrainConfig
 from dualrc.train.images import draw_pairs

@@ -60,7 +60,7 @@ def make_teacher(trunk: ResNet, batches: list[Tensor], path: Path, channels: int
     cells = torch.cat([centered_conv4(trunk, images).flatten(2).transpose(1, 2).flatten(0, 1) for images in batches])
     covariance, mean = torch.cov(cells.double().T), cells.double().mean(0)
     values, vectors = torch.linalg.eigh(covariance)
-    # The largest come last. Half-whitened: otherwise the first few components would decide nearly alone.
+    # Eigenvalues ascend. The components are half-whitened, because otherwise the first few would dominate.
     values, vectors = values[-channels:].clamp(min=1e-12), vectors[:, -channels:]
     projection = (vectors * (values / values.max()) ** -0.25).T
     tensors = {name: tensor.half() if tensor.ndim == 4 else tensor for name, tensor in trunk.state_dict().items()}

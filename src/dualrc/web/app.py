@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import Match
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -21,7 +22,7 @@ from dualrc.colmap import import_pycolmap
 from dualrc.config import Quality
 from dualrc.errors import ConfigError, DualRCError
 from dualrc.matcher import Matcher
-from dualrc.web import routes_images, routes_pairs, routes_sets
+from dualrc.web import openapi, routes_images, routes_pairs, routes_sets, schemas
 from dualrc.web.answers import service_of
 from dualrc.web.collections import CollectionStore
 from dualrc.web.examples import Examples
@@ -95,18 +96,29 @@ def create_app(
         # FastAPI's documentation pages load scripts from other servers.
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,
+        responses=openapi.errors(*openapi.EVERY),
     )
+    openapi.describe(app, token=config.token is not None)
     app.state.metrics, app.state.collections = metrics, CollectionStore(config)
     app.state.reconstruction = reconstruction
     app.add_middleware(Guard, config=config, metrics=metrics)
     _add_handlers(app)
-    app.add_api_route("/healthz", _health, methods=["GET"], tags=["server"], summary="Check that the server runs")
-    app.add_api_route("/metrics", _metrics, methods=["GET"], tags=["server"], response_class=PlainTextResponse)
-    app.add_api_route("/v1/info", _info, methods=["GET"], tags=["server"], summary="Versions and limits of this server")
+    _add_routes(app)
     for router in (routes_images.router, routes_pairs.router, routes_sets.router):
         app.include_router(router)
-    app.mount("/", _Page(directory=STATIC, html=True, check_dir=False), name="page")
+    # Not mounted: a mount at the root would answer for routes that require another method.
+    app.router.default = _Page(directory=STATIC, html=True, check_dir=False)
     return app
+
+
+def _add_routes(app: FastAPI) -> None:
+    """Add the routes about the server itself."""
+    health, info = "Check that the server runs", "Versions and limits of this server"
+    app.add_api_route("/healthz", _health, tags=["server"], summary=health, response_model=schemas.Health)
+    app.add_api_route("/v1/info", _info, tags=["server"], summary=info, response_model=schemas.Info)
+    metrics: Any = {"tags": ["server"], "summary": "Metrics in the Prometheus text format"}
+    app.add_api_route("/metrics", _metrics, response_class=PlainTextResponse, **metrics)
 
 
 async def _health() -> dict[str, str]:
@@ -174,20 +186,29 @@ def _add_handlers(app: FastAPI) -> None:
         return JSONResponse({"error": message, "code": "bad_field"}, 422)
 
     @app.exception_handler(HTTPException)
-    async def http_handler(_: Request, error: HTTPException) -> JSONResponse:
+    async def http_handler(request: Request, error: HTTPException) -> JSONResponse:
         codes = {404: "not_found", 405: "wrong_method"}
         words = {
             404: "There is nothing here; see /openapi.json.",
             405: "This address requires another method; see /openapi.json.",
         }
-        status = error.status_code
+        status, headers = error.status_code, error.headers
         body = {"error": words.get(status, str(error.detail)), "code": codes.get(status, "failed")}
-        return JSONResponse(body, status, error.headers)
+        if status == 405 and (allowed := _allowed(app, request.scope)):
+            headers = {"Allow": ", ".join(allowed)}
+        return JSONResponse(body, status, headers)
 
     @app.exception_handler(Exception)
     async def crash_handler(_: Request, error: Exception) -> JSONResponse:
         logger.error("A request failed.", exc_info=error)
         return JSONResponse({"error": "The server failed; see its log.", "code": "failed"}, 500)
+
+
+def _allowed(app: FastAPI, scope: Scope) -> list[str]:
+    """Return the methods that the routes for a path accept; each route knows only its own."""
+    asked = {method: {**scope, "method": method} for method in ("GET", "POST", "DELETE")}
+    found = [method for method in asked if any(route.matches(asked[method])[0] is Match.FULL for route in app.routes)]
+    return [*found, "HEAD"] if "GET" in found else found
 
 
 async def _sweep(service: Service) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 # Upper bounds of the histogram of request durations, in seconds.
 _BUCKETS = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
+# Clients can send any method, but each label takes memory.
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class Metrics:
@@ -24,6 +26,7 @@ class Metrics:
 
     def request(self, route: str, method: str, status: int, seconds: float) -> None:
         """Count an answered request."""
+        method = method if method in _METHODS else "other"
         with self._lock:
             self._requests[route, method, status] += 1
             counts = self._buckets.setdefault(route, [0] * (len(_BUCKETS) + 1))

@@ -18,7 +18,7 @@ from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import Upload
 
 if TYPE_CHECKING:
-    from dualrc.web.schemas import MatchOptions
+    from dualrc.web.schemas import EstimateBody, MatchOptions
 
 # Minimum pair scores of the verdicts `same` and `unsure`.
 SAME, UNSURE = 0.9, 0.1
@@ -97,7 +97,7 @@ class PairStore:
         self._bytes -= self._pairs.pop(number).bytes
 
 
-def describe(pair: Pair) -> dict[str, Any]:
+def describe(pair: Pair, fit: "EstimateBody | None" = None) -> dict[str, Any]:
     """Return the JSON of a result; coordinates are rounded to 1e-4 px, npz files contain the exact values."""
     matches, info = pair.matches, pair.matches.info
     score = matches.pair_score
@@ -124,7 +124,7 @@ def describe(pair: Pair) -> dict[str, Any]:
         "device": pair.device,
         "network_size0": info.get("network_size0"),
         "network_size1": info.get("network_size1"),
-        "commands": commands(pair),
+        "commands": commands(pair, fit),
     }
 
 
@@ -170,26 +170,39 @@ def verdict(score: float, *, calibrated: bool) -> dict[str, str]:
     return {"level": "different", "text": "Probably not the same place"}
 
 
-def commands(pair: Pair) -> dict[str, str]:
-    """Return the shell command and the Python code that find the same matches."""
-    from dualrc.web.schemas import MatchOptions
+def commands(pair: Pair, fit: "EstimateBody | None" = None) -> dict[str, str]:
+    """Return the shell command and the Python code that find the same matches and fit the same model.
+
+    With a `min_score` or `top` of the model, the shell command writes only the matches to which it was fitted.
+    """
+    from dualrc.web.schemas import EstimateBody, MatchOptions
 
     names, settings = [image.name for image in pair.images], pair.settings
-    options = {"quality": settings.quality, "size": settings.size, "top": settings.top, "min_score": settings.min_score}
+    options = {name: getattr(settings, name) for name in ("quality", "size", "top", "min_score", "covariance")}
     given = {key: value for key, value in options.items() if value != getattr(MatchOptions(), key)}
-    flags = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     arguments = [*map(repr, names), *(f"{key}={value!r}" for key, value in given.items())]
-    lines = [
-        "import dualrc",
-        "",
-        "matcher = dualrc.load()",
-        f"matches = matcher.match({', '.join(arguments)})",
-    ]
-    if settings.estimate is not None:
-        flags += ["--estimate", settings.estimate, "--threshold", f"{settings.threshold_px:g}"]
-        lines.append(
-            f"model = dualrc.geometry.estimate(matches, {settings.estimate!r}, threshold_px={settings.threshold_px:g})"
-        )
+    lines = ["import dualrc", "", "matcher = dualrc.load()", f"matches = matcher.match({', '.join(arguments)})"]
+    if fit is None and settings.estimate is not None:
+        fit = EstimateBody(kind=settings.estimate, threshold_px=settings.threshold_px)
+    # The command line has no option for covariances.
+    given.pop("covariance", None)
+    if fit is not None:
+        narrowed = "matches"
+        if fit.min_score > settings.min_score:
+            narrowed += f".above({fit.min_score!r})"
+            given["min_score"] = fit.min_score
+        if fit.top is not None:
+            narrowed += f".top({fit.top})"
+            given["top"] = min(fit.top, settings.top or fit.top)
+        chosen = [narrowed, repr(fit.kind), f"threshold_px={fit.threshold_px:g}"]
+        if fit.kind == "essential":
+            cameras = [f"camera{n} = dualrc.geometry.camera_from_exif({name!r})" for n, name in enumerate(names)]
+            lines += cameras
+            chosen += ["camera0=camera0", "camera1=camera1"]
+        lines.append(f"model = dualrc.geometry.estimate({', '.join(chosen)})")
+    flags = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    if fit is not None:
+        flags += ["--estimate", fit.kind, "--threshold", f"{fit.threshold_px:g}"]
     # A name that begins with a dash would be parsed as an option.
     files = [f"./{name}" if name.startswith("-") else name for name in names]
     return {"shell": shlex.join(["dualrc", "match", *files, *flags, "-o", "matches.npz"]), "python": "\n".join(lines)}

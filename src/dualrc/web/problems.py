@@ -29,9 +29,20 @@ class Problem(Exception):  # noqa: N818
         return {"error": self.message, "code": self.code}
 
 
+# What to do about an id that is unknown or has expired.
+_REMEDIES = {
+    "image": "upload it again",
+    "result": "match the images again",
+    "job": "send the request again",
+    "collection": "match its images again",
+}
+
+
 def unknown(what: str) -> Problem:
     """Return the problem of an id that is unknown or has expired."""
-    return Problem(404, "unknown_id", f"This {what} is unknown or has expired; make it again.")
+    if (remedy := _REMEDIES.get(what)) is None:
+        return Problem(404, "unknown_id", f"The reconstruction has no such {what}.")
+    return Problem(404, "unknown_id", f"This {what} is unknown or has expired; {remedy}.")
 
 
 def from_error(error: DualRCError) -> Problem:

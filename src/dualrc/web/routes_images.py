@@ -12,7 +12,9 @@ from starlette.exceptions import HTTPException
 
 from dualrc.web.answers import client, service_of
 from dualrc.web.examples import Examples
+from dualrc.web.openapi import UPLOAD, binary, errors
 from dualrc.web.problems import Problem
+from dualrc.web.schemas import ExampleImages, Image
 from dualrc.web.uploads import Upload
 
 router = APIRouter(prefix="/v1", tags=["images"])
@@ -20,6 +22,7 @@ router = APIRouter(prefix="/v1", tags=["images"])
 MaxSide = Annotated[int, Query(ge=16, le=8192, description="Maximum long side of the view, in pixels.")]
 # The image of an id never changes, so browsers may cache it.
 _CACHED = {"Cache-Control": "private, max-age=600, immutable"}
+JPEG = binary("The image.", "image/jpeg")
 _BINARY = {"type": "string", "format": "binary"}
 _FILE = {"type": "object", "required": ["file"], "properties": {"file": _BINARY}}
 _FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FILE}}}}
@@ -50,7 +53,14 @@ async def keep(request: Request, file: object, field: str) -> Upload:
     return await run_in_threadpool(images.add, file.file, file.filename, client(request))
 
 
-@router.post("/images", status_code=201, openapi_extra=_FORM, summary="Upload an image")
+@router.post(
+    "/images",
+    status_code=201,
+    openapi_extra=_FORM,
+    summary="Upload an image",
+    response_model=Image,
+    responses=errors(*UPLOAD),
+)
 async def upload_image(request: Request) -> dict[str, Any]:
     """Store an image for a limited time; its features are extracted once and reused for all its matches."""
     service = service_of(request)
@@ -60,14 +70,19 @@ async def upload_image(request: Request) -> dict[str, Any]:
     return upload.describe(service.config.keep_s)
 
 
-@router.get("/images/{number}", summary="Describe an image")
+@router.get("/images/{number}", summary="Describe an image", response_model=Image, responses=errors(404, 422))
 async def describe_image(request: Request, number: str) -> dict[str, Any]:
     """Return the name, the size and the seconds until the image expires."""
     service = service_of(request)
     return service.images.get(number).describe(service.config.keep_s)
 
 
-@router.get("/images/{number}/view", response_class=Response, summary="View an image as JPEG")
+@router.get(
+    "/images/{number}/view",
+    response_class=Response,
+    summary="View an image as JPEG",
+    responses=JPEG | errors(404, 422),
+)
 async def view_image(request: Request, number: str, max_side: MaxSide = 2048) -> Response:
     """Return the upright image, with a long side of at most `max_side` pixels."""
     images = service_of(request).images
@@ -75,14 +90,25 @@ async def view_image(request: Request, number: str, max_side: MaxSide = 2048) ->
     return Response(jpeg, media_type="image/jpeg", headers=_CACHED)
 
 
-@router.delete("/images/{number}", status_code=204, response_class=Response, summary="Delete an image")
+@router.delete(
+    "/images/{number}",
+    status_code=204,
+    response_class=Response,
+    summary="Delete an image",
+    responses=errors(404, 422),
+)
 async def delete_image(request: Request, number: str) -> Response:
     """Delete an image before it expires."""
     service_of(request).images.delete(number)
     return Response(status_code=204)
 
 
-@router.get("/examples/{name}/view/{side}", response_class=Response, summary="View an image of an example")
+@router.get(
+    "/examples/{name}/view/{side}",
+    response_class=Response,
+    summary="View an image of an example",
+    responses=JPEG | errors(404, 422, 503),
+)
 async def view_example(
     request: Request, name: str, side: Annotated[int, FromPath(ge=0, le=1)], max_side: MaxSide = 320
 ) -> Response:
@@ -94,7 +120,9 @@ async def view_example(
     return Response(jpeg, media_type="image/jpeg", headers=_CACHED)
 
 
-@router.post("/examples/{name}", summary="Use an example")
+@router.post(
+    "/examples/{name}", summary="Use an example", response_model=ExampleImages, responses=errors(404, 422, 503)
+)
 async def use_example(request: Request, name: str) -> dict[str, Any]:
     """Return two rendered images, which can be used like uploads and do not expire."""
     examples: Examples = request.app.state.examples

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -9,9 +10,11 @@ from fastapi import APIRouter, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import StreamingResponse
 
+from dualrc.matches import Estimate
 from dualrc.web import exports, pairs, schemas
 from dualrc.web.answers import checked, client, json_answer, json_body, schema, service_of, wait_for
 from dualrc.web.job import Job
+from dualrc.web.openapi import JOB, UPLOAD, Responses, binary, errors, response
 from dualrc.web.pairs import Pair
 from dualrc.web.problems import Problem
 from dualrc.web.routes_images import form_of, keep
@@ -22,8 +25,19 @@ router = APIRouter(prefix="/v1", tags=["pairs"])
 
 Format = Annotated[Literal["json", "npz", "csv"], Query(description="Format of the response.")]
 AnyFormat = Annotated[Literal["json", "npz", "csv", "colmap"], Query(description="Format of the response.")]
+_MEDIA = (exports.MEDIA["npz"], "text/csv", exports.MEDIA["colmap"])
 _BINARY = {"type": "string", "format": "binary"}
-_OPTIONS = schemas.MatchOptions.model_json_schema()["properties"]
+
+
+def _in_form(field: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a field in a form, which omits a field instead of sending null."""
+    kinds = [kind for kind in field.get("anyOf", []) if kind != {"type": "null"}]
+    return (
+        {key: value for key, value in field.items() if key not in ("anyOf", "default")} | kinds[0] if kinds else field
+    )
+
+
+_OPTIONS = {name: _in_form(field) for name, field in schemas.MatchOptions.model_json_schema()["properties"].items()}
 _FORM = {
     "type": "object",
     "required": ["image0", "image1"],
@@ -31,10 +45,20 @@ _FORM = {
 }
 _MATCH = schema(schemas.MatchBody)
 _MATCH["requestBody"]["content"]["multipart/form-data"] = {"schema": _FORM}
-_WARP_BYTES = {200: {"content": {"application/octet-stream": {}}, "description": "Header and float32 triples."}}
+_WARP_BYTES = binary("Header and float32 triples.", "application/octet-stream")
+_RESULT: Responses = {
+    200: {"model": schemas.PairResult, **binary("The matches.", exports.MEDIA["npz"], "text/csv")[200]}
+}
+_ANY_RESULT: Responses = {200: {"model": schemas.PairResult, **binary("The matches.", *_MEDIA)[200]}}
 
 
-@router.post("/match", openapi_extra=_MATCH, summary="Match two images", response_class=Response)
+@router.post(
+    "/match",
+    openapi_extra=_MATCH,
+    summary="Match two images",
+    response_class=Response,
+    responses=_RESULT | response(schemas.JobStarted, "The job, with `wait=false`.", 202) | errors(*JOB, *UPLOAD),
+)
 async def match(
     request: Request,
     format: Format = "json",
@@ -63,35 +87,64 @@ async def _asked(request: Request) -> tuple[tuple[Upload, Upload], schemas.Match
     return (service.images.get(body.image0), service.images.get(body.image1)), body
 
 
-@router.get("/pairs/{number}", summary="Get a result", response_class=Response)
-async def get_pair(request: Request, number: str, format: AnyFormat = "json") -> Response:
-    """Return the matches of a pair as JSON, npz, CSV or a COLMAP database with the two images."""
-    return await _formatted(service_of(request).pairs.get(number), format)
+@router.get(
+    "/pairs/{number}", summary="Get a result", response_class=Response, responses=_ANY_RESULT | errors(404, 422)
+)
+async def get_pair(
+    request: Request,
+    number: str,
+    format: AnyFormat = "json",
+    estimate: Annotated[schemas.Kind | None, Query(description="Model to fit to the matches.")] = None,
+    threshold_px: Annotated[schemas.Threshold, Query()] = 2.0,
+    min_score: Annotated[
+        float, Query(ge=0, le=1, description="Minimum score of the matches that it is fitted to.")
+    ] = 0,
+) -> Response:
+    """Return the matches of a pair as JSON, npz, CSV or a COLMAP database with the two images.
+
+    With `estimate`, the matches contain a model as `POST /v1/pairs/{number}/estimate` fits it.
+    """
+    pair = service_of(request).pairs.get(number)
+    if estimate is not None:
+        fit = schemas.EstimateBody(kind=estimate, threshold_px=threshold_px, min_score=min_score)
+        pair = replace(pair, matches=pair.matches.with_estimate(await _fitted(request, pair, fit)))
+        return await _formatted(pair, format, fit)
+    return await _formatted(pair, format)
 
 
-@router.post("/pairs/{number}/estimate", openapi_extra=schema(schemas.EstimateBody), summary="Fit a model")
+@router.post(
+    "/pairs/{number}/estimate",
+    openapi_extra=schema(schemas.EstimateBody),
+    summary="Fit a model",
+    responses=response(schemas.FittedModel, "The model.") | errors(404, 413, 422),
+)
 async def estimate(request: Request, number: str) -> Response:
     """Fit a homography, fundamental or essential matrix to the existing matches.
 
     `inliers` has one flag for each match of the pair; it is false for matches excluded by `min_score` or `top`.
     """
-    service = service_of(request)
-    pair, body = service.pairs.get(number), await json_body(request, schemas.EstimateBody)
+    pair = service_of(request).pairs.get(number)
+    body = await json_body(request, schemas.EstimateBody)
+    model = await _fitted(request, pair, body)
+    return await json_answer(lambda: {**pairs.describe_estimate(model), "commands": pairs.commands(pair, body)})
 
-    def fit() -> dict[str, Any]:
-        model = service.estimate(pair, body.kind, body.threshold_px, min_score=body.min_score, top=body.top)
-        return pairs.describe_estimate(model)
+
+async def _fitted(request: Request, pair: Pair, fit: schemas.EstimateBody) -> Estimate:
+    service = service_of(request)
+
+    def run() -> Estimate:
+        return service.estimate(pair, fit.kind, fit.threshold_px, min_score=fit.min_score, top=fit.top)
 
     # Fitting uses one core for up to a second, so the number of concurrent fits is limited.
     async with request.app.state.fitting:
-        return await json_answer(fit)
+        return await run_in_threadpool(run)
 
 
 @router.get(
     "/pairs/{number}/warp",
     summary="Warp of a pair",
     response_class=Response,
-    responses=_WARP_BYTES,  # type: ignore[arg-type]
+    responses=_WARP_BYTES | errors(*JOB),
 )
 async def pair_warp(
     request: Request,
@@ -109,7 +162,12 @@ async def pair_warp(
     return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
 
 
-@router.post("/points", openapi_extra=schema(schemas.PointsBody), summary="Match given points")
+@router.post(
+    "/points",
+    openapi_extra=schema(schemas.PointsBody),
+    summary="Match given points",
+    responses=response(schemas.Points, "The positions.") | errors(*JOB),
+)
 async def points(request: Request) -> Response:
     """Return the positions in image 1 of points of image 0; null if no counterpart was found."""
     service, body = service_of(request), await json_body(request, schemas.PointsBody)
@@ -133,7 +191,7 @@ async def points(request: Request) -> Response:
     openapi_extra=schema(schemas.WarpBody),
     summary="Warp of two images",
     response_class=Response,
-    responses=_WARP_BYTES,  # type: ignore[arg-type]
+    responses=_WARP_BYTES | errors(*JOB),
 )
 async def warp(request: Request) -> Response:
     """Return the warp of two images without matching them first."""
@@ -144,7 +202,12 @@ async def warp(request: Request) -> Response:
     return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
 
 
-@router.get("/jobs/{number}", tags=["jobs"], summary="State of a job")
+@router.get(
+    "/jobs/{number}",
+    tags=["jobs"],
+    summary="State of a job",
+    responses=response(schemas.Event, "The last event.") | errors(404, 422),
+)
 async def get_job(request: Request, number: str) -> dict[str, Any]:
     """Return the data of the job's last event, with its name as `event`."""
     jobs = service_of(request).jobs
@@ -152,7 +215,14 @@ async def get_job(request: Request, number: str) -> dict[str, Any]:
     return {"event": name, **_public(data)}
 
 
-@router.delete("/jobs/{number}", tags=["jobs"], status_code=204, response_class=Response, summary="Cancel a job")
+@router.delete(
+    "/jobs/{number}",
+    tags=["jobs"],
+    status_code=204,
+    response_class=Response,
+    summary="Cancel a job",
+    responses=errors(404, 422),
+)
 async def cancel_job(request: Request, number: str) -> Response:
     """Cancel a job: at once if it is queued, at its next step if it is running. The result is dropped."""
     jobs = service_of(request).jobs
@@ -160,7 +230,13 @@ async def cancel_job(request: Request, number: str) -> Response:
     return Response(status_code=204)
 
 
-@router.get("/jobs/{number}/events", tags=["jobs"], summary="Follow a job", response_class=StreamingResponse)
+@router.get(
+    "/jobs/{number}/events",
+    tags=["jobs"],
+    summary="Follow a job",
+    response_class=StreamingResponse,
+    responses=binary("The events.", "text/event-stream") | errors(404, 422, 503),
+)
 async def follow_job(request: Request, number: str) -> StreamingResponse:
     """Send server-sent events: `progress`, and finally `done`, `failed` or `cancelled`."""
     job = service_of(request).jobs.get(number)
@@ -187,10 +263,10 @@ def _public(data: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if isinstance(value, (str, int, float))}
 
 
-async def _formatted(pair: Pair, form: str) -> Response:
+async def _formatted(pair: Pair, form: str, fit: schemas.EstimateBody | None = None) -> Response:
     headers = {"X-Pair": pair.id, "X-Image0": pair.images[0].id, "X-Image1": pair.images[1].id}
     if form == "json":
-        answer = await json_answer(lambda: pairs.describe(pair))
+        answer = await json_answer(lambda: pairs.describe(pair, fit))
         answer.headers.update(headers)
         return answer
     kind: exports.Format = form  # type: ignore[assignment]

@@ -9,9 +9,10 @@ from starlette.concurrency import run_in_threadpool
 from dualrc.web import schemas
 from dualrc.web.answers import client, json_answer, json_body, schema, service_of
 from dualrc.web.collections import Collection, CollectionStore
+from dualrc.web.openapi import binary, errors, response
 from dualrc.web.problems import Problem
 from dualrc.web.reconstruction import Reconstruction
-from dualrc.web.routes_images import MaxSide
+from dualrc.web.routes_images import JPEG, MaxSide
 
 router = APIRouter(prefix="/v1")
 Number = Annotated[int, FromPath(ge=0, lt=1 << 53)]
@@ -23,6 +24,8 @@ Number = Annotated[int, FromPath(ge=0, lt=1 << 53)]
     status_code=202,
     openapi_extra=schema(schemas.CollectionBody),
     summary="Match all pairs of a set of images",
+    response_model=schemas.CollectionStarted,
+    responses=errors(404, 413, 422, 429, 503),
 )
 async def collect(request: Request) -> dict[str, str]:
     """Start a job whose events contain the numbers of `done` and `total` pairs; single matches take precedence."""
@@ -36,27 +39,49 @@ async def collect(request: Request) -> dict[str, str]:
     return {"job": job.id, "collection": collection.id}
 
 
-@router.get("/collections/{number}", tags=["collections"], summary="Scores of a collection")
+@router.get(
+    "/collections/{number}",
+    tags=["collections"],
+    summary="Scores of a collection",
+    responses=response(schemas.CollectionResult, "The scores.") | errors(404, 422),
+)
 async def get_collection(request: Request, number: str) -> Response:
     """Return the images, a matrix of pair scores (null for unmatched pairs) and the results by "i,j"."""
     collection = _collections(request).get(number)
     return await json_answer(collection.describe)
 
 
-@router.get("/reconstruction", tags=["reconstruction"], summary="Images and cameras")
+@router.get(
+    "/reconstruction",
+    tags=["reconstruction"],
+    summary="Images and cameras",
+    responses=response(schemas.Model, "Poses and cameras.") | errors(404),
+)
 async def get_reconstruction(request: Request) -> Response:
     """Return poses and cameras of the upright images; the center of the first pixel is (0, 0), params are COLMAP's."""
     return await json_answer(_reconstruction(request).describe)
 
 
-@router.get("/reconstruction/points", tags=["reconstruction"], summary="All points", response_class=Response)
+@router.get(
+    "/reconstruction/points",
+    tags=["reconstruction"],
+    summary="All points",
+    response_class=Response,
+    responses=binary("Count, coordinates, colors and track lengths.", "application/octet-stream") | errors(404),
+)
 async def get_points(request: Request) -> Response:
     """Return all points in little-endian order: uint32 count, float32 xyz, uint8 rgb, uint32 track lengths."""
     packed = await run_in_threadpool(_reconstruction(request).packed)
     return Response(packed, media_type="application/octet-stream")
 
 
-@router.get("/reconstruction/points/{index}", tags=["reconstruction"], summary="A point and its track")
+@router.get(
+    "/reconstruction/points/{index}",
+    tags=["reconstruction"],
+    summary="A point and its track",
+    response_model=schemas.ModelPoint,
+    responses=errors(404, 422),
+)
 async def get_point(request: Request, index: Number) -> dict[str, Any]:
     """Return a point and its observations, in pixels of the upright images."""
     return _reconstruction(request).point(index)
@@ -67,6 +92,7 @@ async def get_point(request: Request, index: Number) -> dict[str, Any]:
     tags=["reconstruction"],
     summary="View an image of the reconstruction",
     response_class=Response,
+    responses=JPEG | errors(404, 415, 422),
 )
 async def view(request: Request, number: Number, max_side: MaxSide = 1024) -> Response:
     """Return the upright image as JPEG."""

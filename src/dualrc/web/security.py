@@ -51,7 +51,10 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        number, start = secrets.token_hex(8), time.perf_counter()
+        number, start, method = secrets.token_hex(8), time.perf_counter(), scope["method"]
+        if method == "HEAD":
+            # uvicorn sends the headers of the response to GET without its body.
+            scope = {**scope, "method": "GET"}
         answered = {"status": 0, "bytes": 0}
 
         async def reply(message: Message) -> None:
@@ -80,20 +83,19 @@ class Guard:
             if not answered["status"]:
                 await answer(Problem(503, "closing", "The server is stopping."), scope, receive, reply)
         finally:
-            self._note(scope, number, answered, time.perf_counter() - start)
+            self._note({**scope, "method": method}, number, answered, time.perf_counter() - start)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         host = headers.get("host", "")
-        name = urlsplit(f"//{host}").hostname or ""
-        if self.config.hosts and name not in self.config.hosts:
+        if self.config.hosts and _host_of(f"//{host}") not in self.config.hosts:
             # DNS rebinding: a foreign page could let its own host name resolve to this server.
             message = f"This server does not answer to that host name; use {self.config.hosts[0]}."
             raise Problem(421, "wrong_host", message)
         origin = headers.get("origin")
-        foreign = origin is not None and urlsplit(origin).netloc != host
+        foreign = origin is not None and origin.partition("://")[2] != host
         if foreign or (scope["method"] not in _SAFE and headers.get("sec-fetch-site") in ("cross-site", "same-site")):
             raise Problem(403, "wrong_origin", "Requests from pages of other servers are refused; open this server's.")
-        if self._token is not None and _protected(scope["path"]):
+        if self._token is not None and is_protected(scope["path"]):
             kind, _, given = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._token):
                 message = "This server needs its token; send the header Authorization: Bearer TOKEN."
@@ -157,7 +159,16 @@ def client_of(scope: Scope) -> str:
     return client[0] if client else "local"
 
 
-def _protected(path: str) -> bool:
+def _host_of(address: str) -> str:
+    try:
+        return urlsplit(address).hostname or ""
+    except ValueError:
+        # For example, brackets that are not closed.
+        return ""
+
+
+def is_protected(path: str) -> bool:
+    """Return whether a path requires the token."""
     return path in ("/metrics", "/v1") or path.startswith("/v1/")
 
 

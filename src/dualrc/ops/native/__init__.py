@@ -15,10 +15,10 @@ from dualrc.model.correlation import normalize
 from dualrc.model.refine import CellMatches
 from dualrc.model.search import Found, Queries
 from dualrc.model.subpixel import WINDOW, Subpixel, WindowPairs, inside
-from dualrc.model.support import Support
+from dualrc.model.support import DirectedMatches, Support
 from dualrc.ops import memory, onednn
 from dualrc.ops.native import library
-from dualrc.ops.torch import TorchEngine, slack
+from dualrc.ops.torch import CoarseRows, TorchEngine, slack
 
 # Columns of image 1, and channels of one direction, that the consensus kernel processes as one block.
 _COLUMNS, _CHANNELS = 8, 8
@@ -43,6 +43,7 @@ class NativeEngine(TorchEngine):
         self._asked = variant
         self.variant, self._library = opened[0]
         self.name = f"native-{self.variant}"
+        self._has_onednn = onednn.works()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the requested variant only, because another machine may have another instruction set."""
@@ -85,7 +86,7 @@ class NativeEngine(TorchEngine):
 
     def correlate(self, coarse0: Tensor, coarse1: Tensor) -> Tensor:
         """Correlate by oneDNN, pair by pair."""
-        if not (onednn.works() and _fits(coarse0, coarse1)):
+        if not (self._has_onednn and _fits(coarse0, coarse1)):
             return super().correlate(coarse0, coarse1)
         # (b h w c)
         rows0, rows1 = (normalize(features).movedim(1, -1) for features in (coarse0, coarse1))
@@ -96,18 +97,12 @@ class NativeEngine(TorchEngine):
         return scores.view(*rows0.shape[:3], *rows1.shape[1:3])
 
     def search_queries(
-        self,
-        tensor: Tensor,
-        sums: Tensor,
-        queries: Queries,
-        fine: FineMap,
-        temperature: float,
-        *,
-        wanted: Tensor | None = None,
+        self, coarse: CoarseRows, queries: Queries, fine: FineMap, temperature: float, *, wanted: Tensor | None = None
     ) -> Found:
         """Run the search of ops/torch.py, where each query stops when the bound holds for it."""
+        tensor, sums = coarse
         if not _fits(tensor, queries.features, fine.features):
-            return super().search_queries(tensor, sums, queries, fine, temperature, wanted=wanted)
+            return super().search_queries(coarse, queries, fine, temperature, wanted=wanted)
         batch, groups, places, channels = queries.features.shape
         pair = torch.arange(batch).repeat_interleave(groups)
         mixed, shared = queries.rows.shape[2], queries.weights.shape[:2] == (1, 1) != (batch, groups)
@@ -146,7 +141,7 @@ class NativeEngine(TorchEngine):
         """Compute the inputs of the correction in C, for both directions, and its layers by oneDNN."""
         layers = [] if subpixel.correction is None else [m for m in subpixel.correction if isinstance(m, nn.Linear)]
         inputs, weights = [one.features for one in fine], [layer.weight for layer in layers]
-        if not (layers and onednn.works() and _fits(matches.score0, matches.score1, *inputs, *weights)):
+        if not (layers and self._has_onednn and _fits(matches.score0, matches.score1, *inputs, *weights)):
             return super().offsets(subpixel, fine, matches)
         count, score = 2 * len(matches.pair), torch.cat([matches.score0, matches.score1])
         offset, x = torch.empty(count, 2), torch.empty(-(-count // onednn.ROWS) * onednn.ROWS, weights[0].shape[1])
@@ -179,7 +174,7 @@ class NativeEngine(TorchEngine):
         return WindowPairs(*middles, cosine, inside(fine0, index0), inside(fine1, index1))
 
     def _meet(self, fine: FineMapPair, pair: Tensor, index0: Tensor, index1: Tensor, **outputs: Any) -> None:
-        """Compute the cosines between the windows around matches, and what follows from them."""
+        """Compute the requested `outputs` from the cosines between the windows around matches."""
         (height0, width0), (height1, width1) = fine[0].fine_size, fine[1].fine_size
         unused = dict.fromkeys(("known", "cosines", "inputs", "offsets")) | {"temperature": 1.0}
         self._library.call(
@@ -198,20 +193,12 @@ class NativeEngine(TorchEngine):
             **(unused | outputs),
         )
 
-    def support(
-        self,
-        index: Tensor,
-        here: Tensor,
-        there: Tensor,
-        confidence: Tensor,
-        pair: Tensor,
-        shape: tuple[int, int, int],
-    ) -> Support:
+    def support(self, matches: DirectedMatches) -> Support:
         """Fit the affine motion of the neighbors and measure their agreement, match by match."""
-        if not _fits(here, there, confidence):
-            return super().support(index, here, there, confidence, pair, shape)
-        layout = support.lay_out(index, here, there, confidence, pair, shape)
-        count, offsets = len(index), support.neighbor_offsets(layout.row, index.device)
+        if not _fits(matches.here, matches.there, matches.confidence):
+            return super().support(matches)
+        layout = support.lay_out(matches)
+        count, offsets = len(matches.cells), support.neighbor_offsets(layout.row, matches.cells.device)
         found = Support(torch.empty(count), torch.empty(count, 2, 2), torch.empty(count, 2))
         self._library.call(
             "explain",

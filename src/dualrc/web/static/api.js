@@ -1,6 +1,6 @@
 // Requests to the service: token, error messages, uploads and server-sent events.
 
-const GONE = "The server does not answer. Check that `dualrc serve` is still running, then try again.";
+const GONE = "The server does not answer. Check that dualrc serve is still running, then try again.";
 
 /** Unsuccessful response; the message is shown to the user. */
 export class ApiError extends Error {
@@ -14,17 +14,18 @@ export class ApiError extends Error {
 
 export class Api extends EventTarget {
   #askToken;
+  #asking = null;
   info = null;
   pendingFiles = null;
   requests = 0;
 
-  /** askToken: async () => string, called when the service requires a token. */
+  /** askToken: async (wrong) => string, called when the service requires a token, or another one. */
   constructor(askToken) {
     super();
     this.#askToken = askToken;
     const found = location.hash.match(/^#token=(.+)$/);
     if (found) {
-      sessionStorage.setItem("dualrc-token", decodeURIComponent(found[1]));
+      sessionStorage.setItem("dualrc-token", decoded(found[1]));
       history.replaceState(null, "", location.pathname + location.search);
     }
   }
@@ -49,11 +50,16 @@ export class Api extends EventTarget {
     this.dispatchEvent(new CustomEvent("reach", { detail: true }));
     if (response.ok) return response;
     if (response.status === 401) {
-      // Another request may have obtained the token in the meantime.
-      if (this.token === sent) sessionStorage.setItem("dualrc-token", await this.#askToken());
+      // Other requests may have obtained the token in the meantime, or wait for the same answer.
+      if (this.token === sent) await (this.#asking ??= this.#newToken(Boolean(sent)));
       return this.fetch(method, path, { body, headers, signal });
     }
     throw await this.#error(response);
+  }
+
+  async #newToken(wrong) {
+    sessionStorage.setItem("dualrc-token", await this.#askToken(wrong));
+    this.#asking = null;
   }
 
   async #error(response) {
@@ -129,6 +135,15 @@ export class Api extends EventTarget {
         if (event.name === "cancelled") throw new DOMException("Cancelled.", "AbortError");
       }
     }
+  }
+}
+
+/** Decode a token of the address; a percent sign may stand for itself. */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
   }
 }
 

@@ -19,8 +19,10 @@ const KEYS = [
 const MODES = { m: "matches", s: "swipe", f: "flicker", b: "blend", d: "difference", p: "panorama" };
 const LAYERS = { l: "lines", o: "dots", c: "certainty" };
 
-function askToken() {
+/** Ask for the token; `wrong` tells that the server did not accept the last one. */
+function askToken(wrong) {
   const dialog = byId("token");
+  byId("token-wrong").hidden = !wrong;
   return new Promise((done) => {
     dialog.addEventListener("close", () => {
       const value = byId("token-value").value;

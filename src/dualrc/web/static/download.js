@@ -1,7 +1,7 @@
 // Downloads, the current view as PNG, and text to copy.
 
-import { fail, say } from "./messages.js";
-import { state } from "./state.js";
+import { fail, failResult, say } from "./messages.js";
+import { commands, state } from "./state.js";
 
 const ENDINGS = { npz: "npz", csv: "csv", json: "json", colmap: "db", png: "png" };
 
@@ -57,15 +57,16 @@ export function startDownloads(api, stage) {
     const name = `${stem(state.images[0].name)}-${stem(state.images[1].name)}.${ENDINGS[format]}`;
     event.target.disabled = true;
     try {
-      save(format === "png" ? await picture(stage) : await api.blob(`v1/pairs/${state.result.pair}?format=${format}`), name);
+      const query = new URLSearchParams({ format, ...(state.estimate?.matrix && { estimate: state.estimate.kind, ...state.estimate.settings }) });
+      save(format === "png" ? await picture(stage) : await api.blob(`v1/pairs/${state.result.pair}?${query}`), name);
     } catch (error) {
-      fail(error, () => event.target.click());
+      failResult(error, () => event.target.click());
     } finally {
       event.target.disabled = false;
     }
   });
   for (const button of document.querySelectorAll("[data-copy]")) {
     const kind = button.dataset.copy;
-    button.addEventListener("click", () => copy(state.result?.commands[kind] ?? "", kind === "shell" ? "the shell command" : "the Python code"));
+    button.addEventListener("click", () => copy(commands()?.[kind] ?? "", kind === "shell" ? "the shell command" : "the Python code"));
   }
 }

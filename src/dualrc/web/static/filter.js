@@ -80,7 +80,7 @@ export function startFilter() {
   byId("min-score").addEventListener("input", (event) => setFilter({ minScore: Number(event.target.value) }));
   byId("count").addEventListener("input", (event) => setFilter({ count: countOf(Number(event.target.value), state.result?.count ?? 0) }));
   byId("spread").addEventListener("change", (event) => setFilter({ spread: event.target.checked }));
-  byId("threshold").addEventListener("input", (event) => setFilter({ thresholdPx: 10 ** Number(event.target.value) }));
+  byId("threshold").addEventListener("input", (event) => setFilter({ thresholdPx: Number((10 ** Number(event.target.value)).toPrecision(3)) }));
   byId("inliers-only").addEventListener("change", (event) => setFilter({ inliersOnly: event.target.checked }));
   watch("estimate", () => {
     const { estimate, result } = state;

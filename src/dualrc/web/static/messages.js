@@ -44,6 +44,13 @@ export function fail(error, retry = null) {
   add(text, { bad: true, action: retry && { label: "Try again", run: retry } });
 }
 
+/** Show an error about the current result; an expired one can only be matched again. */
+export function failResult(error, retry) {
+  if (error?.code !== "unknown_id") return fail(error, retry);
+  for (const old of box().querySelectorAll(".message.bad")) old.remove();
+  add(error.message, { bad: true, action: { label: "Match again", run: () => document.getElementById("again").click() } });
+}
+
 /** Remove all messages. */
 export function clear() {
   box().replaceChildren();

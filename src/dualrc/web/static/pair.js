@@ -10,9 +10,9 @@ import { decode, fetchView } from "./images.js";
 import { chooser, showSlot, startInputs } from "./inputs.js";
 import { startKept } from "./kept.js";
 import { startLegend } from "./legend.js";
-import { announce, clear, fail } from "./messages.js";
+import { announce, clear, fail, failResult } from "./messages.js";
 import { Stage } from "./stage.js";
-import { change, snapshot, state, watch } from "./state.js";
+import { change, commands, snapshot, state, watch } from "./state.js";
 
 const byId = (id) => document.getElementById(id);
 const VERDICT_ICONS = { same: "i-yes", unsure: "i-unsure", different: "i-no" };
@@ -37,6 +37,7 @@ export class PairView {
     this.#buttons();
     watch("phase opening", () => this.#showPhase());
     watch("result", () => this.#showResult());
+    watch("result estimate", () => this.#showCommands());
     window.dualrcState = () => snapshot([...this.stage.viewers, this.compare.viewer], api);
   }
 
@@ -99,7 +100,7 @@ export class PairView {
       const sent = await sending;
       if (!loaded || loaded.width !== sent.width || loaded.height !== sent.height) loaded = await fetchView(this.api, sent);
       if (turn !== this.#turns[i]) return;
-      this.#setImage(i, { loaded, name: file.name, width: sent.width, height: sent.height, id: sent.id });
+      this.#setImage(i, { loaded, file, name: file.name, width: sent.width, height: sent.height, id: sent.id });
       if (state.images.every((image) => image?.id)) await this.run();
     } catch (error) {
       if (turn !== this.#turns[i]) return;
@@ -165,22 +166,35 @@ export class PairView {
   async run() {
     this.#abandon();
     const run = (this.#run = new AbortController());
-    const [image0, image1] = state.images.map((image) => image.id);
     change({ phase: "matching" });
-    this.#progress("Matching", undefined);
     let job = null;
     run.signal.addEventListener("abort", () => { if (job) this.api.json("DELETE", `v1/jobs/${job}`).catch(() => {}); });
     try {
-      const asked = { image0, image1, quality: byId("quality").value || undefined };
-      ({ job } = await this.api.json("POST", "v1/match?wait=false", asked, run.signal));
+      job = await this.#submit(run.signal).catch((error) => this.#submitAgain(error, run.signal));
       const done = await this.api.events(job, (progress) => this.#showProgress(progress), run.signal);
       job = null;
       this.#finish(await this.api.json("GET", done.result.replace(/^\//, ""), undefined, run.signal), run);
     } catch (error) {
       if (run !== this.#run) return;
       change({ phase: "failed" });
-      fail(error, () => this.run());
+      fail(error, error.code === "unknown_id" ? null : () => this.run());
     }
+  }
+
+  /** Queue a match of the two images; return its job. */
+  async #submit(signal) {
+    this.#progress("Matching", undefined);
+    const [image0, image1] = state.images.map((image) => image.id);
+    const asked = { image0, image1, quality: byId("quality").value || undefined };
+    return (await this.api.json("POST", "v1/match?wait=false", asked, signal)).job;
+  }
+
+  /** After images have expired on the server, upload their files once more, and queue the match. */
+  async #submitAgain(error, signal) {
+    if (error.code !== "unknown_id" || !state.images.every((image) => image.file)) throw error;
+    this.#progress("Uploading again", undefined);
+    for (const image of state.images) image.id = (await this.api.upload(image.file, signal)).id;
+    return this.#submit(signal);
   }
 
   #showProgress({ state: where, position, stage, fraction }) {
@@ -205,7 +219,7 @@ export class PairView {
       }
       change({ times: { ...state.times, warped: performance.now() } });
     } catch (error) {
-      if (run === this.#run) fail(error, () => this.#loadWarps({ pair }, run));
+      if (run === this.#run) failResult(error, () => this.#loadWarps({ pair }, run));
     }
   }
 
@@ -287,9 +301,12 @@ export class PairView {
     verdict.insertAdjacentHTML("afterbegin", `<svg class="icon" aria-hidden="true"><use href="#${VERDICT_ICONS[result.verdict.level]}"/></svg>`);
     const seconds = result.seconds < 10 ? result.seconds.toFixed(2) : result.seconds.toFixed(1);
     const tilted = result.tilted ? "; found through tilted views" : "";
-    byId("facts").textContent = `${seconds} s on ${result.device}; pair score ${result.pair_score.toFixed(2)}${tilted}`;
+    byId("facts").textContent = `${seconds} s on ${result.device}; pair score ${(Math.floor(100 * result.pair_score) / 100).toFixed(2)}${tilted}`;
     byId("result-warning").hidden = !result.warning;
     byId("result-warning").textContent = result.warning ?? "";
-    for (const kind of ["shell", "python"]) byId(`command-${kind}`).textContent = result.commands[kind];
+  }
+
+  #showCommands() {
+    for (const kind of ["shell", "python"]) byId(`command-${kind}`).textContent = commands()?.[kind] ?? "";
   }
 }

@@ -34,6 +34,11 @@ export const state = {
   marks: { lenses: [], line: null },
 };
 
+/** Return the commands that find the matches and fit the current model, {shell, python}. */
+export function commands() {
+  return state.estimate?.commands ?? state.result?.commands;
+}
+
 const watchers = new Map();
 
 /** Call `run` when one of the topics changes. */

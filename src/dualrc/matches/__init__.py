@@ -1,7 +1,5 @@
 """Matches between two images, the common data type of the package."""
 
-import csv
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,20 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.calibration import PairModel
-from dualrc.errors import DataError, OutputError
+from dualrc.errors import DataError
 from dualrc.evidence import collect
 from dualrc.extras import require
-from dualrc.files import BROKEN, check_writable, limit_zip, parse_json, read_text, replacing, write_json
 from dualrc.notebook import matches_html, warp_png
 from dualrc.types import BoolArray, FloatArray, Size
 
 EstimateKind = Literal["homography", "fundamental", "essential"]
 
-_COLUMNS: tuple[str, ...] = ("x0", "y0", "x1", "y1", "score")
-_COVARIANCE_COLUMNS = ("var_x1", "var_y1", "cov_x1_y1")
-
-# Largest size of the arrays in an .npz file, unpacked: about 40 million matches.
-_MOST_BYTES = 1 << 30
 # Number of best matches that score a pair without a calibration.
 _PAIR_TOP = 100
 
@@ -50,10 +42,13 @@ class RelativePose:
 class Match(NamedTuple):
     """One pair of corresponding points, as iteration over Matches yields it."""
 
+    # Point in image 0, in pixels.
     x0: float
     y0: float
+    # Point in image 1, in pixels.
     x1: float
     y1: float
+    # As in `Matches.scores`.
     score: float
 
 
@@ -61,6 +56,7 @@ class Match(NamedTuple):
 class Estimate:
     """A two-view model fitted to matches, and the matches that agree with it."""
 
+    # Type of the model.
     kind: EstimateKind
     # (3, 3) From image 0 to image 1: x1 ~ H x0, or x1' F x0 = 0. An essential matrix applies to normalized rays.
     # None if no model could be fitted.
@@ -96,9 +92,10 @@ class Matches:
     # (n,) float32, higher is better. With calibrated weights, the probability of an error of at most 3 px.
     # The error is measured in pixels of the network input.
     scores: FloatArray
-    # (width, height); (0, 0) if a file does not contain it
+    # (width, height) of the upright image; (0, 0) if a file does not contain it.
     size0: Size
     size1: Size
+    # Model fitted to the matches, as `with_estimate` attaches it.
     estimate: Estimate | None = None
     # (n, 2, 2) float32, in squared pixels of image 1: covariance of points1, if the match is correct within 3 px.
     # None if it was not requested; NaN for a point without a counterpart.
@@ -150,7 +147,8 @@ class Matches:
 
     def __iter__(self) -> Iterator[Match]:
         """Iterate over matches as named tuples (x0, y0, x1, y1, score)."""
-        return (Match(*row) for row in _rows(self).tolist())
+        rows = np.concatenate([self.points0, self.points1, self.scores[:, None]], axis=1)
+        return (Match(*row) for row in rows.tolist())
 
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> Match: ...
@@ -181,8 +179,8 @@ class Matches:
         It is computed from the scores of the best matches, and from the shares of them, spread over the images, that
         agree with one affine motion and one epipolar geometry. Content at the same position in both images, such as
         stamps and bars, does not count unless the center is static too. A selection of matches has the score of the
-        whole pair. Without calibrated weights it is a value from 0 to 1 that only ranks pairs: the squared mean of the
-        square roots of the best 100 scores.
+        whole pair. Without calibrated weights it is not a probability and may exceed 1. It then only ranks pairs: it
+        is the squared mean of the square roots of the best 100 scores.
         """
         if self.whole is not None:
             return self.whole.pair_score
@@ -268,59 +266,31 @@ class Matches:
         A .csv has the columns x0, y0, x1, y1, score, then var_x1, var_y1, cov_x1_y1 if there are covariances, and
         inlier if there is an estimate. Sizes, model and info go to a second file next to it, FILE.csv.json.
         """
-        path = Path(path)
-        writer = _WRITERS.get(path.suffix.lower())
-        if writer is None:
-            raise OutputError(f"{path}: matches are written as .npz, .json or .csv; choose one of these suffixes.")
-        if path.suffix.lower() == ".csv":
-            check_writable(_beside(path))
-        with replacing(path) as temporary:
-            writer(self, temporary)
-        if path.suffix.lower() == ".csv":
-            write_json(_beside(path), self._header())
+        from dualrc.matches.files import save
+
+        save(self, Path(path))
 
     @staticmethod
     def load(path: str | Path) -> "Matches":
         """Read a file of `save`, with at most 1 GiB of arrays or text; never unpickles."""
-        path = Path(path)
-        reader = _READERS.get(path.suffix.lower())
-        if reader is None:
-            raise DataError(f"{path}: matches are read from .npz, .json or .csv files; give one of these.")
-        if not path.exists():
-            raise DataError(f"{path} does not exist; check the path.")
-        try:
-            return reader(path)
-        except (*BROKEN, DataError) as error:
-            raise DataError(f"{path} does not contain matches ({error}); write it again with Matches.save.") from error
+        from dualrc.matches.files import load
+
+        return load(Path(path))
 
     def stored_info(self) -> dict[str, Any]:
         """Return the info to store with these matches; a selection includes the pair_score of the whole pair."""
         return dict(self.info) if self.whole is None else {**self.info, "pair_score": self.pair_score}
-
-    def _header(self) -> dict[str, Any]:
-        """Return everything except the arrays with one row per match."""
-        header: dict[str, Any] = {"size0": self.size0, "size1": self.size1, "info": self.stored_info()}
-        if self.estimate is not None:
-            matrix, pose = self.estimate.matrix, self.estimate.pose
-            header["estimate"] = {
-                "kind": self.estimate.kind,
-                "matrix": None if matrix is None else np.asarray(matrix, dtype=np.float64).tolist(),
-                "cam1_from_cam0": None if pose is None else pose.cam1_from_cam0.tolist(),
-                "rotation_only": self.estimate.rotation_only,
-                "warnings": list(self.estimate.warnings),
-                "info": dict(self.estimate.info),
-            }
-        return header
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Warp:
     """Position in image 1 of every pixel of image 0, with a certainty."""
 
-    # (height, width, 2) float32; NaN where unknown
+    # (height, width, 2) float32; NaN where unknown.
     points1: FloatArray
-    # (height, width) float32, on the scale of match scores; 0 where unknown
+    # (height, width) float32, on the scale of match scores; 0 where unknown.
     certainty: FloatArray
+    # (width, height) of image 1.
     size1: Size
 
     def __repr__(self) -> str:
@@ -345,129 +315,3 @@ def inside_mask(points: FloatArray, mask: BoolArray) -> BoolArray:
     inside = np.zeros(len(points), dtype=bool)
     inside[valid] = mask[row[valid], column[valid]]
     return inside
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
-def _from_parts(
-    header: Mapping[str, Any], rows: FloatArray, inliers: BoolArray | None, covariance: FloatArray | None
-) -> Matches:
-    estimate = None
-    if "estimate" in header and inliers is not None:
-        stored, info = header["estimate"], dict(header["estimate"]["info"])
-        # Files of earlier versions store the pose in the info.
-        pose = info.pop("cam1_from_cam0", None) or stored.get("cam1_from_cam0")
-        estimate = Estimate(
-            kind=stored["kind"],
-            matrix=None if stored["matrix"] is None else np.array(stored["matrix"], dtype=np.float64),
-            inliers=inliers,
-            pose=None if pose is None else RelativePose(cam1_from_cam0=np.array(pose, dtype=np.float64)),
-            rotation_only=bool(stored.get("rotation_only", False)),
-            warnings=tuple(map(str, stored.get("warnings", ()))),
-            info=info,
-        )
-    return Matches(
-        points0=rows[:, 0:2],
-        points1=rows[:, 2:4],
-        scores=rows[:, 4],
-        size0=tuple(header["size0"]),
-        size1=tuple(header["size1"]),
-        estimate=estimate,
-        covariance=covariance,
-        info=header["info"],
-    )
-
-
-def _rows(matches: Matches) -> FloatArray:
-    return np.concatenate([matches.points0, matches.points1, matches.scores[:, None]], axis=1)
-
-
-def _write_npz(matches: Matches, path: Path) -> None:
-    arrays: dict[str, Any] = {
-        "points0": matches.points0,
-        "points1": matches.points1,
-        "scores": matches.scores,
-        "header": np.array(json.dumps(matches._header())),
-    }
-    if matches.covariance is not None:
-        arrays["covariance"] = matches.covariance
-    if matches.estimate is not None:
-        arrays["inliers"] = matches.estimate.inliers
-        if matches.estimate.matrix is not None:
-            arrays["matrix"] = matches.estimate.matrix
-    # With a path, numpy would append .npz to a name that ends with .NPZ.
-    with path.open("wb") as file:
-        np.savez_compressed(file, **arrays)
-
-
-def _read_npz(path: Path) -> Matches:
-    limit_zip(path, _MOST_BYTES)
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        rows = np.concatenate([arrays["points0"], arrays["points1"], arrays["scores"][:, None]], axis=1)
-        inliers = arrays.get("inliers")
-        return _from_parts(parse_json(str(arrays["header"])), rows, inliers, arrays.get("covariance"))
-
-
-def _write_json(matches: Matches, path: Path) -> None:
-    content = matches._header()
-    for name in ("points0", "points1", "scores", "covariance"):
-        values = getattr(matches, name)
-        if values is None:
-            continue
-        plain = values.astype(object)
-        # JSON has no NaN, which marks a point without a counterpart.
-        plain[np.isnan(values)] = None
-        content[name] = plain.tolist()
-    if matches.estimate is not None:
-        content["inliers"] = matches.estimate.inliers.tolist()
-    path.write_text(json.dumps(content) + "\n", encoding="utf-8")
-
-
-def _read_json(path: Path) -> Matches:
-    content = parse_json(read_text(path))
-    columns = (
-        np.array(content["points0"], dtype=np.float32).reshape(-1, 2),
-        np.array(content["points1"], dtype=np.float32).reshape(-1, 2),
-        np.array(content["scores"], dtype=np.float32)[:, None],
-    )
-    inliers = np.array(content["inliers"], dtype=bool) if "inliers" in content else None
-    covariance = None
-    if "covariance" in content:
-        covariance = np.array(content["covariance"], dtype=np.float32).reshape(-1, 2, 2)
-    return _from_parts(content, np.concatenate(columns, axis=1), inliers, covariance)
-
-
-def _write_csv(matches: Matches, path: Path) -> None:
-    columns, rows, estimate = _COLUMNS, _rows(matches), matches.estimate
-    if matches.covariance is not None:
-        columns += _COVARIANCE_COLUMNS
-        rows = np.concatenate([rows, matches.covariance.reshape(-1, 4)[:, [0, 3, 1]]], axis=1)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns if estimate is None else (*columns, "inlier"))
-        for index, row in enumerate(rows):
-            # str of a float32 is the shortest text that reads back to the same float32.
-            values = [str(value) for value in row]
-            writer.writerow(values if estimate is None else [*values, int(estimate.inliers[index])])
-
-
-def _read_csv(path: Path) -> Matches:
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.reader(file)
-        columns = tuple(next(reader, ()))
-        if columns[:5] != _COLUMNS:
-            raise ValueError(f"its columns are not {', '.join(_COLUMNS)}")
-        table = np.array(list(reader), dtype=np.float32).reshape(-1, len(columns))
-    header: dict[str, Any] = {"size0": (0, 0), "size1": (0, 0), "info": {}}
-    if _beside(path).exists():
-        header = parse_json(read_text(_beside(path)))
-    covariance, others = None, table[:, 5:]
-    if columns[5:8] == _COVARIANCE_COLUMNS:
-        covariance, others = table[:, [5, 7, 7, 6]].reshape(-1, 2, 2), table[:, 8:]
-    return _from_parts(header, table[:, :5], others[:, 0] != 0 if others.shape[1] else None, covariance)
-
-
-_WRITERS = {".npz": _write_npz, ".json": _write_json, ".csv": _write_csv}
-_READERS = {".npz": _read_npz, ".json": _read_json, ".csv": _read_csv}

@@ -1,0 +1,76 @@
+"""OpenAPI description of the service: responses of every route, errors and the token."""
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+
+from dualrc.web.schemas import Error
+from dualrc.web.security import is_protected
+
+# Meaning of the statuses of errors.
+_ERRORS = {
+    401: "Missing or wrong token.",
+    403: "Request from the page of another site.",
+    404: "Unknown or expired id.",
+    408: "Upload too slow.",
+    409: "The job was cancelled.",
+    413: "Too many bytes or pixels.",
+    415: "Not a readable image, or not a multipart form.",
+    421: "Wrong host name.",
+    422: "Invalid field, or image too small.",
+    429: "Too many jobs of this client; see Retry-After.",
+    500: "The server failed; see its log.",
+    503: "Queue full, or not enough memory; see Retry-After.",
+    504: "Time limit exceeded.",
+}
+# Statuses with which any route, a route that queues a job, or one that receives a file can answer.
+EVERY = (401, 403, 421, 500)
+JOB = (404, 409, 413, 415, 422, 429, 503, 504)
+UPLOAD = (408, 413, 415, 422, 503)
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def errors(*statuses: int) -> Responses:
+    """Return the description of errors."""
+    return {status: {"model": Error, "description": _ERRORS[status]} for status in sorted(set(statuses))}
+
+
+def response(kind: type[BaseModel], description: str, status: int = 200) -> Responses:
+    """Return the description of a JSON response that a route encodes by itself."""
+    return {status: {"model": kind, "description": description}}
+
+
+def binary(description: str, *media: str) -> Responses:
+    """Return the description of a response with bytes of one of several media types."""
+    return {200: {"content": {kind: {"schema": _schema(kind)} for kind in media}, "description": description}}
+
+
+def describe(app: FastAPI, *, token: bool) -> None:
+    """Let /openapi.json tell which routes require a token, if the server has one."""
+
+    def make() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(
+                title=app.title, version=app.version, description=app.description, routes=list(app.routes)
+            )
+            if token:
+                _require_token(made)
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = make  # type: ignore[method-assign]
+
+
+def _require_token(made: dict[str, Any]) -> None:
+    made["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    for path, operations in made["paths"].items():
+        if is_protected(path):
+            for operation in operations.values():
+                operation["security"] = [{"token": []}]
+
+
+def _schema(media: str) -> dict[str, str]:
+    return {"type": "string"} if media.startswith("text/") else {"type": "string", "format": "binary"}
