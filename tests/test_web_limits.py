@@ -309,20 +309,23 @@ def test_a_header_that_does_not_end_closes_the_connection(monkeypatch):
     with serving(matcher) as served, served.http() as http:
         address = (http.base_url.host, http.base_url.port)
 
-        def lifetime(line: bytes) -> float:
+        def lifetime(line: bytes, first: bytes = b"") -> float:
             """Seconds until the server closes a connection that sends the line again and again."""
-            start = time.monotonic()
+            start, ended = time.monotonic(), False
             with socket.create_connection(address, timeout=0.1) as client, suppress(ConnectionError):
-                while time.monotonic() < start + 20:
+                client.sendall(first)
+                while not ended and time.monotonic() < start + 20:
                     if line:
                         client.sendall(line)
                     with suppress(TimeoutError):
-                        if not client.recv(100):
-                            break
+                        ended = not client.recv(1000)
             return time.monotonic() - start
 
         assert 0.5 < lifetime(b"") < 10
         assert 0.5 < lifetime(b"X") < 10
+        # The rest of a body after the response.
+        header = b"POST /v1/images HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+        assert 0.5 < lifetime(b"X", header) < 10
         # The second request of a connection has the same limit.
         with socket.create_connection(address, timeout=10) as client, suppress(ConnectionError):
             client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
