@@ -88,7 +88,7 @@ class Connection(H11Protocol):
     def _limit(self) -> None:
         """Start the timer at the start of a header, and stop it at the end.
 
-        It also limits the rest of a body that arrives after the response, since nobody reads it any longer.
+        It also limits the rest of a body that arrives after the response.
         """
         answered = self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
         if self.conn.their_state is not h11.IDLE and not answered:
