@@ -78,9 +78,8 @@ def test_bad_files_are_refused(http, served, name):
     assert str(served.service.images.folder) not in words
     files = {"image0": ("a.png", GOOD), "image1": ("x.png", content)}
     refused(http.post("/v1/match", files=files), status, code)
-    kept = len(served.service.images)
-    assert kept == before + 1  # the good one
-    assert len(list(served.service.images.folder.iterdir())) == kept
+    # Nobody would know the id of the good image.
+    assert len(served.service.images) == before == len(list(served.service.images.folder.iterdir()))
 
 
 def test_a_long_strip_is_kept_and_refused_where_it_is_too_thin(http):
@@ -215,7 +214,7 @@ def test_addresses():
 
 
 def test_images_and_results_expire():
-    with serving(keep_s=0.4) as served, served.http() as http:
+    with serving(keep_s=1.5) as served, served.http() as http:
         number = upload(http, GOOD)
         result = http.post("/v1/match", json={"image0": number, "image1": number, "top": 5}).json()
         assert http.get(f"/v1/pairs/{result['pair']}").status_code == 200
@@ -310,20 +309,23 @@ def test_a_header_that_does_not_end_closes_the_connection(monkeypatch):
     with serving(matcher) as served, served.http() as http:
         address = (http.base_url.host, http.base_url.port)
 
-        def lifetime(line: bytes) -> float:
+        def lifetime(line: bytes, first: bytes = b"") -> float:
             """Seconds until the server closes a connection that sends the line again and again."""
-            start = time.monotonic()
+            start, ended = time.monotonic(), False
             with socket.create_connection(address, timeout=0.1) as client, suppress(ConnectionError):
-                while time.monotonic() < start + 20:
+                client.sendall(first)
+                while not ended and time.monotonic() < start + 20:
                     if line:
                         client.sendall(line)
                     with suppress(TimeoutError):
-                        if not client.recv(100):
-                            break
+                        ended = not client.recv(1000)
             return time.monotonic() - start
 
         assert 0.5 < lifetime(b"") < 10
         assert 0.5 < lifetime(b"X") < 10
+        # The rest of a body after the response.
+        header = b"POST /v1/images HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+        assert 0.5 < lifetime(b"X", header) < 10
         # The second request of a connection has the same limit.
         with socket.create_connection(address, timeout=10) as client, suppress(ConnectionError):
             client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -350,8 +352,9 @@ def test_metrics_and_the_access_log(http, served, caplog):
         text = http.get("/metrics").text
     import json
 
-    note = json.loads(caplog.messages[0])
-    assert note["route"] == "/v1/images/{number}/view" and note["status"] == 200 and note["bytes"] > 500
+    # The note of an earlier request may come after its response.
+    note = next(note for note in map(json.loads, caplog.messages) if note["route"] == "/v1/images/{number}/view")
+    assert note["status"] == 200 and note["bytes"] > 500
     assert number not in "".join(caplog.messages)  # who knows an id has the image
     values = {}
     for line in text.splitlines():

@@ -81,7 +81,12 @@ async def _asked(request: Request) -> tuple[tuple[Upload, Upload], schemas.Match
             fields = {key: value for key, value in form.multi_items() if isinstance(value, str) and value != ""}
             options = checked(schemas.MatchOptions, fields)
             image0 = await keep(request, form.get("image0"), "image0")
-            image1 = await keep(request, form.get("image1"), "image1")
+            try:
+                image1 = await keep(request, form.get("image1"), "image1")
+            except Exception:
+                # The client does not learn the id of the first image.
+                service_of(request).images.delete(image0.id)
+                raise
         return (image0, image1), options
     body = await json_body(request, schemas.MatchBody)
     return (service.images.get(body.image0), service.images.get(body.image1)), body

@@ -61,7 +61,7 @@ def is_busy() -> bool:
 
 
 class Connection(H11Protocol):
-    """HTTP connection that is closed if the header of a request does not arrive in time.
+    """HTTP connection that is closed if the header of a request, or an unread body, does not arrive in time.
 
     uvicorn limits the pause between two requests, but not the time from the first to the last byte of a header.
     """
@@ -86,8 +86,12 @@ class Connection(H11Protocol):
         self._stop()
 
     def _limit(self) -> None:
-        """Start the timer at the start of a header, and stop it at the end."""
-        if self.conn.their_state is not h11.IDLE:
+        """Start the timer at the start of a header, and stop it at the end.
+
+        It also limits the rest of a body that arrives after the response.
+        """
+        answered = self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY
+        if self.conn.their_state is not h11.IDLE and not answered:
             self._stop()
         elif self._timer is None:
             self._timer = self.loop.call_later(self.header_s, self.transport.close)
