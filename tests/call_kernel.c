@@ -8,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-int dualrc_consensus(const void *), dualrc_search(const void *), dualrc_meet(const void *), dualrc_explain(const void *),
-    dualrc_fit(const void *);
+int dualrc_consensus(const void *), dualrc_search(const void *), dualrc_meet(const void *);
+int dualrc_explain(const void *), dualrc_fit(const void *);
 
 static const struct {
     const char *name;

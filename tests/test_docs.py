@@ -103,6 +103,8 @@ def run_page(name: str, samples: Path) -> None:
             assert block.language in known, f"{block}: name its language: python, sh, {', '.join(known)}"
 
 
+# hloc starts more workers than small machines have cores.
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("name", [name for name in NAMES if any(blocks(ROOT / name))])
 def test_the_code_of_a_document_runs(name, samples, monkeypatch, request):
     if name in CONTINUE:
