@@ -112,7 +112,7 @@ def test_mistakes_are_explained(made, tmp_path):
     before = (out / "transforms.json").read_text()
     assert write_dataset(folder / "model", folder / "images", out) == out
     assert (out / "transforms.json").read_text() == before
-    with pytest.raises(OutputError, match="not a dataset of dualrc"):
+    with pytest.raises(OutputError, match="is not a dataset of dualrc"):
         write_dataset(folder / "model", folder / "images", folder / "images")
     with pytest.raises(DataError, match=r"images\.bin"):
         write_dataset(tmp_path, folder / "images", tmp_path / "dataset")

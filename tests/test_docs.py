@@ -115,7 +115,14 @@ def run_page(name: str, samples: Path) -> None:
             assert block.language in known, f"{block}: name its language: python, sh, {', '.join(known)}"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if any(blocks(ROOT / name))])
+def with_code() -> list:
+    """Pages with code. hloc, vismatch and deep-image-matching give warnings of their own."""
+    names = [name for name in NAMES if any(blocks(ROOT / name))]
+    ignored = {"docs/integrations.md": [pytest.mark.filterwarnings("ignore")]}
+    return [pytest.param(name, marks=ignored.get(name, [])) for name in names]
+
+
+@pytest.mark.parametrize("name", with_code())
 def test_the_code_of_a_document_runs(name, samples, monkeypatch, request):
     if name in CONTINUE:
         request.getfixturevalue("town")

@@ -3,12 +3,14 @@
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, rand, texture, tiny_matcher
@@ -162,6 +164,101 @@ def test_numbers_that_are_none(variant):
         spoiled = [replace(one, features=values) for one, values in zip(fine, features, strict=True)]
         engine.windows(*spoiled, matches.pair, matches.index0, matches.index1)
         engine.refine(subpixel, tuple(spoiled), light, matches)
+
+
+CROSS, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+
+
+class Emulated(library.Library):
+    """The C kernels of another processor, called through tests/call_kernel.c in an emulator."""
+
+    def __init__(self, program: Path) -> None:
+        super().__init__(Recorder(program))
+
+    def call(self, name: str, **values) -> None:
+        kernel = library._KERNELS[name]
+        # The engine passes views of other tensors; the call copies whole tensors.
+        tensors = {field: values[field] for field in kernel.tensors}
+        held = {field: value.contiguous() for field, value in tensors.items() if value is not None}
+        self._library.held = [held.get(field) for field in kernel.tensors]
+        super().call(name, **(values | {field: held.get(field) for field in tensors}))
+
+
+class Recorder:
+    """Stands in for the ctypes library: sends the structure of a call and its tensors to the emulator."""
+
+    def __init__(self, program: Path) -> None:
+        self.program, self.held = program, []
+
+    def __getattr__(self, name: str):
+        return lambda pointer: self.run(name.removeprefix("dualrc_"), bytes(pointer._obj))
+
+    def run(self, name: str, structure: bytes) -> int:
+        contents = [None if one is None else one.view(-1).view(torch.uint8).numpy() for one in self.held]
+        rest = structure[8 * len(contents) :]
+        sizes = [-1 if content is None else len(content) for content in contents]
+        call = struct.pack(f"{len(sizes) + 2}q", len(sizes), *sizes, len(rest))
+        call += b"".join(content.tobytes() for content in contents if content is not None) + rest
+        done = subprocess.run([EMULATOR, self.program, name], input=call, capture_output=True, check=True)
+        left = np.frombuffer(done.stdout, dtype=np.uint8)
+        for content in contents:
+            if content is not None:
+                content[:], left = left[: len(content)], left[len(content) :]
+        assert not len(left)
+        return 0
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory) -> NativeEngine:
+    for program in (CROSS, EMULATOR):
+        if not shutil.which(program):
+            pytest.skip(f"{program} is not installed")
+    if not library.available():
+        pytest.skip("the C kernels were not compiled")
+    program, folder = tmp_path_factory.mktemp("cross") / "kernels", Path(library.__file__).parent
+    files = [*folder.glob("*.c"), ROOT / "tests" / "call_kernel.c"]
+    flags = [
+        "-std=gnu11",
+        "-O3",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fopenmp-simd",
+        "-static",
+        "-Wall",
+        "-Werror",
+    ]
+    defined = ['-DDUALRC_SOURCES="x"', f"-I{folder}"]
+    subprocess.run([CROSS, *flags, *defined, *files, "-lm", "-o", program], check=True)
+    engine = NativeEngine("generic")
+    engine._library = Emulated(program)
+    return engine
+
+
+@torch.inference_mode()
+def test_the_kernels_on_aarch64(emulated):
+    here = NativeEngine("generic")
+    for number, (shape0, shape1) in enumerate(ODD):
+        maps, consensus = coarse_maps(1, shape0, shape1, number), consensus_of((8, 1))
+        found, expected = (engine.coarse(maps, consensus, (None, None)) for engine in (emulated, here))
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    for temperature in (0.0, 0.1):
+        case = search_case("flat", 0, (3, 5), (4, 3), 2, 17, masked=True)
+        found, expected = (engine.search(*case, FineConfig(temperature=temperature)) for engine in (emulated, here))
+        assert torch.equal(found.index1, expected.index1)
+        assert torch.allclose(found.score0, expected.score0, rtol=1e-5, atol=1e-7)
+    case = refinement_case(0, count=20)
+    found, expected = (engine.refine(*case) for engine in (emulated, here))
+    for column in ("points0", "points1", "scores"):
+        assert torch.allclose(getattr(found, column), getattr(expected, column), rtol=1e-4, atol=2e-3), column
+
+
+@pytest.mark.parametrize("compiler", [CROSS, "x86_64-w64-mingw32-gcc", "clang"])
+def test_other_compilers_accept_the_kernels(compiler, tmp_path):
+    if not shutil.which(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    flags = ["-std=gnu11", "-O1", "-shared", "-fPIC", "-fopenmp-simd", "-Wall", "-Wextra", "-Werror"]
+    files = Path(library.__file__).parent.glob("*.c")
+    subprocess.run([compiler, *flags, '-DDUALRC_SOURCES="x"', *files, "-o", tmp_path / "kernels"], check=True)
 
 
 def has_sanitizers() -> bool:

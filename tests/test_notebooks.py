@@ -45,7 +45,7 @@ def test_a_notebook_runs(path, tmp_path, monkeypatch):
     images = sum("image/png" in output for output in shown)
     text = "\n".join(str(output.get(key, "")) for output in shown for key in ("text/plain", "stdout"))
     if path.stem == "match":
-        assert images >= 2 and any("<svg" in str(output.get("text/html", "")) for output in shown)
+        assert images >= 3 and any("<svg" in str(output.get("text/html", "")) for output in shown)
         assert "of the matches are within 3 px" in text and "Estimate(fundamental" in text
     elif path.stem == "reconstruct":
         assert images >= 2 and "5 of 5 images" in text and text.count("degrees") == 4

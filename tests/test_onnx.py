@@ -259,9 +259,14 @@ def test_command_line_writes_static_half_precision(tmp_path, reference):
     assert done.exit_code == 0 and "pair.onnx" in done.output, done.output
     matcher = Matcher((tmp_path / "features.onnx", tmp_path / "pair.onnx"), ONE, threads=1)
     assert matcher.input_size == (112, 96) and "float16, 112x96" in repr(matcher)
+    outputs = onnx.load(str(tmp_path / "features.onnx")).graph.output
+    shapes = {one.name: [dim.dim_value for dim in one.type.tensor_type.shape.dim] for one in outputs}
+    assert shapes["light"] == [1, 96, 112] and shapes["coarse"][2:] == [6, 7] and shapes["fine"][2:] == [24, 28]
     images = shifted(112, 96, 112, 96)
+    maps = matcher.features(images[0]).maps
+    assert {name: list(values.shape) for name, values in maps.items()} == shapes
     found, wanted = matcher.match(*images), reference.match(*images, top=100)
-    assert matcher.features(images[0]).maps["fine"].dtype == np.float16
+    assert maps["fine"].dtype == np.float16
     rows = [np.hstack([m.points0, m.points1]) for m in (wanted, found)]
     apart = np.abs(rows[0][:, None] - rows[1][None]).max(2).min(1)
     assert len(found) == 100 and np.median(apart) < 0.1
@@ -269,6 +274,13 @@ def test_command_line_writes_static_half_precision(tmp_path, reference):
         matcher.match(*images, size=200)
     with pytest.raises(ImageError, match="too small"):
         matcher.match(images[0][:20], images[1])
+
+
+def test_without_the_runtime_the_error_names_it_alone(models, monkeypatch):
+    """The extra would also install torch."""
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(ConfigError, match=r"need onnxruntime .*: pip install onnxruntime\.$"):
+        Matcher(models)
 
 
 def test_mistakes_are_named(models, tmp_path):

@@ -33,6 +33,8 @@ from dualrc.types import Size
 OPSET = 18
 # Default number of matches of the pair model, a few more than `Matches.pair_score` uses.
 TOP = 4096
+# Pixels of the image per cell of each feature map.
+_STRIDES = {"coarse": STRIDE, "fine": STRIDE // RATIO, "light": 1}
 # Sizes of the two images that trace a model of any size. All sides differ, so that the tracer cannot confuse them.
 _TRACED = (208, 176), (240, 144)
 
@@ -97,7 +99,7 @@ def export(
     written = []
     for part in parts:
         model = make_model(network, part, config)
-        _write(model, folder / FILES[part], replace(info, part=part))
+        _write(model, folder / FILES[part], replace(info, part=part), config.size)
         written.append(folder / FILES[part])
     return written
 
@@ -178,7 +180,7 @@ def _simplified(model: bytes) -> bytes:
         return (Path(folder) / "model.onnx").read_bytes()
 
 
-def _write(content: bytes, path: Path, info: ModelInfo) -> None:
+def _write(content: bytes, path: Path, info: ModelInfo, size: Size | None) -> None:
     import onnx
 
     model = onnx.load_from_string(content)
@@ -192,6 +194,10 @@ def _write(content: bytes, path: Path, info: ModelInfo) -> None:
         if output.name != "count":
             rows = info.top if info.part == "pair" else 1
             output.type.tensor_type.shape.dim[0].dim_value = rows
+        if info.part == "features" and size is not None:
+            # The tracer gives sides of different lengths the same name.
+            for axis, side in zip((-1, -2), size, strict=True):
+                output.type.tensor_type.shape.dim[axis].dim_value = side // _STRIDES[output.name]
     onnx.helper.set_model_props(model, info.to_metadata())
     onnx.checker.check_model(model, full_check=True)
     with replacing(path) as temporary:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ import numpy.typing as npt
 from dualrc.agreement import measure_agreement
 from dualrc.config import MIN_SIDE
 from dualrc.errors import ConfigError, ImageError, WeightsError
-from dualrc.extras import require
 from dualrc.image import ImageInput, Scale, network_size, read
 from dualrc.matches import Matches
 from dualrc.onnx.metadata import ModelInfo, Part
@@ -66,7 +65,7 @@ class Matcher:
         `providers` are execution providers in the format of ONNX Runtime; None selects the best available ones.
         `threads` limits the number of CPU threads; None uses one per core.
         """
-        runtime = require("onnxruntime", "onnx", "ONNX models")
+        runtime = _import_runtime()
         paths = (Path(path) / FILES["features"], Path(path) / FILES["pair"]) if isinstance(path, str | Path) else path
         if providers is None:
             providers = [name for name in PROVIDERS if name in runtime.get_available_providers()]
@@ -193,6 +192,14 @@ class Matcher:
         if min(own) < MIN_SIDE:
             raise ImageError("The image of {}x{} pixels is too small; give a larger one.".format(*own))
         return self.input_size
+
+
+def _import_runtime() -> Any:
+    try:
+        return import_module("onnxruntime")
+    except ImportError as error:
+        # The extra `onnx` would also install torch.
+        raise ConfigError(f"ONNX models need onnxruntime ({error}): pip install onnxruntime.") from error
 
 
 def _open(runtime: Any, path: Path, providers: Sequence[Any], threads: int | None) -> Any:
