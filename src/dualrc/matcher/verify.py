@@ -8,8 +8,8 @@ from dualrc.types import FloatArray
 
 # Inlier threshold on the distance to an epipolar line, as a share of the long side.
 _THRESHOLD = 0.003
-# Verified weight above which no other starting point is searched.
-# On hard pairs, wrong results reach 33, correct ones start at 190.
+# Verified weight above which a tilted view is accepted.
+# On hard pairs, wrong results of the search for tilts reach 33, correct ones start at 190.
 BEYOND_DOUBT = 100.0
 _SAMPLE, _ITERATIONS, _FEWEST = 1000, 1000, 20
 
