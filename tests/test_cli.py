@@ -262,6 +262,20 @@ def test_convert_refuses_what_is_no_checkpoint(run, tmp_path):
     assert not (tmp_path / "out.safetensors").exists()
 
 
+def test_pillow_prints_nothing_about_a_damaged_file(tmp_path):
+    """In a process of its own, because pytest handles all log messages."""
+    Image.new("RGB", (64, 48)).save(tmp_path / "a.tiff")
+    data = bytearray((tmp_path / "a.tiff").read_bytes())
+    # The value of the tag SamplesPerPixel, a little-endian short.
+    entry = data.find(bytes([0x15, 1, 3, 0]))
+    data[entry + 8 : entry + 10] = (2048).to_bytes(2, "little")
+    (tmp_path / "a.tiff").write_bytes(data)
+    command = [sys.executable, "-m", "dualrc", "match", "a.tiff", "a.tiff"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Error: a.tiff ") and len(ended.stderr.splitlines()) == 1
+
+
 @pytest.mark.skipif(bundled("default") is None, reason="the package carries no weights yet")
 def test_the_demo_leaves_images_and_figures(run, tmp_path):
     status, screen, errors = run("demo", "--out", tmp_path / "demo", "--device", "cpu")

@@ -235,6 +235,31 @@ def test_charts_are_drawn_from_the_tables_of_the_documents(tmp_path):
         assert shown == drawn, f"docs/images/{name} shows other figures than its table; run scripts/figures"
 
 
+def test_the_readme_is_short_and_has_the_caption_of_the_home_page():
+    readme, home = (path.read_text(encoding="utf-8") for path in (ROOT / "README.md", DOCS / "index.md"))
+    assert len(readme.encode()) <= 6500
+    captions = [re.search(r"hero\.jpg\)\n\n(.+?)\n\n", text, re.DOTALL) for text in (readme, home)]
+    assert captions[0] and captions[1] and captions[0][1] == captions[1][1]
+
+
+def table(page: Path, first: str) -> list[list[str]]:
+    """The rows of the first table whose header begins with `first`, without the header."""
+    lines = page.read_text(encoding="utf-8").split(f"\n{first}", 1)[1].split("\n\n", 1)[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_readme_has_the_figures_of_the_benchmark_pages():
+    readme = ROOT / "README.md"
+    pages = [table(DOCS / "benchmarks.md", f"| matcher | top | {first} |") for first in ("1 px", "H 3 px")]
+    names = ("dualrc", "dualrc-high", "sift-ratio", "sift-mutual")
+    for name, (_, *shown) in zip(names, table(readme, "| matcher | accuracy"), strict=True):
+        matching, homographies = (next(row for row in rows if row[:2] == [name, "1000"]) for rows in pages)
+        assert shown == [*matching[2:5], matching[8], *homographies[2:5]], name
+    stages = {stage: times for stage, *times in table(DOCS / "speed.md", "| stage | 320x240 |")}
+    for name, *times in table(readme, "| | 320x240 |"):
+        assert times == stages["whole pair" if name == "dualrc" else f"{name}, whole pair"], name
+
+
 def test_the_guide_names_every_benchmark():
     from dualrc.evaluation import BENCHMARKS
 

@@ -28,6 +28,8 @@ except KeyboardInterrupt:
 def main() -> None:
     """Run the command line; errors of the package print one line and exit with status 1."""
     warnings.showwarning = lambda message, *_, **__: logging.getLogger("dualrc").warning("Note: %s", message)
+    # Pillow's own messages about damaged files have no file name, and would break the progress bar.
+    logging.getLogger("PIL").addHandler(logging.NullHandler())
     try:
         common.app()
     except DualRCError as error:
