@@ -17,7 +17,7 @@ from dualrc.image import Scale
 from dualrc.localize.maps import Look
 from dualrc.matcher import rematch
 from dualrc.matcher.features import ImageFeatures
-from dualrc.matcher.verify import verify
+from dualrc.matcher.verify import Verified, verify
 from dualrc.matcher.views import Shown, see
 from dualrc.matcher.viewsearch import (
     Simulated,
@@ -274,6 +274,17 @@ def test_a_tilt_below_the_smallest_one_is_no_search(photograph, shipped, monkeyp
     for max_tilt, searches in ((2.9, 0), (3.0, 1)):
         found = shipped.match_features(*features, max_tilt=max_tilt)
         assert "warning" in found.info and len(searched) == searches
+
+
+@pytest.mark.parametrize(("weight", "views"), [(101.0, True), (190.0, False)])
+def test_high_quality_searches_views_unless_the_matches_are_certain(photograph, shipped, monkeypatch, weight, views):
+    """On hard pairs, wrong results reach a weight of 101, and correct ones start at 190."""
+    searched: list[tuple] = []
+    monkeypatch.setattr(rematch, "verify", lambda matches: Verified(matches, None, weight))
+    monkeypatch.setattr(rematch, "best_views", lambda *args: searched.append(args) or [])
+    image = photograph[:160, :160]
+    shipped.match(image, image, quality="high")
+    assert bool(searched) == views
 
 
 def test_the_quick_search_has_the_tilts_up_to_the_largest():

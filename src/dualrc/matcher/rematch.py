@@ -11,7 +11,7 @@ from dualrc import geometry
 from dualrc.agreement import ADVICE, CHANCE, Agreement
 from dualrc.image import Scale, to_tensor
 from dualrc.matcher.features import FeaturePair, ImageFeatures
-from dualrc.matcher.verify import BEYOND_DOUBT, BY_CHANCE, Verified, verify
+from dualrc.matcher.verify import BEYOND_DOUBT, Verified, verify
 from dualrc.matcher.views import LARGEST_GROWTH, LEAST_SIDE, Box, Look, View, match_views, rounded, scale_views
 from dualrc.matcher.viewsearch import best_views, quick_search, thorough_search
 from dualrc.matches import Matches
@@ -47,6 +47,11 @@ _LOOKS = 2
 _RATIOS = (0.78, 0.5)
 # Starting points from which matching continues at full size, and the verified weight that they need for it.
 _STARTS, _WORTH = 2, 1.0
+# Verified weight above which high quality searches no other starting point. It is higher than `BEYOND_DOUBT`, because a
+# needless search only takes time. On hard pairs, wrong results reach 101, correct ones start at 190.
+_CERTAIN = 140.0
+# Verified weight that the best of many starting points can reach by chance. The first matches are kept up to it.
+_BY_CHANCE = 20.0
 # Number of matches from which the common motion is estimated.
 _SAMPLE = 3000
 # Inlier threshold as a share of image 1's long side. It is wide, because scenes are not planar.
@@ -197,18 +202,18 @@ def match_again(
         return first
     best = verify(first)
     # Without a calibration, scores of any size can be right, so only the search with rotated views goes on.
-    if best.weight > BEYOND_DOUBT or (matcher.calibration is None and not rotated_views):
+    if best.weight > _CERTAIN or (matcher.calibration is None and not rotated_views):
         best = _looked_again(best, matcher, images, features, _LOOKS)
     else:
         smaller = list(_smaller(matcher, images, features))
         small = smaller[-1] if smaller else features
         starts = [best, *(verify(next(matcher.match_uncalibrated([pair], everything))) for pair in smaller)]
         best = _best_of(starts, matcher, images, features, small)
-        if best.weight <= BEYOND_DOUBT:
+        if best.weight <= _CERTAIN:
             views = best_views(matcher, features, thorough_search(rotated=rotated_views))
             best = _best_of([best, *views], matcher, images, features, small)
-    chance = matcher.calibration is not None and best.weight <= BY_CHANCE
-    if best.matches is first or chance:
+    by_chance = matcher.calibration is not None and best.weight <= _BY_CHANCE
+    if best.matches is first or by_chance:
         return first
     found = joined(best.matches, first)
     # The first pass may have warned that its matches do not agree.
