@@ -1,8 +1,10 @@
 """A small Aachen Day-Night: a rendered square by day and by night, in the published layouts, with lens distortion.
 
-The distortion is implemented here again, without COLMAP, to test its conventions.
+The distortion is implemented here again, without COLMAP, to test its conventions. `python tests/aachen_data.py FOLDER`
+writes v1.1, and truth.txt with the true poses of its queries.
 """
 
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -254,3 +256,12 @@ def _write_model(folder: Path, names) -> None:
         made.add_image_with_trivial_frame(image, pycolmap.Rigid3d(SHOTS[name].view.cam_from_world))
     folder.mkdir(parents=True)
     made.write_binary(folder)
+
+
+def main(folder: str) -> None:
+    root = write_v1_1(Path(folder))
+    write_truth(root / "truth.txt", (*DAY_QUERIES, *NIGHT_QUERIES, NEW_NIGHT_QUERY))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -265,6 +265,17 @@ def test_the_readme_has_the_figures_of_the_benchmark_pages():
     stages = {stage: times for stage, *times in table(DOCS / "speed.md", "| stage | 320x240 |")}
     for name, *times in table(readme, "| | 320x240 |"):
         assert times == stages["whole pair" if name == "dualrc" else f"{name}, whole pair"], name
+    text = " ".join(readme.read_text(encoding="utf-8").split())
+    own, faster, _, worst = (times for _, *times in table(DOCS / "speed.md", "| variant of `paper` |"))
+    small, large = (time.partition(" (")[0] for time in own)
+    assert f"takes {small} at 800x592 and {large} at 1600x1200" in text
+    assert all(f"{times[0].removesuffix(' ms')} and {times[1]}" in text for times in (faster, worst))
+
+
+def test_the_model_card_tells_of_misuse():
+    card = (ROOT / "src" / "dualrc" / "weights" / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"\*\*Broader impact and misuse\.\*\*(.+?)(\n\n|$)", card, re.DOTALL)
+    assert found and len(found[1].split()) > 50
 
 
 def test_the_guide_names_every_benchmark():

@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import pytest
@@ -38,6 +38,9 @@ def three_right(path0, path1):
 class ShiftSettings(OneNetworkSettings):
     shift_px: Annotated[int, Option("columns by which image 1 is moved; without it, 3.")] = 3
     masks: Annotated[tuple[Path, ...], Option("images to leave out.", flags=("--without",))] = ()
+
+    paper: ClassVar = {"top": 2}
+    differences: ClassVar = "The published evaluation moves images, too."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +187,15 @@ def test_the_paper_s_protocol(tmp_path):
         HPatchesSettings(roots=(tmp_path,), out=tmp_path, protocol="papers")
     with pytest.raises(ConfigError, match="The paper has no protocol for this benchmark"):
         OneNetworkSettings.of(given)
+
+
+def test_the_report_names_differences_from_the_published_evaluation(registered, data, tmp_path):
+    for protocol, count in (("own", 8), ("paper", 4)):
+        content, text = run_evaluation("shift", (data,), tmp_path, tmp_path, ["three_right"], protocol=protocol)
+        assert content["results"][0].figures.matches == count
+        assert (ShiftSettings.differences in content["notes"]) == (protocol == "paper")
+        assert (ShiftSettings.differences in text) == (protocol == "paper")
+    assert all(settings.differences for settings in (HPatchesSettings, InLocSettings, AachenSettings))
 
 
 def test_the_registry_and_the_command_line_agree():

@@ -231,7 +231,12 @@ def test_conversion_of_minkowski_kernels(published, tmp_path):
 
 
 def test_checkpoints_that_are_not_known(published):
-    for args, words in (({"bn": 1}, "batch norms"), ({"feature_extraction_cnn": "resnet18"}, "a backbone other than")):
+    unknown = (
+        ({"bn": 1}, "batch norms"),
+        ({"feature_extraction_cnn": "resnet18"}, "a backbone other than"),
+        ({"symmetric_mode": 0}, "one matching direction only"),
+    )
+    for args, words in unknown:
         settings = argparse.Namespace(**{**vars(published["args"]), **args})
         with pytest.raises(WeightsError, match=words):
             checkpoint._from_ncnet(settings, published["state_dict"], "file")

@@ -66,6 +66,10 @@ def run(folder, **changes) -> TrainConfig:
     return TrainConfig(**{"data": (source(folder, "training"),), **settings, **changes})
 
 
+def gray_levels(batch) -> list[int]:
+    return (batch.images0[:, 0, 0, 0] * 0.229 * 255 + 0.485 * 255).round().int().tolist()
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_an_epoch_has_every_pair_once(parts):
     numbered = NumberedPairs(7)
@@ -75,7 +79,7 @@ def test_an_epoch_has_every_pair_once(parts):
     for step in range(7):
         batch = batches.get(step, range(parts))
         assert len(batch.images0) == 4
-        seen += (batch.images0[:, 0, 0, 0] * 0.229 * 255 + 0.485 * 255).round().int().tolist()
+        seen += gray_levels(batch)
     batches.close()
     maker.close()
     epochs = [seen[start : start + 7] for start in range(0, 28, 7)]
@@ -89,6 +93,18 @@ def test_another_pair_stands_in_for_a_broken_one():
     maker.close()
     assert len(batch.images0) == 5
     assert list(maker.skipped) == ["2"]
+
+
+def test_the_pairs_that_stand_in_for_broken_ones_vary():
+    maker = FilePairs(
+        NumberedPairs(40, broken=tuple(range(20, 40))), PairsFileConfig(file="", images=""), size=64, points=8
+    )
+    batches = [maker.make_in_order(first, 4, seed=0) for first in range(0, 40, 4)]
+    maker.close()
+    seen = Counter(level for batch in batches for level in gray_levels(batch))
+    assert sum(seen.values()) == 40 and seen.keys() == set(range(20))
+    # A fixed stand-in for each place in a batch would repeat at most four pairs.
+    assert sum(count > 1 for count in seen.values()) > 8
 
 
 def test_without_a_validation_set_a_tenth_is_held_out(pairs):

@@ -112,9 +112,10 @@ class FilePairs:
         epochs = range(first // total, (first + count - 1) // total + 1)
         orders = {epoch: np.random.default_rng([seed, epoch]).permutation(total).tolist() for epoch in epochs}
         numbers = (orders[place // total][place % total] for place in range(first, first + count))
+        own = int(np.random.default_rng([seed, first]).integers(1 << 62))
         # A random pair replaces a pair that cannot be used.
-        choices = [itertools.chain([number], self._drawn(seed, slot)) for slot, number in enumerate(numbers)]
-        return self._batch(int(np.random.default_rng([seed, first]).integers(1 << 62)), choices)
+        choices = [itertools.chain([number], self._drawn(own, slot)) for slot, number in enumerate(numbers)]
+        return self._batch(own, choices)
 
     def _drawn(self, seed: int, slot: int) -> Iterator[int]:
         """Yield the numbers of all pairs, in an order that depends only on seed and slot."""

@@ -35,10 +35,6 @@ UNKNOWN = float("nan")
 _SUBMISSION = {"v1.0": "Aachen_eval", "v1.1": "Aachen_v1_1_eval"}
 _EPIPOLAR_PX = 2.0
 _SHOWN_FAILURES = 20
-_DIFFERENCES = (
-    "The published evaluation registers queries with COLMAP's image_registrator, all in one model. Here each query is "
-    "localized on its own, by PoseLib, from its matches with the triangulated points."
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +44,10 @@ class AachenSettings(OneNetworkSettings):
     truth: Annotated[Path | None, Option("File of ground-truth poses, name qw qx qy qz tx ty tz.")] = None
 
     paper: ClassVar = {"size": 1600, "top": 8000}
+    differences: ClassVar = (
+        "The published evaluation registers queries with COLMAP's image_registrator, all in one model. Here each "
+        "query is localized on its own, by PoseLib, from its matches with the triangulated points."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +152,6 @@ class Aachen(Benchmark):
         import_pycolmap()
         self.data = data or read_aachen(settings.roots[0])
         self.pairs, self.notes = self.data.pairs, list(self.data.notes)
-        if settings.protocol == "paper":
-            self.notes.append(_DIFFERENCES)
         self.config = LocalizeConfig()
         self.truth = {} if settings.truth is None else self._match_truth(read_poses(settings.truth))
         conditions = grouped(self.data.queries.values(), lambda query: query.condition)

@@ -79,6 +79,8 @@ class Settings:
 
     # Settings of the published evaluation; empty if there is none.
     paper: ClassVar[Mapping[str, Any]] = {}
+    # How the evaluation with these settings differs from the published one.
+    differences: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         if self.protocol not in ("own", "paper"):

@@ -70,6 +70,10 @@ class HPatchesSettings(OneNetworkSettings):
     ] = None
 
     paper: ClassVar = {"size": 1600}
+    differences: ClassVar = (
+        "The published evaluation counts positions from the outer corner of the first pixel, in both images. Here "
+        "they count from its center, as the homographies do."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -59,6 +59,10 @@ class InLocSettings(Settings):
     ] = ()
 
     paper: ClassVar = {"size": 1600, "top": 2000, "verify": True, "min_inliers": PAPER_MIN_INLIERS}
+    differences: ClassVar = (
+        "The published evaluation keeps poses with 3 inliers, which fit several poses, and takes the 3D point of one "
+        f"pixel of a cutout. Here a pose needs {PAPER_MIN_INLIERS} inliers, and 3D points are interpolated."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -89,7 +89,8 @@ def _report(
     screen: Console,
 ) -> dict[str, Any]:
     settings, report = benchmark.settings, benchmark.report(results)
-    notes = [*benchmark.notes, *_failure_notes(benchmark, results), *report.notes]
+    differences = [settings.differences] if settings.protocol == "paper" and settings.differences else []
+    notes = [*differences, *benchmark.notes, *_failure_notes(benchmark, results), *report.notes]
     config = {
         "protocol": benchmark.protocol,
         "settings": settings,

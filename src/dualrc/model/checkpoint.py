@@ -202,6 +202,8 @@ def _from_ncnet(args: Any, state: Mapping[str, Tensor], source: str | Path) -> t
     settings = vars(args) if isinstance(args, argparse.Namespace) else {}
     if settings.get("feature_extraction_cnn", "resnet101") != "resnet101" or settings.get("bn"):
         raise WeightsError(f"{source} has a backbone other than ResNet-101, or batch norms; convert another file.")
+    if not settings.get("symmetric_mode", True):
+        raise WeightsError(f"{source} has a consensus of one matching direction only; convert another file.")
     # Weights (out in k k k k) by module number.
     layers: dict[int, Tensor] = {}
     renamed: dict[str, Tensor] = {}

@@ -88,7 +88,7 @@ class TrainConfig:
     compile: bool = False
     # Interval of validation and checkpoints, in steps.
     validate_every: int = 1000
-    # Number of batches of a validation.
+    # Number of batches of a validation, each of `pairs` / `parts` pairs.
     validation_batches: int = 8
 
     def __post_init__(self) -> None:
