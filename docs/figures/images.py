@@ -89,7 +89,7 @@ def homography() -> None:
     size = (image0.shape[1], image0.shape[0])
     back = dualrc.warp_image(image1, np.linalg.inv(model.matrix), size)
     inliers = _lines(image0, image1, matches, model.inliers)
-    panels = [("inliers of the homography", np.asarray(inliers)), ("image 1 brought back", np.asarray(back))]
+    panels = [("inliers of the homography", np.asarray(inliers)), ("image 1 warped back", np.asarray(back))]
     save_image(_grid(panels, columns=2), "homography.jpg", width=1200)
 
 

@@ -37,7 +37,8 @@ def render() -> str:
         ),
         (
             "Collections",
-            "Fields are options of `dualrc collection`, `dualrc reconstruct` and `dualrc localize`.",
+            "Fields are options of `dualrc collection`, `dualrc reconstruct` and `dualrc localize`, except those of "
+            "`MergeConfig`, which are set in Python only.",
             [
                 dualrc.collection.config.CollectionConfig,
                 dualrc.collection.reconstruct.ReconstructConfig,
