@@ -28,7 +28,7 @@ def matcher() -> dualrc.Matcher:
 
 
 def correct(points0, points1, within_px: float = 3.0) -> float:
-    """The share of matches that are within so many pixels of the truth."""
+    """The share of matches within a number of pixels of the truth."""
     truth = correspond(*pair(), np.asarray(points0, dtype=np.float64))
     error = np.linalg.norm(truth.points1.cpu().numpy() - np.asarray(points1), axis=1)
     return float((truth.visible.cpu().numpy() & (error <= within_px)).mean())

@@ -104,8 +104,8 @@ def test_text_that_is_read_and_written(tmp_path):
     with pytest.raises(DataError, match="does not exist; check the path"):
         read_text(tmp_path / "no.txt")
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match=r"Cannot read .* as text .*; mend it"):
-        read_text(tmp_path / "a.txt", "mend it")
+    with pytest.raises(DataError, match=r"Cannot read .* as text .*; repair it"):
+        read_text(tmp_path / "a.txt", "repair it")
     with pytest.raises(DataError, match=r"Cannot read .* as text"):
         read_text(tmp_path)
 

@@ -129,7 +129,7 @@ def test_broken_exif_is_told_once(tmp_path, kind):
     start = whole.index(pointer) + len(pointer)
     path.write_bytes(whole[:start] + b"\x7f\xff\xff\xff" + whole[start + 4 :])
     if kind == "PNG":  # its checksum is that of the sound data
-        path.write_bytes(mend_png(path.read_bytes()))
+        path.write_bytes(repair_png(path.read_bytes()))
     with pytest.warns(UserWarning, match=rf"broken\.{ENDINGS[kind]} has damaged EXIF data; unreadable .* ignored"):
         pixels = read(path)
     assert np.array_equal(pixels, read(sound))  # the orientation before the damage is taken
@@ -137,7 +137,7 @@ def test_broken_exif_is_told_once(tmp_path, kind):
     assert camera_from_exif(sound) is not None
 
 
-def mend_png(data: bytes) -> bytes:
+def repair_png(data: bytes) -> bytes:
     """Return a PNG with correct checksums."""
     out, at = data[:8], 8
     while at < len(data):

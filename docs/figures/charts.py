@@ -40,7 +40,7 @@ def _seconds(cell: str) -> float:
 
 def speed() -> None:
     """Time of a pair against the size of the images, on a log scale."""
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    figure = Figure(figsize=(10, 4.7), layout="constrained")
     left, right = figure.subplots(1, 2)
     header, *rows = table("speed.md", "| stage | 320x240 |")
     names = {
@@ -81,7 +81,9 @@ def speed() -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3, which="major")
         axes.set_xlabel("size of both images")
-        axes.legend(fontsize=9, loc="upper left")
+        # Space for the legend above the curves.
+        axes.set_ylim(top=axes.get_ylim()[1] * 8)
+        axes.legend(loc="upper left")
     save_figure(figure, "speed.png")
 
 
@@ -91,14 +93,14 @@ def _area(size: str) -> int:
 
 
 def _ticks(axes: object, places: list[int], names: list[str]) -> None:
-    axes.set_xticks(places, names, fontsize=9, rotation=25)  # type: ignore[attr-defined]
+    axes.set_xticks(places, names, rotation=25)  # type: ignore[attr-defined]
     axes.minorticks_off()  # type: ignore[attr-defined]
 
 
 def accuracy() -> None:
     """Matching accuracy against the threshold, and pose."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    figure = Figure(figsize=(10, 4.7), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1.2, 1))
     header, *rows = table("benchmarks.md", "| matcher | top | 1 px |")
     limits = [int(name.split()[0]) for name in header if name.endswith(" px")]
     styles = {"dualrc-high": GREEN, "dualrc": INDIGO, "sift-ratio": ORANGE, "sift-mutual": GRAY}
@@ -131,7 +133,7 @@ def accuracy() -> None:
     )
     for axes in (left, right):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=9)
+        axes.legend()
     save_figure(figure, "accuracy.png")
 
 
@@ -139,14 +141,14 @@ def calibration() -> None:
     """The curves that turn the network's scores into probabilities."""
     text = (files("dualrc") / "weights" / "default.calibration.json").read_text(encoding="utf-8")
     curves = {name: value for name, value in json.loads(text).items() if isinstance(value, dict) and "scores" in value}
-    figure = Figure(figsize=(5.4, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
     axes = figure.subplots()
     labels = {"matches": ("match", INDIGO), "points": ("match_points, warp", ORANGE)}
     for name, (label, color) in labels.items():
         axes.plot(curves[name]["scores"], curves[name]["probabilities"], marker=".", color=color, label=label)
     axes.set(xlabel="score of the network", ylabel="probability within 3 px", ylim=(0, 1))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=9)
+    axes.legend()
     save_figure(figure, "calibration.png")
 
 
@@ -162,20 +164,16 @@ def pair_score() -> None:
     yes, no = (-np.diff(np.append(share, 0.0)) for share in (related, (unrelated + alike) / 2))
     left.plot([0, 1], [0, 1], color="0.7", linewidth=1)
     left.plot((edges[:-1] + edges[1:]) / 2, yes / (yes + no), marker="o", color=INDIGO, linewidth=1.8)
-    left.set(xlim=(0, 1), ylim=(0, 1.02))
-    left.set_xlabel("pair_score", fontsize=14)
-    left.set_ylabel("share of related pairs", fontsize=14)
+    left.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="pair_score", ylabel="share of related pairs")
     # Numbers of unrelated and of look-alike pairs, as the page lists them.
     false = (258 * unrelated + 186 * alike) / (258 + 186)
     right.plot(false, related, marker="o", color=INDIGO, linewidth=1.8)
     for threshold, x, y in zip(thresholds, false, related, strict=True):
-        right.annotate(f"{threshold:g}".lstrip("0"), (x, y), (7, -13), textcoords="offset points", fontsize=12)
+        right.annotate(f"{threshold:g}".lstrip("0"), (x, y), (7, -13), textcoords="offset points")
     right.set(xlim=(-0.01, 0.26), ylim=(0.7, 1.02))
-    right.set_xlabel("share of unrelated and look-alike pairs", fontsize=14)
-    right.set_ylabel("share of related pairs", fontsize=14)
+    right.set(xlabel="share of unrelated and look-alike pairs", ylabel="share of related pairs")
     for axes, title in ((left, "reliability, even odds"), (right, "pairs at or above a threshold")):
-        axes.set_title(title, fontsize=15)
-        axes.tick_params(labelsize=12)
+        axes.set_title(title)
         axes.grid(alpha=0.3)
     save_figure(figure, "pair-score.png")
 
@@ -188,7 +186,7 @@ def reproduction() -> None:
     _mma(systems, rivals, "2000", "reproduction-rivals.png")
     variants = (*(f"{fusion}-1024" for fusion in "abcde"), "a-256")
     _mma(systems, variants, "1000", "reproduction-variants.png")
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 6.2), layout="constrained")
     for axes, kind in zip(figure.subplots(1, 2), ("fine cells", "coarse cells"), strict=True):
         # DualRC-Net is scored within 5 px while it trains, NCNet within 16 px, the size of its cells.
         key = "within_5px" if kind == "fine cells" else "within_16px"
@@ -197,7 +195,7 @@ def reproduction() -> None:
         axes.set(xlabel="step", ylabel=key.replace("within_", "share within ").replace("px", " px"), title=kind)
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize=11)
     save_figure(figure, "reproduction-training.png")
 
 
@@ -211,7 +209,7 @@ def _held_out(systems: dict[str, Any], key: str) -> list[tuple[str, list[tuple[i
 
 def _mma(systems: dict[str, Any], names: tuple[str, ...], top: str, file: str) -> None:
     """Accuracy against the threshold: of all sequences, of illumination and of viewpoint."""
-    figure = Figure(figsize=(10, 3.9), layout="constrained")
+    figure = Figure(figsize=(10, 5.2), layout="constrained")
     for axes, group in zip(figure.subplots(1, 3, sharey=True), ("overall", "illumination", "viewpoint"), strict=True):
         for name, color in zip(names, COLORS, strict=False):
             if name not in systems or not systems[name]["hpatches"]:
@@ -220,11 +218,11 @@ def _mma(systems: dict[str, Any], names: tuple[str, ...], top: str, file: str) -
             scored = next(iter(systems[name]["hpatches"].values()))[top]
             if group in scored:
                 axes.plot(range(1, 11), scored[group]["mma"], color=color, label=_label(systems[name]))
-        axes.set(title=group, xlabel="threshold, px", xticks=range(1, 11), ylim=(0, 1))
+        axes.set(title=group, xlabel="threshold, px", xticks=(1, 3, 5, 7, 10), ylim=(0, 1))
         axes.grid(alpha=0.3)
         if group == "overall":
             axes.set_ylabel(f"accuracy, best {top}")
-            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+            figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     save_figure(figure, file)
 
 

@@ -26,7 +26,10 @@ _LARGEST = 200_000
 
 matplotlib.rcParams.update(
     {
-        "font.size": 10,
+        # A figure of 10 inches is shown about 750 pixels wide: a point is a pixel.
+        "font.size": 13,
+        "axes.titlesize": 14,
+        "legend.fontsize": 12,
         "axes.spines.top": False,
         "axes.spines.right": False,
         "savefig.facecolor": "white",

@@ -78,7 +78,7 @@ def warps() -> None:
         ("image 1 in the frame of image 0", np.asarray(pulled)),
         ("certainty", certain),
     ]
-    save_image(_grid(panels, columns=4), "warp.jpg", width=1500)
+    save_image(_grid(panels, columns=2), "warp.jpg", width=1100)
 
 
 def homography() -> None:
@@ -89,7 +89,7 @@ def homography() -> None:
     size = (image0.shape[1], image0.shape[0])
     back = dualrc.warp_image(image1, np.linalg.inv(model.matrix), size)
     inliers = _lines(image0, image1, matches, model.inliers)
-    panels = [("inliers of the homography", np.asarray(inliers)), ("image 1 brought back", np.asarray(back))]
+    panels = [("inliers of the homography", np.asarray(inliers)), ("image 1 warped back", np.asarray(back))]
     save_image(_grid(panels, columns=2), "homography.jpg", width=1200)
 
 
@@ -123,9 +123,10 @@ def reconstruction() -> None:
         summary = dualrc.reconstruct(folder, Path(work) / "town", config, quiet=True)
         print(f"reconstruction: {summary.registered} images, {summary.points} points")
         model = Image.open(Path(work) / "town" / "model.png").convert("RGB")
-        first = Image.open(folder / "05.png").convert("RGB")
-    first = first.resize((round(first.width * model.height / first.height), model.height))
-    save_image(np.concatenate([np.asarray(first), np.asarray(model)], axis=1), "reconstruction.jpg", width=1500)
+        shown = [(f"image {number}", read(folder / f"{number:02}.png")) for number in (0, 5, 11)]
+    top = _grid(shown, columns=3)
+    model = model.resize((top.shape[1], round(model.height * top.shape[1] / model.width)), Image.Resampling.LANCZOS)
+    save_image(np.concatenate([top, np.asarray(model)]), "reconstruction.jpg", width=1260)
 
 
 def _flat(image: Image.Image) -> Image.Image:
@@ -134,20 +135,28 @@ def _flat(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
-def _grid(panels: list[tuple[str, np.ndarray]], columns: int, height: int = 320) -> np.ndarray:
-    """Images with captions, in a row."""
-    font = ImageFont.load_default(18)
+def _grid(panels: list[tuple[str, np.ndarray]], columns: int) -> np.ndarray:
+    """Images with captions, in rows of the same width."""
+    rows = [_row(panels[first : first + columns]) for first in range(0, len(panels), columns)]
+    return np.concatenate(rows)
+
+
+def _row(panels: list[tuple[str, np.ndarray]], height: int = 320) -> np.ndarray:
     shown = []
     for _, array in panels:
         image = _flat(Image.fromarray(array))
         shown.append(image.resize((round(image.width * height / image.height), height)))
-    gap, caption = 8, 30
-    canvas = Image.new("RGB", (sum(image.width + gap for image in shown) - gap, height + caption), "white")
+    gap = 8
+    width = sum(image.width + gap for image in shown) - gap
+    # Captions of 14 pixels where the figure is shown, about 750 pixels wide.
+    size = round(width * 14 / 750)
+    font, caption = ImageFont.load_default(size), round(1.6 * size)
+    canvas = Image.new("RGB", (width, height + caption), "white")
     pen = ImageDraw.Draw(canvas)
     x = 0
-    for (title, _), image in zip(panels[:columns], shown, strict=True):
+    for (title, _), image in zip(panels, shown, strict=True):
         canvas.paste(image, (x, caption))
-        pen.text((x, 4), title, fill="black", font=font)
+        pen.text((x, size // 5), title, fill="black", font=font)
         x += image.width + gap
     return np.asarray(canvas)
 

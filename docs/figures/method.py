@@ -16,7 +16,7 @@ _SIZE = (640, 480)
 
 def pipeline() -> None:
     """The pipeline as a drawing."""
-    figure = Figure(figsize=(10.6, 3.5))
+    figure = Figure(figsize=(10.6, 3.7))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, 106), ylim=(0, 35))
     axes.axis("off")
@@ -35,7 +35,7 @@ def pipeline() -> None:
         ),
         "search": (60, 9.5, 14, 16, "fine search\nargmax of\ncoarse score\n× fine cosine,\nboth ways", "#fff3e0"),
         "refine": (79, 9.5, 14, 16, "refinement\nsub-pixel,\nneighbors,\nbrightness", "#fff3e0"),
-        "matches": (97, 12.5, 8.4, 10, "matches\n(x, y)\nscores", "#e8f5e9"),
+        "matches": (95.8, 12.5, 9.8, 10, "matches\n(x, y)\nscores", "#e8f5e9"),
     }
     for x, y, width, height, text, color in boxes.values():
         style = "round,pad=0,rounding_size=1"
@@ -43,8 +43,8 @@ def pipeline() -> None:
         head, _, rest = text.partition("\n")
         lines = text.count("\n")
         middle = y + height / 2
-        axes.text(x + width / 2, middle + lines * 1.25, head, ha="center", va="center", fontsize=10.5, weight="bold")
-        axes.text(x + width / 2, middle - 1.3, rest, ha="center", va="center", fontsize=9.5, linespacing=1.35)
+        axes.text(x + width / 2, middle + lines * 1.25, head, ha="center", va="center", fontsize=12.5, weight="bold")
+        axes.text(x + width / 2, middle - 1.3, rest, ha="center", va="center", fontsize=11.5, linespacing=1.3)
 
     def arrow(start: tuple[float, float], end: tuple[float, float], bend: float = 0.0) -> None:
         style = f"arc3,rad={bend}"
@@ -58,12 +58,12 @@ def pipeline() -> None:
     arrow((32, 11), (38, 15))
     arrow((55, 17.5), (60, 17.5))
     arrow((74, 17.5), (79, 17.5))
-    arrow((93, 17.5), (97, 17.5))
+    arrow((93, 17.5), (95.8, 17.5))
     # Fine features go past the coarse tensor into search and refinement.
     arrow((32, 29), (67, 25.8), -0.18)
     arrow((32, 6), (67, 9.2), 0.18)
-    axes.text(51, 32.4, "fine features", ha="center", fontsize=9, color=GRAY)
-    axes.text(51, 2.1, "fine features", ha="center", fontsize=9, color=GRAY)
+    axes.text(51, 32.4, "fine features", ha="center", fontsize=11.5, color=GRAY)
+    axes.text(51, 2.1, "fine features", ha="center", fontsize=11.5, color=GRAY)
     save_figure(figure, "pipeline.svg")
 
 
@@ -79,13 +79,13 @@ def coarse_tensor() -> None:
     row, column = _query(pair, raw[0], refined[0])
     x, y = (cell_to_pixel(float(value), STRIDE) for value in (column, row))
     truth = scenes.correspond(*pair, np.array([[x, y]])).points1.numpy()[0]
-    figure = Figure(figsize=(12, 2.6), layout="constrained")
-    panels = figure.subplots(1, 4)
+    figure = Figure(figsize=(8, 6.4), layout="constrained")
+    panels = figure.subplots(2, 2).ravel()
     panels[0].imshow(images[0])
     panels[0].add_patch(
         Rectangle((x - STRIDE / 2, y - STRIDE / 2), STRIDE, STRIDE, fill=False, edgecolor="#00e5ff", linewidth=2.5)
     )
-    panels[0].set_title("image 0 and one coarse cell", fontsize=10)
+    panels[0].set_title("image 0 and one coarse cell", fontsize=11)
     slices = (
         (raw, "cosine correlation"),
         (filtered, "after the mutual filter"),
@@ -106,7 +106,7 @@ def coarse_tensor() -> None:
             *truth, marker="o", markersize=13, markerfacecolor="none", markeredgecolor="#4dd0e1", markeredgewidth=2
         )
         share = values.max() / values.sum()
-        axes.set_title(f"{title}: best cell {share:.1%}", fontsize=10)
+        axes.set_title(f"{title}: best cell {share:.1%}", fontsize=11)
     for axes in panels:
         axes.axis("off")
     save_figure(figure, "coarse.png")
@@ -156,7 +156,7 @@ def exact_search() -> None:
     visited = (coarse >= best[:, None]).sum(1).numpy()
     query = int(np.argsort(np.abs(visited - 7))[0])
     ranked = coarse[query].argsort(descending=True)[:16]
-    figure = Figure(figsize=(10, 3.4), layout="constrained")
+    figure = Figure(figsize=(10, 4.7), layout="constrained")
     left, right = figure.subplots(1, 2)
     number = np.arange(1, len(ranked) + 1)
     stop = int(visited[query])
@@ -165,14 +165,14 @@ def exact_search() -> None:
     left.axhline(float(best[query]), color=ORANGE, label="best product so far")
     left.axvline(stop + 0.5, color=GRAY, linestyle="--")
     left.annotate("stop", (stop + 0.6, float(coarse[query].max()) * 0.55), color=GRAY)
-    left.set(xlabel="cells of image 1, by coarse score", ylabel="score", title="one query")
-    left.legend(fontsize=8)
+    left.set(xlabel="cells of image 1, by coarse score", ylabel="score", title="one query\n", xticks=range(0, 17, 4))
+    left.legend()
     right.hist(np.clip(visited, 1, 30), bins=np.arange(0.5, 31.5), color=INDIGO)
     share = visited.mean() / fine1.cells
     right.set(
         xlabel="cells that a query needs (30: or more)",
         ylabel="queries",
-        title=f"all {len(visited):,} queries: mean {visited.mean():.1f} of {fine1.cells:,} cells ({share:.2%})",
+        title=f"all {len(visited):,} queries\nmean {visited.mean():.1f} of {fine1.cells:,} cells ({share:.2%})",
     )
     save_figure(figure, "search.png")
 
@@ -186,7 +186,7 @@ def refinement() -> None:
     centers = [np.floor((points + 0.5) / 4) * 4 + 1.5 for points in (matches.points0, matches.points1)]
     good = matches.scores > 0.5
     thresholds = np.geomspace(0.1, 10, 80)
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     for points, label, color in ((centers, "centers of fine cells", GRAY), (None, "after refinement", INDIGO)):
         pair_of = points if points is not None else [matches.points0, matches.points1]
@@ -202,7 +202,7 @@ def refinement() -> None:
     )
     left.set_xticks([0.1, 0.3, 1, 3, 10], ["0.1", "0.3", "1", "3", "10"])
     left.grid(alpha=0.3)
-    left.legend(fontsize=9)
+    left.legend()
     error = errors_px(pair, matches.points0, matches.points1)
     inner = (np.abs(matches.points1 - np.array(_SIZE) / 2) < np.array(_SIZE) / 3).all(1)
     texture = np.array(
@@ -225,13 +225,13 @@ def refinement() -> None:
     right.set(
         xlim=(x - 14, x + 14), ylim=(y + 10, y - 10), xticks=[], yticks=[], title="one match; fine cells are 4 px"
     )
-    right.legend(fontsize=9, loc="lower right")
+    right.legend(loc="lower right")
     save_figure(figure, "refine.png")
 
 
 def pixel_convention() -> None:
     """Where pixel (0, 0) is."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.imshow(
         np.array([[0.95, 0.85, 0.95, 0.85], [0.85, 0.95, 0.85, 0.95], [0.95, 0.85, 0.95, 0.85]]),
@@ -240,17 +240,18 @@ def pixel_convention() -> None:
         vmax=1,
     )
     left.plot(0, 0, "o", color=INDIGO)
-    left.annotate("(0, 0)\ncenter of the\nfirst pixel", (0, 0), (0.35, 0.55), color=INDIGO, fontsize=9)
+    left.annotate("(0, 0)\ncenter of the\nfirst pixel", (0, 0), (0.35, 0.55), color=INDIGO, fontsize=12)
     left.plot(-0.5, -0.5, "s", color=RED, clip_on=False)
     left.annotate(
-        "(-0.5, -0.5): outer corner; COLMAP's (0, 0)", (-0.42, -0.62), color=RED, fontsize=9, annotation_clip=False
+        "(-0.5, -0.5): outer corner; COLMAP's (0, 0)", (-0.42, -0.62), color=RED, fontsize=12, annotation_clip=False
     )
     left.plot(3, 2, "o", color=GREEN)
-    left.annotate("(3, 2)", (3, 2), (2.72, 2.34), color=GREEN, fontsize=9)
+    left.annotate("(3, 2)", (3, 2), (2.72, 2.34), color=GREEN, fontsize=12)
     left.set(xticks=range(4), yticks=range(3), xlabel="x", ylabel="y", title="4x3 pixels\n")
     right.set(
         xlim=(-1, 16),
         ylim=(3.2, -0.4),
+        xticks=(0, 4, 8, 12, 15),
         yticks=[],
         xlabel="x, in pixels of the network's input",
         title="cell i of stride s: (i + 0.5) s - 0.5\n",
@@ -262,7 +263,7 @@ def pixel_convention() -> None:
                 cell_to_pixel(float(cell), stride), height + 0.3, "o", color=color, markersize=3 if stride == 1 else 5
             )
         name = {1: "pixels", 4: "fine cells, stride 4", 16: "coarse cell, stride 16"}[stride]
-        right.text(-0.5, height - 0.07, name, fontsize=9, color=color)
+        right.text(-0.5, height - 0.07, name, fontsize=12, color=color)
     right.spines["left"].set_visible(False)
     save_figure(figure, "pixels.svg")
 

@@ -22,9 +22,13 @@ _GROUPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Match folders of images, reconstruct them, and localize images in a map.",
         (
             "match_collection",
+            "collection.matching.CollectionResult",
             "CollectionConfig",
             "MatchStore",
             "reconstruct",
+            "collection.reconstruct.Summary",
+            "collection.verification.VerificationSummary",
+            "collection.keypoints.Statistics",
             "ReconstructConfig",
             "Localizer",
             "LocalizeConfig",
@@ -45,19 +49,31 @@ _GROUPS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ),
     ),
 }
-# Types that signatures name, with the module that defines each and what it means.
+# Types that signatures name, with the module that defines each and what it means; a class has its docstring.
 _TYPES = {
     "ImageInput": ("image", "an image: a path, a PIL image, an array (h, w), (h, w, 3), or a tensor (3, h, w)"),
     "Matchable": ("matcher.features", "an image, or its features"),
-    "Size": ("types", "(width, height)"),
-    "FloatArray": ("types", "float32 or float64"),
-    "IntArray": ("types", "int64"),
-    "BoolArray": ("types", "a mask, or a flag for each row"),
-    "ImageArray": ("types", "uint8 (height, width, 3), RGB, upright"),
-    "Quality": ("config", "how thoroughly to match; [Quality](../concepts/sizes.md#quality)"),
+    "Size": ("types", "width and height"),
+    "FloatArray": ("types", "an array of float32 or float64"),
+    "IntArray": ("types", "an array of int64"),
+    "BoolArray": ("types", "an array of bool: a mask, or a flag for each row"),
+    "ImageArray": ("types", "an image as uint8 (height, width, 3), RGB, upright"),
+    "Quality": ("config", "how thoroughly to match; see [Quality](../concepts/sizes.md#quality)"),
     "Precision": ("matcher.extract", "number format of the backbone"),
+    "ErrorHandling": ("matcher.many", "what `match_many` does with an unreadable image"),
     "EstimateKind": ("matches", "which model to fit"),
     "Names": ("collection.store", "the names of two images"),
+    "Mapper": ("collection.mapping", "COLMAP's mapper"),
+    "Progress": ("collection.progress", "called with the name of a step, the number of finished items and the total"),
+    "Points": ("pixels", "points, as an array or as a tensor"),
+    "Unset": ("types", ""),
+    "Scale": ("image", ""),
+    "Features": ("model.network", ""),
+    "Network": ("model.network", ""),
+    "Calibration": ("calibration", ""),
+    "Seen": ("texture", ""),
+    "MapImage": ("localize.maps", ""),
+    "Look": ("localize.maps", ""),
 }
 # Public modules have a page each, with the names of their `__all__`.
 _MODULES = {
@@ -89,7 +105,7 @@ def pages() -> list[Page]:
     public = [name for name in dualrc.__all__ if name != "__version__"]
     result, shown = [], {"__version__", *_MODULES}
     for key, (title, about, names) in _GROUPS.items():
-        here = [name for name in names if name in public]
+        here = [name for name in names if name in public or "." in name]
         shown.update(here)
         result.append(_page(key, title, about, [f"dualrc.{name}" for name in here]))
     if other := [name for name in public if name not in shown]:
@@ -138,27 +154,29 @@ The pages of the Python API are made from the docstrings and type hints of the c
 
 
 def _types() -> str:
-    rows = []
-    for name, (module, meaning) in _TYPES.items():
-        source = Path(str(import_module(f"dualrc.{module}").__file__)).read_text(encoding="utf-8")
-        nodes = (node for node in ast.parse(source).body if isinstance(node, ast.Assign))
-        value = next(ast.unparse(node.value) for node in nodes if ast.unparse(node.targets[0]) == name)
-        rows.append(f"| `{name}` | `{value}` | {meaning} |")
-    table = "\n".join(rows)
+    # A heading whose address is the whole name is what signatures link to.
+    sections = "\n\n".join(
+        f"## {name} {{ #dualrc.{module}.{name} }}\n\n{_definition(name, module, meaning)}"
+        for name, (module, meaning) in _TYPES.items()
+    )
     return f"""# Types
 
 Signatures use these names. `ArrayLike` is NumPy's: an array, a list, or anything else that
 `numpy.asarray` takes. An argument with the default `UNSET` keeps the setting of the matcher; None
 is a value of its own, such as "no limit".
 
-<div class="stacked" markdown>
-
-| name | definition | meaning |
-|---|---|---|
-{table}
-
-</div>
+{sections}
 """
+
+
+def _definition(name: str, module: str, meaning: str) -> str:
+    """The definition of a type and its meaning; for a class, the first line of its docstring."""
+    found = import_module(f"dualrc.{module}")
+    if isinstance(found.__dict__[name], type):
+        return f"Class of `dualrc.{module}`. {str(found.__dict__[name].__doc__).splitlines()[0]}"
+    nodes = ast.parse(Path(str(found.__file__)).read_text(encoding="utf-8")).body
+    value = next(ast.unparse(n.value) for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name)
+    return f"`{value}`\n\n{meaning[0].upper()}{meaning[1:]}."
 
 
 def _page(key: str, title: str, about: str, names: list[str]) -> Page:

@@ -73,6 +73,7 @@ def _option(option: Any, context: Any) -> str:
     if not option.is_flag:
         value = option.display_type_rich(context)
         short = _plain(value or "").strip("<>").removeprefix("list[").removesuffix("]")
+        short = {"Path": "path", "int range": "int"}.get(short, short)
         names += " " + ", ".join(f"`{choice}`" for choice in short.split("|")) if short else ""
     default = option.default
     if callable(default) or default is None or default is False or type(default).__name__ == "Sentinel":

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import sys
 import typing
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,9 @@ from typing import Any
 
 from comments import comment_of
 
+import dualrc
 import dualrc.collection.config
+import dualrc.collection.keypoints
 import dualrc.collection.reconstruct
 import dualrc.config
 import dualrc.data
@@ -34,10 +37,12 @@ def render() -> str:
         ),
         (
             "Collections",
-            "Fields are options of `dualrc collection`, `dualrc reconstruct` and `dualrc localize`.",
+            "Fields are options of `dualrc collection`, `dualrc reconstruct` and `dualrc localize`, except those of "
+            "`MergeConfig`, which are set in Python only.",
             [
                 dualrc.collection.config.CollectionConfig,
                 dualrc.collection.reconstruct.ReconstructConfig,
+                dualrc.collection.keypoints.MergeConfig,
                 dualrc.localize.LocalizeConfig,
             ],
         ),
@@ -86,7 +91,9 @@ def _nested() -> list[type]:
 
 
 def _table(config: Any) -> list[str]:
-    lines = [f"### {config.__name__}", "", inspect.cleandoc(config.__doc__ or ""), ""]
+    # The address of a class without a page of its own is its whole name, which signatures link to.
+    address = "" if hasattr(dualrc, config.__name__) else f" {{ #{config.__module__}.{config.__name__} }}"
+    lines = [f"### {config.__name__}{address}", "", inspect.cleandoc(config.__doc__ or ""), ""]
     lines += ['<div class="fields" markdown>', "", "| field | type | default | meaning |", "|---|---|---|---|"]
     for name, kind, default, text in _fields(config):
         # Inside of code a pipe needs no escape.
@@ -116,6 +123,10 @@ def _fields(config: Any) -> list[tuple[str, str, str, str]]:
                 kind = ast.unparse(item.annotation)
                 if kind.startswith("ClassVar"):
                     continue
+                # The allowed values say more than the name of their type.
+                alias = vars(sys.modules[base.__module__]).get(kind)
+                if typing.get_origin(alias) is typing.Literal:
+                    kind = f"Literal[{', '.join(map(repr, typing.get_args(alias)))}]"
                 default = ast.unparse(item.value) if item.value is not None else ""
                 name, comment = item.target.id, comment_of(lines, item.lineno, item.end_lineno)
                 result[name] = (name, kind, _short(default), comment)

@@ -20,6 +20,8 @@ import configs
 _MODEL_CARD = Path(__file__).parents[2] / "src" / "dualrc" / "weights" / "README.md"
 # Units that stay on the line of their number.
 _UNITS = "%|s|ms|px|m|mm|MB|GB|MiB|GiB|GHz"
+# Number of characters of a name or an option that fit into a line, also on a phone.
+_SHORT = 18
 # Pages of parts that a checkout may lack; they are left out of the navigation where they are missing.
 OPTIONAL = ("service.md", "onnx.md", "integrations.md")
 
@@ -68,7 +70,8 @@ def on_page_markdown(markdown: str, config: MkDocsConfig, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
-    """Link documents that docstrings name."""
+    """Keep short code in one line, and link documents that docstrings name."""
+    html = re.sub(rf"<code>(?=(?:-[^<>]{{1,{_SHORT}}}|[^<>\s]{{1,{_SHORT}}})</code>)", '<code class="short">', html)
     if not page.file.src_uri.startswith("reference/"):
         return html
     return _link_pages(html, Path(config.docs_dir), lambda title, name: f'<a href="../{name}.html">{title}</a>')

@@ -187,11 +187,11 @@ class NetworkConfig:
     backbone: ResNetConfig | CompactConfig | TrunkConfig
     # Neighborhood consensus.
     consensus: ConsensusConfig = field(default_factory=ConsensusConfig)
-    # For DualRC-Net only.
+    # Fine search and refinement; for DualRC-Net only.
     fine: FineConfig = field(default_factory=FineConfig)
-    # None selects DualRC-Net.
+    # Settings of NCNet or Sparse-NCNet; None selects DualRC-Net.
     ncnet: NCNetConfig | SparseNCNetConfig | None = None
-    # For DualRC-Net only. None keeps the coarse features of an image independent of the other image, as in the paper.
+    # Attention between the coarse features of both images; for DualRC-Net only. None has no attention, as in the paper.
     context: ContextConfig | None = None
 
     def __post_init__(self) -> None:

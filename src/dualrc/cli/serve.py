@@ -59,7 +59,7 @@ def serve(
     cache: Annotated[float, _limit(metavar="GIB", min=0.05, help="Memory for cached features.")] = 0.75,
     threads: common.ThreadsOption = None,
 ) -> dict[str, Any]:
-    """Start the page and the HTTP service.
+    """Start the web page and the HTTP service.
 
     docs/service.md describes the service; /openapi.json is its specification.
 

@@ -40,7 +40,7 @@ class CollectionConfig:
     executor: Literal["local", "ray"] = "local"
     # Address of the Ray cluster; None: a cluster is started on this machine.
     address: str | None = None
-    # None: one worker per GPU, or one per CPU thread, limited by memory.
+    # Number of workers; None: one per GPU, or one per CPU thread, limited by memory.
     workers: int | None = None
     # CPU threads of all workers of a machine together, divided equally; None: one per core.
     threads: int | None = None

@@ -51,10 +51,10 @@ def draw_reconstruction(model: Any, path: str | Path, title: str) -> None:
         axis.set_xlim(low[across], high[across])
         axis.set_ylim(*((high[along], low[along]) if along == 1 else (low[along], high[along])))
         axis.set_aspect("equal")
-        axis.set_title(name, fontsize=11)
+        axis.set_title(name, fontsize=15)
         axis.set_xticks([])
         axis.set_yticks([])
-    figure.suptitle(title, fontsize=13)
+    figure.suptitle(title, fontsize=17)
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=130, bbox_inches="tight", pad_inches=0.15)
 

@@ -99,7 +99,9 @@ class IndexedMatches:
 class Statistics:
     """Statistics of merging."""
 
+    # Number of keypoints of all images.
     keypoints: int
+    # Number of matches of all pairs, after merging.
     matches: int
     # Mean number of images in which a keypoint is seen.
     images_per_keypoint: float

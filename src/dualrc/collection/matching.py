@@ -43,14 +43,15 @@ _COUNT_EVERY_S = 5.0
 class CollectionResult:
     """Location of the matches, and statistics of the run."""
 
+    # SQLite file of the matches; `MatchStore` reads it.
     store: Path
     # All images of the folder.
     names: tuple[str, ...]
     # All requested pairs.
     pairs: tuple[Names, ...]
-    # Reasons by image that cannot be used.
+    # The reason for each image that cannot be used.
     broken: dict[str, str]
-    # Reasons by pair that failed although both images can be used.
+    # The reason for each pair that failed although both images can be used.
     failed: dict[Names, str]
     # Number of pairs matched in this run.
     matched: int

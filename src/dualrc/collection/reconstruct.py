@@ -55,7 +55,9 @@ class Summary:
     registered: int
     # Number of images in the folder.
     images: int
+    # Number of 3D points.
     points: int
+    # Number of keypoints that observe a 3D point.
     observations: int
     # Mean number of images per track.
     track_length: float
@@ -69,7 +71,9 @@ class Summary:
     cameras: str
     # Images that are not registered.
     left_out: tuple[str, ...]
+    # Number of pairs that were kept, and of those dropped by each cause.
     verification: VerificationSummary
+    # Keypoints that the matches were merged into, and their distance from the matched points.
     merging: Statistics
     # Time of each step in this run.
     seconds: dict[str, float]

@@ -165,7 +165,7 @@ class MatchStore:
         return [pair for pair in dict.fromkeys(pairs) if pair not in done]
 
     def usable(self, pairs: Iterable[Names]) -> list[Names]:
-        """Return the pairs of two images that are stored and did not fail, each once in the order that comes first."""
+        """Return the stored pairs of two images that did not fail; of a pair in both orders, only the first one."""
         there, chosen = self._matched(), dict[frozenset[str], Names]()
         for names in pairs:
             if names in there and names[0] != names[1]:

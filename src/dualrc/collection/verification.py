@@ -91,9 +91,11 @@ class Verification:
 class VerificationSummary:
     """Numbers of verified and dropped pairs."""
 
+    # Number of pairs that were verified.
     pairs: int
+    # Number of pairs that were kept.
     kept: int
-    # Number of pairs by cause.
+    # Number of dropped pairs by cause.
     dropped: dict[str, int]
     # Number of dropped pairs whose own matches are clear. They show that the collection has copies of a place.
     look_alikes: int

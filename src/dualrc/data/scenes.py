@@ -35,7 +35,7 @@ class ScenesConfig(CutConfig):
     kind: Literal["scenes"] = "scenes"
     # Side of a random square of the rendered image, at least, as a share of its shorter side; None: the whole image.
     crop: float | None = 0.6
-    # Apply random light, noise and compression, as for single photos.
+    # Apply random lighting, noise and compression, as for single photos.
     light: bool = True
     # (width, height) of the rendered images, from which views are cut.
     image_size: tuple[int, int] = (512, 400)
@@ -49,7 +49,7 @@ class ScenesConfig(CutConfig):
     zoom: float = 2.0
     # Share of images at night.
     night: float = 0.1
-    # Number of rendered pairs in the pool; they are reused with other cuts and lights.
+    # Number of rendered pairs in the pool; they are reused with other crops and lighting.
     pool: int = 400
     # Processes that render and renew the pool, oldest pairs first. 0: render the pool once before training.
     workers: int = 4

@@ -39,7 +39,7 @@ class CutConfig:
     # None: the whole image, scaled to a square, as in the paper. Else a random square, whose side is at least this
     # share of the shorter side.
     crop: float | None = None
-    # Apply random light, noise and compression, as for single photos.
+    # Apply random lighting, noise and compression, as for single photos.
     light: bool = False
     # Pairs with fewer corresponding points are left out.
     min_points: int = 8

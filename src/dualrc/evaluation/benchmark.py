@@ -151,7 +151,7 @@ class Result:
 
     matcher: str
     cost: Cost = Cost()
-    # Reasons by pair that could not be matched.
+    # The reason for each pair that could not be matched.
     failures: Mapping[str, str] = field(default_factory=dict)
     # Scores of the benchmark.
     figures: Any

@@ -53,7 +53,7 @@ class PoseEstimator:
         self._folders, self._min_inliers = folders, min_inliers
         self._results = _ResultCache(file)
         self._read_scan, self._read_photograph = lru_cache(1)(read_scan), lru_cache(1)(read)
-        # Reasons by dataset file that cannot be used.
+        # The reason for each dataset file that cannot be used.
         self.broken: dict[str, str] = {}
 
     def estimate(self, pair: Pair, matches: Matches) -> CandidatePose:

@@ -148,7 +148,7 @@ class Camera:
 
 
 def read_cameras_json(path: str | Path) -> dict[str, Camera]:
-    """Read {name: {width, height, K, model?, distortion?, cam_from_world?}}.
+    """Read a JSON file {name: {width, height, K, model?, distortion?, cam_from_world?}}.
 
     `model` is the name of a COLMAP model, and `distortion` its coefficients after focal lengths and principal point.
     """

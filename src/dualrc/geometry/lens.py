@@ -203,7 +203,7 @@ class Lens:
         return _differences(lambda at: self._bend(self._inner(at)), points, step)
 
     def rotated(self, rotation: npt.ArrayLike) -> "Lens":
-        """Return the lens of the same image rotated by (2, 2)."""
+        """Return the lens of the same image rotated by a matrix (2, 2)."""
         values = np.array(self.distortion)
         for pair in _MODELS[self.model].vectors:
             values[list(pair)] = np.asarray(rotation, dtype=np.float64) @ values[list(pair)]

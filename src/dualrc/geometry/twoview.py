@@ -38,11 +38,11 @@ def estimate(
     max_iterations: int = 20_000,
     seed: int = 0,
 ) -> Estimate:
-    """Fit a model with LO-RANSAC; on failure the matrix is None and info["reason"] explains why.
+    """Fit a model with LO-RANSAC; on failure the matrix is None and `info["reason"]` explains why.
 
     `threshold_px` bounds the transfer error in image 1 for a homography, otherwise the Sampson distance, in pixels of
-    the original images. Cameras are used for an essential matrix only, where points are undistorted. info["cameras"]
-    reports the cameras that were used if they are not given. `warnings` report a guessed focal length and missing
+    the original images. Cameras are used for an essential matrix only, where points are undistorted. If they are not
+    given, `info["cameras"]` reports the cameras that were used. `warnings` report a guessed focal length and missing
     parallax.
     """
     if kind not in get_args(EstimateKind):

@@ -97,7 +97,7 @@ class Localizer:
         self.matcher = matcher
         self.map = map
         self.config = config or LocalizeConfig()
-        # Reasons by map image that could not be used.
+        # The reason for each map image that could not be used.
         self.broken: dict[str, str] = {}
         self._descriptors: dict[str, FloatArray] = {}
         self._contents: dict[str, str] = {}
@@ -180,7 +180,7 @@ class Localizer:
     def correspondences(
         self, query: ImageFeatures, names: Iterable[str], image: str | Path | None = None
     ) -> Correspondences:
-        """Return the correspondences of a query with these map images; the higher qualities read it again."""
+        """Return the correspondences of a query with these map images; the higher qualities read `image` again."""
         parts = []
         for name in names:
             features = self._features(name)
@@ -196,7 +196,7 @@ class Localizer:
     def pose(
         self, found: Correspondences, size: Size, *, camera: Camera | None = None, names: Sequence[str] = ()
     ) -> Localization:
-        """Estimate the pose with most inliers; `names` are the candidates of the correspondences."""
+        """Estimate the pose with the most inliers; `names` are the candidates of the correspondences."""
         pose = absolute_pose(
             found.points,
             found.xyz,

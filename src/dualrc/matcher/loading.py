@@ -27,12 +27,14 @@ def load(
 ) -> Matcher:
     """Load a matcher with the bundled weights of a preset, or with a weights file of that preset.
 
-    `device` defaults to the best one available. `precision` is that of the backbone: by default float16 on a GPU, int8
-    on a CPU with VNNI, otherwise float32. `engine` selects the implementation of everything after the backbone (see
-    `dualrc.ops`); None selects the best one for the device. `threads` limits the CPU threads of each call; None keeps
-    the setting of torch, one per core. Scores are probabilities if a calibration lies next to the weights file, as for
-    the bundled weights. `settings` are fields of MatcherConfig: max_size, size, top, min_score, quality, max_zoom,
-    max_tilt, max_memory.
+    - `device`: None selects the best one available.
+    - `precision`: number format of the backbone. None selects float16 on a GPU, int8 on a CPU with VNNI, else float32.
+    - `engine`: implementation of everything after the backbone (see `dualrc.ops`). None selects the best one for the
+      device.
+    - `threads`: maximum number of CPU threads of each call. None keeps the setting of torch, one per core.
+    - `settings`: fields of `MatcherConfig`, such as `max_size`, `top` and `quality`.
+
+    Scores are probabilities if a calibration lies next to the weights file, as for the bundled weights.
     """
     _, matcher_config = configs.preset(preset)
     known = [field.name for field in fields(MatcherConfig)]

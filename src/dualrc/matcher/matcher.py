@@ -222,7 +222,7 @@ class Matcher:
     ) -> Iterator[Matches]:
         """Match pairs in order; an image that occurs in several pairs is usually read only once.
 
-        With errors="empty", a pair with an unusable image gives no matches, and info["error"] has the reason.
+        With `errors="empty"`, a pair with an unusable image gives no matches, and `info["error"]` has the reason.
         """
         if errors not in get_args(ErrorHandling):
             raise ConfigError(f"Unknown value errors = {errors!r}; choose raise or empty.")

@@ -25,7 +25,7 @@ _PAIR_TOP = 100
 class RelativePose:
     """Relative pose of two cameras: x1 = R x0 + t, up to the unknown scale of t."""
 
-    # (3, 4) [R | t], t has length 1
+    # (3, 4) [R | t]; t has length 1.
     cam1_from_cam0: FloatArray
 
     @property
@@ -243,7 +243,7 @@ class Matches:
         }
 
     def to_cv2(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """OpenCV's types: keypoints of image 0 and of image 1 (cv2.KeyPoint), and matches (cv2.DMatch), in order.
+        """Return OpenCV's keypoints of image 0 and of image 1 (cv2.KeyPoint), and its matches (cv2.DMatch).
 
         A keypoint's response is the score. A match's distance is 1 - score, because OpenCV sorts by rising distance.
         Points without a counterpart, as `match_points` returns them, are left out.

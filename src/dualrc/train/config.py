@@ -52,7 +52,7 @@ class TrainConfig:
     # "matching" trains `default`; "paper" is the paper's keypoint loss, "published" the loss of its code;
     # "weak" is NCNet's loss, which needs only image pairs.
     loss: Loss = "matching"
-    # For loss = "matching".
+    # Frozen network that teaches the coarse features; for loss = "matching" only.
     teacher: TeacherConfig | None = None
     # Seed of the initial weights and of the pairs.
     seed: int = 0
