@@ -6,7 +6,7 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
-COPY pyproject.toml setup.py README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE NOTICE ./
 COPY src src
 RUN DUALRC_STRICT=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 

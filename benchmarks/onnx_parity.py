@@ -9,6 +9,7 @@ are CPU seconds per pair. Memory is the peak resident set of a process that matc
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -63,10 +64,10 @@ def share_same(matches: Matches, reference: Matches) -> float:
 
 def show_memory(method: str, models: Path, paths: list[Path]) -> None:
     """Match one pair and print the peak resident set of this process, in MiB."""
-    import resource
-
     make_matcher(method, models)(read(paths[0]), read(paths[1]))
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+    # getrusage would include the memory of the parent at the start of this process.
+    (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    print(int(peak) // 1024)
 
 
 def main() -> None:

@@ -197,6 +197,10 @@ def test_mistakes_are_explained(tmp_path):
         match_database(path, folder, keep, quiet=True)
     with pytest.raises(DataError, match="does not exist"):
         match_database(tmp_path / "none.db", folder, quiet=True)
+    (folder / "b.png").rename(folder / "c.png")
+    with pytest.raises(DataError, match=r"lists 'b\.png', which is not in"):
+        match_database(path, folder, MatchDatabaseConfig(collection=CONFIG), quiet=True)
+    (folder / "c.png").rename(folder / "b.png")
     with pytest.raises(DataError, match="not a folder"):
         match_database(path, tmp_path / "nothing", quiet=True)
     (tmp_path / "text.db").write_text("some text that is no database at all")

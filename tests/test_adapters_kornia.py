@@ -1,5 +1,7 @@
 """The kornia adapter answers as kornia's LoFTR does."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from adapter_data import HEIGHT, WIDTH, correct, images, matcher
 
 from dualrc.adapters.kornia import DualRC
 from dualrc.adapters.tensors import interpolate
-from dualrc.errors import DataError, ImageError
+from dualrc.errors import ConfigError, DataError, ImageError
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +100,35 @@ def test_mistakes_are_explained(module, data):
         module({"image0": data["image0"][0], "image1": data["image1"][0]})
     with pytest.raises(ImageError, match="same number"):
         module({"image0": data["image0"].expand(2, -1, -1, -1), "image1": data["image1"]})
+    with pytest.raises(ImageError, match="at least 1, not 0 and 0"):
+        module({key: image[:0] for key, image in data.items()})
+    pairs = {key: image.expand(2, -1, -1, -1) for key, image in data.items()}
+    for shape in ((1, HEIGHT, WIDTH), (2, 1, HEIGHT, WIDTH), (2, HEIGHT // 8, WIDTH // 8)):
+        with pytest.raises(ImageError, match="does not fit images of shape"):
+            module({**pairs, "mask1": torch.ones(shape)})
+    with pytest.raises(ConfigError, match=r"float\(\)"):
+        copy.deepcopy(module).half()(data)
+
+
+def test_half_precision_images_and_autocast_give_the_same_matches(module, data):
+    wanted = np.hstack([module(data)["keypoints0"], module(data)["keypoints1"]])
+    half = module({key: image.half() for key, image in data.items()})
+    with torch.autocast("cpu", torch.bfloat16):
+        low = module(data)
+    for found in (half, low):
+        assert found["keypoints0"].dtype == found["confidence"].dtype == torch.float32
+        own = np.hstack([found["keypoints0"], found["keypoints1"]])
+        assert np.mean(np.abs(wanted[:, None] - own[None]).max(2).min(1) < 0.5) > 0.9
+
+
+def test_images_without_texture_have_no_matches(module, data):
+    """The network distinguishes positions in a uniform image by their distance from the border."""
+    plain = torch.full_like(data["image0"], 0.5)
+    batch = {"image0": torch.cat([plain, data["image0"], data["image0"]])}
+    batch["image1"] = torch.cat([plain, data["image1"], plain])
+    assert module(batch)["batch_indexes"].unique().tolist() == [1]
+    # Padding does not count as an area without texture.
+    padded, mask = torch.zeros(1, 3, 1024, 1024), torch.zeros(1, 1024, 1024)
+    padded[:, :, :96, :96], mask[:, :96, :96] = data["image0"][:, :, 60:156, 80:176], 1
+    small = {key: image[:, :, 60:156, 80:176] for key, image in data.items()}
+    assert len(module({"image0": padded, "image1": small["image1"], "mask0": mask})["confidence"])

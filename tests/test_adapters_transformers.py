@@ -87,9 +87,17 @@ def test_saved_and_loaded_it_is_the_same(adapter, model, tmp_path):
     assert (torch.cdist(*rows, p=1).amin(1) < 1e-4).float().mean() > 0.99
 
 
-def test_nothing_in_common_is_no_error(adapter, model):
-    (found,) = run(adapter, model, [np.zeros((64, 64, 3), np.uint8)] * 2, [[(64, 64)] * 2], threshold=0.9)
-    assert found["keypoints0"].shape == (len(found["matching_scores"]), 2)
+def test_half_precision_is_loaded_as_float32(adapter, model, tmp_path):
+    model.save_pretrained(tmp_path)
+    inputs = adapter.DualRCImageProcessor()(list(images()), return_tensors="pt")
+    for dtype in (torch.float16, torch.bfloat16):
+        again = adapter.DualRCForKeypointMatching.from_pretrained(tmp_path, dtype=dtype)
+        assert torch.allclose(again(**inputs).matching_scores, model(**inputs).matching_scores, atol=1e-5)
+
+
+def test_images_without_texture_have_no_matches(adapter, model):
+    (found,) = run(adapter, model, [np.zeros((64, 64, 3), np.uint8)] * 2, [[(64, 64)] * 2])
+    assert found["keypoints0"].shape == found["keypoints1"].shape == (0, 2) and not len(found["matching_scores"])
 
 
 def test_mistakes_are_explained(adapter, model):

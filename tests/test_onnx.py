@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -205,6 +206,8 @@ def test_selection_and_scores_are_those_of_the_matcher(runtime, reference):
     features = [runtime.features(image) for image in images]
     again = runtime.match(*features, top=50)
     assert np.array_equal(again.points1, found.points1) and "seen as 128x96" in repr(features[0])
+    with pytest.raises(ConfigError, match="come from other models"):
+        runtime.match(features[0], replace(features[1], made_by=("other weights", "float32")))
     assert found.info["weights"] == reference.weights_hash and len(runtime.match(*images, top=0)) == 0
     bigger = runtime.match(*images, size=160)
     assert bigger.info["network_size0"] == (160, 112) and bigger.size0 == (128, 96)

@@ -57,7 +57,8 @@ def test_the_recipe_is_what_conda_reads(platform):
     assert f"python {PROJECT['requires-python']}" in needed["run"] and "setuptools >=77" in needed["host"]
     assert len(needed["run"]) == 1 + len(PROJECT["dependencies"])
     assert (ROOT / "recipe" / content["source"]["path"]).resolve() == ROOT.resolve()
-    assert content["about"]["license"] == PROJECT["license"] and (ROOT / content["about"]["license_file"]).is_file()
+    assert content["about"]["license"] == PROJECT["license"]
+    assert content["about"]["license_file"] == PROJECT["license-files"]
 
 
 @pytest.mark.skipif(shutil.which("cibuildwheel") is None, reason="cibuildwheel is not installed")
@@ -99,6 +100,7 @@ def test_the_docker_steps_are_read_from_the_dockerfile():
     assert json.loads(dict(found)["ENTRYPOINT"]) == ["dualrc"]
     copied = [name for kind, argument in found if kind == "COPY" for name in argument.split()[:-1]]
     assert all((ROOT / name).exists() for name in copied if not name.startswith(("--", "/")))
+    assert set(PROJECT["license-files"]) <= set(copied)
     extras = re.search(r"\[([\w,]+)\]", " ".join(runs))
     assert extras and set(extras[1].split(",")) <= PROJECT["optional-dependencies"].keys()
 

@@ -16,7 +16,7 @@ from dualrc.types import BoolArray, FloatArray
 # Sensor noise of a uniform area stays below this.
 CELLS, LEAST_DEVIATION = 5, 2.0
 # Share of the image that must have texture.
-_LEAST_SHARE = 0.01
+LEAST_SHARE = 0.01
 # Number of best matches to examine. A match is stationary if it moves by less than this share of the image size.
 _TOP, _STATIONARY = 1000, 0.02
 # Share of stationary matches above which the texture is examined.
@@ -53,7 +53,7 @@ def without_blank_areas(matches: Matches, seen: Sequence[Seen]) -> Matches:
     keep = np.ones(len(matches), dtype=bool)
     for number, (points, own) in enumerate(zip((matches.points0, matches.points1), seen, strict=True)):
         textured = own.textured
-        if textured.mean() < _LEAST_SHARE:
+        if textured.mean() < LEAST_SHARE:
             return replace(matches[:0], info={**matches.info, "warning": BLANK.format(number)}, whole=None)
         cells = pixel_to_cell(own.scale.to_network(points), FINE_STRIDE)
         column, row = np.clip(np.rint(cells), 0, np.array(textured.shape[::-1]) - 1).astype(np.int64).T

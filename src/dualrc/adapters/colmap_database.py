@@ -260,6 +260,11 @@ def _match_densely(
     quiet: bool,
 ) -> MatchDatabaseSummary:
     """Match the images as a collection and write shared keypoints; finished pairs are stored next to the database."""
+    absent = sorted({name for names in pairs for name in names if not (images / name).is_file()})
+    if absent:
+        raise DataError(
+            f"{path} lists {absent[0]!r}, which is not in {images}; check the folder, or give a list of other pairs."
+        )
     pycolmap = import_pycolmap()
     beside = make_folder(path.with_name(f"{path.name}.dualrc"))
     pair_lists.write_pairs(beside / "pairs.txt", pairs)

@@ -9,12 +9,14 @@ from torch.nn import functional as F
 
 from dualrc.calibration import Calibration, Curve
 from dualrc.config import MatcherConfig
-from dualrc.errors import ImageError
+from dualrc.errors import ConfigError, ImageError
 from dualrc.image import Scale, mask_to_cells, network_size, normalize_colors
+from dualrc.matcher.features import textured_cells
 from dualrc.model.engine import Engine
 from dualrc.model.network import Features, Network, NetworkMatches, best_first
 from dualrc.ops import choose, triton
 from dualrc.pixels import FINE_STRIDE, resize_points
+from dualrc.texture import LEAST_SHARE
 
 
 class TensorMatcher(nn.Module):
@@ -33,16 +35,23 @@ class TensorMatcher(nn.Module):
     def forward(
         self, images0: Tensor, images1: Tensor, mask0: Tensor | None = None, mask1: Tensor | None = None
     ) -> NetworkMatches:
-        """Match images (b 1 h w) or (b 3 h w) in 0 to 1; only pixels with non-zero masks (b h w) are matched."""
-        if len(images0) != len(images1):
-            raise ImageError(f"Both batches need the same number of images, not {len(images0)} and {len(images1)}.")
+        """Match images (b 1 h w) or (b 3 h w) in 0 to 1; only pixels with non-zero masks (b h w) are matched.
+
+        If the matcher is calibrated, images without texture have no matches.
+        """
+        if len(images0) != len(images1) or not len(images0):
+            raise ImageError(
+                f"Both batches need the same number of images, at least 1, not {len(images0)} and {len(images1)}."
+            )
+        if any(weight.dtype != torch.float32 for weight in self.parameters()):
+            raise ConfigError("The network computes in float32; call .float() on it, and use torch.autocast instead.")
         learns = any(tensor.requires_grad for tensor in (images0, images1, *self.parameters()))
         learns = torch.is_grad_enabled() and learns
         # Only the definition is differentiable.
         self.network.engine = Engine() if learns else self._fast_engine(images0.device)
         with torch.set_grad_enabled(learns):
-            features0, scale0 = self._extract(images0, mask0)
-            features1, scale1 = self._extract(images1, mask1)
+            features0, scale0, textured0 = self._extract(images0, mask0)
+            features1, scale1, textured1 = self._extract(images1, mask1)
             masked = mask0 is not None or mask1 is not None
             found = self.network.match(features0, features1, top=None if masked else self.config.top)
             points0 = resize_points(found.points0, scale0.input_size, scale0.image_size)
@@ -50,6 +59,8 @@ class TensorMatcher(nn.Module):
             scores = found.scores if self.calibration is None else interpolate(self.calibration.matches, found.scores)
             # Refinement can move a point off its mask, so the best matches are selected afterwards.
             keep = scores >= self.config.min_score
+            if self.calibration is not None:
+                keep = keep & (textured0 & textured1)[found.pair]
             for mask, points in ((mask0, points0), (mask1, points1)):
                 if mask is not None:
                     keep = keep & _on_mask(points.detach(), found.pair, mask)
@@ -66,12 +77,17 @@ class TensorMatcher(nn.Module):
             self._engines[device] = choose(device, name)
         return self._engines[device]
 
-    def _extract(self, images: Tensor, mask: Tensor | None) -> tuple[Features, Scale]:
-        """Return the features of a batch of images and the scale of their resizing."""
+    def _extract(self, images: Tensor, mask: Tensor | None) -> tuple[Features, Scale, Tensor]:
+        """Return the features of a batch of images, the scale of their resizing, and which have texture (b)."""
         if images.ndim != 4 or images.shape[1] not in (1, 3) or not images.is_floating_point():
             raise ImageError(
                 f"Images of shape {tuple(images.shape)} and type {images.dtype} can't be matched; give floats in 0 to "
                 "1 of shape (batch, 1 or 3, height, width)."
+            )
+        if mask is not None and mask.shape != (len(images), *images.shape[2:]):
+            raise ImageError(
+                f"A mask of shape {tuple(mask.shape)} does not fit images of shape {tuple(images.shape)}; give "
+                "(batch, height, width)."
             )
         size = (images.shape[3], images.shape[2])
         seen = network_size(size, long_side=self.config.size, max_size=self.config.max_size)
@@ -85,7 +101,11 @@ class TensorMatcher(nn.Module):
             cells = [mask_to_cells(one.cpu().numpy() != 0, size, seen, FINE_STRIDE) for one in mask]
             valid = torch.stack([torch.from_numpy(one) for one in cells]).to(images.device)
             features = replace(features, valid=valid)
-        return features, scale
+        textured = textured_cells(255 * images.detach().mean(1)).float()
+        # Padding does not count.
+        inside = torch.ones_like(textured) if features.valid is None else features.valid.float()
+        share = (textured * inside).sum((1, 2)) / inside.sum((1, 2))
+        return features, scale, share >= LEAST_SHARE
 
 
 def interpolate(curve: Curve, scores: Tensor) -> Tensor:

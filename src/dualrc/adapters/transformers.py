@@ -62,6 +62,8 @@ class DualRCForKeypointMatching(transformers.PreTrainedModel):  # type: ignore[m
     config_class = DualRCConfig
     base_model_prefix = "dualrc"
     main_input_name = "pixel_values"
+    # `from_pretrained(dtype=...)` leaves the network in float32.
+    _keep_in_fp32_modules_strict = ["matcher"]  # noqa: RUF012
 
     def __init__(self, config: DualRCConfig) -> None:
         super().__init__(config)

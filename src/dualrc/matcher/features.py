@@ -43,12 +43,8 @@ class ImageFeatures:
 
     @cached_property
     def seen(self) -> Seen:
-        """The texture of the image, as `has_texture` defines it, computed on the device."""
-        # Without the mid-gray, squares are small and float32 suffices.
-        gray = self.pixels.float().mean(-1)[None] - 128
-        cells = F.avg_pool2d(torch.stack([gray, gray.square()]), FINE_STRIDE)
-        mean, square = F.avg_pool2d(cells, CELLS, stride=1, padding=CELLS // 2, count_include_pad=False)[:, 0]
-        return Seen((square - mean.square() > LEAST_DEVIATION**2).cpu().numpy(), self.scale)
+        """The texture of the image."""
+        return Seen(textured_cells(self.pixels.float().mean(-1)[None])[0].cpu().numpy(), self.scale)
 
     @property
     def bytes(self) -> int:
@@ -57,6 +53,15 @@ class ImageFeatures:
         tensors = [tensor for tensor in (maps.coarse, maps.fine, maps.light, self.pixels) if tensor is not None]
         # Coarse and fine map of NCNet may be the same tensor.
         return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
+
+
+def textured_cells(gray: Tensor) -> Tensor:
+    """Return what `has_texture` returns, for gray levels on any device: (b h w) -> (b h/4 w/4)."""
+    # Without the mid-gray, squares are small and float32 suffices.
+    gray = gray - 128
+    cells = F.avg_pool2d(torch.stack([gray, gray.square()]), FINE_STRIDE)
+    mean, square = F.avg_pool2d(cells, CELLS, stride=1, padding=CELLS // 2, count_include_pad=False)
+    return square - mean.square() > LEAST_DEVIATION**2
 
 
 Matchable = ImageInput | ImageFeatures

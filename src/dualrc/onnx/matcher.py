@@ -38,6 +38,8 @@ class ImageFeatures:
     scale: Scale
     # (h, w), brightness of the network input from 0 to 255.
     gray: npt.NDArray[np.float32]
+    # Weights and precision of the model, because features of different models cannot be compared.
+    made_by: tuple[str, str]
 
     def __repr__(self) -> str:
         return "ImageFeatures({}x{}, seen as {}x{})".format(*self.scale.image_size, *self.scale.input_size)
@@ -78,7 +80,7 @@ class Matcher:
             self._sessions[part] = session
             infos.append(info)
         self.model = infos[1]
-        if infos[0].weights != infos[1].weights or infos[0].precision != infos[1].precision:
+        if _maker(infos[0]) != _maker(infos[1]):
             raise WeightsError(f"{paths[0]} and {paths[1]} were not exported together; export both again.")
         self.providers: list[str] = self._sessions["pair"].get_providers()
         # Fixed input size of the models, or None if they accept any multiples of 16.
@@ -114,7 +116,7 @@ class Matcher:
         session = self._sessions["features"]
         names = [output.name for output in session.get_outputs()]
         maps = dict(zip(names, session.run(names, {"image": values}), strict=True))
-        return ImageFeatures(maps=maps, scale=scale, gray=values[0].mean(axis=0))
+        return ImageFeatures(maps=maps, scale=scale, gray=values[0].mean(axis=0), made_by=_maker(self.model))
 
     def match(
         self,
@@ -166,6 +168,8 @@ class Matcher:
 
     def match_raw(self, features0: ImageFeatures, features1: ImageFeatures) -> RawMatches:
         """Return the output of the pair model without empty rows."""
+        if any(features.made_by != _maker(self.model) for features in (features0, features1)):
+            raise ConfigError("These features come from other models; extract them with features() of this matcher.")
         session = self._sessions["pair"]
         inputs = {
             f"{name}{side}": features.maps[name]
@@ -192,6 +196,10 @@ class Matcher:
         if min(own) < MIN_SIDE:
             raise ImageError("The image of {}x{} pixels is too small; give a larger one.".format(*own))
         return self.input_size
+
+
+def _maker(info: ModelInfo) -> tuple[str, str]:
+    return info.weights, info.precision
 
 
 def _import_runtime() -> Any:
