@@ -180,6 +180,8 @@ def test_no_file_of_the_server_is_read(http):
 def test_names_are_only_names():
     assert clean_name("C:\\images\\a.jpg") == "a.jpg" and clean_name("/etc/../b.png") == "b.png"
     assert clean_name(None) == clean_name("") == clean_name("\n\t\0") == "image"
+    # As browsers and httpx send a quotation mark.
+    assert clean_name("a%22b.jpg") == 'a"b.jpg'
     assert len(clean_name("x" * 1000 + ".png")) == 120 and clean_name("ü 写.png") == "ü 写.png"
 
 
