@@ -4,6 +4,8 @@ import base64
 import importlib.util
 import io
 import json
+import re
+import shlex
 import sqlite3
 import statistics
 from contextlib import closing
@@ -120,6 +122,45 @@ def test_two_dropped_images_are_matched(tab, paths, tmp_path, capsys):
         print(
             f"\n  1200x900: {total:.0f} ms from drop to drawn matches, {1000 * state['seconds']:.0f} of them matching"
         )
+
+
+def test_names_are_shown_and_quoted_as_they_are(tab, paths, tmp_path):
+    names = 'it\'s "a" <i>view $HOME.png', "-\u5199\u771f \u00fc.png"
+    files = [tmp_path / name for name in names]
+    for path, new in zip(paths, files, strict=True):
+        new.write_bytes(path.read_bytes())
+    tab.drop("#intro", *files)
+    tab.ready()
+    assert [image["name"] for image in tab.state()["images"]] == list(names)
+    assert tab.page.locator(".tag i").count() == 0 and names[0] in tab.page.locator(".tag span").first.inner_text()
+    words = shlex.split(tab.page.locator("#command-shell").inner_text())
+    assert words[:4] == ["dualrc", "match", names[0], "./" + names[1]]
+    assert repr(names[0]) in tab.page.locator("#command-python").inner_text()
+    compile(tab.page.locator("#command-python").inner_text(), "page", "exec")
+
+
+def test_a_page_that_is_left_cancels_its_match(tab, server, paths, tmp_path):
+    def cancelled() -> int:
+        text = tab.page.request.get(server.url + "metrics").text()
+        return int(re.search(r'jobs_total{outcome="cancelled"} (\d+)', text)[1])
+
+    before = cancelled()
+    # The search goes on for long if nothing matches.
+    noise = np.random.default_rng(0).integers(0, 256, (360, 480, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    tab.page.evaluate("document.getElementById('quality').value = 'search'")
+    tab.drop("#intro", paths[0], tmp_path / "noise.png")
+    tab.until("/step \\d+/.test(document.getElementById('busy-text').textContent)")
+    assert tab.page.locator("#busy-progress").get_attribute("value") is None
+    assert all(button.is_disabled() for button in tab.page.locator("[data-format], [data-copy]").all())
+    assert not tab.page.locator("#match-count").is_visible()
+    tab.page.reload()
+    tab.page.wait_for_selector("html[data-ready]", state="attached")
+    for _ in range(500):
+        if cancelled() > before:
+            break
+        tab.page.wait_for_timeout(20)
+    assert cancelled() == before + 1 and tab.state()["phase"] == "empty"
 
 
 def test_a_pasted_image_takes_the_first_free_place(tab, paths):
@@ -441,6 +482,50 @@ def test_every_comparison_draws_something(opened, mode):
         return new Set(data.filter((_, i) => i % 404 === 0)).size;
     }""")
     assert spread > 20
+
+
+def test_flicker_plays_pauses_and_switches(browser, link):
+    tab = Tab(browser, link, reduced_motion="no-preference")
+    tab.ready()
+    page = tab.page
+    page.check("input[value=flicker]", force=True)
+    tab.until("dualrcState().times.compared")
+    shown = "document.getElementById('compare-note').textContent.slice(0, 7)"
+    for number in (0, 1, 0):
+        tab.until(f"{shown} === 'Image {number}'")
+    play, switch = page.locator("#flicker-toggle"), page.locator("#flicker-switch")
+    assert play.inner_text() == "Pause"
+    switch.click()
+    assert play.inner_text() == "Play"
+
+    def drawn() -> np.ndarray:
+        page.wait_for_timeout(60)
+        pixels = page.evaluate("""() => {
+            const canvas = document.querySelector("[data-pane=compare] canvas");
+            return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
+        }""")
+        return np.array(pixels, dtype=int).reshape(-1, 4)
+
+    pictures = {}
+    for _ in range(2):
+        pictures[page.evaluate(shown)] = drawn()
+        switch.click()
+    first, second = pictures["Image 0"], pictures["Image 1"]
+    changed = (first != second).any(axis=1)
+    assert 0.1 < changed.mean() < 0.98
+    # Where image 1 has no pixels, image 0 stays.
+    assert np.array_equal(first[:, 3] > 0, second[:, 3] > 0)
+    play.click()
+    now = page.evaluate(shown)
+    tab.until(f"{shown} !== '{now}'")
+    tab.close()
+    # With reduced motion, nothing moves by itself.
+    still = Tab(browser, link)
+    still.ready()
+    still.page.check("input[value=flicker]", force=True)
+    still.until("dualrcState().times.compared")
+    assert still.page.locator("#flicker-toggle").inner_text() == "Play"
+    still.close()
 
 
 def test_a_difference_can_be_made_brighter(opened):

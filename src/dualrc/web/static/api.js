@@ -41,7 +41,8 @@ export class Api extends EventTarget {
     if (sent) headers = { ...headers, Authorization: `Bearer ${sent}` };
     let response;
     try {
-      response = await fetch(path, { method, body, headers, signal });
+      // A job can be cancelled while the page is left.
+      response = await fetch(path, { method, body, headers, signal, keepalive: method === "DELETE" });
     } catch (error) {
       if (error.name === "AbortError") throw error;
       this.dispatchEvent(new CustomEvent("reach", { detail: false }));

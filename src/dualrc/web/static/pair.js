@@ -1,6 +1,7 @@
 // Pair view: input images, matching with progress, and the result.
 
 import { Compare } from "./compare.js";
+import { element } from "./dom.js";
 import { startDownloads } from "./download.js";
 import { showExamples } from "./examples.js";
 import { startFilter, takeResult } from "./filter.js";
@@ -35,6 +36,7 @@ export class PairView {
     startDownloads(api, this.stage);
     startInputs((slot, files) => this.take(slot, files));
     this.#buttons();
+    addEventListener("pagehide", () => this.#run?.abort());
     watch("phase opening", () => this.#showPhase());
     watch("result", () => this.#showResult());
     watch("result estimate", () => this.#showCommands());
@@ -197,8 +199,10 @@ export class PairView {
     return this.#submit(signal);
   }
 
-  #showProgress({ state: where, position, stage, fraction }) {
+  #showProgress({ state: where, position, stage, step, fraction }) {
     if (where === "queued") this.#progress(position > 0 ? `Waiting at position ${position} of the queue` : "Waiting", undefined);
+    // The number of steps of a match is not known beforehand.
+    else if (stage === "matching") this.#progress(step > 2 ? `Matching, step ${step}` : "Matching", undefined);
     else this.#progress(stage ? stage[0].toUpperCase() + stage.slice(1) : "Matching", fraction);
   }
 
@@ -293,6 +297,7 @@ export class PairView {
     const verdict = byId("verdict");
     verdict.className = `verdict ${result?.verdict.level ?? ""}`;
     verdict.textContent = result?.verdict.text ?? "Not matched yet";
+    byId("counts").hidden = !result;
     if (!result) {
       byId("facts").textContent = "";
       byId("result-warning").hidden = true;
@@ -307,6 +312,10 @@ export class PairView {
   }
 
   #showCommands() {
-    for (const kind of ["shell", "python"]) byId(`command-${kind}`).textContent = commands()?.[kind] ?? "";
+    for (const kind of ["shell", "python"]) {
+      // Lines are broken between words only, not after a hyphen.
+      const parts = (commands()?.[kind] ?? "").split(/(\s+)/).filter(Boolean);
+      byId(`command-${kind}`).replaceChildren(...parts.map((part) => (/\S/.test(part) ? element("span", "word", part) : part)));
+    }
   }
 }
