@@ -685,6 +685,43 @@ def test_everything_works_from_the_keyboard(opened):
     assert {"theme", "quality", "min-score", "count", "kind", "npz", "png", "zoom-in"} <= reached
 
 
+def test_the_focus_and_the_announcements_follow_the_keyboard(tab, paths):
+    page, focused = tab.page, "(document.activeElement.ariaLabel ?? document.activeElement.id)"
+
+    def tab_to(test: str) -> None:
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate(f"document.activeElement.matches({test!r})"):
+                return
+        raise AssertionError(test)
+
+    for image, path in enumerate(paths):
+        tab_to(f'[aria-label="Choose image {image}"]')
+        with page.expect_file_chooser() as dialog:
+            page.keyboard.press("Enter")
+        dialog.value.set_files(path)
+        tab.until(f"dualrcState().images[{image}]?.id")
+        # The buttons of the slot are replaced, but the next press of Tab goes on from there.
+        assert page.evaluate(focused) == ("Replace image 0" if image == 0 else "main")
+    tab.ready()
+    live = page.locator("#live")
+    tab_to("[data-pane] canvas")
+    for _ in range(40):
+        page.keyboard.press("ArrowDown")
+        if tab.state()["hover"]["other"]:
+            break
+    assert "image 1" in live.inner_text()
+    page.keyboard.press("Enter")
+    assert live.inner_text() == "1 point kept"
+    tab_to("#kind")
+    page.keyboard.press("h")
+    tab.until("dualrcState().estimate !== null")
+    assert "inliers" in live.inner_text()
+    tab_to("#kept-clear")
+    page.keyboard.press("Enter")
+    assert tab.state()["kept"] == []
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_controls_have_names_and_text_has_contrast(browser, server, link, theme, width):

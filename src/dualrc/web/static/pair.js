@@ -116,9 +116,13 @@ export class PairView {
     const images = [...state.images], old = images[i]?.loaded;
     images[i] = image;
     change({ images });
-    showSlot(document.querySelector(`.slot[data-slot="${i}"]`), image?.loaded ?? null, (slot, files) => this.take(slot, files));
-    this.#tag(i);
+    // First, because it moves a focus that would be lost.
     this.#showPhase();
+    const slot = document.querySelector(`.slot[data-slot="${i}"]`), focused = slot.contains(document.activeElement);
+    showSlot(slot, image?.loaded ?? null, (to, files) => this.take(to, files));
+    // The button that had the focus was replaced.
+    if (focused) slot.querySelector("button").focus();
+    this.#tag(i);
     this.stage.take();
     if (old && old !== image?.loaded) old.close();
   }
