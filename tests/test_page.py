@@ -967,4 +967,19 @@ def test_a_server_that_is_gone_and_comes_back_with_a_token(browser, server, path
         by_link.close()
     finally:
         again.stop()
+    # An example is there again, too.
+    last = Server(port=server.port)
+    try:
+        example = Tab(browser, last.url)
+        example.page.click("[data-example=town]")
+        example.ready()
+        count = example.state()["count"]
+        last.stop()
+        last = Server(port=server.port)
+        example.page.click("#again")
+        example.until("dualrcState().phase === 'ready' || document.querySelector('.message.bad') !== null")
+        assert example.state()["count"] == count and example.page.locator(".message.bad").count() == 0
+        example.close()
+    finally:
+        last.stop()
     tab.close()

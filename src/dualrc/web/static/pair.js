@@ -102,7 +102,8 @@ export class PairView {
       const sent = await sending;
       if (!loaded || loaded.width !== sent.width || loaded.height !== sent.height) loaded = await fetchView(this.api, sent);
       if (turn !== this.#turns[i]) return;
-      this.#setImage(i, { loaded, file, name: file.name, width: sent.width, height: sent.height, id: sent.id });
+      const renew = (signal) => this.api.upload(file, signal);
+      this.#setImage(i, { loaded, renew, name: file.name, width: sent.width, height: sent.height, id: sent.id });
       if (state.images.every((image) => image?.id)) await this.run();
     } catch (error) {
       if (turn !== this.#turns[i]) return;
@@ -195,11 +196,11 @@ export class PairView {
     return (await this.api.json("POST", "v1/match?wait=false", asked, signal)).job;
   }
 
-  /** After images have expired on the server, upload their files once more, and queue the match. */
+  /** After images have expired on the server, give them to it once more, and queue the match. */
   async #submitAgain(error, signal) {
-    if (error.code !== "unknown_id" || !state.images.every((image) => image.file)) throw error;
+    if (error.code !== "unknown_id" || !state.images.every((image) => image.renew)) throw error;
     this.#progress("Uploading again", undefined);
-    for (const image of state.images) image.id = (await this.api.upload(image.file, signal)).id;
+    for (const image of state.images) image.id = (await image.renew(signal)).id;
     return this.#submit(signal);
   }
 
@@ -259,8 +260,8 @@ export class PairView {
   async openExample(name) {
     try {
       const opened = await this.#openImages(async () => {
-        const { image0, image1 } = await this.api.json("POST", `v1/examples/${name}`);
-        return [image0, image1];
+        const ask = (signal) => this.api.json("POST", `v1/examples/${name}`, undefined, signal), made = await ask();
+        return [0, 1].map((i) => ({ ...made[`image${i}`], renew: async (signal) => (await ask(signal))[`image${i}`] }));
       });
       if (opened) await this.run();
     } catch (error) {
