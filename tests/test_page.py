@@ -928,6 +928,34 @@ def test_a_result_that_is_gone_is_explained(browser, server):
     tab.close()
 
 
+def test_a_server_that_ends_in_a_match_or_is_started_again(browser, tmp_path):
+    server = Server()
+    try:
+        tab = Tab(browser, server.url)
+        tab.page.click("[data-example=town]")
+        tab.ready()
+        count, message = tab.state()["count"], tab.page.locator(".message.bad")
+        server.stop()
+        server = Server(port=server.port)
+        # The new server does not know the images of the example by their ids.
+        tab.page.click("#again")
+        tab.until("dualrcState().phase === 'ready' || document.querySelector('.message.bad') !== null")
+        assert tab.state()["count"] == count and message.count() == 0
+        noise = np.random.default_rng(0).integers(0, 256, (360, 480, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / "noise.png")
+        tab.page.evaluate("document.getElementById('quality').value = 'search'")
+        tab.page.set_input_files(".pane[data-pane='1'] .tag input", tmp_path / "noise.png")
+        tab.until("/step \\d+/.test(document.getElementById('busy-text').textContent)")
+        assert "gone" not in tab.page.locator("#server").get_attribute("class")
+        server.process.kill()
+        message.wait_for()
+        assert "does not answer" in message.inner_text()
+        assert "gone" in tab.page.locator("#server").get_attribute("class")
+        tab.close()
+    finally:
+        server.stop()
+
+
 def test_a_server_that_is_gone_and_comes_back_with_a_token(browser, server, paths):
     """Runs last: it ends the server of the other tests."""
     tab = Tab(browser, server.url)
@@ -967,19 +995,4 @@ def test_a_server_that_is_gone_and_comes_back_with_a_token(browser, server, path
         by_link.close()
     finally:
         again.stop()
-    # An example is there again, too.
-    last = Server(port=server.port)
-    try:
-        example = Tab(browser, last.url)
-        example.page.click("[data-example=town]")
-        example.ready()
-        count = example.state()["count"]
-        last.stop()
-        last = Server(port=server.port)
-        example.page.click("#again")
-        example.until("dualrcState().phase === 'ready' || document.querySelector('.message.bad') !== null")
-        assert example.state()["count"] == count and example.page.locator(".message.bad").count() == 0
-        example.close()
-    finally:
-        last.stop()
     tab.close()
