@@ -345,6 +345,19 @@ def test_a_header_that_does_not_end_closes_the_connection(monkeypatch):
         assert http.get("/healthz").status_code == 200
 
 
+def test_an_upload_that_does_not_end_is_refused():
+    header = b"POST /v1/images HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    with serving(upload_s=0.5) as served, served.http() as http:
+        address = (http.base_url.host, http.base_url.port)
+        with socket.create_connection(address, timeout=20) as client:
+            client.sendall(header + b"Content-Length: 1000\r\n\r\n--x\r\n")
+            answer = b""
+            while part := client.recv(65536):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 408 ") and b'"too_slow"' in answer
+        assert not list(served.service.images.folder.iterdir())
+
+
 def test_metrics_and_the_access_log(http, served, caplog):
     number = upload(http, GOOD)
     with caplog.at_level("INFO", logger="dualrc.web.access"):
