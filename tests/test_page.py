@@ -4,6 +4,8 @@ import base64
 import importlib.util
 import io
 import json
+import re
+import shlex
 import sqlite3
 import statistics
 from contextlib import closing
@@ -120,6 +122,45 @@ def test_two_dropped_images_are_matched(tab, paths, tmp_path, capsys):
         print(
             f"\n  1200x900: {total:.0f} ms from drop to drawn matches, {1000 * state['seconds']:.0f} of them matching"
         )
+
+
+def test_names_are_shown_and_quoted_as_they_are(tab, paths, tmp_path):
+    names = 'it\'s "a" <i>view $HOME.png', "-\u5199\u771f \u00fc.png"
+    files = [tmp_path / name for name in names]
+    for path, new in zip(paths, files, strict=True):
+        new.write_bytes(path.read_bytes())
+    tab.drop("#intro", *files)
+    tab.ready()
+    assert [image["name"] for image in tab.state()["images"]] == list(names)
+    assert tab.page.locator(".tag i").count() == 0 and names[0] in tab.page.locator(".tag span").first.inner_text()
+    words = shlex.split(tab.page.locator("#command-shell").inner_text())
+    assert words[:4] == ["dualrc", "match", names[0], "./" + names[1]]
+    assert repr(names[0]) in tab.page.locator("#command-python").inner_text()
+    compile(tab.page.locator("#command-python").inner_text(), "page", "exec")
+
+
+def test_a_page_that_is_left_cancels_its_match(tab, server, paths, tmp_path):
+    def cancelled() -> int:
+        text = tab.page.request.get(server.url + "metrics").text()
+        return int(re.search(r'jobs_total{outcome="cancelled"} (\d+)', text)[1])
+
+    before = cancelled()
+    # The search goes on for long if nothing matches.
+    noise = np.random.default_rng(0).integers(0, 256, (360, 480, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    tab.page.evaluate("document.getElementById('quality').value = 'search'")
+    tab.drop("#intro", paths[0], tmp_path / "noise.png")
+    tab.until("/step \\d+/.test(document.getElementById('busy-text').textContent)")
+    assert tab.page.locator("#busy-progress").get_attribute("value") is None
+    assert all(button.is_disabled() for button in tab.page.locator("[data-format], [data-copy]").all())
+    assert not tab.page.locator("#match-count").is_visible()
+    tab.page.reload()
+    tab.page.wait_for_selector("html[data-ready]", state="attached")
+    for _ in range(500):
+        if cancelled() > before:
+            break
+        tab.page.wait_for_timeout(20)
+    assert cancelled() == before + 1 and tab.state()["phase"] == "empty"
 
 
 def test_a_pasted_image_takes_the_first_free_place(tab, paths):
@@ -443,6 +484,50 @@ def test_every_comparison_draws_something(opened, mode):
     assert spread > 20
 
 
+def test_flicker_plays_pauses_and_switches(browser, link):
+    tab = Tab(browser, link, reduced_motion="no-preference")
+    tab.ready()
+    page = tab.page
+    page.check("input[value=flicker]", force=True)
+    tab.until("dualrcState().times.compared")
+    shown = "document.getElementById('compare-note').textContent.slice(0, 7)"
+    for number in (0, 1, 0):
+        tab.until(f"{shown} === 'Image {number}'")
+    play, switch = page.locator("#flicker-toggle"), page.locator("#flicker-switch")
+    assert play.inner_text() == "Pause"
+    switch.click()
+    assert play.inner_text() == "Play"
+
+    def drawn() -> np.ndarray:
+        page.wait_for_timeout(60)
+        pixels = page.evaluate("""() => {
+            const canvas = document.querySelector("[data-pane=compare] canvas");
+            return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
+        }""")
+        return np.array(pixels, dtype=int).reshape(-1, 4)
+
+    pictures = {}
+    for _ in range(2):
+        pictures[page.evaluate(shown)] = drawn()
+        switch.click()
+    first, second = pictures["Image 0"], pictures["Image 1"]
+    changed = (first != second).any(axis=1)
+    assert 0.1 < changed.mean() < 0.98
+    # Where image 1 has no pixels, image 0 stays.
+    assert np.array_equal(first[:, 3] > 0, second[:, 3] > 0)
+    play.click()
+    now = page.evaluate(shown)
+    tab.until(f"{shown} !== '{now}'")
+    tab.close()
+    # With reduced motion, nothing moves by itself.
+    still = Tab(browser, link)
+    still.ready()
+    still.page.check("input[value=flicker]", force=True)
+    still.until("dualrcState().times.compared")
+    assert still.page.locator("#flicker-toggle").inner_text() == "Play"
+    still.close()
+
+
 def test_a_difference_can_be_made_brighter(opened):
     opened.page.check("input[value=difference]", force=True)
     opened.until("dualrcState().times.compared")
@@ -598,6 +683,43 @@ def test_everything_works_from_the_keyboard(opened):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id || document.activeElement.dataset.format || ''"))
     assert {"theme", "quality", "min-score", "count", "kind", "npz", "png", "zoom-in"} <= reached
+
+
+def test_the_focus_and_the_announcements_follow_the_keyboard(tab, paths):
+    page, focused = tab.page, "(document.activeElement.ariaLabel ?? document.activeElement.id)"
+
+    def tab_to(test: str) -> None:
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate(f"document.activeElement.matches({test!r})"):
+                return
+        raise AssertionError(test)
+
+    for image, path in enumerate(paths):
+        tab_to(f'[aria-label="Choose image {image}"]')
+        with page.expect_file_chooser() as dialog:
+            page.keyboard.press("Enter")
+        dialog.value.set_files(path)
+        tab.until(f"dualrcState().images[{image}]?.id")
+        # The buttons of the slot are replaced, but the next press of Tab goes on from there.
+        assert page.evaluate(focused) == ("Replace image 0" if image == 0 else "main")
+    tab.ready()
+    live = page.locator("#live")
+    tab_to("[data-pane] canvas")
+    for _ in range(40):
+        page.keyboard.press("ArrowDown")
+        if tab.state()["hover"]["other"]:
+            break
+    assert "image 1" in live.inner_text()
+    page.keyboard.press("Enter")
+    assert live.inner_text() == "1 point kept"
+    tab_to("#kind")
+    page.keyboard.press("h")
+    tab.until("dualrcState().estimate !== null")
+    assert "inliers" in live.inner_text()
+    tab_to("#kept-clear")
+    page.keyboard.press("Enter")
+    assert tab.state()["kept"] == []
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -804,6 +926,34 @@ def test_a_result_that_is_gone_is_explained(browser, server):
     assert "expired" in message.inner_text()
     assert tab.page.locator("#intro").is_visible()
     tab.close()
+
+
+def test_a_server_that_ends_in_a_match_or_is_started_again(browser, tmp_path):
+    server = Server()
+    try:
+        tab = Tab(browser, server.url)
+        tab.page.click("[data-example=town]")
+        tab.ready()
+        count, message = tab.state()["count"], tab.page.locator(".message.bad")
+        server.stop()
+        server = Server(port=server.port)
+        # The new server does not know the images of the example by their ids.
+        tab.page.click("#again")
+        tab.until("dualrcState().phase === 'ready' || document.querySelector('.message.bad') !== null")
+        assert tab.state()["count"] == count and message.count() == 0
+        noise = np.random.default_rng(0).integers(0, 256, (360, 480, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / "noise.png")
+        tab.page.evaluate("document.getElementById('quality').value = 'search'")
+        tab.page.set_input_files(".pane[data-pane='1'] .tag input", tmp_path / "noise.png")
+        tab.until("/step \\d+/.test(document.getElementById('busy-text').textContent)")
+        assert "gone" not in tab.page.locator("#server").get_attribute("class")
+        server.process.kill()
+        message.wait_for()
+        assert "does not answer" in message.inner_text()
+        assert "gone" in tab.page.locator("#server").get_attribute("class")
+        tab.close()
+    finally:
+        server.stop()
 
 
 def test_a_server_that_is_gone_and_comes_back_with_a_token(browser, server, paths):

@@ -242,6 +242,7 @@ def test_bad_fields_are_named(http, body, code):
 def test_a_body_that_is_no_json(http):
     headers = {"content-type": "application/json"}
     refused(http.post("/v1/match", content=b"{", headers=headers), 422, "bad_json")
+    assert "not a JSON object" in refused(http.post("/v1/match", json=[1]), 422, "bad_field")
     refused(http.post("/v1/match", content=b"[" * 100_000, headers=headers), 422, "bad_json")
     refused(http.post("/v1/match", content=b'{"min_score": NaN}', headers=headers), 422, "bad_field")
     refused(http.post("/v1/images", content=b"x"), 415, "not_multipart")
@@ -466,7 +467,7 @@ def test_a_job_tells_its_progress(http):
     job = answer.json()["job"]
     found = list(events(http, job))
     assert found[-1][0] == "done" and all(name == "progress" for name, _ in found[:-1])
-    assert all(0 <= data["fraction"] <= 1 for _, data in found[:-1])
+    assert all(0 <= data["fraction"] <= 1 and data["step"] >= 0 for _, data in found[:-1])
     assert http.get(found[-1][1]["result"]).json()["count"] > 0
     assert http.get(f"/v1/jobs/{job}").json() == {"event": "done", **found[-1][1]}
     # Who comes late gets the last event.

@@ -1,6 +1,7 @@
 """Several clients at once, cancellation, restarts, and the client in Python."""
 
 import importlib.util
+import io
 import os
 import signal
 import subprocess
@@ -105,6 +106,47 @@ def test_cancelling():
         assert served.service.jobs.outcomes == {"cancelled": 2, "done": 1}
         assert all(image.holds == 0 for image in map(served.service.images.get, ids))
         refused(http.delete("/v1/jobs/none"), 404, "unknown_id")
+
+
+@pytest.mark.parametrize("end", ["cancel", "limit"])
+def test_a_long_match_ends_between_two_steps(monkeypatch, end):
+    matcher = tiny_matcher()
+    entered, gate, extract = threading.Semaphore(0), threading.Semaphore(0), matcher.extract
+
+    def gated(items):
+        entered.release()
+        assert gate.acquire(timeout=30)
+        extract(items)
+
+    with serving(matcher) as served, served.http() as http:
+        # Not uploads: their features would be extracted in the background.
+        add = served.service.images.add
+        ids = [add(io.BytesIO(encode(scene(seed))), "a.png", "test").id for seed in (1, 2)]
+        monkeypatch.setattr(matcher, "extract", gated)
+        asked = {"image0": ids[0], "image1": ids[1], "quality": "search", "size": 128}
+        body = {"params": {"wait": "false"}, "json": asked}
+        job = http.post("/v1/match", **body).json()["job"]
+        for step in (1, 2, 3):
+            assert entered.acquire(timeout=30)
+            told = http.get(f"/v1/jobs/{job}").json()
+            assert told["stage"] == "matching" and told["step"] >= step - 1
+            if step < 3:
+                gate.release()
+        if end == "cancel":
+            http.delete(f"/v1/jobs/{job}")
+        else:
+            served.service.jobs.get(job).limit_s = 0.001
+        gate.release()
+        last = list(events(http, job))[-1]
+        assert last == ("cancelled", {}) if end == "cancel" else last[1]["code"] == "too_late"
+        # The views that are left are not matched.
+        assert not entered.acquire(blocking=False)
+        # The next job starts at once.
+        following = http.post("/v1/match", params={"wait": "false"}, json={**asked, "quality": "high"}).json()["job"]
+        assert entered.acquire(timeout=30)
+        http.delete(f"/v1/jobs/{following}")
+        gate.release()
+        assert list(events(http, following))[-1] == ("cancelled", {})
 
 
 def test_a_client_that_goes_away_cancels_its_job():

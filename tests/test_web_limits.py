@@ -180,6 +180,8 @@ def test_no_file_of_the_server_is_read(http):
 def test_names_are_only_names():
     assert clean_name("C:\\images\\a.jpg") == "a.jpg" and clean_name("/etc/../b.png") == "b.png"
     assert clean_name(None) == clean_name("") == clean_name("\n\t\0") == "image"
+    # As browsers and httpx send a quotation mark.
+    assert clean_name("a%22b.jpg") == 'a"b.jpg'
     assert len(clean_name("x" * 1000 + ".png")) == 120 and clean_name("ü 写.png") == "ü 写.png"
 
 
@@ -341,6 +343,19 @@ def test_a_header_that_does_not_end_closes_the_connection(monkeypatch):
         assert http.post("/v1/match", json={"image0": ids[0], "image1": ids[1]}).status_code == 200
         time.sleep(1)
         assert http.get("/healthz").status_code == 200
+
+
+def test_an_upload_that_does_not_end_is_refused():
+    header = b"POST /v1/images HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+    with serving(upload_s=0.5) as served, served.http() as http:
+        address = (http.base_url.host, http.base_url.port)
+        with socket.create_connection(address, timeout=20) as client:
+            client.sendall(header + b"Content-Length: 1000\r\n\r\n--x\r\n")
+            answer = b""
+            while part := client.recv(65536):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 408 ") and b'"too_slow"' in answer
+        assert not list(served.service.images.folder.iterdir())
 
 
 def test_metrics_and_the_access_log(http, served, caplog):

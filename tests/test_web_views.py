@@ -205,7 +205,9 @@ def test_files_can_be_dropped_anywhere_on_the_folder_view(tab, tmp_path):
     for path, pixels in zip(paths, (*pair_of(1), scene(5)), strict=True):
         Image.fromarray(pixels).save(path)
     open_view(tab, "folder", "!!document.querySelector('.folder-drop')")
-    tab.drop("html", *paths[:2])
+    (tmp_path / "d.txt").write_text("no image")
+    tab.page.set_input_files(".folder-drop input >> nth=0", [*paths[:2], tmp_path / "d.txt"])
+    tab.until("/1 of 3 files are not images/.test(document.getElementById('messages').textContent)")
     tab.until("document.querySelectorAll('.folder-matrix td a').length === 2")
     # Others are added.
     tab.drop(".folder-matrix", paths[2])

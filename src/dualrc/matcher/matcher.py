@@ -21,6 +21,7 @@ from dualrc.config import MatcherConfig, Quality
 from dualrc.errors import ConfigError, DataError
 from dualrc.evidence import LOOKED_AT
 from dualrc.image import ImageInput, Scale, mask_to_cells, network_size, read
+from dualrc.matcher import interrupt
 from dualrc.matcher.budget import Budget, NoMemoryError, enough_memory, release_memory
 from dualrc.matcher.dense import match_points, warp
 from dualrc.matcher.extract import Extractor, Precision, choose_device, use_threads
@@ -129,6 +130,7 @@ class Matcher:
 
     def extract(self, items: Iterable[PendingImage]) -> None:
         """Extract the features of those items that have none yet."""
+        interrupt.step()
 
         def together(scale: Scale) -> int:
             if self.device.type == "cuda":
@@ -357,6 +359,7 @@ class Matcher:
         """Match pairs of the same shapes as one batch, once, with raw network scores; the best `top` of each."""
         if not batch:
             return
+        interrupt.step()
         sides = [stack([pair[side].maps for pair in batch]) for side in (0, 1)]
         # Masks may reject matches after the refinement, so the best are selected later.
         masked = any(features.mask is not None for pair in batch for features in pair)

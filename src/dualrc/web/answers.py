@@ -38,6 +38,8 @@ async def json_body(request: Request, kind: type[Body]) -> Body:
         content = parse_json(await request.body())
     except ValueError as error:
         raise Problem(422, "bad_json", f"The body is not JSON ({error}); send a JSON object.") from error
+    if not isinstance(content, dict):
+        raise Problem(422, "bad_field", "The body is not a JSON object; send an object with the fields of the request.")
     return checked(kind, content)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from dualrc.web.problems import Problem
@@ -22,10 +22,20 @@ class Progress:
 
     stage: str = ""
     fraction: float = 0.0
+    # Number of steps of the network in this stage. Their total is not known: it depends on what the first ones find.
+    step: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
+
+    def next_step(self) -> "Progress":
+        """Return the progress after the begin of another step."""
+        return replace(self, step=self.step + 1)
 
 
 Work = Generator[Progress, None, Any]
+
+
+class Cancelled(Exception):  # noqa: N818
+    """Ends the work of a job that was cancelled."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,10 +64,12 @@ class Job:
     work: Work | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def late(self) -> bool:
-        """Whether the job has exceeded its time limit."""
-        return time.monotonic() > self.created + self.limit_s
+    def check(self) -> None:
+        """Raise if the job was cancelled or has exceeded its time limit."""
+        if self.cancelled:
+            raise Cancelled
+        if time.monotonic() > self.created + self.limit_s:
+            raise self.too_late()
 
     def end(self, state: State, problem: Problem | None = None) -> None:
         """Set the outcome, and release what the job used."""

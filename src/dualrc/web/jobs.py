@@ -7,10 +7,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from dualrc.errors import DualRCError
-from dualrc.web.job import ENDED, Job, State
+from dualrc.matcher.interrupt import interruptible
+from dualrc.web.job import ENDED, Cancelled, Job, State
 from dualrc.web.problems import Problem, from_error, unknown
 from dualrc.web.settings import ServerConfig
 
@@ -120,7 +122,7 @@ class JobQueue:
             return "cancelled", {}
         with self._ready:
             position = self._waiting.index(job) + 1 if job in self._waiting else 0
-        told = {"state": job.state, "position": position, "stage": job.progress.stage}
+        told = {"state": job.state, "position": position, "stage": job.progress.stage, "step": job.progress.step}
         return "progress", {**told, "fraction": round(job.progress.fraction, 4), **job.progress.extra}
 
     async def follow(self, job: Job) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
@@ -243,14 +245,9 @@ class JobQueue:
         try:
             job.work = job.work or job.start()
             while True:
-                if job.cancelled:
-                    job.work.close()
-                    self._finish(job, "cancelled")
-                    return
-                if job.late:
-                    job.work.close()
-                    raise job.too_late()
-                job.progress = next(job.work)
+                job.check()
+                with interruptible(partial(self._step, job)):
+                    job.progress = next(job.work)
                 job.wake(self._loop)
                 if job.long and self._waiting:
                     with self._ready:
@@ -261,6 +258,8 @@ class JobQueue:
         except StopIteration as end:
             job.result = end.value
             self._finish(job, "cancelled" if job.cancelled else "done")
+        except Cancelled:
+            self._finish(job, "cancelled")
         except Problem as problem:
             self._finish(job, "failed", problem)
         except DualRCError as error:
@@ -269,6 +268,12 @@ class JobQueue:
             logger.exception("A job failed.")
             message = "The server failed; see its log. Try again, or use other images."
             self._finish(job, "failed", Problem(500, "failed", message))
+
+    def _step(self, job: Job) -> None:
+        """Report a step of the network; raise if the job has to end."""
+        job.check()
+        job.progress = job.progress.next_step()
+        job.wake(self._loop)
 
     def _finish(self, job: Job, state: State, problem: Problem | None = None) -> None:
         with self._ready:

@@ -233,6 +233,7 @@ class Event(BaseModel):
     position: int | None = None
     stage: str | None = None
     fraction: float | None = None
+    step: int | None = None
     result: str | None = None
     error: str | None = None
     code: str | None = None

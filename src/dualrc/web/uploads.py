@@ -205,7 +205,8 @@ class ImageStore:
 
 def clean_name(name: str | None) -> str:
     """Return the last part of a file name, without control characters and shortened if necessary."""
-    last = re.split(r"[/\\]", name or "")[-1]
+    # Browsers send a quotation mark in a name as %22.
+    last = re.split(r"[/\\]", name or "")[-1].replace("%22", '"')
     plain = "".join(character for character in last if character.isprintable()).strip()
     return plain[-_LONGEST_NAME:] or "image"
 

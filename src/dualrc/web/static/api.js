@@ -41,11 +41,11 @@ export class Api extends EventTarget {
     if (sent) headers = { ...headers, Authorization: `Bearer ${sent}` };
     let response;
     try {
-      response = await fetch(path, { method, body, headers, signal });
+      // A job can be cancelled while the page is left.
+      response = await fetch(path, { method, body, headers, signal, keepalive: method === "DELETE" });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      this.dispatchEvent(new CustomEvent("reach", { detail: false }));
-      throw new ApiError(GONE, { code: "gone" });
+      throw this.#gone();
     }
     this.dispatchEvent(new CustomEvent("reach", { detail: true }));
     if (response.ok) return response;
@@ -55,6 +55,11 @@ export class Api extends EventTarget {
       return this.fetch(method, path, { body, headers, signal });
     }
     throw await this.#error(response);
+  }
+
+  #gone() {
+    this.dispatchEvent(new CustomEvent("reach", { detail: false }));
+    return new ApiError(GONE, { code: "gone" });
   }
 
   async #newToken(wrong) {
@@ -122,9 +127,9 @@ export class Api extends EventTarget {
         part = await reader.read();
       } catch (error) {
         if (error.name === "AbortError") throw error;
-        throw new ApiError(GONE, { code: "gone" });
+        throw this.#gone();
       }
-      if (part.done) throw new ApiError(GONE, { code: "gone" });
+      if (part.done) throw this.#gone();
       const blocks = (rest + part.value).replaceAll("\r\n", "\n").split("\n\n");
       rest = blocks.pop();
       for (const block of blocks) {
@@ -132,7 +137,8 @@ export class Api extends EventTarget {
         if (event.name === "progress") onProgress(event.data);
         if (event.name === "done") return event.data;
         if (event.name === "failed") throw new ApiError(event.data.error, { code: event.data.code });
-        if (event.name === "cancelled") throw new DOMException("Cancelled.", "AbortError");
+        // A job that the page cancels is no longer followed.
+        if (event.name === "cancelled") throw new ApiError("The server has cancelled the match. Try again.", { code: "cancelled" });
       }
     }
   }

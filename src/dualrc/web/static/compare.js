@@ -22,7 +22,7 @@ class Layers {
       ctx.drawImage(this.canvas, view.x, view.y, this.width * view.scale, this.height * view.scale);
     };
     const { mode, amount } = state;
-    if (mode !== "flicker" || !this.flipped) this.image0.draw(ctx, view, width, height);
+    this.image0.draw(ctx, view, width, height);
     ctx.save();
     if (mode === "swipe") {
       const split = view.x + (amount / 100) * this.width * view.scale;
@@ -105,7 +105,11 @@ export class Compare {
     byId("align").addEventListener("change", (event) => change({ align: event.target.value }));
     byId("amount").addEventListener("input", (event) => change({ amount: Number(event.target.value) }));
     byId("gain").addEventListener("input", (event) => change({ gain: Number(event.target.value) }));
-    byId("flicker-toggle").addEventListener("click", () => this.#toggleFlicker());
+    byId("flicker-toggle").addEventListener("click", () => { if (this.viewer.source) this.#play(!this.#timer); });
+    byId("flicker-switch").addEventListener("click", () => {
+      this.#play(false);
+      if (this.viewer.source) this.#flip();
+    });
     watch("mode align warps", () => this.refresh());
     watch("amount", () => { byId("amount").value = state.amount; this.viewer.redraw(); });
     watch("gain", () => { byId("gain-value").textContent = `× ${2 ** state.gain}`; this.viewer.redraw(); });
@@ -140,7 +144,7 @@ export class Compare {
     byId("align").closest("label").hidden = mode === "panorama";
     // These controls belong to the two images side by side.
     byId("show-card").hidden = byId("zoom-link").hidden = single;
-    byId("flicker-toggle").hidden = mode !== "flicker";
+    byId("flicker-toggle").hidden = byId("flicker-switch").hidden = mode !== "flicker";
     this.#stopFlicker();
     this.#task?.abort();
     this.stage.layout();
@@ -200,35 +204,26 @@ export class Compare {
     return both && new Still(both);
   }
 
-  #flip() {
-    this.viewer.source.flipped = !this.viewer.source.flipped;
-    byId("compare-note").textContent = `Image ${this.viewer.source.flipped ? 1 : 0}`;
+  #flip(flipped = !this.viewer.source.flipped) {
+    this.viewer.source.flipped = flipped;
+    byId("compare-note").textContent = `Image ${flipped ? 1 : 0}. Pixels without a match do not change.`;
     this.viewer.redraw();
   }
 
   #startFlicker() {
-    this.viewer.source.flipped = false;
-    // With reduced motion, the user switches the images.
-    if (matchMedia("(prefers-reduced-motion: reduce)").matches) byId("flicker-toggle").textContent = "Switch";
-    else {
-      byId("flicker-toggle").textContent = "Pause";
-      this.#timer = setInterval(() => this.#flip(), FLICKER_MS);
-    }
-    byId("compare-note").textContent = "Image 0";
-    this.viewer.redraw();
+    this.#flip(false);
+    // With reduced motion, the user starts it, or switches the images.
+    this.#play(!matchMedia("(prefers-reduced-motion: reduce)").matches);
+  }
+
+  #play(on) {
+    clearInterval(this.#timer);
+    this.#timer = on ? setInterval(() => this.#flip(), FLICKER_MS) : 0;
+    byId("flicker-toggle").textContent = on ? "Pause" : "Play";
   }
 
   #stopFlicker() {
-    clearInterval(this.#timer);
-    this.#timer = 0;
+    this.#play(false);
     if (this.viewer.source instanceof Layers) this.viewer.source.flipped = false;
-  }
-
-  #toggleFlicker() {
-    if (this.#timer) {
-      clearInterval(this.#timer);
-      this.#timer = 0;
-      byId("flicker-toggle").textContent = "Switch";
-    } else if (this.viewer.source) this.#flip();
   }
 }

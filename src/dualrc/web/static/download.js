@@ -1,7 +1,7 @@
 // Downloads, the current view as PNG, and text to copy.
 
 import { fail, failResult, say } from "./messages.js";
-import { commands, state } from "./state.js";
+import { commands, state, watch } from "./state.js";
 
 const ENDINGS = { npz: "npz", csv: "csv", json: "json", colmap: "db", png: "png" };
 
@@ -62,8 +62,11 @@ export function startDownloads(api, stage) {
     } catch (error) {
       failResult(error, () => event.target.click());
     } finally {
-      event.target.disabled = false;
+      event.target.disabled = !state.result;
     }
+  });
+  watch("result", () => {
+    for (const button of document.querySelectorAll("[data-format], [data-copy]")) button.disabled = !state.result;
   });
   for (const button of document.querySelectorAll("[data-copy]")) {
     const kind = button.dataset.copy;

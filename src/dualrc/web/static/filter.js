@@ -61,7 +61,7 @@ function showControls() {
   byId("min-score").value = filter.minScore;
   byId("min-score-value").textContent = filter.minScore.toFixed(2);
   byId("count").value = sliderOf(filter.count, total);
-  byId("count-value").textContent = number.format(Math.min(filter.count, total));
+  byId("count-value").textContent = result ? number.format(Math.min(filter.count, total)) : "";
   byId("spread").checked = filter.spread;
   byId("threshold").value = Math.log10(filter.thresholdPx);
   byId("threshold-value").textContent = `${filter.thresholdPx.toPrecision(2)} px`;

@@ -4,6 +4,7 @@ import { ApiError } from "./api.js";
 import { element, heading } from "./dom.js";
 import { scaleColor, scaleGradient } from "./draw.js";
 import { clamp } from "./geometry.js";
+import { isImage } from "./inputs.js";
 import { announce, fail, say } from "./messages.js";
 
 const REFRESH_MS = 400;
@@ -54,6 +55,7 @@ class FolderView {
     this.legend = this.#legend();
     this.best = element("section", "card folder-best");
     this.best.hidden = this.legend.hidden = true;
+    addEventListener("pagehide", () => this.#stop());
     this.root.append(drop, this.status, this.scroll, this.legend, this.best);
     container.replaceChildren(this.root);
   }
@@ -74,9 +76,10 @@ class FolderView {
 
   /** Upload files and match all pairs of the images. */
   async take(files) {
-    files = files.filter((file) => file.type.startsWith("image/") || /\.(heic|heif|hif|tiff?|jp2|j2k|avif|p[gpbn]m)$/i.test(file.name));
-    const most = this.#api.info?.max_collection ?? 40;
+    const given = files.length, most = this.#api.info?.max_collection ?? 40;
+    files = files.filter(isImage);
     if (!files.length) return fail(new ApiError("No images were found; choose JPEG, PNG or other image files."));
+    if (files.length < given) say(`${given - files.length} of ${given} files are not images and are left out.`);
     if (files.length + this.#images.length > most) {
       say(`Only the first ${most} images are used, which is the limit of this server.`);
       files = files.slice(0, Math.max(0, most - this.#images.length));

@@ -1,6 +1,6 @@
 // Panel that selects and shows a homography, fundamental or essential matrix.
 
-import { failResult } from "./messages.js";
+import { announce, failResult } from "./messages.js";
 import { change, state, watch } from "./state.js";
 
 const byId = (id) => document.getElementById(id);
@@ -21,7 +21,9 @@ export function startGeometry(api) {
     byId("re-estimate").disabled = true;
     try {
       const made = await estimate(api, kind.value, settings);
-      if (state.result?.pair === pair && made.kind === kind.value) change({ estimate: { ...made, settings } });
+      if (state.result?.pair !== pair || made.kind !== kind.value) return;
+      change({ estimate: { ...made, settings } });
+      announce(byId("inlier-count").textContent);
     } catch (error) {
       failResult(error, () => choose(settings));
     } finally {

@@ -3,8 +3,12 @@
 import { hasDialog, photograph } from "./camera.js";
 import { fail } from "./messages.js";
 
-const IMAGE = /\.(avif|bmp|gif|heic|heif|jpe?g|jp2|png|ppm|tiff?|webp)$/i;
-const isImage = (file) => file.type.startsWith("image/") || IMAGE.test(file.name);
+// Browsers know no type for some of these.
+const IMAGE = /\.(avif|bmp|gif|heic|heif|hif|jpe?g|jp2|j2k|png|p[gpbn]m|tiff?|webp)$/i;
+
+export function isImage(file) {
+  return file.type.startsWith("image/") || IMAGE.test(file.name);
+}
 
 /** Set up the slots of the empty page; take(slot or null, files) receives the files of the user. */
 export function startInputs(take) {

@@ -55,7 +55,7 @@ export function startKept(stage) {
     byId("kept").replaceChildren(...state.kept.map(row));
     byId("kept-empty").hidden = state.kept.length > 0;
     byId("kept-copy").disabled = byId("kept-clear").disabled = !state.kept.length;
-    if (state.kept.length) announce(`${state.kept.length} points kept`);
+    if (state.kept.length) announce(`${state.kept.length} point${state.kept.length === 1 ? "" : "s"} kept`);
   });
   watch("hover warps result mode", showReadout);
 }

@@ -38,7 +38,7 @@ export function say(text) {
 /** Show an error, with an optional button to try again. */
 export function fail(error, retry = null) {
   if (error?.name === "AbortError") return;
-  const text = error?.userMessage ?? error?.message ?? String(error);
+  const text = error?.message ?? String(error);
   // Do not show the same message twice.
   for (const old of box().querySelectorAll(".message.bad")) if (old.querySelector("p").textContent === text) old.remove();
   add(text, { bad: true, action: retry && { label: "Try again", run: retry } });

@@ -1,6 +1,7 @@
 // Pair view: input images, matching with progress, and the result.
 
 import { Compare } from "./compare.js";
+import { element } from "./dom.js";
 import { startDownloads } from "./download.js";
 import { showExamples } from "./examples.js";
 import { startFilter, takeResult } from "./filter.js";
@@ -35,6 +36,7 @@ export class PairView {
     startDownloads(api, this.stage);
     startInputs((slot, files) => this.take(slot, files));
     this.#buttons();
+    addEventListener("pagehide", () => this.#run?.abort());
     watch("phase opening", () => this.#showPhase());
     watch("result", () => this.#showResult());
     watch("result estimate", () => this.#showCommands());
@@ -100,7 +102,8 @@ export class PairView {
       const sent = await sending;
       if (!loaded || loaded.width !== sent.width || loaded.height !== sent.height) loaded = await fetchView(this.api, sent);
       if (turn !== this.#turns[i]) return;
-      this.#setImage(i, { loaded, file, name: file.name, width: sent.width, height: sent.height, id: sent.id });
+      const renew = (signal) => this.api.upload(file, signal);
+      this.#setImage(i, { loaded, renew, name: file.name, width: sent.width, height: sent.height, id: sent.id });
       if (state.images.every((image) => image?.id)) await this.run();
     } catch (error) {
       if (turn !== this.#turns[i]) return;
@@ -114,9 +117,13 @@ export class PairView {
     const images = [...state.images], old = images[i]?.loaded;
     images[i] = image;
     change({ images });
-    showSlot(document.querySelector(`.slot[data-slot="${i}"]`), image?.loaded ?? null, (slot, files) => this.take(slot, files));
-    this.#tag(i);
+    // First, because it moves a focus that would be lost.
     this.#showPhase();
+    const slot = document.querySelector(`.slot[data-slot="${i}"]`), focused = slot.contains(document.activeElement);
+    showSlot(slot, image?.loaded ?? null, (to, files) => this.take(to, files));
+    // The button that had the focus was replaced.
+    if (focused) slot.querySelector("button").focus();
+    this.#tag(i);
     this.stage.take();
     if (old && old !== image?.loaded) old.close();
   }
@@ -189,16 +196,18 @@ export class PairView {
     return (await this.api.json("POST", "v1/match?wait=false", asked, signal)).job;
   }
 
-  /** After images have expired on the server, upload their files once more, and queue the match. */
+  /** After images have expired on the server, give them to it once more, and queue the match. */
   async #submitAgain(error, signal) {
-    if (error.code !== "unknown_id" || !state.images.every((image) => image.file)) throw error;
+    if (error.code !== "unknown_id" || !state.images.every((image) => image.renew)) throw error;
     this.#progress("Uploading again", undefined);
-    for (const image of state.images) image.id = (await this.api.upload(image.file, signal)).id;
+    for (const image of state.images) image.id = (await image.renew(signal)).id;
     return this.#submit(signal);
   }
 
-  #showProgress({ state: where, position, stage, fraction }) {
+  #showProgress({ state: where, position, stage, step, fraction }) {
     if (where === "queued") this.#progress(position > 0 ? `Waiting at position ${position} of the queue` : "Waiting", undefined);
+    // The number of steps of a match is not known beforehand.
+    else if (stage === "matching") this.#progress(step > 2 ? `Matching, step ${step}` : "Matching", undefined);
     else this.#progress(stage ? stage[0].toUpperCase() + stage.slice(1) : "Matching", fraction);
   }
 
@@ -251,8 +260,8 @@ export class PairView {
   async openExample(name) {
     try {
       const opened = await this.#openImages(async () => {
-        const { image0, image1 } = await this.api.json("POST", `v1/examples/${name}`);
-        return [image0, image1];
+        const ask = (signal) => this.api.json("POST", `v1/examples/${name}`, undefined, signal), made = await ask();
+        return [0, 1].map((i) => ({ ...made[`image${i}`], renew: async (signal) => (await ask(signal))[`image${i}`] }));
       });
       if (opened) await this.run();
     } catch (error) {
@@ -293,6 +302,7 @@ export class PairView {
     const verdict = byId("verdict");
     verdict.className = `verdict ${result?.verdict.level ?? ""}`;
     verdict.textContent = result?.verdict.text ?? "Not matched yet";
+    byId("counts").hidden = !result;
     if (!result) {
       byId("facts").textContent = "";
       byId("result-warning").hidden = true;
@@ -307,6 +317,10 @@ export class PairView {
   }
 
   #showCommands() {
-    for (const kind of ["shell", "python"]) byId(`command-${kind}`).textContent = commands()?.[kind] ?? "";
+    for (const kind of ["shell", "python"]) {
+      // Lines are broken between words only, not after a hyphen.
+      const parts = (commands()?.[kind] ?? "").split(/(\s+)/).filter(Boolean);
+      byId(`command-${kind}`).replaceChildren(...parts.map((part) => (/\S/.test(part) ? element("span", "word", part) : part)));
+    }
   }
 }

@@ -5,7 +5,7 @@ export const state = {
   phase: "empty",
   // Whether a stored pair or an example is being fetched.
   opening: false,
-  // Each image is {loaded: LoadedImage, id, width, height, name}.
+  // Each image is {loaded: LoadedImage, id, width, height, name}. `renew` gives it to the service again.
   images: [null, null],
   result: null,
   estimate: null,

@@ -257,13 +257,13 @@ export class Viewer extends EventTarget {
       const [nx, ny] = this.toScreen(...this.cursor);
       const over = (value, side) => (value < 20 ? 20 - value : value > side - 20 ? side - 20 - value : 0);
       if (this.zoom > 1.01) this.panBy(over(nx, this.size[0]), over(ny, this.size[1]));
-    } else if (event.key === "Enter" || event.key === " ") {
-      this.#tell("click", { x: this.cursor[0], y: this.cursor[1], how: "key" });
     } else if (event.key === "+" || event.key === "=") this.zoomAt(1.5, sx, sy);
     else if (event.key === "-") this.zoomAt(1 / 1.5, sx, sy);
-    else return;
+    else if (event.key !== "Enter" && event.key !== " ") return;
     event.preventDefault();
     event.stopPropagation();
-    this.#tell("move", { x: this.cursor[0], y: this.cursor[1], how: "key" });
+    const point = { x: this.cursor[0], y: this.cursor[1], how: "key" };
+    this.#tell("move", point);
+    if (event.key === "Enter" || event.key === " ") this.#tell("click", point);
   }
 }
