@@ -4,7 +4,6 @@ import itertools
 import os
 import pickle
 import queue
-import signal
 import sys
 import tempfile
 import threading
@@ -187,8 +186,6 @@ def _load(settings: WorkerSettings) -> Matcher:
 
 def main() -> None:
     """Serve the parent process, and end with it."""
-    # Ctrl-C reaches the whole process group; the parent decides when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # Output of libraries must not mix with the answers.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
