@@ -162,7 +162,9 @@ class Worker:
 
 
 def _slim(matches: Matches) -> Matches:
-    return replace(matches, info={key: matches.info[key] for key in _INFO if key in matches.info})
+    """Return matches to store: the score of the pair replaces its calibration, which is the same for all pairs."""
+    info = {key: matches.info[key] for key in _INFO if key in matches.info}
+    return replace(matches, info={**info, "pair_score": matches.pair_score}, whole=None)
 
 
 def _load(settings: WorkerSettings) -> Matcher:
