@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import resources
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +93,24 @@ def test_every_pair_is_matched_as_the_matcher_does_it(images, config, weights, u
             assert np.allclose(found.scores, expected.scores, atol=1e-4)
             assert found.info["network_size0"] == list(expected.info["network_size0"])
         assert store.config["weights"] == file_hash(weights)
+
+
+def test_pair_scores_are_those_of_the_matcher(tmp_path):
+    """With calibrated weights, the store has the probability that two images overlap."""
+    photos = resources.files("dualrc") / "photos"
+    images, names = tmp_path / "images", ("a.png", "b.png", "noise.png")
+    images.mkdir()
+    for name, photo in zip(names, ("leuven-0.jpg", "leuven-1.jpg"), strict=False):
+        Image.open(BytesIO((photos / photo).read_bytes())).resize((192, 144)).save(images / name)
+    noise = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
+    Image.fromarray(noise).resize((192, 144), Image.Resampling.BICUBIC).save(images / names[2])
+    found = match_collection(images, tmp_path / "out", CollectionConfig(device="cpu", workers=1), quiet=True)
+    with MatchStore(found.store) as store:
+        scores = {pair: store.get(*pair).pair_score for pair in found.pairs}
+    matcher = dualrc.load(device="cpu")
+    expected = {pair: matcher.match(*(images / name for name in pair)).pair_score for pair in found.pairs}
+    assert scores == pytest.approx(expected, abs=0.02)
+    assert scores["a.png", "b.png"] > 0.5 and max(scores[name, "noise.png"] for name in names[:2]) < 0.05
 
 
 def test_broken_images_are_reported_and_left_out(images, undisturbed):

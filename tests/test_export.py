@@ -1,5 +1,11 @@
 """Tests of COLMAP's database and hloc's files, in their pixel conventions."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import h5py
 import numpy as np
 import pycolmap
@@ -241,6 +247,33 @@ def test_a_database_is_whole_or_not_there(tmp_path):
     with pytest.raises(OutputError, match="does not exist"):
         write_database(tmp_path / "nowhere" / "database.db", merged, tmp_path / "images", scene.cameras)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import test_export
+from dualrc.errors import OutputError
+folder, limit = Path(sys.argv[1]), int(sys.argv[2])
+scene, merged, store = test_export.export(folder)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+try:
+    test_export.write_database(folder / "database.db", merged, folder / "images", scene.cameras)
+except OutputError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of file sizes")
+@pytest.mark.parametrize("limit", [2_000, 60_000, 110_000])
+def test_a_full_disk_is_one_clear_line_and_keeps_the_database(tmp_path, limit):
+    """pycolmap aborts the process if a transaction cannot be committed."""
+    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(limit)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"Cannot write \S+database\.db \(.+\); free disk space, or write elsewhere\.\n", done.stdout)
+    assert len(read_keypoints(tmp_path / "database.db", "a.png")) and not [*tmp_path.glob(".*")]
 
 
 def test_a_store_without_matches_makes_an_empty_database(tmp_path):

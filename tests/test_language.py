@@ -161,6 +161,12 @@ def test_lines_are_short():
     assert not problems, "\n" + "\n".join(problems)
 
 
+def test_no_file_has_conflict_markers_of_git():
+    paths = [*checked_files(), *ROOT.glob("docs/**/*.md")]
+    marked = re.compile(r"^(<{7}|>{7}) ", re.MULTILINE)
+    assert [path for path in paths if marked.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_the_list_of_unconverted_files_is_current():
     assert sorted(UNCONVERTED) == UNCONVERTED
     assert [name for name in UNCONVERTED if not (ROOT / name).exists()] == []

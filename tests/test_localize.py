@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -408,6 +409,32 @@ def test_changed_images_are_localized_again(world, tmp_path):
     append(images / "c.png")
     localizer.prepare()
     assert localizer.matcher.extracted == ["c.png"]
+
+
+def test_other_cameras_and_other_maps_are_no_old_results(world, tmp_path):
+    """Results depend on the cameras that were given, and on the coordinates of the map."""
+    queries, out = {QUERY: tmp_path / "images" / QUERY}, tmp_path / "out.json"
+    localizer = Localizer(Oracle(), world)
+
+    def run(cameras=None) -> list[str]:
+        results = ResultsFile(out, results_config(localizer))
+        outdated = missing(localizer, queries, results, cameras=cameras)
+        assert list(dict(localize_all(localizer, queries, results, cameras=cameras))) == outdated
+        return outdated
+
+    camera = camera_of(QUERY)
+    assert run() == [QUERY] and run() == []
+    for given in (camera, replace(camera, lens=Lens("SIMPLE_RADIAL", (0.1,))), camera.pinhole):
+        assert run({QUERY: given}) == [QUERY] and run({QUERY: given}) == []
+    assert json.loads(out.read_text())["queries"][QUERY]["camera"]["source"] == "given"
+    assert run({}) == [QUERY] and run() == []
+    # The same map in another unit has as many points and images.
+    model = pycolmap.Reconstruction(tmp_path / "model")
+    model.transform(pycolmap.Sim3d(2.0, pycolmap.Rotation3d(), np.zeros(3)))
+    model.write(tmp_path / "model")
+    scaled = Localizer(Oracle(), read_map(tmp_path / "model", tmp_path / "images"))
+    with pytest.raises(DataError, match=r"another config \(map\.content is '\w+' there and '\w+' now\); write to"):
+        ResultsFile(out, results_config(scaled))
 
 
 def test_one_run_at_a_time_writes_results(world, tmp_path):

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import dualrc
 from dualrc import cli, files, machine
-from dualrc.collection import allocation, progress
+from dualrc.collection import allocation, local, progress
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.matching import LOCK, match_collection
 from dualrc.collection.ray_cluster import _threads
@@ -356,6 +356,23 @@ import dualrc.cli
 """
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_ctrl_c_while_a_worker_starts_is_not_shown():
+    """Ctrl-C reaches workers too, which import PyTorch for seconds."""
+    code = f"""
+import os, signal, sys
+class Stops:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Stops())
+{local._START}
+"""
+    # The worker ends because its standard input ends.
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_sigterm_after_pycolmap_is_no_crash():

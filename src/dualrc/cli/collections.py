@@ -203,7 +203,7 @@ def _kept_poses(options: Mapping[str, Any]) -> str:
     import json
 
     queries = json.loads(options["out"].read_text(encoding="utf-8"))["queries"]
-    return f"Results for {len(queries):,} images are in {options['out']}."
+    return f"Results for {len(queries):,} image{'s' * (len(queries) != 1)} are in {options['out']}."
 
 
 @running.command(kept=_kept_poses, status=lambda result: 0 if result["localized"] else _NOTHING_LOCALIZED)

@@ -1,6 +1,7 @@
 """Export of merged keypoints: COLMAP's database and hloc's HDF5 files."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,17 @@ from dualrc.colmap import (
     stored_points,
     upright_from_stored,
 )
-from dualrc.errors import DataError
+from dualrc.errors import DataError, OutputError
 from dualrc.extras import require
-from dualrc.files import replacing
+from dualrc.files import one_line, replacing
 from dualrc.geometry import Camera, essential_from_pose, sampson_distance_px
 from dualrc.image import read_header
 from dualrc.types import FloatArray, IntArray
 
 # Maximum epipolar error of an inlier, as in COLMAP's verification.
 _MAX_ERROR_PX = 4.0
+# Suffixes of files that SQLite keeps beside a database.
+_LEFTOVERS = ("-wal", "-shm", "-journal")
 
 
 def write_database(
@@ -47,10 +50,11 @@ def write_database(
     pycolmap = import_pycolmap()
     images = Path(images)
     # Files that SQLite left beside the database of a killed process would corrupt the new database.
-    for leftover in ("-wal", "-shm", "-journal"):
+    for leftover in _LEFTOVERS:
         Path(f"{path}{leftover}").unlink(missing_ok=True)
     with replacing(path) as temporary, quiet_colmap(pycolmap):
-        with pycolmap.Database.open(temporary) as database, pycolmap.DatabaseTransaction(database):
+        # Without a transaction, because pycolmap aborts the process if it cannot commit one, as on a full disk.
+        with _writing(path, temporary), pycolmap.Database.open(temporary) as database:
             numbers = _write_images(database, merged, images, cameras, pycolmap)
             for count, (name0, name1) in enumerate(merged.pairs, start=1):
                 indices = merged.indexed(name0, name1).indices
@@ -67,8 +71,25 @@ def write_database(
         options = pycolmap.TwoViewGeometryOptions()
         options.ransac.max_error = _MAX_ERROR_PX
         options.ransac.random_seed = 0
-        pycolmap.geometric_verification(temporary, two_view_geometry_options=options)
+        with _writing(path, temporary):
+            pycolmap.geometric_verification(temporary, two_view_geometry_options=options)
         progress("Verifying pairs", 1, 1)
+
+
+@contextmanager
+def _writing(path: str | Path, temporary: Path) -> Iterator[None]:
+    """Raise OutputError if COLMAP cannot write a database, and remove the files that SQLite leaves beside it then."""
+    beside = [Path(f"{temporary}{suffix}") for suffix in _LEFTOVERS]
+    try:
+        yield
+        # Closing a database deletes its log, unless the disk is too full to include it in the database.
+        if any(file.exists() for file in beside):
+            raise RuntimeError("it is not complete")
+    except RuntimeError as error:
+        raise OutputError(f"Cannot write {path} ({one_line(error)}); free disk space, or write elsewhere.") from error
+    finally:
+        for file in beside:
+            file.unlink(missing_ok=True)
 
 
 def _two_view_geometry(

@@ -16,7 +16,13 @@ from dualrc.collection.plan import Task
 from dualrc.collection.worker import WorkerSettings, at_once
 
 logger = logging.getLogger(__name__)
-_START = "from dualrc.collection.worker import main; main()"
+# Ctrl-C reaches the whole process group, also while a worker starts; the parent decides when to stop.
+_START = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from dualrc.collection.worker import main
+main()
+"""
 
 
 class LocalExecutor:

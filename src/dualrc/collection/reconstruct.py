@@ -19,7 +19,7 @@ from dualrc.collection.store import MatchStore
 from dualrc.collection.verification import VerificationSummary, verify_pairs
 from dualrc.colmap import import_pycolmap
 from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.files import make_folder, only_run, replacing, write_json
+from dualrc.files import make_folder, one_line, only_run, replacing, write_json
 from dualrc.geometry import Camera
 from dualrc.image import find_images
 from dualrc.provenance import provenance
@@ -131,7 +131,11 @@ def _reconstruct(
         if config.hloc:
             write_hloc(out, merged, images, tell)
             clock.lap("hloc")
-        models = MAPPERS[config.mapper](out, images, cameras, tell, config.collection.threads)
+        try:
+            models = MAPPERS[config.mapper](out, images, cameras, tell, config.collection.threads)
+        except RuntimeError as error:
+            reason = f"COLMAP stopped ({one_line(error)})"
+            raise OutputError(f"{reason}; if the disk is full, free some space or write elsewhere.") from error
         if not models:
             raise _nothing_to_place(images, out)
         model = largest(models, refine=not all(map(is_known, cameras.values())), tell=tell)

@@ -4,7 +4,6 @@ import itertools
 import os
 import pickle
 import queue
-import signal
 import sys
 import tempfile
 import threading
@@ -163,7 +162,9 @@ class Worker:
 
 
 def _slim(matches: Matches) -> Matches:
-    return replace(matches, info={key: matches.info[key] for key in _INFO if key in matches.info})
+    """Return matches to store: the score of the pair replaces its calibration, which is the same for all pairs."""
+    info = {key: matches.info[key] for key in _INFO if key in matches.info}
+    return replace(matches, info={**info, "pair_score": matches.pair_score}, whole=None)
 
 
 def _load(settings: WorkerSettings) -> Matcher:
@@ -187,8 +188,6 @@ def _load(settings: WorkerSettings) -> Matcher:
 
 def main() -> None:
     """Serve the parent process, and end with it."""
-    # Ctrl-C reaches the whole process group; the parent decides when to stop.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # Output of libraries must not mix with the answers.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

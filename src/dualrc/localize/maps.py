@@ -1,7 +1,8 @@
 """Maps: images whose pixels have known 3D positions."""
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -188,7 +189,8 @@ class ModelMap(Map):
         }
         if not observed:
             raise DataError("No image of the model observes a 3D point; pass a model with points.")
-        super().__init__(observed, {"kind": "COLMAP model", "points": len(model.point_ids)})
+        content = _hash([model.xyz, *(image.points for image in model.images.values())], observed)
+        super().__init__(observed, {"kind": "COLMAP model", "points": len(model.point_ids), "content": content})
 
     def see(self, name: str, look: Look) -> Correspondences:
         image = self.model.images[name]
@@ -213,7 +215,8 @@ class RgbdMap(Map):
             raise DataError("The map has no images; pass at least one with depth and pose.")
         self.frames = {frame.name: frame for frame in frames}
         images = {f.name: MapImage(path=f.image, size=f.camera.size, camera=f.camera) for f in frames}
-        super().__init__(images, {"kind": "RGB-D"})
+        poses = [frame.camera.cam_from_world for frame in frames if frame.camera.cam_from_world is not None]
+        super().__init__(images, {"kind": "RGB-D", "content": _hash(poses, images)})
 
     def see(self, name: str, look: Look) -> Correspondences:
         frame = self.frames[name]
@@ -227,6 +230,16 @@ class RgbdMap(Map):
             point_ids=np.full(int(known.sum()), -1),
             images=np.zeros(int(known.sum()), np.int64),
         )
+
+
+def _hash(arrays: Iterable[FloatArray], images: Mapping[str, MapImage]) -> str:
+    """Return a hash of arrays and of the cameras of a map."""
+    found = hashlib.sha256()
+    for image in images.values():
+        found.update(repr(image.camera and (image.camera.K.tolist(), image.camera.lens)).encode())
+    for array in arrays:
+        found.update(array.tobytes())
+    return found.hexdigest()[:16]
 
 
 def read_map(path: str | Path, images: str | Path | None = None) -> ModelMap | RgbdMap:

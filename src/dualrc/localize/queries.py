@@ -44,8 +44,8 @@ def localize_all(
 ) -> Iterator[tuple[str, Localization]]:
     """Localize the queries that have no result, and yield each after it is saved.
 
-    A query is localized again if its image, or a map image that it was matched with, has changed. Only one run at a
-    time can write to the results.
+    A query is localized again if its image, its camera in `cameras`, or a map image that it was matched with, has
+    changed. Only one run at a time can write to the results.
     """
     with only_run(results.path.with_name(f".{results.path.name}.lock")):
         # Another run may have ended in the meantime.
@@ -53,43 +53,56 @@ def localize_all(
         if len(results):
             # An earlier run may have died between writing its two files.
             results.save()
-        hashes = content_hashes(queries)
-        todo = _missing(localizer, hashes, results)
+        hashes, cameras = content_hashes(queries), cameras or {}
+        todo = _missing(localizer, hashes, results, cameras)
         if todo and candidates is None and len(localizer.map.names) > localizer.config.candidates:
             localizer.prepare(progress)
         for done, name in enumerate(todo, start=len(queries) - len(todo)):
             progress("Localizing", done, len(queries))
             found = localizer.localize(
                 queries[name],
-                camera=None if cameras is None else cameras.get(name),
+                camera=cameras.get(name),
                 candidates=None if candidates is None else candidates.get(name),
             )
-            results.put(name, found, content=_content(localizer, hashes[name], found))
+            results.put(name, found, content=_content(localizer, hashes[name], found, cameras.get(name)))
             progress("Localizing", done + 1, len(queries))
             yield name, found
 
 
-def missing(localizer: Localizer, queries: Mapping[str, Path], results: ResultsFile) -> list[str]:
+def missing(
+    localizer: Localizer,
+    queries: Mapping[str, Path],
+    results: ResultsFile,
+    *,
+    cameras: Mapping[str, Camera] | None = None,
+) -> list[str]:
     """Return the queries without a result, or with an outdated one.
 
     Images that could not be read are tried again, because they may have been repaired.
     """
-    return _missing(localizer, content_hashes(queries), results)
+    return _missing(localizer, content_hashes(queries), results, cameras or {})
 
 
-def _missing(localizer: Localizer, hashes: Mapping[str, str], results: ResultsFile) -> list[str]:
-    return [name for name in hashes if name not in results or _is_outdated(localizer, hashes[name], results, name)]
+def _missing(
+    localizer: Localizer, hashes: Mapping[str, str], results: ResultsFile, cameras: Mapping[str, Camera]
+) -> list[str]:
+    return [
+        name
+        for name, content in hashes.items()
+        if name not in results or _is_outdated(localizer, content, results, name, cameras.get(name))
+    ]
 
 
-def _is_outdated(localizer: Localizer, content: str, results: ResultsFile, name: str) -> bool:
+def _is_outdated(localizer: Localizer, content: str, results: ResultsFile, name: str, camera: Camera | None) -> bool:
     found = results[name]
     if found.cam_from_world is None and not found.candidates:
         return True
     known = results.content(name)
-    return bool(known) and known != _content(localizer, content, found)
+    return bool(known) and known != _content(localizer, content, found, camera)
 
 
-def _content(localizer: Localizer, query: str, found: Localization) -> str:
-    """Return a hash of a query image and of the map images that it was matched with."""
+def _content(localizer: Localizer, query: str, found: Localization, camera: Camera | None) -> str:
+    """Return a hash of a query image, of its camera if that was given, and of the map images it was matched with."""
     of_map = (localizer.content(name) for name in found.candidates if name in localizer.map.images)
-    return hashlib.sha256(" ".join([query, *of_map]).encode()).hexdigest()[:32]
+    given = [] if camera is None else [repr((camera.size, camera.K.tolist(), camera.lens))]
+    return hashlib.sha256(" ".join([query, *given, *of_map]).encode()).hexdigest()[:32]
