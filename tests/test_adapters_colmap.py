@@ -1,8 +1,13 @@
 """Somebody's COLMAP database gets matches: for its keypoints, or with keypoints of ours."""
 
 import json
+import os
+import re
 import sqlite3
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -177,6 +182,38 @@ def test_it_gets_keypoints_of_ours(tmp_path):
     again = MatchDatabaseConfig(replace_keypoints=True, verify=False, collection=CONFIG)
     done = match_database(path, tmp_path / "images", again, quiet=True)
     assert (done.matched, done.skipped, done.matches, done.verified) == (0, 1, result["matches"], 0)
+
+
+LIMITED = """
+import resource, shutil, sys
+from pathlib import Path
+from test_adapters_colmap import CONFIG, MatchDatabaseConfig, make, match_database
+from dualrc.errors import OutputError
+folder, limit = Path(sys.argv[1]), int(sys.argv[2])
+path, before = make(folder), folder / "before.db"
+shutil.copyfile(path, before)
+# From now on, the matches are in the store.
+match_database(path, folder / "images", MatchDatabaseConfig(collection=CONFIG), quiet=True)
+shutil.copyfile(before, path)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+try:
+    match_database(path, folder / "images", MatchDatabaseConfig(collection=CONFIG), quiet=True)
+except OutputError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of file sizes")
+@pytest.mark.parametrize("limit", [40_000, 90_000, 100_000])
+def test_a_full_disk_is_one_clear_line_and_keeps_the_database(tmp_path, limit):
+    """pycolmap aborts the process if a transaction cannot be committed, or a vacuum fails."""
+    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(limit)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"Cannot write \S+database\.db \(.+\); free .+\.\n", done.stdout)
+    with pycolmap.Database.open(tmp_path / "database.db") as database:
+        assert database.num_images() == 2 and not database.exists_keypoints(1)
 
 
 def test_points_go_to_stored_images_and_back(tmp_path):

@@ -1,7 +1,9 @@
 """Matching of the images of an existing COLMAP database, with its keypoints or with new ones."""
 
+import shutil
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -16,11 +18,18 @@ from dualrc.collection.keypoints import merge
 from dualrc.collection.matching import match_collection
 from dualrc.collection.progress import Progress, no_progress, show_progress
 from dualrc.collection.store import MatchStore, Names
-from dualrc.colmap import colmap_points, from_colmap_points, import_pycolmap, quiet_colmap, refuse_mirrored
+from dualrc.colmap import (
+    colmap_points,
+    from_colmap_points,
+    import_pycolmap,
+    quiet_colmap,
+    refuse_mirrored,
+    writing_database,
+)
 from dualrc.config import check_bounds
-from dualrc.errors import ConfigError, DataError, ImageError
+from dualrc.errors import ConfigError, DataError, ImageError, OutputError
 from dualrc.extras import require
-from dualrc.files import inside, make_folder, only_run
+from dualrc.files import inside, make_folder, one_line, only_run, replacing
 from dualrc.matcher import Matcher, load
 from dualrc.matcher.cache import LruCache
 from dualrc.matcher.features import ImageFeatures
@@ -121,10 +130,26 @@ def match_database(
             tell("Verifying pairs", 0, 1)
             options = pycolmap.TwoViewGeometryOptions()
             options.ransac.random_seed = 0
-            pycolmap.geometric_verification(path, two_view_geometry_options=options)
+            with _changing(path):
+                pycolmap.geometric_verification(path, two_view_geometry_options=options)
             tell("Verifying pairs", 1, 1)
         with pycolmap.Database.open(path) as opened:
             return replace(done, matches=_count(opened, numbers, wanted), verified=opened.num_verified_image_pairs())
+
+
+@contextmanager
+def _changing(path: Path) -> Iterator[None]:
+    """Raise OutputError if COLMAP cannot change the database; SQLite restores it when it is opened again."""
+    try:
+        yield
+    except (RuntimeError, sqlite3.Error) as error:
+        message = f"Cannot write {path} ({one_line(error)}); free disk space, then run the same command again."
+        raise OutputError(message) from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    """Open a database to delete rows: after a deletion, pycolmap needs free disk space to close it, or aborts."""
+    return sqlite3.connect(path, timeout=10, isolation_level=None)
 
 
 def _check(path: Path) -> None:
@@ -138,7 +163,8 @@ def _check(path: Path) -> None:
             connection.rollback()
         connection.close()
     except sqlite3.Error as error:
-        remedy = "close the program that uses it" if "locked" in str(error) else "give COLMAP's database.db"
+        remedies = {"locked": "close the program that uses it", "disk": "check the disk, and whether it is full"}
+        remedy = next((remedy for word, remedy in remedies.items() if word in str(error)), "give COLMAP's database.db")
         raise DataError(f"{path} can't be used as a database ({error}); {remedy}.") from error
     if not {"images", "keypoints", "matches"} <= tables:
         raise DataError(f"{path} is a database, but not one of COLMAP's; give COLMAP's database.db.")
@@ -180,8 +206,9 @@ def _match_keypoints(
     kept: LruCache[str, ImageFeatures] = LruCache(settings.cache * 2**30)
     failed: dict[Names, str] = {}
     matched = skipped = 0
-    with pycolmap.Database.open(path) as database:
+    with _changing(path), closing(_connect(path)) as rows, pycolmap.Database.open(path) as database:
         for count, names in enumerate(pairs, start=1):
+            tell("Matching", count - 1, len(pairs))
             ids = [numbers[name] for name in names]
             if database.exists_matches(*ids) and not config.overwrite:
                 skipped += 1
@@ -199,14 +226,12 @@ def _match_keypoints(
                     for number, name in zip(ids, names, strict=True)
                 ]
                 found = mutual_keypoints(matcher, features, places, config.radius, min_score=least)
-                with pycolmap.DatabaseTransaction(database):
-                    if database.exists_matches(*ids):
-                        database.delete_matches(*ids)
-                    if database.exists_two_view_geometry(*ids):
-                        database.delete_two_view_geometry(*ids)
-                    database.write_matches(*ids, found.astype(np.uint32))
+                # In this order, a run that is killed here leaves a pair without matches, which the next run matches.
+                for table in ("two_view_geometries", "matches"):
+                    rows.execute(f"DELETE FROM {table} WHERE pair_id = ?", (pycolmap.image_pair_to_pair_id(*ids),))
+                database.write_matches(*ids, found.astype(np.uint32))
                 matched += 1
-            tell("Matching", count, len(pairs))
+        tell("Matching", len(pairs), len(pairs))
     return MatchDatabaseSummary(
         images=len(numbers),
         pairs=len(pairs),
@@ -273,15 +298,18 @@ def _match_densely(
     failed = {**done.failed, **{names: done.broken[name] for names in pairs for name in names if name in done.broken}}
     with MatchStore(done.store) as store:
         merged = merge(store, progress=tell, pairs=done.pairs)
-        with pycolmap.Database.open(path) as database, pycolmap.DatabaseTransaction(database):
-            for clear in ("two_view_geometries", "matches", "descriptors", "keypoints"):
-                getattr(database, f"clear_{clear}")()
-            for name, number in numbers.items():
-                points = merged.keypoints[name].points if name in merged.keypoints else np.zeros((0, 2))
-                database.write_keypoints(number, colmap_points(points, images / name).astype(np.float32))
-            for name0, name1 in merged.pairs:
-                indices = merged.indexed(name0, name1).indices
-                database.write_matches(numbers[name0], numbers[name1], indices.astype(np.uint32))
+        with replacing(path.resolve()) as temporary:
+            shutil.copyfile(path, temporary)
+            with _changing(path), closing(_connect(temporary)) as rows:
+                for table in ("two_view_geometries", "matches", "descriptors", "keypoints"):
+                    rows.execute(f"DELETE FROM {table}")
+            with writing_database(path, temporary), pycolmap.Database.open(temporary) as database:
+                for name, number in numbers.items():
+                    points = merged.keypoints[name].points if name in merged.keypoints else np.zeros((0, 2))
+                    database.write_keypoints(number, colmap_points(points, images / name).astype(np.float32))
+                for name0, name1 in merged.pairs:
+                    indices = merged.indexed(name0, name1).indices
+                    database.write_matches(numbers[name0], numbers[name1], indices.astype(np.uint32))
     return MatchDatabaseSummary(
         images=len(numbers),
         pairs=len(pairs),

@@ -1,7 +1,6 @@
 """Export of merged keypoints: COLMAP's database and hloc's HDF5 files."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,20 @@ from dualrc.colmap import (
     colmap_points,
     import_pycolmap,
     quiet_colmap,
+    remove_leftovers,
     stored_points,
     upright_from_stored,
+    writing_database,
 )
-from dualrc.errors import DataError, OutputError
+from dualrc.errors import DataError
 from dualrc.extras import require
-from dualrc.files import one_line, replacing
+from dualrc.files import replacing
 from dualrc.geometry import Camera, essential_from_pose, sampson_distance_px
 from dualrc.image import read_header
 from dualrc.types import FloatArray, IntArray
 
 # Maximum epipolar error of an inlier, as in COLMAP's verification.
 _MAX_ERROR_PX = 4.0
-# Suffixes of files that SQLite keeps beside a database.
-_LEFTOVERS = ("-wal", "-shm", "-journal")
 
 
 def write_database(
@@ -50,11 +49,10 @@ def write_database(
     pycolmap = import_pycolmap()
     images = Path(images)
     # Files that SQLite left beside the database of a killed process would corrupt the new database.
-    for leftover in _LEFTOVERS:
-        Path(f"{path}{leftover}").unlink(missing_ok=True)
+    remove_leftovers(path)
     with replacing(path) as temporary, quiet_colmap(pycolmap):
         # Without a transaction, because pycolmap aborts the process if it cannot commit one, as on a full disk.
-        with _writing(path, temporary), pycolmap.Database.open(temporary) as database:
+        with writing_database(path, temporary), pycolmap.Database.open(temporary) as database:
             numbers = _write_images(database, merged, images, cameras, pycolmap)
             for count, (name0, name1) in enumerate(merged.pairs, start=1):
                 indices = merged.indexed(name0, name1).indices
@@ -71,25 +69,9 @@ def write_database(
         options = pycolmap.TwoViewGeometryOptions()
         options.ransac.max_error = _MAX_ERROR_PX
         options.ransac.random_seed = 0
-        with _writing(path, temporary):
+        with writing_database(path, temporary):
             pycolmap.geometric_verification(temporary, two_view_geometry_options=options)
         progress("Verifying pairs", 1, 1)
-
-
-@contextmanager
-def _writing(path: str | Path, temporary: Path) -> Iterator[None]:
-    """Raise OutputError if COLMAP cannot write a database, and remove the files that SQLite leaves beside it then."""
-    beside = [Path(f"{temporary}{suffix}") for suffix in _LEFTOVERS]
-    try:
-        yield
-        # Closing a database deletes its log, unless the disk is too full to include it in the database.
-        if any(file.exists() for file in beside):
-            raise RuntimeError("it is not complete")
-    except RuntimeError as error:
-        raise OutputError(f"Cannot write {path} ({one_line(error)}); free disk space, or write elsewhere.") from error
-    finally:
-        for file in beside:
-            file.unlink(missing_ok=True)
 
 
 def _two_view_geometry(

@@ -5,6 +5,7 @@ images as they are stored; ours are those of images rotated upright according to
 """
 
 from dualrc.colmap.cameras import from_colmap_pixels, read_cameras
+from dualrc.colmap.database import remove_leftovers, writing_database
 from dualrc.colmap.model import Model, ModelImage, posed_reconstruction, read_model
 from dualrc.colmap.upright import (
     colmap_camera,
@@ -30,6 +31,8 @@ __all__ = [
     "read_cameras",
     "read_model",
     "refuse_mirrored",
+    "remove_leftovers",
     "stored_points",
     "upright_from_stored",
+    "writing_database",
 ]
