@@ -86,9 +86,12 @@ def test_all_images_are_placed_where_they_were_taken(made, scene):
 
 def test_global_mapping_places_them_too(tmp_path, scene, weights):
     images, out = prepare(tmp_path, scene, weights)
+    # The working folder of a killed run.
+    (out / ".mapping-killed").mkdir()
     summary = reconstruct(
         images, out, settings(weights, cameras=tmp_path / "cameras.json", mapper="global"), quiet=True
     )
+    assert not [*out.glob(".mapping*")]
     assert (summary.registered, summary.mapper, summary.models) == (6, "global", 1)
     assert summary.points > 0.9 * len(scene.xyz) and summary.reprojection_error_px < 0.2
     model = read_model(out / "model", images)

@@ -1,9 +1,11 @@
 """Mapping of a database by COLMAP, incremental or global, and refinement of the principal points."""
 
 import copy
+import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +17,8 @@ from dualrc.geometry import Camera
 
 Mapper = Literal["incremental", "global"]
 
+# Begin of the names of COLMAP's working folders.
+_PREFIX = ".mapping-"
 # Growth of the model between two global bundle adjustments, and number of refinements in each.
 _GROWTH, _REFINEMENTS = 1.4, 2
 # Number of tracks per image from which global mapping computes the camera poses.
@@ -51,7 +55,7 @@ def map_incremental(
         tell("Mapping", min(registered, len(cameras)), len(cameras))
 
     tell("Mapping", 0, len(cameras))
-    with tempfile.TemporaryDirectory(dir=out, prefix=".mapping-") as folder, quiet_colmap(pycolmap):
+    with _working_folder(out) as folder, quiet_colmap(pycolmap):
         models = pycolmap.incremental_mapping(
             out / "database.db",
             images,
@@ -83,10 +87,19 @@ def map_global(
         adjustment = options.mapper.bundle_adjustment
         adjustment.refine_focal_length = adjustment.refine_extra_params = False
     tell("Mapping", 0, 1)
-    with tempfile.TemporaryDirectory(dir=out, prefix=".mapping-") as folder, quiet_colmap(pycolmap):
+    with _working_folder(out) as folder, quiet_colmap(pycolmap):
         models = pycolmap.global_mapping(out / "database.db", images, folder, options=options)
     tell("Mapping", 1, 1)
     return list(models.values())
+
+
+@contextmanager
+def _working_folder(out: Path) -> Iterator[str]:
+    """Create a folder for one run of COLMAP, and remove those that killed runs have left."""
+    for left in out.glob(f"{_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=_PREFIX) as folder:
+        yield folder
 
 
 MAPPERS: dict[str, Callable[[Path, Path, Mapping[str, Camera], Progress, int | None], list[Any]]] = {
