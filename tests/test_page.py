@@ -499,7 +499,7 @@ def test_flicker_plays_pauses_and_switches(browser, link):
     assert play.inner_text() == "Play"
 
     def drawn() -> np.ndarray:
-        page.wait_for_timeout(60)
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         pixels = page.evaluate("""() => {
             const canvas = document.querySelector("[data-pane=compare] canvas");
             return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
@@ -687,6 +687,8 @@ def test_everything_works_from_the_keyboard(opened):
 
 def test_the_focus_and_the_announcements_follow_the_keyboard(tab, paths):
     page, focused = tab.page, "(document.activeElement.ariaLabel ?? document.activeElement.id)"
+    # Playwright intercepts dialogs while there is a listener. It does not wait until a new one is in effect.
+    page.on("filechooser", lambda _: None)
 
     def tab_to(test: str) -> None:
         for _ in range(60):
