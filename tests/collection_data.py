@@ -1,7 +1,11 @@
 """Collections with known answers: views of 3D points, and stores of their matches."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 
@@ -62,3 +66,15 @@ def fill_store(path, scene: Scene, noise=0.0, seed=0, config=None) -> MatchStore
         seen = [pixels[name] + noise * rng.standard_normal((len(scene.xyz), 2)) for name in (name0, name1)]
         store.put(name0, name1, make_matches(*seen, size=scene.cameras[name0].size))
     return store
+
+
+def run_on_a_full_disk(code: str, folder: Path, limit: int) -> str:
+    """Run code that limits the size of files, with a folder and the limit as arguments; return what it prints.
+
+    Nothing may be written to standard error, and the process may not be aborted.
+    """
+    command = [sys.executable, "-c", code, str(folder), str(limit)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout

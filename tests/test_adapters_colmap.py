@@ -1,17 +1,15 @@
 """Somebody's COLMAP database gets matches: for its keypoints, or with keypoints of ours."""
 
 import json
-import os
 import re
 import sqlite3
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from adapter_data import HEIGHT, WIDTH, correct, images, pair
+from collection_data import run_on_a_full_disk
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -207,11 +205,9 @@ except OutputError as error:
 @pytest.mark.parametrize("limit", [40_000, 90_000, 100_000])
 def test_a_full_disk_is_one_clear_line_and_keeps_the_database(tmp_path, limit):
     """pycolmap aborts the process if a transaction cannot be committed, or a vacuum fails."""
-    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(limit)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.fullmatch(r"Cannot write \S+database\.db \(.+\); free .+\.\n", done.stdout)
+    assert re.fullmatch(
+        r"Cannot write \S+database\.db \(.+\); free .+\.\n", run_on_a_full_disk(LIMITED, tmp_path, limit)
+    )
     with pycolmap.Database.open(tmp_path / "database.db") as database:
         assert database.num_images() == 2 and not database.exists_keypoints(1)
 

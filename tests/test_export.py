@@ -1,16 +1,13 @@
 """Tests of COLMAP's database and hloc's files, in their pixel conventions."""
 
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pycolmap
 import pytest
-from collection_data import apart, fill_store, make_matches, make_scene
+from collection_data import apart, fill_store, make_matches, make_scene, run_on_a_full_disk
 from PIL import ExifTags, Image, ImageOps
 
 from dualrc.collection.cameras import choose_cameras, describe_cameras, is_known
@@ -268,11 +265,10 @@ except OutputError as error:
 @pytest.mark.parametrize("limit", [2_000, 60_000, 110_000])
 def test_a_full_disk_is_one_clear_line_and_keeps_the_database(tmp_path, limit):
     """pycolmap aborts the process if a transaction cannot be committed."""
-    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(limit)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.fullmatch(r"Cannot write \S+database\.db \(.+\); free disk space, or write elsewhere\.\n", done.stdout)
+    assert re.fullmatch(
+        r"Cannot write \S+database\.db \(.+\); free disk space, or write elsewhere\.\n",
+        run_on_a_full_disk(LIMITED, tmp_path, limit),
+    )
     assert len(read_keypoints(tmp_path / "database.db", "a.png")) and not [*tmp_path.glob(".*")]
 
 
