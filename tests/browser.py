@@ -1,6 +1,7 @@
 """A real browser and a real server for the tests of the page."""
 
 import base64
+import importlib.util
 import re
 import subprocess
 import sys
@@ -11,6 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+# Pixels of the images of the tests.
+SIZE = (480, 360)
 CHROMIUM = ("/usr/bin/chromium", "/usr/bin/chromium-browser", "/usr/bin/google-chrome")
 ARGUMENTS = (
     "--no-sandbox",
@@ -31,6 +36,17 @@ _WAIT_S = 90.0
 def executable() -> str | None:
     """The installed Chromium."""
     return next((path for path in CHROMIUM if Path(path).exists()), None)
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+NEEDS = [
+    pytest.mark.skipif(not _has("playwright"), reason="needs playwright: pip install playwright"),
+    pytest.mark.skipif(executable() is None, reason="needs Chromium: apt-get install chromium"),
+    pytest.mark.skipif(not _has("fastapi"), reason="needs the extra web: pip install dualrc[web]"),
+]
 
 
 @contextmanager
