@@ -345,8 +345,8 @@ def test_a_target_is_bilinear_and_blurred():
     assert torch.equal(target[0, 2:5, 4:7], kernel)
     assert torch.equal(target[1, 2:5, 4:8], (F.pad(kernel, (0, 1)) + F.pad(kernel, (1, 0))) / 2)
     assert target.sum((1, 2)).tolist() == [16, 16]
-    loss = keypoint_losses(network, features, features, batch, "paper").mean
-    assert loss.total == loss.keypoint + 0.05 * loss.orthogonal
+    loss = keypoint_losses(network, features, features, batch, "paper")
+    assert loss.total == loss.logged["keypoint"] + 0.05 * loss.logged["orthogonal"]
     loss.total.backward()
     assert all(p.grad.isfinite().all() for p in network.consensus.parameters())
 
@@ -366,6 +366,6 @@ def test_the_published_loss(tag, tmp_path):
     points = [torch.from_numpy(reference()[f"{tag}_{name}"][:, :2]) - 0.5 for name in ("src", "dst")]
     with torch.inference_mode():
         features = [network.extract(golden().image(*image)) for image in (golden().IMAGE_A, golden().IMAGE_B)]
-        loss = keypoint_losses(network, *features, point_batch(*points), "published").mean
-    values = [float(value) for value in (loss.total, loss.keypoint, loss.orthogonal)]
+        loss = keypoint_losses(network, *features, point_batch(*points), "published")
+    values = [float(value) for value in (loss.total, loss.logged["keypoint"], loss.logged["orthogonal"])]
     assert values == pytest.approx(reference()[f"{tag}_loss"], rel=1e-6)

@@ -425,12 +425,12 @@ def test_keypoint_losses_are_means_over_pairs(folder):
             valid = batch.valid[number]
             pair = [Features(coarse=f.coarse[number, None], fine=f.fine[number, None]) for f in features]
             points = batch.points0[number][valid], batch.points1[number][valid]
-            totals.append(keypoint_losses(network, *pair, point_batch(*points), form).total())
-        assert found.total().item() == pytest.approx(torch.stack(totals).mean().item())
-        assert found.logged().keys() == {"keypoint", "orthogonal", "within_1px", "within_3px", "within_5px"}
+            totals.append(keypoint_losses(network, *pair, point_batch(*points), form).total)
+        assert found.total.item() == pytest.approx(torch.stack(totals).mean().item())
+        assert found.logged.keys() == {"keypoint", "orthogonal", "within_1px", "within_3px", "within_5px"}
     nothing = keypoint_losses(network, *features, replace(batch, valid=batch.valid & False), "paper")
-    assert nothing.total() == 0
-    nothing.total().backward()
+    assert nothing.total == 0
+    nothing.total.backward()
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in network.parameters())
 
 
@@ -444,8 +444,8 @@ def test_positions_that_are_not_valid_do_not_matter(folder):
     assert not batch.valid.all()
     for form in ("paper", "published"):
         one, other = (keypoint_losses(network, *features, each, form) for each in (batch, moved))
-        assert one.total().item() == other.total().item()
-        assert {k: v.item() for k, v in one.accuracy.items()} == {k: v.item() for k, v in other.accuracy.items()}
+        assert one.total.item() == other.total.item()
+        assert {k: v.item() for k, v in one.logged.items()} == {k: v.item() for k, v in other.logged.items()}
 
 
 def test_pairs_of_different_things_teach_only_distrust(folder):

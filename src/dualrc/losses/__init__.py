@@ -1,7 +1,6 @@
 """Training losses: that of `default`, that of the paper, and the weak loss of NCNet."""
 
 from dualrc.losses.keypoint import (
-    BatchKeypointLosses,
     KeypointMaps,
     dense_tensor,
     keypoint_loss,
@@ -9,14 +8,13 @@ from dualrc.losses.keypoint import (
     keypoint_maps,
     orthogonal_loss,
 )
-from dualrc.losses.matching import MatchingLosses, distillation_loss, matching_losses
-from dualrc.losses.weak import WeakLosses, weak_losses
+from dualrc.losses.matching import distillation_loss, matching_losses
+from dualrc.losses.result import Losses
+from dualrc.losses.weak import weak_losses
 
 __all__ = [
-    "BatchKeypointLosses",
     "KeypointMaps",
-    "MatchingLosses",
-    "WeakLosses",
+    "Losses",
     "dense_tensor",
     "distillation_loss",
     "keypoint_loss",

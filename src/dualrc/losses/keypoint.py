@@ -1,6 +1,6 @@
 """The paper's L = L_k + 0.05 L_o (section 3.4), and the form of the published code."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc.data.pairs import PairBatch
+from dualrc.losses.result import Losses
 from dualrc.model.cells import FineMap, corners
 from dualrc.model.dualrc import DualRCNet
 from dualrc.model.ncnet import ConsensusNet
@@ -28,52 +29,29 @@ class KeypointMaps:
     stride: int = FINE_STRIDE
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeypointLosses:
-    """Keypoint loss and its terms, summed over both directions."""
-
-    total: Tensor
-    # L_k of the paper.
-    keypoint: Tensor
-    # L_o of the paper.
-    orthogonal: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchKeypointLosses:
-    """Mean keypoint losses of a batch; `accuracy` are shares of keypoints, not losses."""
-
-    mean: KeypointLosses
-    accuracy: dict[str, Tensor]
-
-    def total(self) -> Tensor:
-        """Return the loss that is minimized."""
-        return self.mean.total
-
-    def logged(self) -> dict[str, Tensor]:
-        """Return the terms and the accuracy by name."""
-        return {"keypoint": self.mean.keypoint, "orthogonal": self.mean.orthogonal} | self.accuracy
-
-
 def keypoint_losses(
     network: Network,
     features0: Features,
     features1: Features,
     batch: PairBatch,
     form: Literal["paper", "published"],
-) -> BatchKeypointLosses:
+) -> Losses:
     """Compute the paper's or the published loss, averaged over pairs; keypoints are the valid positions."""
     maps = keypoint_maps(network, features0, features1, batch)
-    # (b) each. Pairs without keypoints do not count, but all parts of the network get gradients.
-    losses = _losses(maps, batch.valid.sum(1), form)
+    # Pairs without keypoints do not count, but all parts of the network get gradients.
     shown = batch.valid.any(1)
     weight = shown / shown.sum().clamp(min=1)
+    total, keypoint, orthogonal = ((loss * weight).sum() for loss in _losses(maps, batch.valid.sum(1), form))
+    accuracy = keypoint_accuracy(network, maps, batch)
+    return Losses(total, {"keypoint": keypoint, "orthogonal": orthogonal, **accuracy})
+
+
+def keypoint_accuracy(network: Network, maps: tuple[KeypointMaps, KeypointMaps], batch: PairBatch) -> dict[str, Tensor]:
+    """Return the shares of keypoints within some distances; NCNet is trained on coarse cells, so they are larger."""
     errors_px = torch.stack([_errors_px(maps[0], batch.points1), _errors_px(maps[1], batch.points0)])
     count = 2 * batch.valid.sum().clamp(min=1)
-    return BatchKeypointLosses(
-        mean=KeypointLosses(**{f.name: (getattr(losses, f.name) * weight).sum() for f in fields(KeypointLosses)}),
-        accuracy={f"within_{px}px": ((errors_px < px) & batch.valid).sum() / count for px in _reach(network)},
-    )
+    reach = (8, 16, 32) if isinstance(network, ConsensusNet) else (1, 3, 5)
+    return {f"within_{px}px": ((errors_px < px) & batch.valid).sum() / count for px in reach}
 
 
 def _errors_px(found: KeypointMaps, there: Tensor) -> Tensor:
@@ -81,11 +59,6 @@ def _errors_px(found: KeypointMaps, there: Tensor) -> Tensor:
     index = found.scores.argmax(2)
     cells = torch.stack([index % found.width, index // found.width], 2)
     return (cell_to_pixel(cells, found.stride) - there).norm(dim=2)
-
-
-def _reach(network: Network) -> tuple[int, ...]:
-    """Return the error thresholds in pixels for the accuracy; NCNet is trained on coarse cells only."""
-    return (8, 16, 32) if isinstance(network, ConsensusNet) else (1, 3, 5)
 
 
 def keypoint_loss(one: KeypointMaps, other: KeypointMaps) -> Tensor:
@@ -101,18 +74,18 @@ def orthogonal_loss(one: KeypointMaps, other: KeypointMaps) -> Tensor:
 
 def _losses(
     maps: tuple[KeypointMaps, KeypointMaps], count: Tensor, form: Literal["paper", "published"]
-) -> KeypointLosses:
-    """Return the losses of maps with `count` keypoints; other rows are zero.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the total, L_k and L_o (b) of maps with `count` keypoints (b); other rows are zero.
 
     The paper's loss is L_k + 0.05 L_o, that of the published code 0.95 L_k + 0.05 L_o with means over keypoints.
     """
     if form == "paper":
         keypoint, orthogonal = keypoint_loss(*maps), orthogonal_loss(*maps)
-        return KeypointLosses(total=keypoint + 0.05 * orthogonal, keypoint=keypoint, orthogonal=orthogonal)
+        return keypoint + 0.05 * orthogonal, keypoint, orthogonal
     count = count.clamp(min=1)
     rows = torch.stack([(m.scores - m.target).norm(dim=-1).sum(-1) / count for m in maps])
     keypoint, orthogonal = rows.sum(0), orthogonal_loss(*maps) / count
-    return KeypointLosses(total=0.95 * keypoint + 0.05 * orthogonal, keypoint=keypoint, orthogonal=orthogonal)
+    return 0.95 * keypoint + 0.05 * orthogonal, keypoint, orthogonal
 
 
 def keypoint_maps(

@@ -9,9 +9,6 @@ from torch import Tensor, nn
 
 from dualrc.data import PairBatch
 from dualrc.losses import (
-    BatchKeypointLosses,
-    MatchingLosses,
-    WeakLosses,
     distillation_loss,
     keypoint_losses,
     matching_losses,
@@ -69,7 +66,6 @@ class TrainingStep(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         batch = PairBatch.of(tensors)
         features = Features(coarse=coarse0, fine=fine0), Features(coarse=coarse1, fine=fine1)
-        losses: MatchingLosses | BatchKeypointLosses | WeakLosses
         if self.config.loss == "matching":
             assert isinstance(self.network, DualRCNet)
             losses = matching_losses(self.network, *features, batch)
@@ -77,7 +73,7 @@ class TrainingStep(nn.Module):
             losses = weak_losses(self.network, *features, batch)
         else:
             losses = keypoint_losses(self.network, *features, batch, self.config.loss)
-        return losses.total(), {name: value.detach() for name, value in losses.logged().items()}
+        return losses.total, {name: value.detach() for name, value in losses.logged.items()}
 
 
 class Update:
