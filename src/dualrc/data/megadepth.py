@@ -4,6 +4,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,7 +16,7 @@ from dualrc.colmap import from_colmap_pixels
 from dualrc.config import check_bounds
 from dualrc.data.arrays import read_arrays, read_dataset
 from dualrc.data.depth import DepthView, correspond_by_depth
-from dualrc.data.pairs import PairSample
+from dualrc.data.pairs import LazyPair, PairSample
 from dualrc.data.pairsfile import PairLine, TooFewPointsError, line_of, write_pairs
 from dualrc.data.views import CutConfig
 from dualrc.errors import ConfigError, DataError
@@ -109,37 +110,24 @@ class MegaDepthScene:
         return DepthView(image=inside(self.root, str(self._images[number])), depth=depth, camera=camera)
 
 
-class MegaDepthPairs:
-    """The pairs of one split; `broken` lists scenes that cannot be read."""
-
-    def __init__(self, root: str | Path, split: Split, recipe: MegaDepthRecipe | None = None) -> None:
-        recipe = recipe or MegaDepthRecipe()
-        self.broken: dict[str, str] = {}
-        self._pairs: list[tuple[MegaDepthScene, tuple[int, int]]] = []
-        for path in scene_files(root):
-            try:
-                scene = MegaDepthScene(root, path, recipe)
-            except DataError as error:
-                self.broken[path.stem] = str(error)
-                continue
+def megadepth_pairs(root: str | Path, split: Split, recipe: MegaDepthRecipe) -> tuple[list[LazyPair], dict[str, str]]:
+    """Return the pairs of one split, and the reasons why scenes cannot be read, by name."""
+    pairs, broken = [], {}
+    for path in scene_files(root):
+        try:
+            scene = MegaDepthScene(root, path, recipe)
+        except DataError as error:
+            broken[path.stem] = str(error)
+            continue
+        if scene.split == split:
             limit = recipe.pairs_per_scene if split == "training" else None
-            self._pairs += [(scene, pair) for pair in scene.pairs[:limit] if scene.split == split]
-        if not self._pairs:
-            reason = next(iter(self.broken.values()), "")
-            raise DataError(f"{root} has no pairs for {split}; download more scenes. {reason}".strip())
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def name(self, number: int) -> str:
-        """Return the names of both images."""
-        scene, pair = self._pairs[number]
-        return scene.pair_name(pair)
-
-    def load(self, number: int) -> PairSample:
-        """Load a pair and find its correspondences."""
-        scene, pair = self._pairs[number]
-        return scene.load(pair)
+            pairs += [
+                LazyPair(name=scene.pair_name(pair), load=partial(scene.load, pair)) for pair in scene.pairs[:limit]
+            ]
+    if not pairs:
+        reason = next(iter(broken.values()), "")
+        raise DataError(f"{root} has no pairs for {split}; download more scenes. {reason}".strip())
+    return pairs, broken
 
 
 def scene_files(root: str | Path) -> list[Path]:
@@ -190,12 +178,12 @@ def write_scenes(
     """Write the lines of each scene to a file in `out`/scenes; complete files from earlier runs are kept."""
     files, parts = scene_files(root), Path(out) / "scenes"
     _begin(parts, recipe)
-    tasks = [(Path(root), path, parts, recipe) for path in files]
+    write = partial(_write_scene, Path(root), parts, recipe)
     if workers == 1:
-        yield from map(_write_scene, tasks)
+        yield from map(write, files)
         return
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
-        yield from pool.map(_write_scene, tasks)
+        yield from pool.map(write, files)
 
 
 def join_scenes(out: str | Path, results: Iterable[SceneResult]) -> dict[Split, int]:
@@ -220,8 +208,7 @@ def _begin(parts: Path, recipe: MegaDepthRecipe) -> None:
     write_text(note, text)
 
 
-def _write_scene(task: tuple[Path, Path, Path, MegaDepthRecipe]) -> SceneResult:
-    root, path, parts, recipe = task
+def _write_scene(root: Path, parts: Path, recipe: MegaDepthRecipe, path: Path) -> SceneResult:
     for split in get_args(Split):
         part = parts / f"{path.stem}-{split}.txt"
         if part.is_file():

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 
 from dualrc.config import check_bounds
 from dualrc.data.light import relight
-from dualrc.data.pairs import PairBatch, PairSample, PairSource, left_out
+from dualrc.data.pairs import LazyPair, PairBatch, PairSample, left_out
 from dualrc.errors import ConfigError, DataError, DualRCError
 from dualrc.image import normalize_colors, read
 from dualrc.pixels import in_image, resize_points
@@ -78,7 +78,7 @@ class FilePairs:
 
     def __init__(
         self,
-        source: PairSource,
+        source: Sequence[LazyPair],
         config: CutConfig,
         *,
         size: int,
@@ -164,12 +164,12 @@ class FilePairs:
             if number in self._broken:
                 continue
             try:
-                sample = self.source.load(number)
+                sample = self.source[number].load()
                 if len(sample.points0) < self.config.min_points:
                     raise DataError(f"{len(sample.points0)} corresponding points are too few.")
                 return self._cut(sample, np.random.default_rng([seed, slot, number]))
             except DualRCError as error:
-                self.skipped[self.source.name(number)] = str(error)
+                self.skipped[self.source[number].name] = str(error)
                 self._broken.add(number)
         name, reason = next(iter(self.skipped.items()))
         raise DataError(
