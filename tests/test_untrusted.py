@@ -424,7 +424,7 @@ def test_unknown_tensors_are_not_read(tmp_path):
 def test_configs_have_bounds():
     config = to_dict(tiny_network().config)
     assert from_dict(NetworkConfig, config) == tiny_network().config
-    with pytest.raises(ConfigError, match="widths contains 0; give values from 1 to 4096"):
+    with pytest.raises(ConfigError, match="widths contains 0: every entry must be at least 1 and at most 4096"):
         from_dict(NetworkConfig, config | {"backbone": {"kind": "compact", "widths": [0] * 5}})
 
 
