@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dualrc.config import PRESETS, ConsensusConfig, SparseNCNetConfig
 from dualrc.errors import WeightsError
-from dualrc.losses import dense_tensor, keypoint_loss, keypoint_losses, keypoint_maps, orthogonal_loss
+from dualrc.losses.keypoint import dense_tensor, keypoint_loss, keypoint_losses, keypoint_maps, orthogonal_loss
 from dualrc.model import checkpoint
 from dualrc.model.checkpoint import convert_published
 from dualrc.model.consensus import Consensus, conv4d

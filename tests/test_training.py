@@ -23,14 +23,8 @@ from dualrc.data.light import relight
 from dualrc.data.photo_pairs import _foreshortening
 from dualrc.data.photos import PhotoMotion
 from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.losses import (
-    KeypointMaps,
-    keypoint_loss,
-    keypoint_losses,
-    keypoint_maps,
-    matching_losses,
-    orthogonal_loss,
-)
+from dualrc.losses import keypoint_losses
+from dualrc.losses.keypoint import KeypointMaps, keypoint_loss, keypoint_maps, orthogonal_loss
 from dualrc.model.checkpoint import convert_published, load_weights, save_weights
 from dualrc.toml import from_dict, read_toml, to_dict
 from dualrc.train import TrainConfig, train
@@ -307,11 +301,6 @@ def test_a_network_without_subpixel_refinement_can_not_be_trained(folder, tmp_pa
     save_weights(network, tmp_path / "plain.safetensors")
     with pytest.raises(ConfigError, match=r"plain\.safetensors has no sub-pixel"):
         train(tiny_run(folder, start_from=str(tmp_path / "plain.safetensors")), tmp_path / "run", device="cpu")
-    batch = PhotoPairs(read_photos([folder], canvas=256), size=64, points=1, motion=PhotoMotion(), device=CPU).make(
-        1, torch.Generator().manual_seed(0)
-    )
-    with pytest.raises(ConfigError, match="sub-pixel"):
-        matching_losses(network, network.extract(batch.images0), network.extract(batch.images1), batch)
 
 
 def maps(scores, target) -> KeypointMaps:

@@ -10,7 +10,6 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from dualrc.data.pairs import PairBatch
-from dualrc.errors import ConfigError
 from dualrc.losses.result import Losses
 from dualrc.model.cells import PLACES, FineMap, Reading, corners
 from dualrc.model.correlation import correlate, mutual_filter
@@ -41,8 +40,6 @@ _WEIGHTS = {
 
 def matching_losses(network: DualRCNet, features0: Features, features1: Features, batch: PairBatch) -> Losses:
     """Compute the losses of a batch, averaged over both directions."""
-    if network.subpixel is None:
-        raise ConfigError("These losses train the sub-pixel refinement; give a network with fine.subpixel = true.")
     raw = correlate(*(maps.float() for maps in network.in_context(features0, features1)))
     refined = mutual_filter(network.engine.consensus(mutual_filter(raw), network.consensus))
     # (b n0 n1)

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from dualrc.data.pairs import PairBatch
-from dualrc.errors import ConfigError
 from dualrc.losses.keypoint import dense_tensor, keypoint_accuracy, keypoint_maps
 from dualrc.losses.result import Losses
 from dualrc.model.network import Features, Network
@@ -16,8 +15,7 @@ def weak_losses(network: Network, features0: Features, features1: Features, batc
     Each image 1 is matched with its own image 0 and with that of the next pair. Pairs without overlap do not count as
     positive pairs. Positions are used for the accuracy only.
     """
-    if len(batch.valid) < 2:
-        raise ConfigError('loss = "weak" compares pairs with each other; give at least two pairs per part.')
+    assert len(batch.valid) > 1
     shown = batch.valid.any(1).float()
     positive = (matching_scores(dense_tensor(network, features0, features1)) * shown).sum() / shown.sum().clamp(min=1)
     rolled = Features(coarse=features0.coarse.roll(-1, 0), fine=features0.fine.roll(-1, 0))

@@ -164,6 +164,8 @@ class _Run:
         self.on_one_gpu = fabric.device.type == "cuda" and fabric.world_size == 1
         self._teacher = Teacher(config.teacher).to(fabric.device) if config.teacher else None
         module = TrainingStep(self.network, config, self._teacher)
+        if config.compile and self.on_one_gpu:
+            module.compile_parts()
         self.optimizer = _optimizer(self.network, config, fabric.device)
         if fabric.world_size > 1:
             share_batch_norm(self.network)

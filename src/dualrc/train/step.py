@@ -95,8 +95,6 @@ class Update:
         # Number of skipped steps.
         self.skipped = torch.zeros((), device=self.device)
         self.rate, self._share = (torch.zeros((), device=self.device) for _ in range(2))
-        if config.compile and isinstance(module, TrainingStep) and self.device.type == "cuda":
-            module.compile_parts()
 
     def __call__(self, parts: int, tensors: Sequence[Tensor], *, rate: float, decay: float) -> Outcome:
         """Train on the tensors of a PairBatch with this number of parts."""
