@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -104,20 +105,17 @@ def _overlapping(glances: list[_Glance], min_overlap: float) -> Iterator[tuple[i
         found = reproject(glances[seen].points, view0.depth, view0.camera, view1.depth, view1.camera)
         return float(found.seen.mean())
 
-    for first in range(len(glances)):
-        others = range(first + 1, len(glances))
+    for i, j in combinations(range(len(glances)), 2):
         # A fast check that ignores occlusion leaves few candidates.
-        candidates = [i for i in others if min(_framed(glances[first], glances[i])) >= min_overlap]
-        yield from ((first, i) for i in candidates if min(share(first, i), share(i, first)) >= min_overlap)
+        framed = min(_framed(glances[i], glances[j]), _framed(glances[j], glances[i]))
+        if framed >= min_overlap and min(share(i, j), share(j, i)) >= min_overlap:
+            yield i, j
 
 
-def _framed(a: _Glance, b: _Glance) -> tuple[float, float]:
-    """Return the shares of the points of each of two images that lie inside the frame of the other."""
-    shares = []
-    for seer, seen in ((a, b), (b, a)):
-        camera = seer.frame.camera
-        # `read_rgbd` returns cameras with poses.
-        assert camera.cam_from_world is not None
-        places = camera.project(transform_points(camera.cam_from_world, seen.world))
-        shares.append(float(in_image(places, camera.size).mean()))
-    return shares[0], shares[1]
+def _framed(seer: _Glance, seen: _Glance) -> float:
+    """Return the share of the points of an image that lie inside the frame of another, occluded or not."""
+    camera = seer.frame.camera
+    # `read_rgbd` returns cameras with poses.
+    assert camera.cam_from_world is not None
+    places = camera.project(transform_points(camera.cam_from_world, seen.world))
+    return float(in_image(places, camera.size).mean())

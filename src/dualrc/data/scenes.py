@@ -5,7 +5,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -121,19 +121,10 @@ class ScenePairs(FilePairs):
     pool and the batches change over time.
     """
 
-    def __init__(
-        self,
-        config: ScenesConfig,
-        *,
-        size: int,
-        points: int,
-        device: torch.device | str = "cpu",
-        clean: bool = False,
-        helper: "ScenePairs | None" = None,
-    ) -> None:
-        """`helper`: another maker whose workers render this pool."""
+    def __init__(self, config: ScenesConfig, *, helper: "ScenePairs | None" = None, **settings: Any) -> None:
+        """`helper`: another maker whose workers render this pool. `settings`: those of `FilePairs`."""
         self.pool: _Pool = _Pool(config, None if helper is None else helper.pool)
-        super().__init__(self.pool.pairs, config, size=size, points=points, device=device, clean=clean)
+        super().__init__(self.pool.pairs, config, **settings)
 
     def make(self, count: int, random: Generator) -> PairBatch:
         """Make a batch of `count` pairs."""
