@@ -65,8 +65,10 @@ def gray_levels(batch) -> list[int]:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_an_epoch_has_every_pair_once(parts):
     numbered = numbered_pairs(7)
-    maker = FilePairs(numbered, PairsFileConfig(file="", images=""), size=64, points=8)
-    batches = Batches([maker], [1.0], seed=3, count=4 // parts, device=CPU, parts=parts, epochs=True)
+    source = PairsFileConfig(file="", images="")
+    maker = FilePairs(numbered, source, size=64, points=8)
+    config = TrainConfig(data=(source,), seed=3, pairs=4, parts=parts, draw="epochs")
+    batches = Batches(config, [maker], CPU)
     seen = []
     for step in range(7):
         batch = batches.get(step, range(parts))

@@ -212,8 +212,11 @@ def test_sources_are_mixed_by_their_shares_and_every_step_can_be_made_again():
             both = {"images0": images, "images1": images}
             return PairBatch(**both, points0=noise, points1=noise, valid=flags, absent0=flags, absent1=flags)
 
+    sources = PhotosConfig(paths=("a",)), PhotosConfig(paths=("b",), share=3.0)
+    config = TrainConfig(data=sources, seed=5, pairs=4, parts=2)
+
     def batches():
-        return Batches([Numbered(0), Numbered(1)], [1.0, 3.0], seed=5, count=2, device=CPU)
+        return Batches(config, [Numbered(0), Numbered(1)], CPU)
 
     made = [batches().get(step, [0, 1]) for step in range(100)]
     share = float(np.mean([batch.images0.mean() for batch in made]))
@@ -489,7 +492,7 @@ def test_photographs_of_many_gigabytes_are_picked_right_on_a_gpu():
 def test_a_captured_batch_is_the_one_that_would_be_made(folder):
     device = torch.device("cuda")
     maker = PhotoPairs(read_photos([folder], canvas=160), size=64, points=8, motion=PhotoMotion(), device=device)
-    recorded = Batches([maker], [1.0], seed=3, count=4, device=device)
+    recorded = Batches(TrainConfig(data=(PhotosConfig(paths=("a",)),), seed=3, pairs=4), [maker], device)
     for step in range(3):
         _, seed = recorded._draw(step, 0)
         made = maker.make(4, torch.Generator(device=device).manual_seed(seed))

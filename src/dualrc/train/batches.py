@@ -8,6 +8,7 @@ import torch
 from torch import Generator
 
 from dualrc.data import FilePairs, PairBatch, PairMaker, PhotoPairs
+from dualrc.train.config import TrainConfig
 
 # Number of steps to prepare ahead.
 _AHEAD = 2
@@ -20,25 +21,10 @@ class Batches:
     make some parts each therefore train on the same pairs.
     """
 
-    def __init__(
-        self,
-        makers: Sequence[PairMaker],
-        shares: Sequence[float],
-        *,
-        seed: int,
-        count: int,
-        device: torch.device,
-        parts: int = 1,
-        epochs: bool = False,
-    ) -> None:
-        """`count`: pairs per part. `parts`: parts per step. `epochs`: take the pairs of the only maker in epochs."""
-        self._parts, self._in_order = parts, None
-        if epochs:
-            (maker,) = makers
-            assert isinstance(maker, FilePairs)
-            self._in_order = maker
-        self._shares, self._seed, self._count = shares, seed, count
-        self._make = [_captured(maker, count, device) for maker in makers]
+    def __init__(self, config: TrainConfig, makers: Sequence[PairMaker], device: torch.device) -> None:
+        """`makers`: one for each source of the config."""
+        self._config, self._makers, self._count = config, makers, config.pairs // config.parts
+        self._make = [_captured(maker, self._count, device) for maker in makers]
         # A GPU makes pairs from photos in milliseconds, on a separate stream; other pairs are made in a thread.
         self._on_gpu = [isinstance(maker, PhotoPairs) and device.type == "cuda" for maker in makers]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -81,14 +67,17 @@ class Batches:
 
     def _draw(self, step: int, part: int) -> tuple[int, int]:
         """Return the source and the seed of a part."""
-        rng = random.Random(f"{self._seed} {step} {part}")
-        return rng.choices(range(len(self._make)), self._shares)[0], rng.getrandbits(62)
+        rng = random.Random(f"{self._config.seed} {step} {part}")
+        shares = [source.share for source in self._config.data]
+        return rng.choices(range(len(shares)), shares)[0], rng.getrandbits(62)
 
     @torch.no_grad()
     def _part(self, step: int, part: int) -> PairBatch:
-        if self._in_order is not None:
-            first = (step * self._parts + part) * self._count
-            return self._in_order.make_in_order(first, self._count, seed=self._seed)
+        if self._config.draw == "epochs":
+            (maker,) = self._makers
+            assert isinstance(maker, FilePairs)
+            first = (step * self._config.parts + part) * self._count
+            return maker.make_in_order(first, self._count, seed=self._config.seed)
         source, seed = self._draw(step, part)
         return self._make[source](seed)
 
