@@ -170,7 +170,7 @@ def test_a_step_whose_loss_is_not_finite_is_left_out(folder, tmp_path, monkeypat
     def broken(*arguments):
         calls.append(None)
         losses = whole(*arguments)
-        return replace(losses, fine=losses.fine * (float("nan") if len(calls) == 2 else 1))
+        return losses._replace(total=losses.total * (float("nan") if len(calls) == 2 else 1))
 
     monkeypatch.setattr(dualrc.train.step, "matching_losses", broken)
     figures = train(tiny_run(folder), tmp_path / "once", device="cpu")
@@ -180,7 +180,7 @@ def test_a_step_whose_loss_is_not_finite_is_left_out(folder, tmp_path, monkeypat
         t.isfinite().all() for t in load_weights(tmp_path / "once" / "weights.safetensors").state_dict().values()
     )
     monkeypatch.setattr(
-        dualrc.train.step, "matching_losses", lambda *a: replace(whole(*a), fine=whole(*a).fine * float("nan"))
+        dualrc.train.step, "matching_losses", lambda *a: whole(*a)._replace(total=whole(*a).total * float("nan"))
     )
     with pytest.raises(DataError, match="lower learning_rate"):
         train(tiny_run(folder), tmp_path / "ever", device="cpu")
