@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from dualrc.cli import app
 from dualrc.data import ColmapConfig, open_pairs
-from dualrc.data.colmap import ColmapPairs
-from dualrc.data.pairsfile import PairsFile
+from dualrc.data.colmap import colmap_pairs
+from dualrc.data.pairsfile import read_pairs
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry import cam1_from_cam0, epipolar_distance_px, fundamental_from_pose, read_cameras_json
 from dualrc.scenes import correspond, look_at, make_scene, render
@@ -80,10 +80,10 @@ def triangulated(places, renderings):
 
 
 def test_tracks_are_correspondences(folder, renderings):
-    pairs = ColmapPairs(folder / "model", folder / "images")
-    assert pairs.pairs == [("a.png", "b.png"), ("a.png", "deep/c.png"), ("b.png", "deep/c.png")]
-    for number, names in enumerate(pairs.pairs):
-        sample = pairs.load(number)
+    pairs = colmap_pairs(folder / "model", folder / "images")
+    assert [pair.name for pair in pairs] == ["a.png b.png", "a.png deep/c.png", "b.png deep/c.png"]
+    for pair in pairs:
+        sample, names = pair.load(), pair.name.split()
         assert len(sample.points0) >= 50
         first, second = (renderings[NAMES.index(name)] for name in names)
         truth = correspond(first, second, sample.points0)
@@ -95,17 +95,14 @@ def test_tracks_are_correspondences(folder, renderings):
 
 
 def test_pairs_are_chosen_by_overlap(folder):
-    common = {
-        pair: len(ColmapPairs(folder / "model", folder / "images").load(i).points0)
-        for i, pair in enumerate(ColmapPairs(folder / "model", folder / "images").pairs)
-    }
+    common = {pair.name: len(pair.load().points0) for pair in colmap_pairs(folder / "model", folder / "images")}
     best = max(common, key=common.get)
-    fewer = ColmapPairs(folder / "model", folder / "images", min_common=common[best])
-    assert fewer.pairs == [best]
+    fewer = colmap_pairs(folder / "model", folder / "images", min_common=common[best])
+    assert [pair.name for pair in fewer] == [best]
     with pytest.raises(DataError, match=r"share .* lower min_common or min_overlap"):
-        ColmapPairs(folder / "model", folder / "images", min_common=10_000)
+        colmap_pairs(folder / "model", folder / "images", min_common=10_000)
     with pytest.raises(DataError, match="lower"):
-        ColmapPairs(folder / "model", folder / "images", min_overlap=1.0)
+        colmap_pairs(folder / "model", folder / "images", min_overlap=1.0)
 
 
 def test_batches_go_on_without_an_image(folder, tmp_path):
@@ -129,17 +126,17 @@ def test_an_image_on_its_side(folder, renderings, tmp_path):
     for name in ("a.png", "b.png"):
         with Image.open(folder / "images" / name) as image:
             image.save(tmp_path / name, exif=exif if name == "b.png" else Image.Exif())
-    plain = ColmapPairs(folder / "model", folder / "images").load(0)
-    turned = ColmapPairs(folder / "model", tmp_path).load(0)
+    plain = colmap_pairs(folder / "model", folder / "images")[0].load()
+    turned = colmap_pairs(folder / "model", tmp_path)[0].load()
     assert np.allclose(turned.points0, plain.points0)
     assert np.allclose(turned.points1, np.array(SIZE) - 1 - plain.points1)
 
 
 def test_folders_that_hold_no_model(folder, tmp_path):
     with pytest.raises(DataError):
-        ColmapPairs(tmp_path, folder / "images")
+        colmap_pairs(tmp_path, folder / "images")
     with pytest.raises(DataError, match="image folder"):
-        ColmapPairs(folder / "model", tmp_path / "nowhere")
+        colmap_pairs(folder / "model", tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="min_overlap"):
         ColmapConfig(model="m", images="i", min_overlap=2.0)
 
@@ -149,9 +146,9 @@ def test_command(folder, renderings, tmp_path):
     arguments = ["pairs", "colmap", str(folder / "model"), "--images", str(folder / "images"), "--out", str(out)]
     done = CliRunner().invoke(app, [*arguments, "--points", "40"])
     assert done.exit_code == 0, done.output
-    source = PairsFile(out, folder / "images")
+    source = read_pairs(out, folder / "images")
     assert len(source) == 3
-    sample = source.load(1)
+    sample = source[1].load()
     assert sample.image1 == folder / "images" / "deep/c.png" and len(sample.points0) == 40
     truth = correspond(renderings[0], renderings[2], sample.points0)
     assert np.median(np.linalg.norm(truth.points1.numpy() - sample.points1, axis=1)) < 1e-3
@@ -172,12 +169,12 @@ def test_a_reconstruction_of_photographs_agrees_with_their_true_cameras(tmp_path
     (tmp_path / "sparse").mkdir()
     models = pycolmap.incremental_mapping(database, images, tmp_path / "sparse")
     assert models[0].num_reg_images() == 6
-    pairs = ColmapPairs(tmp_path / "sparse" / "0", images)
+    pairs = colmap_pairs(tmp_path / "sparse" / "0", images)
     cameras = read_cameras_json(STRECHA / "fountain-P11" / "cameras.json")
     assert len(pairs) >= 10
     errors = []
-    for number in range(len(pairs)):
-        sample = pairs.load(number)
+    for pair in pairs:
+        sample = pair.load()
         camera0, camera1 = (cameras[image.name] for image in (sample.image0, sample.image1))
         pose = cam1_from_cam0(camera0.cam_from_world, camera1.cam_from_world)
         F = fundamental_from_pose(pose, camera0, camera1)

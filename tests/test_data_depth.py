@@ -15,15 +15,15 @@ from dualrc.cli import app
 from dualrc.data import MegaDepthConfig, RgbdConfig, open_pairs
 from dualrc.data.arrays import read_arrays
 from dualrc.data.megadepth import (
-    MegaDepthPairs,
     MegaDepthRecipe,
     MegaDepthScene,
     join_scenes,
+    megadepth_pairs,
     read_depth_h5,
     write_scenes,
 )
-from dualrc.data.pairsfile import PairsFile
-from dualrc.data.rgbd import RgbdPairs
+from dualrc.data.pairsfile import read_pairs
+from dualrc.data.rgbd import rgbd_pairs
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry import Camera, read_depth_m, read_rgbd, reproject, sample_depth, unproject
 from dualrc.scenes import correspond, look_at, make_scene, render
@@ -201,12 +201,14 @@ def test_a_point_before_another_camera_is_seen_and_one_behind_a_wall_is_hidden()
 
 
 def test_rgbd_pairs_agree_with_the_scene(rgbd, renderings):
-    pairs = RgbdPairs(rgbd, min_overlap=0.2)
-    assert pairs.broken == {}
-    numbers = set(pairs.pairs)
-    assert (0, 1) in numbers and not any(3 in pair for pair in numbers)
-    for number, (first, second) in enumerate(pairs.pairs):
-        check_against_geometry(pairs.load(number), renderings[first], renderings[second])
+    pairs, broken = rgbd_pairs(rgbd, min_overlap=0.2)
+    assert broken == {}
+    names = [pair.name for pair in pairs]
+    assert f"{NAMES[0]} {NAMES[1]}" in names and not any(NAMES[3] in name for name in names)
+    for pair in pairs:
+        sample = pair.load()
+        first, second = (renderings[NAMES.index(image.name)] for image in (sample.image0, sample.image1))
+        check_against_geometry(sample, first, second)
 
 
 def test_rgbd_batches(rgbd):
@@ -242,20 +244,20 @@ def test_broken_rgbd_folders(rgbd):
 def test_half_copied_rgbd_folder(rgbd):
     (rgbd / "depth" / NAMES[0]).unlink()
     (rgbd / "depth" / NAMES[3]).write_bytes(b"\x89PNG\r\n")
-    pairs = RgbdPairs(rgbd, min_overlap=0.2)
-    assert set(pairs.broken) == {NAMES[0], NAMES[3]}
-    assert len(pairs) == 1 and pairs.name(0) == f"{NAMES[1]} {NAMES[2]}"
+    pairs, broken = rgbd_pairs(rgbd, min_overlap=0.2)
+    assert set(broken) == {NAMES[0], NAMES[3]}
+    assert [pair.name for pair in pairs] == [f"{NAMES[1]} {NAMES[2]}"]
     maker = open_pairs(RgbdConfig(root=str(rgbd), min_overlap=0.2), size=64, points=32).training
     assert "Left out as unusable: 2" in maker.report() and f"{NAMES[0]} does not exist" in maker.report()
     maker.close()
     for name in NAMES:
         (rgbd / "depth" / name).unlink(missing_ok=True)
     with pytest.raises(DataError, match="No frame"):
-        RgbdPairs(rgbd)
+        rgbd_pairs(rgbd)
     for name in NAMES:
         (rgbd / "images" / name).unlink()
     with pytest.raises(DataError, match="Cannot read any of the images"):
-        RgbdPairs(rgbd)
+        rgbd_pairs(rgbd)
 
 
 def test_depth_files_that_are_none(tmp_path):
@@ -274,8 +276,8 @@ def test_rgbd_command(rgbd, renderings, tmp_path):
     )
     assert done.exit_code == 0, done.output
     assert "Left out" in done.output and "view 2.png" in done.output
-    source = PairsFile(out, rgbd / "images")
-    sample = source.load(0)
+    source = read_pairs(out, rgbd / "images")
+    sample = source[0].load()
     assert (sample.image0.name, sample.image1.name) == (NAMES[0], NAMES[1])
     truth = correspond(renderings[0], renderings[1], sample.points0)
     assert np.median(np.linalg.norm(truth.points1.numpy() - sample.points1, axis=1)) < 0.1
@@ -313,17 +315,17 @@ def test_megadepth_pairs_agree_with_the_scene(megadepth, renderings):
 
 
 def test_megadepth_splits(megadepth):
-    training = MegaDepthPairs(megadepth, "training", RECIPE)
-    validation = MegaDepthPairs(megadepth, "validation", RECIPE)
-    assert len(training) == 3 and all("0001" in training.name(i) for i in range(3))
+    training, _ = megadepth_pairs(megadepth, "training", RECIPE)
+    validation, _ = megadepth_pairs(megadepth, "validation", RECIPE)
+    assert len(training) == 3 and all("0001" in pair.name for pair in training)
     # Exactly half is not enough: only the pair with 0.8 counts, in both directions.
-    assert sorted(validation.name(i) for i in range(len(validation))) == [
+    assert sorted(pair.name for pair in validation) == [
         "0002/images/0.jpg 0002/images/1.jpg",
         "0002/images/1.jpg 0002/images/0.jpg",
     ]
     with pytest.raises(DataError, match=r"no pairs for training"):
         # These scenes are too small for the recipe of the paper.
-        MegaDepthPairs(megadepth, "training")
+        megadepth_pairs(megadepth, "training", MegaDepthRecipe())
     maker = open_pairs(MegaDepthConfig(root=str(megadepth), split="validation"), size=64, points=16).training
     assert maker.make(2, torch.Generator().manual_seed(0)).valid.any(1).all()
     maker.close()
@@ -341,9 +343,9 @@ def test_megadepth_files_are_the_same_every_time_and_agree_with_the_scene(megade
         assert join_scenes(out, results) == {"training": 3, "validation": 2}
         texts.append((out / "training_pairs.txt").read_text() + (out / "validation_pairs.txt").read_text())
     assert texts[0] == texts[1]
-    source = PairsFile(tmp_path / "out 1" / "training_pairs.txt", megadepth)
+    source = read_pairs(tmp_path / "out 1" / "training_pairs.txt", megadepth)
     for number in range(3):
-        sample = source.load(number)
+        sample = source[number].load()
         assert len(sample.points0) == 20
         first, second = (renderings[int(image.stem)] for image in (sample.image0, sample.image1))
         truth = correspond(first, second, sample.points0)
@@ -378,13 +380,13 @@ def test_megadepth_goes_on_over_what_is_broken_and_again_when_it_is_mended(megad
 
 def test_folders_that_are_not_megadepth(tmp_path):
     with pytest.raises(DataError, match="scene_info does not exist"):
-        MegaDepthPairs(tmp_path, "training")
+        megadepth_pairs(tmp_path, "training", RECIPE)
     (tmp_path / "scene_info").mkdir()
     with pytest.raises(DataError, match=r"no \.npz"):
-        MegaDepthPairs(tmp_path, "training")
+        megadepth_pairs(tmp_path, "training", RECIPE)
     np.savez(tmp_path / "scene_info" / "1.npz", image_paths=np.array(["a"]))
     with pytest.raises(DataError, match=r"no pairs for training.*has no depth_paths"):
-        MegaDepthPairs(tmp_path, "training")
+        megadepth_pairs(tmp_path, "training", RECIPE)
     (tmp_path / "x.h5").write_bytes(b"")
     with pytest.raises(DataError, match="damaged"):
         read_depth_h5(tmp_path / "x.h5")

@@ -10,8 +10,8 @@ from PIL import Image
 
 from dualrc.data import PairsFileConfig, open_pairs
 from dualrc.data.open import DataConfig
-from dualrc.data.pairs import PairSample
-from dualrc.data.pairsfile import PairLine, PairsFile, format_line, parse_line, write_pairs
+from dualrc.data.pairs import LazyPair, PairSample
+from dualrc.data.pairsfile import PairLine, format_line, parse_line, read_pairs, write_pairs
 from dualrc.data.views import CutConfig, FilePairs
 from dualrc.errors import ConfigError, DataError
 from dualrc.image import _DEVIATION, _MEAN
@@ -114,15 +114,15 @@ def test_names_that_could_not_be_read_are_not_written(tmp_path, name):
 
 def test_files_that_are_missing_or_empty(tmp_path):
     with pytest.raises(DataError, match="image folder"):
-        PairsFile(tmp_path / "pairs.txt", tmp_path / "nowhere")
+        read_pairs(tmp_path / "pairs.txt", tmp_path / "nowhere")
     with pytest.raises(DataError, match="does not exist"):
-        PairsFile(tmp_path / "pairs.txt", tmp_path)
+        read_pairs(tmp_path / "pairs.txt", tmp_path)
     (tmp_path / "pairs.txt").write_text("\n \n")
     with pytest.raises(DataError, match="empty"):
-        PairsFile(tmp_path / "pairs.txt", tmp_path)
+        read_pairs(tmp_path / "pairs.txt", tmp_path)
     (tmp_path / "pairs.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="as text"):
-        PairsFile(tmp_path / "pairs.txt", tmp_path)
+        read_pairs(tmp_path / "pairs.txt", tmp_path)
 
 
 # Batches.
@@ -156,13 +156,14 @@ def test_hidden_points_and_those_that_the_cut_takes_are_absent():
     points0, points1 = common_points()
     hidden0 = np.array([[5.0, 5.0], [6.0, 90.0]])
     sample = PairSample(image0=VIEW0.image(), image1=VIEW1.image(), points0=points0, points1=points1, hidden0=hidden0)
-    maker = FilePairs(One(sample), CutConfig(), size=96, points=64)
+    source = [LazyPair(name="the pair", load=lambda: sample)]
+    maker = FilePairs(source, CutConfig(), size=96, points=64)
     batch = maker.make(1, random())
     expected = torch.tensor((hidden0 + 0.5) * np.array([96 / 160, 96 / 120]) - 0.5).float()
     assert torch.allclose(batch.points0[batch.absent0], expected)
     assert not batch.absent1.any() and batch.valid.sum() == 62
     maker.close()
-    maker = FilePairs(One(sample), CutConfig(crop=0.3), size=96, points=64)
+    maker = FilePairs(source, CutConfig(crop=0.3), size=96, points=64)
     for seed in range(5):
         batch = maker.make(1, random(seed))
         # A point that is absent in the view of image 1 lies outside of that view.
@@ -174,22 +175,6 @@ def test_hidden_points_and_those_that_the_cut_takes_are_absent():
         inner = (lost > corners[0] + 2).all(1) & (lost < corners[1] - 2).all(1)
         assert not (inner & far).any()
     maker.close()
-
-
-class One:
-    """A source of one pair."""
-
-    def __init__(self, sample):
-        self.sample = sample
-
-    def __len__(self):
-        return 1
-
-    def name(self, number):
-        return "the pair"
-
-    def load(self, number):
-        return self.sample
 
 
 def equal(a, b):

@@ -57,7 +57,7 @@ def test_a_fixed_pool_makes_the_same_batches(maker):
     assert equal(batch, other.make(4, random()))
     other.close()
     # Pairs are reused with other crops and another light.
-    assert len(maker.pool) == 2
+    assert len(maker.source) == 2
     assert not any(torch.equal(batch.images0[i], batch.images0[j]) for i in range(4) for j in range(i))
 
 
@@ -76,15 +76,15 @@ def test_workers_render_the_same_pairs_renew_the_pool_and_may_die():
     config = ScenesConfig(image_size=(64, 64), texture=32, pool=2, workers=1)
     maker = open_pairs(config, size=64, points=32).training
     try:
-        first = maker.pool.load(0)
-        assert len(maker.pool) == 2
+        first = maker.source[0].load()
+        assert len(maker.source) == 2
         expected = [render_sample(config, number).image0 for number in range(2)]
         assert any(np.array_equal(first.image0, image) for image in expected)
         start = time.monotonic()
-        while maker.pool.load(0) is first and time.monotonic() < start + 60:
+        while maker.source[0].load() is first and time.monotonic() < start + 60:
             maker.make(1, random())
             time.sleep(0.05)
-        assert maker.pool.load(0) is not first and len(maker.pool) == 2
+        assert maker.source[0].load() is not first and len(maker.source) == 2
         for pid in list(maker.pool._executor._processes):
             os.kill(pid, signal.SIGKILL)
         start = time.monotonic()

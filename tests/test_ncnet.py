@@ -141,8 +141,8 @@ def test_the_weak_loss(networks):
         features = [network.extract(image) for image in images]
     truth = {"points0": points, "points1": points, "valid": yes, "absent0": ~yes, "absent1": ~yes}
     losses = weak_losses(network, *features, PairBatch(images0=images[0], images1=images[1], **truth))
-    assert losses.total().item() == pytest.approx(golden()["weak_loss"].item(), abs=1e-6)
-    losses.total().backward()
+    assert losses.total.item() == pytest.approx(golden()["weak_loss"].item(), abs=1e-6)
+    losses.total.backward()
     assert all(parameter.grad.isfinite().all() for parameter in network.consensus.parameters())
     network.zero_grad(set_to_none=True)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dualrc.errors import ConfigError, DataError
-from dualrc.scenes import Light, correspond, correspond_all, homography, look_at, make_pair, make_scene, render
+from dualrc.scenes import Light, correspond, look_at, make_pair, make_scene, render
 from dualrc.scenes.world import Builder
 
 SMALL = {"size": (160, 120), "texture_size": 128}
@@ -89,13 +89,13 @@ def test_depth_of_a_sphere_is_analytic(scene):
 def test_depth_agrees_with_correspondence(pair):
     """A pixel unprojected with its depth and projected to the other camera agrees with `correspond`."""
     first, second = pair
-    points1 = correspond_all(first, second).points1.numpy()
     y, x = np.nonzero(first.depth.numpy() > 0)
+    points1 = correspond(first, second, np.stack([x, y], axis=-1)).points1.numpy()
     rays = np.linalg.inv(first.view.K) @ np.stack([x, y, np.ones_like(x)])
     pose0, pose1 = first.view.cam_from_world, second.view.cam_from_world
     world = pose0[:, :3].T @ (rays * first.depth.numpy()[y, x] - pose0[:, 3:])
     cam1 = second.view.K @ (pose1[:, :3] @ world + pose1[:, 3:])
-    error = np.abs((cam1[:2] / cam1[2]).T - points1[y, x]).max(axis=1)
+    error = np.abs((cam1[:2] / cam1[2]).T - points1).max(axis=1)
     # A pixel center may fall on an edge, where rounding decides between two surfaces.
     assert np.quantile(error[cam1[2] > 1], 0.999) < 1e-2
 
@@ -140,7 +140,13 @@ def test_plane_has_its_homography():
     pair = make_pair(2, kind="plane", angle_deg=30, **SMALL)
     points0 = grid_points(pair.rendering0.view.size)
     points1, visible = correspond(*pair, points0)
-    mapped = np.c_[points0, np.ones(len(points0))] @ homography(pair).T
+    view0, view1 = (rendering.view for rendering in pair)
+    # The face toward the cameras, with normal (0, -1, 0).
+    plane = pair.rendering0.scene.solids[0].planes[2]
+    (R0, t0), (R1, t1) = ((v.cam_from_world[:, :3], v.cam_from_world[:, 3]) for v in (view0, view1))
+    normal, rotation = R0 @ plane[:3], R1 @ R0.T
+    H = rotation + np.outer(t1 - rotation @ t0, normal) / (plane[3] + normal @ t0)
+    mapped = np.c_[points0, np.ones(len(points0))] @ (view1.K @ H @ np.linalg.inv(view0.K)).T
     mapped = mapped[:, :2] / mapped[:, 2:]
     assert visible.double().mean() > 0.4
     np.testing.assert_allclose(mapped[visible], points1[visible], atol=1e-6)
@@ -177,7 +183,7 @@ def test_light_changes_the_image_and_nothing_else(scene):
 def test_a_camera_that_sees_nothing(scene):
     up, square = (render(scene, look_at((0, 0, 9), t, size=(32, 32), fov_deg=20)) for t in ((0, 0, 20), (0, 0, 0)))
     assert not up.depth.any()
-    points1, visible = correspond_all(up, square)
+    points1, visible = correspond(up, square, grid_points((32, 32), step=1.0))
     assert points1.isnan().all()
     assert not visible.any()
 
@@ -235,5 +241,3 @@ def test_mistaken_correspondences_name_their_remedy(scene, pair):
         correspond(*pair, np.zeros((4, 3)))
     with pytest.raises(DataError, match="from one Scene"):
         correspond(pair.rendering0, other, [[0.0, 0.0]])
-    with pytest.raises(ConfigError, match='kind="plane"'):
-        homography(pair)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dualrc.config import PRESETS, ConsensusConfig, SparseNCNetConfig
 from dualrc.errors import WeightsError
-from dualrc.losses import dense_tensor, keypoint_loss, keypoint_losses, keypoint_maps, orthogonal_loss
+from dualrc.losses.keypoint import dense_tensor, keypoint_loss, keypoint_losses, keypoint_maps, orthogonal_loss
 from dualrc.model import checkpoint
 from dualrc.model.checkpoint import convert_published
 from dualrc.model.consensus import Consensus, conv4d
@@ -180,8 +180,8 @@ def test_keypoint_losses_read_the_tensor_at_keypoints():
         assert (maps[0].width, maps[0].stride) == (3, 16)
         totals.append(keypoint_loss(*maps) + 0.05 * orthogonal_loss(*maps))
     found = keypoint_losses(network, *features, batch, "paper")
-    assert found.total().item() == pytest.approx(torch.stack(totals).mean().item(), rel=1e-5)
-    assert found.accuracy.keys() == {"within_8px", "within_16px", "within_32px"}
+    assert found.total.item() == pytest.approx(torch.stack(totals).mean().item(), rel=1e-5)
+    assert found.logged.keys() == {"keypoint", "orthogonal", "within_8px", "within_16px", "within_32px"}
 
 
 def test_no_entries_and_one():

@@ -23,14 +23,8 @@ from dualrc.data.light import relight
 from dualrc.data.photo_pairs import _foreshortening
 from dualrc.data.photos import PhotoMotion
 from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.losses import (
-    KeypointMaps,
-    keypoint_loss,
-    keypoint_losses,
-    keypoint_maps,
-    matching_losses,
-    orthogonal_loss,
-)
+from dualrc.losses import keypoint_losses
+from dualrc.losses.keypoint import KeypointMaps, keypoint_loss, keypoint_maps, orthogonal_loss
 from dualrc.model.checkpoint import convert_published, load_weights, save_weights
 from dualrc.toml import from_dict, read_toml, to_dict
 from dualrc.train import TrainConfig, train
@@ -307,11 +301,6 @@ def test_a_network_without_subpixel_refinement_can_not_be_trained(folder, tmp_pa
     save_weights(network, tmp_path / "plain.safetensors")
     with pytest.raises(ConfigError, match=r"plain\.safetensors has no sub-pixel"):
         train(tiny_run(folder, start_from=str(tmp_path / "plain.safetensors")), tmp_path / "run", device="cpu")
-    batch = PhotoPairs(read_photos([folder], canvas=256), size=64, points=1, motion=PhotoMotion(), device=CPU).make(
-        1, torch.Generator().manual_seed(0)
-    )
-    with pytest.raises(ConfigError, match="sub-pixel"):
-        matching_losses(network, network.extract(batch.images0), network.extract(batch.images1), batch)
 
 
 def maps(scores, target) -> KeypointMaps:
@@ -345,8 +334,8 @@ def test_a_target_is_bilinear_and_blurred():
     assert torch.equal(target[0, 2:5, 4:7], kernel)
     assert torch.equal(target[1, 2:5, 4:8], (F.pad(kernel, (0, 1)) + F.pad(kernel, (1, 0))) / 2)
     assert target.sum((1, 2)).tolist() == [16, 16]
-    loss = keypoint_losses(network, features, features, batch, "paper").mean
-    assert loss.total == loss.keypoint + 0.05 * loss.orthogonal
+    loss = keypoint_losses(network, features, features, batch, "paper")
+    assert loss.total == loss.logged["keypoint"] + 0.05 * loss.logged["orthogonal"]
     loss.total.backward()
     assert all(p.grad.isfinite().all() for p in network.consensus.parameters())
 
@@ -366,6 +355,6 @@ def test_the_published_loss(tag, tmp_path):
     points = [torch.from_numpy(reference()[f"{tag}_{name}"][:, :2]) - 0.5 for name in ("src", "dst")]
     with torch.inference_mode():
         features = [network.extract(golden().image(*image)) for image in (golden().IMAGE_A, golden().IMAGE_B)]
-        loss = keypoint_losses(network, *features, point_batch(*points), "published").mean
-    values = [float(value) for value in (loss.total, loss.keypoint, loss.orthogonal)]
+        loss = keypoint_losses(network, *features, point_batch(*points), "published")
+    values = [float(value) for value in (loss.total, loss.logged["keypoint"], loss.logged["orthogonal"])]
     assert values == pytest.approx(reference()[f"{tag}_loss"], rel=1e-6)

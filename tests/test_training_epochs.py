@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from test_training_runs import CONFIGS, logged
 
 from dualrc.config import PRESETS
 from dualrc.data import FilePairs, PairsFileConfig, PhotosConfig, open_pairs
-from dualrc.data.pairs import PairSample
+from dualrc.data.pairs import LazyPair, PairSample
 from dualrc.errors import ConfigError
 from dualrc.model.checkpoint import load_weights
 from dualrc.toml import from_dict, read_toml, to_dict
@@ -22,23 +23,14 @@ from dualrc.train.batches import Batches
 CPU = torch.device("cpu")
 
 
-class NumberedPairs:
-    """Pairs of flat images whose gray level is their number."""
+def numbered_pairs(count: int, broken: tuple[int, ...] = ()) -> list[LazyPair]:
+    """Return pairs of flat images whose gray level is their number."""
 
-    def __init__(self, count: int, broken: tuple[int, ...] = ()) -> None:
-        self._count, self._broken = count, broken
-
-    def __len__(self) -> int:
-        return self._count
-
-    def name(self, number: int) -> str:
-        return str(number)
-
-    def load(self, number: int) -> PairSample:
+    def load(number: int) -> PairSample:
         image, points = np.full((64, 64, 3), number, np.uint8), np.random.default_rng(0).uniform(0, 63, (16, 2))
-        return PairSample(
-            image0=image, image1=image, points0=points[: 0 if number in self._broken else None], points1=points
-        )
+        return PairSample(image0=image, image1=image, points0=points[: 0 if number in broken else None], points1=points)
+
+    return [LazyPair(name=str(number), load=partial(load, number)) for number in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +64,11 @@ def gray_levels(batch) -> list[int]:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_an_epoch_has_every_pair_once(parts):
-    numbered = NumberedPairs(7)
-    maker = FilePairs(numbered, PairsFileConfig(file="", images=""), size=64, points=8)
-    batches = Batches([maker], [1.0], seed=3, count=4 // parts, device=CPU, parts=parts, epochs=True)
+    numbered = numbered_pairs(7)
+    source = PairsFileConfig(file="", images="")
+    maker = FilePairs(numbered, source, size=64, points=8)
+    config = TrainConfig(data=(source,), seed=3, pairs=4, parts=parts, draw="epochs")
+    batches = Batches(config, [maker], CPU)
     seen = []
     for step in range(7):
         batch = batches.get(step, range(parts))
@@ -88,7 +82,7 @@ def test_an_epoch_has_every_pair_once(parts):
 
 
 def test_another_pair_stands_in_for_a_broken_one():
-    maker = FilePairs(NumberedPairs(5, broken=(2,)), PairsFileConfig(file="", images=""), size=64, points=8)
+    maker = FilePairs(numbered_pairs(5, broken=(2,)), PairsFileConfig(file="", images=""), size=64, points=8)
     batch = maker.make_in_order(0, 5, seed=0)
     maker.close()
     assert len(batch.images0) == 5
@@ -97,7 +91,7 @@ def test_another_pair_stands_in_for_a_broken_one():
 
 def test_the_pairs_that_stand_in_for_broken_ones_vary():
     maker = FilePairs(
-        NumberedPairs(40, broken=tuple(range(20, 40))), PairsFileConfig(file="", images=""), size=64, points=8
+        numbered_pairs(40, broken=tuple(range(20, 40))), PairsFileConfig(file="", images=""), size=64, points=8
     )
     batches = [maker.make_in_order(first, 4, seed=0) for first in range(0, 40, 4)]
     maker.close()

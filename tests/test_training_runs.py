@@ -170,7 +170,7 @@ def test_a_step_whose_loss_is_not_finite_is_left_out(folder, tmp_path, monkeypat
     def broken(*arguments):
         calls.append(None)
         losses = whole(*arguments)
-        return replace(losses, fine=losses.fine * (float("nan") if len(calls) == 2 else 1))
+        return losses._replace(total=losses.total * (float("nan") if len(calls) == 2 else 1))
 
     monkeypatch.setattr(dualrc.train.step, "matching_losses", broken)
     figures = train(tiny_run(folder), tmp_path / "once", device="cpu")
@@ -180,7 +180,7 @@ def test_a_step_whose_loss_is_not_finite_is_left_out(folder, tmp_path, monkeypat
         t.isfinite().all() for t in load_weights(tmp_path / "once" / "weights.safetensors").state_dict().values()
     )
     monkeypatch.setattr(
-        dualrc.train.step, "matching_losses", lambda *a: replace(whole(*a), fine=whole(*a).fine * float("nan"))
+        dualrc.train.step, "matching_losses", lambda *a: whole(*a)._replace(total=whole(*a).total * float("nan"))
     )
     with pytest.raises(DataError, match="lower learning_rate"):
         train(tiny_run(folder), tmp_path / "ever", device="cpu")
@@ -212,8 +212,11 @@ def test_sources_are_mixed_by_their_shares_and_every_step_can_be_made_again():
             both = {"images0": images, "images1": images}
             return PairBatch(**both, points0=noise, points1=noise, valid=flags, absent0=flags, absent1=flags)
 
+    sources = PhotosConfig(paths=("a",)), PhotosConfig(paths=("b",), share=3.0)
+    config = TrainConfig(data=sources, seed=5, pairs=4, parts=2)
+
     def batches():
-        return Batches([Numbered(0), Numbered(1)], [1.0, 3.0], seed=5, count=2, device=CPU)
+        return Batches(config, [Numbered(0), Numbered(1)], CPU)
 
     made = [batches().get(step, [0, 1]) for step in range(100)]
     share = float(np.mean([batch.images0.mean() for batch in made]))
@@ -425,12 +428,12 @@ def test_keypoint_losses_are_means_over_pairs(folder):
             valid = batch.valid[number]
             pair = [Features(coarse=f.coarse[number, None], fine=f.fine[number, None]) for f in features]
             points = batch.points0[number][valid], batch.points1[number][valid]
-            totals.append(keypoint_losses(network, *pair, point_batch(*points), form).total())
-        assert found.total().item() == pytest.approx(torch.stack(totals).mean().item())
-        assert found.logged().keys() == {"keypoint", "orthogonal", "within_1px", "within_3px", "within_5px"}
+            totals.append(keypoint_losses(network, *pair, point_batch(*points), form).total)
+        assert found.total.item() == pytest.approx(torch.stack(totals).mean().item())
+        assert found.logged.keys() == {"keypoint", "orthogonal", "within_1px", "within_3px", "within_5px"}
     nothing = keypoint_losses(network, *features, replace(batch, valid=batch.valid & False), "paper")
-    assert nothing.total() == 0
-    nothing.total().backward()
+    assert nothing.total == 0
+    nothing.total.backward()
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in network.parameters())
 
 
@@ -444,8 +447,8 @@ def test_positions_that_are_not_valid_do_not_matter(folder):
     assert not batch.valid.all()
     for form in ("paper", "published"):
         one, other = (keypoint_losses(network, *features, each, form) for each in (batch, moved))
-        assert one.total().item() == other.total().item()
-        assert {k: v.item() for k, v in one.accuracy.items()} == {k: v.item() for k, v in other.accuracy.items()}
+        assert one.total.item() == other.total.item()
+        assert {k: v.item() for k, v in one.logged.items()} == {k: v.item() for k, v in other.logged.items()}
 
 
 def test_pairs_of_different_things_teach_only_distrust(folder):
@@ -489,7 +492,7 @@ def test_photographs_of_many_gigabytes_are_picked_right_on_a_gpu():
 def test_a_captured_batch_is_the_one_that_would_be_made(folder):
     device = torch.device("cuda")
     maker = PhotoPairs(read_photos([folder], canvas=160), size=64, points=8, motion=PhotoMotion(), device=device)
-    recorded = Batches([maker], [1.0], seed=3, count=4, device=device)
+    recorded = Batches(TrainConfig(data=(PhotosConfig(paths=("a",)),), seed=3, pairs=4), [maker], device)
     for step in range(3):
         _, seed = recorded._draw(step, 0)
         made = maker.make(4, torch.Generator(device=device).manual_seed(seed))

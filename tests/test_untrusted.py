@@ -28,7 +28,7 @@ from dualrc.config import MatcherConfig, NetworkConfig
 from dualrc.data import read_photos
 from dualrc.data.arrays import read_arrays, read_dataset
 from dualrc.data.megadepth import read_depth_h5
-from dualrc.data.pairsfile import PairsFile
+from dualrc.data.pairsfile import read_pairs
 from dualrc.errors import ConfigError, DataError, ImageError, WeightsError
 from dualrc.evaluation.pose_data import read_index
 from dualrc.files import inside, limit_zip, parse_json, read_text
@@ -107,7 +107,7 @@ def test_names_in_pairs_files_and_frames(tmp_path, name):
     Image.fromarray(texture(0, 64, 64)).save(tmp_path / "secret.png")
     (tmp_path / "pairs.txt").write_text(f"a.png {name} 1 2 3 4\n")
     with pytest.raises(DataError, match="leads outside"):
-        PairsFile(tmp_path / "pairs.txt", tmp_path / "images").load(0)
+        read_pairs(tmp_path / "pairs.txt", tmp_path / "images")[0].load()
     (tmp_path / "K.txt").write_text("1 0 0 0 1 0 0 0 1")
     (tmp_path / "world_from_cam.txt").write_text(f"{name} {' '.join(map(str, np.eye(4).ravel()))}\n")
     with pytest.raises(DataError, match="leads outside"):
@@ -424,7 +424,7 @@ def test_unknown_tensors_are_not_read(tmp_path):
 def test_configs_have_bounds():
     config = to_dict(tiny_network().config)
     assert from_dict(NetworkConfig, config) == tiny_network().config
-    with pytest.raises(ConfigError, match="widths contains 0; give values from 1 to 4096"):
+    with pytest.raises(ConfigError, match="widths contains 0: every entry must be at least 1 and at most 4096"):
         from_dict(NetworkConfig, config | {"backbone": {"kind": "compact", "widths": [0] * 5}})
 
 

@@ -15,10 +15,23 @@ MIN_SIDE = 32
 _MOST_CHANNELS, _MOST_BLOCKS = 4096, 64
 
 
-def _check_counts(name: str, values: tuple[int, ...], most: int, least: int = 1) -> None:
-    for value in values:
-        if not least <= value <= most:
-            raise ConfigError(f"{name} contains {value}; give values from {least} to {most}.")
+def check_bounds(
+    config: Any,
+    *names: str,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    below: float = math.inf,
+) -> None:
+    """Raise ConfigError if a field, or an entry of a tuple, is out of bounds or not finite; None is not checked."""
+    bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    told = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound))
+    for name in names:
+        value = getattr(config, name)
+        for entry in value if isinstance(value, tuple) else (value,):
+            if entry is not None and not (at_least <= entry <= at_most and above < entry < below):
+                subject = f"{name} contains {entry}: every entry" if isinstance(value, tuple) else f"{name} = {value}"
+                raise ConfigError(f"{subject} must be {told}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +99,8 @@ class CompactConfig:
     antialias: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_counts("widths", self.widths, _MOST_CHANNELS)
-        _check_counts("depths", self.depths, _MOST_BLOCKS, least=0)
-        _check_counts("coarse_channels", (self.coarse_channels,), _MOST_CHANNELS)
-        _check_counts("fine_channels", (self.fine_channels,), _MOST_CHANNELS)
+        check_bounds(self, "widths", "coarse_channels", "fine_channels", at_least=1, at_most=_MOST_CHANNELS)
+        check_bounds(self, "depths", at_least=0, at_most=_MOST_BLOCKS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +130,10 @@ class ConsensusConfig:
     initialization: Literal["identity", "uniform"] = "identity"
 
     def __post_init__(self) -> None:
-        _check_counts("kernel_sizes", self.kernel_sizes, _MOST_BLOCKS)
-        _check_counts("channels", self.channels, _MOST_CHANNELS)
-        _check_counts("the number of channels", (len(self.channels),), _MOST_BLOCKS)
+        check_bounds(self, "kernel_sizes", at_least=1, at_most=_MOST_BLOCKS)
+        check_bounds(self, "channels", at_least=1, at_most=_MOST_CHANNELS)
+        if not 1 <= len(self.channels) <= _MOST_BLOCKS:
+            raise ConfigError(f"channels has {len(self.channels)} entries; give 1 to {_MOST_BLOCKS}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +152,9 @@ class FineConfig:
     subpixel_hidden: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.query_share <= 1:
-            raise ConfigError(f"query_share = {self.query_share} must be above 0 and at most 1.")
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature = {self.temperature} must not be negative; 0 gives the plain cosine.")
-        _check_counts("subpixel_hidden", (self.subpixel_hidden,), _MOST_CHANNELS, least=0)
+        check_bounds(self, "query_share", above=0, at_most=1)
+        check_bounds(self, "temperature", at_least=0)
+        check_bounds(self, "subpixel_hidden", at_least=0, at_most=_MOST_CHANNELS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +183,7 @@ class SparseNCNetConfig:
     soft: bool = True
 
     def __post_init__(self) -> None:
-        if not 1 <= self.neighbors <= 1000:
-            raise ConfigError(f"neighbors = {self.neighbors} must be from 1 to 1000.")
+        check_bounds(self, "neighbors", at_least=1, at_most=1000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,9 +260,7 @@ class MatcherConfig:
                 object.__setattr__(self, name, operator.index(value))
             except TypeError:
                 raise ConfigError(f"{name} = {value!r} must be a whole number.") from None
-        for name in ("max_size", "size"):
-            if getattr(self, name) is not None and getattr(self, name) < MIN_SIDE:
-                raise ConfigError(f"{name} = {getattr(self, name)} is too small; give at least {MIN_SIDE} pixels.")
+        check_bounds(self, "max_size", "size", at_least=MIN_SIDE)
         if self.top is not None and self.top < 0:
             raise ConfigError(f"top = {self.top} must not be negative; omit it to keep all matches.")
         if not math.isfinite(self.min_score):
@@ -263,8 +270,7 @@ class MatcherConfig:
             raise ConfigError(f"max_zoom = {self.max_zoom} must be from 1 (no search over scales) to 16.")
         if not 1 <= self.max_tilt <= 9:
             raise ConfigError(f"max_tilt = {self.max_tilt} must be from 1 (no search over tilted views) to 9.")
-        if self.max_memory is not None and not 0 < self.max_memory < math.inf:
-            raise ConfigError(f"max_memory = {self.max_memory} must be above 0 and finite, in GiB.")
+        check_bounds(self, "max_memory", above=0)
 
 
 class MatcherOptions(TypedDict, total=False):
@@ -322,20 +328,3 @@ def preset(name: str) -> tuple[NetworkConfig, MatcherConfig]:
     if name not in PRESETS:
         raise ConfigError(f"There is no preset {name!r}; choose one of {', '.join(PRESETS)}.")
     return PRESETS[name]
-
-
-def check_bounds(
-    config: Any,
-    *names: str,
-    at_least: float = -math.inf,
-    above: float = -math.inf,
-    at_most: float = math.inf,
-    below: float = math.inf,
-) -> None:
-    """Raise ConfigError if a field is out of bounds or not finite; None is not checked."""
-    bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-    told = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound))
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not (at_least <= value <= at_most and above < value < below):
-            raise ConfigError(f"{name} = {value} must be {told}.")

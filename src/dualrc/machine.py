@@ -56,7 +56,7 @@ def child_environment() -> dict[str, str]:
 
 @contextmanager
 def keep_signals() -> Iterator[None]:
-    """Restore the handlers of Ctrl-C and SIGTERM after the block; pycolmap replaces them."""
+    """Restore the handlers of Ctrl-C and SIGTERM after the block; pycolmap, for example, replaces them."""
     if threading.current_thread() is not threading.main_thread():
         # Only the main thread may set handlers.
         yield

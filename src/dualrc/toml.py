@@ -16,8 +16,7 @@ _MOST_TOML = 1 << 20
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Convert a config to nested dictionaries; fields that are None are omitted, because TOML has no null."""
-    plain: dict[str, Any] = _plain(config)
-    return plain
+    return dataclasses.asdict(config, dict_factory=_without_nulls)
 
 
 def from_dict(kind: type[T], values: dict[str, Any], where: str = "") -> T:
@@ -75,11 +74,8 @@ def first_difference(there: Any, here: Any, where: str = "") -> str | None:
     return None if there == here else f"{where} is {there!r} there and {here!r} now"
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        values = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        return {name: _plain(value) for name, value in values if value is not None}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+def _without_nulls(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in items if value is not None}
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

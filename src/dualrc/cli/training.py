@@ -1,6 +1,6 @@
 """Commands that train networks, prepare training data and convert checkpoints."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -12,7 +12,7 @@ from dualrc.errors import OutputError
 from dualrc.files import check_writable
 
 if TYPE_CHECKING:
-    from dualrc.data.pairs import PairSource
+    from dualrc.data.pairs import LazyPair
 
 T = TypeVar("T")
 
@@ -142,12 +142,12 @@ def pairs_colmap(
       dualrc pairs colmap sparse/0 --images images --out pairs.txt
       dualrc pairs colmap sparse/0 --images images --out pairs.txt --min-overlap 0.3 --points 256
     """
-    from dualrc.data.colmap import ColmapPairs
+    from dualrc.data.colmap import colmap_pairs
 
     check_writable(out)
     with common.status("Reading the model..."):
-        source = ColmapPairs(model, images, min_overlap=min_overlap, min_common=points)
-    return _write_pairs(source, images, out, points, seed)
+        pairs = colmap_pairs(model, images, min_overlap=min_overlap, min_common=points)
+    return _write_pairs(pairs, images, out, points, seed)
 
 
 @running.command("rgbd", app=pairs_app)
@@ -175,14 +175,14 @@ def pairs_rgbd(
       dualrc pairs rgbd kitchen --out kitchen.txt
       dualrc pairs rgbd kitchen --out kitchen.txt --min-overlap 0.5
     """
-    from dualrc.data.rgbd import RgbdPairs
+    from dualrc.data.rgbd import rgbd_pairs
 
     check_writable(out)
     with common.status("Searching for images that overlap..."):
-        source = RgbdPairs(root, min_overlap=min_overlap)
-    for reason in source.broken.values():
+        pairs, broken = rgbd_pairs(root, min_overlap=min_overlap)
+    for reason in broken.values():
         common.note(reason)
-    return _write_pairs(source, root / "images", out, points, seed)
+    return _write_pairs(pairs, root / "images", out, points, seed)
 
 
 @common.app.command()
@@ -228,15 +228,15 @@ def _tracked(items: Iterable[T], step: str, total: int) -> Iterator[T]:
             tell(step, done, total)
 
 
-def _write_pairs(source: "PairSource", images: Path, out: Path, points: int, seed: int) -> dict[str, Any]:
-    """Write the pairs of a source to a file, show progress, and report pairs that were left out."""
+def _write_pairs(pairs: "Sequence[LazyPair]", images: Path, out: Path, points: int, seed: int) -> dict[str, Any]:
+    """Write pairs to a file, show progress, and report pairs that were left out."""
     from dualrc.data.pairsfile import lines_of, write_pairs
 
     skipped: dict[str, str] = {}
-    lines = lines_of(source, images, points=points, seed=seed, skipped=skipped)
-    count = write_pairs(out, _tracked(lines, "Pairs", len(source)))
+    lines = lines_of(pairs, images, points=points, seed=seed, skipped=skipped)
+    count = write_pairs(out, _tracked(lines, "Pairs", len(pairs)))
     if skipped:
         name, reason = next(iter(skipped.items()))
-        common.note(f"Left out {len(skipped)} of {len(source)} pairs; the first is {name}: {reason}")
+        common.note(f"Left out {len(skipped)} of {len(pairs)} pairs; the first is {name}: {reason}")
     common.written(f"{out} ({count:,} pairs)")
     return {"file": out, "pairs": count, "left_out": skipped}

@@ -22,11 +22,6 @@ class Draws:
         self._uniform, self._normal, self._single = uniform, normal, single
         self._used = [0, 0]
 
-    @staticmethod
-    def of(count: int, random: Generator, device: torch.device) -> "Draws":
-        """Generate numbers for `count` images."""
-        return Draws(*draw_numbers(count, random, device))
-
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
         """Return numbers between low and high: (b, *shape)."""
         return low + (high - low) * self._next(self._uniform, 0, shape or self._single)

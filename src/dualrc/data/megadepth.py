@@ -4,9 +4,10 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from dualrc.colmap import from_colmap_pixels
 from dualrc.config import check_bounds
 from dualrc.data.arrays import read_arrays, read_dataset
 from dualrc.data.depth import DepthView, correspond_by_depth
-from dualrc.data.pairs import PairSample
+from dualrc.data.pairs import LazyPair, PairSample
 from dualrc.data.pairsfile import PairLine, TooFewPointsError, line_of, write_pairs
 from dualrc.data.views import CutConfig
 from dualrc.errors import ConfigError, DataError
@@ -68,11 +69,12 @@ class MegaDepthScene:
     def __init__(self, root: str | Path, path: Path, recipe: MegaDepthRecipe) -> None:
         self.root, self.path, self.name = Path(root), path, path.stem
         info = read_arrays(path, _ARRAYS)
-        self._images, self._depths, self._intrinsics, self._poses, overlap = (info[name] for name in _ARRAYS)
+        *entries, overlap = (info[name] for name in _ARRAYS)
+        self._images, self._depths, self._intrinsics, self._poses = entries
         count = len(self._images)
-        if any(len(info[name]) != count for name in _ARRAYS) or np.shape(overlap) != (count, count):
+        if any(len(values) != count for values in entries) or np.shape(overlap) != (count, count):
             raise DataError(f"{path} has lists of different lengths; download the published file again.")
-        whole = np.array([all(x is not None for x in entries) for entries in zip(*self._entries(), strict=True)])
+        whole = np.array([all(x is not None for x in row) for row in zip(*entries, strict=True)])
         valid = (np.asarray(overlap) > recipe.min_overlap) & whole[:, None] & whole & ~np.eye(count, dtype=bool)
         pairs = np.argwhere(valid)
         rng = np.random.default_rng([recipe.seed, zlib.crc32(self.name.encode())])
@@ -90,13 +92,6 @@ class MegaDepthScene:
         seed = [self._seed, zlib.crc32(self.name.encode()), *pair]
         return correspond_by_depth(self._view(pair[0]), self._view(pair[1]), seed)
 
-    def line(self, pair: tuple[int, int], points: int) -> PairLine:
-        """Return the pair as a line of a pairs file, with `points` random correspondences."""
-        return line_of(self.load(pair), self.root, points=points, seed=[self._seed, *pair])
-
-    def _entries(self) -> tuple[Any, ...]:
-        return self._images, self._depths, self._intrinsics, self._poses
-
     def _view(self, number: int) -> DepthView:
         depth = read_depth_h5(inside(self.root, str(self._depths[number])))
         height, width = depth.shape
@@ -109,37 +104,24 @@ class MegaDepthScene:
         return DepthView(image=inside(self.root, str(self._images[number])), depth=depth, camera=camera)
 
 
-class MegaDepthPairs:
-    """The pairs of one split; `broken` lists scenes that cannot be read."""
-
-    def __init__(self, root: str | Path, split: Split, recipe: MegaDepthRecipe | None = None) -> None:
-        recipe = recipe or MegaDepthRecipe()
-        self.broken: dict[str, str] = {}
-        self._pairs: list[tuple[MegaDepthScene, tuple[int, int]]] = []
-        for path in scene_files(root):
-            try:
-                scene = MegaDepthScene(root, path, recipe)
-            except DataError as error:
-                self.broken[path.stem] = str(error)
-                continue
+def megadepth_pairs(root: str | Path, split: Split, recipe: MegaDepthRecipe) -> tuple[list[LazyPair], dict[str, str]]:
+    """Return the pairs of one split, and the reasons why scenes cannot be read, by name."""
+    pairs, broken = [], {}
+    for path in scene_files(root):
+        try:
+            scene = MegaDepthScene(root, path, recipe)
+        except DataError as error:
+            broken[path.stem] = str(error)
+            continue
+        if scene.split == split:
             limit = recipe.pairs_per_scene if split == "training" else None
-            self._pairs += [(scene, pair) for pair in scene.pairs[:limit] if scene.split == split]
-        if not self._pairs:
-            reason = next(iter(self.broken.values()), "")
-            raise DataError(f"{root} has no pairs for {split}; download more scenes. {reason}".strip())
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def name(self, number: int) -> str:
-        """Return the names of both images."""
-        scene, pair = self._pairs[number]
-        return scene.pair_name(pair)
-
-    def load(self, number: int) -> PairSample:
-        """Load a pair and find its correspondences."""
-        scene, pair = self._pairs[number]
-        return scene.load(pair)
+            pairs += [
+                LazyPair(name=scene.pair_name(pair), load=partial(scene.load, pair)) for pair in scene.pairs[:limit]
+            ]
+    if not pairs:
+        reason = next(iter(broken.values()), "")
+        raise DataError(f"{root} has no pairs for {split}; download more scenes. {reason}".strip())
+    return pairs, broken
 
 
 def scene_files(root: str | Path) -> list[Path]:
@@ -176,8 +158,6 @@ class SceneResult:
     name: str
     split: Split | None = None
     pairs: int = 0
-    # Number of pairs left out because their depth maps agree on too few points.
-    poor: int = 0
     # Files that could not be read.
     broken: tuple[str, ...] = ()
     # File with the lines of the scene.
@@ -189,13 +169,17 @@ def write_scenes(
 ) -> Iterator[SceneResult]:
     """Write the lines of each scene to a file in `out`/scenes; complete files from earlier runs are kept."""
     files, parts = scene_files(root), Path(out) / "scenes"
-    _begin(parts, recipe)
-    tasks = [(Path(root), path, parts, recipe) for path in files]
+    note, text = parts / "recipe.toml", to_toml(recipe)
+    make_folder(parts)
+    if note.exists() and read_text(note) != text:
+        raise ConfigError(f"{parts} has pairs of another recipe; choose another folder, or delete it.")
+    write_text(note, text)
+    write = partial(_write_scene, Path(root), parts, recipe)
     if workers == 1:
-        yield from map(_write_scene, tasks)
+        yield from map(write, files)
         return
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
-        yield from pool.map(_write_scene, tasks)
+        yield from pool.map(write, files)
 
 
 def join_scenes(out: str | Path, results: Iterable[SceneResult]) -> dict[Split, int]:
@@ -211,17 +195,7 @@ def join_scenes(out: str | Path, results: Iterable[SceneResult]) -> dict[Split, 
     return counts
 
 
-def _begin(parts: Path, recipe: MegaDepthRecipe) -> None:
-    """Create the folder of the scenes, for one recipe."""
-    note, text = parts / "recipe.toml", to_toml(recipe)
-    make_folder(parts)
-    if note.exists() and read_text(note) != text:
-        raise ConfigError(f"{parts} has pairs of another recipe; choose another folder, or delete it.")
-    write_text(note, text)
-
-
-def _write_scene(task: tuple[Path, Path, Path, MegaDepthRecipe]) -> SceneResult:
-    root, path, parts, recipe = task
+def _write_scene(root: Path, parts: Path, recipe: MegaDepthRecipe, path: Path) -> SceneResult:
     for split in get_args(Split):
         part = parts / f"{path.stem}-{split}.txt"
         if part.is_file():
@@ -231,25 +205,19 @@ def _write_scene(task: tuple[Path, Path, Path, MegaDepthRecipe]) -> SceneResult:
         scene = MegaDepthScene(root, path, recipe)
     except DataError as error:
         return SceneResult(name=path.stem, broken=(str(error),))
-    lines, poor, broken = _scene_lines(scene, recipe)
-    # A scene with missing files is repeated in the next run, when they may exist.
-    part = parts / f"{scene.name}-{scene.split}.{'partial' if broken else 'txt'}"
-    write_pairs(part, lines)
-    return SceneResult(name=scene.name, split=scene.split, pairs=len(lines), poor=poor, broken=tuple(broken), part=part)
-
-
-def _scene_lines(scene: MegaDepthScene, recipe: MegaDepthRecipe) -> tuple[list[PairLine], int, list[str]]:
-    """Return the lines of a scene, the number of poor pairs, and errors; unusable pairs are replaced by others."""
     wanted = recipe.pairs_per_scene if scene.split == "training" else len(scene.pairs)
-    lines: list[PairLine] = []
-    poor, broken = 0, dict[str, None]()
+    lines, broken = list[PairLine](), dict[str, None]()
     for pair in scene.pairs:
         if len(lines) == wanted:
             break
         try:
-            lines.append(scene.line(pair, recipe.points))
+            lines.append(line_of(scene.load(pair), root, points=recipe.points, seed=[recipe.seed, *pair]))
         except TooFewPointsError:
-            poor += 1
+            # Another pair replaces one whose depth maps agree on too few points.
+            continue
         except DataError as error:
             broken[str(error)] = None
-    return lines, poor, list(broken)
+    # A scene with missing files is repeated in the next run, when they may exist.
+    part = parts / f"{scene.name}-{scene.split}.{'partial' if broken else 'txt'}"
+    write_pairs(part, lines)
+    return SceneResult(name=scene.name, split=scene.split, pairs=len(lines), broken=tuple(broken), part=part)

@@ -1,18 +1,17 @@
 """Makers of batches from the config of a reader; the only module that knows all readers of pairs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from dualrc.data.colmap import ColmapConfig, ColmapPairs
-from dualrc.data.megadepth import MegaDepthConfig, MegaDepthPairs, MegaDepthRecipe
-from dualrc.data.pairs import PairMaker, PairSample, PairSource
-from dualrc.data.pairsfile import PairsFile, PairsFileConfig
+from dualrc.data.colmap import ColmapConfig, colmap_pairs
+from dualrc.data.megadepth import MegaDepthConfig, MegaDepthRecipe, megadepth_pairs
+from dualrc.data.pairs import LazyPair, PairMaker
+from dualrc.data.pairsfile import PairsFileConfig, read_pairs
 from dualrc.data.photo_pairs import PhotoPairs
 from dualrc.data.photos import PhotosConfig, read_photos
-from dualrc.data.rgbd import RgbdConfig, RgbdPairs
+from dualrc.data.rgbd import RgbdConfig, rgbd_pairs
 from dualrc.data.scenes import ScenePairs, ScenesConfig
 from dualrc.data.views import FilePairs
 
@@ -72,26 +71,30 @@ def open_pairs(
         if not hold_out:
             return Opened(training=scenes, held_out=scenes)
         return Opened(training=scenes, held_out=ScenePairs(other, helper=scenes, **settings))
-    source = _source(config)
-    sources = (_Some(source, numbers) for numbers in _split(len(source), hold_out))
-    pairs, held_out_pairs = (FilePairs(some, config, **settings) for some in sources)
-    if isinstance(source, (RgbdPairs, MegaDepthPairs)):
-        pairs.skipped.update(source.broken)
-    return Opened(training=pairs, held_out=held_out_pairs)
+    pairs, broken = _read(config)
+    training_pairs, held_out_pairs = (
+        FilePairs([pairs[number] for number in numbers], config, **settings) for numbers in _split(len(pairs), hold_out)
+    )
+    training_pairs.skipped.update(broken)
+    return Opened(training=training_pairs, held_out=held_out_pairs)
 
 
-def _source(config: PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfig) -> PairSource:
+def _read(
+    config: PairsFileConfig | ColmapConfig | MegaDepthConfig | RgbdConfig,
+) -> tuple[list[LazyPair], dict[str, str]]:
+    """Return the pairs of a source, and the reasons why parts of it cannot be used, by name."""
     match config:
         case PairsFileConfig():
-            return PairsFile(config.file, config.images)
+            return read_pairs(config.file, config.images), {}
         case ColmapConfig():
-            return ColmapPairs(
+            pairs = colmap_pairs(
                 config.model, config.images, min_overlap=config.min_overlap, min_common=config.min_common
             )
+            return pairs, {}
         case MegaDepthConfig():
-            return MegaDepthPairs(config.root, config.split, MegaDepthRecipe(seed=config.seed))
+            return megadepth_pairs(config.root, config.split, MegaDepthRecipe(seed=config.seed))
         case RgbdConfig():
-            return RgbdPairs(config.root, min_overlap=config.min_overlap)
+            return rgbd_pairs(config.root, min_overlap=config.min_overlap)
 
 
 def _split(count: int, hold_out: bool) -> tuple[list[int], list[int]]:
@@ -100,21 +103,3 @@ def _split(count: int, hold_out: bool) -> tuple[list[int], list[int]]:
     if not held_out:
         return list(range(count)), list(range(count))
     return [number for number in range(count) if number % _HELD_OUT != _HELD_OUT - 1], held_out
-
-
-class _Some:
-    """A subset of the pairs of a source."""
-
-    def __init__(self, source: PairSource, numbers: Sequence[int]) -> None:
-        self._source, self._numbers = source, numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def name(self, number: int) -> str:
-        """Return the name of a pair in reports."""
-        return self._source.name(self._numbers[number])
-
-    def load(self, number: int) -> PairSample:
-        """Load a pair."""
-        return self._source.load(self._numbers[number])

@@ -1,6 +1,6 @@
 """Training pairs: two images, corresponding points, and their validity."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
@@ -83,16 +83,14 @@ class PairSample:
     hidden1: FloatArray = field(default_factory=lambda: np.empty((0, 2)))
 
 
-class PairSource(Protocol):
-    """Pairs by number, loaded on request."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LazyPair:
+    """A pair that is loaded on request."""
 
-    def __len__(self) -> int: ...
-
-    def name(self, number: int) -> str:
-        """Return the name of a pair in reports."""
-
-    def load(self, number: int) -> PairSample:
-        """Load a pair; raise DualRCError if it cannot be used."""
+    # Name in reports.
+    name: str
+    # Loads the pair, or raises a DualRCError if it cannot be used.
+    load: Callable[[], PairSample]
 
 
 def left_out(names_and_reasons: Sequence[str], what: str) -> str:

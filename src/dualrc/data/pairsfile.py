@@ -1,13 +1,14 @@
 """Pairs files as published with the paper: each line has two image names and x0 y0 x1 y1 of each correspondence."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from dualrc.data.pairs import PairSample, PairSource
+from dualrc.data.pairs import LazyPair, PairSample
 from dualrc.data.views import CutConfig
 from dualrc.errors import DataError
 from dualrc.files import inside, is_file, read_text, replacing
@@ -44,34 +45,29 @@ class TooFewPointsError(DataError):
     """The images of a pair share too few points."""
 
 
-class PairsFile:
-    """The pairs of a file; lines are parsed when their pair is loaded."""
+def read_pairs(file: str | Path, images: str | Path) -> list[LazyPair]:
+    """Return the pairs of a file; lines are parsed when their pair is loaded."""
+    file, images = Path(file), Path(images)
+    if not images.is_dir():
+        raise DataError(f"The image folder {images} does not exist; check the path.")
+    pairs = [
+        LazyPair(name=f"{file.name}, line {number}", load=partial(_load, line, images))
+        for number, line in enumerate(read_text(file).splitlines(), start=1)
+        if line.strip()
+    ]
+    if not pairs:
+        raise DataError(f"The pairs file {file} is empty; {_FORM}.")
+    return pairs
 
-    def __init__(self, file: str | Path, images: str | Path) -> None:
-        self.file, self.images = Path(file), Path(images)
-        if not self.images.is_dir():
-            raise DataError(f"The image folder {self.images} does not exist; check the path.")
-        lines = read_text(self.file).splitlines()
-        self._lines = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-        if not self._lines:
-            raise DataError(f"The pairs file {self.file} is empty; {_FORM}.")
 
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def name(self, number: int) -> str:
-        """Return the file name and line number."""
-        return f"{self.file.name}, line {self._lines[number][0]}"
-
-    def load(self, number: int) -> PairSample:
-        """Load the pair of a line."""
-        line = parse_line(self._lines[number][1])
-        return PairSample(
-            image0=inside(self.images, line.name0),
-            image1=inside(self.images, line.name1),
-            points0=line.points0,
-            points1=line.points1,
-        )
+def _load(line: str, images: Path) -> PairSample:
+    pair = parse_line(line)
+    return PairSample(
+        image0=inside(images, pair.name0),
+        image1=inside(images, pair.name1),
+        points0=pair.points0,
+        points1=pair.points1,
+    )
 
 
 def parse_line(line: str) -> PairLine:
@@ -114,20 +110,20 @@ def write_pairs(path: str | Path, pairs: Iterable[PairLine]) -> int:
 
 
 def lines_of(
-    source: PairSource, images: str | Path, *, points: int, seed: int, skipped: dict[str, str]
+    pairs: Sequence[LazyPair], images: str | Path, *, points: int, seed: int, skipped: dict[str, str]
 ) -> Iterator[PairLine]:
-    """Yield lines for the pairs of a source, with names relative to `images`; `skipped` gets unusable pairs."""
-    for number in range(len(source)):
+    """Yield lines for pairs, with names relative to `images`; `skipped` gets unusable pairs."""
+    for number, pair in enumerate(pairs):
         try:
-            line = line_of(source.load(number), images, points=points, seed=[seed, number])
+            line = line_of(pair.load(), images, points=points, seed=[seed, number])
             format_line(line)
         except DataError as error:
-            skipped[source.name(number)] = str(error)
+            skipped[pair.name] = str(error)
             continue
         yield line
-    if len(skipped) == len(source):
+    if len(skipped) == len(pairs):
         name, reason = next(iter(skipped.items()))
-        raise DataError(f"None of the {len(source)} pairs can be used; correct the data. The first, {name}: {reason}")
+        raise DataError(f"None of the {len(pairs)} pairs can be used; correct the data. The first, {name}: {reason}")
 
 
 def line_of(sample: PairSample, images: str | Path, *, points: int, seed: list[int]) -> PairLine:

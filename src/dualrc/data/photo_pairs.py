@@ -124,7 +124,7 @@ class PhotoPairs:
         nine = round(self.motion.mosaic * count) if background else 0
         canvases, sizes = self._canvases(count, nine, random)
         canvases = canvases.float() / 255
-        draw, motion = Draws.of(count, random, self.device), self.motion
+        draw, motion = Draws(*draw_numbers(count, random, self.device)), self.motion
         # Photo pixels per image pixel; values below 1 enlarge. Both images share their mean scale.
         many = torch.arange(count, device=self.device) < nine
         mean_scale = torch.exp2(draw.uniform(-1.0, 0.2) + torch.where(many, 0.55, 0.0))

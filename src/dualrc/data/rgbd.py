@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import combinations
 from pathlib import Path
 from typing import Literal
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from dualrc.config import check_bounds
 from dualrc.data.depth import DepthView, correspond_by_depth, points_with_depth
-from dualrc.data.pairs import PairSample
+from dualrc.data.pairs import LazyPair, PairSample
 from dualrc.data.views import CutConfig
 from dualrc.errors import DataError
 from dualrc.geometry import (
@@ -45,37 +46,30 @@ class RgbdConfig(CutConfig):
         check_bounds(self, "min_overlap", at_least=0, below=1)
 
 
-class RgbdPairs:
-    """The overlapping pairs of an RGB-D folder; `broken` lists frames that cannot be read."""
+def rgbd_pairs(root: str | Path, *, min_overlap: float = 0.3) -> tuple[list[LazyPair], dict[str, str]]:
+    """Return the overlapping pairs of an RGB-D folder, and the reasons why frames cannot be read, by name."""
+    glances, broken = [], {}
+    for frame in read_rgbd(root):
+        try:
+            glances.append(_Glance.at(frame))
+        except DataError as error:
+            broken[frame.name] = str(error)
+    if not glances:
+        raise DataError(
+            f"No frame of {root} can be used; copy the folder again. The first: {next(iter(broken.values()))}"
+        )
+    frames = [glance.frame for glance in glances]
+    pairs = [
+        LazyPair(name=f"{frames[i].name} {frames[j].name}", load=partial(_load, frames[i], frames[j], [i, j]))
+        for i, j in _overlapping(glances, min_overlap)
+    ]
+    if not pairs:
+        raise DataError(f"No two images of {root} overlap by {min_overlap:.0%}; lower min_overlap.")
+    return pairs, broken
 
-    def __init__(self, root: str | Path, *, min_overlap: float = 0.3) -> None:
-        self.frames: list[RgbdFrame] = []
-        self.broken: dict[str, str] = {}
-        glances = []
-        for frame in read_rgbd(root):
-            try:
-                glances.append(_Glance.at(frame))
-                self.frames.append(frame)
-            except DataError as error:
-                self.broken[frame.name] = str(error)
-        if not self.frames:
-            first = next(iter(self.broken.values()))
-            raise DataError(f"No frame of {root} can be used; copy the folder again. The first: {first}")
-        self.pairs = list(_overlapping(glances, min_overlap))
-        if not self.pairs:
-            raise DataError(f"No two images of {root} overlap by {min_overlap:.0%}; lower min_overlap.")
 
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def name(self, number: int) -> str:
-        """Return the names of both images."""
-        return " ".join(self.frames[i].name for i in self.pairs[number])
-
-    def load(self, number: int) -> PairSample:
-        """Load a pair."""
-        views = [_view(self.frames[i]) for i in self.pairs[number]]
-        return correspond_by_depth(views[0], views[1], list(self.pairs[number]))
+def _load(frame0: RgbdFrame, frame1: RgbdFrame, seed: list[int]) -> PairSample:
+    return correspond_by_depth(_view(frame0), _view(frame1), seed)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,20 +105,17 @@ def _overlapping(glances: list[_Glance], min_overlap: float) -> Iterator[tuple[i
         found = reproject(glances[seen].points, view0.depth, view0.camera, view1.depth, view1.camera)
         return float(found.seen.mean())
 
-    for first in range(len(glances)):
-        others = range(first + 1, len(glances))
+    for i, j in combinations(range(len(glances)), 2):
         # A fast check that ignores occlusion leaves few candidates.
-        candidates = [i for i in others if min(_framed(glances[first], glances[i])) >= min_overlap]
-        yield from ((first, i) for i in candidates if min(share(first, i), share(i, first)) >= min_overlap)
+        framed = min(_framed(glances[i], glances[j]), _framed(glances[j], glances[i]))
+        if framed >= min_overlap and min(share(i, j), share(j, i)) >= min_overlap:
+            yield i, j
 
 
-def _framed(a: _Glance, b: _Glance) -> tuple[float, float]:
-    """Return the shares of the points of each of two images that lie inside the frame of the other."""
-    shares = []
-    for seer, seen in ((a, b), (b, a)):
-        camera = seer.frame.camera
-        # `read_rgbd` returns cameras with poses.
-        assert camera.cam_from_world is not None
-        places = camera.project(transform_points(camera.cam_from_world, seen.world))
-        shares.append(float(in_image(places, camera.size).mean()))
-    return shares[0], shares[1]
+def _framed(seer: _Glance, seen: _Glance) -> float:
+    """Return the share of the points of an image that lie inside the frame of another, occluded or not."""
+    camera = seer.frame.camera
+    # `read_rgbd` returns cameras with poses.
+    assert camera.cam_from_world is not None
+    places = camera.project(transform_points(camera.cam_from_world, seen.world))
+    return float(in_image(places, camera.size).mean())

@@ -5,14 +5,14 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Generator
 
 from dualrc.config import check_bounds
-from dualrc.data.pairs import PairBatch, PairSample
+from dualrc.data.pairs import LazyPair, PairBatch, PairSample
 from dualrc.data.views import CutConfig, FilePairs
 from dualrc.errors import ConfigError, DataError
 from dualrc.machine import end_with_parent
@@ -58,8 +58,7 @@ class ScenesConfig(CutConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if min(self.image_size) < 64:
-            raise ConfigError(f"`image_size` = {self.image_size} is too small; pass 64 pixels or more per side.")
+        check_bounds(self, "image_size", at_least=64)
         if self.texture < 32 or self.texture & (self.texture - 1):
             raise ConfigError(f"texture = {self.texture} is not valid; pass a power of 2 of at least 32.")
         check_bounds(self, "pool", "zoom", at_least=1)
@@ -122,19 +121,10 @@ class ScenePairs(FilePairs):
     pool and the batches change over time.
     """
 
-    def __init__(
-        self,
-        config: ScenesConfig,
-        *,
-        size: int,
-        points: int,
-        device: torch.device | str = "cpu",
-        clean: bool = False,
-        helper: "ScenePairs | None" = None,
-    ) -> None:
-        """`helper`: another maker whose workers render this pool."""
+    def __init__(self, config: ScenesConfig, *, helper: "ScenePairs | None" = None, **settings: Any) -> None:
+        """`helper`: another maker whose workers render this pool. `settings`: those of `FilePairs`."""
         self.pool: _Pool = _Pool(config, None if helper is None else helper.pool)
-        super().__init__(self.pool, config, size=size, points=points, device=device, clean=clean)
+        super().__init__(self.pool.pairs, config, **settings)
 
     def make(self, count: int, random: Generator) -> PairBatch:
         """Make a batch of `count` pairs."""
@@ -156,40 +146,29 @@ class _Pool:
 
     def __init__(self, config: ScenesConfig, helper: "_Pool | None" = None) -> None:
         self.config, self.failure = config, ""
-        self._samples: list[PairSample] = []
-        # Number of the next pair to render.
-        self._next = 0
-        self._oldest = 0
+        self.pairs: list[LazyPair] = []
+        # Numbers of pairs that were ordered, and that are finished.
+        self._ordered = self._finished = 0
         self._pending: set[Future[PairSample]] = set()
         self._executor: ProcessPoolExecutor | None = None
         if not config.workers:
             run = map if helper is None or helper._executor is None else helper._executor.map
-            self._samples = list(run(render_sample, [config] * config.pool, range(config.pool)))
+            for sample in run(render_sample, [config] * config.pool, range(config.pool)):
+                self._put(sample)
             return
         # Forked processes could hang on locks that threads of this process hold.
         context = get_context("spawn")
         self._executor = ProcessPoolExecutor(config.workers, mp_context=context, initializer=_settle)
-        while len(self._samples) < min(config.pool, _FIRST):
+        while len(self.pairs) < min(config.pool, _FIRST):
             self.renew(patient=True)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def name(self, number: int) -> str:
-        """Return the position of the pair in the pool."""
-        return f"rendered pair {number}"
-
-    def load(self, number: int) -> PairSample:
-        """Return the pair that is currently at this position."""
-        return self._samples[number]
 
     def renew(self, *, patient: bool = False) -> None:
         """Collect finished pairs and order more; `patient` waits for at least one pair."""
         if self._executor is None:
             return
         while len(self._pending) < 2 * self.config.workers:
-            self._pending.add(self._executor.submit(render_sample, self.config, self._next))
-            self._next += 1
+            self._pending.add(self._executor.submit(render_sample, self.config, self._ordered))
+            self._ordered += 1
         done, self._pending = wait(self._pending, None if patient else 0, FIRST_COMPLETED)
         try:
             for future in done:
@@ -198,7 +177,7 @@ class _Pool:
             self._executor.shutdown(cancel_futures=True)
             self._executor = None
             self.failure = "The processes that render scenes were killed; training continues with their earlier pairs."
-            if not self._samples:
+            if not self.pairs:
                 raise DataError("The processes that render scenes were killed; use fewer workers.") from error
 
     def close(self) -> None:
@@ -207,11 +186,10 @@ class _Pool:
             self._executor = None
 
     def _put(self, sample: PairSample) -> None:
-        if len(self._samples) < self.config.pool:
-            self._samples.append(sample)
-        else:
-            self._samples[self._oldest] = sample
-            self._oldest = (self._oldest + 1) % self.config.pool
+        """Add a pair, or replace the oldest one if the pool is full."""
+        place = self._finished % self.config.pool
+        self.pairs[place : place + 1] = [LazyPair(name=f"rendered pair {place}", load=lambda: sample)]
+        self._finished += 1
 
 
 def _settle() -> None:

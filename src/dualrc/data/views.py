@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Generator, Tensor
 
 from dualrc.config import check_bounds
 from dualrc.data.light import relight
-from dualrc.data.pairs import PairBatch, PairSample, PairSource, left_out
+from dualrc.data.pairs import LazyPair, PairBatch, PairSample, left_out
 from dualrc.errors import ConfigError, DataError, DualRCError
 from dualrc.image import normalize_colors, read
 from dualrc.pixels import in_image, resize_points
@@ -78,7 +77,7 @@ class FilePairs:
 
     def __init__(
         self,
-        source: PairSource,
+        source: Sequence[LazyPair],
         config: CutConfig,
         *,
         size: int,
@@ -100,7 +99,7 @@ class FilePairs:
 
     def make(self, count: int, random: Generator) -> PairBatch:
         """Make a batch of `count` pairs, drawn with replacement."""
-        seed = _draw(random)
+        seed = int(torch.randint(1 << 62, (), generator=random, device=random.device))
         return self._batch(seed, [self._drawn(seed, slot) for slot in range(count)])
 
     def make_in_order(self, first: int, count: int, *, seed: int) -> PairBatch:
@@ -164,12 +163,12 @@ class FilePairs:
             if number in self._broken:
                 continue
             try:
-                sample = self.source.load(number)
+                sample = self.source[number].load()
                 if len(sample.points0) < self.config.min_points:
                     raise DataError(f"{len(sample.points0)} corresponding points are too few.")
                 return self._cut(sample, np.random.default_rng([seed, slot, number]))
             except DualRCError as error:
-                self.skipped[self.source.name(number)] = str(error)
+                self.skipped[self.source[number].name] = str(error)
                 self._broken.add(number)
         name, reason = next(iter(self.skipped.items()))
         raise DataError(
@@ -177,12 +176,12 @@ class FilePairs:
         )
 
     def _cut(self, sample: PairSample, rng: np.random.Generator) -> _View:
-        decoded = decode(sample.image0), decode(sample.image1)
+        decoded = read(sample.image0), read(sample.image1)
         whole = tuple(_Box(0, 0, pixels.shape[1], pixels.shape[0]) for pixels in decoded)
         boxes = self._boxes(sample, whole, rng)
-        if _common(sample, boxes).sum() < self.config.min_points:
+        if _count_common(sample, boxes) < self.config.min_points:
             boxes = whole
-        if (kept := int(_common(sample, boxes).sum())) < self.config.min_points:
+        if (kept := _count_common(sample, boxes)) < self.config.min_points:
             raise DataError(f"{kept} corresponding points inside of the images are too few.")
         images = [_scaled(pixels, box, self.size) for pixels, box in zip(decoded, boxes, strict=True)]
         points, flags = self._places(sample, boxes, rng)
@@ -201,7 +200,7 @@ class FilePairs:
                 corner = points[anchor] + 0.5 - side * (place + rng.normal(0, 0.1, 2))
                 left, top = np.clip(corner, 0, (box.width - side, box.height - side)).tolist()
                 boxes.append(_Box(left, top, side, side))
-            kept = int(_common(sample, tuple(boxes)).sum())
+            kept = _count_common(sample, tuple(boxes))
             if kept > most:
                 best, most = tuple(boxes), kept
             if most >= min(self.points, len(sample.points0) / 4):
@@ -234,15 +233,6 @@ class FilePairs:
         return points, flags
 
 
-def decode(image: Path | ImageArray) -> ImageArray:
-    """Return the upright image, (h, w, 3)."""
-    return image if isinstance(image, np.ndarray) else read(image)
-
-
-def _draw(random: Generator) -> int:
-    return int(torch.randint(1 << 62, (), generator=random, device=random.device))
-
-
 def _some(points: FloatArray, count: int, rng: np.random.Generator) -> FloatArray:
     """Return at most `count` of the points (k, n, 2), at random."""
     number = points.shape[1]
@@ -259,10 +249,9 @@ def _to_views(sample: PairSample, boxes: tuple[_Box, ...], size: int) -> FloatAr
     return np.stack([_to_view(p, b, size) for p, b in zip((sample.points0, sample.points1), boxes, strict=True)])
 
 
-def _common(sample: PairSample, boxes: tuple[_Box, ...]) -> BoolArray:
-    """Return which corresponding points lie in both boxes."""
-    inside: BoolArray = np.all(in_image(_to_views(sample, boxes, 1), (1, 1)), axis=0)
-    return inside
+def _count_common(sample: PairSample, boxes: tuple[_Box, ...]) -> int:
+    """Return the number of corresponding points that lie in both boxes."""
+    return int(in_image(_to_views(sample, boxes, 1), (1, 1)).all(axis=0).sum())
 
 
 def _scaled(image: ImageArray, box: _Box, size: int) -> ImageArray:

@@ -1,7 +1,7 @@
 """The loss of `default`, and the distillation of a teacher."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from dualrc.data.pairs import PairBatch
-from dualrc.errors import ConfigError
+from dualrc.losses.result import Losses
 from dualrc.model.cells import PLACES, FineMap, Reading, corners
 from dualrc.model.correlation import correlate, mutual_filter
 from dualrc.model.dualrc import DualRCNet
@@ -21,39 +21,25 @@ from dualrc.pixels import FINE_STRIDE, RATIO, pixel_to_cell
 
 # Temperature of the cosines in the cross-entropies.
 _SHARPNESS = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class MatchingLosses:
-    """Terms of the loss that trains `default`, averaged over positions; `accuracy` are shares, not losses."""
-
+# Terms of the loss that trains `default`, each averaged over positions, and their weights in it.
+_WEIGHTS = {
     # Cross-entropy of the coarse cosines.
-    coarse_raw: Tensor
+    "coarse_raw": 0.5,
     # Negative log of the refined coarse score at the true cell.
-    coarse: Tensor
+    "coarse": 1.0,
     # Cross-entropy of the fine cosines.
-    fine: Tensor
+    "fine": 0.5,
     # Cross-entropy of coarse score times fine score.
-    joint: Tensor
+    "joint": 1.0,
     # Smooth L1 distance in fine cells.
-    subpixel: Tensor
+    "subpixel": 2.0,
     # Binary cross-entropy of the confidence.
-    trust: Tensor
-    accuracy: dict[str, Tensor]
-
-    def total(self) -> Tensor:
-        """Return the weighted sum that is minimized."""
-        return 0.5 * self.coarse_raw + self.coarse + 0.5 * self.fine + self.joint + 2 * self.subpixel + self.trust
-
-    def logged(self) -> dict[str, Tensor]:
-        """Return the terms and the accuracy by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "accuracy"} | self.accuracy
+    "trust": 1.0,
+}
 
 
-def matching_losses(network: DualRCNet, features0: Features, features1: Features, batch: PairBatch) -> MatchingLosses:
+def matching_losses(network: DualRCNet, features0: Features, features1: Features, batch: PairBatch) -> Losses:
     """Compute the losses of a batch, averaged over both directions."""
-    if network.subpixel is None:
-        raise ConfigError("These losses train the sub-pixel refinement; give a network with fine.subpixel = true.")
     raw = correlate(*(maps.float() for maps in network.in_context(features0, features1)))
     refined = mutual_filter(network.engine.consensus(mutual_filter(raw), network.consensus))
     # (b n0 n1)
@@ -63,13 +49,9 @@ def matching_losses(network: DualRCNet, features0: Features, features1: Features
     one = _one_way(network, raw, refined, fine1, _places(fine0, fine1, batch, reading))
     transposed = raw.transpose(1, 2), refined.transpose(1, 2)
     other = _one_way(network, *transposed, fine0, _places(fine1, fine0, back, reading))
-    return MatchingLosses(
-        accuracy={name: (one.accuracy[name] + other.accuracy[name]) / 2 for name in one.accuracy},
-        **{
-            name: (getattr(one, name) + getattr(other, name)) / 2
-            for name in ("coarse_raw", "coarse", "fine", "joint", "subpixel", "trust")
-        },
-    )
+    logged = {name: (value + other[name]) / 2 for name, value in one.items()}
+    total = sum((weight * logged[name] for name, weight in _WEIGHTS.items()), start=raw.new_zeros(()))
+    return Losses(total, logged)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +90,8 @@ def _places(fine0: FineMap, fine1: FineMap, batch: PairBatch, reading: Reading) 
     )
 
 
-def _one_way(network: DualRCNet, raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places) -> MatchingLosses:
-    """Compute the losses of positions in image 0 that are searched in image 1."""
+def _one_way(network: DualRCNet, raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places) -> dict[str, Tensor]:
+    """Compute the terms and the accuracy of positions in image 0 that are searched in image 1."""
     subpixel, temperature = network.subpixel, network.config.fine.temperature
     assert subpixel is not None
     weight = places.valid.float() / places.valid.sum().clamp(min=1)
@@ -120,15 +102,15 @@ def _one_way(network: DualRCNet, raw: Tensor, refined: Tensor, fine1: FineMap, p
     coarse_raw, coarse, scores = _coarse_losses(raw, refined, fine1, places)
     fine, joint, found, score = _fine_losses(scores, fine1, places, temperature)
     trust, error_px = _trust_losses(subpixel, fine1, places, found, score)
-    return MatchingLosses(
-        coarse_raw=mean(coarse_raw),
-        coarse=mean(coarse),
-        fine=mean(fine),
-        joint=mean(joint),
-        subpixel=mean(_subpixel_losses(subpixel, fine1, places, score)),
-        trust=(trust * places.asked).sum() / places.asked.sum().clamp(min=1),
-        accuracy={f"within_{px}px": mean(error_px < px) for px in (1, 3, 5)},
-    )
+    return {
+        "coarse_raw": mean(coarse_raw),
+        "coarse": mean(coarse),
+        "fine": mean(fine),
+        "joint": mean(joint),
+        "subpixel": mean(_subpixel_losses(subpixel, fine1, places, score)),
+        "trust": (trust * places.asked).sum() / places.asked.sum().clamp(min=1),
+        **{f"within_{px}px": mean(error_px < px) for px in (1, 3, 5)},
+    }
 
 
 def _coarse_losses(raw: Tensor, refined: Tensor, fine1: FineMap, places: _Places) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,8 +9,6 @@ from dualrc.scenes.pairs import (
     Correspondences,
     ScenePair,
     correspond,
-    correspond_all,
-    homography,
     make_light,
     make_pair,
 )
@@ -27,8 +25,6 @@ __all__ = [
     "Solid",
     "View",
     "correspond",
-    "correspond_all",
-    "homography",
     "look_at",
     "make_light",
     "make_pair",

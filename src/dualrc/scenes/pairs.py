@@ -11,7 +11,7 @@ from dualrc.errors import ConfigError, DataError
 from dualrc.pixels import in_image
 from dualrc.scenes.cast import as_like, eye_of, first_hit, look_at, point_windows, rays_through
 from dualrc.scenes.render import Light, Rendering, render
-from dualrc.scenes.world import Array, SceneKind, make_scene
+from dualrc.scenes.world import SceneKind, make_scene
 
 
 class ScenePair(NamedTuple):
@@ -51,27 +51,6 @@ def correspond(rendering0: Rendering, rendering1: Rendering, points0: Any) -> Co
     # An occluder is closer by more than the rounding of the point's own depth.
     visible = (first[0] > depth1 * (1 - 1e-9)) & in_image(points1, view1.size)
     return Correspondences(points1.reshape(points.shape), visible.reshape(points.shape[:-1]))
-
-
-def correspond_all(rendering0: Rendering, rendering1: Rendering) -> Correspondences:
-    """Apply `correspond` to every pixel of image 0: points1 (h, w, 2), visible (h, w)."""
-    width, height = rendering0.view.size
-    grid = torch.meshgrid(torch.arange(width), torch.arange(height), indexing="xy")
-    return correspond(rendering0, rendering1, torch.stack(grid, dim=-1))
-
-
-def homography(pair: ScenePair) -> Array:
-    """Return H1_from_0 (3, 3) between images of a scene of kind "plane", in pixels."""
-    view0, view1, solids = pair.rendering0.view, pair.rendering1.view, pair.rendering0.scene.solids
-    if len(solids) != 1:
-        raise ConfigError('A homography exists for a plane only; create the pair with kind="plane".')
-    # The face toward the cameras, with normal (0, -1, 0).
-    plane = solids[0].planes[2]
-    (R0, t0), (R1, t1) = ((v.cam_from_world[:, :3], v.cam_from_world[:, 3]) for v in (view0, view1))
-    normal, rotation = R0 @ plane[:3], R1 @ R0.T
-    H = rotation + np.outer(t1 - rotation @ t0, normal) / (plane[3] + normal @ t0)
-    H = view1.K @ H @ np.linalg.inv(view0.K)
-    return np.asarray(H / H[2, 2])
 
 
 def make_light(rng: np.random.Generator, base: Light, change: float, *, night: bool = False) -> Light:

@@ -2,14 +2,15 @@
 
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Generator
 
 from dualrc.data import FilePairs, PairBatch, PairMaker, PhotoPairs
+from dualrc.train.config import TrainConfig
 
-# Number of steps to prepare ahead on the CPU.
+# Number of steps to prepare ahead.
 _AHEAD = 2
 
 
@@ -20,43 +21,24 @@ class Batches:
     make some parts each therefore train on the same pairs.
     """
 
-    def __init__(
-        self,
-        makers: Sequence[PairMaker],
-        shares: Sequence[float],
-        *,
-        seed: int,
-        count: int,
-        device: torch.device,
-        parts: int = 1,
-        epochs: bool = False,
-    ) -> None:
-        """`count`: pairs per part. `parts`: parts per step. `epochs`: take the pairs of the only maker in epochs."""
-        self._parts, self._in_order = parts, None
-        if epochs:
-            (maker,) = makers
-            assert isinstance(maker, FilePairs)
-            self._in_order = maker
-        self._shares, self._seed, self._count = shares, seed, count
-        self._make = [_captured(maker, count, device) for maker in makers]
-        # A GPU makes pairs from photos in milliseconds, one step ahead, on a separate stream.
-        self._slow = [not (isinstance(maker, PhotoPairs) and device.type == "cuda") for maker in makers]
+    def __init__(self, config: TrainConfig, makers: Sequence[PairMaker], device: torch.device) -> None:
+        """`makers`: one for each source of the config."""
+        self._config, self._makers, self._count = config, makers, config.pairs // config.parts
+        self._make = [_captured(maker, self._count, device) for maker in makers]
+        # A GPU makes pairs from photos in milliseconds, on a separate stream; other pairs are made in a thread.
+        self._on_gpu = [isinstance(maker, PhotoPairs) and device.type == "cuda" for maker in makers]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._made: dict[tuple[int, int], tuple[PairBatch, torch.cuda.Event]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._prepared: dict[tuple[int, int], Future[PairBatch]] = {}
+        # Functions that wait for a part of a step, by both.
+        self._started: dict[tuple[int, int], Callable[[], PairBatch]] = {}
 
     def get(self, step: int, parts: Sequence[int]) -> PairBatch:
         """Return these parts of a step's batch."""
         for later in range(step, step + 1 + _AHEAD):
             for part in parts:
-                self._prepare(later, part)
-        batches = []
-        for part in parts:
-            future = self._prepared.pop((step, part), None)
-            batches.append(self._take(step, part) if future is None else future.result())
-        for part in parts:
-            self._make_ahead(step + 1, part)
+                if (later, part) not in self._started:
+                    self._started[later, part] = self._start(later, part)
+        batches = [self._started.pop((step, part))() for part in parts]
         if len(batches) == 1:
             return batches[0]
         return PairBatch.of([torch.cat(same) for same in zip(*(batch.tensors() for batch in batches), strict=True)])
@@ -65,42 +47,37 @@ class Batches:
         """Stop preparing batches."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _take(self, step: int, part: int) -> PairBatch:
-        """Return a part that was prepared on another stream, or make it now."""
-        if self._stream is None:
-            return self._part(step, part)
-        self._make_ahead(step, part)
-        batch, event = self._made.pop((step, part))
-        current = torch.cuda.current_stream(self._stream.device)
-        current.wait_event(event)
-        for tensor in batch.tensors():
-            tensor.record_stream(current)
-        return batch
-
-    def _make_ahead(self, step: int, part: int) -> None:
-        source, _ = self._draw(step, part)
-        if self._stream is None or self._slow[source] or (step, part) in self._made:
-            return
-        with torch.cuda.stream(self._stream):
+    def _start(self, step: int, part: int) -> Callable[[], PairBatch]:
+        """Start to make a part, and return a function that waits for it."""
+        (source, _), stream = self._draw(step, part), self._stream
+        if stream is None or not self._on_gpu[source]:
+            return self._pool.submit(self._part, step, part).result
+        with torch.cuda.stream(stream):
             batch, event = self._part(step, part), torch.cuda.Event()
             event.record()
-        self._made[step, part] = batch, event
 
-    def _prepare(self, step: int, part: int) -> None:
-        source, _ = self._draw(step, part)
-        if self._slow[source] and (step, part) not in self._prepared:
-            self._prepared[step, part] = self._pool.submit(self._part, step, part)
+        def wait() -> PairBatch:
+            current = torch.cuda.current_stream(stream.device)
+            current.wait_event(event)
+            for tensor in batch.tensors():
+                tensor.record_stream(current)
+            return batch
+
+        return wait
 
     def _draw(self, step: int, part: int) -> tuple[int, int]:
         """Return the source and the seed of a part."""
-        rng = random.Random(f"{self._seed} {step} {part}")
-        return rng.choices(range(len(self._make)), self._shares)[0], rng.getrandbits(62)
+        rng = random.Random(f"{self._config.seed} {step} {part}")
+        shares = [source.share for source in self._config.data]
+        return rng.choices(range(len(shares)), shares)[0], rng.getrandbits(62)
 
     @torch.no_grad()
     def _part(self, step: int, part: int) -> PairBatch:
-        if self._in_order is not None:
-            first = (step * self._parts + part) * self._count
-            return self._in_order.make_in_order(first, self._count, seed=self._seed)
+        if self._config.draw == "epochs":
+            (maker,) = self._makers
+            assert isinstance(maker, FilePairs)
+            first = (step * self._config.parts + part) * self._count
+            return maker.make_in_order(first, self._count, seed=self._config.seed)
         source, seed = self._draw(step, part)
         return self._make[source](seed)
 

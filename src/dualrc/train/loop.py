@@ -82,21 +82,12 @@ def _train(config: TrainConfig, out: Path, fabric: Any, deadline: float) -> dict
     training = [open_data(d, hold_out=not config.validation) for d in config.data]
     validation = [open_data(d, hold_out=False) for d in config.validation]
     opened, held_out = training + validation, [each.held_out for each in validation or training]
-    shares, count = [d.share for d in config.data], config.pairs // config.parts
     makers = [each.training for each in training]
     if config.compile and run.on_one_gpu:
         for maker in makers:
             if isinstance(maker, PhotoPairs):
                 maker.compile()
-    batches = Batches(
-        makers,
-        shares,
-        seed=config.seed,
-        count=count,
-        device=fabric.device,
-        parts=config.parts,
-        epochs=config.draw == "epochs",
-    )
+    batches = Batches(config, makers, fabric.device)
     run.say_once(opened)
     parts = range(fabric.global_rank, config.parts, fabric.world_size)
     figures: dict[str, float] = {}
@@ -164,6 +155,8 @@ class _Run:
         self.on_one_gpu = fabric.device.type == "cuda" and fabric.world_size == 1
         self._teacher = Teacher(config.teacher).to(fabric.device) if config.teacher else None
         module = TrainingStep(self.network, config, self._teacher)
+        if config.compile and self.on_one_gpu:
+            module.compile_parts()
         self.optimizer = _optimizer(self.network, config, fabric.device)
         if fabric.world_size > 1:
             share_batch_norm(self.network)

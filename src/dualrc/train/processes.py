@@ -3,13 +3,14 @@
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.nn import functional as across
+
+from dualrc.machine import keep_signals
 
 
 class SharedBatchNorm(nn.BatchNorm2d):
@@ -62,23 +63,15 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """In the block, the first Ctrl-C or SIGTERM requests a stop; the second one has its usual effect."""
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
+    with ExitStack() as handlers:
+        handlers.enter_context(keep_signals())
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            request.asked = signal.Signals(number)
+            handlers.close()
+
         # Signals can be handled in the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, ask)
+            signal.signal(signal.SIGTERM, ask)
         yield request
-        return
-    before: dict[signal.Signals, Any] = {}
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        request.asked = signal.Signals(number)
-        restore()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, ask)
-    try:
-        yield request
-    finally:
-        restore()

@@ -9,9 +9,6 @@ from torch import Tensor, nn
 
 from dualrc.data import PairBatch
 from dualrc.losses import (
-    BatchKeypointLosses,
-    MatchingLosses,
-    WeakLosses,
     distillation_loss,
     keypoint_losses,
     matching_losses,
@@ -69,7 +66,6 @@ class TrainingStep(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         batch = PairBatch.of(tensors)
         features = Features(coarse=coarse0, fine=fine0), Features(coarse=coarse1, fine=fine1)
-        losses: MatchingLosses | BatchKeypointLosses | WeakLosses
         if self.config.loss == "matching":
             assert isinstance(self.network, DualRCNet)
             losses = matching_losses(self.network, *features, batch)
@@ -77,7 +73,7 @@ class TrainingStep(nn.Module):
             losses = weak_losses(self.network, *features, batch)
         else:
             losses = keypoint_losses(self.network, *features, batch, self.config.loss)
-        return losses.total(), {name: value.detach() for name, value in losses.logged().items()}
+        return losses.total, {name: value.detach() for name, value in losses.logged.items()}
 
 
 class Update:
@@ -99,8 +95,6 @@ class Update:
         # Number of skipped steps.
         self.skipped = torch.zeros((), device=self.device)
         self.rate, self._share = (torch.zeros((), device=self.device) for _ in range(2))
-        if config.compile and isinstance(module, TrainingStep) and self.device.type == "cuda":
-            module.compile_parts()
 
     def __call__(self, parts: int, tensors: Sequence[Tensor], *, rate: float, decay: float) -> Outcome:
         """Train on the tensors of a PairBatch with this number of parts."""
