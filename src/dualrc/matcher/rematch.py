@@ -11,7 +11,7 @@ from dualrc import geometry
 from dualrc.agreement import ADVICE, CHANCE, Agreement
 from dualrc.image import Scale, to_tensor
 from dualrc.matcher.features import FeaturePair, ImageFeatures
-from dualrc.matcher.verify import BEYOND_DOUBT, Verified, verify
+from dualrc.matcher.verify import BEYOND_DOUBT, Verified, side_by_side, verify
 from dualrc.matcher.views import LARGEST_GROWTH, LEAST_SIDE, Box, Look, View, match_views, rounded, scale_views
 from dualrc.matcher.viewsearch import best_views, quick_search, thorough_search
 from dualrc.matches import Matches
@@ -166,7 +166,7 @@ def search_tilts(matcher: "Matcher", features: FeaturePair, first: Matches, max_
     # Untilted views alone would only repeat the first pass at a smaller size.
     views = best_views(matcher, features, search) if search.tilts else []
     for start in _most_agreed(views)[:_STARTS]:
-        found = _looked_again(start, matcher, None, features, _LOOKS)
+        (found,) = _looked_again([start], matcher, None, features, _LOOKS)
         if found.weight > BEYOND_DOUBT:
             both = joined(found.matches, first)
             return replace(both, info={**first.info, "tilted": True})
@@ -203,11 +203,12 @@ def match_again(
     best = verify(first)
     # Without a calibration, scores of any size can be right, so only the search with rotated views goes on.
     if best.weight > _CERTAIN or (matcher.calibration is None and not rotated_views):
-        best = _looked_again(best, matcher, images, features, _LOOKS)
+        (best,) = _looked_again([best], matcher, images, features, _LOOKS)
     else:
         smaller = list(_smaller(matcher, images, features))
         small = smaller[-1] if smaller else features
-        starts = [best, *(verify(next(matcher.match_uncalibrated([pair], everything))) for pair in smaller)]
+        again = (next(matcher.match_uncalibrated([pair], everything)) for pair in smaller)
+        starts = [best, *side_by_side(verify, again)]
         best = _best_of(starts, matcher, images, features, small)
         if best.weight <= _CERTAIN:
             views = best_views(matcher, features, thorough_search(rotated=rotated_views))
@@ -226,10 +227,10 @@ def _best_of(
 ) -> Verified:
     """Return the result of matching again from the best starting points, or a starting point if none is better."""
     # A second pass at a small size shows which starting points are right.
-    starts = _most_agreed(_looked_again(start, matcher, images, small, 1) for start in starts)
+    starts = _most_agreed(_looked_again(starts, matcher, images, small, 1))
     least = 0.0 if matcher.calibration is None else _WORTH
     worth = [start for start in starts[:_STARTS] if start.weight > least]
-    return _most_agreed([*starts, *(_looked_again(start, matcher, images, features, _LOOKS) for start in worth)])[0]
+    return _most_agreed([*starts, *_looked_again(worth, matcher, images, features, _LOOKS)])[0]
 
 
 def _most_agreed(starts: Iterable[Verified]) -> list[Verified]:
@@ -238,22 +239,24 @@ def _most_agreed(starts: Iterable[Verified]) -> list[Verified]:
 
 
 def _looked_again(
-    start: Verified, matcher: "Matcher", images: ImagePair | None, features: FeaturePair, looks: int
-) -> Verified:
-    """Match again through the common motion of the matches, while that raises their verified weight.
+    starts: list[Verified], matcher: "Matcher", images: ImagePair | None, features: FeaturePair, looks: int
+) -> list[Verified]:
+    """Match again through the common motion of each start's matches, while that raises their verified weight.
 
     Repeated structure can raise it too, so the matches before must agree with the epipolar geometry after. Without
     images, the resized ones of the features are warped.
     """
-    best = start
+    best, rising = list(starts), list(range(len(starts)))
     for _ in range(looks):
-        motion = shared_motion(best.matches)
-        if motion is None:
-            break
-        again = verify(_match_moved(matcher, images, features, motion))
-        if again.weight <= best.weight or again.weight_of(best.matches) < _KEPT * best.weight:
-            break
-        best = again
+        motions = side_by_side(shared_motion, [best[number].matches for number in rising])
+        moving = [(number, motion) for number, motion in zip(rising, motions, strict=True) if motion is not None]
+        moved = (_match_moved(matcher, images, features, motion) for _, motion in moving)
+        rising = []
+        for (number, _), again in zip(moving, side_by_side(verify, moved), strict=True):
+            before = best[number]
+            if again.weight > before.weight and again.weight_of(before.matches) >= _KEPT * before.weight:
+                best[number] = again
+                rising.append(number)
     return best
 
 

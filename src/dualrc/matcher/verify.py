@@ -1,6 +1,10 @@
 """Verification of a pass: the matches that agree with one epipolar geometry."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import torch
 
 from dualrc import geometry
 from dualrc.matches import Matches
@@ -12,6 +16,9 @@ _THRESHOLD = 0.003
 # On hard pairs, wrong results of the search for tilts reach 33, correct ones start at 190.
 BEYOND_DOUBT = 100.0
 _SAMPLE, _ITERATIONS, _FEWEST = 1000, 1000, 20
+
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 class Verified(NamedTuple):
@@ -41,6 +48,15 @@ def verify(matches: Matches) -> Verified:
         best, "fundamental", threshold_px=_threshold_px(matches), min_inliers=_FEWEST, max_iterations=_ITERATIONS
     )
     return Verified(matches, fit.matrix, float(best.scores[fit.inliers].sum()) if fit.matrix is not None else 0.0)
+
+
+def side_by_side(estimator: Callable[[S], T], given: Iterable[S]) -> list[T]:
+    """Apply an estimator to all items, on other threads, while the next items are computed on this one."""
+    threads = torch.get_num_threads()
+    if threads < 2:
+        return [estimator(item) for item in given]
+    with ThreadPoolExecutor(threads, thread_name_prefix="estimator") as pool:
+        return list(pool.map(estimator, given))
 
 
 def _threshold_px(matches: Matches) -> float:

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from dualrc.matcher.features import FeaturePair, ImageFeatures
-from dualrc.matcher.verify import Verified, verify
+from dualrc.matcher.verify import Verified, side_by_side, verify
 from dualrc.matcher.views import Shown, View, extract_shown, match_seen, rounded, show
+from dualrc.matches import Matches
 from dualrc.pixels import STRIDE, image_center
 from dualrc.types import FloatArray, Size
 
@@ -141,11 +142,13 @@ def best_views(matcher: "Matcher", features: FeaturePair, search: ViewSearch) ->
     pairs = [divmod(place, len(views[1])) for place in best[agreement[best] >= search.least_agreement].tolist()]
     # Features are extracted again, because those of all views would take too much memory.
     seen = [_seen(matcher, own, {pair[number] for pair in pairs}) for number, own in enumerate(views)]
-    found = []
-    for first, second in pairs:
-        through, pair = (views[0][first][0], views[1][second][0]), (seen[0][first], seen[1][second])
-        found.append(verify(match_seen(matcher, features, through, pair).matches))
-    return [each for each in found if each.weight > 0]
+
+    def matched() -> Iterator[Matches]:
+        for first, second in pairs:
+            through, pair = (views[0][first][0], views[1][second][0]), (seen[0][first], seen[1][second])
+            yield match_seen(matcher, features, through, pair).matches
+
+    return [each for each in side_by_side(verify, matched()) if each.weight > 0]
 
 
 def _seen(matcher: "Matcher", views: Sequence[tuple[View, Shown]], chosen: Iterable[int]) -> dict[int, ImageFeatures]:
