@@ -24,7 +24,6 @@ from dualrc.errors import ConfigError, DualRCError
 from dualrc.matcher import Matcher
 from dualrc.web import openapi, routes_images, routes_pairs, routes_sets, schemas
 from dualrc.web.answers import service_of
-from dualrc.web.collections import CollectionStore
 from dualrc.web.examples import Examples
 from dualrc.web.metrics import Metrics
 from dualrc.web.problems import Problem, from_error
@@ -100,8 +99,7 @@ def create_app(
         responses=openapi.errors(*openapi.EVERY),
     )
     openapi.describe(app, token=config.token is not None)
-    app.state.metrics, app.state.collections = metrics, CollectionStore(config)
-    app.state.reconstruction = reconstruction
+    app.state.metrics, app.state.reconstruction = metrics, reconstruction
     app.add_middleware(Guard, config=config, metrics=metrics)
     _add_handlers(app)
     _add_routes(app)
@@ -158,10 +156,10 @@ async def _metrics(request: Request) -> PlainTextResponse:
         "dualrc_images": ("Stored images.", lambda: len(service.images)),
         "dualrc_image_file_bytes": ("Size of image files on disk.", lambda: service.images.disk_bytes),
         "dualrc_pixel_cache_bytes": ("Memory of decoded images and views.", lambda: service.images.pixel_bytes),
-        "dualrc_feature_cache_bytes": ("Memory of features.", lambda: service.feature_bytes),
-        "dualrc_warp_cache_bytes": ("Memory of warps.", lambda: service.warp_bytes),
+        "dualrc_feature_cache_bytes": ("Memory of features.", lambda: service.features.size),
+        "dualrc_warp_cache_bytes": ("Memory of warps.", lambda: service.warps.size),
         "dualrc_pairs": ("Stored results.", lambda: len(service.pairs)),
-        "dualrc_pair_bytes": ("Memory of results.", lambda: service.pairs.bytes),
+        "dualrc_pair_bytes": ("Memory of results.", lambda: service.pairs.size),
     }
     text = metrics.text(gauges, service.jobs.outcomes, dict(service.jobs.batches))
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

@@ -13,7 +13,7 @@ from typing import Any
 from dualrc.errors import DualRCError
 from dualrc.matcher.interrupt import interruptible
 from dualrc.web.job import ENDED, Cancelled, Job, State
-from dualrc.web.problems import Problem, from_error, unknown
+from dualrc.web.problems import Problem, from_error, known
 from dualrc.web.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -102,10 +102,7 @@ class JobQueue:
 
     def get(self, number: str) -> Job:
         """Return the job with this id."""
-        job = self._jobs.get(number)
-        if job is None:
-            raise unknown("job")
-        return job
+        return known(self._jobs.get(number), "job")
 
     def cancel(self, job: Job) -> None:
         """Cancel a job: at once if it is queued, at its next step if it is running."""

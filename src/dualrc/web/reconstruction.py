@@ -13,7 +13,7 @@ from dualrc.errors import DataError
 from dualrc.files import inside, parse_json, read_text
 from dualrc.image import read
 from dualrc.types import FloatArray, IntArray
-from dualrc.web.cache import ByteCache
+from dualrc.web.cache import Cache
 from dualrc.web.problems import Problem, unknown
 from dualrc.web.settings import MIB
 from dualrc.web.uploads import to_jpeg
@@ -54,7 +54,7 @@ class Reconstruction:
         points = [stored[number] for number in model.point_ids.tolist()]
         self.rgb = np.array([point.color for point in points], dtype=np.uint8).reshape(-1, 3)
         self.errors = np.array([point.error for point in points], dtype=np.float64)
-        self._views: ByteCache[tuple[int, int], bytes] = ByteCache(_VIEW_BYTES, len)
+        self._views: Cache[tuple[int, int], bytes] = Cache(_VIEW_BYTES, len)
         self._reading = threading.Lock()
 
     def summary(self) -> dict[str, Any]:

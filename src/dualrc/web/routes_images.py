@@ -67,14 +67,14 @@ async def upload_image(request: Request) -> dict[str, Any]:
     async with form_of(request, 1) as form:
         upload = await keep(request, form.get("file"), "file")
     service.prefetch(upload)
-    return upload.describe(service.config.keep_s)
+    return service.images.describe(upload)
 
 
 @router.get("/images/{number}", summary="Describe an image", response_model=Image, responses=errors(404, 422))
 async def describe_image(request: Request, number: str) -> dict[str, Any]:
     """Return the name, the size and the seconds until the image expires."""
-    service = service_of(request)
-    return service.images.get(number).describe(service.config.keep_s)
+    images = service_of(request).images
+    return images.describe(images.get(number))
 
 
 @router.get(
@@ -130,5 +130,5 @@ async def use_example(request: Request, name: str) -> dict[str, Any]:
     example, uploads = await run_in_threadpool(examples.get, name)
     for upload in uploads:
         service.prefetch(upload)
-    images = [upload.describe(service.config.keep_s) for upload in uploads]
+    images = [service.images.describe(upload) for upload in uploads]
     return {"image0": images[0], "image1": images[1], "truth": example.truth}

@@ -16,7 +16,7 @@ from dualrc.web.answers import checked, client, json_answer, json_body, schema, 
 from dualrc.web.job import Job
 from dualrc.web.openapi import JOB, UPLOAD, Responses, binary, errors, response
 from dualrc.web.pairs import Pair
-from dualrc.web.problems import Problem
+from dualrc.web.problems import Problem, known
 from dualrc.web.routes_images import form_of, keep
 from dualrc.web.uploads import Upload
 from dualrc.web.wire import grid_of
@@ -70,7 +70,7 @@ async def match(
     job = service.match(client(request), images, settings)
     if not wait:
         return await json_answer(lambda: {"job": job.id}, 202)
-    pair = service.pairs.get((await wait_for(request, job))["pair"])
+    pair = known(service.pairs.get((await wait_for(request, job))["pair"]), "result")
     return await _formatted(pair, format)
 
 
@@ -109,7 +109,7 @@ async def get_pair(
 
     With `estimate`, the matches contain a model as `POST /v1/pairs/{number}/estimate` fits it.
     """
-    pair = service_of(request).pairs.get(number)
+    pair = known(service_of(request).pairs.get(number), "result")
     if estimate is not None:
         fit = schemas.EstimateBody(kind=estimate, threshold_px=threshold_px, min_score=min_score)
         pair = replace(pair, matches=pair.matches.with_estimate(await _fitted(request, pair, fit)))
@@ -128,7 +128,7 @@ async def estimate(request: Request, number: str) -> Response:
 
     `inliers` has one flag for each match of the pair; it is false for matches excluded by `min_score` or `top`.
     """
-    pair = service_of(request).pairs.get(number)
+    pair = known(service_of(request).pairs.get(number), "result")
     body = await json_body(request, schemas.EstimateBody)
     model = await _fitted(request, pair, body)
     return await json_answer(lambda: {**pairs.describe_estimate(model), "commands": pairs.commands(pair, body)})
@@ -159,7 +159,7 @@ async def pair_warp(
 ) -> Response:
     """Return the position in the other image of every cell of a grid (format: docs/service.md)."""
     service = service_of(request)
-    pair = service.pairs.get(number)
+    pair = known(service.pairs.get(number), "result")
     image0, image1 = pair.images if direction == "01" else pair.images[::-1]
     # Raises a Problem if an image has expired or was deleted.
     images = service.images.get(image0.id), service.images.get(image1.id)
