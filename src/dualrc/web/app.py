@@ -24,11 +24,11 @@ from dualrc.errors import ConfigError, DualRCError
 from dualrc.matcher import Matcher
 from dualrc.web import openapi, routes_images, routes_pairs, routes_sets, schemas
 from dualrc.web.answers import service_of
-from dualrc.web.examples import Examples
+from dualrc.web.examples import EXAMPLES, Examples
 from dualrc.web.metrics import Metrics
 from dualrc.web.problems import Problem, from_error
 from dualrc.web.reconstruction import Reconstruction
-from dualrc.web.security import Guard
+from dualrc.web.security import Guard, answer
 from dualrc.web.service import Service
 from dualrc.web.settings import ServerConfig
 
@@ -142,7 +142,7 @@ async def _info(request: Request) -> dict[str, Any]:
         "max_collection": config.max_collection,
         "max_points": config.max_points,
         "keep_s": config.keep_s,
-        "examples": request.app.state.examples.list(),
+        "examples": [example.describe() for example in EXAMPLES],
         "reconstruction": None if model is None else model.summary(),
     }
 
@@ -170,36 +170,34 @@ def _add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Problem)
     async def problem_handler(_: Request, problem: Problem) -> JSONResponse:
-        return JSONResponse(problem.body(), problem.status, problem.headers)
+        return answer(problem)
 
     @app.exception_handler(DualRCError)
     async def error_handler(_: Request, error: DualRCError) -> JSONResponse:
-        problem = from_error(error)
-        return JSONResponse(problem.body(), problem.status, problem.headers)
+        return answer(from_error(error))
 
     @app.exception_handler(RequestValidationError)
     async def validation_handler(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         message = f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}; see /openapi.json."
-        return JSONResponse({"error": message, "code": "bad_field"}, 422)
+        return answer(Problem(422, "bad_field", message))
 
     @app.exception_handler(HTTPException)
     async def http_handler(request: Request, error: HTTPException) -> JSONResponse:
-        codes = {404: "not_found", 405: "wrong_method"}
-        words = {
-            404: "There is nothing here; see /openapi.json.",
-            405: "This address requires another method; see /openapi.json.",
-        }
-        status, headers = error.status_code, error.headers
-        body = {"error": words.get(status, str(error.detail)), "code": codes.get(status, "failed")}
-        if status == 405 and (allowed := _allowed(app, request.scope)):
-            headers = {"Allow": ", ".join(allowed)}
-        return JSONResponse(body, status, headers)
+        code, message = {
+            404: ("not_found", "There is nothing here; see /openapi.json."),
+            405: ("wrong_method", "This address requires another method; see /openapi.json."),
+        }.get(error.status_code, ("failed", str(error.detail)))
+        response = answer(Problem(error.status_code, code, message))
+        response.headers.update(error.headers or {})
+        if error.status_code == 405 and (allowed := _allowed(app, request.scope)):
+            response.headers["Allow"] = ", ".join(allowed)
+        return response
 
     @app.exception_handler(Exception)
     async def crash_handler(_: Request, error: Exception) -> JSONResponse:
         logger.error("A request failed.", exc_info=error)
-        return JSONResponse({"error": "The server failed; see its log.", "code": "failed"}, 500)
+        return answer(Problem(500, "failed", "The server failed; see its log."))
 
 
 def _allowed(app: FastAPI, scope: Scope) -> list[str]:

@@ -11,7 +11,7 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
 from dualrc.web.answers import client, service_of
-from dualrc.web.examples import Examples
+from dualrc.web.examples import Examples, find
 from dualrc.web.openapi import UPLOAD, binary, errors
 from dualrc.web.problems import Problem
 from dualrc.web.schemas import ExampleImages, Image
@@ -127,8 +127,8 @@ async def use_example(request: Request, name: str) -> dict[str, Any]:
     """Return two rendered images, which can be used like uploads and do not expire."""
     examples: Examples = request.app.state.examples
     service = service_of(request)
-    example, uploads = await run_in_threadpool(examples.get, name)
+    uploads = await run_in_threadpool(examples.get, name)
     for upload in uploads:
         service.prefetch(upload)
     images = [service.images.describe(upload) for upload in uploads]
-    return {"image0": images[0], "image1": images[1], "truth": example.truth}
+    return {"image0": images[0], "image1": images[1], "truth": find(name).truth}
