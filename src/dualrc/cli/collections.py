@@ -89,7 +89,7 @@ def collection(
     """
     from dualrc.collection.matching import match_collection
 
-    result = match_collection(images, out, matching, quiet=common.current.quiet)
+    result = match_collection(images, out, matching, quiet=common.quiet)
     pairs = "1 pair" if result.matched == 1 else f"{result.matched:,} pairs"
     table = common.table(f"{pairs} matched in {result.seconds:.1f} s")
     table.add_row("images", f"{len(result.names):,}")
@@ -105,7 +105,7 @@ def collection(
     if hloc:
         from dualrc.collection.export import export_hloc
 
-        with show_progress(common.current.quiet) as tell:
+        with show_progress(common.quiet) as tell:
             files += export_hloc(out, images, result, tell)
     common.written(*files)
     return {
@@ -161,7 +161,7 @@ def reconstruct(
     from dualrc.collection.reconstruct import reconstruct as run
 
     config = ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc, mapper=mapper)
-    summary = run(images, out, config, quiet=common.current.quiet)
+    summary = run(images, out, config, quiet=common.quiet)
     table = common.table(f"{summary.registered:,} of {summary.images:,} images registered")
     table.add_row("pairs kept", f"{summary.verification.kept:,} of {summary.verification.pairs:,}")
     for cause, count in summary.verification.dropped.items():
@@ -272,7 +272,7 @@ def localize(
     made_with = provenance("poselib", "pycolmap", **matcher.info)
     results = localization.ResultsFile(out, localization.results_config(localizer), info=made_with)
     start = time.monotonic()
-    with show_progress(common.current.quiet) as tell:
+    with show_progress(common.quiet) as tell:
         for name, found in localization.localize_all(localizer, paths, results, cameras=known, progress=tell):
             what = f"not localized: {found.reason}"
             if found.reason is None and found.camera is not None:

@@ -135,7 +135,7 @@ def _log_to_standard_error() -> None:
     handler.setFormatter(logging.Formatter("%(message)s"))
     access = logging.getLogger("dualrc.web.access")
     access.propagate = False
-    if not common.current.quiet:
+    if not common.quiet:
         access.addHandler(handler)
     uvicorn = logging.getLogger("uvicorn.error")
     uvicorn.addHandler(handler)
