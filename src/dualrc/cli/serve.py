@@ -119,7 +119,7 @@ def serve(
                 webbrowser.open(page)
 
         _log_to_standard_error()
-        server.serve(app, listener, started=tell)
+        server.Server(app, started=tell).run(sockets=[listener])
     common.screen.print("Stopped; uploads are removed.", highlight=False)
     if server.is_busy():
         # Exit at once: native code on another thread can crash while the interpreter shuts down.

@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Match
@@ -33,6 +34,8 @@ from dualrc.web.service import Service
 from dualrc.web.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
+public = APIRouter(tags=["server"])
+router = APIRouter(tags=["server"])
 STATIC = Path(__file__).parent / "static"
 # Maximum number of seconds between two removals of expired data.
 _SWEEP_S = 30.0
@@ -98,32 +101,26 @@ def create_app(
         redirect_slashes=False,
         responses=openapi.errors(*openapi.EVERY),
     )
-    openapi.describe(app, token=config.token is not None)
     app.state.metrics, app.state.reconstruction = metrics, reconstruction
     app.add_middleware(Guard, config=config, metrics=metrics)
     _add_handlers(app)
-    _add_routes(app)
-    for router in (routes_images.router, routes_pairs.router, routes_sets.router):
-        app.include_router(router)
+    app.include_router(public)
+    # The Guard checks the token; this is its description in /openapi.json.
+    token = [] if config.token is None else [Security(HTTPBearer(scheme_name="token", auto_error=False))]
+    for part in (router, routes_images.router, routes_pairs.router, routes_sets.router):
+        app.include_router(part, dependencies=token)
     # Not mounted: a mount at the root would answer for routes that require another method.
     app.router.default = _Page(directory=STATIC, html=True, check_dir=False)
     return app
 
 
-def _add_routes(app: FastAPI) -> None:
-    """Add the routes about the server itself."""
-    health, info = "Check that the server runs", "Versions and limits of this server"
-    app.add_api_route("/healthz", _health, tags=["server"], summary=health, response_model=schemas.Health)
-    app.add_api_route("/v1/info", _info, tags=["server"], summary=info, response_model=schemas.Info)
-    metrics: Any = {"tags": ["server"], "summary": "Metrics in the Prometheus text format"}
-    app.add_api_route("/metrics", _metrics, response_class=PlainTextResponse, **metrics)
-
-
+@public.get("/healthz", summary="Check that the server runs", response_model=schemas.Health)
 async def _health() -> dict[str, str]:
     """Return the status and the version; this route needs no token."""
     return {"status": "ok", "version": dualrc.__version__}
 
 
+@router.get("/v1/info", summary="Versions and limits of this server", response_model=schemas.Info)
 async def _info(request: Request) -> dict[str, Any]:
     """Return versions, limits and examples."""
     service, config = service_of(request), service_of(request).config
@@ -147,6 +144,7 @@ async def _info(request: Request) -> dict[str, Any]:
     }
 
 
+@router.get("/metrics", summary="Metrics in the Prometheus text format", response_class=PlainTextResponse)
 async def _metrics(request: Request) -> PlainTextResponse:
     """Return counters and gauges in the Prometheus text format."""
     service, metrics = service_of(request), request.app.state.metrics

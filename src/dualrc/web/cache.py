@@ -18,7 +18,7 @@ class Cache(Generic[Key, Value]):
         self.limit, self._size_of, self._keep_s, self._keep = limit, size_of, keep_s, keep
         # Value, size and time of the last use, the least recently used first.
         self._values: dict[Key, tuple[Value, int, float]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._size = 0
 
     def __len__(self) -> int:
@@ -32,7 +32,7 @@ class Cache(Generic[Key, Value]):
     def get(self, key: Key) -> Value | None:
         """Return the value of a key and mark it as used, or return None."""
         with self._lock:
-            self._expire()
+            self.expire()
             if key not in self._values:
                 return None
             value, size, _ = self._values.pop(key)
@@ -48,7 +48,7 @@ class Cache(Generic[Key, Value]):
                 return
             self._values[key] = value, size, time.monotonic()
             self._size += size
-            self._expire()
+            self.expire()
             while self._size > self.limit and len(self._values) > self._keep:
                 self._drop(next(iter(self._values)))
 
@@ -68,13 +68,10 @@ class Cache(Generic[Key, Value]):
 
     def expire(self) -> None:
         """Drop expired values."""
-        with self._lock:
-            self._expire()
-
-    def _expire(self) -> None:
         oldest = time.monotonic() - self._keep_s
-        while self._values and next(iter(self._values.values()))[2] < oldest:
-            self._drop(next(iter(self._values)))
+        with self._lock:
+            while self._values and next(iter(self._values.values()))[2] < oldest:
+                self._drop(next(iter(self._values)))
 
     def _drop(self, key: Key) -> None:
         if key in self._values:

@@ -7,7 +7,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dualrc.web.problems import Problem
@@ -25,10 +25,6 @@ class Progress:
     # Number of steps of the network in this stage. Their total is not known: it depends on what the first ones find.
     step: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
-
-    def next_step(self) -> "Progress":
-        """Return the progress after the begin of another step."""
-        return replace(self, step=self.step + 1)
 
 
 Work = Generator[Progress, None, Any]

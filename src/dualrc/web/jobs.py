@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,8 @@ class JobQueue:
         self._ready = threading.Condition()
         self._idle: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._closing = False
+        # Whether the server is stopping.
+        self.closing = False
         self._thread = threading.Thread(target=self._run, name="matching", daemon=True)
         # Number of jobs that ended, by outcome.
         self.outcomes: Counter[str] = Counter()
@@ -53,17 +55,12 @@ class JobQueue:
     def close(self, wait_s: float = 10.0) -> None:
         """Cancel all jobs and wait for the worker."""
         with self._ready:
-            self._closing = True
+            self.closing = True
             for job in [*self._jobs.values(), *self._waiting, *self._working]:
-                self._cancel(job)
+                self.cancel(job)
             self._ready.notify_all()
         if self._thread.is_alive():
             self._thread.join(wait_s)
-
-    @property
-    def closing(self) -> bool:
-        """Whether the server is stopping."""
-        return self._closing
 
     @property
     def depth(self) -> int:
@@ -84,7 +81,7 @@ class JobQueue:
     def submit(self, job: Job) -> Job:
         """Queue a job; raise a Problem if there are too many."""
         with self._ready:
-            if self._closing:
+            if self.closing:
                 raise Problem(503, "closing", "The server is stopping; try again when it is back.", retry_s=10)
             mine = sum(one.client == job.client for one in [*self._waiting, *self._working])
             if mine >= self.config.max_client_jobs:
@@ -107,7 +104,11 @@ class JobQueue:
     def cancel(self, job: Job) -> None:
         """Cancel a job: at once if it is queued, at its next step if it is running."""
         with self._ready:
-            self._cancel(job)
+            job.cancelled = True
+            if job in self._waiting:
+                self._waiting.remove(job)
+                self._end(job, "cancelled")
+                self._tell_waiting()
 
     def snapshot(self, job: Job) -> tuple[str, dict[str, Any]]:
         """Return the name and the data of the event that describes the current state of a job."""
@@ -167,19 +168,12 @@ class JobQueue:
             if number < len(ended) - _FINISHED_KEPT or job.created < oldest:
                 del self._jobs[job.id]
 
-    def _cancel(self, job: Job) -> None:
-        job.cancelled = True
-        if job in self._waiting:
-            self._waiting.remove(job)
-            self._end(job, "cancelled")
-            self._tell_waiting()
-
     def _run(self) -> None:
         while True:
             with self._ready:
-                while not self._waiting and not self._closing and self._idle.empty():
+                while not self._waiting and not self.closing and self._idle.empty():
                     self._ready.wait()
-                if self._closing:
+                if self.closing:
                     return
                 jobs = self._take()
             if jobs:
@@ -248,38 +242,35 @@ class JobQueue:
                 job.wake(self._loop)
                 if job.long and self._waiting:
                     with self._ready:
-                        if not job.cancelled and not self._closing:
+                        if not job.cancelled and not self.closing:
                             # The state remains `running`: the job continues after the others.
                             self._waiting.append(job)
                             return
         except StopIteration as end:
             job.result = end.value
-            self._finish(job, "cancelled" if job.cancelled else "done")
+            self._end(job, "cancelled" if job.cancelled else "done")
         except Cancelled:
-            self._finish(job, "cancelled")
+            self._end(job, "cancelled")
         except Problem as problem:
-            self._finish(job, "failed", problem)
+            self._end(job, "failed", problem)
         except DualRCError as error:
-            self._finish(job, "failed", from_error(error))
+            self._end(job, "failed", from_error(error))
         except Exception:
             logger.exception("A job failed.")
             message = "The server failed; see its log. Try again, or use other images."
-            self._finish(job, "failed", Problem(500, "failed", message))
+            self._end(job, "failed", Problem(500, "failed", message))
 
     def _step(self, job: Job) -> None:
         """Report a step of the network; raise if the job has to end."""
         job.check()
-        job.progress = job.progress.next_step()
+        job.progress = replace(job.progress, step=job.progress.step + 1)
         job.wake(self._loop)
-
-    def _finish(self, job: Job, state: State, problem: Problem | None = None) -> None:
-        with self._ready:
-            self._end(job, state, problem)
 
     def _end(self, job: Job, state: State, problem: Problem | None = None) -> None:
-        self.outcomes[state] += 1
-        job.end(state, problem)
-        job.wake(self._loop)
+        with self._ready:
+            self.outcomes[state] += 1
+            job.end(state, problem)
+            job.wake(self._loop)
 
     def _tell_waiting(self) -> None:
         for job in self._waiting:

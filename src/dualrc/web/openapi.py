@@ -1,13 +1,10 @@
-"""OpenAPI description of the service: responses of every route, errors and the token."""
+"""OpenAPI description of the service: responses of every route, and errors."""
 
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from dualrc.web.schemas import Error
-from dualrc.web.security import is_protected
 
 # Meaning of the statuses of errors.
 _ERRORS = {
@@ -46,30 +43,6 @@ def response(kind: type[BaseModel], description: str, status: int = 200) -> Resp
 def binary(description: str, *media: str) -> Responses:
     """Return the description of a response with bytes of one of several media types."""
     return {200: {"content": {kind: {"schema": _schema(kind)} for kind in media}, "description": description}}
-
-
-def describe(app: FastAPI, *, token: bool) -> None:
-    """Let /openapi.json tell which routes require a token, if the server has one."""
-
-    def make() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            made = get_openapi(
-                title=app.title, version=app.version, description=app.description, routes=list(app.routes)
-            )
-            if token:
-                _require_token(made)
-            app.openapi_schema = made
-        return app.openapi_schema
-
-    app.openapi = make  # type: ignore[method-assign]
-
-
-def _require_token(made: dict[str, Any]) -> None:
-    made["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-    for path, operations in made["paths"].items():
-        if is_protected(path):
-            for operation in operations.values():
-                operation["security"] = [{"token": []}]
 
 
 def _schema(media: str) -> dict[str, str]:

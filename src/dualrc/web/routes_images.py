@@ -10,11 +10,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
-from dualrc.web.answers import client, service_of
+from dualrc.web.answers import service_of
 from dualrc.web.examples import Examples, find
 from dualrc.web.openapi import UPLOAD, binary, errors
 from dualrc.web.problems import Problem
 from dualrc.web.schemas import ExampleImages, Image
+from dualrc.web.security import client_of
 from dualrc.web.uploads import Upload
 
 router = APIRouter(prefix="/v1", tags=["images"])
@@ -50,7 +51,7 @@ async def keep(request: Request, file: object, field: str) -> Upload:
     if not isinstance(file, UploadFile):
         raise Problem(422, "no_file", f"The form has no file in its field `{field}`; send an image there.")
     images = service_of(request).images
-    return await run_in_threadpool(images.add, file.file, file.filename, client(request))
+    return await run_in_threadpool(images.add, file.file, file.filename, client_of(request.scope))
 
 
 @router.post(

@@ -12,12 +12,13 @@ from starlette.responses import StreamingResponse
 
 from dualrc.matches import Estimate
 from dualrc.web import exports, pairs, schemas
-from dualrc.web.answers import checked, client, json_answer, json_body, schema, service_of, wait_for
+from dualrc.web.answers import checked, json_answer, json_body, schema, service_of, wait_for
 from dualrc.web.job import Job
 from dualrc.web.openapi import JOB, UPLOAD, Responses, binary, errors, response
 from dualrc.web.pairs import Pair
 from dualrc.web.problems import Problem, known
 from dualrc.web.routes_images import form_of, keep
+from dualrc.web.security import client_of
 from dualrc.web.uploads import Upload
 from dualrc.web.wire import grid_of
 
@@ -67,7 +68,7 @@ async def match(
     """Match two uploaded images (JSON with their ids) or two files (multipart form with the same fields)."""
     images, settings = await _asked(request)
     service = service_of(request)
-    job = service.match(client(request), images, settings)
+    job = service.match(client_of(request.scope), images, settings)
     if not wait:
         return await json_answer(lambda: {"job": job.id}, 202)
     pair = known(service.pairs.get((await wait_for(request, job))["pair"]), "result")
@@ -163,7 +164,7 @@ async def pair_warp(
     image0, image1 = pair.images if direction == "01" else pair.images[::-1]
     # Raises a Problem if an image has expired or was deleted.
     images = service.images.get(image0.id), service.images.get(image1.id)
-    job = service.warp(client(request), images, grid_of(image0.size, max_side), pair=pair)
+    job = service.warp(client_of(request.scope), images, grid_of(image0.size, max_side), pair=pair)
     return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
 
 
@@ -181,7 +182,7 @@ async def points(request: Request) -> Response:
         raise Problem(422, "too_many_points", message)
     images = service.images.get(body.image0), service.images.get(body.image1)
     asked = np.array(body.points, dtype=np.float32).reshape(-1, 2)
-    job = service.match_points(client(request), images, asked, body.min_score)
+    job = service.match_points(client_of(request.scope), images, asked, body.min_score)
     found = (await wait_for(request, job))["matches"]
 
     def tell() -> dict[str, Any]:
@@ -203,7 +204,7 @@ async def warp(request: Request) -> Response:
     service, body = service_of(request), await json_body(request, schemas.WarpBody)
     images = service.images.get(body.image0), service.images.get(body.image1)
     grid = grid_of(images[0].size, body.max_side)
-    job = service.warp(client(request), images, grid, min_score=body.min_score)
+    job = service.warp(client_of(request.scope), images, grid, min_score=body.min_score)
     return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
 
 

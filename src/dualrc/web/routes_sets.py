@@ -7,12 +7,13 @@ from fastapi import Path as FromPath
 from starlette.concurrency import run_in_threadpool
 
 from dualrc.web import schemas
-from dualrc.web.answers import client, json_answer, json_body, schema, service_of
+from dualrc.web.answers import json_answer, json_body, schema, service_of
 from dualrc.web.collections import Collection
 from dualrc.web.openapi import binary, errors, response
 from dualrc.web.problems import Problem, known
 from dualrc.web.reconstruction import Reconstruction
 from dualrc.web.routes_images import JPEG, MaxSide
+from dualrc.web.security import client_of
 
 router = APIRouter(prefix="/v1")
 Number = Annotated[int, FromPath(ge=0, lt=1 << 53)]
@@ -34,7 +35,7 @@ async def collect(request: Request) -> dict[str, str]:
         message = f"Give 2 to {service.config.max_collection} different images."
         raise Problem(422, "bad_collection", message)
     collection = Collection(images=tuple(map(service.images.get, body.images)))
-    job = service.collect(client(request), collection)
+    job = service.collect(client_of(request.scope), collection)
     return {"job": job.id, "collection": collection.id}
 
 
