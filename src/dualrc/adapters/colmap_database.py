@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dualrc.collection import pairs as pair_lists
 from dualrc.collection.config import CollectionConfig
@@ -33,12 +32,8 @@ from dualrc.files import inside, make_folder, one_line, only_run, replacing
 from dualrc.matcher import Matcher, load
 from dualrc.matcher.cache import LruCache
 from dualrc.matcher.features import ImageFeatures
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, IntArray
 
-IntArray = npt.NDArray[np.int64]
-
-# Default maximum distance of a match from a keypoint, in pixels of the network input.
-_RADIUS_PX = 2.0
 # Default minimum score of kept keypoints. A keypoint without a counterpart often has an unrelated keypoint within the
 # radius of its match, and a pair of keypoints has no score that COLMAP could rank it by.
 _KEYPOINT_SCORE = 0.5
@@ -59,7 +54,7 @@ class MatchDatabaseConfig:
     # Let COLMAP estimate the two-view geometry of the pairs, which mapping requires.
     verify: bool = True
     # Maximum distance of a match from a keypoint, in pixels of the network input; only with keep_keypoints.
-    radius: float = _RADIUS_PX
+    radius: float = 2.0
     # Minimum score of a match, in both directions with keep_keypoints. None: that of `collection`, but at least 0.5
     # with keep_keypoints if the scores are calibrated.
     min_score: float | None = None

@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,7 +36,7 @@ class JobQueue:
         self._jobs: dict[str, Job] = {}
         self._working: list[Job] = []
         self._ready = threading.Condition()
-        self._idle: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle: deque[Callable[[], None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         # Whether the server is stopping.
         self.closing = False
@@ -74,8 +73,8 @@ class JobQueue:
 
     def when_idle(self, task: Callable[[], None]) -> None:
         """Run a task on the worker thread when no job is waiting."""
-        self._idle.put(task)
         with self._ready:
+            self._idle.append(task)
             self._ready.notify_all()
 
     def submit(self, job: Job) -> Job:
@@ -171,28 +170,17 @@ class JobQueue:
     def _run(self) -> None:
         while True:
             with self._ready:
-                while not self._waiting and not self.closing and self._idle.empty():
-                    self._ready.wait()
+                self._ready.wait_for(lambda: self._waiting or self._idle or self.closing)
                 if self.closing:
                     return
-                jobs = self._take()
-            if jobs:
-                self._work_on(jobs)
-            else:
-                self._do_idle()
-
-    def _do_idle(self) -> None:
-        try:
-            self._idle.get_nowait()()
-        except queue.Empty:
-            pass
-        except Exception:
-            logger.exception("A background task failed.")
+                work = partial(self._work_on, self._take()) if self._waiting else self._idle.popleft()
+            try:
+                work()
+            except Exception:
+                logger.exception("A background task failed.")
 
     def _take(self) -> list[Job]:
         """Return the next job and the jobs that can be matched in one batch with it."""
-        if not self._waiting:
-            return []
         jobs = [self._waiting.pop(0)]
         key = jobs[0].batch_key
         if self._together is not None and key is not None:
