@@ -21,6 +21,7 @@ import typer
 
 from dualrc.cli import common
 from dualrc.files import check_writable, make_folder, to_json
+from dualrc.matcher.extract import use_threads
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 # Native code has this much time to return to Python after a signal.
@@ -89,7 +90,12 @@ def command(
         def run(**given: Any) -> None:
             chosen = RunOptions(**{key: given[key] for key in _RUN_OPTIONS})
             values = {key: value for key, value in given.items() if key in names}
-            with _stopping(kept, values, waits=waits), _output(chosen), _threads(chosen.threads), ExitStack() as stack:
+            with (
+                _stopping(kept, values, waits=waits),
+                _output(chosen),
+                use_threads(chosen.threads),
+                ExitStack() as stack,
+            ):
                 if log is not None and values.get("out") is not None and not chosen.verbose:
                     stack.enter_context(_native_output_to(Path(values["out"]) / log))
                 for key, (config, chosen_options) in configs.items():
@@ -155,18 +161,6 @@ def _output(chosen: RunOptions) -> Iterator[None]:
         log.removeHandler(handler)
         level, common.screen.quiet, common.quiet = before
         log.setLevel(level)
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Limit torch to `count` threads."""
-    if count is None:
-        yield
-        return
-    from dualrc.matcher.extract import use_threads
-
-    with use_threads(count):
-        yield
 
 
 @contextmanager

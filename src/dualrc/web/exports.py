@@ -3,7 +3,7 @@
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -14,13 +14,12 @@ from dualrc.types import FloatArray
 from dualrc.web.pairs import Pair
 from dualrc.web.uploads import Upload
 
-Format = Literal["npz", "csv", "colmap"]
 MEDIA = {"npz": "application/octet-stream", "csv": "text/csv; charset=utf-8", "colmap": "application/vnd.sqlite3"}
 FILES = {"npz": "matches.npz", "csv": "matches.csv", "colmap": "database.db"}
 
 
-def export(pair: Pair, form: Format) -> bytes:
-    """Return the matches of a pair as the content of a file."""
+def export(pair: Pair, form: str) -> bytes:
+    """Return the matches of a pair as the content of a file; `form` is npz, csv or colmap."""
     with tempfile.TemporaryDirectory(prefix="dualrc-export-") as folder:
         path = Path(folder) / FILES[form]
         if form == "colmap":

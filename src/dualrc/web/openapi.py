@@ -27,6 +27,7 @@ EVERY = (401, 403, 421, 500)
 JOB = (404, 409, 413, 415, 422, 429, 503, 504)
 UPLOAD = (408, 413, 415, 422, 503)
 
+_BINARY = {"type": "string", "format": "binary"}
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -42,8 +43,11 @@ def response(kind: type[BaseModel], description: str, status: int = 200) -> Resp
 
 def binary(description: str, *media: str) -> Responses:
     """Return the description of a response with bytes of one of several media types."""
-    return {200: {"content": {kind: {"schema": _schema(kind)} for kind in media}, "description": description}}
+    content = {kind: {"schema": {"type": "string"} if kind.startswith("text/") else _BINARY} for kind in media}
+    return {200: {"content": content, "description": description}}
 
 
-def _schema(media: str) -> dict[str, str]:
-    return {"type": "string"} if media.startswith("text/") else {"type": "string", "format": "binary"}
+def form(*files: str, **fields: Any) -> dict[str, Any]:
+    """Return the description of a multipart form with files and further fields."""
+    properties = {**dict.fromkeys(files, _BINARY), **fields}
+    return {"multipart/form-data": {"schema": {"type": "object", "required": [*files], "properties": properties}}}

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from dualrc.web.answers import service_of
 from dualrc.web.examples import Examples, find
-from dualrc.web.openapi import UPLOAD, binary, errors
+from dualrc.web.openapi import UPLOAD, binary, errors, form
 from dualrc.web.problems import Problem
 from dualrc.web.schemas import ExampleImages, Image
 from dualrc.web.security import client_of
@@ -24,9 +24,6 @@ MaxSide = Annotated[int, Query(ge=16, le=8192, description="Maximum long side of
 # The image of an id never changes, so browsers may cache it.
 _CACHED = {"Cache-Control": "private, max-age=600, immutable"}
 JPEG = binary("The image.", "image/jpeg")
-_BINARY = {"type": "string", "format": "binary"}
-_FILE = {"type": "object", "required": ["file"], "properties": {"file": _BINARY}}
-_FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FILE}}}}
 
 
 @asynccontextmanager
@@ -37,13 +34,13 @@ async def form_of(request: Request, files: int) -> AsyncIterator[FormData]:
     # If too many uploads are active, the request waits here before its body is read.
     async with request.app.state.uploading:
         try:
-            form = await request.form(max_files=files, max_fields=16, max_part_size=64 * 1024)
+            sent = await request.form(max_files=files, max_fields=16, max_part_size=64 * 1024)
         except HTTPException as error:
             raise Problem(422, "bad_form", f"The form can't be read ({error.detail}); send it again.") from error
         try:
-            yield form
+            yield sent
         finally:
-            await form.close()
+            await sent.close()
 
 
 async def keep(request: Request, file: object, field: str) -> Upload:
@@ -57,7 +54,7 @@ async def keep(request: Request, file: object, field: str) -> Upload:
 @router.post(
     "/images",
     status_code=201,
-    openapi_extra=_FORM,
+    openapi_extra={"requestBody": {"required": True, "content": form("file")}},
     summary="Upload an image",
     response_model=Image,
     responses=errors(*UPLOAD),
@@ -65,8 +62,8 @@ async def keep(request: Request, file: object, field: str) -> Upload:
 async def upload_image(request: Request) -> dict[str, Any]:
     """Store an image for a limited time; its features are extracted once and reused for all its matches."""
     service = service_of(request)
-    async with form_of(request, 1) as form:
-        upload = await keep(request, form.get("file"), "file")
+    async with form_of(request, 1) as sent:
+        upload = await keep(request, sent.get("file"), "file")
     service.prefetch(upload)
     return service.images.describe(upload)
 

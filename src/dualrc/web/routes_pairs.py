@@ -14,7 +14,7 @@ from dualrc.matches import Estimate
 from dualrc.web import exports, pairs, schemas
 from dualrc.web.answers import checked, json_answer, json_body, schema, service_of, wait_for
 from dualrc.web.job import Job
-from dualrc.web.openapi import JOB, UPLOAD, Responses, binary, errors, response
+from dualrc.web.openapi import JOB, UPLOAD, Responses, binary, errors, form, response
 from dualrc.web.pairs import Pair
 from dualrc.web.problems import Problem, known
 from dualrc.web.routes_images import form_of, keep
@@ -27,7 +27,6 @@ router = APIRouter(prefix="/v1", tags=["pairs"])
 Format = Annotated[Literal["json", "npz", "csv"], Query(description="Format of the response.")]
 AnyFormat = Annotated[Literal["json", "npz", "csv", "colmap"], Query(description="Format of the response.")]
 _MEDIA = (exports.MEDIA["npz"], "text/csv", exports.MEDIA["colmap"])
-_BINARY = {"type": "string", "format": "binary"}
 
 
 def _in_form(field: dict[str, Any]) -> dict[str, Any]:
@@ -39,13 +38,8 @@ def _in_form(field: dict[str, Any]) -> dict[str, Any]:
 
 
 _OPTIONS = {name: _in_form(field) for name, field in schemas.MatchOptions.model_json_schema()["properties"].items()}
-_FORM = {
-    "type": "object",
-    "required": ["image0", "image1"],
-    "properties": {"image0": _BINARY, "image1": _BINARY, **_OPTIONS},
-}
 _MATCH = schema(schemas.MatchBody)
-_MATCH["requestBody"]["content"]["multipart/form-data"] = {"schema": _FORM}
+_MATCH["requestBody"]["content"] |= form("image0", "image1", **_OPTIONS)
 _WARP_BYTES = binary("Header and float32 triples.", "application/octet-stream")
 _RESULT: Responses = {
     200: {"model": schemas.PairResult, **binary("The matches.", exports.MEDIA["npz"], "text/csv")[200]}
@@ -78,12 +72,12 @@ async def match(
 async def _asked(request: Request) -> tuple[tuple[Upload, Upload], schemas.MatchOptions]:
     service = service_of(request)
     if request.headers.get("content-type", "").startswith("multipart/"):
-        async with form_of(request, 2) as form:
-            fields = {key: value for key, value in form.multi_items() if isinstance(value, str) and value != ""}
+        async with form_of(request, 2) as sent:
+            fields = {key: value for key, value in sent.multi_items() if isinstance(value, str) and value != ""}
             options = checked(schemas.MatchOptions, fields)
-            image0 = await keep(request, form.get("image0"), "image0")
+            image0 = await keep(request, sent.get("image0"), "image0")
             try:
-                image1 = await keep(request, form.get("image1"), "image1")
+                image1 = await keep(request, sent.get("image1"), "image1")
             except Exception:
                 # The client does not learn the id of the first image.
                 service_of(request).images.delete(image0.id)
@@ -269,13 +263,12 @@ def _public(data: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if isinstance(value, (str, int, float))}
 
 
-async def _formatted(pair: Pair, form: str, fit: schemas.EstimateBody | None = None) -> Response:
+async def _formatted(pair: Pair, kind: str, fit: schemas.EstimateBody | None = None) -> Response:
     headers = {"X-Pair": pair.id, "X-Image0": pair.images[0].id, "X-Image1": pair.images[1].id}
-    if form == "json":
+    if kind == "json":
         answer = await json_answer(lambda: pairs.describe(pair, fit))
         answer.headers.update(headers)
         return answer
-    kind: exports.Format = form  # type: ignore[assignment]
     content = await run_in_threadpool(exports.export, pair, kind)
     headers["Content-Disposition"] = f'attachment; filename="{exports.FILES[kind]}"'
     return Response(content, media_type=exports.MEDIA[kind], headers=headers)
