@@ -222,7 +222,7 @@ class JobQueue:
     def _run_one(self, job: Job) -> None:
         """Run a job to its end, or for one step if it is long and other jobs are waiting."""
         try:
-            job.work = job.work or job.start()
+            assert job.work is not None
             while True:
                 job.check()
                 with interruptible(partial(self._step, job)):

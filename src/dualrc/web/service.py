@@ -1,7 +1,7 @@
 """Operations of the service: matching, warps, points and estimates, run as jobs."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -112,7 +112,7 @@ class Service:
         sizes = tuple(image.size for image in images)
         # A batch computes no covariances.
         key = (settings.top, settings.min_score, sizes) if standard and not settings.covariance else None
-        return self._submit(client, images, lambda: self._match(pair), batch_key=key, pair=pair)
+        return self._submit(client, images, self._match(pair), batch_key=key, pair=pair)
 
     def match_points(
         self, client: str, images: tuple[Upload, Upload], points: npt.NDArray[np.float32], min_score: float
@@ -125,7 +125,7 @@ class Service:
             yield Progress(stage="matching", fraction=0.6)
             return {"matches": self.matcher.match_points(*features, points, min_score=min_score)}
 
-        return self._submit(client, images, work, listed=False)
+        return self._submit(client, images, work(), listed=False)
 
     def warp(
         self,
@@ -163,7 +163,7 @@ class Service:
             self.warps.put(key, packed)
             return {"bytes": packed}
 
-        return self._submit(client, images, work, listed=False)
+        return self._submit(client, images, work(), listed=False)
 
     def collect(self, client: str, collection: Collection) -> Job:
         """Queue all pairs of a collection, which receives the result of each pair when it is matched."""
@@ -181,7 +181,7 @@ class Service:
                 collection.results[i, j] = pair.matches.pair_score, pair.id
             return {"collection": collection.id}
 
-        job = self._submit(client, images, work, long=True, limit_s=self.config.collection_s)
+        job = self._submit(client, images, work(), long=True, limit_s=self.config.collection_s)
         self.collections.put(collection.id, collection)
         return job
 
@@ -199,11 +199,11 @@ class Service:
         inliers[chosen] = model.inliers
         return replace(model, inliers=inliers)
 
-    def _submit(self, client: str, images: tuple[Upload, ...], start: Callable[[], Work], **options: Any) -> Job:
+    def _submit(self, client: str, images: tuple[Upload, ...], work: Work, **options: Any) -> Job:
         hold = ExitStack()
         hold.enter_context(self.images.hold(*images))
         limit_s = options.pop("limit_s", self.config.limit_s)
-        job = Job(start=start, client=client, limit_s=limit_s, release=hold.close, **options)
+        job = Job(work=work, client=client, limit_s=limit_s, release=hold.close, **options)
         try:
             return self.jobs.submit(job)
         except BaseException:
