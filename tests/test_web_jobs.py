@@ -73,11 +73,11 @@ def test_memory_stays_flat(served):
         before = ask(10)
         after = ask(30)
     assert after - before < 30e6
-    for pair in served.service.pairs._pairs.values():
+    for pair, size, _ in served.service.pairs._values.values():
         # What is kept is what is counted.
         arrays = pair.matches.points0, pair.matches.points1, pair.matches.scores
         assert all(array.base is None for array in arrays) and pair.matches.whole is None
-        assert sum(array.nbytes for array in arrays) < pair.bytes
+        assert sum(array.nbytes for array in arrays) < size
     jobs = served.service.jobs
     assert jobs.depth == jobs.running == 0 and not [1 for job in jobs._jobs.values() if job.work or job.pair]
 
@@ -287,7 +287,7 @@ def test_the_client_is_a_matcher_elsewhere(served, tmp_path):
         assert not [
             1 for job in service.jobs._jobs.values() if job.result and not {"pair", "collection"} & set(job.result)
         ]
-        assert all(service.images.known(key[0]) for key in service._features._values)
+        assert all(key[0] in service.images for key in service.features._values)
         # What the client sent by itself, it removed.
         count = len(served.service.images)
         client.match(image0, kept, top=5)

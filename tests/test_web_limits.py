@@ -16,7 +16,7 @@ from PIL import Image
 from web_data import GatedMatcher, encode, pair_of, refused, scene, serving, upload
 
 from dualrc.errors import ConfigError
-from dualrc.web.cache import ByteCache
+from dualrc.web.cache import Cache
 from dualrc.web.security import HEADERS
 from dualrc.web.server import Connection, is_loopback, listen
 from dualrc.web.settings import ServerConfig
@@ -242,7 +242,7 @@ def test_disk_and_memory_are_bounded():
             http.post("/v1/match", json={"image0": ids[-1], "image1": ids[-1], "top": 5})
             service = served.service
             assert len(service.images) <= 5 and service.images.disk_bytes <= 4 * size + 200
-            assert service.feature_bytes <= 100_000 and service.pairs.bytes <= 9000
+            assert service.features.size <= 100_000 and service.pairs.size <= 9000
             assert service.images.pixel_bytes <= 30_000 * 1.25
         # The least recently used went first.
         assert http.get(f"/v1/images/{ids[-1]}").status_code == 200
@@ -255,11 +255,11 @@ def test_who_keeps_most_makes_room():
         first = images.add(io.BytesIO(GOOD), "a", "quiet")
         others = [images.add(io.BytesIO(GOOD), "b", "greedy") for _ in range(3)]
         images.add(io.BytesIO(GOOD), "c", "greedy")
-        assert images.known(first.id) and not images.known(others[0].id)
+        assert first.id in images and others[0].id not in images
         # What a job needs stays.
         with images.hold(*(upload for upload in [first, *others[1:]])):
             images.add(io.BytesIO(GOOD), "d", "greedy")
-            assert all(images.known(upload.id) for upload in [first, *others[1:]])
+            assert all(upload.id in images for upload in [first, *others[1:]])
 
 
 def test_full_queues_say_when_to_come_back():
@@ -389,15 +389,31 @@ def test_metrics_and_the_access_log(http, served, caplog):
 
 
 def test_the_cache_counts_its_bytes():
-    cache: ByteCache[str, bytes] = ByteCache(10, len)
+    cache: Cache[str, bytes] = Cache(10, len)
     cache.put("a", b"1234")
     cache.put("b", b"1234")
-    assert cache.get("a") and cache.bytes == 8
+    assert cache.get("a") and cache.size == 8
     cache.put("c", b"1234")  # b was used least recently
-    assert cache.get("b") is None and cache.bytes == 8
+    assert cache.get("b") is None and cache.size == 8
     cache.put("d", b"x" * 11)
     assert cache.get("d") is None and len(cache) == 2
     cache.put("a", b"1")
-    assert cache.bytes == 5
+    assert cache.size == 5
     cache.discard(lambda key: key == "a")
-    assert cache.bytes == 4 and cache.make("c", lambda: b"") == b"1234" and cache.make("e", lambda: b"12") == b"12"
+    assert cache.size == 4 and cache.make("c", lambda: b"") == b"1234" and cache.make("e", lambda: b"12") == b"12"
+
+
+def test_unused_values_expire(monkeypatch):
+    cache: Cache[str, bytes] = Cache(2, len, keep_s=10, keep=1)
+    now = [0.0]
+    monkeypatch.setattr("dualrc.web.cache.time.monotonic", lambda: now[0])
+    cache.put("a", b"1")
+    cache.put("b", b"2")
+    now[0] = 9
+    assert cache.get("a") == b"1"
+    now[0] = 11
+    cache.expire()
+    assert len(cache) == 1 and cache.get("b") is None and cache.get("a") == b"1"
+    # The latest value stays, even if it alone exceeds the limit.
+    cache.put("c", b"123")
+    assert len(cache) == 1 and cache.get("c") == b"123"

@@ -169,7 +169,7 @@ def examples() -> None:
     for example in EXAMPLES:
         if not example.truth:
             continue
-        for path, image in zip(example.thumbnails, render(example.name), strict=True):
+        for path, image in zip(example.describe()["thumbnails"], render(example.name), strict=True):
             small = Image.fromarray(image).resize(_THUMBNAIL, Image.Resampling.LANCZOS)
             small.save(STATIC / path, quality=82, optimize=True)
 

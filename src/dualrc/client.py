@@ -125,7 +125,8 @@ class Client:
         """
         body: dict[str, Any] = {"quality": quality, "min_score": min_score, "threshold_px": threshold_px}
         body |= {"top": top, "size": size, "covariance": covariance, "estimate": estimate}
-        with self._uploaded(image0, image1) as (body["image0"], body["image1"]):
+        with self._uploaded(image0, image1) as images:
+            body |= {"image0": images[0].id, "image1": images[1].id}
             if progress is None:
                 answer = self._send("POST", "/v1/match", params={"format": "npz"}, json=body)
             else:
@@ -141,17 +142,16 @@ class Client:
         points = points.reshape(0, 2) if points.size == 0 else points
         if points.ndim != 2 or points.shape[1] != 2:
             raise DataError(f"Points have shape (n, 2), one (x, y) a row, not {points.shape}.")
-        with self._uploaded(image0, image1) as (number0, number1):
-            sizes = [self._size(number) for number in (number0, number1)]
-            body = {"image0": number0, "image1": number1, "points": points.tolist(), "min_score": min_score}
+        with self._uploaded(image0, image1) as images:
+            body = {"image0": images[0].id, "image1": images[1].id, "points": points.tolist(), "min_score": min_score}
             answer = self._send("POST", "/v1/points", json=body).json()
         found = [(np.nan, np.nan) if place is None else place for place in answer["points1"]]
         return Matches(
             points0=points,
             points1=np.array(found, dtype=np.float32).reshape(-1, 2),
             scores=np.array(answer["scores"], dtype=np.float32),
-            size0=sizes[0],
-            size1=sizes[1],
+            size0=images[0].size,
+            size1=images[1].size,
             info={"server": self.url},
         )
 
@@ -160,10 +160,10 @@ class Client:
 
         With `max_side`, the server sends a coarser grid, which the client interpolates.
         """
-        with self._uploaded(image0, image1) as (number0, number1):
-            size0, size1 = self._size(number0), self._size(number1)
+        with self._uploaded(image0, image1) as images:
+            size0, size1 = images[0].size, images[1].size
             side = min(max_side or max(size0), _LARGEST_GRID)
-            body = {"image0": number0, "image1": number1, "max_side": side, "min_score": min_score}
+            body = {"image0": images[0].id, "image1": images[1].id, "max_side": side, "min_score": min_score}
             points1, certainty, _ = unpack_warp(self._send("POST", "/v1/warp", json=body).content)
         if certainty.shape != size0[::-1]:
             grid = (certainty.shape[1], certainty.shape[0])
@@ -177,21 +177,17 @@ class Client:
             points1 = np.where(certainty[..., None] > 0, sampled[..., :2], np.nan).astype(np.float32)
         return Warp(points1=points1, certainty=certainty, size1=size1)
 
-    def _size(self, number: str) -> Size:
-        answer = self._send("GET", f"/v1/images/{number}").json()
-        return answer["width"], answer["height"]
-
     @contextmanager
-    def _uploaded(self, *images: Remote) -> Iterator[list[str]]:
-        """Yield the ids of images, which are uploaded if necessary; these uploads are deleted afterwards."""
+    def _uploaded(self, *images: Remote) -> Iterator[list[RemoteImage]]:
+        """Yield images on the server; those that had to be uploaded are deleted afterwards."""
         with ExitStack() as stack:
-            ids = []
+            uploaded = []
             for given in images:
                 image = given if isinstance(given, RemoteImage) else self.upload(given)
-                ids.append(image.id)
+                uploaded.append(image)
                 if image is not given:
                     stack.callback(self._discard, image)
-            yield ids
+            yield uploaded
 
     def _discard(self, image: RemoteImage) -> None:
         # An image that cannot be deleted expires on the server.

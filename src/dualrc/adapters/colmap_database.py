@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dualrc.collection import pairs as pair_lists
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.keypoints import merge
 from dualrc.collection.matching import match_collection
-from dualrc.collection.progress import Progress, no_progress, show_progress
+from dualrc.collection.progress import Progress, show_progress
 from dualrc.collection.store import MatchStore, Names
 from dualrc.colmap import (
     colmap_points,
@@ -33,12 +32,8 @@ from dualrc.files import inside, make_folder, one_line, only_run, replacing
 from dualrc.matcher import Matcher, load
 from dualrc.matcher.cache import LruCache
 from dualrc.matcher.features import ImageFeatures
-from dualrc.types import FloatArray
+from dualrc.types import FloatArray, IntArray
 
-IntArray = npt.NDArray[np.int64]
-
-# Default maximum distance of a match from a keypoint, in pixels of the network input.
-_RADIUS_PX = 2.0
 # Default minimum score of kept keypoints. A keypoint without a counterpart often has an unrelated keypoint within the
 # radius of its match, and a pair of keypoints has no score that COLMAP could rank it by.
 _KEYPOINT_SCORE = 0.5
@@ -59,7 +54,7 @@ class MatchDatabaseConfig:
     # Let COLMAP estimate the two-view geometry of the pairs, which mapping requires.
     verify: bool = True
     # Maximum distance of a match from a keypoint, in pixels of the network input; only with keep_keypoints.
-    radius: float = _RADIUS_PX
+    radius: float = 2.0
     # Minimum score of a match, in both directions with keep_keypoints. None: that of `collection`, but at least 0.5
     # with keep_keypoints if the scores are calibrated.
     min_score: float | None = None
@@ -90,9 +85,9 @@ class MatchDatabaseSummary:
     # Pairs with an unusable image, and the reasons.
     failed: dict[Names, str]
     # Number of matches of all requested pairs.
-    matches: int
+    matches: int = 0
     # Number of pairs in the whole database that have a two-view geometry.
-    verified: int
+    verified: int = 0
 
 
 def match_database(
@@ -188,18 +183,12 @@ def _match_keypoints(
     numbers: dict[str, int],
     pairs: Sequence[Names],
     config: MatchDatabaseConfig,
-    tell: Progress = no_progress,
+    tell: Progress,
 ) -> MatchDatabaseSummary:
     """Match the existing keypoints pair by pair; each pair is written when it is finished."""
     pycolmap, settings = import_pycolmap(), config.collection
-    matcher = load(
-        settings.preset,
-        weights=settings.weights,
-        device=settings.device,
-        threads=settings.threads,
-        size=settings.size,
-        max_memory=settings.max_memory,
-    )
+    options = {name: getattr(settings, name) for name in ("weights", "device", "threads", "size", "max_memory")}
+    matcher = load(settings.preset, **options)
     least = settings.min_score
     if config.min_score is None and matcher.calibration is not None:
         least = max(least, _KEYPOINT_SCORE)
@@ -232,15 +221,7 @@ def _match_keypoints(
                 database.write_matches(*ids, found.astype(np.uint32))
                 matched += 1
         tell("Matching", len(pairs), len(pairs))
-    return MatchDatabaseSummary(
-        images=len(numbers),
-        pairs=len(pairs),
-        matched=matched,
-        skipped=skipped,
-        failed=failed,
-        matches=0,
-        verified=0,
-    )
+    return MatchDatabaseSummary(images=len(numbers), pairs=len(pairs), matched=matched, skipped=skipped, failed=failed)
 
 
 def mutual_keypoints(
@@ -280,7 +261,7 @@ def _match_densely(
     numbers: dict[str, int],
     pairs: Sequence[Names],
     config: MatchDatabaseConfig,
-    tell: Progress = no_progress,
+    tell: Progress,
     *,
     quiet: bool,
 ) -> MatchDatabaseSummary:
@@ -311,11 +292,5 @@ def _match_densely(
                     indices = merged.indexed(name0, name1).indices
                     database.write_matches(numbers[name0], numbers[name1], indices.astype(np.uint32))
     return MatchDatabaseSummary(
-        images=len(numbers),
-        pairs=len(pairs),
-        matched=done.matched,
-        skipped=done.skipped,
-        failed=failed,
-        matches=0,
-        verified=0,
+        images=len(numbers), pairs=len(pairs), matched=done.matched, skipped=done.skipped, failed=failed
     )

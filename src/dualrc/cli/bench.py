@@ -116,5 +116,5 @@ def bench(
         repeats=repeats,
         out=out,
     )
-    messages = Console(stderr=True, quiet=True) if common.current.quiet else common.messages
+    messages = Console(stderr=True, quiet=True) if common.quiet else common.messages
     return run(settings, screen=common.screen, messages=messages)

@@ -46,7 +46,7 @@ def make_command() -> Callable[..., Mapping[str, Any]]:
         for name, value in given.items():
             if value is not None and value is not False and value != []:
                 options |= _setting(flags[name], value, benchmark, takers[flags[name]])
-        messages = Console(stderr=True, quiet=True) if common.current.quiet else common.messages
+        messages = Console(stderr=True, quiet=True) if common.quiet else common.messages
         return evaluate(benchmark, screen=common.screen, messages=messages, **options)
 
     flags = {flag[2:].replace("-", "_"): flag for flag in takers}

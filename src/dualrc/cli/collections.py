@@ -4,15 +4,17 @@ import logging
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dualrc.cli import common, running
+from dualrc.collection import reconstruct as reconstruction
 from dualrc.collection.config import CollectionConfig
 from dualrc.collection.progress import show_progress
+from dualrc.collection.reconstruct import ReconstructConfig
 from dualrc.files import check_writable
 from dualrc.matcher import load
 from dualrc.provenance import provenance
@@ -60,6 +62,17 @@ MATCHING: dict[str, Any] = {
     "threads": common.ThreadsOption,
 }
 HlocOption = Annotated[bool, typer.Option("--hloc", help="Also write features.h5, matches.h5 and pairs.txt for hloc.")]
+# Options by field of ReconstructConfig.
+_RECONSTRUCTION: dict[str, Any] = {
+    "cameras": typer.Option(
+        help="Camera file, cameras.json or COLMAP's cameras.txt, whose values are kept fixed. Default: start from the "
+        "focal length in EXIF, or from a guess per image size, and refine it."
+    ),
+    "hloc": HlocOption,
+    "mapper": typer.Option(
+        help="COLMAP's incremental mapping, or its global one (GLOMAP), which solves for all images at once."
+    ),
+}
 
 
 def _kept_pairs(options: Mapping[str, Any]) -> str:
@@ -89,7 +102,7 @@ def collection(
     """
     from dualrc.collection.matching import match_collection
 
-    result = match_collection(images, out, matching, quiet=common.current.quiet)
+    result = match_collection(images, out, matching, quiet=common.quiet)
     pairs = "1 pair" if result.matched == 1 else f"{result.matched:,} pairs"
     table = common.table(f"{pairs} matched in {result.seconds:.1f} s")
     table.add_row("images", f"{len(result.names):,}")
@@ -105,7 +118,7 @@ def collection(
     if hloc:
         from dualrc.collection.export import export_hloc
 
-        with show_progress(common.current.quiet) as tell:
+        with show_progress(common.quiet) as tell:
             files += export_hloc(out, images, result, tell)
     common.written(*files)
     return {
@@ -126,20 +139,7 @@ def reconstruct(
     images: ImagesArgument,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model; a second run continues there.")],
     matching: Annotated[CollectionConfig, MATCHING],
-    cameras: Annotated[
-        Path | None,
-        typer.Option(
-            help="Camera file, cameras.json or COLMAP's cameras.txt, whose values are kept fixed. Default: start from "
-            "the focal length in EXIF, or from a guess per image size, and refine it."
-        ),
-    ] = None,
-    hloc: HlocOption = False,
-    mapper: Annotated[
-        Literal["incremental", "global"],
-        typer.Option(
-            help="COLMAP's incremental mapping, or its global one (GLOMAP), which solves for all images at once."
-        ),
-    ] = "incremental",
+    config: Annotated[ReconstructConfig, _RECONSTRUCTION],
     undistort: Annotated[
         bool,
         typer.Option(
@@ -157,11 +157,7 @@ def reconstruct(
       dualrc reconstruct photos --out town
       dualrc reconstruct photos --out town --cameras cameras.txt --pairs sequential
     """
-    from dualrc.collection.reconstruct import ReconstructConfig
-    from dualrc.collection.reconstruct import reconstruct as run
-
-    config = ReconstructConfig(collection=matching, cameras=cameras, hloc=hloc, mapper=mapper)
-    summary = run(images, out, config, quiet=common.current.quiet)
+    summary = reconstruction.reconstruct(images, out, replace(config, collection=matching), quiet=common.quiet)
     table = common.table(f"{summary.registered:,} of {summary.images:,} images registered")
     table.add_row("pairs kept", f"{summary.verification.kept:,} of {summary.verification.pairs:,}")
     for cause, count in summary.verification.dropped.items():
@@ -272,7 +268,7 @@ def localize(
     made_with = provenance("poselib", "pycolmap", **matcher.info)
     results = localization.ResultsFile(out, localization.results_config(localizer), info=made_with)
     start = time.monotonic()
-    with show_progress(common.current.quiet) as tell:
+    with show_progress(common.quiet) as tell:
         for name, found in localization.localize_all(localizer, paths, results, cameras=known, progress=tell):
             what = f"not localized: {found.reason}"
             if found.reason is None and found.camera is not None:

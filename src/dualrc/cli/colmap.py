@@ -1,11 +1,12 @@
 """Command that matches the images of a COLMAP database."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dualrc.adapters.colmap_database import MatchDatabaseConfig, match_database
 from dualrc.cli import common, running
 from dualrc.cli.collections import MATCHING
 from dualrc.collection.config import CollectionConfig
@@ -18,6 +19,23 @@ _MATCHING = {
 }
 
 
+_OPTIONS = {
+    "pairs": typer.Option(help="Text file with two image names per line; the default is all pairs."),
+    "keep_keypoints": typer.Option("--keep-keypoints", help="Match the existing keypoints of the database."),
+    "replace_keypoints": typer.Option(
+        "--replace-keypoints", help="Replace the keypoints, descriptors and matches of the database."
+    ),
+    "overwrite": typer.Option("--overwrite", help="With --keep-keypoints: match again pairs that have matches."),
+    "verify": typer.Option("--verify/--no-verify", help="Let COLMAP estimate the two-view geometry of the pairs."),
+    "radius": typer.Option(
+        help="With --keep-keypoints: maximum distance of a match from a keypoint, in network pixels."
+    ),
+    "min_score": common.matches_option(
+        help="Lowest score of a match to keep, between 0 and 1; the default is 0.5 with --keep-keypoints, else 0."
+    ),
+}
+
+
 @running.command(
     "match-colmap", kept=lambda options: f"Finished pairs are in {options['database']}, or in the folder beside it."
 )
@@ -25,32 +43,7 @@ def match_colmap(
     database: Annotated[Path, typer.Argument(metavar="DATABASE", help="COLMAP database that lists the images.")],
     images: Annotated[Path, typer.Option(help="Folder that the image names in the database are relative to.")],
     matching: Annotated[CollectionConfig, _MATCHING],
-    pairs: Annotated[
-        Path | None, typer.Option(help="Text file with two image names per line; the default is all pairs.")
-    ] = None,
-    keep_keypoints: Annotated[
-        bool, typer.Option("--keep-keypoints", help="Match the existing keypoints of the database.")
-    ] = False,
-    replace_keypoints: Annotated[
-        bool,
-        typer.Option("--replace-keypoints", help="Replace the keypoints, descriptors and matches of the database."),
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="With --keep-keypoints: match again pairs that have matches.")
-    ] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Let COLMAP estimate the two-view geometry of the pairs.")
-    ] = True,
-    radius: Annotated[
-        float,
-        typer.Option(help="With --keep-keypoints: maximum distance of a match from a keypoint, in network pixels."),
-    ] = 2.0,
-    min_score: Annotated[
-        float | None,
-        common.matches_option(
-            help="Lowest score of a match to keep, between 0 and 1; the default is 0.5 with --keep-keypoints, else 0."
-        ),
-    ] = None,
+    config: Annotated[MatchDatabaseConfig, _OPTIONS],
 ) -> dict[str, Any]:
     """Match the images of a COLMAP database and write the matches into it.
 
@@ -64,19 +57,7 @@ def match_colmap(
       dualrc match-colmap database.db --images images --keep-keypoints
       dualrc match-colmap database.db --images images --pairs pairs.txt
     """
-    from dualrc.adapters.colmap_database import MatchDatabaseConfig, match_database
-
-    config = MatchDatabaseConfig(
-        collection=matching,
-        pairs=pairs,
-        keep_keypoints=keep_keypoints,
-        replace_keypoints=replace_keypoints,
-        overwrite=overwrite,
-        verify=verify,
-        radius=radius,
-        min_score=min_score,
-    )
-    done = match_database(database, images, config, quiet=common.current.quiet)
+    done = match_database(database, images, replace(config, collection=matching), quiet=common.quiet)
     table = common.table(f"{done.matched:,} pairs matched")
     table.add_row("pairs", f"{done.pairs:,} of {done.images:,} images, of which {done.skipped:,} were there")
     table.add_row("matches", f"{done.matches:,}")

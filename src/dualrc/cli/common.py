@@ -2,7 +2,6 @@
 
 import re
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -42,14 +41,8 @@ screen = Console()
 messages = progress.console
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """Output options of the running command."""
-
-    quiet: bool = False
-
-
-current = Shown()
+# Whether the running command prints errors and warnings only.
+quiet = False
 
 
 def _show_version(wanted: bool) -> None:
@@ -136,7 +129,7 @@ def note(text: str, *, style: str | None = "yellow") -> None:
 
 def status(text: str) -> AbstractContextManager[None]:
     """Show a status text while a block runs."""
-    return progress.show_status(text, current.quiet)
+    return progress.show_status(text, quiet)
 
 
 def written(*what: object) -> None:

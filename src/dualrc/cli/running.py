@@ -21,17 +21,9 @@ import typer
 
 from dualrc.cli import common
 from dualrc.files import check_writable, make_folder, to_json
+from dualrc.matcher.extract import use_threads
 
-QuietOption = Annotated[bool, common.running_option("--quiet", "-q", help="Print errors and warnings only.")]
-VerboseOption = Annotated[
-    bool, common.running_option("--verbose", "-v", help="Also print debug messages, with time stamps.")
-]
-JsonOption = Annotated[
-    bool,
-    common.running_option(
-        "--json", help="Print the result as JSON to standard output; docs/running.md lists the keys."
-    ),
-]
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 # Native code has this much time to return to Python after a signal.
 _GRACE_S = 10.0
 
@@ -44,6 +36,16 @@ class RunOptions:
     verbose: bool = False
     json: bool = False
     threads: int | None = None
+
+
+_RUN_OPTIONS = {
+    "quiet": common.running_option("--quiet", "-q", help="Print errors and warnings only."),
+    "verbose": common.running_option("--verbose", "-v", help="Also print debug messages, with time stamps."),
+    "json": common.running_option(
+        "--json", help="Print the result as JSON to standard output; docs/running.md lists the keys."
+    ),
+    "threads": common.ThreadsOption,
+}
 
 
 class Terminated(KeyboardInterrupt):
@@ -78,20 +80,22 @@ def command(
     def decorate(function: Command) -> Command:
         own = inspect.signature(function)
         configs = _configs(own)
-        parameters = [each for p in own.parameters.values() for each in _expanded(p, configs.get(p.name))]
+        parameters: list[inspect.Parameter] = []
+        for key, own_parameter in own.parameters.items():
+            parameters += _options(*configs[key]) if key in configs else [own_parameter.replace(kind=_KEYWORD)]
         names = {p.name for p in parameters}
-        options = {"quiet": QuietOption, "verbose": VerboseOption, "json": JsonOption, "threads": common.ThreadsOption}
-        added = [
-            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-            for (key, annotation), default in zip(options.items(), (False, False, False, None), strict=True)
-            if key not in names
-        ]
+        parameters += [p for p in _options(RunOptions, _RUN_OPTIONS) if p.name not in names]
 
         @functools.wraps(function)
         def run(**given: Any) -> None:
-            chosen = RunOptions(**{key: given[key] for key in options})
+            chosen = RunOptions(**{key: given[key] for key in _RUN_OPTIONS})
             values = {key: value for key, value in given.items() if key in names}
-            with _stopping(kept, values, waits=waits), _output(chosen), _threads(chosen.threads), ExitStack() as stack:
+            with (
+                _stopping(kept, values, waits=waits),
+                _output(chosen),
+                use_threads(chosen.threads),
+                ExitStack() as stack,
+            ):
                 if log is not None and values.get("out") is not None and not chosen.verbose:
                     stack.enter_context(_native_output_to(Path(values["out"]) / log))
                 for key, (config, chosen_options) in configs.items():
@@ -103,8 +107,8 @@ def command(
                 raise typer.Exit(code)
 
         # Typer reads parameters from the signature, and types from the signature and the annotations.
-        run.__signature__ = own.replace(parameters=[*parameters, *added])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in (*parameters, *added)}
+        run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in parameters}
         app.command(name)(run)
         return run
 
@@ -121,20 +125,15 @@ def _configs(own: inspect.Signature) -> dict[str, tuple[type[Any], Mapping[str, 
     return found
 
 
-def _expanded(
-    parameter: inspect.Parameter, config: tuple[type[Any], Mapping[str, Any]] | None
-) -> list[inspect.Parameter]:
-    """Return a parameter, or one per option of a config with the type and default of its field, by keyword."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    if config is None:
-        return [parameter.replace(kind=keyword)]
-    defaults, hints = {field.name: field.default for field in fields(config[0])}, get_type_hints(config[0])
+def _options(config: type[Any], options: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """Return a parameter for each option of a config, with the type and default of its field."""
+    defaults, hints = {field.name: field.default for field in fields(config)}, get_type_hints(config)
     # An option that several commands share has a type already.
     typed = {
         name: option if get_origin(option) is Annotated else Annotated[hints[name], option]
-        for name, option in config[1].items()
+        for name, option in options.items()
     }
-    return [inspect.Parameter(name, keyword, annotation=hint, default=defaults[name]) for name, hint in typed.items()]
+    return [inspect.Parameter(name, _KEYWORD, annotation=hint, default=defaults[name]) for name, hint in typed.items()]
 
 
 class _Handler(logging.Handler):
@@ -149,31 +148,19 @@ class _Handler(logging.Handler):
 def _output(chosen: RunOptions) -> Iterator[None]:
     """Print log messages at the chosen level, and reserve standard output for JSON if that was chosen."""
     log, handler = logging.getLogger("dualrc"), _Handler()
-    before = log.level, common.screen.quiet, common.current
+    before = log.level, common.screen.quiet, common.quiet
     log.addHandler(handler)
     log.setLevel(logging.WARNING if chosen.quiet else logging.DEBUG if chosen.verbose else logging.INFO)
     if chosen.verbose:
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
     common.screen.quiet = chosen.quiet or chosen.json
-    common.current = common.Shown(quiet=chosen.quiet)
+    common.quiet = chosen.quiet
     try:
         yield
     finally:
         log.removeHandler(handler)
-        level, common.screen.quiet, common.current = before
+        level, common.screen.quiet, common.quiet = before
         log.setLevel(level)
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Limit torch to `count` threads."""
-    if count is None:
-        yield
-        return
-    from dualrc.matcher.extract import use_threads
-
-    with use_threads(count):
-        yield
 
 
 @contextmanager

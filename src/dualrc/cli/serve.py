@@ -119,7 +119,7 @@ def serve(
                 webbrowser.open(page)
 
         _log_to_standard_error()
-        server.serve(app, listener, started=tell)
+        server.Server(app, started=tell).run(sockets=[listener])
     common.screen.print("Stopped; uploads are removed.", highlight=False)
     if server.is_busy():
         # Exit at once: native code on another thread can crash while the interpreter shuts down.
@@ -135,7 +135,7 @@ def _log_to_standard_error() -> None:
     handler.setFormatter(logging.Formatter("%(message)s"))
     access = logging.getLogger("dualrc.web.access")
     access.propagate = False
-    if not common.current.quiet:
+    if not common.quiet:
         access.addHandler(handler)
     uvicorn = logging.getLogger("uvicorn.error")
     uvicorn.addHandler(handler)

@@ -221,7 +221,7 @@ def convert(
 
 def _tracked(items: Iterable[T], step: str, total: int) -> Iterator[T]:
     """Yield the items and show progress."""
-    with show_progress(common.current.quiet) as tell:
+    with show_progress(common.quiet) as tell:
         tell(step, 0, total)
         for done, item in enumerate(items, start=1):
             yield item

@@ -3,8 +3,7 @@
 import io
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -13,13 +12,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dualrc import config as configs
 from dualrc.config import MIN_SIDE
-from dualrc.errors import ConfigError, WeightsError
+from dualrc.errors import ConfigError
 from dualrc.extras import require
 from dualrc.files import make_folder, replacing
+from dualrc.matcher import load
 from dualrc.model.backbone import fold_batch_norm
-from dualrc.model.checkpoint import bundled, file_hash, load_weights, read_calibration
 from dualrc.model.correlation import normalize
 from dualrc.model.dualrc import DualRCNet
 from dualrc.onnx.matcher import FILES
@@ -73,27 +71,20 @@ def export(
     """Write features.onnx and pair.onnx into a folder; `dualrc.onnx.Matcher` reads them."""
     require("onnx", "onnx", "ONNX exports")
     config = config or ExportConfig()
-    _, matcher = configs.preset(preset)
-    path = Path(weights) if weights is not None else bundled(preset)
-    if path is None:
-        raise WeightsError(f"The package has no weights for the preset {preset!r}; give a weights file.")
-    network = load_weights(path)
-    if network.config.preset != preset:
-        raise WeightsError(
-            f"{path} holds weights of the preset {network.config.preset!r}, not {preset!r}; give that preset."
-        )
+    matcher = load(preset, weights=weights, device="cpu", precision="float32", engine="torch")
+    network = matcher.network
     if not isinstance(network, DualRCNet):
         raise ConfigError(f"The preset {preset!r} can't be exported to ONNX; choose default or paper.")
     info = ModelInfo(
         part="features",
         preset=preset,
-        weights=file_hash(path),
+        weights=matcher.weights_hash or "",
         precision=config.precision,
-        max_size=matcher.max_size,
+        max_size=matcher.config.max_size,
         antialias=network.config.backbone.antialias,
         top=config.top,
         dualrc=metadata.version("dualrc"),
-        calibration=read_calibration(path),
+        calibration=matcher.calibration,
     )
     folder = make_folder(out)
     written = []
@@ -145,7 +136,9 @@ def _to_onnx(
     torch.export takes minutes, because many sizes are products of other sizes.
     """
     content = io.BytesIO()
-    with _quiet(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad():
+        # The tracer warns about constant lengths and about its deprecation.
+        warnings.simplefilter("ignore")
         torch.onnx.export(
             model.eval(),
             tuple(inputs.values()),
@@ -157,14 +150,6 @@ def _to_onnx(
             dynamic_axes=axes,
         )
     return content.getvalue()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress warnings of the tracer about constant lengths and about its deprecation."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _simplified(model: bytes) -> bytes:

@@ -1,5 +1,6 @@
 """Fine search with a fixed amount of work: it visits the best coarse cells and bounds the scores of the others."""
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -53,17 +54,10 @@ def largest_around(values: Tensor, fine: FineMap, reading: Reading) -> Tensor:
     grid = values.unflatten(0, (fine.height, fine.width))
     rows = F.pad(grid, (0, 0, 0, 0, before, after))
     shifted = [rows[start : start + fine.height] for start in range(before + after + 1)]
-    grid = _largest(shifted)
+    grid = reduce(torch.maximum, shifted)
     columns = F.pad(grid, (0, 0, before, after))
     shifted = [columns[:, start : start + fine.width] for start in range(before + after + 1)]
-    return _largest(shifted).flatten(0, 1)
-
-
-def _largest(values: list[Tensor]) -> Tensor:
-    result = values[0]
-    for value in values[1:]:
-        result = torch.maximum(result, value)
-    return result
+    return reduce(torch.maximum, shifted).flatten(0, 1)
 
 
 def top_cells(limits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,9 @@ from starlette.concurrency import run_in_threadpool
 from dualrc.files import parse_json
 from dualrc.web.job import Job
 from dualrc.web.problems import Problem
-from dualrc.web.security import client_of
 from dualrc.web.service import Service
 
 Body = TypeVar("Body", bound=BaseModel)
-T = TypeVar("T")
 # Seconds between two checks that a waiting client is still connected.
 _POLL_S = 0.5
 
@@ -25,11 +23,6 @@ def service_of(request: Request) -> Service:
     """Return the service of the app that received this request."""
     found: Service = request.app.state.service
     return found
-
-
-def client(request: Request) -> str:
-    """Return the address of the client that sent a request."""
-    return client_of(request.scope)
 
 
 async def json_body(request: Request, kind: type[Body]) -> Body:

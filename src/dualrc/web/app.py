@@ -9,8 +9,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Match
@@ -24,16 +25,17 @@ from dualrc.errors import ConfigError, DualRCError
 from dualrc.matcher import Matcher
 from dualrc.web import openapi, routes_images, routes_pairs, routes_sets, schemas
 from dualrc.web.answers import service_of
-from dualrc.web.collections import CollectionStore
-from dualrc.web.examples import Examples
+from dualrc.web.examples import EXAMPLES, Examples
 from dualrc.web.metrics import Metrics
 from dualrc.web.problems import Problem, from_error
 from dualrc.web.reconstruction import Reconstruction
-from dualrc.web.security import Guard
+from dualrc.web.security import Guard, answer
 from dualrc.web.service import Service
 from dualrc.web.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
+public = APIRouter(tags=["server"])
+router = APIRouter(tags=["server"])
 STATIC = Path(__file__).parent / "static"
 # Maximum number of seconds between two removals of expired data.
 _SWEEP_S = 30.0
@@ -99,33 +101,26 @@ def create_app(
         redirect_slashes=False,
         responses=openapi.errors(*openapi.EVERY),
     )
-    openapi.describe(app, token=config.token is not None)
-    app.state.metrics, app.state.collections = metrics, CollectionStore(config)
-    app.state.reconstruction = reconstruction
+    app.state.metrics, app.state.reconstruction = metrics, reconstruction
     app.add_middleware(Guard, config=config, metrics=metrics)
     _add_handlers(app)
-    _add_routes(app)
-    for router in (routes_images.router, routes_pairs.router, routes_sets.router):
-        app.include_router(router)
+    app.include_router(public)
+    # The Guard checks the token; this is its description in /openapi.json.
+    token = [] if config.token is None else [Security(HTTPBearer(scheme_name="token", auto_error=False))]
+    for part in (router, routes_images.router, routes_pairs.router, routes_sets.router):
+        app.include_router(part, dependencies=token)
     # Not mounted: a mount at the root would answer for routes that require another method.
     app.router.default = _Page(directory=STATIC, html=True, check_dir=False)
     return app
 
 
-def _add_routes(app: FastAPI) -> None:
-    """Add the routes about the server itself."""
-    health, info = "Check that the server runs", "Versions and limits of this server"
-    app.add_api_route("/healthz", _health, tags=["server"], summary=health, response_model=schemas.Health)
-    app.add_api_route("/v1/info", _info, tags=["server"], summary=info, response_model=schemas.Info)
-    metrics: Any = {"tags": ["server"], "summary": "Metrics in the Prometheus text format"}
-    app.add_api_route("/metrics", _metrics, response_class=PlainTextResponse, **metrics)
-
-
+@public.get("/healthz", summary="Check that the server runs", response_model=schemas.Health)
 async def _health() -> dict[str, str]:
     """Return the status and the version; this route needs no token."""
     return {"status": "ok", "version": dualrc.__version__}
 
 
+@router.get("/v1/info", summary="Versions and limits of this server", response_model=schemas.Info)
 async def _info(request: Request) -> dict[str, Any]:
     """Return versions, limits and examples."""
     service, config = service_of(request), service_of(request).config
@@ -144,11 +139,12 @@ async def _info(request: Request) -> dict[str, Any]:
         "max_collection": config.max_collection,
         "max_points": config.max_points,
         "keep_s": config.keep_s,
-        "examples": request.app.state.examples.list(),
+        "examples": [example.describe() for example in EXAMPLES],
         "reconstruction": None if model is None else model.summary(),
     }
 
 
+@router.get("/metrics", summary="Metrics in the Prometheus text format", response_class=PlainTextResponse)
 async def _metrics(request: Request) -> PlainTextResponse:
     """Return counters and gauges in the Prometheus text format."""
     service, metrics = service_of(request), request.app.state.metrics
@@ -158,10 +154,10 @@ async def _metrics(request: Request) -> PlainTextResponse:
         "dualrc_images": ("Stored images.", lambda: len(service.images)),
         "dualrc_image_file_bytes": ("Size of image files on disk.", lambda: service.images.disk_bytes),
         "dualrc_pixel_cache_bytes": ("Memory of decoded images and views.", lambda: service.images.pixel_bytes),
-        "dualrc_feature_cache_bytes": ("Memory of features.", lambda: service.feature_bytes),
-        "dualrc_warp_cache_bytes": ("Memory of warps.", lambda: service.warp_bytes),
+        "dualrc_feature_cache_bytes": ("Memory of features.", lambda: service.features.size),
+        "dualrc_warp_cache_bytes": ("Memory of warps.", lambda: service.warps.size),
         "dualrc_pairs": ("Stored results.", lambda: len(service.pairs)),
-        "dualrc_pair_bytes": ("Memory of results.", lambda: service.pairs.bytes),
+        "dualrc_pair_bytes": ("Memory of results.", lambda: service.pairs.size),
     }
     text = metrics.text(gauges, service.jobs.outcomes, dict(service.jobs.batches))
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
@@ -172,36 +168,34 @@ def _add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Problem)
     async def problem_handler(_: Request, problem: Problem) -> JSONResponse:
-        return JSONResponse(problem.body(), problem.status, problem.headers)
+        return answer(problem)
 
     @app.exception_handler(DualRCError)
     async def error_handler(_: Request, error: DualRCError) -> JSONResponse:
-        problem = from_error(error)
-        return JSONResponse(problem.body(), problem.status, problem.headers)
+        return answer(from_error(error))
 
     @app.exception_handler(RequestValidationError)
     async def validation_handler(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         message = f"{'.'.join(map(str, first['loc'][1:]))}: {first['msg']}; see /openapi.json."
-        return JSONResponse({"error": message, "code": "bad_field"}, 422)
+        return answer(Problem(422, "bad_field", message))
 
     @app.exception_handler(HTTPException)
     async def http_handler(request: Request, error: HTTPException) -> JSONResponse:
-        codes = {404: "not_found", 405: "wrong_method"}
-        words = {
-            404: "There is nothing here; see /openapi.json.",
-            405: "This address requires another method; see /openapi.json.",
-        }
-        status, headers = error.status_code, error.headers
-        body = {"error": words.get(status, str(error.detail)), "code": codes.get(status, "failed")}
-        if status == 405 and (allowed := _allowed(app, request.scope)):
-            headers = {"Allow": ", ".join(allowed)}
-        return JSONResponse(body, status, headers)
+        code, message = {
+            404: ("not_found", "There is nothing here; see /openapi.json."),
+            405: ("wrong_method", "This address requires another method; see /openapi.json."),
+        }.get(error.status_code, ("failed", str(error.detail)))
+        response = answer(Problem(error.status_code, code, message))
+        response.headers.update(error.headers or {})
+        if error.status_code == 405 and (allowed := _allowed(app, request.scope)):
+            response.headers["Allow"] = ", ".join(allowed)
+        return response
 
     @app.exception_handler(Exception)
     async def crash_handler(_: Request, error: Exception) -> JSONResponse:
         logger.error("A request failed.", exc_info=error)
-        return JSONResponse({"error": "The server failed; see its log.", "code": "failed"}, 500)
+        return answer(Problem(500, "failed", "The server failed; see its log."))
 
 
 def _allowed(app: FastAPI, scope: Scope) -> list[str]:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -24,10 +24,15 @@ class Example:
     name: str
     title: str
     description: str
-    # Small views among the files of the page, made by `scripts/figures examples`.
-    thumbnails: tuple[str, str]
+    # Rendered scene and side of both images.
+    images: tuple[tuple[str, int], tuple[str, int]]
     # Whether both images show the same scene, so that the ground truth is known.
     truth: bool = True
+
+    def describe(self) -> dict[str, Any]:
+        """Return the JSON of an example; the small views are files of the page, made by `scripts/figures examples`."""
+        thumbnails = [f"example-{scene}-{side}.jpg" for scene, side in self.images]
+        return {"name": self.name, "title": self.title, "description": self.description, "thumbnails": thumbnails}
 
 
 EXAMPLES = (
@@ -35,19 +40,19 @@ EXAMPLES = (
         name="town",
         title="Town square",
         description="Two rendered views of a square, with different viewpoints and lighting.",
-        thumbnails=("example-town-0.jpg", "example-town-1.jpg"),
+        images=(("town", 0), ("town", 1)),
     ),
     Example(
         name="wall",
         title="Wall with posters",
         description="A planar wall seen from two viewpoints. One homography fits all matches.",
-        thumbnails=("example-wall-0.jpg", "example-wall-1.jpg"),
+        images=(("wall", 0), ("wall", 1)),
     ),
     Example(
         name="unrelated",
         title="Nothing in common",
         description="Two images of different places, which the verdict reports.",
-        thumbnails=("example-town-0.jpg", "example-wall-0.jpg"),
+        images=(("town", 0), ("wall", 0)),
         truth=False,
     ),
 )
@@ -63,7 +68,7 @@ def find(name: str) -> Example:
 
 
 def render(name: str, size: Size = SIZE) -> list[ImageArray]:
-    """Render the two images of `town` or `wall`."""
+    """Render the two images of the scene `town` or `wall`."""
     options = {"kind": "plane", "angle_deg": 40.0, "roll_deg": 15.0} if name == "wall" else {}
     pair = make_pair(1, size=size, **options)  # type: ignore[arg-type]
     return [rendering.image.cpu().numpy() for rendering in pair]
@@ -75,27 +80,19 @@ class Examples:
     def __init__(self, images: ImageStore, size: Size = SIZE) -> None:
         self._images, self._size = images, size
         self._lock = threading.Lock()
-        self._ready: dict[str, tuple[Upload, Upload]] = {}
+        self._scenes: dict[str, list[Upload]] = {}
 
-    def list(self) -> list[dict[str, Any]]:
-        """Return what the page shows of all examples."""
-        return [{key: value for key, value in asdict(one).items() if key != "truth"} for one in EXAMPLES]
-
-    def get(self, name: str) -> tuple[Example, tuple[Upload, Upload]]:
-        """Return an example and its two images; they are rendered if necessary."""
-        found = find(name)
+    def get(self, name: str) -> list[Upload]:
+        """Return the two images of an example; they are rendered if necessary."""
         with self._lock:
-            if name == "unrelated":
-                return found, (self._pair("town")[0], self._pair("wall")[0])
-            return found, self._pair(name)
+            return [self._rendered(scene)[side] for scene, side in find(name).images]
 
-    def ready(self, name: str) -> tuple[Upload, Upload] | None:
+    def ready(self, name: str) -> list[Upload] | None:
         """Return the images of an example, or None if they are not rendered yet."""
-        find(name)
-        if name != "unrelated":
-            return self._ready.get(name)
-        town, wall = self._ready.get("town"), self._ready.get("wall")
-        return (town[0], wall[0]) if town and wall else None
+        images = find(name).images
+        if any(scene not in self._scenes for scene, _ in images):
+            return None
+        return [self._scenes[scene][side] for scene, side in images]
 
     def prepare(self, stop: Callable[[], bool]) -> None:
         """Render all examples; `stop` is checked before each of them."""
@@ -103,12 +100,11 @@ class Examples:
             if not stop():
                 self.get(one.name)
 
-    def _pair(self, name: str) -> tuple[Upload, Upload]:
-        if name not in self._ready:
-            images = render(name, self._size)
-            first, second = (self._keep(pixels, f"{name}-{number}.png") for number, pixels in enumerate(images))
-            self._ready[name] = first, second
-        return self._ready[name]
+    def _rendered(self, scene: str) -> list[Upload]:
+        if scene not in self._scenes:
+            images = render(scene, self._size)
+            self._scenes[scene] = [self._keep(pixels, f"{scene}-{side}.png") for side, pixels in enumerate(images)]
+        return self._scenes[scene]
 
     def _keep(self, pixels: ImageArray, name: str) -> Upload:
         file = BytesIO()

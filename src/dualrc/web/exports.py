@@ -3,24 +3,21 @@
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from dualrc.colmap import colmap_camera, colmap_points, import_pycolmap, quiet_colmap
 from dualrc.geometry import Camera, camera_from_exif
 from dualrc.matches import Matches
-from dualrc.types import FloatArray
 from dualrc.web.pairs import Pair
-from dualrc.web.uploads import Upload
 
-Format = Literal["npz", "csv", "colmap"]
 MEDIA = {"npz": "application/octet-stream", "csv": "text/csv; charset=utf-8", "colmap": "application/vnd.sqlite3"}
 FILES = {"npz": "matches.npz", "csv": "matches.csv", "colmap": "database.db"}
 
 
-def export(pair: Pair, form: Format) -> bytes:
-    """Return the matches of a pair as the content of a file."""
+def export(pair: Pair, form: str) -> bytes:
+    """Return the matches of a pair as the content of a file; `form` is npz, csv or colmap."""
     with tempfile.TemporaryDirectory(prefix="dualrc-export-") as folder:
         path = Path(folder) / FILES[form]
         if form == "colmap":
@@ -40,26 +37,18 @@ def _write_database(pair: Pair, path: Path) -> None:
         numbers, columns = [], []
         points = pair.matches.points0, pair.matches.points1
         for name, image, places in zip(names, pair.images, points, strict=True):
-            camera = database.write_camera(colmap_camera(_camera(image), image.path, known=False))
-            numbers.append(database.write_image(pycolmap.Image(name=name, camera_id=camera)))
-            keypoints, rows = _unique(places)
+            camera = camera_from_exif(image.path) or replace(Camera.guessed(image.size), source="guess")
+            number = database.write_camera(colmap_camera(camera, image.path, known=False))
+            numbers.append(database.write_image(pycolmap.Image(name=name, camera_id=number)))
+            # Matches that share a point share its keypoint.
+            keypoints, rows = np.unique(places, axis=0, return_inverse=True)
             database.write_keypoints(numbers[-1], colmap_points(keypoints, image.path).astype(np.float32))
-            columns.append(rows)
+            columns.append(rows.reshape(-1))
         indices = np.stack(columns, axis=1).astype(np.uint32).reshape(-1, 2)
         if len(indices):
             database.write_matches(*numbers, indices)
             if (made := _geometry(pair.matches, indices, pycolmap)) is not None:
                 database.write_two_view_geometry(*numbers, made)
-
-
-def _camera(image: Upload) -> Camera:
-    return camera_from_exif(image.path) or replace(Camera.guessed(image.size), source="guess")
-
-
-def _unique(places: FloatArray) -> tuple[FloatArray, Any]:
-    """Return unique keypoints (m, 2) and the keypoint index of each match (n,)."""
-    keypoints, rows = np.unique(places.reshape(-1, 2), axis=0, return_inverse=True)
-    return keypoints, rows.reshape(-1)
 
 
 def _geometry(matches: Matches, indices: Any, pycolmap: Any) -> Any:

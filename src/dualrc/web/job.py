@@ -7,7 +7,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dualrc.web.problems import Problem
@@ -26,10 +26,6 @@ class Progress:
     step: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def next_step(self) -> "Progress":
-        """Return the progress after the begin of another step."""
-        return replace(self, step=self.step + 1)
-
 
 Work = Generator[Progress, None, Any]
 
@@ -42,7 +38,8 @@ class Cancelled(Exception):  # noqa: N818
 class Job:
     """Task for the worker thread."""
 
-    start: Callable[[], Work]
+    # None when the job has ended, so that its data can be freed.
+    work: Work | None
     client: str
     limit_s: float
     # Whether other jobs may run between two steps of this one.
@@ -61,7 +58,6 @@ class Job:
     problem: Problem | None = None
     created: float = field(default_factory=time.monotonic)
     cancelled: bool = False
-    work: Work | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def check(self) -> None:
@@ -74,7 +70,7 @@ class Job:
     def end(self, state: State, problem: Problem | None = None) -> None:
         """Set the outcome, and release what the job used."""
         # Set the problem before the state, because readers of the state use it.
-        self.problem, self.work, self.pair, self.start = problem, None, None, _ended
+        self.problem, self.work, self.pair = problem, None, None
         self.state = state
         self.release()
 
@@ -92,8 +88,3 @@ class Job:
 
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(wake)
-
-
-def _ended() -> Work:
-    """Replace the work of a finished job, so that its data can be freed."""
-    raise AssertionError("A job is run once.")

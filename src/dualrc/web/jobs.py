@@ -2,18 +2,18 @@
 
 import asyncio
 import logging
-import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from dualrc.errors import DualRCError
 from dualrc.matcher.interrupt import interruptible
 from dualrc.web.job import ENDED, Cancelled, Job, State
-from dualrc.web.problems import Problem, from_error, unknown
+from dualrc.web.problems import Problem, from_error, known
 from dualrc.web.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,10 @@ class JobQueue:
         self._jobs: dict[str, Job] = {}
         self._working: list[Job] = []
         self._ready = threading.Condition()
-        self._idle: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._idle: deque[Callable[[], None]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._closing = False
+        # Whether the server is stopping.
+        self.closing = False
         self._thread = threading.Thread(target=self._run, name="matching", daemon=True)
         # Number of jobs that ended, by outcome.
         self.outcomes: Counter[str] = Counter()
@@ -53,17 +54,12 @@ class JobQueue:
     def close(self, wait_s: float = 10.0) -> None:
         """Cancel all jobs and wait for the worker."""
         with self._ready:
-            self._closing = True
+            self.closing = True
             for job in [*self._jobs.values(), *self._waiting, *self._working]:
-                self._cancel(job)
+                self.cancel(job)
             self._ready.notify_all()
         if self._thread.is_alive():
             self._thread.join(wait_s)
-
-    @property
-    def closing(self) -> bool:
-        """Whether the server is stopping."""
-        return self._closing
 
     @property
     def depth(self) -> int:
@@ -77,14 +73,14 @@ class JobQueue:
 
     def when_idle(self, task: Callable[[], None]) -> None:
         """Run a task on the worker thread when no job is waiting."""
-        self._idle.put(task)
         with self._ready:
+            self._idle.append(task)
             self._ready.notify_all()
 
     def submit(self, job: Job) -> Job:
         """Queue a job; raise a Problem if there are too many."""
         with self._ready:
-            if self._closing:
+            if self.closing:
                 raise Problem(503, "closing", "The server is stopping; try again when it is back.", retry_s=10)
             mine = sum(one.client == job.client for one in [*self._waiting, *self._working])
             if mine >= self.config.max_client_jobs:
@@ -102,15 +98,16 @@ class JobQueue:
 
     def get(self, number: str) -> Job:
         """Return the job with this id."""
-        job = self._jobs.get(number)
-        if job is None:
-            raise unknown("job")
-        return job
+        return known(self._jobs.get(number), "job")
 
     def cancel(self, job: Job) -> None:
         """Cancel a job: at once if it is queued, at its next step if it is running."""
         with self._ready:
-            self._cancel(job)
+            job.cancelled = True
+            if job in self._waiting:
+                self._waiting.remove(job)
+                self._end(job, "cancelled")
+                self._tell_waiting()
 
     def snapshot(self, job: Job) -> tuple[str, dict[str, Any]]:
         """Return the name and the data of the event that describes the current state of a job."""
@@ -170,38 +167,20 @@ class JobQueue:
             if number < len(ended) - _FINISHED_KEPT or job.created < oldest:
                 del self._jobs[job.id]
 
-    def _cancel(self, job: Job) -> None:
-        job.cancelled = True
-        if job in self._waiting:
-            self._waiting.remove(job)
-            self._end(job, "cancelled")
-            self._tell_waiting()
-
     def _run(self) -> None:
         while True:
             with self._ready:
-                while not self._waiting and not self._closing and self._idle.empty():
-                    self._ready.wait()
-                if self._closing:
+                self._ready.wait_for(lambda: self._waiting or self._idle or self.closing)
+                if self.closing:
                     return
-                jobs = self._take()
-            if jobs:
-                self._work_on(jobs)
-            else:
-                self._do_idle()
-
-    def _do_idle(self) -> None:
-        try:
-            self._idle.get_nowait()()
-        except queue.Empty:
-            pass
-        except Exception:
-            logger.exception("A background task failed.")
+                work = partial(self._work_on, self._take()) if self._waiting else self._idle.popleft()
+            try:
+                work()
+            except Exception:
+                logger.exception("A background task failed.")
 
     def _take(self) -> list[Job]:
         """Return the next job and the jobs that can be matched in one batch with it."""
-        if not self._waiting:
-            return []
         jobs = [self._waiting.pop(0)]
         key = jobs[0].batch_key
         if self._together is not None and key is not None:
@@ -243,7 +222,7 @@ class JobQueue:
     def _run_one(self, job: Job) -> None:
         """Run a job to its end, or for one step if it is long and other jobs are waiting."""
         try:
-            job.work = job.work or job.start()
+            assert job.work is not None
             while True:
                 job.check()
                 with interruptible(partial(self._step, job)):
@@ -251,38 +230,35 @@ class JobQueue:
                 job.wake(self._loop)
                 if job.long and self._waiting:
                     with self._ready:
-                        if not job.cancelled and not self._closing:
+                        if not job.cancelled and not self.closing:
                             # The state remains `running`: the job continues after the others.
                             self._waiting.append(job)
                             return
         except StopIteration as end:
             job.result = end.value
-            self._finish(job, "cancelled" if job.cancelled else "done")
+            self._end(job, "cancelled" if job.cancelled else "done")
         except Cancelled:
-            self._finish(job, "cancelled")
+            self._end(job, "cancelled")
         except Problem as problem:
-            self._finish(job, "failed", problem)
+            self._end(job, "failed", problem)
         except DualRCError as error:
-            self._finish(job, "failed", from_error(error))
+            self._end(job, "failed", from_error(error))
         except Exception:
             logger.exception("A job failed.")
             message = "The server failed; see its log. Try again, or use other images."
-            self._finish(job, "failed", Problem(500, "failed", message))
+            self._end(job, "failed", Problem(500, "failed", message))
 
     def _step(self, job: Job) -> None:
         """Report a step of the network; raise if the job has to end."""
         job.check()
-        job.progress = job.progress.next_step()
+        job.progress = replace(job.progress, step=job.progress.step + 1)
         job.wake(self._loop)
-
-    def _finish(self, job: Job, state: State, problem: Problem | None = None) -> None:
-        with self._ready:
-            self._end(job, state, problem)
 
     def _end(self, job: Job, state: State, problem: Problem | None = None) -> None:
-        self.outcomes[state] += 1
-        job.end(state, problem)
-        job.wake(self._loop)
+        with self._ready:
+            self.outcomes[state] += 1
+            job.end(state, problem)
+            job.wake(self._loop)
 
     def _tell_waiting(self) -> None:
         for job in self._waiting:

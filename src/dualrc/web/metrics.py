@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from dualrc.web.job import ENDED
+
 # Upper bounds of the histogram of request durations, in seconds.
 _BUCKETS = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
 # Clients can send any method, but each label takes memory.
@@ -56,7 +58,7 @@ class Metrics:
             lines.append(f'dualrc_request_seconds_sum{{route="{route}"}} {seconds[route]:.6f}')
             lines.append(f'dualrc_request_seconds_count{{route="{route}"}} {total}')
         lines += ["# HELP dualrc_jobs_total Jobs that ended.", "# TYPE dualrc_jobs_total counter"]
-        lines += [f'dualrc_jobs_total{{outcome="{outcome}"}} {jobs.get(outcome, 0)}' for outcome in _OUTCOMES]
+        lines += [f'dualrc_jobs_total{{outcome="{outcome}"}} {jobs.get(outcome, 0)}' for outcome in ENDED]
         lines += ["# HELP dualrc_batches_total Batches of pairs.", "# TYPE dualrc_batches_total counter"]
         lines += [f'dualrc_batches_total{{pairs="{pairs}"}} {count}' for pairs, count in sorted(batches.items())]
         own = {
@@ -66,9 +68,6 @@ class Metrics:
         for name, (words, value) in {**gauges, **own}.items():
             lines += [f"# HELP {name} {words}", f"# TYPE {name} gauge", f"{name} {value():.10g}"]
         return "\n".join(lines) + "\n"
-
-
-_OUTCOMES = ("done", "failed", "cancelled")
 
 
 def resident_bytes() -> float:

@@ -1,13 +1,10 @@
-"""OpenAPI description of the service: responses of every route, errors and the token."""
+"""OpenAPI description of the service: responses of every route, and errors."""
 
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from dualrc.web.schemas import Error
-from dualrc.web.security import is_protected
 
 # Meaning of the statuses of errors.
 _ERRORS = {
@@ -30,6 +27,7 @@ EVERY = (401, 403, 421, 500)
 JOB = (404, 409, 413, 415, 422, 429, 503, 504)
 UPLOAD = (408, 413, 415, 422, 503)
 
+_BINARY = {"type": "string", "format": "binary"}
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -45,32 +43,11 @@ def response(kind: type[BaseModel], description: str, status: int = 200) -> Resp
 
 def binary(description: str, *media: str) -> Responses:
     """Return the description of a response with bytes of one of several media types."""
-    return {200: {"content": {kind: {"schema": _schema(kind)} for kind in media}, "description": description}}
+    content = {kind: {"schema": {"type": "string"} if kind.startswith("text/") else _BINARY} for kind in media}
+    return {200: {"content": content, "description": description}}
 
 
-def describe(app: FastAPI, *, token: bool) -> None:
-    """Let /openapi.json tell which routes require a token, if the server has one."""
-
-    def make() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            made = get_openapi(
-                title=app.title, version=app.version, description=app.description, routes=list(app.routes)
-            )
-            if token:
-                _require_token(made)
-            app.openapi_schema = made
-        return app.openapi_schema
-
-    app.openapi = make  # type: ignore[method-assign]
-
-
-def _require_token(made: dict[str, Any]) -> None:
-    made["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-    for path, operations in made["paths"].items():
-        if is_protected(path):
-            for operation in operations.values():
-                operation["security"] = [{"token": []}]
-
-
-def _schema(media: str) -> dict[str, str]:
-    return {"type": "string"} if media.startswith("text/") else {"type": "string", "format": "binary"}
+def form(*files: str, **fields: Any) -> dict[str, Any]:
+    """Return the description of a multipart form with files and further fields."""
+    properties = {**dict.fromkeys(files, _BINARY), **fields}
+    return {"multipart/form-data": {"schema": {"type": "object", "required": [*files], "properties": properties}}}

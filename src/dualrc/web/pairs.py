@@ -1,11 +1,8 @@
-"""Results of pairs: storage with expiry, and their JSON representation."""
+"""Results of pairs, and their JSON representation."""
 
 import math
 import secrets
 import shlex
-import threading
-import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.matches import Estimate, Matches
-from dualrc.web.problems import unknown
-from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import Upload
 
 if TYPE_CHECKING:
@@ -36,7 +31,6 @@ class Pair:
     seconds: float
     device: str
     id: str = field(default_factory=lambda: secrets.token_urlsafe(18))
-    used: float = field(default_factory=time.monotonic)
 
     @property
     def bytes(self) -> int:
@@ -44,57 +38,6 @@ class Pair:
         sets = [self.matches] + ([] if self.matches.whole is None else [self.matches.whole])
         arrays = [array for one in sets for array in (one.points0, one.points1, one.scores, one.covariance)]
         return _OVERHEAD + sum(array.nbytes for array in arrays if array is not None)
-
-
-class PairStore:
-    """Results by unguessable id; the least recently used ones are dropped when they exceed the memory limit."""
-
-    def __init__(self, config: ServerConfig) -> None:
-        self.config = config
-        self._pairs: OrderedDict[str, Pair] = OrderedDict()
-        self._lock = threading.Lock()
-        self._bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    @property
-    def bytes(self) -> int:
-        """Memory of all results, in bytes."""
-        return self._bytes
-
-    def add(self, pair: Pair) -> None:
-        """Store a result."""
-        with self._lock:
-            self._pairs[pair.id] = pair
-            self._bytes += pair.bytes
-            self._expire()
-            while self._bytes > self.config.result_bytes and len(self._pairs) > 1:
-                self._drop(next(iter(self._pairs)))
-
-    def get(self, number: str) -> Pair:
-        """Return the result with this id and mark it as used."""
-        with self._lock:
-            self._expire()
-            pair = self._pairs.get(number)
-            if pair is None:
-                raise unknown("result")
-            pair.used = time.monotonic()
-            self._pairs.move_to_end(number)
-            return pair
-
-    def expire(self) -> None:
-        """Drop expired results."""
-        with self._lock:
-            self._expire()
-
-    def _expire(self) -> None:
-        oldest = time.monotonic() - self.config.keep_s
-        while self._pairs and next(iter(self._pairs.values())).used < oldest:
-            self._drop(next(iter(self._pairs)))
-
-    def _drop(self, number: str) -> None:
-        self._bytes -= self._pairs.pop(number).bytes
 
 
 def describe(pair: Pair, fit: "EstimateBody | None" = None) -> dict[str, Any]:

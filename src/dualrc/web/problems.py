@@ -1,9 +1,13 @@
 """Errors of the service: an HTTP status, a machine-readable code and a message."""
 
+from typing import TypeVar
+
 from PIL import Image
 
 from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
 from dualrc.matcher.budget import NoMemoryError
+
+T = TypeVar("T")
 
 
 class Problem(Exception):  # noqa: N818
@@ -43,6 +47,13 @@ def unknown(what: str) -> Problem:
     if (remedy := _REMEDIES.get(what)) is None:
         return Problem(404, "unknown_id", f"The reconstruction has no such {what}.")
     return Problem(404, "unknown_id", f"This {what} is unknown or has expired; {remedy}.")
+
+
+def known(found: T | None, what: str) -> T:
+    """Return what was found by its id, or raise the problem of an unknown id."""
+    if found is None:
+        raise unknown(what)
+    return found
 
 
 def from_error(error: DualRCError) -> Problem:

@@ -2,7 +2,6 @@
 
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,12 @@ from dualrc.colmap import ModelImage, import_pycolmap, read_model
 from dualrc.errors import DataError
 from dualrc.files import inside, parse_json, read_text
 from dualrc.image import read
-from dualrc.types import FloatArray, IntArray
-from dualrc.web.cache import ByteCache
+from dualrc.web.cache import Cache
 from dualrc.web.problems import Problem, unknown
 from dualrc.web.settings import MIB
 from dualrc.web.uploads import to_jpeg
 
 _VIEW_BYTES = 64 * MIB
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Tracks:
-    """Observations, grouped by 3D point."""
-
-    # First observation of each point, and the total: (m + 1,).
-    starts: IntArray
-    # Index of the image of each observation: (k,).
-    images: IntArray
-    # Position of each observation in pixels of the upright image: (k, 2).
-    places: FloatArray
 
 
 class Reconstruction:
@@ -49,12 +35,18 @@ class Reconstruction:
         self.names = list(model.images)
         self.xyz = model.xyz.astype(np.float32).reshape(-1, 3)
         self._images = list(model.images.values())
-        self._tracks = _index(self._images, model.point_ids)
+        # Observations of all images, sorted by point: index of the image (k,) and position in the upright image (k, 2).
+        points = np.concatenate([np.searchsorted(model.point_ids, image.point_ids) for image in self._images])
+        order = np.argsort(points, kind="stable")
+        self._observers = np.repeat(np.arange(len(self._images)), [len(image.points) for image in self._images])[order]
+        self._places = np.concatenate([image.points for image in self._images])[order]
+        # First observation of each point, and the total: (m + 1,).
+        self._starts = np.searchsorted(points[order], np.arange(len(model.point_ids) + 1))
         stored = import_pycolmap().Reconstruction(str(model_folder)).points3D
-        points = [stored[number] for number in model.point_ids.tolist()]
-        self.rgb = np.array([point.color for point in points], dtype=np.uint8).reshape(-1, 3)
-        self.errors = np.array([point.error for point in points], dtype=np.float64)
-        self._views: ByteCache[tuple[int, int], bytes] = ByteCache(_VIEW_BYTES, len)
+        kept = [stored[number] for number in model.point_ids.tolist()]
+        self.rgb = np.array([point.color for point in kept], dtype=np.uint8).reshape(-1, 3)
+        self.errors = np.array([point.error for point in kept], dtype=np.float64)
+        self._views: Cache[tuple[int, int], bytes] = Cache(_VIEW_BYTES, len)
         self._reading = threading.Lock()
 
     def summary(self) -> dict[str, Any]:
@@ -73,7 +65,7 @@ class Reconstruction:
 
     def packed(self) -> bytes:
         """Return all points in little-endian order: uint32 count, float32 xyz, uint8 rgb, uint32 track lengths."""
-        lengths = np.diff(self._tracks.starts)
+        lengths = np.diff(self._starts)
         count = np.array([len(self.xyz)], dtype="<u4")
         return b"".join(part.tobytes() for part in (count, self.xyz.astype("<f4"), self.rgb, lengths.astype("<u4")))
 
@@ -81,8 +73,8 @@ class Reconstruction:
         """Return a point and its observations."""
         if not 0 <= index < len(self.xyz):
             raise unknown("point")
-        rows = slice(*self._tracks.starts[index : index + 2].tolist())
-        observed = zip(self._tracks.images[rows].tolist(), self._tracks.places[rows].tolist(), strict=True)
+        rows = slice(*self._starts[index : index + 2].tolist())
+        observed = zip(self._observers[rows].tolist(), self._places[rows].tolist(), strict=True)
         error = float(self.errors[index])
         return {
             "xyz": self.xyz[index].tolist(),
@@ -113,19 +105,6 @@ def _find_images(folder: Path) -> Path | None:
         named = parse_json(read_text(folder / "summary.json"))["image_folder"]
         candidates.append((folder / named).resolve())
     return next((path for path in candidates if path.is_dir()), None)
-
-
-def _index(images: list[ModelImage], point_ids: IntArray) -> _Tracks:
-    """Return the observations of all images, sorted by point."""
-    counts = [len(image.point_ids) for image in images]
-    points = np.searchsorted(point_ids, np.concatenate([image.point_ids for image in images]))
-    order = np.argsort(points, kind="stable")
-    starts = np.searchsorted(points[order], np.arange(len(point_ids) + 1))
-    return _Tracks(
-        starts=starts.astype(np.int64),
-        images=np.repeat(np.arange(len(images)), counts)[order],
-        places=np.concatenate([image.points for image in images])[order],
-    )
 
 
 def _describe(number: int, name: str, image: ModelImage) -> dict[str, Any]:

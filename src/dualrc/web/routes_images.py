@@ -10,11 +10,12 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, UploadFile
 from starlette.exceptions import HTTPException
 
-from dualrc.web.answers import client, service_of
-from dualrc.web.examples import Examples
-from dualrc.web.openapi import UPLOAD, binary, errors
+from dualrc.web.answers import service_of
+from dualrc.web.examples import Examples, find
+from dualrc.web.openapi import UPLOAD, binary, errors, form
 from dualrc.web.problems import Problem
 from dualrc.web.schemas import ExampleImages, Image
+from dualrc.web.security import client_of
 from dualrc.web.uploads import Upload
 
 router = APIRouter(prefix="/v1", tags=["images"])
@@ -23,9 +24,6 @@ MaxSide = Annotated[int, Query(ge=16, le=8192, description="Maximum long side of
 # The image of an id never changes, so browsers may cache it.
 _CACHED = {"Cache-Control": "private, max-age=600, immutable"}
 JPEG = binary("The image.", "image/jpeg")
-_BINARY = {"type": "string", "format": "binary"}
-_FILE = {"type": "object", "required": ["file"], "properties": {"file": _BINARY}}
-_FORM = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _FILE}}}}
 
 
 @asynccontextmanager
@@ -36,13 +34,13 @@ async def form_of(request: Request, files: int) -> AsyncIterator[FormData]:
     # If too many uploads are active, the request waits here before its body is read.
     async with request.app.state.uploading:
         try:
-            form = await request.form(max_files=files, max_fields=16, max_part_size=64 * 1024)
+            sent = await request.form(max_files=files, max_fields=16, max_part_size=64 * 1024)
         except HTTPException as error:
             raise Problem(422, "bad_form", f"The form can't be read ({error.detail}); send it again.") from error
         try:
-            yield form
+            yield sent
         finally:
-            await form.close()
+            await sent.close()
 
 
 async def keep(request: Request, file: object, field: str) -> Upload:
@@ -50,13 +48,13 @@ async def keep(request: Request, file: object, field: str) -> Upload:
     if not isinstance(file, UploadFile):
         raise Problem(422, "no_file", f"The form has no file in its field `{field}`; send an image there.")
     images = service_of(request).images
-    return await run_in_threadpool(images.add, file.file, file.filename, client(request))
+    return await run_in_threadpool(images.add, file.file, file.filename, client_of(request.scope))
 
 
 @router.post(
     "/images",
     status_code=201,
-    openapi_extra=_FORM,
+    openapi_extra={"requestBody": {"required": True, "content": form("file")}},
     summary="Upload an image",
     response_model=Image,
     responses=errors(*UPLOAD),
@@ -64,17 +62,17 @@ async def keep(request: Request, file: object, field: str) -> Upload:
 async def upload_image(request: Request) -> dict[str, Any]:
     """Store an image for a limited time; its features are extracted once and reused for all its matches."""
     service = service_of(request)
-    async with form_of(request, 1) as form:
-        upload = await keep(request, form.get("file"), "file")
+    async with form_of(request, 1) as sent:
+        upload = await keep(request, sent.get("file"), "file")
     service.prefetch(upload)
-    return upload.describe(service.config.keep_s)
+    return service.images.describe(upload)
 
 
 @router.get("/images/{number}", summary="Describe an image", response_model=Image, responses=errors(404, 422))
 async def describe_image(request: Request, number: str) -> dict[str, Any]:
     """Return the name, the size and the seconds until the image expires."""
-    service = service_of(request)
-    return service.images.get(number).describe(service.config.keep_s)
+    images = service_of(request).images
+    return images.describe(images.get(number))
 
 
 @router.get(
@@ -127,8 +125,8 @@ async def use_example(request: Request, name: str) -> dict[str, Any]:
     """Return two rendered images, which can be used like uploads and do not expire."""
     examples: Examples = request.app.state.examples
     service = service_of(request)
-    example, uploads = await run_in_threadpool(examples.get, name)
+    uploads = await run_in_threadpool(examples.get, name)
     for upload in uploads:
         service.prefetch(upload)
-    images = [upload.describe(service.config.keep_s) for upload in uploads]
-    return {"image0": images[0], "image1": images[1], "truth": example.truth}
+    images = [service.images.describe(upload) for upload in uploads]
+    return {"image0": images[0], "image1": images[1], "truth": find(name).truth}

@@ -12,12 +12,13 @@ from starlette.responses import StreamingResponse
 
 from dualrc.matches import Estimate
 from dualrc.web import exports, pairs, schemas
-from dualrc.web.answers import checked, client, json_answer, json_body, schema, service_of, wait_for
+from dualrc.web.answers import checked, json_answer, json_body, schema, service_of, wait_for
 from dualrc.web.job import Job
-from dualrc.web.openapi import JOB, UPLOAD, Responses, binary, errors, response
+from dualrc.web.openapi import JOB, UPLOAD, Responses, binary, errors, form, response
 from dualrc.web.pairs import Pair
-from dualrc.web.problems import Problem
+from dualrc.web.problems import Problem, known
 from dualrc.web.routes_images import form_of, keep
+from dualrc.web.security import client_of
 from dualrc.web.uploads import Upload
 from dualrc.web.wire import grid_of
 
@@ -26,7 +27,6 @@ router = APIRouter(prefix="/v1", tags=["pairs"])
 Format = Annotated[Literal["json", "npz", "csv"], Query(description="Format of the response.")]
 AnyFormat = Annotated[Literal["json", "npz", "csv", "colmap"], Query(description="Format of the response.")]
 _MEDIA = (exports.MEDIA["npz"], "text/csv", exports.MEDIA["colmap"])
-_BINARY = {"type": "string", "format": "binary"}
 
 
 def _in_form(field: dict[str, Any]) -> dict[str, Any]:
@@ -38,13 +38,8 @@ def _in_form(field: dict[str, Any]) -> dict[str, Any]:
 
 
 _OPTIONS = {name: _in_form(field) for name, field in schemas.MatchOptions.model_json_schema()["properties"].items()}
-_FORM = {
-    "type": "object",
-    "required": ["image0", "image1"],
-    "properties": {"image0": _BINARY, "image1": _BINARY, **_OPTIONS},
-}
 _MATCH = schema(schemas.MatchBody)
-_MATCH["requestBody"]["content"]["multipart/form-data"] = {"schema": _FORM}
+_MATCH["requestBody"]["content"] |= form("image0", "image1", **_OPTIONS)
 _WARP_BYTES = binary("Header and float32 triples.", "application/octet-stream")
 _RESULT: Responses = {
     200: {"model": schemas.PairResult, **binary("The matches.", exports.MEDIA["npz"], "text/csv")[200]}
@@ -67,22 +62,22 @@ async def match(
     """Match two uploaded images (JSON with their ids) or two files (multipart form with the same fields)."""
     images, settings = await _asked(request)
     service = service_of(request)
-    job = service.match(client(request), images, settings)
+    job = service.match(client_of(request.scope), images, settings)
     if not wait:
         return await json_answer(lambda: {"job": job.id}, 202)
-    pair = service.pairs.get((await wait_for(request, job))["pair"])
+    pair = known(service.pairs.get((await wait_for(request, job))["pair"]), "result")
     return await _formatted(pair, format)
 
 
 async def _asked(request: Request) -> tuple[tuple[Upload, Upload], schemas.MatchOptions]:
     service = service_of(request)
     if request.headers.get("content-type", "").startswith("multipart/"):
-        async with form_of(request, 2) as form:
-            fields = {key: value for key, value in form.multi_items() if isinstance(value, str) and value != ""}
+        async with form_of(request, 2) as sent:
+            fields = {key: value for key, value in sent.multi_items() if isinstance(value, str) and value != ""}
             options = checked(schemas.MatchOptions, fields)
-            image0 = await keep(request, form.get("image0"), "image0")
+            image0 = await keep(request, sent.get("image0"), "image0")
             try:
-                image1 = await keep(request, form.get("image1"), "image1")
+                image1 = await keep(request, sent.get("image1"), "image1")
             except Exception:
                 # The client does not learn the id of the first image.
                 service_of(request).images.delete(image0.id)
@@ -109,7 +104,7 @@ async def get_pair(
 
     With `estimate`, the matches contain a model as `POST /v1/pairs/{number}/estimate` fits it.
     """
-    pair = service_of(request).pairs.get(number)
+    pair = known(service_of(request).pairs.get(number), "result")
     if estimate is not None:
         fit = schemas.EstimateBody(kind=estimate, threshold_px=threshold_px, min_score=min_score)
         pair = replace(pair, matches=pair.matches.with_estimate(await _fitted(request, pair, fit)))
@@ -128,7 +123,7 @@ async def estimate(request: Request, number: str) -> Response:
 
     `inliers` has one flag for each match of the pair; it is false for matches excluded by `min_score` or `top`.
     """
-    pair = service_of(request).pairs.get(number)
+    pair = known(service_of(request).pairs.get(number), "result")
     body = await json_body(request, schemas.EstimateBody)
     model = await _fitted(request, pair, body)
     return await json_answer(lambda: {**pairs.describe_estimate(model), "commands": pairs.commands(pair, body)})
@@ -159,11 +154,11 @@ async def pair_warp(
 ) -> Response:
     """Return the position in the other image of every cell of a grid (format: docs/service.md)."""
     service = service_of(request)
-    pair = service.pairs.get(number)
+    pair = known(service.pairs.get(number), "result")
     image0, image1 = pair.images if direction == "01" else pair.images[::-1]
     # Raises a Problem if an image has expired or was deleted.
     images = service.images.get(image0.id), service.images.get(image1.id)
-    job = service.warp(client(request), images, grid_of(image0.size, max_side), pair=pair)
+    job = service.warp(client_of(request.scope), images, grid_of(image0.size, max_side), pair=pair)
     return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
 
 
@@ -181,7 +176,7 @@ async def points(request: Request) -> Response:
         raise Problem(422, "too_many_points", message)
     images = service.images.get(body.image0), service.images.get(body.image1)
     asked = np.array(body.points, dtype=np.float32).reshape(-1, 2)
-    job = service.match_points(client(request), images, asked, body.min_score)
+    job = service.match_points(client_of(request.scope), images, asked, body.min_score)
     found = (await wait_for(request, job))["matches"]
 
     def tell() -> dict[str, Any]:
@@ -203,7 +198,7 @@ async def warp(request: Request) -> Response:
     service, body = service_of(request), await json_body(request, schemas.WarpBody)
     images = service.images.get(body.image0), service.images.get(body.image1)
     grid = grid_of(images[0].size, body.max_side)
-    job = service.warp(client(request), images, grid, min_score=body.min_score)
+    job = service.warp(client_of(request.scope), images, grid, min_score=body.min_score)
     return Response((await wait_for(request, job))["bytes"], media_type="application/octet-stream")
 
 
@@ -268,13 +263,12 @@ def _public(data: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if isinstance(value, (str, int, float))}
 
 
-async def _formatted(pair: Pair, form: str, fit: schemas.EstimateBody | None = None) -> Response:
+async def _formatted(pair: Pair, kind: str, fit: schemas.EstimateBody | None = None) -> Response:
     headers = {"X-Pair": pair.id, "X-Image0": pair.images[0].id, "X-Image1": pair.images[1].id}
-    if form == "json":
+    if kind == "json":
         answer = await json_answer(lambda: pairs.describe(pair, fit))
         answer.headers.update(headers)
         return answer
-    kind: exports.Format = form  # type: ignore[assignment]
     content = await run_in_threadpool(exports.export, pair, kind)
     headers["Content-Disposition"] = f'attachment; filename="{exports.FILES[kind]}"'
     return Response(content, media_type=exports.MEDIA[kind], headers=headers)

@@ -7,12 +7,13 @@ from fastapi import Path as FromPath
 from starlette.concurrency import run_in_threadpool
 
 from dualrc.web import schemas
-from dualrc.web.answers import client, json_answer, json_body, schema, service_of
-from dualrc.web.collections import Collection, CollectionStore
+from dualrc.web.answers import json_answer, json_body, schema, service_of
+from dualrc.web.collections import Collection
 from dualrc.web.openapi import binary, errors, response
-from dualrc.web.problems import Problem
+from dualrc.web.problems import Problem, known
 from dualrc.web.reconstruction import Reconstruction
 from dualrc.web.routes_images import JPEG, MaxSide
+from dualrc.web.security import client_of
 
 router = APIRouter(prefix="/v1")
 Number = Annotated[int, FromPath(ge=0, lt=1 << 53)]
@@ -33,9 +34,8 @@ async def collect(request: Request) -> dict[str, str]:
     if len(body.images) > service.config.max_collection or len(set(body.images)) < len(body.images):
         message = f"Give 2 to {service.config.max_collection} different images."
         raise Problem(422, "bad_collection", message)
-    collection = Collection(images=[service.images.get(number) for number in body.images])
-    job = service.collect(client(request), collection.images, collection.tell, collection.finished)
-    _collections(request).add(collection)
+    collection = Collection(images=tuple(map(service.images.get, body.images)))
+    job = service.collect(client_of(request.scope), collection)
     return {"job": job.id, "collection": collection.id}
 
 
@@ -47,7 +47,7 @@ async def collect(request: Request) -> dict[str, str]:
 )
 async def get_collection(request: Request, number: str) -> Response:
     """Return the images, a matrix of pair scores (null for unmatched pairs) and the results by "i,j"."""
-    collection = _collections(request).get(number)
+    collection = known(service_of(request).collections.get(number), "collection")
     return await json_answer(collection.describe)
 
 
@@ -98,11 +98,6 @@ async def view(request: Request, number: Number, max_side: MaxSide = 1024) -> Re
     """Return the upright image as JPEG."""
     jpeg = await run_in_threadpool(_reconstruction(request).view, number, max_side)
     return Response(jpeg, media_type="image/jpeg", headers={"Cache-Control": "private, max-age=600"})
-
-
-def _collections(request: Request) -> CollectionStore:
-    found: CollectionStore = request.app.state.collections
-    return found
 
 
 def _reconstruction(request: Request) -> Reconstruction:

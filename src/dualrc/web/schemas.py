@@ -35,11 +35,13 @@ class MatchOptions(_Body):
     threshold_px: Threshold = 2.0
 
 
-class MatchBody(MatchOptions):
-    """Two uploaded images and the options to match them."""
-
+class _PairBody(_Body):
     image0: Id
     image1: Id
+
+
+class MatchBody(_PairBody, MatchOptions):
+    """Two uploaded images and the options to match them."""
 
 
 class EstimateBody(_Body):
@@ -51,20 +53,16 @@ class EstimateBody(_Body):
     top: Top | None = None
 
 
-class PointsBody(_Body):
+class PointsBody(_PairBody):
     """Points of image 0 to find in image 1."""
 
-    image0: Id
-    image1: Id
     points: list[tuple[float, float]] = Field(description="(x, y) in pixels of the upright image 0.")
     min_score: Score = 0.0
 
 
-class WarpBody(_Body):
+class WarpBody(_PairBody):
     """Two images and the settings of a dense warp between them."""
 
-    image0: Id
-    image1: Id
     max_side: int = Field(default=512, ge=1, le=4096)
     min_score: Score = 0.0
 
@@ -126,13 +124,16 @@ class Info(_Body):
     reconstruction: ModelSummary | None
 
 
-class Image(_Body):
-    """Stored image; width and height are those of the upright image."""
-
+class _Image(_Body):
     id: str
     name: str
     width: int
     height: int
+
+
+class Image(_Image):
+    """Stored image; width and height are those of the upright image."""
+
     expires_s: int
 
 
@@ -241,13 +242,8 @@ class Event(BaseModel):
     total: int | None = None
 
 
-class CollectionImage(_Body):
+class CollectionImage(_Image):
     """Image of a collection."""
-
-    id: str
-    name: str
-    width: int
-    height: int
 
 
 class CollectionResult(_Body):
@@ -268,13 +264,9 @@ class CameraModel(_Body):
     K: list[Row3]
 
 
-class ModelImage(_Body):
+class ModelImage(_Image):
     """Pose and camera of an upright image."""
 
-    id: str
-    name: str
-    width: int
-    height: int
     cam_from_world: list[list[float]]
     camera: CameraModel | None
     observations: int

@@ -75,13 +75,13 @@ class Guard:
                 self._check(scope, headers)
                 limited = self._limited(scope, headers, receive)
             except Problem as problem:
-                await answer(problem, scope, receive, reply)
+                await answer(problem)(scope, receive, reply)
             else:
                 await self.app(scope, limited, reply)
         except asyncio.CancelledError:
             # The server is stopping and does not wait any longer for this request.
             if not answered["status"]:
-                await answer(Problem(503, "closing", "The server is stopping."), scope, receive, reply)
+                await answer(Problem(503, "closing", "The server is stopping."))(scope, receive, reply)
         finally:
             self._note({**scope, "method": method}, number, answered, time.perf_counter() - start)
 
@@ -148,9 +148,9 @@ class Guard:
         access_log.info(json.dumps(note))
 
 
-async def answer(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send a problem as response."""
-    await JSONResponse(problem.body(), problem.status, problem.headers)(scope, receive, send)
+def answer(problem: Problem) -> JSONResponse:
+    """Return the response to a request with a problem."""
+    return JSONResponse(problem.body(), problem.status, problem.headers)
 
 
 def client_of(scope: Scope) -> str:

@@ -105,7 +105,7 @@ class Connection(H11Protocol):
 class Server(uvicorn.Server):
     """uvicorn server that a signal stops without ending the process."""
 
-    def __init__(self, app: FastAPI, *, started: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, app: FastAPI, *, started: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -141,8 +141,3 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def serve(app: FastAPI, listener: socket.socket, *, started: Callable[[], None] = lambda: None) -> None:
-    """Serve until a signal arrives; `started` is called when the server accepts requests."""
-    Server(app, started=started).run(sockets=[listener])

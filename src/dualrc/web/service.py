@@ -1,9 +1,10 @@
 """Operations of the service: matching, warps, points and estimates, run as jobs."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,11 @@ from dualrc.matcher.follow import follow
 from dualrc.matches import Estimate, EstimateKind, Matches, Warp
 from dualrc.pixels import STRIDE, pixel_grid, resize_points
 from dualrc.types import UNSET, Size, Unset
-from dualrc.web.cache import ByteCache
+from dualrc.web.cache import Cache
+from dualrc.web.collections import Collection
 from dualrc.web.job import Job, Progress, Work
 from dualrc.web.jobs import JobQueue
-from dualrc.web.pairs import Pair, PairStore
+from dualrc.web.pairs import Pair
 from dualrc.web.settings import ServerConfig
 from dualrc.web.uploads import ImageStore, Upload
 from dualrc.web.wire import pack_warp
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 _LEAST_SIZE = 64
 # Distance from the next match, in fine cells, up to which a warp follows matches.
 _FOLLOWED_CELLS = 2
+# Maximum number of stored collections.
+_COLLECTIONS = 64
 # Width and height of the warm-up image.
 _WARM_UP = (320, 240)
 
@@ -57,32 +61,23 @@ class Service:
         """Batch waiting pairs if `batches`; by default on a GPU only, since batches gain nothing on a CPU."""
         self.matcher, self.config = matcher, config
         self.images = ImageStore(folder, config)
-        self.pairs = PairStore(config)
-        self._features: ByteCache[tuple[str, int | None], ImageFeatures] = ByteCache(
+        self.pairs: Cache[str, Pair] = Cache(config.result_bytes, lambda pair: pair.bytes, keep_s=config.keep_s, keep=1)
+        self.collections: Cache[str, Collection] = Cache(
+            _COLLECTIONS, lambda _: 1, keep_s=config.keep_s + config.collection_s
+        )
+        self.features: Cache[tuple[str, int | None], ImageFeatures] = Cache(
             config.feature_bytes, lambda features: features.bytes
         )
-        self._warps: ByteCache[tuple[str, str, Size, float, float, str], bytes] = ByteCache(
-            config.result_bytes // 4, len
-        )
-        self.images.removed = lambda number: self._features.discard(lambda key: key[0] == number)
+        self.warps: Cache[tuple[str, str, Size, float, float, str], bytes] = Cache(config.result_bytes // 4, len)
+        self.images.removed = lambda number: self.features.discard(lambda key: key[0] == number)
         batches = matcher.device.type == "cuda" if batches is None else batches
         self.jobs = JobQueue(config, together=self._match_together if batches else None)
-
-    @property
-    def feature_bytes(self) -> int:
-        """Memory of cached features, in bytes."""
-        return self._features.bytes
-
-    @property
-    def warp_bytes(self) -> int:
-        """Memory of cached warps, in bytes."""
-        return self._warps.bytes
 
     def sweep(self) -> None:
         """Remove expired data."""
         self.images.expire()
         self.pairs.expire()
-        self._features.discard(lambda key: not self.images.known(key[0]))
+        self.features.discard(lambda key: key[0] not in self.images)
 
     def warm_up(self) -> None:
         """Match a noise image once, so that one-time initialization does not delay the first request."""
@@ -93,21 +88,21 @@ class Service:
     def prefetch(self, upload: Upload) -> None:
         """Extract the features of a new image while the worker is idle, since it will be matched soon."""
 
-        def extract() -> None:
+        def run() -> None:
             # The client receives errors of the image when it matches it.
             with suppress(DualRCError):
-                if self.images.known(upload.id):
-                    self.features(upload, self.matcher.config.size)
+                if upload.id in self.images:
+                    self.extract(upload, self.matcher.config.size)
 
-        self.jobs.when_idle(extract)
+        self.jobs.when_idle(run)
 
-    def features(self, upload: Upload, size: int | None) -> ImageFeatures:
+    def extract(self, upload: Upload, size: int | None) -> ImageFeatures:
         """Return the features of an image; call this on the worker thread."""
         key = (upload.id, size)
-        found = self._features.make(key, lambda: self.matcher.features(self.images.pixels(upload), size=size))
-        if not self.images.known(upload.id):
+        found = self.features.make(key, lambda: self.matcher.features(self.images.pixels(upload), size=size))
+        if upload.id not in self.images:
             # The image was deleted in the meantime.
-            self._features.discard(lambda kept: kept == key)
+            self.features.discard(lambda kept: kept == key)
         return found
 
     def match(self, client: str, images: tuple[Upload, Upload], settings: "MatchOptions") -> Job:
@@ -117,7 +112,7 @@ class Service:
         sizes = tuple(image.size for image in images)
         # A batch computes no covariances.
         key = (settings.top, settings.min_score, sizes) if standard and not settings.covariance else None
-        return self._submit(client, images, lambda: self._match(pair), batch_key=key, pair=pair)
+        return self._submit(client, images, self._match(pair), batch_key=key, pair=pair)
 
     def match_points(
         self, client: str, images: tuple[Upload, Upload], points: npt.NDArray[np.float32], min_score: float
@@ -130,7 +125,7 @@ class Service:
             yield Progress(stage="matching", fraction=0.6)
             return {"matches": self.matcher.match_points(*features, points, min_score=min_score)}
 
-        return self._submit(client, images, work, listed=False)
+        return self._submit(client, images, work(), listed=False)
 
     def warp(
         self,
@@ -154,7 +149,7 @@ class Service:
         key = (images[0].id, images[1].id, grid, zoom, min_score, views_of)
 
         def work() -> Work:
-            if (kept := self._warps.get(key)) is not None:
+            if (kept := self.warps.get(key)) is not None:
                 return {"bytes": kept}
             yield Progress(stage="features", fraction=0.1)
             features = self._leveled(images, zoom)
@@ -165,22 +160,16 @@ class Service:
             if views is not None:
                 found = _followed(found, views)
             packed = pack_warp(found, images[0].size)
-            self._warps.put(key, packed)
+            self.warps.put(key, packed)
             return {"bytes": packed}
 
-        return self._submit(client, images, work, listed=False)
+        return self._submit(client, images, work(), listed=False)
 
-    def collect(
-        self,
-        client: str,
-        images: Sequence[Upload],
-        tell: Callable[[int, int, Pair], None],
-        finished: Callable[[], dict[str, Any]],
-    ) -> Job:
-        """Queue all pairs of a set of images; `tell` is called with each pair when it is matched."""
+    def collect(self, client: str, collection: Collection) -> Job:
+        """Queue all pairs of a collection, which receives the result of each pair when it is matched."""
         from dualrc.web.schemas import MatchOptions
 
-        numbers = [(i, j) for i in range(len(images)) for j in range(i + 1, len(images))]
+        images, numbers = collection.images, list(combinations(range(len(collection.images)), 2))
         settings = MatchOptions(top=1000)
 
         def work() -> Work:
@@ -188,11 +177,13 @@ class Service:
                 counts = {"done": done, "total": len(numbers)}
                 yield Progress(stage="matching", fraction=done / len(numbers), extra=counts)
                 # Most pairs have nothing in common, and a search over tilted views would find that again.
-                found = PairWork(images=(images[i], images[j]), settings=settings, max_tilt=1)
-                tell(i, j, self._matched(found))
-            return finished()
+                pair = self._matched(PairWork(images=(images[i], images[j]), settings=settings, max_tilt=1))
+                collection.results[i, j] = pair.matches.pair_score, pair.id
+            return {"collection": collection.id}
 
-        return self._submit(client, tuple(images), work, long=True, limit_s=self.config.collection_s)
+        job = self._submit(client, images, work(), long=True, limit_s=self.config.collection_s)
+        self.collections.put(collection.id, collection)
+        return job
 
     def estimate(
         self, pair: Pair, kind: EstimateKind, threshold_px: float, *, min_score: float = 0.0, top: int | None = None
@@ -208,11 +199,11 @@ class Service:
         inliers[chosen] = model.inliers
         return replace(model, inliers=inliers)
 
-    def _submit(self, client: str, images: tuple[Upload, ...], start: Callable[[], Work], **options: Any) -> Job:
+    def _submit(self, client: str, images: tuple[Upload, ...], work: Work, **options: Any) -> Job:
         hold = ExitStack()
         hold.enter_context(self.images.hold(*images))
         limit_s = options.pop("limit_s", self.config.limit_s)
-        job = Job(start=start, client=client, limit_s=limit_s, release=hold.close, **options)
+        job = Job(work=work, client=client, limit_s=limit_s, release=hold.close, **options)
         try:
             return self.jobs.submit(job)
         except BaseException:
@@ -223,9 +214,9 @@ class Service:
         if work.found is None:
             yield Progress(stage="features", fraction=0.05)
             if work.settings.quality == "standard":
-                self.features(work.images[0], self._size(work.settings))
+                self.extract(work.images[0], self._size(work.settings))
                 yield Progress(stage="features", fraction=0.3)
-                self.features(work.images[1], self._size(work.settings))
+                self.extract(work.images[1], self._size(work.settings))
         yield Progress(stage="matching", fraction=0.5)
         pair = self._matched(work)
         if work.settings.estimate is not None:
@@ -253,7 +244,7 @@ class Service:
             seconds=time.perf_counter() - start,
             device=str(self.matcher.device),
         )
-        self.pairs.add(pair)
+        self.pairs.put(pair.id, pair)
         return pair
 
     def _match_together(self, works: Sequence[PairWork]) -> list[Matches]:
@@ -266,7 +257,7 @@ class Service:
         return self.matcher.config.size if settings.size is None else settings.size
 
     def _both(self, images: tuple[Upload, Upload], size: int | None) -> tuple[ImageFeatures, ImageFeatures]:
-        return self.features(images[0], size), self.features(images[1], size)
+        return self.extract(images[0], size), self.extract(images[1], size)
 
     def _leveled(self, images: tuple[Upload, Upload], zoom: float) -> tuple[ImageFeatures, ImageFeatures]:
         """Return features at equal scale; objects are `zoom` times larger in image 1 than in image 0."""
@@ -275,7 +266,7 @@ class Service:
             larger = int(zoom > 1)
             size = int(max(features[larger].scale.input_size) / max(zoom, 1 / zoom)) // STRIDE * STRIDE
             if size >= _LEAST_SIZE:
-                features[larger] = self.features(images[larger], size)
+                features[larger] = self.extract(images[larger], size)
         return features[0], features[1]
 
 

@@ -21,8 +21,8 @@ from dualrc.errors import ImageError
 from dualrc.formats import open_image
 from dualrc.image import read
 from dualrc.types import ImageArray, Size
-from dualrc.web.cache import ByteCache
-from dualrc.web.problems import Problem, from_error, unknown
+from dualrc.web.cache import Cache
+from dualrc.web.problems import Problem, from_error, known
 from dualrc.web.settings import MIB, ServerConfig
 
 # Maximum length of an image name.
@@ -52,16 +52,9 @@ class Upload:
     # Number of jobs that use the image.
     holds: int = 0
 
-    def describe(self, keep_s: float) -> dict[str, object]:
+    def describe(self) -> dict[str, object]:
         """Return the JSON of an image."""
-        left = keep_s if self.shared else max(0.0, self.used + keep_s - time.monotonic())
-        return {
-            "id": self.id,
-            "name": self.name,
-            "width": self.size[0],
-            "height": self.size[1],
-            "expires_s": round(left),
-        }
+        return {"id": self.id, "name": self.name, "width": self.size[0], "height": self.size[1]}
 
 
 class ImageStore:
@@ -74,8 +67,8 @@ class ImageStore:
         self.removed: Callable[[str], None] = lambda _: None
         self._lock = threading.RLock()
         self._decoding = threading.BoundedSemaphore(_DECODERS)
-        self._pixels: ByteCache[str, ImageArray] = ByteCache(config.pixel_bytes, lambda pixels: pixels.nbytes)
-        self._views: ByteCache[tuple[str, int], bytes] = ByteCache(config.pixel_bytes // 4, len)
+        self._pixels: Cache[str, ImageArray] = Cache(config.pixel_bytes, lambda pixels: pixels.nbytes)
+        self._views: Cache[tuple[str, int], bytes] = Cache(config.pixel_bytes // 4, len)
 
     def __len__(self) -> int:
         return len(self._uploads)
@@ -89,7 +82,7 @@ class ImageStore:
     @property
     def pixel_bytes(self) -> int:
         """Memory of decoded images and views, in bytes."""
-        return self._pixels.bytes + self._views.bytes
+        return self._pixels.size + self._views.size
 
     def add(self, file: IO[bytes], name: str | None, client: str, *, shared: bool = False) -> Upload:
         """Store a file if it is an image within the limits; the header is checked before decoding."""
@@ -114,7 +107,7 @@ class ImageStore:
             raise
         return upload
 
-    def known(self, number: str) -> bool:
+    def __contains__(self, number: str) -> bool:
         """Return whether an image exists, without marking it as used."""
         return number in self._uploads
 
@@ -122,11 +115,14 @@ class ImageStore:
         """Return the image with this id and mark it as used."""
         with self._lock:
             self.expire()
-            upload = self._uploads.get(number)
-            if upload is None:
-                raise unknown("image")
+            upload = known(self._uploads.get(number), "image")
             upload.used = time.monotonic()
             return upload
+
+    def describe(self, upload: Upload) -> dict[str, object]:
+        """Return the JSON of an image with the seconds until it expires."""
+        unused_s = 0.0 if upload.shared else time.monotonic() - upload.used
+        return {**upload.describe(), "expires_s": round(max(0.0, self.config.keep_s - unused_s))}
 
     @contextmanager
     def hold(self, *uploads: Upload) -> Iterator[None]:
