@@ -283,7 +283,7 @@ COPIED = {"cp.async.cg"}
 LAYER = {"ADD": True, "RELU": True, "PRECISION": "ieee"}
 SEARCH = {"CORNER": False, "MASKED": True, "EVERY": True, "BLOCK": 64}
 SCORE = {"CORNER": False, "MASKED": True, "EVERY": True, "SHARP": True, "VISITED": 8, "LENGTH": 96, "PRECISION": "ieee"}
-SUPPORT, ALIGN = refine_kernels._SUPPORT, refine_kernels._ALIGN
+CONSTANTS = {"CONSTANTS": ""}
 CASES = {
     # The convolutions of the default preset: 3x3, the last one, with few positions, 1x1, the stem, other types.
     "convolve": [
@@ -386,12 +386,13 @@ CASES = {
         for learnt in (True, False)
     ],
     "explain_both": [
-        ("support_jit", "pair: *i64; known maps around score: *fp32; at: *i32", set(), 4, 3, SUPPORT)
+        ("support_jit", "pair: *i64; known maps around score: *fp32; at: *i32", set(), 4, 3,
+         CONSTANTS | {"MATCHES": 8})
     ],
     "finish": [
         ("refine_jit", "light0 light1: *fp16; pair index0 index1: *i64; at: *i32; "
          "known maps around score points0 points1: *fp32", set(), 4, 3,
-         ALIGN | {"ALIGN": True, "CROWD": 8, "SIDE": 8, "STRIDE": 4})
+         CONSTANTS | {"ALIGN": True, "MATCHES": 4})
     ],
 }  # fmt: skip
 
