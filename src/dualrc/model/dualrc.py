@@ -96,14 +96,14 @@ class DualRCNet(Network):
         fine0, fine1, config = features0.map(), features1.map(), self.config.fine
         tensor = self.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)
         cells0 = pixel_to_cell(points0, FINE_STRIDE)
-        found = self.engine.search_points(tensor, fine0, cells0[None], fine1, config)
+        found = self.engine.search_points(tensor, (fine0, fine1), cells0[None], config)
         index1, score = found.best.flatten(), found.score.flatten()
         position = fine1.position(index1.clamp(min=0))
         wanted = torch.zeros(fine1.cells * PLACES, dtype=torch.bool, device=position.device)
         wanted[position] = True
         every = torch.arange(fine1.cells, device=position.device)[None]
         transposed, wanted = tensor.transpose(1, 2), wanted.view(1, -1, PLACES)
-        back = self.engine.search_cells(transposed, fine1, every, fine0, config, wanted=wanted)
+        back = self.engine.search_cells(transposed, (fine1, fine0), every, config, wanted=wanted)
         good = (index1 >= 0) & self._returns(fine0, back.best.flatten()[position], cells0)
         index1 = index1.clamp(min=0)
         cells1 = fine1.coordinates(index1)

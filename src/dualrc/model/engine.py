@@ -84,27 +84,20 @@ class Engine:
         return search.search_both(self, tensor, fine0, fine1, config)
 
     def search_cells(
-        self,
-        tensor: Tensor,
-        fine0: FineMap,
-        cells0: Tensor,
-        fine1: FineMap,
-        config: FineConfig,
-        *,
-        wanted: Tensor | None = None,
+        self, tensor: Tensor, fine: FineMapPair, cells0: Tensor, config: FineConfig, *, wanted: Tensor | None = None
     ) -> Found:
         """Find the best fine cells of image 1 for the 16 fine cells of each coarse cell `cells0` (b g) of image 0.
 
         `tensor` (b n m) has the querying image first. `wanted` (b g 16) marks the queries that need an answer; the
         other answers are undefined.
         """
-        return search.search(tensor, search.cell_queries(fine0, cells0, config.reading), fine1, config.temperature)
+        return search.search(tensor, search.cell_queries(fine[0], cells0, config.reading), fine[1], config.temperature)
 
-    def search_points(
-        self, tensor: Tensor, fine0: FineMap, points0: Tensor, fine1: FineMap, config: FineConfig
-    ) -> Found:
+    def search_points(self, tensor: Tensor, fine: FineMapPair, points0: Tensor, config: FineConfig) -> Found:
         """Find the best fine cells for any points (b g 2) of image 0, (x, y) in fine cells; results are (b g 1)."""
-        return search.search(tensor, search.point_queries(fine0, points0, config.reading), fine1, config.temperature)
+        return search.search(
+            tensor, search.point_queries(fine[0], points0, config.reading), fine[1], config.temperature
+        )
 
     def refine(
         self, subpixel: Subpixel, fine: FineMapPair, light: TensorPair | None, matches: CellMatches

@@ -145,7 +145,7 @@ def search_both(
 ) -> Correspondences:
     """Search from the best coarse cells of image 0, then back from the cells found; `tensor` is (b n m)."""
     cells0 = best_cells(tensor, config.query_share)
-    there = engine.search_cells(tensor, fine0, cells0, fine1, config)
+    there = engine.search_cells(tensor, (fine0, fine1), cells0, config)
     index0, index1 = fine0.members(cells0).flatten(1), there.best.flatten(1)
     if fine0.valid is not None:
         index1 = index1.masked_fill(~fine0.valid.gather(1, index0), -1)
@@ -156,9 +156,8 @@ def search_both(
     wanted = torch.zeros(len(tensor), nobody + 1, dtype=torch.bool, device=tensor.device)
     wanted = wanted.scatter_(1, position.masked_fill(~found, nobody), True)[:, :nobody]
     cells1 = torch.arange(fine1.cells, device=tensor.device).expand(len(tensor), -1)
-    back = engine.search_cells(
-        tensor.transpose(1, 2), fine1, cells1, fine0, config, wanted=wanted.unflatten(1, (-1, PLACES))
-    )
+    wanted = wanted.unflatten(1, (-1, PLACES))
+    back = engine.search_cells(tensor.transpose(1, 2), (fine1, fine0), cells1, config, wanted=wanted)
     return Correspondences(
         index0=index0,
         index1=index1,
