@@ -110,9 +110,10 @@ def test_how_the_work_is_cut_does_not_matter(monkeypatch):
     cells = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
     found = []
     for k, abreast, parts in ((1, 1, 1), (2, 2, 3), (8, 4, 2)):
+        monkeypatch.setattr(search, "FIRST_BLOCK", k)
         monkeypatch.setattr(search, "_ABREAST", abreast)
         monkeypatch.setattr(search, "_PARTS", parts)
-        found.append(search.search_cells(tensor, (fine0, fine1), cells, FineConfig(), k))
+        found.append(search.search_cells(tensor, (fine0, fine1), cells, FineConfig()))
         assert (found[-1].visited >= k).all() and (found[-1].visited > 8).any()
     for other in found[1:]:
         assert torch.equal(other.best, found[0].best) and torch.allclose(other.score, found[0].score)

@@ -52,7 +52,7 @@ def two_layers(scores: Tensor, weights: list[Tensor], biases: list[Tensor], half
     kernels = [w[0].flatten(1, 2).transpose(0, 1) for w in (weight2, swap_images(weight2))]
     # Each direction reads its own half of the channels.
     second = torch.cat([F.pad(kernels[0], (0, 0, 0, 0, 0, hidden)), F.pad(kernels[1], (0, 0, 0, 0, hidden, 0))])
-    x = spread(scores.to(half).flatten(3)[..., None], 1)
+    x = _Spread.apply(scores.to(half).flatten(3)[..., None], 1)  # type: ignore[no-untyped-call]
     # (n 16 h1 w1), channels last
     x = x.flatten(0, 2).unflatten(1, size[3:]).movedim(3, 1)
     x = F.conv2d(x, _filled(first, 1).to(half), bias1.repeat(2).to(half), padding=1).relu()
@@ -60,7 +60,8 @@ def two_layers(scores: Tensor, weights: list[Tensor], biases: list[Tensor], half
     x = F.conv2d(x, _filled(second, 0).to(half), padding=1)
     # (b h0 w0 m 24)
     parts = x.movedim(1, 3).flatten(1, 2).unflatten(0, size[:3])
-    both = (gather(parts, 1, 2).float() + bias2).relu()
+    both = _Gather.apply(parts, 1, 2).float()  # type: ignore[no-untyped-call]
+    both = (both + bias2).relu()
     return both.sum(4).view(size)
 
 
@@ -68,16 +69,6 @@ def _filled(weight: Tensor, axis: int) -> Tensor:
     """Pad a kernel (o i k k) with zero channels along an axis, to a multiple of _FILLED."""
     missing = -weight.shape[axis] % _FILLED
     return F.pad(weight, (0, 0, 0, 0, 0, missing) if axis == 1 else (0, 0, 0, 0, 0, 0, 0, missing))
-
-
-def spread(values: Tensor, sign: int) -> Tensor:
-    """Stack neighbors in image 0 as channels: (b h w m g) -> (b h w m 9g, padded); channel 9g + n is group g's."""
-    return _Spread.apply(values, sign)  # type: ignore[no-untyped-call]
-
-
-def gather(values: Tensor, sign: int, groups: int) -> Tensor:
-    """Sum the channels of all neighbors: (b h w m 9g or more) -> (b h w m g)."""
-    return _Gather.apply(values, sign, groups)  # type: ignore[no-untyped-call]
 
 
 def _shifts(values: Tensor, sign: int) -> list[Tensor]:
@@ -102,6 +93,8 @@ def _gather(values: Tensor, sign: int, groups: int) -> Tensor:
 
 
 class _Spread(Function):
+    """Stack neighbors in image 0 as channels: (b h w m g) -> (b h w m 9g, padded); channel 9g + n is group g's."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, sign: int) -> Tensor:
         ctx.sign, ctx.groups = sign, values.shape[4]
@@ -113,6 +106,8 @@ class _Spread(Function):
 
 
 class _Gather(Function):
+    """Sum the channels of all neighbors: (b h w m 9g or more) -> (b h w m g)."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, sign: int, groups: int) -> Tensor:
         ctx.sign, ctx.channels = sign, values.shape[4]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,12 +40,6 @@ class TritonEngine(TorchEngine):
 
     def __init__(self) -> None:
         self._prepared: WeakKeyDictionary[nn.Module, tuple[object, Any]] = WeakKeyDictionary()
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
 
     def prepare(self, backbone: nn.Module) -> nn.Module:
         """Return the compact backbone as a few fused kernels, compiled once for all image sizes."""

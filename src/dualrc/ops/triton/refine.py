@@ -82,7 +82,7 @@ def refine(network: Network, fine: FineMapPair, light: TensorPair | None, matche
     finish = launcher("refine_jit.finish", ALIGN=light is not None, MATCHES=_ALIGNED, CONSTANTS=_CONSTANTS)
     finish(
         (parts(count, _ALIGNED), 1, 1), light0, light1, pair, index0, index1, known, at, maps, around, score,
-        points0, points1, count, places0, places1, size0[1], size1[1], _MARGIN, *pixels,
+        points0, points1, count, places0, places1, size0[1], size1[1], *pixels,
     )  # fmt: skip
     return PointMatches(points0, points1, score)
 

@@ -2,13 +2,14 @@
 
 import triton.language as tl
 
+from dualrc.model import support
 from dualrc.model.refine import CROWD
 from dualrc.ops.triton.align_jit import fit
 from dualrc.ops.triton.jit import kernel
 from dualrc.ops.triton.support_jit import crowd, load_four, order_key
 from dualrc.pixels import FINE_STRIDE
 
-_CROWD, _STRIDE = tl.constexpr(CROWD), tl.constexpr(FINE_STRIDE)
+_CROWD, _STRIDE, _MARGIN = tl.constexpr(CROWD), tl.constexpr(FINE_STRIDE), tl.constexpr(support.STEP * support.REACH)
 
 
 @kernel()
@@ -261,9 +262,7 @@ def place(
     tl.store(at + count + match, tl.maximum(at1, MARGIN * (row1 + 1)), mask=exists)
 
 
-@kernel(
-    "count", "places0", "places1", "cells_width0", "cells_width1", "margin", "height0", "width0", "height1", "width1"
-)
+@kernel("count", "places0", "places1", "cells_width0", "cells_width1", "height0", "width0", "height1", "width1")
 def finish(
     # (b height0 width0) Read only if ALIGN.
     light0: tl.tensor,
@@ -295,7 +294,6 @@ def finish(
     # Widths in fine cells.
     cells_width0: tl.tensor,
     cells_width1: tl.tensor,
-    margin: tl.tensor,
     # Sizes in pixels.
     height0: tl.tensor,
     width0: tl.tensor,
@@ -311,7 +309,7 @@ def finish(
     exists = match < count
     own = tl.load(score + match, mask=exists, other=0.0)
     key = order_key(own)
-    row0, row1 = cells_width0 + margin, cells_width1 + margin
+    row0, row1 = cells_width0 + _MARGIN, cells_width1 + _MARGIN
     keys0, keys1 = maps + 5 * places0, maps + 6 * places0 + 5 * places1
     crowd0 = crowd(keys0, at + match, index0 + match, cells_width0, row0, key, exists)
     crowd1 = crowd(keys1, at + count + match, index1 + match, cells_width1, row1, key, exists)

@@ -89,24 +89,17 @@ def search_both(tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConf
 
 
 def search_cells(
-    tensor: Tensor,
-    fine: FineMapPair,
-    cells: Tensor,
-    config: FineConfig,
-    k: int = FIRST_BLOCK,
-    *,
-    wanted: Tensor | None = None,
+    tensor: Tensor, fine: FineMapPair, cells: Tensor, config: FineConfig, *, wanted: Tensor | None = None
 ) -> Found:
-    """Find the best fine cells for all 16 fine cells of each cell (b g); the k most promising cells come first.
+    """Find the best fine cells for all 16 fine cells of each cell (b g); the most promising cells come first.
 
     `tensor` (b n m) has no negative values. A transposed tensor is copied, because reading columns is slow. `wanted`
-    (b g 16) marks the queries whose answers are used; other queries get the best of the first k cells, a power of two
-    up to 32.
+    (b g 16) marks the queries whose answers are used; other queries get the best of the first block.
     """
     tensor, flat = readable(tensor), _counted(cells, tensor.shape[1])
     if wanted is not None:
         wanted = readable(wanted).view(torch.int8)
-    best, visited = _search(tensor, tensor.sum(2, dtype=torch.float32), flat, fine, config, k, wanted=wanted)
+    best, visited = _search(tensor, tensor.sum(2, dtype=torch.float32), flat, fine, config, wanted=wanted)
     index, score = _answers(best)
     return Found(index.view(*cells.shape, PLACES), score.view(*cells.shape, PLACES), visited.view(cells.shape))
 
@@ -122,12 +115,13 @@ def _search(
     cells: Tensor | None,
     fine: FineMapPair,
     config: FineConfig,
-    k: int = FIRST_BLOCK,
     *,
     wanted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return keys of the best (n 16) and numbers of visited cells (n); cells are numbered through the batch."""
     fine_query, fine_searched = fine
+    # A power of two, at most 32.
+    k = FIRST_BLOCK
     batch, count, candidates = tensor.shape
     groups, device = batch * count if cells is None else len(cells), tensor.device
     visited = torch.empty(groups, dtype=torch.int32, device=device)
