@@ -245,10 +245,10 @@ def test_checkpoints_of_other_networks(tmp_path, state, message):
 
 def test_deep_consensus_layers_keep_their_order(tmp_path):
     """With six layers, conv.10 comes after conv.8, not after conv.1."""
-    from dualrc.model.checkpoint import _published_config
+    from dualrc.model.checkpoint import _converted
 
     state = {"FeatureExtraction.fine_layer_block.weight": torch.zeros(256, 1)}
     for layer, channels in enumerate((2, 3, 4, 5, 6, 1)):
         state[f"NeighConsensus.conv.{2 * layer}.weight"] = torch.zeros(3, channels, 1, 3, 3, 3)
-    config = _published_config(None, state, "file")
+    config, _ = _converted(None, state, "file")
     assert config.consensus.channels == (2, 3, 4, 5, 6, 1)

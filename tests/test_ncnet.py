@@ -56,7 +56,7 @@ def networks(tmp_path_factory):
         path.unlink()  # a hundred megabytes each
     for tag in ("three", "five"):  # the same without the files
         content = data.checkpoint(tag, trunk)
-        config, state = checkpoint._from_ncnet(content["args"], content["state_dict"], "")
+        config, state = checkpoint._converted(content["args"], content["state_dict"], "")
         assert (config.consensus.kernel_sizes, config.consensus.channels) == data.CONSENSUS[tag]
         found[tag] = make_network(config)
         checkpoint._fill(found[tag], state, "")

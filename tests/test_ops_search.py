@@ -131,8 +131,8 @@ def test_only_wanted_answers_count(engine):
     cells, config = torch.arange(4).expand(2, -1), FineConfig()
     wanted = torch.zeros(2, 4, 16, dtype=torch.bool)
     wanted[0, 1, 3] = wanted[1, 3] = True
-    expected = REFERENCE.search_cells(tensor, fine0, cells, fine1, config)
-    found = run(engine, "search_cells", tensor, fine0, cells, fine1, config, wanted=place(engine, wanted))
+    expected = REFERENCE.search_cells(tensor, (fine0, fine1), cells, config)
+    found = run(engine, "search_cells", tensor, (fine0, fine1), cells, config, wanted=place(engine, wanted))
     assert torch.equal(found.best[wanted], expected.best[wanted])
     assert torch.allclose(found.score[wanted], expected.score[wanted], rtol=1e-4)
 
@@ -142,11 +142,11 @@ def test_points_anywhere_are_searched_for(engine, reading):
     tensor, fine0, fine1 = search_case("flat", 4, (3, 4), (4, 5), batch=2, masked=True)
     places = [[0.0, 0.0], [3.25, 7.5], [15.0, 11.0], [-0.4, 4.2], [15.4, 11.3], [7.0, 2.0], [9.9, 0.1]]
     points = torch.tensor([places, places[::-1]])
-    inputs = tensor, fine0, points, fine1, FineConfig(reading=reading)
+    inputs = tensor, (fine0, fine1), points, FineConfig(reading=reading)
     found, expected = run(engine, "search_points", *inputs), REFERENCE.search_points(*inputs)
     assert torch.equal(found.best, expected.best) and found.best.shape == (2, 7, 1)
     assert torch.allclose(found.score, expected.score, rtol=1e-4)
-    assert run(engine, "search_points", tensor, fine0, points[:, :0], fine1, FineConfig()).best.shape == (2, 0, 1)
+    assert run(engine, "search_points", tensor, (fine0, fine1), points[:, :0], FineConfig()).best.shape == (2, 0, 1)
 
 
 def test_the_search_in_half_precision(engine):

@@ -239,11 +239,11 @@ def test_checkpoints_that_are_not_known(published):
     for args, words in unknown:
         settings = argparse.Namespace(**{**vars(published["args"]), **args})
         with pytest.raises(WeightsError, match=words):
-            checkpoint._from_ncnet(settings, published["state_dict"], "file")
+            checkpoint._converted(settings, published["state_dict"], "file")
     for shape, words in (((80, 1, 16), "not a 4D cube"), ((3, 3), "no 4D convolutions")):
         state = {"FeatureExtraction.model.0.weight": rand(0, 1), "NeighConsensus.conv.1.kernel": rand(0, *shape)}
         with pytest.raises(WeightsError, match=words):
-            checkpoint._from_ncnet(None, state, "file")
+            checkpoint._converted(None, state, "file")
 
 
 def test_normalized_features_of_pooled_maxima():

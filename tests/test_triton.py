@@ -42,18 +42,20 @@ def prepared(module: Consensus, dtype: torch.dtype) -> consensus.Prepared:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 5])
-def test_walks_that_meet(steps):
+def test_walks_that_meet(steps, monkeypatch):
     """Several programs process a long row, and must agree at their ends."""
     module, scores = make(16), rand(4, 1, 1, 2, 9, 3)
-    found = consensus.apply(scores.to(DEVICE), prepared(module, torch.float32), tiles=consensus.Tiles(steps=steps))
+    monkeypatch.setattr(consensus, "_steps", lambda rows, programs: steps)
+    found = consensus.apply(scores.to(DEVICE), prepared(module, torch.float32))
     assert torch.allclose(found.cpu(), module(scores), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("unroll", [1, 2, 3])
-def test_accumulators_in_turn(unroll):
+def test_accumulators_in_turn(unroll, monkeypatch):
     """The result does not depend on the unrolling."""
     module, scores = make(16), rand(4, 1, 1, 2, 5, 3).half()
-    found = consensus.apply(scores.to(DEVICE), prepared(module, torch.float16), tiles=consensus.Tiles(unroll=unroll))
+    monkeypatch.setitem(consensus._UNROLL, torch.float16, unroll)
+    found = consensus.apply(scores.to(DEVICE), prepared(module, torch.float16))
     assert torch.allclose(found.cpu().float(), module(scores.float()), rtol=4e-3, atol=4e-3)
 
 
@@ -102,14 +104,16 @@ def search_case(shape0, shape1, channels=9, dtype=torch.float32):
     return tensor.to(DEVICE), *(FineMap.of(features.to(DEVICE)) for features in maps)
 
 
-def test_how_the_work_is_cut_does_not_matter():
+def test_how_the_work_is_cut_does_not_matter(monkeypatch):
     tensor, fine0, fine1 = search_case((1, 1), (9, 9))
     tensor = tensor + 2  # so that one cell promises hardly more than another
     cells = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
     found = []
     for k, abreast, parts in ((1, 1, 1), (2, 2, 3), (8, 4, 2)):
-        tiles = search.Tiles(abreast=abreast, parts=parts)
-        found.append(search.search_cells(tensor, cells, fine0, fine1, "center", 0.0, k, excess=1e-5, tiles=tiles))
+        monkeypatch.setattr(search, "FIRST_BLOCK", k)
+        monkeypatch.setattr(search, "_ABREAST", abreast)
+        monkeypatch.setattr(search, "_PARTS", parts)
+        found.append(search.search_cells(tensor, (fine0, fine1), cells, FineConfig()))
         assert (found[-1].visited >= k).all() and (found[-1].visited > 8).any()
     for other in found[1:]:
         assert torch.equal(other.best, found[0].best) and torch.allclose(other.score, found[0].score)
@@ -119,9 +123,9 @@ def test_blocks_of_candidates_are_compared_in_parts(monkeypatch):
     """Images with more than 8192 coarse cells need several parts."""
     tensor, fine0, fine1 = search_case((1, 1), (12, 12))
     cells = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
-    expected = search.search_cells(tensor, cells, fine0, fine1, "center", 0.0, excess=1e-5)
+    expected = search.search_cells(tensor, (fine0, fine1), cells, FineConfig())
     monkeypatch.setattr(search, "_BLOCKS", 2)
-    found = search.search_cells(tensor, cells, fine0, fine1, "center", 0.0, excess=1e-5)
+    found = search.search_cells(tensor, (fine0, fine1), cells, FineConfig())
     assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
 
 
@@ -138,8 +142,8 @@ def test_inputs_that_are_not_aligned():
         return memory[1:].view(x.shape)
 
     moved = [replace(fine, features=shifted(fine.features)) for fine in (fine0, fine1)]
-    expected = search.search_both(tensor, fine0, fine1, FineConfig(), excess=1e-5)
-    found = search.search_both(shifted(tensor), *moved, FineConfig(), excess=1e-5)
+    expected = search.search_both(tensor, fine0, fine1, FineConfig())
+    found = search.search_both(shifted(tensor), *moved, FineConfig())
     assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
     x = torch.zeros(9)[1:]
     assert launch.readable(x) is not x and launch.readable(x.clone()).data_ptr() % 16 == 0
@@ -282,8 +286,8 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).
 COPIED = {"cp.async.cg"}
 LAYER = {"ADD": True, "RELU": True, "PRECISION": "ieee"}
 SEARCH = {"CORNER": False, "MASKED": True, "EVERY": True, "BLOCK": 64}
-SCORE = {"CORNER": False, "MASKED": True, "EVERY": True, "SHARP": True, "VISITED": 8, "LENGTH": 96, "PRECISION": "ieee"}
-SUPPORT, ALIGN = refine_kernels._SUPPORT, refine_kernels._ALIGN
+SCORE = {"CORNER": False, "MASKED": True, "EVERY": True, "SHARP": True, "VISITED": 8, "LENGTH": 96}
+CONSTANTS = {"CONSTANTS": ""}
 CASES = {
     # The convolutions of the default preset: 3x3, the last one, with few positions, 1x1, the stem, other types.
     "convolve": [
@@ -320,8 +324,7 @@ CASES = {
     ],
     "correlate": [
         ("consensus_jit", f"maps0 maps1 scores: *{kind}; scale0 scale1 best0 best1: *fp32; cells0 cells1: *u8",
-         found, warps, 3, {"CHANNELS": 256, "MASKED": True, "ROWS": side, "COLUMNS": side, "TERMS": terms,
-                           "PRECISION": "ieee"})
+         found, warps, 3, {"CHANNELS": 256, "MASKED": True, "ROWS": side, "COLUMNS": side, "TERMS": terms})
         for kind, found, warps, side, terms in (
             ("fp16", {"wgmma", "cp.async.cg"}, 8, 128, 64), ("fp32", {"cp.async.cg"}, 4, 64, 16)
         )
@@ -335,7 +338,7 @@ CASES = {
     ],
     "contribute": [
         ("consensus_jit", f"padded shares weight1 weight2: *{kind}; bias1: *fp32", found, 4, 3,
-         {"HIDDEN": hidden, "POSITIONS": 64 if kind == "fp16" else 32, "UNROLL": 3, "PRECISION": "ieee"})
+         {"HIDDEN": hidden, "POSITIONS": 64 if kind == "fp16" else 32, "UNROLL": 3})
         for kind, found, hidden in (("fp16", {"wgmma"}, 16), ("fp16", {"wgmma"}, 32), ("fp32", set(), 16))
     ],
     "collect": [("consensus_jit", "shares results: *fp16; bias2: *fp32", set(), 4, 3, {"POSITIONS": 256})],
@@ -386,12 +389,13 @@ CASES = {
         for learnt in (True, False)
     ],
     "explain_both": [
-        ("support_jit", "pair: *i64; known maps around score: *fp32; at: *i32", set(), 4, 3, SUPPORT)
+        ("support_jit", "pair: *i64; known maps around score: *fp32; at: *i32", set(), 4, 3,
+         CONSTANTS | {"MATCHES": 8})
     ],
     "finish": [
         ("refine_jit", "light0 light1: *fp16; pair index0 index1: *i64; at: *i32; "
          "known maps around score points0 points1: *fp32", set(), 4, 3,
-         ALIGN | {"ALIGN": True, "CROWD": 8, "SIDE": 8, "STRIDE": 4})
+         CONSTANTS | {"ALIGN": True, "MATCHES": 4})
     ],
 }  # fmt: skip
 

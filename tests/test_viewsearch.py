@@ -60,7 +60,7 @@ def test_a_turn_rotates_the_whole_image():
     image = np.zeros((300, 400, 3), np.uint8)
     image[:150, 200:] = 255
     mask = np.arange(view.size[0] * view.size[1]).reshape(view.size[::-1]) > 99
-    shown = Shown(torch.from_numpy(through(image, view)), mask)
+    shown = Shown(view, torch.from_numpy(through(image, view)), mask)
     for turns in range(4):
         # The bright quarter turns clockwise, from the upper right.
         bright = [(0, 1), (1, 1), (1, 0), (0, 0)][turns]
@@ -69,7 +69,8 @@ def test_a_turn_rotates_the_whole_image():
         assert shown.pixels.shape[:2] == shown.mask.shape == view.size[::-1]
         # The geometry of a turned view is that of its pixels.
         assert np.abs(through(image, view).astype(int) - shown.pixels.numpy()).max() <= 1
-        view, shown = view.rotated(), shown.rotated()
+        shown = shown.rotated()
+        view = shown.view
 
 
 def test_an_image_too_small_for_a_tilt_has_no_view():

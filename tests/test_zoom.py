@@ -253,7 +253,7 @@ def test_any_homography_is_a_view(photograph, shipped):
     H[:2, :2], H[:2, 2] = turn, np.array([320, 240]) - turn @ (width / 2, height / 2)
     features = shipped.features(photograph)
     view = View(image_from_view=H, size=(width, height), shrinks=1.6)
-    (seen,) = extract_shown(shipped, [show(features, view)], [view.size])
+    (seen,) = extract_shown(shipped, [show(features, view)])
     assert seen.scale.input_size == (320, 240) and seen.mask is not None
     look = match_views(shipped, (features, features), (None, view))
     error = np.linalg.norm(look.matches.points0 - look.matches.points1, axis=1)[:300]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dualrc.image import ImageInput, Scale, read
+from dualrc.image import ImageInput, Scale
 from dualrc.matcher.cache import LruCache
 from dualrc.matcher.prefetch import ReadAhead
 from dualrc.model.network import Features
@@ -93,7 +93,7 @@ class PendingImage:
 class FeatureCache:
     """Cache of images given by path and their features, most recent last."""
 
-    def __init__(self, make: Callable[[ImageArray], PendingImage], reader: ReadAhead) -> None:
+    def __init__(self, make: Callable[[Matchable], PendingImage], reader: ReadAhead) -> None:
         self._make, self._reader = make, reader
         self._kept: LruCache[Path, PendingImage] = LruCache()
 
@@ -104,10 +104,8 @@ class FeatureCache:
 
     def get(self, image: Matchable) -> PendingImage:
         """Return the image, read now if necessary; its features follow later."""
-        if isinstance(image, ImageFeatures):
-            return PendingImage(scale=image.scale, features=image)
         if not isinstance(image, (str, Path)):
-            return self._make(read(image))
+            return self._make(image)
         key = Path(image)
         if key in self._kept:
             self._reader.drop(key)

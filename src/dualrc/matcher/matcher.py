@@ -115,8 +115,12 @@ class Matcher:
         item = self.pending(read(image), size)
         return self._in_memory([item], lambda features: self.masked(features, mask))
 
-    def pending(self, pixels: ImageArray, size: int | Unset | None) -> PendingImage:
+    def pending(self, image: Matchable, size: int | Unset | None) -> PendingImage:
         """Return an image that waits for its features, with the size of its network input."""
+        # Features have a fixed size already.
+        if isinstance(image, ImageFeatures):
+            return PendingImage(scale=image.scale, features=image)
+        pixels = read(image)
         own = (pixels.shape[1], pixels.shape[0])
         settings = self._settings(size=size)
         network = network_size(own, long_side=settings.size, max_size=settings.max_size)
@@ -284,13 +288,7 @@ class Matcher:
         sizes: tuple[int | Unset | None, int | Unset | None],
     ) -> T:
         """Call `use` with the features of two images, at the largest sizes that fit into memory."""
-        items = [
-            # Features have a fixed size already.
-            PendingImage(scale=image.scale, features=image)
-            if isinstance(image, ImageFeatures)
-            else self.pending(read(image), size)
-            for image, size in zip((image0, image1), sizes, strict=True)
-        ]
+        items = [self.pending(image0, sizes[0]), self.pending(image1, sizes[1])]
 
         def with_masks(features0: ImageFeatures, features1: ImageFeatures) -> T:
             pair = self.masked(features0, mask0), self.masked(features1, mask1)

@@ -146,6 +146,7 @@ def _steps(view: View) -> list[FloatArray]:
 class Shown(NamedTuple):
     """An image through a view."""
 
+    view: View
     # uint8 (h w 3)
     pixels: Tensor
     # (h, w) Pixels that show a part of the image to match; None for all.
@@ -154,7 +155,7 @@ class Shown(NamedTuple):
     def rotated(self) -> "Shown":
         """Rotate by 90 degrees clockwise."""
         mask = None if self.mask is None else np.rot90(self.mask, -1).copy()
-        return Shown(torch.rot90(self.pixels, -1).contiguous(), mask)
+        return Shown(self.view.rotated(), torch.rot90(self.pixels, -1).contiguous(), mask)
 
 
 def show(features: ImageFeatures, view: View, pixels: Tensor | None = None) -> Shown:
@@ -171,15 +172,13 @@ def show(features: ImageFeatures, view: View, pixels: Tensor | None = None) -> S
         places = view.places(features.size, pixels.device).cpu().numpy()
         allowed = inside_mask(places.reshape(-1, 2), features.mask).reshape(view.size[::-1])
         mask = allowed if mask is None else mask & allowed
-    return Shown(pixels, mask)
+    return Shown(view, pixels, mask)
 
 
-def extract_shown(matcher: "Matcher", shown: Sequence[Shown], sizes: Sequence[Size]) -> list[ImageFeatures]:
-    """Extract features of views, in pixels of the network input, whose sizes are given."""
-    items = [
-        PendingImage(scale=Scale(image_size=size, input_size=size), pixels=one.pixels)
-        for one, size in zip(shown, sizes, strict=True)
-    ]
+def extract_shown(matcher: "Matcher", shown: Sequence[Shown]) -> list[ImageFeatures]:
+    """Extract features of views, in pixels of the network input."""
+    scales = [Scale(image_size=one.view.size, input_size=one.view.size) for one in shown]
+    items = [PendingImage(scale=scale, pixels=one.pixels) for scale, one in zip(scales, shown, strict=True)]
     matcher.extract(items)
     return [matcher.masked(item.known(), one.mask) for item, one in zip(items, shown, strict=True)]
 
@@ -192,7 +191,7 @@ def match_views(
 ) -> Look:
     """Match two images through views; None uses the features as they are."""
     first, second = (
-        own if view is None else extract_shown(matcher, [show(own, view, detail)], [view.size])[0]
+        own if view is None else extract_shown(matcher, [show(own, view, detail)])[0]
         for own, view, detail in zip(features, views, pixels, strict=True)
     )
     return match_seen(matcher, features, views, (first, second))

@@ -145,26 +145,25 @@ def best_views(matcher: "Matcher", features: FeaturePair, search: ViewSearch) ->
 
     def matched() -> Iterator[Matches]:
         for first, second in pairs:
-            through, pair = (views[0][first][0], views[1][second][0]), (seen[0][first], seen[1][second])
+            through, pair = (views[0][first].view, views[1][second].view), (seen[0][first], seen[1][second])
             yield match_seen(matcher, features, through, pair).matches
 
     return [each for each in side_by_side(verify, matched()) if each.weight > 0]
 
 
-def _seen(matcher: "Matcher", views: Sequence[tuple[View, Shown]], chosen: Iterable[int]) -> dict[int, ImageFeatures]:
+def _seen(matcher: "Matcher", views: Sequence[Shown], chosen: Iterable[int]) -> dict[int, ImageFeatures]:
     """Extract the features of the chosen views."""
     numbers = sorted(chosen)
-    shown, sizes = [views[number][1] for number in numbers], [views[number][0].size for number in numbers]
-    return dict(zip(numbers, extract_shown(matcher, shown, sizes), strict=True))
+    return dict(zip(numbers, extract_shown(matcher, [views[number] for number in numbers]), strict=True))
 
 
-def _view_cells(matcher: "Matcher", views: list[tuple[View, Shown]]) -> list[Cells]:
+def _view_cells(matcher: "Matcher", views: list[Shown]) -> list[Cells]:
     """Return the coarse cells of all views."""
     parts = (range(start, min(start + _TOGETHER, len(views))) for start in range(0, len(views), _TOGETHER))
     return [coarse_cells(seen) for part in parts for seen in _seen(matcher, views, part).values()]
 
 
-def _show_views(features: ImageFeatures, search: ViewSearch) -> list[tuple[View, Shown]]:
+def _show_views(features: ImageFeatures, search: ViewSearch) -> list[Shown]:
     """Return the simulated views of an image."""
     views = []
     width, height = features.scale.input_size
@@ -179,11 +178,9 @@ def _show_views(features: ImageFeatures, search: ViewSearch) -> list[tuple[View,
             view = affine_view(features.size, side, simulated)
             if view is None:
                 continue
-            shown = show(features, view, pixels)
-            views.append((view, shown))
+            views.append(show(features, view, pixels))
             for _ in range(3 if search.rotated else 0):
-                view, shown = view.rotated(), shown.rotated()
-                views.append((view, shown))
+                views.append(views[-1].rotated())
     return views
 
 

@@ -26,13 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dualrc.calibration import Calibration
-from dualrc.config import (
-    PRESETS,
-    ConsensusConfig,
-    NetworkConfig,
-    ResNetConfig,
-    SparseNCNetConfig,
-)
+from dualrc.config import PRESETS, NetworkConfig, ResNetConfig, SparseNCNetConfig
 from dualrc.errors import ConfigError, WeightsError
 from dualrc.files import is_file, limit_zip, parse_json, replacing, write_json
 from dualrc.model.backbone import ResNet
@@ -41,15 +35,13 @@ from dualrc.model.network import Network
 from dualrc.toml import from_dict, to_dict
 
 _FORMAT = "dualrc-1"
-# Module names of the trunk in the published NCNet and Sparse-NCNet, where the trunk is a sequence.
-_TRUNK = {"0": "conv1", "1": "bn1", "4": "layer1", "5": "layer2", "6": "layer3"}
-# Patterns of names in the published DualRC-Net, and the names used here.
+# Patterns of names in the published files, and the names used here. In NCNet, the trunk is a sequence.
 _PUBLISHED_NAMES = (
-    (r"FeatureExtraction\.extractor_list\.0\.0\.", "backbone.trunk.conv1."),
-    (r"FeatureExtraction\.extractor_list\.0\.1\.", "backbone.trunk.bn1."),
-    (r"FeatureExtraction\.extractor_list\.0\.4\.", "backbone.trunk.layer1."),
-    (r"FeatureExtraction\.extractor_list\.1\.0\.", "backbone.trunk.layer2."),
-    (r"FeatureExtraction\.extractor_list\.2\.0\.", "backbone.trunk.layer3."),
+    (r"FeatureExtraction\.(model|extractor_list\.0)\.0\.", "backbone.trunk.conv1."),
+    (r"FeatureExtraction\.(model|extractor_list\.0)\.1\.", "backbone.trunk.bn1."),
+    (r"FeatureExtraction\.(model|extractor_list\.0)\.4\.", "backbone.trunk.layer1."),
+    (r"FeatureExtraction\.(model\.5|extractor_list\.1\.0)\.", "backbone.trunk.layer2."),
+    (r"FeatureExtraction\.(model\.6|extractor_list\.2\.0)\.", "backbone.trunk.layer3."),
     (r"FeatureExtraction\.(last|fine)_layer_block\.", "backbone.fine."),
     (r"FeatureExtraction\.coarse_layer_block\.", "backbone.coarse."),
 )
@@ -186,48 +178,66 @@ def convert_published(source: str | Path, target: str | Path) -> NetworkConfig:
         kinds = "DualRC-Net, NCNet or Sparse-NCNet"
         raise WeightsError(f"{source} has no state_dict of tensors: it is not a published checkpoint of {kinds}.")
     state = {str(name).removeprefix("module."): tensor for name, tensor in stored.items()}
-    if any(name.startswith("FeatureExtraction.model.") for name in state):
-        config, renamed = _from_ncnet(content.get("args"), state, source)
-    else:
-        config = _published_config(content.get("args"), state, source)
-        renamed = dict(_renamed(name, tensor, config) for name, tensor in state.items())
+    config, weights = _converted(content.get("args"), state, source)
     network = make_network(config)
-    _fill(network, renamed, str(source))
+    _fill(network, weights, str(source))
     save_weights(network, target)
     return config
 
 
-def _from_ncnet(args: Any, state: Mapping[str, Tensor], source: str | Path) -> tuple[NetworkConfig, dict[str, Tensor]]:
-    """Return config and weights of a checkpoint of NCNet, or of Sparse-NCNet with MinkowskiEngine convolutions."""
+def _converted(args: Any, state: Mapping[str, Tensor], source: str | Path) -> tuple[NetworkConfig, dict[str, Tensor]]:
+    """Return config and weights of a published checkpoint; Sparse-NCNet has MinkowskiEngine convolutions."""
     settings = vars(args) if isinstance(args, argparse.Namespace) else {}
+    # Weights (out in k k k k) by module number.
+    layers: dict[int, Tensor] = {}
+    for name, tensor in state.items():
+        if (match := re.fullmatch(r"NeighConsensus\.conv\.(\d+)\.weight", name)) and tensor.ndim == 6:
+            # Stored as (k, out, in, k, k, k).
+            layers[int(match[1])] = tensor.movedim(0, 2)
+        elif (match := re.fullmatch(r"NeighConsensus\.conv\.(\d+)\.kernel", name)) and tensor.ndim == 3:
+            layers[int(match[1])] = _from_minkowski(tensor, source)
+    is_ncnet = any(name.startswith("FeatureExtraction.model.") for name in state)
+    config = (_ncnet_config if is_ncnet else _dualrc_config)(settings, state, source, has_layers=bool(layers))
+    weights = {
+        _renamed(name, config): tensor
+        for name, tensor in state.items()
+        # Files of NCNet may hold more.
+        if name.startswith("FeatureExtraction.model.") or not (is_ncnet or name.startswith("NeighConsensus.conv."))
+    }
+    ordered = dict(sorted(layers.items()))
+    for layer, (number, weight) in enumerate(ordered.items()):
+        weights[f"consensus.weights.{layer}"] = weight
+        if (bias := state.get(f"NeighConsensus.conv.{number}.bias")) is not None:
+            weights[f"consensus.biases.{layer}"] = bias.flatten()
+    sizes, channels = tuple(w.shape[2] for w in ordered.values()), tuple(len(w) for w in ordered.values())
+    return replace(config, consensus=replace(config.consensus, kernel_sizes=sizes, channels=channels)), weights
+
+
+def _ncnet_config(
+    settings: Mapping[str, Any], state: Mapping[str, Tensor], source: str | Path, *, has_layers: bool
+) -> NetworkConfig:
     if settings.get("feature_extraction_cnn", "resnet101") != "resnet101" or settings.get("bn"):
         raise WeightsError(f"{source} has a backbone other than ResNet-101, or batch norms; convert another file.")
     if not settings.get("symmetric_mode", True):
         raise WeightsError(f"{source} has a consensus of one matching direction only; convert another file.")
-    # Weights (out in k k k k) by module number.
-    layers: dict[int, Tensor] = {}
-    renamed: dict[str, Tensor] = {}
-    sparse = False
-    for name, tensor in state.items():
-        if match := re.fullmatch(r"FeatureExtraction\.model\.(\d)\.(.+)", name):
-            renamed[f"backbone.trunk.{_TRUNK.get(match[1], match[1])}.{match[2]}"] = tensor
-        elif (match := re.fullmatch(r"NeighConsensus\.conv\.(\d+)\.weight", name)) and tensor.ndim == 6:
-            # Stored as (k, out, in, k, k, k).
-            layers[int(match[1])] = tensor.movedim(0, 2)
-        elif (match := re.fullmatch(r"NeighConsensus\.conv\.(\d+)\.kernel", name)) and tensor.ndim == 3:
-            layers[int(match[1])], sparse = _from_minkowski(tensor, source), True
-    if not layers:
+    if not has_layers:
         raise WeightsError(f"{source} has no 4D convolutions, so it is not a checkpoint of NCNet or Sparse-NCNet.")
-    for layer, (number, weight) in enumerate(sorted(layers.items())):
-        renamed[f"consensus.weights.{layer}"] = weight
-        renamed[f"consensus.biases.{layer}"] = state[f"NeighConsensus.conv.{number}.bias"].flatten()
-    ordered = [layers[number] for number in sorted(layers)]
-    config = PRESETS["sparse-ncnet" if sparse else "ncnet"][0]
-    sizes, channels = tuple(weight.shape[2] for weight in ordered), tuple(len(weight) for weight in ordered)
-    config = replace(config, consensus=replace(config.consensus, kernel_sizes=sizes, channels=channels))
-    if isinstance(config.ncnet, SparseNCNetConfig):
-        config = replace(config, ncnet=replace(config.ncnet, neighbors=int(settings.get("k", config.ncnet.neighbors))))
-    return config, renamed
+    if not any(name.endswith(".kernel") for name in state):
+        return PRESETS["ncnet"][0]
+    neighbors = int(settings.get("k", SparseNCNetConfig.neighbors))
+    return replace(PRESETS["sparse-ncnet"][0], ncnet=SparseNCNetConfig(neighbors=neighbors))
+
+
+def _dualrc_config(
+    settings: Mapping[str, Any], state: Mapping[str, Tensor], source: str | Path, *, has_layers: bool
+) -> NetworkConfig:
+    fine = [tensor for name, tensor in state.items() if re.search(r"\.(last|fine)_layer_block\.weight$", name)]
+    if not has_layers or not fine:
+        raise WeightsError(f"{source} lacks the layers of DualRC-Net; known: backbone {settings.get('backbone')!r}.")
+    channels = len(fine[0])
+    if channels not in (256, 1024):
+        raise WeightsError(f"{source} has {channels} fine channels; only 256 and 1024 are supported.")
+    return replace(PRESETS["paper"][0], backbone=ResNetConfig(channels=256 if channels == 256 else 1024))
 
 
 def _from_minkowski(kernel: Tensor, source: str | Path) -> Tensor:
@@ -243,46 +253,16 @@ def _from_minkowski(kernel: Tensor, source: str | Path) -> Tensor:
     return kernel.unflatten(0, (size,) * 4).permute(5, 4, 3, 2, 1, 0)
 
 
-def _published_config(args: Any, state: Mapping[str, Tensor], source: str | Path) -> NetworkConfig:
-    settings = vars(args) if isinstance(args, argparse.Namespace) else {}
-    four_d = [name for name in state if re.fullmatch(r"NeighConsensus\.conv\.\d+\.weight", name)]
-    # Sort by number, so that conv.10 follows conv.8.
-    four_d.sort(key=lambda name: int(name.split(".")[2]))
-    fine = [name for name in state if re.search(r"\.(last|fine)_layer_block\.weight$", name)]
-    if not four_d or not fine:
-        raise WeightsError(f"{source} lacks the layers of DualRC-Net; known: backbone {settings.get('backbone')!r}.")
-    channels = int(state[fine[0]].shape[0])
-    if channels not in (256, 1024):
-        raise WeightsError(f"{source} has {channels} fine channels; only 256 and 1024 are supported.")
-    consensus = ConsensusConfig(
-        kernel_sizes=tuple(int(state[name].shape[0]) for name in four_d),
-        channels=tuple(int(state[name].shape[1]) for name in four_d),
-        initialization="uniform",
-    )
-    network = PRESETS["paper"][0]
-    backbone = ResNetConfig(fusion="a", channels=256 if channels == 256 else 1024)
-    return NetworkConfig(preset="paper", backbone=backbone, consensus=consensus, fine=network.fine)
-
-
-def _renamed(name: str, tensor: Tensor, config: NetworkConfig) -> tuple[str, Tensor]:
+def _renamed(name: str, config: NetworkConfig) -> str:
     for pattern, ours in _PUBLISHED_NAMES:
         renamed, count = re.subn("^" + pattern, ours, name)
         if count:
-            return renamed, tensor
+            return renamed
     if match := re.fullmatch(r"FeatureExtraction\.inner_block_list\.(\d)\.(\w+)", name):
         # The list starts at the coarsest level. With 1024 channels conv4 has no 1x1 convolution, so conv3 is first.
-        top = 3 if config.backbone == ResNetConfig(channels=1024) else 4
-        return f"backbone.lateral{top - int(match[1])}.{match[2]}", tensor
-    if match := re.fullmatch(r"NeighConsensus\.conv\.(\d+)\.(\w+)", name):
-        # Every second module is a ReLU.
-        layer = int(match[1]) // 2
-        # The file stores the first kernel dimension in front: (k, out, in, k, k, k).
-        return (
-            (f"consensus.weights.{layer}", tensor.movedim(0, 2))
-            if match[2] == "weight"
-            else (f"consensus.biases.{layer}", tensor)
-        )
-    return name, tensor
+        top = 3 if config.backbone.coarse_channels == 1024 else 4
+        return f"backbone.lateral{top - int(match[1])}.{match[2]}"
+    return name
 
 
 def load_pickle(path: str | Path, *allowed: Any) -> Any:

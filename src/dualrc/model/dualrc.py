@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from dualrc.config import NCNetConfig, NetworkConfig, SparseNCNetConfig
 from dualrc.model.backbone import make_backbone
-from dualrc.model.cells import PLACES, FineMap
+from dualrc.model.cells import FineMap
 from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
 from dualrc.model.engine import Engine
 from dualrc.model.ncnet import NCNet, SparseNCNet
 from dualrc.model.network import Features, Network, NetworkMatches, best_first, full_precision
 from dualrc.model.refine import CellMatches, cell_centers
-from dualrc.model.search import Correspondences
+from dualrc.model.search import Correspondences, search_back
 from dualrc.model.subpixel import Subpixel
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_cell
 
@@ -96,19 +96,14 @@ class DualRCNet(Network):
         fine0, fine1, config = features0.map(), features1.map(), self.config.fine
         tensor = self.coarse_tensor(features0, features1).flatten(3).flatten(1, 2)
         cells0 = pixel_to_cell(points0, FINE_STRIDE)
-        found = self.engine.search_points(tensor, fine0, cells0[None], fine1, config)
+        found = self.engine.search_points(tensor, (fine0, fine1), cells0[None], config)
+        back = search_back(self.engine, tensor, fine0, found.best.flatten(1), fine1, config)
         index1, score = found.best.flatten(), found.score.flatten()
-        position = fine1.position(index1.clamp(min=0))
-        wanted = torch.zeros(fine1.cells * PLACES, dtype=torch.bool, device=position.device)
-        wanted[position] = True
-        every = torch.arange(fine1.cells, device=position.device)[None]
-        transposed, wanted = tensor.transpose(1, 2), wanted.view(1, -1, PLACES)
-        back = self.engine.search_cells(transposed, fine1, every, fine0, config, wanted=wanted)
-        good = (index1 >= 0) & self._returns(fine0, back.best.flatten()[position], cells0)
+        good = (index1 >= 0) & self._returns(fine0, back.best.flatten(), cells0)
         index1 = index1.clamp(min=0)
         cells1 = fine1.coordinates(index1)
         if self.subpixel is None:
-            score = score + back.score.flatten()[position]
+            score = score + back.score.flatten()
         else:
             pair = torch.zeros_like(index1)
             refined = self.engine.refine_points(self.subpixel, (fine0, fine1), pair, cells0, index1, score)

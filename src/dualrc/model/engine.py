@@ -14,7 +14,6 @@ from dualrc.model.context import Context
 from dualrc.model.correlation import correlate, mask_cells, max_pool, mutual_filter, normalize, valid_cells
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
-from dualrc.model.sparse import SparseScores
 from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs, refine_both
 from dualrc.model.support import DirectedMatches, Support
 
@@ -84,27 +83,20 @@ class Engine:
         return search.search_both(self, tensor, fine0, fine1, config)
 
     def search_cells(
-        self,
-        tensor: Tensor,
-        fine0: FineMap,
-        cells0: Tensor,
-        fine1: FineMap,
-        config: FineConfig,
-        *,
-        wanted: Tensor | None = None,
+        self, tensor: Tensor, fine: FineMapPair, cells0: Tensor, config: FineConfig, *, wanted: Tensor | None = None
     ) -> Found:
         """Find the best fine cells of image 1 for the 16 fine cells of each coarse cell `cells0` (b g) of image 0.
 
         `tensor` (b n m) has the querying image first. `wanted` (b g 16) marks the queries that need an answer; the
         other answers are undefined.
         """
-        return search.search(tensor, search.cell_queries(fine0, cells0, config.reading), fine1, config.temperature)
+        return search.search(tensor, search.cell_queries(fine[0], cells0, config.reading), fine[1], config.temperature)
 
-    def search_points(
-        self, tensor: Tensor, fine0: FineMap, points0: Tensor, fine1: FineMap, config: FineConfig
-    ) -> Found:
+    def search_points(self, tensor: Tensor, fine: FineMapPair, points0: Tensor, config: FineConfig) -> Found:
         """Find the best fine cells for any points (b g 2) of image 0, (x, y) in fine cells; results are (b g 1)."""
-        return search.search(tensor, search.point_queries(fine0, points0, config.reading), fine1, config.temperature)
+        return search.search(
+            tensor, search.point_queries(fine[0], points0, config.reading), fine[1], config.temperature
+        )
 
     def refine(
         self, subpixel: Subpixel, fine: FineMapPair, light: TensorPair | None, matches: CellMatches
@@ -155,15 +147,3 @@ class Engine:
     def nearest(self, rows: Tensor, others: Tensor, count: int, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Find the largest products of features (b n c) with others (b m c); see `model.sparse.nearest`."""
         return sparse.nearest(rows, others, count, valid)
-
-    def nearest_correlations(self, coarse: TensorPair, count: int, valid: MaskPair) -> SparseScores:
-        """Find the largest correlations of each cell of either image, (b c h0 w0), (b c h1 w1), with masks (b h w)."""
-        shape = (len(coarse[0]), *coarse[0].shape[2:], *coarse[1].shape[2:])
-        rows0, rows1 = (features.movedim(1, -1).flatten(1, 2) for features in coarse)
-        masks = [None if mask is None else mask.flatten(1) for mask in valid]
-        found = self.nearest(rows0, rows1, count, masks[1]), self.nearest(rows1, rows0, count, masks[0])
-        return sparse.nearest_correlations(found, shape, valid)
-
-    def sparse_consensus(self, scores: SparseScores, consensus: Consensus) -> SparseScores:
-        """Apply the consensus to the entries of a sparse tensor; see `model.sparse.sparse_consensus`."""
-        return sparse.sparse_consensus(scores, consensus)

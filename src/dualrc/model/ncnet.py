@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from dualrc.config import NCNetConfig, SparseNCNetConfig, TrunkConfig
 from dualrc.model.correlation import mask_cells, valid_cells
 from dualrc.model.network import Features, Network, NetworkMatches, best_first, full_precision, square_centers
-from dualrc.model.sparse import SparseScores
+from dualrc.model.sparse import SparseScores, nearest_correlations, sparse_consensus
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_cell
 
 # Tolerance of the round trip of a point, in coarse cells.
@@ -122,8 +122,8 @@ class SparseNCNet(ConsensusNet):
         cell = self.stride * self.pool
         valid = [None if f.valid is None else valid_cells(f.valid, cell) for f in (features0, features1)]
         coarse = features0.coarse, features1.coarse
-        scores = self.engine.nearest_correlations(coarse, self.config.ncnet.neighbors, (valid[0], valid[1]))
-        return self.engine.sparse_consensus(scores, self.consensus)
+        scores = nearest_correlations(self.engine, coarse, self.config.ncnet.neighbors, (valid[0], valid[1]))
+        return sparse_consensus(scores, self.consensus)
 
     def coarse_tensor(self, features0: Features, features1: Features) -> Tensor:
         """Return the coarse tensor as a sparse tensor."""

@@ -145,26 +145,33 @@ def search_both(
 ) -> Correspondences:
     """Search from the best coarse cells of image 0, then back from the cells found; `tensor` is (b n m)."""
     cells0 = best_cells(tensor, config.query_share)
-    there = engine.search_cells(tensor, fine0, cells0, fine1, config)
+    there = engine.search_cells(tensor, (fine0, fine1), cells0, config)
     index0, index1 = fine0.members(cells0).flatten(1), there.best.flatten(1)
     if fine0.valid is not None:
         index1 = index1.masked_fill(~fine0.valid.gather(1, index0), -1)
+    back, score1, visited1 = search_back(engine, tensor, fine0, index1, fine1, config)
+    return Correspondences(
+        index0=index0,
+        index1=index1,
+        back=back,
+        score0=there.score.flatten(1),
+        score1=score1,
+        visited0=there.visited,
+        visited1=visited1,
+    )
+
+
+def search_back(
+    engine: "Engine", tensor: Tensor, fine0: FineMap, index1: Tensor, fine1: FineMap, config: FineConfig
+) -> Found:
+    """Search from the fine cells `index1` (b n) of image 1, -1 for none, back to image 0: best and score (b n)."""
     # Only cells that were found need an answer.
     found = index1 >= 0
     nobody = fine1.cells * PLACES
     position = fine1.position(index1.clamp(min=0))
     wanted = torch.zeros(len(tensor), nobody + 1, dtype=torch.bool, device=tensor.device)
-    wanted = wanted.scatter_(1, position.masked_fill(~found, nobody), True)[:, :nobody]
+    wanted = wanted.scatter_(1, position.masked_fill(~found, nobody), True)[:, :nobody].unflatten(1, (-1, PLACES))
     cells1 = torch.arange(fine1.cells, device=tensor.device).expand(len(tensor), -1)
-    back = engine.search_cells(
-        tensor.transpose(1, 2), fine1, cells1, fine0, config, wanted=wanted.unflatten(1, (-1, PLACES))
-    )
-    return Correspondences(
-        index0=index0,
-        index1=index1,
-        back=back.best.flatten(1).gather(1, position).masked_fill(~found, -1),
-        score0=there.score.flatten(1),
-        score1=back.score.flatten(1).gather(1, position),
-        visited0=there.visited,
-        visited1=back.visited,
-    )
+    back = engine.search_cells(tensor.transpose(1, 2), (fine1, fine0), cells1, config, wanted=wanted)
+    best, score = (column.flatten(1).gather(1, position) for column in (back.best, back.score))
+    return Found(best.masked_fill(~found, -1), score, back.visited)

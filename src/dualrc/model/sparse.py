@@ -2,12 +2,16 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dualrc.model.cells import MaskPair
+from dualrc.model.cells import MaskPair, TensorPair
 from dualrc.model.consensus import Consensus, swap_images
+
+if TYPE_CHECKING:
+    from dualrc.model.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,20 +66,24 @@ def nearest(rows: Tensor, others: Tensor, count: int, valid: Tensor | None) -> t
     return found.values, found.indices
 
 
-def nearest_correlations(
-    found: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], shape: tuple[int, int, int, int, int], valid: MaskPair
-) -> SparseScores:
-    """Merge the results of `nearest` from both images; correlations found twice are added, as published."""
+def nearest_correlations(engine: "Engine", coarse: TensorPair, count: int, valid: MaskPair) -> SparseScores:
+    """Find the largest correlations of each cell of either image, (b c h0 w0), (b c h1 w1), with masks (b h w).
+
+    Correlations found from both images are added, as published.
+    """
+    shape = (len(coarse[0]), *coarse[0].shape[2:], *coarse[1].shape[2:])
+    rows0, rows1 = (features.movedim(1, -1).flatten(1, 2) for features in coarse)
+    masks = [None if mask is None else mask.flatten(1) for mask in valid]
+    found = engine.nearest(rows0, rows1, count, masks[1]), engine.nearest(rows1, rows0, count, masks[0])
     batch, count0, count1 = shape[0], shape[1] * shape[2], shape[3] * shape[4]
     keys, values = [], []
     for image, (score, index) in enumerate(found):
         own = torch.arange(index.shape[1], device=index.device)[None, :, None]
         pair = torch.arange(batch, device=index.device)[:, None, None]
         cell0, cell1 = (own, index) if image == 0 else (index, own)
-        mask = valid[image]
-        kept = score.isfinite() & (
-            torch.ones_like(own, dtype=torch.bool) if mask is None else mask.flatten(1)[..., None]
-        )
+        kept, mask = score.isfinite(), masks[image]
+        if mask is not None:
+            kept &= mask[..., None]
         keys.append(((pair * count0 + cell0) * count1 + cell1)[kept])
         values.append(score[kept])
     unique, place = torch.cat(keys).unique(return_inverse=True)

@@ -64,15 +64,9 @@ class ReferenceEngine(Engine):
         return torch.stack(pairs).to(coarse[0].dtype)
 
     def search_cells(
-        self,
-        tensor: Tensor,
-        fine0: FineMap,
-        cells0: Tensor,
-        fine1: FineMap,
-        config: FineConfig,
-        *,
-        wanted: Tensor | None = None,
+        self, tensor: Tensor, fine: FineMapPair, cells0: Tensor, config: FineConfig, *, wanted: Tensor | None = None
     ) -> Found:
+        fine0, fine1 = fine
         width, points = 4 * fine0.width, []
         for pair in cells0.tolist():
             rows = [
@@ -85,9 +79,8 @@ class ReferenceEngine(Engine):
         best, score = (column.view(*cells0.shape, 16) for column in found)
         return Found(best, score, torch.full(cells0.shape, fine1.height * fine1.width))
 
-    def search_points(
-        self, tensor: Tensor, fine0: FineMap, points0: Tensor, fine1: FineMap, config: FineConfig
-    ) -> Found:
+    def search_points(self, tensor: Tensor, fine: FineMapPair, points0: Tensor, config: FineConfig) -> Found:
+        fine0, fine1 = fine
         found = self._search(tensor, fine0, points0.double(), fine1, config, None)
         best, score = (column[..., None] for column in found)
         return Found(best, score, torch.full(points0.shape[:2], fine1.height * fine1.width))
@@ -119,9 +112,9 @@ class ReferenceEngine(Engine):
             ranked = torch.sort(pair.double().amax(1), descending=True, stable=True).indices.tolist()
             cells.append(sorted(ranked[: int(config.query_share * count0)]))
         cells0 = torch.tensor(cells)
-        there = self.search_cells(tensor, fine0, cells0, fine1, config)
+        there = self.search_cells(tensor, (fine0, fine1), cells0, config)
         every = torch.arange(fine1.height * fine1.width).expand(len(tensor), -1)
-        answers = self.search_cells(tensor.transpose(1, 2), fine1, every, fine0, config)
+        answers = self.search_cells(tensor.transpose(1, 2), (fine1, fine0), every, config)
         shape = len(tensor), cells0.shape[1] * 16
         index0, back = torch.empty(shape, dtype=torch.long), torch.full(shape, -1)
         index1, score1 = there.best.flatten(1).clone(), torch.zeros(shape)

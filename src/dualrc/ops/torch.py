@@ -121,17 +121,10 @@ class TorchEngine(Engine):
         return result
 
     def search_cells(
-        self,
-        tensor: Tensor,
-        fine0: FineMap,
-        cells0: Tensor,
-        fine1: FineMap,
-        config: FineConfig,
-        *,
-        wanted: Tensor | None = None,
+        self, tensor: Tensor, fine: FineMapPair, cells0: Tensor, config: FineConfig, *, wanted: Tensor | None = None
     ) -> Found:
         """Return the argmax of the full score map, only for cells with a wanted query."""
-        coarse = rows_of(tensor)
+        coarse, (fine0, fine1) = rows_of(tensor), fine
         if wanted is None:
             queries = cell_queries(fine0, cells0, config.reading)
             return self.search_queries(coarse, queries, fine1, config.temperature)
@@ -153,15 +146,13 @@ class TorchEngine(Engine):
                 whole[pair, groups] = column[0].to(whole.dtype)
         return found
 
-    def search_points(
-        self, tensor: Tensor, fine0: FineMap, points0: Tensor, fine1: FineMap, config: FineConfig
-    ) -> Found:
+    def search_points(self, tensor: Tensor, fine: FineMapPair, points0: Tensor, config: FineConfig) -> Found:
         """Search from arbitrary points in chunks."""
         coarse = rows_of(tensor)
 
         def find(points: Tensor) -> Found:
-            queries = point_queries(fine0, points.transpose(0, 1), config.reading)
-            found = self.search_queries(coarse, queries, fine1, config.temperature)
+            queries = point_queries(fine[0], points.transpose(0, 1), config.reading)
+            found = self.search_queries(coarse, queries, fine[1], config.temperature)
             return Found(*(column.transpose(0, 1) for column in found))
 
         parts = in_parts(find, _WINDOWS, _GPU_WINDOWS, points0.transpose(0, 1))

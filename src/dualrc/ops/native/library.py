@@ -6,7 +6,7 @@ import warnings
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,86 +14,72 @@ from dualrc.ops.native import sources
 
 # Values in the widest vector register.
 LANES = 16
-_FLOATS, _WHOLE, _FLAGS = (torch.float32,), (torch.int64,), (torch.bool, torch.uint8)
 
 
-class _Kernel(NamedTuple):
-    """Signature of a C function. It takes one structure whose fields have this order."""
+class _Kernel:
+    """Signature of a C function. It takes one structure, whose fields have the order of these names."""
 
-    tensors: dict[str, tuple[torch.dtype, ...]]
-    sizes: str
-    numbers: str = ""
-    counts: str = ""
-    # Names of the tensors that the function writes.
-    outputs: str = ""
-
-    def structure(self) -> type[ctypes.Structure]:
-        """Return the ctypes structure of the arguments."""
-        kinds = (ctypes.c_int64, self.sizes), (ctypes.c_float, self.numbers), (ctypes.c_int32, self.counts)
-        fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p) for name in self.tensors]
-        fields += [(name, kind) for kind, names in kinds for name in names.split()]
-        return _structure(*fields, ("threads", ctypes.c_int32))
-
-
-@cache
-def _structure(*fields: tuple[str, Any]) -> type[ctypes.Structure]:
-    return type("Call", (ctypes.Structure,), {"_fields_": list(fields)})
+    def __init__(
+        self,
+        tensors: str,
+        *,
+        sizes: str,
+        numbers: str = "",
+        counts: str = "",
+        whole: str = "",
+        flags: str = "",
+        outputs: str = "",
+    ) -> None:
+        """Tensors are float32, those in `whole` int64, those in `flags` bool or uint8; it writes those in `outputs`."""
+        self.tensors: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(tensors.split(), (torch.float32,))
+        self.tensors |= dict.fromkeys(whole.split(), (torch.int64,))
+        self.tensors |= dict.fromkeys(flags.split(), (torch.bool, torch.uint8))
+        self.outputs = outputs.split()
+        kinds = (
+            (ctypes.c_void_p, tensors),
+            (ctypes.c_int64, sizes),
+            (ctypes.c_float, numbers),
+            (ctypes.c_int32, f"{counts} threads"),
+        )
+        fields = [(name, kind) for kind, names in kinds for name in names.split()]
+        self.structure: type[ctypes.Structure] = type("Call", (ctypes.Structure,), {"_fields_": fields})
 
 
 _KERNELS = {
     "consensus": _Kernel(
-        dict.fromkeys(("scores", "first", "bias", "second", "hidden", "out"), _FLOATS),
+        "scores first bias second hidden out",
         sizes="height0 width0 height1 width1 channels strip",
         numbers="last_bias",
         outputs="hidden out",
     ),
     "search": _Kernel(
-        {
-            **dict.fromkeys(("tensor", "sums", "queries"), _FLOATS),
-            **dict.fromkeys(("pair", "rows"), _WHOLE),
-            "weights": _FLOATS,
-            "wanted": _FLAGS,
-            "fine": _FLOATS,
-            "valid": _FLAGS,
-            "index": _WHOLE,
-            "score": _FLOATS,
-            "visited": _WHOLE,
-        },
+        "tensor sums queries pair rows weights wanted fine valid index score visited",
         sizes="groups places channels mixed weights_apart candidates width",
         numbers="temperature allowance",
+        whole="pair rows index visited",
+        flags="wanted valid",
         outputs="index score visited",
     ),
     "meet": _Kernel(
-        {
-            **dict.fromkeys(("features0", "features1"), _FLOATS),
-            **dict.fromkeys(("pair", "index0", "index1"), _WHOLE),
-            **dict.fromkeys(("known", "cosines", "inputs", "offsets"), _FLOATS),
-        },
+        "features0 features1 pair index0 index1 known cosines inputs offsets",
         sizes="count channels height0 width0 height1 width1",
         numbers="temperature",
+        whole="pair index0 index1",
         outputs="cosines inputs offsets",
     ),
     "explain": _Kernel(
-        {
-            "maps": _FLOATS,
-            "at": _WHOLE,
-            "known": _FLOATS,
-            "offsets": _WHOLE,
-            **dict.fromkeys(("share", "motion", "shift"), _FLOATS),
-        },
+        "maps at known offsets share motion shift",
         sizes="count places neighbors",
         numbers="sigma near own doubt ridge",
+        whole="at offsets",
         outputs="share motion shift",
     ),
     "fit": _Kernel(
-        {
-            **dict.fromkeys(("light0", "light1"), _FLOATS),
-            "pair": _WHOLE,
-            **dict.fromkeys(("points0", "points1", "motion", "across", "down", "weights", "moves"), _FLOATS),
-        },
+        "light0 light1 pair points0 points1 motion across down weights moves",
         sizes="count places height0 width0 height1 width1",
         numbers="reach damping longest farthest least gain largest",
         counts="rounds",
+        whole="pair",
         outputs="moves",
     ),
 }
@@ -168,10 +154,10 @@ class Library:
             tensor = values.pop(field)
             if tensor is not None:
                 assert tensor.device.type == "cpu" and tensor.dtype in dtypes, (field, tensor.device, tensor.dtype)
-                assert tensor.is_contiguous() or field not in kernel.outputs.split(), field
+                assert tensor.is_contiguous() or field not in kernel.outputs, field
                 held[field] = tensor.contiguous()
         pointers = {field: tensor.data_ptr() for field, tensor in held.items()}
-        structure = kernel.structure()(**pointers, **values, threads=torch.get_num_threads())
+        structure = kernel.structure(**pointers, **values, threads=torch.get_num_threads())
         with torch.profiler.record_function(f"dualrc_{name}"):
             failed = getattr(self._library, f"dualrc_{name}")(ctypes.byref(structure))
         if failed:

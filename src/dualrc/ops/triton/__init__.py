@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,8 +20,7 @@ from dualrc.model.dualrc import DualRCNet
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
 from dualrc.model.subpixel import Subpixel, WindowPairs, inside
-from dualrc.ops import memory
-from dualrc.ops.torch import EXCESS, FIRST_BLOCK, TorchEngine
+from dualrc.ops.torch import TorchEngine
 from dualrc.ops.triton import backbone as backbone_kernels
 from dualrc.ops.triton import consensus as consensus_kernels
 from dualrc.ops.triton import features as feature_kernels
@@ -41,12 +40,6 @@ class TritonEngine(TorchEngine):
 
     def __init__(self) -> None:
         self._prepared: WeakKeyDictionary[nn.Module, tuple[object, Any]] = WeakKeyDictionary()
-
-    def __deepcopy__(self, memo: Any) -> Self:
-        return type(self)()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
 
     def prepare(self, backbone: nn.Module) -> nn.Module:
         """Return the compact backbone as a few fused kernels, compiled once for all image sizes."""
@@ -90,7 +83,7 @@ class TritonEngine(TorchEngine):
                 found = self.search(tensor, fine, fine, replace(config.fine, query_share=share))
             cells, wanted = torch.arange(6, device=device)[None], torch.ones(1, 6, 16, dtype=torch.bool, device=device)
             for asked in (None, wanted):
-                self.search_cells(tensor, fine, cells, fine, config.fine, wanted=asked)
+                self.search_cells(tensor, (fine, fine), cells, config.fine, wanted=asked)
         if network.subpixel is None:
             return
         columns = (column[0] for column in (found.index0, found.index0, found.score0, found.score0))
@@ -118,16 +111,14 @@ class TritonEngine(TorchEngine):
         if torch.is_grad_enabled() or not consensus_kernels.supported(shape, dtype, list(consensus.weights)):
             return super().coarse(coarse, consensus, valid)
         scores, maxima, filtered = consensus_kernels.correlate(*coarse, valid, dtype)
-        scores = consensus_kernels.apply(
-            scores, self._weights(consensus, dtype), memory.working_values(), maxima=maxima
-        )
+        scores = consensus_kernels.apply(scores, self._weights(consensus, dtype), maxima)
         return consensus_kernels.mutual_filter(scores, filtered)
 
     def consensus(self, scores: Tensor, consensus: Consensus) -> Tensor:
         """Apply the 4D convolutions to a tensor that was computed and filtered elsewhere."""
         if not consensus_kernels.supported(scores.shape, scores.dtype, list(consensus.weights)):
             return super().consensus(scores, consensus)
-        return consensus_kernels.apply(scores, self._weights(consensus, scores.dtype), memory.working_values())
+        return consensus_kernels.apply(scores, self._weights(consensus, scores.dtype))
 
     def _weights(self, consensus: Consensus, dtype: torch.dtype) -> consensus_kernels.Prepared:
         weights, biases = list(consensus.weights), list(consensus.biases)
@@ -149,33 +140,15 @@ class TritonEngine(TorchEngine):
         """Search in both directions with eleven kernels and no synchronization with the host."""
         if not search_kernels.supported(fine0, fine1) or not _fits(tensor):
             return super().search(tensor, fine0, fine1, config)
-        excess = EXCESS[fine1.features.dtype]
-        return search_kernels.search_both(tensor, fine0, fine1, config, FIRST_BLOCK, excess=excess)
+        return search_kernels.search_both(tensor, fine0, fine1, config)
 
     def search_cells(
-        self,
-        tensor: Tensor,
-        fine0: FineMap,
-        cells0: Tensor,
-        fine1: FineMap,
-        config: FineConfig,
-        *,
-        wanted: Tensor | None = None,
+        self, tensor: Tensor, fine: FineMapPair, cells0: Tensor, config: FineConfig, *, wanted: Tensor | None = None
     ) -> Found:
         """Search in one direction with four kernels and no synchronization with the host."""
-        if not search_kernels.supported(fine0, fine1) or not _fits(tensor):
-            return super().search_cells(tensor, fine0, cells0, fine1, config, wanted=wanted)
-        return search_kernels.search_cells(
-            tensor,
-            cells0,
-            fine0,
-            fine1,
-            config.reading,
-            config.temperature,
-            FIRST_BLOCK,
-            excess=EXCESS[fine1.features.dtype],
-            wanted=wanted,
-        )
+        if not search_kernels.supported(*fine) or not _fits(tensor):
+            return super().search_cells(tensor, fine, cells0, config, wanted=wanted)
+        return search_kernels.search_cells(tensor, fine, cells0, config, wanted=wanted)
 
     def refine(
         self, subpixel: Subpixel, fine: FineMapPair, light: TensorPair | None, matches: CellMatches

@@ -2,7 +2,16 @@
 
 import triton.language as tl
 
+from dualrc.model import align
 from dualrc.ops.triton.jit import kernel
+from dualrc.ops.triton.launch import power_above
+
+# Triton reads a global only if it is marked as a constant.
+_REACH, _STEP, _ROUNDS = tl.constexpr(align.REACH), tl.constexpr(align.STEP), tl.constexpr(align.ROUNDS)
+_DAMPING, _LONGEST, _FARTHEST = tl.constexpr(align.DAMPING), tl.constexpr(align.LONGEST), tl.constexpr(align.FARTHEST)
+_LEAST, _GAIN, _LARGEST = tl.constexpr(align.LEAST), tl.constexpr(align.GAIN), tl.constexpr(align.LARGEST)
+_SIDE = tl.constexpr(2 * align.REACH // align.STEP + 1)
+_PLACES = tl.constexpr(power_above((2 * align.REACH // align.STEP + 1) ** 2))
 
 
 @kernel()
@@ -70,26 +79,14 @@ def fit(
     b: tl.tensor,
     c: tl.tensor,
     d: tl.tensor,
-    REACH: tl.constexpr,
-    STEP: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    DAMPING: tl.constexpr,
-    LONGEST: tl.constexpr,
-    FARTHEST: tl.constexpr,
-    LEAST: tl.constexpr,
-    GAIN: tl.constexpr,
-    LARGEST: tl.constexpr,
-    PLACES: tl.constexpr,
-    MATCHES: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the motion that aligns the windows of points in image 1 with those in image 0."""
     x0, y0, x1, y1 = _number(x0), _number(y0), _number(x1), _number(y1)
     a, b, c, d = _number(a), _number(b), _number(c), _number(d)
-    side: tl.constexpr = 2 * REACH // STEP + 1
-    place = tl.arange(0, PLACES)
-    dx = (place % side * STEP - REACH).to(tl.float32)[None, :]
-    dy = (place // side * STEP - REACH).to(tl.float32)[None, :]
-    weights = tl.where(place[None, :] < side * side, tl.exp((dx * dx + dy * dy) * (-1.125 / (REACH * REACH))), 0.0)
+    place = tl.arange(0, _PLACES)
+    dx = (place % _SIDE * _STEP - _REACH).to(tl.float32)[None, :]
+    dy = (place // _SIDE * _STEP - _REACH).to(tl.float32)[None, :]
+    weights = tl.where(place[None, :] < _SIDE * _SIDE, tl.exp((dx * dx + dy * dy) * (-1.125 / (_REACH * _REACH))), 0.0)
     weights = weights / tl.sum(weights, axis=1)[:, None]
     pixels0 = light0 + (number * height0 * width0)[:, None]
     pixels1 = light1 + (number * height1 * width1)[:, None]
@@ -99,34 +96,34 @@ def fit(
     down = _look(pixels0, height0, width0, at_x, at_y + 1) - _look(pixels0, height0, width0, at_x, at_y - 1)
     template, spread = _normalized(template, weights)
     slope_x, slope_y = _slope(across / 2, spread, template, weights), _slope(down / 2, spread, template, weights)
-    xx = tl.sum(slope_x * slope_x * weights, axis=1) + DAMPING
-    yy = tl.sum(slope_y * slope_y * weights, axis=1) + DAMPING
+    xx = tl.sum(slope_x * slope_x * weights, axis=1) + _DAMPING
+    yy = tl.sum(slope_y * slope_y * weights, axis=1) + _DAMPING
     xy = tl.sum(slope_x * slope_y * weights, axis=1)
     inverse = 1.0 / (xx * yy - xy * xy)
     offset_x, offset_y = a[:, None] * dx + b[:, None] * dy, c[:, None] * dx + d[:, None] * dy
-    move_x, move_y = tl.zeros((MATCHES,), tl.float32), tl.zeros((MATCHES,), tl.float32)
+    move_x, move_y = tl.zeros_like(x1), tl.zeros_like(y1)
     window = _look(pixels1, height1, width1, x1[:, None] + offset_x, y1[:, None] + offset_y)
     window, _ = _normalized(window, weights)
     before = tl.sum(window * template * weights, axis=1)
     alike = before
-    for _ in tl.static_range(ROUNDS):
+    for _ in tl.static_range(_ROUNDS):
         off_x = tl.sum(slope_x * (window - template) * weights, axis=1)
         off_y = tl.sum(slope_y * (window - template) * weights, axis=1)
         step_x, step_y = (yy * off_x - xy * off_y) * inverse, (xx * off_y - xy * off_x) * inverse
         # The comparison also replaces NaN by 0.
         step_x = tl.where(tl.abs(step_x) < 1e30, step_x, 0.0)
         step_y = tl.where(tl.abs(step_y) < 1e30, step_y, 0.0)
-        length = tl.maximum(tl.sqrt(step_x * step_x + step_y * step_y) / LONGEST, 1.0)
+        length = tl.maximum(tl.sqrt(step_x * step_x + step_y * step_y) / _LONGEST, 1.0)
         step_x, step_y = step_x / length, step_y / length
         move_x, move_y = move_x - (a * step_x + b * step_y), move_y - (c * step_x + d * step_y)
         window = _look(pixels1, height1, width1, (x1 + move_x)[:, None] + offset_x, (y1 + move_y)[:, None] + offset_y)
         window, _ = _normalized(window, weights)
         alike = tl.sum(window * template * weights, axis=1)
     area = a * d - b * c
-    good = (alike > before + GAIN) & (alike > LEAST) & (area > 1.0 / LARGEST) & (area < LARGEST)
-    good = good & (move_x * move_x + move_y * move_y < FARTHEST * FARTHEST)
-    reach = REACH + 1
+    good = (alike > before + _GAIN) & (alike > _LEAST) & (area > 1.0 / _LARGEST) & (area < _LARGEST)
+    good = good & (move_x * move_x + move_y * move_y < _FARTHEST * _FARTHEST)
+    reach = _REACH + 1
     good = good & (x0 >= reach) & (y0 >= reach) & (x0 + reach <= width0 - 1) & (y0 + reach <= height0 - 1)
-    reach_x, reach_y = (tl.abs(a) + tl.abs(b)) * REACH + FARTHEST, (tl.abs(c) + tl.abs(d)) * REACH + FARTHEST
+    reach_x, reach_y = (tl.abs(a) + tl.abs(b)) * _REACH + _FARTHEST, (tl.abs(c) + tl.abs(d)) * _REACH + _FARTHEST
     good = good & (x1 >= reach_x) & (y1 >= reach_y) & (x1 + reach_x <= width1 - 1) & (y1 + reach_y <= height1 - 1)
     return tl.where(good, move_x, 0.0), tl.where(good, move_y, 0.0)

@@ -51,15 +51,6 @@ def _line(
 
 
 @kernel()
-def _line_of_sums(
-    row: tl.tensor, left: tl.tensor, middle: tl.tensor, right: tl.tensor, CORNER: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    first, second = tl.load(row + left), tl.load(row + middle)
-    third = second if CORNER else tl.load(row + right)
-    return _places(first, second, third, CORNER)
-
-
-@kernel()
 def _highest(
     above: tl.tensor,
     here: tl.tensor,
@@ -103,13 +94,13 @@ def _bounds(
     right_side = right * candidates
     a0, a1, a2, a3 = _line(block + above * row, left_side, middle_side, right_side, readable, CORNER)
     b0, b1, b2, b3 = _line(block + here * row, left_side, middle_side, right_side, readable, CORNER)
-    sa0, sa1, sa2, sa3 = _line_of_sums(sums + above * width, left, middle, right, CORNER)
-    sb0, sb1, sb2, sb3 = _line_of_sums(sums + here * width, left, middle, right, CORNER)
+    sa0, sa1, sa2, sa3 = _line(sums + above * width, left, middle, right, True, CORNER)
+    sb0, sb1, sb2, sb3 = _line(sums + here * width, left, middle, right, True, CORNER)
     c0, c1, c2, c3 = b0, b1, b2, b3
     sc0, sc1, sc2, sc3 = sb0, sb1, sb2, sb3
     if not CORNER:
         c0, c1, c2, c3 = _line(block + below * row, left_side, middle_side, right_side, readable, CORNER)
-        sc0, sc1, sc2, sc3 = _line_of_sums(sums + below * width, left, middle, right, CORNER)
+        sc0, sc1, sc2, sc3 = _line(sums + below * width, left, middle, right, True, CORNER)
     # With CORNER, the query at (0, 0) reads nothing, as published.
     reads = tl.where(cell == 0, 0.0, 1.0) if CORNER else 1.0
     highest = _highest(a0, b0, c0, sa0, sb0, sc0, reads, CORNER)
@@ -121,9 +112,13 @@ def _bounds(
 
 
 @kernel()
-def cell_of(cells: tl.tensor, group: tl.tensor, EVERY: tl.constexpr) -> tl.tensor:
-    """Return the cell of a group, numbered through the batch."""
-    return group if EVERY else tl.load(cells + group)
+def cell_of(
+    cells: tl.tensor, group: tl.tensor, height: tl.tensor, width: tl.tensor, EVERY: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the pair of a group, its cell, and the number of cells of an image."""
+    number = group if EVERY else tl.load(cells + group)
+    count = height * width
+    return number // count, number % count, count
 
 
 @kernel("height", "width", "candidates", "blocks")
@@ -150,9 +145,7 @@ def block_maxima(
 ) -> None:
     """Compute the highest bound of each block of candidate cells."""
     group = tl.program_id(0).to(tl.int64)
-    number = cell_of(cells, group, EVERY)
-    count = height * width
-    pair, cell = number // count, number % count
+    pair, cell, count = cell_of(cells, group, height, width, EVERY)
     coarse += pair * count * candidates
     sums += pair * count
     for start in range(0, blocks, AT_ONCE):
@@ -210,9 +203,7 @@ def choose(
 ) -> None:
     """Select the candidate cells with the highest bounds, which lie in the blocks with the highest maxima."""
     group = tl.program_id(0).to(tl.int64)
-    number = cell_of(cells, group, EVERY)
-    count = height * width
-    pair, cell = number // count, number % count
+    pair, cell, count = cell_of(cells, group, height, width, EVERY)
     slot = tl.arange(0, TAKEN * BLOCK)
     candidate = tl.zeros((TAKEN * BLOCK,), tl.int32) + candidates
     last = tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64)

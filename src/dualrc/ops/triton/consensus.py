@@ -16,30 +16,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc.model.cells import MaskPair
+from dualrc.ops import memory
 from dualrc.ops.triton.launch import launcher, parts, power_above, readable
 
 CHANNELS = (8, 16, 32)
 # Contributions of a hidden position: 27 neighbors in two directions.
 SHARES = 54
-# Memory for contributions if no limit is given.
-SLAB_BYTES = 2**29
+# Hidden positions per program, and values that it unrolls; float32 needs twice the registers.
+_POSITIONS, _UNROLL = {torch.float16: 64, torch.float32: 32}, {torch.float16: 3, torch.float32: 1}
+# Results per program that adds contributions.
+_COLLECTED = 256
 # Enough programs to keep a large GPU busy. More programs compute more halos twice.
 _PROGRAMS = 2000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """Tile sizes; the results do not depend on them."""
-
-    # Hidden positions per program.
-    positions: int = 64
-    warps: int = 4
-    unroll: int = 3
-    # Results per program that adds contributions.
-    collected: int = 256
-    collect_warps: int = 4
-    # Rows of image 1 per program; 0 selects a number that fills the GPU.
-    steps: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,26 +98,13 @@ def prepare(weights: Sequence[Tensor], biases: Sequence[Tensor], dtype: torch.dt
     )
 
 
-def apply(
-    scores: Tensor,
-    prepared: Prepared,
-    max_values: int | None = None,
-    *,
-    maxima: Maxima | None = None,
-    tiles: Tiles | None = None,
-) -> Tensor:
-    """Apply the consensus to scores (b h0 w0 h1 w1), or to the mutually filtered scores if `maxima` are given.
-
-    The workspace is about `max_values` float32 values.
-    """
+def apply(scores: Tensor, prepared: Prepared, maxima: Maxima | None = None) -> Tensor:
+    """Apply the consensus to scores (b h0 w0 h1 w1), or to the mutually filtered scores if `maxima` are given."""
     scores = readable(scores)
     results = torch.empty_like(scores)
-    if scores.numel() == 0:
-        return results
-    limit = SLAB_BYTES if max_values is None else 4 * max_values
-    run = _Run(scores, prepared, maxima, results, tiles or Tiles())
-    for slab in plan(tuple(scores.shape), scores.element_size(), limit):
-        run.slab(slab)
+    if scores.numel():
+        for slab in plan(tuple(scores.shape), scores.element_size(), 4 * memory.working_values()):
+            _compute(slab, scores, prepared, maxima, results)
     return results
 
 
@@ -164,7 +139,7 @@ def correlate(maps0: Tensor, maps1: Tensor, valid: MaskPair, dtype: torch.dtype)
     side = 128 if half else 64
     multiply = launcher(
         "consensus_jit.correlate", CHANNELS=channels, MASKED=masked, ROWS=side, COLUMNS=side, TERMS=64 if half else 16,
-        PRECISION="ieee", warps=8 if half else 4,
+        warps=8 if half else 4,
     )  # fmt: skip
     grid = (parts(count0, side), parts(count1, side), batch)
     multiply(grid, maps0, maps1, scale0, scale1, *cells, scores, *first, count0, count1)
@@ -222,77 +197,38 @@ def plan(shape: tuple[int, ...], item: int, limit: int) -> Iterator[Slab]:
             )
 
 
-class _Run:
-    """The kernel launches for one tensor."""
-
-    def __init__(
-        self,
-        scores: Tensor,
-        prepared: Prepared,
-        maxima: Maxima | None,
-        results: Tensor,
-        tiles: Tiles,
-    ) -> None:
-        self.scores, self.prepared, self.maxima, self.results, self.tiles = scores, prepared, maxima, results, tiles
-        self.shares = self.padded = results[:0].flatten()
-
-    def slab(self, slab: Slab) -> None:
-        """Compute the results of a slab, some rows of image 0 at a time."""
-        h0, w0, h1, w1 = self.scores.shape[1:]
-        pairs = len(slab.pairs)
-        values = pairs * slab.slots * SHARES * len(slab.region) * pitch(w0, w1)
-        if len(self.shares) < values:
-            self.shares = self.scores.new_empty(values)
-        # Rows of hidden positions computed per step.
-        most = min(slab.rows + 1, h0)
-        values = pairs * (most + 2) * h1 * (w0 + 2) * (w1 + 2)
-        if len(self.padded) < values:
-            self.padded = self.scores.new_empty(values)
-        made = 0
-        for start in range(0, h0, slab.rows):
-            stop = min(start + slab.rows, h0)
-            needed = min(stop + 1, h0)
-            if made < needed:
-                self._lay_out(slab, made - 1, needed + 1)
-                self._contribute(slab, made, needed)
-                made = needed
-            self._collect(slab, start, stop)
-
-    def _lay_out(self, slab: Slab, start: int, stop: int) -> None:
-        h0, w0, h1, w1 = self.scores.shape[1:]
-        best0, best1 = self.maxima if self.maxima is not None else (self.scores, self.scores)
-        rows = stop - start
-        grid = (parts((w0 + 2) * (w1 + 2), 1024), h1, len(slab.pairs) * rows)
-        launch = launcher("consensus_jit.lay_out", FILTERED=self.maxima is not None, POSITIONS=1024)
-        launch(grid, self.scores, best0, best1, self.padded, slab.pairs.start, start, rows, h0, w0, h1, w1)
-
-    def _contribute(self, slab: Slab, start: int, stop: int) -> None:
-        _, w0, h1, w1 = self.scores.shape[1:]
-        prepared, tiles, region, rows = self.prepared, self.tiles, slab.region, stop - start
-        half = self.scores.dtype == torch.float16
-        # float32 needs twice the registers.
-        positions = tiles.positions if half else min(32, tiles.positions)
-        across = parts(w0 * (w1 + 2), positions)
-        steps = tiles.steps or _steps(len(region), across * len(slab.pairs) * rows)
-        # In float32 every product is exact; tensor cores would round the factors to TF32.
-        grid = (across, parts(len(region), steps), len(slab.pairs) * rows)
-        launch = launcher(
-            "consensus_jit.contribute", HIDDEN=prepared.weight1.shape[1], POSITIONS=positions,
-            UNROLL=tiles.unroll if half else 1, PRECISION="ieee", warps=tiles.warps,
-        )  # fmt: skip
-        launch(
-            grid, self.padded, self.shares, prepared.weight1, prepared.bias1, prepared.weight2,
-            start, rows, slab.slots, region.start, region.stop, steps, w0, h1, w1,
-        )  # fmt: skip
-
-    def _collect(self, slab: Slab, start: int, stop: int) -> None:
-        h0, w0, h1, w1 = self.scores.shape[1:]
-        rows, region = stop - start, slab.region
-        grid = (parts(w0 * (w1 + 2), self.tiles.collected), len(region), len(slab.pairs) * rows)
-        launch = launcher("consensus_jit.collect", POSITIONS=self.tiles.collected, warps=self.tiles.collect_warps)
-        launch(
-            grid, self.shares, self.prepared.bias2, self.results, slab.pairs.start, start, rows, slab.slots,
-            region.start, len(region), h0, w0, h1, w1,
+def _compute(slab: Slab, scores: Tensor, prepared: Prepared, maxima: Maxima | None, results: Tensor) -> None:
+    """Compute the results of a slab, some rows of image 0 at a time."""
+    h0, w0, h1, w1 = scores.shape[1:]
+    pairs, region, plane = len(slab.pairs), slab.region, (w0 + 2) * (w1 + 2)
+    shares = scores.new_empty(pairs * slab.slots * SHARES * len(region) * pitch(w0, w1))
+    # Each step computes one more row of hidden positions, from rows of scores on both sides.
+    padded = scores.new_empty(pairs * (min(slab.rows + 1, h0) + 2) * h1 * plane)
+    best0, best1 = maxima or (scores, scores)
+    positions = _POSITIONS[scores.dtype]
+    across = parts(w0 * (w1 + 2), positions)
+    lay_out = launcher("consensus_jit.lay_out", FILTERED=maxima is not None, POSITIONS=1024)
+    contribute = launcher(
+        "consensus_jit.contribute", HIDDEN=prepared.weight1.shape[1], POSITIONS=positions, UNROLL=_UNROLL[scores.dtype]
+    )
+    collect = launcher("consensus_jit.collect", POSITIONS=_COLLECTED)
+    made = 0
+    for start in range(0, h0, slab.rows):
+        stop = min(start + slab.rows, h0)
+        needed = min(stop + 1, h0)
+        rows = needed - made
+        if rows > 0:
+            grid = (parts(plane, 1024), h1, pairs * (rows + 2))
+            lay_out(grid, scores, best0, best1, padded, slab.pairs.start, made - 1, rows + 2, h0, w0, h1, w1)
+            steps = _steps(len(region), across * pairs * rows)
+            contribute(
+                (across, parts(len(region), steps), pairs * rows), padded, shares, prepared.weight1, prepared.bias1,
+                prepared.weight2, made, rows, slab.slots, region.start, region.stop, steps, w0, h1, w1,
+            )  # fmt: skip
+            made = needed
+        collect(
+            (parts(w0 * (w1 + 2), _COLLECTED), len(region), pairs * (stop - start)), shares, prepared.bias2, results,
+            slab.pairs.start, start, stop - start, slab.slots, region.start, len(region), h0, w0, h1, w1,
         )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Kernels of the consensus; `consensus.py` describes the algorithm.
 
 A scalar condition enters a mask as a limit that is 0 if the condition fails. Triton's interpreter would infer a wrong
-type for a scalar boolean that is broadcast over a block.
+type for a scalar boolean that is broadcast over a block. Products in float32 are exact ("ieee"); tensor cores would
+round the factors to TF32.
 """
 
 import triton.language as tl
@@ -92,7 +93,6 @@ def correlate(
     COLUMNS: tl.constexpr,
     # Channels multiplied per step.
     TERMS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     """Compute cosines of all cells of image 0 with all cells of image 1, and their maxima."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -111,7 +111,7 @@ def correlate(
             some = (channel < CHANNELS)[None, :]
             first = tl.load(rows[:, None] + channel[None, :], mask=some, other=0.0)
             second = tl.load(columns[:, None] + channel[None, :], mask=some, other=0.0)
-        product = tl.dot(first, tl.trans(second), product, input_precision=PRECISION)
+        product = tl.dot(first, tl.trans(second), product, input_precision="ieee")
     product = product * tl.load(scale0 + here)[:, None] * tl.load(scale1 + there)[None, :]
     if MASKED:
         product = tl.where((tl.load(cells0 + here) != 0)[:, None], product, 0.0)
@@ -218,7 +218,6 @@ def contribute(
     HIDDEN: tl.constexpr,
     POSITIONS: tl.constexpr,
     UNROLL: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     """Compute the contributions of each hidden position to its 27 neighbors in image 0 and in columns of image 1.
 
@@ -278,15 +277,15 @@ def contribute(
             scores = tl.trans(following)
             readable = (tap < tl.where(y + 1 < h1, 27, 0))[:, None] & inside[None, :]
             following = tl.load((source + (y + 1) * padded_plane) + sources, mask=readable, other=0.0)
-            done = tl.dot(scores, below1, hidden_a, input_precision=PRECISION)
-            hidden_a = tl.dot(scores, here1, hidden_b, input_precision=PRECISION)
-            hidden_b = tl.dot(scores, above1, input_precision=PRECISION)
+            done = tl.dot(scores, below1, hidden_a, input_precision="ieee")
+            hidden_a = tl.dot(scores, here1, hidden_b, input_precision="ieee")
+            hidden_b = tl.dot(scores, above1, input_precision="ieee")
             exists = column < tl.where((y >= 1) & (y <= h1), w1, 0)
             hidden = tl.where(exists[:, None], tl.maximum(done + bias[None, :], 0.0), 0.0)
             hidden = hidden.to(weight2.dtype.element_ty)
-            complete = tl.dot(hidden, below2, result_a, input_precision=PRECISION)
-            result_a = tl.dot(hidden, here2, result_b, input_precision=PRECISION)
-            result_b = tl.dot(hidden, above2, input_precision=PRECISION)
+            complete = tl.dot(hidden, below2, result_a, input_precision="ieee")
+            result_a = tl.dot(hidden, here2, result_b, input_precision="ieee")
+            result_b = tl.dot(hidden, above2, input_precision="ieee")
             wanted = tl.where((y - 2 >= start) & (y - 2 < stop), 27, 0)
             writable = (result % 32 < wanted)[:, None] & (place < pitch)[None, :]
             values = tl.trans(complete.to(shares.dtype.element_ty))

@@ -5,47 +5,25 @@ Matrix products evaluate the network. The second kernel applies its offsets and 
 The third computes the support of the neighbors in both images. The last counts better matches and aligns by brightness.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dualrc.model import align, support
+from dualrc.model import refine as definition
 from dualrc.model.cells import FineMap, FineMapPair, TensorPair
-from dualrc.model.refine import CROWD, CellMatches, PointMatches
+from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.subpixel import WINDOW, Subpixel
-from dualrc.ops.triton.launch import launcher, parts, power_above, readable
-from dualrc.pixels import FINE_STRIDE
+from dualrc.ops.triton.launch import launcher, parts, readable
 
 # Matches per program of the support, alignment and placement kernels.
 _EXPLAINED, _ALIGNED, _PLACED = 8, 4, 128
 # Planes of the grid: x, y, u, v, confidence, score.
 _PLANES = 6
 _MARGIN = support.STEP * support.REACH
-_SUPPORT: dict[str, Any] = {
-    "STEP": support.STEP,
-    "REACH": support.REACH,
-    "SHARPNESS": 0.5 / support.SIGMA**2,
-    "DOUBT": support.DOUBT,
-    "RIDGE": support.RIDGE,
-    "NEAR": 0.5 / support.NEAR**2,
-    "OWN": support.OWN,
-    "NEIGHBORS": power_above((2 * support.REACH + 1) ** 2),
-    "MATCHES": _EXPLAINED,
-}
-_ALIGN: dict[str, Any] = {
-    "REACH": align.REACH,
-    "STEP": align.STEP,
-    "ROUNDS": align.ROUNDS,
-    "DAMPING": align.DAMPING,
-    "LONGEST": align.LONGEST,
-    "FARTHEST": align.FARTHEST,
-    "LEAST": align.LEAST,
-    "GAIN": align.GAIN,
-    "LARGEST": align.LARGEST,
-    "PLACES": power_above((2 * align.REACH // align.STEP + 1) ** 2),
-    "MATCHES": _ALIGNED,
-}
+# The constants of the definition, which the kernels read as globals.
+_CONSTANTS = str([[x for x in vars(m).values() if isinstance(x, (int, float))] for m in (align, support, definition)])
 
 
 class Network(NamedTuple):
@@ -97,21 +75,14 @@ def refine(network: Network, fine: FineMapPair, light: TensorPair | None, matche
     place(
         (parts(count, _PLACED), 1, 1), *columns, steps, learnt, known, at, maps, count, *size0, *size1, places0, places1
     )
-    explain = launcher("support_jit.explain_both", **_SUPPORT)
+    explain = launcher("support_jit.explain_both", MATCHES=_EXPLAINED, CONSTANTS=_CONSTANTS)
     explain((parts(count, _EXPLAINED), 1, 1), pair, known, at, maps, around, score, count, places0, places1, row0, row1)
     light0, light1 = (maps, maps) if light is None else (readable(light[0]), readable(light[1]))
     pixels = (1, 1, 1, 1) if light is None else (*light0.shape[1:], *light1.shape[1:])
-    finish = launcher(
-        "refine_jit.finish",
-        ALIGN=light is not None,
-        CROWD=CROWD,
-        SIDE=support.CROWD_CELLS,
-        STRIDE=FINE_STRIDE,
-        **_ALIGN,
-    )
+    finish = launcher("refine_jit.finish", ALIGN=light is not None, MATCHES=_ALIGNED, CONSTANTS=_CONSTANTS)
     finish(
         (parts(count, _ALIGNED), 1, 1), light0, light1, pair, index0, index1, known, at, maps, around, score,
-        points0, points1, count, places0, places1, size0[1], size1[1], _MARGIN, *pixels,
+        points0, points1, count, places0, places1, size0[1], size1[1], *pixels,
     )  # fmt: skip
     return PointMatches(points0, points1, score)
 

@@ -2,9 +2,14 @@
 
 import triton.language as tl
 
+from dualrc.model import support
+from dualrc.model.refine import CROWD
 from dualrc.ops.triton.align_jit import fit
 from dualrc.ops.triton.jit import kernel
-from dualrc.ops.triton.support_jit import crowd, order_key
+from dualrc.ops.triton.support_jit import crowd, load_four, order_key
+from dualrc.pixels import FINE_STRIDE
+
+_CROWD, _STRIDE, _MARGIN = tl.constexpr(CROWD), tl.constexpr(FINE_STRIDE), tl.constexpr(support.STEP * support.REACH)
 
 
 @kernel()
@@ -181,7 +186,7 @@ def _offset(
 
 @kernel()
 def _put(
-    # Pointer to the image's (6 places).
+    # Pointer to (5 places) or more.
     maps: tl.tensor,
     places: tl.tensor,
     at: tl.tensor,
@@ -251,19 +256,13 @@ def place(
     used = exists & (number >= 0)
     _put(maps, places0, at0, x0, y0, x1, y1, sure, used)
     _put(maps + 6 * places0, places1, at1, x1, y1, x0, y0, sure, used)
-    tl.store(known + match, x0, mask=exists)
-    tl.store(known + count + match, y0, mask=exists)
-    tl.store(known + 2 * count + match, x1, mask=exists)
-    tl.store(known + 3 * count + match, y1, mask=exists)
-    tl.store(known + 4 * count + match, sure, mask=exists)
+    _put(known, count, match, x0, y0, x1, y1, sure, exists)
     # Empty rows read any position inside the grid.
     tl.store(at + match, tl.maximum(at0, MARGIN * (row0 + 1)), mask=exists)
     tl.store(at + count + match, tl.maximum(at1, MARGIN * (row1 + 1)), mask=exists)
 
 
-@kernel(
-    "count", "places0", "places1", "cells_width0", "cells_width1", "margin", "height0", "width0", "height1", "width1"
-)
+@kernel("count", "places0", "places1", "cells_width0", "cells_width1", "height0", "width0", "height1", "width1")
 def finish(
     # (b height0 width0) Read only if ALIGN.
     light0: tl.tensor,
@@ -295,71 +294,39 @@ def finish(
     # Widths in fine cells.
     cells_width0: tl.tensor,
     cells_width1: tl.tensor,
-    margin: tl.tensor,
     # Sizes in pixels.
     height0: tl.tensor,
     width0: tl.tensor,
     height1: tl.tensor,
     width1: tl.tensor,
     ALIGN: tl.constexpr,
-    # Number of better matches that halves a score.
-    CROWD: tl.constexpr,
-    # Side of the squares in which better matches are counted, in fine cells.
-    SIDE: tl.constexpr,
-    # Pixels along the side of a fine cell.
-    STRIDE: tl.constexpr,
-    REACH: tl.constexpr,
-    STEP: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    DAMPING: tl.constexpr,
-    LONGEST: tl.constexpr,
-    FARTHEST: tl.constexpr,
-    LEAST: tl.constexpr,
-    GAIN: tl.constexpr,
-    LARGEST: tl.constexpr,
-    PLACES: tl.constexpr,
     MATCHES: tl.constexpr,
+    # Not read; see `explain_both`.
+    CONSTANTS: tl.constexpr,
 ) -> None:
     """Compute the final scores, and move points by support and alignment, half of the motion in each image."""
     match = tl.program_id(0) * MATCHES + tl.arange(0, MATCHES)
     exists = match < count
     own = tl.load(score + match, mask=exists, other=0.0)
     key = order_key(own)
-    crowd0 = crowd(
-        maps + 5 * places0, cells_width0 + margin, tl.load(at + match, mask=exists, other=0),
-        tl.load(index0 + match, mask=exists, other=0).to(tl.int32), cells_width0, key, exists, SIDE,
-    )  # fmt: skip
-    crowd1 = crowd(
-        maps + 6 * places0 + 5 * places1, cells_width1 + margin, tl.load(at + count + match, mask=exists, other=0),
-        tl.load(index1 + match, mask=exists, other=0).to(tl.int32), cells_width1, key, exists, SIDE,
-    )  # fmt: skip
-    tl.store(score + match, own / tl.sqrt((1 + crowd0 / CROWD) * (1 + crowd1 / CROWD)), mask=exists)
+    row0, row1 = cells_width0 + _MARGIN, cells_width1 + _MARGIN
+    keys0, keys1 = maps + 5 * places0, maps + 6 * places0 + 5 * places1
+    crowd0 = crowd(keys0, at + match, index0 + match, cells_width0, row0, key, exists)
+    crowd1 = crowd(keys1, at + count + match, index1 + match, cells_width1, row1, key, exists)
+    tl.store(score + match, own / tl.sqrt((1 + crowd0 / _CROWD) * (1 + crowd1 / _CROWD)), mask=exists)
 
     back = around + 6 * count
-    x0 = tl.load(known + match, mask=exists, other=0.0)
-    x0 = (x0 + tl.load(back + 4 * count + match, mask=exists, other=0.0) / 2 + 0.5) * STRIDE - 0.5
-    y0 = tl.load(known + count + match, mask=exists, other=0.0)
-    y0 = (y0 + tl.load(back + 5 * count + match, mask=exists, other=0.0) / 2 + 0.5) * STRIDE - 0.5
-    x1 = tl.load(known + 2 * count + match, mask=exists, other=0.0)
-    x1 = (x1 + tl.load(around + 4 * count + match, mask=exists, other=0.0) / 2 + 0.5) * STRIDE - 0.5
-    y1 = tl.load(known + 3 * count + match, mask=exists, other=0.0)
-    y1 = (y1 + tl.load(around + 5 * count + match, mask=exists, other=0.0) / 2 + 0.5) * STRIDE - 0.5
+    x0, y0, x1, y1 = load_four(known + match, count, exists)
+    x0 = (x0 + tl.load(back + 4 * count + match, mask=exists, other=0.0) / 2 + 0.5) * _STRIDE - 0.5
+    y0 = (y0 + tl.load(back + 5 * count + match, mask=exists, other=0.0) / 2 + 0.5) * _STRIDE - 0.5
+    x1 = (x1 + tl.load(around + 4 * count + match, mask=exists, other=0.0) / 2 + 0.5) * _STRIDE - 0.5
+    y1 = (y1 + tl.load(around + 5 * count + match, mask=exists, other=0.0) / 2 + 0.5) * _STRIDE - 0.5
     if ALIGN:
         number = tl.maximum(tl.load(pair + match, mask=exists, other=0), 0).to(tl.int64)
-        move_x1, move_y1 = fit(
-            light0, light1, number, height0, width0, height1, width1, x0, y0, x1, y1,
-            tl.load(around + match, mask=exists, other=0.0), tl.load(around + count + match, mask=exists, other=0.0),
-            tl.load(around + 2 * count + match, mask=exists, other=0.0),
-            tl.load(around + 3 * count + match, mask=exists, other=0.0),
-            REACH, STEP, ROUNDS, DAMPING, LONGEST, FARTHEST, LEAST, GAIN, LARGEST, PLACES, MATCHES,
-        )  # fmt: skip
-        move_x0, move_y0 = fit(
-            light1, light0, number, height1, width1, height0, width0, x1, y1, x0, y0,
-            tl.load(back + match, mask=exists, other=0.0), tl.load(back + count + match, mask=exists, other=0.0),
-            tl.load(back + 2 * count + match, mask=exists, other=0.0),
-            tl.load(back + 3 * count + match, mask=exists, other=0.0),
-            REACH, STEP, ROUNDS, DAMPING, LONGEST, FARTHEST, LEAST, GAIN, LARGEST, PLACES, MATCHES,
-        )  # fmt: skip
+        a, b, c, d = load_four(around + match, count, exists)
+        move_x1, move_y1 = fit(light0, light1, number, height0, width0, height1, width1, x0, y0, x1, y1, a, b, c, d)
+        a, b, c, d = load_four(back + match, count, exists)
+        move_x0, move_y0 = fit(light1, light0, number, height1, width1, height0, width0, x1, y1, x0, y0, a, b, c, d)
         x0, y0, x1, y1 = x0 + move_x0 / 2, y0 + move_y0 / 2, x1 + move_x1 / 2, y1 + move_y1 / 2
     tl.store(points0 + 2 * match, x0, mask=exists)
     tl.store(points0 + 2 * match + 1, y0, mask=exists)

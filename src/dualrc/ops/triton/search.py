@@ -10,45 +10,27 @@ For both directions together, three more kernels transpose the coarse tensor and
 must answer, and gather the answers.
 """
 
-import math
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dualrc.config import FineConfig
-from dualrc.model.cells import PLACES, FineMap, Reading
+from dualrc.model.cells import PLACES, FineMap, FineMapPair
 from dualrc.model.search import Correspondences, Found, best_cells
+from dualrc.ops.torch import FIRST_BLOCK, slack
 from dualrc.ops.triton.launch import launcher, parts, readable
 
-# Numbers of cells that the first visit supports.
-VISITED = (1, 2, 4, 8, 16, 32)
 # Candidates per block.
 _BLOCK = 64
-# Blocks compared per step.
-_BLOCKS = 128
+# Blocks whose maxima are computed per step, and blocks compared per step.
+_BOUNDED, _BLOCKS = 16, 128
+# Channels multiplied per step. The results do not depend on this, nor on the next two.
+_CHANNELS = 64
+# Further cells scored per step, and programs that share the further search of a cell.
+_ABREAST, _PARTS = 1, 4
 # Queries per program that only reads answers.
 _QUERIES = 256
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiles:
-    """Tile sizes; the results do not depend on them."""
-
-    # Candidates bounded per step.
-    at_once: int = 1024
-    bound_warps: int = 4
-    choose_warps: int = 4
-    # Channels multiplied per step.
-    channels: int = 64
-    score_warps: int = 4
-    # Further cells scored per step.
-    abreast: int = 1
-    # Programs that share the further search of a cell.
-    parts: int = 4
-    further_warps: int = 1
 
 
 def supported(fine0: FineMap, fine1: FineMap) -> bool:
@@ -61,9 +43,7 @@ def supported(fine0: FineMap, fine1: FineMap) -> bool:
     )
 
 
-def search_both(
-    tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig, k: int = 8, *, excess: float
-) -> Correspondences:
+def search_both(tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig) -> Correspondences:
     """Search in both directions, as `model.search.search_both` defines it."""
     batch, count0, count1 = tensor.shape
     every = config.query_share == 1
@@ -83,8 +63,7 @@ def search_both(
         launch = launcher("both_jit.transpose", LINES=16, LENGTH=128)
         grid = (parts(count0, 16) + parts(count1, 16), batch, 1)
         launch(grid, tensor, transposed, sums0, sums1, count0, count1)
-    search = partial(_search, reading=config.reading, temperature=config.temperature, k=k, excess=excess)
-    best, visited0 = search(tensor, sums0, cells, fine0, fine1)
+    best, visited0 = _search(tensor, sums0, cells, (fine0, fine1), config)
     if queries:
         valid = best if fine0.valid is None else readable(fine0.valid).view(torch.uint8)
         launch = launcher("both_jit.mark", MASKED=fine0.valid is not None, EVERY=every, BLOCK=_QUERIES)
@@ -92,7 +71,7 @@ def search_both(
             (parts(queries, _QUERIES), 1, 1), best, best if cells is None else cells, valid, index0, index1, score0,
             wanted, queries, count0, fine0.width, count1, fine1.width,
         )  # fmt: skip
-    best, visited1 = search(transposed, sums1, None, fine1, fine0, wanted=wanted)
+    best, visited1 = _search(transposed, sums1, None, (fine1, fine0), config, wanted=wanted)
     if queries:
         launch = launcher("both_jit.answer", BLOCK=_QUERIES)
         launch(
@@ -110,32 +89,17 @@ def search_both(
 
 
 def search_cells(
-    tensor: Tensor,
-    cells: Tensor,
-    fine_query: FineMap,
-    fine_searched: FineMap,
-    reading: Reading,
-    temperature: float,
-    k: int = 8,
-    *,
-    excess: float,
-    wanted: Tensor | None = None,
-    tiles: Tiles | None = None,
+    tensor: Tensor, fine: FineMapPair, cells: Tensor, config: FineConfig, *, wanted: Tensor | None = None
 ) -> Found:
-    """Find the best fine cells for all 16 fine cells of each cell (b g); the k most promising cells come first.
+    """Find the best fine cells for all 16 fine cells of each cell (b g); the most promising cells come first.
 
-    `tensor` (b n m) has no negative values. A cosine may exceed 1 by `excess`. A transposed tensor is copied, because
-    reading columns is slow. `wanted` (b g 16) marks the queries whose answers are used; other queries get the best
-    of the first k cells.
+    `tensor` (b n m) has no negative values. A transposed tensor is copied, because reading columns is slow. `wanted`
+    (b g 16) marks the queries whose answers are used; other queries get the best of the first block.
     """
-    assert k in VISITED and tensor.dtype in (torch.float16, torch.float32), (k, tensor.dtype)
     tensor, flat = readable(tensor), _counted(cells, tensor.shape[1])
     if wanted is not None:
         wanted = readable(wanted).view(torch.int8)
-    best, visited = _search(
-        tensor, tensor.sum(2, dtype=torch.float32), flat, fine_query, fine_searched,
-        reading=reading, temperature=temperature, k=k, excess=excess, wanted=wanted, tiles=tiles,
-    )  # fmt: skip
+    best, visited = _search(tensor, tensor.sum(2, dtype=torch.float32), flat, fine, config, wanted=wanted)
     index, score = _answers(best)
     return Found(index.view(*cells.shape, PLACES), score.view(*cells.shape, PLACES), visited.view(cells.shape))
 
@@ -149,18 +113,15 @@ def _search(
     tensor: Tensor,
     sums: Tensor,
     cells: Tensor | None,
-    fine_query: FineMap,
-    fine_searched: FineMap,
+    fine: FineMapPair,
+    config: FineConfig,
     *,
-    reading: Reading,
-    temperature: float,
-    k: int,
-    excess: float,
     wanted: Tensor | None = None,
-    tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return keys of the best (n 16) and numbers of visited cells (n); cells are numbered through the batch."""
-    tiles = tiles or Tiles()
+    fine_query, fine_searched = fine
+    # A power of two, at most 32.
+    k = FIRST_BLOCK
     batch, count, candidates = tensor.shape
     groups, device = batch * count if cells is None else len(cells), tensor.device
     visited = torch.empty(groups, dtype=torch.int32, device=device)
@@ -170,45 +131,38 @@ def _search(
     blocks = parts(candidates, _BLOCK)
     valid, allowed = _masks(fine_searched) or (best, best)
     size = fine_query.height, fine_query.width
-    flags: dict[str, Any] = {"CORNER": reading == "corner", "MASKED": fine_searched.valid is not None}
-    flags["EVERY"] = cells is None
+    masked, temperature = fine_searched.valid is not None, config.temperature
+    flags: dict[str, Any] = {"CORNER": config.reading == "corner", "MASKED": masked, "EVERY": cells is None}
     asking = best if cells is None else cells
 
     maxima = torch.empty(groups, blocks, device=device)
-    at_once = max(1, tiles.at_once // _BLOCK)
-    bound = launcher("choose_jit.block_maxima", BLOCK=_BLOCK, AT_ONCE=at_once, warps=tiles.bound_warps, **flags)
+    bound = launcher("choose_jit.block_maxima", BLOCK=_BLOCK, AT_ONCE=_BOUNDED, **flags)
     bound((groups, 1, 1), tensor, sums, asking, allowed, maxima, *size, candidates, blocks)
     chosen = torch.empty(groups, k, dtype=torch.int32, device=device)
     rest = torch.empty(groups, device=device)
-    choose = launcher(
-        "choose_jit.choose", BLOCK=_BLOCK, AT_ONCE=_BLOCKS, VISITED=k, TAKEN=2 * k, warps=tiles.choose_warps, **flags
-    )
+    choose = launcher("choose_jit.choose", BLOCK=_BLOCK, AT_ONCE=_BLOCKS, VISITED=k, TAKEN=2 * k, **flags)
     choose((groups, 1, 1), tensor, sums, asking, allowed, maxima, chosen, rest, *size, candidates, blocks)
 
     features = readable(fine_query.features), readable(fine_searched.features)
-    # The bound assumes a cosine of at most 1; rounding may exceed it slightly.
-    slack = math.exp(excess / temperature) if temperature > 0 else 1 + excess
     unsure = torch.empty(groups, PLACES, dtype=torch.int8, device=device)
-    flags |= {"SHARP": temperature > 0, "PRECISION": "ieee", "VISITED": k, "LENGTH": features[0].shape[2]}
-    numbers = float(temperature or 1), float(slack)
+    flags |= {"SHARP": temperature > 0, "VISITED": k, "LENGTH": features[0].shape[2]}
+    numbers = float(temperature or 1), slack(features[0].dtype, temperature)
 
     def channels(cells: int) -> int:
         """Return the channels per step, so that the operands fit into shared memory in any type."""
-        return max(16, tiles.channels * 16 // (max(cells, 8) * features[0].element_size()))
+        return max(16, _CHANNELS * 16 // (max(cells, 8) * features[0].element_size()))
 
-    score = launcher(
-        "search_jit.score_cells", SOME=wanted is not None, CHANNELS=channels(k), warps=tiles.score_warps, **flags
-    )
+    score = launcher("search_jit.score_cells", SOME=wanted is not None, CHANNELS=channels(k), **flags)
     score(
         (groups, 1, 1), tensor, sums, asking, chosen, rest, *features, valid, unsure if wanted is None else wanted,
         best, unsure, visited, *size, fine_searched.width, candidates, *numbers,
     )  # fmt: skip
     further = launcher(
-        "search_jit.look_further", BLOCK=_BLOCK, ABREAST=tiles.abreast, PARTS=tiles.parts,
-        CHANNELS=channels(tiles.abreast), warps=tiles.further_warps, **flags,
+        "search_jit.look_further", BLOCK=_BLOCK, ABREAST=_ABREAST, PARTS=_PARTS, CHANNELS=channels(_ABREAST), warps=1,
+        **flags,
     )  # fmt: skip
     further(
-        (groups, tiles.parts, 1), tensor, sums, asking, allowed, maxima, chosen, *features, valid, unsure, best,
+        (groups, _PARTS, 1), tensor, sums, asking, allowed, maxima, chosen, *features, valid, unsure, best,
         visited, *size, fine_searched.width, candidates, blocks, *numbers,
     )  # fmt: skip
     return best, visited

@@ -80,7 +80,6 @@ def _score_keys(
     # Channels of a feature.
     LENGTH: tl.constexpr,
     CHANNELS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return keys of the best offered cells for the 16 queries of a cell, and the queries' totals."""
     place, column = tl.arange(0, 16), tl.arange(0, COLUMNS)
@@ -94,7 +93,7 @@ def _score_keys(
         some = channel < LENGTH
         asked = tl.load(asking[:, None] + channel[None, :], mask=some[None, :], other=0.0)
         found = tl.load(offered[:, None] + channel[None, :], mask=exists[:, None] & some[None, :], other=0.0)
-        cosine = tl.dot(asked, tl.trans(found), cosine, input_precision=PRECISION)
+        cosine = tl.dot(asked, tl.trans(found), cosine, input_precision="ieee")
     shares, total = _read(coarse, sums, cell, height, width, candidates, offer, CORNER, COLUMNS)
     scores = shares * (tl.exp((cosine - 1.0) / temperature) if SHARP else cosine)
     if MASKED:
@@ -153,20 +152,17 @@ def score_cells(
     LENGTH: tl.constexpr,
     # Channels multiplied per step.
     CHANNELS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     """Score the chosen cells for the 16 queries of a cell, and mark queries whose answer is not proven best."""
     group = tl.program_id(0).to(tl.int64)
-    number = cell_of(cells, group, EVERY)
-    count = height * width
-    pair, cell = number // count, number % count
+    pair, cell, count = cell_of(cells, group, height, width, EVERY)
     place, column = tl.arange(0, 16), tl.arange(0, VISITED * 16)
     offer = tl.load(chosen + group * VISITED + column // 16)
     keys, total = _score_keys(
         coarse + pair * count * candidates, sums + pair * count,
         query + pair * count * 16 * LENGTH, searched + pair * candidates * 16 * LENGTH,
         valid + pair * candidates * 16, cell, offer, height, width, searched_width, candidates, temperature,
-        CORNER, MASKED, SHARP, VISITED * 16, LENGTH, CHANNELS, PRECISION,
+        CORNER, MASKED, SHARP, VISITED * 16, LENGTH, CHANNELS,
     )  # fmt: skip
     target = group * 16 + place
     tl.store(best + target, keys)
@@ -224,16 +220,13 @@ def look_further(
     PARTS: tl.constexpr,
     LENGTH: tl.constexpr,
     CHANNELS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     """Score every other cell in which a query with an unproven answer could find a better one."""
     group = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, 16)
     doubt = tl.load(unsure + group * 16 + place) != 0
     if tl.max(doubt.to(tl.int32), axis=0) > 0:
-        number = cell_of(cells, group, EVERY)
-        count = height * width
-        pair, cell = number // count, number % count
+        pair, cell, count = cell_of(cells, group, height, width, EVERY)
         coarse += pair * count * candidates
         sums += pair * count
         query += pair * count * 16 * LENGTH
@@ -267,7 +260,7 @@ def look_further(
                     found, _ = _score_keys(
                         coarse, sums, query, searched, valid, cell, offer,
                         height, width, searched_width, candidates, temperature,
-                        CORNER, MASKED, SHARP, ABREAST * 16, LENGTH, CHANNELS, PRECISION,
+                        CORNER, MASKED, SHARP, ABREAST * 16, LENGTH, CHANNELS,
                     )  # fmt: skip
                     keys = tl.maximum(keys, found)
                     left = left & _is_needed(shares, tl.where(doubt, value_of(keys) / slack, float("inf")))
