@@ -63,34 +63,20 @@ def _spanning_tree(
     count: int, ends: IntArray, relative: FloatArray, weights: FloatArray
 ) -> tuple[IntArray, FloatArray]:
     """Return components (n,), and rotations (n, 3, 3) along a maximum spanning tree."""
-    component, rotations = np.full(count, -1, np.int64), np.tile(np.eye(3), (count, 1, 1))
-    parent = np.arange(count)
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import breadth_first_order, connected_components, minimum_spanning_tree
 
-    def root(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = int(parent[node])
-        return node
-
-    neighbors: list[list[tuple[int, FloatArray]]] = [[] for _ in range(count)]
-    for row in np.argsort(-weights, kind="stable"):
-        a, b = ends[row]
-        if root(a) != root(b):
-            parent[root(a)] = root(b)
-            neighbors[a].append((b, relative[row]))
-            neighbors[b].append((a, relative[row].T))
-    number = 0
-    for start in range(count):
-        if component[start] < 0:
-            component[start], todo = number, [start]
-            while todo:
-                node = todo.pop()
-                for other, rotation in neighbors[node]:
-                    if component[other] < 0:
-                        component[other] = number
-                        rotations[other] = rotation @ rotations[node]
-                        todo.append(other)
-            number += 1
+    # Ranks, because weights may be 0, which a sparse graph cannot hold.
+    ranks = np.argsort(np.argsort(-weights, kind="stable")) + 1
+    tree = minimum_spanning_tree(coo_array((ranks, ends.T), shape=(count, count)))
+    _, component = connected_components(tree, directed=False)
+    rows = {(a, b): row for row, (a, b) in enumerate(ends.tolist())}
+    rotations = np.tile(np.eye(3), (count, 1, 1))
+    for start in np.unique(component, return_index=True)[1]:
+        order, parents = breadth_first_order(tree, start, directed=False)
+        for node, parent in zip(order[1:].tolist(), parents[order[1:]].tolist(), strict=True):
+            step = relative[rows[parent, node]] if (parent, node) in rows else relative[rows[node, parent]].T
+            rotations[node] = step @ rotations[parent]
     return component, rotations
 
 
