@@ -42,11 +42,7 @@ _SCHEMA = (
     f"CREATE TABLE IF NOT EXISTS {_HASHES} (name TEXT PRIMARY KEY, content TEXT NOT NULL)",
 )
 _COLUMNS = "name0, name1, width0, height0, width1, height1, points0, points1, scores, error, info"
-_INSERT = (
-    "INSERT OR REPLACE INTO pairs "
-    "(name0, name1, width0, height0, width1, height1, count, points0, points1, scores, error, info) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-)
+_INSERT = f"INSERT OR REPLACE INTO pairs VALUES ({', '.join('?' * 12)})"
 
 
 class MatchStore:
@@ -196,14 +192,12 @@ class MatchStore:
             self._connection.execute("PRAGMA journal_mode = WAL")
             # In WAL mode this survives the death of the process; a power failure can lose only the latest pairs.
             self._connection.execute("PRAGMA synchronous = NORMAL")
-            text = json.dumps(config, sort_keys=True, allow_nan=False)
-            # In one transaction: a file with tables but without the format entry would count as foreign.
-            self._connection.execute("BEGIN IMMEDIATE")
+        text = json.dumps(config, sort_keys=True, allow_nan=False)
+        # In one transaction: a file with tables but without the format entry would count as foreign.
+        with self._transaction():
             for statement in _SCHEMA:
                 self._connection.execute(statement)
-            self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (_FORMAT,))
-            self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('config', ?)", (text,))
-            self._connection.execute("COMMIT")
+            self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?), ('config', ?)", (_FORMAT, text))
         if (difference := first_difference(self.config, json.loads(text))) is not None:
             raise DataError(
                 f"{self.path} has matches made with another config ({difference}); "
