@@ -189,18 +189,6 @@ class MergedMatches:
         near: BoolArray = self._prepare(names).residuals(keypoints0, keypoints1) <= past * keypoints1.radius_px
         return near
 
-    def matches(self, name0: str, name1: str) -> Matches:
-        """Return the matches of a pair, from keypoint to keypoint."""
-        kept = self._load((name0, name1))
-        found = self.indexed(name0, name1)
-        index0, index1 = found.indices.T
-        return replace(
-            kept,
-            points0=self.keypoints[name0].points[index0],
-            points1=self.keypoints[name1].points[index1],
-            scores=found.scores,
-        )
-
     def statistics(self) -> Statistics:
         """Return how many matches share keypoints, and how far the points of the matches are from their keypoints."""
         counts, matches = np.zeros(_LARGEST_MOVE * _PER_PX, np.int64), 0

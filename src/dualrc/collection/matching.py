@@ -90,7 +90,8 @@ def match_collection(
         with _counting(store, start) as count:
             chosen = pairs.choose(names, config, lambda: run.describe(out / "descriptors.npz"))
             if not chosen:
-                raise DataError(f"{images} has no two images to match ({_first(run.broken)}); repair or add images.")
+                reason = next(iter(run.broken.values()), "none were chosen").rstrip(".")
+                raise DataError(f"{images} has no two images to match ({reason}); repair or add images.")
             run.forget_changed(store, chosen)
             missing = store.missing(chosen)
             run.match(missing, store, count, total=len(chosen))
@@ -248,8 +249,3 @@ class _Run:
             hashes = content_hashes(missing, lambda done: tell("Looking for changes", done, len(missing)))
         self._contents |= hashes
         return {name: self._contents[name] for name in names}
-
-
-def _first(reasons: dict[str, str]) -> str:
-    """Return the first of several reasons."""
-    return next(iter(reasons.values()), "none were chosen").rstrip(".")

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,7 @@ def choose(
 
 def exhaustive(names: Sequence[str]) -> list[Names]:
     """Return all pairs."""
-    ordered = sorted(set(names))
-    return [(name0, name1) for index, name0 in enumerate(ordered) for name1 in ordered[index + 1 :]]
+    return list(combinations(sorted(set(names)), 2))
 
 
 def sequential(

@@ -105,7 +105,7 @@ def _model_image(image: Any, folder: Path | None) -> ModelImage:
     except DataError:
         camera = None
     return ModelImage(
-        size=rotation.size,
+        size=rotation.rotate_size(size),
         points=rotation.rotate_points(points),
         point_ids=np.array([point.point3D_id for point in seen], dtype=np.int64),
         cam_from_world=pose,
