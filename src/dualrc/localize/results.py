@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from dualrc.errors import DataError, OutputError
 from dualrc.files import check_writable, parse_json, read_text, to_json, write_json, write_text
-from dualrc.geometry import Camera, Lens, pose_from_quaternion, quaternion_from_rotation
+from dualrc.geometry import pose_from_quaternion, quaternion_from_rotation
+from dualrc.geometry.camera import camera_from_json
 from dualrc.localize.localizer import Localization
 from dualrc.toml import first_difference
 from dualrc.types import FloatArray
@@ -140,21 +142,15 @@ def _from_entry(entry: Mapping[str, Any], where: str) -> Localization:
 
     plain = ("reason", "candidates", "correspondences", "inliers", "confidence", "seconds")
     try:
+        camera = entry["camera"]
         return Localization(
             cam_from_world=array("cam_from_world"),
-            camera=_to_camera(entry["camera"]) if entry["camera"] else None,
+            camera=camera and replace(camera_from_json(camera, where), source=camera["source"]),
             covariance=array("covariance"),
             **{key: entry[key] for key in plain},
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{where}: not a result ({error}); delete the file and localize again.") from error
-
-
-def _to_camera(entry: Mapping[str, Any]) -> Camera:
-    # Files of earlier versions have pinhole cameras only.
-    lens = Lens(entry.get("model", "PINHOLE"), tuple(entry.get("distortion", ())))
-    K = np.array(entry["K"], dtype=np.float64)
-    return Camera(width=entry["width"], height=entry["height"], K=K, lens=lens, source=entry["source"])
 
 
 def _read(path: Path) -> dict[str, Any]:
