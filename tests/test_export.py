@@ -45,8 +45,13 @@ def export(folder, names=NAMES, noise=0.0, orientations=None, **scene_settings):
         write_image(folder / "images" / name, scene.cameras[name].size, orientation)
     store = fill_store(folder / "m.sqlite", scene, noise)
     merged = merge(store)
-    write_database(folder / "database.db", merged, folder / "images", scene.cameras)
+    write_database(folder / "database.db", merged, folder / "images", scene.cameras, poses_of(scene, merged))
     return scene, merged, store
+
+
+def poses_of(scene, merged):
+    """Return the relative pose of each pair."""
+    return {names: cam1_from_cam0(*(scene.cameras[name].cam_from_world for name in names)) for names in merged.pairs}
 
 
 def read_keypoints(database, name):
@@ -163,7 +168,8 @@ def test_images_without_known_cameras_share_one_for_each_size(tmp_path):
         "3 unknown focal length, one per image size, refined; 1 focal length from EXIF, refined"
     )
     with fill_store(tmp_path / "m.sqlite", scene) as store:
-        write_database(tmp_path / "database.db", merge(store), tmp_path, cameras)
+        merged = merge(store)
+        write_database(tmp_path / "database.db", merged, tmp_path, cameras, poses_of(scene, merged))
     with pycolmap.Database.open(tmp_path / "database.db") as database:
         used = {image.name: database.read_camera(image.camera_id) for image in database.read_all_images()}
     assert len({camera.camera_id for camera in used.values()}) == 2
@@ -239,10 +245,10 @@ def test_a_database_is_whole_or_not_there(tmp_path):
     scene, merged, store = export(tmp_path)
     before = read_keypoints(tmp_path / "database.db", "a.png")
     with store, pytest.raises(KeyError):
-        write_database(tmp_path / "database.db", merged, tmp_path / "images", {})
+        write_database(tmp_path / "database.db", merged, tmp_path / "images", {}, {})
     assert np.array_equal(read_keypoints(tmp_path / "database.db", "a.png"), before)
     with pytest.raises(OutputError, match="does not exist"):
-        write_database(tmp_path / "nowhere" / "database.db", merged, tmp_path / "images", scene.cameras)
+        write_database(tmp_path / "nowhere" / "database.db", merged, tmp_path / "images", scene.cameras, {})
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
@@ -255,7 +261,8 @@ folder, limit = Path(sys.argv[1]), int(sys.argv[2])
 scene, merged, store = test_export.export(folder)
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 try:
-    test_export.write_database(folder / "database.db", merged, folder / "images", scene.cameras)
+    poses = test_export.poses_of(scene, merged)
+    test_export.write_database(folder / "database.db", merged, folder / "images", scene.cameras, poses)
 except OutputError as error:
     print(error)
 """
@@ -274,7 +281,7 @@ def test_a_full_disk_is_one_clear_line_and_keeps_the_database(tmp_path, limit):
 
 def test_a_store_without_matches_makes_an_empty_database(tmp_path):
     with MatchStore(tmp_path / "m.sqlite", {}) as store:
-        write_database(tmp_path / "database.db", merge(store), tmp_path, {})
+        write_database(tmp_path / "database.db", merge(store), tmp_path, {}, {})
         write_hloc(tmp_path, merge(store), tmp_path)
     with pycolmap.Database.open(tmp_path / "database.db") as database:
         assert database.num_images() == 0
@@ -287,12 +294,9 @@ def test_geometries_of_verified_pairs_are_those_of_the_stored_images(tmp_path):
         write_image(tmp_path / name, scene.cameras[name].size, orientation)
     with fill_store(tmp_path / "m.sqlite", scene) as store:
         merged = merge(store)
-        poses = {
-            names: cam1_from_cam0(*(scene.cameras[name].cam_from_world for name in names)) for names in merged.pairs
-        }
         # Files that a killed process left beside an earlier database.
         (tmp_path / "database.db-wal").write_bytes(b"left over")
-        write_database(tmp_path / "database.db", merged, tmp_path, scene.cameras, poses=poses)
+        write_database(tmp_path / "database.db", merged, tmp_path, scene.cameras, poses_of(scene, merged))
         assert not (tmp_path / "database.db-wal").exists()
     with pycolmap.Database.open(tmp_path / "database.db") as database:
         numbers = {image.name: image.image_id for image in database.read_all_images()}

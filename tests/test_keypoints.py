@@ -65,15 +65,20 @@ def test_each_pair_on_other_points_of_a_surface_still_gives_one_point(tmp_path):
             merged = merge(store, MergeConfig(sweeps=sweeps))
             off = []
             for names in merged.pairs:
-                pair = merged.matches(*names)
                 on_plane = [
                     place_back(maps[name], points)
-                    for name, points in zip(names, (pair.points0, pair.points1), strict=True)
+                    for name, points in zip(names, matched_points(merged, *names), strict=True)
                 ]
                 off.append(np.linalg.norm(on_plane[0] - on_plane[1], axis=1))
             apart_px[sweeps] = np.median(np.concatenate(off))
     assert apart_px[0] > 0.3
     assert apart_px[3] < 0.15 * apart_px[0]
+
+
+def matched_points(merged, *names):
+    """Return the keypoints of both images that the matches of a pair join."""
+    indices = merged.indexed(*names).indices
+    return [merged.keypoints[name].points[indices[:, side]] for side, name in enumerate(names)]
 
 
 def place_back(matrix, points):
@@ -122,9 +127,9 @@ def test_wrong_matches_do_not_stay(tmp_path):
     with MatchStore(tmp_path / "m.sqlite", {}) as store:
         points = [np.concatenate([scene.pixels[name], stray]) for name, stray in zip("ab", wrong, strict=True)]
         store.put("a", "b", make_matches(*points))
-        pair = merge(store).matches("a", "b")
+        points0, _ = matched_points(merge(store), "a", "b")
     truth = scene.pixels["a"]
-    right = np.linalg.norm(pair.points0[:, None] - truth, axis=2).min(1) < 1.5
+    right = np.linalg.norm(points0[:, None] - truth, axis=2).min(1) < 1.5
     assert right.sum() > 0.9 * len(truth) and (~right).sum() < 15
 
 
@@ -146,16 +151,16 @@ def test_a_failed_pair_and_an_empty_one_leave_the_others_alone(tmp_path):
         assert merged.pairs == [("a", "b"), ("b", "blank")]
         assert len(merged.keypoints["blank"]) == 0
         assert len(merged.indexed("b", "blank").indices) == 0
-        assert len(merged.matches("a", "b")) == len(scene.xyz)
+        assert len(merged.indexed("a", "b").indices) == len(scene.xyz)
 
 
 def test_a_pair_of_two_images_keeps_its_places(tmp_path):
     scene = apart(make_scene(("a", "b"), count=150), 8)
     with fill_store(tmp_path / "m.sqlite", scene) as store:
-        pair = merge(store).matches("a", "b")
-    distances = np.linalg.norm(pair.points0[:, None].astype(float) - scene.pixels["a"], axis=2)
+        points0, points1 = matched_points(merge(store), "a", "b")
+    distances = np.linalg.norm(points0[:, None].astype(float) - scene.pixels["a"], axis=2)
     assert distances.min(1).max() < 0.02
-    assert np.abs(pair.points1 - scene.pixels["b"][distances.argmin(1)]).max() < 0.02
+    assert np.abs(points1 - scene.pixels["b"][distances.argmin(1)]).max() < 0.02
 
 
 def test_a_pair_the_other_way_round_is_the_same_pair(tmp_path):
@@ -183,7 +188,7 @@ def test_points_that_are_no_numbers_are_left_out(tmp_path):
     here[:5] = np.nan
     with MatchStore(tmp_path / "m.sqlite", {}) as store:
         store.put("a", "b", make_matches(here, scene.pixels["b"]))
-        assert len(merge(store).matches("a", "b")) == len(here) - 5
+        assert len(merge(store).indexed("a", "b").indices) == len(here) - 5
 
 
 def test_the_radius_follows_the_size_that_the_network_saw(tmp_path):

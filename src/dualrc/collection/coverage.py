@@ -5,15 +5,12 @@ images, although other pairs match what is there. Matches of a true pair stop wh
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from dualrc import geometry
 from dualrc.geometry import Camera
 from dualrc.matches import Matches
 from dualrc.pixels import cell_to_pixel, pixel_to_cell
-from dualrc.types import BoolArray, FloatArray
-
-IntArray = npt.NDArray[np.int64]
+from dualrc.types import BoolArray, FloatArray, IntArray
 
 # Number of cells along the long side of an image.
 _CELLS = 32

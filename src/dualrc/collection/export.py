@@ -38,40 +38,32 @@ def write_database(
     merged: MergedMatches,
     images: str | Path,
     cameras: Mapping[str, Camera],
+    poses: Mapping[Names, FloatArray],
     progress: Progress = no_progress,
-    *,
-    poses: Mapping[Names, FloatArray] | None = None,
 ) -> None:
-    """Write a COLMAP database: cameras, images, keypoints, matches and verified two-view geometries.
+    """Write a COLMAP database: cameras, images, keypoints, matches and two-view geometries.
 
-    `poses`: cam1_from_cam0 (3, 4) of each pair, as returned by `verify_pairs`; without them COLMAP verifies the pairs.
+    `poses`: cam1_from_cam0 (3, 4) of each pair, as returned by `verify_pairs`.
     """
     pycolmap = import_pycolmap()
     images = Path(images)
     # Files that SQLite left beside the database of a killed process would corrupt the new database.
     remove_leftovers(path)
-    with replacing(path) as temporary, quiet_colmap(pycolmap):
-        # Without a transaction, because pycolmap aborts the process if it cannot commit one, as on a full disk.
-        with writing_database(path, temporary), pycolmap.Database.open(temporary) as database:
-            numbers = _write_images(database, merged, images, cameras, pycolmap)
-            for count, (name0, name1) in enumerate(merged.pairs, start=1):
-                indices = merged.indexed(name0, name1).indices
-                if len(indices):
-                    database.write_matches(numbers[name0], numbers[name1], indices.astype(np.uint32))
-                    if poses is not None:
-                        pair = (name0, name1)
-                        made = _two_view_geometry(pair, indices, poses[pair], merged, images, cameras, pycolmap)
-                        database.write_two_view_geometry(numbers[name0], numbers[name1], made)
-                progress("Writing matches", count, len(merged.pairs))
-        if poses is not None:
-            return
-        progress("Verifying pairs", 0, 1)
-        options = pycolmap.TwoViewGeometryOptions()
-        options.ransac.max_error = _MAX_ERROR_PX
-        options.ransac.random_seed = 0
-        with writing_database(path, temporary):
-            pycolmap.geometric_verification(temporary, two_view_geometry_options=options)
-        progress("Verifying pairs", 1, 1)
+    # Without a transaction, because pycolmap aborts the process if it cannot commit one, as on a full disk.
+    with (
+        replacing(path) as temporary,
+        quiet_colmap(pycolmap),
+        writing_database(path, temporary),
+        pycolmap.Database.open(temporary) as database,
+    ):
+        numbers = _write_images(database, merged, images, cameras, pycolmap)
+        for count, pair in enumerate(merged.pairs, start=1):
+            indices, ids = merged.indexed(*pair).indices, [numbers[name] for name in pair]
+            if len(indices):
+                database.write_matches(*ids, indices.astype(np.uint32))
+                made = _two_view_geometry(pair, indices, poses[pair], merged, images, cameras, pycolmap)
+                database.write_two_view_geometry(*ids, made)
+            progress("Writing matches", count, len(merged.pairs))
 
 
 def _two_view_geometry(

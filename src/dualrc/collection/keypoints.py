@@ -6,9 +6,10 @@ sweeps over the images move each keypoint to the mean of its predictions. Matche
 image to one track are dropped, and the last sweeps use the other ones.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -149,7 +150,8 @@ class MergedMatches:
         self._verified: dict[Names, npt.NDArray[np.uint8]] = {
             names: np.packbits(f) for names, f in (inliers or {}).items()
         }
-        self._prepared: OrderedDict[Names, _Prepared] = OrderedDict()
+        # Those of recent pairs stay in memory.
+        self._prepare = lru_cache(_IN_MEMORY)(self._prepare_pair)
         # Which matches between clusters are within a track, packed like the above.
         self._linked: dict[Names, npt.NDArray[np.uint8]] = {}
         self.pairs = store.usable(wanted)
@@ -187,18 +189,6 @@ class MergedMatches:
         near: BoolArray = self._prepare(names).residuals(keypoints0, keypoints1) <= past * keypoints1.radius_px
         return near
 
-    def matches(self, name0: str, name1: str) -> Matches:
-        """Return the matches of a pair, from keypoint to keypoint."""
-        kept = self._load((name0, name1))
-        found = self.indexed(name0, name1)
-        index0, index1 = found.indices.T
-        return replace(
-            kept,
-            points0=self.keypoints[name0].points[index0],
-            points1=self.keypoints[name1].points[index1],
-            scores=found.scores,
-        )
-
     def statistics(self) -> Statistics:
         """Return how many matches share keypoints, and how far the points of the matches are from their keypoints."""
         counts, matches = np.zeros(_LARGEST_MOVE * _PER_PX, np.int64), 0
@@ -230,21 +220,16 @@ class MergedMatches:
             self._verified[names] = np.packbits(_verify(pair, self.config.max_error))
         return pair[np.unpackbits(self._verified[names], count=len(pair)).astype(bool)]
 
-    def _prepare(self, names: Names) -> "_Prepared":
-        """Return the matches of a pair between clusters; the pairs used last stay in memory."""
-        if names not in self._prepared:
-            matches = self._load(names)
-            found = self._assign(matches, *names)
-            points = matches.points0.astype(np.float64), matches.points1.astype(np.float64)
-            self._prepared[names] = _Prepared(
-                found=found,
-                points=(points[0][found.rows], points[1][found.rows]),
-                motions=(_local_motion(points[1], points[0], found.rows), _local_motion(*points, found.rows)),
-            )
-            if len(self._prepared) > _IN_MEMORY:
-                self._prepared.popitem(last=False)
-        self._prepared.move_to_end(names)
-        return self._prepared[names]
+    def _prepare_pair(self, names: Names) -> _Prepared:
+        """Return the matches of a pair between clusters."""
+        matches = self._load(names)
+        found = self._assign(matches, *names)
+        points = matches.points0.astype(np.float64), matches.points1.astype(np.float64)
+        return _Prepared(
+            found=found,
+            points=(points[0][found.rows], points[1][found.rows]),
+            motions=(_local_motion(points[1], points[0], found.rows), _local_motion(*points, found.rows)),
+        )
 
     def _assign(self, matches: Matches, name0: str, name1: str) -> IndexedMatches:
         """Assign at most one match to each keypoint of either image; better matches come first."""

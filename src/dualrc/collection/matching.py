@@ -3,7 +3,8 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,13 +87,14 @@ def match_collection(
     check_writable(make_folder(out) / "matches.sqlite")
     run = _Run(images, names, config, matcher, quiet=quiet)
     with only_run(out / LOCK), MatchStore(out / "matches.sqlite", run.depends_on) as store, run:
-        with _Counted(store, start) as counted:
+        with _counting(store, start) as count:
             chosen = pairs.choose(names, config, lambda: run.describe(out / "descriptors.npz"))
             if not chosen:
-                raise DataError(f"{images} has no two images to match ({_first(run.broken)}); repair or add images.")
+                reason = next(iter(run.broken.values()), "none were chosen").rstrip(".")
+                raise DataError(f"{images} has no two images to match ({reason}); repair or add images.")
             run.forget_changed(store, chosen)
             missing = store.missing(chosen)
-            run.match(missing, store, counted, total=len(chosen))
+            run.match(missing, store, count, total=len(chosen))
         seconds_all_runs = store.seconds
     failed = len(run.failed)
     return CollectionResult(
@@ -109,24 +111,20 @@ def match_collection(
     )
 
 
-class _Counted:
-    """Adds the time of a run to its store at intervals, so that a killed run counts too."""
+@contextmanager
+def _counting(store: MatchStore, start: float) -> Iterator[Callable[[], None]]:
+    """Yield a function that adds the time of a run to its store at intervals, so that a killed run counts too."""
 
-    def __init__(self, store: MatchStore, start: float) -> None:
-        self._store, self._counted = store, start
+    def count(every: float = _COUNT_EVERY_S) -> None:
+        nonlocal start
+        if (seconds := time.monotonic() - start) >= every:
+            store.add_seconds(seconds)
+            start += seconds
 
-    def __enter__(self) -> "_Counted":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.count(0.0)
-
-    def count(self, every: float = _COUNT_EVERY_S) -> None:
-        """Add the time since the last call that added it, if that is at least `every` seconds."""
-        now = time.monotonic()
-        if now - self._counted >= every:
-            self._store.add_seconds(now - self._counted)
-            self._counted = now
+    try:
+        yield count
+    finally:
+        count(0.0)
 
 
 class _Run:
@@ -195,7 +193,7 @@ class _Run:
             some = ", ".join(changed[:5]) + (", ..." if changed[5:] else "")
             logger.warning("Matching again because images changed (%d): %s.", len(changed), some)
 
-    def match(self, missing: Sequence[Names], store: MatchStore, counted: _Counted, *, total: int) -> None:
+    def match(self, missing: Sequence[Names], store: MatchStore, count: Callable[[], None], *, total: int) -> None:
         """Match pairs and add them to the store."""
 
         def handle(task: Task, result: Result) -> None:
@@ -206,7 +204,7 @@ class _Run:
                 result = Matches.none({"error": result.reason})
             assert isinstance(result, Matches)
             store.put(*pair, result)
-            counted.count()
+            count()
 
         self._carry_out("Matching", lambda size: in_blocks(missing, size), (total - len(missing), total), handle)
 
@@ -251,8 +249,3 @@ class _Run:
             hashes = content_hashes(missing, lambda done: tell("Looking for changes", done, len(missing)))
         self._contents |= hashes
         return {name: self._contents[name] for name in names}
-
-
-def _first(reasons: dict[str, str]) -> str:
-    """Return the first of several reasons."""
-    return next(iter(reasons.values()), "none were chosen").rstrip(".")

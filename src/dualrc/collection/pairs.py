@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,7 @@ def choose(
 
 def exhaustive(names: Sequence[str]) -> list[Names]:
     """Return all pairs."""
-    ordered = sorted(set(names))
-    return [(name0, name1) for index, name0 in enumerate(ordered) for name1 in ordered[index + 1 :]]
+    return list(combinations(sorted(set(names)), 2))
 
 
 def sequential(
@@ -64,20 +64,14 @@ def sequential(
     The distant images close loops where a camera returns to a place; they need one descriptor per image.
     """
     near = [(names[i], names[j]) for i in range(len(names)) for j in range(i + 1, min(i + overlap + 1, len(names)))]
-    if descriptors is None or loops <= 0:
-        return _once(near)
-    far = []
-    for index, alike in enumerate(most_similar(descriptors, descriptors, loops + 2 * overlap + 1)):
-        distant = [other for other in alike.tolist() if abs(other - index) > overlap]
-        far += [(names[index], names[other]) for other in distant[:loops]]
-    return _once(near + far)
+    return _once(near if descriptors is None else near + retrieval(names, descriptors, loops, overlap))
 
 
-def retrieval(names: Sequence[str], descriptors: FloatArray, k: int) -> list[Names]:
-    """Return the pairs of every image with the `k` most similar images."""
+def retrieval(names: Sequence[str], descriptors: FloatArray, k: int, overlap: int = 0) -> list[Names]:
+    """Return the pairs of every image with the `k` most similar images, of those more than `overlap` places away."""
     pairs = []
-    for index, alike in enumerate(most_similar(descriptors, descriptors, k + 1)):
-        others = [other for other in alike.tolist() if other != index]
+    for index, alike in enumerate(most_similar(descriptors, descriptors, k + 2 * overlap + 1)):
+        others = [other for other in alike.tolist() if abs(other - index) > overlap]
         pairs += [(names[index], names[other]) for other in others[:k]]
     return _once(pairs)
 
@@ -137,21 +131,17 @@ def write_pairs(path: str | Path, pairs: Iterable[Names]) -> None:
 
 def _readings(line: str, known: AbstractSet[str]) -> list[Names]:
     """Return the pairs of known names that a line can mean, by the strictest syntax that fits."""
-    found: list[Names] = []
-    if "\t" in line:
-        name0, _, name1 = line.partition("\t")
-        found = [(name0, name1)]
-    if not _known(found, known):
-        words = _words(line)
-        found = [(words[0], words[1])] if len(words) == 2 else []
-    if not _known(found, known):
-        spaces = [at for at, character in enumerate(line) if character == " "]
-        found = [(line[:at].strip(), line[at:].strip()) for at in spaces]
-    return list(dict.fromkeys(_known(found, known)))
-
-
-def _known(pairs: Iterable[Names], known: AbstractSet[str]) -> list[Names]:
-    return [(name0, name1) for name0, name1 in pairs if name0 != name1 and {name0, name1} <= known]
+    spaces = [at for at, character in enumerate(line) if character == " "]
+    for readings in (
+        [line.split("\t", 1)],
+        [_words(line)],
+        [(line[:at].strip(), line[at:].strip()) for at in spaces],
+    ):
+        # Lists of another length are no pairs.
+        found = [(name[0], name[1]) for name in readings if len(name) == len(known & set(name)) == 2]
+        if found:
+            return list(dict.fromkeys(found))
+    return []
 
 
 def _words(line: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 
 from dualrc.collection.store import Names
 
@@ -70,18 +69,13 @@ def _breadth_first(pairs: Iterable[Names]) -> dict[str, int]:
     return rank
 
 
-@dataclass(kw_only=True, eq=False)
 class _Block:
-    # Unfinished tasks, in order.
-    tasks: dict[Task, None]
-    images: set[str]
-    # Number of workers that died with this block.
-    deaths: int
-
-    @staticmethod
-    def of(tasks: Iterable[Task], deaths: int = 0) -> "_Block":
-        ordered = dict.fromkeys(tasks)
-        return _Block(tasks=ordered, images={name for task in ordered for name in task}, deaths=deaths)
+    def __init__(self, tasks: Iterable[Task], deaths: int = 0) -> None:
+        # Unfinished tasks, in order.
+        self.tasks = dict.fromkeys(tasks)
+        self.images = {name for task in self.tasks for name in task}
+        # Number of workers that died with this block.
+        self.deaths = deaths
 
 
 class Plan:
@@ -89,7 +83,7 @@ class Plan:
 
     def __init__(self, blocks: Iterable[Iterable[Task]], *, at_once: int) -> None:
         """`at_once`: number of concurrent tasks of a worker; if it dies, one of its first `at_once` tasks caused it."""
-        self._waiting = deque(_Block.of(block) for block in blocks)
+        self._waiting = deque(_Block(block) for block in blocks)
         self._given: dict[int, _Block] = {}
         # Images that a worker has probably cached.
         self._latest: dict[int, set[str]] = {}
@@ -134,11 +128,11 @@ class Plan:
             return tasks
         suspects, others = tasks[: self._at_once], tasks[self._at_once :]
         if others:
-            self._waiting.appendleft(_Block.of(others, block.deaths))
+            self._waiting.appendleft(_Block(others, block.deaths))
         # Suspects are retried at once, and the second time each on its own, so that only the task to blame fails.
         # Two deaths of a group therefore count as one death of each task.
         parts = [suspects]
         if len(suspects) > 1 and deaths >= _DEATHS - 1:
             parts, deaths = [[task] for task in suspects], deaths - 1
-        self._waiting.extendleft(_Block.of(part, deaths) for part in reversed(parts))
+        self._waiting.extendleft(_Block(part, deaths) for part in reversed(parts))
         return []

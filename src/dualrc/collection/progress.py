@@ -33,12 +33,9 @@ def show_progress(quiet: bool = False) -> Iterator[Progress]:
     """Show progress, speed and remaining time of each step: a bar, or a line every few seconds."""
     if quiet:
         yield no_progress
-    elif _is_interactive():
-        with _bars() as tell:
-            yield tell
     else:
-        with _Lines() as lines:
-            yield lines.tell
+        with _bars() if _is_interactive() else _lines() as tell:
+            yield tell
 
 
 @contextmanager
@@ -120,49 +117,42 @@ class _Step:
         return not is_finished and now - self.told >= min(_AT_MOST_S, max(_EVERY_S, (now - self.began) / _SLOWER))
 
 
-class _Lines:
-    """Logs a line when a step starts, every few seconds, and when it ends."""
+@contextmanager
+def _lines() -> Iterator[Progress]:
+    """Log a line when a step starts, every few seconds, and when it ends."""
+    lock, ended = threading.Lock(), threading.Event()
+    steps: dict[str, _Step] = {}
+    latest: _Step | None = None
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._steps: dict[str, _Step] = {}
-        self._latest: _Step | None = None
-        self._ended = threading.Event()
-        # A separate thread, so that a step without progress for minutes is logged too.
-        self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
-
-    def __enter__(self) -> "_Lines":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def tell(self, name: str, done: int, total: int) -> None:
-        """Record the progress of a step."""
+    def tell(name: str, done: int, total: int) -> None:
+        nonlocal latest
         now = time.monotonic()
-        with self._lock:
-            step = self._steps.get(name)
-            if step is None:
-                step = self._steps[name] = _Step(name, first=done, done=done, total=total, began=now, told=now)
-                line = step.line(now) if total else ""
-            else:
-                ends = step.done < step.total <= done
-                step.done, step.total = done, total
-                line = step.line(now) if ends else ""
-            self._latest = step
+        with lock:
+            starts = name not in steps
+            latest = step = steps.setdefault(name, _Step(name, first=done, done=done, total=total, began=now, told=now))
+            ends = step.done < step.total <= done
+            step.done, step.total = done, total
+            line = step.line(now) if ends or (starts and total) else ""
         if line:
             logger.info(line)
 
-    def _watch(self) -> None:
-        while not self._ended.wait(_EVERY_S / 5):
+    def watch() -> None:
+        while not ended.wait(_EVERY_S / 5):
             now, line = time.monotonic(), ""
-            with self._lock:
-                if self._latest is not None and self._latest.is_due(now):
-                    self._latest.told, line = now, self._latest.line(now)
+            with lock:
+                if latest is not None and latest.is_due(now):
+                    latest.told, line = now, latest.line(now)
             if line:
                 logger.info(line)
+
+    # A separate thread, so that a step without progress for minutes is logged too.
+    thread = threading.Thread(target=watch, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield tell
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _clock(seconds: float) -> str:

@@ -126,7 +126,7 @@ def _reconstruct(
         merging = merged.statistics()
         clock.lap("keypoints")
         poses = {check.names: check.pose for check in verified.kept if check.pose is not None}
-        write_database(out / "database.db", merged, images, cameras, tell, poses=poses)
+        write_database(out / "database.db", merged, images, cameras, poses, tell)
         clock.lap("database")
         if config.hloc:
             write_hloc(out, merged, images, tell)

@@ -26,24 +26,21 @@ class RotationGraph:
     def __init__(self, edges: Mapping[Names, tuple[FloatArray, float]]) -> None:
         """`edges`: the relative rotation R1 R0^T (3, 3) and a weight, by two names."""
         names = sorted({name for pair in edges for name in pair})
-        self._index = {name: number for number, name in enumerate(names)}
-        ends = np.array([[self._index[a], self._index[b]] for a, b in edges], dtype=np.int64).reshape(-1, 2)
+        index = {name: number for number, name in enumerate(names)}
+        ends = np.array([[index[a], index[b]] for a, b in edges], dtype=np.int64).reshape(-1, 2)
         relative = np.array([R for R, _ in edges.values()]).reshape(-1, 3, 3)
         weights = np.array([weight for _, weight in edges.values()], dtype=np.float64)
         weights *= _triple_support(ends, relative)
-        self._component, self._rotations = _spanning_tree(len(names), ends, relative, weights)
-        _average(self._rotations, ends, relative, weights)
-
-    def component(self, name: str) -> int:
-        """Return the component of an image; -1 for an image without pairs."""
-        return int(self._component[self._index[name]]) if name in self._index else -1
+        component, rotations = _spanning_tree(len(names), ends, relative, weights)
+        _average(rotations, ends, relative, weights)
+        self._component = dict(zip(names, component.tolist(), strict=True))
+        self._rotation: dict[str, FloatArray] = dict(zip(names, rotations, strict=True))
 
     def between(self, name0: str, name1: str) -> FloatArray | None:
         """Return the rotation (3, 3) from image 0 to image 1, or None if they are not connected."""
-        if not 0 <= self.component(name0) == self.component(name1):
+        if name0 not in self._component or self._component[name0] != self._component.get(name1):
             return None
-        rotation: FloatArray = self._rotations[self._index[name1]] @ self._rotations[self._index[name0]].T
-        return rotation
+        return self._rotation[name1] @ self._rotation[name0].T
 
 
 def _triple_support(ends: IntArray, relative: FloatArray) -> FloatArray:
@@ -63,34 +60,20 @@ def _spanning_tree(
     count: int, ends: IntArray, relative: FloatArray, weights: FloatArray
 ) -> tuple[IntArray, FloatArray]:
     """Return components (n,), and rotations (n, 3, 3) along a maximum spanning tree."""
-    component, rotations = np.full(count, -1, np.int64), np.tile(np.eye(3), (count, 1, 1))
-    parent = np.arange(count)
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import breadth_first_order, connected_components, minimum_spanning_tree
 
-    def root(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = int(parent[node])
-        return node
-
-    neighbors: list[list[tuple[int, FloatArray]]] = [[] for _ in range(count)]
-    for row in np.argsort(-weights, kind="stable"):
-        a, b = ends[row]
-        if root(a) != root(b):
-            parent[root(a)] = root(b)
-            neighbors[a].append((b, relative[row]))
-            neighbors[b].append((a, relative[row].T))
-    number = 0
-    for start in range(count):
-        if component[start] < 0:
-            component[start], todo = number, [start]
-            while todo:
-                node = todo.pop()
-                for other, rotation in neighbors[node]:
-                    if component[other] < 0:
-                        component[other] = number
-                        rotations[other] = rotation @ rotations[node]
-                        todo.append(other)
-            number += 1
+    # Ranks, because weights may be 0, which a sparse graph cannot hold.
+    ranks = np.argsort(np.argsort(-weights, kind="stable")) + 1
+    tree = minimum_spanning_tree(coo_array((ranks, ends.T), shape=(count, count)))
+    _, component = connected_components(tree, directed=False)
+    rows = {(a, b): row for row, (a, b) in enumerate(ends.tolist())}
+    rotations = np.tile(np.eye(3), (count, 1, 1))
+    for start in np.unique(component, return_index=True)[1]:
+        order, parents = breadth_first_order(tree, start, directed=False)
+        for node, parent in zip(order[1:].tolist(), parents[order[1:]].tolist(), strict=True):
+            step = relative[rows[parent, node]] if (parent, node) in rows else relative[rows[node, parent]].T
+            rotations[node] = step @ rotations[parent]
     return component, rotations
 
 

@@ -42,11 +42,7 @@ _SCHEMA = (
     f"CREATE TABLE IF NOT EXISTS {_HASHES} (name TEXT PRIMARY KEY, content TEXT NOT NULL)",
 )
 _COLUMNS = "name0, name1, width0, height0, width1, height1, points0, points1, scores, error, info"
-_INSERT = (
-    "INSERT OR REPLACE INTO pairs "
-    "(name0, name1, width0, height0, width1, height1, count, points0, points1, scores, error, info) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
-)
+_INSERT = f"INSERT OR REPLACE INTO pairs VALUES ({', '.join('?' * 12)})"
 
 
 class MatchStore:
@@ -130,10 +126,8 @@ class MatchStore:
 
     def get(self, name0: str, name1: str) -> Matches | None:
         """Return the matches of a pair; None if it is not stored, no matches and `info["error"]` if it failed."""
-        with self._errors():
-            query = f"SELECT {_COLUMNS} FROM pairs WHERE name0 = ? AND name1 = ?"
-            row = self._connection.execute(query, (name0, name1)).fetchone()
-        return None if row is None else _from_row(row, self.path)
+        rows = self._rows(f"SELECT {_COLUMNS} FROM pairs WHERE name0 = ? AND name1 = ?", name0, name1)
+        return _from_row(rows[0], self.path) if rows else None
 
     def __iter__(self) -> Iterator[tuple[Names, Matches]]:
         """Yield all pairs with their matches, in order of insertion."""
@@ -143,21 +137,16 @@ class MatchStore:
                 yield names, matches
 
     def __len__(self) -> int:
-        with self._errors():
-            return int(self._connection.execute("SELECT COUNT(*) FROM pairs").fetchone()[0])
+        return int(self._rows("SELECT COUNT(*) FROM pairs")[0][0])
 
     def names(self) -> list[Names]:
         """Return all stored pairs, including failed ones."""
-        with self._errors():
-            return self._connection.execute("SELECT name0, name1 FROM pairs ORDER BY rowid").fetchall()
+        return self._rows("SELECT name0, name1 FROM pairs ORDER BY rowid")
 
     def failures(self) -> dict[Names, str]:
         """Return the reasons of failed pairs."""
-        with self._errors():
-            rows = self._connection.execute(
-                "SELECT name0, name1, error FROM pairs WHERE error IS NOT NULL ORDER BY rowid"
-            )
-            return {(name0, name1): error for name0, name1, error in rows}
+        rows = self._rows("SELECT name0, name1, error FROM pairs WHERE error IS NOT NULL ORDER BY rowid")
+        return {(name0, name1): error for name0, name1, error in rows}
 
     def missing(self, pairs: Iterable[Names]) -> list[Names]:
         """Return the pairs that are not stored or failed, each once; failed pairs are retried."""
@@ -196,14 +185,12 @@ class MatchStore:
             self._connection.execute("PRAGMA journal_mode = WAL")
             # In WAL mode this survives the death of the process; a power failure can lose only the latest pairs.
             self._connection.execute("PRAGMA synchronous = NORMAL")
-            text = json.dumps(config, sort_keys=True, allow_nan=False)
-            # In one transaction: a file with tables but without the format entry would count as foreign.
-            self._connection.execute("BEGIN IMMEDIATE")
+        text = json.dumps(config, sort_keys=True, allow_nan=False)
+        # In one transaction: a file with tables but without the format entry would count as foreign.
+        with self._transaction():
             for statement in _SCHEMA:
                 self._connection.execute(statement)
-            self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?)", (_FORMAT,))
-            self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('config', ?)", (text,))
-            self._connection.execute("COMMIT")
+            self._connection.execute("INSERT OR IGNORE INTO meta VALUES ('format', ?), ('config', ?)", (_FORMAT, text))
         if (difference := first_difference(self.config, json.loads(text))) is not None:
             raise DataError(
                 f"{self.path} has matches made with another config ({difference}); "
@@ -233,9 +220,12 @@ class MatchStore:
             raise DataError(f"{self.path} is not a match store{version}; pass another path.")
 
     def _meta(self, key: str) -> str | None:
+        rows = self._rows("SELECT value FROM meta WHERE key = ?", key)
+        return str(rows[0][0]) if rows else None
+
+    def _rows(self, query: str, *values: str) -> list[Any]:
         with self._errors():
-            row = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return None if row is None else str(row[0])
+            return self._connection.execute(query, values).fetchall()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

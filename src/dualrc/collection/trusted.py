@@ -1,6 +1,7 @@
 """Trusted pairs, which judge other pairs: they transfer points and poses over third images."""
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,6 @@ import numpy as np
 from dualrc import geometry
 from dualrc.collection.store import Names
 from dualrc.collection.two_view_geometry import CACHED, PairCheck, TwoViews, cell_px
-from dualrc.matches import Matches
 from dualrc.types import FloatArray
 
 # Maximum number of third images per pair.
@@ -28,12 +28,11 @@ class TrustedPairs:
         self._views = views
         # Pairs by image and partner.
         self._pairs: dict[str, dict[str, PairCheck]] = defaultdict(dict)
-        # Search trees of the inliers of recent pairs, by pair and side.
-        self._trees: OrderedDict[tuple[Names, int], Any] = OrderedDict()
+        # Those of recent pairs stay in memory.
+        self._inliers = lru_cache(2 * CACHED)(self._find_inliers)
 
     def add(self, check: PairCheck) -> None:
         """Trust a pair, with its present pose and inliers."""
-        self.remove(check.names)
         name0, name1 = check.names
         self._pairs[name0][name1] = self._pairs[name1][name0] = check
 
@@ -42,8 +41,6 @@ class TrustedPairs:
         name0, name1 = names
         self._pairs[name0].pop(name1, None)
         self._pairs[name1].pop(name0, None)
-        for side in (0, 1):
-            self._trees.pop((names, side), None)
 
     def third_images(self, names: Names) -> list[str]:
         """Return the images that have trusted pairs with both, best first."""
@@ -54,18 +51,7 @@ class TrustedPairs:
 
     def carry(self, points: FloatArray, start: str, end: str) -> FloatArray:
         """Transfer points (n, 2) to another image along a trusted pair; NaN where no match is near."""
-        from scipy.spatial import cKDTree
-
-        check = self._pairs[start][end]
-        side = check.names.index(start)
-        if (check.names, side) not in self._trees:
-            kept = self._views.load(check.names)[check.inlier_flags()]
-            here, there = (kept.points0, kept.points1)[:: 1 - 2 * side]
-            self._trees[check.names, side] = cKDTree(here), here, there, _REACH * cell_px(kept, side)
-            if len(self._trees) > 2 * CACHED:
-                self._trees.popitem(last=False)
-        self._trees.move_to_end((check.names, side))
-        tree, here, there, reach = self._trees[check.names, side]
+        tree, here, there, reach = self._inliers(self._pairs[start][end], start)
         known = np.isfinite(points).all(1)
         result = np.full(points.shape, np.nan)
         distance, index = tree.query(points[known], distance_upper_bound=reach)
@@ -74,10 +60,18 @@ class TrustedPairs:
         result[rows] = there[index[near]] + (points[rows] - here[index[near]])
         return result
 
-    def poses_over(self, names: Names, matches: Matches) -> list[FloatArray]:
+    def _find_inliers(self, check: PairCheck, start: str) -> tuple[Any, FloatArray, FloatArray, float]:
+        """Return the inliers of a pair: a search tree and points in image `start`, points in the other, the reach."""
+        from scipy.spatial import cKDTree
+
+        side, kept = check.names.index(start), self._views.load(check.names)[check.inlier_flags()]
+        here, there = (kept.points0, kept.points1)[:: 1 - 2 * side]
+        return cKDTree(here), here, there, _REACH * cell_px(kept, side)
+
+    def poses_over(self, names: Names) -> list[FloatArray]:
         """Return the pose cam1_from_cam0 (3, 4) that follows from each third image."""
         name0, name1 = names
-        points0, poses = matches.points0.astype(np.float64), []
+        points0, poses = self._views.load(names).points0.astype(np.float64), []
         for name in self.third_images(names):
             between = self.carry(points0, name0, name)
             points1 = self.carry(between, name, name1)

@@ -5,9 +5,10 @@ if a third of its matches are inliers that form dense regions in both images. Th
 parts of an image can be matched; the coverage of a pair compares its inliers with these.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,7 @@ from dualrc.collection.store import MatchStore, Names
 from dualrc.geometry import Camera
 from dualrc.matches import Matches
 from dualrc.pixels import FINE_STRIDE
-from dualrc.types import BoolArray, FloatArray
-
-IntArray = npt.NDArray[np.int64]
+from dualrc.types import BoolArray, FloatArray, IntArray
 
 # Minimum number of inliers, and minimum number of cycles for a decision.
 FEWEST = 30
@@ -133,28 +132,35 @@ class TwoViews:
         # Cameras by image; `find_focals` replaces guessed focal lengths.
         self.cameras = dict(cameras)
         self._store, self._pairs = store, pairs
-        self._matches: OrderedDict[Names, Matches] = OrderedDict()
+        # Those of recent pairs stay in memory.
+        self.load, self.rays = lru_cache(CACHED)(self._load), lru_cache(CACHED)(self._rays)
         # Number of clear pairs with inliers in each cell of an image.
         self._seen: dict[str, Any] = {}
 
-    def load(self, names: Names) -> Matches:
-        """Return the matches of a pair, as `load_pair` does; those of recent pairs stay in memory."""
-        if names not in self._matches:
-            found = load_pair(self._store, names)
-            assert found is not None
-            self._matches[names] = found
-            if len(self._matches) > CACHED:
-                self._matches.popitem(last=False)
-        self._matches.move_to_end(names)
-        return self._matches[names]
+    def _load(self, names: Names) -> Matches:
+        """Return the matches of a pair, as `load_pair` does."""
+        found = load_pair(self._store, names)
+        assert found is not None
+        return found
 
-    def _threshold_px(self, matches: Matches) -> float:
+    def _rays(self, names: Names) -> tuple[FloatArray, FloatArray]:
+        """Return the rays (n, 3) of the matches of a pair in both images."""
+        matches = self.load(names)
+        return self.cameras[names[0]].rays(matches.points0), self.cameras[names[1]].rays(matches.points1)
+
+    def _threshold_px(self, names: Names) -> float:
+        matches = self.load(names)
         return _MAX_ERROR * (cell_px(matches, 0) + cell_px(matches, 1)) / 2
 
-    def scale(self, names: Names, matches: Matches) -> float:
+    def _threshold(self, names: Names) -> float:
         """Return the threshold relative to the focal length."""
-        camera0, camera1 = self.cameras[names[0]], self.cameras[names[1]]
-        return self._threshold_px(matches) * 2 / (camera0.focal_px + camera1.focal_px)
+        return self._threshold_px(names) * 2 / (self.cameras[names[0]].focal_px + self.cameras[names[1]].focal_px)
+
+    def agreeing(self, names: Names, pose: FloatArray, most: float = 1.0) -> BoolArray:
+        """Return which matches of a pair agree with a pose, within `most` thresholds."""
+        rays0, rays1 = self.rays(names)
+        distance = geometry.sampson_distance_px(geometry.essential_from_pose(pose), rays0[:, :2], rays1[:, :2])
+        return distance <= most * self._threshold(names)
 
     def find_focals(self) -> None:
         """Replace guessed focal lengths by estimates from the pairs of images with the same guess."""
@@ -171,7 +177,7 @@ class TwoViews:
                 fit = geometry.estimate(
                     matches[_spread(len(matches), _SAMPLE)],
                     "fundamental",
-                    threshold_px=self._threshold_px(matches),
+                    threshold_px=self._threshold_px(pair),
                     max_iterations=_QUICK,
                 )
                 if fit.matrix is not None and fit.inliers.mean() >= 0.5:
@@ -185,43 +191,35 @@ class TwoViews:
         """Estimate the geometry of a pair from its own matches."""
         matches = self.load(names)
         check = PairCheck(names=names, matches=len(matches), pair_score=matches.pair_score)
-        fit = self.fit(names, matches, _spread(len(matches), _SAMPLE))
-        if fit is None:
+        pose = self.fit(names, _spread(len(matches), _SAMPLE))
+        if pose is None:
             return replace(check, cause=_FEW, reason="no geometry fits its matches")
-        check = self.with_fit(check, matches, *fit)
+        check = self.with_pose(check, pose)
         return replace(check, cause=_FEW, reason=f"{check.inliers} of its {check.matches} matches are inliers")
 
-    def fit(
-        self, names: Names, matches: Matches, rows: Any, iterations: int = _QUICK
-    ) -> tuple[FloatArray, BoolArray] | None:
-        """Estimate the relative pose from these rows, and return it with its inliers among all matches."""
-        camera0, camera1 = self.cameras[names[0]], self.cameras[names[1]]
-        threshold_px = self._threshold_px(matches)
+    def fit(self, names: Names, rows: Any, iterations: int = _QUICK) -> FloatArray | None:
+        """Estimate the relative pose (3, 4) of a pair from these rows of its matches."""
         fit = geometry.estimate(
-            matches[rows],
+            self.load(names)[rows],
             "essential",
-            camera0=camera0,
-            camera1=camera1,
-            threshold_px=threshold_px,
+            camera0=self.cameras[names[0]],
+            camera1=self.cameras[names[1]],
+            threshold_px=self._threshold_px(names),
             max_iterations=iterations,
         )
-        if fit.pose is None:
-            return None
-        pose = fit.pose.cam1_from_cam0
-        rays0, rays1 = camera0.rays(matches.points0)[:, :2], camera1.rays(matches.points1)[:, :2]
-        distance = geometry.sampson_distance_px(geometry.essential_from_pose(pose), rays0, rays1)
-        agree: BoolArray = distance * (camera0.focal_px + camera1.focal_px) / 2 <= threshold_px
-        return pose, agree
+        return None if fit.pose is None else fit.pose.cam1_from_cam0
 
-    def with_fit(self, check: PairCheck, matches: Matches, pose: FloatArray, flags: BoolArray) -> PairCheck:
-        """Return the pair with this pose and these inliers."""
-        return replace(
-            check,
-            inliers=int(flags.sum()),
-            together=_together(matches, flags),
-            pose=pose,
-            flags=np.packbits(flags),
-        )
+    def fit_direction(self, names: Names, rows: Any, rotation: FloatArray) -> FloatArray | None:
+        """Like `fit`, with a known rotation."""
+        rays0, rays1 = self.rays(names)
+        direction = geometry.estimate_direction(rays0[rows], rays1[rows], rotation, self._threshold(names))
+        return None if direction is None else np.column_stack([rotation, direction])
+
+    def with_pose(self, check: PairCheck, pose: FloatArray, most: float = 1.0) -> PairCheck:
+        """Return the pair with this pose, and with the matches that agree with it as inliers."""
+        flags = self.agreeing(check.names, pose, most)
+        together = _together(self.load(check.names), flags)
+        return replace(check, inliers=int(flags.sum()), together=together, pose=pose, flags=np.packbits(flags))
 
     def with_coverage(self, checks: Mapping[Names, PairCheck]) -> dict[Names, PairCheck]:
         """Measure the coverage of all pairs; inliers of clear pairs show which parts of an image can be matched."""
@@ -248,32 +246,14 @@ class TwoViews:
         camera0, camera1 = self.cameras[check.names[0]], self.cameras[check.names[1]]
         return coverage.cover(kept, check.pose, camera0, camera1, np.asarray(cells0), np.asarray(cells1))
 
-    def fit_direction(
-        self, names: Names, matches: Matches, rows: Any, rotation: FloatArray
-    ) -> tuple[FloatArray, BoolArray] | None:
-        """Like `fit`, with a known rotation."""
-        camera0, camera1 = self.cameras[names[0]], self.cameras[names[1]]
-        scale = self.scale(names, matches)
-        rays0, rays1 = camera0.rays(matches.points0), camera1.rays(matches.points1)
-        direction = geometry.estimate_direction(rays0[rows], rays1[rows], rotation, scale)
-        if direction is None:
-            return None
-        pose = np.column_stack([rotation, direction])
-        return pose, geometry.sampson_distance_px(
-            geometry.essential_from_pose(pose), rays0[:, :2], rays1[:, :2]
-        ) <= scale
-
     def look_closer(self, check: PairCheck) -> PairCheck:
         """Estimate the geometry again with more matches and iterations, and keep the result with more inliers."""
-        matches = self.load(check.names)
-        fit = self.fit(check.names, matches, _spread(len(matches), 2 * _SAMPLE), _THOROUGH)
-        if fit is None or fit[1].sum() <= check.inliers:
-            return check
-        found = self.with_fit(check, matches, *fit)
-        return replace(found, cover=self._cover(found))
+        pose = self.fit(check.names, _spread(check.matches, 2 * _SAMPLE), _THOROUGH)
+        found = check if pose is None else self.with_pose(check, pose)
+        return replace(found, cover=self._cover(found)) if found.inliers > check.inliers else check
 
 
-def _spread(count: int, most: int) -> npt.NDArray[np.int64]:
+def _spread(count: int, most: int) -> IntArray:
     """Return at most `most` of `count` rows, evenly spaced."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
 

@@ -31,7 +31,6 @@ from dualrc.collection.store import MatchStore, Names
 from dualrc.collection.trusted import TrustedPairs
 from dualrc.collection.two_view_geometry import FEWEST, PairCheck, TwoViews, cell_px
 from dualrc.geometry import Camera
-from dualrc.matches import Matches
 from dualrc.types import BoolArray, FloatArray
 
 # Minimum coverage of a clear pair that needs no confirmation, and of the only pair that connects two components.
@@ -147,9 +146,9 @@ class _Verifier:
         self._checks[check.names] = replace(check, kept=False)
         self._trusted.remove(check.names)
 
-    def _cycles(self, names: Names, matches: Matches) -> tuple[BoolArray, BoolArray]:
+    def _cycles(self, names: Names) -> tuple[BoolArray, BoolArray]:
         """Return which matches the cycles over third images confirm, and which they contradict."""
-        name0, name1 = names
+        (name0, name1), matches = names, self._views.load(names)
         yes, no = np.zeros(len(matches), np.int64), np.zeros(len(matches), np.int64)
         tolerance = _SAME * cell_px(matches, 1)
         for name in self._trusted.third_images(names):
@@ -164,7 +163,7 @@ class _Verifier:
         """Drop trusted pairs that the others contradict by cycles, the weakest first, or by rotations."""
         for check in sorted(self._kept(), key=_strength):
             self._distrust(check)
-            yes, no = self._cycles(check.names, self._views.load(check.names))
+            yes, no = self._cycles(check.names)
             asked = _with_votes(check, yes, no, None)
             if asked.contradicted >= FEWEST and asked.contradicted > asked.confirmed:
                 self._checks[check.names] = replace(asked, kept=False, cause=_ELSEWHERE, reason=_elsewhere(asked))
@@ -203,27 +202,27 @@ class _Verifier:
 
     def _judge(self, check: PairCheck, graph: RotationGraph) -> PairCheck:
         """Judge a pair; it is kept if its rotation and its matches agree with the trusted pairs."""
-        matches, wanted = self._views.load(check.names), graph.between(*check.names)
-        yes, no = self._cycles(check.names, matches)
+        wanted = graph.between(*check.names)
+        yes, no = self._cycles(check.names)
         check = _with_votes(check, yes, no, wanted)
         # If most matches that cycles confirm are outliers, they confirm another geometry than the pair's own.
         own = 2 * check.confirmed >= yes.sum() and check.confirmed >= _CONFIRMED * check.inliers
         if check.together >= _TRUSTED_TOGETHER and _agrees(check) and own:
             return replace(check, kept=True)
-        fits = []
+        found = [check]
         if yes.sum() >= FEWEST:
-            fits.append(self._views.fit(check.names, matches, np.flatnonzero(yes)))
+            poses = [self._views.fit(check.names, np.flatnonzero(yes))]
             if wanted is not None:
-                fits.append(self._views.fit_direction(check.names, matches, np.flatnonzero(yes), wanted))
-            fits.extend(self._fits_over(check.names, matches))
-        found = [
-            _with_votes(self._views.with_fit(check, matches, *fit), yes, no, wanted) for fit in fits if fit is not None
-        ]
+                poses.append(self._views.fit_direction(check.names, np.flatnonzero(yes), wanted))
+            fits = [self._views.with_pose(check, pose) for pose in poses if pose is not None]
+            over = self._trusted.poses_over(check.names)
+            fits += [self._views.with_pose(check, pose, _MAX_CHAINED_ERROR) for pose in over]
+            found += [_with_votes(fit, yes, no, wanted) for fit in fits]
         least = _LEAST_CONFIRMED * check.matches
-        found = [again for again in (check, *found) if _agrees(again) and again.confirmed >= least]
+        found = [again for again in found if _agrees(again) and again.confirmed >= least]
         if found:
             # The other inliers may agree by chance, so only confirmed matches are used.
-            best = self._with_predicted(max(found, key=lambda again: again.confirmed), matches, yes)
+            best = self._with_predicted(max(found, key=lambda again: again.confirmed), yes)
             best = _with_turn(best, wanted)
             if best.confirmed >= max(FEWEST, least):
                 return replace(best, confirmed_only=True, kept=True)
@@ -237,27 +236,18 @@ class _Verifier:
             check, cause=_UNCONFIRMED, reason=f"other pairs confirm {check.confirmed} of its {check.inliers} matches"
         )
 
-    def _with_predicted(self, check: PairCheck, matches: Matches, confirmed: BoolArray) -> PairCheck:
+    def _with_predicted(self, check: PairCheck, confirmed: BoolArray) -> PairCheck:
         """Reduce the inliers to confirmed matches that agree with the poses over most third images.
 
         These poses do not depend on the pair's own matches, which may fit a wrong geometry together.
         """
-        flags, over = check.inlier_flags() & confirmed, self._fits_over(check.names, matches)
-        if over:
-            flags &= 2 * np.sum([agree for _, agree in over], axis=0) > len(over)
-            check = replace(check, pose=max(over, key=lambda fit: (fit[1] & flags).sum())[0])
+        flags, poses = check.inlier_flags() & confirmed, self._trusted.poses_over(check.names)
+        if poses:
+            agree = np.array([self._views.agreeing(check.names, pose, _MAX_CHAINED_ERROR) for pose in poses])
+            flags &= 2 * agree.sum(axis=0) > len(poses)
+            check = replace(check, pose=poses[(agree & flags).sum(axis=1).argmax()])
         count = int(flags.sum())
         return replace(check, inliers=count, confirmed=count, flags=np.packbits(flags))
-
-    def _fits_over(self, names: Names, matches: Matches) -> list[tuple[FloatArray, BoolArray]]:
-        """Return the pose over each third image with the matches that agree with it."""
-        scale = _MAX_CHAINED_ERROR * self._views.scale(names, matches)
-        camera0, camera1 = self._views.cameras[names[0]], self._views.cameras[names[1]]
-        rays0, rays1 = camera0.rays(matches.points0)[:, :2], camera1.rays(matches.points1)[:, :2]
-        return [
-            (pose, geometry.sampson_distance_px(geometry.essential_from_pose(pose), rays0, rays1) <= scale)
-            for pose in self._trusted.poses_over(names, matches)
-        ]
 
     def _join_components(self) -> bool:
         """Accept the strongest pair between two components, if it is good enough by itself; return whether any was."""

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualrc.colmap.cameras import camera_of
-from dualrc.colmap.records import CameraRecord, refuse_damaged
+from dualrc.colmap.records import refuse_damaged
 from dualrc.colmap.upright import find_rotation, import_pycolmap
 from dualrc.errors import DataError
 from dualrc.files import inside
@@ -101,13 +100,12 @@ def _model_image(image: Any, folder: Path | None) -> ModelImage:
     rotation = find_rotation("" if folder is None else folder / image.name, size)
     pose = rotation.camera @ pose
     try:
-        model, params = image.camera.model_name, image.camera.params
-        record = CameraRecord(camera_id=0, model=model, width=size[0], height=size[1], params=params)
-        camera = replace(rotation.rotate_camera(camera_of(record, image.name)), cam_from_world=pose)
+        stored = Camera.from_colmap(image.camera.model_name, size, image.camera.params, source="file")
+        camera = replace(rotation.rotate_camera(stored), cam_from_world=pose)
     except DataError:
         camera = None
     return ModelImage(
-        size=rotation.size,
+        size=rotation.rotate_size(size),
         points=rotation.rotate_points(points),
         point_ids=np.array([point.point3D_id for point in seen], dtype=np.int64),
         cam_from_world=pose,

@@ -50,31 +50,27 @@ class UprightRotation:
     pixels: FloatArray
     # (3, 3), upright from stored.
     camera: FloatArray
-    # Size of the upright image.
-    size: Size
+
+    def inverse(self) -> "UprightRotation":
+        """Return the rotation of the upright image to the stored image."""
+        return UprightRotation(pixels=np.linalg.inv(self.pixels), camera=self.camera.T)
+
+    def rotate_size(self, stored: Size) -> Size:
+        """Return the size of the upright image."""
+        # Up to signs, the matrix that rotates points also rotates a size.
+        width, height = np.abs(self.pixels[:2, :2] @ stored)
+        return int(width), int(height)
 
     def rotate_camera(self, stored: Camera) -> Camera:
         """Return the camera of the upright image."""
+        width, height = self.rotate_size(stored.size)
         return replace(
             stored,
-            width=self.size[0],
-            height=self.size[1],
+            width=width,
+            height=height,
             K=self.pixels @ stored.K @ self.camera.T,
             lens=stored.lens.rotated(self.camera[:2, :2]),
             cam_from_world=None if stored.cam_from_world is None else self.camera @ stored.cam_from_world,
-        )
-
-    def stored_camera(self, upright: Camera) -> Camera:
-        """Return the camera of the stored image, without a pose."""
-        # Up to signs, the matrix that rotates points also rotates a size. The inverse of a rotation is its transpose.
-        width, height = (int(abs(side)) for side in self.pixels[:2, :2].T @ upright.size)
-        return replace(
-            upright,
-            width=width,
-            height=height,
-            K=np.linalg.inv(self.pixels) @ upright.K @ self.camera,
-            lens=upright.lens.rotated(self.camera[:2, :2].T),
-            cam_from_world=None,
         )
 
     def rotate_points(self, stored: FloatArray) -> FloatArray:
@@ -92,24 +88,21 @@ def find_rotation(path: str | Path, size: Size | None = None) -> UprightRotation
     if orientation not in _ROTATIONS:
         remedy = "save it upright without that tag, and run COLMAP on it again"
         raise DataError(f"{path} is mirrored by its EXIF orientation {orientation}, unlike any camera; {remedy}.")
-    width, height = size = size or stored
-    sideways = orientation in (6, 8)
-    if sideways and (width - height) * (stored[0] - stored[1]) < 0:
+    width, height = size or stored
+    if orientation in (6, 8) and (width - height) * (stored[0] - stored[1]) < 0:
         # The camera is that of the upright image; some versions of COLMAP rotate images when they read them.
-        orientation, sideways = 1, False
+        orientation = 1
     camera = np.eye(3)
     camera[:2, :2] = rotation = np.array(_ROTATIONS[orientation])
     pixels = camera.copy()
     # A rotation about the first pixel, then a shift so that the image starts at (0, 0) again.
     pixels[:2, 2] = -np.minimum(rotation @ (width - 1, height - 1), 0)
-    return UprightRotation(pixels=pixels, camera=camera, size=(height, width) if sideways else size)
+    return UprightRotation(pixels=pixels, camera=camera)
 
 
 def stored_points(points: npt.ArrayLike, path: str | Path) -> FloatArray:
     """Convert upright points (n, 2) of an image file to its stored pixels, in our convention."""
-    upright, rotation = np.asarray(points, dtype=np.float64).reshape(-1, 2), find_rotation(path)
-    # The inverse of a rotation is its transpose.
-    return (upright - rotation.pixels[:2, 2]) @ rotation.pixels[:2, :2]
+    return find_rotation(path).inverse().rotate_points(np.asarray(points, dtype=np.float64).reshape(-1, 2))
 
 
 def colmap_points(points: npt.ArrayLike, path: str | Path | None = None) -> FloatArray:
@@ -125,7 +118,7 @@ def from_colmap_points(points: npt.ArrayLike, path: str | Path) -> FloatArray:
 
 def colmap_camera(camera: Camera, path: str | Path, *, known: bool) -> Any:
     """Return the pycolmap Camera of an image file: unchanged if known, else one focal length and one distortion."""
-    stored = find_rotation(path).stored_camera(camera)
+    stored = find_rotation(path).inverse().rotate_camera(camera)
     model, params = stored.to_colmap()
     if not known:
         model, params = "SIMPLE_RADIAL", [camera.focal_px, *to_colmap(stored.K[:2, 2]), 0.0]

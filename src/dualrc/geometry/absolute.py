@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from dualrc.errors import DataError
 from dualrc.geometry.camera import Camera, cross_matrix, transform_points
-from dualrc.geometry.lens import PINHOLE, Lens
 from dualrc.geometry.ransac import best_first, import_poselib, ransac_options, scattered
 from dualrc.types import BoolArray, FloatArray, Size
 
@@ -56,18 +55,12 @@ class _State:
 
     # (3, 4)
     pose: FloatArray
-    K: FloatArray
-    lens: Lens = PINHOLE
+    camera: Camera
 
     def project(self, xyz: FloatArray) -> FloatArray:
         """Project points to pixels (n, 2); points behind the camera or outside its view get far-away pixels."""
-        places = transform_points(self.pose, xyz)
-        in_front = places[:, 2:] > 1e-9
-        places = places / np.where(in_front, places[:, 2:], 1.0)
-        if self.lens.distorts:
-            places[:, :2] = self.lens.distort(places[:, :2])
-        pixels: FloatArray = (places @ self.K.T)[:, :2]
-        return np.where(in_front & np.isfinite(pixels), pixels, 1e12)
+        pixels = self.camera.project(transform_points(self.pose, xyz))
+        return np.where(np.isfinite(pixels), pixels, 1e12)
 
     def residuals(self, points: FloatArray, xyz: FloatArray) -> FloatArray:
         """Return the reprojection errors of points (n, 2) in pixels: (n,)."""
@@ -125,12 +118,10 @@ def absolute_pose(
     if not deviation <= _LARGEST_DEVIATION * distance:
         return failed("the correspondences do not determine the pose: they lie on a line or in a point")
     pose = np.column_stack([state.pose[:, :3], state.pose[:, 3] - state.pose[:, :3] @ middle])
-    if camera is None:
-        camera = Camera.from_focal(size or (0, 0), float(state.K[0, 0]), source=_ESTIMATED)
     return AbsolutePose(
         cam_from_world=pose,
         inliers=scattered(near, used, count),
-        camera=replace(camera, cam_from_world=pose),
+        camera=replace(state.camera, cam_from_world=pose),
         covariance=covariance[:6, :6],
     )
 
@@ -145,7 +136,7 @@ def _with_camera(points: FloatArray, xyz: FloatArray, camera: Camera, options: d
         {},
     )
     matrix = np.array(pose.Rt, dtype=np.float64)
-    return _State(pose=matrix, K=camera.K, lens=camera.lens) if np.isfinite(matrix).all() else None
+    return _State(pose=matrix, camera=camera) if np.isfinite(matrix).all() else None
 
 
 def _with_focal(
@@ -177,7 +168,7 @@ def _solutions(points: FloatArray, xyz: FloatArray, size: Size, center: FloatArr
     for pose, focal in zip(poses, focals, strict=True):
         matrix = np.array(pose.Rt, dtype=np.float64)
         if low <= focal / max(size) <= high and np.isfinite(matrix).all():
-            yield _State(pose=matrix, K=Camera.from_focal(size, focal).K)
+            yield _State(pose=matrix, camera=Camera.from_focal(size, focal, source=_ESTIMATED))
 
 
 def _cost(state: _State, points: FloatArray, xyz: FloatArray, threshold_px: float) -> float:
@@ -260,7 +251,6 @@ def _linearize(
 
     The unknowns are a rotation about the camera axes, the center, and optionally the logarithm of the focal length.
     """
-    R, K = state.pose[:, :3], state.K
     places = transform_points(state.pose, xyz)
     x, y, z = places.T
     z = np.maximum(z, 1e-9)
@@ -268,16 +258,16 @@ def _linearize(
     rays = places[:, :2] / z[:, None]
     # Derivatives of pixels by camera coordinates, (n, 2, 3): through rays of depth 1, the lens, and K.
     by_place = np.zeros((len(xyz), 2, 3))
-    by_place[:, :, :2] = K[:2, :2] @ state.lens.jacobian(rays) / z[:, None, None]
+    by_place[:, :, :2] = state.camera.pixels_by_rays(rays) / z[:, None, None]
     by_place[:, :, 2] = -(by_place[:, :, :2] @ rays[:, :, None])[:, :, 0]
     zero = np.zeros_like(x)
     # -[X]x for each point X in camera coordinates.
     by_rotation = np.stack([[zero, z, -y], [-z, zero, x], [y, -x, zero]]).transpose(2, 0, 1)
     J = np.zeros((len(xyz), 2, unknown))
     J[:, :, :3] = by_place @ by_rotation
-    J[:, :, 3:6] = -by_place @ R
+    J[:, :, 3:6] = -by_place @ state.pose[:, :3]
     if unknown == 7:
-        J[:, :, 6] = pixels - K[:2, 2]
+        J[:, :, 6] = pixels - state.camera.K[:2, 2]
     residuals = pixels - points
     weights = 1 / (1 + (np.linalg.norm(residuals, axis=1) / spread) ** 2)
     return J, residuals, weights
@@ -286,11 +276,11 @@ def _linearize(
 def _moved(state: _State, step: FloatArray) -> _State:
     R, t = state.pose[:, :3], state.pose[:, 3]
     center = -R.T @ t + step[3:6]
-    rotated = _rotation(step[:3]) @ R
-    K = state.K.copy()
+    rotated, camera = _rotation(step[:3]) @ R, state.camera
     if len(step) == 7:
-        K[[0, 1], [0, 1]] *= np.exp(np.clip(step[6], -1, 1))
-    return replace(state, pose=np.column_stack([rotated, -rotated @ center]), K=K)
+        focal_px = camera.focal_px * float(np.exp(np.clip(step[6], -1, 1)))
+        camera = Camera.from_focal(camera.size, focal_px, source=_ESTIMATED)
+    return _State(pose=np.column_stack([rotated, -rotated @ center]), camera=camera)
 
 
 def _rotation(vector: FloatArray) -> FloatArray:

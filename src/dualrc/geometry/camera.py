@@ -159,7 +159,7 @@ def read_cameras_json(path: str | Path) -> dict[str, Camera]:
         raise DataError(f"{path} is not a JSON file ({error}); correct it or write it again.") from error
     if not isinstance(content, dict):
         raise DataError(f"{path} contains no cameras; write {{name: {{width, height, K}}}}.")
-    return {name: _camera_from_json(entry, f"{path}, {name}") for name, entry in content.items()}
+    return {name: camera_from_json(entry, f"{path}, {name}") for name, entry in content.items()}
 
 
 def camera_from_exif(path: str | Path) -> Camera | None:
@@ -255,7 +255,8 @@ def pose_from_quaternion(values: Sequence[float]) -> FloatArray:
     return np.column_stack([rotation_from_quaternion(values[:4]), values[4:]])
 
 
-def _camera_from_json(entry: Any, where: str) -> Camera:
+def camera_from_json(entry: Any, where: str) -> Camera:
+    """Return the camera of an entry of cameras.json; `where` names it in errors."""
     try:
         distortion = np.ravel(entry.get("distortion", ())).astype(np.float64).tolist()
         if "model" not in entry and any(distortion):

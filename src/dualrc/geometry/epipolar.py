@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from dualrc.geometry.camera import Camera, cross_matrix
 from dualrc.geometry.homography import to_homogeneous
+from dualrc.geometry.lens import solve
 from dualrc.types import FloatArray
 
 
@@ -69,21 +70,12 @@ def pose_distance_px(
     rays0, rays1 = camera0.rays(points0), camera1.rays(points1)
     residuals = np.abs(np.sum(rays1 @ E * rays0, axis=1))
     # Derivatives of the residual by pixels: the derivatives by rays times the inverse of d pixels / d rays.
-    slopes1 = _by_pixels((rays0 @ E.T)[:, :2], camera1.pixels_by_rays(rays1))
+    slopes1 = solve(camera1.pixels_by_rays(rays1).swapaxes(1, 2), (rays0 @ E.T)[:, :2])
     squares = np.sum(slopes1**2, axis=1)
     if not in_image1:
-        squares = squares + np.sum(_by_pixels((rays1 @ E)[:, :2], camera0.pixels_by_rays(rays0)) ** 2, axis=1)
+        slopes0 = solve(camera0.pixels_by_rays(rays0).swapaxes(1, 2), (rays1 @ E)[:, :2])
+        squares = squares + np.sum(slopes0**2, axis=1)
     return _ratio(residuals, np.sqrt(squares))
-
-
-def _by_pixels(by_rays: FloatArray, pixels_by_rays: FloatArray) -> FloatArray:
-    """Convert derivatives (n, 2) by rays to derivatives by pixels; NaN where the lens is singular."""
-    (a, b), (c, d) = np.moveaxis(pixels_by_rays, 0, -1)
-    # Transposed inverse of a 2 x 2 matrix.
-    x, y = by_rays.T
-    with np.errstate(divide="ignore", invalid="ignore"):
-        slopes: FloatArray = np.stack([d * x - c * y, a * y - b * x], axis=1) / (a * d - b * c)[:, None]
-    return slopes
 
 
 def _epipolar_lines(F: npt.ArrayLike, points: npt.ArrayLike) -> FloatArray:

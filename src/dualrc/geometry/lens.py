@@ -253,7 +253,7 @@ class Lens:
             for _ in range(_ITERATIONS):
                 if not len(todo):
                     break
-                step = _solve(_differences(self._bend, inner[todo], _STEP), target[todo] - self._bend(inner[todo]))
+                step = solve(_differences(self._bend, inner[todo], _STEP), target[todo] - self._bend(inner[todo]))
                 todo = todo[self._descend(inner, away, target, todo, step)]
                 todo = todo[away[todo] > _CONVERGED]
             # For steep models, rounding stops the descent slightly above _CONVERGED.
@@ -287,11 +287,12 @@ def _distances(points0: FloatArray, points1: FloatArray) -> FloatArray:
     return np.where(np.isfinite(distances), distances, np.inf)
 
 
-def _solve(J: FloatArray, residuals: FloatArray) -> FloatArray:
-    """Solve J (n, 2, 2) step = residual for steps (n, 2); NaN if J is singular."""
+def solve(J: FloatArray, residuals: FloatArray) -> FloatArray:
+    """Solve J (n, 2, 2) step = residual for steps (n, 2); not finite if J is singular."""
     (a, b), (c, d) = np.moveaxis(J, 0, -1)
     x, y = residuals.T
-    steps: FloatArray = np.stack([d * x - b * y, a * y - c * x], axis=1) / (a * d - b * c)[:, None]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        steps: FloatArray = np.stack([d * x - b * y, a * y - c * x], axis=1) / (a * d - b * c)[:, None]
     return steps
 
 

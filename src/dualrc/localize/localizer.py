@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import lgamma
 from pathlib import Path
 
@@ -103,7 +104,7 @@ class Localizer:
         self._contents: dict[str, str] = {}
         self._descriptors_file = descriptors
         # Camera that the map images of a size share.
-        self._cameras: dict[Size, Camera | None] = {}
+        self._shared_camera = cache(map.camera)
         self._kept: LruCache[str, ImageFeatures] = LruCache(self.config.max_memory * 2**30, keep=1)
 
     def localize(
@@ -225,9 +226,7 @@ class Localizer:
 
     def _find_camera(self, query: str | Path | ImageFeatures, size: Size) -> Camera | None:
         told = None if isinstance(query, ImageFeatures) else camera_from_exif(query)
-        if size not in self._cameras:
-            self._cameras[size] = self.map.camera(size)
-        shared = self._cameras[size]
+        shared = self._shared_camera(size)
         if told is None or shared is None:
             return told or shared
         # The map's camera is refined and includes distortion. EXIF values are rounded, but reveal another lens or zoom.

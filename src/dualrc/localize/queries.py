@@ -86,19 +86,15 @@ def missing(
 def _missing(
     localizer: Localizer, hashes: Mapping[str, str], results: ResultsFile, cameras: Mapping[str, Camera]
 ) -> list[str]:
-    return [
-        name
-        for name, content in hashes.items()
-        if name not in results or _is_outdated(localizer, content, results, name, cameras.get(name))
-    ]
+    def is_missing(name: str) -> bool:
+        if name not in results:
+            return True
+        found, known = results[name], results.content(name)
+        if found.cam_from_world is None and not found.candidates:
+            return True
+        return known not in ("", _content(localizer, hashes[name], found, cameras.get(name)))
 
-
-def _is_outdated(localizer: Localizer, content: str, results: ResultsFile, name: str, camera: Camera | None) -> bool:
-    found = results[name]
-    if found.cam_from_world is None and not found.candidates:
-        return True
-    known = results.content(name)
-    return bool(known) and known != _content(localizer, content, found, camera)
+    return [name for name in hashes if is_missing(name)]
 
 
 def _content(localizer: Localizer, query: str, found: Localization, camera: Camera | None) -> str:

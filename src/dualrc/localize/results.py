@@ -2,14 +2,16 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dualrc.errors import DataError, OutputError
-from dualrc.files import check_writable, parse_json, read_text, write_json, write_text
-from dualrc.geometry import Camera, Lens, pose_from_quaternion, quaternion_from_rotation
+from dualrc.files import check_writable, parse_json, read_text, to_json, write_json, write_text
+from dualrc.geometry import pose_from_quaternion, quaternion_from_rotation
+from dualrc.geometry.camera import camera_from_json
 from dualrc.localize.localizer import Localization
 from dualrc.toml import first_difference
 from dualrc.types import FloatArray
@@ -108,56 +110,47 @@ def read_poses(path: str | Path) -> dict[str, FloatArray]:
     return poses
 
 
-def _to_entry(found: Localization) -> dict[str, Any]:
+def _to_entry(found: Localization) -> Any:
     camera = found.camera
-    return {
-        "cam_from_world": None if found.cam_from_world is None else found.cam_from_world.tolist(),
+    entry = {
+        "cam_from_world": found.cam_from_world,
         "reason": found.reason,
         "inliers": found.inliers,
         "correspondences": found.correspondences,
         "confidence": round(found.confidence, 6),
-        "position_deviation": None if found.covariance is None else found.position_deviation,
-        "rotation_deviation_deg": None if found.covariance is None else found.rotation_deviation_deg,
-        "covariance": None if found.covariance is None else found.covariance.tolist(),
+        "position_deviation": found.position_deviation,
+        "rotation_deviation_deg": found.rotation_deviation_deg,
+        "covariance": found.covariance,
         "camera": camera
         and {
             "width": camera.width,
             "height": camera.height,
-            "K": camera.K.tolist(),
+            "K": camera.K,
             "model": camera.lens.model,
-            "distortion": list(camera.lens.distortion),
+            "distortion": camera.lens.distortion,
             "source": camera.source,
         },
         "candidates": found.candidates,
         "seconds": round(found.seconds, 3),
     }
+    return to_json(entry)
 
 
 def _from_entry(entry: Mapping[str, Any], where: str) -> Localization:
     def array(key: str) -> FloatArray | None:
         return None if entry[key] is None else np.array(entry[key], dtype=np.float64)
 
+    plain = ("reason", "candidates", "correspondences", "inliers", "confidence", "seconds")
     try:
+        camera = entry["camera"]
         return Localization(
             cam_from_world=array("cam_from_world"),
-            reason=entry["reason"],
-            camera=_to_camera(entry["camera"]) if entry["camera"] else None,
-            candidates=entry["candidates"],
-            correspondences=entry["correspondences"],
-            inliers=entry["inliers"],
+            camera=camera and replace(camera_from_json(camera, where), source=camera["source"]),
             covariance=array("covariance"),
-            confidence=entry["confidence"],
-            seconds=entry["seconds"],
+            **{key: entry[key] for key in plain},
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{where}: not a result ({error}); delete the file and localize again.") from error
-
-
-def _to_camera(entry: Mapping[str, Any]) -> Camera:
-    # Files of earlier versions have pinhole cameras only.
-    lens = Lens(entry.get("model", "PINHOLE"), tuple(entry.get("distortion", ())))
-    K = np.array(entry["K"], dtype=np.float64)
-    return Camera(width=entry["width"], height=entry["height"], K=K, lens=lens, source=entry["source"])
 
 
 def _read(path: Path) -> dict[str, Any]:
