@@ -133,19 +133,9 @@ class Appendix(Benchmark):
         if not usable:
             self.later_notes.append("Time and memory were not measured: no pair could be matched.")
             return {}
+        top, device = self.stored, str(result.config["device"])
         chosen = [(network, size) for network in self.networks for size in self.sizes]
-        tasks = [
-            Task(
-                preset=network.config.preset,
-                weights=str(network.weights),
-                device=str(result.config["device"]),
-                size=size,
-                top=self.stored,
-                path0=str(usable[0].path0),
-                path1=str(usable[0].path1),
-            )
-            for network, size in chosen
-        ]
+        tasks = [Task(network=network, size=size, pair=usable[0], device=device, top=top) for network, size in chosen]
         measured, notes = measure_all(tasks, self.settings.out, self.messages)
         self.later_notes += notes
         return dict(zip(chosen, measured, strict=True))
