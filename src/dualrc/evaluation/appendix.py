@@ -84,9 +84,7 @@ class Appendix(Benchmark):
 
     def matchers(self) -> Iterator[tuple[str, PairMatcher]]:
         """Yield the first network at every size, and the other networks and matchers at the largest size."""
-        chosen = replace(
-            self.settings.for_matchers(), size=self.sizes[0], top=self.stored, sift_features=self.sift_features
-        )
+        chosen = replace(self.matcher_settings(), size=self.sizes[0])
         others = make_matchers(self.settings.matchers, chosen)
         self.drawn = {_sized(self.networks[0], self.sizes[0]), *(matcher.name for matcher in others)}
         # Networks are loaded one at a time, because all of them together may not fit into memory.

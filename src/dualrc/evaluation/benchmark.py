@@ -24,6 +24,8 @@ GetMatches = Callable[[Pair], Matches]
 COST_COLUMNS = ("matches", "a pair", "size")
 # Number of pairs that are drawn.
 _BEST, _WORST = 2, 3
+# Default number of matches scored per pair.
+_TOP = 4000
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,6 @@ class Benchmark(ABC):
     sift_features: ClassVar[int] = 4000
     # Whether the benchmark accepts only one folder.
     one_root: ClassVar[bool] = False
-    # Number of matches scored per pair.
-    default_top: ClassVar[int] = 4000
 
     settings: Settings
     pairs: list[Pair]
@@ -195,7 +195,7 @@ class Benchmark(ABC):
     @property
     def top(self) -> int:
         """Number of best matches scored per pair."""
-        return self.settings.top or self.default_top
+        return self.settings.top or _TOP
 
     @property
     def stored(self) -> int:
@@ -207,11 +207,14 @@ class Benchmark(ABC):
         roots = [str(root.resolve()) for root in self.settings.roots]
         return {"benchmark": self.name, "roots": roots, "crop": None}
 
+    def matcher_settings(self) -> MatcherSettings:
+        """Return the settings of matchers."""
+        return replace(self.settings.for_matchers(), top=self.stored, sift_features=self.sift_features)
+
     def matchers(self) -> Iterator[tuple[str, PairMatcher]]:
         """Yield the matchers to evaluate, with their names in tables."""
         wanted = self.settings.matchers if self.settings.roots else ()
-        chosen = replace(self.settings.for_matchers(), top=self.stored, sift_features=self.sift_features)
-        return ((matcher.name, matcher) for matcher in make_matchers(wanted, chosen))
+        return ((matcher.name, matcher) for matcher in make_matchers(wanted, self.matcher_settings()))
 
     @abstractmethod
     def score(self, matcher: str, get: GetMatches) -> Any:

@@ -256,7 +256,7 @@ class InLoc(Benchmark):
         if len(weights) < 2 or "dualrc" not in wanted:
             yield from super().matchers()
             return
-        chosen = replace(self.settings.for_matchers(), top=self.stored, sift_features=self.sift_features)
+        chosen = self.matcher_settings()
         for network in self._networks:
             yield network.label, network_matcher(network, chosen, self.settings.size)
         for matcher in make_matchers([name for name in wanted if name != "dualrc"], chosen):
