@@ -24,8 +24,6 @@ GetMatches = Callable[[Pair], Matches]
 COST_COLUMNS = ("matches", "a pair", "size")
 # Number of pairs that are drawn.
 _BEST, _WORST = 2, 3
-# Default number of matches scored per pair.
-_TOP = 4000
 
 
 @dataclass(frozen=True)
@@ -176,6 +174,8 @@ class Benchmark(ABC):
     sift_features: ClassVar[int] = 4000
     # Whether the benchmark accepts only one folder.
     one_root: ClassVar[bool] = False
+    # Number of matches scored per pair.
+    default_top: ClassVar[int] = 4000
 
     settings: Settings
     pairs: list[Pair]
@@ -195,7 +195,7 @@ class Benchmark(ABC):
     @property
     def top(self) -> int:
         """Number of best matches scored per pair."""
-        return self.settings.top or _TOP
+        return self.settings.top or self.default_top
 
     @property
     def stored(self) -> int:

@@ -93,13 +93,13 @@ def find_folders(root: Path) -> Folders:
     """Find the folders under a root, as published or without the folders query and database."""
     check_folder(root)
     base = root / "database" if (root / "database").is_dir() else root
-    queries = next((root / name for name in ("query/iphone7", "iphone7", "query") if (root / name).is_dir()), None)
-    missing = [f"database/{name}" for name in ("cutouts", "alignments") if not (base / name).is_dir()]
-    if queries is None and len(missing) == 2:
-        wanted = ", ".join(["query/iphone7", *missing])
-        raise DataError(f"{root} has none of {wanted}: it is not InLoc; {folder_hint(root, 'inloc')}.")
-    if queries is None or missing:
-        missing = [*(["query/iphone7"] if queries is None else []), *missing]
+    places = [root / name for name in ("query/iphone7", "iphone7", "query")]
+    queries = next((place for place in places if place.is_dir()), places[0])
+    needed = {f"database/{name}": base / name for name in ("cutouts", "alignments")}
+    missing = [name for name, folder in {"query/iphone7": queries, **needed}.items() if not folder.is_dir()]
+    if len(missing) == 3:
+        raise DataError(f"{root} has none of {', '.join(missing)}: it is not InLoc; {folder_hint(root, 'inloc')}.")
+    if missing:
         raise DataError(f"{root} is incomplete: {', '.join(missing)} is missing; copy the published folders there.")
     cameras = queries / "cameras.json"
     return Folders(

@@ -49,7 +49,7 @@ _VERSION = 2
 class PoseEstimator:
     """Estimates and verifies poses of candidates, and caches the results in a file."""
 
-    def __init__(self, folders: Folders, file: Path | None, min_inliers: int = MIN_INLIERS) -> None:
+    def __init__(self, folders: Folders, file: Path, min_inliers: int = MIN_INLIERS) -> None:
         self._folders, self._min_inliers = folders, min_inliers
         self._results = _ResultCache(file)
         self._read_scan, self._read_photograph = lru_cache(1)(read_scan), lru_cache(1)(read)
@@ -162,12 +162,12 @@ def points_at(xyz: Points, pixels: npt.ArrayLike, size: Size) -> FloatArray:
 
 
 class _ResultCache:
-    """Results by the hash of everything that they depend on, one JSON line each; in memory only without a file."""
+    """Results by the hash of everything that they depend on, one JSON line each."""
 
-    def __init__(self, file: Path | None) -> None:
+    def __init__(self, file: Path) -> None:
         self._file = file
         self._entries: dict[str, dict[str, Any]] = {}
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file and file.is_file() else []
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
         for line in lines:
             try:
                 content = json.loads(line)
@@ -179,16 +179,14 @@ class _ResultCache:
     def get(self, key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return a result, computed and stored if missing; errors are not stored, because their cause may be fixed."""
         if key not in self._entries:
-            entry = compute()
-            self._entries[key] = entry
-            if self._file is not None:
-                try:
-                    with self._file.open("a", encoding="utf-8") as file:
-                        # The previous line may be incomplete.
-                        file.write(f"\n{json.dumps({'key': key, 'entry': entry})}\n")
-                except OSError as error:
-                    remedy = "free disk space or write elsewhere"
-                    raise OutputError(f"{self._file} cannot be written ({error.strerror}); {remedy}.") from error
+            entry = self._entries[key] = compute()
+            try:
+                with self._file.open("a", encoding="utf-8") as file:
+                    # The previous line may be incomplete.
+                    file.write(f"\n{json.dumps({'key': key, 'entry': entry})}\n")
+            except OSError as error:
+                remedy = "free disk space or write elsewhere"
+                raise OutputError(f"{self._file} cannot be written ({error.strerror}); {remedy}.") from error
         return self._entries[key]
 
 
