@@ -14,9 +14,9 @@ import numpy as np
 
 from dualrc.data.arrays import MOST_BYTES, ArrayUnpickler, read_array
 from dualrc.errors import DataError
-from dualrc.evaluation.data_files import as_pose, check_folder, read_name_pairs
+from dualrc.evaluation.data_files import as_pose, check_folder, read_name_pairs, reading
 from dualrc.evaluation.export import Pair
-from dualrc.files import BROKEN, inside, limit_zip, one_line
+from dualrc.files import inside, limit_zip
 from dualrc.geometry import PINHOLE, Camera, Lens, cam1_from_cam0, read_cameras_json
 from dualrc.image import read_header
 from dualrc.types import FloatArray, Size
@@ -120,7 +120,7 @@ def _upright_size(path: Path) -> Size | None:
 
 def read_index(path: Path) -> Index:
     """Read the dictionary in an .npz file or bare pickle; only arrays and plain values are unpickled."""
-    try:
+    with reading(path, "an index"):
         if path.stat().st_size > MOST_BYTES:
             raise ValueError("it is too large")
         data = path.read_bytes()
@@ -130,10 +130,6 @@ def read_index(path: Path) -> Index:
                 names = archive.namelist()
                 return {name.removesuffix(".npy"): read_array(io.BytesIO(archive.read(name))) for name in names}
         content = ArrayUnpickler(io.BytesIO(data), encoding="latin1").load()
-    except BROKEN as error:
-        raise DataError(
-            f"{path} is not an index, or damaged ({one_line(error)}); download the published file."
-        ) from error
     if not isinstance(content, dict):
         raise DataError(f"{path} does not contain a dictionary; download the published file.")
     return content
