@@ -25,6 +25,7 @@ from dualrc.errors import ConfigError, DataError, WeightsError
 from dualrc.evaluation import costs, evaluate
 from dualrc.evaluation.appendix_tables import compare_channels, compare_costs, compare_fusion, compare_sizes
 from dualrc.evaluation.benchmark import Result
+from dualrc.evaluation.export import Pair
 from dualrc.evaluation.hpatches import HPatches, HPatchesSettings, published
 from dualrc.evaluation.matchers import WeightsFile, read_networks
 from dualrc.evaluation.report import share
@@ -208,7 +209,7 @@ def test_nothing_is_matched_or_measured_twice(folder, sized, monkeypatch):
     assert f"{PAIRS} pairs were in" in text and "0 new" in text
     # Stores of other sizes are not reported as outdated.
     assert "another config" not in text
-    assert [Path(task.weights).stem for task in tasks] == ["tiny1"]
+    assert [task.network.weights.stem for task in tasks] == ["tiny1"]
     assert content["results"][0].figures == before["results"][0].figures
     again = json.loads((out / "costs.json").read_text())
     assert len(again) == 3 and all(again[key] == known[key] for key in known)
@@ -409,9 +410,10 @@ def test_costs_that_could_not_be_measured(folder):
 
 @pytest.fixture
 def task(folder):
-    images = {f"path{i}": str(folder / "data" / "v_wall" / f"{i + 1}.png") for i in (0, 1)}
-    weights = str(folder / "tiny0.safetensors")
-    return costs.Task(preset="default", weights=weights, device="cpu", size=64, top=100, **images)
+    path0, path1 = (folder / "data" / "v_wall" / f"{number}.png" for number in (1, 2))
+    pair = Pair(name0=path0.name, name1=path1.name, path0=path0, path1=path1, group="v_wall")
+    (network,) = read_networks([folder / "tiny0.safetensors"])
+    return costs.Task(network=network, size=64, pair=pair, device="cpu", top=100)
 
 
 def test_costs_are_measured_where_the_package_is_not_installed(task, tmp_path, monkeypatch):
@@ -437,7 +439,7 @@ def test_memory_is_that_of_the_new_process_alone(task):
 
 
 def test_processes_that_fail_are_named_and_the_others_go_on(task, tmp_path, monkeypatch):
-    broken = replace(task, path0=str(tmp_path / "broken.png"))
+    broken = replace(task, pair=replace(task.pair, path0=tmp_path / "broken.png"))
     (tmp_path / "broken.png").write_text("not an image")
     console = Console(file=io.StringIO())
     (tmp_path / "costs.json").write_text("{")

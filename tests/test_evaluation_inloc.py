@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 from dualrc.cli import app
 from dualrc.errors import ConfigError, DataError, WeightsError
+from dualrc.evaluation.data_files import read_published
 from dualrc.evaluation.dense_verification import render_points, verify
-from dualrc.evaluation.inloc import ALL, CURVE_M, THRESHOLDS_M, InLoc, InLocSettings, published
+from dualrc.evaluation.inloc import ALL, CURVE_M, THRESHOLDS_M, InLoc, InLocSettings
 from dualrc.evaluation.inloc_data import (
     CandidatePose,
     find_folders,
@@ -91,14 +92,14 @@ def test_published_results_to_the_digit(method):
     assert [floors[floor].queries for floor in ("DUC1", "DUC2", ALL)] == [198, 131, 329]
     for floor, percents in zip(FLOORS, expected, strict=True):
         assert tuple(round(100 * share, 1) for share in floors[floor].within) == percents
-    for floor, curve in published()[method].items():
+    for floor, curve in read_published("inloc_published.json")[method].items():
         assert floors[floor].curve == pytest.approx(curve, abs=6e-5)
     assert not benchmark.notes
 
 
 @pytest.mark.parametrize("method", PUBLISHED)
 def test_the_published_curves_in_the_package(method):
-    curves = published()[method]
+    curves = read_published("inloc_published.json")[method]
     for floor, percents in zip(FLOORS, PUBLISHED[method][1:], strict=True):
         assert len(curves[floor]) == len(CURVE_M) and curves[floor] == sorted(curves[floor])
         shown = [curves[floor][CURVE_M.index(threshold)] for threshold in THRESHOLDS_M]

@@ -4,12 +4,14 @@ import io
 import json
 import sqlite3
 import struct
+import sys
 import time
 from dataclasses import replace
 
 import numpy as np
 import pycolmap
 import pytest
+from collection_data import run_on_a_full_disk
 from conftest import same_matches
 from PIL import Image
 from web_data import encode, events, pair_of, refused, scene, serving, upload, write_model
@@ -458,6 +460,35 @@ def test_a_colmap_database_holds_the_pair(http, tmp_path):
     stored = np.stack([y, 127 - x], axis=1) + 0.5
     assert np.allclose(keypoints[0][indices[:, 0]], stored, atol=1e-3)
     assert np.allclose(keypoints[1][indices[:, 1]], np.array(result["points1"]) + 0.5, atol=1e-3)
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from types import SimpleNamespace
+import numpy as np
+from collection_data import make_matches
+from PIL import Image
+from dualrc.errors import OutputError
+from dualrc.web.exports import export
+folder, limit = Path(sys.argv[1]), int(sys.argv[2])
+Image.new("RGB", (320, 240)).save(folder / "a.png")
+points = np.random.default_rng(0).uniform(0, 200, (5000, 2))
+image = SimpleNamespace(name="a.png", path=folder / "a.png", size=(320, 240))
+pair = SimpleNamespace(matches=make_matches(points, points), images=[image, image])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+try:
+    export(pair, "colmap")
+except OutputError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of file sizes")
+@pytest.mark.parametrize("limit", [60_000, 200_000])
+def test_a_full_disk_does_not_end_the_service(tmp_path, limit):
+    """pycolmap aborts the process if a transaction cannot be committed."""
+    assert run_on_a_full_disk(LIMITED, tmp_path, limit).startswith("Cannot write ")
 
 
 def test_a_job_tells_its_progress(http):

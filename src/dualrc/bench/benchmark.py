@@ -27,11 +27,12 @@ from dualrc.image import Scale, read
 from dualrc.matcher.budget import release_memory
 from dualrc.matcher.extract import choose_device
 from dualrc.provenance import versions
-from dualrc.scenes import make_pair
 from dualrc.types import Size
 
 FORMAT = "dualrc-bench-2"
 _SCENE = 1
+# A laptop takes about a minute for these.
+_SIZES = ((320, 240), (640, 480))
 # Maximum long side of a rendered scene in pixels; larger images are scaled up.
 _LARGEST_SCENE = 1600
 # Maximum total time of a stage; slower stages are repeated less often.
@@ -46,7 +47,8 @@ _PLANTED = (
 
 def bench(settings: BenchSettings, *, screen: Console, messages: Console) -> dict[str, Any]:
     """Run the benchmark, print the tables, write the JSON file, and return its content."""
-    settings = replace(settings, devices=settings.devices or (choose_device(None).type,))
+    devices = settings.devices or (choose_device(None).type,)
+    settings = replace(settings, sizes=settings.sizes or _SIZES, devices=devices)
     _check(settings)
     if (warning := busy_warning(machine.load_average(), machine.cores())) is not None:
         messages.print(f"Note: {warning}", style="yellow", highlight=False, soft_wrap=True)
@@ -94,6 +96,8 @@ def _write_images(settings: BenchSettings, folder: Path) -> None:
     if settings.pair is not None:
         images = [Image.fromarray(read(path)) for path in settings.pair]
     else:
+        from dualrc.scenes import make_pair
+
         largest = max(settings.sizes, key=max)
         ratio = min(1.0, _LARGEST_SCENE / max(largest))
         pair = make_pair(_SCENE, size=(round(largest[0] * ratio), round(largest[1] * ratio)))

@@ -58,8 +58,8 @@ _COPIES = 4
 class BenchSettings:
     """Settings of the benchmark."""
 
-    # Image sizes, (width, height).
-    sizes: tuple[Size, ...]
+    # Image sizes, (width, height); empty: 320x240 and 640x480.
+    sizes: tuple[Size, ...] = ()
     # Empty: the fastest available.
     devices: tuple[str, ...] = ()
     # Each engine is a separate method; empty: the fastest for the device.

@@ -35,9 +35,8 @@ def show(result: DeviceResult, console: Console) -> None:
 
 
 def _stages(sizes: Sequence[SizeResult]) -> Table:
-    table = _table("size", "method", "stage")
-    for name in ("median", "interquartile range", "peak memory", "of matrix rate", "of bandwidth"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("median", "interquartile range", "peak memory", "of matrix rate", "of bandwidth")
+    table = _table(("size", "method", "stage"), numbers)
     table.add_column("engine and kernels", overflow="fold")
     for size in sizes:
         for number, row in enumerate(size.rows):
@@ -51,25 +50,21 @@ def _stages(sizes: Sequence[SizeResult]) -> Table:
 
 
 def _growth(growths: Sequence[Growth]) -> Table:
-    table = _table("method", "stage", "sizes")
-    for name in ("side", "time", "per doubling", "working memory", "per doubling"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("side", "time", "per doubling", "working memory", "per doubling")
+    table = _table(("method", "stage", "sizes"), numbers)
     for item in growths:
         sizes = f"{item.size0[0]}x{item.size0[1]} to {item.size1[0]}x{item.size1[1]}"
         time, memory = (item.time_factor, item.time_per_doubling), (item.memory_factor, item.memory_per_doubling)
-        table.add_row(
-            item.method,
-            item.stage,
-            sizes,
-            *("" if f is None else f"x {f:.2f}" for f in (item.side_factor, *time, *memory)),
-        )
+        factors = ("" if f is None else f"x {f:.2f}" for f in (item.side_factor, *time, *memory))
+        table.add_row(item.method, item.stage, sizes, *factors)
     return table
 
 
-def _table(*words: str) -> Table:
+def _table(words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """Return an empty table with columns of words and of numbers."""
     table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    for word in words:
-        table.add_column(word, no_wrap=True)
+    for name in (*words, *numbers):
+        table.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
     return table
 
 

@@ -81,10 +81,9 @@ def read_aachen(root: Path) -> AachenData:
     for name, query in queries.items():
         if query.camera is not None and (wrong := _mismatch(query.camera, paths[name])):
             queries[name] = replace(query, reason=wrong)
-    pairs = _add_candidates(listed, database, queries, paths, notes)
-    return AachenData(
-        version=version, database=database, queries=_with_candidates(queries, version, notes), pairs=pairs, notes=notes
-    )
+    data = AachenData(version=version, database=database, queries=queries, pairs=[], notes=notes)
+    _add_candidates(data, listed, paths)
+    return _with_candidates(data)
 
 
 def _mismatch(camera: Camera, path: Path) -> str | None:
@@ -198,51 +197,46 @@ def _read_pairs(root: Path, version: str) -> list[tuple[str, str]]:
     return [pair for path in files for pair in read_name_pairs(path, what="two images")]
 
 
-def _add_candidates(
-    listed: list[tuple[str, str]],
-    database: Mapping[str, Camera],
-    queries: dict[str, Query],
-    paths: Mapping[str, Path],
-    notes: list[str],
-) -> list[Pair]:
-    """Assign candidates to the queries, and return every pair to match once; lists have many in both orders."""
-    candidates: dict[str, list[str]] = {name: [] for name in queries}
-    pairs, unusable = [], []
+def _add_candidates(data: AachenData, listed: list[tuple[str, str]], paths: Mapping[str, Path]) -> None:
+    """Assign candidates to the queries, and add every pair to match once; lists have many in both orders."""
+    candidates: dict[str, list[str]] = {name: [] for name in data.queries}
+    unusable = []
     for pair in dict.fromkeys((min(pair), max(pair)) for pair in listed):
-        asked = [name for name in pair if name in queries]
-        if any(name not in database and name not in queries for name in pair) or len(asked) == 2 or pair[0] == pair[1]:
+        asked = [name for name in pair if name in data.queries]
+        known = all(name in data.database or name in data.queries for name in pair)
+        if not known or len(asked) == 2 or pair[0] == pair[1]:
             unusable.append(pair)
             continue
         name0, name1 = (asked[0], pair[pair[0] == asked[0]]) if asked else pair
         if asked:
             candidates[name0].append(name1)
-            if queries[name0].reason is not None:
+            if data.queries[name0].reason is not None:
                 # Its matches would not be used.
                 continue
-        group = queries[name0].condition if asked else "database"
-        pairs.append(Pair(name0=name0, name1=name1, path0=paths[name0], path1=paths[name1], group=group))
+        group = data.queries[name0].condition if asked else "database"
+        data.pairs.append(Pair(name0=name0, name1=name1, path0=paths[name0], path1=paths[name1], group=group))
+    data.pairs.sort(key=lambda pair: (pair.group, pair.name0))
     if unusable:
         example = " ".join(unusable[0])
-        notes.append(f"{len(unusable)} listed pairs have no two usable images with poses, such as {example}.")
+        data.notes.append(f"{len(unusable)} listed pairs have no two usable images with poses, such as {example}.")
     if not any(candidates.values()):
         raise DataError("The lists of pairs have no candidates for any query; pass the lists of this version.")
-    for name, query in queries.items():
+    for name, query in data.queries.items():
         alone = "No listed pair has it with a database image; add candidates."
         reason = query.reason or (None if candidates[name] else alone)
-        queries[name] = replace(query, candidates=tuple(candidates[name]), reason=reason)
-    return sorted(pairs, key=lambda pair: (pair.group, pair.name0))
+        data.queries[name] = replace(query, candidates=tuple(candidates[name]), reason=reason)
 
 
-def _with_candidates(queries: Mapping[str, Query], version: str, notes: list[str]) -> dict[str, Query]:
-    """Return the queries of the conditions that have candidates; the other conditions are not evaluated."""
+def _with_candidates(data: AachenData) -> AachenData:
+    """Return the dataset with the conditions whose queries have candidates; the others are not evaluated."""
     evaluated: dict[str, Query] = {}
     for condition in _QUERIES:
-        group = {name: query for name, query in queries.items() if query.condition == condition}
+        group = {name: query for name, query in data.queries.items() if query.condition == condition}
         if any(query.candidates for query in group.values()):
             evaluated |= group
         elif group:
-            notes.append(
-                f"The {len(group)} {condition} queries are not evaluated: {_PAIRS[version]} has no candidates for "
+            data.notes.append(
+                f"The {len(group)} {condition} queries are not evaluated: {_PAIRS[data.version]} has no candidates for "
                 f"them; add a list of candidates ({_MORE_PAIRS})."
             )
-    return evaluated
+    return replace(data, queries=evaluated)

@@ -84,9 +84,7 @@ class Appendix(Benchmark):
 
     def matchers(self) -> Iterator[tuple[str, PairMatcher]]:
         """Yield the first network at every size, and the other networks and matchers at the largest size."""
-        chosen = replace(
-            self.settings.for_matchers(), size=self.sizes[0], top=self.stored, sift_features=self.sift_features
-        )
+        chosen = replace(self.matcher_settings(), size=self.sizes[0])
         others = make_matchers(self.settings.matchers, chosen)
         self.drawn = {_sized(self.networks[0], self.sizes[0]), *(matcher.name for matcher in others)}
         # Networks are loaded one at a time, because all of them together may not fit into memory.
@@ -133,19 +131,9 @@ class Appendix(Benchmark):
         if not usable:
             self.later_notes.append("Time and memory were not measured: no pair could be matched.")
             return {}
+        top, device = self.stored, str(result.config["device"])
         chosen = [(network, size) for network in self.networks for size in self.sizes]
-        tasks = [
-            Task(
-                preset=network.config.preset,
-                weights=str(network.weights),
-                device=str(result.config["device"]),
-                size=size,
-                top=self.stored,
-                path0=str(usable[0].path0),
-                path1=str(usable[0].path1),
-            )
-            for network, size in chosen
-        ]
+        tasks = [Task(network=network, size=size, pair=usable[0], device=device, top=top) for network, size in chosen]
         measured, notes = measure_all(tasks, self.settings.out, self.messages)
         self.later_notes += notes
         return dict(zip(chosen, measured, strict=True))

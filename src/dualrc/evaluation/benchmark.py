@@ -207,11 +207,14 @@ class Benchmark(ABC):
         roots = [str(root.resolve()) for root in self.settings.roots]
         return {"benchmark": self.name, "roots": roots, "crop": None}
 
+    def matcher_settings(self) -> MatcherSettings:
+        """Return the settings of matchers."""
+        return replace(self.settings.for_matchers(), top=self.stored, sift_features=self.sift_features)
+
     def matchers(self) -> Iterator[tuple[str, PairMatcher]]:
         """Yield the matchers to evaluate, with their names in tables."""
         wanted = self.settings.matchers if self.settings.roots else ()
-        chosen = replace(self.settings.for_matchers(), top=self.stored, sift_features=self.sift_features)
-        return ((matcher.name, matcher) for matcher in make_matchers(wanted, chosen))
+        return ((matcher.name, matcher) for matcher in make_matchers(wanted, self.matcher_settings()))
 
     @abstractmethod
     def score(self, matcher: str, get: GetMatches) -> Any:

@@ -12,7 +12,9 @@ from rich.console import Console
 
 from dualrc.collection.progress import show_status
 from dualrc.errors import DataError
+from dualrc.evaluation.export import Pair
 from dualrc.evaluation.figures import DPI, rendered
+from dualrc.evaluation.matchers import WeightsFile
 from dualrc.files import to_json, write_json
 from dualrc.machine import cores
 from dualrc.matcher import load
@@ -29,13 +31,11 @@ _REPEATS = 3
 class Task:
     """A network, an image size, and a pair to match."""
 
-    preset: str
-    weights: str
-    device: str
+    network: WeightsFile
     size: int
+    pair: Pair
+    device: str
     top: int
-    path0: str
-    path1: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,11 @@ def measure_all(tasks: Sequence[Task], folder: Path, messages: Console) -> tuple
     for task in tasks:
         key = _key(task)
         if key not in known:
-            with show_status(f"Time and memory of {Path(task.weights).name} at {task.size} px...", messages.quiet):
+            with show_status(f"Time and memory of {task.network.weights.name} at {task.size} px...", messages.quiet):
                 try:
                     known[key] = measure(task)
                 except DataError as error:
-                    notes.append(f"Time and memory of {task.weights} at {task.size} px: {error}")
+                    notes.append(f"Time and memory of {task.network.weights} at {task.size} px: {error}")
                 else:
                     write_json(path, to_json(known))
         measured.append(known.get(key))
@@ -77,13 +77,14 @@ def measure(task: Task) -> Measured:
 
 
 def _run(task: Task) -> Measured:
-    matcher = load(task.preset, weights=task.weights, device=task.device, size=task.size, top=task.top)
+    network, pair = task.network, task.pair
+    matcher = load(network.config.preset, weights=network.weights, device=task.device, size=task.size, top=task.top)
     device = matcher.device
     # Loading the weights needs more memory than keeping them, and is not part of matching.
     reset_peak(device)
     loaded = held(device)
-    seen = matcher.features(task.path0).scale.input_size
-    times = [time_once(lambda: matcher.match(task.path0, task.path1), device) for _ in range(1 + _REPEATS)]
+    seen = matcher.features(pair.path0).scale.input_size
+    times = [time_once(lambda: matcher.match(pair.path0, pair.path1), device) for _ in range(1 + _REPEATS)]
     return Measured(
         seconds=Timing.of(times[1:]).median_s,
         memory_bytes=peak(device),
@@ -97,7 +98,7 @@ def _run(task: Task) -> Measured:
 
 def _key(task: Task) -> str:
     """Return a digest of everything that the cost depends on."""
-    hashes = [file_hash(path) for path in (task.weights, task.path0, task.path1)]
+    hashes = [task.network.weights_hash, file_hash(task.pair.path0), file_hash(task.pair.path1)]
     machine = [cores(), os.environ.get("OMP_NUM_THREADS"), versions()]
     text = json.dumps([hashes, task.device, task.size, task.top, machine])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,15 +1,16 @@
-"""Readers that several datasets share: folders, lists of names, poses, and published results."""
+"""Readers that several datasets share: folders, damaged files, lists of names, poses, and published results."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dualrc.errors import DataError
-from dualrc.files import read_text
+from dualrc.errors import DataError, DualRCError
+from dualrc.files import one_line, read_text
 from dualrc.geometry import rotation_error_deg
 from dualrc.types import FloatArray
 
@@ -18,6 +19,22 @@ def check_folder(root: Path) -> None:
     """Raise DataError if a folder does not exist."""
     if not root.is_dir():
         raise DataError(f"The folder {root} does not exist; check the path.")
+
+
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Convert any exception of a missing or damaged file to a DataError that names it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path} does not exist; copy the published file there.") from error
+    except DualRCError:
+        raise
+    # A damaged file can raise any exception.
+    except Exception as error:
+        raise DataError(
+            f"{path} is not {what}, or damaged ({one_line(error)}); download the published file."
+        ) from error
 
 
 def read_lines(path: Path) -> list[tuple[int, str]]:

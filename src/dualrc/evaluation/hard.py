@@ -1,7 +1,8 @@
 """Hard pairs: planes at extreme angles (EVD), and wide baselines in viewpoint, light, season and sensor (WxBS)."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,18 @@ from dualrc.formats import SUFFIXES
 from dualrc.geometry import epipolar_distance_px, estimate
 from dualrc.image import read
 from dualrc.matches import Matches
-from dualrc.metrics import match_errors_px
+from dualrc.metrics import match_errors_px, share_within
 from dualrc.types import FloatArray, ImageArray
 
-EVD_TOP, EVD_PX = 1000, 5
-WXBS_TOP, WXBS_PX = 2000, (5, 20)
+_EVD, _WXBS = "evd", "wxbs"
+# Number of best matches that are scored.
+_TOPS = {_EVD: 1000, _WXBS: 2000}
+EVD_PX, WXBS_PX = 5, (5, 20)
 _RANSAC_PX = 1.5
 # RANSAC's result of a hard pair depends on its seed, so the score is the mean over several.
 _SEEDS = 8
 # Minimum number of matches to estimate a fundamental matrix.
 _FEWEST = 8
-_EVD, _WXBS = "evd", "wxbs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,27 +76,26 @@ class Hard(Benchmark):
 
     def __init__(self, settings: Any, messages: Console | None = None) -> None:
         super().__init__(settings, messages)
-        self.homographies: dict[Pair, FloatArray] = {}
-        self.points: dict[Pair, FloatArray] = {}
+        # Homographies (3, 3) of EVD, and points (n, 4) of WxBS.
+        self.truths: dict[Pair, FloatArray] = {}
         for root in settings.roots:
             check_folder(root)
             for path in sorted(p for pattern in ("H_1_2", "points.txt") for p in root.rglob(pattern)):
                 self._add(path)
-        self.pairs = [*self.homographies, *self.points]
+        self.pairs = sorted(self.truths, key=lambda pair: pair.group)
         if not self.pairs:
             root, layout = settings.roots[0], "1.jpg, 2.jpg and H_1_2 or points.txt"
             raise DataError(f"{root} has no folder with {layout}; {folder_hint(root, self.name)}.")
         names = [pair.names for pair in self.pairs]
         if len(set(names)) < len(names):
             raise DataError("Two roots have pairs of the same name; evaluate them one after the other.")
+        self.tops = {kind: settings.top or top for kind, top in _TOPS.items()}
+        self.counts = Counter(pair.group for pair in self.pairs)
         self.protocol = {
-            "evd": {"pairs": len(self.homographies), "top": self._top(EVD_TOP), "threshold_px": EVD_PX},
-            "wxbs": {"pairs": len(self.points), "top": self._top(WXBS_TOP), "thresholds_px": list(WXBS_PX)},
+            "evd": {"pairs": self.counts[_EVD], "top": self.tops[_EVD], "threshold_px": EVD_PX},
+            "wxbs": {"pairs": self.counts[_WXBS], "top": self.tops[_WXBS], "thresholds_px": list(WXBS_PX)},
             "fundamental_estimator": f"PoseLib LO-RANSAC, {_RANSAC_PX:g} px, mean over {_SEEDS} seeds",
         }
-
-    def _top(self, usual: int) -> int:
-        return self.settings.top or usual
 
     def _add(self, truth: Path) -> None:
         """Add the pair of a ground-truth file; note pairs that cannot be used."""
@@ -112,42 +113,35 @@ class Hard(Benchmark):
         kind = _EVD if truth.name == "H_1_2" else _WXBS
         names = (f"{kind}/{folder.name}/{number}" for number in "12")
         pair = Pair(name0=next(names), name1=next(names), path0=found[0][0], path1=found[1][0], group=kind)
-        (self.homographies if kind == _EVD else self.points)[pair] = values
+        self.truths[pair] = values
 
     def score(self, matcher: str, get: GetMatches) -> Scores:
         """Score EVD by the share of correct matches, and WxBS by the share of points near the epipolar lines."""
         scores = []
         for pair in self.pairs:
-            matches = get(pair)
-            if pair in self.homographies:
-                best = matches.top(self._top(EVD_TOP))
-                within = self._evd(pair, best)
-            else:
-                best = matches.top(self._top(WXBS_TOP))
-                within = self._wxbs(pair, best)
+            best = get(pair).top(self.tops[pair.group])
+            shares = self._evd(pair, best) if pair.group == _EVD else self._wxbs(pair, best)
             name = pair.name0.split("/")[1]
-            scores.append(PairScore(name=name, kind=pair.group, within=within, matches=len(best)))
+            scores.append(PairScore(name=name, kind=pair.group, within=tuple(shares.tolist()), matches=len(best)))
         return Scores.of(scores)
 
-    def _evd(self, pair: Pair, best: Matches) -> tuple[float, ...]:
-        if not len(best):
-            return (0.0,)
-        return (float(np.mean(match_errors_px(best, self.homographies[pair]) <= EVD_PX)),)
+    def _evd(self, pair: Pair, best: Matches) -> FloatArray:
+        return share_within(match_errors_px(best, self.truths[pair]), (EVD_PX,))
 
-    def _wxbs(self, pair: Pair, best: Matches) -> tuple[float, ...]:
-        points0, points1 = np.split(self.points[pair], 2, axis=1)
+    def _wxbs(self, pair: Pair, best: Matches) -> FloatArray:
+        points0, points1 = np.split(self.truths[pair], 2, axis=1)
+        none, within = np.zeros(len(WXBS_PX)), []
         if len(best) < _FEWEST:
-            return (0.0,) * len(WXBS_PX)
-        within = []
+            return none
         for seed in range(_SEEDS):
             fit = estimate(best, "fundamental", threshold_px=_RANSAC_PX, seed=seed)
             if fit.matrix is None:
-                return (0.0,) * len(WXBS_PX)
+                return none
             there = epipolar_distance_px(fit.matrix, points0, points1)
             back = epipolar_distance_px(fit.matrix.T, points1, points0)
-            # NaN, for an undefined line, compares as false.
-            within.append([np.mean((there <= px) & (back <= px)) for px in WXBS_PX])
-        return tuple(np.mean(within, axis=0).tolist())
+            # The larger is NaN for an undefined line, which is not within any threshold.
+            within.append(share_within(np.maximum(there, back), WXBS_PX))
+        return np.mean(within, axis=0)
 
     def report(self, results: Sequence[Result]) -> Report:
         """Return the means of both datasets, and a table of all pairs."""
@@ -159,13 +153,13 @@ class Hard(Benchmark):
             rows.append([result.matcher, *cells, *result.cost.cells(result.figures.matches)])
         columns = [f"EVD {EVD_PX} px", *(f"WxBS {px} px" for px in WXBS_PX)]
         main = Table(
-            title=f"Hard pairs: {len(self.homographies)} of EVD, {len(self.points)} of WxBS",
+            title=f"Hard pairs: {self.counts[_EVD]} of EVD, {self.counts[_WXBS]} of WxBS",
             columns=["matcher", *columns, *COST_COLUMNS],
             rows=rows,
             note=(
-                f"EVD: share of the best {self._top(EVD_TOP)} matches within {EVD_PX} px of the homography. WxBS: "
+                f"EVD: share of the best {self.tops[_EVD]} matches within {EVD_PX} px of the homography. WxBS: "
                 "share of the manual points within 5 and 20 px of the epipolar lines of F, in both images; PoseLib "
-                f"estimates F from the best {self._top(WXBS_TOP)} matches at {_RANSAC_PX:g} px. Mean over {_SEEDS} "
+                f"estimates F from the best {self.tops[_WXBS]} matches at {_RANSAC_PX:g} px. Mean over {_SEEDS} "
                 "seeds of RANSAC."
             ),
         )
@@ -183,12 +177,10 @@ class Hard(Benchmark):
 
     def draw(self, pair: Pair, matches: Matches) -> ImageArray:
         """Draw correct matches of EVD in green and others in red; for WxBS, the inliers of the fundamental matrix."""
-        images = read(pair.path0), read(pair.path1)
-        best = matches.top(self._top(EVD_TOP if pair in self.homographies else WXBS_TOP))
-        if pair in self.homographies:
-            return draw_dots(*images, best, match_errors_px(best, self.homographies[pair]) <= EVD_PX)
+        images, best = (read(pair.path0), read(pair.path1)), matches.top(self.tops[pair.group])
+        if pair.group == _EVD:
+            return draw_dots(*images, best, match_errors_px(best, self.truths[pair]) <= EVD_PX)
         if len(best) < _FEWEST:
             return draw_matches(*images, best)
-        return draw_matches(
-            *images, replace(best, estimate=estimate(best, "fundamental", threshold_px=_RANSAC_PX)), colors="inliers"
-        )
+        fitted = best.with_estimate(estimate(best, "fundamental", threshold_px=_RANSAC_PX))
+        return draw_matches(*images, fitted, colors="inliers")

@@ -256,7 +256,7 @@ class InLoc(Benchmark):
         if len(weights) < 2 or "dualrc" not in wanted:
             yield from super().matchers()
             return
-        chosen = replace(self.settings.for_matchers(), top=self.stored, sift_features=self.sift_features)
+        chosen = self.matcher_settings()
         for network in self._networks:
             yield network.label, network_matcher(network, chosen, self.settings.size)
         for matcher in make_matchers([name for name in wanted if name != "dualrc"], chosen):
@@ -313,7 +313,8 @@ class InLoc(Benchmark):
         if not self.references:
             return Report(tables=[self._main_table(results)])
         floors = [*self.references, ALL]
-        published_curves = published() if set(self.references) == {"DUC1", "DUC2"} else {}
+        # Method -> DUC1, DUC2 or all -> share of queries at CURVE_M.
+        published_curves = read_published("inloc_published.json") if set(self.references) == {"DUC1", "DUC2"} else {}
         ours = {result.matcher: {floor: result.figures.floors[floor].curve for floor in floors} for result in results}
         theirs = {f"{name}, published": curves for name, curves in published_curves.items()}
         panels = []
@@ -377,11 +378,6 @@ class InLoc(Benchmark):
             with suppress(DataError):
                 agree = self._estimator.inliers(pair, best)
         return draw_dots(read(pair.path0), read(pair.path1), best, agree)
-
-
-def published() -> dict[str, dict[str, list[float]]]:
-    """Read published curves: method -> DUC1, DUC2 or all -> share of queries at CURVE_M."""
-    return read_published("inloc_published.json")
 
 
 def _percent(shares: Sequence[float]) -> str:

@@ -1,8 +1,8 @@
 """InLoc's files as published: cutouts and scans with 3D points, alignments, lists of candidates and of poses."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.data.arrays import MOST_DATASET_BYTES, read_dataset
-from dualrc.errors import DataError, DualRCError
+from dualrc.errors import DataError
 from dualrc.evaluation.benchmark import folder_hint
-from dualrc.evaluation.data_files import as_pose, check_folder, read_lines
+from dualrc.evaluation.data_files import as_pose, check_folder, read_lines, reading
 from dualrc.extras import require
-from dualrc.files import one_line, replacing
+from dualrc.files import replacing
 from dualrc.geometry import Camera, read_cameras_json
 from dualrc.types import FloatArray, Size
 
@@ -93,13 +93,13 @@ def find_folders(root: Path) -> Folders:
     """Find the folders under a root, as published or without the folders query and database."""
     check_folder(root)
     base = root / "database" if (root / "database").is_dir() else root
-    queries = next((root / name for name in ("query/iphone7", "iphone7", "query") if (root / name).is_dir()), None)
-    missing = [f"database/{name}" for name in ("cutouts", "alignments") if not (base / name).is_dir()]
-    if queries is None and len(missing) == 2:
-        wanted = ", ".join(["query/iphone7", *missing])
-        raise DataError(f"{root} has none of {wanted}: it is not InLoc; {folder_hint(root, 'inloc')}.")
-    if queries is None or missing:
-        missing = [*(["query/iphone7"] if queries is None else []), *missing]
+    places = [root / name for name in ("query/iphone7", "iphone7", "query")]
+    queries = next((place for place in places if place.is_dir()), places[0])
+    needed = {f"database/{name}": base / name for name in ("cutouts", "alignments")}
+    missing = [name for name, folder in {"query/iphone7": queries, **needed}.items() if not folder.is_dir()]
+    if len(missing) == 3:
+        raise DataError(f"{root} has none of {', '.join(missing)}: it is not InLoc; {folder_hint(root, 'inloc')}.")
+    if missing:
         raise DataError(f"{root} is incomplete: {', '.join(missing)} is missing; copy the published folders there.")
     cameras = queries / "cameras.json"
     return Folders(
@@ -140,7 +140,7 @@ def read_candidates(path: Path) -> dict[str, list[str]]:
 
 def read_result_list(path: Path, *, need_poses: bool = False) -> dict[str, tuple[CandidatePose, ...]]:
     """Read a published list ImgList: candidates by query, best first, and their poses."""
-    with _reading(path, "a list of candidates (ImgList)"):
+    with reading(path, "a list of candidates (ImgList)"):
         entries = _read_mat(path, "ImgList")["ImgList"].ravel()
         if need_poses and "P" not in (entries.dtype.names or ()):
             raise DataError(f"{path} is a list of candidates without poses; pass a list of results.")
@@ -174,7 +174,7 @@ def write_result_list(path: Path, results: Mapping[str, Sequence[CandidatePose]]
 
 def read_references(path: Path) -> dict[str, dict[str, FloatArray]]:
     """Read reference poses cam_from_world (3, 4) by floor and query: FLOOR_RefList in a .mat file."""
-    with _reading(path, "a file of reference poses"):
+    with reading(path, "a file of reference poses"):
         lists = {name: value for name, value in _read_mat(path).items() if name.endswith("_RefList")}
         if not lists:
             raise ValueError("it has no FLOOR_RefList")
@@ -188,7 +188,7 @@ def read_references(path: Path) -> dict[str, dict[str, FloatArray]]:
 
 def read_alignment(path: Path) -> FloatArray:
     """Read floor_from_scan (3, 4): the second of the two matrices in the file, which is the refined one."""
-    with _reading(path, "an alignment"):
+    with reading(path, "an alignment"):
         rows = []
         for line in path.read_text(encoding="utf-8").splitlines():
             # Skip text between the matrices.
@@ -204,7 +204,7 @@ def read_alignment(path: Path) -> FloatArray:
 
 def read_cutout(path: Path) -> Points:
     """Read the 3D points of a cutout in the scanner's frame (h, w, 3), NaN where there is none."""
-    with _reading(path, "a cutout with points (XYZcut)"):
+    with reading(path, "a cutout with points (XYZcut)"):
         return _points(_read_mat(path, "XYZcut")["XYZcut"])
 
 
@@ -214,7 +214,7 @@ def read_scan(scan: Path, cutouts: Path) -> tuple[Points, Colors]:
     Without the scan's file, return the points in the folder of its cutouts, which come from the same scan.
     """
     if scan.is_file():
-        with _reading(scan, "a scan (A)"):
+        with reading(scan, "a scan (A)"):
             # Columns of a .ptx file: x, y, z, intensity, red, green, blue.
             cells = np.asarray(_read_mat(scan, "A")["A"], dtype=object).ravel()
             x, y, z, _, red, green, blue = (np.asarray(cell).ravel() for cell in cells)
@@ -231,7 +231,7 @@ def read_scan(scan: Path, cutouts: Path) -> tuple[Points, Colors]:
 
 def _read_colored(path: Path) -> tuple[Points, Colors]:
     """Read the points (n, 3) of a cutout and their colors (n, 3)."""
-    with _reading(path, "a cutout"):
+    with reading(path, "a cutout"):
         content = _read_mat(path, "XYZcut", "RGBcut")
         xyz, rgb = _points(content["XYZcut"]), np.asarray(content["RGBcut"], dtype=np.uint8)
         if xyz.shape != rgb.shape:
@@ -302,19 +302,3 @@ def _read_hdf5(path: Path, names: Sequence[str]) -> dict[str, Any]:
                 values = cells
             content[name] = values
     return content
-
-
-@contextmanager
-def _reading(path: Path, what: str) -> Iterator[None]:
-    """Convert any exception of a missing or damaged file to a DataError that names it."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist; copy the published file there.") from error
-    except DualRCError:
-        raise
-    # A damaged file can raise any exception.
-    except Exception as error:
-        raise DataError(
-            f"{path} is not {what}, or damaged ({one_line(error)}); download the published file."
-        ) from error

@@ -47,11 +47,12 @@ _VERSION = 2
 
 
 class PoseEstimator:
-    """Estimates and verifies poses of candidates, and caches the results in a file."""
+    """Estimates and verifies poses of candidates, and caches the results in a file, one JSON line each."""
 
-    def __init__(self, folders: Folders, file: Path | None, min_inliers: int = MIN_INLIERS) -> None:
+    def __init__(self, folders: Folders, file: Path, min_inliers: int = MIN_INLIERS) -> None:
         self._folders, self._min_inliers = folders, min_inliers
-        self._results = _ResultCache(file)
+        # Results by the hash of everything that they depend on.
+        self._file, self._results = file, _read_results(file)
         self._read_scan, self._read_photograph = lru_cache(1)(read_scan), lru_cache(1)(read)
         # The reason for each dataset file that cannot be used.
         self.broken: dict[str, str] = {}
@@ -132,14 +133,26 @@ class PoseEstimator:
         return {"verified": verify(image, camera, pose @ floor_from_scan, xyz, rgb)}
 
     def _cached(self, source: str, key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return a result, or the reason for having none if the source cannot be read."""
+        """Return a result, computed and stored if missing, or the reason for having none if the source cannot be read.
+
+        The reason is not stored, because its cause may be fixed.
+        """
+        if key in self._results:
+            return self._results[key]
         try:
-            return self._results.get(key, compute)
-        except OutputError:
-            raise
+            found = compute()
         except DualRCError as error:
             self.broken[source] = str(error)
             return {"reason": str(error)}
+        self._results[key] = found
+        try:
+            with self._file.open("a", encoding="utf-8") as file:
+                # The previous line may be incomplete.
+                file.write(f"\n{json.dumps({'key': key, 'entry': found})}\n")
+        except OSError as error:
+            remedy = "free disk space or write elsewhere"
+            raise OutputError(f"{self._file} cannot be written ({error.strerror}); {remedy}.") from error
+        return found
 
 
 def points_at(xyz: Points, pixels: npt.ArrayLike, size: Size) -> FloatArray:
@@ -161,35 +174,17 @@ def points_at(xyz: Points, pixels: npt.ArrayLike, size: Size) -> FloatArray:
     return np.where(inside[:, None], found, np.nan)
 
 
-class _ResultCache:
-    """Results by the hash of everything that they depend on, one JSON line each; in memory only without a file."""
-
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
-        self._entries: dict[str, dict[str, Any]] = {}
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file and file.is_file() else []
-        for line in lines:
-            try:
-                content = json.loads(line)
-                self._entries[content["key"]] = content["entry"]
-            except (ValueError, LookupError, TypeError):
-                # The process was killed while it wrote this line.
-                continue
-
-    def get(self, key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return a result, computed and stored if missing; errors are not stored, because their cause may be fixed."""
-        if key not in self._entries:
-            entry = compute()
-            self._entries[key] = entry
-            if self._file is not None:
-                try:
-                    with self._file.open("a", encoding="utf-8") as file:
-                        # The previous line may be incomplete.
-                        file.write(f"\n{json.dumps({'key': key, 'entry': entry})}\n")
-                except OSError as error:
-                    remedy = "free disk space or write elsewhere"
-                    raise OutputError(f"{self._file} cannot be written ({error.strerror}); {remedy}.") from error
-        return self._entries[key]
+def _read_results(file: Path) -> dict[str, dict[str, Any]]:
+    results = {}
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else []
+    for line in lines:
+        try:
+            content = json.loads(line)
+            results[content["key"]] = content["entry"]
+        except (ValueError, LookupError, TypeError):
+            # The process was killed while it wrote this line.
+            continue
+    return results
 
 
 def _hash(*parts: Any) -> str:

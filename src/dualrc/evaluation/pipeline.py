@@ -50,45 +50,7 @@ def _evaluate(benchmark: Benchmark, screen: Console, messages: Console) -> dict[
             images += benchmark.images(results[-1], partial(_get, store))
         stores.append(path.name)
     results += benchmark.stored_results()
-    return _report(benchmark, results, sorted(images, key=lambda item: item.order), stores, screen)
-
-
-def _score(benchmark: Benchmark, label: str, matcher: PairMatcher, store: MatchStore) -> Result:
-    """Score a matcher from its store."""
-    infos: dict[str, Any] = {}
-    with show_progress(benchmark.messages.quiet) as tell:
-        total, done = len(benchmark.pairs), 0
-
-        def get(pair: Pair) -> Matches:
-            nonlocal done
-            done += 1
-            tell(f"{matcher.name}, scoring", min(done, total), total)
-            matches = _get(store, pair)
-            infos[pair.names] = matches.info
-            return matches
-
-        benchmark.progress = tell
-        figures = benchmark.score(label, get)
-    failures = {names: str(info["error"]) for names, info in infos.items() if "error" in info}
-    cost = Cost.of(list(infos.values()))
-    return Result(matcher=label, cost=cost, failures=failures, figures=figures, config=matcher.config)
-
-
-def _get(store: MatchStore, pair: Pair) -> Matches:
-    found = store.get(pair.name0, pair.name1)
-    # The store has every pair, including failed ones.
-    assert found is not None
-    return found
-
-
-def _report(
-    benchmark: Benchmark,
-    results: Sequence[Result],
-    images: Sequence[PairImage],
-    stores: Sequence[str],
-    screen: Console,
-) -> dict[str, Any]:
-    settings, report = benchmark.settings, benchmark.report(results)
+    report, images = benchmark.report(results), sorted(images, key=lambda item: item.order)
     differences = [settings.differences] if settings.protocol == "paper" and settings.differences else []
     notes = [*differences, *benchmark.notes, *_failure_notes(benchmark, results), *report.notes]
     config = {
@@ -118,6 +80,34 @@ def _report(
     print_tables(report.tables, notes, screen)
     screen.print(f"Written: {settings.out / _PAGE}, {_RESULTS}, {_FIGURES}/", highlight=False, soft_wrap=True)
     return content
+
+
+def _score(benchmark: Benchmark, label: str, matcher: PairMatcher, store: MatchStore) -> Result:
+    """Score a matcher from its store."""
+    infos: dict[str, Any] = {}
+    with show_progress(benchmark.messages.quiet) as tell:
+        total, done = len(benchmark.pairs), 0
+
+        def get(pair: Pair) -> Matches:
+            nonlocal done
+            done += 1
+            tell(f"{matcher.name}, scoring", min(done, total), total)
+            matches = _get(store, pair)
+            infos[pair.names] = matches.info
+            return matches
+
+        benchmark.progress = tell
+        figures = benchmark.score(label, get)
+    failures = {names: str(info["error"]) for names, info in infos.items() if "error" in info}
+    cost = Cost.of(list(infos.values()))
+    return Result(matcher=label, cost=cost, failures=failures, figures=figures, config=matcher.config)
+
+
+def _get(store: MatchStore, pair: Pair) -> Matches:
+    found = store.get(pair.name0, pair.name1)
+    # The store has every pair, including failed ones.
+    assert found is not None
+    return found
 
 
 def _failure_notes(benchmark: Benchmark, results: Sequence[Result]) -> list[str]:

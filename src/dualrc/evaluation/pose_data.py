@@ -2,7 +2,7 @@
 
 import io
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -14,9 +14,9 @@ import numpy as np
 
 from dualrc.data.arrays import MOST_BYTES, ArrayUnpickler, read_array
 from dualrc.errors import DataError
-from dualrc.evaluation.data_files import as_pose, check_folder, read_name_pairs
+from dualrc.evaluation.data_files import as_pose, check_folder, read_name_pairs, reading
 from dualrc.evaluation.export import Pair
-from dualrc.files import BROKEN, inside, limit_zip, one_line
+from dualrc.files import inside, limit_zip
 from dualrc.geometry import PINHOLE, Camera, Lens, cam1_from_cam0, read_cameras_json
 from dualrc.image import read_header
 from dualrc.types import FloatArray, Size
@@ -35,15 +35,12 @@ _ROTATION_TOLERANCE = 1e-2
 class PoseTruth:
     """Intrinsics and relative pose of a pair."""
 
-    # (3, 3), for an image of size0; None means the actual size.
-    K0: FloatArray
-    K1: FloatArray
-    size0: Size | None
-    size1: Size | None
+    # (3, 3), for images of these sizes; None means the actual sizes.
+    K: tuple[FloatArray, FloatArray]
+    sizes: tuple[Size, Size] | None = None
+    lenses: tuple[Lens, Lens] = (PINHOLE, PINHOLE)
     # (3, 4).
     cam1_from_cam0: FloatArray
-    lens0: Lens = PINHOLE
-    lens1: Lens = PINHOLE
 
     def __post_init__(self) -> None:
         pose = as_pose(self.cam1_from_cam0, tolerance=_ROTATION_TOLERANCE)
@@ -52,10 +49,9 @@ class PoseTruth:
 
     def cameras(self, size0: Size, size1: Size) -> tuple[Camera, Camera]:
         """Return the cameras of the two images at their actual sizes."""
-        return (
-            _camera(self.K0, self.lens0, self.size0, size0),
-            _camera(self.K1, self.lens1, self.size1, size1),
-        )
+        actual = (size0, size1)
+        one, other = map(_camera, self.K, self.lenses, self.sizes or actual, actual)
+        return one, other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +103,13 @@ class _Pairs:
         except (OSError, IndexError, TypeError, ValueError, DataError) as error:
             self.notes.append(f"{name} is not scored: {str(error).rstrip('.')}.")
 
-    def add(self, pair: Pair, truth: PoseTruth) -> None:
-        """Add a pair if its cameras fit its images."""
+    def add(self, folder: Path, names: Sequence[str], group: str, truth: PoseTruth, *, prefix: str = "") -> None:
+        """Add a pair of images in a folder if its cameras fit them; `prefix` makes their names unique."""
+        (name0, name1), (path0, path1) = names, (inside(folder, name) for name in names)
         # The matcher reports images that cannot be read.
-        sizes = [self._size(path) for path in (pair.path0, pair.path1)]
-        truth.cameras(sizes[0] or truth.size0 or (1, 1), sizes[1] or truth.size1 or (1, 1))
+        stated = truth.sizes or ((1, 1), (1, 1))
+        truth.cameras(self._size(path0) or stated[0], self._size(path1) or stated[1])
+        pair = Pair(name0=prefix + name0, name1=prefix + name1, path0=path0, path1=path1, group=group)
         self.truths[pair] = truth
 
 
@@ -122,7 +120,7 @@ def _upright_size(path: Path) -> Size | None:
 
 def read_index(path: Path) -> Index:
     """Read the dictionary in an .npz file or bare pickle; only arrays and plain values are unpickled."""
-    try:
+    with reading(path, "an index"):
         if path.stat().st_size > MOST_BYTES:
             raise ValueError("it is too large")
         data = path.read_bytes()
@@ -132,10 +130,6 @@ def read_index(path: Path) -> Index:
                 names = archive.namelist()
                 return {name.removesuffix(".npy"): read_array(io.BytesIO(archive.read(name))) for name in names}
         content = ArrayUnpickler(io.BytesIO(data), encoding="latin1").load()
-    except BROKEN as error:
-        raise DataError(
-            f"{path} is not an index, or damaged ({one_line(error)}); download the published file."
-        ) from error
     if not isinstance(content, dict):
         raise DataError(f"{path} does not contain a dictionary; download the published file.")
     return content
@@ -167,17 +161,14 @@ def _read_megadepth(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) ->
             raise DataError(f"{path} is not an index of MegaDepth-1500 ({error}); download it again.") from error
         for both in numbers:
             with pairs.entry(f"{path.name}, pair {both[0]} {both[1]}"):
-                name0, name1 = (images[number] for number in both)
-                if not isinstance(name0, str) or not isinstance(name1, str):
+                names = [images[number] for number in both]
+                if not all(isinstance(name, str) for name in names):
                     raise ValueError("it has no image")
                 # K as published, like other evaluations use it; its half-pixel offset turns rays by at most 0.03
                 # degrees.
                 K0, K1 = (np.array(intrinsics[number], dtype=np.float64).reshape(3, 3) for number in both)
                 pose = cam1_from_cam0(*(np.array(poses[number], dtype=np.float64) for number in both))
-                pair = Pair(
-                    name0=name0, name1=name1, path0=inside(root, name0), path1=inside(root, name1), group=path.stem
-                )
-                pairs.add(pair, PoseTruth(K0=K0, K1=K1, size0=None, size1=None, cam1_from_cam0=pose))
+                pairs.add(root, names, path.stem, PoseTruth(K=(K0, K1), cam1_from_cam0=pose))
 
 
 def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> None:
@@ -196,8 +187,8 @@ def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> N
         for number, (major, minor, *frames) in enumerate(rows.tolist()):
             scene = f"scene{major:04d}_{minor:02d}"
             folder = next((f for f in (root, path.parent, *sorted(root.iterdir())) if (f / scene).is_dir()), root)
-            name0, name1 = (f"{scene}/color/{frame}.jpg" for frame in frames)
-            with pairs.entry(f"{name0} {name1}"):
+            names = [f"{scene}/color/{frame}.jpg" for frame in frames]
+            with pairs.entry(" ".join(names)):
                 if scene not in intrinsics:
                     raise ValueError(f"intrinsics.npz has no {scene}")
                 K = np.array(intrinsics[scene], dtype=np.float64).reshape(3, 3)
@@ -207,11 +198,8 @@ def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> N
                     pose = cam1_from_cam0(*(np.linalg.inv(np.loadtxt(file).reshape(4, 4)) for file in files))
                 else:
                     pose = np.asarray(poses[number], dtype=np.float64).reshape(3, 4)
-                pair = Pair(
-                    name0=name0, name1=name1, path0=inside(folder, name0), path1=inside(folder, name1), group=path.stem
-                )
-                size = _SCANNET_SIZE
-                pairs.add(pair, PoseTruth(K0=K, K1=K, size0=size, size1=size, cam1_from_cam0=pose))
+                truth = PoseTruth(K=(K, K), sizes=(_SCANNET_SIZE, _SCANNET_SIZE), cam1_from_cam0=pose)
+                pairs.add(folder, names, path.stem, truth)
 
 
 def _read_cameras(root: Path, _: Mapping[Path, Index], pairs: _Pairs) -> None:
@@ -223,34 +211,28 @@ def _read_cameras(root: Path, _: Mapping[Path, Index], pairs: _Pairs) -> None:
         with pairs.entry(scene):
             cameras = read_cameras_json(path)
         poses = {name: camera.cam_from_world for name, camera in sorted(cameras.items())}
-        names = [name for name, pose in poses.items() if pose is not None]
+        posed = [name for name, pose in poses.items() if pose is not None]
         if unposed := [name for name, pose in poses.items() if pose is None]:
             words = f"{len(unposed)} images without cam_from_world are not used, such as {unposed[0]}"
             pairs.notes.append(f"{path}: {words}.")
-        chosen = list(combinations(names, 2))
+        chosen = list(combinations(posed, 2))
         if (path.parent / "pairs.txt").is_file():
-            chosen = read_name_pairs(path.parent / "pairs.txt", names, what="two images with poses")
-        for name0, name1 in chosen:
-            full0, full1, camera0, camera1 = f"{scene}/{name0}", f"{scene}/{name1}", cameras[name0], cameras[name1]
-            with pairs.entry(f"{full0} {full1}"):
-                pair = Pair(
-                    name0=full0, name1=full1, path0=inside(folder, name0), path1=inside(folder, name1), group=scene
-                )
+            chosen = read_name_pairs(path.parent / "pairs.txt", posed, what="two images with poses")
+        for names in chosen:
+            with pairs.entry(" ".join(f"{scene}/{name}" for name in names)):
+                camera0, camera1 = (cameras[name] for name in names)
                 truth = PoseTruth(
-                    K0=camera0.K,
-                    K1=camera1.K,
-                    size0=camera0.size,
-                    size1=camera1.size,
-                    lens0=camera0.lens,
-                    lens1=camera1.lens,
-                    cam1_from_cam0=cam1_from_cam0(poses[name0], poses[name1]),  # type: ignore[arg-type]
+                    K=(camera0.K, camera1.K),
+                    sizes=(camera0.size, camera1.size),
+                    lenses=(camera0.lens, camera1.lens),
+                    cam1_from_cam0=cam1_from_cam0(*(poses[name] for name in names)),  # type: ignore[arg-type]
                 )
-                pairs.add(pair, truth)
+                pairs.add(folder, names, scene, truth, prefix=f"{scene}/")
 
 
-def _camera(K: FloatArray, lens: Lens, stated: Size | None, size: Size) -> Camera:
+def _camera(K: FloatArray, lens: Lens, stated: Size, size: Size) -> Camera:
     """Return the camera at the actual size of an image, which must be a resized version of the stated size."""
-    width, height = stated or size
+    width, height = stated
     camera = Camera(width=width, height=height, K=K, lens=lens, source="data set")
     if camera.size == size:
         return camera

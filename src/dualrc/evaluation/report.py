@@ -1,13 +1,13 @@
 """Reports: tables on the terminal, a JSON file, figures, and one HTML page with all of them."""
 
 import base64
-import html
 import io
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -117,9 +117,9 @@ def write_page(
 ) -> None:
     """Write one self-contained HTML file."""
     main, *tables = map(_table_html, report.tables)
-    parts = [f"<h1>{_escape(title)}</h1>", main]
+    parts = [f"<h1>{escape(title)}</h1>", main]
     if notes:
-        items = "".join(f"<li>{_escape(note)}</li>" for note in notes)
+        items = "".join(f"<li>{escape(note)}</li>" for note in notes)
         parts.append(f'<div class="notes"><b>Notes</b><ul>{items}</ul></div>')
     parts += [f"<figure>{_image(figure, _FIGURE_WIDTH, name)}</figure>" for name, figure in report.figures.items()]
     parts += tables
@@ -127,16 +127,16 @@ def write_page(
     for item in images:
         if item.heading != heading:
             heading = item.heading
-            parts.append(f"<h2>{_escape(heading)}</h2>")
+            parts.append(f"<h2>{escape(heading)}</h2>")
         image = _image(item.image, _IMAGE_WIDTH, item.caption)
-        parts.append(f"<figure>{image}<figcaption>{_escape(item.caption)}</figcaption></figure>")
+        parts.append(f"<figure>{image}<figcaption>{escape(item.caption)}</figcaption></figure>")
     text = json.dumps(to_json(config), indent=1, ensure_ascii=False)
-    parts.append(f"<details><summary>Config</summary><pre>{_escape(text)}</pre></details>")
+    parts.append(f"<details><summary>Config</summary><pre>{escape(text)}</pre></details>")
     style = (resources.files(__package__) / "report.css").read_text(encoding="utf-8")
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_escape(title)}</title><style>\n{style}</style></head><body>\n"
+        f"<title>{escape(title)}</title><style>\n{style}</style></head><body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
@@ -147,12 +147,12 @@ def _table_html(table: Table) -> str:
     kinds = [" class=text" if table.is_text(index) else "" for index in range(len(table.columns))]
 
     def cells(tag: str, row: Sequence[str]) -> str:
-        return "".join(f"<{tag}{kind}>{_escape(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
+        return "".join(f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, row, strict=True))
 
     head = f"<thead><tr>{cells('th', table.columns)}</tr></thead>"
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in table.rows)
-    caption = f"<caption>{_escape(table.note)}</caption>" if table.note else ""
-    return f'<h2>{_escape(table.title)}</h2><div class="wide"><table>{caption}{head}<tbody>{body}</tbody></table></div>'
+    caption = f"<caption>{escape(table.note)}</caption>" if table.note else ""
+    return f'<h2>{escape(table.title)}</h2><div class="wide"><table>{caption}{head}<tbody>{body}</tbody></table></div>'
 
 
 def _image(pixels: ImageArray, width: int, alt: str) -> str:
@@ -165,8 +165,4 @@ def _image(pixels: ImageArray, width: int, alt: str) -> str:
     image.save(file, kind, optimize=True, **options)
     data = base64.b64encode(file.getvalue()).decode()
     size = f'width="{image.width}" height="{image.height}"'
-    return f'<img src="data:image/{kind};base64,{data}" alt="{_escape(alt)}" {size}>'
-
-
-def _escape(text: str) -> str:
-    return html.escape(text, quote=True)
+    return f'<img src="data:image/{kind};base64,{data}" alt="{escape(alt)}" {size}>'

@@ -224,10 +224,7 @@ def _size(path: Path) -> Size:
     """Return (width, height) of an image."""
     header = read_header(path)
     # Reading the image raises an error with the reason.
-    if header is None:
-        height, width = read(path).shape[:2]
-        return width, height
-    return header.upright_size
+    return read(path).shape[1::-1] if header is None else header.upright_size
 
 
 def _upright(points: FloatArray, path: Path) -> FloatArray:

@@ -10,7 +10,7 @@ import numpy as np
 from dualrc.collection.keypoints import MergedMatches
 from dualrc.collection.progress import Progress
 from dualrc.collection.store import Names
-from dualrc.colmap import colmap_points, import_pycolmap, posed_reconstruction, quiet_colmap
+from dualrc.colmap import colmap_points, import_pycolmap, posed_reconstruction, quiet_colmap, writing_database
 from dualrc.errors import DataError
 from dualrc.files import one_line
 from dualrc.geometry import Camera, cam1_from_cam0, pose_distance_px
@@ -58,7 +58,8 @@ def triangulate(cameras: Mapping[str, Camera], merged: MergedMatches, work: Path
     model = posed_reconstruction({name: cameras[name] for name in names})
     numbers = {image.name: number for number, image in model.images.items()}
     with quiet_colmap(pycolmap):
-        with pycolmap.Database.open(work / "database.db") as database, pycolmap.DatabaseTransaction(database):
+        path = work / "database.db"
+        with writing_database(path, path), pycolmap.Database.open(path) as database:
             _write_images(database, model, merged)
             verified = _write_matches(database, cameras, merged, numbers, progress)
         progress("Triangulating", 0, 1)

@@ -11,7 +11,6 @@ import numpy as np
 from dualrc.errors import DataError, OutputError
 from dualrc.files import BROKEN, check_writable, limit_zip, parse_json, read_text, replacing, write_json
 from dualrc.matches import Estimate, Matches, RelativePose
-from dualrc.types import BoolArray, FloatArray
 
 _COLUMNS: tuple[str, ...] = ("x0", "y0", "x1", "y1", "score")
 _COVARIANCE_COLUMNS = ("var_x1", "var_y1", "cov_x1_y1")
@@ -65,47 +64,46 @@ def _beside(path: Path) -> Path:
     return path.with_name(path.name + ".json")
 
 
-def _from_parts(
-    header: Mapping[str, Any], rows: FloatArray, inliers: BoolArray | None, covariance: FloatArray | None
-) -> Matches:
+def _arrays(matches: Matches) -> dict[str, Any]:
+    """Return the arrays with one row per match."""
+    arrays: dict[str, Any] = {"points0": matches.points0, "points1": matches.points1, "scores": matches.scores}
+    if matches.covariance is not None:
+        arrays["covariance"] = matches.covariance
+    if matches.estimate is not None:
+        arrays["inliers"] = matches.estimate.inliers
+    return arrays
+
+
+def _from_parts(header: Mapping[str, Any], arrays: Mapping[str, Any]) -> Matches:
     estimate = None
-    if "estimate" in header and inliers is not None:
+    if "estimate" in header and "inliers" in arrays:
         stored = header["estimate"]
         pose = stored["cam1_from_cam0"]
         estimate = Estimate(
             kind=stored["kind"],
             matrix=None if stored["matrix"] is None else np.array(stored["matrix"], dtype=np.float64),
-            inliers=inliers,
+            inliers=arrays["inliers"],
             pose=None if pose is None else RelativePose(cam1_from_cam0=np.array(pose, dtype=np.float64)),
             rotation_only=bool(stored["rotation_only"]),
             warnings=tuple(map(str, stored["warnings"])),
             info=dict(stored["info"]),
         )
     return Matches(
-        points0=rows[:, 0:2],
-        points1=rows[:, 2:4],
-        scores=rows[:, 4],
+        points0=arrays["points0"],
+        points1=arrays["points1"],
+        scores=arrays["scores"],
         size0=tuple(header["size0"]),
         size1=tuple(header["size1"]),
         estimate=estimate,
-        covariance=covariance,
+        covariance=arrays.get("covariance"),
         info=header["info"],
     )
 
 
 def _write_npz(matches: Matches, path: Path) -> None:
-    arrays: dict[str, Any] = {
-        "points0": matches.points0,
-        "points1": matches.points1,
-        "scores": matches.scores,
-        "header": np.array(json.dumps(_header(matches))),
-    }
-    if matches.covariance is not None:
-        arrays["covariance"] = matches.covariance
-    if matches.estimate is not None:
-        arrays["inliers"] = matches.estimate.inliers
-        if matches.estimate.matrix is not None:
-            arrays["matrix"] = matches.estimate.matrix
+    arrays = {**_arrays(matches), "header": np.array(json.dumps(_header(matches)))}
+    if matches.estimate is not None and matches.estimate.matrix is not None:
+        arrays["matrix"] = matches.estimate.matrix
     # With a path, numpy would append .npz to a name that ends with .NPZ.
     with path.open("wb") as file:
         np.savez_compressed(file, **arrays)
@@ -114,53 +112,44 @@ def _write_npz(matches: Matches, path: Path) -> None:
 def _read_npz(path: Path) -> Matches:
     limit_zip(path, _MOST_BYTES)
     with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        rows = np.concatenate([arrays["points0"], arrays["points1"], arrays["scores"][:, None]], axis=1)
-        inliers = arrays.get("inliers")
-        return _from_parts(parse_json(str(arrays["header"])), rows, inliers, arrays.get("covariance"))
+        return _from_parts(parse_json(str(arrays["header"])), arrays)
 
 
 def _write_json(matches: Matches, path: Path) -> None:
     content = _header(matches)
-    for name in ("points0", "points1", "scores", "covariance"):
-        values = getattr(matches, name)
-        if values is None:
-            continue
+    for name, values in _arrays(matches).items():
         plain = values.astype(object)
         # JSON has no NaN, which marks a point without a counterpart.
         plain[np.isnan(values)] = None
         content[name] = plain.tolist()
-    if matches.estimate is not None:
-        content["inliers"] = matches.estimate.inliers.tolist()
     path.write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
 def _read_json(path: Path) -> Matches:
     content = parse_json(read_text(path))
-    columns = (
-        np.array(content["points0"], dtype=np.float32).reshape(-1, 2),
-        np.array(content["points1"], dtype=np.float32).reshape(-1, 2),
-        np.array(content["scores"], dtype=np.float32)[:, None],
-    )
-    inliers = np.array(content["inliers"], dtype=bool) if "inliers" in content else None
-    covariance = None
-    if "covariance" in content:
-        covariance = np.array(content["covariance"], dtype=np.float32).reshape(-1, 2, 2)
-    return _from_parts(content, np.concatenate(columns, axis=1), inliers, covariance)
+    shapes = {"points0": (-1, 2), "points1": (-1, 2), "scores": (-1,), "covariance": (-1, 2, 2), "inliers": (-1,)}
+    arrays = {
+        name: np.array(content[name], dtype=bool if name == "inliers" else np.float32).reshape(shape)
+        for name, shape in shapes.items()
+        if name in content
+    }
+    return _from_parts(content, arrays)
 
 
 def _write_csv(matches: Matches, path: Path) -> None:
-    columns, estimate = _COLUMNS, matches.estimate
-    rows = np.concatenate([matches.points0, matches.points1, matches.scores[:, None]], axis=1)
+    columns, parts = _COLUMNS, [matches.points0, matches.points1, matches.scores]
     if matches.covariance is not None:
         columns += _COVARIANCE_COLUMNS
-        rows = np.concatenate([rows, matches.covariance.reshape(-1, 4)[:, [0, 3, 1]]], axis=1)
+        parts.append(matches.covariance.reshape(-1, 4)[:, [0, 3, 1]])
+    # str of a float32 is the shortest text that reads back to the same float32.
+    rows = ([str(value) for value in row] for row in np.column_stack(parts))
+    if matches.estimate is not None:
+        columns += ("inlier",)
+        rows = ([*row, str(int(inlier))] for row, inlier in zip(rows, matches.estimate.inliers, strict=True))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(columns if estimate is None else (*columns, "inlier"))
-        for index, row in enumerate(rows):
-            # str of a float32 is the shortest text that reads back to the same float32.
-            values = [str(value) for value in row]
-            writer.writerow(values if estimate is None else [*values, int(estimate.inliers[index])])
+        writer.writerow(columns)
+        writer.writerows(rows)
 
 
 def _read_csv(path: Path) -> Matches:
@@ -173,10 +162,12 @@ def _read_csv(path: Path) -> Matches:
     header: dict[str, Any] = {"size0": (0, 0), "size1": (0, 0), "info": {}}
     if _beside(path).exists():
         header = parse_json(read_text(_beside(path)))
-    covariance, others = None, table[:, 5:]
+    arrays: dict[str, Any] = {"points0": table[:, 0:2], "points1": table[:, 2:4], "scores": table[:, 4]}
     if columns[5:8] == _COVARIANCE_COLUMNS:
-        covariance, others = table[:, [5, 7, 7, 6]].reshape(-1, 2, 2), table[:, 8:]
-    return _from_parts(header, table[:, :5], others[:, 0] != 0 if others.shape[1] else None, covariance)
+        arrays["covariance"] = table[:, [5, 7, 7, 6]].reshape(-1, 2, 2)
+    if columns[-1] == "inlier":
+        arrays["inliers"] = table[:, -1] != 0
+    return _from_parts(header, arrays)
 
 
 _WRITERS = {".npz": _write_npz, ".json": _write_json, ".csv": _write_csv}

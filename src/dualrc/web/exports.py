@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dualrc.colmap import colmap_camera, colmap_points, import_pycolmap, quiet_colmap
+from dualrc.colmap import colmap_camera, colmap_points, import_pycolmap, quiet_colmap, writing_database
 from dualrc.geometry import Camera, camera_from_exif
 from dualrc.matches import Matches
 from dualrc.web.pairs import Pair
@@ -33,7 +33,7 @@ def _write_database(pair: Pair, path: Path) -> None:
     names = [image.name for image in pair.images]
     if names[0] == names[1]:
         names = [f"0-{names[0]}", f"1-{names[1]}"]
-    with quiet_colmap(pycolmap), pycolmap.Database.open(path) as database, pycolmap.DatabaseTransaction(database):
+    with quiet_colmap(pycolmap), writing_database(path, path), pycolmap.Database.open(path) as database:
         numbers, columns = [], []
         points = pair.matches.points0, pair.matches.points1
         for name, image, places in zip(names, pair.images, points, strict=True):
