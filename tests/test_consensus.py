@@ -80,5 +80,5 @@ def test_layers_that_make_no_sense_are_refused(sizes, channels):
 
 
 def test_a_consensus_without_layers_is_refused():
-    with pytest.raises(ConfigError, match="number of channels"):
+    with pytest.raises(ConfigError, match="channels has 0 entries"):
         ConsensusConfig(kernel_sizes=(), channels=())
