@@ -378,6 +378,18 @@ def test_megadepth_goes_on_over_what_is_broken_and_again_when_it_is_mended(megad
         list(write_scenes(megadepth, tmp_path / "out", MegaDepthRecipe(seed=1)))
 
 
+def test_megadepth_leaves_out_images_whose_names_a_pairs_file_cannot_hold(megadepth, tmp_path):
+    path = megadepth / "scene_info" / "0001.npz"
+    with np.load(path, allow_pickle=True) as file:
+        arrays = dict(file)
+    arrays["image_paths"][0] = "0001/images/two  spaces.jpg"
+    np.savez(path, **arrays)
+    (megadepth / "0001/images/0.jpg").rename(megadepth / arrays["image_paths"][0])
+    found = next(write_scenes(megadepth, tmp_path / "out", RECIPE))
+    assert found.pairs == 2 and "are ambiguous in a pairs file; rename them" in found.broken[0]
+    assert "spaces" not in found.part.read_text()
+
+
 def test_folders_that_are_not_megadepth(tmp_path):
     with pytest.raises(DataError, match="scene_info does not exist"):
         megadepth_pairs(tmp_path, "training", RECIPE)

@@ -59,7 +59,7 @@ def folder(tmp_path):
     Image.fromarray(VIEW1.image(1)).save(tmp_path / "b.png")
     points0, points1 = common_points()
     line = PairLine(name0="a.png", name1="b.png", points0=points0, points1=points1)
-    write_pairs(tmp_path / "pairs.txt", [line])
+    write_pairs(tmp_path / "pairs.txt", [format_line(line)])
     return tmp_path
 
 
@@ -108,7 +108,7 @@ def test_names_that_could_not_be_read_are_not_written(tmp_path, name):
     pair = PairLine(name0=name, name1="b.jpg", points0=np.ones((1, 2)), points1=np.ones((1, 2)))
     (tmp_path / "pairs.txt").write_text("old")
     with pytest.raises(DataError, match="rename"):
-        write_pairs(tmp_path / "pairs.txt", [pair])
+        write_pairs(tmp_path / "pairs.txt", map(format_line, [pair]))
     assert (tmp_path / "pairs.txt").read_text() == "old"
 
 
@@ -245,7 +245,9 @@ def test_turned_photographs_are_read_upright(tmp_path):
     upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "a.png", exif=exif)
     Image.fromarray(VIEW1.image()).save(tmp_path / "b.png")
     points0, points1 = common_points()
-    write_pairs(tmp_path / "pairs.txt", [PairLine(name0="a.png", name1="b.png", points0=points0, points1=points1)])
+    write_pairs(
+        tmp_path / "pairs.txt", [format_line(PairLine(name0="a.png", name1="b.png", points0=points0, points1=points1))]
+    )
     maker = maker_of(tmp_path)
     batch = maker.make(1, random())
     check_same_places(batch)
@@ -256,7 +258,9 @@ def test_large_images_and_greys_are_images_too(tmp_path):
     Image.fromarray(texture(0, 700, 500)[:, :, 0]).save(tmp_path / "a.png")
     Image.fromarray(texture(1, 300, 33)).save(tmp_path / "b.png")
     points = np.random.default_rng(0).uniform(0, 32, (50, 2))
-    write_pairs(tmp_path / "pairs.txt", [PairLine(name0="a.png", name1="b.png", points0=points, points1=points)])
+    write_pairs(
+        tmp_path / "pairs.txt", [format_line(PairLine(name0="a.png", name1="b.png", points0=points, points1=points))]
+    )
     maker = maker_of(tmp_path, size=64, crop=0.5, light=True)
     batch = maker.make(2, random())
     assert batch.images0.isfinite().all() and batch.valid.sum(1).min() >= 8

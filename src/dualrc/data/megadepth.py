@@ -17,7 +17,7 @@ from dualrc.config import check_bounds
 from dualrc.data.arrays import read_arrays, read_dataset
 from dualrc.data.depth import DepthView, correspond_by_depth
 from dualrc.data.pairs import LazyPair, PairSample
-from dualrc.data.pairsfile import PairLine, TooFewPointsError, line_of, write_pairs
+from dualrc.data.pairsfile import TooFewPointsError, line_of, write_pairs
 from dualrc.data.views import CutConfig
 from dualrc.errors import ConfigError, DataError
 from dualrc.extras import require
@@ -206,7 +206,7 @@ def _write_scene(root: Path, parts: Path, recipe: MegaDepthRecipe, path: Path) -
     except DataError as error:
         return SceneResult(name=path.stem, broken=(str(error),))
     wanted = recipe.pairs_per_scene if scene.split == "training" else len(scene.pairs)
-    lines, broken = list[PairLine](), dict[str, None]()
+    lines, broken = list[str](), dict[str, None]()
     for pair in scene.pairs:
         if len(lines) == wanted:
             break

@@ -99,24 +99,23 @@ def format_line(pair: PairLine) -> str:
     return line
 
 
-def write_pairs(path: str | Path, pairs: Iterable[PairLine]) -> int:
-    """Write a pairs file atomically, and return the number of pairs."""
+def write_pairs(path: str | Path, lines: Iterable[str]) -> int:
+    """Write a pairs file of formatted lines atomically, and return the number of pairs."""
     count = 0
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        for pair in pairs:
-            file.write(format_line(pair) + "\n")
+        for line in lines:
+            file.write(line + "\n")
             count += 1
     return count
 
 
 def lines_of(
     pairs: Sequence[LazyPair], images: str | Path, *, points: int, seed: int, skipped: dict[str, str]
-) -> Iterator[PairLine]:
+) -> Iterator[str]:
     """Yield lines for pairs, with names relative to `images`; `skipped` gets unusable pairs."""
     for number, pair in enumerate(pairs):
         try:
             line = line_of(pair.load(), images, points=points, seed=[seed, number])
-            format_line(line)
         except DataError as error:
             skipped[pair.name] = str(error)
             continue
@@ -126,7 +125,7 @@ def lines_of(
         raise DataError(f"None of the {len(pairs)} pairs can be used; correct the data. The first, {name}: {reason}")
 
 
-def line_of(sample: PairSample, images: str | Path, *, points: int, seed: list[int]) -> PairLine:
+def line_of(sample: PairSample, images: str | Path, *, points: int, seed: list[int]) -> str:
     """Return a line with `points` random correspondences of a pair, with names relative to `images`."""
     names = []
     for image in (sample.image0, sample.image1):
@@ -136,7 +135,8 @@ def line_of(sample: PairSample, images: str | Path, *, points: int, seed: list[i
     if len(sample.points0) < points:
         raise TooFewPointsError(f"{len(sample.points0)} corresponding points are too few.")
     chosen = np.random.default_rng(seed).choice(len(sample.points0), points, replace=False)
-    return PairLine(name0=names[0], name1=names[1], points0=sample.points0[chosen], points1=sample.points1[chosen])
+    points0, points1 = sample.points0[chosen], sample.points1[chosen]
+    return format_line(PairLine(name0=names[0], name1=names[1], points0=points0, points1=points1))
 
 
 def _is_number(word: str) -> bool:
