@@ -7,7 +7,16 @@ import pytest
 from conftest import tiny_network
 
 from dualrc.errors import DataError, OutputError
-from dualrc.files import check_writable, is_file, make_folder, read_text, replacing, write_json, write_text
+from dualrc.files import (
+    check_writable,
+    is_file,
+    make_folder,
+    read_text,
+    replacing,
+    replacing_folder,
+    write_json,
+    write_text,
+)
 from dualrc.model.checkpoint import save_weights
 
 
@@ -73,6 +82,23 @@ def test_a_full_disk_is_one_clear_line(tmp_path):
     with pytest.raises(OutputError, match=r"Cannot write .*out\.txt \(No space left on device\); free some space"):
         write()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path):
+    folder = tmp_path / "model"
+    for text in ("one", "two"):
+        with replacing_folder(folder) as new:
+            (new / text).write_text(text)
+        assert [path.name for path in folder.iterdir()] == [text]
+
+    def fail():
+        with replacing_folder(folder) as new:
+            (new / "half").write_text("")
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OutputError, match=r"Cannot write .*model \(No space left on device\); free some space"):
+        fail()
+    assert list(tmp_path.rglob("*")) == [folder, folder / "two"]
 
 
 def test_places_that_cannot_be_written(tmp_path, monkeypatch):

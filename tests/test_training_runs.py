@@ -195,7 +195,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(folder, tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(dualrc.train.loop.OutputError, match="free some space"):
+    with pytest.raises(OutputError, match="free some space"):
         train(config, tmp_path, device="cpu")
     assert (tmp_path / "checkpoint.pt").read_bytes() == good
 

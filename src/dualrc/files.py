@@ -12,6 +12,7 @@ import socket
 import stat
 import struct
 import sys
+import tempfile
 import threading
 import zipfile
 import zlib
@@ -167,6 +168,16 @@ def check_writable(path: str | Path) -> Path:
 
 
 @contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """Raise an OutputError that names `path` if the block fails to write it."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OutputError(f"Cannot write {path} ({reason}); free some space or write elsewhere.") from error
+
+
+@contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`, which replaces `path` if the block succeeds.
 
@@ -181,16 +192,26 @@ def replacing(path: str | Path) -> Iterator[Path]:
     except OSError as error:
         raise OutputError(f"Cannot write {path} ({error.strerror}); write elsewhere.") from error
     try:
-        yield temporary
-        if stat.S_IMODE(temporary.stat().st_mode) != mode:
-            # Some libraries replace the file by one that only its owner can read.
-            temporary.chmod(mode)
-        temporary.replace(path)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise OutputError(f"Cannot write {path} ({reason}); free some space or write elsewhere.") from error
+        with writing(path):
+            yield temporary
+            if stat.S_IMODE(temporary.stat().st_mode) != mode:
+                # Some libraries replace the file by one that only its owner can read.
+                temporary.chmod(mode)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """Yield a new folder next to `path`, which replaces `path` if the block succeeds."""
+    with writing(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as temporary:
+        new = Path(temporary, "new")
+        new.mkdir()
+        yield new
+        if path.exists():
+            path.rename(Path(temporary, "old"))
+        new.rename(path)
 
 
 def content_hash(path: str | Path) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from dualrc.colmap import import_pycolmap, quiet_colmap
 from dualrc.errors import DataError, OutputError
-from dualrc.files import make_folder, write_json
+from dualrc.files import make_folder, replacing_folder, write_json
 
 # Cameras of Nerfstudio and OpenGL look along -z with y up; cameras of COLMAP look along z with y down.
 _OPENGL_FROM_OPENCV = np.diag([1.0, -1.0, -1.0, 1.0])
@@ -27,19 +27,19 @@ def write_dataset(model: str | Path, images: str | Path, out: str | Path) -> Pat
         raise DataError(f"{model} holds no COLMAP model; give the folder with images.bin.")
     pycolmap = import_pycolmap()
     make_folder(out.parent)
-    # Build the dataset in a temporary folder, so that `out` is always complete.
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".dataset-") as folder, quiet_colmap(pycolmap):
-        made, ready = Path(folder, "made"), Path(folder, "ready")
+    with (
+        replacing_folder(out) as ready,
+        tempfile.TemporaryDirectory(dir=ready.parent) as temporary,
+        quiet_colmap(pycolmap),
+    ):
+        made = Path(temporary)
         pycolmap.undistort_images(made, model, images)
-        (ready / "sparse").mkdir(parents=True)
+        (ready / "sparse").mkdir()
         (made / "images").rename(ready / "images")
         (made / "sparse").rename(ready / "sparse" / "0")
         undistorted = pycolmap.Reconstruction(ready / "sparse" / "0")
         undistorted.export_PLY(ready / "points.ply")
         write_json(ready / "transforms.json", _transforms(undistorted))
-        if out.exists():
-            out.rename(Path(folder, "old"))
-        ready.rename(out)
     return out
 
 

@@ -1,7 +1,6 @@
 """Reconstruction of a folder of images: matching, shared keypoints, and mapping by pycolmap."""
 
 import os
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from dualrc.collection.store import MatchStore
 from dualrc.collection.verification import VerificationSummary, verify_pairs
 from dualrc.colmap import import_pycolmap
 from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.files import make_folder, one_line, only_run, replacing, write_json
+from dualrc.files import make_folder, one_line, only_run, replacing, replacing_folder, write_json
 from dualrc.geometry import Camera
 from dualrc.image import find_images
 from dualrc.provenance import provenance
@@ -182,28 +181,13 @@ def _nothing_to_place(images: Path, out: Path) -> DataError:
 
 def _write(model: Any, out: Path, summary: Summary, made_with: dict[str, Any]) -> None:
     """Write the model, the points, the drawing and the summary, each atomically."""
-    _write_model(model, out / "model")
+    with replacing_folder(out / "model") as folder:
+        model.write_binary(folder)
     with replacing(out / "points.ply") as temporary:
         model.export_PLY(temporary)
     title = f"{summary.registered} of {summary.images} images, {summary.points:,} points"
     draw_reconstruction(model, out / "model.png", title)
     write_json(out / "summary.json", {**asdict(summary), **made_with, "versions": provenance("pycolmap", "poselib")})
-
-
-def _write_model(model: Any, folder: Path) -> None:
-    """Write COLMAP's binary files and replace an existing model."""
-    try:
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".model-") as temporary:
-            new, old = Path(temporary, "new"), Path(temporary, "old")
-            new.mkdir()
-            model.write_binary(new)
-            if folder.exists():
-                folder.rename(old)
-            new.rename(folder)
-    except OSError as error:
-        raise OutputError(
-            f"{folder} cannot be written ({error.strerror}); free disk space or write elsewhere."
-        ) from error
 
 
 class _Clock:

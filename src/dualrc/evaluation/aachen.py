@@ -13,7 +13,7 @@ from dualrc.collection.keypoints import MergedMatches, merge
 from dualrc.collection.store import MatchStore
 from dualrc.colmap import import_pycolmap, stored_points
 from dualrc.draw import draw_matches
-from dualrc.errors import DataError, OutputError
+from dualrc.errors import DataError
 from dualrc.evaluation.aachen_data import AachenData, read_aachen
 from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, OneNetworkSettings, Option, Result, grouped
 from dualrc.evaluation.data_files import pose_errors, read_published
@@ -21,7 +21,7 @@ from dualrc.evaluation.export import Pair, file_name
 from dualrc.evaluation.figures import recall_curves
 from dualrc.evaluation.report import Report, Table
 from dualrc.evaluation.triangulation import PosedMap, triangulate
-from dualrc.files import make_folder
+from dualrc.files import make_folder, writing
 from dualrc.geometry import Camera, absolute_pose, cam1_from_cam0, fundamental_from_pose, pose_distance_px
 from dualrc.image import read
 from dualrc.localize import Correspondences, LocalizeConfig, read_poses, write_poses
@@ -185,16 +185,13 @@ class Aachen(Benchmark):
         """Merge the matches, triangulate the map, localize every query, and write the file of poses to `out`."""
         out = self.settings.out
         make_folder(out)
-        try:
-            with (
-                tempfile.TemporaryDirectory(dir=out, prefix=".scoring-") as work,
-                MatchStore(Path(work, "matches.sqlite"), {}) as store,
-            ):
-                counts = self.store_undistorted(get, store)
-                world, queries, poses = self.localize(merge(store, progress=self.progress), Path(work))
-        except OSError as error:
-            remedy = "free disk space or write elsewhere"
-            raise OutputError(f"The folder {out} cannot be written ({error.strerror}); {remedy}.") from error
+        with (
+            writing(out),
+            tempfile.TemporaryDirectory(dir=out, prefix=".scoring-") as work,
+            MatchStore(Path(work, "matches.sqlite"), {}) as store,
+        ):
+            counts = self.store_undistorted(get, store)
+            world, queries, poses = self.localize(merge(store, progress=self.progress), Path(work))
         # The evaluation service expects names without folders, and localized queries only.
         submission = f"{_SUBMISSION.get(self.data.version, 'poses')}_[{file_name(matcher)}].txt"
         write_poses(out / submission, {Path(name).name: pose for name, pose in poses.items()})

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dualrc.errors import DualRCError, OutputError
+from dualrc.errors import DualRCError
 from dualrc.evaluation.dense_verification import verify
 from dualrc.evaluation.export import Pair
 from dualrc.evaluation.inloc_data import (
@@ -23,6 +23,7 @@ from dualrc.evaluation.inloc_data import (
     read_cutout,
     read_scan,
 )
+from dualrc.files import writing
 from dualrc.geometry import (
     AbsolutePose,
     absolute_pose,
@@ -145,13 +146,9 @@ class PoseEstimator:
             self.broken[source] = str(error)
             return {"reason": str(error)}
         self._results[key] = found
-        try:
-            with self._file.open("a", encoding="utf-8") as file:
-                # The previous line may be incomplete.
-                file.write(f"\n{json.dumps({'key': key, 'entry': found})}\n")
-        except OSError as error:
-            remedy = "free disk space or write elsewhere"
-            raise OutputError(f"{self._file} cannot be written ({error.strerror}); {remedy}.") from error
+        with writing(self._file), self._file.open("a", encoding="utf-8") as file:
+            # The previous line may be incomplete.
+            file.write(f"\n{json.dumps({'key': key, 'entry': found})}\n")
         return found
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from dualrc.config import CompactConfig
 from dualrc.data import FilePairs, Opened, PairBatch, PairMaker, PhotoPairs, open_pairs
-from dualrc.errors import ConfigError, DataError, OutputError
-from dualrc.files import make_folder, only_run, replacing, write_json, write_text
+from dualrc.errors import ConfigError, DataError
+from dualrc.files import make_folder, only_run, replacing, write_json, write_text, writing
 from dualrc.model.backbone import PaperBackbone, Trunk
 from dualrc.model.checkpoint import load_imagenet_trunk, load_pickle, load_weights, save_weights
 from dualrc.model.dualrc import DualRCNet, make_network
@@ -297,13 +297,8 @@ class _Run:
 
     def _log(self, values: dict[str, float]) -> None:
         path = self.out / "log.csv"
-        try:
-            with path.open("a", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([self.step, name, f"{value:.6g}"] for name, value in values.items())
-        except OSError as error:
-            raise OutputError(
-                f"{path} cannot be written ({error.strerror}); free disk space or write elsewhere."
-            ) from error
+        with writing(path), path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([self.step, name, f"{value:.6g}"] for name, value in values.items())
 
 
 def _started(config: TrainConfig) -> Network:
