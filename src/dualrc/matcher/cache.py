@@ -3,21 +3,13 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from dualrc.errors import ImageError
-
-
-class HasBytes(Protocol):
-    """An object that reports its memory."""
-
-    @property
-    def bytes(self) -> int:
-        """Memory in bytes."""
-
+from dualrc.matcher.features import ImageFeatures, PendingImage
 
 Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value", bound=HasBytes)
+Value = TypeVar("Value", bound=ImageFeatures | PendingImage)
 
 
 class LruCache(Generic[Key, Value]):

@@ -1,17 +1,14 @@
 """Features of images, and images that wait for their features."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from dualrc.image import ImageInput, Scale
-from dualrc.matcher.cache import LruCache
-from dualrc.matcher.prefetch import ReadAhead
 from dualrc.model.network import Features
 from dualrc.pixels import FINE_STRIDE
 from dualrc.texture import CELLS, LEAST_DEVIATION, Seen
@@ -88,32 +85,6 @@ class PendingImage:
         """Return the features, which must be present."""
         assert self.features is not None
         return self.features
-
-
-class FeatureCache:
-    """Cache of images given by path and their features, most recent last."""
-
-    def __init__(self, make: Callable[[Matchable], PendingImage], reader: ReadAhead) -> None:
-        self._make, self._reader = make, reader
-        self._kept: LruCache[Path, PendingImage] = LruCache()
-
-    def ask(self, image: Matchable) -> None:
-        """Announce that this image is needed soon, so that it is read in the background."""
-        if isinstance(image, (str, Path)) and Path(image) not in self._kept:
-            self._reader.ask(Path(image))
-
-    def get(self, image: Matchable) -> PendingImage:
-        """Return the image, read now if necessary; its features follow later."""
-        if not isinstance(image, (str, Path)):
-            return self._make(image)
-        key = Path(image)
-        if key in self._kept:
-            self._reader.drop(key)
-        return self._kept.get(key, lambda: self._make(self._reader.take(key)))
-
-    def shrink(self, max_bytes: float) -> None:
-        """Evict the oldest images until the others fit into `max_bytes`, but keep at least two."""
-        self._kept.shrink(max_bytes)
 
 
 def shapes(pair: tuple[PendingImage, PendingImage]) -> tuple[Size, ...]:

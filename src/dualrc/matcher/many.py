@@ -5,12 +5,14 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dualrc.config import MatcherConfig
 from dualrc.errors import ImageError
 from dualrc.matcher.budget import NoMemoryError, release_memory
-from dualrc.matcher.features import FeatureCache, Matchable, PendingImage, shapes
+from dualrc.matcher.cache import LruCache
+from dualrc.matcher.features import Matchable, PendingImage, shapes
 from dualrc.matcher.prefetch import ReadAhead, look_ahead
 from dualrc.matches import Matches
 from dualrc.pixels import STRIDE
@@ -66,15 +68,16 @@ class ManyPairs:
             return
         matcher, ahead = self.matcher, pairs_ahead(self.matcher)
         with ReadAhead(_READERS) as reader:
-            cache = FeatureCache(lambda pixels: matcher.pending(pixels, self.size), reader)
+            kept = LruCache[Path, PendingImage]()
             batch: list[_Pair] = []
             for given, coming in look_ahead(pairs, ahead):
                 for image in itertools.chain.from_iterable(coming if ahead else ()):
-                    cache.ask(image)
+                    if isinstance(image, (str, Path)) and Path(image) not in kept:
+                        reader.ask(Path(image))
                 try:
-                    items = (cache.get(given[0]), cache.get(given[1]))
+                    items = (self._pending(given[0], kept, reader), self._pending(given[1], kept, reader))
                     scales = (items[0].scale, items[1].scale)
-                    cache.shrink(matcher.budget.spare(scales))
+                    kept.shrink(matcher.budget.spare(scales))
                     fits = matcher.budget.fits(scales)
                 except ImageError as error:
                     # Results of earlier pairs are not lost.
@@ -95,6 +98,15 @@ class ManyPairs:
                     yield from self._match_batch(batch)
                     batch = []
             yield from self._match_batch(batch)
+
+    def _pending(self, image: Matchable, kept: LruCache[Path, PendingImage], reader: ReadAhead) -> PendingImage:
+        """Return the image, read now if necessary; its features follow later."""
+        if not isinstance(image, (str, Path)):
+            return self.matcher.pending(image, self.size)
+        path = Path(image)
+        if path in kept:
+            reader.drop(path)
+        return kept.get(path, lambda: self.matcher.pending(reader.take(path), self.size))
 
     def _match_batch(self, batch: list[_Pair]) -> Iterator[Matches]:
         """Match pairs as one batch, or one by one if there is not enough memory."""
