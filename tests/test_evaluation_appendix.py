@@ -241,7 +241,7 @@ def test_weights_that_won_t_do_are_refused_before_anything_is_matched(folder, tm
     copy.write_bytes(whole)
     with pytest.raises(ConfigError, match="have the same weights; pass each once"):
         run(folder, tmp_path / "out", weights=(folder / "tiny0.safetensors", copy))
-    with pytest.raises(WeightsError, match="has no weights for the preset 'paper'; pass files with --weights"):
+    with pytest.raises(WeightsError, match="has no weights for the preset 'paper'; give a weights file"):
         run(folder, tmp_path / "out", preset="paper")
     assert not list((tmp_path / "out").glob("*.sqlite"))
 

@@ -14,10 +14,10 @@ from dualrc import config as configs
 from dualrc.adapters.tensors import TensorMatcher
 from dualrc.calibration import Calibration
 from dualrc.config import MatcherConfig, NetworkConfig
-from dualrc.errors import DataError, ImageError, WeightsError
+from dualrc.errors import DataError, ImageError
 from dualrc.extras import require
 from dualrc.image import ImageInput, network_size, read, resize, to_tensor
-from dualrc.model.checkpoint import bundled, load_weights, read_calibration
+from dualrc.model.checkpoint import load_weights, read_calibration, weights_file
 from dualrc.model.dualrc import make_network
 from dualrc.toml import from_dict, to_dict
 from dualrc.types import Size
@@ -79,9 +79,7 @@ class DualRCForKeypointMatching(transformers.PreTrainedModel):  # type: ignore[m
         cls, preset: str = "default", *, weights: str | Path | None = None, **options: Any
     ) -> "DualRCForKeypointMatching":
         """Return a model with the bundled weights of a preset or a weights file; `options` are fields of the config."""
-        path = bundled(preset) if weights is None else Path(weights)
-        if path is None:
-            raise WeightsError(f"The package has no weights for the preset {preset!r}; give a weights file.")
+        path = weights_file(preset, weights)
         network, calibration = load_weights(path), read_calibration(path)
         options.setdefault("max_size", configs.preset(network.config.preset)[1].max_size)
         model = cls(

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from dualrc.config import Fusion, NetworkConfig, Quality, ResNetConfig
-from dualrc.errors import ConfigError, DataError, WeightsError
+from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation.baselines import RootSift
 from dualrc.evaluation.stored import Stored
 from dualrc.image import read
 from dualrc.matcher import ImageFeatures, Matcher, load
 from dualrc.matches import Matches
-from dualrc.model.checkpoint import bundled, file_hash, load_weights, read_config
+from dualrc.model.checkpoint import file_hash, load_weights, read_config, weights_file
 
 _SIFT_RATIO = 0.8
 # Number of images.
@@ -148,13 +148,8 @@ def variant_label(fusion: str, channels: int) -> str:
 
 def read_networks(paths: Sequence[Path], preset: str = "default") -> list[WeightsFile]:
     """Read weights files completely, so that a damaged file is reported before matching."""
-    if not paths:
-        own = bundled(preset)
-        if own is None:
-            raise WeightsError(f"The package has no weights for the preset {preset!r}; pass files with --weights.")
-        paths = [own]
     networks: list[WeightsFile] = []
-    for path in paths:
+    for path in paths or [weights_file(preset)]:
         config = load_weights(path).config
         network = WeightsFile(label=config.preset, config=config, weights=path, weights_hash=file_hash(path))
         if network.variant is not None:

@@ -12,7 +12,7 @@ from dualrc.config import MatcherConfig, MatcherOptions
 from dualrc.errors import ConfigError, WeightsError
 from dualrc.matcher.extract import Precision, choose_device, has_int8
 from dualrc.matcher.matcher import Matcher
-from dualrc.model.checkpoint import bundled, file_hash, load_weights, read_calibration
+from dualrc.model.checkpoint import file_hash, load_weights, read_calibration, weights_file
 
 
 def load(
@@ -45,12 +45,7 @@ def load(
             meant = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}."
             raise ConfigError(f"Unknown setting {name}; {meant}")
     matcher_config = replace(matcher_config, **settings)
-    path = Path(weights) if weights is not None else bundled(preset)
-    if path is None:
-        raise WeightsError(
-            f"The package has no weights for the preset {preset!r}; give a weights file (weights=..., or --weights "
-            "on the command line). `dualrc convert` creates one from a published checkpoint."
-        )
+    path = weights_file(preset, weights)
     network = load_weights(path)
     if network.config.preset != preset:
         raise WeightsError(

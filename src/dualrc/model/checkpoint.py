@@ -71,6 +71,17 @@ def bundled(preset: str) -> Path | None:
     return path if path.is_file() else None
 
 
+def weights_file(preset: str, weights: str | Path | None = None) -> Path:
+    """Return the given weights file, or by default that of the package; raise WeightsError if there is none."""
+    path = bundled(preset) if weights is None else Path(weights)
+    if path is None:
+        raise WeightsError(
+            f"The package has no weights for the preset {preset!r}; give a weights file (weights=..., or --weights "
+            "on the command line). `dualrc convert` creates one from a published checkpoint."
+        )
+    return path
+
+
 def save_weights(network: Network, path: str | Path, *, dtype: torch.dtype | None = None) -> None:
     """Write a network and its config. `dtype` converts floating-point tensors."""
     state = {
