@@ -80,6 +80,12 @@ def read_text(path: str | Path, remedy: str = "copy it again") -> str:
         raise DataError(f"Cannot read {path} as text ({error}); {remedy}.") from error
 
 
+def read_lines(path: str | Path, remedy: str = "copy it again", *, empty: bool = False) -> list[tuple[int, str]]:
+    """Read the stripped lines of a text file with their numbers, without comments; `empty` keeps empty lines."""
+    numbered = enumerate((line.strip() for line in read_text(path, remedy).splitlines()), start=1)
+    return [(number, line) for number, line in numbered if (line or empty) and not line.startswith("#")]
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON; raise ValueError if it is invalid or nested too deeply."""
     try:

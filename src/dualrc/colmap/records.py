@@ -8,11 +8,12 @@ from typing import TypeVar
 
 from dualrc.colmap.upright import import_pycolmap
 from dualrc.errors import DataError
-from dualrc.files import read_text
+from dualrc.files import read_lines
 from dualrc.geometry import pose_from_quaternion
 from dualrc.types import FloatArray
 
 T = TypeVar("T")
+_REMEDY = "export it from COLMAP as text"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def read_cameras_txt(path: Path) -> dict[int, CameraRecord]:
         values = [float(value) for value in params]
         return CameraRecord(camera_id=int(number), model=model, width=int(width), height=int(height), params=values)
 
-    cameras = _text_records(path, [entry for entry in _lines(path) if entry[1]], parse, f"a camera; write {form}")
+    cameras = _text_records(path, read_lines(path, _REMEDY), parse, f"a camera; write {form}")
     if not cameras:
         raise DataError(f"{path} has no camera; write {form}.")
     return {camera.camera_id: camera for camera in cameras}
@@ -98,7 +99,7 @@ def read_images_txt(path: Path) -> dict[str, ImageRecord]:
         pose = pose_from_quaternion([float(value) for value in fields[1:8]])
         return ImageRecord(name=fields[9], camera_id=int(fields[8]), cam_from_world=pose)
 
-    lines = _lines(path)
+    lines = read_lines(path, _REMEDY, empty=True)
     # An image without points is followed by an empty line, so empty lines count, except at the start of the file.
     while lines and not lines[0][1]:
         del lines[0]
@@ -133,10 +134,3 @@ def _text_records(path: Path, lines: list[tuple[int, str]], parse: Callable[[str
         except (ValueError, IndexError) as error:
             raise DataError(f"{path}, line {number}: not {expected}.") from error
     return records
-
-
-def _lines(path: Path) -> list[tuple[int, str]]:
-    """Return the stripped lines of a text file with their numbers, without comments."""
-    lines = read_text(path, "export it from COLMAP as text").splitlines()
-    numbered = enumerate((line.strip() for line in lines), start=1)
-    return [(number, line) for number, line in numbered if not line.startswith("#")]

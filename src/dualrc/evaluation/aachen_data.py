@@ -11,9 +11,9 @@ from dualrc.colmap.cameras import camera_of
 from dualrc.colmap.records import read_cameras_bin, read_images_bin
 from dualrc.errors import DataError
 from dualrc.evaluation.benchmark import folder_hint
-from dualrc.evaluation.data_files import check_folder, read_lines, read_name_pairs
+from dualrc.evaluation.data_files import check_folder, read_name_pairs
 from dualrc.evaluation.export import Pair
-from dualrc.files import inside
+from dualrc.files import inside, read_lines
 from dualrc.geometry import Camera, rotation_from_quaternion
 from dualrc.image import read_header
 

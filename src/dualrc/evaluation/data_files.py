@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dualrc.errors import DataError, DualRCError
-from dualrc.files import one_line, read_text
+from dualrc.files import one_line, read_lines
 from dualrc.geometry import rotation_error_deg
 from dualrc.types import FloatArray
 
@@ -35,12 +35,6 @@ def reading(path: Path, what: str) -> Iterator[None]:
         raise DataError(
             f"{path} is not {what}, or damaged ({one_line(error)}); download the published file."
         ) from error
-
-
-def read_lines(path: Path) -> list[tuple[int, str]]:
-    """Read the lines of a text file with their numbers, without empty lines and comments."""
-    numbered = enumerate((line.strip() for line in read_text(path, "check the path").splitlines()), start=1)
-    return [(number, line) for number, line in numbered if line and not line.startswith("#")]
 
 
 def read_name_pairs(path: Path, known: Collection[str] | None = None, *, what: str) -> list[tuple[str, str]]:

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from dualrc.data.arrays import MOST_DATASET_BYTES, read_dataset
 from dualrc.errors import DataError
 from dualrc.evaluation.benchmark import folder_hint
-from dualrc.evaluation.data_files import as_pose, check_folder, read_lines, reading
+from dualrc.evaluation.data_files import as_pose, check_folder, reading
 from dualrc.extras import require
-from dualrc.files import replacing
+from dualrc.files import read_lines, replacing
 from dualrc.geometry import Camera, read_cameras_json
 from dualrc.types import FloatArray, Size
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dualrc.errors import DataError
-from dualrc.files import inside, is_file, read_text
+from dualrc.files import inside, is_file, read_lines, read_text
 from dualrc.formats import open_image
 from dualrc.geometry.camera import Camera, transform_points
 from dualrc.geometry.dense import bilinear_corners
@@ -159,12 +159,10 @@ def _pose(camera: Camera) -> FloatArray:
 
 def _read_poses(path: Path) -> Iterator[tuple[str, FloatArray]]:
     """Yield names and cam_from_world (3, 4), from lines with a name and world_from_cam, row by row."""
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
-        fields = line.rsplit(maxsplit=16)
-        if not fields or line.startswith("#"):
-            continue
+    for number, line in read_lines(path):
+        name, *fields = line.rsplit(maxsplit=16)
         try:
-            name, values = fields[0].strip(), [float(field) for field in fields[1:]]
+            values = [float(field) for field in fields]
             world_from_cam = np.array(values).reshape(4, 4)
             R = world_from_cam[:3, :3]
             if not np.abs(R @ R.T - np.eye(3)).max() < 0.01 or np.linalg.det(R) < 0:
@@ -183,7 +181,7 @@ def _read_colmap_camera(path: Path) -> Camera | None:
     """Read the single camera of COLMAP's cameras.txt; None if there is no such file."""
     if not path.exists():
         return None
-    lines = [line.split() for line in read_text(path).splitlines() if line.strip() and not line.startswith("#")]
+    lines = [line.split() for _, line in read_lines(path)]
     if len(lines) != 1:
         raise DataError(f"{path} has {len(lines)} cameras; all frames share one, so write exactly one line.")
     try:
