@@ -8,9 +8,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -60,11 +58,6 @@ class PairModel:
         odds = self.bias + sum(value * weight for value, weight in terms)
         return 1 / (1 + math.exp(-min(max(odds, -50.0), 50.0)))
 
-    @staticmethod
-    def from_info(values: Mapping[str, Any]) -> "PairModel":
-        """Create the model from the plain values of `asdict`."""
-        return PairModel(**{name: float(value) for name, value in values.items()})
-
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
@@ -83,7 +76,3 @@ class Calibration:
     def hash(self) -> str:
         """First 16 hexadecimal digits of the SHA-256 of the values."""
         return hashlib.sha256(json.dumps(to_dict(self), sort_keys=True).encode()).hexdigest()[:16]
-
-    def pair_info(self) -> dict[str, float]:
-        """Return the model of pairs as plain values."""
-        return asdict(self.pairs)

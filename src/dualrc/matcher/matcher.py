@@ -6,7 +6,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar, get_args
 
@@ -378,7 +378,7 @@ class Matcher:
         """Select the best matches and convert raw network scores to probabilities."""
         matches = replace(matches, whole=None)
         if self.calibration is not None:
-            info = {**matches.info, "pair_model": self.calibration.pair_info()}
+            info = {**matches.info, "pair_model": asdict(self.calibration.pairs)}
             matches = settled(replace(matches, scores=self.calibration.matches(matches.scores), info=info))
         if settings.min_score > 0:
             matches = matches.above(settings.min_score)

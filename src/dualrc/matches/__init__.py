@@ -189,7 +189,7 @@ class Matches:
             return float(known)
         if (model := self.info.get("pair_model")) is not None:
             evidence = collect(self.points0, self.points1, self.scores, self.size0, self.size1)
-            return PairModel.from_info(model)(evidence)
+            return PairModel(**model)(evidence)
         best = np.sort(self.scores)[::-1][:_PAIR_TOP]
         return float((np.sqrt(best.clip(min=0)).sum() / _PAIR_TOP) ** 2)
 

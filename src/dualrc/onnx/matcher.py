@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,7 +150,7 @@ class Matcher:
         }
         scores = found.scores
         if self.model.calibration is not None:
-            scores, info["pair_model"] = self.model.calibration.matches(scores), self.model.calibration.pair_info()
+            scores, info["pair_model"] = self.model.calibration.matches(scores), asdict(self.model.calibration.pairs)
         matches = Matches(
             points0=features0.scale.to_image(found.points0),
             points1=features1.scale.to_image(found.points1),
