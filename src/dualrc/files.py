@@ -57,6 +57,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of an error, or its type if there is none."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 def is_file(path: str | Path) -> bool:
     """Return whether this is a file; False also if that cannot be determined."""
     try:

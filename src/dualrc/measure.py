@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from dualrc.errors import DataError, DualRCError
+from dualrc.files import first_line
 from dualrc.machine import child_environment
 
 Run = Callable[[], object]
@@ -113,7 +114,7 @@ def time_interleaved(
             try:
                 seconds = time_once(run, device)
             except (DualRCError, RuntimeError, MemoryError) as error:
-                failures[name] = reason(error)
+                failures[name] = first_line(error)
                 continue
             if number >= 0:
                 taken.append(seconds)
@@ -130,11 +131,6 @@ def measure_rates(device: torch.device, dtype: torch.dtype, *, repeats: int = 20
     return Rates(operations_per_s=2 * side**3 / multiplying, bytes_per_s=2 * count / copying)
 
 
-def reason(error: BaseException) -> str:
-    """Return the first line of the message of an error, or its type if there is none."""
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
 def measure_peaks(runs: Mapping[Key, Run], device: torch.device) -> Peaks[Key]:
     """Measure the peak memory of runs one after the other, up to the first failure."""
     # Reading weights needs more memory than keeping them.
@@ -144,7 +140,7 @@ def measure_peaks(runs: Mapping[Key, Run], device: torch.device) -> Peaks[Key]:
         try:
             found[name] = peak_of(run, device)
         except (DualRCError, RuntimeError, MemoryError) as error:
-            return Peaks(loaded=loaded, bytes=found, failure=reason(error))
+            return Peaks(loaded=loaded, bytes=found, failure=first_line(error))
     return Peaks(loaded=loaded, bytes=found)
 
 

@@ -22,7 +22,7 @@ from dualrc.bench.report import show
 from dualrc.bench.results import DeviceResult, Row, Search, SizeResult, describe_search, growth, stage_work
 from dualrc.collection.progress import show_status
 from dualrc.errors import DualRCError
-from dualrc.files import check_writable, to_json, write_json
+from dualrc.files import check_writable, first_line, to_json, write_json
 from dualrc.image import Scale, read
 from dualrc.matcher.budget import release_memory
 from dualrc.matcher.extract import choose_device
@@ -203,7 +203,7 @@ def _measure_times(tasks: list[Task], rates: measure.Rates, searches: dict[str, 
                     searches[name] = search
                 work = stage_work(method, search)
             except RuntimeError as error:
-                notes.append(f"Search of {name}: {measure.reason(error)}")
+                notes.append(f"Search of {name}: {first_line(error)}")
         for stage in method.stages:
             row = Row(method=name, stage=stage, timing=timings.get((name, stage)), matches=counts.get((name, stage)))
             if stage == Stage.MATCH and row.timing and (name, Stage.COARSE) in timings:

@@ -17,6 +17,7 @@ from dualrc.collection.plan import Task
 from dualrc.collection.worker import Worker, WorkerSettings, at_once
 from dualrc.errors import ConfigError, DualRCError
 from dualrc.extras import require
+from dualrc.files import first_line
 
 _GIB = 2**30
 _REACH_S = 10.0
@@ -188,10 +189,9 @@ def _connect(ray: Any, address: str | None) -> None:
             ray.init(**(local if address is None else {"address": address}), **quiet)
     # Ray raises many kinds of exceptions.
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         where = "could not be started" if address is None else f"at {address} could not be joined"
         raise ConfigError(
-            f"The Ray cluster {where} ({reason}); check `ray status`, or choose --executor local."
+            f"The Ray cluster {where} ({first_line(error)}); check `ray status`, or choose --executor local."
         ) from error
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from dualrc.colmap.records import refuse_damaged
 from dualrc.colmap.upright import find_rotation, import_pycolmap
 from dualrc.errors import DataError
-from dualrc.files import inside
+from dualrc.files import first_line, inside
 from dualrc.geometry import Camera
 from dualrc.pixels import from_colmap
 from dualrc.types import FloatArray, IntArray, Size
@@ -62,8 +62,7 @@ def read_model(path: str | Path, images: str | Path | None = None) -> Model:
     try:
         model = pycolmap.Reconstruction(str(path))
     except (ValueError, RuntimeError, IndexError, MemoryError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{path} has no COLMAP model ({reason}); pass the folder of cameras.bin.") from error
+        raise DataError(f"{path} has no COLMAP model ({first_line(error)}); pass the folder of cameras.bin.") from error
     if not model.is_valid():
         raise DataError(f"The COLMAP model {path} is damaged; copy or export it again.")
     point_ids = np.array(sorted(model.points3D), dtype=np.int64)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dualrc.errors import ConfigError
+from dualrc.files import first_line
 from dualrc.image import Scale, normalize_colors, resize, to_tensor
 from dualrc.machine import device_name
 from dualrc.matcher.budget import enough_memory
@@ -169,7 +170,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         torch.empty(1, device=chosen).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         # The message of PyTorch for an unknown name lists every backend it ever had.
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         reason = "no such device" if reason.startswith("Expected one of") else reason
         remedy = f"available devices: {', '.join(here)}"
         raise ConfigError(f"Cannot use the device {str(device)!r} ({reason}); {remedy}.") from error

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from dualrc.agreement import measure_agreement
 from dualrc.config import MIN_SIDE
 from dualrc.errors import ConfigError, ImageError, WeightsError
+from dualrc.files import first_line
 from dualrc.image import ImageInput, Scale, network_size, read
 from dualrc.matches import Matches
 from dualrc.onnx.metadata import ModelInfo, Part
@@ -225,4 +226,4 @@ def _open(runtime: Any, path: Path, providers: Sequence[Any], threads: int | Non
         return runtime.InferenceSession(str(path), options, providers=list(providers))
     except Exception as error:
         # ONNX Runtime raises exceptions of its C++ library, which have no common base class.
-        raise WeightsError(f"{path} can't be opened ({str(error).splitlines()[0]}); export it again.") from error
+        raise WeightsError(f"{path} can't be opened ({first_line(error)}); export it again.") from error

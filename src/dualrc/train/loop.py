@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dualrc.config import CompactConfig
 from dualrc.data import FilePairs, Opened, PairBatch, PairMaker, PhotoPairs, open_pairs
 from dualrc.errors import ConfigError, DataError
-from dualrc.files import make_folder, only_run, replacing, write_json, write_text, writing
+from dualrc.files import first_line, make_folder, only_run, replacing, write_json, write_text, writing
 from dualrc.model.backbone import PaperBackbone, Trunk
 from dualrc.model.checkpoint import load_imagenet_trunk, load_pickle, load_weights, save_weights
 from dualrc.model.dualrc import DualRCNet, make_network
@@ -134,7 +134,7 @@ def _fabric(device: str | None, devices: int, nodes: int) -> Any:
         )
     # Torch and Lightning raise many kinds of exceptions for unusable devices.
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise ConfigError(f"The device {device!r} cannot be used ({reason}); choose cpu, cuda or mps.") from error
 
 

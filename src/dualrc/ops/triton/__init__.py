@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dualrc.config import FineConfig
+from dualrc.files import first_line
 from dualrc.model.backbone import CompactBackbone
 from dualrc.model.cells import FineMap, FineMapPair, MaskPair, TensorPair
 from dualrc.model.consensus import Consensus
@@ -196,6 +197,6 @@ def _works(device: torch.device) -> bool:
         return bool(consensus_kernels.mutual_filter(scores, consensus_kernels.Maxima(*maxima)).isfinite().all())
     except Exception as error:
         # Compilation can raise any exception.
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         warnings.warn(f"Cannot use Triton here ({reason}); matching continues without it, more slowly.", stacklevel=2)
         return False
