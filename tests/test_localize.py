@@ -437,6 +437,15 @@ def test_other_cameras_and_other_maps_are_no_old_results(world, tmp_path):
         ResultsFile(out, results_config(scaled))
 
 
+def test_results_without_a_hash_are_kept_without_reading_the_map(world, tmp_path):
+    queries = {QUERY: tmp_path / "images" / QUERY}
+    localizer = Localizer(Oracle(), world)
+    results = ResultsFile(tmp_path / "out.json", results_config(localizer))
+    results.put(QUERY, localizer.localize(queries[QUERY]))
+    localizer.content = None  # type: ignore[method-assign, assignment]
+    assert missing(localizer, queries, results) == []
+
+
 def test_one_run_at_a_time_writes_results(world, tmp_path):
     localizer = Localizer(Oracle(), world)
     queries = {name: tmp_path / "images" / name for name in ("a.png", "b.png")}
@@ -493,6 +502,19 @@ def test_a_kill_loses_only_the_query_in_work(world, tmp_path):
     fresh = ResultsFile(tmp_path / "fresh.json", results_config(localizer))
     dict(localize_all(localizer, queries, fresh))
     assert (tmp_path / "fresh.txt").read_text() == (tmp_path / "out.txt").read_text()
+
+
+@pytest.mark.parametrize("key", ["width", "K", "model", "source"])
+def test_a_damaged_camera_is_a_damaged_result(world, tmp_path, key):
+    localizer, out = Localizer(Oracle(), world), tmp_path / "out.json"
+    ResultsFile(out, {}).put(QUERY, localizer.localize(tmp_path / "images" / QUERY))
+    content = json.loads(out.read_text())
+    content["queries"][QUERY]["camera"][key] = "damaged"
+    if key == "source":
+        del content["queries"][QUERY]["camera"][key]
+    out.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"q\.png: not a result \(.+\); delete the file and localize again"):
+        ResultsFile(out, {})[QUERY]
 
 
 def test_files_that_are_no_results(tmp_path):

@@ -374,6 +374,19 @@ def test_rotations_fit_all_pairs_but_wrong_ones():
     assert RotationGraph({}).between("0", "1") is None
 
 
+def test_the_graph_of_rotations_has_the_indices_that_every_scipy_reads(monkeypatch):
+    csgraph = pytest.importorskip("scipy.sparse.csgraph")
+    spanning_tree = csgraph.minimum_spanning_tree
+
+    def strict(graph):
+        """Like SciPy 1.13, which raises an error for int64 indices."""
+        assert graph.tocsr().indices.dtype == np.int32
+        return spanning_tree(graph)
+
+    monkeypatch.setattr(csgraph, "minimum_spanning_tree", strict)
+    assert np.allclose(RotationGraph({("0", "1"): (TURN, 1.0)}).between("0", "1"), TURN)
+
+
 def test_a_direction_for_a_known_rotation():
     rng = np.random.default_rng(0)
     xyz = rng.uniform((-2, -2, 4), (2, 2, 9), (300, 3))

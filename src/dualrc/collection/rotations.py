@@ -65,7 +65,8 @@ def _spanning_tree(
 
     # Ranks, because weights may be 0, which a sparse graph cannot hold.
     ranks = np.argsort(np.argsort(-weights, kind="stable")) + 1
-    tree = minimum_spanning_tree(coo_array((ranks, ends.T), shape=(count, count)))
+    # With int32 indices, because functions for graphs of SciPy 1.13 accept no others.
+    tree = minimum_spanning_tree(coo_array((ranks, ends.T.astype(np.int32)), shape=(count, count)))
     _, component = connected_components(tree, directed=False)
     rows = {(a, b): row for row, (a, b) in enumerate(ends.tolist())}
     rotations = np.tile(np.eye(3), (count, 1, 1))

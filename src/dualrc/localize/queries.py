@@ -92,7 +92,8 @@ def _missing(
         found, known = results[name], results.content(name)
         if found.cam_from_world is None and not found.candidates:
             return True
-        return known not in ("", _content(localizer, hashes[name], found, cameras.get(name)))
+        # Only a stored hash is worth reading the map images.
+        return bool(known) and known != _content(localizer, hashes[name], found, cameras.get(name))
 
     return [name for name in hashes if is_missing(name)]
 

@@ -145,11 +145,11 @@ def _from_entry(entry: Mapping[str, Any], where: str) -> Localization:
         camera = entry["camera"]
         return Localization(
             cam_from_world=array("cam_from_world"),
-            camera=camera and replace(camera_from_json(camera, where), source=camera["source"]),
+            camera=replace(camera_from_json(camera, "camera"), source=camera["source"]) if camera else None,
             covariance=array("covariance"),
             **{key: entry[key] for key in plain},
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (DataError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{where}: not a result ({error}); delete the file and localize again.") from error
 
 
