@@ -252,3 +252,14 @@ def test_deep_consensus_layers_keep_their_order(tmp_path):
         state[f"NeighConsensus.conv.{2 * layer}.weight"] = torch.zeros(3, channels, 1, 3, 3, 3)
     config, _ = _converted(None, state, "file")
     assert config.consensus.channels == (2, 3, 4, 5, 6, 1)
+
+
+def test_consensus_tensors_that_do_not_fit_are_refused_as_unknown():
+    from dualrc.model.checkpoint import _converted
+
+    first = torch.zeros(3, 1, 1, 3, 3, 3)
+    state = {"FeatureExtraction.fine_layer_block.weight": torch.zeros(256, 1), "NeighConsensus.conv.0.weight": first}
+    strange = {"NeighConsensus.conv.2.weight": torch.zeros(3, 3), "NeighConsensus.conv.4.bias": torch.zeros(1)}
+    config, weights = _converted(None, state | strange, "file")
+    assert config.consensus.channels == (1,)
+    assert strange.keys() <= weights.keys()

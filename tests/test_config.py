@@ -16,6 +16,7 @@ from dualrc.config import (
     check_bounds,
     preset,
 )
+from dualrc.data import ScenesConfig
 from dualrc.errors import ConfigError
 from dualrc.extras import require
 from dualrc.toml import first_difference, from_dict, read_toml, to_dict, to_toml
@@ -139,11 +140,30 @@ def test_bounds_are_told_with_the_value():
     for changes, bounds, told in (
         ({"a": 0}, {"at_least": 1}, "a = 0 must be at least 1."),
         ({"b": 2}, {"above": 0, "below": 2}, "b = 2 must be above 0 and below 2."),
-        ({"a": float("inf")}, {"above": 0}, "a = inf must be above 0."),
-        ({"b": float("nan")}, {"at_most": 0.5}, "must be at most 0.5."),
+        ({"a": float("inf")}, {"above": 0}, "a = inf must be above 0 and finite."),
+        ({"a": None, "b": float("nan")}, {"at_most": 0.5}, "b = nan must be at most 0.5 and finite."),
+        ({"a": 0}, {"at_least": 1, "unit": "pixels"}, "a = 0 must be at least 1 pixels."),
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             check_bounds(Numbers(**changes), "a", "b", **bounds)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: MatcherConfig(size=10), "size = 10 must be at least 32 pixels."),
+        (lambda: MatcherConfig(max_memory=0), "max_memory = 0 must be above 0 GiB."),
+        (lambda: MatcherConfig(max_memory=float("inf")), "max_memory = inf must be above 0 GiB and finite."),
+        (lambda: ScenesConfig(image_size=(10, 100)), "every entry must be at least 64 pixels."),
+        (
+            lambda: FineConfig(temperature=-1),
+            "temperature = -1 must be finite and not negative; 0 gives the plain cosine.",
+        ),
+    ],
+)
+def test_bounds_are_told_with_their_unit_and_meaning(make, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        make()
 
 
 def test_the_first_difference_has_its_full_name():

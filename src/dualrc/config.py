@@ -22,16 +22,18 @@ def check_bounds(
     above: float = -math.inf,
     at_most: float = math.inf,
     below: float = math.inf,
+    unit: str = "",
 ) -> None:
     """Raise ConfigError if a field, or an entry of a tuple, is out of bounds or not finite; None is not checked."""
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     told = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound))
+    told += f" {unit}" if unit else ""
     for name in names:
         value = getattr(config, name)
         for entry in value if isinstance(value, tuple) else (value,):
             if entry is not None and not (at_least <= entry <= at_most and above < entry < below):
                 subject = f"{name} contains {entry}: every entry" if isinstance(value, tuple) else f"{name} = {value}"
-                raise ConfigError(f"{subject} must be {told}.")
+                raise ConfigError(f"{subject} must be {told}{'' if math.isfinite(entry) else ' and finite'}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,10 @@ class FineConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self, "query_share", above=0, at_most=1)
-        check_bounds(self, "temperature", at_least=0)
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(
+                f"temperature = {self.temperature} must be finite and not negative; 0 gives the plain cosine."
+            )
         check_bounds(self, "subpixel_hidden", at_least=0, at_most=_MOST_CHANNELS)
 
 
@@ -260,7 +265,7 @@ class MatcherConfig:
                 object.__setattr__(self, name, operator.index(value))
             except TypeError:
                 raise ConfigError(f"{name} = {value!r} must be a whole number.") from None
-        check_bounds(self, "max_size", "size", at_least=MIN_SIDE)
+        check_bounds(self, "max_size", "size", at_least=MIN_SIDE, unit="pixels")
         if self.top is not None and self.top < 0:
             raise ConfigError(f"top = {self.top} must not be negative; omit it to keep all matches.")
         if not math.isfinite(self.min_score):
@@ -270,7 +275,7 @@ class MatcherConfig:
             raise ConfigError(f"max_zoom = {self.max_zoom} must be from 1 (no search over scales) to 16.")
         if not 1 <= self.max_tilt <= 9:
             raise ConfigError(f"max_tilt = {self.max_tilt} must be from 1 (no search over tilted views) to 9.")
-        check_bounds(self, "max_memory", above=0)
+        check_bounds(self, "max_memory", above=0, unit="GiB")
 
 
 class MatcherOptions(TypedDict, total=False):

@@ -58,7 +58,7 @@ class ScenesConfig(CutConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_bounds(self, "image_size", at_least=64)
+        check_bounds(self, "image_size", at_least=64, unit="pixels")
         if self.texture < 32 or self.texture & (self.texture - 1):
             raise ConfigError(f"texture = {self.texture} is not valid; pass a power of 2 of at least 32.")
         check_bounds(self, "pool", "zoom", at_least=1)

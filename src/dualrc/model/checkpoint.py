@@ -209,11 +209,12 @@ def _converted(args: Any, state: Mapping[str, Tensor], source: str | Path) -> tu
             layers[int(match[1])] = _from_minkowski(tensor, source)
     is_ncnet = any(name.startswith("FeatureExtraction.model.") for name in state)
     config = (_ncnet_config if is_ncnet else _dualrc_config)(settings, state, source, has_layers=bool(layers))
+    read = {f"NeighConsensus.conv.{number}.{part}" for number in layers for part in ("weight", "kernel", "bias")}
     weights = {
         _renamed(name, config): tensor
         for name, tensor in state.items()
         # Files of NCNet may hold more.
-        if name.startswith("FeatureExtraction.model.") or not (is_ncnet or name.startswith("NeighConsensus.conv."))
+        if name.startswith("FeatureExtraction.model.") or not (is_ncnet or name in read)
     }
     ordered = dict(sorted(layers.items()))
     for layer, (number, weight) in enumerate(ordered.items()):
