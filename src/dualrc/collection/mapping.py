@@ -12,7 +12,6 @@ from typing import Any, Literal
 from dualrc.collection.cameras import is_known
 from dualrc.collection.progress import Progress
 from dualrc.colmap import import_pycolmap, quiet_colmap
-from dualrc.errors import ConfigError
 from dualrc.geometry import Camera
 
 Mapper = Literal["incremental", "global"]
@@ -72,11 +71,6 @@ def map_global(
 ) -> list[Any]:
     """Return the models that COLMAP builds from `out`/database.db, solving for all images at once."""
     pycolmap = import_pycolmap()
-    if not hasattr(pycolmap, "global_mapping"):
-        raise ConfigError(
-            f"pycolmap {pycolmap.__version__} has no global mapping; upgrade it (pip install 'pycolmap>=4'), or choose "
-            "the mapper incremental."
-        )
     options = pycolmap.GlobalPipelineOptions()
     options.random_seed = options.mapper.random_seed = 0
     # The value -1 uses all threads.
