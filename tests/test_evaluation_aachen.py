@@ -4,6 +4,7 @@ import io
 import json
 import shutil
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from aachen_data import (
     write_v1_0,
     write_v1_1,
 )
+from collection_data import run_on_a_full_disk
 from evaluation_data import SHARED, write_cameras_json, write_hpatches
 from PIL import ExifTags, Image
 from rich.console import Console
@@ -418,3 +420,27 @@ def test_a_camera_of_a_real_scene_left_out(tmp_path):
     queries, localized = (int(cell) for cell in row.split("│")[2:4])
     assert queries == localized == 8
     assert row.split("│")[-2].strip().endswith("100.0%")
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import test_export
+from dualrc.errors import OutputError
+from dualrc.evaluation.triangulation import triangulate
+folder, limit = Path(sys.argv[1]), int(sys.argv[2])
+scene, merged, store = test_export.export(folder)
+(folder / "work").mkdir()
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+try:
+    triangulate(scene.cameras, merged, folder / "work", lambda *_: None)
+except OutputError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of file sizes")
+@pytest.mark.parametrize("limit", [2_000, 110_000])
+def test_a_full_disk_is_one_clear_line(tmp_path, limit):
+    """pycolmap aborts the process if a transaction cannot be committed."""
+    assert run_on_a_full_disk(LIMITED, tmp_path, limit).startswith("Cannot write ")
