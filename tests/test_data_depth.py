@@ -360,7 +360,7 @@ def test_megadepth_goes_on_over_what_is_broken_and_again_when_it_is_mended(megad
     (megadepth / "scene_info" / "0003.npz").write_bytes(b"not a zip file")
     done = CliRunner().invoke(app, ["pairs", "megadepth", str(megadepth), "--out", str(tmp_path / "pairs")])
     assert done.exit_code == 0, done.output
-    assert "3 of 3 scenes lack files" in done.output
+    assert "3 of 3 scenes are incomplete" in done.output
     results = {r.name: r for r in write_scenes(megadepth, tmp_path / "out", RECIPE)}
     assert results["0001"].pairs == 2 and "0.h5 does not exist" in results["0001"].broken[0]
     assert results["0002"].pairs == 0 and "1.h5 is damaged" in results["0002"].broken[0]

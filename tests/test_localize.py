@@ -411,6 +411,19 @@ def test_changed_images_are_localized_again(world, tmp_path):
     assert localizer.matcher.extracted == ["c.png"]
 
 
+def test_a_changed_depth_map_is_noticed(tmp_path):
+    folder, out = write_rgbd(tmp_path / "rgbd"), tmp_path / "out.json"
+    world, queries = read_map(folder), {QUERY: folder / "images" / QUERY}
+
+    def run() -> list[str]:
+        localizer = Localizer(Oracle(), world)
+        return list(dict(localize_all(localizer, queries, ResultsFile(out, results_config(localizer)))))
+
+    assert run() == [QUERY] and run() == []
+    append(folder / "depth" / "a.png")
+    assert run() == [QUERY] and run() == []
+
+
 def test_other_cameras_and_other_maps_are_no_old_results(world, tmp_path):
     """Results depend on the cameras that were given, and on the coordinates of the map."""
     queries, out = {QUERY: tmp_path / "images" / QUERY}, tmp_path / "out.json"

@@ -119,7 +119,8 @@ def pairs_megadepth(
     for split, pairs in counts.items():
         common.written(f"{out / f'{split}_pairs.txt'} ({pairs:,} pairs)")
     if broken := sum(bool(result.broken) for result in results):
-        common.screen.print(f"{broken} of {len(results)} scenes lack files; add the files and run the command again.")
+        remedy = "correct their files and run the command again"
+        common.screen.print(f"{broken} of {len(results)} scenes are incomplete (see above); {remedy}.")
     return {"pairs": counts, "scenes": len(results), "incomplete": broken}
 
 

@@ -173,9 +173,9 @@ class Localizer:
         progress("Describing map images", len(self.map.names), len(self.map.names))
 
     def content(self, name: str) -> str:
-        """Return the hash of a map image file at the time of the first call."""
+        """Return the hash of the files of a map image at the time of the first call."""
         if name not in self._contents:
-            self._contents[name] = content_hash(self.map.images[name].path)
+            self._contents[name] = " ".join(map(content_hash, self.map.files(name)))
         return self._contents[name]
 
     def correspondences(

@@ -119,6 +119,10 @@ class Map(ABC):
         self.images, self.names = images, list(images)
         self.info = {**info, "images": len(images)}
 
+    def files(self, name: str) -> tuple[Path, ...]:
+        """Return the files that the correspondences with a map image depend on."""
+        return (self.images[name].path,)
+
     @abstractmethod
     def see(self, name: str, look: "Look") -> Correspondences:
         """Return the correspondences of a query with one of the map images."""
@@ -217,6 +221,9 @@ class RgbdMap(Map):
         images = {f.name: MapImage(path=f.image, size=f.camera.size, camera=f.camera) for f in frames}
         poses = [frame.camera.cam_from_world for frame in frames if frame.camera.cam_from_world is not None]
         super().__init__(images, {"kind": "RGB-D", "content": _hash(poses, images)})
+
+    def files(self, name: str) -> tuple[Path, ...]:
+        return self.frames[name].image, self.frames[name].depth
 
     def see(self, name: str, look: Look) -> Correspondences:
         frame = self.frames[name]

@@ -44,8 +44,8 @@ def localize_all(
 ) -> Iterator[tuple[str, Localization]]:
     """Localize the queries that have no result, and yield each after it is saved.
 
-    A query is localized again if its image, its camera in `cameras`, or a map image that it was matched with, has
-    changed. Only one run at a time can write to the results.
+    A query is localized again if its image, its camera in `cameras`, or a map image (or depth map) that it was matched
+    with, has changed. Only one run at a time can write to the results.
     """
     with only_run(results.path.with_name(f".{results.path.name}.lock")):
         # Another run may have ended in the meantime.

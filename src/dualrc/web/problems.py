@@ -1,12 +1,14 @@
 """Errors of the service: an HTTP status, a machine-readable code and a message."""
 
+import logging
 from typing import TypeVar
 
 from PIL import Image
 
-from dualrc.errors import ConfigError, DataError, DualRCError, ImageError
+from dualrc.errors import ConfigError, DataError, DualRCError, ImageError, OutputError
 from dualrc.matcher.budget import NoMemoryError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -71,4 +73,8 @@ def from_error(error: DualRCError) -> Problem:
         return Problem(422, "bad_setting", message)
     if isinstance(error, DataError):
         return Problem(422, "bad_data", message)
+    if isinstance(error, OutputError):
+        # The message names a path of the server.
+        logger.error("%s", message)
+        return Problem(507, "no_space", "The server cannot write the result, and its disk may be full; try later.")
     return Problem(500, "failed", message)
