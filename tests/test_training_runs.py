@@ -484,7 +484,7 @@ def test_photographs_of_many_gigabytes_are_picked_right_on_a_gpu():
     maker = PhotoPairs(photos, size=64, points=8, motion=PhotoMotion(), device=torch.device("cuda"))
     random = torch.Generator(device="cuda").manual_seed(0)
     index = torch.randint(count, (64,), generator=torch.Generator(device="cuda").manual_seed(0), device="cuda")
-    picked, _ = maker._canvases(64, 0, random)
+    picked, _ = maker._photos(64, random)
     assert torch.equal(picked[:, 0, 5, 7].long(), index % 251)
 
 
