@@ -19,13 +19,18 @@ from dualrc.model.checkpoint import load_weights, save_weights
 from dualrc.model.dualrc import make_network
 from dualrc.train import TrainConfig, train
 from dualrc.train.config import TeacherConfig
-from dualrc.train.teacher import Teacher, make_teacher
+from dualrc.train.teacher import Teacher, centered_conv4, make_teacher
 
 
 @pytest.fixture(scope="module")
 def trunk():
     torch.manual_seed(0)
-    return ResNet("resnet50")
+    network = ResNet("resnet50")
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 2)
+    return network
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +74,17 @@ def test_a_teacher_gives_unit_vectors_that_move_with_the_image(file):
     left[..., 24], right[..., 39] = 1, 1
     strongest = [(teacher(x) - teacher(x * 0)).square().sum(1)[0, 2].argmax().item() for x in (left, right)]
     assert strongest[0] + strongest[1] == 3
+
+
+def test_the_batch_norms_of_a_teacher_are_folded(file, trunk):
+    """Its features are those of the network in the file, projected."""
+    teacher, images = Teacher(TeacherConfig(file=str(file))), torch.rand(1, 3, 64, 64)
+    found = teacher(images)
+    assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in teacher.modules())
+    plain = centered_conv4(trunk, images)
+    features = torch.einsum("kc,bchw->bkhw", teacher.projection, plain - teacher.mean[:, None, None])
+    smooth = torch.nn.functional.avg_pool2d(features, 3, 1, 1, count_include_pad=False)
+    assert torch.allclose(found, torch.nn.functional.normalize(smooth, dim=1), atol=5e-3)
 
 
 def test_a_file_without_a_projection_is_refused(trunk, tmp_path):

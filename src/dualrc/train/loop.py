@@ -153,7 +153,7 @@ class _Run:
             self.network.engine = TrainingEngine()
         self.average = copy.deepcopy(self.network).eval()
         self.on_one_gpu = fabric.device.type == "cuda" and fabric.world_size == 1
-        self._teacher = Teacher(config.teacher).to(fabric.device) if config.teacher else None
+        self._teacher = Teacher(config.teacher, fabric.device) if config.teacher else None
         module = TrainingStep(self.network, config, self._teacher)
         if config.compile and self.on_one_gpu:
             module.compile_parts()
