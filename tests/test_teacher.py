@@ -1,5 +1,6 @@
 """Tests of distillation: features of a frozen ResNet-50 as targets of coarse features."""
 
+import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
@@ -162,3 +163,17 @@ def test_the_script_writes_a_teacher(trunk, photos, tmp_path):
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "6 photographs" in answer.stdout
     assert Teacher(TeacherConfig(file=str(tmp_path / "teacher.safetensors"))).projection.shape == (128, 1024)
+
+
+def test_the_benchmark_times_a_step_and_its_parts(file, photos, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("train_step_script", ROOT / "benchmarks" / "train_step.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    options = ["--device", "cpu", "--compile", "off", "--size", "64", "--pairs", "2", "--rounds", "1", "--repeat", "1"]
+    monkeypatch.setattr(sys, "argv", ["train_step.py", "--photos", str(photos), "--canvas", "128", *options])
+    before = torch.get_float32_matmul_precision()
+    script.main()
+    torch.set_float32_matmul_precision(before)
+    printed = capsys.readouterr().out
+    assert all(part in printed for part in ("making pairs", "losses", "training, pairs a second"))
+    assert "2 pairs of 64 px on cpu" in printed and "teacher" not in printed

@@ -34,27 +34,27 @@ class TrainingStep(nn.Module):
         self.network = network
         self.config = config
         self.teacher = teacher
-        self._extract, self._loss, self._teach = self._features, self._losses, self._distilled
+        self.extract, self.loss, self.teach = self._features, self._losses, self._distilled
 
     def compile_parts(self) -> None:
         """Compile backbone, losses and teacher separately; one graph assumes layouts that kernels may not keep."""
-        self._extract = torch.compile(self._features, dynamic=False)
-        self._loss = torch.compile(self._losses, dynamic=False)
-        self._teach = torch.compile(self._distilled, dynamic=False)
+        self.extract = torch.compile(self._features, dynamic=False)
+        self.loss = torch.compile(self._losses, dynamic=False)
+        self.teach = torch.compile(self._distilled, dynamic=False)
 
     def forward(self, parts: int, *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss, and values to log, from the tensors of a PairBatch with this number of parts."""
         batch = PairBatch.of(tensors)
-        features = self._extract(batch.images0, batch.images1)
+        features = self.extract(batch.images0, batch.images1)
         # The loss of a part is a mean over its own points, so it does not depend on the process.
         maps = *features.coarse.chunk(2), *features.fine.chunk(2)
         chunks = [t.chunk(parts) for t in (*maps, *tensors)]
-        results = [self._loss(*chunk) for chunk in zip(*chunks, strict=True)]
+        results = [self.loss(*chunk) for chunk in zip(*chunks, strict=True)]
         logged = {name: torch.stack([r[1][name] for r in results]).mean() for name in results[0][1]}
         loss = torch.stack([total for total, _ in results]).mean()
         if self.teacher is not None and self.config.teacher is not None:
             assert batch.clean0 is not None and batch.clean1 is not None
-            distilled = self._teach(features.coarse, batch.clean0, batch.clean1)
+            distilled = self.teach(features.coarse, batch.clean0, batch.clean1)
             loss = loss + self.config.teacher.weight * distilled
             logged["teacher"] = distilled.detach()
         return loss, logged
