@@ -132,11 +132,13 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, help="pairs per step; default: those of the config")
     parser.add_argument("--canvas", type=int, help="side of the photos; default: that of the config")
     parser.add_argument("--compile", nargs="+", choices=["off", "on"], default=["off", "on"], help="default: both")
+    parser.add_argument("--heuristics", action="store_true", help="convolutions that cuDNN guesses, not the fastest")
     parser.add_argument("--rounds", type=int, default=7, help="number of rounds; default: %(default)s")
     parser.add_argument("--repeat", type=int, default=10, help="runs of each part in a round; default: %(default)s")
     options = parser.parse_args()
     device, config = torch.device(options.device), read_toml(TrainConfig, options.config)
     torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = not options.heuristics
     source = next(source for source in config.data if isinstance(source, PhotosConfig))
     teacher = None
     if options.teacher:

@@ -18,8 +18,10 @@ from dualrc.losses import distillation_loss
 from dualrc.model.backbone import ResNet
 from dualrc.model.checkpoint import load_weights, save_weights
 from dualrc.model.dualrc import make_network
+from dualrc.ops.training import TrainingEngine
 from dualrc.train import TrainConfig, train
 from dualrc.train.config import TeacherConfig
+from dualrc.train.step import TrainingStep
 from dualrc.train.teacher import Teacher, centered_conv4, make_teacher
 
 
@@ -128,6 +130,32 @@ def test_training_with_a_teacher_approaches_its_features(file, photos, tmp_path)
     first = train(replace(config, steps=1, validate_every=1), tmp_path / "first", device="cpu")
     last = train(config, tmp_path / "last", device="cpu")
     assert last["teacher"] < 0.8 * first["teacher"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+def test_the_parts_of_a_step_compile_without_a_break(file, photos):
+    """Each part is one graph, with the same loss and gradients."""
+    config = tiny_config(subpixel_hidden=16)
+    config = replace(config, backbone=replace(config.backbone, coarse_channels=24, contrast=True))
+    torch.manual_seed(0)
+    network = make_network(config).train()
+    network.engine = TrainingEngine()
+    data = PhotosConfig(paths=(str(photos),), canvas=128)
+    settings = TrainConfig(data=(data,), teacher=TeacherConfig(file=str(file)), precision="float32")
+    batch = open_pairs(data, size=64, points=8, clean=True).training.make(2, torch.Generator().manual_seed(0))
+    results = []
+    for compiled in (False, True):
+        step = TrainingStep(network, settings, Teacher(settings.teacher))
+        if compiled:
+            step.extract, step.loss, step.teach = (
+                torch.compile(part, dynamic=False, fullgraph=True, backend="aot_eager")
+                for part in (step.extract, step.loss, step.teach)
+            )
+        loss, logged = step(1, *batch.tensors())
+        results.append([loss, *logged.values(), *torch.autograd.grad(loss, list(network.parameters()))])
+    for one, other in zip(*results, strict=True):
+        # The consensus has bfloat16 gradients.
+        assert (one - other).abs().max() <= 1e-2 * other.abs().max() + 1e-6
 
 
 def test_weights_to_start_from_are_enlarged_without_changing_what_they_do(tmp_path, photos):

@@ -207,6 +207,17 @@ def test_compiled_batches_are_the_same(folder, backend):
         assert ((one.float() - other.float()).abs() > 1e-3).float().mean() < 1e-3
 
 
+@pytest.mark.parametrize(("mosaic", "layers", "points"), [(0.0, 0, 1), (1.0, 1, 2), (0.3, 3, 7)])
+def test_batches_of_any_number_of_mosaics_layers_and_points(folder, mosaic, layers, points):
+    motion = PhotoMotion(mosaic=mosaic, layers=layers)
+    maker = PhotoPairs(read_photos([folder], canvas=128), size=64, points=points, motion=motion, device=CPU)
+    batch = maker.make(3, torch.Generator().manual_seed(0))
+    assert batch.images0.shape == batch.images1.shape == (3, 3, 64, 64)
+    assert batch.points0.shape == batch.points1.shape == (3, points, 2)
+    assert batch.valid.shape == batch.absent0.shape == batch.absent1.shape == (3, points)
+    assert batch.images0.isfinite().all() and not batch.absent0[:, points // 2 :].any()
+
+
 def test_mosaics_are_nine_tiles_and_come_first():
     tiles = torch.arange(18, dtype=torch.uint8)[:, None, None, None].expand(18, 3, 16, 16)
     photos, sizes = torch.full((1, 3, 24, 24), 99, dtype=torch.uint8), torch.tensor([[20.0, 24.0]])

@@ -65,6 +65,8 @@ def train(
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     fabric = _fabric(device, devices, nodes)
     torch.set_float32_matmul_precision("high")
+    # All steps have the same shapes, so the first one chooses the fastest convolutions.
+    torch.backends.cudnn.benchmark = True
     fabric.launch()
     if config.parts % fabric.world_size:
         remedy = f"set parts to a multiple of {fabric.world_size}"
