@@ -197,7 +197,7 @@ class PhotoPairs:
         self, draw: Draws, sizes: Tensor, mean_scale: Tensor, widest: Tensor, still: Tensor, *, background: bool
     ) -> tuple[Tensor, Tensor]:
         """Return a position in each photo (b 2), and homographies to the photos from both images (b 2 3 3)."""
-        motion, count = self.motion, len(sizes)
+        motion = self.motion
         apart = draw.normal(motion.octaves).clamp(-2.2, 2.2)
         turn = torch.where(
             draw.chance(motion.any_rotation),
@@ -224,12 +224,12 @@ class PhotoPairs:
             perspective = perspective + toward[:, None, 1:] * near[..., None]
             tilt = toward[:, None, 1:] * tilts[..., None]
         # In still pairs, the second view is the first one, shifted.
-        first = (torch.arange(2, device=self.device) > 0) & still[:, None]
-        place = torch.where(first[..., None], place[:, :1] + draw.normal(6.0, 1, 2), place)
-        scale, angle = (torch.where(first, x[:, :1], x) for x in (scale, angle))
-        stretch, perspective, tilt = (torch.where(first[..., None], x[:, :1], x) for x in (stretch, perspective, tilt))
-        focus_of_both = focus[:, None].expand(count, 2, 2)
-        return focus, _photo_from_image(focus_of_both, place, scale, angle, stretch, perspective, tilt, size=self.size)
+        same = (torch.arange(2, device=self.device) > 0) & still[:, None]
+        place = torch.where(same[..., None], place[:, :1] + draw.normal(6.0, 1, 2), place)
+        scale, angle = (torch.where(same, x[:, :1], x) for x in (scale, angle))
+        stretch, perspective, tilt = (torch.where(same[..., None], x[:, :1], x) for x in (stretch, perspective, tilt))
+        views = place, scale, angle, stretch, perspective, tilt
+        return focus, _photo_from_image(focus[:, None], *views, size=self.size)
 
     def _tilts(self, draw: Draws) -> tuple[Tensor, Tensor]:
         """Return tilt angles (b) of one of the images, and (b 3): which image, by sign, and the direction."""

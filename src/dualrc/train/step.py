@@ -138,7 +138,7 @@ class Update:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         finite = torch.stack(torch._foreach_norm(gradients)).sum().isfinite()
         for gradient in gradients:
-            gradient.copy_(torch.where(finite, gradient, 0))
+            gradient.masked_fill_(~finite, 0)
         self.skipped += ~finite
 
 
