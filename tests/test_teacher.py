@@ -1,5 +1,6 @@
 """Tests of distillation: features of a frozen ResNet-50 as targets of coarse features."""
 
+import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,15 +18,22 @@ from dualrc.losses import distillation_loss
 from dualrc.model.backbone import ResNet
 from dualrc.model.checkpoint import load_weights, save_weights
 from dualrc.model.dualrc import make_network
+from dualrc.ops.training import TrainingEngine
 from dualrc.train import TrainConfig, train
 from dualrc.train.config import TeacherConfig
-from dualrc.train.teacher import Teacher, make_teacher
+from dualrc.train.step import TrainingStep
+from dualrc.train.teacher import Teacher, centered_conv4, make_teacher
 
 
 @pytest.fixture(scope="module")
 def trunk():
     torch.manual_seed(0)
-    return ResNet("resnet50")
+    network = ResNet("resnet50")
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 2)
+    return network
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +79,17 @@ def test_a_teacher_gives_unit_vectors_that_move_with_the_image(file):
     assert strongest[0] + strongest[1] == 3
 
 
+def test_the_batch_norms_of_a_teacher_are_folded(file, trunk):
+    """Its features are those of the network in the file, projected."""
+    teacher, images = Teacher(TeacherConfig(file=str(file))), torch.rand(1, 3, 64, 64)
+    found = teacher(images)
+    assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in teacher.modules())
+    plain = centered_conv4(trunk, images)
+    features = torch.einsum("kc,bchw->bkhw", teacher.projection, plain - teacher.mean[:, None, None])
+    smooth = torch.nn.functional.avg_pool2d(features, 3, 1, 1, count_include_pad=False)
+    assert torch.allclose(found, torch.nn.functional.normalize(smooth, dim=1), atol=5e-3)
+
+
 def test_a_file_without_a_projection_is_refused(trunk, tmp_path):
     save_file(trunk.state_dict(), tmp_path / "trunk.safetensors")
     with pytest.raises(WeightsError, match="make-teacher"):
@@ -113,6 +132,32 @@ def test_training_with_a_teacher_approaches_its_features(file, photos, tmp_path)
     assert last["teacher"] < 0.8 * first["teacher"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+def test_the_parts_of_a_step_compile_without_a_break(file, photos):
+    """Each part is one graph, with the same loss and gradients."""
+    config = tiny_config(subpixel_hidden=16)
+    config = replace(config, backbone=replace(config.backbone, coarse_channels=24, contrast=True))
+    torch.manual_seed(0)
+    network = make_network(config).train()
+    network.engine = TrainingEngine()
+    data = PhotosConfig(paths=(str(photos),), canvas=128)
+    settings = TrainConfig(data=(data,), teacher=TeacherConfig(file=str(file)), precision="float32")
+    batch = open_pairs(data, size=64, points=8, clean=True).training.make(2, torch.Generator().manual_seed(0))
+    results = []
+    for compiled in (False, True):
+        step = TrainingStep(network, settings, Teacher(settings.teacher))
+        if compiled:
+            step.extract, step.loss, step.teach = (
+                torch.compile(part, dynamic=False, fullgraph=True, backend="aot_eager")
+                for part in (step.extract, step.loss, step.teach)
+            )
+        loss, logged = step(1, *batch.tensors())
+        results.append([loss, *logged.values(), *torch.autograd.grad(loss, list(network.parameters()))])
+    for one, other in zip(*results, strict=True):
+        # The consensus has bfloat16 gradients.
+        assert (one - other).abs().max() <= 1e-2 * other.abs().max() + 1e-6
+
+
 def test_weights_to_start_from_are_enlarged_without_changing_what_they_do(tmp_path, photos):
     torch.manual_seed(1)
     old = make_network(tiny_config())
@@ -146,3 +191,17 @@ def test_the_script_writes_a_teacher(trunk, photos, tmp_path):
     answer = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "6 photographs" in answer.stdout
     assert Teacher(TeacherConfig(file=str(tmp_path / "teacher.safetensors"))).projection.shape == (128, 1024)
+
+
+def test_the_benchmark_times_a_step_and_its_parts(file, photos, monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("train_step_script", ROOT / "benchmarks" / "train_step.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    options = ["--device", "cpu", "--compile", "off", "--size", "64", "--pairs", "2", "--rounds", "1", "--repeat", "1"]
+    monkeypatch.setattr(sys, "argv", ["train_step.py", "--photos", str(photos), "--canvas", "128", *options])
+    before = torch.get_float32_matmul_precision()
+    script.main()
+    torch.set_float32_matmul_precision(before)
+    printed = capsys.readouterr().out
+    assert all(part in printed for part in ("making pairs", "losses", "training, pairs a second"))
+    assert "2 pairs of 64 px on cpu" in printed and "teacher" not in printed

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 import dualrc.data.photos
 from dualrc.data import PhotoPairs, PhotosConfig, read_photos
-from dualrc.data.light import relight
-from dualrc.data.photo_pairs import _foreshortening
+from dualrc.data.light import _compressed, relight
+from dualrc.data.photo_pairs import _foreshortening, _Layer, _read, _with_mosaics, _with_smaller
 from dualrc.data.photos import PhotoMotion
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.losses import keypoint_losses
@@ -189,6 +189,64 @@ def test_batches_repeat(folder):
     assert torch.equal(one.images0, two.images0)
     assert torch.equal(one.points1, two.points1)
     assert not torch.equal(one.images0, other.images0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_batches_are_the_same(folder, backend):
+    motion = PhotoMotion(tilt_deg=60, tilted=0.5, repeated=0.5, unrelated=0.25)
+    maker = PhotoPairs(
+        read_photos([folder], canvas=128), size=64, points=21, motion=motion, device=CPU, sensors=0.3, clean=True
+    )
+    expected = maker.make(4, torch.Generator().manual_seed(1))
+    maker._compute = torch.compile(maker._batch, dynamic=False, fullgraph=True, backend=backend)
+    found = maker.make(4, torch.Generator().manual_seed(1))
+    for one, other in zip(found.tensors(), expected.tensors(), strict=True):
+        assert one.stride() == other.stride()
+        # Compression rounds, so a few blocks may differ by a level.
+        assert ((one.float() - other.float()).abs() > 1e-3).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize(("mosaic", "layers", "points"), [(0.0, 0, 1), (1.0, 1, 2), (0.3, 3, 7)])
+def test_batches_of_any_number_of_mosaics_layers_and_points(folder, mosaic, layers, points):
+    motion = PhotoMotion(mosaic=mosaic, layers=layers)
+    maker = PhotoPairs(read_photos([folder], canvas=128), size=64, points=points, motion=motion, device=CPU)
+    batch = maker.make(3, torch.Generator().manual_seed(0))
+    assert batch.images0.shape == batch.images1.shape == (3, 3, 64, 64)
+    assert batch.points0.shape == batch.points1.shape == (3, points, 2)
+    assert batch.valid.shape == batch.absent0.shape == batch.absent1.shape == (3, points)
+    assert batch.images0.isfinite().all() and not batch.absent0[:, points // 2 :].any()
+
+
+def test_mosaics_are_nine_tiles_and_come_first():
+    tiles = torch.arange(18, dtype=torch.uint8)[:, None, None, None].expand(18, 3, 16, 16)
+    photos, sizes = torch.full((1, 3, 24, 24), 99, dtype=torch.uint8), torch.tensor([[20.0, 24.0]])
+    canvases, sizes = _with_mosaics(tiles, photos, sizes)
+    assert sizes.tolist() == [[48, 48], [48, 48], [20, 24]]
+    assert canvases[1, 0, 8::16, 8::16].tolist() == [[9, 10, 11], [12, 13, 14], [15, 16, 17]]
+    assert (canvases[2, :, :24, :24] == 99).all() and (canvases[2, :, 24:] == 0).all()
+
+
+@pytest.mark.parametrize("spacing", [1.0, 2.0, 3.0])
+def test_where_a_photo_is_scaled_down_its_smaller_versions_are_read(spacing):
+    """Each version is read as if it were alone, up to the borders of the photo."""
+    image, places = rand(0, 1, 3, 32, 32), 31 * torch.rand(1, 2, 50, 2, generator=torch.Generator().manual_seed(0))
+    layer = _Layer(_with_smaller(image), torch.tensor([[[[32.0, 32.0]]]]), torch.eye(3).expand(1, 2, 3, 3))
+    factor = {1.0: 1, 2.0: 2, 3.0: 4}[spacing]
+    small = F.avg_pool2d(image, factor)
+    unit = (places + 0.5) / 32 * 2 - 1
+    expected = F.grid_sample(small, unit, padding_mode="border", align_corners=False)
+    torch.testing.assert_close(_read(layer, places, torch.full((1, 2), spacing)), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_blocks_are_transformed_and_rounded():
+    """A known cosine survives compression, and a faint one is lost."""
+    column = torch.cos(math.pi / 8 * (torch.arange(16) % 8 + 0.5) * 2)
+    for amplitude, kept in ((0.3, True), (0.001, False)):
+        image = (0.5 + amplitude * column).expand(1, 3, 16, 16)
+        found = _compressed(image, torch.full((1, 1, 1, 1), 0.05))
+        spread = (found - found.mean()).abs().max() / amplitude
+        assert (0.8 < spread < 1.2) if kept else spread < 1e-3
 
 
 def test_light_changes_colours_and_not_places():

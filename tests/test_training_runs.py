@@ -269,13 +269,13 @@ def test_context_is_added_to_weights_that_have_none(folder, tmp_path):
     assert dualrc.train.loop._network(again).config.context == network.context
 
 
-@pytest.mark.parametrize("channels", [4, 8])
-def test_the_consensus_of_training_is_the_defined_one_with_its_gradients(channels):
+@pytest.mark.parametrize(("channels", "width"), [(4, 2), (8, 3), (3, 5), (8, 8), (5, 12)])
+def test_the_consensus_of_training_is_the_defined_one_with_its_gradients(channels, width):
     torch.manual_seed(0)
     consensus = Consensus(ConsensusConfig(channels=(channels, 1)))
     for parameter in consensus.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    scores = torch.rand(2, 3, 4, 5, 2, requires_grad=True)
+    scores = torch.rand(2, 3, 4, 5, width, requires_grad=True)
     weights, biases = list(consensus.weights), list(consensus.biases)
     expected, found = consensus(scores), two_layers(scores, weights, biases, torch.float32)
     torch.testing.assert_close(found, expected)
@@ -283,7 +283,7 @@ def test_the_consensus_of_training_is_the_defined_one_with_its_gradients(channel
     for one, other in zip(
         *(torch.autograd.grad((x * direction).sum(), inputs) for x in (found, expected)), strict=True
     ):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     half = TrainingEngine().consensus(scores, consensus)
     assert (half - expected).abs().max() < 0.02 * expected.max()
 
@@ -484,7 +484,7 @@ def test_photographs_of_many_gigabytes_are_picked_right_on_a_gpu():
     maker = PhotoPairs(photos, size=64, points=8, motion=PhotoMotion(), device=torch.device("cuda"))
     random = torch.Generator(device="cuda").manual_seed(0)
     index = torch.randint(count, (64,), generator=torch.Generator(device="cuda").manual_seed(0), device="cuda")
-    picked, _ = maker._canvases(64, 0, random)
+    picked, _ = maker._photos(64, random)
     assert torch.equal(picked[:, 0, 5, 7].long(), index % 251)
 
 

@@ -175,16 +175,19 @@ def resize(pixels: "Tensor", size: Size, *, antialias: bool = True) -> "Tensor":
     return images
 
 
-def normalize_colors(images: "Tensor") -> "Tensor":
-    """Subtract ImageNet's mean and divide by its deviation: (b 3 h w) from 0 to 1, channels-last in memory."""
-    mean, deviation = _normal_rows(images.device, images.shape[3])
+def normalize_colors(images: "Tensor", mean_deviation: "tuple[Tensor, Tensor] | None" = None) -> "Tensor":
+    """Subtract ImageNet's mean and divide by its deviation: (b 3 h w) from 0 to 1, channels-last in memory.
+
+    `mean_deviation`: precomputed `normal_rows`, for compiled functions, which ignore caches.
+    """
+    mean, deviation = mean_deviation or normal_rows(images.device, images.shape[3])
     # Whole rows are faster than single pixels.
     rows = images.permute(0, 2, 3, 1).flatten(2)
     return (rows - mean).div_(deviation).unflatten(2, (-1, 3)).permute(0, 3, 1, 2)
 
 
 @lru_cache(maxsize=256)
-def _normal_rows(device: "torch.device", width: int) -> "tuple[Tensor, Tensor]":
+def normal_rows(device: "torch.device", width: int) -> "tuple[Tensor, Tensor]":
     """Return ImageNet's mean and deviation for a row of `width` pixels, copied to a device once."""
     import torch
 

@@ -34,7 +34,8 @@ class PairBatch:
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> "PairBatch":
         """Make a batch from the result of `tensors`."""
-        return PairBatch(**dict(zip((f.name for f in fields(PairBatch)), tensors, strict=False)))
+        # torch.compile cannot trace `fields`.
+        return PairBatch(**dict(zip(PairBatch.__dataclass_fields__, tensors, strict=False)))
 
     def tensors(self) -> list[Tensor]:
         """Return all fields in their order, without the clean images if there are none."""

@@ -1,10 +1,11 @@
 """Backbones: an image to its coarse map F~ at 1/16 and its fine map F^ at 1/4; NCNet uses a single map."""
 
 from itertools import pairwise
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
@@ -182,6 +183,34 @@ def local_contrast(images: Tensor) -> Tensor:
     return (gray - mean).div_(deviation).to(images.dtype)
 
 
+class _Doubled(Function):
+    """Bilinear up-sampling by 2, whose gradient has no scattered additions, in the type of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        for axis in (2, 3):
+            # Each cell is read by its own two halves, and by the nearest half of both neighbors. Borders are repeated.
+            first, last = gradient.unflatten(axis, (-1, 2)).unbind(axis + 1)
+            cells = first.shape[axis]
+            before = torch.cat([first.narrow(axis, 0, 1), last.narrow(axis, 0, cells - 1)], axis)
+            after = torch.cat([first.narrow(axis, 1, cells - 1), last.narrow(axis, cells - 1, 1)], axis)
+            gradient = (first + last) * 0.75 + (before + after) * 0.25
+        return gradient
+
+
+def _doubled(x: Tensor) -> Tensor:
+    """Up-sample by 2: (b c h w) -> (b c 2h 2w)."""
+    if x.requires_grad:
+        doubled: Tensor = _Doubled.apply(x)  # type: ignore[no-untyped-call]
+        return doubled
+    return F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
+
+
 class CompactBackbone(nn.Module):
     """Small residual network with an FPN-like top-down path."""
 
@@ -217,11 +246,12 @@ class CompactBackbone(nn.Module):
         x16 = self.level16(x8)
         # A map with an odd side would lose half a cell of context at 1/32, so its last row and column are repeated.
         odd = (0, x16.shape[3] % 2, 0, x16.shape[2] % 2)
-        x32 = self.level32(F.pad(x16, odd, mode="replicate"))
-        up32 = F.interpolate(self.down32(x32), scale_factor=2, mode="bilinear", align_corners=False)
+        # The exported graph has all sizes, and a padding of zero is slow to train.
+        x32 = self.level32(x16 if self.training and not any(odd) else F.pad(x16, odd, mode="replicate"))
+        up32 = _doubled(self.down32(x32))
         x16 = self.merge16(x16 + up32[:, :, : x16.shape[2], : x16.shape[3]])
-        x8 = self.merge8(x8 + F.interpolate(self.down16(x16), scale_factor=2, mode="bilinear", align_corners=False))
-        x4 = self.merge4(x4 + F.interpolate(self.down8(x8), scale_factor=2, mode="bilinear", align_corners=False))
+        x8 = self.merge8(x8 + _doubled(self.down16(x16)))
+        x4 = self.merge4(x4 + _doubled(self.down8(x8)))
         return self.coarse(x16), self.fine(x4)
 
 

@@ -1,10 +1,15 @@
 """Operations for training on a GPU: bfloat16, in forms whose gradients are fast too.
 
-Both consensus layers run as dense 2D convolutions over the coordinates of image 1, channels last, with channels padded
-to a multiple of 8 for tensor cores. The neighbors in the coordinates of image 0 are channels. One pass spreads them
-before the first layer, and another pass sums them after the second. Each pass is the gradient of the other.
+Both consensus layers run as dense 2D convolutions over the coordinates of image 1, channels last. The neighbors in the
+coordinates of image 0 are channels. One pass spreads them before the first layer, and another pass sums them after the
+second. Each pass is the gradient of the other.
+
+With so few channels, tensor cores would mostly multiply padding. Channels-last memory of several columns is the same as
+that of one column with as many times the channels, so a convolution over such groups of columns needs no copies. Its
+kernel has zeros, but is as wide as those of usual networks.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -19,8 +24,10 @@ from dualrc.model.engine import Engine
 
 # Neighbors in the coordinates of image 0: a kernel of 3 x 3.
 _NEIGHBORS = 9
-# Channels are padded to a multiple of this.
+# The convolutions have a multiple of this number of channels.
 _FILLED = 8
+# Maximum number of columns that are convolved as one.
+_COLUMNS = 4
 
 
 class TrainingEngine(Engine):
@@ -52,22 +59,41 @@ def two_layers(scores: Tensor, weights: list[Tensor], biases: list[Tensor], half
     kernels = [w[0].flatten(1, 2).transpose(0, 1) for w in (weight2, swap_images(weight2))]
     # Each direction reads its own half of the channels.
     second = torch.cat([F.pad(kernels[0], (0, 0, 0, 0, 0, hidden)), F.pad(kernels[1], (0, 0, 0, 0, hidden, 0))])
-    x = _Spread.apply(scores.to(half).flatten(3)[..., None])  # type: ignore[no-untyped-call]
-    # (n 16 h1 w1), channels last
-    x = x.flatten(0, 2).unflatten(1, size[3:]).movedim(3, 1)
-    x = F.conv2d(x, _filled(first, 1).to(half), bias1.repeat(2).to(half), padding=1).relu()
-    # (n 24 h1 w1)
-    x = F.conv2d(x, _filled(second, 0).to(half), padding=1)
-    # (b h0 w0 m 24)
-    parts = x.movedim(1, 3).flatten(1, 2).unflatten(0, size[:3])
+    columns = math.gcd(_COLUMNS, size[4])
+    x = _Spread.apply(scores.to(half).flatten(3)[..., None], _filled(_NEIGHBORS))  # type: ignore[no-untyped-call]
+    # (n h1 w1 16), (n h1 w1 2c), (n h1 w1 18)
+    x = x.flatten(0, 2).unflatten(1, size[3:])
+    x = _convolve(x, first.to(half), columns, bias1.repeat(2).to(half)).relu()
+    x = _convolve(x, second.to(half), columns)
+    # (b h0 w0 m 18)
+    parts = x.flatten(1, 2).unflatten(0, size[:3])
     both: Tensor = (_Gather.apply(parts, 2).float() + bias2).relu()  # type: ignore[no-untyped-call]
     return both.sum(4).view(size)
 
 
-def _filled(weight: Tensor, axis: int) -> Tensor:
-    """Pad a kernel (o i k k) with zero channels along an axis, to a multiple of _FILLED."""
-    missing = -weight.shape[axis] % _FILLED
-    return F.pad(weight, (0, 0, 0, 0, 0, missing) if axis == 1 else (0, 0, 0, 0, 0, 0, 0, missing))
+def _filled(channels: int) -> int:
+    """Return the next multiple of _FILLED."""
+    return -(-channels // _FILLED) * _FILLED
+
+
+def _convolve(values: Tensor, weight: Tensor, columns: int, bias: Tensor | None = None) -> Tensor:
+    """Convolve, zero-padded, this number of columns as one: (n h w i or more), (o i 3 3) -> (n h w o or more)."""
+    # Further output channels are zero, and further input channels are not read.
+    missing = -len(weight) % (_FILLED // columns)
+    weight = F.pad(weight, (0, 0, 0, 0, 0, values.shape[3] - weight.shape[1], 0, missing))
+    bias = None if bias is None else F.pad(bias, (0, missing)).repeat(columns)
+    x = values.unflatten(2, (-1, columns)).flatten(3).movedim(3, 1)
+    x = F.conv2d(x, _grouped(weight, columns), bias, padding=1)
+    return x.movedim(1, 3).unflatten(3, (columns, -1)).flatten(2, 3)
+
+
+def _grouped(weight: Tensor, columns: int) -> Tensor:
+    """Return the kernel over groups of columns that equals one over columns: (o i 3 3) -> (columns*o columns*i 3 3)."""
+    # Row c is the kernel of column c of a group, at its place among the columns of three groups.
+    rows = [F.pad(weight, (columns - 1 + c, 2 * columns - 2 - c)) for c in range(columns)]
+    # (c o i 3 3 c)
+    kernel = torch.stack(rows).unflatten(4, (3, columns))
+    return kernel.permute(0, 1, 5, 2, 3, 4).flatten(2, 3).flatten(0, 1)
 
 
 def _shifts(values: Tensor, sign: int) -> list[Tensor]:
@@ -78,9 +104,9 @@ def _shifts(values: Tensor, sign: int) -> list[Tensor]:
     return [padded[:, y : y + height, x : x + width] for y, x in steps]
 
 
-def _spread(values: Tensor, sign: int) -> Tensor:
-    channels = torch.stack(_shifts(values, sign), dim=5).flatten(4)
-    return F.pad(channels, (0, -channels.shape[4] % _FILLED))
+def _spread(values: Tensor, sign: int, channels: int) -> Tensor:
+    spread = torch.stack(_shifts(values, sign), dim=5).flatten(4)
+    return F.pad(spread, (0, channels - spread.shape[4]))
 
 
 def _gather(values: Tensor, sign: int, groups: int) -> Tensor:
@@ -95,13 +121,13 @@ class _Spread(Function):
     """Stack neighbors in image 0 as channels: (b h w m g) -> (b h w m 9g, padded); channel 9g + n is group g's."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, channels: int) -> Tensor:
         ctx.groups = values.shape[4]
-        return _spread(values, 1)
+        return _spread(values, 1, channels)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return _gather(gradient, -1, ctx.groups)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gather(gradient, -1, ctx.groups), None
 
 
 class _Gather(Function):
@@ -114,5 +140,4 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        channels = _spread(gradient, -1)
-        return F.pad(channels, (0, ctx.channels - channels.shape[4])), None
+        return _spread(gradient, -1, ctx.channels), None

@@ -24,7 +24,7 @@ class Batches:
     def __init__(self, config: TrainConfig, makers: Sequence[PairMaker], device: torch.device) -> None:
         """`makers`: one for each source of the config."""
         self._config, self._makers, self._count = config, makers, config.pairs // config.parts
-        self._make = [_captured(maker, self._count, device) for maker in makers]
+        self._make = [captured(maker, self._count, device) for maker in makers]
         # A GPU makes pairs from photos in milliseconds, on a separate stream; other pairs are made in a thread.
         self._on_gpu = [isinstance(maker, PhotoPairs) and device.type == "cuda" for maker in makers]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -82,7 +82,7 @@ class Batches:
         return self._make[source](seed)
 
 
-def _captured(maker: PairMaker, count: int, device: torch.device) -> Callable[[int], PairBatch]:
+def captured(maker: PairMaker, count: int, device: torch.device) -> Callable[[int], PairBatch]:
     """Return a function that makes batches from seeds; on a GPU, photo pairs use a CUDA graph to save launches."""
     if not (isinstance(maker, PhotoPairs) and device.type == "cuda"):
         return lambda seed: maker.make(count, Generator(device=device).manual_seed(seed))

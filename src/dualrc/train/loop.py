@@ -65,6 +65,8 @@ def train(
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     fabric = _fabric(device, devices, nodes)
     torch.set_float32_matmul_precision("high")
+    # All steps have the same shapes, so the first one chooses the fastest convolutions.
+    torch.backends.cudnn.benchmark = True
     fabric.launch()
     if config.parts % fabric.world_size:
         remedy = f"set parts to a multiple of {fabric.world_size}"
@@ -153,7 +155,7 @@ class _Run:
             self.network.engine = TrainingEngine()
         self.average = copy.deepcopy(self.network).eval()
         self.on_one_gpu = fabric.device.type == "cuda" and fabric.world_size == 1
-        self._teacher = Teacher(config.teacher).to(fabric.device) if config.teacher else None
+        self._teacher = Teacher(config.teacher, fabric.device) if config.teacher else None
         module = TrainingStep(self.network, config, self._teacher)
         if config.compile and self.on_one_gpu:
             module.compile_parts()

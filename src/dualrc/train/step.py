@@ -34,32 +34,39 @@ class TrainingStep(nn.Module):
         self.network = network
         self.config = config
         self.teacher = teacher
-        self._extract, self._loss = network.extract, self._losses
+        self.extract, self.loss, self.teach = self._features, self._losses, self._distilled
 
     def compile_parts(self) -> None:
-        """Compile backbone and losses separately; one graph of both assumes layouts that kernels may not keep."""
-        self._extract = torch.compile(self.network.extract, dynamic=False)
-        self._loss = torch.compile(self._losses, dynamic=False)
+        """Compile backbone, losses and teacher separately; one graph assumes layouts that kernels may not keep."""
+        self.extract = torch.compile(self._features, dynamic=False)
+        self.loss = torch.compile(self._losses, dynamic=False)
+        self.teach = torch.compile(self._distilled, dynamic=False)
 
     def forward(self, parts: int, *tensors: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the loss, and values to log, from the tensors of a PairBatch with this number of parts."""
         batch = PairBatch.of(tensors)
-        images = torch.cat([batch.images0, batch.images1]).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
-            features = self._extract(images)
+        features = self.extract(batch.images0, batch.images1)
         # The loss of a part is a mean over its own points, so it does not depend on the process.
         maps = *features.coarse.chunk(2), *features.fine.chunk(2)
         chunks = [t.chunk(parts) for t in (*maps, *tensors)]
-        results = [self._loss(*chunk) for chunk in zip(*chunks, strict=True)]
+        results = [self.loss(*chunk) for chunk in zip(*chunks, strict=True)]
         logged = {name: torch.stack([r[1][name] for r in results]).mean() for name in results[0][1]}
         loss = torch.stack([total for total, _ in results]).mean()
         if self.teacher is not None and self.config.teacher is not None:
             assert batch.clean0 is not None and batch.clean1 is not None
-            target = self.teacher(torch.cat([batch.clean0, batch.clean1]))
-            distilled = distillation_loss(features.coarse, target)
+            distilled = self.teach(features.coarse, batch.clean0, batch.clean1)
             loss = loss + self.config.teacher.weight * distilled
             logged["teacher"] = distilled.detach()
         return loss, logged
+
+    def _features(self, images0: Tensor, images1: Tensor) -> Features:
+        images = torch.cat([images0, images1]).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+            return self.network.extract(images)
+
+    def _distilled(self, coarse: Tensor, clean0: Tensor, clean1: Tensor) -> Tensor:
+        assert self.teacher is not None
+        return distillation_loss(coarse, self.teacher(torch.cat([clean0, clean1])))
 
     def _losses(
         self, coarse0: Tensor, coarse1: Tensor, fine0: Tensor, fine1: Tensor, *tensors: Tensor
@@ -131,7 +138,7 @@ class Update:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         finite = torch.stack(torch._foreach_norm(gradients)).sum().isfinite()
         for gradient in gradients:
-            gradient.copy_(torch.where(finite, gradient, 0))
+            gradient.masked_fill_(~finite, 0)
         self.skipped += ~finite
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from dualrc.errors import WeightsError
 from dualrc.files import replacing
-from dualrc.model.backbone import ResNet
+from dualrc.model.backbone import ResNet, fold_batch_norm
 from dualrc.model.checkpoint import load_imagenet_trunk, read_tensors
 from dualrc.pixels import STRIDE
 from dualrc.train.config import TeacherConfig
@@ -18,7 +18,8 @@ from dualrc.train.config import TeacherConfig
 class Teacher(nn.Module):
     """Unit features of coarse cells: principal components of conv4 of a ResNet-50."""
 
-    def __init__(self, config: TeacherConfig) -> None:
+    def __init__(self, config: TeacherConfig, device: torch.device | str = "cpu") -> None:
+        """Load the file; on a GPU the trunk has weights in bfloat16."""
         super().__init__()
         self.trunk = ResNet("resnet50", stride_on=config.stride_on)
         load_imagenet_trunk(self.trunk, config.file)
@@ -30,7 +31,11 @@ class Teacher(nn.Module):
         self.projection: Tensor
         self.register_buffer("mean", tensors["mean"].float())
         self.register_buffer("projection", tensors["projection"].float())
-        self.trunk.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        fold_batch_norm(self.trunk)
+        self.to(device)
+        half = torch.device(device).type == "cuda"
+        dtype = torch.bfloat16 if half else torch.float32
+        self.trunk.to(dtype=dtype, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
