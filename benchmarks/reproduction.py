@@ -47,7 +47,7 @@ from dualrc.evaluation.report import share
 from dualrc.image import read
 from dualrc.matcher.budget import release_memory
 from dualrc.matcher.extract import choose_device
-from dualrc.measure import Timing, peak_of, time_once
+from dualrc.measure import Timing, peak_of, time_once, warm_ups
 from dualrc.model.checkpoint import file_hash, load_weights
 from dualrc.provenance import provenance
 from dualrc.types import ImageArray
@@ -56,7 +56,7 @@ from dualrc.types import ImageArray
 SIZES = (1600, 800)
 # Sizes of the images whose matching is timed.
 TIMED = ((800, 592), (1600, 1200))
-_WARM_UPS, _REPEATS = 4, 9
+_REPEATS = 9
 _RESULTS, _ACCURACY, _COSTS = "results.json", "accuracy.json", "costs.json"
 _PUBLISHED_CURVES = (
     "DualRC-Net, 1600 px, best 2000",
@@ -185,7 +185,7 @@ def _measure(matcher: dualrc.Matcher, image0: ImageArray, image1: ImageArray) ->
 
     on_gpu = matcher.device.type == "cuda"
     # The first runs compile kernels and capture graphs.
-    for _ in range(_WARM_UPS if on_gpu else 1):
+    for _ in range(warm_ups(matcher.device)):
         matches = match()
         features()
     repeats = range(_REPEATS if on_gpu else 3)

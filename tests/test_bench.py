@@ -187,6 +187,14 @@ def test_slow_runs_are_repeated_less():
     assert 0.02 <= timings["slow"].median_s < 1
 
 
+def test_slow_runs_are_warmed_up_less(monkeypatch):
+    monkeypatch.setattr(measure, "warm_ups", lambda device: 5)
+    calls = []
+    runs = {"slow": lambda: calls.append("slow") or time.sleep(0.02), "quick": lambda: calls.append("quick")}
+    measure.time_interleaved(runs, CPU, repeats=1, limit_s=0.03)
+    assert calls.count("slow") == 3 and calls.count("quick") == 6
+
+
 def test_rates_are_of_this_world():
     rates = measure.measure_rates(CPU, torch.float32)
     assert 1e8 < rates.operations_per_s < 1e14

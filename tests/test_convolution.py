@@ -13,6 +13,7 @@ from dualrc.config import PRESETS, CompactConfig
 from dualrc.model.backbone import CompactBackbone, fold_batch_norm, local_contrast
 from dualrc.ops.triton.backbone import add_contrast, fuse, upsample_add
 from dualrc.ops.triton.convolution import FusedConv, Tiles, choose_tiles
+from dualrc.ops.triton.launch import Launcher
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 KINDS = {"float32": (torch.float32, 1e-5), "float16": (torch.float16, 4e-3)}
@@ -91,6 +92,19 @@ def test_shortcut_and_rectifier(kind, size):
     assert close(found, by_definition(layer, x, onto, relu=True), tolerance)
     assert (found == 0).any() and (found > 0).any()
     assert torch.equal(onto, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(5, 7), (1, 1), (1, 20), (16, 16)])
+def test_a_result_may_replace_its_shortcut(kind, size):
+    dtype, _ = KINDS[kind]
+    convolve = fused(convolution(12, 12, 3, 1, 1), dtype, relu=True)
+    x, onto = (
+        rand(number, 3, 12, *size).to(DEVICE, dtype).contiguous(memory_format=torch.channels_last) for number in (4, 5)
+    )
+    expected = convolve(x, onto=onto)
+    assert convolve.write(x, onto, onto=onto) is onto
+    assert torch.equal(onto, expected)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bits of bfloat16 as integers")
@@ -180,7 +194,11 @@ def test_upsampling(kind, size):
     large, small = large.to(DEVICE, dtype), small.to(DEVICE, dtype)
     up = F.interpolate(small.cpu().float(), scale_factor=2, mode="bilinear", align_corners=False)
     expected = large.cpu().float() + up[:, :, : size[0], : size[1]]
-    assert close(upsample_add(small, large), expected, tolerance)
+    found = upsample_add(small, large)
+    assert close(found, expected, tolerance)
+    large = large.contiguous(memory_format=torch.channels_last)
+    assert upsample_add(small, large, out=large) is large
+    assert torch.equal(large, found)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -269,6 +287,23 @@ def test_tiles_are_few_and_fit():
             layer = FusedConv(nn.Conv2d(channels, outputs, int(taps**0.5)), relu=False)
             layer = layer.half() if half else layer
             assert chosen <= set(layer.all_tiles())
+
+
+@pytest.mark.parametrize(("outputs", "channels", "taps"), [(32, 4, 16), (64, 64, 9), (256, 256, 9), (384, 256, 1)])
+def test_plans_have_the_tiles_of_every_number_of_positions(outputs, channels, taps, monkeypatch):
+    """A convolution looks up its tiles by blocks of positions, and no longer distinguishes large numbers of them."""
+    layer = FusedConv(nn.Conv2d(channels, outputs, int(taps**0.5)), relu=False).half()
+    monkeypatch.setattr(Launcher, "__call__", lambda self, *arguments: launched.append((self, arguments)))
+    for positions in (1, 63, 64, 65, 1000, *range(4000, 20_000, 173), 16_768, 16_769, 200_000):
+        launched: list[tuple[Launcher, tuple]] = []
+        x = torch.zeros(1, channels, 1, 1, dtype=torch.float16).expand(1, channels, 1, positions)
+        out = torch.zeros(1, outputs, 1, 1, dtype=torch.float16).expand(1, outputs, 1, positions)
+        layer.write(x, out)
+        tiles = choose_tiles(outputs, channels, taps, positions)
+        ((launcher, (grid, *_)),) = launched
+        assert launcher is layer._launchers[tiles, False]
+        assert grid == (-(-positions // tiles.positions) * -(-outputs // tiles.outputs), 1, 1)
+    assert len(layer._plans) <= 265
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")

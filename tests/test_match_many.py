@@ -42,6 +42,19 @@ def test_many_pairs_come_in_order(tmp_path, batch, monkeypatch):
         assert result.scores == pytest.approx(alone.scores, abs=1e-5)
 
 
+def test_many_pairs_of_different_sizes_are_matched_as_single_ones():
+    """Nothing of one size may leak into another, in whatever order they come."""
+    matcher, scene = tiny_matcher(), texture(0, 160, 144)
+    sizes = [(96, 64), (49, 131), (144, 160), (64, 64), (97, 65), (96, 64), (143, 33)]
+    pairs = [(scene[:h0, :w0], scene[3 : h1 + 3, :w1]) for (h0, w0), (h1, w1) in itertools.pairwise(sizes)]
+    found = list(matcher.match_many(pairs))
+    for pair, result in zip(pairs, found, strict=True):
+        alone = matcher.match(*pair)
+        assert len(alone) > 0 and result.info == alone.info
+        for name in ("points0", "points1", "scores"):
+            assert np.array_equal(getattr(result, name), getattr(alone, name))
+
+
 def test_many_reads_each_image_once(tmp_path, monkeypatch):
     paths = [tmp_path / f"{number}.png" for number in range(3)]
     for number, path in enumerate(paths):

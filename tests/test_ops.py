@@ -9,13 +9,13 @@ import torch
 from conftest import DEVICE, ENGINES, features_of, rand, texture, tiny_matcher, tiny_network
 from ops_data import HALF, NOTHING, REFERENCE, coarse_maps, consensus_of, only_on_gpu, place, refinement_case, run
 
-from dualrc import ops
+from dualrc import measure, ops
 from dualrc.errors import ConfigError
 from dualrc.model.dualrc import Features
 from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches
 from dualrc.model.support import DirectedMatches
-from dualrc.ops import formulas, memory
+from dualrc.ops import formulas, graphs, memory
 from dualrc.ops.graphs import GraphEngine
 
 # Everything after the backbone
@@ -376,6 +376,24 @@ def test_graphs_pass_every_operation_that_they_do_not_capture_to_their_engine():
     captured = {"extract", "context", "coarse", "search", "refine"}
     assert operations > captured and engine.name == "torch+graphs"
     assert {name for name in operations if getattr(engine, name) == getattr(inner, name)} == operations - captured
+
+
+@torch.inference_mode()
+def test_graphs_are_captured_when_a_shape_has_repeated_often(monkeypatch):
+    engine, replayed = GraphEngine(ops.choose(torch.device("cpu"), "torch")), []
+    monkeypatch.setattr(engine, "_replayed", lambda key, function, *tensors: replayed.append(key) or function(*tensors))
+
+    def double(pixels):
+        return (2 * pixels,)
+
+    for call in range(1, 10):
+        for width in (4, 5):
+            assert torch.equal(engine.extract(double, torch.ones(1, width))[0], torch.full((1, width), 2.0))
+        assert len(replayed) == 2 * max(0, call - graphs._SEEN)
+    engine.extract(double, torch.ones(1, 6))
+    assert len(replayed) == 2 * (9 - graphs._SEEN)
+    # Benchmarks time replays.
+    assert measure.warm_ups(torch.device("cuda")) > graphs._SEEN
 
 
 @pytest.mark.parametrize("name", ["reference", *(name for name in ENGINES if not name.startswith("triton"))])

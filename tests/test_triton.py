@@ -171,7 +171,8 @@ def test_a_compiled_kernel_is_called_directly(monkeypatch):
     launcher(grid, x, y, 7)
     assert compiled == [(grid, (x, y, 7), {"FIRST": 1, "LAST": 2, "num_warps": 8, "num_stages": 3})]
     launcher(grid, x, y, 9)
-    assert len(compiled) == 1 and direct == [(*grid, "stream", "f", "m", None, None, None, x, y, 9, 2, 1)]
+    addresses = x.data_ptr(), y.data_ptr()
+    assert len(compiled) == 1 and direct == [(*grid, "stream", "f", "m", None, None, None, *addresses, 9, 2, 1)]
     launcher(grid, x[1:], y, 7)
     launcher(grid, x, y.half(), 7)
     assert len(compiled) == 3 and len(direct) == 1

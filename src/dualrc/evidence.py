@@ -51,7 +51,7 @@ class Evidence(NamedTuple):
 
 def collect(points0: FloatArray, points1: FloatArray, scores: FloatArray, size0: Size, size1: Size) -> Evidence:
     """Collect the evidence in matches (n, 2), (n, 2) with calibrated scores (n,)."""
-    finite = np.isfinite(points0).all(1) & np.isfinite(points1).all(1) & (scores > 0)
+    finite = _both(np.isfinite(points0)) & _both(np.isfinite(points1)) & (scores > 0)
     order = np.argsort(-scores, kind="stable")
     order = order[finite[order]][:LOOKED_AT]
     side0, side1 = (np.maximum(np.array(size, dtype=np.float64), 1) for size in (size0, size1))
@@ -91,6 +91,21 @@ def _first_of_cells(unit: FloatArray) -> IntArray:
     return np.unique(_cell(unit), return_index=True)[1]
 
 
+# NumPy reduces short axes slowly, so x and y are combined explicitly.
+
+
+def _both(flags: BoolArray) -> BoolArray:
+    """Return whether x and y are both true: (n, 2) -> (n,)."""
+    both: BoolArray = flags[:, 0] & flags[:, 1]
+    return both
+
+
+def _squared_length(vectors: FloatArray) -> FloatArray:
+    """Return x**2 + y**2 of vectors (..., 2 or more)."""
+    length: FloatArray = np.square(vectors[..., 0]) + np.square(vectors[..., 1])
+    return length
+
+
 def _voting(here: FloatArray, there: FloatArray, side0: FloatArray, side1: FloatArray) -> BoolArray:
     """Return which matches, best first, count as evidence.
 
@@ -100,11 +115,11 @@ def _voting(here: FloatArray, there: FloatArray, side0: FloatArray, side1: Float
     unit0, unit1 = here / side0, there / side1
     # (n, 2)
     apart = np.abs(unit0 - unit1)
-    still: BoolArray = np.all(apart < _STILL, axis=1)
+    still = _both(apart < _STILL)
     for corner in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        still |= (np.abs((here - corner * side0) - (there - corner * side1)) < _STILL_PX).all(1)
+        still |= _both(np.abs((here - corner * side0) - (there - corner * side1)) < _STILL_PX)
     at_border = (np.minimum(unit0, 1 - unit0) < _BORDER) & (apart < _SLIDE)
-    inside = np.flatnonzero((np.abs(unit0 - 0.5) < 0.5 - _BORDER).all(1))
+    inside = np.flatnonzero(_both(np.abs(unit0 - 0.5) < 0.5 - _BORDER))
     middle = inside[_first_of_cells(unit0[inside])]
     cells = (_GRID * (1 - 2 * _BORDER)) ** 2
     votes = np.ones(len(here), dtype=np.bool_)
@@ -116,7 +131,7 @@ def _voting(here: FloatArray, there: FloatArray, side0: FloatArray, side1: Float
 
 def _motion_cells(here: FloatArray, there: FloatArray, weight: FloatArray, random: np.random.Generator) -> int:
     """Return the number of cells that agree with the most common affine motion."""
-    apart = np.square(here[:, None] - here).sum(2)
+    apart = _squared_length(here[:, None] - here)
     np.fill_diagonal(apart, np.inf)
     near = np.argpartition(apart, _NEIGHBORS, axis=1)[:, :_NEIGHBORS]
     seed = random.choice(len(here), _TRIALS, p=weight / weight.sum())
@@ -132,7 +147,7 @@ def _motion_cells(here: FloatArray, there: FloatArray, weight: FloatArray, rando
     adjoint = np.stack([before[:, 1, 1], -before[:, 0, 1], -before[:, 1, 0], before[:, 0, 0]], axis=1)
     motion = adjoint.reshape(-1, 2, 2) / np.where(known, area, 1)[:, None, None] @ after
     moved = (here - here[seed][:, None]) @ motion + there[seed][:, None]
-    agree = (np.square(moved - there).sum(2) < _MOTION**2).sum(1)
+    agree = (_squared_length(moved - there) < _MOTION**2).sum(1)
     return int(np.where(known, agree, 0).max())
 
 
@@ -152,9 +167,10 @@ def _epipolar_cells(here: FloatArray, there: FloatArray, weight: FloatArray, ran
         """Return the cells that agree with the solutions of equations (t, k, 9) of eight cells or more: (t, n)."""
         matrix = np.linalg.eigh(equations.swapaxes(1, 2) @ equations)[1][:, :, 0].reshape(-1, 3, 3)
         lines1, lines0 = here @ matrix.swapaxes(1, 2), there @ matrix
-        slope = np.square(lines1[..., :2]).sum(2) + np.square(lines0[..., :2]).sum(2)
+        slope = _squared_length(lines1) + _squared_length(lines0)
+        residual = lines1[..., 0] * there[:, 0] + lines1[..., 1] * there[:, 1] + lines1[..., 2] * there[:, 2]
         # Sampson distance.
-        return np.square((lines1 * there).sum(2)) < limit * slope
+        return np.square(residual) < limit * slope
 
     found = agreeing(products[sample])
     best = found[found.sum(1).argmax()]

@@ -27,6 +27,8 @@ Run = Callable[[], object]
 _GPU_SIDE, _SIDE = 8192, 1536
 # Bytes of the timed copy.
 _GPU_COPY, _COPY = 2**30, 2**28
+# Runs on a GPU before the first timed one. `ops/graphs.py` captures a graph after fewer runs.
+_GPU_WARM_UPS = 8
 Key = TypeVar("Key")
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -95,20 +97,24 @@ def time_once(run: Run, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+def warm_ups(device: torch.device) -> int:
+    """Return the number of first runs that are not timed, because they compile kernels and capture CUDA graphs."""
+    return _GPU_WARM_UPS if device.type == "cuda" else 1
+
+
 def time_interleaved(
     runs: Mapping[Key, Run], device: torch.device, *, repeats: int, limit_s: float
 ) -> tuple[dict[Key, Timing], dict[Key, str]]:
     """Time runs in turn, round by round, so that other load affects all alike; also return reasons of failures.
 
-    A run that has taken `limit_s` in total is not repeated.
+    A run that has taken `limit_s` in total, or in its warm-up, is not repeated there.
     """
     samples: dict[Key, list[float]] = {name: [] for name in runs}
     failures: dict[Key, str] = {}
-    # The first runs compile kernels and capture graphs.
-    warmups = 3 if device.type == "cuda" else 1
-    for number in range(-warmups, repeats):
+    warming: dict[Key, list[float]] = {name: [] for name in runs}
+    for number in range(-warm_ups(device), repeats):
         for name, run in runs.items():
-            taken = samples[name]
+            taken = warming[name] if number < 0 else samples[name]
             if name in failures or sum(taken) > limit_s:
                 continue
             try:
@@ -116,8 +122,7 @@ def time_interleaved(
             except (DualRCError, RuntimeError, MemoryError) as error:
                 failures[name] = first_line(error)
                 continue
-            if number >= 0:
-                taken.append(seconds)
+            taken.append(seconds)
     return {name: Timing.of(taken) for name, taken in samples.items() if name not in failures}, failures
 
 

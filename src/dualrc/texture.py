@@ -44,8 +44,8 @@ def is_stationary(matches: Matches) -> bool:
     In blank areas the network distinguishes positions by their distance from the image border, so matches are
     stationary. Other pairs need no check of their texture.
     """
-    best = matches.points0[:_TOP] / matches.size0 - matches.points1[:_TOP] / matches.size1
-    return len(best) > 0 and bool(np.mean(np.abs(best).max(axis=1) < _STATIONARY) > _SUSPICIOUS)
+    x, y = np.abs(matches.points0[:_TOP] / matches.size0 - matches.points1[:_TOP] / matches.size1).T
+    return len(x) > 0 and bool(np.mean((x < _STATIONARY) & (y < _STATIONARY)) > _SUSPICIOUS)
 
 
 def without_blank_areas(matches: Matches, seen: Sequence[Seen]) -> Matches:

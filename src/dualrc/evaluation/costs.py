@@ -18,7 +18,7 @@ from dualrc.evaluation.matchers import WeightsFile
 from dualrc.files import to_json, write_json
 from dualrc.machine import cores
 from dualrc.matcher import load
-from dualrc.measure import Timing, held, in_new_process, peak, reset_peak, time_once
+from dualrc.measure import Timing, held, in_new_process, peak, reset_peak, time_once, warm_ups
 from dualrc.model.checkpoint import file_hash
 from dualrc.provenance import versions
 from dualrc.types import ImageArray
@@ -84,9 +84,10 @@ def _run(task: Task) -> Measured:
     reset_peak(device)
     loaded = held(device)
     seen = matcher.features(pair.path0).scale.input_size
-    times = [time_once(lambda: matcher.match(pair.path0, pair.path1), device) for _ in range(1 + _REPEATS)]
+    runs = range(warm_ups(device) + _REPEATS)
+    times = [time_once(lambda: matcher.match(pair.path0, pair.path1), device) for _ in runs]
     return Measured(
-        seconds=Timing.of(times[1:]).median_s,
+        seconds=Timing.of(times[-_REPEATS:]).median_s,
         memory_bytes=peak(device),
         loaded_bytes=loaded,
         seen=seen,

@@ -73,7 +73,10 @@ class Extractor:
         # One image may occur in several pairs.
         distinct = [list({id(item): item for item in members}.values()) for members in groups.values()]
         if self.device.type != "cpu":
-            self._extract_all([chunk for group in distinct for chunk in chunks(group, together(group[0].scale))])
+            sizes = [1 if len(group) == 1 else together(group[0].scale) for group in distinct]
+            self._extract_all(
+                [chunk for group, size in zip(distinct, sizes, strict=True) for chunk in chunks(group, size)]
+            )
             return
         single, threads = [[item] for group in distinct for item in group], torch.get_num_threads()
         # Only sums in int8 are exact, whatever the number of threads.
@@ -124,6 +127,8 @@ class Extractor:
     def _extract(self, pixels: Tensor, *, size: Size) -> tuple[Tensor, ...]:
         """Resize images on the device, uint8 (b h w 3); return them, coarse and fine features, and brightness."""
         resized = resize(pixels, size, antialias=self._network.config.backbone.antialias)
+        # Both results need this layout, which not every device keeps.
+        resized = resized.contiguous(memory_format=torch.channels_last)
         images = normalize_colors(resized / 255).contiguous(memory_format=torch.channels_last)
         if self.device.type == "cuda":
             images = images.to(self.dtype)
@@ -131,7 +136,7 @@ class Extractor:
             features = self._network.extract(images)
         light = () if features.light is None else (features.light,)
         # Always a copy: without resizing, the pixels may be the user's own array.
-        seen = resized.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+        seen = resized.round().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
         return seen, features.coarse, features.fine, *light
 
 

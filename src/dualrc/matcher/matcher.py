@@ -333,7 +333,8 @@ class Matcher:
 
     def _settings(self, **changes: Any) -> MatcherConfig:
         """Return the config with the options of a call, validated."""
-        return replace(self.config, **{name: value for name, value in changes.items() if value is not UNSET})
+        given = {name: value for name, value in changes.items() if value is not UNSET}
+        return replace(self.config, **given) if given else self.config
 
     def match_uncalibrated(self, batch: list[FeaturePair], settings: MatcherConfig) -> Iterator[Matches]:
         """Match pairs of the same shapes as one batch; pairs without agreement are matched again through other views.

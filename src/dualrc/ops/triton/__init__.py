@@ -122,8 +122,10 @@ class TritonEngine(TorchEngine):
         return consensus_kernels.apply(scores, self._weights(consensus, scores.dtype))
 
     def _weights(self, consensus: Consensus, dtype: torch.dtype) -> consensus_kernels.Prepared:
-        weights, biases = list(consensus.weights), list(consensus.biases)
-        return self._known(consensus, dtype, lambda: consensus_kernels.prepare(weights, biases, dtype))
+        def prepare() -> consensus_kernels.Prepared:
+            return consensus_kernels.prepare(list(consensus.weights), list(consensus.biases), dtype)
+
+        return self._known(consensus, dtype, prepare)
 
     def _known(self, module: nn.Module, dtype: torch.dtype, prepare: Callable[[], T]) -> T:
         """Return the weights of a module in the layout of the kernels, cached while they do not change."""

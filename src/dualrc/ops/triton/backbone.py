@@ -1,11 +1,12 @@
 """The compact backbone on a GPU in few launches, at full speed for images of any size.
 
 Batch norms are folded into the convolutions. Each convolution kernel also adds the shortcut and applies the ReLU.
+The work on the host limits the speed of images of new sizes. So a level allocates its map and a spare one, all its
+layers write into these two, and only the first layer checks its input.
 """
 
 import copy
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,38 @@ _PIXELS = 256
 class FusedResidual(nn.Module):
     """Residual block with folded convolutions, in two launches."""
 
-    def __init__(self, block: ResidualBlock, dtype: torch.dtype) -> None:
+    conv1: FusedConv
+    conv2: FusedConv
+
+    def __init__(self, block: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
+        assert isinstance(block, ResidualBlock)
         self.conv1 = FusedConv(block.conv1, relu=True, dtype=dtype)
         self.conv2 = FusedConv(block.conv2, relu=True, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv2(self.conv1(x), onto=x)
+    def forward(self, x: Tensor, spare: Tensor) -> None:
+        """Replace the map by the result; `spare` has the same shape."""
+        self.conv2.write(self.conv1.write(x, spare), x, onto=x)
+
+
+class FusedLevel(nn.Module):
+    """Level of the backbone: a convolution, which reduces the size, and residual blocks."""
+
+    first: FusedConv
+
+    def __init__(self, level: nn.Sequential, dtype: torch.dtype, *, replicate: bool = False) -> None:
+        super().__init__()
+        first, *blocks = level
+        self.first = _fused(first, dtype, replicate=replicate)
+        self.blocks = nn.ModuleList([FusedResidual(block, dtype) for block in blocks])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the map of this level, and another tensor of the same shape."""
+        x = _applied(self.first, x)
+        spare = torch.empty_like(x)
+        for block in self.blocks:
+            block.forward(x, spare)
+        return x, spare
 
 
 class FusedBackbone(nn.Module):
@@ -40,38 +66,38 @@ class FusedBackbone(nn.Module):
     def __init__(self, folded: CompactBackbone, dtype: torch.dtype) -> None:
         super().__init__()
         self.contrast = folded.contrast
-        fused = partial(_fused, dtype=dtype)
-        self.stem = fused(folded.stem)
-        self.level4 = fused(folded.level4)
-        self.level8 = fused(folded.level8)
-        self.level16 = fused(folded.level16)
+        self.stem = _fused(folded.stem, dtype)
+        self.level4 = FusedLevel(folded.level4, dtype)
+        self.level8 = FusedLevel(folded.level8, dtype)
+        self.level16 = FusedLevel(folded.level16, dtype)
         # An odd map at 1/16 is padded by replicating its border.
-        self.level32 = fused(folded.level32, replicate=True)
-        self.down32 = fused(folded.down32)
-        self.down16 = fused(folded.down16)
-        self.down8 = fused(folded.down8)
-        self.merge16 = fused(folded.merge16)
-        self.merge8 = fused(folded.merge8)
-        self.merge4 = fused(folded.merge4)
-        self.coarse = fused(folded.coarse)
-        self.fine = fused(folded.fine)
+        self.level32 = FusedLevel(folded.level32, dtype, replicate=True)
+        self.down32 = _fused(folded.down32, dtype)
+        self.down16 = _fused(folded.down16, dtype)
+        self.down8 = _fused(folded.down8, dtype)
+        self.merge16 = _fused(folded.merge16, dtype)
+        self.merge8 = _fused(folded.merge8, dtype)
+        self.merge4 = _fused(folded.merge4, dtype)
+        self.coarse = _fused(folded.coarse, dtype)
+        self.fine = _fused(folded.fine, dtype)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(b 3 h w) -> coarse (b c h/16 w/16), fine (b c h/4 w/4), neither normalized."""
-        x4 = self.level4(self.stem(add_contrast(images) if self.contrast else images))
-        x8 = self.level8(x4)
-        x16 = self.level16(x8)
-        x32 = self.level32(x16)
-        x16 = self.merge16(upsample_add(self.down32(x32), x16))
-        x8 = self.merge8(upsample_add(self.down16(x16), x8))
-        x4 = self.merge4(upsample_add(self.down8(x8), x4))
-        return self.coarse(x16), self.fine(x4)
+        x2 = self.stem(add_contrast(images) if self.contrast else images)
+        x4, spare4 = self.level4.forward(x2)
+        del x2
+        x8, spare8 = self.level8.forward(x4)
+        x16, spare16 = self.level16.forward(x8)
+        x32, _ = self.level32.forward(x16)
+        x16 = self.merge16.write(upsample_add(_applied(self.down32, x32), x16, out=x16), spare16)
+        x8 = self.merge8.write(upsample_add(_applied(self.down16, x16), x8, out=x8), spare8)
+        x4 = self.merge4.write(upsample_add(_applied(self.down8, x8), x4, out=x4), spare4)
+        return _applied(self.coarse, x16), _applied(self.fine, x4)
 
     @torch.inference_mode()
     def compile_kernels(self) -> None:
         """Compile, or load from Triton's cache, every kernel that an image of any size may need."""
         weight = self.fine.weight
-        assert isinstance(weight, Tensor)
         self(weight.new_zeros(1, 3, 32, 32))
         for convolution, add in self._convolutions():
             x = weight.new_zeros(1, convolution.channels, convolution.kernel, convolution.kernel)
@@ -100,27 +126,29 @@ def fuse(backbone: CompactBackbone, dtype: torch.dtype = torch.float16) -> Fused
     return FusedBackbone(folded, dtype).eval()
 
 
-def _fused(module: nn.Module, *, dtype: torch.dtype, replicate: bool = False) -> nn.Module:
-    if isinstance(module, ResidualBlock):
-        return FusedResidual(module, dtype)
+def _fused(module: nn.Module, dtype: torch.dtype, *, replicate: bool = False) -> FusedConv:
+    """Return a convolution, or a sequence of a convolution, its folded batch norm and a ReLU."""
     if isinstance(module, nn.Conv2d):
         return FusedConv(module, relu=False, dtype=dtype)
-    assert isinstance(module, nn.Sequential)
-    # The sequence is a convolution, its folded batch norm and a ReLU.
-    if isinstance(module[0], nn.Conv2d):
-        return FusedConv(module[0], relu=True, replicate=replicate, dtype=dtype)
-    first, *blocks = module
-    first = _fused(first, dtype=dtype, replicate=replicate)
-    return nn.Sequential(first, *[_fused(block, dtype=dtype) for block in blocks])
+    assert isinstance(module, nn.Sequential) and isinstance(module[0], nn.Conv2d)
+    return FusedConv(module[0], relu=True, replicate=replicate, dtype=dtype)
 
 
-def upsample_add(small: Tensor, large: Tensor) -> Tensor:
-    """Add `small`, up-sampled bilinearly by 2 and cropped, to `large`: (b c h w), (b c h' w') -> (b c h' w')."""
+def _applied(convolution: FusedConv, x: Tensor) -> Tensor:
+    """Convolve without checks."""
+    return convolution.write(x, convolution.new(x))
+
+
+def upsample_add(small: Tensor, large: Tensor, out: Tensor | None = None) -> Tensor:
+    """Add `small`, up-sampled bilinearly by 2 and cropped, to `large`: (b c h w), (b c h' w') -> (b c h' w').
+
+    `out` may be `large`, which must then be channels-last and aligned.
+    """
     batch, channels, rows, columns = large.shape
     height, width = small.shape[2:]
     if small.shape[:2] != large.shape[:2] or parts(rows, 2) != height or parts(columns, 2) != width:
         raise ValueError(f"A map of {tuple(small.shape)} is not half the size of {tuple(large.shape)}.")
-    out = _empty(large, channels, rows, columns)
+    out = _empty(large, channels, rows, columns) if out is None else out
     if out.numel() == 0:
         return out
     block = max(1, _ELEMENTS // power_above(channels))

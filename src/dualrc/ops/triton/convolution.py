@@ -16,6 +16,9 @@ from dualrc.ops.triton.launch import Launcher, parts, power_above, readable
 
 # Multiprocessors of an H100 or H200.
 _MULTIPROCESSORS = 132
+# Granularity of the positions on which the choice of tiles depends, and the number of such blocks beyond which it is
+# always the same.
+_BLOCK, _MOST_BLOCKS = 64, 2 * _MULTIPROCESSORS
 # The rows of the weights are padded to a multiple of this. No tile may exceed it.
 _SUM_BLOCK = 128
 # Largest number of elements in the map of one image, because kernels use 32-bit offsets.
@@ -101,36 +104,64 @@ class FusedConv(nn.Module):
         self.register_buffer("weight", padded.to(dtype or weight.dtype).contiguous(), persistent=False)
         self.register_buffer("bias", F.pad(bias.float(), (0, missing)).contiguous(), persistent=False)
         self._launchers: dict[tuple[Tiles, bool], Launcher] = {}
+        # Plans by tiles or number of blocks, and by whether there is a shortcut.
+        self._plans: dict[tuple[Tiles | int, bool], _Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude compiled kernels from copies, because they belong to this process."""
-        return {**self.__dict__, "_launchers": {}}
+        return {**self.__dict__, "_launchers": {}, "_plans": {}}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Cached launchers belong to the previous types.
         self._launchers.clear()
+        self._plans.clear()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """Convolve (b c h w) -> (b c' h' w'), channels-last; `onto` is added before the ReLU."""
-        weight, (batch, channels, height, width) = self.weight, x.shape
-        if x.dtype != weight.dtype or channels != self.channels:
-            raise ValueError(f"Expected {self.channels} channels of {weight.dtype}, not {channels} of {x.dtype}.")
-        rows, columns = self.out_size(height), self.out_size(width)
-        positions, shape = rows * columns, (batch, self.outputs, rows, columns)
-        if max(height * width * channels, positions * self.outputs) >= _LARGEST:
-            raise ValueError(f"A map of {height} x {width} is too large; give smaller images.")
-        if onto is not None and (onto.shape != shape or onto.dtype != x.dtype):
+        if x.dtype != self.weight.dtype or x.shape[1] != self.channels:
+            raise ValueError(
+                f"Expected {self.channels} channels of {self.weight.dtype}, not {x.shape[1]} of {x.dtype}."
+            )
+        out = self.new(x)
+        if onto is not None and (onto.shape != out.shape or onto.dtype != x.dtype):
+            shape = tuple(out.shape)
             raise ValueError(f"Expected a shortcut {shape} of {x.dtype}, not {tuple(onto.shape)} of {onto.dtype}.")
-        out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+        onto = None if onto is None else readable(onto, torch.channels_last)
+        return self.write(readable(x, torch.channels_last), out, onto)
+
+    def new(self, x: Tensor) -> Tensor:
+        """Return memory for the result of `x`."""
+        batch, channels, height, width = x.shape
+        rows, columns = self.out_size(height), self.out_size(width)
+        if max(height * width * channels, rows * columns * self.outputs) >= _LARGEST:
+            raise ValueError(f"A map of {height} x {width} is too large; give smaller images.")
+        shape = batch, self.outputs, rows, columns
+        return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+
+    def write(self, x: Tensor, out: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Convolve as `forward` does, into `out` as `new` returns it, which may be `onto`; return `out`.
+
+        Nothing is checked, because checks take as long as the launch. All maps must be channels-last and aligned.
+        """
+        batch, _, height, width = x.shape
+        rows, columns = out.shape[2:]
+        positions = rows * columns
         if batch * positions:
-            x = readable(x, torch.channels_last)
-            added = x if onto is None else readable(onto, torch.channels_last)
-            tiles = self.tiles or self._choose(batch * positions)
-            launch = self._launchers.get((tiles, onto is not None)) or self._launcher(tiles, onto is not None)
-            grid = (parts(positions, tiles.positions) * parts(self.outputs, tiles.outputs), batch, 1)
-            launch(grid, x, weight, self.bias, added, out, height, width, columns, positions)
+            key = self.tiles or min(parts(batch * positions, _BLOCK), _MOST_BLOCKS), onto is not None
+            launch, step, across, weight, bias = self._plans.get(key) or self._plan(*key)
+            added = x if onto is None else onto
+            grid = (parts(positions, step) * across, batch, 1)
+            launch(grid, x, weight, bias, added, out, height, width, columns, positions)
         return out
+
+    def _plan(self, size: Tiles | int, add: bool) -> "_Plan":
+        """Return the plan for these tiles, or for this number of blocks of positions."""
+        tiles = self._choose(_BLOCK * size) if isinstance(size, int) else size
+        launch = self._launchers.get((tiles, add)) or self._launcher(tiles, add)
+        plan = _Plan(launch, tiles.positions, parts(self.outputs, tiles.outputs), self.weight, self.bias)
+        self._plans[size, add] = plan
+        return plan
 
     def _choose(self, positions: int) -> Tiles:
         half = self.weight.dtype != torch.float32
@@ -158,6 +189,18 @@ class FusedConv(nn.Module):
         launcher = Launcher("convolution_jit.convolve", constants, warps=tiles.warps, stages=tiles.stages)
         self._launchers[tiles, add] = launcher
         return launcher
+
+
+class _Plan(NamedTuple):
+    """What launching a convolution needs beside its maps."""
+
+    launch: Launcher
+    # Positions per program.
+    step: int
+    # Programs that share their positions.
+    across: int
+    weight: Tensor
+    bias: Tensor
 
 
 def _check(convolution: nn.Conv2d, replicate: bool) -> None:

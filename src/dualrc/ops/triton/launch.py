@@ -18,8 +18,9 @@ class Launcher:
     """Launches a kernel with fixed compile-time constants.
 
     From the second launch on, the entry point of the compiled kernel is called directly. Triton's own launcher examines
-    all arguments and takes several times as long. This class compares only devices, types and alignment of tensors.
-    Numbers need no check, because kernels are not specialized on them.
+    all arguments and takes several times as long. This class compares only devices, types and alignment of tensors, and
+    passes their addresses, because Triton would ask the driver about each tensor. Numbers need no check, because
+    kernels are not specialized on them.
     """
 
     def __init__(self, kernel: str, constants: dict[str, Any], *, warps: int = 4, stages: int = 3) -> None:
@@ -38,24 +39,25 @@ class Launcher:
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
         first: Tensor = arguments[0]
-        if first.is_cuda and _several_gpus() and first.get_device() != torch.cuda.current_device():
+        if _several_gpus() and first.is_cuda and first.get_device() != torch.cuda.current_device():
             with torch.cuda.device(first.device):
                 self._launch(grid, first.device, arguments)
         else:
             self._launch(grid, first.device, arguments)
 
     def _launch(self, grid: Grid, device: torch.device, arguments: tuple[Any, ...]) -> None:
-        key: list[Any] = [device]
-        pointers = 0
-        for tensor in arguments[: self._tensors]:
-            key.append(tensor.dtype)
-            pointers |= tensor.data_ptr()
-        compiled = self._compiled.get(tuple(key))
-        if compiled is not None and not pointers % _ALIGNMENT:
+        tensors, numbers = arguments[: self._tensors], arguments[self._tensors :]
+        compiled = self._compiled.get((device, *[tensor.dtype for tensor in tensors]))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        bits = 0
+        for address in addresses:
+            bits |= address
+        if compiled is not None and not bits % _ALIGNMENT:
             run, function, metadata = compiled
             try:
+                stream = self._stream(device.index)
                 # Triton's profiler alone uses launch metadata and hooks, so both are None.
-                run(*grid, self._stream(device.index), function, metadata, None, None, None, *arguments, *self._last)
+                run(*grid, stream, function, metadata, None, None, None, *addresses, *numbers, *self._last)
                 return
             except (AttributeError, TypeError):
                 # Another version of Triton expects other arguments.

@@ -102,7 +102,8 @@ def _offsets(network: Network, fine: FineMapPair, matches: CellMatches) -> tuple
         count, features0.shape[1], features1.shape[1], fine[0].fine_size[1], fine[1].fine_size[1],
     )  # fmt: skip
     for number, (weight, bias) in enumerate(network.layers):
-        inputs = torch.addmm(bias, inputs, weight)
+        # torch.addmm asks cuBLASLt for an algorithm in each call, which takes the host longer than these two launches.
+        inputs = torch.mm(inputs, weight).add_(bias)
         if number < len(network.layers) - 1:
             inputs.relu_()
     return steps, inputs
