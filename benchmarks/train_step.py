@@ -54,7 +54,7 @@ def textures(canvas: int) -> Photos:
 
 
 def graphed(run: Run, device: torch.device) -> Run:
-    """Return the function as a CUDA graph; on other devices, return it as it is."""
+    """Return the function as a CUDA graph, with everything it reads; on other devices, return it as it is."""
     if device.type != "cuda":
         return run
     side = torch.cuda.Stream(device)
@@ -65,7 +65,13 @@ def graphed(run: Run, device: torch.device) -> Run:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side):
         run()
-    return graph.replay
+
+    def replay() -> Run:
+        graph.replay()
+        # A graph does not keep the tensors that it reads, but the function does.
+        return run
+
+    return replay
 
 
 def with_gradients(loss: Callable[[], Tensor], wanted: list[Tensor]) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 from dualrc.errors import ImageError
 from dualrc.image import read
 from dualrc.matcher import many, prefetch
+from dualrc.matcher.budget import NoMemoryError
 from dualrc.model.dualrc import Features
 
 VIEW0, VIEW1 = View(203, 150, (60, 80)), View(190, 161, (66.4, 75.2), (0.95, 0.97))
@@ -42,12 +43,31 @@ def test_many_pairs_come_in_order(tmp_path, batch, monkeypatch):
         assert result.scores == pytest.approx(alone.scores, abs=1e-5)
 
 
-def test_many_pairs_of_different_sizes_are_matched_as_single_ones():
-    """Nothing of one size may leak into another, in whatever order they come."""
-    matcher, scene = tiny_matcher(), texture(0, 160, 144)
+@pytest.mark.parametrize("beside", [None, "features", "no memory"])
+def test_many_pairs_of_different_sizes_are_matched_as_single_ones(beside, monkeypatch):
+    """Nothing of one size may leak into another, in whatever order they come.
+
+    Beside a GPU, the images of the next pair are extracted while a pair is matched, if there is enough memory.
+    """
+    matcher, scene, extracted = tiny_matcher(), texture(0, 160, 144), list[int]()
+    if beside:
+        monkeypatch.setattr(many, "batch_size", lambda matcher, pair: 3)
+        extract = matcher.extract
+
+        def extract_or_fail(items):
+            items = [item for item in items if item.features is None]
+            extracted.append(len(items))
+            if beside == "no memory" and len(extracted) == 2:
+                raise NoMemoryError
+            extract(items)
+
+        monkeypatch.setattr(matcher, "extract", extract_or_fail)
     sizes = [(96, 64), (49, 131), (144, 160), (64, 64), (97, 65), (96, 64), (143, 33)]
     pairs = [(scene[:h0, :w0], scene[3 : h1 + 3, :w1]) for (h0, w0), (h1, w1) in itertools.pairwise(sizes)]
     found = list(matcher.match_many(pairs))
+    # The first pair, and the next one beside it. Each later pair is extracted already, and the next one beside it.
+    expected = {None: [], "features": [2, 2, 0, 2, 0, 2], "no memory": [2, 2, 2, 2, 0, 2]}
+    assert extracted[:6] == expected[beside]
     for pair, result in zip(pairs, found, strict=True):
         alone = matcher.match(*pair)
         assert len(alone) > 0 and result.info == alone.info

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,7 @@ class ManyPairs:
                     yield self._nothing(error)
                     continue
                 if batch and (not fits or shapes(items) != shapes(batch[0].items)):
-                    yield from self._match_batch(batch)
+                    yield from self._match_batch(batch, ahead=items if fits else ())
                     batch = []
                 if not fits:
                     yield self._match_alone(given)
@@ -108,13 +108,23 @@ class ManyPairs:
             reader.drop(path)
         return kept.get(path, lambda: self.matcher.pending(reader.take(path), self.size))
 
-    def _match_batch(self, batch: list[_Pair]) -> Iterator[Matches]:
-        """Match pairs as one batch, or one by one if there is not enough memory."""
+    def _match_batch(self, batch: list[_Pair], ahead: Sequence[PendingImage] = ()) -> Iterator[Matches]:
+        """Match pairs as one batch, or one by one if there is not enough memory.
+
+        While a GPU matches a single pair, the extraction of the images `ahead` is launched.
+        """
         matcher, found = self.matcher, list[Matches]()
+
+        def meanwhile() -> None:
+            if len(batch) == 1 and len(ahead) == 2 and batch_size(matcher, (ahead[0], ahead[1])) > 1:
+                # Without enough memory they wait for their turn.
+                with suppress(NoMemoryError):
+                    matcher.extract(ahead)
+
         with suppress(NoMemoryError):
             matcher.extract(item for pair in batch for item in pair.items)
             pairs = [(pair.items[0].known(), pair.items[1].known()) for pair in batch]
-            uncalibrated = matcher.match_uncalibrated(pairs, self.settings)
+            uncalibrated = matcher.match_uncalibrated(pairs, self.settings, meanwhile)
             found = [matcher.selected(matches, self.settings) for matches in uncalibrated]
         if batch and not found:
             release_memory()

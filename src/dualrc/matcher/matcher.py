@@ -336,10 +336,13 @@ class Matcher:
         given = {name: value for name, value in changes.items() if value is not UNSET}
         return replace(self.config, **given) if given else self.config
 
-    def match_uncalibrated(self, batch: list[FeaturePair], settings: MatcherConfig) -> Iterator[Matches]:
+    def match_uncalibrated(
+        self, batch: list[FeaturePair], settings: MatcherConfig, meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[Matches]:
         """Match pairs of the same shapes as one batch; pairs without agreement are matched again through other views.
 
-        Scores are raw network scores. The result has the best `top` matches, and often more.
+        Scores are raw network scores. The result has the best `top` matches, and often more. `meanwhile` is called
+        while a GPU computes.
         """
         for pair in batch:
             self._check_makers(pair)
@@ -348,13 +351,15 @@ class Matcher:
             # The votes on the scale and on the pair need the best matches, whatever the caller asked for.
             votes = agreement.TOP if settings.max_zoom > 1 else 0
             top = max(top, votes, LOOKED_AT if self.calibration is not None else 0)
-        for matches, pair in zip(self.match_plain(batch, top=top), batch, strict=True):
+        for matches, pair in zip(self.match_plain(batch, top, meanwhile), batch, strict=True):
             with use_threads(self.threads):
                 found = recover(self, matches, pair, settings)
             yield found
 
     @torch.inference_mode()
-    def match_plain(self, batch: list[FeaturePair], top: int | None = None) -> Iterator[Matches]:
+    def match_plain(
+        self, batch: list[FeaturePair], top: int | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> Iterator[Matches]:
         """Match pairs of the same shapes as one batch, once, with raw network scores; the best `top` of each."""
         if not batch:
             return
@@ -364,6 +369,8 @@ class Matcher:
         masked = any(features.mask is not None for pair in batch for features in pair)
         with self.working(*batch[0], count=len(batch)):
             found = self.network.match(sides[0], sides[1], top=None if masked else top)
+        if meanwhile is not None:
+            meanwhile()
         # One transfer to the host for all results.
         columns = torch.cat([found.points0, found.points1, found.scores[:, None]], dim=1).cpu().numpy()
         counts = found.pair.bincount(minlength=len(batch)).tolist() if len(batch) > 1 else [len(columns)]
