@@ -83,6 +83,7 @@ def parts(config: TrainConfig, maker: PhotoPairs, weights: Path, device: torch.d
     """Return functions that run a training step and its parts."""
     network = load_weights(weights).train().to(device=device, memory_format=torch.channels_last)
     network.engine = TrainingEngine()
+    network.backbone = network.engine.prepare(network.backbone)
     teacher = Teacher(config.teacher, device) if config.teacher else None
     step = TrainingStep(network, config, teacher)
     if config.compile:

@@ -241,19 +241,6 @@ def test_compact_maps_move_with_the_image():
     assert torch.allclose(fine0[:, :, 54:58, 56:64], fine1[:, :, 54:58, 48:56], atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (2, 5), (7, 4)])
-def test_doubled_maps_have_the_gradient_of_interpolation(size):
-    x = rand(0, 2, 3, *size).double().requires_grad_()
-    weight = rand(1, 2, 3, 2 * size[0], 2 * size[1]).double()
-    expected = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
-    found = backbones._doubled(x)
-    assert torch.equal(found, expected)
-    gradients = (torch.autograd.grad((values * weight).sum(), x)[0] for values in (found, expected))
-    torch.testing.assert_close(*gradients)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert backbones._doubled(x.bfloat16()).dtype == torch.bfloat16
-
-
 def test_contrast_is_that_of_the_surroundings_and_knows_no_gain_or_level():
     images = torch.rand(2, 3, 48, 64, generator=torch.Generator().manual_seed(0))
     found = local_contrast(images)

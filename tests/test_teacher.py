@@ -140,6 +140,7 @@ def test_the_parts_of_a_step_compile_without_a_break(file, photos):
     torch.manual_seed(0)
     network = make_network(config).train()
     network.engine = TrainingEngine()
+    network.backbone = network.engine.prepare(network.backbone)
     data = PhotosConfig(paths=(str(photos),), canvas=128)
     settings = TrainConfig(data=(data,), teacher=TeacherConfig(file=str(file)), precision="float32")
     batch = open_pairs(data, size=64, points=8, clean=True).training.make(2, torch.Generator().manual_seed(0))

@@ -14,6 +14,7 @@ import torch
 from conftest import ROOT, point_batch, rand, texture, tiny_config, tiny_network
 from PIL import Image
 from safetensors.torch import save_file
+from torch.nn import functional as F
 
 import dualrc.train.loop
 import dualrc.train.step
@@ -30,13 +31,13 @@ from dualrc.data import PairBatch, PhotoMotion, PhotoPairs, PhotosConfig, Scenes
 from dualrc.data.photos import Photos
 from dualrc.errors import ConfigError, DataError, DualRCError, OutputError
 from dualrc.losses import keypoint_losses
-from dualrc.model.backbone import ResNet
+from dualrc.model.backbone import ResNet, make_backbone
 from dualrc.model.checkpoint import load_weights, save_weights
 from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
 from dualrc.model.dualrc import Features
 from dualrc.model.engine import Engine
-from dualrc.ops.training import TrainingEngine, two_layers
+from dualrc.ops.training import Doubled, TrainingEngine, two_layers
 from dualrc.toml import read_toml, to_toml
 from dualrc.train import TrainConfig, train
 from dualrc.train.batches import Batches
@@ -286,6 +287,30 @@ def test_the_consensus_of_training_is_the_defined_one_with_its_gradients(channel
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
     half = TrainingEngine().consensus(scores, consensus)
     assert (half - expected).abs().max() < 0.02 * expected.max()
+
+
+@pytest.mark.parametrize("size", [(1, 1), (2, 5), (7, 4)])
+def test_doubled_maps_have_the_gradient_of_interpolation(size):
+    double = Doubled()
+    x = rand(0, 2, 3, *size).double().requires_grad_()
+    weight = rand(1, 2, 3, 2 * size[0], 2 * size[1]).double()
+    expected = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
+    found = double(x)
+    assert torch.equal(found, expected)
+    gradients = (torch.autograd.grad((values * weight).sum(), x)[0] for values in (found, expected))
+    torch.testing.assert_close(*gradients)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert double(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_the_training_engine_prepares_a_copy_of_the_backbone():
+    backbone = make_backbone(tiny_config().backbone)
+    prepared = TrainingEngine().prepare(backbone)
+    assert isinstance(prepared.doubled, Doubled) and not isinstance(backbone.doubled, Doubled)
+    assert prepared.state_dict().keys() == backbone.state_dict().keys()
+    images = rand(0, 1, 3, 48, 80)
+    for ours, theirs in zip(prepared.eval()(images), backbone.eval()(images), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_the_papers_schedule():

@@ -1,11 +1,10 @@
 """Backbones: an image to its coarse map F~ at 1/16 and its fine map F^ at 1/4; NCNet uses a single map."""
 
 from itertools import pairwise
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
@@ -183,34 +182,6 @@ def local_contrast(images: Tensor) -> Tensor:
     return (gray - mean).div_(deviation).to(images.dtype)
 
 
-class _Doubled(Function):
-    """Bilinear up-sampling by 2, whose gradient has no scattered additions, in the type of the input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            return F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        for axis in (2, 3):
-            # Each cell is read by its own two halves, and by the nearest half of both neighbors. Borders are repeated.
-            first, last = gradient.unflatten(axis, (-1, 2)).unbind(axis + 1)
-            cells = first.shape[axis]
-            before = torch.cat([first.narrow(axis, 0, 1), last.narrow(axis, 0, cells - 1)], axis)
-            after = torch.cat([first.narrow(axis, 1, cells - 1), last.narrow(axis, cells - 1, 1)], axis)
-            gradient = (first + last) * 0.75 + (before + after) * 0.25
-        return gradient
-
-
-def _doubled(x: Tensor) -> Tensor:
-    """Up-sample by 2: (b c h w) -> (b c 2h 2w)."""
-    if x.requires_grad:
-        doubled: Tensor = _Doubled.apply(x)  # type: ignore[no-untyped-call]
-        return doubled
-    return F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
-
-
 class CompactBackbone(nn.Module):
     """Small residual network with an FPN-like top-down path."""
 
@@ -227,6 +198,7 @@ class CompactBackbone(nn.Module):
         self.down32 = nn.Conv2d(w32, w16, 1)
         self.down16 = nn.Conv2d(w16, w8, 1)
         self.down8 = nn.Conv2d(w8, w4, 1)
+        self.doubled: nn.Module = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False)
         self.merge16 = _conv(w16, w16, 3)
         self.merge8 = _conv(w8, w8, 3)
         self.merge4 = _conv(w4, w4, 3)
@@ -246,12 +218,11 @@ class CompactBackbone(nn.Module):
         x16 = self.level16(x8)
         # A map with an odd side would lose half a cell of context at 1/32, so its last row and column are repeated.
         odd = (0, x16.shape[3] % 2, 0, x16.shape[2] % 2)
-        # The exported graph has all sizes, and a padding of zero is slow to train.
-        x32 = self.level32(x16 if self.training and not any(odd) else F.pad(x16, odd, mode="replicate"))
-        up32 = _doubled(self.down32(x32))
+        x32 = self.level32(F.pad(x16, odd, mode="replicate"))
+        up32 = self.doubled(self.down32(x32))
         x16 = self.merge16(x16 + up32[:, :, : x16.shape[2], : x16.shape[3]])
-        x8 = self.merge8(x8 + _doubled(self.down16(x16)))
-        x4 = self.merge4(x4 + _doubled(self.down8(x8)))
+        x8 = self.merge8(x8 + self.doubled(self.down16(x16)))
+        x4 = self.merge4(x4 + self.doubled(self.down8(x8)))
         return self.coarse(x16), self.fine(x4)
 
 

@@ -9,14 +9,16 @@ that of one column with as many times the channels, so a convolution over such g
 kernel has zeros, but is as wide as those of usual networks.
 """
 
+import copy
 import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional as F
 
+from dualrc.model.backbone import CompactBackbone
 from dualrc.model.cells import MaskPair, TensorPair
 from dualrc.model.consensus import Consensus, swap_images
 from dualrc.model.context import Context
@@ -35,6 +37,13 @@ class TrainingEngine(Engine):
 
     name = "training"
 
+    def prepare(self, backbone: nn.Module) -> nn.Module:
+        """Return a copy of the backbone whose up-sampling has a fast gradient."""
+        prepared = copy.deepcopy(backbone)
+        if isinstance(prepared, CompactBackbone):
+            prepared.doubled = Doubled()
+        return prepared
+
     def context(self, context: Context, coarse: TensorPair, valid: MaskPair) -> tuple[Tensor, Tensor]:
         """Condition coarse features on the other image; products in bfloat16."""
         with torch.autocast(coarse[0].device.type, torch.bfloat16):
@@ -47,6 +56,34 @@ class TrainingEngine(Engine):
             with torch.autocast(scores.device.type, torch.bfloat16):
                 return super().consensus(scores, consensus)
         return two_layers(scores, list(consensus.weights), list(consensus.biases), torch.bfloat16)
+
+
+class Doubled(nn.Module):
+    """Bilinear up-sampling by 2 in the type of the input: (b c h w) -> (b c 2h 2w)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        doubled: Tensor = _Double.apply(x)  # type: ignore[no-untyped-call]
+        return doubled
+
+
+class _Double(Function):
+    """Bilinear up-sampling by 2, whose gradient has no scattered additions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        for axis in (2, 3):
+            # Each cell is read by its own two halves, and by the nearest half of both neighbors. Borders are repeated.
+            first, last = gradient.unflatten(axis, (-1, 2)).unbind(axis + 1)
+            cells = first.shape[axis]
+            before = torch.cat([first.narrow(axis, 0, 1), last.narrow(axis, 0, cells - 1)], axis)
+            after = torch.cat([first.narrow(axis, 1, cells - 1), last.narrow(axis, cells - 1, 1)], axis)
+            gradient = (first + last) * 0.75 + (before + after) * 0.25
+        return gradient
 
 
 def two_layers(scores: Tensor, weights: list[Tensor], biases: list[Tensor], half: torch.dtype) -> Tensor:

@@ -153,6 +153,7 @@ class _Run:
         self.network = _network(config).to(fabric.device)
         if fabric.device.type == "cuda" and config.precision == "bfloat16":
             self.network.engine = TrainingEngine()
+            self.network.backbone = self.network.engine.prepare(self.network.backbone)
         self.average = copy.deepcopy(self.network).eval()
         self.on_one_gpu = fabric.device.type == "cuda" and fabric.world_size == 1
         self._teacher = Teacher(config.teacher, fabric.device) if config.teacher else None
