@@ -15,7 +15,7 @@ from dualrc.model.dualrc import Features
 from dualrc.model.engine import Engine
 from dualrc.model.refine import CellMatches
 from dualrc.model.support import DirectedMatches
-from dualrc.ops import formulas, memory
+from dualrc.ops import formulas, graphs, memory
 from dualrc.ops.graphs import GraphEngine
 
 # Everything after the backbone
@@ -376,6 +376,16 @@ def test_graphs_pass_every_operation_that_they_do_not_capture_to_their_engine():
     captured = {"extract", "context", "coarse", "search", "refine"}
     assert operations > captured and engine.name == "torch+graphs"
     assert {name for name in operations if getattr(engine, name) == getattr(inner, name)} == operations - captured
+
+
+@torch.inference_mode()
+def test_a_shape_is_captured_if_it_recurs_among_as_many_shapes_as_there_are_graphs():
+    engine, inputs = GraphEngine(ops.choose(torch.device("cpu"), "torch")), (torch.zeros(1),)
+    assert [engine._repeats(("own",), inputs) for _ in range(4)] == [False, False, True, True]
+    # The search over views has many shapes that do not recur soon.
+    for _ in range(4):
+        assert not any(engine._repeats(("view", number), inputs) for number in range(graphs._KEPT + 1))
+    assert not engine._repeats(("own",), inputs)
 
 
 @pytest.mark.parametrize("name", ["reference", *(name for name in ENGINES if not name.startswith("triton"))])
