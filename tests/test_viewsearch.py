@@ -15,7 +15,7 @@ from dualrc import stitch
 from dualrc.geometry import apply_homography
 from dualrc.image import Scale
 from dualrc.localize.maps import Look
-from dualrc.matcher import rematch, viewsearch
+from dualrc.matcher import rematch, views, viewsearch
 from dualrc.matcher.features import ImageFeatures
 from dualrc.matcher.verify import Verified, verify
 from dualrc.matcher.views import Shown, View, see, show
@@ -205,6 +205,29 @@ def test_views_shown_together_are_those_shown_alone(photograph, shipped, masked)
         edges = np.abs(places[:, None] - [(-0.5, -0.5), (200.5, -0.5), (479.5, 359.5)]).min(axis=(1, 2))
         assert ((where.ravel() == allowed) | (edges < 1e-3)).all() and np.mean(edges < 1e-3) < 0.05
         assert (shown.mask is None) == (not masked and bool(allowed.all()))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_views_matched_together_are_those_matched_one_by_one(photograph, shipped, monkeypatch, masked):
+    mask = np.arange(360 * 480).reshape(360, 480) % 480 > 200
+    features = shipped.masked(shipped.features(photograph), mask if masked else None), shipped.features(photograph)
+    tilted = [affine_view((480, 360), 320, Simulated(2.0, direction)) for direction in (0, 45, 135)]
+    pairs = [(None, tilted[1]), (None, None), (tilted[1], None), (None, tilted[2]), (tilted[1], tilted[2])]
+    pairs += [(None, tilted[1]), (tilted[0], tilted[0])]
+    detail = torch.from_numpy(np.ascontiguousarray(photograph[::2, ::2])), None
+    batches = []
+    match_plain = shipped.match_plain
+    monkeypatch.setattr(shipped, "match_plain", lambda batch: (batches.append(len(batch)), match_plain(batch))[1])
+    expected = list(views.match_views(shipped, features, pairs, detail))
+    assert batches == [1] * 7 and all(len(look.matches) > 100 for look in expected)
+    monkeypatch.setattr(views, "_at_once", lambda matcher, features: 6)
+    monkeypatch.setattr(views, "batch_size", lambda matcher, scales: 2)
+    batches.clear()
+    found = list(views.match_views(shipped, features, pairs, detail))
+    # The first six pairs have four kinds of sizes, of which one occurs three times.
+    assert sorted(batches) == [1, 1, 1, 1, 1, 2]
+    for one, other in zip(found, expected, strict=True):
+        assert same_matches(one.matches, other.matches) and one.agreement == pytest.approx(other.agreement)
 
 
 def test_features_of_views_that_do_not_fit_into_memory_are_extracted_again(photograph, shipped, monkeypatch):

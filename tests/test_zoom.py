@@ -256,7 +256,7 @@ def test_any_homography_is_a_view(photograph, shipped):
     shown = show(features, [view])
     (seen,) = extract_shown(shipped, shown)
     assert seen.scale.input_size == (320, 240) and restricted(seen, shown[0]).mask is not None
-    look = match_views(shipped, (features, features), (None, view))
+    (look,) = match_views(shipped, (features, features), [(None, view)])
     error = np.linalg.norm(look.matches.points0 - look.matches.points1, axis=1)[:300]
     assert np.mean(error < 3) > 0.8 and look.agreement.firm
     assert look.agreement.scale == pytest.approx(1 / 1.6, rel=0.1)

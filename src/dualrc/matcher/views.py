@@ -1,6 +1,6 @@
 """Views: images resampled by a homography. Changes of scale are one kind of view."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +13,7 @@ from dualrc import geometry
 from dualrc.agreement import Agreement, measure_agreement
 from dualrc.image import Scale
 from dualrc.matcher.features import FeaturePair, ImageFeatures, PendingImage
+from dualrc.matcher.many import MOST_PAIRS, batch_size
 from dualrc.matches import Matches
 from dualrc.pixels import FINE_STRIDE, STRIDE, image_center, in_image, pixel_to_unit
 from dualrc.texture import without_blank_areas
@@ -75,6 +76,10 @@ class View:
         return bool(in_image(corners[:, :2] / corners[:, 2:], image).all())
 
 
+# Views of two images; None for an image as it is.
+ViewPair = tuple[View | None, View | None]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Look:
     """Result of matching two images, each directly or through a view."""
@@ -87,7 +92,7 @@ class Look:
 
 def scale_views(
     scales: tuple[Scale, Scale], scale: float, boxes: tuple[Box | None, Box | None] = (None, None), longest: int = 0
-) -> tuple[View | None, View | None] | None:
+) -> ViewPair | None:
     """Return views that compensate for a scale factor from image 0 to image 1; None if a view would be too small.
 
     `scale` relates the current network inputs, and boxes are crops of them. The image with the larger scale is shrunk.
@@ -227,7 +232,8 @@ def extract_shown(matcher: "Matcher", shown: Sequence[Shown]) -> list[ImageFeatu
     """Extract features of views, in pixels of the network input; they need `restricted` before they are matched."""
     scales = [Scale(image_size=one.view.size, input_size=one.view.size) for one in shown]
     items = [PendingImage(scale=scale, pixels=one.pixels) for scale, one in zip(scales, shown, strict=True)]
-    matcher.extract(items)
+    if items:
+        matcher.extract(items)
     return [_with_valid(item.known(), one.mask) for item, one in zip(items, shown, strict=True)]
 
 
@@ -247,27 +253,54 @@ def restricted(features: ImageFeatures, shown: Shown) -> ImageFeatures:
 def match_views(
     matcher: "Matcher",
     features: FeaturePair,
-    views: tuple[View | None, View | None],
+    views: Sequence[ViewPair],
     pixels: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Look:
-    """Match two images through views; None uses the features as they are."""
-    first, second = (
-        own if view is None else _seen_through(matcher, own, view, detail)
-        for own, view, detail in zip(features, views, pixels, strict=True)
-    )
-    return match_seen(matcher, features, views, (first, second))
+) -> Iterator[Look]:
+    """Match two images through pairs of views, in this order; None uses the features as they are."""
+    count = _at_once(matcher, features)
+    for part in (views[start : start + count] for start in range(0, len(views), count)):
+        columns = [pair[0] for pair in part], [pair[1] for pair in part]
+        shown = [
+            one
+            for own, column, detail in zip(features, columns, pixels, strict=True)
+            for one in show(own, [view for view in column if view is not None], detail)
+        ]
+        extracted = map(restricted, extract_shown(matcher, shown), shown)
+        first, second = (
+            [own if view is None else next(extracted) for view in column]
+            for own, column in zip(features, columns, strict=True)
+        )
+        yield from match_seen(matcher, features, part, list(zip(first, second, strict=True)))
 
 
-def _seen_through(matcher: "Matcher", features: ImageFeatures, view: View, pixels: Tensor | None) -> ImageFeatures:
-    (shown,) = show(features, [view], pixels)
-    return restricted(extract_shown(matcher, [shown])[0], shown)
+def _at_once(matcher: "Matcher", features: FeaturePair) -> int:
+    """Return the number of pairs of views whose features are extracted at once; views are rarely larger than images."""
+    if matcher.device.type != "cuda":
+        return 1
+    spare = matcher.budget.spare((features[0].scale, features[1].scale))
+    return max(1, min(MOST_PAIRS, int(spare // (features[0].bytes + features[1].bytes))))
 
 
 def match_seen(
-    matcher: "Matcher", features: FeaturePair, views: tuple[View | None, View | None], seen: FeaturePair
-) -> Look:
-    """Match two images by the features `seen` through views."""
-    found = next(matcher.match_plain([seen]))
+    matcher: "Matcher", features: FeaturePair, views: Sequence[ViewPair], seen: Sequence[FeaturePair]
+) -> Iterator[Look]:
+    """Match two images by the features `seen` through pairs of views, in this order; equal sizes form a batch."""
+    alike: dict[tuple[Scale, Scale], list[int]] = {}
+    for number, (first, second) in enumerate(seen):
+        alike.setdefault((first.scale, second.scale), []).append(number)
+    found: dict[int, Look] = {}
+    for number, (first, second) in enumerate(seen):
+        if number not in found:
+            scales = first.scale, second.scale
+            count, waiting = batch_size(matcher, scales), alike[scales]
+            batch, alike[scales] = waiting[:count], waiting[count:]
+            for each, matches in zip(batch, matcher.match_plain([seen[each] for each in batch]), strict=True):
+                found[each] = _look(features, views[each], seen[each], matches)
+        yield found.pop(number)
+
+
+def _look(features: FeaturePair, views: ViewPair, seen: FeaturePair, found: Matches) -> Look:
+    """Return matches between views in pixels of the images, without those in blank areas or outside of the masks."""
     # Areas without texture match themselves at the same distance from the border, whatever the views show.
     found = without_blank_areas(found, [own.seen for own in seen])
     agreement, points = measure_agreement(found), [found.points0, found.points1]

@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 from dualrc.matcher.features import FeaturePair, ImageFeatures
 from dualrc.matcher.verify import Verified, side_by_side, verify
 from dualrc.matcher.views import Shown, View, extract_shown, match_seen, restricted, rounded, show
-from dualrc.matches import Matches
 from dualrc.pixels import STRIDE, image_center
 from dualrc.types import FloatArray, Size
 
@@ -30,7 +29,7 @@ _SHARE = 0.47
 # Factor between the tilts of the quick search. The network tolerates what remains.
 _TILT_STEP = 3.0
 # Views whose features are extracted at a time, and cells of each image that are compared at a time.
-_TOGETHER, _COMPARED = 32, 4096
+_TOGETHER, _COMPARED = 16, 4096
 # Steps (x, y) to the adjacent cells.
 _AROUND = [(x, y) for y in (-1, 0, 1) for x in (-1, 0, 1) if (x, y) != (0, 0)]
 # Standard deviation of gray levels below which a coarse cell has no texture.
@@ -136,25 +135,29 @@ def _rotation(angle: float) -> FloatArray:
 @torch.inference_mode()
 def best_views(matcher: "Matcher", features: FeaturePair, search: ViewSearch) -> list[Verified]:
     """Return matches through the pairs of views that agree most, in original pixels."""
-    views = [_show_views(features[0], search), _show_views(features[1], replace(search, rotated=False))]
-    count, shown = len(views[0]), [*views[0], *views[1]]
-    cells, kept = _view_cells(matcher, shown, matcher.budget.spare((features[0].scale, features[1].scale)))
-    agreement = view_agreement(cells[:count], cells[count:])
-    best = np.argsort(-agreement, axis=None, kind="stable")[: search.verified]
+    shown0, shown1 = _show_views(features[0], search), _show_views(features[1], replace(search, rotated=False))
+    shown, spare = [*shown0, *shown1], matcher.budget.spare((features[0].scale, features[1].scale))
+    cells, kept = _view_cells(matcher, shown, spare)
     pairs = [
-        (first, count + second)
-        for first, second in zip(*np.unravel_index(best, agreement.shape), strict=True)
-        if agreement[first, second] >= search.least_agreement
+        (first, len(shown0) + second)
+        for first, second in _most_agreeing(view_agreement(cells[: len(shown0)], cells[len(shown0) :]), search)
     ]
-    missing = sorted({number for pair in pairs for number in pair} - kept.keys())
+    chosen = sorted({number for pair in pairs for number in pair})
+    missing = [number for number in chosen if number not in kept]
     kept |= zip(missing, extract_shown(matcher, [shown[number] for number in missing]), strict=True)
+    seen = {number: restricted(kept[number], shown[number]) for number in chosen}
+    # Release the features of the other views.
+    del kept
+    views = [(shown[first].view, shown[second].view) for first, second in pairs]
+    looks = match_seen(matcher, features, views, [(seen[first], seen[second]) for first, second in pairs])
+    return [each for each in side_by_side(verify, (look.matches for look in looks)) if each.weight > 0]
 
-    def matched() -> Iterator[Matches]:
-        for first, second in pairs:
-            seen = restricted(kept[first], shown[first]), restricted(kept[second], shown[second])
-            yield match_seen(matcher, features, (shown[first].view, shown[second].view), seen).matches
 
-    return [each for each in side_by_side(verify, matched()) if each.weight > 0]
+def _most_agreeing(agreement: FloatArray, search: ViewSearch) -> list[tuple[int, int]]:
+    """Return the pairs of views to match, most agreement first."""
+    best = np.argsort(-agreement, axis=None, kind="stable")[: search.verified]
+    enough = best[agreement.flat[best] >= search.least_agreement]
+    return [divmod(place, agreement.shape[1]) for place in enough.tolist()]
 
 
 def _view_cells(
