@@ -1,6 +1,6 @@
 """Views: images resampled by a homography. Changes of scale are one kind of view."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from dualrc import geometry
 from dualrc.agreement import Agreement, measure_agreement
 from dualrc.image import Scale
-from dualrc.matcher.features import FeaturePair, ImageFeatures, PendingImage
+from dualrc.matcher.features import FeaturePair, ImageFeatures, PendingImage, chunks, grouped
 from dualrc.matcher.many import MOST_PAIRS, batch_size
 from dualrc.matches import Matches
 from dualrc.pixels import FINE_STRIDE, STRIDE, image_center, in_image, pixel_to_unit
@@ -191,11 +191,8 @@ class Shown(NamedTuple):
 def show(features: ImageFeatures, views: Sequence[View], pixels: Tensor | None = None) -> list[Shown]:
     """Show an image through views; `pixels` (h w 3) replaces the image as the network saw it."""
     # Views that are sampled alike are computed at once, because many small operations keep a GPU waiting.
-    alike: dict[Hashable, list[int]] = {}
-    for number, view in enumerate(views):
-        alike.setdefault((view.box, view.size, view.shrinks, _samples(view)), []).append(number)
     shown: dict[int, Shown] = {}
-    for numbers in alike.values():
+    for numbers in grouped((view.box, view.size, view.shrinks, _samples(view)) for view in views):
         own = [views[number] for number in numbers]
         if own[0].box is None:
             seen, places = see(features.pixels if pixels is None else pixels, features.size, own)
@@ -241,7 +238,7 @@ def _with_valid(features: ImageFeatures, mask: Tensor | None) -> ImageFeatures:
     if mask is None:
         return features
     # The pixel below and right of the center of each fine cell, as in `mask_to_cells`.
-    valid = mask[FINE_STRIDE // 2 :: FINE_STRIDE, FINE_STRIDE // 2 :: FINE_STRIDE]
+    valid = mask[FINE_STRIDE // 2 :: FINE_STRIDE, FINE_STRIDE // 2 :: FINE_STRIDE].contiguous()
     return replace(features, maps=replace(features.maps, valid=valid[None]))
 
 
@@ -257,8 +254,7 @@ def match_views(
     pixels: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Iterator[Look]:
     """Match two images through pairs of views, in this order; None uses the features as they are."""
-    count = _at_once(matcher, features)
-    for part in (views[start : start + count] for start in range(0, len(views), count)):
+    for part in chunks(views, _at_once(matcher, features)):
         columns = [pair[0] for pair in part], [pair[1] for pair in part]
         shown = [
             one
@@ -285,15 +281,13 @@ def match_seen(
     matcher: "Matcher", features: FeaturePair, views: Sequence[ViewPair], seen: Sequence[FeaturePair]
 ) -> Iterator[Look]:
     """Match two images by the features `seen` through pairs of views, in this order; equal sizes form a batch."""
-    alike: dict[tuple[Scale, Scale], list[int]] = {}
-    for number, (first, second) in enumerate(seen):
-        alike.setdefault((first.scale, second.scale), []).append(number)
+    scales = [(first.scale, second.scale) for first, second in seen]
+    batches = [batch for group in grouped(scales) for batch in chunks(group, batch_size(matcher, scales[group[0]]))]
+    batch_of = {number: batch for batch in batches for number in batch}
     found: dict[int, Look] = {}
-    for number, (first, second) in enumerate(seen):
+    for number in range(len(seen)):
         if number not in found:
-            scales = first.scale, second.scale
-            count, waiting = batch_size(matcher, scales), alike[scales]
-            batch, alike[scales] = waiting[:count], waiting[count:]
+            batch = batch_of[number]
             for each, matches in zip(batch, matcher.match_plain([seen[each] for each in batch]), strict=True):
                 found[each] = _look(features, views[each], seen[each], matches)
         yield found.pop(number)

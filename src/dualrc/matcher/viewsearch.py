@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from dualrc.matcher.features import FeaturePair, ImageFeatures
+from dualrc.matcher.features import FeaturePair, ImageFeatures, chunks, grouped
 from dualrc.matcher.verify import Verified, side_by_side, verify
 from dualrc.matcher.views import Shown, View, extract_shown, match_seen, restricted, rounded, show
 from dualrc.pixels import STRIDE, image_center
@@ -168,7 +168,7 @@ def _view_cells(
     kept: dict[int, ImageFeatures] = {}
     # Views of one size follow each other, because they form a batch.
     order = sorted(range(len(shown)), key=lambda number: shown[number].view.size)
-    for part in (order[start : start + _TOGETHER] for start in range(0, len(order), _TOGETHER)):
+    for part in chunks(order, _TOGETHER):
         seen = extract_shown(matcher, [shown[number] for number in part])
         cells |= zip(part, coarse_cells(seen), strict=True)
         spare -= sum(own.bytes for own in seen)
@@ -198,20 +198,16 @@ def _show_views(features: ImageFeatures, search: ViewSearch) -> list[Shown]:
 
 def coarse_cells(seen: Sequence[ImageFeatures]) -> list[Cells]:
     """Return the coarse cells of images that show a textured part of them."""
-    alike: dict[Size, list[int]] = {}
-    for number, own in enumerate(seen):
-        alike.setdefault(own.scale.input_size, []).append(number)
-    grids = [_textured_cells([seen[number] for number in numbers]) for numbers in alike.values()]
+    groups = grouped(own.scale.input_size for own in seen)
+    grids = [_textured_cells([seen[number] for number in group]) for group in groups]
     # One transfer to the host for all images.
     counts = torch.cat([count for _, count in grids]).tolist()
-    cells: dict[int, Cells] = {}
-    places = (
-        (number, grid, row)
-        for numbers, (grid, _) in zip(alike.values(), grids, strict=True)
-        for row, number in enumerate(numbers)
-    )
-    for (number, grid, row), count in zip(places, counts, strict=True):
-        cells[number] = Cells(*(column[row, :count] for column in grid))
+    numbers = [number for group in groups for number in group]
+    columns = [own for grid, _ in grids for own in zip(*grid, strict=True)]
+    cells = {
+        number: Cells(*(column[:count] for column in own))
+        for number, own, count in zip(numbers, columns, counts, strict=True)
+    }
     return [cells[number] for number in range(len(seen))]
 
 
