@@ -396,6 +396,17 @@ def test_graphs_are_captured_when_a_shape_has_repeated_often(monkeypatch):
     assert measure.warm_ups(torch.device("cuda")) > graphs._SEEN
 
 
+@torch.inference_mode()
+def test_a_shape_is_captured_if_it_recurs_among_as_many_shapes_as_there_are_graphs():
+    engine, inputs = GraphEngine(ops.choose(torch.device("cpu"), "torch")), (torch.zeros(1),)
+    seen = graphs._SEEN
+    assert [engine._repeats(("own",), inputs) for _ in range(seen + 2)] == [False] * seen + [True, True]
+    # The search over views has many shapes that do not recur soon.
+    for _ in range(seen + 2):
+        assert not any(engine._repeats(("view", number), inputs) for number in range(graphs._KEPT + 1))
+    assert not engine._repeats(("own",), inputs)
+
+
 @pytest.mark.parametrize("name", ["reference", *(name for name in ENGINES if not name.startswith("triton"))])
 def test_every_call_of_a_matcher(name):
     """Images of a few cells, so that the reference can take part."""

@@ -14,6 +14,7 @@ from dualrc.geometry import apply_homography
 from dualrc.matcher import rematch
 from dualrc.matcher.views import View, see
 from dualrc.matches import Matches
+from dualrc.pixels import in_image
 from dualrc.scenes import Light, look_at, make_scene, render
 
 
@@ -29,8 +30,8 @@ def similarity(center, degrees: float, scale: float, to) -> np.ndarray:
 def brought(image, image_from_frame, size, shrinks):
     """Return an image in a frame, and where it is visible."""
     view = View(image_from_view=image_from_frame, size=size, shrinks=shrinks)
-    seen, where = see(torch.from_numpy(np.array(image)), image.shape[1::-1], view)
-    return seen.numpy(), where
+    seen, places = see(torch.from_numpy(np.array(image)), image.shape[1::-1], [view])
+    return seen[0].numpy(), in_image(places[0], image.shape[1::-1]).numpy()
 
 
 def made_matches(H, size=(300, 200), outliers: float = 0.5, count: int = 800) -> Matches:

@@ -15,10 +15,10 @@ from dualrc import stitch
 from dualrc.geometry import apply_homography
 from dualrc.image import Scale
 from dualrc.localize.maps import Look
-from dualrc.matcher import rematch
+from dualrc.matcher import rematch, views, viewsearch
 from dualrc.matcher.features import ImageFeatures
 from dualrc.matcher.verify import Verified, verify
-from dualrc.matcher.views import Shown, see
+from dualrc.matcher.views import Shown, View, see, show
 from dualrc.matcher.viewsearch import (
     Simulated,
     affine_view,
@@ -28,8 +28,9 @@ from dualrc.matcher.viewsearch import (
     thorough_search,
     view_agreement,
 )
-from dualrc.matches import Matches
+from dualrc.matches import Matches, inside_mask
 from dualrc.model.network import Features
+from dualrc.pixels import in_image
 
 __all__ = ["photograph", "shipped"]
 
@@ -41,7 +42,7 @@ def untilted():
 
 
 def through(image: np.ndarray, view) -> np.ndarray:
-    return see(torch.from_numpy(np.array(image)), image.shape[1::-1], view)[0].numpy()
+    return see(torch.from_numpy(np.array(image)), image.shape[1::-1], [view])[0][0].numpy()
 
 
 def test_a_tilt_shrinks_along_its_direction_only():
@@ -59,7 +60,7 @@ def test_a_turn_rotates_the_whole_image():
     view = affine_view((400, 300), 200, Simulated(1.0, 0.0))
     image = np.zeros((300, 400, 3), np.uint8)
     image[:150, 200:] = 255
-    mask = np.arange(view.size[0] * view.size[1]).reshape(view.size[::-1]) > 99
+    mask = torch.arange(view.size[0] * view.size[1]).view(view.size[::-1]) > 99
     shown = Shown(view, torch.from_numpy(through(image, view)), mask)
     for turns in range(4):
         # The bright quarter turns clockwise, from the upper right.
@@ -103,7 +104,7 @@ def cells_of(features: torch.Tensor, usable: torch.Tensor | None = None):
     scale = Scale(image_size=size, input_size=size)
     seen = ImageFeatures(maps=maps, scale=scale, mask=None, made_by="", pixels=pixels)
     fine = usable.repeat_interleave(4, 0).repeat_interleave(4, 1)
-    return coarse_cells(replace(seen, maps=replace(maps, valid=fine[None])))
+    return coarse_cells([replace(seen, maps=replace(maps, valid=fine[None]))])[0]
 
 
 def literal_agreement(features0, features1, usable0, usable1) -> float:
@@ -139,6 +140,111 @@ def test_agreement_is_that_of_its_definition(shape):
     assert found.item() == pytest.approx(literal_agreement(features0, features1, usable0, usable1), abs=1e-5)
 
 
+@pytest.mark.parametrize("compared", [1, 40, 4096])
+def test_many_views_agree_as_each_pair_of_them_does(monkeypatch, compared):
+    monkeypatch.setattr(viewsearch, "_COMPARED", compared)
+    shapes = [[(5, 7), (1, 1), (3, 12), (5, 7)], [(4, 4), (6, 5), (2, 9)]]
+    views = []
+    for side, own in enumerate(shapes):
+        usable = [rand(10 * side + number, *shape) > -0.5 for number, shape in enumerate(own)]
+        # Parts of one random field agree more than by chance.
+        views.append([cells_of(rand(0, 8, 6, 12)[:, : u.shape[0], : u.shape[1]], u) for u in usable])
+    views[1].append(cells_of(rand(1, 8, 2, 3), torch.zeros(2, 3, dtype=torch.bool)))
+    found = view_agreement(*views)
+    assert found.shape == (4, 4) and found.max() > 1 and (found[:, 3] == 0).all()
+    for row, first in enumerate(views[0]):
+        for column, second in enumerate(views[1]):
+            assert found[row, column] == pytest.approx(view_agreement([first], [second]).item(), abs=1e-6)
+    assert view_agreement([], views[1]).shape == (0, 4)
+
+
+def test_cells_of_many_images_are_those_of_each(photograph, shipped):
+    images = [photograph[:320, :480], photograph[:320, :240], texture(1, 480, 320), np.zeros_like(photograph[:320])]
+    seen = [shipped.features(np.ascontiguousarray(image)) for image in images]
+    mask = np.arange(320 * 480).reshape(320, 480) % 480 > 200
+    seen[2] = shipped.masked(seen[2], mask)
+    together = coarse_cells(seen)
+    for own, cells in zip(seen, together, strict=True):
+        (alone,) = coarse_cells([own])
+        assert all(torch.equal(one, other) for one, other in zip(cells, alone, strict=True))
+    assert len(together[3].place) == 0 < len(together[2].place) < len(together[0].place)
+    assert together[2].place[:, 0].min() >= 12
+    # The neighbors are at their steps.
+    cells = together[2]
+    for number, around in enumerate(cells.around.tolist()):
+        for other, step in zip(around, viewsearch._AROUND, strict=True):
+            there = cells.place[number] + torch.tensor(step)
+            if other < len(cells.place):
+                assert torch.equal(cells.place[other], there)
+            else:
+                assert not (cells.place == there).all(1).any()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_views_shown_together_are_those_shown_alone(photograph, shipped, masked):
+    features = shipped.features(photograph)
+    mask = np.arange(360 * 480).reshape(360, 480) % 480 > 200
+    features = shipped.masked(features, mask if masked else None)
+    views = [affine_view((480, 360), 400, simulated) for simulated in simulated_views(thorough_search(rotated=False))]
+    assert None not in views and len({view.size for view in views}) < len(views)
+    # The horizon crosses the last view, and a crop is resized by the network.
+    horizon = np.array([(1.0, 0.2, 30), (0, 1, 20), (0.004, 0.001, 0.1)])
+    views += [View(image_from_view=horizon, size=(160, 128)), View.part(features.scale, (16, 32, 160, 96), (80, 48))]
+    for view, shown in zip(views, show(features, views), strict=True):
+        (alone,) = show(features, [view])
+        assert shown.view is view and torch.equal(shown.pixels, alone.pixels)
+        grid = np.stack(np.meshgrid(*map(np.arange, view.size)), axis=2).reshape(-1, 2)
+        places = apply_homography(view.image_from_view, grid)
+        if view.image_from_view is horizon:
+            behind = (np.c_[grid, np.ones(len(grid))] @ horizon[2]) * view.depth(features.size) <= 0
+            assert behind.any()
+            places[behind] = np.nan
+        allowed = in_image(places, features.size) & inside_mask(places, mask if masked else np.ones_like(mask))
+        where = np.ones(view.size[::-1], bool) if shown.mask is None else shown.mask.numpy()
+        # Pixels at an edge of the image or of the mask are subject to rounding.
+        edges = np.abs(places[:, None] - [(-0.5, -0.5), (200.5, -0.5), (479.5, 359.5)]).min(axis=(1, 2))
+        assert ((where.ravel() == allowed) | (edges < 1e-3)).all() and np.mean(edges < 1e-3) < 0.05
+        assert (shown.mask is None) == (not masked and bool(allowed.all()))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_views_matched_together_are_those_matched_one_by_one(photograph, shipped, monkeypatch, masked):
+    mask = np.arange(360 * 480).reshape(360, 480) % 480 > 200
+    features = shipped.masked(shipped.features(photograph), mask if masked else None), shipped.features(photograph)
+    tilted = [affine_view((480, 360), 320, Simulated(2.0, direction)) for direction in (0, 45, 135)]
+    pairs = [(None, tilted[1]), (None, None), (tilted[1], None), (None, tilted[2]), (tilted[1], tilted[2])]
+    pairs += [(None, tilted[1]), (tilted[0], tilted[0])]
+    detail = torch.from_numpy(np.ascontiguousarray(photograph[::2, ::2])), None
+    batches = []
+    match_plain = shipped.match_plain
+    monkeypatch.setattr(shipped, "match_plain", lambda batch: (batches.append(len(batch)), match_plain(batch))[1])
+    expected = list(views.match_views(shipped, features, pairs, detail))
+    assert batches == [1] * 7 and all(len(look.matches) > 100 for look in expected)
+    monkeypatch.setattr(views, "_at_once", lambda matcher, features: 6)
+    monkeypatch.setattr(views, "batch_size", lambda matcher, scales: 2)
+    batches.clear()
+    found = list(views.match_views(shipped, features, pairs, detail))
+    # The first six pairs have four kinds of sizes, of which one occurs three times.
+    assert sorted(batches) == [1, 1, 1, 1, 1, 2]
+    for one, other in zip(found, expected, strict=True):
+        assert same_matches(one.matches, other.matches) and one.agreement == pytest.approx(other.agreement)
+
+
+def test_features_of_views_that_do_not_fit_into_memory_are_extracted_again(photograph, shipped, monkeypatch):
+    view = affine_view((480, 360), 480, Simulated(4.0, 60.0))
+    pair = shipped.features(photograph), shipped.features(through(photograph, view))
+    search = replace(quick_search(3.0), verified=3)
+    expected, counts = viewsearch.best_views(shipped, pair, search), []
+    extract = shipped.extract
+    monkeypatch.setattr(shipped, "extract", lambda items: (counts.append(len(items)), extract(items)))
+    for spare in (1e12, 0):
+        monkeypatch.setattr(type(shipped.budget), "spare", lambda self, pair, spare=spare: spare)
+        counts.clear()
+        found = viewsearch.best_views(shipped, pair, search)
+        assert [own.weight for own in found] == [own.weight for own in expected] and len(found) == 3
+        assert sum(counts) == 14 if spare else 14 < sum(counts) <= 14 + 6
+
+
 def test_views_of_the_same_thing_agree_and_others_do_not():
     features, other = rand(1, 16, 8, 10), rand(2, 16, 8, 10)
     nothing = torch.zeros(8, 10, dtype=torch.bool)
@@ -157,7 +263,7 @@ def test_cells_without_texture_are_not_compared():
         made_by="",
         pixels=torch.full((48, 64, 3), 100, dtype=torch.uint8),
     )
-    assert len(coarse_cells(blank).features) == 0
+    assert len(coarse_cells([blank])[0].features) == 0
 
 
 def test_matches_that_agree_weigh_more():

@@ -13,7 +13,7 @@ import dualrc
 from dualrc import agreement
 from dualrc.geometry import apply_homography, crop_homography, resize_homography
 from dualrc.image import Scale, read
-from dualrc.matcher.views import View, extract_shown, match_views, scale_views, show
+from dualrc.matcher.views import View, extract_shown, match_views, restricted, scale_views, show
 from dualrc.matches import Matches
 from dualrc.scenes import Light, look_at, make_scene, render
 from dualrc.texture import is_suspicious
@@ -253,9 +253,10 @@ def test_any_homography_is_a_view(photograph, shipped):
     H[:2, :2], H[:2, 2] = turn, np.array([320, 240]) - turn @ (width / 2, height / 2)
     features = shipped.features(photograph)
     view = View(image_from_view=H, size=(width, height), shrinks=1.6)
-    (seen,) = extract_shown(shipped, [show(features, view)])
-    assert seen.scale.input_size == (320, 240) and seen.mask is not None
-    look = match_views(shipped, (features, features), (None, view))
+    shown = show(features, [view])
+    (seen,) = extract_shown(shipped, shown)
+    assert seen.scale.input_size == (320, 240) and restricted(seen, shown[0]).mask is not None
+    (look,) = match_views(shipped, (features, features), [(None, view)])
     error = np.linalg.norm(look.matches.points0 - look.matches.points1, axis=1)[:300]
     assert np.mean(error < 3) > 0.8 and look.agreement.firm
     assert look.agreement.scale == pytest.approx(1 / 1.6, rel=0.1)

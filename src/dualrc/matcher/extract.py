@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, partial
@@ -92,7 +92,7 @@ class Extractor:
                 other.result()
 
     @torch.inference_mode()
-    def _extract_all(self, batches: list[list[PendingImage]], threads: int | None = None) -> None:
+    def _extract_all(self, batches: Sequence[Sequence[PendingImage]], threads: int | None = None) -> None:
         """Extract the features of batches of images of one size, one after the other."""
         for batch in batches:
             with enough_memory(), use_threads(threads):

@@ -1,8 +1,9 @@
 """Features of images, and images that wait for their features."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from dualrc.model.network import Features
 from dualrc.pixels import FINE_STRIDE
 from dualrc.texture import CELLS, LEAST_DEVIATION, Seen
 from dualrc.types import BoolArray, ImageArray, Size
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -92,9 +95,17 @@ def shapes(pair: tuple[PendingImage, PendingImage]) -> tuple[Size, ...]:
     return tuple(item.scale.input_size for item in pair)
 
 
-def chunks(items: list[PendingImage], size: int) -> Iterator[list[PendingImage]]:
+def chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
     """Yield chunks of at most `size` items."""
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def grouped(keys: Iterable[Hashable]) -> list[list[int]]:
+    """Return the numbers of the items with each key, in the order of their first item."""
+    groups: dict[Hashable, list[int]] = {}
+    for number, key in enumerate(keys):
+        groups.setdefault(key, []).append(number)
+    return list(groups.values())
 
 
 def stack(features: list[Features]) -> Features:

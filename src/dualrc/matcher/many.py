@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from dualrc.config import MatcherConfig
 from dualrc.errors import ImageError
+from dualrc.image import Scale
 from dualrc.matcher.budget import NoMemoryError, release_memory
 from dualrc.matcher.cache import LruCache
 from dualrc.matcher.features import Matchable, PendingImage, shapes
@@ -37,13 +38,13 @@ class _Pair(NamedTuple):
     items: tuple[PendingImage, PendingImage]
 
 
-def batch_size(matcher: "Matcher", pair: tuple[PendingImage, PendingImage]) -> int:
-    """Return the batch size for pairs like this one."""
+def batch_size(matcher: "Matcher", pair: tuple[Scale, Scale]) -> int:
+    """Return the batch size for pairs of images of these sizes."""
     if matcher.device.type != "cuda":
         return 1
-    cells = [math.prod(side // STRIDE for side in item.scale.input_size) for item in pair]
-    pixels = sum(math.prod(item.scale.image_size) for item in pair)
-    most = matcher.budget.together((pair[0].scale, pair[1].scale))
+    cells = [math.prod(side // STRIDE for side in scale.input_size) for scale in pair]
+    pixels = sum(math.prod(scale.image_size) for scale in pair)
+    most = matcher.budget.together(pair)
     return max(1, min(MOST_PAIRS, most, _MOST_ENTRIES // math.prod(cells), _MOST_PIXELS // pixels))
 
 
@@ -94,7 +95,7 @@ class ManyPairs:
                     yield self._match_alone(given)
                     continue
                 batch.append(_Pair(given, items))
-                if len(batch) >= batch_size(matcher, items):
+                if len(batch) >= batch_size(matcher, scales):
                     yield from self._match_batch(batch)
                     batch = []
             yield from self._match_batch(batch)
@@ -116,7 +117,7 @@ class ManyPairs:
         matcher, found = self.matcher, list[Matches]()
 
         def meanwhile() -> None:
-            if len(batch) == 1 and len(ahead) == 2 and batch_size(matcher, (ahead[0], ahead[1])) > 1:
+            if len(batch) == 1 and len(ahead) == 2 and batch_size(matcher, (ahead[0].scale, ahead[1].scale)) > 1:
                 # Without enough memory they wait for their turn.
                 with suppress(NoMemoryError):
                     matcher.extract(ahead)

@@ -1,18 +1,29 @@
 """Second passes: at other scales if matches do not agree, and in high quality through their common motion."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from dualrc import geometry
 from dualrc.agreement import ADVICE, CHANCE, Agreement
 from dualrc.image import Scale, to_tensor
 from dualrc.matcher.features import FeaturePair, ImageFeatures
 from dualrc.matcher.verify import BEYOND_DOUBT, Verified, side_by_side, verify
-from dualrc.matcher.views import LARGEST_GROWTH, LEAST_SIDE, Box, Look, View, match_views, rounded, scale_views
+from dualrc.matcher.views import (
+    LARGEST_GROWTH,
+    LEAST_SIDE,
+    Box,
+    Look,
+    View,
+    ViewPair,
+    match_views,
+    rounded,
+    scale_views,
+)
 from dualrc.matcher.viewsearch import best_views, quick_search, thorough_search
 from dualrc.matches import Matches
 from dualrc.pixels import STRIDE
@@ -134,7 +145,7 @@ def _look_at_scale(
         )
         if not matcher.budget.fits((first, second)):
             views = scale_views(own, scale, boxes)
-    return None if views is None else match_views(matcher, features, views)
+    return None if views is None else next(match_views(matcher, features, [views]))
 
 
 def _boxes(matches: Matches, features: FeaturePair) -> tuple[Box | None, Box | None]:
@@ -250,7 +261,7 @@ def _looked_again(
     for _ in range(looks):
         motions = side_by_side(shared_motion, [best[number].matches for number in rising])
         moving = [(number, motion) for number, motion in zip(rising, motions, strict=True) if motion is not None]
-        moved = (_match_moved(matcher, images, features, motion) for _, motion in moving)
+        moved = _match_moved(matcher, images, features, [motion for _, motion in moving])
         rising = []
         for (number, _), again in zip(moving, side_by_side(verify, moved), strict=True):
             before = best[number]
@@ -275,31 +286,36 @@ def _smaller(matcher: "Matcher", images: ImagePair, features: FeaturePair) -> It
         yield first, second
 
 
-def _match_moved(matcher: "Matcher", images: ImagePair | None, features: FeaturePair, motion: "Motion") -> Matches:
-    """Match one image with the other image warped into its frame, cropped if the motion holds for a part of it."""
+def _match_moved(
+    matcher: "Matcher", images: ImagePair | None, features: FeaturePair, motions: Sequence["Motion"]
+) -> Iterator[Matches]:
+    """Match through each motion."""
+    views = [_moved(features, motion) for motion in motions]
+    pixels: tuple[Tensor | None, Tensor | None] = (None, None)
+    if images is not None:
+        pixels = to_tensor(images[0]).to(matcher.device), to_tensor(images[1]).to(matcher.device)
+    return (look.matches for look in match_views(matcher, features, views, pixels))
+
+
+def _moved(features: FeaturePair, motion: "Motion") -> ViewPair:
+    """Return views that warp one image into the frame of the other, cropped if the motion holds for a part of it."""
     # Warp the image that shows the scene larger, so that no detail is invented.
     moves0 = motion.enlarges < 1
     own_from_frame = np.linalg.inv(motion.frame1_from_0) if moves0 else motion.frame1_from_0
-    still, moving = int(moves0), int(not moves0)
-    scale = features[still].scale
-    box = _box(motion.points[still], scale)
+    scale, points = features[moves0].scale, motion.points[moves0]
+    box = _box(points, scale)
     size = scale.input_size
     if box is not None:
         grow = min(LARGEST_GROWTH, max(size) / max(box[2:]))
         size = (rounded(grow * box[2]), rounded(grow * box[3]))
     frame = View.part(scale, box or (0, 0, *size), size)
-    view = View(
+    moving = View(
         image_from_view=own_from_frame @ frame.image_from_view,
         size=size,
         shrinks=(1 / motion.enlarges if moves0 else motion.enlarges) * frame.shrinks,
     )
-    views: list[View | None] = [None, None]
-    views[still], views[moving] = None if box is None else replace(frame, box=None), view
-    pixels = [
-        None if view is None or image is None else to_tensor(image).to(matcher.device)
-        for view, image in zip(views, images or (None, None), strict=True)
-    ]
-    return match_views(matcher, features, (views[0], views[1]), (pixels[0], pixels[1])).matches
+    still = None if box is None else replace(frame, box=None)
+    return (moving, still) if moves0 else (still, moving)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,6 +1,6 @@
 """Views: images resampled by a homography. Changes of scale are one kind of view."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from dualrc import geometry
 from dualrc.agreement import Agreement, measure_agreement
 from dualrc.image import Scale
-from dualrc.matcher.features import FeaturePair, ImageFeatures, PendingImage
-from dualrc.matches import Matches, inside_mask
-from dualrc.pixels import STRIDE, image_center, in_image, pixel_to_unit
+from dualrc.matcher.features import FeaturePair, ImageFeatures, PendingImage, chunks, grouped
+from dualrc.matcher.many import MOST_PAIRS, batch_size
+from dualrc.matches import Matches
+from dualrc.pixels import FINE_STRIDE, STRIDE, image_center, in_image, pixel_to_unit
 from dualrc.texture import without_blank_areas
 from dualrc.types import BoolArray, FloatArray, Size
 
@@ -61,14 +62,22 @@ class View:
         view_from_rotated = np.array([(0, 1, 0), (-1, 0, height - 1), (0, 0, 1)])
         return replace(self, image_from_view=self.image_from_view @ view_from_rotated, size=(height, width))
 
-    def places(self, image: Size, device: torch.device) -> Tensor:
-        """Return the positions of the view's pixels in an image of this size: (h w 2); NaN beyond the horizon."""
-        matrix = self.image_from_view.tolist()
-        x, y = (torch.arange(side, dtype=torch.float32, device=device) for side in self.size)
-        across, down, depth = (row[0] * x + (row[1] * y + row[2])[:, None] for row in matrix)
-        # Visible points lie on the same side of the horizon as the center of the image.
-        visible = depth * float(np.linalg.inv(self.image_from_view)[2] @ (*image_center(image), 1.0)) > 0
-        return torch.stack([across / depth, down / depth], dim=2).masked_fill(~visible[:, :, None], torch.nan)
+    def depth(self, image: Size) -> float:
+        """Return a number whose sign is that of the depth of all visible points of an image of this size."""
+        # They lie on the same side of the horizon as the center of the image.
+        return float(np.linalg.inv(self.image_from_view)[2] @ (*image_center(image), 1.0))
+
+    def covered_by(self, image: Size) -> bool:
+        """Return whether all pixels of the view show a part of an image of this size."""
+        right, bottom = self.size[0] - 1, self.size[1] - 1
+        corners = np.array([(0, 0, 1), (right, 0, 1), (0, bottom, 1), (right, bottom, 1)]) @ self.image_from_view.T
+        if (corners[:, 2] * self.depth(image) <= 0).any():
+            return False
+        return bool(in_image(corners[:, :2] / corners[:, 2:], image).all())
+
+
+# Views of two images; None for an image as it is.
+ViewPair = tuple[View | None, View | None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,7 +92,7 @@ class Look:
 
 def scale_views(
     scales: tuple[Scale, Scale], scale: float, boxes: tuple[Box | None, Box | None] = (None, None), longest: int = 0
-) -> tuple[View | None, View | None] | None:
+) -> ViewPair | None:
     """Return views that compensate for a scale factor from image 0 to image 1; None if a view would be too small.
 
     `scale` relates the current network inputs, and boxes are crops of them. The image with the larger scale is shrunk.
@@ -108,11 +117,27 @@ def rounded(side: float) -> int:
     return max(1, round(side / STRIDE)) * STRIDE
 
 
-def see(pixels: Tensor, image: Size, view: View) -> tuple[Tensor, BoolArray]:
-    """Warp pixels, uint8 (h w 3), of an image of size `image` into a view; return the mask of its extent (h, w)."""
-    places = view.places(image, pixels.device)
+def places_of(views: Sequence[View], image: Size, device: torch.device) -> Tensor:
+    """Return the positions of the pixels of views of one size in an image: (v h w 2); NaN beyond the horizon."""
+    rows = torch.tensor(np.stack([view.image_from_view for view in views]), dtype=torch.float32, device=device)
+    front = torch.tensor([view.depth(image) for view in views], dtype=torch.float32, device=device)
+    x, y = (torch.arange(side, dtype=torch.float32, device=device) for side in views[0].size)
+    # Three maps (v h w).
+    across, down, depth = (
+        row[:, 0, None, None] * x + (row[:, 1, None] * y + row[:, 2, None])[:, :, None] for row in rows.unbind(1)
+    )
+    visible = depth * front[:, None, None] > 0
+    return torch.stack([across / depth, down / depth], dim=3).masked_fill(~visible[..., None], torch.nan)
+
+
+def see(pixels: Tensor, image: Size, views: Sequence[View]) -> tuple[Tensor, Tensor]:
+    """Warp pixels, uint8 (h w 3), of an image of size `image` into views of one size and sampling: uint8 (v h w 3).
+
+    The second result has the positions of their pixels in the image, as `places_of`.
+    """
+    places = places_of(views, image, pixels.device)
     source = (pixels.shape[1], pixels.shape[0])
-    shrinks = view.shrinks * float(np.sqrt(source[0] * source[1] / (image[0] * image[1])))
+    shrinks = views[0].shrinks * float(np.sqrt(source[0] * source[1] / (image[0] * image[1])))
     images = pixels[None].permute(0, 3, 1, 2).float()
     # Downscale first to avoid aliasing.
     if shrinks > 1:
@@ -120,27 +145,32 @@ def see(pixels: Tensor, image: Size, view: View) -> tuple[Tensor, BoolArray]:
         images = F.interpolate(images, size=size, mode="bicubic", antialias=True, align_corners=False)
     # grid_sample does not accept NaN, so unknown positions are placed far outside.
     known = places.nan_to_num(nan=-1e6).clamp(-1e6, 1e6)
-    seen = torch.stack(
-        [
-            F.grid_sample(
-                images,
-                pixel_to_unit(known + torch.from_numpy(step).to(known), image)[None],
-                mode="bilinear",
-                padding_mode="border",
-                align_corners=False,
-            )
-            for step in _steps(view)
-        ]
-    ).mean(0)
-    return seen[0].permute(1, 2, 0).round().clamp(0, 255).to(torch.uint8), in_image(places, image).cpu().numpy()
+    # (v k 1 1 2)
+    steps = torch.tensor(np.stack([_steps(view) for view in views]), dtype=torch.float32, device=pixels.device)
+    grid = pixel_to_unit(known[:, None] + steps[:, :, None, None], image)
+    samples = F.grid_sample(
+        images.expand(grid.shape[0] * grid.shape[1], -1, -1, -1),
+        grid.flatten(0, 1),
+        mode="bilinear",
+        padding_mode="border",
+        align_corners=False,
+    )
+    seen = samples.unflatten(0, grid.shape[:2]).mean(1)
+    return seen.permute(0, 2, 3, 1).round().clamp(0, 255).to(torch.uint8), places
 
 
-def _steps(view: View) -> list[FloatArray]:
-    """Return the offsets, in image pixels, at which each pixel of a view is sampled."""
+def _steps(view: View) -> FloatArray:
+    """Return the offsets (k, 2), in image pixels, at which each pixel of a view is sampled."""
     if view.blur is None:
-        return [np.zeros(2)]
-    count = max(1, int(np.ceil(np.linalg.norm(view.blur) / max(view.shrinks, 1.0))))
-    return [view.blur * ((number + 0.5) / count - 0.5) for number in range(count)]
+        return np.zeros((1, 2))
+    count = _samples(view)
+    return view.blur * ((np.arange(count) + 0.5) / count - 0.5)[:, None]
+
+
+def _samples(view: View) -> int:
+    if view.blur is None:
+        return 1
+    return max(1, int(np.ceil(np.linalg.norm(view.blur) / max(view.shrinks, 1.0))))
 
 
 class Shown(NamedTuple):
@@ -149,59 +179,122 @@ class Shown(NamedTuple):
     view: View
     # uint8 (h w 3)
     pixels: Tensor
-    # (h, w) Pixels that show a part of the image to match; None for all.
-    mask: BoolArray | None
+    # (h w) Pixels that show a part of the image to match; None for all.
+    mask: Tensor | None
 
     def rotated(self) -> "Shown":
         """Rotate by 90 degrees clockwise."""
-        mask = None if self.mask is None else np.rot90(self.mask, -1).copy()
+        mask = None if self.mask is None else torch.rot90(self.mask, -1)
         return Shown(self.view.rotated(), torch.rot90(self.pixels, -1).contiguous(), mask)
 
 
-def show(features: ImageFeatures, view: View, pixels: Tensor | None = None) -> Shown:
-    """Show an image through a view; `pixels` (h w 3) replaces the image as the network saw it."""
-    mask: BoolArray | None = None
-    # The device resizes crops, as it resizes any image.
-    if view.box is not None:
-        left, top, width, height = view.box
-        pixels = features.pixels[top : top + height, left : left + width]
-    else:
-        pixels, shown = see(features.pixels if pixels is None else pixels, features.size, view)
-        mask = None if shown.all() else shown
+def show(features: ImageFeatures, views: Sequence[View], pixels: Tensor | None = None) -> list[Shown]:
+    """Show an image through views; `pixels` (h w 3) replaces the image as the network saw it."""
+    # Views that are sampled alike are computed at once, because many small operations keep a GPU waiting.
+    shown: dict[int, Shown] = {}
+    for numbers in grouped((view.box, view.size, view.shrinks, _samples(view)) for view in views):
+        own = [views[number] for number in numbers]
+        if own[0].box is None:
+            seen, places = see(features.pixels if pixels is None else pixels, features.size, own)
+        else:
+            # The device resizes crops, as it resizes any image.
+            left, top, width, height = own[0].box
+            crop = features.pixels[top : top + height, left : left + width]
+            seen, places = crop.expand(len(own), -1, -1, -1), None
+        shown |= zip(numbers, map(Shown, own, seen, _masks(features, own, places)), strict=True)
+    return [shown[number] for number in range(len(views))]
+
+
+def _masks(features: ImageFeatures, views: Sequence[View], places: Tensor | None) -> list[Tensor | None]:
+    """Return the pixels of views at these places (v h w 2) that show a part of the image to match; None for crops."""
     if features.mask is not None:
-        places = view.places(features.size, pixels.device).cpu().numpy()
-        allowed = inside_mask(places.reshape(-1, 2), features.mask).reshape(view.size[::-1])
-        mask = allowed if mask is None else mask & allowed
-    return Shown(view, pixels, mask)
+        places = places_of(views, features.size, features.pixels.device) if places is None else places
+        return list(_allowed(places, features.mask))
+    if places is None:
+        return [None for _ in views]
+    extent = in_image(places, features.size)
+    return [None if view.covered_by(features.size) else own for view, own in zip(views, extent, strict=True)]
+
+
+def _allowed(places: Tensor, mask: BoolArray) -> Tensor:
+    """Return whether places (... 2) lie on true pixels of a mask, as `inside_mask` does: (...)."""
+    # A border outside the image is not allowed.
+    padded = F.pad(torch.from_numpy(mask).to(places.device), (1, 1, 1, 1))
+    x, y = (places.nan_to_num(nan=-1.0) + 0.5).floor().unbind(-1)
+    column, row = (axis.clamp(-1, side).long() + 1 for axis, side in ((x, mask.shape[1]), (y, mask.shape[0])))
+    return padded[row, column]
 
 
 def extract_shown(matcher: "Matcher", shown: Sequence[Shown]) -> list[ImageFeatures]:
-    """Extract features of views, in pixels of the network input."""
+    """Extract features of views, in pixels of the network input; they need `restricted` before they are matched."""
     scales = [Scale(image_size=one.view.size, input_size=one.view.size) for one in shown]
     items = [PendingImage(scale=scale, pixels=one.pixels) for scale, one in zip(scales, shown, strict=True)]
-    matcher.extract(items)
-    return [matcher.masked(item.known(), one.mask) for item, one in zip(items, shown, strict=True)]
+    if items:
+        matcher.extract(items)
+    return [_with_valid(item.known(), one.mask) for item, one in zip(items, shown, strict=True)]
+
+
+def _with_valid(features: ImageFeatures, mask: Tensor | None) -> ImageFeatures:
+    if mask is None:
+        return features
+    # The pixel below and right of the center of each fine cell, as in `mask_to_cells`.
+    valid = mask[FINE_STRIDE // 2 :: FINE_STRIDE, FINE_STRIDE // 2 :: FINE_STRIDE].contiguous()
+    return replace(features, maps=replace(features.maps, valid=valid[None]))
+
+
+def restricted(features: ImageFeatures, shown: Shown) -> ImageFeatures:
+    """Return the features of a view with its mask, which takes a transfer from the device."""
+    return features if shown.mask is None else replace(features, mask=shown.mask.cpu().numpy())
 
 
 def match_views(
     matcher: "Matcher",
     features: FeaturePair,
-    views: tuple[View | None, View | None],
+    views: Sequence[ViewPair],
     pixels: tuple[Tensor | None, Tensor | None] = (None, None),
-) -> Look:
-    """Match two images through views; None uses the features as they are."""
-    first, second = (
-        own if view is None else extract_shown(matcher, [show(own, view, detail)])[0]
-        for own, view, detail in zip(features, views, pixels, strict=True)
-    )
-    return match_seen(matcher, features, views, (first, second))
+) -> Iterator[Look]:
+    """Match two images through pairs of views, in this order; None uses the features as they are."""
+    for part in chunks(views, _at_once(matcher, features)):
+        columns = [pair[0] for pair in part], [pair[1] for pair in part]
+        shown = [
+            one
+            for own, column, detail in zip(features, columns, pixels, strict=True)
+            for one in show(own, [view for view in column if view is not None], detail)
+        ]
+        extracted = map(restricted, extract_shown(matcher, shown), shown)
+        first, second = (
+            [own if view is None else next(extracted) for view in column]
+            for own, column in zip(features, columns, strict=True)
+        )
+        yield from match_seen(matcher, features, part, list(zip(first, second, strict=True)))
+
+
+def _at_once(matcher: "Matcher", features: FeaturePair) -> int:
+    """Return the number of pairs of views whose features are extracted at once; views are rarely larger than images."""
+    if matcher.device.type != "cuda":
+        return 1
+    spare = matcher.budget.spare((features[0].scale, features[1].scale))
+    return max(1, min(MOST_PAIRS, int(spare // (features[0].bytes + features[1].bytes))))
 
 
 def match_seen(
-    matcher: "Matcher", features: FeaturePair, views: tuple[View | None, View | None], seen: FeaturePair
-) -> Look:
-    """Match two images by the features `seen` through views."""
-    found = next(matcher.match_plain([seen]))
+    matcher: "Matcher", features: FeaturePair, views: Sequence[ViewPair], seen: Sequence[FeaturePair]
+) -> Iterator[Look]:
+    """Match two images by the features `seen` through pairs of views, in this order; equal sizes form a batch."""
+    scales = [(first.scale, second.scale) for first, second in seen]
+    batches = [batch for group in grouped(scales) for batch in chunks(group, batch_size(matcher, scales[group[0]]))]
+    batch_of = {number: batch for batch in batches for number in batch}
+    found: dict[int, Look] = {}
+    for number in range(len(seen)):
+        if number not in found:
+            batch = batch_of[number]
+            for each, matches in zip(batch, matcher.match_plain([seen[each] for each in batch]), strict=True):
+                found[each] = _look(features, views[each], seen[each], matches)
+        yield found.pop(number)
+
+
+def _look(features: FeaturePair, views: ViewPair, seen: FeaturePair, found: Matches) -> Look:
+    """Return matches between views in pixels of the images, without those in blank areas or outside of the masks."""
     # Areas without texture match themselves at the same distance from the border, whatever the views show.
     found = without_blank_areas(found, [own.seen for own in seen])
     agreement, points = measure_agreement(found), [found.points0, found.points1]

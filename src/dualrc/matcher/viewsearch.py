@@ -4,7 +4,7 @@ An affine view of an image foreshortens it, which cancels most of the foreshorte
 views are compared by the nearest neighbors of their coarse cells alone. The best pairs are matched and verified.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from dualrc.matcher.features import FeaturePair, ImageFeatures
+from dualrc.matcher.features import FeaturePair, ImageFeatures, chunks, grouped
 from dualrc.matcher.verify import Verified, side_by_side, verify
-from dualrc.matcher.views import Shown, View, extract_shown, match_seen, rounded, show
-from dualrc.matches import Matches
+from dualrc.matcher.views import Shown, View, extract_shown, match_seen, restricted, rounded, show
 from dualrc.pixels import STRIDE, image_center
 from dualrc.types import FloatArray, Size
 
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 _SHARE = 0.47
 # Factor between the tilts of the quick search. The network tolerates what remains.
 _TILT_STEP = 3.0
-# Views whose features are in memory at a time, and views of image 1 that are compared at a time.
-_TOGETHER, _COMPARED = 16, 32
+# Views whose features are extracted at a time, and cells of each image that are compared at a time.
+_TOGETHER, _COMPARED = 16, 4096
 # Steps (x, y) to the adjacent cells.
 _AROUND = [(x, y) for y in (-1, 0, 1) for x in (-1, 0, 1) if (x, y) != (0, 0)]
 # Standard deviation of gray levels below which a coarse cell has no texture.
@@ -98,7 +97,7 @@ class Cells(NamedTuple):
     features: Tensor
     # (n 2) Column and row in the view.
     place: Tensor
-    # (n 8) Adjacent cells, n where there is none.
+    # (n 8) Adjacent cells; n or more where there is none.
     around: Tensor
 
 
@@ -136,36 +135,51 @@ def _rotation(angle: float) -> FloatArray:
 @torch.inference_mode()
 def best_views(matcher: "Matcher", features: FeaturePair, search: ViewSearch) -> list[Verified]:
     """Return matches through the pairs of views that agree most, in original pixels."""
-    views = [_show_views(features[0], search), _show_views(features[1], replace(search, rotated=False))]
-    agreement = view_agreement(*(_view_cells(matcher, own) for own in views)).flatten()
-    best = agreement.argsort(descending=True, stable=True)[: search.verified]
-    pairs = [divmod(place, len(views[1])) for place in best[agreement[best] >= search.least_agreement].tolist()]
-    # Features are extracted again, because those of all views would take too much memory.
-    seen = [_seen(matcher, own, {pair[number] for pair in pairs}) for number, own in enumerate(views)]
-
-    def matched() -> Iterator[Matches]:
-        for first, second in pairs:
-            through, pair = (views[0][first].view, views[1][second].view), (seen[0][first], seen[1][second])
-            yield match_seen(matcher, features, through, pair).matches
-
-    return [each for each in side_by_side(verify, matched()) if each.weight > 0]
-
-
-def _seen(matcher: "Matcher", views: Sequence[Shown], chosen: Iterable[int]) -> dict[int, ImageFeatures]:
-    """Extract the features of the chosen views."""
-    numbers = sorted(chosen)
-    return dict(zip(numbers, extract_shown(matcher, [views[number] for number in numbers]), strict=True))
+    shown0, shown1 = _show_views(features[0], search), _show_views(features[1], replace(search, rotated=False))
+    shown, spare = [*shown0, *shown1], matcher.budget.spare((features[0].scale, features[1].scale))
+    cells, kept = _view_cells(matcher, shown, spare)
+    pairs = [
+        (first, len(shown0) + second)
+        for first, second in _most_agreeing(view_agreement(cells[: len(shown0)], cells[len(shown0) :]), search)
+    ]
+    chosen = sorted({number for pair in pairs for number in pair})
+    missing = [number for number in chosen if number not in kept]
+    kept |= zip(missing, extract_shown(matcher, [shown[number] for number in missing]), strict=True)
+    seen = {number: restricted(kept[number], shown[number]) for number in chosen}
+    # Release the features of the other views.
+    del kept
+    views = [(shown[first].view, shown[second].view) for first, second in pairs]
+    looks = match_seen(matcher, features, views, [(seen[first], seen[second]) for first, second in pairs])
+    return [each for each in side_by_side(verify, (look.matches for look in looks)) if each.weight > 0]
 
 
-def _view_cells(matcher: "Matcher", views: list[Shown]) -> list[Cells]:
-    """Return the coarse cells of all views."""
-    parts = (range(start, min(start + _TOGETHER, len(views))) for start in range(0, len(views), _TOGETHER))
-    return [coarse_cells(seen) for part in parts for seen in _seen(matcher, views, part).values()]
+def _most_agreeing(agreement: FloatArray, search: ViewSearch) -> list[tuple[int, int]]:
+    """Return the pairs of views to match, most agreement first."""
+    best = np.argsort(-agreement, axis=None, kind="stable")[: search.verified]
+    enough = best[agreement.flat[best] >= search.least_agreement]
+    return [divmod(place, agreement.shape[1]) for place in enough.tolist()]
+
+
+def _view_cells(
+    matcher: "Matcher", shown: Sequence[Shown], spare: float
+) -> tuple[list[Cells], dict[int, ImageFeatures]]:
+    """Return the coarse cells of all views, and the features of as many of them as fit into `spare` bytes."""
+    cells: dict[int, Cells] = {}
+    kept: dict[int, ImageFeatures] = {}
+    # Views of one size follow each other, because they form a batch.
+    order = sorted(range(len(shown)), key=lambda number: shown[number].view.size)
+    for part in chunks(order, _TOGETHER):
+        seen = extract_shown(matcher, [shown[number] for number in part])
+        cells |= zip(part, coarse_cells(seen), strict=True)
+        spare -= sum(own.bytes for own in seen)
+        if spare >= 0:
+            kept |= zip(part, seen, strict=True)
+    return [cells[number] for number in range(len(shown))], kept
 
 
 def _show_views(features: ImageFeatures, search: ViewSearch) -> list[Shown]:
     """Return the simulated views of an image."""
-    views = []
+    shown = []
     width, height = features.scale.input_size
     full = int(np.clip(_SHARE * max(width, height), *search.bounds))
     for side in (int(factor * full) for factor in search.factors):
@@ -174,72 +188,114 @@ def _show_views(features: ImageFeatures, search: ViewSearch) -> list[Shown]:
         pixels = features.pixels.permute(2, 0, 1)[None].float()
         pixels = F.interpolate(pixels, size=small, mode="bicubic", antialias=True, align_corners=False)
         pixels = pixels[0].permute(1, 2, 0).round().clamp(0, 255).to(torch.uint8)
-        for simulated in simulated_views(search):
-            view = affine_view(features.size, side, simulated)
-            if view is None:
-                continue
-            views.append(show(features, view, pixels))
+        views = [affine_view(features.size, side, simulated) for simulated in simulated_views(search)]
+        for one in show(features, [view for view in views if view is not None], pixels):
+            shown.append(one)
             for _ in range(3 if search.rotated else 0):
-                views.append(views[-1].rotated())
-    return views
+                shown.append(shown[-1].rotated())
+    return shown
 
 
-def coarse_cells(seen: ImageFeatures) -> Cells:
-    """Return the coarse cells of an image that show a textured part of it."""
-    features = F.normalize(seen.maps.coarse[0].float(), dim=0)
-    height, width = features.shape[1:]
-    gray = seen.pixels[: height * STRIDE, : width * STRIDE].float().mean(2)
-    deviation = gray.unflatten(0, (height, STRIDE)).unflatten(2, (width, STRIDE)).std(dim=(1, 3))
+def coarse_cells(seen: Sequence[ImageFeatures]) -> list[Cells]:
+    """Return the coarse cells of images that show a textured part of them."""
+    groups = grouped(own.scale.input_size for own in seen)
+    grids = [_textured_cells([seen[number] for number in group]) for group in groups]
+    # One transfer to the host for all images.
+    counts = torch.cat([count for _, count in grids]).tolist()
+    numbers = [number for group in groups for number in group]
+    columns = [own for grid, _ in grids for own in zip(*grid, strict=True)]
+    cells = {
+        number: Cells(*(column[:count] for column in own))
+        for number, own, count in zip(numbers, columns, counts, strict=True)
+    }
+    return [cells[number] for number in range(len(seen))]
+
+
+def _textured_cells(seen: Sequence[ImageFeatures]) -> tuple[Cells, Tensor]:
+    """Return the coarse cells of images of one size, textured ones first, and the numbers of these (v)."""
+    coarse = torch.cat([own.maps.coarse for own in seen])
+    height, width = coarse.shape[2:]
+    # (v h w)
+    gray = torch.stack([own.pixels for own in seen]).float().mean(3)
+    deviation = gray.unflatten(1, (height, STRIDE)).unflatten(3, (width, STRIDE)).std(dim=(2, 4))
     usable = deviation > _LEAST_DEVIATION
-    if seen.maps.valid is not None:
-        usable &= F.adaptive_avg_pool2d(seen.maps.valid.float(), (height, width))[0] > 0.5
-    row, column = usable.nonzero().unbind(1)
-    # The number of usable cells stands for a position without one.
-    number = torch.full((height + 2, width + 2), len(row), device=row.device)
-    number[row + 1, column + 1] = torch.arange(len(row), device=row.device)
-    return Cells(
-        features=features[:, row, column].T.contiguous(),
-        place=torch.stack([column, row], dim=1).float(),
-        around=torch.stack([number[row + 1 + y, column + 1 + x] for x, y in _AROUND], dim=1),
+    for row, own in enumerate(seen):
+        if own.maps.valid is not None:
+            usable[row] &= F.adaptive_avg_pool2d(own.maps.valid.float(), (height, width))[0] > 0.5
+    count = usable.sum((1, 2))
+    # (v n)
+    order = usable.flatten(1).int().argsort(dim=1, descending=True, stable=True)
+    # Numbers among the usable cells, and one beyond all of them where there is none.
+    number = usable.flatten(1).cumsum(1).view_as(usable) - 1
+    number = F.pad(number.masked_fill(~usable, height * width), (1, 1, 1, 1), value=height * width)
+    around = torch.stack([number[:, 1 + y : 1 + y + height, 1 + x : 1 + x + width] for x, y in _AROUND], dim=3)
+    features = F.normalize(coarse.float(), dim=1).flatten(2).mT
+    cells = Cells(
+        features=features.take_along_dim(order[:, :, None], 1),
+        place=torch.stack([order % width, order // width], dim=2).float(),
+        around=around.flatten(1, 2).take_along_dim(order[:, :, None], 1),
     )
+    return cells, count
 
 
-def view_agreement(views0: list[Cells], views1: list[Cells]) -> Tensor:
+def view_agreement(views0: list[Cells], views1: list[Cells]) -> FloatArray:
     """Measure the agreement of all pairs of views: (views of image 0, views of image 1)."""
-    if not views0 or not views1:
-        return torch.zeros(len(views0), len(views1))
-    parts = [stacked(views1[start : start + _COMPARED]) for start in range(0, len(views1), _COMPARED)]
-    return torch.stack([torch.cat([cell_agreement(cells0, *part) for part in parts]) for cells0 in views0])
+    agreement = np.zeros((len(views0), len(views1)), dtype=np.float32)
+    if agreement.size:
+        # Views with similar numbers of cells are compared together.
+        parts0, parts1 = _parts(views0), _parts(views1)
+        stacks1 = [stacked([views1[number] for number in part]) for part in parts1]
+        stacks0 = (stacked([views0[number] for number in part]) for part in parts0)
+        rows = [torch.cat([cell_agreement(own, other) for other in stacks1], dim=1) for own in stacks0]
+        agreement[np.ix_(np.concatenate(parts0), np.concatenate(parts1))] = torch.cat(rows).cpu().numpy()
+    return agreement
 
 
-def stacked(views: Sequence[Cells]) -> tuple[Tensor, Tensor]:
-    """Return features (v n c) and places (v n 2) of the cells of several views; those of missing cells are NaN."""
-    lists = [cells.features for cells in views], [cells.place for cells in views]
-    features, places = (pad_sequence(own, batch_first=True, padding_value=torch.nan) for own in lists)
-    return features, places
+def _parts(views: list[Cells]) -> list[list[int]]:
+    """Divide views into parts with few cells, padded to the same number in each view; a part has at least one view."""
+    parts: list[list[int]] = []
+    for number in sorted(range(len(views)), key=lambda number: -len(views[number].place)):
+        if not parts or (len(parts[-1]) + 1) * len(views[parts[-1][0]].place) > _COMPARED:
+            parts.append([])
+        parts[-1].append(number)
+    return parts
 
 
-def cell_agreement(cells0: Cells, features1: Tensor, places1: Tensor) -> Tensor:
+def stacked(views: Sequence[Cells]) -> Cells:
+    """Stack the cells of several views: (v n c), (v n 2) and (v n 8); features and places of missing cells are NaN."""
+    features, place = (
+        pad_sequence(own, batch_first=True, padding_value=torch.nan)
+        for own in ([cells.features for cells in views], [cells.place for cells in views])
+    )
+    around = pad_sequence([cells.around for cells in views], batch_first=True)
+    return Cells(features, place, around.clamp(max=around.shape[1]))
+
+
+def cell_agreement(views0: Cells, views1: Cells) -> Tensor:
     """Measure how many mutual nearest neighbors of cells move like those of the adjacent cells, beyond chance.
 
-    The views of image 1 are `stacked`. The result (v) has the agreement with each of them.
+    Both are `stacked`. The result (v u) has the agreement of each view with each of the others.
     """
-    count, views = len(cells0.features), len(features1)
-    if not count or not features1.shape[1]:
-        return cells0.features.new_zeros(views)
-    # (v n m)
-    cosine = (cells0.features @ features1.mT).nan_to_num(nan=-2.0)
-    value, best = cosine.max(2)
-    back = cosine.argmax(1).gather(1, best)
-    mutual = (back == torch.arange(count, device=best.device)) & (value > -2)
-    there = places1.gather(1, best[:, :, None].expand(-1, -1, 2)).masked_fill(~mutual[:, :, None], torch.nan)
-    # (v n 8 2) Motion from a match to those of the adjacent cells.
-    moves = F.pad(there, (0, 0, 0, 1), value=torch.nan)[:, cells0.around] - there[:, :, None]
-    length = moves.norm(dim=3)
+    (v, n), (u, m) = views0.features.shape[:2], views1.features.shape[:2]
+    if not n or not m:
+        return views0.features.new_zeros(v, u)
+    cosine = views0.features.flatten(0, 1) @ views1.features.flatten(0, 1).T
+    cosine = cosine.nan_to_num_(nan=-2.0).view(v, n, u, m)
+    # (v u n)
+    value, best = (each.transpose(1, 2) for each in cosine.max(3))
+    back = cosine.argmax(1).gather(2, best)
+    mutual = (back == torch.arange(n, device=best.device)) & (value > -2)
+    # (v u n 2)
+    there = views1.place.expand(v, u, m, 2).take_along_dim(best[..., None], 2)
+    there = there.masked_fill(~mutual[..., None], torch.nan)
+    # (v u n 8 2) Motion from a match to those of the adjacent cells.
+    around = F.pad(there, (0, 0, 0, 1), value=torch.nan).take_along_dim(views0.around.view(v, 1, 8 * n, 1), 2)
+    moves = around.unflatten(2, (n, 8)) - there[:, :, :, None]
+    length = moves.norm(dim=4)
     near = (length > _STEPS[0]) & (length < _STEPS[1])
     # A similarity maps all steps by the same complex factor.
     steps = torch.view_as_complex(torch.tensor(_AROUND, dtype=torch.float32, device=best.device))
     factor = torch.where(near, torch.view_as_complex(moves) / steps, 0)
-    common = factor.sum(2) / near.sum(2).clamp(min=1)
-    agree = (near & ((factor - common[:, :, None]).abs() < _DEVIATION)).sum(2)
-    return (agree - _BY_CHANCE).clamp(min=0).sum(1) / (mutual.sum(1) + _FEW).sqrt()
+    common = factor.sum(3) / near.sum(3).clamp(min=1)
+    agree = (near & ((factor - common[..., None]).abs() < _DEVIATION)).sum(3)
+    return (agree - _BY_CHANCE).clamp(min=0).sum(2) / (mutual.sum(2) + _FEW).sqrt()

@@ -29,10 +29,9 @@ from dualrc.ops import memory
 
 # With other types the kernels fall back on torch, which synchronizes with the host and cannot be captured.
 _TYPES = (torch.float16, torch.float32)
-# Largest number of graphs kept.
+# Largest number of graphs kept, and of recent shapes whose calls are counted. A shape that recurs after more other
+# shapes than this would find its graph dropped, so it is not worth a capture.
 _KEPT = 64
-# Largest number of shapes whose calls are counted.
-_KNOWN = 1024
 # Calls of a shape before it is captured. A capture takes as long as replays save in six to nine calls. If a shape is
 # captured when its calls have cost about that much, no number of calls takes much longer than with the best choice.
 _SEEN = 6
@@ -151,14 +150,14 @@ class GraphEngine(Engine):
         if key in self._failed:
             return False
         with self._lock:
-            count = self._seen.get(key, 0)
-            self._seen[key] = min(count + 1, _SEEN)
-            self._seen.move_to_end(key)
-            if count >= _SEEN:
+            if key in self._graphs:
                 return True
-            if len(self._seen) > _KNOWN:
+            count = self._seen.get(key, 0)
+            self._seen[key] = count + 1
+            self._seen.move_to_end(key)
+            if len(self._seen) > _KEPT:
                 self._seen.popitem(last=False)
-            return False
+            return count >= _SEEN
 
     def _replayed(self, key: tuple[Any, ...], function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return function(*tensors) by its graph, which is captured first if there is none yet."""
@@ -175,6 +174,8 @@ class GraphEngine(Engine):
                             self._streams[device] = torch.cuda.Stream(device)
                         graph = _Graph.capture(function, tensors, self._streams[device], self._pool)
                     self._graphs[key] = graph
+                    # A graph that is dropped starts to be counted again.
+                    self._seen.pop(key, None)
                     self._forget()
                 except torch.OutOfMemoryError:
                     raise
@@ -191,9 +192,7 @@ class GraphEngine(Engine):
         """Drop the least recently used graphs if there are too many."""
         values = sum(_count(graph.inputs) for graph in self._graphs.values())
         while len(self._graphs) > 1 and (len(self._graphs) > _KEPT or values > _ALL_VALUES):
-            key, oldest = self._graphs.popitem(last=False)
-            # Reset the count, or the next call would capture this graph again and drop another one.
-            self._seen.pop(key, None)
+            _, oldest = self._graphs.popitem(last=False)
             values -= _count(oldest.inputs)
 
     def clear(self) -> None:
