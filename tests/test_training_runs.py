@@ -37,7 +37,7 @@ from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
 from dualrc.model.dualrc import Features
 from dualrc.model.engine import Engine
-from dualrc.ops.training import Doubled, TrainingEngine, two_layers
+from dualrc.ops.training import FastUpsample, TrainingEngine, two_layers
 from dualrc.toml import read_toml, to_toml
 from dualrc.train import TrainConfig, train
 from dualrc.train.batches import Batches
@@ -290,23 +290,23 @@ def test_the_consensus_of_training_is_the_defined_one_with_its_gradients(channel
 
 
 @pytest.mark.parametrize("size", [(1, 1), (2, 5), (7, 4)])
-def test_doubled_maps_have_the_gradient_of_interpolation(size):
-    double = Doubled()
+def test_fast_upsampling_has_the_gradient_of_interpolation(size):
+    upsample = FastUpsample()
     x = rand(0, 2, 3, *size).double().requires_grad_()
     weight = rand(1, 2, 3, 2 * size[0], 2 * size[1]).double()
     expected = F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=False)
-    found = double(x)
+    found = upsample(x)
     assert torch.equal(found, expected)
     gradients = (torch.autograd.grad((values * weight).sum(), x)[0] for values in (found, expected))
     torch.testing.assert_close(*gradients)
     with torch.autocast("cpu", torch.bfloat16):
-        assert double(x.bfloat16()).dtype == torch.bfloat16
+        assert upsample(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_the_training_engine_prepares_a_copy_of_the_backbone():
     backbone = make_backbone(tiny_config().backbone)
     prepared = TrainingEngine().prepare(backbone)
-    assert isinstance(prepared.doubled, Doubled) and not isinstance(backbone.doubled, Doubled)
+    assert isinstance(prepared.upsample, FastUpsample) and not isinstance(backbone.upsample, FastUpsample)
     assert prepared.state_dict().keys() == backbone.state_dict().keys()
     images = rand(0, 1, 3, 48, 80)
     for ours, theirs in zip(prepared.eval()(images), backbone.eval()(images), strict=True):

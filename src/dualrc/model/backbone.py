@@ -198,7 +198,7 @@ class CompactBackbone(nn.Module):
         self.down32 = nn.Conv2d(w32, w16, 1)
         self.down16 = nn.Conv2d(w16, w8, 1)
         self.down8 = nn.Conv2d(w8, w4, 1)
-        self.doubled: nn.Module = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False)
+        self.upsample: nn.Module = nn.Upsample(scale_factor=2, mode="bilinear", align_corners=False)
         self.merge16 = _conv(w16, w16, 3)
         self.merge8 = _conv(w8, w8, 3)
         self.merge4 = _conv(w4, w4, 3)
@@ -219,10 +219,10 @@ class CompactBackbone(nn.Module):
         # A map with an odd side would lose half a cell of context at 1/32, so its last row and column are repeated.
         odd = (0, x16.shape[3] % 2, 0, x16.shape[2] % 2)
         x32 = self.level32(F.pad(x16, odd, mode="replicate"))
-        up32 = self.doubled(self.down32(x32))
+        up32 = self.upsample(self.down32(x32))
         x16 = self.merge16(x16 + up32[:, :, : x16.shape[2], : x16.shape[3]])
-        x8 = self.merge8(x8 + self.doubled(self.down16(x16)))
-        x4 = self.merge4(x4 + self.doubled(self.down8(x8)))
+        x8 = self.merge8(x8 + self.upsample(self.down16(x16)))
+        x4 = self.merge4(x4 + self.upsample(self.down8(x8)))
         return self.coarse(x16), self.fine(x4)
 
 
