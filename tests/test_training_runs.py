@@ -87,6 +87,20 @@ def test_a_tiny_network_learns_on_a_cpu(folder, tmp_path):
     assert load_weights(tmp_path / "after" / "weights.safetensors").config == config.network
 
 
+def test_training_leaves_the_settings_of_torch_as_they_were(folder, tmp_path, monkeypatch):
+    """Matching in the same process keeps its precision, and does not measure convolutions for every new size."""
+
+    def settings():
+        return torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
+
+    before, during, advance = settings(), [], dualrc.train.loop._Run.advance
+    monkeypatch.setattr(
+        dualrc.train.loop._Run, "advance", lambda *given: (during.append(settings()), advance(*given))[1]
+    )
+    train(tiny_run(folder, steps=1), tmp_path, device="cpu")
+    assert during == [("high", True)] and settings() == before != during[0]
+
+
 def test_the_loss_curve_of_a_stopped_run_is_that_of_an_undisturbed_one(folder, tmp_path):
     config = tiny_run(folder, validate_every=2)
     train(config, tmp_path / "whole", device="cpu")

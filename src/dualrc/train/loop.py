@@ -6,8 +6,8 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,16 +64,28 @@ def train(
     """
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     fabric = _fabric(device, devices, nodes)
+    with _fast_math():
+        fabric.launch()
+        if config.parts % fabric.world_size:
+            remedy = f"set parts to a multiple of {fabric.world_size}"
+            raise ConfigError(f"{fabric.world_size} processes cannot share parts = {config.parts}; {remedy}.")
+        # Only the first process writes files.
+        with only_run(make_folder(out) / _LOCK) if fabric.global_rank == 0 else nullcontext():
+            return _train(config, Path(out), fabric, deadline)
+
+
+@contextmanager
+def _fast_math() -> Iterator[None]:
+    """Use TF32 and the fastest convolutions of cuDNN in the block; other work of the process keeps its settings."""
+    precision, benchmark = torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark
     torch.set_float32_matmul_precision("high")
-    # All steps have the same shapes, so the first one chooses the fastest convolutions.
+    # All steps have the same shapes, so cuDNN measures its convolutions in the first one only.
     torch.backends.cudnn.benchmark = True
-    fabric.launch()
-    if config.parts % fabric.world_size:
-        remedy = f"set parts to a multiple of {fabric.world_size}"
-        raise ConfigError(f"{fabric.world_size} processes cannot share parts = {config.parts}; {remedy}.")
-    # Only the first process writes files.
-    with only_run(make_folder(out) / _LOCK) if fabric.global_rank == 0 else nullcontext():
-        return _train(config, Path(out), fabric, deadline)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.benchmark = benchmark
 
 
 def _train(config: TrainConfig, out: Path, fabric: Any, deadline: float) -> dict[str, float]:
