@@ -292,7 +292,7 @@ def _match_moved(
     """Match through each motion."""
     views = [_moved(features, motion) for motion in motions]
     pixels: tuple[Tensor | None, Tensor | None] = (None, None)
-    if images is not None:
+    if images is not None and motions:
         pixels = to_tensor(images[0]).to(matcher.device), to_tensor(images[1]).to(matcher.device)
     return (look.matches for look in match_views(matcher, features, views, pixels))
 

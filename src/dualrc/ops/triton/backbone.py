@@ -83,9 +83,8 @@ class FusedBackbone(nn.Module):
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """(b 3 h w) -> coarse (b c h/16 w/16), fine (b c h/4 w/4), neither normalized."""
-        x2 = self.stem(add_contrast(images) if self.contrast else images)
-        x4, spare4 = self.level4.forward(x2)
-        del x2
+        # No variable holds the largest map, so that its memory is free after the first convolution of level4.
+        x4, spare4 = self.level4.forward(self.stem(add_contrast(images) if self.contrast else images))
         x8, spare8 = self.level8.forward(x4)
         x16, spare16 = self.level16.forward(x8)
         x32, _ = self.level32.forward(x16)

@@ -192,7 +192,7 @@ class FusedConv(nn.Module):
 
 
 class _Plan(NamedTuple):
-    """What launching a convolution needs beside its maps."""
+    """Everything that a launch of a convolution needs except the maps."""
 
     launch: Launcher
     # Positions per program.
