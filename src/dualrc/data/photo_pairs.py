@@ -24,13 +24,13 @@ class _Drawn(NamedTuple):
     canvases: tuple[Tensor, ...]
     # (b', 2) for each layer.
     sizes: tuple[Tensor, ...]
-    # (9 (b - b'), 3, t, t) uint8, of the mosaics of the background, which come first.
+    # (9 (b - b'), 3, t, t) uint8: nine for each mosaic. Mosaics are the backgrounds of the first pairs.
     tiles: Tensor | None
     # (1 + l, b, ...): numbers of `Draws` for the motion of each layer.
     moves: tuple[Tensor, Tensor]
     # (2b, ...): numbers of `Draws` for the light of each image.
     lights: tuple[Tensor, Tensor]
-    # (2b, 3, s, s).
+    # (2b, 3, h, h), h: side of the images.
     noise: Tensor
     # (b, 2, n, 2): fine cells of both images.
     cells: Tensor

@@ -146,7 +146,7 @@ def best_views(matcher: "Matcher", features: FeaturePair, search: ViewSearch) ->
     missing = [number for number in chosen if number not in kept]
     kept |= zip(missing, extract_shown(matcher, [shown[number] for number in missing]), strict=True)
     seen = {number: restricted(kept[number], shown[number]) for number in chosen}
-    # Release the features of the other views.
+    # Release the features of the other views, except those in the same batch on a GPU, which share one tensor.
     del kept
     views = [(shown[first].view, shown[second].view) for first, second in pairs]
     looks = match_seen(matcher, features, views, [(seen[first], seen[second]) for first, second in pairs])
