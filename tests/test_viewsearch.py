@@ -168,6 +168,8 @@ def test_cells_of_many_images_are_those_of_each(photograph, shipped):
         (alone,) = coarse_cells([own])
         assert all(torch.equal(one, other) for one, other in zip(cells, alone, strict=True))
     assert len(together[3].place) == 0 < len(together[2].place) < len(together[0].place)
+    # The other cells take no memory.
+    assert all(x.untyped_storage().nbytes() == x.numel() * x.element_size() for cells in together for x in cells)
     assert together[2].place[:, 0].min() >= 12
     # The neighbors are at their steps.
     cells = together[2]

@@ -174,6 +174,8 @@ def _view_cells(
         spare -= sum(own.bytes for own in seen)
         if spare >= 0:
             kept |= zip(part, seen, strict=True)
+        # Release these features before the next ones are extracted.
+        del seen
     return [cells[number] for number in range(len(shown))], kept
 
 
@@ -204,8 +206,9 @@ def coarse_cells(seen: Sequence[ImageFeatures]) -> list[Cells]:
     counts = torch.cat([count for _, count in grids]).tolist()
     numbers = [number for group in groups for number in group]
     columns = [own for grid, _ in grids for own in zip(*grid, strict=True)]
+    # Copies, because slices would keep the cells without texture in memory.
     cells = {
-        number: Cells(*(column[:count] for column in own))
+        number: Cells(*(column[:count].clone() for column in own))
         for number, own, count in zip(numbers, columns, counts, strict=True)
     }
     return [cells[number] for number in range(len(seen))]
