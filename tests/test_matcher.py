@@ -216,6 +216,14 @@ def test_features_of_other_weights_are_refused(oracle, images):
         oracle.warp(other, images[1])
 
 
+def test_features_on_another_device_are_refused(oracle, images):
+    own, other = oracle.features(images[0]), oracle.features(images[1])
+    other = replace(other, maps=replace(other.maps, coarse=other.maps.coarse.to("meta")))
+    for pair in ((own, other), (other, own)):
+        with pytest.raises(ConfigError, match="on meta, and the matcher on cpu"):
+            oracle.match_features(*pair)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"size": "64"}, {"size": 64.5}, {"top": 5.0}, {"min_score": float("nan")}, {"size": 8}, {"top": -1}],

@@ -323,6 +323,11 @@ class Matcher:
     def _check_makers(self, pair: FeaturePair) -> None:
         if any(features.made_by != self._extractor.made_by for features in pair):
             raise ConfigError("These features come from other weights; extract them with features() of this matcher.")
+        for device in (features.maps.coarse.device for features in pair):
+            # Kernels would read addresses of another device. A matcher on "cuda" has no index.
+            if device.type != self.device.type or self.device.index not in (None, device.index):
+                remedy = "extract them with features() of this matcher"
+                raise ConfigError(f"These features are on {device}, and the matcher on {self.device}; {remedy}.")
 
     @contextmanager
     def working(self, features0: ImageFeatures, features1: ImageFeatures, count: int = 1) -> Iterator[None]:
