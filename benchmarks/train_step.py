@@ -34,6 +34,7 @@ from dualrc.toml import read_toml
 from dualrc.train import TrainConfig
 from dualrc.train.batches import Batches, captured
 from dualrc.train.config import TeacherConfig
+from dualrc.train.loop import make_optimizer
 from dualrc.train.step import CapturedUpdate, TrainingStep, Update
 from dualrc.train.teacher import Teacher
 
@@ -105,12 +106,10 @@ def parts(config: TrainConfig, maker: PhotoPairs, weights: Path, device: torch.d
     def losses() -> Tensor:
         return step.loss(*maps, *tensors)[0]
 
-    rate = torch.tensor(1e-6, device=device)
-    on_gpu = device.type == "cuda"
-    optimizer = torch.optim.AdamW(parameters, lr=rate if on_gpu else 1e-6, fused=on_gpu, capturable=on_gpu)
+    optimizer = make_optimizer(network, config, device)
     fabric = SimpleNamespace(device=device, world_size=1)
     update: Update | CapturedUpdate = Update(step, optimizer, copy.deepcopy(network).eval(), network, config, fabric)
-    if on_gpu:
+    if device.type == "cuda":
         update = CapturedUpdate(update)
     one = partial(update, 1, rate=1e-6, decay=0.999)
     batches, numbers = Batches(config, [maker], device), count()

@@ -19,7 +19,7 @@ from dualrc.files import first_line
 from dualrc.image import Scale, normalize_colors, resize, to_tensor
 from dualrc.machine import device_name
 from dualrc.matcher.budget import enough_memory
-from dualrc.matcher.features import ImageFeatures, PendingImage, chunks
+from dualrc.matcher.features import ImageFeatures, PendingImage, chunks, grouped
 from dualrc.model.backbone import CompactBackbone
 from dualrc.model.network import Features, Network
 from dualrc.ops import int8
@@ -66,22 +66,19 @@ class Extractor:
         Images of one size form a batch on a GPU. In int8, two images are processed side by side, each with half of the
         threads, because the threads of one image often wait for each other.
         """
-        groups: dict[tuple[Size, Size], list[PendingImage]] = {}
-        for item in items:
-            if item.features is None:
-                groups.setdefault((item.scale.image_size, item.scale.input_size), []).append(item)
         # One image may occur in several pairs.
-        distinct = [list({id(item): item for item in members}.values()) for members in groups.values()]
+        waiting = list({id(item): item for item in items if item.features is None}.values())
+        groups = [[waiting[number] for number in numbers] for numbers in grouped(item.scale for item in waiting)]
         if self.device.type != "cpu":
-            sizes = [1 if len(group) == 1 else together(group[0].scale) for group in distinct]
-            self._extract_all(
-                [chunk for group, size in zip(distinct, sizes, strict=True) for chunk in chunks(group, size)]
-            )
+            batches: list[Sequence[PendingImage]] = []
+            for group in groups:
+                batches += chunks(group, together(group[0].scale) if len(group) > 1 else 1)
+            self._extract_all(batches)
             return
-        single, threads = [[item] for group in distinct for item in group], torch.get_num_threads()
+        single, threads = [[item] for group in groups for item in group], torch.get_num_threads()
         # Only sums in int8 are exact, whatever the number of threads.
         alone = self.precision != "int8" or len(single) < 2 or threads < 2
-        if alone or min(together(group[0].scale) for group in distinct) < 2:
+        if alone or min(together(group[0].scale) for group in groups) < 2:
             self._extract_all(single)
             return
         with use_threads(threads // 2):

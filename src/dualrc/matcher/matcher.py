@@ -292,7 +292,7 @@ class Matcher:
 
         def with_masks(features0: ImageFeatures, features1: ImageFeatures) -> T:
             pair = self.masked(features0, mask0), self.masked(features1, mask1)
-            self._check_makers(pair)
+            self._check_features(pair)
             return use(*pair)
 
         return self._in_memory(items, with_masks)
@@ -320,7 +320,7 @@ class Matcher:
         valid = torch.from_numpy(cells)[None].to(self.device)
         return replace(features, maps=replace(features.maps, valid=valid), mask=array)
 
-    def _check_makers(self, pair: FeaturePair) -> None:
+    def _check_features(self, pair: FeaturePair) -> None:
         if any(features.made_by != self._extractor.made_by for features in pair):
             raise ConfigError("These features come from other weights; extract them with features() of this matcher.")
         for device in (features.maps.coarse.device for features in pair):
@@ -350,7 +350,7 @@ class Matcher:
         while a GPU computes.
         """
         for pair in batch:
-            self._check_makers(pair)
+            self._check_features(pair)
         top = settings.top
         if top is not None:
             # The votes on the scale and on the pair need the best matches, whatever the caller asked for.

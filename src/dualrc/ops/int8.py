@@ -109,7 +109,8 @@ def convert(backbone: nn.Module) -> None:
     """Quantize all convolutions of a compact backbone to int8, except the first, which reads the image."""
     fold_batch_norm(backbone)
     for name, child in list(backbone.named_children()):
-        if name != "stem" and not isinstance(child, nn.Upsample):
+        # The up-sampling has nothing to quantize.
+        if name != "stem" and list(child.parameters()):
             # The sum of two paths can be negative. All other inputs are outputs of a ReLU.
             setattr(backbone, name, _in_int8(child, signed=name.startswith("merge")))
 

@@ -172,7 +172,7 @@ class _Run:
         module = TrainingStep(self.network, config, self._teacher)
         if config.compile and self.on_one_gpu:
             module.compile_parts()
-        self.optimizer = _optimizer(self.network, config, fabric.device)
+        self.optimizer = make_optimizer(self.network, config, fabric.device)
         if fabric.world_size > 1:
             share_batch_norm(self.network)
             module, self.optimizer = fabric.setup(module, self.optimizer)
@@ -367,7 +367,8 @@ def _network(config: TrainConfig) -> Network:
     return network
 
 
-def _optimizer(network: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
+def make_optimizer(network: nn.Module, config: TrainConfig, device: torch.device) -> torch.optim.Optimizer:
+    """Return the optimizer of a config; on a GPU a captured step can use it."""
     parameters = [p for p in network.parameters() if p.requires_grad]
     fused = device.type == "cuda"
     # On a GPU the learning rate is a tensor, so that a captured step reads the current value.
