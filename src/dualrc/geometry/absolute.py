@@ -230,14 +230,12 @@ def _covariance(J: FloatArray, residuals: FloatArray, weights: FloatArray, point
     if count <= unknown or not np.all(scale > 0) or np.linalg.cond(normal / np.outer(scale, scale)) > 1e12:
         return np.full((unknown, unknown), np.nan)
     inverse = np.linalg.inv(normal / np.outer(scale, scale)) / np.outer(scale, scale)
-    covariance: FloatArray = inverse @ (sums.T @ sums) @ inverse * count / (count - unknown)
-    return covariance
+    return inverse @ (sums.T @ sums) @ inverse * count / (count - unknown)
 
 
 def _normal(J: FloatArray, weights: FloatArray) -> FloatArray:
     unknown = J.shape[2]
-    normal: FloatArray = (J * weights[:, None, None]).reshape(-1, unknown).T @ J.reshape(-1, unknown)
-    return normal
+    return (J * weights[:, None, None]).reshape(-1, unknown).T @ J.reshape(-1, unknown)
 
 
 def _loss(state: _State, points: FloatArray, xyz: FloatArray, spread: float) -> float:
@@ -289,5 +287,4 @@ def _rotation(vector: FloatArray) -> FloatArray:
     if angle < 1e-12:
         return np.eye(3)
     cross = cross_matrix(vector / angle)
-    rotation: FloatArray = np.eye(3) + np.sin(angle) * cross + (1 - np.cos(angle)) * cross @ cross
-    return rotation
+    return np.eye(3) + np.sin(angle) * cross + (1 - np.cos(angle)) * cross @ cross

@@ -128,8 +128,7 @@ class Camera:
         places: FloatArray = points / depths
         if self.lens.distorts:
             places = to_homogeneous(self.lens.distort(places[:, :2]))
-        pixels: FloatArray = (places @ self.K.T)[:, :2]
-        return pixels
+        return (places @ self.K.T)[:, :2]
 
     def rays(self, points: npt.ArrayLike) -> FloatArray:
         """Return viewing directions of pixels, with depth 1: (n, 2) -> (n, 3); NaN outside the range of the lens."""
@@ -138,13 +137,11 @@ class Camera:
 
     def undistort(self, points: npt.ArrayLike) -> FloatArray:
         """Map pixels to those of `pinhole`, (n, 2) -> (n, 2); NaN as for `rays`."""
-        pixels: FloatArray = (self.rays(points) @ self.K.T)[:, :2]
-        return pixels
+        return (self.rays(points) @ self.K.T)[:, :2]
 
     def pixels_by_rays(self, rays: npt.ArrayLike) -> FloatArray:
         """Return derivatives of pixels by the first two coordinates of rays of depth 1: (n, 3) -> (n, 2, 2)."""
-        derivatives: FloatArray = self.K[:2, :2] @ self.lens.jacobian(np.asarray(rays)[:, :2])
-        return derivatives
+        return self.K[:2, :2] @ self.lens.jacobian(np.asarray(rays)[:, :2])
 
 
 def read_cameras_json(path: str | Path) -> dict[str, Camera]:
@@ -195,8 +192,7 @@ def cam1_from_cam0(cam0_from_world: npt.ArrayLike, cam1_from_world: npt.ArrayLik
 def transform_points(target_from_source: npt.ArrayLike, points: npt.ArrayLike) -> FloatArray:
     """Transform points (n, 3) by a pose (3, 4)."""
     pose = _as_pose(target_from_source)
-    moved: FloatArray = np.asarray(points, dtype=np.float64).reshape(-1, 3) @ pose[:, :3].T + pose[:, 3]
-    return moved
+    return np.asarray(points, dtype=np.float64).reshape(-1, 3) @ pose[:, :3].T + pose[:, 3]
 
 
 def rotation_error_deg(R_a: npt.ArrayLike, R_b: npt.ArrayLike) -> float:
@@ -230,8 +226,7 @@ def rotation_from_quaternion(quaternion: npt.ArrayLike) -> FloatArray:
     if not (norm := np.linalg.norm(values)) > 0:
         raise ValueError("the quaternion has length 0")
     w, v = values[0] / norm, values[1:] / norm
-    rotation: FloatArray = (2 * w * w - 1) * np.eye(3) + 2 * np.outer(v, v) + 2 * w * cross_matrix(v)
-    return rotation
+    return (2 * w * w - 1) * np.eye(3) + 2 * np.outer(v, v) + 2 * w * cross_matrix(v)
 
 
 def quaternion_from_rotation(R: FloatArray) -> FloatArray:

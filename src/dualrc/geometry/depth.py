@@ -118,8 +118,7 @@ def unproject(camera: Camera, points: npt.ArrayLike, depths: npt.ArrayLike) -> F
     """Map points (n, 2) with depths (n,) along the optical axis to world coordinates (n, 3)."""
     pose = _pose(camera)
     places = camera.rays(points) * np.asarray(depths, dtype=np.float64)[:, None]
-    world: FloatArray = (places - pose[:, 3]) @ pose[:, :3]
-    return world
+    return (places - pose[:, 3]) @ pose[:, :3]
 
 
 def reproject(

@@ -12,8 +12,7 @@ from dualrc.types import FloatArray
 def essential_from_pose(cam1_from_cam0: npt.ArrayLike) -> FloatArray:
     """Return E = [t]x R, with x1' E x0 = 0 for rays: (3, 4) -> (3, 3)."""
     pose = np.asarray(cam1_from_cam0, dtype=np.float64)
-    essential: FloatArray = cross_matrix(pose[:, 3]) @ pose[:, :3]
-    return essential
+    return cross_matrix(pose[:, 3]) @ pose[:, :3]
 
 
 def ray_depths(
@@ -80,12 +79,10 @@ def pose_distance_px(
 
 def _epipolar_lines(F: npt.ArrayLike, points: npt.ArrayLike) -> FloatArray:
     """Return lines (a, b, c) in the other image with a x + b y + c = 0: (n, 2) -> (n, 3)."""
-    lines: FloatArray = to_homogeneous(points) @ np.asarray(F, dtype=np.float64).T
-    return lines
+    return to_homogeneous(points) @ np.asarray(F, dtype=np.float64).T
 
 
 def _ratio(numerators: FloatArray, denominators: FloatArray) -> FloatArray:
     """Return quotients; NaN where undefined."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        quotients: FloatArray = numerators / denominators
-    return quotients
+        return numerators / denominators

@@ -10,8 +10,7 @@ def apply_homography(H: npt.ArrayLike, points: npt.ArrayLike) -> FloatArray:
     """Map points (n, 2) -> (n, 2); points at infinity become inf or NaN."""
     homogeneous = to_homogeneous(points) @ np.asarray(H, dtype=np.float64).T
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        mapped: FloatArray = homogeneous[:, :2] / homogeneous[:, 2:]
-    return mapped
+        return homogeneous[:, :2] / homogeneous[:, 2:]
 
 
 def resize_homography(size: Size, new_size: Size) -> FloatArray:

@@ -41,8 +41,7 @@ class _Model:
 
 
 def _squares(places: FloatArray) -> FloatArray:
-    squares: FloatArray = np.sum(places**2, axis=1, keepdims=True)
-    return squares
+    return np.sum(places**2, axis=1, keepdims=True)
 
 
 def _polynomial(squares: FloatArray, coefficients: Sequence[float]) -> FloatArray:
@@ -56,8 +55,7 @@ def _polynomial(squares: FloatArray, coefficients: Sequence[float]) -> FloatArra
 def _tangential(places: FloatArray, x: float, y: float) -> FloatArray:
     """Return the shift by a lens that is not parallel to the sensor; (x, y) is its tilt."""
     tilt = np.array([x, y])
-    shift: FloatArray = _squares(places) * tilt + 2 * (places @ tilt)[:, None] * places
-    return shift
+    return _squares(places) * tilt + 2 * (places @ tilt)[:, None] * places
 
 
 def _no_bend(places: FloatArray, _: Sequence[float]) -> FloatArray:
@@ -292,8 +290,7 @@ def solve(J: FloatArray, residuals: FloatArray) -> FloatArray:
     (a, b), (c, d) = np.moveaxis(J, 0, -1)
     x, y = residuals.T
     with np.errstate(divide="ignore", invalid="ignore"):
-        steps: FloatArray = np.stack([d * x - b * y, a * y - c * x], axis=1) / (a * d - b * c)[:, None]
-    return steps
+        return np.stack([d * x - b * y, a * y - c * x], axis=1) / (a * d - b * c)[:, None]
 
 
 def _differences(

@@ -134,8 +134,7 @@ class Trunk(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(b 3 h w) -> conv4, (b 1024 h/8 w/8) or (b 1024 h/16 w/16), not normalized."""
-        conv4: Tensor = self.trunk(images)[2]
-        return conv4
+        return self.trunk(images)[2]
 
 
 def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Sequential:

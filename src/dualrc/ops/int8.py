@@ -89,8 +89,7 @@ class Int8Conv(nn.Module):
         else:
             convolve = torch.ops.onednn.qconv2d_pointwise.binary
             inputs, after = (*inputs, onto), (1.0, 0, "sum", 1.0, self._after, [], "")
-        result: Tensor = convolve(*inputs, self._bias, *self._settings, 1.0, 0, torch.float32, *after)
-        return result
+        return convolve(*inputs, self._bias, *self._settings, 1.0, 0, torch.float32, *after)
 
 
 class _Int8Residual(nn.Module):

@@ -13,8 +13,7 @@ ROWS = 512
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
     """Multiply rows (n c) with weights (m c), then add the bias (m) and apply a ReLU: (n m)."""
     after = "relu" if relu else "none"
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, after, [], "")
-    return result
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, after, [], "")
 
 
 @cache

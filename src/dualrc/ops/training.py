@@ -62,8 +62,7 @@ class FastUpsample(nn.Module):
     """Bilinear up-sampling by 2 with a fast gradient, in the type of the input: (b c h w) -> (b c 2h 2w)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        larger: Tensor = _Upsample.apply(x)  # type: ignore[no-untyped-call]
-        return larger
+        return _Upsample.apply(x)  # type: ignore[no-untyped-call]
 
 
 class _Upsample(Function):

@@ -55,8 +55,7 @@ def rays_through(view: View, x: Tensor, y: Tensor) -> Tensor:
     a, b, c = as_like(view.cam_from_world[:, :3].T @ np.linalg.inv(view.K), x).T.reshape(
         3, 3, *[1] * max(x.ndim, y.ndim)
     )
-    directions: Tensor = a * x + b * y + c
-    return directions
+    return a * x + b * y + c
 
 
 def cross_solid(solid: Solid, origins: Tensor, rays: Tensor) -> tuple[Tensor, Tensor]:
