@@ -176,7 +176,7 @@ class Emulated(library.Library):
         super().__init__(Recorder(program))
 
     def call(self, name: str, **values) -> None:
-        kernel = library._KERNELS[name]
+        kernel = library.kernels()[name]
         # The engine passes views of other tensors; the call copies whole tensors.
         tensors = {field: values[field] for field in kernel.tensors}
         held = {field: value.contiguous() for field, value in tensors.items() if value is not None}

@@ -1,12 +1,13 @@
 """The compiled C kernels: selected for this processor, checked against the sources, and called with tensors."""
 
 import ctypes
+import re
 import struct
 import warnings
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,77 +15,43 @@ from dualrc.ops.native import sources
 
 # Values in the widest vector register.
 LANES = 16
-
-
-class _Kernel:
-    """Signature of a C function. It takes one structure, whose fields have the order of these names."""
-
-    def __init__(
-        self,
-        tensors: str,
-        *,
-        sizes: str,
-        numbers: str = "",
-        counts: str = "",
-        whole: str = "",
-        flags: str = "",
-        outputs: str = "",
-    ) -> None:
-        """Tensors are float32, those in `whole` int64, those in `flags` bool or uint8; it writes those in `outputs`."""
-        self.tensors: dict[str, tuple[torch.dtype, ...]] = dict.fromkeys(tensors.split(), (torch.float32,))
-        self.tensors |= dict.fromkeys(whole.split(), (torch.int64,))
-        self.tensors |= dict.fromkeys(flags.split(), (torch.bool, torch.uint8))
-        self.outputs = outputs.split()
-        kinds = (
-            (ctypes.c_void_p, tensors),
-            (ctypes.c_int64, sizes),
-            (ctypes.c_float, numbers),
-            (ctypes.c_int32, f"{counts} threads"),
-        )
-        fields = [(name, kind) for kind, names in kinds for name in names.split()]
-        self.structure: type[ctypes.Structure] = type("Call", (ctypes.Structure,), {"_fields_": fields})
-
-
-_KERNELS = {
-    "consensus": _Kernel(
-        "scores first bias second hidden out",
-        sizes="height0 width0 height1 width1 channels strip",
-        numbers="last_bias",
-        outputs="hidden out",
-    ),
-    "search": _Kernel(
-        "tensor sums queries pair rows weights wanted fine valid index score visited",
-        sizes="groups places channels mixed weights_apart candidates width",
-        numbers="temperature allowance",
-        whole="pair rows index visited",
-        flags="wanted valid",
-        outputs="index score visited",
-    ),
-    "meet": _Kernel(
-        "features0 features1 pair index0 index1 known cosines inputs offsets",
-        sizes="count channels height0 width0 height1 width1",
-        numbers="temperature",
-        whole="pair index0 index1",
-        outputs="cosines inputs offsets",
-    ),
-    "explain": _Kernel(
-        "maps at known offsets share motion shift",
-        sizes="count places neighbors",
-        numbers="sigma near own doubt ridge",
-        whole="at offsets",
-        outputs="share motion shift",
-    ),
-    "fit": _Kernel(
-        "light0 light1 pair points0 points1 motion across down weights moves",
-        sizes="count places height0 width0 height1 width1",
-        numbers="reach damping longest farthest least gain largest",
-        counts="rounds",
-        whole="pair",
-        outputs="moves",
-    ),
-}
+# Types of numbers, and of tensors behind pointers, by their names in C.
+_NUMBERS = {"int64_t": ctypes.c_int64, "int32_t": ctypes.c_int32, "float": ctypes.c_float}
+_TENSORS = {"int64_t": (torch.int64,), "uint8_t": (torch.bool, torch.uint8), "float": (torch.float32,)}
 # Instruction sets of the compiled variants, best first, with torch's name for the CPU capability.
 VARIANTS = {"avx512": "AVX512", "avx2": "AVX2", "generic": "DEFAULT"}
+
+
+class _Kernel(NamedTuple):
+    """Signature of a C function, which takes one structure."""
+
+    structure: type[ctypes.Structure]
+    # Types of the fields that are tensors.
+    tensors: dict[str, tuple[torch.dtype, ...]]
+    # Tensors that the function writes.
+    outputs: set[str]
+
+
+@cache
+def kernels() -> dict[str, _Kernel]:
+    """Return the signatures of the functions, as the C sources declare them; `open_library` compares these sources."""
+    found = {}
+    for path in Path(__file__).parent.glob("*.c"):
+        code = re.sub(r"/\*.*?\*/", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for body, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", code, flags=re.DOTALL):
+            # A declaration is like `const float *scores, *first;` or `int64_t height, width;`.
+            fields = [
+                (field, kind, bool(pointer), bool(constant))
+                for constant, kind, names in re.findall(r"(const )?(\w+) ([^;]+);", body)
+                for pointer, field in re.findall(r"(\*?)(\w+)", names)
+            ]
+            types = [(field, ctypes.c_void_p if pointer else _NUMBERS[kind]) for field, kind, pointer, _ in fields]
+            found[name.lower()] = _Kernel(
+                structure=type(name, (ctypes.Structure,), {"_fields_": types}),
+                tensors={field: _TENSORS[kind] for field, kind, pointer, _ in fields if pointer},
+                outputs={field for field, _, pointer, constant in fields if pointer and not constant},
+            )
+    return found
 
 
 def available() -> list[str]:
@@ -147,7 +114,7 @@ class Library:
 
     def call(self, name: str, **values: Any) -> None:
         """Run a function on CPU tensors of the types of its signature, and on numbers."""
-        kernel = _KERNELS[name]
+        kernel = kernels()[name]
         # Keeps copies alive until the function returns.
         held = {}
         for field, dtypes in kernel.tensors.items():
