@@ -81,46 +81,35 @@ class GraphEngine(Engine):
         return self._run(("extract", *_identity(extract)), extract, pixels)
 
     def context(self, context: Context, coarse: TensorPair, valid: MaskPair) -> tuple[Tensor, Tensor]:
-        def function(coarse0: Tensor, coarse1: Tensor, *masks: Tensor) -> tuple[Tensor, Tensor]:
-            return self.inner.context(context, (coarse0, coarse1), _restored(valid, masks))
+        def function(coarse0: Tensor, coarse1: Tensor, *valid: Tensor | None) -> tuple[Tensor, Tensor]:
+            return self.inner.context(context, (coarse0, coarse1), (valid[0], valid[1]))
 
-        name = ("context", context, valid[0] is None, valid[1] is None)
-        first, second = self._run(name, function, *coarse, *(mask for mask in valid if mask is not None))
+        first, second = self._run(("context", context), function, *coarse, *valid)
         return first, second
 
     def coarse(self, coarse: TensorPair, consensus: Consensus, valid: MaskPair) -> Tensor:
-        present = [mask for mask in valid if mask is not None]
+        def function(coarse0: Tensor, coarse1: Tensor, *valid: Tensor | None) -> tuple[Tensor]:
+            return (self.inner.coarse((coarse0, coarse1), consensus, (valid[0], valid[1])),)
 
-        def function(coarse0: Tensor, coarse1: Tensor, *masks: Tensor) -> tuple[Tensor]:
-            return (self.inner.coarse((coarse0, coarse1), consensus, _restored(valid, masks)),)
-
-        name = ("coarse", consensus, valid[0] is None, valid[1] is None)
-        return self._run(name, function, *coarse, *present)[0]
+        return self._run(("coarse", consensus), function, *coarse, *valid)[0]
 
     def search(self, tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig) -> Correspondences:
-        masks = [fine.valid for fine in (fine0, fine1) if fine.valid is not None]
-
-        def function(tensor: Tensor, features0: Tensor, features1: Tensor, *masks: Tensor) -> Correspondences:
-            given = iter(masks)
-            own0 = replace(fine0, features=features0, valid=None if fine0.valid is None else next(given))
-            own1 = replace(fine1, features=features1, valid=None if fine1.valid is None else next(given))
+        def function(tensor: Tensor, features0: Tensor, features1: Tensor, *valid: Tensor | None) -> Correspondences:
+            own0 = replace(fine0, features=features0, valid=valid[0])
+            own1 = replace(fine1, features=features1, valid=valid[1])
             return self.inner.search(tensor, own0, own1, config)
 
-        name = ("search", config, fine0.width, fine1.width, fine0.valid is None, fine1.valid is None)
-        return Correspondences(*self._run(name, function, tensor, fine0.features, fine1.features, *masks))
+        name = ("search", config, fine0.width, fine1.width)
+        found = self._run(name, function, tensor, fine0.features, fine1.features, fine0.valid, fine1.valid)
+        return Correspondences(*found)
 
     def refine(
         self, subpixel: Subpixel, fine: FineMapPair, light: TensorPair | None, matches: CellMatches
     ) -> PointMatches:
         count, features = len(matches.pair), (fine[0].features, fine[1].features)
         length = 1 << max(count - 1, _LEAST_MATCHES - 1).bit_length()
-        key = (
-            "refine",
-            subpixel,
-            length,
-            *((f.width, f.features.shape, f.features.dtype) for f in fine),
-            light is None,
-        )
+        shapes = ((f.width, f.features.shape, f.features.dtype) for f in fine)
+        key = ("refine", subpixel, length, *shapes, light is None)
         if not self._repeats(key, (*features, *(light or ()))):
             return self.inner.refine(subpixel, fine, light, matches)
 
@@ -134,12 +123,16 @@ class GraphEngine(Engine):
         found = self._replayed(key, function, *features, *columns, *(light or ()))
         return PointMatches(*(column[:count] for column in found))
 
-    def _run(self, name: tuple[Any, ...], function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return function(*tensors), by a graph if its shapes repeat; `name` holds everything else it depends on."""
-        key = (*name, *((tensor.shape, tensor.dtype) for tensor in tensors))
-        if not self._repeats(key, tensors):
-            return function(*tensors)
-        return self._replayed(key, function, *tensors)
+    def _run(self, name: tuple[Any, ...], function: Function, *inputs: Tensor | None) -> tuple[Tensor, ...]:
+        """Return function(*inputs), by a graph if its shapes repeat; `name` holds everything else it depends on."""
+        key = (*name, *(None if x is None else (x.shape, x.dtype) for x in inputs))
+        tensors = [x for x in inputs if x is not None]
+
+        def with_none(*tensors: Tensor) -> tuple[Tensor, ...]:
+            rest = iter(tensors)
+            return function(*(None if x is None else next(rest) for x in inputs))
+
+        return self._replayed(key, with_none, *tensors) if self._repeats(key, tensors) else function(*inputs)
 
     def _repeats(self, key: tuple[Any, ...], inputs: Sequence[Tensor]) -> bool:
         """Count a call with this key, and return whether it occurred often enough to be captured."""
@@ -211,12 +204,6 @@ def clear_all() -> None:
     """Drop all graphs of this process, for example when memory is short."""
     for engine in list(_all):
         engine.clear()
-
-
-def _restored(valid: MaskPair, masks: tuple[Tensor, ...]) -> MaskPair:
-    """Put the masks of a captured function back in their positions, with None where there was no mask."""
-    given = iter(masks)
-    return None if valid[0] is None else next(given), None if valid[1] is None else next(given)
 
 
 def _identity(function: Callable[..., Any]) -> tuple[Any, ...]:
