@@ -266,7 +266,7 @@ def test_all_kernels_can_be_compiled_ahead():
     fast = fuse(make(), torch.float16).to(DEVICE)
     fast.compile_kernels()
     for convolve, add in fast._convolutions():
-        assert {(tiles, add) for tiles in convolve.all_tiles()} <= convolve._launchers.keys()
+        assert {(tiles, add) for tiles in convolve.all_tiles()} <= convolve._plans.keys()
         assert convolve.tiles is None
 
 
@@ -301,7 +301,8 @@ def test_plans_have_the_tiles_of_every_number_of_positions(outputs, channels, ta
         layer.write(x, out)
         tiles = choose_tiles(outputs, channels, taps, positions)
         ((launcher, (grid, *_)),) = launched
-        assert launcher is layer._launchers[tiles, False]
+        assert tuple(launcher._constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K")) == tiles[:3]
+        assert launcher._options == {"num_warps": tiles.warps, "num_stages": tiles.stages}
         assert grid == (-(-positions // tiles.positions) * -(-outputs // tiles.outputs), 1, 1)
     assert len(layer._plans) <= 265
 

@@ -285,7 +285,7 @@ print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).
 """
 
 COPIED = {"cp.async.cg"}
-LAYER = {"ADD": True, "RELU": True, "PRECISION": "ieee"}
+LAYER = {"ADD": True, "RELU": True}
 SEARCH = {"CORNER": False, "MASKED": True, "EVERY": True, "BLOCK": 64}
 SCORE = {"CORNER": False, "MASKED": True, "EVERY": True, "SHARP": True, "VISITED": 8, "LENGTH": 96}
 CONSTANTS = {"CONSTANTS": ""}

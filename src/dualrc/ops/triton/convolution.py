@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dualrc.ops.triton.launch import Launcher, parts, power_above, readable
+from dualrc.ops.triton.launch import Launcher, launcher, parts, power_above, readable
 
 # Multiprocessors of an H100 or H200.
 _MULTIPROCESSORS = 132
@@ -103,17 +103,15 @@ class FusedConv(nn.Module):
         bias = weight.new_zeros(self.outputs) if convolution.bias is None else convolution.bias.detach()
         self.register_buffer("weight", padded.to(dtype or weight.dtype).contiguous(), persistent=False)
         self.register_buffer("bias", F.pad(bias.float(), (0, missing)).contiguous(), persistent=False)
-        self._launchers: dict[tuple[Tiles, bool], Launcher] = {}
         # Plans by tiles or number of blocks, and by whether there is a shortcut.
         self._plans: dict[tuple[Tiles | int, bool], _Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude compiled kernels from copies, because they belong to this process."""
-        return {**self.__dict__, "_launchers": {}, "_plans": {}}
+        return {**self.__dict__, "_plans": {}}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Cached launchers belong to the previous types.
-        self._launchers.clear()
+        # Plans hold the previous weights.
         self._plans.clear()
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
@@ -158,7 +156,12 @@ class FusedConv(nn.Module):
     def _plan(self, size: Tiles | int, add: bool) -> "_Plan":
         """Return the plan for these tiles, or for this number of blocks of positions."""
         tiles = self._choose(_BLOCK * size) if isinstance(size, int) else size
-        launch = self._launchers.get((tiles, add)) or self._launcher(tiles, add)
+        assert tiles.terms <= _SUM_BLOCK and self._pitch % tiles.outputs == 0
+        launch = launcher(
+            "convolution_jit.convolve", CIN=self.channels, COUT=self.outputs, PITCH=self._pitch, KERNEL=self.kernel,
+            STRIDE=self.stride, PADDING=self.padding, REPLICATE=self.replicate, ADD=add, RELU=self.relu,
+            BLOCK_M=tiles.positions, BLOCK_N=tiles.outputs, BLOCK_K=tiles.terms, warps=tiles.warps, stages=tiles.stages,
+        )  # fmt: skip
         plan = _Plan(launch, tiles.positions, parts(self.outputs, tiles.outputs), self.weight, self.bias)
         self._plans[size, add] = plan
         return plan
@@ -177,18 +180,6 @@ class FusedConv(nn.Module):
         if self.replicate:
             return parts(length, self.stride)
         return max(0, (length + 2 * self.padding - self.kernel) // self.stride + 1)
-
-    def _launcher(self, tiles: Tiles, add: bool) -> Launcher:
-        assert tiles.terms <= _SUM_BLOCK and self._pitch % tiles.outputs == 0
-        constants = {
-            "CIN": self.channels, "COUT": self.outputs, "PITCH": self._pitch, "KERNEL": self.kernel,
-            "STRIDE": self.stride, "PADDING": self.padding, "REPLICATE": self.replicate, "ADD": add,
-            "RELU": self.relu, "BLOCK_M": tiles.positions, "BLOCK_N": tiles.outputs, "BLOCK_K": tiles.terms,
-            "PRECISION": "ieee",
-        }  # fmt: skip
-        launcher = Launcher("convolution_jit.convolve", constants, warps=tiles.warps, stages=tiles.stages)
-        self._launchers[tiles, add] = launcher
-        return launcher
 
 
 class _Plan(NamedTuple):

@@ -51,7 +51,6 @@ def convolve(  # noqa: PLR0915
     BLOCK_N: tl.constexpr,
     # Terms per step of the sum over taps and input channels.
     BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
 ) -> None:
     """Convolve as an implicit matrix product: (positions, taps*CIN) x (taps*CIN, COUT)."""
     blocks: tl.constexpr = (COUT + BLOCK_N - 1) // BLOCK_N
@@ -107,7 +106,7 @@ def convolve(  # noqa: PLR0915
             if terms % BLOCK_K != 0:
                 inside = inside & (term < terms)[None, :]
             values = tl.load(sources, mask=inside, other=0.0)
-        result = tl.dot(values, tl.load(weights), result, input_precision=PRECISION)
+        result = tl.dot(values, tl.load(weights), result, input_precision="ieee")
         weights += BLOCK_K * PITCH
 
     result += tl.load(bias + n).to(tl.float32)[None, :]
