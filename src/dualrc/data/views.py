@@ -129,21 +129,9 @@ class FilePairs:
         images = torch.from_numpy(np.stack([view.images for view in views], axis=1)).to(self.device)
         images = images.flatten(0, 1).permute(0, 3, 1, 2).float() / 255
         lit = relight(images, own) if self.config.light else images
-        images0, images1 = normalize_colors(lit).split(count)
-        clean0, clean1 = normalize_colors(images).split(count) if self.clean else (None, None)
-        points0, points1 = self._tensor([view.points for view in views])
-        valid, absent0, absent1 = self._tensor([view.flags for view in views])
-        return PairBatch(
-            images0=images0,
-            images1=images1,
-            points0=points0,
-            points1=points1,
-            valid=valid,
-            absent0=absent0,
-            absent1=absent1,
-            clean0=clean0,
-            clean1=clean1,
-        )
+        clean = normalize_colors(images).split(count) if self.clean else ()
+        points, flags = self._tensor([view.points for view in views]), self._tensor([view.flags for view in views])
+        return PairBatch.of([*normalize_colors(lit).split(count), *points, *flags, *clean])
 
     def report(self) -> str:
         """Return one line about data that was left out so far; empty if there is none."""
