@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from dualrc.config import FineConfig
-from dualrc.model import align, refine, relocalize, search, sparse, subpixel, support
+from dualrc.model import align, refine, relocalize, search, sparse, support
 from dualrc.model.cells import FineMap, FineMapPair, MaskPair, TensorPair
 from dualrc.model.consensus import Consensus
 from dualrc.model.context import Context
 from dualrc.model.correlation import correlate, mask_cells, max_pool, mutual_filter, normalize, valid_cells
 from dualrc.model.refine import CellMatches, PointMatches
 from dualrc.model.search import Correspondences, Found
-from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs, refine_both
+from dualrc.model.subpixel import Offsets, Subpixel, WindowPairs, cell_windows, pair_windows, point_windows, refine_both
 from dualrc.model.support import DirectedMatches, Support
 
 if TYPE_CHECKING:
@@ -108,7 +108,8 @@ class Engine:
         self, subpixel: Subpixel, fine: FineMapPair, pair: Tensor, points0: Tensor, index1: Tensor, score: Tensor
     ) -> Offsets:
         """Refine the cells of image 1 that points (n 2) of image 0, in fine cells, matched with this score."""
-        return refine.refine_points(subpixel, fine, pair, points0, index1, score)
+        windows = pair_windows(point_windows(fine[0], pair, points0), cell_windows(fine[1], pair, index1))
+        return subpixel(windows, score)
 
     # Steps of `refine`.
 
@@ -119,8 +120,7 @@ class Engine:
 
     def windows(self, fine0: FineMap, fine1: FineMap, pair: Tensor, index0: Tensor, index1: Tensor) -> WindowPairs:
         """Return the 3x3 windows of fine cells around both cells of matches (n)."""
-        windows = (subpixel.cell_windows(fine, pair, index) for fine, index in ((fine0, index0), (fine1, index1)))
-        return subpixel.pair_windows(*windows)
+        return pair_windows(cell_windows(fine0, pair, index0), cell_windows(fine1, pair, index1))
 
     def support(self, matches: DirectedMatches) -> Support:
         """Estimate affine motion and agreement of the neighbors of matches; see `model.support.support`."""

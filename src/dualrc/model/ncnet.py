@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from dualrc.config import NCNetConfig, SparseNCNetConfig, TrunkConfig
 from dualrc.model.correlation import mask_cells, valid_cells
-from dualrc.model.network import Features, Network, NetworkMatches, best_first, full_precision, square_centers
+from dualrc.model.network import Features, Network, NetworkMatches, best_first, full_precision
 from dualrc.model.sparse import SparseScores, nearest_correlations, sparse_consensus
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel, pixel_to_cell
 
@@ -72,8 +72,9 @@ class ConsensusNet(Network):
     def warp(self, features0: Features, features1: Features) -> tuple[Tensor, Tensor]:
         """Locate the center of each square of 4x4 pixels as a point."""
         size = [side * self.stride // FINE_STRIDE for side in features0.fine.shape[2:]]
-        centers = square_centers(size[0], size[1], features0.fine.device)
-        points, score = self.match_points(features0, features1, centers)
+        columns, rows = torch.meshgrid(torch.arange(size[1]), torch.arange(size[0]), indexing="xy")
+        centers = cell_to_pixel(torch.stack([columns, rows], dim=2).flatten(0, 1).float(), FINE_STRIDE)
+        points, score = self.match_points(features0, features1, centers.to(features0.fine.device))
         return points.unflatten(0, size), score.clamp(max=1).unflatten(0, size)
 
     def _places(

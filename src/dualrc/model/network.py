@@ -10,7 +10,6 @@ from dualrc.config import NetworkConfig
 from dualrc.model.cells import FineMap
 from dualrc.model.consensus import Consensus
 from dualrc.model.engine import Engine
-from dualrc.pixels import FINE_STRIDE, cell_to_pixel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,9 +97,3 @@ def best_first(pair: Tensor, scores: Tensor, top: int | None, pairs: int) -> Ten
         rank = torch.arange(len(keep), device=keep.device) - (counts.cumsum(0) - counts)[pair[keep]]
         keep = keep[rank < top]
     return keep
-
-
-def square_centers(height: int, width: int, device: torch.device) -> Tensor:
-    """Return the centers of `height` x `width` squares of 4x4 pixels, row by row: (n 2) as (x, y) in pixels."""
-    row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    return cell_to_pixel(torch.stack([column, row], dim=-1).flatten(0, 1).float(), FINE_STRIDE).to(device)

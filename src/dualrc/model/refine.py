@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dualrc.model.cells import FineMap, FineMapPair, TensorPair
-from dualrc.model.subpixel import Offsets, Subpixel, cell_windows, pair_windows, point_windows
+from dualrc.model.subpixel import Subpixel
 from dualrc.model.support import DirectedMatches, crowd
 from dualrc.pixels import FINE_STRIDE, cell_to_pixel
 
@@ -109,11 +109,3 @@ def align_both(engine: "Engine", light: TensorPair, pair: Tensor, placed: Placed
     move1 = engine.align(*light, pair, placed.points0, placed.points1, placed.motion0)
     move0 = engine.align(*light[::-1], pair, placed.points1, placed.points0, placed.motion1)
     return placed.points0 + move0 / 2, placed.points1 + move1 / 2
-
-
-def refine_points(
-    subpixel: Subpixel, fine: FineMapPair, pair: Tensor, points0: Tensor, index1: Tensor, score: Tensor
-) -> Offsets:
-    """Refine the fine cells `index1` (n) of image 1 that points (n 2, in fine cells) of image 0 matched."""
-    windows = pair_windows(point_windows(fine[0], pair, points0), cell_windows(fine[1], pair, index1))
-    return subpixel(windows, score)

@@ -150,15 +150,7 @@ def search_both(
     if fine0.valid is not None:
         index1 = index1.masked_fill(~fine0.valid.gather(1, index0), -1)
     back, score1, visited1 = search_back(engine, tensor, fine0, index1, fine1, config)
-    return Correspondences(
-        index0=index0,
-        index1=index1,
-        back=back,
-        score0=there.score.flatten(1),
-        score1=score1,
-        visited0=there.visited,
-        visited1=visited1,
-    )
+    return Correspondences(index0, index1, back, there.score.flatten(1), score1, there.visited, visited1)
 
 
 def search_back(

@@ -77,15 +77,8 @@ def search_both(tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConf
         launch(
             (parts(queries, _QUERIES), 1, 1), best, index1, back, score1, queries, groups * PLACES, count1, fine1.width
         )
-    return Correspondences(
-        index0=index0,
-        index1=index1,
-        back=back,
-        score0=score0,
-        score1=score1,
-        visited0=visited0.view(batch, groups),
-        visited1=visited1.view(batch, count1),
-    )
+    visited = visited0.view(batch, groups), visited1.view(batch, count1)
+    return Correspondences(index0, index1, back, score0, score1, *visited)
 
 
 def search_cells(
@@ -100,8 +93,11 @@ def search_cells(
     if wanted is not None:
         wanted = readable(wanted).view(torch.int8)
     best, visited = _search(tensor, tensor.sum(2, dtype=torch.float32), flat, fine, config, wanted=wanted)
-    index, score = _answers(best)
-    return Found(index.view(*cells.shape, PLACES), score.view(*cells.shape, PLACES), visited.view(cells.shape))
+    # A key has the bits of the score above 0x7FFFFFFF minus the index; it is negative if nothing was found.
+    best, nothing = best.view(*cells.shape, PLACES), (best < 0).view(*cells.shape, PLACES)
+    index = (0x7FFFFFFF - (best & 0x7FFFFFFF)).masked_fill_(nothing, -1)
+    score = (best >> 32).to(torch.int32).view(torch.float32).masked_fill(nothing, 0)
+    return Found(index, score, visited.view(cells.shape))
 
 
 def _counted(cells: Tensor, count: int) -> Tensor:
@@ -166,13 +162,6 @@ def _search(
         visited, *size, fine_searched.width, candidates, blocks, *numbers,
     )  # fmt: skip
     return best, visited
-
-
-def _answers(best: Tensor) -> tuple[Tensor, Tensor]:
-    """Decode keys: the bits of the score above 0x7FFFFFFF minus the index; negative if nothing was found."""
-    nothing = best < 0
-    index = (0x7FFFFFFF - (best & 0x7FFFFFFF)).masked_fill_(nothing, -1)
-    return index, (best >> 32).to(torch.int32).view(torch.float32).masked_fill(nothing, 0)
 
 
 def _masks(fine: FineMap) -> tuple[Tensor, Tensor] | None:
