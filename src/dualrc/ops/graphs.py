@@ -8,7 +8,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 from weakref import WeakSet
@@ -165,7 +165,7 @@ class GraphEngine(Engine):
                         # All captures use one stream, or the graphs could not share one memory pool.
                         if device not in self._streams:
                             self._streams[device] = torch.cuda.Stream(device)
-                        graph = _Graph.capture(function, tensors, self._streams[device], self._pool)
+                        graph = _Graph(function, tensors, self._streams[device], self._pool)
                     self._graphs[key] = graph
                     # A graph that is dropped starts to be counted again.
                     self._seen.pop(key, None)
@@ -217,31 +217,24 @@ def _count(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-@dataclass(frozen=True, eq=False)
 class _Graph:
     """A captured function with the tensors that it reads and writes."""
 
-    graph: torch.cuda.CUDAGraph
-    inputs: list[Tensor]
-    outputs: tuple[Tensor, ...]
-
-    @staticmethod
-    def capture(function: Function, tensors: tuple[Tensor, ...], stream: torch.cuda.Stream, pool: Any) -> "_Graph":
-        inputs = [torch.empty_like(tensor).copy_(tensor) for tensor in tensors]
+    def __init__(self, function: Function, tensors: Sequence[Tensor], stream: torch.cuda.Stream, pool: Any) -> None:
+        self.inputs = inputs = [torch.empty_like(tensor).copy_(tensor) for tensor in tensors]
         current = torch.cuda.current_stream(stream.device)
         stream.wait_stream(current)
         # The first run compiles and selects the kernels, which must not happen during the capture.
         with torch.cuda.stream(stream):
             function(*inputs)
         current.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+        self.graph = torch.cuda.CUDAGraph()
         # The outer block restores the stream if the capture fails. "thread_local" lets other threads allocate memory.
         with (
             torch.cuda.stream(current),
-            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
         ):
-            outputs = function(*inputs)
-        return _Graph(graph, inputs, tuple(outputs))
+            self.outputs = tuple(function(*inputs))
 
     def replay(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         for own, given in zip(self.inputs, tensors, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -122,10 +122,9 @@ class TritonEngine(TorchEngine):
         return consensus_kernels.apply(scores, self._weights(consensus, scores.dtype))
 
     def _weights(self, consensus: Consensus, dtype: torch.dtype) -> consensus_kernels.Prepared:
-        def prepare() -> consensus_kernels.Prepared:
-            return consensus_kernels.prepare(list(consensus.weights), list(consensus.biases), dtype)
-
-        return self._known(consensus, dtype, prepare)
+        return self._known(
+            consensus, dtype, lambda: consensus_kernels.prepare(list(consensus.weights), list(consensus.biases), dtype)
+        )
 
     def _known(self, module: nn.Module, dtype: torch.dtype, prepare: Callable[[], T]) -> T:
         """Return the weights of a module in the layout of the kernels, cached while they do not change."""
@@ -137,7 +136,7 @@ class TritonEngine(TorchEngine):
         known = self._prepared.get(module)
         if known is None or known[0] != state:
             known = self._prepared[module] = state, prepare()
-        return cast(T, known[1])
+        return known[1]
 
     def search(self, tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfig) -> Correspondences:
         """Search in both directions with eleven kernels and no synchronization with the host."""

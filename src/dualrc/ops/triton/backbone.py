@@ -26,9 +26,6 @@ _PIXELS = 256
 class FusedResidual(nn.Module):
     """Residual block with folded convolutions, in two launches."""
 
-    conv1: FusedConv
-    conv2: FusedConv
-
     def __init__(self, block: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         assert isinstance(block, ResidualBlock)
@@ -42,8 +39,6 @@ class FusedResidual(nn.Module):
 
 class FusedLevel(nn.Module):
     """Level of the backbone: a convolution, which reduces the size, and residual blocks."""
-
-    first: FusedConv
 
     def __init__(self, level: nn.Sequential, dtype: torch.dtype, *, replicate: bool = False) -> None:
         super().__init__()

@@ -1,6 +1,5 @@
 """Launching of kernels; Triton is imported only when a kernel is launched."""
 
-from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -34,7 +33,8 @@ class Launcher:
         self._tensors = 0
         # Entry point, function and metadata by device and types.
         self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
-        self._stream: Callable[[int], int] = _no_stream
+        # Returns the current stream of a device; Triton has it from the first launch on.
+        self._stream: Any = None
         self._direct = True
 
     def __call__(self, grid: Grid, *arguments: Any) -> None:
@@ -91,10 +91,6 @@ class Launcher:
 def launcher(kernel: str, *, warps: int = 4, stages: int = 3, **constants: Any) -> Launcher:
     """Return the shared launcher of "module.function" of this package with these constants."""
     return Launcher(kernel, constants, warps=warps, stages=stages)
-
-
-def _no_stream(device: int) -> int:
-    raise AttributeError(f"The current stream of device {device} is not known before the first launch.")
 
 
 @cache
