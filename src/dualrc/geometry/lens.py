@@ -13,8 +13,6 @@ import numpy.typing as npt
 from dualrc.errors import DataError
 from dualrc.types import BoolArray, FloatArray, IntArray
 
-_Bend = Callable[[FloatArray, Sequence[float]], FloatArray]
-
 # Step of the finite differences.
 _STEP = 1e-6
 # Largest residual of a converged position, in focal lengths.
@@ -26,7 +24,8 @@ _ITERATIONS, _HALVINGS = 100, 20
 class _Model:
     """A camera model of COLMAP."""
 
-    bend: _Bend
+    # Distorts positions by the coefficients.
+    bend: Callable[[FloatArray, Sequence[float]], FloatArray]
     # Names of the coefficients in COLMAP's order.
     coefficients: str = ""
     # Whether the model has one focal length for both axes. `wide` is the equivalent model with two, zero-padded.
@@ -58,23 +57,15 @@ def _tangential(places: FloatArray, x: float, y: float) -> FloatArray:
     return _squares(places) * tilt + 2 * (places @ tilt)[:, None] * places
 
 
-def _no_bend(places: FloatArray, _: Sequence[float]) -> FloatArray:
-    return places
-
-
 def _radial(places: FloatArray, k: Sequence[float]) -> FloatArray:
     return places * _polynomial(_squares(places), k)
 
 
 def _opencv(places: FloatArray, c: Sequence[float]) -> FloatArray:
-    k1, k2, p1, p2 = c
-    return _radial(places, (k1, k2)) + _tangential(places, p2, p1)
-
-
-def _full_opencv(places: FloatArray, c: Sequence[float]) -> FloatArray:
-    k1, k2, p1, p2, k3, *below = c
+    # Only the full model has k3 and the three coefficients of the denominator.
+    k1, k2, p1, p2, *more = c
     squares = _squares(places)
-    ratio = _polynomial(squares, (k1, k2, k3)) / _polynomial(squares, below)
+    ratio = _polynomial(squares, (k1, k2, *more[:1])) / _polynomial(squares, more[1:])
     return places * ratio + _tangential(places, p2, p1)
 
 
@@ -112,13 +103,13 @@ def _unified(places: FloatArray, c: Sequence[float]) -> FloatArray:
 
 
 _MODELS = {
-    "SIMPLE_PINHOLE": _Model(bend=_no_bend, one_focal=True, wide="PINHOLE"),
-    "PINHOLE": _Model(bend=_no_bend),
+    "SIMPLE_PINHOLE": _Model(bend=_radial, one_focal=True, wide="PINHOLE"),
+    "PINHOLE": _Model(bend=_radial),
     "SIMPLE_RADIAL": _Model(bend=_radial, coefficients="k", one_focal=True, wide="OPENCV"),
     "RADIAL": _Model(bend=_radial, coefficients="k1 k2", one_focal=True, wide="OPENCV"),
     "OPENCV": _Model(bend=_opencv, coefficients="k1 k2 p1 p2", vectors=((3, 2),)),
     "OPENCV_FISHEYE": _Model(bend=_radial, coefficients="k1 k2 k3 k4", fisheye=True),
-    "FULL_OPENCV": _Model(bend=_full_opencv, coefficients="k1 k2 p1 p2 k3 k4 k5 k6", vectors=((3, 2),)),
+    "FULL_OPENCV": _Model(bend=_opencv, coefficients="k1 k2 p1 p2 k3 k4 k5 k6", vectors=((3, 2),)),
     "FOV": _Model(bend=_fov, coefficients="omega"),
     "SIMPLE_RADIAL_FISHEYE": _Model(
         bend=_radial, coefficients="k", one_focal=True, wide="OPENCV_FISHEYE", fisheye=True
@@ -135,8 +126,8 @@ _MODELS = {
     ),
     "SIMPLE_DIVISION": _Model(bend=_division, coefficients="k", one_focal=True, wide="DIVISION"),
     "DIVISION": _Model(bend=_division, coefficients="k"),
-    "SIMPLE_FISHEYE": _Model(bend=_no_bend, one_focal=True, wide="FISHEYE", fisheye=True),
-    "FISHEYE": _Model(bend=_no_bend, fisheye=True),
+    "SIMPLE_FISHEYE": _Model(bend=_radial, one_focal=True, wide="FISHEYE", fisheye=True),
+    "FISHEYE": _Model(bend=_radial, fisheye=True),
     "EUCM": _Model(bend=_unified, coefficients="alpha beta", straight=False),
 }
 
