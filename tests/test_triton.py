@@ -166,7 +166,7 @@ def test_a_compiled_kernel_is_called_directly(monkeypatch):
 
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: "stream"))
     monkeypatch.setattr(launch, "import_module", lambda name: SimpleNamespace(kernel=Kernel(), driver=driver))
-    launcher, grid = launch.Launcher("some_jit.kernel", {"FIRST": 1, "LAST": 2}, warps=8), (3, 1, 1)
+    launcher, grid = launch.Launcher("some_jit.kernel", FIRST=1, LAST=2, warps=8), (3, 1, 1)
     x, y = torch.zeros(8), torch.zeros(8)
     launcher(grid, x, y, 7)
     assert compiled == [(grid, (x, y, 7), {"FIRST": 1, "LAST": 2, "num_warps": 8, "num_stages": 3})]

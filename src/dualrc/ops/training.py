@@ -96,7 +96,8 @@ def two_layers(scores: Tensor, weights: list[Tensor], biases: list[Tensor], half
     # Each direction reads its own half of the channels.
     second = torch.cat([F.pad(kernels[0], (0, 0, 0, 0, 0, hidden)), F.pad(kernels[1], (0, 0, 0, 0, hidden, 0))])
     columns = math.gcd(_COLUMNS, size[4])
-    x = _Spread.apply(scores.to(half).flatten(3)[..., None], _filled(_NEIGHBORS))  # type: ignore[no-untyped-call]
+    filled = _NEIGHBORS + -_NEIGHBORS % _FILLED
+    x = _Spread.apply(scores.to(half).flatten(3)[..., None], filled)  # type: ignore[no-untyped-call]
     # (n h1 w1 16), (n h1 w1 2c), (n h1 w1 18)
     x = x.flatten(0, 2).unflatten(1, size[3:])
     x = _convolve(x, first.to(half), columns, bias1.repeat(2).to(half)).relu()
@@ -105,11 +106,6 @@ def two_layers(scores: Tensor, weights: list[Tensor], biases: list[Tensor], half
     parts = x.flatten(1, 2).unflatten(0, size[:3])
     both: Tensor = (_Gather.apply(parts, 2).float() + bias2).relu()  # type: ignore[no-untyped-call]
     return both.sum(4).view(size)
-
-
-def _filled(channels: int) -> int:
-    """Return the next multiple of _FILLED."""
-    return -(-channels // _FILLED) * _FILLED
 
 
 def _convolve(values: Tensor, weight: Tensor, columns: int, bias: Tensor | None = None) -> Tensor:

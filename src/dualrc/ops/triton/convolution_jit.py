@@ -138,7 +138,6 @@ def upsample_add(
     small: tl.tensor,
     # (b positions CHANNELS)
     large: tl.tensor,
-    # (b positions CHANNELS)
     out: tl.tensor,
     height: tl.tensor,
     width: tl.tensor,

@@ -22,7 +22,7 @@ class Launcher:
     kernels are not specialized on them.
     """
 
-    def __init__(self, kernel: str, constants: dict[str, Any], *, warps: int = 4, stages: int = 3) -> None:
+    def __init__(self, kernel: str, *, warps: int = 4, stages: int = 3, **constants: Any) -> None:
         """Prepare launches of `kernel`, "module.function" of this package; `constants` are its last arguments."""
         self._module, self._name = kernel.split(".")
         self._constants = constants
@@ -87,10 +87,8 @@ class Launcher:
         self._compiled[(tensors[0].device, *[tensor.dtype for tensor in tensors])] = entry
 
 
-@cache
-def launcher(kernel: str, *, warps: int = 4, stages: int = 3, **constants: Any) -> Launcher:
-    """Return the shared launcher of "module.function" of this package with these constants."""
-    return Launcher(kernel, constants, warps=warps, stages=stages)
+# Returns the launcher that all callers with the same arguments share.
+launcher = cache(Launcher)
 
 
 @cache

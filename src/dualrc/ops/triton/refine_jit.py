@@ -58,9 +58,7 @@ def window_products(
     features1: tl.tensor,
     # (n)
     pair: tl.tensor,
-    # (n)
     index0: tl.tensor,
-    # (n)
     index1: tl.tensor,
     # (n 9 9)
     result: tl.tensor,
@@ -102,11 +100,8 @@ def look_around(
     pair: tl.tensor,
     # (count)
     index0: tl.tensor,
-    # (count)
     index1: tl.tensor,
-    # (count)
     score0: tl.tensor,
-    # (count)
     score1: tl.tensor,
     # (1)
     log_temperature: tl.tensor,
@@ -210,11 +205,8 @@ def place(
     pair: tl.tensor,
     # (count)
     index0: tl.tensor,
-    # (count)
     index1: tl.tensor,
-    # (count)
     score0: tl.tensor,
-    # (count)
     score1: tl.tensor,
     # (2 count 2)
     steps: tl.tensor,
@@ -272,7 +264,6 @@ def finish(
     pair: tl.tensor,
     # (count)
     index0: tl.tensor,
-    # (count)
     index1: tl.tensor,
     # (5 count)
     known: tl.tensor,
@@ -286,7 +277,6 @@ def finish(
     score: tl.tensor,
     # (count 2) Output: points in pixels.
     points0: tl.tensor,
-    # (count 2) Output: points in pixels.
     points1: tl.tensor,
     count: tl.tensor,
     places0: tl.tensor,

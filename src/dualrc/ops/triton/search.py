@@ -125,7 +125,11 @@ def _search(
     if groups == 0 or candidates == 0:
         return best.fill_(-1), visited.fill_(0)
     blocks = parts(candidates, _BLOCK)
-    valid, allowed = _masks(fine_searched) or (best, best)
+    valid = allowed = best
+    if fine_searched.valid is not None:
+        valid = readable(fine_searched.valid).view(torch.uint8)
+        # Coarse cells that contain a valid fine cell.
+        allowed = valid.view(-1, fine_searched.height, 4, fine_searched.width, 4).amax(4).amax(2).contiguous()
     size = fine_query.height, fine_query.width
     masked, temperature = fine_searched.valid is not None, config.temperature
     flags: dict[str, Any] = {"CORNER": config.reading == "corner", "MASKED": masked, "EVERY": cells is None}
@@ -162,11 +166,3 @@ def _search(
         visited, *size, fine_searched.width, candidates, blocks, *numbers,
     )  # fmt: skip
     return best, visited
-
-
-def _masks(fine: FineMap) -> tuple[Tensor, Tensor] | None:
-    """Return masks of valid fine cells, and of coarse cells that contain one; None without a mask."""
-    if fine.valid is None:
-        return None
-    valid = readable(fine.valid).view(torch.uint8)
-    return valid, valid.view(len(valid), fine.height, 4, fine.width, 4).amax(4).amax(2).contiguous()
