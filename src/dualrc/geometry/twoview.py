@@ -10,7 +10,7 @@ from dualrc.geometry.camera import Camera
 from dualrc.geometry.epipolar import essential_from_pose, pose_distance_px
 from dualrc.geometry.ransac import best_first, import_poselib, ransac_options, scattered
 from dualrc.matches import Estimate, EstimateKind, Matches, RelativePose
-from dualrc.types import BoolArray, FloatArray, IntArray
+from dualrc.types import BoolArray, FloatArray
 
 # Fewest matches that determine a unique model. Minimal solvers need fewer but return several solutions.
 _FEWEST = {"homography": 4, "fundamental": 8, "essential": 6}
@@ -59,9 +59,12 @@ def estimate(
         return Estimate(kind=kind, matrix=None, inliers=nothing, info={**info, "reason": reason})
 
     if kind == "essential":
-        for number, camera, size in ((0, camera0, matches.size0), (1, camera1, matches.size1)):
+        images = (camera0, matches.size0, matches.points0), (camera1, matches.size1, matches.points1)
+        for number, (camera, size, points) in enumerate(images):
             _check_size(number, camera, size)
-        used = _with_rays(matches, used, camera0, camera1)
+            # Some pixels lie outside the range of a lens.
+            if camera is not None and camera.lens.distorts:
+                used = used[np.isfinite(camera.rays(points[used])).all(axis=1)]
     points0, points1 = matches.points0[used].astype(np.float64), matches.points1[used].astype(np.float64)
     if len(points0) < fewest:
         return failed(f"{len(points0)} matches are too few: a model needs {fewest}")
@@ -76,14 +79,6 @@ def estimate(
     if (reason := _degenerate(fit, fit.matrix, points0[fit.inliers], points1[fit.inliers], threshold_px)) is not None:
         return failed(reason)
     return replace(fit, inliers=scattered(fit.inliers, used, len(matches)), info={**info, **fit.info})
-
-
-def _with_rays(matches: Matches, used: IntArray, camera0: Camera | None, camera1: Camera | None) -> IntArray:
-    """Return the rows whose points have rays; some pixels lie outside the range of a lens."""
-    for camera, points in ((camera0, matches.points0), (camera1, matches.points1)):
-        if camera is not None and camera.lens.distorts:
-            used = used[np.isfinite(camera.rays(points[used])).all(axis=1)]
-    return used
 
 
 def _degenerate(

@@ -26,11 +26,7 @@ class SparseScores:
 
     def coordinates(self) -> Tensor:
         """Return pair, row and column in image 0, and row and column in image 1 of every entry: (n 5)."""
-        left, columns = self.keys, []
-        for size in reversed(self.shape):
-            columns.append(left % size)
-            left = left // size
-        return torch.stack(columns[::-1], dim=1)
+        return torch.stack(torch.unravel_index(self.keys, self.shape), dim=1)
 
     def cells(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return pair, row-major cell of image 0 and row-major cell of image 1 of every entry."""
