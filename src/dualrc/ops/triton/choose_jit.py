@@ -15,17 +15,21 @@ def _neighbors(at: tl.tensor, size: tl.tensor, CORNER: tl.constexpr) -> tuple[tl
 
 
 @kernel()
-def _between(
-    first: tl.tensor, second: tl.tensor, third: tl.tensor, place: tl.constexpr, CORNER: tl.constexpr
-) -> tl.tensor:
-    """Interpolate linearly between the three cells at one of the four places along an axis."""
+def _places(
+    first: tl.tensor, second: tl.tensor, third: tl.tensor, CORNER: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return the linear interpolations at the four places along an axis."""
     if CORNER:
-        result = first if place == 0 else (1 - place / 4) * first + place / 4 * second
-    elif place < 2:
-        result = (0.375 - place / 4) * first + (0.625 + place / 4) * second
+        a = first
+        b = 0.75 * first + 0.25 * second
+        c = 0.5 * first + 0.5 * second
+        d = 0.25 * first + 0.75 * second
     else:
-        result = (1.375 - place / 4) * second + (place / 4 - 0.375) * third
-    return result
+        a = 0.375 * first + 0.625 * second
+        b = 0.125 * first + 0.875 * second
+        c = 0.875 * second + 0.125 * third
+        d = 0.625 * second + 0.375 * third
+    return a, b, c, d
 
 
 @kernel()
@@ -37,14 +41,33 @@ def _line(
     middle: tl.tensor,
     right: tl.tensor,
     readable: tl.tensor,
-    place: tl.constexpr,
     CORNER: tl.constexpr,
-) -> tl.tensor:
-    """Interpolate along a row of cells at one of the four places."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Interpolate along a row of cells at the four places."""
     first = tl.load(row + left, mask=readable, other=0.0).to(tl.float32)
     second = tl.load(row + middle, mask=readable, other=0.0).to(tl.float32)
     third = second if CORNER else tl.load(row + right, mask=readable, other=0.0).to(tl.float32)
-    return _between(first, second, third, place, CORNER)
+    return _places(first, second, third, CORNER)
+
+
+@kernel()
+def _highest(
+    above: tl.tensor,
+    here: tl.tensor,
+    below: tl.tensor,
+    sum_above: tl.tensor,
+    sum_here: tl.tensor,
+    sum_below: tl.tensor,
+    # 0 if the first place reads nothing.
+    reads: tl.tensor,
+    CORNER: tl.constexpr,
+) -> tl.tensor:
+    """Return the largest share among the four places of one column of a cell."""
+    a, b, c, d = _places(above, here, below, CORNER)
+    total_a, total_b, total_c, total_d = _places(sum_above, sum_here, sum_below, CORNER)
+    upper = tl.maximum(a * (reads / (total_a + 1e-15)), b * (1.0 / (total_b + 1e-15)))
+    lower = tl.maximum(c * (1.0 / (total_c + 1e-15)), d * (1.0 / (total_d + 1e-15)))
+    return tl.maximum(upper, lower)
 
 
 @kernel()
@@ -69,21 +92,21 @@ def _bounds(
     block = coarse + candidate
     row, left_side, middle_side = width * candidates, left * candidates, middle * candidates
     right_side = right * candidates
+    a0, a1, a2, a3 = _line(block + above * row, left_side, middle_side, right_side, readable, CORNER)
+    b0, b1, b2, b3 = _line(block + here * row, left_side, middle_side, right_side, readable, CORNER)
+    sa0, sa1, sa2, sa3 = _line(sums + above * width, left, middle, right, True, CORNER)
+    sb0, sb1, sb2, sb3 = _line(sums + here * width, left, middle, right, True, CORNER)
+    c0, c1, c2, c3 = b0, b1, b2, b3
+    sc0, sc1, sc2, sc3 = sb0, sb1, sb2, sb3
+    if not CORNER:
+        c0, c1, c2, c3 = _line(block + below * row, left_side, middle_side, right_side, readable, CORNER)
+        sc0, sc1, sc2, sc3 = _line(sums + below * width, left, middle, right, True, CORNER)
     # With CORNER, the query at (0, 0) reads nothing, as published.
     reads = tl.where(cell == 0, 0.0, 1.0) if CORNER else 1.0
-    highest = tl.zeros(candidate.shape, tl.float32)
-    # The compiler merges the loads of all places.
-    for x in tl.static_range(4):
-        a = _line(block + above * row, left_side, middle_side, right_side, readable, x, CORNER)
-        b = _line(block + here * row, left_side, middle_side, right_side, readable, x, CORNER)
-        c = b if CORNER else _line(block + below * row, left_side, middle_side, right_side, readable, x, CORNER)
-        sum_a = _line(sums + above * width, left, middle, right, True, x, CORNER)
-        sum_b = _line(sums + here * width, left, middle, right, True, x, CORNER)
-        sum_c = sum_b if CORNER else _line(sums + below * width, left, middle, right, True, x, CORNER)
-        for y in tl.static_range(4):
-            total = _between(sum_a, sum_b, sum_c, y, CORNER) + 1e-15
-            share = _between(a, b, c, y, CORNER) * ((reads if x + y == 0 else 1.0) / total)
-            highest = tl.maximum(highest, share)
+    highest = _highest(a0, b0, c0, sa0, sb0, sc0, reads, CORNER)
+    highest = tl.maximum(highest, _highest(a1, b1, c1, sa1, sb1, sc1, 1.0, CORNER))
+    highest = tl.maximum(highest, _highest(a2, b2, c2, sa2, sb2, sc2, 1.0, CORNER))
+    highest = tl.maximum(highest, _highest(a3, b3, c3, sa3, sb3, sc3, 1.0, CORNER))
     # Avoid -0, whose bits order below 0.
     return tl.where(highest > 0, highest, 0.0)
 
