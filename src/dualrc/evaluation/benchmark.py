@@ -103,10 +103,6 @@ class Settings:
         """Whether the benchmark needs the folder of a dataset."""
         return True
 
-    def for_matchers(self) -> MatcherSettings:
-        """Return the settings of matchers."""
-        return MatcherSettings(preset=self.preset, device=self.device)
-
 
 @dataclass(frozen=True, kw_only=True)
 class OneNetworkSettings(Settings):
@@ -114,10 +110,6 @@ class OneNetworkSettings(Settings):
 
     weights: Annotated[Path | None, Option("Weights file (.safetensors). Default: the bundled weights.")] = None
     size: Annotated[int | None, SIZE_OPTION] = None
-
-    def for_matchers(self) -> MatcherSettings:
-        """Return the settings of matchers."""
-        return replace(super().for_matchers(), weights=self.weights, size=self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +201,11 @@ class Benchmark(ABC):
 
     def matcher_settings(self) -> MatcherSettings:
         """Return the settings of matchers."""
-        return replace(self.settings.for_matchers(), top=self.stored, sift_features=self.sift_features)
+        given = self.settings
+        made = MatcherSettings(
+            preset=given.preset, device=given.device, top=self.stored, sift_features=self.sift_features
+        )
+        return replace(made, weights=given.weights, size=given.size) if isinstance(given, OneNetworkSettings) else made
 
     def matchers(self) -> Iterator[tuple[str, PairMatcher]]:
         """Yield the matchers to evaluate, with their names in tables."""

@@ -14,7 +14,7 @@ from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation.benchmark import COST_COLUMNS, SIZE_OPTION, Benchmark, GetMatches, Option, Result, Settings
 from dualrc.evaluation.data_files import pose_errors, read_published
 from dualrc.evaluation.export import Pair, file_name
-from dualrc.evaluation.figures import Panel, curve_panels
+from dualrc.evaluation.figures import curve_panels
 from dualrc.evaluation.inloc_data import (
     CandidatePose,
     find_folders,
@@ -75,12 +75,6 @@ class InLocSettings(Settings):
         for name in (names := [path.stem for path in dict.fromkeys(self.results)]):
             if names.count(name) > 1:
                 raise ConfigError(f"Two lists of results are called {name}; rename one of them.")
-
-    def for_matchers(self) -> MatcherSettings:
-        """Return the settings of matchers."""
-        # As in localization: most candidates do not show the place of the query.
-        weights = next(iter(self.weights), None)
-        return replace(super().for_matchers(), weights=weights, size=self.size, max_tilt=1.0)
 
     @property
     def needs_roots(self) -> bool:
@@ -250,6 +244,12 @@ class InLoc(Benchmark):
             self.notes.append(f"{path.stem}: {len(missing)} {words}: {_some(missing)}.")
         return listed
 
+    def matcher_settings(self) -> MatcherSettings:
+        """Return the settings of matchers."""
+        # As in localization: most candidates do not show the place of the query.
+        weights = next(iter(self.settings.weights), None)
+        return replace(super().matcher_settings(), weights=weights, size=self.settings.size, max_tilt=1.0)
+
     def matchers(self) -> Iterator[tuple[str, PairMatcher]]:
         """Yield the matchers to evaluate; with several weights, each of them instead of dualrc."""
         weights, wanted = self.settings.weights, self.settings.matchers
@@ -317,13 +317,9 @@ class InLoc(Benchmark):
         published_curves = read_published("inloc_published.json") if set(self.references) == {"DUC1", "DUC2"} else {}
         ours = {result.matcher: {floor: result.figures.floors[floor].curve for floor in floors} for result in results}
         theirs = {f"{name}, published": curves for name, curves in published_curves.items()}
-        panels = []
-        for floor in floors:
-            thick, thin = ({name: curves[floor] for name, curves in group.items()} for group in (ours, theirs))
-            panels.append(Panel(title=floor, x=CURVE_M, ours=thick, published=thin))
         title = f"Share of queries within a distance and {WITHIN_DEG:g} degrees"
         note = "Thick: this run. Thin: published, on InLoc's 329 queries." if published_curves else ""
-        curves = curve_panels(panels, title=title, x_label="distance (m)", note=note)
+        curves = curve_panels(floors, CURVE_M, ours, theirs, title=title, x_label="distance (m)", note=note)
         tables = [self._main_table(results)]
         if published_curves:
             dots = [CURVE_M.index(threshold) for threshold in THRESHOLDS_M]

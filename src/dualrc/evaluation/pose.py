@@ -153,8 +153,8 @@ class Pose(Benchmark):
     def report(self, results: Sequence[Result]) -> Report:
         """Return a table of all pairs, a table by scene if there are several, and recall over the pose error."""
         errors = {
-            estimator: {r.matcher: [s.errors_deg[estimator] for s in r.figures.pairs] for r in results}
-            for estimator in self.estimators
+            result.matcher: {name: [s.errors_deg[name] for s in result.figures.pairs] for name in self.estimators}
+            for result in results
         }
         title = "Share of pairs within a pose error"
         curves = recall_curves(errors, THRESHOLDS_DEG[-1], title=title, x_label="degrees")
