@@ -13,14 +13,16 @@ from dualrc.colmap import Model, read_model
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry import Camera, Lens, RgbdFrame, read_depth_m, read_rgbd, sample_depth, unproject
 from dualrc.matcher import ImageFeatures, Matcher
+from dualrc.matcher.features import FeaturePair
 from dualrc.matcher.follow import follow
-from dualrc.matches import Matches
 from dualrc.types import FloatArray, IntArray, Size
 
 # Cameras of the same size and model count as one if no pixel's ray differs by more than this, in pixels.
 _SAME_CAMERA_PX = 1.0
 # Number of positions along each side of the image at which cameras are compared.
 _COMPARED = 9
+# Files of a map image and of a query.
+ImageFiles = tuple[Path, Path]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,30 +80,6 @@ class Correspondences:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Look:
-    """A map image and a query, in that order, for a matcher to compare."""
-
-    matcher: Matcher
-    features: tuple[ImageFeatures, ImageFeatures]
-    # Image files, for the higher qualities.
-    images: tuple[Path, Path] | None
-
-    def match(self) -> Matches:
-        """Return the matches of the two images."""
-        if self.images is None:
-            # Candidates that do not match mostly show something else, and a search over tilted views would double the
-            # time of a query.
-            return self.matcher.match_features(*self.features, max_tilt=1)
-        return self.matcher.match(*self.images)
-
-    def match_points(self, points: FloatArray) -> Matches:
-        """Return the positions in the query of points (n, 2) of the map image, one row per point."""
-        if self.images is None:
-            return self.matcher.match_points(*self.features, points)
-        return follow(self.matcher.match(*self.images, top=None), points)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class MapImage:
     """An image of a map."""
 
@@ -124,8 +102,8 @@ class Map(ABC):
         return (self.images[name].path,)
 
     @abstractmethod
-    def see(self, name: str, look: "Look") -> Correspondences:
-        """Return the correspondences of a query with one of the map images."""
+    def see(self, name: str, matcher: Matcher, features: FeaturePair, images: ImageFiles | None) -> Correspondences:
+        """Return the correspondences of a map image with a query, in that order; `images`: for higher qualities."""
 
     def correspond(
         self,
@@ -146,7 +124,7 @@ class Map(ABC):
                 f'quality = "{matcher.config.quality}" warps the images; pass images instead of features.'
             )
         images = None if image is None or matcher.config.quality == "standard" else (known.path, Path(image))
-        found = self.see(name, Look(matcher=matcher, features=(features, query), images=images))
+        found = self.see(name, matcher, (features, query), images)
         top = matcher.config.top
         return found if top is None else found.best(top)
 
@@ -196,10 +174,13 @@ class ModelMap(Map):
         content = _hash([model.xyz, *(image.points for image in model.images.values())], observed)
         super().__init__(observed, {"kind": "COLMAP model", "points": len(model.point_ids), "content": content})
 
-    def see(self, name: str, look: Look) -> Correspondences:
+    def see(self, name: str, matcher: Matcher, features: FeaturePair, images: ImageFiles | None) -> Correspondences:
         image = self.model.images[name]
         # Search at the exact keypoints, not at the cell centers that the network would choose.
-        found = look.match_points(image.points)
+        if images is None:
+            found = matcher.match_points(*features, image.points)
+        else:
+            found = follow(matcher.match(*images, top=None), image.points)
         seen = np.flatnonzero(found.scores > 0)
         ids = image.point_ids[seen]
         return Correspondences(
@@ -225,9 +206,11 @@ class RgbdMap(Map):
     def files(self, name: str) -> tuple[Path, ...]:
         return self.frames[name].image, self.frames[name].depth
 
-    def see(self, name: str, look: Look) -> Correspondences:
+    def see(self, name: str, matcher: Matcher, features: FeaturePair, images: ImageFiles | None) -> Correspondences:
         frame = self.frames[name]
-        matches = look.match()
+        # Candidates that do not match mostly show something else, and a search over tilted views would double the time
+        # of a query.
+        matches = matcher.match_features(*features, max_tilt=1) if images is None else matcher.match(*images)
         depths = sample_depth(read_depth_m(frame.depth), matches.points0, matches.size0)
         known = np.isfinite(depths)
         return Correspondences(
