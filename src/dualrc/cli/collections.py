@@ -86,7 +86,7 @@ def _kept_pairs(options: Mapping[str, Any]) -> str:
 @running.command(kept=_kept_pairs)
 def collection(
     images: ImagesArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the matches; a second run continues there.")],
+    out: Annotated[Path, common.out_option(help="Folder for the matches; a second run continues there.")],
     matching: Annotated[CollectionConfig, MATCHING],
     hloc: HlocOption = False,
 ) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def collection(
 @running.command(kept=_kept_pairs, log="colmap.log")
 def reconstruct(
     images: ImagesArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model; a second run continues there.")],
+    out: Annotated[Path, common.out_option(help="Folder for the model; a second run continues there.")],
     matching: Annotated[CollectionConfig, MATCHING],
     config: Annotated[ReconstructConfig, _RECONSTRUCTION],
     undistort: Annotated[
@@ -211,9 +211,7 @@ def localize(
     images: Annotated[Path | None, typer.Option(help="Folder with the images of a COLMAP model.")] = None,
     out: Annotated[
         Path,
-        typer.Option(
-            "--out", "-o", help="File for the results, FILE.json; FILE.txt gets poses as name qw qx qy qz tx ty tz."
-        ),
+        common.out_option(help="File for the results, FILE.json; FILE.txt gets poses as name qw qx qy qz tx ty tz."),
     ] = Path("localization.json"),
     cameras: Annotated[
         Path | None,

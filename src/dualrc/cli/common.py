@@ -23,6 +23,7 @@ matches_option = partial(typer.Option, rich_help_panel="Matches")
 network_option = partial(typer.Option, rich_help_panel="Network")
 workers_option = partial(typer.Option, rich_help_panel="Workers and memory")
 running_option = partial(typer.Option, rich_help_panel="Running")
+out_option = partial(typer.Option, "--out", "-o")
 
 app = typer.Typer(
     name="dualrc",

@@ -34,9 +34,7 @@ def match(
     image1: Annotated[Path, typer.Argument(metavar="B", help="Second image.")],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
+        common.out_option(
             help="File to write the matches to: .npz, .json, or .csv with the columns x0, y0, x1, y1, score (all other "
             "results go to FILE.csv.json).",
         ),
@@ -120,7 +118,7 @@ def warp(
     image1: Annotated[Path, typer.Argument(metavar="B", help="Image that defines the frame of the result.")],
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", help="File to write: .png, transparent where A has no pixels, or .jpg."),
+        common.out_option(help="File to write: .png, transparent where A has no pixels, or .jpg."),
     ],
     by: Annotated[
         Literal["homography", "dense"],
@@ -168,7 +166,7 @@ def panorama(
     ],
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", help="File to write: .png, transparent outside of the images, or .jpg."),
+        common.out_option(help="File to write: .png, transparent outside of the images, or .jpg."),
     ],
     reference: Annotated[
         int | None,
@@ -201,7 +199,7 @@ def panorama(
 
 @running.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the figures and the summary.")] = Path("demo"),
+    out: Annotated[Path, common.out_option(help="Folder for the figures and the summary.")] = Path("demo"),
     device: common.DeviceOption = None,
 ) -> dict[str, Any]:
     """Match two photographs, and two rendered images, and measure how accurate the matches are.

@@ -47,21 +47,24 @@ class Correspondences:
         return Correspondences(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     @staticmethod
+    def of(points: FloatArray, xyz: FloatArray, scores: FloatArray, point_ids: IntArray) -> "Correspondences":
+        """Return the correspondences of one candidate."""
+        points, scores = points.astype(np.float64), scores.astype(np.float64)
+        images = np.zeros(len(scores), np.int64)
+        return Correspondences(points=points, xyz=xyz, scores=scores, point_ids=point_ids, images=images)
+
+    @staticmethod
     def join(parts: "Sequence[Correspondences]") -> "Correspondences":
         """Concatenate the correspondences of several candidates."""
-        return Correspondences(
-            points=np.concatenate([np.zeros((0, 2)), *(part.points for part in parts)]),
-            xyz=np.concatenate([np.zeros((0, 3)), *(part.xyz for part in parts)]),
-            scores=np.concatenate([np.zeros(0), *(part.scores for part in parts)]),
-            point_ids=np.concatenate([np.zeros(0, np.int64), *(part.point_ids for part in parts)]),
-            images=np.concatenate(
-                [np.zeros(0, np.int64), *(np.full(len(part), number) for number, part in enumerate(parts))]
-            ),
+        none = np.zeros(0, np.int64)
+        joined = Correspondences.of(
+            np.concatenate([np.zeros((0, 2)), *(part.points for part in parts)]),
+            np.concatenate([np.zeros((0, 3)), *(part.xyz for part in parts)]),
+            np.concatenate([none, *(part.scores for part in parts)]),
+            np.concatenate([none, *(part.point_ids for part in parts)]),
         )
-
-    def best(self, count: int) -> "Correspondences":
-        """Return the `count` correspondences with the highest scores."""
-        return self[np.argsort(-self.scores, kind="stable")[:count]]
+        numbers = [np.full(len(part), number) for number, part in enumerate(parts)]
+        return replace(joined, images=np.concatenate([none, *numbers]))
 
     def merged(self, radius_px: float) -> "Correspondences":
         """Merge correspondences of the same 3D point: the best position, averaged with those near it."""
@@ -126,7 +129,7 @@ class Map(ABC):
         images = None if image is None or matcher.config.quality == "standard" else (known.path, Path(image))
         found = self.see(name, matcher, (features, query), images)
         top = matcher.config.top
-        return found if top is None else found.best(top)
+        return found if top is None else found[np.argsort(-found.scores, kind="stable")[:top]]
 
     def camera(self, size: Size) -> Camera | None:
         """Return the camera without pose that all images of this size share; None if there is none or they differ."""
@@ -141,12 +144,9 @@ class Map(ABC):
             lens=Lens(known[0].lens.model, tuple(np.median([camera.lens.distortion for camera in known], axis=0))),
             source="the map's",
         )
-        return shared if all(_is_same(shared, camera) for camera in _distinct(known)) else None
-
-
-def _distinct(cameras: Sequence[Camera]) -> list[Camera]:
-    """Return the distinct cameras; a map may have one per image."""
-    return list({(camera.lens, camera.K.tobytes()): camera for camera in cameras}.values())
+        # A map may have one camera per image.
+        distinct = {(camera.lens, camera.K.tobytes()): camera for camera in known}.values()
+        return shared if all(_is_same(shared, camera) for camera in distinct) else None
 
 
 def _is_same(camera0: Camera, camera1: Camera) -> bool:
@@ -183,13 +183,7 @@ class ModelMap(Map):
             found = follow(matcher.match(*images, top=None), image.points)
         seen = np.flatnonzero(found.scores > 0)
         ids = image.point_ids[seen]
-        return Correspondences(
-            points=found.points1[seen].astype(np.float64),
-            xyz=self.model.xyz_of(ids),
-            scores=found.scores[seen].astype(np.float64),
-            point_ids=ids,
-            images=np.zeros(len(seen), np.int64),
-        )
+        return Correspondences.of(found.points1[seen], self.model.xyz_of(ids), found.scores[seen], ids)
 
 
 class RgbdMap(Map):
@@ -213,13 +207,8 @@ class RgbdMap(Map):
         matches = matcher.match_features(*features, max_tilt=1) if images is None else matcher.match(*images)
         depths = sample_depth(read_depth_m(frame.depth), matches.points0, matches.size0)
         known = np.isfinite(depths)
-        return Correspondences(
-            points=matches.points1[known].astype(np.float64),
-            xyz=unproject(frame.camera, matches.points0[known], depths[known]),
-            scores=matches.scores[known].astype(np.float64),
-            point_ids=np.full(int(known.sum()), -1),
-            images=np.zeros(int(known.sum()), np.int64),
-        )
+        xyz = unproject(frame.camera, matches.points0[known], depths[known])
+        return Correspondences.of(matches.points1[known], xyz, matches.scores[known], np.full(len(xyz), -1))
 
 
 def _hash(arrays: Iterable[FloatArray], images: Mapping[str, MapImage]) -> str:
