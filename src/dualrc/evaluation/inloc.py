@@ -97,14 +97,13 @@ class QueryScore:
     @staticmethod
     def of(query: str, floor: str, reference: FloatArray, candidates: tuple[CandidatePose, ...]) -> "QueryScore":
         """Score a query by the pose of its best candidate."""
+        score = QueryScore(query=query, floor=floor, candidates=candidates)
         pose = candidates[0].pose if candidates else None
-        distance_m = rotation_deg = float("inf")
         # Each floor has its own coordinate frame, so a pose on another floor is always wrong.
-        if pose is not None and candidates[0].candidate.split("/", maxsplit=1)[0] == floor:
-            distance_m, rotation_deg = pose_errors(pose, reference)
-        return QueryScore(
-            query=query, floor=floor, distance_m=distance_m, rotation_deg=rotation_deg, candidates=candidates
-        )
+        if pose is None or candidates[0].candidate.split("/", maxsplit=1)[0] != floor:
+            return score
+        distance_m, rotation_deg = pose_errors(pose, reference)
+        return replace(score, distance_m=distance_m, rotation_deg=rotation_deg)
 
     @property
     def lost(self) -> bool:
