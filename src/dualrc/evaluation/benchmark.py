@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -240,12 +241,10 @@ class Benchmark(ABC):
         drawn = []
         for label, entries in (("best", best), ("worst", worst)):
             for pair, words in entries:
-                try:
-                    image = self.draw(pair, get(pair))
-                except ImageError:
-                    continue
                 heading, caption = f"{result.matcher}: {label} pairs", f"{pair.name0} and {pair.name1}: {words}"
-                drawn.append(PairImage(heading=heading, caption=caption, image=image, file=heading))
+                with suppress(ImageError):
+                    image = self.draw(pair, get(pair))
+                    drawn.append(PairImage(heading=heading, caption=caption, image=image, file=heading))
         return drawn
 
 
