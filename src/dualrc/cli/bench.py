@@ -31,7 +31,7 @@ _OPTIONS = {
         help="Engine for all stages after the backbone: native or torch on a CPU; triton+graphs, triton or torch "
         "on a GPU. Repeat the option to compare engines. Default: the fastest for the device.",
     ),
-    "preset": common.PresetOption,
+    "preset": common.SHARED["preset"],
     "weights": common.network_option(
         help="Weights file (.safetensors). Default: the bundled weights, or random weights for a preset without; "
         "its search is then timed on synthetic features."
@@ -39,7 +39,7 @@ _OPTIONS = {
     "precision": common.network_option(
         help="Precision of the backbone. Default: float16 on a GPU, int8 on a CPU with VNNI, else float32."
     ),
-    "max_memory": common.MaxMemoryOption,
+    "max_memory": common.SHARED["max_memory"],
     "pair": typer.Option(
         metavar="A B", help="Two images, scaled to each size. Default: rendered images of a synthetic town."
     ),
