@@ -23,9 +23,10 @@ def train(
         Path,
         typer.Argument(metavar="CONFIG.toml", help="Training configuration; the folder configs/ has examples."),
     ],
-    out: Annotated[Path, common.out_option(help="Folder for the checkpoint, the log and the weights.")] = Path(
-        "runs/train"
-    ),
+    out: Annotated[
+        Path,
+        common.out_option(help="Folder for the checkpoint, the log and the weights."),
+    ] = Path("runs/train"),
     minutes: Annotated[
         float | None,
         typer.Option(
