@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,8 +16,10 @@ from dualrc.collection import progress
 from dualrc.config import MIN_SIDE, PRESETS, Quality
 from dualrc.errors import ConfigError
 from dualrc.machine import device_name
-from dualrc.matcher import Matcher, load
 from dualrc.types import Size
+
+if TYPE_CHECKING:
+    from dualrc.matcher import Matcher
 
 # Options by their group in the help.
 pairs_option = partial(typer.Option, rich_help_panel="Choice of pairs")
@@ -118,8 +120,11 @@ class LoadOptions:
     device: str | None = None
     max_memory: float | None = None
 
-    def load(self, threads: int | None = None) -> Matcher:
+    def load(self, threads: int | None = None) -> "Matcher":
         """Load the matcher."""
+        # This file must not import PyTorch: `cli/__init__.py` handles Ctrl-C only in the imports that follow.
+        from dualrc.matcher import load
+
         return load(**vars(self), threads=threads)
 
 
