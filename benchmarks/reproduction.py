@@ -35,7 +35,6 @@ from reproduction_systems import (
     read_log,
     train_all,
     unfinished,
-    write_json,
 )
 
 import dualrc
@@ -44,6 +43,7 @@ from dualrc.evaluation.benchmark import open_benchmark
 from dualrc.evaluation.hpatches import GROUPS, SHOWN_PX, accuracy_cells, published
 from dualrc.evaluation.pose import POSELIB
 from dualrc.evaluation.report import share
+from dualrc.files import write_json
 from dualrc.image import read
 from dualrc.matcher.budget import release_memory
 from dualrc.matcher.extract import choose_device

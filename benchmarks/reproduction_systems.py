@@ -30,6 +30,7 @@ from dualrc.config import (
 )
 from dualrc.data import PhotoMotion, PhotosConfig
 from dualrc.errors import DualRCError
+from dualrc.files import write_json
 from dualrc.model.checkpoint import load_weights, save_weights
 from dualrc.model.dualrc import DualRCNet, make_network
 from dualrc.model.network import Network
@@ -350,11 +351,6 @@ def with_resnet101(network: Network) -> DualRCNet:
         if name in missing and ".bn3." in name:
             torch.nn.init.zeros_(parameter)
     return larger
-
-
-def write_json(path: Path, content: Json) -> None:
-    """Write a JSON file."""
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> Json | None:

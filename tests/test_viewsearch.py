@@ -12,9 +12,9 @@ from test_quality import made_matches, photograph, share_right, shipped, similar
 
 import dualrc
 from dualrc import stitch
-from dualrc.geometry import apply_homography
+from dualrc.geometry import Camera, RgbdFrame, apply_homography
 from dualrc.image import Scale
-from dualrc.localize.maps import Look
+from dualrc.localize import RgbdMap
 from dualrc.matcher import rematch, views, viewsearch
 from dualrc.matcher.features import ImageFeatures
 from dualrc.matcher.verify import Verified, verify
@@ -362,14 +362,17 @@ def test_passes_that_agree_by_chance_do_not_replace_the_first_one(shipped, until
     assert len(first) and np.array_equal(found.points0, first.points0)
 
 
-def test_many_unrelated_pairs_are_not_searched_for_tilts(photograph, shipped, monkeypatch):
+def test_many_unrelated_pairs_are_not_searched_for_tilts(photograph, shipped, tmp_path, monkeypatch):
     """Candidates of localization and pairs of a panorama mostly have nothing in common."""
     searched = []
     monkeypatch.setattr(rematch, "search_tilts", lambda *args: searched.append(args))
     images = [texture(5, 400, 300), photograph]
     features = shipped.features(images[0]), shipped.features(images[1])
     shipped.match_features(*features, max_tilt=1)
-    Look(matcher=shipped, features=features, images=None).match()
+    Image.fromarray(np.full((300, 400), 1000, np.uint16)).save(tmp_path / "depth.png")
+    camera = replace(Camera.from_focal((400, 300), 400), cam_from_world=np.eye(3, 4))
+    frame = RgbdFrame(name="a.png", image=tmp_path / "a.png", depth=tmp_path / "depth.png", camera=camera)
+    RgbdMap([frame]).see(frame.name, shipped, features, None)
     assert stitch._links(images, shipped) == {}
     assert not searched
     shipped.match_features(*features)

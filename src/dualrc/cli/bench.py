@@ -13,34 +13,25 @@ from dualrc.machine import device_name
 
 # Options by field of BenchSettings.
 _OPTIONS = {
-    "sizes": Annotated[
-        list[str],
-        typer.Option(
-            "--size",
-            parser=common.parse_size,
-            metavar="WxH",
-            help="Size of both images and of the network input, rounded down to multiples of 16. Repeat the option to "
-            "see how time and memory scale. Default: 320x240 and 640x480.",
-        ),
-    ],
-    "devices": Annotated[
-        list[str],
-        common.network_option(
-            "--device",
-            parser=device_name,
-            metavar="NAME",
-            help="Device: cuda (or gpu), mps or cpu; repeatable. Default: the fastest available.",
-        ),
-    ],
-    "engines": Annotated[
-        list[str],
-        common.network_option(
-            "--engine",
-            help="Engine for all stages after the backbone: native or torch on a CPU; triton+graphs, triton or torch "
-            "on a GPU. Repeat the option to compare engines. Default: the fastest for the device.",
-        ),
-    ],
-    "preset": common.PresetOption,
+    "sizes": typer.Option(
+        "--size",
+        parser=common.parse_size,
+        metavar="WxH",
+        help="Size of both images and of the network input, rounded down to multiples of 16. Repeat the option to "
+        "see how time and memory scale. Default: 320x240 and 640x480.",
+    ),
+    "devices": common.network_option(
+        "--device",
+        parser=device_name,
+        metavar="NAME",
+        help="Device: cuda (or gpu), mps or cpu; repeatable. Default: the fastest available.",
+    ),
+    "engines": common.network_option(
+        "--engine",
+        help="Engine for all stages after the backbone: native or torch on a CPU; triton+graphs, triton or torch "
+        "on a GPU. Repeat the option to compare engines. Default: the fastest for the device.",
+    ),
+    "preset": common.SHARED["preset"],
     "weights": common.network_option(
         help="Weights file (.safetensors). Default: the bundled weights, or random weights for a preset without; "
         "its search is then timed on synthetic features."
@@ -48,24 +39,21 @@ _OPTIONS = {
     "precision": common.network_option(
         help="Precision of the backbone. Default: float16 on a GPU, int8 on a CPU with VNNI, else float32."
     ),
-    "max_memory": common.MaxMemoryOption,
+    "max_memory": common.SHARED["max_memory"],
     "pair": typer.Option(
         metavar="A B", help="Two images, scaled to each size. Default: rendered images of a synthetic town."
     ),
-    "others": Annotated[
-        list[str],
-        typer.Option(
-            "--with",
-            help="Method to compare with; repeatable. reference: the formulas, one entry at a time, for small sizes. "
-            "loftr: kornia's LoFTR with random weights. sift: OpenCV's SIFT with brute-force matching.",
-        ),
-    ],
+    "others": typer.Option(
+        "--with",
+        help="Method to compare with; repeatable. reference: the formulas, one entry at a time, for small sizes. "
+        "loftr: kornia's LoFTR with random weights. sift: OpenCV's SIFT with brute-force matching.",
+    ),
     "batch": typer.Option(help="Number of pairs in a batch. Default: 32 on a GPU, 4 on a CPU. 0: do not time batches."),
     "repeats": typer.Option(
         help="Number of timed runs of each stage, after warm-up. Default: 20 on a GPU, 5 on a CPU. 0: measure "
         "memory only."
     ),
-    "out": typer.Option("--out", "-o", help="File for all measurements, with machine and versions: FILE.json."),
+    "out": common.out_option(help="File for all measurements, with machine and versions: FILE.json."),
 }
 
 

@@ -77,16 +77,11 @@ def _setting(flag: str, value: Any, benchmark: str, takers: Mapping[str, Declare
     setting, hint, option = takers[benchmark]
     values = value if isinstance(value, list) else [value]
     values = [option.parse(text) for text in values] if option.parse else values
-    if _is_repeatable(hint):
+    if running.is_repeatable(hint):
         return {setting: tuple(values)}
     if len(values) > 1:
         raise ConfigError(f"{flag} was passed {len(values)} times; {benchmark} accepts it once.")
     return {setting: values[0]}
-
-
-def _is_repeatable(hint: Any) -> bool:
-    """Return whether a setting is tuple[T, ...], which makes its option repeatable."""
-    return get_args(hint)[1:] == (...,)
 
 
 def _annotation(flag: str, takers: Mapping[str, Declared]) -> Any:
@@ -102,7 +97,7 @@ def _annotation(flag: str, takers: Mapping[str, Declared]) -> Any:
     flags = option.flags or (flag,)
     described = typer.Option(*flags, help=" ".join(texts), metavar=option.metavar, rich_help_panel=panel)
     scalar = str if option.parse else next(part for part in get_args(hint) or (hint,) if part is not NoneType)
-    several = any(_is_repeatable(declared.type) for declared in takers.values())
+    several = any(running.is_repeatable(declared.type) for declared in takers.values())
     return Annotated[(list[scalar] if several else scalar) | None, described]  # type: ignore[valid-type]
 
 

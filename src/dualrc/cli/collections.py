@@ -16,7 +16,6 @@ from dualrc.collection.config import CollectionConfig
 from dualrc.collection.progress import show_progress
 from dualrc.collection.reconstruct import ReconstructConfig
 from dualrc.files import check_writable
-from dualrc.matcher import load
 from dualrc.provenance import provenance
 
 if TYPE_CHECKING:
@@ -43,12 +42,7 @@ MATCHING: dict[str, Any] = {
         help="Number of similar images from elsewhere in the sequence to match each image with, for loop closure."
     ),
     "top": common.matches_option(help="Maximum number of matches per pair; those with the highest scores are kept."),
-    "min_score": common.MinScoreOption,
-    "size": common.SizeOption,
-    "quality": common.QualityOption,
-    "preset": common.PresetOption,
-    "weights": common.WeightsOption,
-    "device": common.DeviceOption,
+    **common.shared("min_score", "size", "quality", "preset", "weights", "device"),
     "executor": common.workers_option(help="Where to match: local (processes on this machine) or ray (a Ray cluster)."),
     "address": common.workers_option(help="Address of the Ray cluster. Default: start a cluster on this machine."),
     "workers": common.workers_option(
@@ -61,6 +55,9 @@ MATCHING: dict[str, Any] = {
     "cache": common.workers_option(help="Part of --max-memory that caches features for later pairs, in GiB."),
     "threads": common.ThreadsOption,
 }
+_TOP = common.matches_option(
+    help="Maximum number of matches per candidate; those with the highest scores are kept. Default: all."
+)
 HlocOption = Annotated[bool, typer.Option("--hloc", help="Also write features.h5, matches.h5 and pairs.txt for hloc.")]
 # Options by field of ReconstructConfig.
 _RECONSTRUCTION: dict[str, Any] = {
@@ -86,7 +83,7 @@ def _kept_pairs(options: Mapping[str, Any]) -> str:
 @running.command(kept=_kept_pairs)
 def collection(
     images: ImagesArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the matches; a second run continues there.")],
+    out: Annotated[Path, common.out_option(help="Folder for the matches; a second run continues there.")],
     matching: Annotated[CollectionConfig, MATCHING],
     hloc: HlocOption = False,
 ) -> dict[str, Any]:
@@ -137,7 +134,7 @@ def collection(
 @running.command(kept=_kept_pairs, log="colmap.log")
 def reconstruct(
     images: ImagesArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the model; a second run continues there.")],
+    out: Annotated[Path, common.out_option(help="Folder for the model; a second run continues there.")],
     matching: Annotated[CollectionConfig, MATCHING],
     config: Annotated[ReconstructConfig, _RECONSTRUCTION],
     undistort: Annotated[
@@ -208,12 +205,11 @@ def localize(
     map: Annotated[
         Path, typer.Option("--map", help="Folder of a COLMAP model, or of RGB-D frames (images, depth, K.txt, poses).")
     ],
+    *,
     images: Annotated[Path | None, typer.Option(help="Folder with the images of a COLMAP model.")] = None,
     out: Annotated[
         Path,
-        typer.Option(
-            "--out", "-o", help="File for the results, FILE.json; FILE.txt gets poses as name qw qx qy qz tx ty tz."
-        ),
+        common.out_option(help="File for the results, FILE.json; FILE.txt gets poses as name qw qx qy qz tx ty tz."),
     ] = Path("localization.json"),
     cameras: Annotated[
         Path | None,
@@ -226,19 +222,7 @@ def localize(
         int, common.pairs_option("--candidates", "--neighbors", help="Number of map images to match each query with.")
     ] = 10,
     threshold: Annotated[float, typer.Option(help="Inlier threshold of the pose, in pixels of the query.")] = 4.0,
-    top: Annotated[
-        int | None,
-        common.matches_option(
-            help="Maximum number of matches per candidate; those with the highest scores are kept. Default: all."
-        ),
-    ] = None,
-    min_score: common.MinScoreOption = 0.0,
-    size: common.SizeOption = None,
-    quality: common.QualityOption = "standard",
-    preset: common.PresetOption = "default",
-    weights: common.WeightsOption = None,
-    device: common.DeviceOption = None,
-    max_memory: common.MaxMemoryOption = None,
+    network: Annotated[common.LoadOptions, {"top": _TOP, **common.SHARED}],
 ) -> dict[str, Any]:
     """Estimate camera poses of images relative to a map.
 
@@ -262,8 +246,7 @@ def localize(
         known = {name: by_path[str(path)] for name, path in paths.items()}
     with common.status("Reading the map and loading the network..."):
         world = localization.read_map(map, images)
-        settings: dict[str, Any] = {"size": size, "top": top, "min_score": min_score, "quality": quality}
-        matcher = load(preset, weights=weights, device=device, max_memory=max_memory, **settings)
+        matcher = network.load()
     localizer = localization.Localizer(matcher, world, config, descriptors=out.with_name(f"{out.stem}-map.npz"))
     made_with = provenance("poselib", "pycolmap", **matcher.info)
     results = localization.ResultsFile(out, localization.results_config(localizer), info=made_with)

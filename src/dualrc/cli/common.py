@@ -2,9 +2,10 @@
 
 import re
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,12 +18,16 @@ from dualrc.errors import ConfigError
 from dualrc.machine import device_name
 from dualrc.types import Size
 
+if TYPE_CHECKING:
+    from dualrc.matcher import Matcher
+
 # Options by their group in the help.
 pairs_option = partial(typer.Option, rich_help_panel="Choice of pairs")
 matches_option = partial(typer.Option, rich_help_panel="Matches")
 network_option = partial(typer.Option, rich_help_panel="Network")
 workers_option = partial(typer.Option, rich_help_panel="Workers and memory")
 running_option = partial(typer.Option, rich_help_panel="Running")
+out_option = partial(typer.Option, "--out", "-o")
 
 app = typer.Typer(
     name="dualrc",
@@ -60,12 +65,6 @@ def _options(
     pass
 
 
-PresetOption = Annotated[
-    str, network_option(autocompletion=lambda: list(PRESETS), help=f"Network architecture: {', '.join(PRESETS)}.")
-]
-WeightsOption = Annotated[
-    Path | None, network_option(help="Weights file (.safetensors). Default: the weights bundled with the package.")
-]
 DeviceOption = Annotated[
     str | None,
     network_option(
@@ -75,40 +74,58 @@ DeviceOption = Annotated[
         help="Device: cuda (or gpu), mps or cpu. Default: the fastest available.",
     ),
 ]
-SizeOption = Annotated[
-    int | None,
-    network_option(
+ThreadsOption = Annotated[
+    int | None, running_option("--threads", min=1, metavar="N", help="Number of CPU threads. Default: one per core.")
+]
+# Options that several commands share, by field of their configs, which have their types and defaults.
+SHARED: dict[str, Any] = {
+    "min_score": matches_option(
+        help="Lowest score of a match to keep, between 0 and 1; a score is the probability that the match is correct."
+    ),
+    "size": network_option(
         help="Long side of the network input, in pixels; images are scaled up or down to it. Larger sizes find more "
         "matches and take more time. Default: the image's own size, up to the limit of the preset."
     ),
-]
-
-MinScoreOption = Annotated[
-    float,
-    matches_option(
-        help="Lowest score of a match to keep, between 0 and 1; a score is the probability that the match is correct."
-    ),
-]
-QualityOption = Annotated[
-    Quality,
-    network_option(
+    "quality": network_option(
         help="Matching quality. high enlarges small images to 1024 px, and matches again after compensating for "
         "rotation, zoom and tilt, in three to five times the time; if matches agree too little, it also tries tilted "
         "views, in about nine times the time. search also rotates the views."
     ),
-]
-MaxMemoryOption = Annotated[
-    float | None,
-    network_option(
+    "preset": network_option(autocompletion=lambda: list(PRESETS), help=f"Network architecture: {', '.join(PRESETS)}."),
+    "weights": network_option(help="Weights file (.safetensors). Default: the weights bundled with the package."),
+    "device": DeviceOption,
+    "max_memory": network_option(
         metavar="GIB",
         help="Memory to match one pair, in GiB, in addition to the network. Images that need more are scaled down, "
         "with a warning. Default: most of the free memory of the device.",
     ),
-]
+}
 
-ThreadsOption = Annotated[
-    int | None, running_option("--threads", min=1, metavar="N", help="Number of CPU threads. Default: one per core.")
-]
+
+def shared(*names: str) -> dict[str, Any]:
+    """Return the shared options of these names."""
+    return {name: SHARED[name] for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Options of the commands that load a matcher; each command lists those that it has."""
+
+    top: int | None = None
+    min_score: float = 0.0
+    size: int | None = None
+    quality: Quality = "standard"
+    preset: str = "default"
+    weights: Path | None = None
+    device: str | None = None
+    max_memory: float | None = None
+
+    def load(self, threads: int | None = None) -> "Matcher":
+        """Load the matcher."""
+        # This file must not import PyTorch: `cli/__init__.py` handles Ctrl-C only in the imports that follow.
+        from dualrc.matcher import load
+
+        return load(**vars(self), threads=threads)
 
 
 def parse_size(text: str) -> Size:

@@ -27,8 +27,8 @@ def export_onnx(
         int | None,
         typer.Option(help="Maximum number of matches of a pair; TensorRT needs fewer than 3840. Default: 4096."),
     ] = None,
-    preset: common.PresetOption = "default",
-    weights: common.WeightsOption = None,
+    preset: Annotated[str, common.SHARED["preset"]] = "default",
+    weights: Annotated[Path | None, common.SHARED["weights"]] = None,
 ) -> dict[str, Any]:
     """Export ONNX models: one from image to features, one from the features of two images to matches.
 

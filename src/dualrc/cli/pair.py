@@ -14,7 +14,7 @@ from dualrc.cli import common, running
 from dualrc.errors import ConfigError, OutputError
 from dualrc.files import check_writable
 from dualrc.image import read
-from dualrc.matcher import Matcher, load
+from dualrc.matcher import Matcher
 from dualrc.matches import Matches, files
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Inlier threshold as a fraction of the long side. It is wide, because a warped image may be off by some pixels.
 _WARP_THRESHOLD = 0.003
 
+_TOP = common.matches_option(help="Maximum number of matches; those with the highest scores are kept. Default: all.")
 _geometry_option = partial(typer.Option, rich_help_panel="Geometric model")
 
 logger = logging.getLogger(__name__)
@@ -32,27 +33,16 @@ logger = logging.getLogger(__name__)
 def match(
     image0: Annotated[Path, typer.Argument(metavar="A", help="First image.")],
     image1: Annotated[Path, typer.Argument(metavar="B", help="Second image.")],
+    *,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            "-o",
+        common.out_option(
             help="File to write the matches to: .npz, .json, or .csv with the columns x0, y0, x1, y1, score (all other "
             "results go to FILE.csv.json).",
         ),
     ] = None,
     drawing: Annotated[Path | None, typer.Option("--draw", help="File to draw the matches to: .png or .jpg.")] = None,
-    top: Annotated[
-        int | None,
-        common.matches_option(help="Maximum number of matches; those with the highest scores are kept. Default: all."),
-    ] = None,
-    min_score: common.MinScoreOption = 0.0,
-    size: common.SizeOption = None,
-    quality: common.QualityOption = "standard",
-    preset: common.PresetOption = "default",
-    weights: common.WeightsOption = None,
-    device: common.DeviceOption = None,
-    max_memory: common.MaxMemoryOption = None,
+    network: Annotated[common.LoadOptions, {"top": _TOP, **common.SHARED}],
     estimate: Annotated[
         Literal["homography", "fundamental", "essential"] | None,
         _geometry_option(
@@ -86,8 +76,7 @@ def match(
         raise ConfigError(f"--threshold is {threshold}; pass a positive number of pixels.")
     views = _cameras((image0, image1), cameras) if estimate == "essential" else (None, None)
     with common.status("Loading the network..."):
-        settings: dict[str, Any] = {"size": size, "top": top, "min_score": min_score, "quality": quality}
-        matcher = load(preset, weights=weights, device=device, max_memory=max_memory, **settings)
+        matcher = network.load()
     with common.status("Matching..."):
         start = time.perf_counter()
         matches = matcher.match(image0, image1)
@@ -118,9 +107,10 @@ def match(
 def warp(
     image0: Annotated[Path, typer.Argument(metavar="A", help="Image to warp.")],
     image1: Annotated[Path, typer.Argument(metavar="B", help="Image that defines the frame of the result.")],
+    *,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", help="File to write: .png, transparent where A has no pixels, or .jpg."),
+        common.out_option(help="File to write: .png, transparent where A has no pixels, or .jpg."),
     ],
     by: Annotated[
         Literal["homography", "dense"],
@@ -129,10 +119,7 @@ def warp(
             "cameras. dense: one displacement per pixel."
         ),
     ] = "homography",
-    size: common.SizeOption = None,
-    preset: common.PresetOption = "default",
-    weights: common.WeightsOption = None,
-    device: common.DeviceOption = None,
+    network: Annotated[common.LoadOptions, common.shared("size", "preset", "weights", "device")],
 ) -> dict[str, Any]:
     """Warp one image into the frame of another.
 
@@ -146,7 +133,7 @@ def warp(
     from dualrc import geometry, stitch
 
     with common.status("Loading the network..."):
-        matcher = load(preset, weights=weights, device=device, size=size)
+        matcher = network.load()
     with common.status("Matching and warping..."):
         if by == "dense":
             drawn = stitch.warp_image(image0, matcher.warp(image1, image0))
@@ -166,16 +153,16 @@ def panorama(
         list[Path],
         typer.Argument(metavar="A B...", help="Images. Pass more than eight images in the order they were taken."),
     ],
+    *,
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", help="File to write: .png, transparent outside of the images, or .jpg."),
+        common.out_option(help="File to write: .png, transparent outside of the images, or .jpg."),
     ],
     reference: Annotated[
         int | None,
         typer.Option(help="Index, from 0, of the image whose frame the panorama uses. Default: the middle one."),
     ] = None,
-    size: common.SizeOption = None,
-    device: common.DeviceOption = None,
+    network: Annotated[common.LoadOptions, common.shared("size", "device")],
 ) -> dict[str, Any]:
     """Stitch images into a panorama.
 
@@ -189,7 +176,7 @@ def panorama(
     from dualrc import stitch
 
     with common.status("Loading the network..."):
-        matcher = load(device=device, size=size)
+        matcher = network.load()
     with common.status("Matching and stitching..."):
         drawn = stitch.panorama(images, matcher=matcher, reference=reference)
     drawn.save(out)
@@ -201,7 +188,7 @@ def panorama(
 
 @running.command()
 def demo(
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the figures and the summary.")] = Path("demo"),
+    out: Annotated[Path, common.out_option(help="Folder for the figures and the summary.")] = Path("demo"),
     device: common.DeviceOption = None,
 ) -> dict[str, Any]:
     """Match two photographs, and two rendered images, and measure how accurate the matches are.

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TextIO, get_origin, get_type_hints
+from typing import Annotated, Any, TextIO, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -128,12 +128,19 @@ def _configs(own: inspect.Signature) -> dict[str, tuple[type[Any], Mapping[str, 
 def _options(config: type[Any], options: Mapping[str, Any]) -> list[inspect.Parameter]:
     """Return a parameter for each option of a config, with the type and default of its field."""
     defaults, hints = {field.name: field.default for field in fields(config)}, get_type_hints(config)
-    # An option that several commands share has a type already.
-    typed = {
-        name: option if get_origin(option) is Annotated else Annotated[hints[name], option]
-        for name, option in options.items()
-    }
-    return [inspect.Parameter(name, _KEYWORD, annotation=hint, default=defaults[name]) for name, hint in typed.items()]
+    parameters = []
+    for name, option in options.items():
+        # Typer wants a list for an option that can be repeated.
+        hint = list[str] if is_repeatable(hints[name]) else hints[name]
+        # An option that several commands share has a type already.
+        hint = option if get_origin(option) is Annotated else Annotated[hint, option]
+        parameters.append(inspect.Parameter(name, _KEYWORD, annotation=hint, default=defaults[name]))
+    return parameters
+
+
+def is_repeatable(hint: Any) -> bool:
+    """Return whether a setting is tuple[T, ...], which makes its option repeatable."""
+    return get_args(hint)[1:] == (...,)
 
 
 class _Handler(logging.Handler):

@@ -26,6 +26,7 @@ def serve(
         Path | None,
         typer.Argument(metavar="[DIR]", help="Output folder of `dualrc reconstruct --out DIR`, to view in 3D."),
     ] = None,
+    *,
     images: Annotated[
         Path | None,
         typer.Option(help="Folder with the images of the reconstruction. Default: the folder that it was made from."),
@@ -42,11 +43,7 @@ def serve(
         ),
     ] = None,
     browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    preset: common.PresetOption = "default",
-    weights: common.WeightsOption = None,
-    device: common.DeviceOption = None,
-    size: common.SizeOption = None,
-    max_memory: common.MaxMemoryOption = None,
+    network: Annotated[common.LoadOptions, common.shared("preset", "weights", "device", "size", "max_memory")],
     max_bytes: Annotated[float, _limit(metavar="MIB", min=0.01, help="Maximum size of an uploaded file.")] = 64,
     max_pixels: Annotated[
         float, _limit(metavar="MP", min=0.01, max=_MOST_PIXELS, help="Maximum megapixels of an uploaded image.")
@@ -104,9 +101,7 @@ def serve(
     with server.listen(host, port) as listener:
         url = server.url_of(listener)
         with common.status("Loading the network..."):
-            from dualrc.matcher import load
-
-            matcher = load(preset, weights=weights, device=device, threads=threads, size=size, max_memory=max_memory)
+            matcher = network.load(threads)
         app = create_app(matcher, config, reconstruction=model)
         page = url if token is None else f"{url}#token={quote(token, safe='')}"
 

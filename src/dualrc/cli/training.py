@@ -24,7 +24,8 @@ def train(
         typer.Argument(metavar="CONFIG.toml", help="Training configuration; the folder configs/ has examples."),
     ],
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for the checkpoint, the log and the weights.")
+        Path,
+        common.out_option(help="Folder for the checkpoint, the log and the weights."),
     ] = Path("runs/train"),
     minutes: Annotated[
         float | None,
@@ -75,7 +76,7 @@ PairPointsOption = Annotated[
     int, typer.Option(min=1, help="Number of random correspondences per pair; pairs with fewer are left out.")
 ]
 PairSeedOption = Annotated[int, typer.Option(help="Seed of the random choice; the same seed gives the same file.")]
-PairsFileOption = Annotated[Path, typer.Option("--out", "-o", help="Pairs file to write.")]
+PairsFileOption = Annotated[Path, common.out_option(help="Pairs file to write.")]
 
 
 @running.command(
@@ -90,7 +91,7 @@ def pairs_megadepth(
             "maps that these files name.",
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the pairs files; a second run continues there.")],
+    out: Annotated[Path, common.out_option(help="Folder for the pairs files; a second run continues there.")],
     seed: PairSeedOption = 0,
     workers: Annotated[
         int, typer.Option(min=1, help="Number of processes; each process handles one scene at a time.")

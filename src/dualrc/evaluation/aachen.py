@@ -293,12 +293,13 @@ class Aachen(Benchmark):
         if not self.truth:
             return Report(tables=tables)
         max_m, max_deg = THRESHOLDS[-1]
-        errors: dict[str, dict[str, list[float]]] = {}
-        for condition in results[0].figures.conditions:
-            for result in results:
-                known = [q for q in result.figures.queries if q.condition == condition and not np.isnan(q.error_m)]
-                own = [query.error_m if query.error_deg <= max_deg else float("inf") for query in known]
-                errors.setdefault(condition, {})[result.matcher] = own
+        errors = {}
+        for result in results:
+            known = [query for query in result.figures.queries if not np.isnan(query.error_m)]
+            errors[result.matcher] = {
+                name: [q.error_m if q.error_deg <= max_deg else float("inf") for q in known if q.condition == name]
+                for name in result.figures.conditions
+            }
         title = f"Share of queries within a distance and {max_deg:g}°"
         curves = recall_curves(errors, max_m, title=title, x_label="meters")
         return Report(tables=tables, figures={"aachen_recall": curves})

@@ -43,11 +43,17 @@ def has_opencv() -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Described:
+class Described:
+    """Keypoints of an image with their descriptors."""
+
     # (n, 2), in pixels of the original image.
     points: FloatArray
-    # (n, 128), unit length.
+    # (n, c), unit length.
     descriptors: FloatArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Detected(Described):
     size: Size
     # Size at which SIFT ran.
     seen: Size
@@ -93,7 +99,7 @@ class RootSift:
             info={"seconds": seconds, "seen0": described0.seen, "seen1": described1.seen},
         )
 
-    def _detect(self, path: Path) -> _Described:
+    def _detect(self, path: Path) -> _Detected:
         start = time.perf_counter()
         gray = self._cv2.cvtColor(read(path), self._cv2.COLOR_RGB2GRAY)
         own = seen = (gray.shape[1], gray.shape[0])
@@ -108,7 +114,7 @@ class RootSift:
         if descriptors is None:
             descriptors = np.zeros((0, 128), np.float32)
         rooted = np.sqrt(descriptors / np.maximum(descriptors.sum(axis=1, keepdims=True), 1e-12))
-        return _Described(
+        return _Detected(
             points=apply_homography(resize_homography(seen, own), points),
             descriptors=rooted,
             size=own,

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
@@ -103,10 +104,6 @@ class Settings:
         """Whether the benchmark needs the folder of a dataset."""
         return True
 
-    def for_matchers(self) -> MatcherSettings:
-        """Return the settings of matchers."""
-        return MatcherSettings(preset=self.preset, device=self.device)
-
 
 @dataclass(frozen=True, kw_only=True)
 class OneNetworkSettings(Settings):
@@ -114,10 +111,6 @@ class OneNetworkSettings(Settings):
 
     weights: Annotated[Path | None, Option("Weights file (.safetensors). Default: the bundled weights.")] = None
     size: Annotated[int | None, SIZE_OPTION] = None
-
-    def for_matchers(self) -> MatcherSettings:
-        """Return the settings of matchers."""
-        return replace(super().for_matchers(), weights=self.weights, size=self.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +202,11 @@ class Benchmark(ABC):
 
     def matcher_settings(self) -> MatcherSettings:
         """Return the settings of matchers."""
-        return replace(self.settings.for_matchers(), top=self.stored, sift_features=self.sift_features)
+        given = self.settings
+        made = MatcherSettings(
+            preset=given.preset, device=given.device, top=self.stored, sift_features=self.sift_features
+        )
+        return replace(made, weights=given.weights, size=given.size) if isinstance(given, OneNetworkSettings) else made
 
     def matchers(self) -> Iterator[tuple[str, PairMatcher]]:
         """Yield the matchers to evaluate, with their names in tables."""
@@ -244,12 +241,10 @@ class Benchmark(ABC):
         drawn = []
         for label, entries in (("best", best), ("worst", worst)):
             for pair, words in entries:
-                try:
-                    image = self.draw(pair, get(pair))
-                except ImageError:
-                    continue
                 heading, caption = f"{result.matcher}: {label} pairs", f"{pair.name0} and {pair.name1}: {words}"
-                drawn.append(PairImage(heading=heading, caption=caption, image=image, file=heading))
+                with suppress(ImageError):
+                    image = self.draw(pair, get(pair))
+                    drawn.append(PairImage(heading=heading, caption=caption, image=image, file=heading))
         return drawn
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from dualrc.collection.progress import show_status
 from dualrc.errors import DataError
 from dualrc.evaluation.export import Pair
-from dualrc.evaluation.figures import DPI, rendered
+from dualrc.evaluation.figures import finished, new_figure
 from dualrc.evaluation.matchers import WeightsFile
 from dualrc.files import to_json, write_json
 from dualrc.machine import cores
@@ -118,10 +118,7 @@ def _read(path: Path, messages: Console) -> dict[str, Measured]:
 
 def cost_figure(rows: Mapping[str, Sequence[tuple[int, Measured]]], *, title: str) -> ImageArray:
     """Plot time and memory over the long side of the image, one line per network."""
-    # Imported late because it is slow.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 3.9 + 0.19 * -(-len(rows) // 3)), dpi=DPI, layout="constrained")
+    figure = new_figure(9.0, rows)
     left, right = figure.subplots(1, 2)
     for name, points in rows.items():
         sizes = [size for size, _ in points]
@@ -131,8 +128,4 @@ def cost_figure(rows: Mapping[str, Sequence[tuple[int, Measured]]], *, title: st
         axes.set(title=label, xlabel="long side of the image (px)")
         axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         axes.set_xticks(sorted({size for points in rows.values() for size, _ in points}))
-        axes.grid(color="0.9", linewidth=0.7)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontweight="bold")
-    figure.legend(handles=left.get_lines(), loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    return rendered(figure)
+    return finished(figure, rows, title=title)

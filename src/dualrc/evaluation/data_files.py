@@ -69,5 +69,4 @@ def pose_errors(pose: FloatArray, true_pose: FloatArray) -> tuple[float, float]:
 
 def read_published(file: str) -> dict[str, Any]:
     """Read published results by method from a JSON file of the package."""
-    methods: dict[str, Any] = json.loads((resources.files(__package__) / file).read_text(encoding="utf-8"))["methods"]
-    return methods
+    return dict(json.loads((resources.files(__package__) / file).read_text(encoding="utf-8"))["methods"])

@@ -22,7 +22,7 @@ from dualrc.evaluation.benchmark import (
 )
 from dualrc.evaluation.data_files import check_folder, read_published
 from dualrc.evaluation.export import Pair, read_cropped
-from dualrc.evaluation.figures import Panel, curve_panels
+from dualrc.evaluation.figures import Curves, curve_panels
 from dualrc.evaluation.report import Report, Table, seconds, share
 from dualrc.formats import SUFFIXES
 from dualrc.geometry import corner_error_px, crop_homography, estimate
@@ -340,21 +340,11 @@ def accuracy_cells(curves: Mapping[str, Sequence[float]]) -> list[str]:
     return overall + [share(curves[kind][CORRECT_PX - 1]) if kind in curves else "-" for kind in _KINDS.values()]
 
 
-def accuracy_curves(
-    scores: Mapping[str, TopScore],
-    published: Mapping[str, Mapping[str, Sequence[float]]],
-    *,
-    title: str,
-    note: str = "",
-) -> ImageArray:
+def accuracy_curves(scores: Mapping[str, TopScore], published: Curves, *, title: str, note: str) -> ImageArray:
     """Plot accuracy over thresholds, one panel per group of sequences, over the curves of published methods."""
-    panels = []
-    for group in GROUPS:
-        ours = {name: scored.groups[group].mma for name, scored in scores.items() if group in scored.groups}
-        theirs = {name: curves[group] for name, curves in published.items()}
-        if ours or theirs:
-            panels.append(Panel(title=group, x=THRESHOLDS_PX, ours=ours, published=theirs))
-    return curve_panels(panels, title=title, x_label="threshold (px)", note=note)
+    ours = {name: {group: own.mma for group, own in scored.groups.items()} for name, scored in scores.items()}
+    groups = [group for group in GROUPS if published or any(group in curves for curves in ours.values())]
+    return curve_panels(groups, THRESHOLDS_PX, ours, published, title=title, x_label="threshold (px)", note=note)
 
 
 def published() -> dict[str, dict[str, list[float]]]:

@@ -14,7 +14,7 @@ from dualrc.errors import ConfigError, DataError
 from dualrc.evaluation.benchmark import COST_COLUMNS, SIZE_OPTION, Benchmark, GetMatches, Option, Result, Settings
 from dualrc.evaluation.data_files import pose_errors, read_published
 from dualrc.evaluation.export import Pair, file_name
-from dualrc.evaluation.figures import Panel, curve_panels
+from dualrc.evaluation.figures import curve_panels
 from dualrc.evaluation.inloc_data import (
     CandidatePose,
     find_folders,
@@ -76,12 +76,6 @@ class InLocSettings(Settings):
             if names.count(name) > 1:
                 raise ConfigError(f"Two lists of results are called {name}; rename one of them.")
 
-    def for_matchers(self) -> MatcherSettings:
-        """Return the settings of matchers."""
-        # As in localization: most candidates do not show the place of the query.
-        weights = next(iter(self.weights), None)
-        return replace(super().for_matchers(), weights=weights, size=self.size, max_tilt=1.0)
-
     @property
     def needs_roots(self) -> bool:
         """Whether the dataset is needed; stored lists of results can be scored without it."""
@@ -103,14 +97,13 @@ class QueryScore:
     @staticmethod
     def of(query: str, floor: str, reference: FloatArray, candidates: tuple[CandidatePose, ...]) -> "QueryScore":
         """Score a query by the pose of its best candidate."""
+        score = QueryScore(query=query, floor=floor, candidates=candidates)
         pose = candidates[0].pose if candidates else None
-        distance_m = rotation_deg = float("inf")
         # Each floor has its own coordinate frame, so a pose on another floor is always wrong.
-        if pose is not None and candidates[0].candidate.split("/", maxsplit=1)[0] == floor:
-            distance_m, rotation_deg = pose_errors(pose, reference)
-        return QueryScore(
-            query=query, floor=floor, distance_m=distance_m, rotation_deg=rotation_deg, candidates=candidates
-        )
+        if pose is None or candidates[0].candidate.split("/", maxsplit=1)[0] != floor:
+            return score
+        distance_m, rotation_deg = pose_errors(pose, reference)
+        return replace(score, distance_m=distance_m, rotation_deg=rotation_deg)
 
     @property
     def lost(self) -> bool:
@@ -250,6 +243,12 @@ class InLoc(Benchmark):
             self.notes.append(f"{path.stem}: {len(missing)} {words}: {_some(missing)}.")
         return listed
 
+    def matcher_settings(self) -> MatcherSettings:
+        """Return the settings of matchers."""
+        # As in localization: most candidates do not show the place of the query.
+        weights = next(iter(self.settings.weights), None)
+        return replace(super().matcher_settings(), weights=weights, size=self.settings.size, max_tilt=1.0)
+
     def matchers(self) -> Iterator[tuple[str, PairMatcher]]:
         """Yield the matchers to evaluate; with several weights, each of them instead of dualrc."""
         weights, wanted = self.settings.weights, self.settings.matchers
@@ -317,13 +316,9 @@ class InLoc(Benchmark):
         published_curves = read_published("inloc_published.json") if set(self.references) == {"DUC1", "DUC2"} else {}
         ours = {result.matcher: {floor: result.figures.floors[floor].curve for floor in floors} for result in results}
         theirs = {f"{name}, published": curves for name, curves in published_curves.items()}
-        panels = []
-        for floor in floors:
-            thick, thin = ({name: curves[floor] for name, curves in group.items()} for group in (ours, theirs))
-            panels.append(Panel(title=floor, x=CURVE_M, ours=thick, published=thin))
         title = f"Share of queries within a distance and {WITHIN_DEG:g} degrees"
         note = "Thick: this run. Thin: published, on InLoc's 329 queries." if published_curves else ""
-        curves = curve_panels(panels, title=title, x_label="distance (m)", note=note)
+        curves = curve_panels(floors, CURVE_M, ours, theirs, title=title, x_label="distance (m)", note=note)
         tables = [self._main_table(results)]
         if published_curves:
             dots = [CURVE_M.index(threshold) for threshold in THRESHOLDS_M]

@@ -116,8 +116,6 @@ def _failure_notes(benchmark: Benchmark, results: Sequence[Result]) -> list[str]
     for result in results:
         if result.failures:
             pair, reason = next(iter(result.failures.items()))
-            count = f"{len(result.failures)} of {len(benchmark.pairs)} pairs"
-            notes.append(
-                f"{result.matcher}: {count} could not be matched and count as failures, such as {pair}: {reason}"
-            )
+            count = f"{len(result.failures)} of {len(benchmark.pairs)} pairs could not be matched and count as failures"
+            notes.append(f"{result.matcher}: {count}, such as {pair}: {reason}")
     return notes

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from dualrc.draw import draw_matches
 from dualrc.errors import DataError
-from dualrc.evaluation.baselines import has_opencv, opencv_relative_pose
+from dualrc.evaluation.baselines import OpenCVMethod, has_opencv, opencv_relative_pose
 from dualrc.evaluation.benchmark import COST_COLUMNS, Benchmark, GetMatches, Result, folder_hint, grouped, recognize
 from dualrc.evaluation.export import Pair
 from dualrc.evaluation.figures import recall_curves
@@ -25,6 +25,7 @@ THRESHOLDS_DEG = (5, 10, 20)
 POSELIB = "PoseLib LO-RANSAC, 1 px"
 OPENCV_RANSAC = "OpenCV RANSAC, 0.5 px"
 OPENCV_MAGSAC = "OpenCV USAC_MAGSAC, 0.5 px"
+_OPENCV: dict[str, OpenCVMethod] = {OPENCV_RANSAC: "RANSAC", OPENCV_MAGSAC: "USAC_MAGSAC"}
 _EPIPOLAR_PX = 1.0
 
 
@@ -110,7 +111,7 @@ class Pose(Benchmark):
         self.pairs = list(self.truths)
         self.estimators = [POSELIB]
         if has_opencv():
-            self.estimators += [OPENCV_RANSAC, OPENCV_MAGSAC]
+            self.estimators += _OPENCV
         else:
             self.notes.append("OpenCV's estimators are left out; install them with pip install 'dualrc[baselines]'.")
         self.protocol = {
@@ -153,8 +154,8 @@ class Pose(Benchmark):
     def report(self, results: Sequence[Result]) -> Report:
         """Return a table of all pairs, a table by scene if there are several, and recall over the pose error."""
         errors = {
-            estimator: {r.matcher: [s.errors_deg[estimator] for s in r.figures.pairs] for r in results}
-            for estimator in self.estimators
+            result.matcher: {name: [s.errors_deg[name] for s in result.figures.pairs] for name in self.estimators}
+            for result in results
         }
         title = "Share of pairs within a pose error"
         curves = recall_curves(errors, THRESHOLDS_DEG[-1], title=title, x_label="degrees")
@@ -215,10 +216,8 @@ class Pose(Benchmark):
 
 def _estimate_pose(estimator: str, matches: Matches, cameras: tuple[Camera, Camera]) -> FloatArray | None:
     """Estimate cam1_from_cam0 (3, 4), or return None."""
-    if estimator == OPENCV_RANSAC:
-        return opencv_relative_pose(matches, *cameras, method="RANSAC", threshold_px=0.5)
-    if estimator == OPENCV_MAGSAC:
-        return opencv_relative_pose(matches, *cameras, method="USAC_MAGSAC", threshold_px=0.5)
+    if estimator in _OPENCV:
+        return opencv_relative_pose(matches, *cameras, method=_OPENCV[estimator], threshold_px=0.5)
     found = relative_pose(matches, *cameras, threshold_px=1.0)
     return None if found is None else np.column_stack([found.R, found.t])
 

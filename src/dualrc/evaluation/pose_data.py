@@ -54,45 +54,15 @@ class PoseTruth:
         return one, other
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoseData:
-    """The pairs of a dataset; notes list pairs without ground truth."""
-
-    layout: str
-    pairs: dict[Pair, PoseTruth]
-    notes: tuple[str, ...]
-
-
 Index = dict[str, Any]
 
 
-def read_pose_data(root: Path) -> PoseData:
-    """Recognize a dataset by its index files, and read it."""
-    check_folder(root)
-    notes: list[str] = []
-    indexes = _read_indexes(root, notes)
-    for layout, read in (("scannet", _read_scannet), ("megadepth", _read_megadepth), ("cameras.json", _read_cameras)):
-        pairs = _Pairs(notes)
-        read(root, indexes, pairs)
-        paths = [path for pair in pairs.truths for path in (pair.path0, pair.path1)]
-        if paths and not any(path.is_file() for path in paths):
-            raise DataError(f"{root} has an index but no images, such as {paths[0]}; copy them there.")
-        if paths:
-            return PoseData(layout=layout, pairs=pairs.truths, notes=tuple(notes))
-    if notes:
-        raise DataError(f"{root} has no pair that can be scored. {notes[0]}")
-    raise DataError(
-        f"{root} is not a dataset for poses: neither it nor its folders have an index of MegaDepth-1500 or "
-        "ScanNet-1500 (*.npz) or a cameras.json; pass another folder."
-    )
+class PoseData:
+    """The usable pairs of a dataset; notes list the others."""
 
-
-class _Pairs:
-    """The usable pairs of a reader; notes list the others."""
-
-    def __init__(self, notes: list[str]) -> None:
-        self.truths: dict[Pair, PoseTruth] = {}
-        self.notes = notes
+    def __init__(self, layout: str, notes: list[str]) -> None:
+        self.layout, self.notes = layout, notes
+        self.pairs: dict[Pair, PoseTruth] = {}
         self._size = cache(_upright_size)
 
     @contextmanager
@@ -110,12 +80,33 @@ class _Pairs:
         stated = truth.sizes or ((1, 1), (1, 1))
         truth.cameras(self._size(path0) or stated[0], self._size(path1) or stated[1])
         pair = Pair(name0=prefix + name0, name1=prefix + name1, path0=path0, path1=path1, group=group)
-        self.truths[pair] = truth
+        self.pairs[pair] = truth
 
 
 def _upright_size(path: Path) -> Size | None:
     header = read_header(path)
     return None if header is None else header.upright_size
+
+
+def read_pose_data(root: Path) -> PoseData:
+    """Recognize a dataset by its index files, and read it."""
+    check_folder(root)
+    notes: list[str] = []
+    indexes = _read_indexes(root, notes)
+    for layout, read in (("scannet", _read_scannet), ("megadepth", _read_megadepth), ("cameras.json", _read_cameras)):
+        data = PoseData(layout, notes)
+        read(root, indexes, data)
+        paths = [path for pair in data.pairs for path in (pair.path0, pair.path1)]
+        if paths and not any(path.is_file() for path in paths):
+            raise DataError(f"{root} has an index but no images, such as {paths[0]}; copy them there.")
+        if paths:
+            return data
+    if notes:
+        raise DataError(f"{root} has no pair that can be scored. {notes[0]}")
+    raise DataError(
+        f"{root} is not a dataset for poses: neither it nor its folders have an index of MegaDepth-1500 or "
+        "ScanNet-1500 (*.npz) or a cameras.json; pass another folder."
+    )
 
 
 def read_index(path: Path) -> Index:
@@ -149,7 +140,7 @@ def _read_indexes(root: Path, notes: list[str]) -> dict[Path, Index]:
     return indexes
 
 
-def _read_megadepth(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> None:
+def _read_megadepth(root: Path, indexes: Mapping[Path, Index], data: PoseData) -> None:
     """Read index files with pairs of indices into lists of images, intrinsics and poses (cam_from_world)."""
     for path, index in indexes.items():
         if "pair_infos" not in index:
@@ -160,7 +151,7 @@ def _read_megadepth(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) ->
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(f"{path} is not an index of MegaDepth-1500 ({error}); download it again.") from error
         for both in numbers:
-            with pairs.entry(f"{path.name}, pair {both[0]} {both[1]}"):
+            with data.entry(f"{path.name}, pair {both[0]} {both[1]}"):
                 names = [images[number] for number in both]
                 if not all(isinstance(name, str) for name in names):
                     raise ValueError("it has no image")
@@ -168,10 +159,10 @@ def _read_megadepth(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) ->
                 # degrees.
                 K0, K1 = (np.array(intrinsics[number], dtype=np.float64).reshape(3, 3) for number in both)
                 pose = cam1_from_cam0(*(np.array(poses[number], dtype=np.float64) for number in both))
-                pairs.add(root, names, path.stem, PoseTruth(K=(K0, K1), cam1_from_cam0=pose))
+                data.add(root, names, path.stem, PoseTruth(K=(K0, K1), cam1_from_cam0=pose))
 
 
-def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> None:
+def _read_scannet(root: Path, indexes: Mapping[Path, Index], data: PoseData) -> None:
     """Read test.npz, with rows (scene, sub-scene, frame 0, frame 1) and poses, and intrinsics.npz, K by scene."""
     for path, index in indexes.items():
         if "name" not in index:
@@ -188,7 +179,7 @@ def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> N
             scene = f"scene{major:04d}_{minor:02d}"
             folder = next((f for f in (root, path.parent, *sorted(root.iterdir())) if (f / scene).is_dir()), root)
             names = [f"{scene}/color/{frame}.jpg" for frame in frames]
-            with pairs.entry(" ".join(names)):
+            with data.entry(" ".join(names)):
                 if scene not in intrinsics:
                     raise ValueError(f"intrinsics.npz has no {scene}")
                 K = np.array(intrinsics[scene], dtype=np.float64).reshape(3, 3)
@@ -199,27 +190,27 @@ def _read_scannet(root: Path, indexes: Mapping[Path, Index], pairs: _Pairs) -> N
                 else:
                     pose = np.asarray(poses[number], dtype=np.float64).reshape(3, 4)
                 truth = PoseTruth(K=(K, K), sizes=(_SCANNET_SIZE, _SCANNET_SIZE), cam1_from_cam0=pose)
-                pairs.add(folder, names, path.stem, truth)
+                data.add(folder, names, path.stem, truth)
 
 
-def _read_cameras(root: Path, _: Mapping[Path, Index], pairs: _Pairs) -> None:
+def _read_cameras(root: Path, _: Mapping[Path, Index], data: PoseData) -> None:
     """Read every pair of images of a scene, or the pairs of its pairs.txt, two names per line."""
     for path in (*sorted(root.glob("cameras.json")), *sorted(root.glob("*/cameras.json"))):
         folder, scene = path.parent / "images", path.parent.name
         cameras: dict[str, Camera] = {}
         # An error in one scene must not affect the others.
-        with pairs.entry(scene):
+        with data.entry(scene):
             cameras = read_cameras_json(path)
         poses = {name: camera.cam_from_world for name, camera in sorted(cameras.items())}
         posed = [name for name, pose in poses.items() if pose is not None]
         if unposed := [name for name, pose in poses.items() if pose is None]:
             words = f"{len(unposed)} images without cam_from_world are not used, such as {unposed[0]}"
-            pairs.notes.append(f"{path}: {words}.")
+            data.notes.append(f"{path}: {words}.")
         chosen = list(combinations(posed, 2))
         if (path.parent / "pairs.txt").is_file():
             chosen = read_name_pairs(path.parent / "pairs.txt", posed, what="two images with poses")
         for names in chosen:
-            with pairs.entry(" ".join(f"{scene}/{name}" for name in names)):
+            with data.entry(" ".join(f"{scene}/{name}" for name in names)):
                 camera0, camera1 = (cameras[name] for name in names)
                 truth = PoseTruth(
                     K=(camera0.K, camera1.K),
@@ -227,7 +218,7 @@ def _read_cameras(root: Path, _: Mapping[Path, Index], pairs: _Pairs) -> None:
                     lenses=(camera0.lens, camera1.lens),
                     cam1_from_cam0=cam1_from_cam0(*(poses[name] for name in names)),  # type: ignore[arg-type]
                 )
-                pairs.add(folder, names, scene, truth, prefix=f"{scene}/")
+                data.add(folder, names, scene, truth, prefix=f"{scene}/")
 
 
 def _camera(K: FloatArray, lens: Lens, stated: Size, size: Size) -> Camera:

@@ -8,7 +8,6 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 
 from dualrc.colmap.upright import find_rotation
 from dualrc.errors import ConfigError, DataError
-from dualrc.evaluation.baselines import mutual_nearest
+from dualrc.evaluation.baselines import Described, mutual_nearest
 from dualrc.extras import require
 from dualrc.files import BROKEN, one_line
 from dualrc.formats import SUFFIXES
@@ -39,14 +38,6 @@ _FORMS = (
 )
 
 Arrays = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Described:
-    # (n, 2).
-    points: FloatArray
-    # (n, c), unit length.
-    descriptors: FloatArray
 
 
 class Stored:
@@ -143,7 +134,7 @@ class Stored:
                 return hdf5[name]
         return None
 
-    def _read_features(self, path: Path) -> _Described | None:
+    def _read_features(self, path: Path) -> Described | None:
         """Return the stored keypoints and descriptors of an image, or None."""
         for name in _names(path):
             flat = name.replace("/", "-")
@@ -265,14 +256,14 @@ def _matches(points0: FloatArray, points1: FloatArray, scores: FloatArray, sizes
     return Matches(points0=points0, points1=points1, scores=scores, size0=sizes[0], size1=sizes[1])
 
 
-def _described(arrays: Arrays) -> _Described:
+def _described(arrays: Arrays) -> Described:
     """Return keypoints (n, 2 or more: x, y, scale) with descriptors (n, c)."""
     points = np.asarray(arrays["keypoints"], np.float64)
     descriptors = np.asarray(arrays["descriptors"], np.float32)
     if points.ndim != 2 or points.shape[1] < 2 or descriptors.ndim != 2 or len(descriptors) != len(points):
         raise ValueError(f"keypoints {points.shape} and descriptors {descriptors.shape} do not fit together")
     norms = np.linalg.norm(descriptors, axis=1, keepdims=True)
-    return _Described(points=points[:, :2], descriptors=descriptors / np.maximum(norms, 1e-12))
+    return Described(points=points[:, :2], descriptors=descriptors / np.maximum(norms, 1e-12))
 
 
 def _open_hdf5(file: Path) -> Any:

@@ -42,13 +42,8 @@ class PosedMap:
         name, mine, theirs = pair[1 - side], found.indices[:, side], found.indices[:, 1 - side]
         rows = self.rows[name][theirs] if name in self.rows else np.full(len(theirs), -1)
         seen = rows >= 0
-        return Correspondences(
-            points=merged.keypoints[query].points[mine[seen]].astype(np.float64),
-            xyz=self.xyz[rows[seen]],
-            scores=found.scores[seen].astype(np.float64),
-            point_ids=rows[seen],
-            images=np.zeros(int(seen.sum()), np.int64),
-        )
+        points = merged.keypoints[query].points[mine[seen]]
+        return Correspondences.of(points, self.xyz[rows[seen]], found.scores[seen], rows[seen])
 
 
 def triangulate(cameras: Mapping[str, Camera], merged: MergedMatches, work: Path, progress: Progress) -> PosedMap:

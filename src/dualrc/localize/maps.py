@@ -13,14 +13,16 @@ from dualrc.colmap import Model, read_model
 from dualrc.errors import ConfigError, DataError
 from dualrc.geometry import Camera, Lens, RgbdFrame, read_depth_m, read_rgbd, sample_depth, unproject
 from dualrc.matcher import ImageFeatures, Matcher
+from dualrc.matcher.features import FeaturePair
 from dualrc.matcher.follow import follow
-from dualrc.matches import Matches
 from dualrc.types import FloatArray, IntArray, Size
 
 # Cameras of the same size and model count as one if no pixel's ray differs by more than this, in pixels.
 _SAME_CAMERA_PX = 1.0
 # Number of positions along each side of the image at which cameras are compared.
 _COMPARED = 9
+# Files of a map image and of a query.
+ImageFiles = tuple[Path, Path]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,21 +47,24 @@ class Correspondences:
         return Correspondences(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     @staticmethod
+    def of(points: FloatArray, xyz: FloatArray, scores: FloatArray, point_ids: IntArray) -> "Correspondences":
+        """Return the correspondences of one candidate."""
+        points, scores = points.astype(np.float64), scores.astype(np.float64)
+        images = np.zeros(len(scores), np.int64)
+        return Correspondences(points=points, xyz=xyz, scores=scores, point_ids=point_ids, images=images)
+
+    @staticmethod
     def join(parts: "Sequence[Correspondences]") -> "Correspondences":
         """Concatenate the correspondences of several candidates."""
-        return Correspondences(
-            points=np.concatenate([np.zeros((0, 2)), *(part.points for part in parts)]),
-            xyz=np.concatenate([np.zeros((0, 3)), *(part.xyz for part in parts)]),
-            scores=np.concatenate([np.zeros(0), *(part.scores for part in parts)]),
-            point_ids=np.concatenate([np.zeros(0, np.int64), *(part.point_ids for part in parts)]),
-            images=np.concatenate(
-                [np.zeros(0, np.int64), *(np.full(len(part), number) for number, part in enumerate(parts))]
-            ),
+        none = np.zeros(0, np.int64)
+        joined = Correspondences.of(
+            np.concatenate([np.zeros((0, 2)), *(part.points for part in parts)]),
+            np.concatenate([np.zeros((0, 3)), *(part.xyz for part in parts)]),
+            np.concatenate([none, *(part.scores for part in parts)]),
+            np.concatenate([none, *(part.point_ids for part in parts)]),
         )
-
-    def best(self, count: int) -> "Correspondences":
-        """Return the `count` correspondences with the highest scores."""
-        return self[np.argsort(-self.scores, kind="stable")[:count]]
+        numbers = [np.full(len(part), number) for number, part in enumerate(parts)]
+        return replace(joined, images=np.concatenate([none, *numbers]))
 
     def merged(self, radius_px: float) -> "Correspondences":
         """Merge correspondences of the same 3D point: the best position, averaged with those near it."""
@@ -75,30 +80,6 @@ class Correspondences:
         total = np.bincount(group, weights, minlength=len(best))
         sums = np.stack([np.bincount(group, weights * self.points[order, axis]) for axis in (0, 1)], axis=1)
         return replace(self[best], points=sums / total[:, None])
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Look:
-    """A map image and a query, in that order, for a matcher to compare."""
-
-    matcher: Matcher
-    features: tuple[ImageFeatures, ImageFeatures]
-    # Image files, for the higher qualities.
-    images: tuple[Path, Path] | None
-
-    def match(self) -> Matches:
-        """Return the matches of the two images."""
-        if self.images is None:
-            # Candidates that do not match mostly show something else, and a search over tilted views would double the
-            # time of a query.
-            return self.matcher.match_features(*self.features, max_tilt=1)
-        return self.matcher.match(*self.images)
-
-    def match_points(self, points: FloatArray) -> Matches:
-        """Return the positions in the query of points (n, 2) of the map image, one row per point."""
-        if self.images is None:
-            return self.matcher.match_points(*self.features, points)
-        return follow(self.matcher.match(*self.images, top=None), points)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -124,8 +105,8 @@ class Map(ABC):
         return (self.images[name].path,)
 
     @abstractmethod
-    def see(self, name: str, look: "Look") -> Correspondences:
-        """Return the correspondences of a query with one of the map images."""
+    def see(self, name: str, matcher: Matcher, features: FeaturePair, images: ImageFiles | None) -> Correspondences:
+        """Return the correspondences of a map image with a query, in that order; `images`: for higher qualities."""
 
     def correspond(
         self,
@@ -146,9 +127,9 @@ class Map(ABC):
                 f'quality = "{matcher.config.quality}" warps the images; pass images instead of features.'
             )
         images = None if image is None or matcher.config.quality == "standard" else (known.path, Path(image))
-        found = self.see(name, Look(matcher=matcher, features=(features, query), images=images))
+        found = self.see(name, matcher, (features, query), images)
         top = matcher.config.top
-        return found if top is None else found.best(top)
+        return found if top is None else found[np.argsort(-found.scores, kind="stable")[:top]]
 
     def camera(self, size: Size) -> Camera | None:
         """Return the camera without pose that all images of this size share; None if there is none or they differ."""
@@ -163,12 +144,9 @@ class Map(ABC):
             lens=Lens(known[0].lens.model, tuple(np.median([camera.lens.distortion for camera in known], axis=0))),
             source="the map's",
         )
-        return shared if all(_is_same(shared, camera) for camera in _distinct(known)) else None
-
-
-def _distinct(cameras: Sequence[Camera]) -> list[Camera]:
-    """Return the distinct cameras; a map may have one per image."""
-    return list({(camera.lens, camera.K.tobytes()): camera for camera in cameras}.values())
+        # A map may have one camera per image.
+        distinct = {(camera.lens, camera.K.tobytes()): camera for camera in known}.values()
+        return shared if all(_is_same(shared, camera) for camera in distinct) else None
 
 
 def _is_same(camera0: Camera, camera1: Camera) -> bool:
@@ -196,19 +174,16 @@ class ModelMap(Map):
         content = _hash([model.xyz, *(image.points for image in model.images.values())], observed)
         super().__init__(observed, {"kind": "COLMAP model", "points": len(model.point_ids), "content": content})
 
-    def see(self, name: str, look: Look) -> Correspondences:
+    def see(self, name: str, matcher: Matcher, features: FeaturePair, images: ImageFiles | None) -> Correspondences:
         image = self.model.images[name]
         # Search at the exact keypoints, not at the cell centers that the network would choose.
-        found = look.match_points(image.points)
+        if images is None:
+            found = matcher.match_points(*features, image.points)
+        else:
+            found = follow(matcher.match(*images, top=None), image.points)
         seen = np.flatnonzero(found.scores > 0)
         ids = image.point_ids[seen]
-        return Correspondences(
-            points=found.points1[seen].astype(np.float64),
-            xyz=self.model.xyz_of(ids),
-            scores=found.scores[seen].astype(np.float64),
-            point_ids=ids,
-            images=np.zeros(len(seen), np.int64),
-        )
+        return Correspondences.of(found.points1[seen], self.model.xyz_of(ids), found.scores[seen], ids)
 
 
 class RgbdMap(Map):
@@ -225,18 +200,15 @@ class RgbdMap(Map):
     def files(self, name: str) -> tuple[Path, ...]:
         return self.frames[name].image, self.frames[name].depth
 
-    def see(self, name: str, look: Look) -> Correspondences:
+    def see(self, name: str, matcher: Matcher, features: FeaturePair, images: ImageFiles | None) -> Correspondences:
         frame = self.frames[name]
-        matches = look.match()
+        # Candidates that do not match mostly show something else, and a search over tilted views would double the time
+        # of a query.
+        matches = matcher.match_features(*features, max_tilt=1) if images is None else matcher.match(*images)
         depths = sample_depth(read_depth_m(frame.depth), matches.points0, matches.size0)
         known = np.isfinite(depths)
-        return Correspondences(
-            points=matches.points1[known].astype(np.float64),
-            xyz=unproject(frame.camera, matches.points0[known], depths[known]),
-            scores=matches.scores[known].astype(np.float64),
-            point_ids=np.full(int(known.sum()), -1),
-            images=np.zeros(int(known.sum()), np.int64),
-        )
+        xyz = unproject(frame.camera, matches.points0[known], depths[known])
+        return Correspondences.of(matches.points1[known], xyz, matches.scores[known], np.full(len(xyz), -1))
 
 
 def _hash(arrays: Iterable[FloatArray], images: Mapping[str, MapImage]) -> str:

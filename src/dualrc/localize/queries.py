@@ -54,7 +54,7 @@ def localize_all(
             # An earlier run may have died between writing its two files.
             results.save()
         hashes, cameras = content_hashes(queries), cameras or {}
-        todo = _missing(localizer, hashes, results, cameras)
+        todo = [name for name in hashes if _is_missing(localizer, name, hashes[name], results, cameras.get(name))]
         if todo and candidates is None and len(localizer.map.names) > localizer.config.candidates:
             localizer.prepare(progress)
         for done, name in enumerate(todo, start=len(queries) - len(todo)):
@@ -80,22 +80,18 @@ def missing(
 
     Images that could not be read are tried again, because they may have been repaired.
     """
-    return _missing(localizer, content_hashes(queries), results, cameras or {})
+    hashes, cameras = content_hashes(queries), cameras or {}
+    return [name for name in hashes if _is_missing(localizer, name, hashes[name], results, cameras.get(name))]
 
 
-def _missing(
-    localizer: Localizer, hashes: Mapping[str, str], results: ResultsFile, cameras: Mapping[str, Camera]
-) -> list[str]:
-    def is_missing(name: str) -> bool:
-        if name not in results:
-            return True
-        found, known = results[name], results.content(name)
-        if found.cam_from_world is None and not found.candidates:
-            return True
-        # Only a stored hash is worth reading the map images.
-        return bool(known) and known != _content(localizer, hashes[name], found, cameras.get(name))
-
-    return [name for name in hashes if is_missing(name)]
+def _is_missing(localizer: Localizer, name: str, query: str, results: ResultsFile, camera: Camera | None) -> bool:
+    if name not in results:
+        return True
+    found, known = results[name], results.content(name)
+    if found.cam_from_world is None and not found.candidates:
+        return True
+    # Only a stored hash is worth reading the map images.
+    return bool(known) and known != _content(localizer, query, found, camera)
 
 
 def _content(localizer: Localizer, query: str, found: Localization, camera: Camera | None) -> str:

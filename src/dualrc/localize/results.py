@@ -17,6 +17,11 @@ from dualrc.toml import first_difference
 from dualrc.types import FloatArray
 
 _FORMAT = "dualrc-localization-1"
+# Keys of an entry, which are also attributes of a Localization.
+_KEYS = (
+    *("cam_from_world", "reason", "inliers", "correspondences", "confidence", "position_deviation"),
+    *("rotation_deviation_deg", "covariance", "camera", "candidates", "seconds"),
+)
 
 
 class ResultsFile:
@@ -111,28 +116,11 @@ def read_poses(path: str | Path) -> dict[str, FloatArray]:
 
 
 def _to_entry(found: Localization) -> Any:
-    camera = found.camera
-    entry = {
-        "cam_from_world": found.cam_from_world,
-        "reason": found.reason,
-        "inliers": found.inliers,
-        "correspondences": found.correspondences,
-        "confidence": round(found.confidence, 6),
-        "position_deviation": found.position_deviation,
-        "rotation_deviation_deg": found.rotation_deviation_deg,
-        "covariance": found.covariance,
-        "camera": camera
-        and {
-            "width": camera.width,
-            "height": camera.height,
-            "K": camera.K,
-            "model": camera.lens.model,
-            "distortion": camera.lens.distortion,
-            "source": camera.source,
-        },
-        "candidates": found.candidates,
-        "seconds": round(found.seconds, 3),
-    }
+    entry = {key: getattr(found, key) for key in _KEYS}
+    entry |= {"confidence": round(found.confidence, 6), "seconds": round(found.seconds, 3)}
+    if (camera := found.camera) is not None:
+        lens = {"model": camera.lens.model, "distortion": camera.lens.distortion, "source": camera.source}
+        entry["camera"] = {"width": camera.width, "height": camera.height, "K": camera.K, **lens}
     return to_json(entry)
 
 
