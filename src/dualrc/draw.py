@@ -1,6 +1,5 @@
 """Drawings of matches and warps as uint8 arrays (height, width, 3), from any image that the matcher accepts."""
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from dualrc.errors import ConfigError, DataError, OutputError
 from dualrc.extras import png_is_broken
 from dualrc.files import replacing
+from dualrc.formats import encoded
 from dualrc.geometry import homography_grid, sample_bilinear
 from dualrc.image import ImageInput, read
 from dualrc.matches import Matches, Warp
@@ -33,9 +33,7 @@ class Drawing(np.ndarray[Any, np.dtype[np.uint8]]):
             or png_is_broken()
         ):
             return None
-        file = io.BytesIO()
-        Image.fromarray(np.asarray(self)).save(file, "PNG")
-        return file.getvalue()
+        return encoded(Image.fromarray(np.asarray(self)), "PNG")
 
     def save(self, path: str | Path) -> None:
         """Write .png or .jpg atomically."""

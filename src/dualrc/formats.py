@@ -1,5 +1,6 @@
 """Image file formats, and EXIF data that may be damaged."""
 
+import io
 import operator
 import re
 import threading
@@ -115,6 +116,13 @@ def open_image(source: str | Path | IO[bytes], name: str, only: tuple[str, ...] 
         image.close()
         raise
     return image
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    """Return an image as the content of a file; `kind` and `options` are those of Pillow."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
 
 
 def undecodable(name: str, error: Exception) -> ImageError:

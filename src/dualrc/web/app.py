@@ -83,7 +83,7 @@ def create_app(
             sweeper = asyncio.create_task(_sweep(service))
             if prepare:
                 service.jobs.when_idle(service.warm_up)
-                _render(examples, service)
+                threading.Thread(target=_render, args=(examples, service), name="examples", daemon=True).start()
             try:
                 yield
             finally:
@@ -107,7 +107,8 @@ def create_app(
     app.include_router(public)
     # The Guard checks the token; this is its description in /openapi.json.
     token = [] if config.token is None else [Security(HTTPBearer(scheme_name="token", auto_error=False))]
-    for part in (router, routes_images.router, routes_pairs.router, routes_sets.router):
+    pairs, sets = (routes_pairs.router, routes_pairs.jobs_router), (routes_sets.router, routes_sets.model_router)
+    for part in (router, routes_images.router, *pairs, *sets):
         app.include_router(part, dependencies=token)
     # Not mounted: a mount at the root would answer for routes that require another method.
     app.router.default = _Page(directory=STATIC, html=True, check_dir=False)
@@ -167,11 +168,8 @@ def _add_handlers(app: FastAPI) -> None:
     """Answer every error with JSON that contains a message and a code."""
 
     @app.exception_handler(Problem)
-    async def problem_handler(_: Request, problem: Problem) -> JSONResponse:
-        return answer(problem)
-
     @app.exception_handler(DualRCError)
-    async def error_handler(_: Request, error: DualRCError) -> JSONResponse:
+    async def error_handler(_: Request, error: Problem | DualRCError) -> JSONResponse:
         return answer(from_error(error))
 
     @app.exception_handler(RequestValidationError)
@@ -214,13 +212,9 @@ async def _sweep(service: Service) -> None:
 
 
 def _render(examples: Examples, service: Service) -> None:
-    """Render the examples in the background."""
-
-    def run() -> None:
-        try:
-            examples.prepare(lambda: service.jobs.closing)
-        except Exception:
-            if not service.jobs.closing:
-                logger.exception("The examples could not be rendered.")
-
-    threading.Thread(target=run, name="examples", daemon=True).start()
+    """Render the examples, until the server stops."""
+    try:
+        examples.prepare(lambda: service.jobs.closing)
+    except Exception:
+        if not service.jobs.closing:
+            logger.exception("The examples could not be rendered.")
