@@ -131,7 +131,10 @@ class Client:
             else:
                 job = self._send("POST", "/v1/match", params={"wait": "false"}, json=body).json()["job"]
                 answer = self._send("GET", self._follow(job, progress), params={"format": "npz"})
-        return _matches(answer.content)
+        with tempfile.TemporaryDirectory(prefix="dualrc-client-") as folder:
+            path = Path(folder) / "matches.npz"
+            path.write_bytes(answer.content)
+            return Matches.load(path)
 
     def match_points(
         self, image0: Remote, image1: Remote, points0: npt.ArrayLike, *, min_score: float = 0.0
@@ -249,13 +252,6 @@ def _encoded(image: ImageInput) -> tuple[bytes, str]:
         except OSError as error:
             raise ImageError(f"{image} can't be read ({error.strerror}); check the path.") from error
     return encoded(Image.fromarray(read(image)), "PNG", compress_level=1), "image.png"
-
-
-def _matches(content: bytes) -> Matches:
-    with tempfile.TemporaryDirectory(prefix="dualrc-client-") as folder:
-        path = Path(folder) / "matches.npz"
-        path.write_bytes(content)
-        return Matches.load(path)
 
 
 def _problem(answer: Any) -> DualRCError:

@@ -25,15 +25,8 @@ class Drawing(np.ndarray[Any, np.dtype[np.uint8]]):
 
     def _repr_png_(self) -> bytes | None:
         """Return the PNG that a notebook displays; None for slices that are not images."""
-        if (
-            self.ndim != 3
-            or self.shape[2] not in (3, 4)
-            or self.dtype != np.uint8
-            or 0 in self.shape
-            or png_is_broken()
-        ):
-            return None
-        return encoded(Image.fromarray(np.asarray(self)), "PNG")
+        is_image = self.ndim == 3 and self.shape[2] in (3, 4) and self.dtype == np.uint8 and 0 not in self.shape
+        return encoded(Image.fromarray(np.asarray(self)), "PNG") if is_image and not png_is_broken() else None
 
     def save(self, path: str | Path) -> None:
         """Write .png or .jpg atomically."""

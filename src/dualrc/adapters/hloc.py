@@ -9,24 +9,18 @@ from torch import Tensor
 
 from dualrc.errors import ConfigError
 
-# Entries for `hloc.match_dense.confs`. Image sides are multiples of 16, so that the network does not resize them. hloc
-# rounds the keypoints of an image to cells of `cell_size` pixels, one keypoint per cell.
-CONFS: dict[str, dict[str, Any]] = {
-    "dualrc": {
-        "output": "matches-dualrc",
-        "model": {"name": "dualrc"},
-        "preprocessing": {"grayscale": False, "resize_max": 1024, "dfactor": 16},
-        "max_error": 1,
-        "cell_size": 1,
-    },
-    # Fewer keypoints, for scenes with many images.
-    "dualrc_large": {
-        "output": "matches-dualrc_large",
-        "model": {"name": "dualrc"},
-        "preprocessing": {"grayscale": False, "resize_max": 1024, "dfactor": 16},
-        "max_error": 2,
-        "cell_size": 8,
-    },
+
+def _conf(name: str, **keypoints: int) -> dict[str, Any]:
+    """Return an entry; image sides are multiples of 16, so that the network does not resize them."""
+    preprocessing = {"grayscale": False, "resize_max": 1024, "dfactor": 16}
+    return {"output": f"matches-{name}", "model": {"name": "dualrc"}, "preprocessing": preprocessing, **keypoints}
+
+
+# Entries for `hloc.match_dense.confs`. hloc rounds the keypoints of an image to cells of `cell_size` pixels, one
+# keypoint per cell. The second entry has fewer keypoints, for scenes with many images.
+CONFS = {
+    "dualrc": _conf("dualrc", max_error=1, cell_size=1),
+    "dualrc_large": _conf("dualrc_large", max_error=2, cell_size=8),
 }
 _MODULE = "hloc.matchers.dualrc"
 

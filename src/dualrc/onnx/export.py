@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from dualrc.config import MIN_SIDE
+from dualrc.config import MIN_SIDE, check_bounds
 from dualrc.errors import ConfigError
 from dualrc.extras import require
 from dualrc.files import make_folder, replacing
@@ -56,8 +56,7 @@ class ExportConfig:
             )
         if self.precision not in ("float32", "float16"):
             raise ConfigError(f"Precision {self.precision!r} can't be exported; choose float32 or float16.")
-        if self.top < 1:
-            raise ConfigError(f"top = {self.top} must be at least 1.")
+        check_bounds(self, "top", at_least=1)
 
 
 def export(

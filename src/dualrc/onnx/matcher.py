@@ -24,8 +24,6 @@ from dualrc.types import Size
 FILES: dict[Part, str] = {"features": "features.onnx", "pair": "pair.onnx"}
 # Default execution providers in order of preference; unavailable ones are skipped.
 PROVIDERS = ("CUDAExecutionProvider", "DmlExecutionProvider", "CoreMLExecutionProvider", "CPUExecutionProvider")
-# Names of the feature maps.
-_MAPS = ("coarse", "fine", "light")
 
 Paths = str | Path | tuple[str | Path, str | Path]
 
@@ -172,12 +170,8 @@ class Matcher:
         if any(features.made_by != _maker(self.model) for features in (features0, features1)):
             raise ConfigError("These features come from other models; extract them with features() of this matcher.")
         session = self._sessions["pair"]
-        inputs = {
-            f"{name}{side}": features.maps[name]
-            for side, features in enumerate((features0, features1))
-            for name in _MAPS
-            if name in features.maps
-        }
+        both = enumerate((features0, features1))
+        inputs = {f"{name}{side}": values for side, features in both for name, values in features.maps.items()}
         wanted = {node.name for node in session.get_inputs()}
         points0, points1, scores, count, exact = session.run(
             ["points0", "points1", "scores", "count", "exact"], {name: inputs[name] for name in wanted}

@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -124,9 +125,11 @@ async def _health() -> dict[str, str]:
 @router.get("/v1/info", summary="Versions and limits of this server", response_model=schemas.Info)
 async def _info(request: Request) -> dict[str, Any]:
     """Return versions, limits and examples."""
-    service, config = service_of(request), service_of(request).config
-    matcher, model = service.matcher, request.app.state.reconstruction
+    service, model = service_of(request), request.app.state.reconstruction
+    matcher, settings = service.matcher, asdict(service.config)
     return {
+        # The limits, by their names in the config.
+        **{name: settings[name] for name in schemas.Info.model_fields.keys() & settings.keys()},
         "version": dualrc.__version__,
         "preset": matcher.network.config.preset,
         "weights": matcher.weights_hash,
@@ -134,12 +137,6 @@ async def _info(request: Request) -> dict[str, Any]:
         "engine": matcher.engine,
         "precision": matcher.precision,
         "qualities": list(get_args(Quality)),
-        "max_bytes": config.max_bytes,
-        "max_pixels": config.max_pixels,
-        "max_images": config.max_images,
-        "max_collection": config.max_collection,
-        "max_points": config.max_points,
-        "keep_s": config.keep_s,
         "examples": [example.describe() for example in EXAMPLES],
         "reconstruction": None if model is None else model.summary(),
     }

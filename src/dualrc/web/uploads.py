@@ -163,11 +163,8 @@ class ImageStore:
             with self._decoding, open_image(path, name) as image:
                 width, height = image.size
                 if width * height > self.config.max_pixels:
-                    most = f"{self.config.max_pixels / 1e6:.3g} megapixels"
-                    message = (
-                        f"The image has {width}x{height} pixels, more than {most}; scale it down and send it again."
-                    )
-                    raise Problem(413, "too_many_pixels", message)
+                    most = f"more than {self.config.max_pixels / 1e6:.3g} megapixels; scale it down and send it again"
+                    raise Problem(413, "too_many_pixels", f"The image has {width}x{height} pixels, {most}.")
                 pixels = read(image)
         except ImageError as error:
             # Messages contain the file name of the client, never a path on the server.
