@@ -174,9 +174,7 @@ def _pillow_warnings() -> Iterator[list[str]]:
 
 
 def _warn_of_exif(name: str, complaints: Iterable[str], *, damaged: bool = False) -> None:
-    if damaged or any(
-        re.search("corrupt|truncated|skipping tag|tag offset", complaint, re.IGNORECASE) for complaint in complaints
-    ):
+    if damaged or re.search("corrupt|truncated|skipping tag|tag offset", "\n".join(complaints), re.IGNORECASE):
         remedy = "if it matters, write it again, or give the camera"
         warn_once(f"{name} has damaged EXIF data; unreadable parts are ignored: {remedy}.")
 

@@ -5,6 +5,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -194,10 +195,7 @@ def _match_keypoints(
                 skipped += 1
             else:
                 try:
-                    features = [
-                        kept.get(name, lambda name=name: matcher.features(images / name))  # type: ignore[misc]
-                        for name in names
-                    ]
+                    features = [kept.get(name, partial(matcher.features, images / name)) for name in names]
                 except ImageError as error:
                     failed[names] = str(error)
                     continue

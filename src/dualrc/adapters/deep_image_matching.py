@@ -71,15 +71,9 @@ def _make_class() -> Any:
                 sizes = [max(get_size_by_quality(self._quality, image.shape[:2])) for image in images]
                 size = max(16, min(max(sizes), self.matcher.config.max_size) // 16 * 16)
             found = self.matcher.match(*images, size=size)
-            rows = np.arange(len(found))
-            return self._update_features_h5(
-                feature_path,
-                img0_path.name,
-                img1_path.name,
-                found.points0,
-                found.points1,
-                np.stack([rows, rows], axis=1),
-            )
+            names, rows = (img0_path.name, img1_path.name), np.arange(len(found))
+            points = found.points0, found.points1
+            return self._update_features_h5(feature_path, *names, *points, np.stack([rows, rows], axis=1))
 
         def _match_by_tile(
             self,

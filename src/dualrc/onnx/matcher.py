@@ -182,12 +182,10 @@ class Matcher:
     def _network_size(self, own: Size, size: int | None) -> Size:
         if self.input_size is None:
             return network_size(own, long_side=size, max_size=self.model.max_size)
-        if size is not None and size != max(self.input_size):
-            raise ConfigError(
-                "These models take images of {}x{} only; leave out size, or export with --dynamic.".format(
-                    *self.input_size
-                )
-            )
+        width, height = self.input_size
+        if size is not None and size != max(width, height):
+            message = f"These models take images of {width}x{height} only; leave out size, or export with --dynamic."
+            raise ConfigError(message)
         if min(own) < MIN_SIDE:
             raise ImageError("The image of {}x{} pixels is too small; give a larger one.".format(*own))
         return self.input_size

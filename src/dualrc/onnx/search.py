@@ -72,7 +72,7 @@ def search_top(tensor: Tensor, fine0: FineMap, fine1: FineMap, config: FineConfi
     # A query reads sum(w t) / sum(w s) over rows t with sums s, which is at most the largest t / s.
     scale = torch.where(sums > 0, 1 / sums.clamp(min=torch.finfo(sums.dtype).tiny), 0)
     limits = largest_around(tensor * scale[:, None], fine0, config.reading)
-    # Short rows are padded with zeros, because the number of cells is a constant of the graph, for images of any size.
+    # Short rows are padded with zeros: the length of the shortlist is a constant of the graph, for images of any size.
     limit, cells = F.pad(limits, (0, SHORTLIST + 1)).topk(SHORTLIST + 1, dim=1)
     cells = cells.clamp(max=candidates - 1)
     outside, limit, cells = limit[:, SHORTLIST], limit[:, :SHORTLIST], cells[:, :SHORTLIST]

@@ -147,15 +147,15 @@ async def _metrics(request: Request) -> PlainTextResponse:
     """Return counters and gauges in the Prometheus text format."""
     service, metrics = service_of(request), request.app.state.metrics
     gauges = {
-        "dualrc_queue_depth": ("Jobs in the queue.", lambda: service.jobs.depth),
-        "dualrc_jobs_running": ("Jobs running.", lambda: service.jobs.running),
-        "dualrc_images": ("Stored images.", lambda: len(service.images)),
-        "dualrc_image_file_bytes": ("Size of image files on disk.", lambda: service.images.disk_bytes),
-        "dualrc_pixel_cache_bytes": ("Memory of decoded images and views.", lambda: service.images.pixel_bytes),
-        "dualrc_feature_cache_bytes": ("Memory of features.", lambda: service.features.size),
-        "dualrc_warp_cache_bytes": ("Memory of warps.", lambda: service.warps.size),
-        "dualrc_pairs": ("Stored results.", lambda: len(service.pairs)),
-        "dualrc_pair_bytes": ("Memory of results.", lambda: service.pairs.size),
+        "dualrc_queue_depth": ("Jobs in the queue.", service.jobs.depth),
+        "dualrc_jobs_running": ("Jobs running.", service.jobs.running),
+        "dualrc_images": ("Stored images.", len(service.images)),
+        "dualrc_image_file_bytes": ("Size of image files on disk.", service.images.disk_bytes),
+        "dualrc_pixel_cache_bytes": ("Memory of decoded images and views.", service.images.pixel_bytes),
+        "dualrc_feature_cache_bytes": ("Memory of features.", service.features.size),
+        "dualrc_warp_cache_bytes": ("Memory of warps.", service.warps.size),
+        "dualrc_pairs": ("Stored results.", len(service.pairs)),
+        "dualrc_pair_bytes": ("Memory of results.", service.pairs.size),
     }
     text = metrics.text(gauges, service.jobs.outcomes, dict(service.jobs.batches))
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

@@ -162,8 +162,7 @@ def commands(pair: Pair, fit: "EstimateBody | None" = None) -> dict[str, str]:
             given["top"] = min(fit.top, settings.top or fit.top)
         chosen = [narrowed, repr(fit.kind), f"threshold_px={fit.threshold_px:g}"]
         if fit.kind == "essential":
-            cameras = [f"camera{n} = dualrc.geometry.camera_from_exif({name!r})" for n, name in enumerate(names)]
-            lines += cameras
+            lines += [f"camera{n} = dualrc.geometry.camera_from_exif({name!r})" for n, name in enumerate(names)]
             chosen += ["camera0=camera0", "camera1=camera1"]
         lines.append(f"model = dualrc.geometry.estimate({', '.join(chosen)})")
     flags = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
